@@ -1,0 +1,163 @@
+"""PEP 517/660 build backend: setuptools, plus the sources that the JIT compiles.
+
+A wheel carries `include/`, `csrc/` and whatever third-party headers lie under `3rdparty/` as copies
+in `flashinfer/data/`; an editable install has links there, so that an edited header is compiled on
+next use. `flashinfer/_build_meta.py` records version and commit.
+
+Wheels and sdists are built from a staged copy of the tree in a temporary folder. The checkout itself
+is never written, so it stays clean and two builds may run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from setuptools import build_meta as _setuptools
+from setuptools.build_meta import (
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+ROOT = Path(__file__).resolve().parent
+DATA = Path("flashinfer", "data")
+META = Path("flashinfer", "_build_meta.py")
+PROJECT_FILES = ("pyproject.toml", "version.txt", "README.md", "LICENSE", "build_backend.py")
+# What an sdist has beyond the files that a wheel is made from.
+SDIST_EXTRA = (
+    "3rdparty", "CHANGELOG.md", "CLAUDE.md", "Makefile", "benchmarks", "csrc", "docs", "examples",
+    "include", "tests",
+)  # fmt: skip
+BUILD_PRODUCTS = shutil.ignore_patterns(
+    "__pycache__", "*.py[cod]", "*.so", "*.o", "*.egg-info", ".*_cache", ".hypothesis"
+)
+
+
+def _ignored(folder: str, names: list[str]) -> set[str]:
+    """Names that no distribution copies: build products, and what is made afresh for each."""
+    generated = {DATA.name, META.name} if Path(folder) == ROOT / DATA.parent else set()
+    return set(BUILD_PRODUCTS(folder, names)) | generated.intersection(names)
+
+
+def data_sources(root: Path = ROOT) -> dict[str, Path]:
+    """Folders that reach `flashinfer/data/`, by the name they have there."""
+    sources = {"include": root / "include", "csrc": root / "csrc"}
+    for folder in sorted((root / "3rdparty").glob("*/include")):
+        sources[f"3rdparty/{folder.parent.name}/include"] = folder
+    return sources
+
+
+def git_commit(root: Path = ROOT) -> str:
+    """Commit of the checkout (`-dirty` if files differ), or the one an sdist was made from."""
+    git = ["git", "-C", str(root)]
+    try:
+        top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True)
+        if top.returncode == 0 and Path(top.stdout.strip()).resolve() == root:
+            commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+            changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+            return commit + ("-dirty" if changed.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    with contextlib.suppress(OSError):
+        recorded = re.search(r'__git_version__ = "([^"]*)"', (root / META).read_text())
+        if recorded:
+            return recorded[1]
+    return "unknown"
+
+
+def write_build_meta(root: Path) -> None:
+    """Write version and commit to `flashinfer/_build_meta.py` under `root`."""
+    version = (ROOT / "version.txt").read_text().strip()
+    text = (
+        '"""Written by build_backend.py."""\n\n'
+        f'__version__ = "{version}"\n__git_version__ = "{git_commit()}"\n'
+    )
+    (root / META).write_text(text)
+
+
+@contextlib.contextmanager
+def _staged(extra: tuple[str, ...] = (), with_data: bool = False) -> Iterator[None]:
+    """Copy the project to a temporary folder and make it the working directory."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="flashinfer-build-") as temp:
+        stage = Path(temp)
+        for name in (*PROJECT_FILES, "flashinfer", *extra):
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, stage / name, ignore=_ignored)
+            elif source.is_file():
+                shutil.copy2(source, stage / name)
+        if with_data:
+            for name, source in data_sources().items():
+                shutil.copytree(source, stage / DATA / name, ignore=_ignored)
+        write_build_meta(stage)
+        if extra:
+            grafts = [f"graft {name}" for name in extra if (stage / name).is_dir()]
+            files = [
+                f"include {name}" for name in (*PROJECT_FILES, *extra) if (stage / name).is_file()
+            ]
+            (stage / "MANIFEST.in").write_text("\n".join([*grafts, *files]) + "\n")
+        os.chdir(stage)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def link_data(root: Path = ROOT) -> None:
+    """Point `flashinfer/data/*` at the folders of this checkout."""
+    data = root / DATA
+    if data.is_symlink() or data.is_file():
+        data.unlink()
+    elif data.is_dir():
+        shutil.rmtree(data)
+    for name, source in data_sources(root).items():
+        link = data / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(source, link.parent), target_is_directory=True)
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    target = os.path.abspath(wheel_directory)
+    with _staged(with_data=True):
+        return _setuptools.build_wheel(target, config_settings, None)
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    target = os.path.abspath(sdist_directory)
+    with _staged(extra=SDIST_EXTRA):
+        return _setuptools.build_sdist(target, config_settings)
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    target = os.path.abspath(metadata_directory)
+    with _staged():
+        return _setuptools.prepare_metadata_for_build_wheel(target, config_settings)
+
+
+# Metadata does not depend on how the package is installed.
+prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    link_data()
+    write_build_meta(ROOT)
+    return _setuptools.build_editable(wheel_directory, config_settings, None)

@@ -1,0 +1,68 @@
+"""What every test shares: a fixed seed, `--full`, clear reasons for what cannot run here."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+import torch
+
+SEED = 20240229
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="the whole parameter grid of each test, not the default part",
+    )
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether `--full` was given: tests then run the grid that is left out by default."""
+    return request.config.getoption("--full")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state, on the CPU and on the GPU."""
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    return SEED
+
+
+def _no_gpu_reason() -> str | None:
+    if torch.version.cuda is None:
+        return f"needs a GPU: torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "needs a GPU: torch sees no CUDA device (torch.cuda.is_available() is False)"
+    return None
+
+
+def _no_compiler_reason() -> str | None:
+    if shutil.which("nvcc") is None:
+        try:
+            from flashinfer.jit.toolchain import find_nvcc
+
+            find_nvcc()
+        except Exception as error:  # the reason is what the toolchain search says
+            return f"needs nvcc: {error}"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, reason in (("gpu", _no_gpu_reason), ("compiler", _no_compiler_reason)):
+        if item.get_closest_marker(marker) and (why := reason()):
+            pytest.skip(why)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """A GPU that is too small, or shared, is not a failure of the code under test."""
+    try:
+        return (yield)
+    except torch.cuda.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        pytest.skip(f"out of GPU memory: {str(error).splitlines()[0]}")
