@@ -1,0 +1,126 @@
+"""Print a reference as a Python source that needs nothing but torch.
+
+The `reference` field of a definition is executed by tools that do not have this package. The
+source is put together from the reference itself, the helpers and constants it uses, and a `run`
+function that takes the definition's inputs in order and rounds each result to its dtype.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+
+def standalone_reference(
+    reference: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, tuple[Any, str]],
+    axis_values: Mapping[str, int],
+) -> str:
+    """Source with a top-level ``run(*inputs)`` that returns the outputs.
+
+    Parameters
+    ----------
+    reference : callable
+        Module-level function of the public function's arguments.
+    inputs : mapping
+        JSON key to `Tensor` or `Scalar`: the parameters of ``run``.
+    outputs : mapping
+        JSON key to (spec, torch dtype name).
+    axis_values : mapping
+        Sizes of the axes; used for constant axes that no input shows.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    ValueError
+        If the reference uses a global that cannot be printed.
+    """
+    imports, definitions = _closure(reference)
+    header = ["from __future__ import annotations", "", *sorted(imports | {"import torch"})]
+    run = _run_function(reference, inputs, outputs, axis_values)
+    return "\n".join(header) + "\n\n\n" + "\n\n\n".join([*definitions, run]) + "\n"
+
+
+def _closure(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
+    """Import lines and definitions that `function` needs, itself included, callees first."""
+    imports: set[str] = set()
+    definitions: dict[str, str] = {}
+
+    def visit(name: str, value: Any) -> None:
+        if name in definitions:
+            return
+        if isinstance(value, ModuleType):
+            alias = "" if value.__name__ == name else f" as {name}"
+            imports.add(f"import {value.__name__}{alias}")
+        elif isinstance(value, FunctionType):
+            for callee in _globals_read(value.__code__):
+                target = value.__globals__.get(callee, value)  # absent: a builtin
+                if target is not value:
+                    visit(callee, target)
+            definitions[name] = textwrap.dedent(inspect.getsource(value)).rstrip()
+        elif isinstance(value, (bool, int, float, str, tuple)):
+            definitions[name] = f"{name} = {value!r}"
+        else:
+            raise ValueError(
+                f"reference {function.__qualname__} uses {name}, a {type(value).__name__}, which "
+                "cannot be written into a definition; use functions, modules and plain constants"
+            )
+
+    visit(function.__name__, function)
+    return imports, list(definitions.values())
+
+
+def _globals_read(code: CodeType) -> list[str]:
+    """Names of the globals that `code` and the functions nested in it read, in order.
+
+    `inspect.getclosurevars` counts attribute names too: `torch.Tensor` would pull in `Tensor`.
+    """
+    names = {i.argval: None for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for nested in code.co_consts:
+        if isinstance(nested, CodeType):
+            names.update(dict.fromkeys(_globals_read(nested)))
+    return list(names)
+
+
+def _run_function(
+    reference: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, tuple[Any, str]],
+    axis_values: Mapping[str, int],
+) -> str:
+    passed = {spec.param or key: key for key, spec in inputs.items()}
+    lines = []
+    for key, (spec, dtype) in outputs.items():
+        # A destination that the public function requires: the reference reads its dtype only.
+        destination = spec.param
+        if destination in _required(reference) and destination not in passed:
+            shape = ", ".join(_size(axis, inputs, axis_values) for axis in spec.dim_names)
+            lines.append(f"{key} = torch.empty(({shape},), dtype=torch.{dtype})")
+            passed[destination] = key
+    call = ", ".join(f"{param}={key}" for param, key in passed.items())
+    results = ", ".join(outputs)
+    lines.append(f"{results} = {reference.__name__}({call})")
+    rounded = ", ".join(f"{key}.to(torch.{dtype})" for key, (_, dtype) in outputs.items())
+    lines.append(f"return {rounded}")
+    return f"def run({', '.join(inputs)}):\n" + textwrap.indent("\n".join(lines), "    ")
+
+
+def _required(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is inspect.Parameter.empty}
+
+
+def _size(axis: str, inputs: Mapping[str, Any], axis_values: Mapping[str, int]) -> str:
+    for key, spec in inputs.items():
+        dims = getattr(spec, "dim_names", ())
+        if axis in dims:
+            return f"{key}.shape[{list(dims).index(axis)}]"
+    return str(axis_values[axis])

@@ -1,0 +1,558 @@
+"""Declarative description of one operation: axes, inputs, outputs and a reference.
+
+A `TraceTemplate` is written once per public function and used three ways: it turns a call into a
+FlashInfer-Bench definition (`flashinfer.fi_trace`), its reference is the oracle of the tests, and
+the reference backend runs the same reference in place of the kernel. The checks on shapes and
+dtypes that those uses share live here too, so that an argument is refused in one wording.
+
+Nothing of ours is imported but the sibling that prints standalone sources: a template must load
+on a machine without GPU, driver or compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from .standalone import standalone_reference
+
+FLOATING = ("bfloat16", "float16", "float32")
+"""The dtypes of activations that kernels read."""
+
+_SHORT_DTYPE = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+
+
+@dataclass(frozen=True)
+class Var:
+    """An axis whose size changes from call to call; it is named, but has no value in the JSON."""
+
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Const:
+    """An axis whose size belongs to the definition and is written into its name.
+
+    Parameters
+    ----------
+    description : str
+        What the axis counts.
+    abbrev : str, optional
+        Letters before the value in the definition's name: ``"h"`` gives ``_h4096``. ``""`` leaves
+        the axis out of the name, None uses the axis' own name.
+    value : int, optional
+        The size, where it is always the same.
+    derive : callable, optional
+        Computes the size from the sizes of the other axes, for an axis that no input shows (such
+        as half of an input's width).
+    """
+
+    description: str = ""
+    abbrev: str | None = None
+    value: int | None = None
+    _: KW_ONLY
+    derive: Callable[[Mapping[str, int]], int] | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor argument or result.
+
+    Parameters
+    ----------
+    dim_names : list of str
+        One axis name per dimension.
+    param : str, optional
+        The public function's argument, where it is not named as the JSON key. On an output: the
+        argument that receives the result (``out``, or an input that is updated in place).
+    tuple_idx : int, optional
+        The argument is a tuple; this is its element.
+    dtype : str, optional
+        The only dtype this tensor can have, by its torch name (``"float32"``).
+    dtype_from : str, optional
+        JSON key (or argument name) of the tensor whose dtype this one has.
+    dtype_from_scalar : str, optional
+        Name of an argument that holds the dtype (as ``out_dtype`` does).
+    optional : bool
+        The argument may be None; it is then left out of the definition.
+    description : str
+        Meaning, layout and unit.
+    dtypes : sequence of str, optional
+        The dtypes that are accepted; any when None.
+    ranks : sequence of int, optional
+        The numbers of dimensions that are accepted, where others than ``len(dim_names)`` are: the
+        leading dimensions count as the first axis, multiplied together.
+    """
+
+    dim_names: Sequence[str]
+    _: KW_ONLY
+    param: str | None = None
+    tuple_idx: int | None = None
+    dtype: str | None = None
+    dtype_from: str | None = None
+    dtype_from_scalar: str | None = None
+    optional: bool = False
+    description: str = ""
+    dtypes: Sequence[str] | None = None
+    ranks: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number argument.
+
+    Parameters
+    ----------
+    dtype : str
+        Torch name of the dtype that the JSON declares.
+    param : str, optional
+        The public function's argument, where it is not named as the JSON key.
+    optional : bool
+        The argument may be None; it is then left out of the definition.
+    description : str
+        Meaning and unit.
+    tensor : bool
+        A one-element tensor of `dtype` is accepted in place of the number.
+    """
+
+    dtype: str = "float32"
+    _: KW_ONLY
+    param: str | None = None
+    optional: bool = False
+    description: str = ""
+    tensor: bool = False
+
+
+Axis = Var | Const
+Value = Tensor | Scalar
+
+
+class TraceTemplate:
+    """What one operation computes, on which tensors.
+
+    Parameters
+    ----------
+    op_type : str
+        Category of the operation; variants of one operation share it.
+    axes : dict of str to Var or Const
+        Every axis that a tensor names.
+    inputs, outputs : dict of str to Tensor or Scalar
+        By JSON key, in the order of the definition. An output that is named as an input is that
+        input updated in place; the format has no such thing, so its JSON key gains ``_out``.
+    name_prefix : str, optional
+        First part of the definition's name; unique. Defaults to `op_type`.
+    reference : callable, optional
+        Plain PyTorch function of the public function's arguments. It changes none of them and
+        returns its results in the order of `outputs` (a tensor, or a tuple of them) in higher
+        precision, not yet rounded to the output's dtype.
+    check : callable, optional
+        ``check(reference_outputs, actual_outputs) -> bool``: whether a result is acceptable, where
+        closeness by dtype (`flashinfer.trace.default_check`) is not the right question.
+    init : callable, optional
+        ``init(arguments) -> arguments`` completes the random arguments of `example_arguments` for
+        an operation whose inputs are not free (offsets, page tables).
+    constraints : list of str, optional
+        Python expressions over the axes that hold for every valid call.
+    tags : list of str, optional
+        Labels, copied into the definition.
+    description : str
+        One or two sentences: what is computed.
+    """
+
+    def __init__(
+        self,
+        op_type: str,
+        axes: dict[str, Axis],
+        inputs: dict[str, Value],
+        outputs: dict[str, Value],
+        *,
+        name_prefix: str | None = None,
+        reference: Callable[..., Any] | None = None,
+        check: Callable[..., bool] | None = None,
+        init: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        constraints: list[str] | None = None,
+        tags: list[str] | None = None,
+        description: str = "",
+    ) -> None:
+        self.op_type = op_type
+        self.axes = axes
+        self.inputs = inputs
+        self.outputs = outputs
+        self.name_prefix = name_prefix or op_type
+        self.reference = reference
+        self.check = check
+        self.init = init
+        self.constraints = list(constraints or [])
+        self.tags = list(tags or [])
+        self.description = description
+        self._refuse_unknown_axes()
+
+    def __repr__(self) -> str:
+        return f"TraceTemplate({self.name_prefix!r}, op_type={self.op_type!r})"
+
+    def _refuse_unknown_axes(self) -> None:
+        for key, spec in {**self.inputs, **self.outputs}.items():
+            for axis in getattr(spec, "dim_names", ()):
+                if axis not in self.axes:
+                    raise ValueError(
+                        f"{self!r}: tensor {key!r} names axis {axis!r}, which is not in axes "
+                        f"{list(self.axes)}"
+                    )
+
+    # ---- arguments of a call -------------------------------------------------------------------
+
+    def axis_values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes of all axes of a call.
+
+        Parameters
+        ----------
+        arguments : mapping
+            The call's arguments by name, defaults included.
+
+        Returns
+        -------
+        dict of str to int
+
+        Raises
+        ------
+        TypeError
+            If an argument is not a tensor where one is declared.
+        ValueError
+            If a tensor has the wrong rank, two arguments disagree about an axis, or a constraint
+            does not hold. The argument is named.
+        """
+        values: dict[str, int] = {}
+        seen_in: dict[str, str] = {}
+        shapes: dict[tuple[str, ...], tuple[str, torch.Size]] = {}
+        for param, spec, tensor in self._input_tensors(arguments):
+            dims = tuple(spec.dim_names)
+            for axis, size in zip(dims, _folded_shape(param, spec, tensor), strict=True):
+                if values.setdefault(axis, size) != size:
+                    raise ValueError(
+                        f"{param} has shape {tuple(tensor.shape)}, where {axis} is {size}, but "
+                        f"{seen_in[axis]} has {axis} {values[axis]}"
+                    )
+                seen_in.setdefault(axis, param)
+            first, shape = shapes.setdefault(dims, (param, tensor.shape))
+            if shape != tensor.shape:
+                raise ValueError(
+                    f"{param} must have the shape of {first}, {tuple(shape)}, "
+                    f"got {tuple(tensor.shape)}"
+                )
+        for axis, kind in self.axes.items():
+            if axis not in values and (size := _axis_without_tensor(axis, kind, arguments, values)):
+                values[axis] = size
+        self._refuse_broken_constraints(values)
+        return values
+
+    def dtypes(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        """Torch dtype name of each input and output of a call, by JSON key.
+
+        Raises
+        ------
+        ValueError
+            If an argument's dtype is not one that the template accepts.
+        """
+        names: dict[str, str] = {}
+        for key, spec in [*self.inputs.items(), *self.outputs.items()]:
+            if isinstance(spec, Scalar):
+                names[key] = spec.dtype
+                continue
+            tensor = _argument(key, spec, arguments)
+            declared = self._declared_dtype(spec, names, arguments)
+            observed = _dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else declared
+            if observed is None:
+                if key in self.outputs:
+                    raise ValueError(f"{self!r}: output {key!r} has no dtype in this call")
+                continue
+            allowed = [declared] if declared else spec.dtypes
+            if allowed is not None and observed not in allowed:
+                raise ValueError(
+                    f"{spec.param or key} must have dtype {' or '.join(allowed)}, got {observed}"
+                )
+            # An input that is also an output keeps the input's entry under another JSON key.
+            names[key] = observed
+        return names
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Refuse arguments that do not fit the template; the sizes of the axes if they do.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument, what it is and what is allowed.
+        """
+        values = self.axis_values(arguments)
+        self.dtypes(arguments)
+        for key, spec in self.inputs.items():
+            if isinstance(spec, Scalar):
+                _refuse_non_scalar(spec.param or key, spec, _argument(key, spec, arguments))
+        return values
+
+    def _input_tensors(
+        self, arguments: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Tensor, torch.Tensor]]:
+        for key, spec in self.inputs.items():
+            if isinstance(spec, Scalar):
+                continue
+            tensor = _argument(key, spec, arguments)
+            param = spec.param or key
+            if tensor is None and spec.optional:
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{param} must be a torch.Tensor, got {type(tensor).__name__}")
+            yield param, spec, tensor
+
+    def _declared_dtype(
+        self, spec: Tensor, names: Mapping[str, str], arguments: Mapping[str, Any]
+    ) -> str | None:
+        if spec.dtype is not None:
+            return spec.dtype
+        if spec.dtype_from is not None:
+            if spec.dtype_from in names:
+                return names[spec.dtype_from]
+            source = arguments.get(spec.dtype_from)
+            return _dtype_name(source.dtype) if isinstance(source, torch.Tensor) else None
+        if spec.dtype_from_scalar is not None:
+            chosen = arguments.get(spec.dtype_from_scalar)
+            return None if chosen is None else _dtype_name(chosen)
+        return None
+
+    def _refuse_broken_constraints(self, values: Mapping[str, int]) -> None:
+        for constraint in self.constraints:
+            if not eval(constraint, {"__builtins__": {}}, dict(values)):
+                raise ValueError(
+                    f"{self.name_prefix}: {constraint} does not hold for the shapes "
+                    f"{dict(values)} of this call"
+                )
+
+    # ---- definition ----------------------------------------------------------------------------
+
+    def definition_name(self, axis_values: Mapping[str, int]) -> str:
+        """Prefix and constant axes, such as ``rmsnorm_h4096``."""
+        parts = [self.name_prefix]
+        for axis, kind in self.axes.items():
+            if isinstance(kind, Const) and kind.abbrev != "":
+                parts.append(f"{axis if kind.abbrev is None else kind.abbrev}{axis_values[axis]}")
+        return "_".join(parts)
+
+    def call_name(self, arguments: Mapping[str, Any]) -> str:
+        """Name of the definition of one call: distinct for distinct definitions.
+
+        The name of `definition_name`, then what departs from the usual bfloat16 call: the dtype of
+        the first tensor, and each tensor of another dtype than that one.
+        """
+        parts = [self.definition_name(self.axis_values(arguments))]
+        usual = "bfloat16"
+        dtypes = self.dtypes(arguments)
+        for key, spec in [*self.inputs.items(), *self.outputs.items()]:
+            if isinstance(spec, Scalar) or key not in dtypes:
+                continue
+            if spec.optional and key in self.inputs:
+                parts.append(key)
+            if spec.dtype is None and dtypes[key] != usual:
+                short = _SHORT_DTYPE.get(dtypes[key], dtypes[key])
+                parts.append(short if key == next(iter(self.inputs)) else f"{key}_{short}")
+            if key == next(iter(self.inputs)):
+                usual = dtypes[key]
+        return "_".join(parts)
+
+    def definition(self, arguments: Mapping[str, Any], fi_api: str) -> dict[str, Any]:
+        """FlashInfer-Bench definition of one call.
+
+        Parameters
+        ----------
+        arguments : mapping
+            The call's arguments by name, defaults included.
+        fi_api : str
+            Module and qualified name of the public function, for the ``fi_api:`` tag.
+
+        Returns
+        -------
+        dict
+            Ready for ``json.dump``; ``reference`` holds a source that runs by itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `validate`; and ValueError if the template has no reference.
+        """
+        if self.reference is None:
+            raise ValueError(f"{self!r} has no reference, so {fi_api} has no definition")
+        values = self.validate(arguments)
+        dtypes = self.dtypes(arguments)
+        inputs = {
+            key: spec
+            for key, spec in self.inputs.items()
+            if _argument(key, spec, arguments) is not None
+        }
+        outputs = {
+            f"{key}_out" if key in self.inputs else key: (spec, dtypes[key])
+            for key, spec in self.outputs.items()
+        }
+        result: dict[str, Any] = {
+            "name": self.call_name(arguments),
+            "description": self.description,
+            "op_type": self.op_type,
+            "tags": [f"fi_api:{fi_api}", *self.tags],
+            "axes": {axis: _axis_json(axis, kind, values) for axis, kind in self.axes.items()},
+            "constraints": self.constraints,
+            "inputs": {key: _value_json(spec, dtypes[key]) for key, spec in inputs.items()},
+            "outputs": {key: _value_json(spec, dtype) for key, (spec, dtype) in outputs.items()},
+        }
+        result["reference"] = standalone_reference(self.reference, inputs, outputs, values)
+        return result
+
+    def build_fi_trace_fn(self, fi_api: str) -> Callable[..., dict[str, Any]]:
+        """Function of the public function's keyword arguments that returns the definition."""
+
+        def trace_call(**kwargs: Any) -> dict[str, Any]:
+            return self.definition(kwargs, fi_api)
+
+        return trace_call
+
+    def example_arguments(
+        self,
+        sizes: Mapping[str, int],
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+    ) -> dict[str, Any]:
+        """Random arguments of one call, outputs that the caller must provide included.
+
+        Parameters
+        ----------
+        sizes : mapping
+            Size of each axis.
+        dtype : torch.dtype
+            Dtype of the tensors that are free to have any accepted one.
+        device : str or torch.device
+            Where the tensors are.
+        seed : int
+            Seed of the random numbers.
+
+        Returns
+        -------
+        dict
+            Arguments by name. Scalars keep the public function's default, except those that have
+            none, which are 0.5.
+        """
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        arguments: dict[str, Any] = {}
+        fallback = _dtype_name(dtype)
+        for key, spec in self.inputs.items():
+            if isinstance(spec, Scalar) or spec.optional:
+                continue
+            name = spec.dtype or fallback
+            shape = [sizes[axis] for axis in spec.dim_names]
+            values = torch.randn(shape, generator=generator, dtype=torch.float32)
+            arguments[spec.param or key] = values.to(device, getattr(torch, name))
+        return self.init(arguments) if self.init is not None else arguments
+
+
+def resolve_template(trace: Any, arguments: Mapping[str, Any]) -> TraceTemplate | None:
+    """The template of one call: `trace` itself, or what the dispatch function `trace` chooses."""
+    if trace is None or isinstance(trace, TraceTemplate):
+        return trace
+    return trace(**arguments)
+
+
+def templates_of(trace: Any) -> list[TraceTemplate]:
+    """All templates that `trace` can stand for.
+
+    Raises
+    ------
+    ValueError
+        If `trace` is a dispatch function without the ``templates`` attribute.
+    """
+    if trace is None:
+        return []
+    if isinstance(trace, TraceTemplate):
+        return [trace]
+    if not hasattr(trace, "templates"):
+        raise ValueError(f"dispatch function {trace!r} must list its choices in .templates")
+    return list(trace.templates)
+
+
+def _argument(key: str, spec: Value, arguments: Mapping[str, Any]) -> Any:
+    value = arguments.get(spec.param or key)
+    if isinstance(spec, Tensor) and spec.tuple_idx is not None and value is not None:
+        return value[spec.tuple_idx]
+    return value
+
+
+def _dtype_name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _folded_shape(param: str, spec: Tensor, tensor: torch.Tensor) -> list[int]:
+    """Sizes of the named axes; leading dimensions beyond them are multiplied into the first."""
+    ranks = spec.ranks if spec.ranks is not None else (len(spec.dim_names),)
+    if tensor.ndim not in ranks:
+        allowed = " or ".join(f"{rank}-D" for rank in ranks)
+        raise ValueError(
+            f"{param} must be {allowed} ([{', '.join(spec.dim_names)}]), "
+            f"got shape {tuple(tensor.shape)}"
+        )
+    if tensor.ndim == len(spec.dim_names):
+        return list(tensor.shape)
+    kept = len(spec.dim_names) - 1
+    leading = tensor.ndim - kept
+    return [math.prod(tensor.shape[:leading]), *tensor.shape[leading:]]
+
+
+def _axis_without_tensor(
+    axis: str, kind: Axis, arguments: Mapping[str, Any], values: Mapping[str, int]
+) -> int | None:
+    if isinstance(kind, Const):
+        if kind.value is not None:
+            return kind.value
+        if kind.derive is not None:
+            return kind.derive(values)
+    if isinstance(arguments.get(axis), int):
+        return arguments[axis]
+    if isinstance(kind, Const):
+        raise ValueError(f"axis {axis} has no value in this call: no tensor and no argument has it")
+    return None
+
+
+def _refuse_non_scalar(param: str, spec: Scalar, value: Any) -> None:
+    if value is None and spec.optional:
+        return
+    if isinstance(value, torch.Tensor) and spec.tensor:
+        if value.numel() != 1 or _dtype_name(value.dtype) != spec.dtype:
+            raise ValueError(
+                f"{param} must be a number or a {spec.dtype} tensor of one element, got "
+                f"{_dtype_name(value.dtype)} of shape {tuple(value.shape)}"
+            )
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{param} must be a number, got {type(value).__name__}")
+
+
+def _axis_json(axis: str, kind: Axis, values: Mapping[str, int]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "var"}
+    if isinstance(kind, Const):
+        entry = {"type": "const", "value": values[axis]}
+    if kind.description:
+        entry["description"] = kind.description
+    return entry
+
+
+def _value_json(spec: Value, dtype: str) -> dict[str, Any]:
+    shape = list(spec.dim_names) if isinstance(spec, Tensor) else None
+    entry: dict[str, Any] = {"shape": shape, "dtype": dtype}
+    if spec.description:
+        entry["description"] = spec.description
+    return entry
