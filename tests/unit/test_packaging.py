@@ -1,0 +1,151 @@
+"""Wheel, sdist and editable install: what they carry, and that the package imports from each."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = (ROOT / "version.txt").read_text().strip()
+
+pytest.importorskip("build", reason="needs the 'build' package (extra dev)")
+
+
+def run(*command: str | Path, cwd: Path, **env: str) -> str:
+    """Run a command away from the checkout's own environment and return what it printed."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "FLASHINFER_"))}
+    result = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=clean | env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def build_products() -> set[Path]:
+    """What a build could leave behind in the checkout."""
+    patterns = ("build", "dist", "*.egg-info", "flashinfer/data", "flashinfer/_build_meta.py")
+    return {path for pattern in patterns for path in ROOT.glob(pattern)}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a wheel and an sdist built from this checkout, which stays as it was."""
+    out = tmp_path_factory.mktemp("dist")
+    before = build_products()
+    for kind in ("--wheel", "--sdist"):
+        run(sys.executable, "-m", "build", "--no-isolation", kind, "-o", out, ROOT, cwd=out)
+    assert build_products() == before
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+def sources(folder: str) -> set[str]:
+    """Files of a source folder as git lists them, relative to the checkout."""
+    suffixes = {".h", ".cuh", ".cu", ".cc", ".jinja"}
+    return {str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob("*") if p.suffix in suffixes}
+
+
+def test_wheel_contents(wheel: Path):
+    assert wheel.name == f"flashinfer_python-{VERSION}-py3-none-any.whl"
+    assert wheel.stat().st_size < 5 * 2**20
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"flashinfer_python-{VERSION}.dist-info/METADATA").decode()
+        scripts = archive.read(f"flashinfer_python-{VERSION}.dist-info/entry_points.txt").decode()
+        meta = archive.read("flashinfer/_build_meta.py").decode()
+    expected = {f"flashinfer/data/{n}" for n in sources("include") | sources("csrc")}
+    assert expected <= names
+    outside = {n for n in names if not n.startswith(("flashinfer/", "flashinfer_python-"))}
+    assert not outside, f"a wheel installs the package only, not {sorted(outside)}"
+    assert not [n for n in names if n.endswith((".so", ".o", ".pyc"))]
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+    assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
+    assert "flashinfer = flashinfer.__main__:main" in scripts
+    assert f'__version__ = "{VERSION}"' in meta and "__git_version__" in meta
+
+
+def test_runtime_dependencies_are_few_and_unpinned(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"flashinfer_python-{VERSION}.dist-info/METADATA").decode()
+    required = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, flags=re.M)
+    assert sorted(required) == sorted(
+        ["apache-tvm-ffi", "click", "filelock", "jinja2", "ninja", "numpy", "nvidia-ml-py"]
+        + ["packaging", "tabulate", "torch", "tqdm"]
+    )
+
+
+def test_sdist_builds_the_same_wheel(dist: Path, wheel: Path, tmp_path: Path):
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.iterdir()
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--wheel",
+        "-o",
+        tmp_path,
+        tree,
+        cwd=tmp_path,
+    )
+    (again,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        assert first.namelist() == second.namelist()
+        meta = "flashinfer/_build_meta.py"
+        assert first.read(meta) == second.read(meta), "the sdist forgot its commit"
+
+
+def test_installed_wheel_imports_and_has_sources(wheel: Path, tmp_path: Path):
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
+    run(*pip, "--target", target, wheel, cwd=tmp_path)
+    code = (
+        "import flashinfer; from flashinfer.jit import env;"
+        "print(flashinfer.__version__, flashinfer.__file__);"
+        "print(env.FLASHINFER_CSRC_DIR); print(env.FLASHINFER_INCLUDE_DIR)"
+    )
+    out = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(target)).split("\n")
+    assert out[0] == f"{VERSION} {target}/flashinfer/__init__.py"
+    assert out[1] == f"{target}/flashinfer/data/csrc"
+    assert out[2] == f"{target}/flashinfer/data/include"
+    assert list(Path(out[1]).glob("*.cu")) and list(Path(out[2]).rglob("*.cuh"))
+
+
+def test_bare_checkout_needs_no_install(tmp_path: Path):
+    code = "import flashinfer; print(flashinfer.__version__, flashinfer.__file__)"
+    out = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert out.split() == [VERSION, str(ROOT / "flashinfer" / "__init__.py")]
+
+
+def test_editable_install_links_the_sources(tmp_path: Path):
+    """The links of an editable install lead back into the checkout."""
+    tree = tmp_path / "tree"
+    for name in ("include/flashinfer", "csrc", "flashinfer", "3rdparty/fake/include"):
+        (tree / name).mkdir(parents=True)
+    code = "import sys, build_backend, pathlib; build_backend.link_data(pathlib.Path(sys.argv[1]))"
+    for _ in range(2):  # a second install replaces the links of the first
+        run(sys.executable, "-c", code, tree, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    data = tree / "flashinfer" / "data"
+    for name in ("include", "csrc", "3rdparty/fake/include"):
+        assert (data / name).is_symlink() and (data / name).resolve() == tree / name
+        assert not os.readlink(data / name).startswith("/"), "a moved checkout keeps working"
+
+
+def test_cutlass_pin_is_the_extra():
+    from flashinfer.jit.thirdparty import CUTLASS
+
+    assert f'cutlass = ["{CUTLASS.requirement}"]' in (ROOT / "pyproject.toml").read_text()
