@@ -1,0 +1,212 @@
+"""``@flashinfer_api``: what marks a public function, and what can watch its calls.
+
+``FLASHINFER_LOGLEVEL`` is read when the decorator runs. At level 0 the decorator returns the
+function it was given, so that logging costs nothing. Otherwise a wrapper writes to
+``FLASHINFER_LOGDEST``:
+
+====== ===============================================================================
+level  written
+====== ===============================================================================
+1      the name of each API called
+3      its inputs before the call and its outputs after it (shape, dtype, device, ...)
+5      the same with statistics of each tensor (min, max, mean, NaN and Inf counts)
+10     the same, and the tensors themselves are dumped (see ``flashinfer.api_dump``)
+====== ===============================================================================
+
+Inputs are on disk before the kernel starts, so that the last record of a crashed process is the
+call that crashed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+
+from . import env
+from .api_log_text import describe_inputs, describe_outputs, write_record
+
+__all__ = ["flashinfer_api", "replay_from_dump", "replay_sequence"]
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+#: Every ``(function, trace)`` pair, in decoration order: what trace tests and the reference backend
+#: enumerate. A dispatch function that lists its ``templates`` is followed by one pair for each of
+#: them.
+_TRACE_REGISTRY: list[tuple[Callable[..., Any], Any]] = []
+
+_numbers = itertools.count(1)
+_paused = False
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """No logging and no dumps in this process: a replay must not record itself."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
+def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None) -> Any:
+    """Mark a public function or method.
+
+    Parameters
+    ----------
+    func : callable, optional
+        The function; absent when the decorator is written with arguments.
+    trace : TraceTemplate or callable, optional
+        Describes the operation to ``flashinfer.fi_trace``; or a dispatch function that picks a
+        template from the keyword arguments and lists all of them in its attribute ``templates``.
+
+    Returns
+    -------
+    callable
+        ``func`` itself, unless logging (``FLASHINFER_LOGLEVEL``) or trace dumps
+        (``FLASHINFER_TRACE_DUMP``) are on while the decorator runs. It carries
+        ``__flashinfer_trace__`` and, with a trace, ``fi_trace(**kwargs)``.
+
+    Raises
+    ------
+    TypeError
+        If ``func`` is a class, a ``staticmethod`` or a ``classmethod``.
+    """
+    if func is None:
+        return functools.partial(flashinfer_api, trace=trace)
+    if isinstance(func, (type, staticmethod, classmethod)) or not callable(func):
+        raise TypeError(
+            "@flashinfer_api goes on a function, below any @staticmethod or @classmethod, "
+            f"got {func!r}"
+        )
+    if trace is not None:
+        _TRACE_REGISTRY.append((func, trace))
+        _TRACE_REGISTRY.extend((func, template) for template in getattr(trace, "templates", ()))
+    level = env.FLASHINFER_LOGLEVEL.get()
+    api = func
+    if trace is not None and env.FLASHINFER_TRACE_DUMP.get():
+        api = _with_trace_dump(api, func, trace)
+    if level > 0:
+        api = _with_logging(api, func, level)
+    api.__flashinfer_trace__ = trace  # type: ignore[attr-defined]
+    if trace is not None:
+        api.fi_trace = functools.partial(_fi_trace, api)  # type: ignore[attr-defined]
+    return api
+
+
+def _fi_trace(api: Callable[..., Any], **kwargs: Any) -> Any:
+    from .fi_trace import fi_trace
+
+    return fi_trace(api, **kwargs)
+
+
+def _with_trace_dump(api: AnyFunction, func: Callable[..., Any], trace: Any) -> AnyFunction:
+    @functools.wraps(func)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        from .fi_trace import _auto_dump
+
+        if not torch.compiler.is_compiling():
+            _auto_dump(func, trace, args, kwargs)
+        return api(*args, **kwargs)
+
+    return cast(AnyFunction, traced)
+
+
+class ApiCall:
+    """One call as the log and the dump see it.
+
+    Attributes
+    ----------
+    number : int
+        Position in the order of calls of this process, from 1.
+    name : str
+        ``rmsnorm``, or ``Class.run`` with the class of the object.
+    owner : object or None
+        The object whose method it is.
+    arguments : dict
+        What was passed, by parameter name; a method's object left out.
+    defaults : dict
+        The parameters that were not passed.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        parameters: Mapping[str, inspect.Parameter],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.number = next(_numbers)
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.owner = args[0] if args and next(iter(parameters), None) == "self" else None
+        if self.owner is None:
+            self.name = func.__qualname__.rpartition("<locals>.")[2]
+        else:
+            self.name = f"{type(self.owner).__name__}.{func.__name__}"
+        names = [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
+        names += [f"args[{i}]" for i in range(len(args) - len(names))]
+        self.arguments = dict(zip(names, args, strict=False)) | kwargs
+        self.defaults = {
+            name: p.default
+            for name, p in parameters.items()
+            if name not in self.arguments and p.default is not p.empty
+        }
+        if self.owner is not None:
+            del self.arguments["self"]
+
+
+def _with_logging(api: AnyFunction, func: Callable[..., Any], level: int) -> AnyFunction:
+    parameters = inspect.signature(func).parameters
+
+    @functools.wraps(func)
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        # A traced-by-Dynamo call has no data to look at, and a write would break its graph.
+        if _paused or torch.compiler.is_compiling():
+            return api(*args, **kwargs)
+        call = ApiCall(func, parameters, args, kwargs)
+        write_record(describe_inputs(call, level))
+        dump = None
+        if level >= 10:
+            from .api_dump import dump_inputs
+
+            dump = dump_inputs(call)
+        try:
+            result = api(*args, **kwargs)
+        except BaseException as error:
+            write_record(f"#{call.number} {call.name} raised {type(error).__name__}: {error}")
+            if dump is not None:
+                dump.failed(error)
+            raise
+        if level >= 3:
+            write_record(describe_outputs(call, result, level))
+        if dump is not None:
+            dump.outputs(result)
+        return result
+
+    return cast(AnyFunction, logged)
+
+
+def replay_from_dump(
+    dump_dir: str,
+    compare_outputs: bool = False,
+    device: str = "cuda",
+    run: bool = False,
+    object_registry: dict[tuple[int, int], Any] | None = None,
+) -> Any:
+    """Load one dumped call, and run it if asked: :func:`flashinfer.api_replay.replay_from_dump`."""
+    from . import api_replay
+
+    return api_replay.replay_from_dump(dump_dir, compare_outputs, device, run, object_registry)
+
+
+def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]:
+    """Run every call dumped under a folder: :func:`flashinfer.api_replay.replay_sequence`."""
+    from . import api_replay
+
+    return api_replay.replay_sequence(root_dir, device)
