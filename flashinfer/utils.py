@@ -1,0 +1,170 @@
+"""Small helpers under the names that serving engines import; devices and backends have own files."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .arch import device_support_pdl as device_support_pdl
+from .arch import get_compute_capability as get_compute_capability
+from .arch import get_device_index as get_device_index
+from .arch import get_device_name as get_device_name
+from .arch import get_device_properties as get_device_properties
+from .arch import get_device_sm_count as get_device_sm_count
+from .arch import get_shared_bytes_per_block_optin as get_shared_bytes_per_block_optin
+from .arch import is_sm90a_supported as is_sm90a_supported
+from .arch import is_sm100a_supported as is_sm100a_supported
+from .arch import is_sm100f_supported as is_sm100f_supported
+from .arch import is_sm110a_supported as is_sm110a_supported
+from .arch import is_sm12x_supported as is_sm12x_supported
+from .arch import is_sm120a_supported as is_sm120a_supported
+from .arch import is_sm120f_supported as is_sm120f_supported
+from .arch import is_sm121a_supported as is_sm121a_supported
+from .backends import BackendSupportedError as BackendSupportedError
+from .backends import backend_requirement as backend_requirement
+from .backends import supported_compute_capability as supported_compute_capability
+
+
+class PosEncodingMode(enum.Enum):
+    """Positional encoding that an attention kernel applies to queries and keys."""
+
+    NONE = 0
+    ROPE_LLAMA = 1
+    ALIBI = 2
+
+
+class MaskMode(enum.Enum):
+    """Which keys a query sees."""
+
+    NON_CAUSAL = 0
+    CAUSAL = 1
+    CUSTOM = 2
+    MULTIITEMSCORING = 3
+
+
+class TensorLayout(enum.Enum):
+    """Order of tokens (N), heads (H) and channels (D)."""
+
+    NHD = 0
+    HND = 1
+
+
+def ceil_div(x: int, y: int) -> int:
+    """``x / y`` rounded up."""
+    return -(-x // y)
+
+
+def round_up(x: int, y: int) -> int:
+    """The smallest multiple of ``y`` that is at least ``x``."""
+    return ceil_div(x, y) * y
+
+
+def next_positive_power_of_2(x: int) -> int:
+    """The smallest power of two that is at least ``x``; 1 for ``x`` below 1."""
+    return 1 if x < 1 else 1 << (x - 1).bit_length()
+
+
+def last_positive_power_of_2(x: int) -> int:
+    """The largest power of two that is at most ``x``.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` is below 1: there is none.
+    """
+    if x < 1:
+        raise ValueError(f"x must be at least 1, got {x}")
+    return 1 << (x.bit_length() - 1)
+
+
+def canonicalize_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype that ``dtype`` is or names: ``"bfloat16"`` and ``torch.bfloat16`` mean the same.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the string names no dtype, or ``dtype`` is of another type.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if not isinstance(dtype, str):
+        raise TypeError(f"dtype must be a torch.dtype or its name, got {dtype!r}")
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(
+            f"dtype must be the name of a torch.dtype such as 'bfloat16', got {dtype!r}"
+        )
+    return found
+
+
+def is_float8(x: torch.Tensor) -> bool:
+    """Whether a tensor has one of the two FP8 element types of NVIDIA GPUs."""
+    return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def check_shape_dtype_device(
+    x: torch.Tensor,
+    expected_shape: Sequence[int] | None,
+    expected_dtype: torch.dtype | None,
+    expected_device: torch.device | None,
+    name: str,
+) -> None:
+    """Raise unless a tensor is as expected; what is None is not looked at.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        The tensor to look at.
+    expected_shape : sequence of int, optional
+        All sizes.
+    expected_dtype : torch.dtype, optional
+        Element type.
+    expected_device : torch.device, optional
+        Device; without an index any device of that type is accepted.
+    name : str
+        What the message calls the tensor.
+
+    Raises
+    ------
+    ValueError
+        On the first difference.
+    """
+    if expected_shape is not None and tuple(x.shape) != tuple(expected_shape):
+        raise ValueError(f"{name} must have shape {tuple(expected_shape)}, got {tuple(x.shape)}")
+    if expected_dtype is not None and x.dtype != expected_dtype:
+        raise ValueError(f"{name} must have dtype {expected_dtype}, got {x.dtype}")
+    if expected_device is not None:
+        wanted = torch.device(expected_device)
+        found = x.device if wanted.index is not None else torch.device(x.device.type)
+        if found != wanted:
+            raise ValueError(f"{name} must be on {wanted}, got {x.device}")
+
+
+def version_at_least(version: str, base_version: str) -> bool:
+    """Whether ``version`` is ``base_version`` or later, in the order of PEP 440."""
+    from packaging.version import Version
+
+    return Version(version) >= Version(base_version)
+
+
+def register_custom_op(
+    name: str,
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    mutates_args: str | Iterable[str],
+    device_types: str | Sequence[str] | None = None,
+    schema: str | None = None,
+) -> Callable[..., Any]:
+    """``torch.library.custom_op``: make a function one opaque node for ``torch.compile``."""
+    return torch.library.custom_op(
+        name, fn, mutates_args=mutates_args, device_types=device_types, schema=schema
+    )
+
+
+def register_fake_op(name: str, fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """``torch.library.register_fake``: shapes and dtypes of a custom op without running it."""
+    return torch.library.register_fake(name, fn)
