@@ -1,4 +1,4 @@
-"""Small helpers under the names that serving engines import; devices and backends have own files."""
+"""Small helpers under the names that serving engines import."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .arch import get_device_name as get_device_name
 from .arch import get_device_properties as get_device_properties
 from .arch import get_device_sm_count as get_device_sm_count
 from .arch import get_shared_bytes_per_block_optin as get_shared_bytes_per_block_optin
+from .arch import is_sm12x_supported as is_sm12x_supported
 from .arch import is_sm90a_supported as is_sm90a_supported
 from .arch import is_sm100a_supported as is_sm100a_supported
 from .arch import is_sm100f_supported as is_sm100f_supported
 from .arch import is_sm110a_supported as is_sm110a_supported
-from .arch import is_sm12x_supported as is_sm12x_supported
 from .arch import is_sm120a_supported as is_sm120a_supported
 from .arch import is_sm120f_supported as is_sm120f_supported
 from .arch import is_sm121a_supported as is_sm121a_supported
