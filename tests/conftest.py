@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import shutil
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,6 +33,18 @@ def seed() -> int:
     return SEED
 
 
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """The GPU where there is one; else the CPU, on which the reference backend does the work."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda")
+        return
+    from flashinfer.reference_backend import reference_backend
+
+    with reference_backend():
+        yield torch.device("cpu")
+
+
 def _no_gpu_reason() -> str | None:
     if torch.version.cuda is None:
         return f"needs a GPU: torch {torch.__version__} is built without CUDA"
@@ -42,13 +54,13 @@ def _no_gpu_reason() -> str | None:
 
 
 def _no_compiler_reason() -> str | None:
-    if shutil.which("nvcc") is None:
-        try:
-            from flashinfer.jit.toolchain import find_nvcc
+    from flashinfer.jit.errors import ToolchainError
+    from flashinfer.jit.toolchain import require_toolkit
 
-            find_nvcc()
-        except Exception as error:  # the reason is what the toolchain search says
-            return f"needs nvcc: {error}"
+    try:
+        require_toolkit()
+    except ToolchainError as error:
+        return f"needs nvcc: {error}"
     return None
 
 

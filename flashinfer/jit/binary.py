@@ -1,0 +1,176 @@
+"""What is inside a built module: architectures, registers, stack and shared memory of each kernel.
+
+Reads the file itself: neither a GPU nor `cuobjdump` is needed. A shared library holds a fat binary
+per translation unit: a header, then entries (device ELF, PTX) for the architectures asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FATBIN_MAGIC = struct.pack("<I", 0xBA55ED50)
+KIND_ELF = 2
+# Bits of an entry's flags.
+COMPRESSED = 0x2000 | 0x8000
+ARCH_SPECIFIC = 1 << 20
+FAMILY_SPECIFIC = 1 << 21
+
+# Attributes in .nv.info whose value is (symbol index, number).
+ATTRIBUTE_SIZED = 4
+REGISTER_COUNT = 0x2F
+FRAME_SIZE = 0x11
+
+SYMBOL_TABLE = 2
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Resources of one kernel for one architecture.
+
+    Attributes
+    ----------
+    name : str
+        Mangled name.
+    arch : str
+        As nvcc spells it, e.g. `sm_90a`.
+    registers : int
+        32-bit registers per thread.
+    stack_bytes : int
+        Stack frame per thread. 0 means that nothing was spilled to local memory; more can be spills
+        or an array that is indexed at run time.
+    shared_bytes : int
+        Static shared memory per CTA.
+    """
+
+    name: str
+    arch: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+    @property
+    def short_name(self) -> str:
+        """The function's own name, without namespace and template arguments."""
+        return _unqualified(self.name)
+
+
+def read_kernels(path: Path | str) -> list[Kernel]:
+    """List the kernels in a shared library, object file or cubin container.
+
+    Parameters
+    ----------
+    path : Path or str
+        File that nvcc wrote.
+
+    Returns
+    -------
+    list of Kernel
+        In the order of the file. Empty if the file holds no device code.
+
+    Raises
+    ------
+    ValueError
+        If the device code is compressed (nvcc does so when asked with `--compress-mode=size`).
+    """
+    data = Path(path).read_bytes()
+    kernels = []
+    for arch, compressed, elf in _device_elfs(data):
+        if compressed:
+            raise ValueError(
+                f"{path}: device code for {arch} is compressed and cannot be read here"
+            )
+        kernels += _elf_kernels(elf, arch)
+    return kernels
+
+
+def _device_elfs(data: bytes) -> Iterator[tuple[str, bool, bytes]]:
+    """(architecture, compressed, contents) of every device ELF."""
+    start = 0
+    while (container := data.find(FATBIN_MAGIC, start)) >= 0:
+        header_size, size = struct.unpack_from("<HQ", data, container + 6)
+        position = container + header_size
+        start = end = position + size
+        while position < end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", data, position)
+            (sm,) = struct.unpack_from("<I", data, position + 28)
+            (flags,) = struct.unpack_from("<Q", data, position + 40)
+            suffix = "a" if flags & ARCH_SPECIFIC else "f" if flags & FAMILY_SPECIFIC else ""
+            position += entry_header
+            if kind == KIND_ELF:
+                yield (
+                    f"sm_{sm}{suffix}",
+                    bool(flags & COMPRESSED),
+                    data[position : position + entry_size],
+                )
+            position += entry_size
+
+
+def _elf_kernels(elf: bytes, arch: str) -> list[Kernel]:
+    (section_offset,) = struct.unpack_from("<Q", elf, 40)
+    entry_size, count, names_index = struct.unpack_from("<HHH", elf, 58)
+    # (name offset, type, flags, address, offset, size, ...)
+    headers = [
+        struct.unpack_from("<IIQQQQ", elf, section_offset + i * entry_size) for i in range(count)
+    ]
+    names_offset = headers[names_index][4]
+    sections = {_text(elf, names_offset + h[0]): h for h in headers}
+
+    symbols = _symbol_names(elf, sections, headers)
+    registers: dict[str, int] = {}
+    stack: dict[str, int] = {}
+    info = sections.get(".nv.info")
+    for attribute, symbol, value in _attributes(elf, info) if info else ():
+        table = {REGISTER_COUNT: registers, FRAME_SIZE: stack}.get(attribute)
+        if table is not None:
+            table[symbols[symbol]] = value
+
+    kernels = []
+    for section in sections:
+        # A kernel, unlike a device function, has a section of launch attributes of its own.
+        name = section.removeprefix(".text.")
+        if section.startswith(".text.") and f".nv.info.{name}" in sections:
+            shared = sections.get(f".nv.shared.{name}")
+            size = shared[5] if shared else 0
+            kernels.append(Kernel(name, arch, registers.get(name, 0), stack.get(name, 0), size))
+    return kernels
+
+
+def _symbol_names(elf: bytes, sections: dict[str, tuple], headers: list[tuple]) -> list[str]:
+    (strings,) = (h[4] for name, h in sections.items() if name == ".strtab")
+    (table,) = (h for h in headers if h[1] == SYMBOL_TABLE)
+    offset, size = table[4], table[5]
+    return [
+        _text(elf, strings + struct.unpack_from("<I", elf, i)[0])
+        for i in range(offset, offset + size, 24)
+    ]
+
+
+def _attributes(elf: bytes, section: tuple) -> Iterator[tuple[int, int, int]]:
+    """(attribute, symbol index, value) of the attributes that belong to a symbol."""
+    position, end = section[4], section[4] + section[5]
+    while position < end:
+        form, attribute, size = struct.unpack_from("<BBH", elf, position)
+        position += 4
+        if form != ATTRIBUTE_SIZED:
+            continue
+        if attribute in (REGISTER_COUNT, FRAME_SIZE):
+            yield attribute, *struct.unpack_from("<II", elf, position)
+        position += size
+
+
+def _text(elf: bytes, offset: int) -> str:
+    return elf[offset : elf.index(b"\0", offset)].decode()
+
+
+def _unqualified(mangled: str) -> str:
+    """Last identifier of an Itanium-mangled name, e.g. `rmsnorm_kernel`; else the name itself."""
+    match = re.match(r"_ZN?K?", mangled)
+    rest, last = mangled[match.end() :] if match else "", mangled
+    while length := re.match(r"\d+", rest):
+        end = length.end() + int(length[0])
+        last, rest = rest[length.end() : end], rest[end:]
+    return last
