@@ -23,6 +23,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -88,6 +89,9 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
     if trace is not None:
         _TRACE_REGISTRY.append((func, trace))
         _TRACE_REGISTRY.extend((func, template) for template in getattr(trace, "templates", ()))
+        # A module that is imported while the reference backend is on must not escape it.
+        if reference_backend := sys.modules.get(f"{__package__}.reference_backend"):
+            reference_backend.route_registered()
     level = env.FLASHINFER_LOGLEVEL.get()
     api = func
     if trace is not None and env.FLASHINFER_TRACE_DUMP.get():

@@ -96,14 +96,15 @@ def _run_function(
     outputs: Mapping[str, tuple[Any, str]],
     axis_values: Mapping[str, int],
 ) -> str:
+    required = required_parameters(reference)
     passed = {spec.param or key: key for key, spec in inputs.items()}
     lines = []
     for key, (spec, dtype) in outputs.items():
         # A destination that the public function requires: the reference reads its dtype only.
-        destination = spec.param
-        if destination in _required(reference) and destination not in passed:
+        destination = spec.param or key
+        if destination in required and destination not in passed:
             shape = ", ".join(_size(axis, inputs, axis_values) for axis in spec.dim_names)
-            lines.append(f"{key} = torch.empty(({shape},), dtype=torch.{dtype})")
+            lines.append(f"{key} = torch.empty([{shape}], dtype=torch.{dtype}, device='meta')")
             passed[destination] = key
     call = ", ".join(f"{param}={key}" for param, key in passed.items())
     results = ", ".join(outputs)
@@ -113,7 +114,10 @@ def _run_function(
     return f"def run({', '.join(inputs)}):\n" + textwrap.indent("\n".join(lines), "    ")
 
 
-def _required(function: Callable[..., Any]) -> set[str]:
+def required_parameters(function: Callable[..., Any] | None) -> set[str]:
+    """Names of the parameters that have no default."""
+    if function is None:
+        return set()
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.default is inspect.Parameter.empty}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .standalone import standalone_reference
+from .standalone import required_parameters, standalone_reference
 
 FLOATING = ("bfloat16", "float16", "float32")
 """The dtypes of activations that kernels read."""
@@ -445,8 +445,9 @@ class TraceTemplate:
         Returns
         -------
         dict
-            Arguments by name. Scalars keep the public function's default, except those that have
-            none, which are 0.5.
+            Arguments by name: those of `inputs` that are not optional, and what else the
+            reference requires. A scalar without default is 0.5; an output's dtype is the first
+            that is accepted.
         """
         generator = torch.Generator(device="cpu").manual_seed(seed)
         arguments: dict[str, Any] = {}
@@ -458,7 +459,19 @@ class TraceTemplate:
             shape = [sizes[axis] for axis in spec.dim_names]
             values = torch.randn(shape, generator=generator, dtype=torch.float32)
             arguments[spec.param or key] = values.to(device, getattr(torch, name))
+        for param in required_parameters(self.reference) - set(arguments):
+            arguments[param] = self._example_of(param, sizes, fallback, device)
         return self.init(arguments) if self.init is not None else arguments
+
+    def _example_of(
+        self, param: str, sizes: Mapping[str, int], fallback: str, device: str | torch.device
+    ) -> Any:
+        for key, spec in self.outputs.items():
+            if isinstance(spec, Tensor) and (spec.param or key) == param:
+                name = spec.dtype or (spec.dtypes[0] if spec.dtypes else fallback)
+                shape = [sizes[axis] for axis in spec.dim_names]
+                return torch.empty(shape, dtype=getattr(torch, name), device=device)
+        return 0.5
 
 
 def resolve_template(trace: Any, arguments: Mapping[str, Any]) -> TraceTemplate | None:
