@@ -1,0 +1,14 @@
+"""GPU kernels for LLM serving, compiled when they are first called."""
+
+from .activation import gelu_and_mul as gelu_and_mul
+from .activation import gelu_tanh_and_mul as gelu_tanh_and_mul
+from .activation import silu_and_mul as silu_and_mul
+from .norm import fused_add_rmsnorm as fused_add_rmsnorm
+from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
+from .norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
+from .norm import gemma_rmsnorm as gemma_rmsnorm
+from .norm import layernorm as layernorm
+from .norm import layernorm_quant as layernorm_quant
+from .norm import rmsnorm as rmsnorm
+from .norm import rmsnorm_quant as rmsnorm_quant
+from .version import __version__ as __version__

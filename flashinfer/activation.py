@@ -1,0 +1,122 @@
+"""Gated activations: ``out = act(input[..., :d]) * input[..., d:]``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+
+from ._kernels import UNUSUAL, Kernel, KernelTable
+from .api_logging import flashinfer_api
+from .jit.activation import gen_act_and_mul_module
+from .trace.templates.activation import (
+    gelu_and_mul_trace,
+    gelu_tanh_and_mul_trace,
+    silu_and_mul_trace,
+)
+
+__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "get_act_and_mul_module", "silu_and_mul"]
+
+
+@functools.cache
+def get_act_and_mul_module(act_func_name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The loaded module of one activation (``silu``, ``gelu`` or ``gelu_tanh``) and dtype."""
+    return gen_act_and_mul_module(act_func_name, dtype).build_and_load()
+
+
+def _table(act_func_name: str) -> KernelTable:
+    return KernelTable(
+        lambda dtype: cast(Kernel, get_act_and_mul_module(act_func_name, dtype).act_and_mul)
+    )
+
+
+_silu = _table("silu")
+_gelu = _table("gelu")
+_gelu_tanh = _table("gelu_tanh")
+
+
+def _new_output(input: torch.Tensor) -> torch.Tensor:
+    if not isinstance(input, torch.Tensor):
+        raise TypeError(f"`input` must be a torch.Tensor, got {type(input).__name__}")
+    if input.ndim == 0:
+        raise ValueError("`input` must have at least 1 dimension, got a scalar")
+    return input.new_empty(*input.shape[:-1], input.shape[-1] // 2)
+
+
+@flashinfer_api(trace=silu_and_mul_trace)
+def silu_and_mul(
+    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
+) -> torch.Tensor:
+    """SwiGLU's gate: ``out = silu(input[..., :d]) * input[..., d:]``, ``silu(x) = x / (1 + exp(-x))``.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[..., 2 * d]``, float16, bfloat16 or float32. The last dimension is contiguous and the
+        leading ones fold into one (a contiguous tensor, or a column slice of one).
+    out : torch.Tensor, optional
+        Result, ``[..., d]``, dtype of `input`, strides as for `input`. May not overlap `input`.
+    enable_pdl : bool, optional
+        Programmatic dependent launch; None: where the device has it. Changes no result.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor. Computed in float32 and rounded once; 16-bit dtypes use the
+        approximate exponential (relative error below 2^-20).
+
+    Raises
+    ------
+    TypeError
+        If a tensor argument is not a tensor.
+    ValueError
+        If a tensor is not on the GPU or has a shape, dtype, stride or overlap not listed above.
+
+    Notes
+    -----
+    N. Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    if out is None:
+        out = _new_output(input)
+    try:
+        _silu[input.dtype](out, input, enable_pdl)
+    except UNUSUAL as error:
+        _silu.load(error, input=input)(out, input, enable_pdl)
+    return out
+
+
+@flashinfer_api(trace=gelu_and_mul_trace)
+def gelu_and_mul(
+    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
+) -> torch.Tensor:
+    """GEGLU's gate: ``out = gelu(input[..., :d]) * input[..., d:]``, ``gelu(x) = x * Phi(x)``.
+
+    Phi is the normal distribution function (the exact form, by erfc). Arguments, result and errors
+    as for `silu_and_mul`.
+    """
+    if out is None:
+        out = _new_output(input)
+    try:
+        _gelu[input.dtype](out, input, enable_pdl)
+    except UNUSUAL as error:
+        _gelu.load(error, input=input)(out, input, enable_pdl)
+    return out
+
+
+@flashinfer_api(trace=gelu_tanh_and_mul_trace)
+def gelu_tanh_and_mul(
+    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
+) -> torch.Tensor:
+    """GEGLU's gate with the tanh form of gelu.
+
+    ``gelu(x) = 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``. Arguments, result and errors as
+    for `silu_and_mul`.
+    """
+    if out is None:
+        out = _new_output(input)
+    try:
+        _gelu_tanh[input.dtype](out, input, enable_pdl)
+    except UNUSUAL as error:
+        _gelu_tanh.load(error, input=input)(out, input, enable_pdl)
+    return out

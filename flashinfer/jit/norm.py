@@ -1,0 +1,51 @@
+"""Modules of csrc/norm.cu: RMS norm and layer norm, with a residual added first or an 8-bit output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..dtypes import FLOAT, FLOAT8, check_dtype
+from . import env as jit_env
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+
+@dataclass(frozen=True)
+class NormConfig(ModuleConfig):
+    """What selects code. Sizes, strides and Gemma's weight offset are run-time arguments."""
+
+    module: ClassVar[str] = "norm"
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    subtract_mean: bool = False
+    add_residual: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype("input", self.dtype, FLOAT)
+        check_dtype("out", self.out_dtype, (self.dtype, *FLOAT8))
+
+
+def _aot_configs() -> Iterator[NormConfig]:
+    for dtype in (torch.float16, torch.bfloat16):
+        for out_dtype in (dtype, torch.float8_e4m3fn):
+            for add_residual in (False, True):
+                yield NormConfig(dtype, out_dtype, add_residual=add_residual)
+            yield NormConfig(dtype, out_dtype, subtract_mean=True)
+
+
+def _llama_configs() -> Iterator[NormConfig]:
+    for add_residual in (False, True):
+        yield NormConfig(torch.bfloat16, torch.bfloat16, add_residual=add_residual)
+
+
+@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+def gen_norm_module(config: NormConfig) -> JitSpec:
+    """The module with ``norm`` and, for an RMS norm, ``gemma_norm``, for one configuration."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(config, [csrc / "norm.cu", csrc / "norm_jit_binding.cc"])
