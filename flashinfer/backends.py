@@ -147,18 +147,21 @@ class _Binder:
         self.max_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         defaults = tuple(p.default for p in parameters)
         required = [p.name for p in parameters if p.default is p.empty]
-        # Entry n serves a call with n positional arguments: the values of the others, and which
-        # must be named.
-        self._rest = [defaults[n:] for n in range(len(defaults) + 1)]
+        # Entry n serves a call with n positional arguments: the values of the others, and which of
+        # them have no default, so that the call must name them.
+        self._rest = [defaults[n:] for n in range(self.max_positional + 1)]
         self._must_name = [
             frozenset(name for name in required if self.index[name] >= n)
-            for n in range(len(defaults) + 1)
+            for n in range(self.max_positional + 1)
         ]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
         """The values, or None where the call itself is going to raise TypeError."""
         count = len(args)
-        if count > self.max_positional or not kwargs.keys() >= self._must_name[count]:
+        if count > self.max_positional:
+            return None
+        must_name = self._must_name[count]
+        if must_name and not must_name <= kwargs.keys():
             return None
         if not kwargs:
             return args + self._rest[count]
@@ -222,12 +225,13 @@ class _Check:
         if device is None or self.capabilities is None:
             return
         major, minor = get_compute_capability(device)
-        if 10 * major + minor not in self.capabilities:
-            listed = ", ".join(map(str, sorted(self.capabilities)))
-            raise BackendSupportedError(
-                f"{self.subject} does not support compute capability {10 * major + minor} of "
-                f"{device} ({get_device_name(device)}); it supports {listed}"
-            )
+        if 10 * major + minor in self.capabilities:
+            return
+        listed = ", ".join(map(str, sorted(self.capabilities)))
+        raise BackendSupportedError(
+            f"{self.subject} does not support compute capability {10 * major + minor} of "
+            f"{device} ({get_device_name(device)}); it supports {listed}"
+        )
 
     def __call__(self, values: Sequence[Any], device: torch.device | None) -> None:
         self.require_capability(device)
@@ -254,7 +258,7 @@ class _Requirement:
             raise TypeError(f"{self.name} has backend_checks but no parameter named backend")
         if heuristic_func is not None and not backend_checks:
             raise TypeError(f"{self.name} has a heuristic_func but no backend_checks")
-        self.backend_index = names.index("backend") if backend_checks else None
+        self.backend_index = names.index("backend") if backend_checks else -1
         self.common = _Check(self.name, common_check, names) if common_check is not None else None
         self.backends = {
             backend: _Check(f"{self.name}: backend {backend!r}", check, names)
@@ -270,7 +274,7 @@ class _Requirement:
         device = _cuda_device(values)
         if self.common is not None:
             self.common(values, device)
-        if self.backend_index is not None:
+        if self.backends:
             self.backend(values[self.backend_index])(values, device)
 
     def backend(self, backend: Any) -> _Check:
