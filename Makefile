@@ -38,6 +38,7 @@ $(VENV)/.installed: pyproject.toml version.txt build_backend.py
 	fi
 	$(VENV)/bin/python -m pip install -q "setuptools>=77" wheel
 	$(VENV)/bin/python -m pip install -q --no-build-isolation -e ".[dev]"
+	$(VENV)/bin/python -m pip install -q --no-deps flashinfer-bench
 	@touch $@
 
 demo: $(INSTALLED)
