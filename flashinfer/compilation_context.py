@@ -45,6 +45,11 @@ class CompilationContext:
     def TARGET_CUDA_ARCHS(self, archs: set[Arch]) -> None:
         self._assigned = set(archs)
 
+    def reset(self) -> None:
+        """Forget assigned targets: they are those of the environment again."""
+        self._assigned = None
+        _detect.cache_clear()
+
     def get_nvcc_flags_list(
         self, supported_major_versions: list[int] | None = None, map_sm107_to_100f: bool = False
     ) -> list[str]:
@@ -78,6 +83,9 @@ class CompilationContext:
         if map_sm107_to_100f:
             numbers = {"100f" if n.rstrip("af") == "107" else n for n in numbers}
         return [f"-gencode=arch=compute_{n},code=sm_{n}" for n in sorted(numbers, key=_by_number)]
+
+
+current_compilation_context = CompilationContext()
 
 
 def parse_arch_list(text: str) -> list[Arch]:

@@ -1,0 +1,324 @@
+"""The cache of compiled modules on disk: where a module lies, how it is found and published.
+
+    <base>/.cache/flashinfer/<version>/<archs>/generated/<uri>/       rendered sources
+    <base>/.cache/flashinfer/<version>/<archs>/cached_ops/<uri>/<content>-<archs>-<toolchain>/
+        <uri>.so  manifest.json  build.ninja  build.log
+
+A module appears by one rename of a private folder and is never changed afterwards, so readers
+need no lock. Builders hold the lock of the `<uri>` folder; whatever private folder one finds
+under that lock belongs to a builder that was killed, and is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import env
+from ..compilation_context import current_compilation_context
+from ..version import __version__
+from .errors import JitError
+from .fingerprint import Identity
+from .log import logger
+
+MANIFEST = "manifest.json"
+_PRIVATE = ".build-"
+
+
+# --- Where things lie -------------------------------------------------------------------------
+
+
+def base_dir() -> Path:
+    """Folder that holds `.cache/flashinfer`: the configured one, the home directory, or a
+    private temporary folder where neither can be written."""
+    if (configured := env.FLASHINFER_WORKSPACE_BASE.get()) is not None:
+        return configured
+    if home := env.HOME.get():
+        return Path(home)
+    return fallback_base("HOME is not set")
+
+
+@functools.cache
+def fallback_base(reason: str) -> Path:
+    """A folder of this user under the temporary directory, for when the cache cannot be used."""
+    folder = Path(tempfile.gettempdir()) / f"flashinfer-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise JitError(
+            f"No folder for compiled modules: {reason}, and {folder} cannot be made ({error}).\n"
+            "  hint: set FLASHINFER_WORKSPACE_BASE to a folder that can be written"
+        ) from error
+    # A stranger who made this predictable name first could plant a library there.
+    owned = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not owned or status.st_mode & 0o022:
+        folder = Path(tempfile.mkdtemp(prefix=f"flashinfer-{os.getuid()}-"))
+    logger.warning(
+        "%s: compiled modules go to %s. Set FLASHINFER_WORKSPACE_BASE to keep them.", reason, folder
+    )
+    return folder
+
+
+def version_dir(base: Path | None = None) -> Path:
+    """Cache of this version of the package."""
+    return (base or base_dir()) / ".cache" / "flashinfer" / __version__
+
+
+def arch_dir(base: Path | None = None) -> Path:
+    """Cache for the architectures that this process compiles for."""
+    archs = [f"{major}{minor}" for major, minor in current_compilation_context.TARGET_CUDA_ARCHS]
+    return version_dir(base) / ("_".join(sorted(archs, key=lambda a: (len(a), a))) or "no_gpu")
+
+
+def jit_dir(base: Path | None = None) -> Path:
+    """Folder of the compiled modules."""
+    return arch_dir(base) / "cached_ops"
+
+
+def generated_dir() -> Path:
+    """Folder of rendered sources."""
+    return arch_dir(writable_base()) / "generated"
+
+
+def writable_base() -> Path:
+    """The base in which modules can be built: the usual one, or the fallback."""
+    base = base_dir()
+    folder = version_dir(base)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+        return base
+    return fallback_base(f"{folder} cannot be written")
+
+
+# --- Finding a module -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled module on disk."""
+
+    folder: Path
+    library: Path
+    manifest: dict
+
+
+def read_entry(folder: Path) -> Entry | None:
+    """The module in a folder, or None if the folder does not hold a complete one."""
+    try:
+        with open(folder / MANIFEST, encoding="utf-8") as file:
+            manifest = json.load(file)
+        library = folder / manifest["library"]
+        # A copy that was cut short, or a crash before the data reached the disk.
+        if os.stat(library).st_size != manifest["library_size"]:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Entry(folder, library, manifest)
+
+
+def find(uri: str, identity: Identity, any_toolchain: bool, prebuilt: bool = True) -> Entry | None:
+    """The compiled module with this identity: prebuilt, or else from the cache.
+
+    Parameters
+    ----------
+    uri : str
+        Name of the module.
+    identity : Identity
+        What it must have been built from.
+    any_toolchain : bool
+        Accept another compiler's build; meant for when nothing can be compiled here.
+    prebuilt : bool
+        Look among the prebuilt modules, too.
+    """
+    for root in prebuilt_roots() if prebuilt else ():
+        if entry := _find_prebuilt(root / uri, identity):
+            return entry
+    for base in _bases():
+        home = jit_dir(base) / uri
+        if identity.toolchain and (entry := read_entry(home / identity.key)):
+            return entry
+        if any_toolchain and (entry := _newest(home, identity)):
+            return entry
+    return None
+
+
+def _bases() -> list[Path]:
+    base = base_dir()
+    writable = writable_base()
+    return [base] if writable == base else [base, writable]
+
+
+def _entries(home: Path) -> list[Entry]:
+    try:
+        folders = [f for f in home.iterdir() if not f.name.startswith(".") and f.is_dir()]
+    except OSError:
+        return []
+    return [entry for folder in sorted(folders) if (entry := read_entry(folder))]
+
+
+def _newest(home: Path, identity: Identity) -> Entry | None:
+    same = [e for e in _entries(home) if e.folder.name.startswith(identity.key_without_toolchain)]
+    return max(same, key=lambda e: e.manifest.get("created", 0), default=None)
+
+
+def prebuilt_roots() -> list[Path]:
+    """Folders of prebuilt modules: `FLASHINFER_AOT_DIR`, then `flashinfer_jit_cache`."""
+    roots = [env.FLASHINFER_AOT_DIR.get(), jit_cache_package()]
+    return [root for root in roots if root is not None]
+
+
+@functools.cache
+def jit_cache_package() -> Path | None:
+    try:
+        spec = importlib.util.find_spec("flashinfer_jit_cache")
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) / "jit_cache" if places else None
+
+
+def _find_prebuilt(home: Path, identity: Identity) -> Entry | None:
+    """A prebuilt module fits if it has the same content and at least the targets wanted here."""
+    entries = _entries(home)
+    checked = not env.FLASHINFER_DISABLE_VERSION_CHECK.get()
+    for entry in entries:
+        version = entry.manifest.get("version")
+        if checked and version != __version__:
+            raise JitError(
+                f"The prebuilt module {entry.folder} is of FlashInfer {version}, this is "
+                f"{__version__}.\n  hint: install flashinfer-jit-cache=={__version__}, or set "
+                "FLASHINFER_DISABLE_VERSION_CHECK=1 to use it where its sources are the same"
+            )
+        archs = set(entry.manifest.get("archs", ()))
+        if entry.manifest.get("content") == identity.content and archs >= set(identity.archs):
+            return entry
+    if entries:
+        logger.debug("prebuilt %s was built from other sources or targets", home.name)
+    return None
+
+
+# --- Publishing a module ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def building(home: Path, on_wait: Callable[[float], None]) -> Iterator[None]:
+    """Hold the lock of a module's folder, and remove what killed builders left in it.
+
+    The lock file stays for good: to delete it would let two builders hold two different files.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    with open(os.open(home / ".lock", os.O_RDWR | os.O_CREAT, 0o666), "w") as lock:
+        _acquire(lock.fileno(), on_wait)
+        for stale in home.glob(_PRIVATE + "*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        yield
+
+
+def _acquire(lock: int, on_wait: Callable[[float], None]) -> None:
+    start = time.monotonic()
+    pause = 0.01
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                # Without locks two processes may compile the same thing; the rename still
+                # publishes one whole module.
+                return logger.debug("no file locks here: %s", error)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN, errno.EINTR):
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+        on_wait(time.monotonic() - start)
+
+
+def private_dir(home: Path) -> Path:
+    """A fresh folder to build in, on the same file system as its destination."""
+    folder = Path(tempfile.mkdtemp(dir=home, prefix=_PRIVATE))
+    folder.chmod(0o755)  # mkdtemp is 0700; other users may share the cache
+    return folder
+
+
+def publish(private: Path, uri: str, identity: Identity) -> Entry:
+    """Turn a private build folder into the module that everybody sees, by one rename."""
+    library = private / f"{uri}.so"
+    for leftover in private.iterdir():
+        if leftover.suffix == ".o" or leftover.name.startswith(".ninja"):
+            leftover.unlink()
+    manifest = {
+        "library": library.name,
+        "library_size": library.stat().st_size,
+        "created": time.time(),
+        "version": __version__,
+        "content": identity.content,
+        "archs": list(identity.archs),
+        "toolchain": identity.toolchain,
+        "ingredients": identity.ingredients,
+    }
+    (private / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    target = private.parent / identity.key
+    try:
+        private.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if read_entry(target) is None:  # cut short: put it aside, under a name that gets swept
+            target.rename(Path(tempfile.mkdtemp(dir=private.parent, prefix=_PRIVATE)) / "broken")
+            private.rename(target)
+    entry = read_entry(target)
+    assert entry is not None, target
+    return entry
+
+
+def write_if_different(path: str | Path, content: str) -> None:
+    """Write a generated source, atomically, unless it already has this content.
+
+    Parameters
+    ----------
+    path : path
+        The file; its folder is made if need be.
+    content : str
+        What it must contain.
+    """
+    path = Path(path)
+    try:
+        if path.read_text(encoding="utf-8") == content:
+            return
+    except (OSError, UnicodeDecodeError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(content)
+    os.chmod(scratch, 0o644)
+    os.replace(scratch, path)
+
+
+def clear_cache_dir() -> None:
+    """Remove every compiled module and rendered source of this version.
+
+    Processes that have loaded modules keep them.
+    """
+    for base in _bases():
+        folder = version_dir(base)
+        if not folder.is_dir():
+            continue
+        # Away in one step, so that nobody finds half a module.
+        trash = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".trash-"))
+        try:
+            folder.rename(trash / folder.name)
+        finally:
+            shutil.rmtree(trash, ignore_errors=True)

@@ -1,0 +1,198 @@
+"""Compiler flags and the text of `build.ninja`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import env
+from . import env as jit_env
+from . import toolchain
+
+CUDA_SUFFIXES = (".cu",)
+HOST_SUFFIXES = (".cc", ".cpp", ".cxx", ".c++")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Everything that is said to the compilers besides search paths.
+
+    Attributes
+    ----------
+    host, cuda, link : tuple of str
+        Flags of the host compiler, of nvcc (targets included) and of the linker.
+    cuda_by_source : dict of str to tuple of str
+        More nvcc flags for single sources.
+    device_link : bool
+        Compile relocatable device code and link it.
+    """
+
+    host: tuple[str, ...]
+    cuda: tuple[str, ...]
+    link: tuple[str, ...]
+    cuda_by_source: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    device_link: bool = False
+
+
+def build_flags(
+    extra_cflags: Sequence[str],
+    extra_cuda_cflags: Sequence[str],
+    extra_ldflags: Sequence[str],
+    use_fast_math: bool,
+) -> Flags:
+    """The flags of a module: ours, the module's, then those of the environment (last wins)."""
+    debug = env.FLASHINFER_JIT_DEBUG.get()
+    # Hidden symbols: two modules with the same template instances must not share them.
+    host = ["-std=c++17", "-fPIC", "-fvisibility=hidden"]
+    host += ["-O0", "-g"] if debug else ["-O2"]
+    cuda = ["-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr"]
+    cuda += ["-O0", "-g", "-G"] if debug else ["-O2"]
+    if env.FLASHINFER_JIT_LINEINFO.get() and not debug:  # -G implies it
+        cuda.append("-lineinfo")
+    if use_fast_math:
+        cuda.append("-use_fast_math")
+    # A missing symbol is an error now, not when the module is loaded; those of the static CUDA
+    # runtime stay private, next to the runtime that PyTorch has loaded.
+    link = ["-shared", "-Wl,-z,defs", "-Wl,--exclude-libs,ALL"]
+    return Flags(
+        host=(*host, *extra_cflags, *env.FLASHINFER_EXTRA_CFLAGS.get()),
+        cuda=(*cuda, *extra_cuda_cflags, *env.FLASHINFER_EXTRA_CUDAFLAGS.get()),
+        link=(*link, *extra_ldflags, *env.FLASHINFER_EXTRA_LDFLAGS.get()),
+    )
+
+
+def own_include_dirs(extra: Sequence[Path] = ()) -> list[Path]:
+    """Search path whose headers count for the identity of a module."""
+    return [jit_env.FLASHINFER_INCLUDE_DIR, jit_env.FLASHINFER_CSRC_DIR, *extra]
+
+
+def external_include_dirs(toolkit: toolchain.Toolkit | None) -> list[str]:
+    """Search path of TVM-FFI, DLPack and CUDA, which the toolchain stands for."""
+    from tvm_ffi import libinfo
+
+    found = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    found += toolkit.include_dirs if toolkit else ()
+    return list(dict.fromkeys(map(str, found)))
+
+
+def cudart_link_flags(toolkit: toolchain.Toolkit) -> list[str]:
+    """Link the CUDA runtime: static where possible, so that a module loads without a driver."""
+    if folder := toolkit.static_cudart():
+        return [f"-L{folder}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    if library := toolkit.shared_cudart():
+        return [library, f"-Wl,-rpath,{os.path.dirname(library)}"]
+    return ["-lcudart"]
+
+
+def tvm_ffi_link_flags() -> list[str]:
+    """Link libtvm_ffi, which is in the process already when a module is loaded."""
+    from tvm_ffi import libinfo
+
+    return [f"-L{os.path.dirname(libinfo.find_libtvm_ffi())}", "-ltvm_ffi"]
+
+
+def get_nvcc_parallelism_flags() -> list[str]:
+    """``--threads`` as asked for; several threads help only with several targets."""
+    threads = env.FLASHINFER_NVCC_THREADS.get()
+    return [f"--threads={threads}"] if threads > 1 else []
+
+
+@dataclass(frozen=True)
+class NinjaModule:
+    """What ninja needs to know to build one module."""
+
+    name: str
+    sources: Sequence[Path]
+    flags: Flags
+    include_dirs: Sequence[Path]
+    toolkit: toolchain.Toolkit | None
+    host_compiler: toolchain.HostCompiler
+
+    def objects(self) -> list[str]:
+        """Object file names, in the order of the sources."""
+        names = [f"{source.stem}{_object_suffix(source)}" for source in self.sources]
+        return [f"{i}_{n}" if names.count(n) > 1 else n for i, n in enumerate(names)]
+
+    def commands(self) -> dict[str, str]:
+        """Command of each rule, as ninja wants it: with `$in` and `$out`."""
+        host = [*env.FLASHINFER_CXX_LAUNCHER.get(), self.host_compiler.path]
+        own = [f"-I{d}" for d in self.include_dirs]
+        external = [w for d in external_include_dirs(self.toolkit) for w in ("-isystem", d)]
+        link = [*self.flags.link, *tvm_ffi_link_flags()]
+        commands = {"cxx": f"{_shell([*host, *self.flags.host, *own, *external])} -c $in -o $out"}
+        if self.toolkit:
+            link += cudart_link_flags(self.toolkit)
+            nvcc = [*env.FLASHINFER_NVCC_LAUNCHER.get(), self.toolkit.nvcc]
+            nvcc += [f"-ccbin={self.host_compiler.path}", *get_nvcc_parallelism_flags()]
+            cuda = _shell([*nvcc, *self.flags.cuda, *own, *external])
+            if self.flags.device_link:
+                commands["nvcc"] = f"{cuda} -dc $flags $in -o $out"
+                targets = [f for f in self.flags.cuda if "gencode" in f]
+                dlink = _shell([*nvcc, *targets, "-Xcompiler=-fPIC", "-dlink"])
+                commands["dlink"] = f"{dlink} $in -o $out -lcudadevrt"
+                link += [f"-L{d}" for d in self.toolkit.library_dirs] + ["-lcudadevrt"]
+            else:
+                commands["nvcc"] = f"{cuda} -c $flags $in -o $out"
+        commands["link"] = f"{_shell(host)} $in -o $out {_shell(link)}"
+        return commands
+
+    def rules(self) -> str:
+        """The compile and link rules of `build.ninja`."""
+        lines = ["ninja_required_version = 1.8", ""]
+        for name, command in self.commands().items():
+            lines += [f"rule {name}", f"  command = {command}", ""]
+        return "\n".join(lines)
+
+    def edges(self, folder: str = "") -> str:
+        """The build statements of `build.ninja`, with the outputs in a folder."""
+        prefix = f"{_path(folder)}/" if folder else ""
+        lines, objects = [], []
+        for source, name in zip(self.sources, self.objects(), strict=True):
+            rule = "nvcc" if source.suffix in CUDA_SUFFIXES else "cxx"
+            lines.append(f"build {prefix}{_path(name)}: {rule} {_path(os.path.abspath(source))}")
+            if more := self.flags.cuda_by_source.get(str(source)):
+                lines.append(f"  flags = {_shell(more)}")
+            objects.append(prefix + _path(name))
+        if self.flags.device_link:
+            linked = f"{prefix}{_path(self.name)}.dlink.o"
+            device = [o for o in objects if o.endswith(".cuda.o")]
+            lines.append(f"build {linked}: dlink {' '.join(device)}")
+            objects.append(linked)
+        lines.append(f"build {prefix}{_path(self.name)}.so: link {' '.join(objects)}")
+        return "\n".join(lines) + "\n"
+
+    def text(self, folder: str = "") -> str:
+        """The whole of `build.ninja`."""
+        return f"{self.rules()}\n{self.edges(folder)}"
+
+    def compile_commands(self, directory: Path) -> list[Mapping[str, str]]:
+        """Entries of `compile_commands.json`, for editors."""
+        commands = self.commands()
+        entries = []
+        for source, name in zip(self.sources, self.objects(), strict=True):
+            rule = "nvcc" if source.suffix in CUDA_SUFFIXES else "cxx"
+            more = _shell(self.flags.cuda_by_source.get(str(source), ()))
+            command = commands[rule].replace("$flags", more)
+            command = command.replace("$in", shlex.quote(os.path.abspath(source)))
+            command = command.replace("$out", shlex.quote(name)).replace("$$", "$")
+            entries.append(
+                {"directory": str(directory), "file": os.path.abspath(source), "command": command}
+            )
+        return entries
+
+
+def _object_suffix(source: Path) -> str:
+    return ".cuda.o" if source.suffix in CUDA_SUFFIXES else ".o"
+
+
+def _shell(words: Sequence[str]) -> str:
+    """Words for a shell inside a ninja file."""
+    return shlex.join(words).replace("$", "$$")
+
+
+def _path(path: str) -> str:
+    """A path in a ninja build statement."""
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")

@@ -1,0 +1,73 @@
+"""Folders of the JIT, as module attributes that are computed when they are read.
+
+- ``FLASHINFER_GEN_SRC_DIR``: generated sources (writable)
+- ``FLASHINFER_JIT_DIR``: compiled modules (writable)
+- ``FLASHINFER_CSRC_DIR``, ``FLASHINFER_INCLUDE_DIR``: sources of the package (never written)
+- ``FLASHINFER_AOT_DIR``: prebuilt modules, or None (never written)
+- ``FLASHINFER_CACHE_DIR``, ``FLASHINFER_WORKSPACE_DIR``: what contains the writable ones
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from .. import env
+from . import cache
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def _data(name: str) -> Path:
+    """`flashinfer/data/<name>` of an installed package, or `<name>` of a checkout."""
+    installed = _PACKAGE / "data" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def get_aot_path(module_name: str) -> Path:
+    """Where prebuilt versions of a module are looked for.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there are no prebuilt modules at all.
+    """
+    roots = cache.prebuilt_roots()
+    if not roots:
+        raise FileNotFoundError(
+            "no prebuilt modules: FLASHINFER_AOT_DIR is not set and flashinfer_jit_cache is not "
+            "installed"
+        )
+    return next(
+        (r / module_name for r in roots if (r / module_name).is_dir()), roots[0] / module_name
+    )
+
+
+def has_flashinfer_jit_cache() -> bool:
+    """Whether the package of prebuilt modules is installed."""
+    return cache.jit_cache_package() is not None
+
+
+_FOLDERS: dict[str, Callable[[], Path | None]] = {
+    "FLASHINFER_BASE_DIR": cache.base_dir,
+    "FLASHINFER_CACHE_DIR": lambda: cache.version_dir().parent,
+    "FLASHINFER_WORKSPACE_DIR": cache.arch_dir,
+    "FLASHINFER_JIT_DIR": lambda: cache.jit_dir(cache.writable_base()),
+    "FLASHINFER_GEN_SRC_DIR": cache.generated_dir,
+    "FLASHINFER_CSRC_DIR": lambda: _data("csrc"),
+    "FLASHINFER_INCLUDE_DIR": lambda: _data("include"),
+    "FLASHINFER_DATA": lambda: _data("include").parent,
+    "FLASHINFER_AOT_DIR": env.FLASHINFER_AOT_DIR.get,
+}
+
+
+def __getattr__(name: str) -> Path | None:
+    if name in _FOLDERS:
+        return _FOLDERS[name]()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_FOLDERS])

@@ -1,0 +1,324 @@
+"""Finding nvcc, its toolkit, the host compiler and ninja.
+
+Asking a compiler for its version costs a process. The answer is remembered in `toolchain.json`
+of the cache, under size and mtime of the program, so that loading a compiled module starts none.
+Only this shortcut trusts an mtime; the identity of a module is the version text.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .. import env
+from .errors import ToolchainError
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit.
+
+    Attributes
+    ----------
+    nvcc : str
+        The program to start; a wrapper stays a wrapper.
+    version : str
+        Release and build, such as ``V13.0.88 cuda_13.0.r13.0/compiler.36424714_0``.
+    root : str
+        The toolkit that nvcc itself names.
+    include_dirs, library_dirs : tuple of str
+        Folders for headers and libraries that exist.
+    """
+
+    nvcc: str
+    version: str
+    root: str
+    include_dirs: tuple[str, ...]
+    library_dirs: tuple[str, ...]
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """Major and minor version."""
+        match = re.search(r"(\d+)\.(\d+)", self.version)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
+
+    def static_cudart(self) -> str | None:
+        """Folder of `libcudart_static.a`, which lets a module load on a box without a driver."""
+        return self._library_dir("libcudart_static.a")
+
+    def shared_cudart(self) -> str | None:
+        """Path of the shared CUDA runtime (PyPI ships it without the `libcudart.so` link)."""
+        names = ("libcudart.so", f"libcudart.so.{self.release[0]}")
+        return next((f"{d}/{n}" for n in names if (d := self._library_dir(n))), None)
+
+    def _library_dir(self, name: str) -> str | None:
+        return next((d for d in self.library_dirs if os.path.isfile(f"{d}/{name}")), None)
+
+
+@dataclass(frozen=True)
+class HostCompiler:
+    """The C++ compiler: its path and what identifies it (version and target)."""
+
+    path: str
+    version: str
+
+
+def find_toolkit() -> Toolkit | None:
+    """The first toolkit of the search order, or None."""
+    for _, nvcc in _nvcc_candidates():
+        if nvcc is not None:
+            return _describe_nvcc(nvcc)
+    return None
+
+
+def require_toolkit() -> Toolkit:
+    """The toolkit, or an error that lists where it was looked for."""
+    toolkit = find_toolkit()
+    if toolkit is None:
+        tried = ", ".join(place for place, _ in _nvcc_candidates())
+        raise ToolchainError(
+            f"nvcc was not found. Looked in: {tried}.\n"
+            "  hint: pip install 'flashinfer-python[cuda]', or install the CUDA toolkit and set "
+            "CUDA_HOME or FLASHINFER_NVCC"
+        )
+    return toolkit
+
+
+def _nvcc_candidates() -> Iterator[tuple[str, str | None]]:
+    """Pairs of a place (as shown to the user) and the nvcc found there."""
+    path = env.PATH.get()
+    if asked := env.FLASHINFER_NVCC.get():
+        found = shutil.which(asked, path=path)
+        if found is None:
+            raise ToolchainError(
+                f"FLASHINFER_NVCC={asked!r} is not a program that can be run.\n"
+                "  hint: set it to the path of nvcc, or unset it"
+            )
+        yield f"FLASHINFER_NVCC={asked}", found
+    for variable in (env.CUDA_HOME, env.CUDA_PATH):
+        # Some shells leave an empty entry in front (":/usr/local/cuda"), as in a search path.
+        for root in [variable.get(), *variable.get().split(":")]:
+            if root:
+                yield f"{variable.name}={root}", _executable(f"{root}/bin/nvcc")
+    yield f"PATH={path}", shutil.which("nvcc", path=path)
+    for root in _pypi_toolkits():
+        yield root, _executable(f"{root}/bin/nvcc")
+    yield "/usr/local/cuda", _executable("/usr/local/cuda/bin/nvcc")
+
+
+def _pypi_toolkits() -> list[str]:
+    """Toolkits unpacked by the `nvidia-cuda-nvcc` package: `nvidia/cu13` (CUDA 13 and later)."""
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        return []
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    roots = [str(root) for place in places for root in Path(place).glob("cu[0-9]*")]
+    found = sorted(roots, key=lambda r: int(re.sub(r"\D", "", Path(r).name)), reverse=True)
+    return found or [f"{place}/cu13" for place in places]
+
+
+def _executable(path: str) -> str | None:
+    return path if os.path.isfile(path) and os.access(path, os.X_OK) else None
+
+
+def find_host_compiler() -> HostCompiler | None:
+    """The C++ compiler named by `CXX`, or g++, c++, clang++ from `PATH`; None without any."""
+    path = env.PATH.get()
+    if asked := env.CXX.get():
+        names = [shlex.split(asked)[-1]]  # "ccache g++": launchers have their own variable
+    else:
+        names = ["g++", "c++", "clang++"]
+    found = next((p for name in names if (p := shutil.which(name, path=path))), None)
+    return _describe_host_compiler(os.path.abspath(found)) if found else None
+
+
+def require_host_compiler() -> HostCompiler:
+    """The host compiler, or an error that says how to get one."""
+    compiler = find_host_compiler()
+    if compiler is None:
+        wanted = f"CXX={env.CXX.get()!r}" if env.CXX.get() else "none of g++, c++, clang++"
+        raise ToolchainError(
+            f"No host C++ compiler: {wanted} was found in PATH={env.PATH.get()}.\n"
+            "  hint: install g++ (`apt install g++`), or set CXX to a C++17 compiler"
+        )
+    return compiler
+
+
+def require_ninja() -> str:
+    """Path of ninja: of the PyPI package, or from `PATH`."""
+    try:
+        import ninja
+
+        found = shutil.which("ninja", path=ninja.BIN_DIR)
+    except ImportError:
+        found = None
+    found = found or shutil.which("ninja", path=env.PATH.get())
+    if found is None:
+        raise ToolchainError(
+            f"ninja was not found, neither as a Python package nor in PATH={env.PATH.get()}.\n"
+            "  hint: pip install ninja"
+        )
+    return found
+
+
+def _ask(command: list[str], what: str) -> str:
+    """Standard output and error of a short command."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolchainError(f"{what} does not run: {error}\n  hint: check {command[0]}") from error
+    output = done.stdout + done.stderr
+    if done.returncode != 0:
+        raise ToolchainError(
+            f"{what} failed: `{shlex.join(command)}` returned {done.returncode}:\n"
+            f"{output.strip()}\n"
+            f"  hint: check {command[0]}, and that a host C++ compiler is in PATH or named by CXX"
+        )
+    return output
+
+
+def _query_nvcc(nvcc: str) -> tuple[dict, list[str]]:
+    """What nvcc says about itself, and the programs whose change makes that stale.
+
+    Its own folder says nothing about the toolkit when `nvcc` is a link or a wrapper, so it is
+    asked for the settings of a compile that it does not carry out.
+    """
+    text = _ask([nvcc, "--version"], "nvcc")
+    release = re.search(r"\bV\d[\w.]*", text)
+    build = re.search(r"^Build (\S+)", text, re.MULTILINE)
+    if release is None:
+        raise ToolchainError(f"{nvcc} is not nvcc: its --version says {text.strip()[:200]!r}")
+    command = [nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"]
+    if host := find_host_compiler():
+        command.insert(1, f"-ccbin={host.path}")
+    settings = dict(re.findall(r"^#\$ (\w+)\s*=(.*)$", _ask(command, "nvcc"), re.MULTILINE))
+    top = settings.get("TOP", "").strip() or str(Path(nvcc).resolve().parent.parent)
+    root = os.path.realpath(top)
+    includes = shlex.split(settings.get("INCLUDES", "") + " " + settings.get("SYSTEM_INCLUDES", ""))
+    libraries = shlex.split(settings.get("LIBRARIES", ""))
+    include_dirs = [w.removeprefix("-I") for w in includes if w != "-isystem"] + [f"{root}/include"]
+    library_dirs = [w.removeprefix("-L") for w in libraries]
+    library_dirs += [f"{root}/lib64", f"{root}/lib"]
+    description = {
+        "version": " ".join([release[0]] + ([build[1]] if build else [])),
+        "root": root,
+        "include_dirs": _existing(include_dirs),
+        "library_dirs": [d for d in _existing(library_dirs) if not d.endswith("/stubs")],
+    }
+    return description, [nvcc, f"{root}/bin/nvcc"]
+
+
+def _existing(folders: list[str]) -> list[str]:
+    return list(dict.fromkeys(os.path.realpath(f) for f in folders if os.path.isdir(f)))
+
+
+def _describe_nvcc(nvcc: str) -> Toolkit:
+    nvcc = os.path.abspath(nvcc)
+    found = _remembered(nvcc, "nvcc")
+    return Toolkit(
+        nvcc, found["version"], found["root"],
+        tuple(found["include_dirs"]), tuple(found["library_dirs"]),
+    )  # fmt: skip
+
+
+def _query_host_compiler(path: str) -> tuple[dict, list[str]]:
+    text = _ask([path, "-v"], "the host C++ compiler")
+    version = re.search(r"^.*\bversion\b.*$", text, re.MULTILINE)
+    target = re.search(r"^Target: (\S+)", text, re.MULTILINE)
+    parts = [match[0].strip() for match in (version, target) if match]
+    return {"version": "; ".join(parts) or text.strip()[-200:]}, [path]
+
+
+def _describe_host_compiler(path: str) -> HostCompiler:
+    return HostCompiler(path, _remembered(path, "c++")["version"])
+
+
+_QUERIES = {"nvcc": _query_nvcc, "c++": _query_host_compiler}
+_FORMAT = 1  # of the remembered answers
+
+
+def _stamp(program: str) -> list | None:
+    try:
+        real = os.path.realpath(program)
+        status = os.stat(real)
+    except OSError:
+        return None
+    return [real, status.st_size, status.st_mtime_ns]
+
+
+def _remembered(program: str, kind: str) -> dict:
+    """The answer of a query, from this process, from `toolchain.json`, or by asking."""
+    stamp = _stamp(program)
+    return _remembered_for(program, kind, tuple(stamp) if stamp else None, str(_memory_file()))
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered_for(program: str, kind: str, stamp: tuple | None, memory: str) -> dict:
+    entry = _read_memory(memory).get(program)
+    if entry and entry.get("format") == _FORMAT and entry.get("kind") == kind:
+        stamps = entry["stamps"]
+        if stamps and all(_stamp(path) == then for path, then in stamps.items()):
+            return entry["answer"]
+    answer, programs = _QUERIES[kind](program)
+    stamps = {path: _stamp(path) for path in programs}
+    _write_memory(memory, program, dict(format=_FORMAT, kind=kind, stamps=stamps, answer=answer))
+    return answer
+
+
+def _memory_file() -> Path:
+    from . import cache
+
+    return cache.version_dir() / "toolchain.json"
+
+
+def _read_memory(memory: str) -> dict:
+    try:
+        with open(memory, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_memory(memory: str, program: str, entry: dict) -> None:
+    """Best effort: with a read-only cache the compilers are asked in each process."""
+    try:
+        folder = os.path.dirname(memory)
+        os.makedirs(folder, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=folder, prefix=".toolchain-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({**_read_memory(memory), program: entry}, file, indent=1)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, memory)
+    except OSError:
+        pass
+
+
+def describe() -> dict[str, object]:
+    """What was found, for `flashinfer collect-env`; an error text where something is missing."""
+
+    def attempt(find):
+        try:
+            found = find()
+        except ToolchainError as error:
+            return str(error)
+        return asdict(found) if hasattr(found, "__dataclass_fields__") else found
+
+    return {
+        "nvcc": attempt(require_toolkit),
+        "host compiler": attempt(require_host_compiler),
+        "ninja": attempt(require_ninja),
+    }
