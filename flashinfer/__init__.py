@@ -3,6 +3,7 @@
 from .activation import gelu_and_mul as gelu_and_mul
 from .activation import gelu_tanh_and_mul as gelu_tanh_and_mul
 from .activation import silu_and_mul as silu_and_mul
+from .fi_trace import fi_trace as fi_trace
 from .norm import fused_add_rmsnorm as fused_add_rmsnorm
 from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
 from .norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
@@ -11,4 +12,5 @@ from .norm import layernorm as layernorm
 from .norm import layernorm_quant as layernorm_quant
 from .norm import rmsnorm as rmsnorm
 from .norm import rmsnorm_quant as rmsnorm_quant
+from .reference_backend import reference_backend as reference_backend
 from .version import __version__ as __version__

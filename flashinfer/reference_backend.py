@@ -28,7 +28,9 @@ import torch
 
 from . import env
 from .api_logging import _TRACE_REGISTRY
-from .trace.template import Tensor, TraceTemplate, resolve_template
+from .trace.arguments import check_aliasing, check_destination, check_one_device
+from .trace.specs import argument_of
+from .trace.template import TraceTemplate, resolve_template
 
 _logger = logging.getLogger("flashinfer.reference_backend")
 
@@ -110,7 +112,7 @@ def _release() -> None:
                 route.function.__code__ = route.kernel_code
 
 
-def _new_route(function: FunctionType, trace: Any, index: int) -> _Route:
+def _new_route(function: Any, trace: Any, index: int) -> _Route:
     kernel = FunctionType(
         function.__code__,
         function.__globals__,
@@ -122,7 +124,7 @@ def _new_route(function: FunctionType, trace: Any, index: int) -> _Route:
     return _Route(function, trace, function.__code__, _trampoline(function, index), kernel)
 
 
-def _trampoline(function: FunctionType, index: int) -> CodeType:
+def _trampoline(function: Any, index: int) -> CodeType:
     """Code with the parameters and free variables of `function` that calls `_dispatch`.
 
     Python accepts a code object in place of another if the number of free variables agrees, so
@@ -151,7 +153,7 @@ def _trampoline(function: FunctionType, index: int) -> CodeType:
     )
     outer = next(c for c in compile(source, __file__, "exec").co_consts if isinstance(c, CodeType))
     inner = next(c for c in outer.co_consts if isinstance(c, CodeType))
-    return inner.replace(co_qualname=code.co_qualname) if hasattr(code, "co_qualname") else inner
+    return inner
 
 
 def _dispatch(index: int, local_values: Mapping[str, Any]) -> Any:
@@ -195,7 +197,7 @@ def _run_reference(route: _Route, arguments: dict[str, Any]) -> Any:
     if template is None or template.reference is None:
         raise NotImplementedError(f"{name} has no reference for these arguments")
     template.validate(arguments)
-    _refuse_several_devices(arguments)
+    check_one_device(arguments)
     taken = inspect.signature(template.reference).parameters
     with torch.no_grad():
         results = template.reference(**{k: v for k, v in arguments.items() if k in taken})
@@ -218,45 +220,26 @@ def _deliver(
     parameters = inspect.signature(function).parameters
     dtypes = template.dtypes(arguments)
     returned: list[Any] = []
+    written: dict[str, torch.Tensor] = {}
     writes: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for (key, spec), result in zip(template.outputs.items(), results):  # noqa: B905  (see below)
-        # A reference may return fewer results than the template lists: optional ones come last.
+    # A reference may return fewer results than the template lists: optional ones come last.
+    for (key, spec), result in zip(template.outputs.items(), results, strict=False):
         param = spec.param or key
-        destination = arguments.get(param)
-        if isinstance(spec, Tensor) and spec.tuple_idx is not None and destination is not None:
-            destination = destination[spec.tuple_idx]
+        destination = argument_of(key, spec, arguments)
         if destination is None:
             returned.append(result.to(getattr(torch, dtypes[key]), copy=True))
             continue
-        _refuse_destination(param, destination, result)
+        check_destination(param, getattr(spec, "layout", None), destination, result.shape)
+        written[param] = destination
         writes.append((destination, result))
         if parameters[param].default is not inspect.Parameter.empty:
             returned.append(destination)
+    check_aliasing(written, arguments)
     for destination, result in writes:
         destination.copy_(result)
     if not returned:
         return None
     return returned[0] if len(returned) == 1 else tuple(returned)
-
-
-def _refuse_destination(param: str, destination: Any, result: torch.Tensor) -> None:
-    if not isinstance(destination, torch.Tensor):
-        raise TypeError(f"{param} must be a torch.Tensor, got {type(destination).__name__}")
-    if destination.shape != result.shape:
-        raise ValueError(
-            f"{param} must have shape {tuple(result.shape)}, got {tuple(destination.shape)}"
-        )
-    if any(n > 1 and s == 0 for n, s in zip(destination.shape, destination.stride(), strict=True)):
-        raise ValueError(f"{param} repeats elements (strides {destination.stride()})")
-
-
-def _refuse_several_devices(arguments: Mapping[str, Any]) -> None:
-    first: tuple[str, torch.device] | None = None
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            first = first or (name, value.device)
-            if value.device != first[1]:
-                raise ValueError(f"{name} is on {value.device}, but {first[0]} is on {first[1]}")
 
 
 def _announce() -> None:

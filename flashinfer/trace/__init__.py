@@ -1,8 +1,20 @@
 """Trace templates: what each operation computes, stated once.
 
-See `flashinfer.trace.template` for the classes and ``docs/trace.md`` for how to add one.
+See `flashinfer.trace.specs` and `flashinfer.trace.template` for the classes, and ``docs/trace.md``
+for how to add one.
 """
 
-from .template import Const, Scalar, Tensor, TraceTemplate, Var
+from .check import default_check, default_tolerances, standard_check
+from .specs import Const, Scalar, Tensor, Var
+from .template import TraceTemplate
 
-__all__ = ["Const", "Scalar", "Tensor", "TraceTemplate", "Var"]
+__all__ = [
+    "Const",
+    "Scalar",
+    "Tensor",
+    "TraceTemplate",
+    "Var",
+    "default_check",
+    "default_tolerances",
+    "standard_check",
+]

@@ -97,21 +97,39 @@ def _run_function(
     axis_values: Mapping[str, int],
 ) -> str:
     required = required_parameters(reference)
-    passed = {spec.param or key: key for key, spec in inputs.items()}
+    taken = inspect.signature(reference).parameters
+    passed = _passed_inputs(inputs)
+    passed |= {axis: str(n) for axis, n in axis_values.items() if axis in taken}
     lines = []
     for key, (spec, dtype) in outputs.items():
         # A destination that the public function requires: the reference reads its dtype only.
         destination = spec.param or key
+        if getattr(spec, "dtype_from_scalar", None) in taken:
+            passed[spec.dtype_from_scalar] = f"torch.{dtype}"
         if destination in required and destination not in passed:
             shape = ", ".join(_size(axis, inputs, axis_values) for axis in spec.dim_names)
             lines.append(f"{key} = torch.empty([{shape}], dtype=torch.{dtype}, device='meta')")
             passed[destination] = key
-    call = ", ".join(f"{param}={key}" for param, key in passed.items())
-    results = ", ".join(outputs)
-    lines.append(f"{results} = {reference.__name__}({call})")
+    lines.append(f"{', '.join(outputs)} = {reference.__name__}(")
+    lines += [f"    {param}={key}," for param, key in passed.items()]
+    lines.append(")")
     rounded = ", ".join(f"{key}.to(torch.{dtype})" for key, (_, dtype) in outputs.items())
     lines.append(f"return {rounded}")
     return f"def run({', '.join(inputs)}):\n" + textwrap.indent("\n".join(lines), "    ")
+
+
+def _passed_inputs(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """Expression for each argument that inputs go to; elements of a tuple are put together."""
+    passed: dict[str, str] = {}
+    elements: dict[str, list[str]] = {}
+    for key, spec in inputs.items():
+        param = spec.param or key
+        if getattr(spec, "tuple_idx", None) is None:
+            passed[param] = key
+        else:
+            elements.setdefault(param, []).append(key)
+            passed[param] = f"({', '.join(elements[param])},)"
+    return passed
 
 
 def required_parameters(function: Callable[..., Any] | None) -> set[str]:

@@ -5,23 +5,21 @@ FlashInfer-Bench definition (`flashinfer.fi_trace`), its reference is the oracle
 the reference backend runs the same reference in place of the kernel. The checks on shapes and
 dtypes that those uses share live here too, so that an argument is refused in one wording.
 
-Nothing of ours is imported but the sibling that prints standalone sources: a template must load
-on a machine without GPU, driver or compiler.
+Nothing of ours is imported but siblings: a template must load on a machine without GPU, driver or
+compiler.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
+from .arguments import check_layout, check_scalar, folded_shape
+from .specs import Axis, Const, Scalar, Tensor, Value, argument_of, dtype_name
 from .standalone import required_parameters, standalone_reference
-
-FLOATING = ("bfloat16", "float16", "float32")
-"""The dtypes of activations that kernels read."""
 
 _SHORT_DTYPE = {
     "bfloat16": "bf16",
@@ -31,111 +29,6 @@ _SHORT_DTYPE = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
-
-
-@dataclass(frozen=True)
-class Var:
-    """An axis whose size changes from call to call; it is named, but has no value in the JSON."""
-
-    description: str = ""
-
-
-@dataclass(frozen=True)
-class Const:
-    """An axis whose size belongs to the definition and is written into its name.
-
-    Parameters
-    ----------
-    description : str
-        What the axis counts.
-    abbrev : str, optional
-        Letters before the value in the definition's name: ``"h"`` gives ``_h4096``. ``""`` leaves
-        the axis out of the name, None uses the axis' own name.
-    value : int, optional
-        The size, where it is always the same.
-    derive : callable, optional
-        Computes the size from the sizes of the other axes, for an axis that no input shows (such
-        as half of an input's width).
-    """
-
-    description: str = ""
-    abbrev: str | None = None
-    value: int | None = None
-    _: KW_ONLY
-    derive: Callable[[Mapping[str, int]], int] | None = None
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor argument or result.
-
-    Parameters
-    ----------
-    dim_names : list of str
-        One axis name per dimension.
-    param : str, optional
-        The public function's argument, where it is not named as the JSON key. On an output: the
-        argument that receives the result (``out``, or an input that is updated in place).
-    tuple_idx : int, optional
-        The argument is a tuple; this is its element.
-    dtype : str, optional
-        The only dtype this tensor can have, by its torch name (``"float32"``).
-    dtype_from : str, optional
-        JSON key (or argument name) of the tensor whose dtype this one has.
-    dtype_from_scalar : str, optional
-        Name of an argument that holds the dtype (as ``out_dtype`` does).
-    optional : bool
-        The argument may be None; it is then left out of the definition.
-    description : str
-        Meaning, layout and unit.
-    dtypes : sequence of str, optional
-        The dtypes that are accepted; any when None.
-    ranks : sequence of int, optional
-        The numbers of dimensions that are accepted, where others than ``len(dim_names)`` are: the
-        leading dimensions count as the first axis, multiplied together.
-    """
-
-    dim_names: Sequence[str]
-    _: KW_ONLY
-    param: str | None = None
-    tuple_idx: int | None = None
-    dtype: str | None = None
-    dtype_from: str | None = None
-    dtype_from_scalar: str | None = None
-    optional: bool = False
-    description: str = ""
-    dtypes: Sequence[str] | None = None
-    ranks: Sequence[int] | None = None
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A number argument.
-
-    Parameters
-    ----------
-    dtype : str
-        Torch name of the dtype that the JSON declares.
-    param : str, optional
-        The public function's argument, where it is not named as the JSON key.
-    optional : bool
-        The argument may be None; it is then left out of the definition.
-    description : str
-        Meaning and unit.
-    tensor : bool
-        A one-element tensor of `dtype` is accepted in place of the number.
-    """
-
-    dtype: str = "float32"
-    _: KW_ONLY
-    param: str | None = None
-    optional: bool = False
-    description: str = ""
-    tensor: bool = False
-
-
-Axis = Var | Const
-Value = Tensor | Scalar
 
 
 class TraceTemplate:
@@ -168,6 +61,9 @@ class TraceTemplate:
         Labels, copied into the definition.
     description : str
         One or two sentences: what is computed.
+    hints : sequence of str
+        Arguments (None, True or False) that may change how a kernel is launched, never a result;
+        they are not part of the definition.
     """
 
     def __init__(
@@ -184,6 +80,7 @@ class TraceTemplate:
         constraints: list[str] | None = None,
         tags: list[str] | None = None,
         description: str = "",
+        hints: Sequence[str] = (),
     ) -> None:
         self.op_type = op_type
         self.axes = axes
@@ -196,6 +93,7 @@ class TraceTemplate:
         self.constraints = list(constraints or [])
         self.tags = list(tags or [])
         self.description = description
+        self.hints = tuple(hints)
         self._refuse_unknown_axes()
 
     def __repr__(self) -> str:
@@ -237,23 +135,25 @@ class TraceTemplate:
         shapes: dict[tuple[str, ...], tuple[str, torch.Size]] = {}
         for param, spec, tensor in self._input_tensors(arguments):
             dims = tuple(spec.dim_names)
-            for axis, size in zip(dims, _folded_shape(param, spec, tensor), strict=True):
+            for axis, size in zip(dims, folded_shape(param, spec, tensor), strict=True):
                 if values.setdefault(axis, size) != size:
                     raise ValueError(
-                        f"{param} has shape {tuple(tensor.shape)}, where {axis} is {size}, but "
-                        f"{seen_in[axis]} has {axis} {values[axis]}"
+                        f"`{param}` must have {axis} {values[axis]} as `{seen_in[axis]}` has, "
+                        f"got shape {list(tensor.shape)}"
                     )
                 seen_in.setdefault(axis, param)
             first, shape = shapes.setdefault(dims, (param, tensor.shape))
             if shape != tensor.shape:
                 raise ValueError(
-                    f"{param} must have the shape of {first}, {tuple(shape)}, "
-                    f"got {tuple(tensor.shape)}"
+                    f"`{param}` must have the shape of `{first}`, {list(shape)}, "
+                    f"got {list(tensor.shape)}"
                 )
         for axis, kind in self.axes.items():
-            if axis not in values and (size := _axis_without_tensor(axis, kind, arguments, values)):
-                values[axis] = size
-        self._refuse_broken_constraints(values)
+            if axis not in values:
+                derived = _axis_without_tensor(axis, kind, arguments, values)
+                if derived is not None:
+                    values[axis] = derived
+        self._check_constraints(values, seen_in)
         return values
 
     def dtypes(self, arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -269,9 +169,9 @@ class TraceTemplate:
             if isinstance(spec, Scalar):
                 names[key] = spec.dtype
                 continue
-            tensor = _argument(key, spec, arguments)
+            tensor = argument_of(key, spec, arguments)
             declared = self._declared_dtype(spec, names, arguments)
-            observed = _dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else declared
+            observed = dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else declared
             if observed is None:
                 if key in self.outputs:
                     raise ValueError(f"{self!r}: output {key!r} has no dtype in this call")
@@ -279,7 +179,7 @@ class TraceTemplate:
             allowed = [declared] if declared else spec.dtypes
             if allowed is not None and observed not in allowed:
                 raise ValueError(
-                    f"{spec.param or key} must have dtype {' or '.join(allowed)}, got {observed}"
+                    f"`{spec.param or key}` must have dtype {' or '.join(allowed)}, got {observed}"
                 )
             # An input that is also an output keeps the input's entry under another JSON key.
             names[key] = observed
@@ -294,10 +194,18 @@ class TraceTemplate:
             Naming the argument, what it is and what is allowed.
         """
         values = self.axis_values(arguments)
+        self._check_destination_types(arguments)
         self.dtypes(arguments)
+        for param, tensor_spec, tensor in self._input_tensors(arguments):
+            check_layout(param, tensor_spec.layout, tensor)
         for key, spec in self.inputs.items():
             if isinstance(spec, Scalar):
-                _refuse_non_scalar(spec.param or key, spec, _argument(key, spec, arguments))
+                check_scalar(spec.param or key, spec, argument_of(key, spec, arguments))
+        for hint in self.hints:
+            if not isinstance(arguments.get(hint), (bool, type(None))):
+                raise TypeError(
+                    f"`{hint}` must be True, False or None, got {type(arguments[hint]).__name__}"
+                )
         return values
 
     def _input_tensors(
@@ -306,12 +214,12 @@ class TraceTemplate:
         for key, spec in self.inputs.items():
             if isinstance(spec, Scalar):
                 continue
-            tensor = _argument(key, spec, arguments)
+            tensor = argument_of(key, spec, arguments)
             param = spec.param or key
             if tensor is None and spec.optional:
                 continue
             if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{param} must be a torch.Tensor, got {type(tensor).__name__}")
+                raise TypeError(f"`{param}` must be a torch.Tensor, got {type(tensor).__name__}")
             yield param, spec, tensor
 
     def _declared_dtype(
@@ -323,19 +231,30 @@ class TraceTemplate:
             if spec.dtype_from in names:
                 return names[spec.dtype_from]
             source = arguments.get(spec.dtype_from)
-            return _dtype_name(source.dtype) if isinstance(source, torch.Tensor) else None
+            return dtype_name(source.dtype) if isinstance(source, torch.Tensor) else None
         if spec.dtype_from_scalar is not None:
             chosen = arguments.get(spec.dtype_from_scalar)
-            return None if chosen is None else _dtype_name(chosen)
+            return None if chosen is None else dtype_name(chosen)
         return None
 
-    def _refuse_broken_constraints(self, values: Mapping[str, int]) -> None:
+    def _check_destination_types(self, arguments: Mapping[str, Any]) -> None:
+        required = required_parameters(self.reference)
+        for key, spec in self.outputs.items():
+            destination, param = argument_of(key, spec, arguments), spec.param or key
+            if isinstance(destination, torch.Tensor) or (
+                destination is None and param not in required
+            ):
+                continue
+            raise TypeError(f"`{param}` must be a torch.Tensor, got {type(destination).__name__}")
+
+    def _check_constraints(self, values: Mapping[str, int], seen_in: Mapping[str, str]) -> None:
         for constraint in self.constraints:
-            if not eval(constraint, {"__builtins__": {}}, dict(values)):
-                raise ValueError(
-                    f"{self.name_prefix}: {constraint} does not hold for the shapes "
-                    f"{dict(values)} of this call"
-                )
+            if eval(constraint, {"__builtins__": {}}, dict(values)):
+                continue
+            axes = [axis for axis in values if re.search(rf"\b{axis}\b", constraint)]
+            params = " and ".join(dict.fromkeys(f"`{seen_in[a]}`" for a in axes if a in seen_in))
+            sizes = ", ".join(f"{axis} = {values[axis]}" for axis in axes)
+            raise ValueError(f"{params}: {constraint} must hold, got {sizes}")
 
     # ---- definition ----------------------------------------------------------------------------
 
@@ -395,7 +314,7 @@ class TraceTemplate:
         inputs = {
             key: spec
             for key, spec in self.inputs.items()
-            if _argument(key, spec, arguments) is not None
+            if argument_of(key, spec, arguments) is not None
         }
         outputs = {
             f"{key}_out" if key in self.inputs else key: (spec, dtypes[key])
@@ -451,7 +370,7 @@ class TraceTemplate:
         """
         generator = torch.Generator(device="cpu").manual_seed(seed)
         arguments: dict[str, Any] = {}
-        fallback = _dtype_name(dtype)
+        fallback = dtype_name(dtype)
         for key, spec in self.inputs.items():
             if isinstance(spec, Scalar) or spec.optional:
                 continue
@@ -498,33 +417,6 @@ def templates_of(trace: Any) -> list[TraceTemplate]:
     return list(trace.templates)
 
 
-def _argument(key: str, spec: Value, arguments: Mapping[str, Any]) -> Any:
-    value = arguments.get(spec.param or key)
-    if isinstance(spec, Tensor) and spec.tuple_idx is not None and value is not None:
-        return value[spec.tuple_idx]
-    return value
-
-
-def _dtype_name(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _folded_shape(param: str, spec: Tensor, tensor: torch.Tensor) -> list[int]:
-    """Sizes of the named axes; leading dimensions beyond them are multiplied into the first."""
-    ranks = spec.ranks if spec.ranks is not None else (len(spec.dim_names),)
-    if tensor.ndim not in ranks:
-        allowed = " or ".join(f"{rank}-D" for rank in ranks)
-        raise ValueError(
-            f"{param} must be {allowed} ([{', '.join(spec.dim_names)}]), "
-            f"got shape {tuple(tensor.shape)}"
-        )
-    if tensor.ndim == len(spec.dim_names):
-        return list(tensor.shape)
-    kept = len(spec.dim_names) - 1
-    leading = tensor.ndim - kept
-    return [math.prod(tensor.shape[:leading]), *tensor.shape[leading:]]
-
-
 def _axis_without_tensor(
     axis: str, kind: Axis, arguments: Mapping[str, Any], values: Mapping[str, int]
 ) -> int | None:
@@ -538,20 +430,6 @@ def _axis_without_tensor(
     if isinstance(kind, Const):
         raise ValueError(f"axis {axis} has no value in this call: no tensor and no argument has it")
     return None
-
-
-def _refuse_non_scalar(param: str, spec: Scalar, value: Any) -> None:
-    if value is None and spec.optional:
-        return
-    if isinstance(value, torch.Tensor) and spec.tensor:
-        if value.numel() != 1 or _dtype_name(value.dtype) != spec.dtype:
-            raise ValueError(
-                f"{param} must be a number or a {spec.dtype} tensor of one element, got "
-                f"{_dtype_name(value.dtype)} of shape {tuple(value.shape)}"
-            )
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{param} must be a number, got {type(value).__name__}")
 
 
 def _axis_json(axis: str, kind: Axis, values: Mapping[str, int]) -> dict[str, Any]:

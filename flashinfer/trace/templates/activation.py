@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..template import FLOATING, Const, Tensor, TraceTemplate, Var
+from ..specs import FLOATING, Const, Tensor, Var
+from ..template import TraceTemplate
 
 
 def _gate_and_up(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,15 +78,19 @@ def _gated(name: str, description: str, reference: Callable[..., torch.Tensor]) 
                 param="input",
                 dtypes=FLOATING,
                 ranks=range(1, 9),
+                layout="matrix",
                 description="Gate in the first half of each row, multiplier in the second.",
             ),
         },
         outputs={
-            "output": Tensor(["num_tokens", "hidden_size"], param="out", dtype_from="gate_up"),
+            "output": Tensor(
+                ["num_tokens", "hidden_size"], param="out", dtype_from="gate_up", layout="matrix"
+            ),
         },
         constraints=["gate_up_size == 2 * hidden_size"],
         tags=["status:verified"],
         reference=reference,
+        hints=["enable_pdl"],
     )
 
 

@@ -7,9 +7,12 @@ changes no result; `out` receives the result and is not read.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..template import FLOATING, Axis, Const, Scalar, Tensor, TraceTemplate, Value, Var
+from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var
+from ..template import TraceTemplate
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -157,8 +160,8 @@ def _layernorm_quant_reference(
 
 
 _ROWS = ["batch_size", "hidden_size"]
-_EPS = Scalar("float32", description="Added to the mean square (or variance) under the root.")
-_SCALE = Scalar("float32", tensor=True, description="Dequantisation scale; the result is divided.")
+_EPS = Scalar(minimum=0, description="Added to the mean square (or variance) under the root.")
+_SCALE = Scalar(above=0, tensor=True, description="Dequantisation scale; the result is divided.")
 
 
 def _axes() -> dict[str, Axis]:
@@ -168,40 +171,31 @@ def _axes() -> dict[str, Axis]:
     }
 
 
-def _input(ranks: tuple[int, ...] = (2, 3)) -> Tensor:
-    return Tensor(_ROWS, param="input", dtypes=FLOATING, ranks=ranks)
+def _rows(**properties: Any) -> Tensor:
+    return Tensor(_ROWS, ranks=(2, 3), layout="rows", **properties)
 
 
-def _residual() -> Tensor:
-    return Tensor(_ROWS, dtype_from="hidden_states", ranks=(2, 3))
+def _vector(**properties: Any) -> Tensor:
+    return Tensor(["hidden_size"], layout="rows", **properties)
 
 
-def _weight() -> Tensor:
-    return Tensor(["hidden_size"], dtype_from="hidden_states")
-
-
-def _affine() -> dict[str, Value]:
-    return {
-        "gemma": Tensor(["hidden_size"], dtype="float32", description="Factor per element."),
-        "beta": Tensor(["hidden_size"], dtype="float32", description="Offset per element."),
-    }
+_INPUT = _rows(param="input", dtypes=FLOATING)
+_RESIDUAL = _rows(dtype_from="hidden_states")
+_WEIGHT = _vector(dtype_from="hidden_states")
+_AFFINE: dict[str, Value] = {
+    "gemma": _vector(dtype="float32", description="Factor per element."),
+    "beta": _vector(dtype="float32", description="Offset per element."),
+}
+_RESIDUAL_OUT = _rows(
+    param="residual",
+    dtype_from="residual",
+    description="hidden_states + residual; the operation writes it over residual.",
+)
+_QUANTIZED = _rows(param="out", dtypes=_FP8, description="Quantised result.")
 
 
 def _output(param: str | None) -> Tensor:
-    return Tensor(_ROWS, param=param, dtype_from="hidden_states")
-
-
-def _residual_out() -> Tensor:
-    return Tensor(
-        _ROWS,
-        param="residual",
-        dtype_from="residual",
-        description="hidden_states + residual; the operation writes it over residual.",
-    )
-
-
-def _quant_output() -> Tensor:
-    return Tensor(_ROWS, param="out", dtypes=_FP8, description="Quantised result.")
+    return _rows(param=param, dtype_from="hidden_states")
 
 
 rmsnorm_trace = TraceTemplate(
@@ -209,10 +203,11 @@ rmsnorm_trace = TraceTemplate(
     name_prefix="rmsnorm",
     description="Root mean square normalisation of each row, times a weight.",
     axes=_axes(),
-    inputs={"hidden_states": _input(), "weight": _weight(), "eps": _EPS},
+    inputs={"hidden_states": _INPUT, "weight": _WEIGHT, "eps": _EPS},
     outputs={"output": _output("out")},
     tags=["status:verified"],
     reference=_rmsnorm_reference,
+    hints=["enable_pdl"],
 )
 
 fused_add_rmsnorm_trace = TraceTemplate(
@@ -221,14 +216,15 @@ fused_add_rmsnorm_trace = TraceTemplate(
     description="Residual addition, then root mean square normalisation of the unrounded sum.",
     axes=_axes(),
     inputs={
-        "hidden_states": _input(),
-        "residual": _residual(),
-        "weight": _weight(),
+        "hidden_states": _INPUT,
+        "residual": _RESIDUAL,
+        "weight": _WEIGHT,
         "eps": _EPS,
     },
-    outputs={"output": _output("input"), "residual_out": _residual_out()},
+    outputs={"output": _output("input"), "residual_out": _RESIDUAL_OUT},
     tags=["status:verified", "fused"],
     reference=_fused_add_rmsnorm_reference,
+    hints=["enable_pdl"],
 )
 
 gemma_rmsnorm_trace = TraceTemplate(
@@ -236,10 +232,11 @@ gemma_rmsnorm_trace = TraceTemplate(
     name_prefix="gemma_rmsnorm",
     description="Root mean square normalisation of each row, times one plus a weight.",
     axes=_axes(),
-    inputs={"hidden_states": _input(), "weight": _weight(), "eps": _EPS},
+    inputs={"hidden_states": _INPUT, "weight": _WEIGHT, "eps": _EPS},
     outputs={"output": _output("out")},
     tags=["status:verified"],
     reference=_gemma_rmsnorm_reference,
+    hints=["enable_pdl"],
 )
 
 gemma_fused_add_rmsnorm_trace = TraceTemplate(
@@ -248,14 +245,15 @@ gemma_fused_add_rmsnorm_trace = TraceTemplate(
     description="Residual addition, then gemma_rmsnorm of the unrounded sum.",
     axes=_axes(),
     inputs={
-        "hidden_states": _input(),
-        "residual": _residual(),
-        "weight": _weight(),
+        "hidden_states": _INPUT,
+        "residual": _RESIDUAL,
+        "weight": _WEIGHT,
         "eps": _EPS,
     },
-    outputs={"output": _output("input"), "residual_out": _residual_out()},
+    outputs={"output": _output("input"), "residual_out": _RESIDUAL_OUT},
     tags=["status:verified", "fused"],
     reference=_gemma_fused_add_rmsnorm_reference,
+    hints=["enable_pdl"],
 )
 
 layernorm_trace = TraceTemplate(
@@ -263,7 +261,7 @@ layernorm_trace = TraceTemplate(
     name_prefix="layernorm",
     description="Layer normalisation of each row with a float32 factor and offset per element.",
     axes=_axes(),
-    inputs={"hidden_states": _input((2,)), **_affine(), "eps": _EPS},
+    inputs={"hidden_states": _INPUT, **_AFFINE, "eps": _EPS},
     outputs={"output": _output(None)},
     tags=["status:verified"],
     reference=_layernorm_reference,
@@ -274,10 +272,11 @@ rmsnorm_quant_trace = TraceTemplate(
     name_prefix="rmsnorm_quant",
     description="Root mean square normalisation with a saturating 8-bit float result.",
     axes=_axes(),
-    inputs={"hidden_states": _input(), "weight": _weight(), "scale": _SCALE, "eps": _EPS},
-    outputs={"output": _quant_output()},
+    inputs={"hidden_states": _INPUT, "weight": _WEIGHT, "scale": _SCALE, "eps": _EPS},
+    outputs={"output": _QUANTIZED},
     tags=["status:verified", "fused", "quantize"],
     reference=_rmsnorm_quant_reference,
+    hints=["enable_pdl"],
 )
 
 fused_add_rmsnorm_quant_trace = TraceTemplate(
@@ -286,15 +285,16 @@ fused_add_rmsnorm_quant_trace = TraceTemplate(
     description="Residual addition, then rmsnorm_quant of the unrounded sum.",
     axes=_axes(),
     inputs={
-        "hidden_states": _input(),
-        "residual": _residual(),
-        "weight": _weight(),
+        "hidden_states": _INPUT,
+        "residual": _RESIDUAL,
+        "weight": _WEIGHT,
         "scale": _SCALE,
         "eps": _EPS,
     },
-    outputs={"output": _quant_output(), "residual_out": _residual_out()},
+    outputs={"output": _QUANTIZED, "residual_out": _RESIDUAL_OUT},
     tags=["status:verified", "fused", "quantize"],
     reference=_fused_add_rmsnorm_quant_reference,
+    hints=["enable_pdl"],
 )
 
 layernorm_quant_trace = TraceTemplate(
@@ -302,8 +302,8 @@ layernorm_quant_trace = TraceTemplate(
     name_prefix="layernorm_quant",
     description="Layer normalisation with a saturating 8-bit float result.",
     axes=_axes(),
-    inputs={"hidden_states": _input((2,)), **_affine(), "scale": _SCALE, "eps": _EPS},
-    outputs={"output": _quant_output()},
+    inputs={"hidden_states": _INPUT, **_AFFINE, "scale": _SCALE, "eps": _EPS},
+    outputs={"output": _QUANTIZED},
     tags=["status:verified", "fused", "quantize"],
     reference=_layernorm_quant_reference,
 )

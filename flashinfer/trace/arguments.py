@@ -1,0 +1,159 @@
+"""Checks of a call's arguments against a template, in one wording for all its uses.
+
+Each raises TypeError or ValueError with the argument's name, what it is and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .specs import Scalar, Tensor, dtype_name
+
+
+def folded_shape(param: str, spec: Tensor, tensor: torch.Tensor) -> list[int]:
+    """Sizes of the named axes; leading dimensions beyond them are multiplied into the first."""
+    ranks = spec.ranks if spec.ranks is not None else (len(spec.dim_names),)
+    if tensor.ndim not in ranks:
+        allowed = f"{min(ranks)}" if len(ranks) == 1 else f"{min(ranks)} to {max(ranks)}"
+        raise ValueError(
+            f"`{param}` must have {allowed} dimensions ([{', '.join(spec.dim_names)}]), "
+            f"got shape {list(tensor.shape)}"
+        )
+    if tensor.ndim == len(spec.dim_names):
+        return list(tensor.shape)
+    leading = tensor.ndim - len(spec.dim_names) + 1
+    return [math.prod(tensor.shape[:leading]), *tensor.shape[leading:]]
+
+
+def check_layout(param: str, layout: str | None, tensor: torch.Tensor) -> None:
+    """Refuse strides that `Tensor.layout` does not allow; of an empty tensor they mean nothing."""
+    if layout is None or tensor.numel() == 0:
+        return
+    if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"`{param}` must be contiguous in its last dimension, got strides {tensor.stride()}"
+        )
+    if layout == "matrix" and not _leading_dimensions_fold(tensor):
+        raise ValueError(
+            f"`{param}` must have leading dimensions that fold into one (a contiguous tensor, or a "
+            f"column slice of one), got strides {tensor.stride()} for shape {list(tensor.shape)}"
+        )
+
+
+def _leading_dimensions_fold(tensor: torch.Tensor) -> bool:
+    dims = [(n, s) for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False) if n > 1]
+    return all(
+        stride == inner_size * inner_stride
+        for (_, stride), (inner_size, inner_stride) in zip(dims, dims[1:], strict=False)
+    )
+
+
+def check_scalar(param: str, spec: Scalar, value: Any) -> None:
+    """Refuse what is not a number (or tensor of one) in the range of `spec`."""
+    if value is None and spec.optional:
+        return
+    if isinstance(value, torch.Tensor) and spec.tensor:
+        if value.numel() != 1 or dtype_name(value.dtype) != spec.dtype:
+            raise ValueError(
+                f"`{param}` must be a number or a {spec.dtype} tensor of one element, got "
+                f"{dtype_name(value.dtype)} of shape {list(value.shape)}"
+            )
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{param}` must be a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"`{param}` must be finite, got {value}")
+    if spec.minimum is not None and value < spec.minimum:
+        raise ValueError(f"`{param}` must be at least {spec.minimum}, got {value}")
+    if spec.above is not None and value <= spec.above:
+        raise ValueError(f"`{param}` must be greater than {spec.above}, got {value}")
+
+
+def check_one_device(arguments: Mapping[str, Any]) -> None:
+    """Refuse tensors on several devices."""
+    first: tuple[str, torch.device] | None = None
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            first = first or (name, value.device)
+            if value.device != first[1]:
+                raise ValueError(
+                    f"`{name}` is on {value.device} and `{first[0]}` on {first[1]}: "
+                    "they must be on one device"
+                )
+
+
+def check_destination(param: str, layout: str | None, tensor: Any, shape: Iterable[int]) -> None:
+    """Refuse a tensor that cannot receive a result of `shape`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{param}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.shape != tuple(shape):
+        raise ValueError(f"`{param}` must have shape {list(shape)}, got {list(tensor.shape)}")
+    check_layout(param, layout, tensor)
+    if not tensor.is_contiguous() and int(_touched(tensor, tensor).sum()) != tensor.numel():
+        raise ValueError(
+            f"`{param}` is written and must not have two indices for one element, got strides "
+            f"{tensor.stride()} for shape {list(tensor.shape)}"
+        )
+
+
+def check_aliasing(written: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> None:
+    """Refuse a written tensor that shares elements with another argument.
+
+    The same view as an argument that is only read is fine: the operation then works in place.
+    """
+    for name, tensor in written.items():
+        for other_name, other in arguments.items():
+            if other_name == name or not isinstance(other, torch.Tensor):
+                continue
+            in_place = other_name not in written and _same_view(tensor, other)
+            if not in_place and _share_elements(tensor, other):
+                raise ValueError(f"`{name}` must not share memory with `{other_name}`")
+
+
+def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def view(t: torch.Tensor) -> tuple[Any, ...]:
+        strides = [s for n, s in zip(t.shape, t.stride(), strict=True) if n != 1]
+        return t.data_ptr(), t.dtype, t.shape, strides
+
+    return view(a) == view(b)
+
+
+def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
+        return False
+    (a_begin, a_end), (b_begin, b_end) = _byte_range(a), _byte_range(b)
+    if a_end <= b_begin or b_end <= a_begin:
+        return False
+    return bool((_touched(a, a, b) & _touched(b, a, b)).any())
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _touched(tensor: torch.Tensor, *span: torch.Tensor) -> torch.Tensor:
+    """Which addresses of those that the tensors of `span` cover are elements of `tensor`.
+
+    In units of the smallest element size among them, marked at the beginning of each element and
+    over its length; exact, where a comparison of address ranges would refuse two columns of one
+    matrix.
+    """
+    if not tensor.numel():
+        return torch.zeros(0, dtype=torch.bool)
+    unit = min(t.element_size() for t in span)
+    begin = min(_byte_range(t)[0] for t in span)
+    end = max(_byte_range(t)[1] for t in span)
+    marks = torch.zeros((end - begin) // unit, dtype=torch.bool)
+    length = tensor.element_size() // unit
+    marks.as_strided(
+        (*tensor.shape, length),
+        (*(stride * length for stride in tensor.stride()), 1),
+        (tensor.data_ptr() - begin) // unit,
+    ).fill_(True)
+    return marks

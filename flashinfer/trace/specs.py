@@ -1,0 +1,141 @@
+"""The words a template is written in: axes, tensors and scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import torch
+
+FLOATING = ("bfloat16", "float16", "float32")
+"""The dtypes of activations that kernels read."""
+
+
+@dataclass(frozen=True)
+class Var:
+    """An axis whose size changes from call to call; it is named, but has no value in the JSON."""
+
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Const:
+    """An axis whose size belongs to the definition and is written into its name.
+
+    Parameters
+    ----------
+    description : str
+        What the axis counts.
+    abbrev : str, optional
+        Letters before the value in the definition's name: ``"h"`` gives ``_h4096``. ``""`` leaves
+        the axis out of the name, None uses the axis' own name.
+    value : int, optional
+        The size, where it is always the same.
+    derive : callable, optional
+        Computes the size from the sizes of the other axes, for an axis that no input shows (such
+        as half of an input's width).
+    """
+
+    description: str = ""
+    abbrev: str | None = None
+    value: int | None = None
+    _: KW_ONLY
+    derive: Callable[[Mapping[str, int]], int] | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor argument or result.
+
+    Parameters
+    ----------
+    dim_names : list of str
+        One axis name per dimension.
+    param : str, optional
+        The public function's argument, where it is not named as the JSON key. On an output: the
+        argument that receives the result (``out``, or an input that is updated in place).
+    tuple_idx : int, optional
+        The argument is a tuple; this is its element.
+    dtype : str, optional
+        The only dtype this tensor can have, by its torch name (``"float32"``).
+    dtype_from : str, optional
+        JSON key (or argument name) of the tensor whose dtype this one has.
+    dtype_from_scalar : str, optional
+        Name of an argument that holds the dtype (as ``out_dtype`` does).
+    optional : bool
+        The argument may be None; it is then left out of the definition.
+    description : str
+        Meaning, layout and unit.
+    dtypes : sequence of str, optional
+        The dtypes that are accepted; any when None.
+    ranks : sequence of int, optional
+        The numbers of dimensions that are accepted, where others than ``len(dim_names)`` are: the
+        leading dimensions count as the first axis, multiplied together.
+    layout : {"rows", "matrix"}, optional
+        Accepted strides: ``"rows"`` has a contiguous last dimension, ``"matrix"`` moreover leading
+        dimensions that fold into one. Any when None.
+    """
+
+    dim_names: Sequence[str]
+    _: KW_ONLY
+    param: str | None = None
+    tuple_idx: int | None = None
+    dtype: str | None = None
+    dtype_from: str | None = None
+    dtype_from_scalar: str | None = None
+    optional: bool = False
+    description: str = ""
+    dtypes: Sequence[str] | None = None
+    ranks: Sequence[int] | None = None
+    layout: Literal["rows", "matrix"] | None = None
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number argument; always finite.
+
+    Parameters
+    ----------
+    dtype : str
+        Torch name of the dtype that the JSON declares.
+    param : str, optional
+        The public function's argument, where it is not named as the JSON key.
+    optional : bool
+        The argument may be None; it is then left out of the definition.
+    description : str
+        Meaning and unit.
+    tensor : bool
+        A one-element tensor of `dtype` is accepted in place of the number; its value is not
+        looked at.
+    minimum : float, optional
+        Least value.
+    above : float, optional
+        Every value is greater than this.
+    """
+
+    dtype: str = "float32"
+    _: KW_ONLY
+    param: str | None = None
+    optional: bool = False
+    description: str = ""
+    tensor: bool = False
+    minimum: float | None = None
+    above: float | None = None
+
+
+Axis = Var | Const
+Value = Tensor | Scalar
+
+
+def argument_of(key: str, spec: Value, arguments: Mapping[str, Any]) -> Any:
+    """What a call passes for an entry of a template; None where it passes nothing."""
+    value = arguments.get(spec.param or key)
+    if isinstance(spec, Tensor) and spec.tuple_idx is not None and value is not None:
+        return value[spec.tuple_idx]
+    return value
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """``"bfloat16"`` for `torch.bfloat16`, ``"torch.bfloat16"`` and ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
