@@ -236,7 +236,7 @@ def _describe_nvcc(nvcc: str) -> Toolkit:
 
 def _query_host_compiler(path: str) -> tuple[dict, list[str]]:
     text = _ask([path, "-v"], "the host C++ compiler")
-    version = re.search(r"^.*\bversion\b.*$", text, re.MULTILINE)
+    version = re.search(r"^.*\bversion \d.*$", text, re.MULTILINE)
     target = re.search(r"^Target: (\S+)", text, re.MULTILINE)
     parts = [match[0].strip() for match in (version, target) if match]
     return {"version": "; ".join(parts) or text.strip()[-200:]}, [path]
@@ -247,7 +247,7 @@ def _describe_host_compiler(path: str) -> HostCompiler:
 
 
 _QUERIES = {"nvcc": _query_nvcc, "c++": _query_host_compiler}
-_FORMAT = 1  # of the remembered answers
+_FORMAT = 2  # of the remembered answers
 
 
 def _stamp(program: str) -> list | None:
