@@ -5,18 +5,45 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+_ROOT = Path(__file__).resolve().parent.parent
+# A checkout may be newer than the metadata of its editable install.
+_IS_CHECKOUT = (_ROOT / "build_backend.py").is_file() and (_ROOT / "version.txt").is_file()
 
-def _read() -> tuple[str, str]:
-    root = Path(__file__).resolve().parent.parent
+
+def _recorded(name: str) -> str:
     try:
-        meta = importlib.import_module("flashinfer._build_meta")
-        version, commit = meta.__version__, meta.__git_version__
+        return getattr(importlib.import_module("flashinfer._build_meta"), name)
     except ImportError:
-        version, commit = "unknown", "unknown"
-    # A checkout may be newer than the metadata of its editable install.
-    if (root / "build_backend.py").is_file() and (root / "version.txt").is_file():
-        version = (root / "version.txt").read_text().strip()
-    return version, commit
+        return "unknown"
 
 
-__version__, __git_version__ = _read()
+def _checked_out_commit() -> str | None:
+    """Commit in `.git`, read without running git; None if it is not plainly there."""
+    git = _ROOT / ".git"
+    try:
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        reference = head.removeprefix("ref: ")
+        if (git / reference).is_file():
+            return (git / reference).read_text().strip()
+        for line in (git / "packed-refs").read_text().splitlines():
+            if line.endswith(f" {reference}"):
+                return line.split()[0]
+    except OSError:
+        pass
+    return None
+
+
+__version__: str = (
+    (_ROOT / "version.txt").read_text().strip() if _IS_CHECKOUT else _recorded("__version__")
+)
+__git_version__: str
+
+
+def __getattr__(name: str) -> str:
+    """`__git_version__` is looked up when it is asked for: an import does not need it."""
+    if name == "__git_version__":
+        checked_out = _checked_out_commit() if _IS_CHECKOUT else None
+        return checked_out or _recorded(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

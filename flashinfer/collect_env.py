@@ -1,0 +1,138 @@
+"""A report of what matters for running and compiling: versions, GPUs, toolchain, cache, variables.
+
+Everything is asked without creating a CUDA context and without compiling anything.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import env, version
+from .compilation_context import CompilationContext
+from .jit import env as jit_env
+from .jit import toolchain
+
+# Distributions whose versions decide how FlashInfer behaves.
+PACKAGES = (
+    "torch",
+    "apache-tvm-ffi",
+    "ninja",
+    "numpy",
+    "nvidia-ml-py",
+    "nvidia-cuda-nvcc",
+    "nvidia-cuda-runtime",
+    "nvidia-cutlass",
+    "cupti-python",
+    "flashinfer-jit-cache",
+)
+
+
+def collect_env() -> dict[str, dict[str, Any]]:
+    """Collect the report.
+
+    Returns
+    -------
+    dict of str to dict
+        By section: `flashinfer`, `system`, `packages`, `gpu`, `toolchain`, `cache`, `variables`.
+        All values can be written as JSON. What is missing is None or a text that says why.
+    """
+    return {
+        "flashinfer": _flashinfer(),
+        "system": _system(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "gpu": _gpu(),
+        "toolchain": _toolchain(),
+        "cache": _cache(),
+        "variables": _variables(),
+    }
+
+
+def _variables() -> dict[str, str]:
+    """The declared variables that are set, as they stand, without folders of the user."""
+    text = env.child_environment()
+    private = ("HOME", "PATH")
+    return {n: text[n] for n, v in env.VARIABLES.items() if v.is_set() and n not in private}
+
+
+def _flashinfer() -> dict[str, Any]:
+    return {
+        "version": version.__version__,
+        "commit": version.__git_version__,
+        "location": str(Path(__file__).resolve().parent),
+    }
+
+
+def _system() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "os": platform.platform(),
+        "libc": " ".join(platform.libc_ver()),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> dict[str, Any]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return {"driver": None, "devices": [], "note": f"no NVIDIA driver: {error}"}
+    try:
+        devices = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
+            name = pynvml.nvmlDeviceGetName(handle)
+            devices.append(f"{index}: {name}, {major}.{minor}, {memory:.0f} GiB")
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+        return {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "driver_cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+            "devices": devices,
+        }
+    except pynvml.NVMLError as error:
+        return {"driver": None, "devices": [], "note": f"NVML failed: {error}"}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _toolchain() -> dict[str, Any]:
+    targets = CompilationContext().TARGET_CUDA_ARCHS
+    found: dict[str, Any] = {}
+    for what, value in toolchain.describe().items():
+        if isinstance(value, dict):
+            folder = f", toolkit {value['root']}" if "root" in value else ""
+            found[what] = f"{value.get('nvcc') or value.get('path')}: {value['version']}{folder}"
+        else:
+            found[what] = value
+    found["targets"] = " ".join(f"{major}.{minor}" for major, minor in sorted(targets)) or None
+    return found
+
+
+def _cache() -> dict[str, Any]:
+    aot = jit_env.FLASHINFER_AOT_DIR
+    return {
+        "base": str(jit_env.FLASHINFER_BASE_DIR),
+        "modules": str(jit_env.FLASHINFER_JIT_DIR),
+        "include": str(jit_env.FLASHINFER_INCLUDE_DIR),
+        "csrc": str(jit_env.FLASHINFER_CSRC_DIR),
+        "prebuilt": str(aot) if aot else None,
+        "jit_cache_package": jit_env.has_flashinfer_jit_cache(),
+    }
