@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ class JitSpec:
             header.startswith(("cuda", "cooperative_groups", "nv/")) for header in external
         )
 
-    def _reached(self) -> tuple[list[tuple[str, str]], list[str]]:
+    def _reached(self) -> fingerprint.Reached:
         """Files of ours that the sources reach, and names of external headers."""
         flags = self.flags()
         macros = fingerprint.macros_of([*flags.host, *flags.cuda])
@@ -168,13 +169,13 @@ class JitSpec:
             If it has device code and there is no target to compile it for.
         """
         flags = self.flags()
-        files, external = self._reached()
+        reached = self._reached()
         cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
         cuda, archs = fingerprint.split_targets(cuda)
         sources = [str(source) for source in self.sources]
         ingredients = {
             "name": self.name,
-            "files": files,
+            "files": reached.files,
             "host flags": fingerprint.without_paths(flags.host),
             "cuda flags": fingerprint.without_paths(cuda),
             "link flags": fingerprint.without_paths(flags.link),
@@ -186,7 +187,7 @@ class JitSpec:
             "device link": flags.device_link,
             "abi": fingerprint.system_abi(),
         }
-        compilers = _toolchain_ingredients(self._uses_cuda(external))
+        compilers = _toolchain_ingredients(self._uses_cuda(reached.external))
         return Identity(
             content=fingerprint.digest(ingredients)[:24],
             archs=archs,
@@ -211,7 +212,7 @@ class JitSpec:
                 "(`flashinfer build`, FLASHINFER_AOT_DIR, flashinfer-jit-cache)",
                 self,
             )
-        if self._uses_cuda(self._reached()[1]):
+        if self._uses_cuda(self._reached().external):
             toolchain.require_toolkit()
         toolchain.require_host_compiler()
         toolchain.require_ninja()
@@ -220,10 +221,13 @@ class JitSpec:
         """The module as the ninja generator wants it."""
         flags = self.flags()
         cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
-        uses_cuda = self._uses_cuda(self._reached()[1])
+        reached = self._reached()
+        uses_cuda = self._uses_cuda(reached.external)
+        # A source that another one includes is compiled there; twice would define it twice.
+        compiled = [s for s in self.sources if os.path.abspath(s) not in reached.included_sources]
         return cpp_ext.NinjaModule(
             name=self.name,
-            sources=self.sources,
+            sources=compiled,
             flags=cpp_ext.Flags(
                 flags.host, tuple(cuda), flags.link, flags.cuda_by_source, flags.device_link
             ),

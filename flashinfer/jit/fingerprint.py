@@ -145,9 +145,29 @@ def _read(path: str) -> _File:
     return parsed
 
 
+@dataclass(frozen=True)
+class Reached:
+    """What the sources of a module reach through `#include`.
+
+    Attributes
+    ----------
+    files : list of (str, str)
+        Location-independent name and content hash of every file of ours, sorted.
+    external : list of str
+        Names of the headers found in none of our folders (CUDA, TVM-FFI, the system), for which
+        the toolchain stands.
+    included_sources : set of str
+        Sources that another file includes.
+    """
+
+    files: list[tuple[str, str]]
+    external: list[str]
+    included_sources: set[str]
+
+
 def reached_files(
     sources: Sequence[Path], include_dirs: Sequence[Path], macros: dict[str, str]
-) -> tuple[list[tuple[str, str]], list[str]]:
+) -> Reached:
     """Every file of ours that the sources reach through `#include`, conditional or not.
 
     Parameters
@@ -155,16 +175,9 @@ def reached_files(
     sources : sequence of Path
         Sources of the module.
     include_dirs : sequence of Path
-        Search path. What is found in none of them (CUDA, TVM-FFI, the system) is external: the
-        toolchain stands for it.
+        Search path for headers of ours.
     macros : dict
         Macros defined by flags, for ``#include MACRO``.
-
-    Returns
-    -------
-    (files, external)
-        Pairs of a location-independent name and a content hash, sorted; and the names of the
-        external headers.
 
     Raises
     ------
@@ -173,6 +186,7 @@ def reached_files(
     """
     found: dict[str, str] = {}  # path -> name
     external: set[str] = set()
+    included: set[str] = set()
     todo: list[tuple[str, str]] = []
 
     def visit(path: str, name: str) -> None:
@@ -200,12 +214,14 @@ def reached_files(
             target = _resolve(header, path if spelled[0] == '"' else None, include_dirs)
             if target is None:
                 external.add(header)
-            elif target[1] is None:  # next to the file that includes it
+                continue
+            included.add(target[0])
+            if target[1] is None:  # next to the file that includes it
                 visit(target[0], os.path.normpath(f"{os.path.dirname(name)}/{header}"))
             else:
                 visit(target[0], f"include{target[1]}/{os.path.normpath(header)}")
     files = sorted((name, _read(path).hash) for path, name in found.items())
-    return files, sorted(external)
+    return Reached(files, sorted(external), included & {os.path.abspath(s) for s in sources})
 
 
 def _resolve(
