@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..trace.template import resolve_template
 from .numerics import ErrorBound, compare, error_bound
 from .tensors import (
     clone_arguments,
@@ -69,19 +70,16 @@ def template_of(api: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     Raises
     ------
     ValueError
-        If ``api`` has no template, or the template no reference.
+        If ``api`` has no template for this call, or the template has no reference.
     """
     name = getattr(api, "__qualname__", repr(api))
     trace = getattr(api, "__flashinfer_trace__", None)
-    if trace is not None and not hasattr(trace, "reference"):
-        trace = trace(**arguments)  # a dispatch function chooses among its templates
-    if trace is None:
-        raise ValueError(
-            f"api {name} has no trace template; decorate it with @flashinfer_api(trace=...)"
-        )
-    if trace.reference is None:
-        raise ValueError(f"api {name}: its template {trace!r} has no reference")
-    return trace
+    template = None if trace is None else resolve_template(trace, arguments)
+    if template is None:
+        raise ValueError(f"api {name} has no trace template for this call")
+    if template.reference is None:
+        raise ValueError(f"api {name}: its template {template!r} has no reference")
+    return template
 
 
 def _destinations(template: Any, arguments: Mapping[str, Any]) -> dict[str, str]:

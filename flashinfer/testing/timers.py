@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .cupti_trace import record
+from .cupti_trace import CuptiUnavailableError, load_cupti, record
 from .tensors import clone_arguments, copies_to_exceed, storage_bytes
 
 __all__ = [
@@ -21,10 +21,7 @@ __all__ = [
     "checked_request",
     "l2_cache_bytes",
     "sleep_after_kernel_run",
-    "time_with_cupti",
-    "time_with_events",
-    "time_with_graph",
-    "warn_once",
+    "time_and_clock",
 ]
 
 _ESTIMATION_ITERS = 5
@@ -66,7 +63,7 @@ def _require_gpu(who: str) -> None:
 _warned: set[str] = set()
 
 
-def warn_once(subject: str, message: str) -> None:
+def _warn_once(subject: str, message: str) -> None:
     """Warn the first time something is said about ``subject``."""
     if subject not in _warned:
         _warned.add(subject)
@@ -219,7 +216,7 @@ def _capture(calls: Sequence[_Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_with_events(request: Request) -> list[float]:
+def _with_events(request: Request) -> list[float]:
     """Milliseconds per call, each between two events."""
     dry, repeat = request.iterations(_estimate_ms(request, request.call))
     for _ in range(dry):
@@ -235,7 +232,7 @@ def _rotated_calls(request: Request, num_iters_within_graph: int) -> tuple[list[
         return [request.call] * num_iters_within_graph, lambda: None
     per_call = storage_bytes((request.args, request.kwargs))
     if per_call == 0:
-        warn_once(
+        _warn_once(
             "nothing to rotate",
             "no tensor in input_args or input_kwargs to rotate: the graph holds one call, the L2 "
             "cache is flushed before each replay, and the times include the launch of the graph "
@@ -253,7 +250,7 @@ def _rotated_calls(request: Request, num_iters_within_graph: int) -> tuple[list[
     return [functools.partial(request.fn, *args, **kwargs) for args, kwargs in chosen], lambda: None
 
 
-def time_with_graph(request: Request, num_iters_within_graph: int) -> list[float]:
+def _with_graph(request: Request, num_iters_within_graph: int) -> list[float]:
     """Milliseconds per call, one mean per replay of a graph of calls."""
     if num_iters_within_graph < 1:
         raise ValueError(f"num_iters_within_graph must be at least 1, got {num_iters_within_graph}")
@@ -270,7 +267,7 @@ def time_with_graph(request: Request, num_iters_within_graph: int) -> list[float
     return _across_ranks([t / len(calls) for t in times], request.aggregate_op)
 
 
-def time_with_cupti(request: Request, cupti: Any, use_cuda_graph: bool) -> list[float]:
+def _with_cupti(request: Request, cupti: Any, use_cuda_graph: bool) -> list[float]:
     """Milliseconds per call, from the first start to the last end of its kernels."""
     request.call()  # compiles and loads before anything is recorded
     torch.cuda.synchronize()
@@ -290,3 +287,26 @@ def time_with_cupti(request: Request, cupti: Any, use_cuda_graph: bool) -> list[
                 torch.cuda.synchronize()
                 sleep_after_kernel_run((cupti.get_timestamp() - begin) / 1e6)
     return _across_ranks(trace.spans_ms(windows), request.aggregate_op)
+
+
+def time_and_clock(
+    request: Request, *, cupti: bool, graph: bool, num_iters_within_graph: int = 10
+) -> tuple[list[float], str]:
+    """Time with the asked clock, or the next best where CUPTI cannot be used (one warning).
+
+    Returns
+    -------
+    list of float
+        Milliseconds per call.
+    str
+        The clock that was used: ``"cupti"``, ``"cuda_graph"`` or ``"cuda_events"``.
+    """
+    if cupti:
+        try:
+            return _with_cupti(request, load_cupti(), graph), "cupti"
+        except CuptiUnavailableError as error:
+            instead = "graphs" if graph else "events"
+            _warn_once("cupti", f"falling back from CUPTI to CUDA {instead}: {error}")
+    if graph:
+        return _with_graph(request, num_iters_within_graph), "cuda_graph"
+    return _with_events(request), "cuda_events"

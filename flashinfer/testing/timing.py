@@ -23,15 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .cupti_trace import CuptiUnavailableError, load_cupti
-from .timers import (
-    checked_request,
-    sleep_after_kernel_run,
-    time_with_cupti,
-    time_with_events,
-    time_with_graph,
-    warn_once,
-)
+from .timers import checked_request, sleep_after_kernel_run, time_and_clock
 
 __all__ = [
     "bench_gpu_time",
@@ -78,7 +70,8 @@ def bench_gpu_time_with_cuda_event(
     list of float
         Milliseconds, one per call.
     """
-    return time_with_events(checked_request("bench_gpu_time_with_cuda_event", fn, locals()))
+    request = checked_request("bench_gpu_time_with_cuda_event", fn, locals())
+    return time_and_clock(request, cupti=False, graph=False)[0]
 
 
 def bench_gpu_time_with_cudagraph(
@@ -112,9 +105,10 @@ def bench_gpu_time_with_cudagraph(
     list of float
         Milliseconds of one call (a replay's time divided by its calls), one entry per replay.
     """
-    return time_with_graph(
-        checked_request("bench_gpu_time_with_cudagraph", fn, locals()), num_iters_within_graph
-    )
+    request = checked_request("bench_gpu_time_with_cudagraph", fn, locals())
+    return time_and_clock(
+        request, cupti=False, graph=True, num_iters_within_graph=num_iters_within_graph
+    )[0]
 
 
 def bench_gpu_time_with_cupti(
@@ -150,14 +144,7 @@ def bench_gpu_time_with_cupti(
         last, one per call.
     """
     request = checked_request("bench_gpu_time_with_cupti", fn, locals())
-    try:
-        return time_with_cupti(request, load_cupti(), use_cuda_graph)
-    except CuptiUnavailableError as error:
-        warn_once(
-            "cupti",
-            f"falling back from CUPTI to CUDA {'graphs' if use_cuda_graph else 'events'}: {error}",
-        )
-    return time_with_graph(request, 10) if use_cuda_graph else time_with_events(request)
+    return time_and_clock(request, cupti=True, graph=use_cuda_graph)[0]
 
 
 def bench_gpu_time(
@@ -211,7 +198,7 @@ def bench_gpu_time(
         Time a CUDA graph of calls; together with ``enable_cupti``, replay a graph of one call
         under CUPTI.
     num_iters_within_graph : int
-        Calls per graph (without CUPTI).
+        Calls per graph; under CUPTI, where a graph holds one call, only for its fall back.
     input_args, input_kwargs : tuple, dict
         Arguments of ``fn``. A graph rotates over copies of the CUDA tensors among them, nested
         ones included.
@@ -242,26 +229,10 @@ def bench_gpu_time(
     >>> times = bench_gpu_time(torch.relu, input_args=(x,), enable_cupti=True)
     >>> microseconds = 1e3 * statistics.median(times)
     """
-    common: dict[str, Any] = dict(
-        dry_run_iters=dry_run_iters,
-        repeat_iters=repeat_iters,
-        dry_run_time_ms=dry_run_time_ms,
-        repeat_time_ms=repeat_time_ms,
-        l2_flush=l2_flush,
-        l2_flush_size_mb=l2_flush_size_mb,
-        l2_flush_device=l2_flush_device,
-        sleep_after_run=sleep_after_run,
-        input_args=input_args,
-        input_kwargs=input_kwargs,
-        cold_l2_cache=cold_l2_cache,
-        aggregate_op=aggregate_op,
-        args=args,
-        num_iters=num_iters,
-    )
-    if enable_cupti:
-        return bench_gpu_time_with_cupti(fn, use_cuda_graph=use_cuda_graph, **common)
-    if use_cuda_graph:
-        return bench_gpu_time_with_cudagraph(
-            fn, num_iters_within_graph=num_iters_within_graph, **common
-        )
-    return bench_gpu_time_with_cuda_event(fn, **common)
+    request = checked_request("bench_gpu_time", fn, locals())
+    return time_and_clock(
+        request,
+        cupti=enable_cupti,
+        graph=use_cuda_graph,
+        num_iters_within_graph=num_iters_within_graph,
+    )[0]
