@@ -19,7 +19,7 @@ def standalone_reference(
     reference: Callable[..., Any],
     inputs: Mapping[str, Any],
     outputs: Mapping[str, tuple[Any, str]],
-    axis_values: Mapping[str, int],
+    constants: Mapping[str, int],
 ) -> str:
     """Source with a top-level ``run(*inputs)`` that returns the outputs.
 
@@ -31,8 +31,8 @@ def standalone_reference(
         JSON key to `Tensor` or `Scalar`: the parameters of ``run``.
     outputs : mapping
         JSON key to (spec, torch dtype name).
-    axis_values : mapping
-        Sizes of the axes; used for constant axes that no input shows.
+    constants : mapping
+        Sizes of the constant axes.
 
     Returns
     -------
@@ -45,7 +45,7 @@ def standalone_reference(
     """
     imports, definitions = _closure(reference)
     header = ["from __future__ import annotations", "", *sorted(imports | {"import torch"})]
-    run = _run_function(reference, inputs, outputs, axis_values)
+    run = _run_function(reference, inputs, outputs, constants)
     return "\n".join(header) + "\n\n\n" + "\n\n\n".join([*definitions, run]) + "\n"
 
 
@@ -94,12 +94,12 @@ def _run_function(
     reference: Callable[..., Any],
     inputs: Mapping[str, Any],
     outputs: Mapping[str, tuple[Any, str]],
-    axis_values: Mapping[str, int],
+    constants: Mapping[str, int],
 ) -> str:
     required = required_parameters(reference)
     taken = inspect.signature(reference).parameters
     passed = _passed_inputs(inputs)
-    passed |= {axis: str(n) for axis, n in axis_values.items() if axis in taken}
+    passed |= {axis: str(n) for axis, n in constants.items() if axis in taken}
     lines = []
     for key, (spec, dtype) in outputs.items():
         # A destination that the public function requires: the reference reads its dtype only.
@@ -107,7 +107,7 @@ def _run_function(
         if getattr(spec, "dtype_from_scalar", None) in taken:
             passed[spec.dtype_from_scalar] = f"torch.{dtype}"
         if destination in required and destination not in passed:
-            shape = ", ".join(_size(axis, inputs, axis_values) for axis in spec.dim_names)
+            shape = ", ".join(_size(axis, inputs, constants) for axis in spec.dim_names)
             lines.append(f"{key} = torch.empty([{shape}], dtype=torch.{dtype}, device='meta')")
             passed[destination] = key
     lines.append(f"{', '.join(outputs)} = {reference.__name__}(")
@@ -140,9 +140,12 @@ def required_parameters(function: Callable[..., Any] | None) -> set[str]:
     return {p.name for p in parameters if p.default is inspect.Parameter.empty}
 
 
-def _size(axis: str, inputs: Mapping[str, Any], axis_values: Mapping[str, int]) -> str:
+def _size(axis: str, inputs: Mapping[str, Any], constants: Mapping[str, int]) -> str:
+    """Expression for the size of an axis inside ``run``."""
+    if axis in constants:
+        return str(constants[axis])
     for key, spec in inputs.items():
         dims = getattr(spec, "dim_names", ())
         if axis in dims:
             return f"{key}.shape[{list(dims).index(axis)}]"
-    return str(axis_values[axis])
+    raise ValueError(f"axis {axis} of an output is no constant, and no input has it")

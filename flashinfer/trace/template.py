@@ -330,7 +330,8 @@ class TraceTemplate:
             "inputs": {key: _value_json(spec, dtypes[key]) for key, spec in inputs.items()},
             "outputs": {key: _value_json(spec, dtype) for key, (spec, dtype) in outputs.items()},
         }
-        result["reference"] = standalone_reference(self.reference, inputs, outputs, values)
+        constants = {axis: values[axis] for axis, k in self.axes.items() if isinstance(k, Const)}
+        result["reference"] = standalone_reference(self.reference, inputs, outputs, constants)
         return result
 
     def build_fi_trace_fn(self, fi_api: str) -> Callable[..., dict[str, Any]]:

@@ -1,0 +1,69 @@
+"""One call of each public operation, for the tests that walk them all."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import flashinfer
+from flashinfer.api_logging import _TRACE_REGISTRY
+from flashinfer.trace.template import TraceTemplate, templates_of
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A registered public function and one template of it."""
+
+    function: Callable[..., Any]
+    template: TraceTemplate
+
+    @property
+    def label(self) -> str:
+        return f"{self.function.__qualname__}-{self.template.name_prefix}"
+
+    @property
+    def api(self) -> Callable[..., Any]:
+        """The function as users see it, with every decorator."""
+        return getattr(importlib.import_module(self.function.__module__), self.function.__name__)
+
+    def arguments(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+    ) -> dict[str, Any]:
+        """Random arguments at a small shape whose axes all differ."""
+        sizes = {axis: 5 + 19 * i for i, axis in enumerate(self.template.axes)}
+        return self.template.example_arguments(sizes, dtype, device, seed)
+
+
+def import_all_public_modules() -> None:
+    """Import every module of the package, so that every decorator has run."""
+    for module in pkgutil.iter_modules(flashinfer.__path__, "flashinfer."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def operations() -> list[Operation]:
+    """Every registered (function, template) pair of the package; each template once."""
+    import_all_public_modules()
+    found: dict[tuple[int, int], Operation] = {}
+    for function, trace in _TRACE_REGISTRY:
+        if not function.__module__.startswith("flashinfer."):
+            continue  # a test's own function
+        for template in templates_of(trace):
+            found.setdefault((id(function), id(template)), Operation(function, template))
+    return list(found.values())
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters of the public signature, without `self`."""
+    parameters = dict(inspect.signature(function).parameters)
+    parameters.pop("self", None)
+    return parameters

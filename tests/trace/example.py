@@ -1,0 +1,96 @@
+"""Call every operation once at a realistic shape, and write the definitions of the calls.
+
+    rm -rf tests/trace/fi_trace_out && python tests/trace/example.py
+
+The files are committed; ``test_committed_definitions.py`` sees that they are what the code writes:
+
+    fused_add_rmsnorm_h4096.json             residual addition and norm, Llama 3 8B
+    fused_add_rmsnorm_quant_h8192_output_e4m3.json
+    gelu_and_mul_d10240.json
+    gelu_tanh_and_mul_d14336.json            Gemma 2 9B
+    gemma_fused_add_rmsnorm_h3584.json
+    gemma_rmsnorm_h3584.json
+    layernorm_h128.json
+    layernorm_quant_h4096_output_e4m3.json
+    rmsnorm_h128.json                        per-head norm of the queries, Qwen 3
+    rmsnorm_h4096.json
+    rmsnorm_h4096_f16.json
+    rmsnorm_quant_h8192_output_e4m3.json
+    silu_and_mul_d14336.json                 Llama 3 8B
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+NUM_TOKENS = 32
+
+
+def main(folder: Path) -> None:
+    """Make the calls with the dump on; on the reference backend where there is no GPU."""
+    # The decorators read these when the package is imported.
+    os.environ["FLASHINFER_TRACE_DUMP"] = "1"
+    os.environ["FLASHINFER_TRACE_DUMP_DIR"] = str(folder)
+    import torch
+
+    import flashinfer
+
+    on_gpu = torch.cuda.is_available()
+    torch.set_default_device("cuda" if on_gpu else "cpu")
+    with contextlib.nullcontext() if on_gpu else flashinfer.reference_backend():
+        call_norms(torch.bfloat16)
+        call_quantized_norms(torch.bfloat16)
+        call_activations(torch.bfloat16)
+
+
+def call_norms(dtype) -> None:
+    import torch
+
+    import flashinfer
+
+    def rows(hidden_size: int):
+        return torch.randn(NUM_TOKENS, hidden_size, dtype=dtype)
+
+    flashinfer.rmsnorm(rows(4096), torch.ones(4096, dtype=dtype))
+    flashinfer.rmsnorm(rows(4096).half(), torch.ones(4096, dtype=torch.float16))
+    queries = torch.randn(NUM_TOKENS, 32, 128, dtype=dtype)
+    flashinfer.rmsnorm(queries, torch.ones(128, dtype=dtype), out=queries)
+    flashinfer.fused_add_rmsnorm(rows(4096), rows(4096), torch.ones(4096, dtype=dtype))
+    flashinfer.gemma_rmsnorm(rows(3584), torch.zeros(3584, dtype=dtype))
+    flashinfer.gemma_fused_add_rmsnorm(rows(3584), rows(3584), torch.zeros(3584, dtype=dtype))
+    flashinfer.layernorm(rows(128), torch.ones(128), torch.zeros(128))
+
+
+def call_quantized_norms(dtype) -> None:
+    import torch
+
+    import flashinfer
+
+    rows, residual = torch.randn(2, NUM_TOKENS, 8192, dtype=dtype)
+    weight = torch.ones(8192, dtype=dtype)
+    out = torch.empty(NUM_TOKENS, 8192, dtype=torch.float8_e4m3fn)
+    flashinfer.rmsnorm_quant(out, rows, weight, 0.02)
+    flashinfer.fused_add_rmsnorm_quant(out, rows, residual, weight, 0.02)
+    factor, offset = torch.ones(4096), torch.zeros(4096)
+    flashinfer.layernorm_quant(out[:, :4096], rows[:, :4096], factor, offset, 0.02)
+
+
+def call_activations(dtype) -> None:
+    import torch
+
+    import flashinfer
+
+    for function, hidden_size in (
+        (flashinfer.silu_and_mul, 14336),
+        (flashinfer.gelu_and_mul, 10240),
+        (flashinfer.gelu_tanh_and_mul, 14336),
+    ):
+        function(torch.randn(NUM_TOKENS, 2 * hidden_size, dtype=dtype))
+
+
+if __name__ == "__main__":
+    default = Path(__file__).parent / "fi_trace_out"
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else default)

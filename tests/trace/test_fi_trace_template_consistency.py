@@ -1,0 +1,170 @@
+"""Every public operation has a template, and every template fits its function."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.trace.specs import Const, Scalar, Tensor
+from tests.trace.calls import Operation, import_all_public_modules, operations, parameters_of
+
+OPERATIONS = operations()
+each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.label)
+
+
+def _public_callables():
+    """Functions of the package's namespace, and methods of its classes, by name."""
+    import_all_public_modules()
+    for name, value in vars(flashinfer).items():
+        if name.startswith("_") or not getattr(value, "__module__", "").startswith("flashinfer"):
+            continue
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            for method, function in vars(value).items():
+                if inspect.isfunction(function):
+                    yield f"{name}.{method}", function
+
+
+def test_the_walk_finds_the_operations():
+    """The walk that the next test relies on sees functions that are known to be public."""
+    names = {name for name, _ in _public_callables()}
+    assert {"rmsnorm", "fused_add_rmsnorm_quant", "silu_and_mul", "fi_trace"} <= names
+    assert len(OPERATIONS) >= 11
+
+
+def test_every_public_operation_has_a_template():
+    """A decorated function without template, or a function of tensors without decorator, fails."""
+    missing = []
+    for name, function in _public_callables():
+        annotations = [str(p.annotation) for p in parameters_of(function).values()]
+        takes_tensors = any("Tensor" in annotation for annotation in annotations)
+        is_public = not name.rpartition(".")[2].startswith("_")
+        decorated = hasattr(function, "__flashinfer_trace__")
+        if (decorated or (takes_tensors and is_public)) and not getattr(
+            function, "__flashinfer_trace__", None
+        ):
+            missing.append(name)
+    assert not missing, f"without trace template: {', '.join(missing)}"
+
+
+@each_operation
+def test_arguments_named_by_the_template_exist(operation: Operation):
+    template, available = operation.template, parameters_of(operation.function)
+    mismatches = [
+        f"input {key!r}: argument {spec.param or key!r}"
+        for key, spec in template.inputs.items()
+        if (spec.param or key) not in available
+    ]
+    mismatches += [
+        f"output {key!r}: argument {spec.param!r}"
+        for key, spec in template.outputs.items()
+        if spec.param is not None and spec.param not in available
+    ]
+    mismatches += [f"hint {hint!r}" for hint in template.hints if hint not in available]
+    assert not mismatches, f"{mismatches} not in {list(available)}"
+
+
+@each_operation
+def test_every_argument_is_accounted_for(operation: Operation):
+    """Nothing can be passed that the definition, the destinations and the hints ignore."""
+    template = operation.template
+    known = {spec.param or key for key, spec in {**template.inputs, **template.outputs}.items()}
+    known |= {*template.axes, *template.hints}
+    known |= {s.dtype_from_scalar for s in template.outputs.values() if isinstance(s, Tensor)}
+    ignored = set(parameters_of(operation.function)) - known
+    assert not ignored, f"arguments without meaning: {sorted(ignored)}"
+
+
+@each_operation
+def test_reference_has_the_public_signature(operation: Operation):
+    """Same names, order and defaults: a test calls both with one dict."""
+    public = inspect.signature(operation.function).parameters
+    reference = inspect.signature(operation.template.reference).parameters
+    assert list(public) == list(reference)
+    assert [p.default for p in public.values()] == [p.default for p in reference.values()]
+
+
+@each_operation
+def test_reference_states_formula_and_source(operation: Operation):
+    docstring = operation.template.reference.__doc__ or ""
+    assert "Source:" in docstring
+    assert "=" in docstring or "as" in docstring
+
+
+@each_operation
+def test_every_constant_axis_has_a_source(operation: Operation):
+    template = operation.template
+    in_tensors = {
+        axis
+        for spec in {**template.inputs, **template.outputs}.values()
+        for axis in getattr(spec, "dim_names", ())
+    }
+    for axis, kind in template.axes.items():
+        if isinstance(kind, Const):
+            from_call = axis in in_tensors or axis in parameters_of(operation.function)
+            assert from_call or kind.value is not None or kind.derive, f"{axis} has no value"
+
+
+@each_operation
+def test_dtype_sources_exist(operation: Operation):
+    template = operation.template
+    known = {*template.inputs, *parameters_of(operation.function)}
+    for key, spec in {**template.inputs, **template.outputs}.items():
+        if isinstance(spec, Tensor):
+            for source in (spec.dtype_from, spec.dtype_from_scalar):
+                assert source is None or source in known, f"{key}: {source}"
+            for name in [spec.dtype, *(spec.dtypes or ())]:
+                assert name is None or isinstance(getattr(torch, name), torch.dtype)
+
+
+@each_operation
+def test_axes_of_outputs_are_axes_of_inputs_or_derived(operation: Operation):
+    """Otherwise the size of an output could not be told from a call."""
+    template = operation.template
+    known = {a for s in template.inputs.values() for a in getattr(s, "dim_names", ())}
+    known |= {a for a, k in template.axes.items() if isinstance(k, Const) and (k.derive or k.value)}
+    known |= set(parameters_of(operation.function))
+    for key, spec in template.outputs.items():
+        assert set(getattr(spec, "dim_names", ())) <= known, key
+
+
+@each_operation
+def test_a_call_has_a_complete_definition(operation: Operation):
+    template = operation.template
+    definition = operation.api.fi_trace(**operation.arguments())
+    assert definition["name"].startswith(template.name_prefix)
+    assert set(definition["inputs"]) == set(template.inputs)
+    assert len(definition["outputs"]) == len(template.outputs)
+    for entry in [*definition["inputs"].values(), *definition["outputs"].values()]:
+        assert isinstance(getattr(torch, entry["dtype"]), torch.dtype)
+    for axis, entry in definition["axes"].items():
+        assert entry["type"] == ("const" if isinstance(template.axes[axis], Const) else "var")
+        assert entry["type"] == "var" or entry["value"] > 0
+    api = f"{operation.function.__module__}.{operation.function.__qualname__}"
+    assert f"fi_api:{api}" in definition["tags"]
+    ast.parse(definition["reference"])
+
+
+def test_prefixes_are_unique():
+    """Two operations must not write one file."""
+    prefixes = [operation.template.name_prefix for operation in OPERATIONS]
+    assert len(prefixes) == len(set(prefixes))
+
+
+@each_operation
+def test_scalars_are_bounded_by_the_public_function(operation: Operation):
+    """Every scalar refuses NaN and a wrong type by name, in the wording of the checks."""
+    arguments = operation.arguments()
+    for key, spec in operation.template.inputs.items():
+        if not isinstance(spec, Scalar):
+            continue
+        name = spec.param or key
+        with pytest.raises(ValueError, match=name):
+            operation.template.validate({**arguments, "eps": 1e-6, name: float("nan")})
+        with pytest.raises(TypeError, match=name):
+            operation.template.validate({**arguments, "eps": 1e-6, name: "one"})
