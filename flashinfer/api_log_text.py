@@ -10,16 +10,13 @@ import sys
 import textwrap
 import threading
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import env
-
-if TYPE_CHECKING:
-    from .api_logging import ApiCall
+from .api_call import ApiCall, is_capturing, matches
 
 _files: dict[str, int] = {}
 _warned: set[str] = set()
@@ -66,23 +63,6 @@ def warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         print(f"[flashinfer] warning: {message}", file=sys.stderr, flush=True)
-
-
-def matches(call: ApiCall, patterns: str) -> bool:
-    """Whether a comma-separated list of names and ``*`` patterns covers a call.
-
-    A pattern is compared with the name as logged (``Class.run``), the bare function name and the
-    full path (``flashinfer.norm.rmsnorm``).
-    """
-    names = (call.name, call.func.__name__, f"{call.func.__module__}.{call.func.__qualname__}")
-    wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
-    return any(fnmatchcase(name, pattern) for pattern in wanted for name in names)
-
-
-def is_capturing() -> bool:
-    """Whether the current stream records a CUDA graph, where nothing may synchronise."""
-    # The first test keeps this from creating a CUDA context.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def describe_inputs(call: ApiCall, level: int) -> str:

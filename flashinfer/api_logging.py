@@ -19,17 +19,16 @@ call that crashed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 
 from . import env
+from .api_call import ApiCall, is_paused
 from .api_log_text import describe_inputs, describe_outputs, write_record
 
 __all__ = ["flashinfer_api", "replay_from_dump", "replay_sequence"]
@@ -40,20 +39,6 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 #: enumerate. A dispatch function that lists its ``templates`` is followed by one pair for each of
 #: them.
 _TRACE_REGISTRY: list[tuple[Callable[..., Any], Any]] = []
-
-_numbers = itertools.count(1)
-_paused = False
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """No logging and no dumps in this process: a replay must not record itself."""
-    global _paused
-    before, _paused = _paused, True
-    try:
-        yield
-    finally:
-        _paused = before
 
 
 def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None) -> Any:
@@ -116,53 +101,12 @@ def _with_trace_dump(api: AnyFunction, func: Callable[..., Any], trace: Any) -> 
         from .fi_trace import _auto_dump
 
         if not torch.compiler.is_compiling():
-            _auto_dump(func, trace, args, kwargs)
+            # skip_check is @backend_requirement's, not the operation's.
+            arguments = {name: kwargs[name] for name in kwargs if name != "skip_check"}
+            _auto_dump(func, trace, args, arguments)
         return api(*args, **kwargs)
 
     return cast(AnyFunction, traced)
-
-
-class ApiCall:
-    """One call as the log and the dump see it.
-
-    Attributes
-    ----------
-    number : int
-        Position in the order of calls of this process, from 1.
-    name : str
-        ``rmsnorm``, or ``Class.run`` with the class of the object.
-    owner : object or None
-        The object whose method it is.
-    arguments : dict
-        What was passed, by parameter name; a method's object left out.
-    defaults : dict
-        The parameters that were not passed.
-    """
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        parameters: Mapping[str, inspect.Parameter],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.number = next(_numbers)
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.owner = args[0] if args and next(iter(parameters), None) == "self" else None
-        if self.owner is None:
-            self.name = func.__qualname__.rpartition("<locals>.")[2]
-        else:
-            self.name = f"{type(self.owner).__name__}.{func.__name__}"
-        names = [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
-        names += [f"args[{i}]" for i in range(len(args) - len(names))]
-        self.arguments = dict(zip(names, args, strict=False)) | kwargs
-        self.defaults = {
-            name: p.default
-            for name, p in parameters.items()
-            if name not in self.arguments and p.default is not p.empty
-        }
-        if self.owner is not None:
-            del self.arguments["self"]
 
 
 def _with_logging(api: AnyFunction, func: Callable[..., Any], level: int) -> AnyFunction:
@@ -171,7 +115,7 @@ def _with_logging(api: AnyFunction, func: Callable[..., Any], level: int) -> Any
     @functools.wraps(func)
     def logged(*args: Any, **kwargs: Any) -> Any:
         # A traced-by-Dynamo call has no data to look at, and a write would break its graph.
-        if _paused or torch.compiler.is_compiling():
+        if is_paused() or torch.compiler.is_compiling():
             return api(*args, **kwargs)
         call = ApiCall(func, parameters, args, kwargs)
         write_record(describe_inputs(call, level))

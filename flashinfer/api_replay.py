@@ -1,0 +1,289 @@
+"""Running calls again that level 10 of ``@flashinfer_api`` dumped, and comparing what they return.
+
+A dump names functions to import and call: replay only what you would also run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .api_call import paused
+from .api_dump import FORMAT
+from .api_values import Decoder, import_object
+
+# (relative, absolute). A call repeated on the same GPU agrees bit for bit; on another one the order
+# of sums may differ, which costs a few units in the last place of the type.
+_TOLERANCES = {
+    torch.float64: (1e-10, 1e-12),
+    torch.float32: (1e-4, 1e-5),
+    torch.float16: (4e-3, 1e-3),
+    torch.bfloat16: (3e-2, 1e-2),
+    torch.float8_e4m3fn: (0.15, 0.02),
+    torch.float8_e5m2: (0.3, 0.02),
+}
+
+
+def replay_from_dump(
+    dump_dir: str,
+    compare_outputs: bool = False,
+    device: str = "cuda",
+    run: bool = False,
+    object_registry: dict[tuple[int, int], Any] | None = None,
+) -> dict[str, Any]:
+    """Load one dumped call, and run it again if asked.
+
+    Parameters
+    ----------
+    dump_dir : str
+        Folder of the call, the one with ``metadata.json``.
+    compare_outputs : bool
+        Run it and compare with the recorded outputs: bit for bit, else within a tolerance by dtype.
+    device : str
+        Where tensors go that were on a GPU.
+    run : bool
+        Run it.
+    object_registry : dict, optional
+        Objects by ``(process id, id)`` for methods and arguments that are objects. A replayed
+        ``__init__`` adds the object it creates.
+
+    Returns
+    -------
+    dict
+        ``dump_dir``, ``api``, ``metadata`` (as recorded), ``args``, ``kwargs`` and ``tensors``
+        (input tensors by name). After a run ``execution_result`` and ``error`` (the exception, None
+        if there was none). After a comparison ``comparison_match`` (bool) and ``differences`` (list
+        of str; a line that ends in "within tolerance" is no mismatch).
+
+    Raises
+    ------
+    ValueError
+        If the folder is no dump of this format, or refers to something that cannot be found.
+    """
+    folder = Path(dump_dir)
+    metadata = _load_metadata(folder)
+    registry = object_registry if object_registry is not None else {}
+    inputs = _decoder(folder, metadata["inputs"], device, registry)
+    args = [inputs.decode(node) for node in metadata["args"]]
+    kwargs = {name: inputs.decode(node) for name, node in metadata["kwargs"].items()}
+    names = [entry["name"] for entry in metadata["inputs"]["tensors"]]
+    tensors = {name: inputs.tensor(index) for index, name in enumerate(names)}
+    replay: dict[str, Any] = {
+        "dump_dir": str(folder),
+        "api": metadata["api"],
+        "metadata": metadata,
+        "args": args,
+        "kwargs": kwargs,
+        "tensors": tensors,
+    }
+    if run or compare_outputs:
+        replay |= _run(metadata, args, kwargs, inputs, registry)
+    if compare_outputs:
+        differences = _compare_with_record(folder, replay, inputs, device, registry)
+        replay["differences"] = differences
+        replay["comparison_match"] = all(line.endswith(_TOLERATED) for line in differences)
+    return replay
+
+
+def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]:
+    """Run every call dumped under a folder again, in the order of each process, and compare.
+
+    Calls made from inside another dumped call are left out: they are repeated with it. Objects are
+    created by their dumped ``__init__`` and used by the methods that follow.
+
+    Parameters
+    ----------
+    root_dir : str
+        ``FLASHINFER_DUMP_DIR`` of the recording.
+    device : str
+        Where tensors go that were on a GPU.
+
+    Returns
+    -------
+    list of dict
+        For each call what :func:`replay_from_dump` returns with ``compare_outputs=True``. A call
+        that cannot be set up has ``error`` and ``comparison_match`` False; the next ones are tried.
+
+    Raises
+    ------
+    ValueError
+        If there is no dump under ``root_dir``.
+    """
+    folders = sorted(path.parent for path in Path(root_dir).glob("*/metadata.json"))
+    if not folders:
+        raise ValueError(f"root_dir must hold dumps (folders with metadata.json), got {root_dir}")
+    calls = [(folder, _load_metadata(folder)) for folder in folders]
+    calls.sort(key=lambda call: (call[1]["process_id"], call[1]["number"]))
+    dumped = {(metadata["process_id"], metadata["number"]) for _, metadata in calls}
+    registry: dict[tuple[int, int], Any] = {}
+    replays = []
+    for folder, metadata in calls:
+        if (metadata["process_id"], metadata["parent"]) in dumped:
+            continue
+        try:
+            replays.append(replay_from_dump(str(folder), True, device, True, registry))
+        except (ValueError, OSError) as error:
+            replays.append(
+                {
+                    "dump_dir": str(folder),
+                    "api": metadata["api"],
+                    "metadata": metadata,
+                    "error": error,
+                    "comparison_match": False,
+                    "differences": [f"not run: {error}"],
+                }
+            )
+    return replays
+
+
+def _load_metadata(folder: Path) -> dict[str, Any]:
+    try:
+        metadata = json.loads((folder / "metadata.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"dump_dir must hold a readable metadata.json, got {folder}: {error}"
+        ) from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder} has dump format {metadata.get('format')}, this version reads {FORMAT}"
+        )
+    return metadata
+
+
+def _decoder(
+    folder: Path, saved: Mapping[str, Any], device: str, registry: Mapping[tuple[int, int], Any]
+) -> Decoder:
+    path = folder / saved["file"]
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        blobs = load_file(path)
+    else:
+        blobs = torch.load(path, map_location="cpu", weights_only=True)
+    return Decoder(saved["tensors"], blobs, torch.device(device), registry)
+
+
+def _run(
+    metadata: Mapping[str, Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    inputs: Decoder,
+    registry: dict[tuple[int, int], Any],
+) -> dict[str, Any]:
+    function = import_object(metadata["function"])
+    owner = metadata["owner"]
+    if owner is not None:
+        if function.__name__ == "__init__":
+            cls = import_object(owner["type"])
+            target = cls.__new__(cls)
+            registry[tuple(owner["object"])] = target
+        else:
+            target = inputs.find_object(owner)
+        args = [target, *args]
+    with paused():
+        try:
+            return {"execution_result": function(*args, **kwargs), "error": None}
+        except Exception as error:
+            return {"execution_result": None, "error": error}
+
+
+def _compare_with_record(
+    folder: Path,
+    replay: Mapping[str, Any],
+    inputs: Decoder,
+    device: str,
+    registry: Mapping[tuple[int, int], Any],
+) -> list[str]:
+    """The differences, one line each."""
+    metadata, error = replay["metadata"], replay["error"]
+    if metadata["status"] == "raised":
+        if error is None:
+            return [f"recorded: raised {metadata['error']}; now: returned"]
+        same = type(error).__name__ == metadata["error"].partition(":")[0]
+        return [] if same else [f"recorded: raised {metadata['error']}; now: raised {error!r}"]
+    if error is not None:
+        return [f"recorded: {metadata['status']}; now: raised {type(error).__name__}: {error}"]
+    if "outputs" not in metadata:
+        reason = metadata.get("outputs_missing", "the recorded call did not end")
+        return [f"no recorded outputs: {reason}"]
+    expected = _decoder(folder, metadata["outputs"], device, registry)
+    pairs = list(_leaves("result", replay["execution_result"], metadata["result"], expected))
+    # An argument that should have stayed as it was is compared with what it was.
+    before = _decoder(folder, metadata["inputs"], device, registry)
+    for index, entry in enumerate(metadata["inputs"]["tensors"]):
+        node = metadata["changed"].get(str(index))
+        wanted = expected.decode(node) if node is not None else before.tensor(index)
+        pairs.append((entry["name"], inputs.tensor(index), wanted))
+    lines = (_difference(name, got, wanted) for name, got, wanted in pairs)
+    return [line for line in lines if line]
+
+
+def _leaves(name: str, got: Any, node: Any, expected: Decoder) -> Iterator[tuple[str, Any, Any]]:
+    """Pairs of what came back and what was recorded, down to tensors and plain values."""
+    items = node
+    if isinstance(node, dict):
+        items = node.get("tuple", node.get("items", node.get("dict")))
+    if (
+        isinstance(items, list)
+        and isinstance(got, (list, tuple, Mapping))
+        and len(got) == len(items)
+    ):
+        values = got.items() if isinstance(got, Mapping) else enumerate(got)
+        for (key, value), item in zip(values, items, strict=True):
+            inner = item[1] if isinstance(got, Mapping) else item
+            yield from _leaves(f"{name}.{key}", value, inner, expected)
+    elif isinstance(node, dict) and "object" in node:
+        return  # an object has no recorded value
+    else:
+        yield name, got, expected.decode(node)
+
+
+_TOLERATED = "within tolerance"
+
+
+def _difference(name: str, got: Any, wanted: Any) -> str:
+    """ "" if equal, else one line; it ends in ``within tolerance`` where that is so."""
+    if not isinstance(wanted, torch.Tensor) or not isinstance(got, torch.Tensor):
+        same = type(got) is type(wanted) and (got == wanted or got != got and wanted != wanted)
+        return "" if same else f"{name}: got {_short(got)}, recorded {_short(wanted)}"
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return f"{name}: got {_short(got)}, recorded {_short(wanted)}"
+    got, wanted = got.detach().contiguous().cpu(), wanted.detach().contiguous().cpu()
+    if torch.equal(got.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)):
+        return ""
+    if got.dtype not in _TOLERANCES:
+        count = int(
+            (got.reshape(-1).view(torch.uint8) != wanted.reshape(-1).view(torch.uint8)).sum()
+        )
+        return f"{name}: {count} of {got.nbytes} bytes differ ({got.dtype})"
+    return _float_difference(name, got, wanted)
+
+
+def _float_difference(name: str, got: torch.Tensor, wanted: torch.Tensor) -> str:
+    relative, absolute = _TOLERANCES[got.dtype]
+    x, y = got.reshape(-1).double(), wanted.reshape(-1).double()
+    error = (x - y).abs() / (absolute + relative * y.abs())
+    error = torch.where(
+        (x == y) | (x.isnan() & y.isnan()), 0.0, error.nan_to_num(math.inf, math.inf)
+    )
+    worst = int(error.argmax())
+    outside = int((error > 1).sum())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape))
+    text = f"worst at {index}: got {x[worst]:.6g}, recorded {y[worst]:.6g}"
+    if outside:
+        return f"{name}: {outside} of {x.numel()} elements differ beyond tolerance, {text}"
+    differing = int((error > 0).sum())
+    if not differing:
+        return ""  # zeros of another sign, or NaNs of another payload
+    return f"{name}: {differing} of {x.numel()} elements differ, {text}, {_TOLERATED}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return repr(value)[:100]
