@@ -1,12 +1,12 @@
-# Two commands a new user needs: `make demo` and `make test`. Both create .venv and install everything first.
+# Two commands a new user needs: `make demo` and `make test`. Both first make .venv with everything.
 #
 #   make demo                   what the package does, on this machine
-#   make test                   the whole test suite (GPU tests skip with a reason where there is no GPU)
+#   make test                   the test suite (GPU tests skip with a reason where there is no GPU)
 #   make test TESTS=tests/unit  part of it; PYTEST_ARGS adds options
 #   make lint                   what pre-commit checks
 #
-# PYTHON=...  interpreter the environment is made from. If it can already import torch, that torch is used.
-# VENV=       (empty) makes no environment: PYTHON must have everything, the package runs from this checkout.
+# PYTHON=...  interpreter to make the environment from; a torch that it can import is used.
+# VENV=       (empty) make none: PYTHON has everything, the package runs from this checkout.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,7 +28,8 @@ endif
 
 install: $(INSTALLED)
 
-# torch comes first and alone, so that a build that is already there (or asked for by TORCH) is kept.
+# torch comes first and alone, so that a build that is there (or asked for by TORCH) is kept.
+# The compiler from PyPI is added only where no CUDA toolkit is found.
 $(VENV)/.installed: pyproject.toml version.txt build_backend.py
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
 	  echo "using the torch of $(PYTHON)"; \
@@ -39,6 +40,8 @@ $(VENV)/.installed: pyproject.toml version.txt build_backend.py
 	$(VENV)/bin/python -m pip install -q "setuptools>=77" wheel
 	$(VENV)/bin/python -m pip install -q --no-build-isolation -e ".[dev]"
 	$(VENV)/bin/python -m pip install -q --no-deps flashinfer-bench
+	$(VENV)/bin/python -c "import flashinfer.jit.toolchain as t; t.require_toolkit()" 2>/dev/null \
+	  || $(VENV)/bin/python -m pip install -q --no-build-isolation -e ".[cuda]"
 	@touch $@
 
 demo: $(INSTALLED)
@@ -48,7 +51,7 @@ test: $(INSTALLED)
 	$(PY) -m pytest $(PYTEST_ARGS) -n $(JOBS) $(TESTS)
 
 lint: $(INSTALLED)
-	$(PY) -m pre_commit run -a
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pre_commit run -a
 
 clean:
 	rm -rf build dist *.egg-info flashinfer/data flashinfer/_build_meta.py
