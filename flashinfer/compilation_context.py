@@ -22,6 +22,10 @@ NO_ARCH_MESSAGE = (
 )
 
 
+class NoTargetError(RuntimeError):
+    """None of the targets is one that a kernel is written for."""
+
+
 class CompilationContext:
     """The target architectures and the nvcc flags that select them.
 
@@ -73,7 +77,7 @@ class CompilationContext:
         if supported_major_versions is not None:
             archs = {arch for arch in archs if arch[0] in supported_major_versions}
             if not archs:
-                raise RuntimeError(
+                raise NoTargetError(
                     "No supported CUDA architectures found for major versions "
                     f"{list(supported_major_versions)}. "
                     f"The targets are {sorted(map(_dotted, self.TARGET_CUDA_ARCHS))}; "

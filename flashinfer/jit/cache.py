@@ -130,36 +130,73 @@ def read_entry(folder: Path) -> Entry | None:
     return Entry(folder, library, manifest)
 
 
-def find(uri: str, identity: Identity, any_toolchain: bool, prebuilt: bool = True) -> Entry | None:
-    """The compiled module with this identity: prebuilt, or else from the cache.
+def find(uri: str, identity: Identity) -> Entry | None:
+    """The module with this identity from the cache, compiled by the same toolchain."""
+    homes = (jit_dir(base) / uri for base in _bases())
+    return next((e for home in homes if (e := read_entry(home / identity.key))), None)
 
-    Parameters
-    ----------
-    uri : str
-        Name of the module.
-    identity : Identity
-        What it must have been built from.
-    any_toolchain : bool
-        Accept another compiler's build; meant for when nothing can be compiled here.
-    prebuilt : bool
-        Look among the prebuilt modules, too.
+
+def find_of_any_toolchain(uri: str, identity: Identity) -> Entry | None:
+    """The newest module in the cache with this content and these targets.
+
+    For when nothing can be compiled here: whoever built it had some compiler that worked.
     """
-    for root in prebuilt_roots() if prebuilt else ():
-        if entry := _find_prebuilt(root / uri, identity):
-            return entry
     for base in _bases():
-        home = jit_dir(base) / uri
-        if identity.toolchain and (entry := read_entry(home / identity.key)):
-            return entry
-        if any_toolchain and (entry := _newest(home, identity)):
-            return entry
+        same = [
+            entry
+            for entry in _entries(jit_dir(base) / uri)
+            if entry.folder.name.startswith(identity.key_without_toolchain)
+        ]
+        if same:
+            return max(same, key=lambda entry: entry.manifest.get("created", 0))
     return None
 
 
-def _bases() -> list[Path]:
+def find_prebuilt(uri: str, identity: Identity) -> Entry | None:
+    """A prebuilt module with the same content that runs on at least the targets wanted here.
+
+    Raises
+    ------
+    JitError
+        If prebuilt modules of another version of FlashInfer are installed.
+    """
+    for root in prebuilt_roots():
+        entries = _entries(root / uri)
+        for entry in entries:
+            _check_version(entry)
+            built = entry.manifest.get("archs", ())
+            covered = all(any(covers(b, wanted) for b in built) for wanted in identity.archs)
+            if covered and entry.manifest.get("content") == identity.content:
+                return entry
+        if entries:
+            logger.debug("prebuilt %s was built from other sources or targets", root / uri)
+    return None
+
+
+def covers(built: str, wanted: str) -> bool:
+    """Whether code built for one target is meant for another: the same one, or its family."""
+    if built == wanted:
+        return True
+    family, number = built.removesuffix("f"), wanted.rstrip("af")
+    return built.endswith("f") and family[:-1] == number[:-1] and family <= number
+
+
+def _check_version(entry: Entry) -> None:
+    version = entry.manifest.get("version")
+    if version != __version__ and not env.FLASHINFER_DISABLE_VERSION_CHECK.get():
+        raise JitError(
+            f"The prebuilt module {entry.folder} is of FlashInfer {version}, this is "
+            f"{__version__}.\n  hint: install flashinfer-jit-cache=={__version__}, or set "
+            "FLASHINFER_DISABLE_VERSION_CHECK=1 to use it where its sources are the same"
+        )
+
+
+def _bases() -> Iterator[Path]:
+    """Where modules may lie; the fallback is made only if the usual place has not got it."""
     base = base_dir()
-    writable = writable_base()
-    return [base] if writable == base else [base, writable]
+    yield base
+    if (writable := writable_base()) != base:
+        yield writable
 
 
 def _entries(home: Path) -> list[Entry]:
@@ -168,11 +205,6 @@ def _entries(home: Path) -> list[Entry]:
     except OSError:
         return []
     return [entry for folder in sorted(folders) if (entry := read_entry(folder))]
-
-
-def _newest(home: Path, identity: Identity) -> Entry | None:
-    same = [e for e in _entries(home) if e.folder.name.startswith(identity.key_without_toolchain)]
-    return max(same, key=lambda e: e.manifest.get("created", 0), default=None)
 
 
 def prebuilt_roots() -> list[Path]:
@@ -189,26 +221,6 @@ def jit_cache_package() -> Path | None:
         return None
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) / "jit_cache" if places else None
-
-
-def _find_prebuilt(home: Path, identity: Identity) -> Entry | None:
-    """A prebuilt module fits if it has the same content and at least the targets wanted here."""
-    entries = _entries(home)
-    checked = not env.FLASHINFER_DISABLE_VERSION_CHECK.get()
-    for entry in entries:
-        version = entry.manifest.get("version")
-        if checked and version != __version__:
-            raise JitError(
-                f"The prebuilt module {entry.folder} is of FlashInfer {version}, this is "
-                f"{__version__}.\n  hint: install flashinfer-jit-cache=={__version__}, or set "
-                "FLASHINFER_DISABLE_VERSION_CHECK=1 to use it where its sources are the same"
-            )
-        archs = set(entry.manifest.get("archs", ()))
-        if entry.manifest.get("content") == identity.content and archs >= set(identity.archs):
-            return entry
-    if entries:
-        logger.debug("prebuilt %s was built from other sources or targets", home.name)
-    return None
 
 
 # --- Publishing a module ----------------------------------------------------------------------

@@ -160,8 +160,13 @@ class JitSpec:
             return list(flags.cuda)
         return [*flags.cuda, *current_compilation_context.get_nvcc_flags_list()]
 
-    def identity(self) -> Identity:
+    def identity(self, with_toolchain: bool = True) -> Identity:
         """What the compiled module must have been built from, as of now.
+
+        Parameters
+        ----------
+        with_toolchain : bool
+            False leaves the compilers out, and does not look for any.
 
         Raises
         ------
@@ -187,7 +192,8 @@ class JitSpec:
             "device link": flags.device_link,
             "abi": fingerprint.system_abi(),
         }
-        compilers = _toolchain_ingredients(self._uses_cuda(reached.external))
+        uses_cuda = self._uses_cuda(reached.external)
+        compilers = toolchain.ingredients(uses_cuda) if with_toolchain else None
         return Identity(
             content=fingerprint.digest(ingredients)[:24],
             archs=archs,
@@ -248,7 +254,7 @@ class JitSpec:
         write_if_different(path, self.ninja_module().text())
         return path
 
-    def get_compile_commands(self) -> list[Mapping[str, str]]:
+    def get_compile_commands(self) -> list[dict[str, str]]:
         """Entries for ``compile_commands.json``, one per source."""
         return self.ninja_module().compile_commands(cache.jit_dir() / self.name)
 
@@ -275,9 +281,15 @@ class JitSpec:
 
     def find(self, prebuilt: bool = True) -> cache.Entry | None:
         """The compiled module on disk: in the cache or, if `prebuilt`, among those shipped."""
+        content = self.identity(with_toolchain=False)
+        if prebuilt and (entry := cache.find_prebuilt(self.name, content)):
+            return entry
+        if env.FLASHINFER_DISABLE_JIT.get():
+            return cache.find_of_any_toolchain(self.name, content)
         identity = self.identity()
-        anything = env.FLASHINFER_DISABLE_JIT.get() or not identity.toolchain
-        return cache.find(self.name, identity, any_toolchain=anything, prebuilt=prebuilt)
+        if identity.toolchain:
+            return cache.find(self.name, identity)
+        return cache.find_of_any_toolchain(self.name, content)
 
     def is_built(self) -> bool:
         """Whether the compiled module is on disk."""
@@ -454,22 +466,6 @@ def refresh_current_compilation_context() -> CompilationContext:
     """Forget assigned targets: from now on they are those of the environment again."""
     current_compilation_context.reset()
     return current_compilation_context
-
-
-def _toolchain_ingredients(uses_cuda: bool) -> dict[str, Any] | None:
-    """What identifies the compilers, or None if a module cannot be compiled here."""
-    import tvm_ffi
-
-    host = toolchain.find_host_compiler()
-    if host is None:
-        return None
-    found: dict[str, Any] = {"host compiler": host.version, "tvm_ffi": tvm_ffi.__version__}
-    if uses_cuda:
-        toolkit = toolchain.find_toolkit()
-        if toolkit is None:
-            return None
-        found |= {"nvcc": toolkit.version, "static cudart": bool(toolkit.static_cudart())}
-    return found
 
 
 def _checked_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,7 +168,7 @@ class NinjaModule:
         """The whole of `build.ninja`."""
         return f"{self.rules()}\n{self.edges(folder)}"
 
-    def compile_commands(self, directory: Path) -> list[Mapping[str, str]]:
+    def compile_commands(self, directory: Path) -> list[dict[str, str]]:
         """Entries of `compile_commands.json`, for editors."""
         commands = self.commands()
         entries = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .. import env
 from . import cache
@@ -63,7 +64,8 @@ _FOLDERS: dict[str, Callable[[], Path | None]] = {
 }
 
 
-def __getattr__(name: str) -> Path | None:
+# Only FLASHINFER_AOT_DIR may be None; `Any` spares the users of the others a check.
+def __getattr__(name: str) -> Any:
     if name in _FOLDERS:
         return _FOLDERS[name]()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

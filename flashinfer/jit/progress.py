@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .log import logger
 
-_ANNOUNCE_AFTER = 0.5  # seconds; a build longer than a second has to say so within that second
+_ANNOUNCE_AFTER = 0.3  # seconds; a build longer than a second has to say so within that second
 _STATUS = re.compile(r"^\[(\d+)/(\d+)\] ")
 
 
@@ -35,7 +36,7 @@ class Progress:
         self._place = place
         self._start = time.monotonic()
         self._announced = False
-        self._bar = None
+        self._bar: Any = None
 
     def tick(self) -> None:
         """To be called a few times a second."""

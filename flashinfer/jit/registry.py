@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import pkgutil
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..compilation_context import NoTargetError
 from .core import JitSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,15 +43,21 @@ class Generator:
     presets: Mapping[str, Cases] = field(default_factory=dict)
 
     def specs(self, preset: str | None = None) -> Iterator[JitSpec]:
-        """The modules of the AOT cases, or of a preset (none if it is not in it)."""
+        """The modules of the AOT cases, or of a preset (none if it is not in it).
+
+        Cases that do not exist for the current targets are left out.
+        """
         cases = self.aot if preset is None else self.presets.get(preset, tuple)
         for case in cases():
-            if isinstance(case, Mapping):
-                yield self.function(**case)
-            elif isinstance(case, tuple):
-                yield self.function(*case)
-            else:
-                yield self.function(case)
+            with contextlib.suppress(NoTargetError):  # a kernel for other architectures
+                yield self._describe(case)
+
+    def _describe(self, case: Any) -> JitSpec:
+        if isinstance(case, Mapping):
+            return self.function(**case)
+        if isinstance(case, tuple):
+            return self.function(*case)
+        return self.function(case)
 
 
 def register_generator(

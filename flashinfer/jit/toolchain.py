@@ -7,6 +7,7 @@ Only this shortcut trusts an mtime; the identity of a module is the version text
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -169,6 +170,23 @@ def require_ninja() -> str:
             f"ninja was not found, neither as a Python package nor in PATH={env.PATH.get()}.\n"
             "  hint: pip install ninja"
         )
+    return found
+
+
+def ingredients(uses_cuda: bool) -> dict[str, str] | None:
+    """What identifies the compilers of a module, or None if it cannot be compiled here."""
+    import tvm_ffi
+
+    host = find_host_compiler()
+    toolkit = find_toolkit() if uses_cuda else None
+    if host is None or (uses_cuda and toolkit is None):
+        return None
+    found = {"host compiler": host.version, "tvm_ffi": tvm_ffi.__version__}
+    with contextlib.suppress(OSError, ValueError):
+        found["libc"] = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    if toolkit is not None:
+        found["nvcc"] = toolkit.version
+        found["cudart"] = "static" if toolkit.static_cudart() else "shared"
     return found
 
 
