@@ -101,7 +101,7 @@ class Encoder:
         if isinstance(value, torch.Generator):
             state = self.encode(value.get_state(), f"{name}.state")
             return {"generator": str(value.device), "state": state}
-        if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
+        if _is_importable(value):
             return {"import": import_path(value)}
         return {"object": list(object_key(value)), "type": import_path(type(value))}
 
@@ -258,7 +258,8 @@ class Decoder:
 
 def _decode_generator(decoder: Decoder, node: Mapping[str, Any]) -> torch.Generator:
     generator = torch.Generator(decoder.place(node["generator"]))
-    generator.set_state(decoder.decode(node["state"]))
+    # A clone: set_state ignores the storage offset that a restored tensor has.
+    generator.set_state(decoder.decode(node["state"]).clone())
     return generator
 
 
@@ -288,6 +289,16 @@ def object_key(value: Any) -> tuple[int, int]:
 def import_path(value: Any) -> str:
     """``module:qualified.name`` of a class or function."""
     return f"{value.__module__}:{value.__qualname__}"
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether a class or function is found again by its name (a local one is not)."""
+    if not hasattr(value, "__module__") or not hasattr(value, "__qualname__"):
+        return False
+    try:
+        return import_object(import_path(value)) is value
+    except ValueError:
+        return False
 
 
 def import_object(path: str) -> Any:
