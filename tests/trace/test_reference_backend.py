@@ -1,4 +1,4 @@
-"""The reference backend: same calls, same writes, same refusals, and nothing left when it is off."""
+"""The reference backend: same calls, writes and refusals, and nothing left when it is off."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_without_logging_the_decorator_returns_the_function():
 def test_in_place_and_returned_as_the_signature_says(operation):
     """`-> None` returns None and writes; otherwise the result is returned, in `out` if given."""
     arguments = operation.arguments()
-    returns_nothing = "None" == str(inspect.signature(operation.function).return_annotation)
+    returns_nothing = str(inspect.signature(operation.function).return_annotation) == "None"
     with reference_backend():
         result = operation.api(**arguments)
         assert (result is None) == returns_nothing
@@ -316,7 +316,8 @@ def _plan_reference(self, offsets):
 
 
 def _run_reference(self, input, out=None):
-    return torch.stack([input[a:b].double().sum() for a, b in zip(self.offsets, self.offsets[1:])])
+    ends = zip(self.offsets, self.offsets[1:], strict=False)
+    return torch.stack([input[begin:end].double().sum() for begin, end in ends])
 
 
 class _SegmentSum:
