@@ -1,0 +1,1 @@
+"""Compiled modules of flashinfer-python, in `jit_cache/`; it looks here before it compiles."""

@@ -1,0 +1,90 @@
+"""A wheel of prebuilt modules is found, and loads without a compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = (ROOT / "version.txt").read_text().strip()
+MODULE = "act_and_mul_activation_silu_dtype_bf16"
+
+pytest.importorskip("build", reason="needs the 'build' package (extra dev)")
+
+LOAD = """
+import torch
+from flashinfer.jit.activation import gen_act_and_mul_module
+spec = gen_act_and_mul_module("silu", torch.bfloat16)
+spec.build_and_load()
+print(spec.get_library_path())
+"""
+
+
+def python(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("FLASHINFER_")}
+    return subprocess.run(
+        [sys.executable, *arguments], env=keep | env, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An import folder with the wheel unpacked, built for sm_90a."""
+    folder = tmp_path_factory.mktemp("jit-cache")
+    result = python(
+        *"-m build --no-isolation --skip-dependency-check --wheel -o".split(),
+        str(folder),
+        f"--config-setting=modules={MODULE}",
+        str(ROOT / "flashinfer-jit-cache"),
+        FLASHINFER_CUDA_ARCH_LIST="9.0a",
+        FLASHINFER_WORKSPACE_BASE=str(folder / "cache"),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = folder.glob("*.whl")
+    assert wheel.name.startswith(f"flashinfer_jit_cache-{VERSION}-py3-none-linux_")
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"flashinfer_jit_cache-{VERSION}.dist-info/METADATA").decode()
+        archive.extractall(folder / "site")
+    assert f"Requires-Dist: flashinfer-python=={VERSION}" in metadata
+    return folder / "site"
+
+
+@pytest.mark.compiler
+def test_prebuilt_module_loads_without_a_compiler(site: Path, tmp_path: Path):
+    result = python(
+        "-c",
+        LOAD,
+        PYTHONPATH=f"{site}:{ROOT}",
+        FLASHINFER_CUDA_ARCH_LIST="9.0a",
+        FLASHINFER_WORKSPACE_BASE=str(tmp_path),
+        FLASHINFER_DISABLE_JIT="1",
+        PATH="/nonexistent",
+    )
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()).is_relative_to(site)
+
+
+@pytest.mark.compiler
+def test_other_architecture_is_not_served(site: Path, tmp_path: Path):
+    result = python(
+        "-c",
+        LOAD,
+        PYTHONPATH=f"{site}:{ROOT}",
+        FLASHINFER_CUDA_ARCH_LIST="8.0",
+        FLASHINFER_WORKSPACE_BASE=str(tmp_path),
+        FLASHINFER_DISABLE_JIT="1",
+    )
+    assert result.returncode != 0
+    assert "MissingJITCacheError" in result.stderr and "FLASHINFER_DISABLE_JIT" in result.stderr
+
+
+@pytest.mark.compiler
+def test_checkout_stays_clean(site: Path):
+    """Nothing was written beside the sources while the wheel was built."""
+    names = {p.name for p in (ROOT / "flashinfer-jit-cache").rglob("*")}
+    assert not {n for n in names if n.endswith((".so", ".egg-info")) or n in ("build", "jit_cache")}
