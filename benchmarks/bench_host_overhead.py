@@ -1,0 +1,112 @@
+"""Host time that the decorators add to a call.
+
+Timed are ``@flashinfer_api`` at level 0 and ``@backend_requirement``:
+``@backend_requirement``.
+
+    python benchmarks/bench_host_overhead.py [--limit_us 1.5]
+
+The function under the decorators does nothing, so that what is left is the decorator. On a GPU the
+compute capability is looked up as well; without one the tensors are on the CPU and it is not. The
+variants are timed in turns and the fastest round counts: other processes only ever add time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from flashinfer.api_logging import flashinfer_api
+from flashinfer.backends import backend_requirement, supported_compute_capability
+
+CAPABILITIES = [75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]
+
+
+def scale(input: Any, factor: Any, out: Any = None) -> Any:
+    return out
+
+
+def attend(q: Any, k: Any, v: Any, backend: str = "auto") -> Any:
+    return q
+
+
+@supported_compute_capability(CAPABILITIES)
+def _check_scale(input: Any, factor: Any, out: Any = None) -> bool:
+    if out is not None and out.shape != input.shape:
+        raise ValueError("out must have the shape of input")
+    return True
+
+
+@supported_compute_capability(CAPABILITIES)
+def _check_attend(q: Any, k: Any, v: Any, backend: str) -> bool:
+    if q.shape[-1] > 256:
+        raise ValueError("head_dim must be at most 256")
+    return True
+
+
+def _rank(suitable_backends: list[str], q: Any, k: Any, v: Any, backend: str) -> list[str]:
+    return suitable_backends
+
+
+def variants(x: torch.Tensor) -> list[tuple[str, Callable[[], Any], Callable[[], Any]]]:
+    """Name, the call without decorators, the same call with them."""
+    checked = backend_requirement({}, common_check=_check_scale)(scale)
+    both = flashinfer_api(backend_requirement({}, common_check=_check_scale)(scale))
+    checks = {"fa2": _check_attend, "fa3": _check_attend}
+    attention = backend_requirement(checks, heuristic_func=_rank)(attend)
+    level_0 = flashinfer_api(lambda input, factor, out=None: out)
+    plain = lambda: scale(x, 2.0)  # noqa: E731
+    plain_out = lambda: scale(x, 2.0, out=x)  # noqa: E731
+    plain_attend = lambda: attend(x, x, x)  # noqa: E731
+    return [
+        ("flashinfer_api, level 0", plain, lambda: level_0(x, 2.0)),
+        ("backend_requirement", plain, lambda: checked(x, 2.0)),
+        ("backend_requirement, out=", plain_out, lambda: checked(x, 2.0, out=x)),
+        ("backend_requirement, skip_check", plain, lambda: checked(x, 2.0, skip_check=True)),
+        ("flashinfer_api + backend_requirement", plain_out, lambda: both(x, 2.0, out=x)),
+        ("one of two backends", plain_attend, lambda: attention(x, x, x, "fa3")),
+        ("two backends, auto", plain_attend, lambda: attention(x, x, x)),
+    ]
+
+
+def fastest_us(calls: list[Callable[[], Any]], rounds: int, number: int) -> list[float]:
+    """Microseconds per call of each, the best of interleaved rounds."""
+    timers = [timeit.Timer(call) for call in calls]
+    best = [float("inf")] * len(calls)
+    for _ in range(rounds):
+        for i, timer in enumerate(timers):
+            best[i] = min(best[i], timer.timeit(number) / number * 1e6)
+    return best
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--num_iters", type=int, default=20_000, help="calls per round")
+    parser.add_argument("--limit_us", type=float, help="exit with 1 if a decorator adds more")
+    args = parser.parse_args()
+    x = torch.ones(16, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+    cases = variants(x)
+    times = fastest_us(
+        [call for _, plain, decorated in cases for call in (plain, decorated)],
+        args.rounds,
+        args.num_iters,
+    )
+    plain, decorated = times[::2], times[1::2]
+    rows = [(name, p, d, d - p) for (name, _, _), p, d in zip(cases, plain, decorated, strict=True)]
+    device = torch.cuda.get_device_name() if x.is_cuda else "CPU tensors, no capability look-up"
+    print(f"Python {sys.version.split()[0]}, {device}")
+    headers = ("call", "undecorated (µs)", "decorated (µs)", "added (µs)")
+    print(tabulate(rows, headers, floatfmt=".3f"))
+    # With "auto" the checks of every backend are part of the work, so it is shown but not judged.
+    worst = max(added for name, _, _, added in rows if "auto" not in name)
+    return 1 if args.limit_us is not None and worst > args.limit_us else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
