@@ -1,7 +1,6 @@
 """Host time that the decorators add to a call.
 
-Timed are ``@flashinfer_api`` at level 0 and ``@backend_requirement``:
-``@backend_requirement``.
+Timed are ``@flashinfer_api`` at level 0 and ``@backend_requirement``::
 
     python benchmarks/bench_host_overhead.py [--limit_us 1.5]
 

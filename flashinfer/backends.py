@@ -131,49 +131,6 @@ class SuitableBackends(Sequence[str]):
         return repr(list(self))
 
 
-class _Binder:
-    """Turns ``(args, kwargs)`` of one function into the tuple of its parameters' values, defaults
-    included."""
-
-    def __init__(self, func: Callable[..., Any]) -> None:
-        parameters = inspect.signature(func).parameters.values()
-        for parameter in parameters:
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise TypeError(
-                    f"{func.__qualname__} takes {parameter}, whose values have no names"
-                )
-        self.names = tuple(parameter.name for parameter in parameters)
-        self.index = {name: i for i, name in enumerate(self.names)}
-        self.max_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
-        defaults = tuple(p.default for p in parameters)
-        required = [p.name for p in parameters if p.default is p.empty]
-        # Entry n serves a call with n positional arguments: the values of the others, and which of
-        # them have no default, so that the call must name them.
-        self._rest = [defaults[n:] for n in range(self.max_positional + 1)]
-        self._must_name = [
-            frozenset(name for name in required if self.index[name] >= n)
-            for n in range(self.max_positional + 1)
-        ]
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        """The values, or None where the call itself is going to raise TypeError."""
-        count = len(args)
-        if count > self.max_positional:
-            return None
-        must_name = self._must_name[count]
-        if must_name and not must_name <= kwargs.keys():
-            return None
-        if not kwargs:
-            return args + self._rest[count]
-        values = [*args, *self._rest[count]]
-        for name, value in kwargs.items():
-            position = self.index.get(name, -1)
-            if position < count:  # unknown, or given twice
-                return None
-            values[position] = value
-        return values
-
-
 def _adapt(check: Callable[..., Any], names: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
     """A function of the values of ``names`` that calls ``check`` with the parameters it takes."""
     parameters = inspect.signature(check).parameters.values()
@@ -250,8 +207,10 @@ class _Requirement:
         heuristic_func: Callable[..., Any] | None,
     ) -> None:
         self.name = func.__qualname__
-        self.bind = _Binder(func)
-        names = self.bind.names
+        names = self.names = tuple(inspect.signature(func).parameters)
+        for parameter in inspect.signature(func).parameters.values():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise TypeError(f"{self.name} takes {parameter}, whose values have no names")
         if "skip_check" in names:
             raise TypeError(f"{self.name} has a parameter skip_check, which this decorator adds")
         if backend_checks and "backend" not in names:
@@ -371,35 +330,75 @@ def backend_requirement(
 
     def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
         requirement = _Requirement(func, backend_checks, common_check, heuristic_func)
-        bind, check = requirement.bind, requirement.check
-        auto = SuitableBackends()
-
-        @functools.wraps(func)
-        def checked(*args: Any, skip_check: bool = False, **kwargs: Any) -> Any:
-            if not skip_check:
-                values = bind(args, kwargs)
-                if values is not None:  # else the call below raises the usual TypeError
-                    check(values)
-            return func(*args, **kwargs)
-
-        @functools.wraps(func)
-        def checked_with_auto(*args: Any, skip_check: bool = False, **kwargs: Any) -> Any:
-            values = bind(args, kwargs)
-            if values is None or values[requirement.backend_index] != _AUTO:
-                return checked(*args, skip_check=skip_check, **kwargs)
-            auto.enter(requirement.suitable(values, skip_check))
-            try:
-                return func(*args, **kwargs)
-            finally:
-                auto.leave()
-
-        api: Any = checked if heuristic_func is None else checked_with_auto
+        auto = SuitableBackends() if heuristic_func is not None else None
+        api: Any = functools.wraps(func)(_checked(func, requirement, auto))
         api.is_backend_supported = requirement.is_supported
         api.is_compute_capability_supported = requirement.is_capability_supported
         api.has_backend = requirement.backends.__contains__
         api.has_backend_choices = lambda: bool(requirement.backends)
-        if heuristic_func is not None:
+        if auto is not None:
             api.suitable_auto_backends = auto
         return api
 
     return decorate
+
+
+_SOURCE = """
+def make(_func, _check, _suitable, _auto, _defaults):
+    def api{signature}:
+        {choose}
+        if not skip_check:
+            _check(({values}))
+        return _func({arguments})
+    return api
+"""
+
+_CHOOSE = """
+        if backend == "auto":
+            _auto.enter(_suitable(({values}), skip_check))
+            try:
+                return _func({arguments})
+            finally:
+                _auto.leave()
+"""
+
+
+def _checked(
+    func: Callable[..., Any], requirement: _Requirement, auto: SuitableBackends | None
+) -> Callable[..., Any]:
+    """``func`` with the checks before it, and the keyword ``skip_check``.
+
+    It is written out with the parameters of ``func``, as ``dataclasses`` does it: the interpreter
+    then binds arguments and defaults, which in Python costs more than all the rest of the call.
+    """
+    parameters = list(inspect.signature(func).parameters.values())
+    parameters.append(
+        inspect.Parameter("skip_check", inspect.Parameter.KEYWORD_ONLY, default=False)
+    )
+    defaults = [p.default for p in parameters]
+    signature = inspect.Signature(
+        [
+            p.replace(
+                annotation=p.empty,
+                default=p.empty if p.default is p.empty else _Verbatim(f"_defaults[{i}]"),
+            )
+            for i, p in enumerate(parameters)
+        ]
+    )
+    arguments = ", ".join(
+        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters[:-1]
+    )
+    values = "".join(f"{name}, " for name in requirement.names)
+    fields = {"values": values, "arguments": arguments}
+    choose = _CHOOSE.format(**fields).strip() if auto is not None else ""
+    source = _SOURCE.format(signature=signature, choose=choose, **fields)
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<checks of {requirement.name}>", "exec"), namespace)
+    return namespace["make"](func, requirement.check, requirement.suitable, auto, defaults)
+
+
+class _Verbatim(str):
+    """Text that stands in a signature as it is."""
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -157,6 +157,39 @@ def test_check_may_take_fewer_parameters_or_any():
     assert seen == [{"input": 1, "factor": 2, "backend": "few"}, 2]
 
 
+def test_every_kind_of_parameter():
+    @backend_requirement({}, common_check=lambda a, c: a < c)
+    def api(a, /, b, *, c=2):
+        return a, b, c
+
+    assert api(1, 5) == (1, 5, 2)
+    assert api(1, b=5, c=9) == (1, 5, 9)
+    with pytest.raises(BackendSupportedError):
+        api(3, 5)
+    with pytest.raises(TypeError):
+        api(1, 5, 9)
+    assert backend_requirement({})(lambda: 7)() == 7
+
+
+def test_methods():
+    class Wrapper:
+        @backend_requirement({}, common_check=_check_common_80)
+        def run(self, q, *, backend="only"):
+            return q + 1
+
+    assert Wrapper().run(1) == 2 and Wrapper().run(1, skip_check=True) == 2
+
+
+def test_defaults_are_the_very_objects():
+    default = object()
+
+    @backend_requirement({}, common_check=lambda x: x is default)
+    def api(x=default):
+        return x
+
+    assert api() is default
+
+
 @pytest.mark.parametrize(
     "args, kwargs",
     [((), {}), ((1,), {}), ((1, 2, 3, 4), {}), ((1, 2), {"factor": 3}), ((1, 2), {"wrong": 3})],
