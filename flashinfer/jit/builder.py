@@ -180,7 +180,8 @@ def _ninja(
     command = [toolchain.require_ninja(), "-C", str(folder), "-f", ninja_file, f"-j{jobs}"]
     command += ["-k0"] if keep_going else []
     command += ["-v"] if verbose else []
-    if sys.platform == "linux" and sys.executable:
+    # An embedding program may have no interpreter to start.
+    if sys.platform == "linux" and sys.executable and os.access(sys.executable, os.X_OK):
         prelude = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
         command = [*prelude, *command]
     process = subprocess.Popen(

@@ -218,10 +218,12 @@ class JitSpec:
                 "(`flashinfer build`, FLASHINFER_AOT_DIR, flashinfer-jit-cache)",
                 self,
             )
-        if self._uses_cuda(self._reached().external):
-            toolchain.require_toolkit()
-        toolchain.require_host_compiler()
+        reached = self._reached()
+        self.identity(with_toolchain=False)  # there must be a target
         toolchain.require_ninja()
+        toolchain.require_host_compiler()  # before nvcc, which cannot even report without it
+        if self._uses_cuda(reached.external):
+            toolchain.require_toolkit()
 
     def ninja_module(self) -> cpp_ext.NinjaModule:
         """The module as the ninja generator wants it."""

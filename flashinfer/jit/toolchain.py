@@ -25,6 +25,9 @@ from .. import env
 from .errors import ToolchainError
 
 
+SYSTEM_TOOLKIT = "/usr/local/cuda"
+
+
 @dataclass(frozen=True)
 class Toolkit:
     """A CUDA toolkit.
@@ -114,7 +117,7 @@ def _nvcc_candidates() -> Iterator[tuple[str, str | None]]:
     yield f"PATH={path}", shutil.which("nvcc", path=path)
     for root in _pypi_toolkits():
         yield root, _executable(f"{root}/bin/nvcc")
-    yield "/usr/local/cuda", _executable("/usr/local/cuda/bin/nvcc")
+    yield SYSTEM_TOOLKIT, _executable(f"{SYSTEM_TOOLKIT}/bin/nvcc")
 
 
 def _pypi_toolkits() -> list[str]:
