@@ -268,7 +268,7 @@ inline void check_shape(const Tensor& tensor, std::initializer_list<int64_t> sha
 }
 
 inline void check_last_dim_contiguous(const Tensor& tensor) {
-  if (tensor.dim(-1) > 1 && tensor.stride(-1) != 1) {
+  if (tensor.numel() != 0 && tensor.dim(-1) > 1 && tensor.stride(-1) != 1) {
     raise("ValueError", "`%s` must be contiguous in its last dimension, got strides %s",
           tensor.name, list_text(tensor.dl->strides, tensor.ndim()).c_str());
   }
@@ -276,6 +276,7 @@ inline void check_last_dim_contiguous(const Tensor& tensor) {
 
 // A written tensor must not have two indices for one element.
 inline void check_no_broadcast(const Tensor& tensor) {
+  if (tensor.numel() == 0) return;
   for (int i = 0; i < tensor.ndim(); ++i) {
     if (tensor.dim(i) > 1 && tensor.stride(i) == 0) {
       raise("ValueError", "`%s` is written and must not be an expanded tensor, got strides %s",

@@ -52,136 +52,157 @@ __device__ __forceinline__ float norm_row_sum(float x, float* scratch) {
   return block_reduce_sum(x, scratch, threads_per_row / 32);
 }
 
+template <typename Traits, int kVecSize>
+struct NormAffine {
+  Vector<typename Traits::TWeight, kVecSize> weight, bias;
+
+  __device__ __forceinline__ void load(const NormParams& params, uint32_t vec_idx) {
+    using TWeight = typename Traits::TWeight;
+    weight.load(static_cast<const TWeight*>(params.weight) + vec_idx * kVecSize);
+    if constexpr (Traits::kSubtractMean) {
+      bias.load(static_cast<const TWeight*>(params.bias) + vec_idx * kVecSize);
+    }
+  }
+};
+
 // Scales, converts and writes one vector of a row.
 template <typename Traits, int kVecSize>
 __device__ __forceinline__ void norm_store(const NormParams& params, uint32_t row, uint32_t vec_idx,
-                                           const float (&h)[kVecSize], float mean, float inv_std,
-                                           float inv_out_scale) {
-  using TWeight = typename Traits::TWeight;
+                                           const float (&h)[kVecSize],
+                                           const NormAffine<Traits, kVecSize>& affine, float mean,
+                                           float inv_std, float inv_out_scale) {
   using TOut = typename Traits::TOut;
-  const uint32_t first = vec_idx * kVecSize;
-  Vector<TWeight, kVecSize> weight, bias;
-  weight.load(static_cast<const TWeight*>(params.weight) + first);
-  if constexpr (Traits::kSubtractMean) bias.load(static_cast<const TWeight*>(params.bias) + first);
   float y[kVecSize];
 #pragma unroll
   for (int j = 0; j < kVecSize; ++j) {
     if constexpr (Traits::kSubtractMean) {
-      y[j] = (h[j] - mean) * inv_std * weight[j] + bias[j];
+      y[j] = (h[j] - mean) * inv_std * affine.weight[j] + affine.bias[j];
     } else {
-      y[j] = h[j] * inv_std * (weight[j] + params.weight_offset);
+      y[j] = h[j] * inv_std * (affine.weight[j] + params.weight_offset);
     }
     if constexpr (Traits::kScaleOutput) y[j] *= inv_out_scale;
   }
   Vector<TOut, kVecSize> y_out;
   y_out.from_floats(y);
-  y_out.store(norm_row<TOut>(params.out, row, params.num_heads) + first);
+  y_out.store(norm_row<TOut>(params.out, row, params.num_heads) + vec_idx * kVecSize);
 }
 
 }  // namespace detail
 
-// Block (threads_per_row, rows_per_cta), grid ceil(num_rows / rows_per_cta).
-template <typename Traits, int kVecsPerThread>
-__global__ void __launch_bounds__(1024)
+// Block (threads_per_row, rows_per_cta); a CTA takes rows_per_cta rows at a time. With kManyRows it goes on, grid-strided,
+// and has the next rows under way while it reduces and writes: without that, memory idles during the reduction.
+template <typename Traits, int kVecsPerThread, bool kManyRows>
+__global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
     norm_kernel(const __grid_constant__ NormParams params) {
   using T = typename Traits::T;
-  using TWeight = typename Traits::TWeight;
   constexpr int kVecSize = Traits::kVecSize;
-  constexpr bool kHeldAsFloat = Traits::kAddResidual;
-  __shared__ float scratch[2][32];
+  constexpr int kNumOperands = Traits::kAddResidual ? 2 : 1;
+  using Vec = Vector<T, kVecSize>;
+  // Weights stay in registers while they take no more than 16 of them.
+  constexpr int kAffineBytes = kVecsPerThread * kVecSize * sizeof(typename Traits::TWeight) *
+                               (Traits::kSubtractMean ? 2 : 1);
+  constexpr bool kKeepAffine = kAffineBytes <= 64;
+  __shared__ float scratch[2][2][32];
 
-  const uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
   const uint32_t num_vecs = params.hidden_size / kVecSize;
-  // Threads past the last row go on: the shuffles below need whole warps.
-  const uint32_t num_row_vecs = row < params.num_rows ? num_vecs : 0;
-  const T* input = detail::norm_row<const T>(params.input, row, params.num_heads);
+  const uint32_t row_step = gridDim.x * blockDim.y;
+  // The loop runs on the CTA's first row: threads past the last row go on with zeros, as the shuffles need whole warps.
+  uint32_t first_row = blockIdx.x * blockDim.y;
+  uint32_t parity = 0;
+
+  const auto is_valid = [&](uint32_t r, int i) {
+    return threadIdx.x + i * blockDim.x < num_vecs && r < params.num_rows;
+  };
+  const auto load_row = [&](uint32_t r, Vec(&x)[kNumOperands][kVecsPerThread]) {
+#pragma unroll
+    for (int k = 0; k < kNumOperands; ++k) {
+      const T* data = detail::norm_row<const T>(k == 0 ? params.input : params.residual, r,
+                                                params.num_heads);
+#pragma unroll
+      for (int i = 0; i < kVecsPerThread; ++i) {
+        x[k][i].words[0] = {};
+        if (is_valid(r, i)) x[k][i].load(data + (threadIdx.x + i * blockDim.x) * kVecSize);
+      }
+    }
+  };
 
   // The weight is needed last but is often the only operand that is not in L2 yet.
-  const auto* weight_data = static_cast<const TWeight*>(params.weight);
 #pragma unroll
   for (int i = 0; i < kVecsPerThread; ++i) {
-    const uint32_t vec_idx = threadIdx.x + i * blockDim.x;
-    if (vec_idx < num_row_vecs) ptx::prefetch_l2(weight_data + vec_idx * kVecSize);
+    const uint32_t first = (threadIdx.x + i * blockDim.x) * kVecSize;
+    if (is_valid(0, i)) {
+      ptx::prefetch_l2(static_cast<const typename Traits::TWeight*>(params.weight) + first);
+    }
   }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
 
-  Vector<T, kVecSize> x[kVecsPerThread];
-  float h[kHeldAsFloat ? kVecsPerThread : 1][kVecSize];
-#pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) {
-    const uint32_t vec_idx = threadIdx.x + i * blockDim.x;
-    if (vec_idx < num_row_vecs) {
-      x[i].load(input + vec_idx * kVecSize);
-    } else {
-      x[i].words[0] = {};
-    }
-  }
-  if constexpr (Traits::kAddResidual) {
-    T* residual = detail::norm_row<T>(params.residual, row, params.num_heads);
-    Vector<T, kVecSize> r[kVecsPerThread];
-#pragma unroll
-    for (int i = 0; i < kVecsPerThread; ++i) {
-      const uint32_t vec_idx = threadIdx.x + i * blockDim.x;
-      if (vec_idx < num_row_vecs) {
-        r[i].load(residual + vec_idx * kVecSize);
-      } else {
-        r[i].words[0] = {};
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kVecsPerThread; ++i) {
-      const uint32_t vec_idx = threadIdx.x + i * blockDim.x;
-#pragma unroll
-      for (int j = 0; j < kVecSize; ++j) h[i][j] = x[i][j] + r[i][j];
-      if (vec_idx < num_row_vecs) {
-        r[i].from_floats(h[i]);
-        r[i].store(residual + vec_idx * kVecSize);
-      }
-    }
-  }
-  const auto value = [&](int i, int j) -> float {
-    if constexpr (kHeldAsFloat) {
-      return h[i][j];
-    } else {
-      return x[i][j];
-    }
-  };
-
   const float inv_hidden_size = 1.f / static_cast<float>(params.hidden_size);
-  float mean = 0.f;
-  if constexpr (Traits::kSubtractMean) {
-    float sum = 0.f;
+  Vec next[kNumOperands][kVecsPerThread];
+  load_row(first_row + threadIdx.y, next);
+  // Loaded ahead of the reductions, which would otherwise be followed by the latency of L2.
+  detail::NormAffine<Traits, kVecSize> affine[kKeepAffine ? kVecsPerThread : 1];
+  if constexpr (kKeepAffine) {
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
-#pragma unroll
-      for (int j = 0; j < kVecSize; ++j) sum += value(i, j);
-    }
-    mean = detail::norm_row_sum(sum, scratch[0]) * inv_hidden_size;
-  }
-  float sum_squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) {
-    // Vectors past the end of the row are zero: they add nothing to a sum, but would to a centred one.
-    const bool counts = !Traits::kSubtractMean || threadIdx.x + i * blockDim.x < num_row_vecs;
-#pragma unroll
-    for (int j = 0; j < kVecSize; ++j) {
-      const float centred = value(i, j) - mean;
-      sum_squares += counts ? centred * centred : 0.f;
+      if (is_valid(0, i)) affine[i].load(params, threadIdx.x + i * blockDim.x);
     }
   }
-  sum_squares = detail::norm_row_sum(sum_squares, scratch[1]);
-  const float inv_std = rsqrtf(sum_squares * inv_hidden_size + params.eps);
   const float inv_out_scale = Traits::kScaleOutput ? detail::norm_out_scale(params) : 1.f;
+  for (; first_row < params.num_rows; first_row += row_step, parity ^= 1) {
+    const uint32_t row = first_row + threadIdx.y;
+    Vec x[kVecsPerThread];
+    float h[kVecsPerThread][kVecSize];
+#pragma unroll
+    for (int i = 0; i < kVecsPerThread; ++i) {
+      x[i] = next[0][i];
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        h[i][j] = Traits::kAddResidual ? x[i][j] + next[kNumOperands - 1][i][j] : x[i][j];
+      }
+    }
+    if constexpr (kManyRows) {
+      if (first_row + row_step < params.num_rows) load_row(row + row_step, next);
+    }
+
+    float mean = 0.f;
+    if constexpr (Traits::kSubtractMean) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kVecsPerThread; ++i) {
+#pragma unroll
+        for (int j = 0; j < kVecSize; ++j) sum += h[i][j];
+      }
+      mean = detail::norm_row_sum(sum, scratch[parity][0]) * inv_hidden_size;
+    }
+    float sum_squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < kVecsPerThread; ++i) {
+      // Vectors past the end of the row are zero: they add nothing to a sum, but would to a centred one.
+      const bool counts = !Traits::kSubtractMean || is_valid(row, i);
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        const float centred = h[i][j] - mean;
+        sum_squares += counts ? centred * centred : 0.f;
+      }
+    }
+    sum_squares = detail::norm_row_sum(sum_squares, scratch[parity][1]);
+    const float inv_std = rsqrtf(sum_squares * inv_hidden_size + params.eps);
 
 #pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) {
-    const uint32_t vec_idx = threadIdx.x + i * blockDim.x;
-    if (vec_idx >= num_row_vecs) break;
-    float values[kVecSize];
-#pragma unroll
-    for (int j = 0; j < kVecSize; ++j) values[j] = value(i, j);
-    detail::norm_store<Traits>(params, row, vec_idx, values, mean, inv_std, inv_out_scale);
+    for (int i = 0; i < kVecsPerThread; ++i) {
+      if (!is_valid(row, i)) break;
+      const uint32_t vec_idx = threadIdx.x + i * blockDim.x;
+      if constexpr (Traits::kAddResidual) {
+        Vec sum;
+        sum.from_floats(h[i]);
+        sum.store(detail::norm_row<T>(params.residual, row, params.num_heads) + vec_idx * kVecSize);
+      }
+      if constexpr (!kKeepAffine) affine[0].load(params, vec_idx);
+      detail::norm_store<Traits>(params, row, vec_idx, h[i], affine[kKeepAffine ? i : 0], mean,
+                                 inv_std, inv_out_scale);
+    }
+    if constexpr (!kManyRows) break;
   }
 }
 
@@ -238,7 +259,9 @@ __global__ void __launch_bounds__(1024)
       sum.from_floats(h);
       sum.store(residual + i * kVecSize);
     }
-    detail::norm_store<Traits>(params, row, i, h, mean, inv_std, inv_out_scale);
+    detail::NormAffine<Traits, kVecSize> affine;
+    affine.load(params, i);
+    detail::norm_store<Traits>(params, row, i, h, affine, mean, inv_std, inv_out_scale);
   }
 }
 
@@ -247,36 +270,42 @@ __global__ void __launch_bounds__(1024)
 // `vectorizable`: hidden_size is a whole number of vectors and every row of every operand is aligned to its vectors.
 template <typename Traits>
 inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size, bool vectorizable,
-                                         int num_sms) {
+                                         uint32_t num_sms) {
   const uint32_t num_vecs = hidden_size / Traits::kVecSize;
-  if (!vectorizable || num_vecs > 4 * 1024) {
+  if (!vectorizable || num_vecs > 4 * 512) {
     const uint32_t threads = hidden_size < 1024 ? round_up(hidden_size, 32u) : 1024;
-    return {vectorizable ? NormSchedule::kLooped : NormSchedule::kElementwise,
-            static_cast<int>(threads), 1};
+    return {vectorizable ? NormSchedule::kLooped : NormSchedule::kElementwise, threads, 1, num_rows};
   }
+  NormSchedule schedule = {1, 1, 1, num_rows};
   if (num_vecs <= 128) {
-    // A warp or less per row: no barrier, and several rows in flight per CTA.
-    uint32_t threads = 1;
-    while (threads < 32 && threads < num_vecs) threads *= 2;
-    const uint32_t vecs = ceil_div(num_vecs, threads);
-    return {vecs <= 1 ? 1 : vecs <= 2 ? 2 : 4, static_cast<int>(threads),
-            static_cast<int>(128 / threads)};
+    // A warp or less per row: no barrier.
+    while (schedule.threads_per_row < 32 && schedule.threads_per_row < num_vecs) {
+      schedule.threads_per_row *= 2;
+    }
+    while (schedule.vecs_per_thread * schedule.threads_per_row < num_vecs) {
+      schedule.vecs_per_thread *= 2;
+    }
+    schedule.rows_per_cta = 128 / schedule.threads_per_row;
+  } else {
+    const uint32_t max_threads = num_rows <= num_sms ? 1024 : 512;
+    while (num_vecs > schedule.vecs_per_thread * max_threads) schedule.vecs_per_thread *= 2;
+    schedule.threads_per_row =
+        round_up(ceil_div<uint32_t>(num_vecs, schedule.vecs_per_thread), 32u);
   }
-  // Fewer rows than CTAs fit on the chip: latency counts, so spread each row over more threads.
-  const bool few_rows = num_rows <= static_cast<uint32_t>(2 * num_sms);
-  int vecs_per_thread = few_rows ? 1 : 4;
-  const uint32_t max_threads = few_rows ? 512 : 1024;
-  while (vecs_per_thread < 4 && ceil_div<uint32_t>(num_vecs, vecs_per_thread) > max_threads) {
-    vecs_per_thread *= 2;
-  }
-  const uint32_t threads = round_up(ceil_div<uint32_t>(num_vecs, vecs_per_thread), 32u);
-  return {vecs_per_thread, static_cast<int>(threads), 1};
+  const uint32_t threads = schedule.threads_per_row * schedule.rows_per_cta;
+  const uint32_t num_steps = ceil_div(num_rows, schedule.rows_per_cta);
+  const uint32_t ctas_per_wave = num_sms * (1024 / threads);
+  schedule.num_ctas = num_steps < 4 * ctas_per_wave   ? num_steps
+                      : num_steps < 32 * ctas_per_wave ? ctas_per_wave
+                                                       : ceil_div(num_steps, 4u);
+  return schedule;
 }
 
 template <typename Traits>
 inline cudaError_t launch_norm(const NormParams& params, const NormSchedule& schedule,
                                bool enable_pdl, cudaStream_t stream) {
   void (*kernel)(NormParams) = nullptr;
+  const bool many_rows = schedule.num_ctas * schedule.rows_per_cta < params.num_rows;
   switch (schedule.vecs_per_thread) {
     case NormSchedule::kElementwise:
       kernel = norm_looped_kernel<Traits, 1>;
@@ -285,20 +314,19 @@ inline cudaError_t launch_norm(const NormParams& params, const NormSchedule& sch
       kernel = norm_looped_kernel<Traits, Traits::kVecSize>;
       break;
     case 1:
-      kernel = norm_kernel<Traits, 1>;
+      kernel = many_rows ? norm_kernel<Traits, 1, true> : norm_kernel<Traits, 1, false>;
       break;
     case 2:
-      kernel = norm_kernel<Traits, 2>;
+      kernel = many_rows ? norm_kernel<Traits, 2, true> : norm_kernel<Traits, 2, false>;
       break;
     case 4:
-      kernel = norm_kernel<Traits, 4>;
+      kernel = many_rows ? norm_kernel<Traits, 4, true> : norm_kernel<Traits, 4, false>;
       break;
     default:
       return cudaErrorInvalidValue;
   }
   const dim3 block(schedule.threads_per_row, schedule.rows_per_cta);
-  const dim3 grid(ceil_div<uint32_t>(params.num_rows, schedule.rows_per_cta));
-  return launch_kernel(kernel, grid, block, 0, stream, enable_pdl, params);
+  return launch_kernel(kernel, dim3(schedule.num_ctas), block, 0, stream, enable_pdl, params);
 }
 
 #endif  // __CUDACC_RTC__

@@ -33,11 +33,12 @@ struct NormSchedule {
   static constexpr int kElementwise = -1;
   static constexpr int kLooped = 0;
 
-  // 16-byte vectors that a thread keeps in registers: 1, 2 or 4; or kLooped: the row is read again for each pass; or
-  // kElementwise: that by single elements.
+  // 16-byte vectors of a row that a thread keeps in registers: 1, 2 or 4; or kLooped: the row is read again for each
+  // pass; or kElementwise: that by single elements.
   int vecs_per_thread;
-  int threads_per_row;  // a power of two up to 32, or a multiple of 32
-  int rows_per_cta;     // 1 where threads_per_row > 32
+  uint32_t threads_per_row;  // a power of two up to 32, or a multiple of 32
+  uint32_t rows_per_cta;     // 1 where threads_per_row > 32
+  uint32_t num_ctas;         // fewer than it takes for all rows at once: each CTA goes on with the next ones
 };
 
 }  // namespace flashinfer
