@@ -37,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An import folder with the wheel unpacked, built for sm_90a."""
     folder = tmp_path_factory.mktemp("jit-cache")
     result = python(
-        *"-m build --no-isolation --skip-dependency-check --wheel -o".split(),
+        *["-m", "build", "--no-isolation", "--skip-dependency-check", "--wheel", "-o"],
         str(folder),
         f"--config-setting=modules={MODULE}",
         str(ROOT / "flashinfer-jit-cache"),
