@@ -43,7 +43,7 @@ def write_record(text: str) -> None:
         stream.write(record)
         stream.flush()
         return
-    path = destination.replace("%i", str(os.getpid()))
+    path = os.path.expanduser(destination.replace("%i", str(os.getpid())))
     try:
         with _lock:
             if path not in _files:
@@ -81,7 +81,13 @@ def describe_inputs(call: ApiCall, level: int) -> str:
 
 def describe_outputs(call: ApiCall, result: Any, level: int) -> str:
     """The record written after a call."""
-    return f"#{call.number} {call.name} returned {describe(result, _statistics_mode(call, level))}"
+    statistics = _statistics_mode(call, level)
+    text = f"#{call.number} {call.name} returned {describe(result, statistics)}"
+    if result is None and statistics == "yes":
+        # What returns nothing worked in place: the arguments are the outputs.
+        changed = [(name, value) for name, value in call.arguments.items() if _has_tensor(value)]
+        text += "".join(f"\n  {name} is now {describe(v, statistics)}" for name, v in changed)
+    return text
 
 
 def _statistics_mode(call: ApiCall, level: int) -> str:

@@ -63,11 +63,13 @@ def replay_from_dump(
     Raises
     ------
     ValueError
-        If the folder is no dump of this format, or refers to something that cannot be found.
+        If the folder is no dump of this format, or refers to something that cannot be found, or the
+        device is not there.
     """
     folder = Path(dump_dir)
     metadata = _load_metadata(folder)
     registry = object_registry if object_registry is not None else {}
+    _require_device(device, metadata)
     inputs = _decoder(folder, metadata["inputs"], device, registry)
     args = [inputs.decode(node) for node in metadata["args"]]
     kwargs = {name: inputs.decode(node) for name, node in metadata["kwargs"].items()}
@@ -153,6 +155,19 @@ def _load_metadata(folder: Path) -> dict[str, Any]:
             f"{folder} has dump format {metadata.get('format')}, this version reads {FORMAT}"
         )
     return metadata
+
+
+def _require_device(device: str, metadata: Mapping[str, Any]) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"device must name a device such as 'cuda:0', got {device!r}") from error
+    recorded = {entry["device"].partition(":")[0] for entry in metadata["inputs"]["tensors"]}
+    if kind == "cuda" and "cuda" in recorded and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {device!r} is not available here; device='cpu' loads the dump, and runs it "
+            "with FLASHINFER_BACKEND=reference"
+        )
 
 
 def _decoder(

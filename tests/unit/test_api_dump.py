@@ -407,6 +407,20 @@ def test_crash_leaves_a_dump_that_loads(folder):
         replay_only(folder, run=True)
 
 
+def test_device_that_is_not_there(folder, monkeypatch):
+    scale(torch.ones(2), 1.0)
+    (dump,) = dumps(folder)
+    with pytest.raises(ValueError, match="got 'gpu'"):
+        replay_from_dump(str(dump), device="gpu")
+    recorded = metadata(dump)
+    recorded["inputs"]["tensors"][0]["device"] = "cuda:0"
+    (dump / "metadata.json").write_text(json.dumps(recorded))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device 'cuda' is not available here; device='cpu'"):
+        replay_from_dump(str(dump))
+    assert replay_from_dump(str(dump), device="cpu")["tensors"]["input"].device.type == "cpu"
+
+
 def test_bad_folders(tmp_path):
     with pytest.raises(ValueError, match="must hold a readable metadata.json"):
         replay_from_dump(str(tmp_path))

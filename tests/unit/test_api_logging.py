@@ -122,6 +122,12 @@ def test_statistics_are_left_out_during_graph_capture(log, monkeypatch):
     assert "min=" not in log.text()
 
 
+def test_what_works_in_place_shows_its_arguments_after_the_call(log):
+    log.decorate(5, lambda x, scale: x.mul_(scale) and None)(torch.tensor(2.0), 3.0)
+    before, after = log.text().split("returned None")
+    assert "min=2 max=2" in before and re.search("  x is now Tensor.* min=6 max=6", after)
+
+
 def test_excluded_calls_skip_the_statistics(log, monkeypatch):
     monkeypatch.setenv("FLASHINFER_DUMP_EXCLUDE", "other, a*d")
     log.decorate(5, add)(torch.ones(2))
