@@ -191,7 +191,8 @@ def _ninja(
         stdin=subprocess.DEVNULL,
         text=True,
         errors="replace",
-        env=env.child_environment({"NINJA_STATUS": "[%f/%t] "}),
+        # Error messages are read by errors.py, which knows the English ones.
+        env=env.child_environment({"NINJA_STATUS": "[%f/%t] ", "LC_ALL": "C"}),
     )
     lines: list[str] = []
 

@@ -197,7 +197,12 @@ def _ask(command: list[str], what: str) -> str:
     """Standard output and error of a short command."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            stdin=subprocess.DEVNULL,
+            env=env.child_environment({"LC_ALL": "C"}),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolchainError(f"{what} does not run: {error}\n  hint: check {command[0]}") from error
