@@ -1,14 +1,13 @@
 """The timing functions against a simulated device: a clock that work advances, on any machine."""
 
 import contextlib
-import itertools
-import types
 
 import pytest
 import torch
+from simulated_device import device as device
 
 import flashinfer.testing as testing
-from flashinfer.testing import cupti_trace, timers
+from flashinfer.testing import timers
 
 FUNCTIONS = [
     testing.bench_gpu_time,
@@ -16,141 +15,6 @@ FUNCTIONS = [
     testing.bench_gpu_time_with_cudagraph,
     testing.bench_gpu_time_with_cupti,
 ]
-FLUSH_MS = 7.0
-
-
-class Device:
-    """A GPU that does nothing but take time; ``work`` is what kernels call."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.capturing = None
-        self.flushes = 0
-        self.cupti = None
-
-    def work(self, ms, name="kernel"):
-        if self.capturing is not None:
-            self.capturing.append(ms)
-            return
-        start, self.now = self.now, self.now + ms
-        if self.cupti is not None:
-            self.cupti.kernel(start, self.now, name)
-
-    def flush(self):
-        self.flushes += 1
-        self.work(FLUSH_MS, "flush")
-
-
-class FakeEvent:
-    def __init__(self, device, **_):
-        self.device = device
-
-    def record(self):
-        self.at = self.device.now
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, other):
-        return other.at - self.at
-
-
-class FakeStream:
-    def wait_stream(self, other):
-        pass
-
-
-class FakeGraph:
-    def __init__(self, device):
-        self.device, self.nodes = device, []
-
-    def replay(self):
-        for ms in self.nodes:
-            self.device.work(ms)
-
-
-class FakeCupti:
-    """Enough of ``cupti.cupti``: one launch record and one kernel record per piece of work."""
-
-    ActivityKind = types.SimpleNamespace(
-        RUNTIME=5, DRIVER=4, CONCURRENT_KERNEL=10, MEMCPY=1, MEMSET=2
-    )
-
-    def __init__(self, device, drop=0):
-        self.device, self.clock = device, itertools.count(1)
-        self.enabled, self.buffer, self.ids, self.drop = set(), [], itertools.count(100), drop
-        device.cupti = self
-
-    def get_timestamp(self):
-        return next(self.clock)
-
-    def activity_register_callbacks(self, requested, completed):
-        assert requested() == (8 << 20, 0)
-        self.completed = completed
-
-    def activity_enable(self, kind):
-        self.enabled.add(kind)
-
-    def activity_disable(self, kind):
-        self.enabled.remove(kind)
-
-    def activity_flush_all(self, flag):
-        self.completed(self.buffer[self.drop :])
-        self.buffer = []
-
-    def kernel(self, start, end, name):
-        if 10 not in self.enabled:
-            return
-        correlation = next(self.ids)
-        self.buffer.append(
-            types.SimpleNamespace(kind=5, start=self.get_timestamp(), correlation_id=correlation)
-        )
-        self.buffer.append(
-            types.SimpleNamespace(
-                kind=10,
-                start=int(start * 1e6),
-                end=int(end * 1e6),
-                correlation_id=correlation,
-                name=name,
-            )
-        )
-
-
-@pytest.fixture
-def device(monkeypatch):
-    fake = Device()
-    cuda = timers.torch.cuda
-
-    @contextlib.contextmanager
-    def capture(graph):
-        fake.capturing = graph.nodes
-        yield
-        fake.capturing = None
-
-    for name, value in {
-        "is_available": lambda: True,
-        "synchronize": lambda: None,
-        "Event": lambda **options: FakeEvent(fake, **options),
-        "Stream": FakeStream,
-        "current_stream": FakeStream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "CUDAGraph": lambda: FakeGraph(fake),
-        "graph": capture,
-    }.items():
-        monkeypatch.setattr(cuda, name, value)
-    monkeypatch.setattr(timers, "l2_cache_bytes", lambda device=None: 1000)
-    flush = property(lambda request: fake.flush if request.cold_l2 else lambda: None)
-    monkeypatch.setattr(timers.Request, "flush", flush)
-    monkeypatch.setattr(timers, "_warned", set())
-    monkeypatch.setattr(timers.time, "sleep", lambda seconds: None)
-    return fake
-
-
-@pytest.fixture
-def cupti(device, monkeypatch):
-    fake = FakeCupti(device)
-    monkeypatch.setattr("flashinfer.testing.timers.load_cupti", lambda: fake)
-    return fake
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -236,100 +100,6 @@ def test_graph_without_tensors_flushes_and_says_so(device):
     assert device.flushes > 5
 
 
-@pytest.mark.parametrize("use_cuda_graph", [False, True])
-def test_cupti_spans_the_kernels_of_each_call(device, cupti, use_cuda_graph):
-    durations = itertools.cycle([1.0, 2.0, 4.0]) if not use_cuda_graph else itertools.repeat(2.0)
-
-    def kernel():
-        device.work(next(durations))
-        device.work(0.5)
-
-    times = testing.bench_gpu_time(
-        kernel, enable_cupti=True, use_cuda_graph=use_cuda_graph, dry_run_iters=2, repeat_iters=6
-    )
-    assert sorted(set(times)) == ([2.5] if use_cuda_graph else [1.5, 2.5, 4.5])
-    assert len(times) == 6
-    assert device.flushes == 5 + 2 + 6, "flushes happen, and are no part of the spans"
-    assert cupti.enabled == set(), "recording must be switched off again"
-
-
-def test_cupti_falls_back_with_one_warning(device, monkeypatch):
-    def unavailable():
-        raise cupti_trace.CuptiUnavailableError("cupti-python does not import")
-
-    monkeypatch.setattr("flashinfer.testing.timers.load_cupti", unavailable)
-    with pytest.warns(RuntimeWarning, match="falling back from CUPTI to CUDA events") as caught:
-        for _ in range(3):
-            times = testing.bench_gpu_time(
-                lambda: device.work(2.0), enable_cupti=True, repeat_iters=3
-            )
-            assert times == [2.0] * 3
-    assert len(caught) == 1
-
-
-def test_cupti_falls_back_to_a_graph(device, monkeypatch):
-    def unavailable():
-        raise cupti_trace.CuptiUnavailableError("no")
-
-    monkeypatch.setattr("flashinfer.testing.timers.load_cupti", unavailable)
-    with pytest.warns(RuntimeWarning, match="CUDA graphs"):
-        times = testing.bench_gpu_time_with_cupti(
-            lambda: device.work(2.0), use_cuda_graph=True, repeat_iters=3, cold_l2_cache=False
-        )
-    assert times == [2.0] * 3
-
-
-def test_cupti_records_that_are_lost_cause_the_fall_back_not_a_wrong_time(device, cupti):
-    cupti.drop = 10**6
-    with pytest.warns(RuntimeWarning, match="recorded no kernel for 4 of 4"):
-        times = testing.bench_gpu_time_with_cupti(
-            lambda: device.work(2.0), dry_run_iters=0, repeat_iters=4
-        )
-    assert times == [2.0] * 4
-
-
-def test_cupti_that_refuses_is_left_switched_off(device, cupti, monkeypatch):
-    enable = cupti.activity_enable
-
-    def refuse(kind):
-        if kind == 10:
-            raise RuntimeError("CUPTI_ERROR_NOT_COMPATIBLE")
-        enable(kind)
-
-    monkeypatch.setattr(cupti, "activity_enable", refuse)
-    with pytest.warns(RuntimeWarning, match="CUPTI_ERROR_NOT_COMPATIBLE"):
-        testing.bench_gpu_time_with_cupti(lambda: device.work(2.0), repeat_iters=2)
-    assert cupti.enabled == set()
-
-
-def test_an_exception_in_the_kernel_switches_cupti_off(device, cupti):
-    calls = itertools.count()
-
-    def kernel():
-        if next(calls) == 4:
-            raise ZeroDivisionError
-        device.work(1.0)
-
-    with pytest.raises(ZeroDivisionError):
-        testing.bench_gpu_time_with_cupti(kernel)
-    assert cupti.enabled == set()
-
-
-def test_spans_ignore_work_outside_of_the_windows():
-    trace = cupti_trace.Trace(
-        launches=[(5, 1), (12, 2), (13, 3), (25, 4), (31, 5)],
-        device_work=[
-            (1, 0, 9_000_000, "before"),
-            (3, 3_000_000, 4_000_000, "second kernel first in the list"),
-            (2, 1_000_000, 2_000_000, "first kernel"),
-            (4, 5_000_000, 9_000_000, "between the windows"),
-            (5, 6_000_000, 6_500_000, "second window"),
-            (99, 0, 10**9, "launch not recorded"),
-        ],
-    )
-    assert trace.spans_ms([(10, 20), (30, 40)]) == [3.0, 0.5]
-
-
 def test_sleep_after_run_sleeps_once_per_timed_call(device, monkeypatch):
     naps = []
     monkeypatch.setattr(timers.time, "sleep", naps.append)
@@ -412,29 +182,6 @@ def test_set_seed_repeats_every_generator():
     assert draw() == first
     testing.set_seed(6)
     assert draw() != first
-
-
-def test_cupti_package_is_checked(monkeypatch):
-    def missing(name):
-        raise ImportError("No module named 'cupti'")
-
-    monkeypatch.setattr(cupti_trace.importlib, "import_module", missing)
-    with pytest.raises(cupti_trace.CuptiUnavailableError, match="pip install -U cupti-python"):
-        cupti_trace.load_cupti()
-
-
-@pytest.mark.parametrize(("version", "usable"), [("12.8.0", False), ("13.0.1", True)])
-def test_cupti_must_be_of_cuda_13(monkeypatch, version, usable):
-    import importlib.metadata
-
-    module = types.SimpleNamespace()
-    monkeypatch.setattr(cupti_trace.importlib, "import_module", lambda name: module)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    if usable:
-        assert cupti_trace.load_cupti() is module
-    else:
-        with pytest.raises(cupti_trace.CuptiUnavailableError, match="12.8.0 is too old"):
-            cupti_trace.load_cupti()
 
 
 @pytest.mark.parametrize("aggregate, wanted", [(max, [3.0, 5.0]), (min, [1.0, 2.0])])

@@ -1,0 +1,48 @@
+"""A benchmark timer without a GPU, and the benchmark's modules; all of it is for import."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashinfer
+
+BENCHMARKS = Path(flashinfer.__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import flashinfer_benchmark as cli  # noqa: E402, F401
+import harness  # noqa: E402, F401
+import report  # noqa: E402, F401
+import routines  # noqa: E402, F401
+
+SMALL = ["--batch_size", "4", "--hidden_size", "64"]
+
+
+class FakeTimer:
+    """Every call takes one millisecond on a device that copies 2 TB/s; nothing is executed."""
+
+    device = "cpu"
+
+    def __init__(self):
+        self.timed = []
+
+    def device_name(self):
+        return "simulated"
+
+    def copy_tb_per_sec(self):
+        return 2.0
+
+    def time(self, function, arguments, case):
+        self.timed.append((function, arguments, case))
+        return [1.0, 1.5, 0.5], "simulated"
+
+
+@pytest.fixture
+def timer():
+    return FakeTimer()
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
