@@ -222,6 +222,7 @@ def _deliver(
     returned: list[Any] = []
     written: dict[str, torch.Tensor] = {}
     writes: list[tuple[torch.Tensor, torch.Tensor]] = []
+    in_place_of: dict[str, str | None] = {}
     # A reference may return fewer results than the template lists: optional ones come last.
     for (key, spec), result in zip(template.outputs.items(), results, strict=False):
         param = spec.param or key
@@ -230,11 +231,11 @@ def _deliver(
             returned.append(result.to(getattr(torch, dtypes[key]), copy=True))
             continue
         check_destination(param, getattr(spec, "layout", None), destination, result.shape)
-        written[param] = destination
+        written[param], in_place_of[param] = destination, getattr(spec, "in_place_of", None)
         writes.append((destination, result))
         if parameters[param].default is not inspect.Parameter.empty:
             returned.append(destination)
-    check_aliasing(written, arguments)
+    check_aliasing(written, arguments, in_place_of)
     for destination, result in writes:
         destination.copy_(result)
     if not returned:

@@ -100,16 +100,20 @@ def check_destination(param: str, layout: str | None, tensor: Any, shape: Iterab
         )
 
 
-def check_aliasing(written: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> None:
+def check_aliasing(
+    written: Mapping[str, torch.Tensor],
+    arguments: Mapping[str, Any],
+    in_place_of: Mapping[str, str | None],
+) -> None:
     """Refuse a written tensor that shares elements with another argument.
 
-    The same view as an argument that is only read is fine: the operation then works in place.
+    The same view as the argument that `in_place_of` names for it is fine.
     """
     for name, tensor in written.items():
         for other_name, other in arguments.items():
             if other_name == name or not isinstance(other, torch.Tensor):
                 continue
-            in_place = other_name not in written and _same_view(tensor, other)
+            in_place = in_place_of.get(name) == other_name and _same_view(tensor, other)
             if not in_place and _share_elements(tensor, other):
                 raise ValueError(f"`{name}` must not share memory with `{other_name}`")
 

@@ -75,6 +75,9 @@ class Tensor:
     layout : {"rows", "matrix"}, optional
         Accepted strides: ``"rows"`` has a contiguous last dimension, ``"matrix"`` moreover leading
         dimensions that fold into one. Any when None.
+    in_place_of : str, optional
+        Of an output: the argument that its destination may be the same view of (``out=input``).
+        Any other sharing of memory with another argument is refused.
     """
 
     dim_names: Sequence[str]
@@ -89,6 +92,7 @@ class Tensor:
     dtypes: Sequence[str] | None = None
     ranks: Sequence[int] | None = None
     layout: Literal["rows", "matrix"] | None = None
+    in_place_of: str | None = None
 
 
 @dataclass(frozen=True)

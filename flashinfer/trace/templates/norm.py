@@ -194,8 +194,9 @@ _RESIDUAL_OUT = _rows(
 _QUANTIZED = _rows(param="out", dtypes=_FP8, description="Quantised result.")
 
 
-def _output(param: str | None) -> Tensor:
-    return _rows(param=param, dtype_from="hidden_states")
+_OUT = _rows(param="out", dtype_from="hidden_states", in_place_of="input")
+_RETURNED = _rows(dtype_from="hidden_states")
+_INPUT_OUT = _rows(param="input", dtype_from="hidden_states")
 
 
 rmsnorm_trace = TraceTemplate(
@@ -204,7 +205,7 @@ rmsnorm_trace = TraceTemplate(
     description="Root mean square normalisation of each row, times a weight.",
     axes=_axes(),
     inputs={"hidden_states": _INPUT, "weight": _WEIGHT, "eps": _EPS},
-    outputs={"output": _output("out")},
+    outputs={"output": _OUT},
     tags=["status:verified"],
     reference=_rmsnorm_reference,
     hints=["enable_pdl"],
@@ -221,7 +222,7 @@ fused_add_rmsnorm_trace = TraceTemplate(
         "weight": _WEIGHT,
         "eps": _EPS,
     },
-    outputs={"output": _output("input"), "residual_out": _RESIDUAL_OUT},
+    outputs={"output": _INPUT_OUT, "residual_out": _RESIDUAL_OUT},
     tags=["status:verified", "fused"],
     reference=_fused_add_rmsnorm_reference,
     hints=["enable_pdl"],
@@ -233,7 +234,7 @@ gemma_rmsnorm_trace = TraceTemplate(
     description="Root mean square normalisation of each row, times one plus a weight.",
     axes=_axes(),
     inputs={"hidden_states": _INPUT, "weight": _WEIGHT, "eps": _EPS},
-    outputs={"output": _output("out")},
+    outputs={"output": _OUT},
     tags=["status:verified"],
     reference=_gemma_rmsnorm_reference,
     hints=["enable_pdl"],
@@ -250,7 +251,7 @@ gemma_fused_add_rmsnorm_trace = TraceTemplate(
         "weight": _WEIGHT,
         "eps": _EPS,
     },
-    outputs={"output": _output("input"), "residual_out": _RESIDUAL_OUT},
+    outputs={"output": _INPUT_OUT, "residual_out": _RESIDUAL_OUT},
     tags=["status:verified", "fused"],
     reference=_gemma_fused_add_rmsnorm_reference,
     hints=["enable_pdl"],
@@ -262,7 +263,7 @@ layernorm_trace = TraceTemplate(
     description="Layer normalisation of each row with a float32 factor and offset per element.",
     axes=_axes(),
     inputs={"hidden_states": _INPUT, **_AFFINE, "eps": _EPS},
-    outputs={"output": _output(None)},
+    outputs={"output": _RETURNED},
     tags=["status:verified"],
     reference=_layernorm_reference,
 )

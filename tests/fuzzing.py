@@ -1,0 +1,211 @@
+"""What the fuzzers of all families share: awkward layouts, faults, and the verdict on one call.
+
+A fuzzer draws a call that the documentation allows, and with some probability one fault. Without
+fault the call must be accepted and match the reference; with a fault it must be refused by name
+and must not have written anything. There is no third outcome.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from flashinfer.testing import CheckOptions, assert_matches_reference
+from flashinfer.testing.tensors import clone_arguments, fill_with_poison, iter_tensors
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+GPU_EXAMPLES, CPU_EXAMPLES = 2500, 300
+
+WIDTHS = st.one_of(
+    st.sampled_from([1, 2, 3, 7, 8, 16, 31, 64, 127, 128, 129, 256, 1024, 1032, 2048, 4096, 8192]),
+    st.sampled_from([0, 8200, 16384, 16392, 32768, 33000, 65536, 131072]),
+    st.integers(1, 600),
+)
+"""Row lengths: powers of two, their neighbours, what a vector does not divide, and long ones."""
+
+ROWS = st.one_of(st.sampled_from([0, 1, 2, 3, 132, 133]), st.integers(1, 40))
+MAX_ELEMENTS = 2**18
+
+Fault = Callable[[dict[str, Any]], dict[str, Any] | None]
+"""Changes arguments so that they must be refused; None where it does not apply to them."""
+
+
+# ---- layouts -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a tensor lie; the last dimension is contiguous."""
+
+    offset: int = 0  # elements before the first: misalignment
+    gap: int = 0  # elements between rows
+    permuted: bool = False  # the two leading dimensions of three lie in the other order
+
+
+LAYOUTS = st.builds(
+    Layout,
+    offset=st.sampled_from([0, 0, 0, 1, 2, 4, 8]),
+    gap=st.sampled_from([0, 0, 0, 1, 3, 8, 64]),
+    permuted=st.booleans(),
+)
+
+
+def empty_in_layout(
+    shape: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor full of NaN, gaps and margins included."""
+    order = list(range(len(shape) - 1))
+    if layout.permuted:
+        order.reverse()
+    strides, step = [0] * (len(shape) - 1) + [1], (shape[-1] if shape else 1) + layout.gap
+    for dimension in reversed(order):
+        strides[dimension] = max(step, 1)
+        step *= shape[dimension]
+    margin = 8
+    storage = torch.empty(layout.offset + step + margin, dtype=dtype, device=device)
+    return fill_with_poison(storage).as_strided(shape, strides, layout.offset)
+
+
+# ---- faults of a single tensor -----------------------------------------------------------------
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Every second element of a wider tensor."""
+    if tensor.numel() == 0 or tensor.shape[-1] < 2:
+        return None
+    return torch.repeat_interleave(tensor, 2, dim=-1)[..., ::2]
+
+
+def longer(tensor: torch.Tensor) -> torch.Tensor:
+    """One element more in the last dimension."""
+    return tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + 1))
+
+
+def one_row_more(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_zeros((tensor.shape[0] + 1, *tensor.shape[1:]))
+
+
+def expanded(tensor: torch.Tensor) -> torch.Tensor | None:
+    """All rows in one place."""
+    if tensor.ndim < 2 or tensor.shape[0] < 2 or tensor.numel() == 0:
+        return None
+    return torch.zeros_like(tensor[:1]).expand_as(tensor)
+
+
+def sliding(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Each row begins one element after the one before."""
+    if tensor.ndim != 2 or tensor.shape[0] < 2 or tensor.shape[1] < 2:
+        return None
+    return tensor.new_zeros(sum(tensor.shape)).as_strided(tensor.shape, (1, 1))
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The same layout one element further, over the elements of `tensor` itself."""
+    if tensor.shape[-1] < 2 or tensor.numel() == 0:
+        return None
+    return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + 1)
+
+
+def with_dtype(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    return lambda tensor: None if tensor.dtype == dtype else tensor.float().to(dtype)
+
+
+def replace(name: str, change: Callable[[torch.Tensor], Any], source: str | None = None) -> Fault:
+    """Fault that replaces argument `name` by a changed version of it (or of `source`)."""
+
+    def fault(arguments: dict[str, Any]) -> dict[str, Any] | None:
+        tensor = arguments.get(source or name)
+        changed = change(tensor) if isinstance(tensor, torch.Tensor) else None
+        return None if changed is None else {**arguments, name: changed}
+
+    return fault
+
+
+def put(name: str, value: Any) -> Fault:
+    """Fault that passes `value` as argument `name`, if the call has it."""
+    return lambda arguments: {**arguments, name: value} if name in arguments else None
+
+
+# ---- the verdict -------------------------------------------------------------------------------
+
+
+def _bytes_of(arguments: dict[str, Any]) -> list[torch.Tensor]:
+    return [
+        torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        for t in iter_tensors(arguments)
+    ]
+
+
+def _assert_refused(api: Callable[..., Any], arguments: dict[str, Any], argument: str) -> None:
+    before = _bytes_of(clone_arguments(arguments))
+    try:
+        api(**arguments)
+    except (TypeError, ValueError) as error:
+        assert argument in str(error), f"the message does not name {argument}: {error}"
+    else:
+        raise AssertionError("accepted, but must be refused")
+    for old, new in zip(before, _bytes_of(arguments), strict=True):
+        assert torch.equal(old, new), "refused, but something was written"
+
+
+@dataclass
+class Tally:
+    """Runs the drawn calls and counts what became of them."""
+
+    faults: dict[str, Fault]
+    accepted: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    begun: float = field(default_factory=time.monotonic)
+
+    def judge(
+        self,
+        api: Callable[..., Any],
+        arguments: dict[str, Any],
+        options: CheckOptions | None,
+        fault: str | None,
+    ) -> None:
+        """Call `api` with the fault, if it applies to the arguments, or else without."""
+        changed = self.faults[fault](arguments) if fault is not None else None
+        if fault is not None and changed is not None:
+            self.refuse(api, changed, fault)
+        else:
+            assert_matches_reference(api, options, **arguments)
+            self.accepted[api.__name__] += 1
+
+    def refuse(self, api: Callable[..., Any], arguments: dict[str, Any], fault: str) -> None:
+        """Call `api` with arguments that it must refuse; a fault's first word is the argument."""
+        _assert_refused(api, arguments, fault.split()[0])
+        self.refused[fault] += 1
+
+    def report(self, family: str, device: torch.device) -> str:
+        cases = self.accepted.total() + self.refused.total()
+        return (
+            f"\n{family} on {device}: {cases} cases in {time.monotonic() - self.begun:.1f} s, "
+            f"{self.accepted.total()} accepted and right, {self.refused.total()} refused by name "
+            f"({len(self.refused)} kinds of fault), 0 silent mismatches"
+        )
+
+
+def faults(all_faults: dict[str, Fault]) -> st.SearchStrategy[str | None]:
+    """No fault in two cases of three."""
+    return st.one_of(st.none(), st.none(), st.sampled_from(list(all_faults)))
+
+
+def fuzz_settings(examples: int) -> settings:
+    """The same cases in every run; no shrinking database, no deadline (a call may compile)."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
