@@ -243,6 +243,12 @@ def _rotated_calls(request: Request, num_iters_within_graph: int) -> tuple[list[
     # cache twice over.
     wanted = request.flush_bytes or 2 * l2_cache_bytes(request.flush_device)
     copies = copies_to_exceed(per_call, wanted + 1, limit=_MAX_COPIES)
+    if copies * per_call <= wanted:
+        _warn_once(
+            "too small to rotate",
+            f"arguments of {per_call} bytes: {copies} copies may stay in the L2 cache, so the times "
+            "are between cold and warm (CUPTI measures them cold)",
+        )
     sets = [(request.args, request.kwargs)]
     sets += [clone_arguments(sets[0], where=lambda t: t.is_cuda) for _ in range(copies - 1)]
     num_calls = num_iters_within_graph * math.ceil(copies / num_iters_within_graph)

@@ -93,6 +93,16 @@ def test_graph_rotates_over_copies_that_exceed_twice_the_cache(device, monkeypat
     assert device.flushes == 0
 
 
+def test_graph_of_tiny_arguments_says_that_the_cache_may_be_warm(device, monkeypatch):
+    monkeypatch.setattr(timers, "storage_bytes", lambda tree: 10)
+    monkeypatch.setattr(timers, "_MAX_COPIES", 100)
+    with pytest.warns(RuntimeWarning, match="arguments of 10 bytes: 100 copies"):
+        times = testing.bench_gpu_time(
+            lambda x: device.work(1.0), input_args=(0,), use_cuda_graph=True, repeat_iters=2
+        )
+    assert times == [1.0, 1.0]
+
+
 def test_graph_without_tensors_flushes_and_says_so(device):
     with pytest.warns(RuntimeWarning, match="no tensor in input_args"):
         times = testing.bench_gpu_time_with_cudagraph(lambda: device.work(3.0), repeat_iters=5)
