@@ -1,0 +1,72 @@
+"""What the documents say about the code is still true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashinfer import support
+from flashinfer.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".claude/skills/*/SKILL.md")]
+)
+OPERATIONS = re.compile(r"<!-- operations: .*? -->\n(.*?)<!-- end of operations -->", re.S)
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_operations_table_is_current():
+    """README.md has what `python -m flashinfer.support` prints."""
+    (table,) = OPERATIONS.findall((ROOT / "README.md").read_text())
+    assert table.strip() == support.markdown().strip()
+
+
+def test_every_public_operation_is_in_the_table():
+    import flashinfer
+
+    names = {name for name, *_ in support.operations()}
+    public = {n for n, v in vars(flashinfer).items() if hasattr(v, "fi_trace")}
+    assert names == public
+
+
+def test_support_follows_declared_capabilities(monkeypatch: pytest.MonkeyPatch):
+    def hopper_only() -> None: ...
+
+    hopper_only.is_compute_capability_supported = lambda cc: cc >= 90
+    archs = [a for a in support.ARCHITECTURES if support._runs_on(hopper_only, a)]
+    assert archs == ["9.0a", "10.0a", "10.3a", "11.0a", "12.0a", "12.1a"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_links_and_paths_exist(document: Path):
+    """Relative links, and paths in backticks that start in a folder of the repository."""
+    text = document.read_text()
+    missing = []
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text):
+        if not (document.parent / link).exists():
+            missing.append(link)
+    folders = "include|csrc|flashinfer|tests|benchmarks|examples|docs|3rdparty|flashinfer-jit-cache"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]*)`", text):
+        # flashinfer/data is made by an installation.
+        if not path.startswith("flashinfer/data") and not (ROOT / path).exists():
+            missing.append(path)
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_commands_exist(document: Path):
+    """Every `flashinfer <command>` that a document names is one."""
+    named = re.findall(
+        r"(?:^|`|\$ |\" )flashinfer ([a-z][a-z-]+)\b", document.read_text(), flags=re.M
+    )
+    assert set(named) <= set(main.commands)
+
+
+def test_guide_is_short():
+    assert len((ROOT / "CLAUDE.md").read_text().splitlines()) < 200
