@@ -246,8 +246,8 @@ def _rotated_calls(request: Request, num_iters_within_graph: int) -> tuple[list[
     if copies * per_call <= wanted:
         _warn_once(
             "too small to rotate",
-            f"arguments of {per_call} bytes: {copies} copies may stay in the L2 cache, so the times "
-            "are between cold and warm (CUPTI measures them cold)",
+            f"arguments of {per_call} bytes: {copies} copies may stay in the L2 cache, so the "
+            "times are between cold and warm (CUPTI measures them cold)",
         )
     sets = [(request.args, request.kwargs)]
     sets += [clone_arguments(sets[0], where=lambda t: t.is_cuda) for _ in range(copies - 1)]
@@ -287,8 +287,9 @@ def _with_cupti(request: Request, cupti: Any, use_cuda_graph: bool) -> list[floa
             begin = cupti.get_timestamp()
             run()
             window = (begin, cupti.get_timestamp())
-            if i >= dry:
-                windows.append(window)
+            if i < dry:
+                continue
+            windows.append(window)
             if request.sleep_after_run:
                 torch.cuda.synchronize()
                 sleep_after_kernel_run((cupti.get_timestamp() - begin) / 1e6)
