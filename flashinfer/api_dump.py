@@ -30,6 +30,9 @@ from .version import __version__
 
 FORMAT = 1
 
+# Names this run of the program together with the process id, which containers use again and again.
+_STARTED = datetime.datetime.now().isoformat()
+
 _GIGABYTE = 10**9
 
 # Disk and CUDA errors, and values that nobody foresaw: the call itself must still run.
@@ -193,6 +196,7 @@ def _describe_call(call: ApiCall) -> tuple[dict[str, Any], Encoder]:
         "function": import_path(call.func),
         "number": call.number,
         "process_id": os.getpid(),
+        "run": f"{_STARTED} pid {os.getpid()}",
         # A call made by another dumped call is repeated by replaying that one.
         "parent": stack[-1].metadata["number"] if stack else None,
         "time": datetime.datetime.now().isoformat(),
@@ -210,7 +214,7 @@ def _describe_call(call: ApiCall) -> tuple[dict[str, Any], Encoder]:
 
 
 def _folder_of(call: ApiCall) -> Path:
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S.%f")
     name = re.sub(r"[^\w.]", "_", call.name)
     root = Path(env.FLASHINFER_DUMP_DIR.get()).expanduser()
     return root / f"{now}_pid{os.getpid()}_{call.number:06d}_{name}"

@@ -93,7 +93,7 @@ def replay_from_dump(
 
 
 def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]:
-    """Run every call dumped under a folder again, in the order of each process, and compare.
+    """Run every call dumped under a folder again, process after process, and compare.
 
     Calls made from inside another dumped call are left out: they are repeated with it. Objects are
     created by their dumped ``__init__`` and used by the methods that follow.
@@ -120,13 +120,14 @@ def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]
     if not folders:
         raise ValueError(f"root_dir must hold dumps (folders with metadata.json), got {root_dir}")
     calls = [(folder, _load_metadata(folder)) for folder in folders]
-    calls.sort(key=lambda call: (call[1]["process_id"], call[1]["number"]))
-    dumped = {(metadata["process_id"], metadata["number"]) for _, metadata in calls}
-    registry: dict[tuple[int, int], Any] = {}
+    calls.sort(key=lambda call: (call[1]["run"], call[1]["number"]))
+    dumped = {(metadata["run"], metadata["number"]) for _, metadata in calls}
+    objects: dict[str, dict[tuple[int, int], Any]] = {metadata["run"]: {} for _, metadata in calls}
     replays = []
     for folder, metadata in calls:
-        if (metadata["process_id"], metadata["parent"]) in dumped:
+        if (metadata["run"], metadata["parent"]) in dumped:
             continue
+        registry = objects[metadata["run"]]
         try:
             replays.append(replay_from_dump(str(folder), True, device, True, registry))
         except (ValueError, OSError) as error:
@@ -262,21 +263,24 @@ _TOLERATED = "within tolerance"
 
 
 def _difference(name: str, got: Any, wanted: Any) -> str:
-    """ "" if equal, else one line; it ends in ``within tolerance`` where that is so."""
+    """One line, or nothing if equal; it ends in ``within tolerance`` where that is so."""
+    different = f"{name}: got {_short(got)}, recorded {_short(wanted)}"
     if not isinstance(wanted, torch.Tensor) or not isinstance(got, torch.Tensor):
-        same = type(got) is type(wanted) and (got == wanted or got != got and wanted != wanted)
-        return "" if same else f"{name}: got {_short(got)}, recorded {_short(wanted)}"
+        # Containers come this far only if their structure differs.
+        if type(got) is not type(wanted) or type(wanted) in (list, tuple, dict):
+            return different
+        return "" if got == wanted or got != got and wanted != wanted else different
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return f"{name}: got {_short(got)}, recorded {_short(wanted)}"
+        return different
     got, wanted = got.detach().contiguous().cpu(), wanted.detach().contiguous().cpu()
-    if torch.equal(got.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)):
-        return ""
-    if got.dtype not in _TOLERANCES:
-        count = int(
-            (got.reshape(-1).view(torch.uint8) != wanted.reshape(-1).view(torch.uint8)).sum()
-        )
-        return f"{name}: {count} of {got.nbytes} bytes differ ({got.dtype})"
-    return _float_difference(name, got, wanted)
+    unequal = int((_bytes(got) != _bytes(wanted)).sum())
+    if unequal and got.dtype in _TOLERANCES:
+        return _float_difference(name, got, wanted)
+    return f"{name}: {unequal} of {got.nbytes} bytes differ ({got.dtype})" if unequal else ""
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _float_difference(name: str, got: torch.Tensor, wanted: torch.Tensor) -> str:

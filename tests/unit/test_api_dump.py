@@ -6,6 +6,7 @@ once, at level 10, whatever the environment says.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import textwrap
 import pytest
 import torch
 
-from flashinfer import api_dump, api_log_text
+from flashinfer import api_call, api_dump, api_log_text
 from flashinfer.api_logging import flashinfer_api, replay_from_dump, replay_sequence
 
 
@@ -171,7 +172,7 @@ def returns(x):
 
 @pytest.mark.parametrize(
     "now",
-    [torch.zeros(3), torch.zeros(2, dtype=torch.float64), 5, (torch.zeros(2),)],
+    [torch.zeros(3), torch.zeros(2, dtype=torch.float64), 5, (torch.zeros(2), torch.ones(2))],
     ids=["shape", "dtype", "type", "structure"],
 )
 def test_other_shape_dtype_or_type_is_a_difference(folder, monkeypatch, now):
@@ -179,6 +180,37 @@ def test_other_shape_dtype_or_type_is_a_difference(folder, monkeypatch, now):
     monkeypatch.setattr(sys.modules[__name__], "RETURNED", now)
     replay = replay_only(folder, compare_outputs=True)
     assert not replay["comparison_match"] and "recorded tensor" in replay["differences"][0]
+
+
+def test_a_list_of_another_length_is_a_difference(folder, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "RETURNED", (torch.zeros(2), torch.ones(2)))
+    returns(None)
+    assert replay_only(folder, compare_outputs=True)["comparison_match"]
+    monkeypatch.setattr(sys.modules[__name__], "RETURNED", (torch.zeros(2),))
+    replay = replay_only(folder, compare_outputs=True)
+    assert not replay["comparison_match"] and "result: got (" in replay["differences"][0]
+
+
+def test_float8_is_compared_as_numbers(folder, monkeypatch):
+    values = torch.tensor([1.0, -2.0, 0.5])
+    monkeypatch.setattr(sys.modules[__name__], "RETURNED", values.to(torch.float8_e4m3fn))
+    returns(None)
+    for factor, match in ((1.125, True), (2.0, False)):
+        now = (values * factor).to(torch.float8_e4m3fn)
+        monkeypatch.setattr(sys.modules[__name__], "RETURNED", now)
+        assert replay_only(folder, compare_outputs=True)["comparison_match"] is match
+
+
+def test_runs_with_one_process_id_do_not_mix(folder, monkeypatch):
+    for run in ("2026-01-02", "2026-01-01"):
+        monkeypatch.setattr(api_dump, "_STARTED", run)
+        monkeypatch.setattr(api_call, "_numbers", itertools.count(1))
+        wrapper = Wrapper(torch.zeros(1))
+        wrapper.plan(torch.tensor([len(run)]))
+    replays = replay_sequence(str(folder), device="cpu")
+    runs = [r["metadata"]["run"][:10] for r in replays]
+    assert runs == ["2026-01-01"] * 2 + ["2026-01-02"] * 2
+    assert all(r["comparison_match"] for r in replays)
 
 
 def test_nan_and_inf_compare_by_place(folder, monkeypatch):
