@@ -304,6 +304,7 @@ def test_trace_dump_hook_sees_the_call_before_it_runs(registry, monkeypatch):
         order.append("ran")
         return x + y
 
+    monkeypatch.setenv("FLASHINFER_LOGLEVEL", "0")
     monkeypatch.setenv("FLASHINFER_TRACE_DUMP", "1")
     traced = flashinfer_api(trace=template)(func)
     assert traced(1, y=4) == 5
