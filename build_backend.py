@@ -4,7 +4,7 @@ A wheel carries `include/`, `csrc/` and whatever third-party headers lie under `
 in `flashinfer/data/`; an editable install has links there, so that an edited header is compiled on
 next use. `flashinfer/_build_meta.py` records version and commit.
 
-Wheels and sdists are built from a copy of the tree in a temporary folder. The checkout itself is not
+Wheels and sdists are built from a copy of the tree in a temporary folder. The checkout is not
 written, so it stays clean and two builds may run at once.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -81,9 +82,27 @@ def test_runtime_dependencies_are_few_and_unpinned(wheel: Path):
         metadata = archive.read(f"flashinfer_python-{VERSION}.dist-info/METADATA").decode()
     required = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, flags=re.M)
     assert sorted(required) == sorted(
-        ["apache-tvm-ffi", "click", "filelock", "jinja2", "ninja", "numpy", "nvidia-ml-py"]
+        ["apache-tvm-ffi", "click", "jinja2", "ninja", "numpy", "nvidia-ml-py"]
         + ["packaging", "tabulate", "torch", "tqdm"]
     )
+
+
+def test_every_import_is_declared():
+    """What the package imports is a dependency, an optional one, or the standard library."""
+    distribution = {"tvm_ffi": "apache-tvm-ffi", "pynvml": "nvidia-ml-py"}
+    optional = {"safetensors", "cupti", "flashinfer_jit_cache"}
+    imported = set()
+    for path in (ROOT / "flashinfer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                imported.add(node.module.split(".")[0])
+    ours = imported - set(sys.stdlib_module_names) - {"flashinfer"} - optional
+    project = (ROOT / "pyproject.toml").read_text()
+    declared = re.search(r"^dependencies = \[(.*?)\]", project, flags=re.S | re.M)
+    missing = {n for n in ours if f'"{distribution.get(n, n)}"' not in declared[1]}
+    assert not missing
 
 
 def test_sdist_builds_the_same_wheel(dist: Path, wheel: Path, tmp_path: Path):
