@@ -52,7 +52,9 @@ class Progress:
         if self._bar is None:
             import tqdm
 
-            self._bar = tqdm.tqdm(total=int(match[2]), unit="step", leave=False, desc="compiling")
+            self._bar = tqdm.tqdm(
+                total=int(match[2]), unit="step", leave=False, desc="compiling", mininterval=0
+            )
         self._bar.update(int(match[1]) - self._bar.n)
 
     def done(self, succeeded: bool) -> None:

@@ -1,0 +1,291 @@
+"""Building: what a user sees, joint builds, flags that reach the compilers, the registries."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from jit_helpers import in_processes
+
+from flashinfer import aot, jit
+from flashinfer.jit import cache as store
+from flashinfer.jit import registry
+from flashinfer.jit.progress import Progress
+
+
+@pytest.fixture
+def aot_dir(project, tmp_path, monkeypatch):
+    """A folder with the project's module built ahead of time, and an empty cache."""
+    folder = tmp_path / "aot"
+    aot.compile_and_package_modules(folder, [project.spec()])
+    jit.clear_cache_dir()
+    monkeypatch.setenv("FLASHINFER_AOT_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def generator(project, monkeypatch):
+    """A generator of two modules, one of which is in a preset."""
+    monkeypatch.setattr(registry, "_generators", {})
+    monkeypatch.setattr(registry, "generators", lambda: registry._generators)
+
+    @jit.register_generator(
+        aot=lambda: ["one", ("two",), {"name": "blackwell", "majors": [10]}],
+        presets={"small": lambda: ["one"]},
+    )
+    def gen_demo_module(name, majors=None):
+        flags = jit.current_compilation_context.get_nvcc_flags_list(majors)
+        return project.spec(name, extra_cuda_cflags=flags)
+
+    return gen_demo_module
+
+
+# --- Feedback ---------------------------------------------------------------------------------
+
+
+def test_long_build_announces_itself(project, script, monkeypatch, messages, tmp_path):
+    """The announcement comes while the compiler runs, not after it."""
+    finished = tmp_path / "finished"
+    order = []
+
+    class Watch(logging.Handler):
+        def emit(self, record):
+            order.append((record.getMessage(), finished.exists()))
+
+    watch = Watch()
+    jit.logger.addHandler(watch)
+    launcher = script(f'case "$*" in *" -c "*) sleep 1.5; touch {finished};; esac; exec "$@"\n')
+    monkeypatch.setenv("FLASHINFER_CXX_LAUNCHER", launcher)
+    project.spec().build()
+    jit.logger.removeHandler(watch)
+    (start, was_finished), (end, _) = order
+    assert not was_finished
+    assert start.startswith("Compiling answer for the host into") and ".cache/flashinfer" in start
+    assert end.startswith("Compiled answer for the host in ") and end.endswith(" s")
+
+
+def test_short_build_is_silent(project, messages):
+    progress = Progress(["answer"], "sm_90a", project.root)
+    progress.tick()
+    progress.done(True)
+    assert messages == []
+
+
+def test_waiting_is_reported(project, script, monkeypatch, messages):
+    monkeypatch.setenv("FLASHINFER_CXX_LAUNCHER", script('sleep 1\nexec "$@"\n'))
+    (other,) = in_processes(1, project.spec().build)
+    home = store.jit_dir() / "answer"
+    while not list(home.glob(".build-*")):
+        time.sleep(0.01)
+    assert project.spec().build_and_load().answer() == 42
+    other.join()
+    assert messages == ["Waiting for another process that is compiling answer"]
+
+
+def test_progress_bar_on_a_terminal(project, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    jit.build_jit_specs([project.spec(name) for name in ("one", "two")])
+    assert "compiling: 100%" in capsys.readouterr().err
+
+
+def test_logging_level(project, script, monkeypatch, capfd, messages):
+    monkeypatch.setenv("FLASHINFER_CXX_LAUNCHER", script('sleep 0.3\nexec "$@"\n'))
+    monkeypatch.setenv("FLASHINFER_LOGGING_LEVEL", "WARNING")
+    project.spec().build()
+    assert messages == []
+    monkeypatch.setenv("FLASHINFER_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("FLASHINFER_JIT_VERBOSE", "1")
+    project.spec("verbose").build()
+    assert any(" -c " in message and "answer.cc" in message for message in messages)
+    messages.clear()
+    for _ in range(2):
+        jit.logger.warning_once("only %s", "once")
+    assert messages == ["only once"]
+
+
+# --- What is built ----------------------------------------------------------------------------
+
+
+@pytest.mark.compiler
+def test_flags_reach_the_compilers(project, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_EXTRA_CFLAGS", "-DHOST='a b'")
+    monkeypatch.setenv("FLASHINFER_EXTRA_CUDAFLAGS", "-DCUDA=$HOME")
+    monkeypatch.setenv("FLASHINFER_EXTRA_LDFLAGS", "-Wl,-O1")
+    monkeypatch.setenv("FLASHINFER_NVCC_THREADS", "2")
+    monkeypatch.setenv("FLASHINFER_JIT_LINEINFO", "1")
+    spec = project.cuda_spec(
+        extra_cuda_cflags_by_source={project.root / "store.cu": ["-DONLY_STORE"]},
+        use_fast_math=True,
+    )
+    host, cuda = (entry["command"] for entry in spec.get_compile_commands())
+    assert "'-DHOST=a b'" in host and "-DCUDA" not in host
+    for flag in ("'-DCUDA=$HOME'", "--threads=2", "-lineinfo", "-use_fast_math", "-DONLY_STORE"):
+        assert flag in cuda
+    assert cuda.count("-gencode") == 1 and "libcuda.so" not in cuda
+    text = spec.write_ninja().read_text()
+    assert "-Wl,-O1" in text and "-lcuda " not in text and "stubs" not in text
+    monkeypatch.setenv("FLASHINFER_EXTRA_CUDAFLAGS", "")
+    assert spec.build_and_load().answer() == 42
+    monkeypatch.setenv("FLASHINFER_JIT_DEBUG", "1")
+    host, cuda = (entry["command"] for entry in spec.get_compile_commands())
+    assert "-O0" in host and "-G" in cuda.split() and "-lineinfo" not in cuda
+
+
+@pytest.mark.compiler
+def test_targets_of_a_module_replace_the_default(project, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0 9.0a 12.0f")
+    assert project.cuda_spec().identity().archs == ("80", "90a", "120f")
+    flags = jit.current_compilation_context.get_nvcc_flags_list([9])
+    spec = project.cuda_spec(extra_cuda_cflags=flags)
+    assert spec.identity().archs == ("90a",)
+    (cuda,) = [e["command"] for e in spec.get_compile_commands() if e["file"].endswith(".cu")]
+    assert cuda.count("gencode") == 1 and "sm_90a" in cuda
+
+
+@pytest.mark.compiler
+def test_device_linking(project):
+    project.write("store.cu", "__device__ int f();\n__global__ void store(int* p) { *p = f(); }\n")
+    project.write("other.cu", "__device__ int f() { return 1; }\n")
+    spec = project.spec("linked", ("answer.cc", "store.cu", "other.cu"), needs_device_linking=True)
+    assert spec.build_and_load().answer() == 42
+
+
+def test_same_file_name_in_two_folders(project):
+    project.write("a/part.cc", "int a() { return 1; }\n")
+    project.write("b/part.cc", "int b() { return 2; }\n")
+    spec = project.spec(sources=("answer.cc", "a/part.cc", "b/part.cc"))
+    assert spec.build_and_load().answer() == 42
+
+
+def test_post_load_adapter(project):
+    spec = project.spec(post_load_adapter=lambda module: module.answer)
+    assert spec.build_and_load()() == 42 and spec.try_load()() == 42
+
+
+@pytest.mark.compiler
+def test_compilers_stay_below_one_gibibyte():
+    """Peak memory of the largest compiler process, for one module of each generator."""
+    specs = [next(generator.specs()) for generator in registry.generators().values()]
+    code = """
+import resource
+from flashinfer import jit
+from flashinfer.jit import registry
+jit.build_jit_specs([next(g.specs()) for g in registry.generators().values()])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(spec.is_built() for spec in specs)
+    assert 0 < int(done.stdout) < 2**20, "in KiB"
+
+
+# --- Registries and ahead-of-time builds ------------------------------------------------------
+
+
+def test_spec_registry(project):
+    specs = jit.JitSpecRegistry()
+    specs.register(project.spec("one"))
+    specs.register(project.spec("two"))
+    specs.get_all_specs()["one"].build()
+    assert [(s.name, s.is_compiled) for s in specs.get_all_statuses()] == [
+        ("one", True),
+        ("two", False),
+    ]
+    assert specs.get_spec_status("one").library_path.is_file()
+    assert specs.get_spec_status("nothing") is None
+    assert specs.get_stats() == {"total": 2, "compiled": 1, "not_compiled": 1}
+    assert jit.jit_spec_registry.get_spec_status("two") is not None
+
+
+def test_generators(generator):
+    assert [spec.name for spec in registry.aot_specs()] == ["one", "two"]  # target is sm_90a
+    assert registry.preset_names() == ["small"]
+    assert [spec.name for spec in registry.preset_specs("small")] == ["one"]
+    with pytest.raises(ValueError, match="preset 'big' does not exist; there are: small"):
+        registry.preset_specs("big")
+
+
+def test_own_generators_have_cases_and_unique_names():
+    found = registry.generators()
+    assert found
+    for generator in found.values():
+        specs = list(generator.specs())
+        assert specs and len({spec.name for spec in specs}) == len(specs)
+        assert all(os.path.isfile(source) for spec in specs for source in spec.sources)
+
+
+def test_aot_folder_is_used(project, aot_dir, compile_count, monkeypatch, tmp_path):
+    spec = project.spec()
+    assert spec.get_library_path().is_relative_to(aot_dir)
+    moved = aot_dir.rename(tmp_path / "moved")
+    monkeypatch.setenv("FLASHINFER_AOT_DIR", str(moved))
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert spec.build_and_load().answer() == 42
+    assert compile_count() == 0
+
+
+def test_aot_of_other_sources_is_not_used(project, aot_dir, compile_count):
+    (project.root / "include/deeper.h").write_text("#define MORE 3\n")
+    assert project.spec().build_and_load().answer() == 43
+    assert compile_count() == 1
+
+
+def test_aot_of_another_version(project, aot_dir, monkeypatch):
+    (manifest,) = aot_dir.rglob("manifest.json")
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "version": "0.0.1"}))
+    with pytest.raises(RuntimeError, match="is of FlashInfer 0.0.1, this is .*\n.*VERSION_CHECK"):
+        project.spec().build_and_load()
+    monkeypatch.setenv("FLASHINFER_DISABLE_VERSION_CHECK", "1")
+    assert project.spec().get_library_path().is_relative_to(aot_dir)
+
+
+def test_jit_cache_package_is_used(project, aot_dir, monkeypatch, tmp_path):
+    monkeypatch.delenv("FLASHINFER_AOT_DIR")
+    package = tmp_path / "site" / "flashinfer_jit_cache"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    aot_dir.rename(package / "jit_cache")
+    monkeypatch.syspath_prepend(str(package.parent))
+    store.jit_cache_package.cache_clear()
+    assert project.spec().get_library_path().is_relative_to(package)
+    store.jit_cache_package.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("built", "wanted", "fits"),
+    [
+        ("90a", "90a", True),
+        ("90", "90a", False),
+        ("120f", "120a", True),
+        ("120f", "121a", True),
+        ("121f", "120a", False),
+        ("100f", "120a", False),
+        ("100f", "103a", True),
+        ("80", "86", False),
+    ],
+)
+def test_which_prebuilt_targets_fit(built, wanted, fits):
+    assert store.covers(built, wanted) is fits
+
+
+def test_aot_command(generator, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "out"
+    assert aot.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == ["one", "two"]
+    assert aot.main(["--out-dir", str(folder), "t*"]) == 0
+    assert [path.name for path in folder.iterdir()] == ["two"]
+    assert len(list((folder / "two").iterdir())) == 1
+    assert aot.main(["--out-dir", str(folder), "--preset", "small"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["one", "two"]
+    capsys.readouterr()
+    assert aot.main(["--out-dir", str(folder), "nothing*"]) == 1
+    assert "no module matches" in capsys.readouterr().err
+    monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST")
+    monkeypatch.setattr("flashinfer.compilation_context._detect", lambda visible: frozenset())
+    assert aot.main(["--out-dir", str(folder)]) == 1
+    assert "set FLASHINFER_CUDA_ARCH_LIST" in capsys.readouterr().err
