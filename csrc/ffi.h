@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
+#include <numeric>
 
 namespace flashinfer::ffi {
 
@@ -274,11 +275,20 @@ inline void check_last_dim_contiguous(const Tensor& tensor) {
   }
 }
 
-// A written tensor must not have two indices for one element.
+// A written tensor must not have two indices for one element: each dimension steps over all that
+// those of smaller strides span. Expanded tensors fail this, and so do rows that begin within one
+// another.
 inline void check_no_broadcast(const Tensor& tensor) {
   if (tensor.numel() == 0) return;
   for (int i = 0; i < tensor.ndim(); ++i) {
-    if (tensor.dim(i) > 1 && tensor.stride(i) == 0) {
+    if (tensor.dim(i) == 1) continue;
+    int64_t span = 1;
+    for (int j = 0; j < tensor.ndim(); ++j) {
+      const bool inner =
+          tensor.stride(j) < tensor.stride(i) || (tensor.stride(j) == tensor.stride(i) && j > i);
+      if (inner) span += (tensor.dim(j) - 1) * tensor.stride(j);
+    }
+    if (tensor.stride(i) < span) {
       raise("ValueError", "`%s` is written and must not be an expanded tensor, got strides %s",
             tensor.name, list_text(tensor.dl->strides, tensor.ndim()).c_str());
     }
@@ -299,22 +309,31 @@ inline bool same_view(const Tensor& a, const Tensor& b) {
   return same;
 }
 
-// Two views whose address ranges meet may still have no element in common (two halves of one wider tensor, interleaved
-// by rows). Rows of at most `row_stride` elements at the same pitch decide it exactly.
+// Two views whose address ranges meet may still have no element in common (two column slices of one wider tensor). If all
+// elements of a view lie within `extent` of a multiple of some pitch, two such bands decide it; any stride may be the pitch.
 inline bool share_elements(const Tensor& a, const Tensor& b) {
   if (!overlaps(a, b)) return false;
-  if (a.ndim() != b.ndim() || a.ndim() < 2 || a.itemsize() != b.itemsize()) return true;
-  const int64_t pitch = a.stride(0);
-  if (pitch != b.stride(0) || pitch <= 0) return true;
-  int64_t inner[2] = {1, 1};
-  const Tensor* both[2] = {&a, &b};
-  for (int k = 0; k < 2; ++k) {
-    for (int i = 1; i < a.ndim(); ++i) inner[k] += (both[k]->dim(i) - 1) * both[k]->stride(i);
-  }
+  if (a.itemsize() != b.itemsize()) return true;
+  const auto band = [](const Tensor& tensor, int64_t pitch) {
+    int64_t extent = 1;
+    for (int i = 0; i < tensor.ndim(); ++i) {
+      if (tensor.dim(i) > 1 && tensor.stride(i) % pitch != 0) {
+        extent += (tensor.dim(i) - 1) * tensor.stride(i);
+      }
+    }
+    return extent;
+  };
   const int64_t distance =
       (reinterpret_cast<intptr_t>(b.data()) - reinterpret_cast<intptr_t>(a.data())) / a.itemsize();
-  const int64_t phase = ((distance % pitch) + pitch) % pitch;
-  return phase < inner[0] || phase + inner[1] > pitch;
+  for (const Tensor* tensor : {&a, &b}) {
+    for (int i = 0; i < tensor->ndim(); ++i) {
+      const int64_t pitch = tensor->stride(i);
+      if (tensor->dim(i) <= 1 || pitch <= 0) continue;
+      const int64_t phase = ((distance % pitch) + pitch) % pitch;
+      if (phase >= band(a, pitch) && phase + band(b, pitch) <= pitch) return false;
+    }
+  }
+  return true;
 }
 
 inline void check_disjoint(const Tensor& written, const Tensor& other) {
