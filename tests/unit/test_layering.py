@@ -304,7 +304,7 @@ def test_environment_is_read_in_one_place(name: str):
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             found = {alias.name for alias in node.names} & {"environ", "getenv", "putenv"}
         where = f"{rel(modules()[name])}:{getattr(node, 'lineno', 0)}"
-        assert not found, f"{where}: {found.pop()}; use flashinfer.env"
+        assert not found, f"{where}: {sorted(found)}; use flashinfer.env"
 
 
 def test_benchmarks_do_not_import_tests():
