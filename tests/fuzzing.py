@@ -143,16 +143,19 @@ def _bytes_of(arguments: dict[str, Any]) -> list[torch.Tensor]:
     ]
 
 
-def _assert_refused(api: Callable[..., Any], arguments: dict[str, Any], argument: str) -> None:
+def assert_refused(api: Callable[..., Any], arguments: dict[str, Any], argument: str) -> str:
+    """The message with which `api` refuses a call; it names `argument`, and nothing is written."""
     before = _bytes_of(clone_arguments(arguments))
     try:
         api(**arguments)
     except (TypeError, ValueError) as error:
-        assert argument in str(error), f"the message does not name {argument}: {error}"
+        message = str(error)
+        assert argument in message, f"the message does not name {argument}: {message}"
     else:
         raise AssertionError("accepted, but must be refused")
     for old, new in zip(before, _bytes_of(arguments), strict=True):
         assert torch.equal(old, new), "refused, but something was written"
+    return message
 
 
 @dataclass
@@ -181,7 +184,7 @@ class Tally:
 
     def refuse(self, api: Callable[..., Any], arguments: dict[str, Any], fault: str) -> None:
         """Call `api` with arguments that it must refuse; a fault's first word is the argument."""
-        _assert_refused(api, arguments, fault.split()[0])
+        assert_refused(api, arguments, fault.split()[0])
         self.refused[fault] += 1
 
     def report(self, family: str, device: torch.device) -> str:
