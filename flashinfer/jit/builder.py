@@ -41,6 +41,7 @@ class _Job:
 
     spec: JitSpec
     identity: Identity
+    stamps: dict[str, int]
     home: Path
     private: Path
 
@@ -84,13 +85,16 @@ def _build_once(
             stack.enter_context(cache.building(root / spec.name, Waiting(spec.name)))
         # Somebody may have built some of them while we waited for the locks.
         jobs = [
-            _Job(spec, spec.identity(), root / spec.name, cache.private_dir(root / spec.name))
-            for spec in specs
-            if spec.find(skip_prebuilt) is None
+            _begin(spec, root / spec.name) for spec in specs if spec.find(skip_prebuilt) is None
         ]
         for job in jobs:
             stack.callback(shutil.rmtree, job.private, ignore_errors=True)
         return _compile_and_publish(jobs, root, verbose) if jobs else []
+
+
+def _begin(spec: JitSpec, home: Path) -> _Job:
+    stamps = spec.reached().stamps  # before the identity: an edit in between is seen as one
+    return _Job(spec, spec.identity(), stamps, home, cache.private_dir(home))
 
 
 @contextlib.contextmanager
@@ -117,10 +121,13 @@ def _compile_and_publish(jobs: list[_Job], root: Path, verbose: bool | None) -> 
     changed, errors = [], []
     for job in jobs:
         log = outputs if len(jobs) == 1 else _part_of(outputs, job.private.name)
-        if not job.library.exists():
-            errors.append(_failed(job, targets, log))
-        elif job.spec.identity() != job.identity:
+        built = job.library.exists()
+        # A generator that writes its sources in place may have shown the compiler half a file.
+        touched = not built and job.spec.reached().stamps != job.stamps
+        if touched or job.spec.identity() != job.identity:
             changed.append(job.spec)
+        elif not built:
+            errors.append(_failed(job, targets, log))
         else:
             (job.private / "build.log").write_text(log)
             cache.publish(job.private, job.spec.name, job.identity)

@@ -328,6 +328,8 @@ def clear_cache_dir() -> None:
         folder = version_dir(base)
         if not folder.is_dir():
             continue
+        for forgotten in folder.parent.glob(".trash-*"):
+            shutil.rmtree(forgotten, ignore_errors=True)
         # Away in one step, so that nobody finds half a module.
         trash = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".trash-"))
         try:

@@ -125,8 +125,8 @@ class JitSpec:
             header.startswith(("cuda", "cooperative_groups", "nv/")) for header in external
         )
 
-    def _reached(self) -> fingerprint.Reached:
-        """Files of ours that the sources reach, and names of external headers."""
+    def reached(self) -> fingerprint.Reached:
+        """The files that the sources reach through ``#include``."""
         flags = self.flags()
         macros = fingerprint.macros_of([*flags.host, *flags.cuda])
         return fingerprint.reached_files(self.sources, self.include_dirs(), macros)
@@ -174,7 +174,7 @@ class JitSpec:
             If it has device code and there is no target to compile it for.
         """
         flags = self.flags()
-        reached = self._reached()
+        reached = self.reached()
         cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
         cuda, archs = fingerprint.split_targets(cuda)
         sources = [str(source) for source in self.sources]
@@ -206,6 +206,10 @@ class JitSpec:
         """The key of the module: content, targets and toolchain."""
         return f"{__version__}-{self.identity().key}"
 
+    def get_library_paths(self) -> tuple[Path, ...]:
+        """The library, as the only element."""
+        return (self.get_library_path(),)
+
     # --- Building -----------------------------------------------------------------------------
 
     def require_buildable(self) -> None:
@@ -218,7 +222,7 @@ class JitSpec:
                 "(`flashinfer build`, FLASHINFER_AOT_DIR, flashinfer-jit-cache)",
                 self,
             )
-        reached = self._reached()
+        reached = self.reached()
         self.identity(with_toolchain=False)  # there must be a target
         toolchain.require_ninja()
         toolchain.require_host_compiler()  # before nvcc, which cannot even report without it
@@ -229,7 +233,7 @@ class JitSpec:
         """The module as the ninja generator wants it."""
         flags = self.flags()
         cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
-        reached = self._reached()
+        reached = self.reached()
         uses_cuda = self._uses_cuda(reached.external)
         # A source that another one includes is compiled there; twice would define it twice.
         compiled = [s for s in self.sources if os.path.abspath(s) not in reached.included_sources]

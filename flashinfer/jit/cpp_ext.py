@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.version import Version
+
 from .. import env
 from . import env as jit_env
 from . import toolchain
@@ -92,6 +94,21 @@ def tvm_ffi_link_flags() -> list[str]:
     from tvm_ffi import libinfo
 
     return [f"-L{os.path.dirname(libinfo.find_libtvm_ffi())}", "-ltvm_ffi"]
+
+
+def get_cuda_path() -> str:
+    """Root folder of the CUDA toolkit."""
+    return toolchain.require_toolkit().root
+
+
+def get_cuda_version() -> Version:
+    """Version of the CUDA toolkit, major and minor."""
+    return Version(".".join(map(str, toolchain.require_toolkit().release)))
+
+
+def is_cuda_version_at_least(version_str: str) -> bool:
+    """Whether the CUDA toolkit is of this version (such as ``"12.9"``) or later."""
+    return get_cuda_version() >= Version(version_str)
 
 
 def get_nvcc_parallelism_flags() -> list[str]:

@@ -141,7 +141,8 @@ def _read(path: str) -> _File:
         text = file.read()
     includes = tuple(dict.fromkeys(m.decode(errors="replace") for m in _INCLUDE.findall(text)))
     parsed = _File(hashlib.sha256(text).hexdigest(), includes)
-    _files[path] = (stamp, parsed)
+    if len(text) == status.st_size:  # else somebody is writing it
+        _files[path] = (stamp, parsed)
     return parsed
 
 
@@ -158,11 +159,15 @@ class Reached:
         the toolchain stands.
     included_sources : set of str
         Sources that another file includes.
+    stamps : dict of str to int
+        Modification time of each file: not part of the identity, but a sign that somebody is
+        writing it.
     """
 
     files: list[tuple[str, str]]
     external: list[str]
     included_sources: set[str]
+    stamps: dict[str, int]
 
 
 def reached_files(
@@ -221,7 +226,10 @@ def reached_files(
             else:
                 visit(target[0], f"include{target[1]}/{os.path.normpath(header)}")
     files = sorted((name, _read(path).hash) for path, name in found.items())
-    return Reached(files, sorted(external), included & {os.path.abspath(s) for s in sources})
+    stamps = {path: os.stat(path).st_mtime_ns for path in found}
+    return Reached(
+        files, sorted(external), included & {os.path.abspath(s) for s in sources}, stamps
+    )
 
 
 def _resolve(

@@ -109,6 +109,40 @@ def test_sources_edited_while_compiling(project, script, monkeypatch):
     assert project.spec().build_and_load().answer() == 42
 
 
+def test_generator_that_writes_in_place(project, tmp_path):
+    """Many processes run a generator that copies its source over the one others compile."""
+    generated = tmp_path / "generated.cc"
+    barrier = tmp_path / "go"
+
+    def load():
+        while not barrier.exists():
+            time.sleep(0.001)
+        for _ in range(20):
+            shutil.copy(project.root / "answer.cc", generated)
+        spec = project.spec(sources=("../generated.cc",))
+        assert spec.build_and_load().answer() == 42
+
+    processes = in_processes(8, load)
+    barrier.touch()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 8
+
+
+def test_half_a_file_is_compiled_again(project, script, monkeypatch, compile_count):
+    """A source is truncated when the compiler reads it, and whole again afterwards."""
+    source = project.root / "answer.cc"
+    kept = shutil.copy(source, project.root / "kept")
+    counter = os.environ["FLASHINFER_CXX_LAUNCHER"]
+    once = f"[ -e {kept}.done ] || {{ touch {kept}.done; echo 'int f( {{' > {source}; broken=1; }}"
+    launcher = script(
+        f'{once}\n{counter} "$@"; code=$?\n[ $broken ] && cp {kept} {source}\nexit $code\n'
+    )
+    monkeypatch.setenv("FLASHINFER_CXX_LAUNCHER", launcher)
+    assert project.spec().build_and_load().answer() == 42
+    assert compile_count() == 2
+
+
 @pytest.mark.compiler
 def test_moved_cache_loads_without_compiler(project, cache, tmp_path, monkeypatch, compile_count):
     project.cuda_spec().build()

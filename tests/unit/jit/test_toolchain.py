@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer.jit import toolchain
+from flashinfer.jit import cpp_ext, toolchain
 
 FAKE_NVCC = """
 root={root}
@@ -144,6 +144,14 @@ def test_shared_cudart_without_link(fake_toolkit, monkeypatch):
     toolkit = toolchain.require_toolkit()
     assert toolkit.static_cudart() is None
     assert toolkit.shared_cudart() == f"{root}/lib/libcudart.so.13"
+
+
+def test_cuda_version(fake_toolkit, monkeypatch):
+    root = fake_toolkit("cuda", "12.10.3")
+    monkeypatch.setenv("CUDA_HOME", str(root))
+    assert cpp_ext.get_cuda_path() == str(root)
+    assert str(cpp_ext.get_cuda_version()) == "12.10"
+    assert cpp_ext.is_cuda_version_at_least("12.9") and not cpp_ext.is_cuda_version_at_least("13.0")
 
 
 def test_pypi_layout(tmp_path, monkeypatch):
