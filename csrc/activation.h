@@ -1,4 +1,5 @@
-// The launcher that activation.cu compiles for one configuration and activation_jit_binding.cc calls.
+// The launcher that activation.cu compiles for one configuration and activation_jit_binding.cc
+// calls.
 #pragma once
 
 #include <cuda_runtime_api.h>

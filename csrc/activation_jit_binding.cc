@@ -1,28 +1,11 @@
 // act_and_mul(out, input, enable_pdl)
 #include "activation.h"
-#include "ffi.h"
+#include "ffi_layout.h"
 
 namespace flashinfer {
 namespace {
 
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
-
-// Elements from one row to the next when all leading dimensions are seen as one, or a ValueError.
-int64_t row_stride(const ffi::Tensor& tensor) {
-  int64_t stride = -1, rows = 1;
-  for (int i = tensor.ndim() - 2; i >= 0; --i) {
-    if (tensor.dim(i) == 1) continue;
-    if (stride < 0) stride = tensor.stride(i);
-    if (tensor.stride(i) != rows * stride) {
-      ffi::raise("ValueError",
-                 "`%s` must have leading dimensions that fold into one (a contiguous tensor, or a "
-                 "column slice of one), got strides %s",
-                 tensor.name, ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str());
-    }
-    rows *= tensor.dim(i);
-  }
-  return stride < 0 ? tensor.dim(-1) : stride;
-}
 
 void run(ffi::Args& args) {
   const ffi::Tensor out = args.tensor("out");
@@ -59,8 +42,8 @@ void run(ffi::Args& args) {
   if (num_rows != 0) {
     params.input = input.data();
     params.out = out.data();
-    params.input_stride = row_stride(input);
-    params.out_stride = row_stride(out);
+    params.input_stride = ffi::row_stride(input);
+    params.out_stride = ffi::row_stride(out);
     params.num_rows = static_cast<uint32_t>(num_rows);
     params.hidden_size = static_cast<uint32_t>(hidden_size);
     constexpr int64_t kVecSize = 16 / (kDtype.bits / 8);

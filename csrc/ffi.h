@@ -1,9 +1,9 @@
-// What a binding needs of TVM-FFI, on its C ABI: arguments taken by name, checks whose message names the argument, what
-// it was and what is allowed, and the export macro.
+// What a binding needs of TVM-FFI, on its C ABI: arguments taken by name, checks whose message
+// names the argument, what it was and what is allowed, and the export macro.
 //
-// The C ABI rather than the C++ API of tvm/ffi/tvm_ffi.h, because that header costs the host compiler 2.3 s a unit and
-// this one 0.4 s, and because its own conversion errors know an argument's position, not its name. Users' ops may use
-// either; tvm_ffi_utils.h is the C++ one.
+// The C ABI rather than the C++ API of tvm/ffi/tvm_ffi.h, because that header costs the host
+// compiler 2.3 s a unit and this one 0.4 s, and because its own conversion errors know an
+// argument's position, not its name. Users' ops may use either; tvm_ffi_utils.h is the C++ one.
 //
 //   FLASHINFER_FFI_EXPORT(rmsnorm, args) {
 //     const ffi::Tensor out = args.tensor("out"), input = args.tensor("input");
@@ -12,8 +12,8 @@
 //     ...
 //   }
 //
-// Checks throw; FLASHINFER_FFI_EXPORT turns that into the Python exception. Check the device last: everything before it
-// can then be tested on a machine without a GPU.
+// Checks throw; FLASHINFER_FFI_EXPORT turns that into the Python exception. Check the device last:
+// everything before it can then be tested on a machine without a GPU.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,6 +25,7 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <flashinfer/common/device_info.h>
 #include <initializer_list>
 #include <numeric>
 
@@ -133,7 +134,8 @@ struct Tensor {
     for (int i = 0; i < dl->ndim; ++i) count *= dl->shape[i];
     return count;
   }
-  // Elements from the first to the last one, both counted; strides are not negative in any framework we read from.
+  // Elements from the first to the last one, both counted; strides are not negative in any
+  // framework we read from.
   int64_t extent() const {
     int64_t last = 0;
     for (int i = 0; i < dl->ndim; ++i) {
@@ -165,6 +167,12 @@ class Args {
   }
 
   bool next_is_tensor() const { return used_ < count_ && is_tensor(values_[used_]); }
+
+  bool next_is_number() const {
+    if (used_ >= count_) return false;
+    const int32_t type = values_[used_].type_index;
+    return type == kTVMFFIFloat || type == kTVMFFIInt;
+  }
 
   double number(const char* name) {
     const TVMFFIAny& value = next(name);
@@ -206,15 +214,15 @@ class Args {
 
   [[noreturn]] void raise_type(const char* name, const char* expected, const TVMFFIAny& value) {
     const int32_t type = value.type_index;
-    const char* got = type == kTVMFFINone                                 ? "None"
-                      : type == kTVMFFIBool                               ? "a bool"
-                      : type == kTVMFFIInt                                ? "an int"
-                      : type == kTVMFFIFloat                              ? "a float"
-                      : type == kTVMFFISmallStr || type == kTVMFFIStr     ? "a str"
-                      : type == kTVMFFIDataType                           ? "a dtype"
-                      : type == kTVMFFIArray                              ? "a list or tuple"
-                      : is_tensor(value)                                  ? "a torch.Tensor"
-                                                                          : "another object";
+    const char* got = type == kTVMFFINone                             ? "None"
+                      : type == kTVMFFIBool                           ? "a bool"
+                      : type == kTVMFFIInt                            ? "an int"
+                      : type == kTVMFFIFloat                          ? "a float"
+                      : type == kTVMFFISmallStr || type == kTVMFFIStr ? "a str"
+                      : type == kTVMFFIDataType                       ? "a dtype"
+                      : type == kTVMFFIArray                          ? "a list or tuple"
+                      : is_tensor(value)                              ? "a torch.Tensor"
+                                                                      : "another object";
     raise("TypeError", "`%s` must be %s, got %s", name, expected, got);
   }
 
@@ -309,8 +317,9 @@ inline bool same_view(const Tensor& a, const Tensor& b) {
   return same;
 }
 
-// Two views whose address ranges meet may still have no element in common (two column slices of one wider tensor). If all
-// elements of a view lie within `extent` of a multiple of some pitch, two such bands decide it; any stride may be the pitch.
+// Two views whose address ranges meet may still have no element in common (two column slices of one
+// wider tensor). If all elements of a view lie within `extent` of a multiple of some pitch, two
+// such bands decide it; any stride may be the pitch.
 inline bool share_elements(const Tensor& a, const Tensor& b) {
   if (!overlaps(a, b)) return false;
   if (a.itemsize() != b.itemsize()) return true;
@@ -368,8 +377,7 @@ inline bool is_aligned(const Tensor& tensor, int64_t bytes) {
 
 // The stream the caller's framework is on.
 inline cudaStream_t current_stream(const Tensor& tensor) {
-  return static_cast<cudaStream_t>(
-      TVMFFIEnvGetStream(kDLCUDA, tensor.dl->device.device_id));
+  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, tensor.dl->device.device_id));
 }
 
 // Makes the tensor's device current for the length of a scope.
@@ -394,12 +402,8 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// Facts about a device that never change, asked of the driver once. A race writes the same values twice.
-struct DeviceInfo {
-  int num_sms = 0;
-  int compute_capability = 0;  // 90 for 9.0
-};
-
+// Facts about a device that never change, asked of the driver once. A race writes the same values
+// twice.
 inline const DeviceInfo& device_info(const Tensor& tensor) {
   constexpr int kMaxDevices = 64;
   static DeviceInfo infos[kMaxDevices];
@@ -424,12 +428,12 @@ inline const DeviceInfo& device_info(const Tensor& tensor) {
 
 // `enable_pdl`: None takes programmatic dependent launch where the device has it.
 inline bool resolve_pdl(Args::Flag enable_pdl, const Tensor& tensor) {
-  const int capability = device_info(tensor).compute_capability;
-  if (enable_pdl == Args::Flag::kTrue && capability < 90) {
+  const DeviceInfo& info = device_info(tensor);
+  if (enable_pdl == Args::Flag::kTrue && !info.has_pdl()) {
     raise("ValueError", "`enable_pdl` needs compute capability 9.0 or later, the device has %d.%d",
-          capability / 10, capability % 10);
+          info.compute_capability / 10, info.compute_capability % 10);
   }
-  return enable_pdl == Args::Flag::kTrue || (enable_pdl == Args::Flag::kNone && capability >= 90);
+  return enable_pdl == Args::Flag::kTrue || (enable_pdl == Args::Flag::kNone && info.has_pdl());
 }
 
 inline void check_launch(cudaError_t status) {
@@ -442,19 +446,19 @@ inline void check_launch(cudaError_t status) {
 }  // namespace flashinfer::ffi
 
 // Defines and exports a function that Python calls as `module.name(...)`. It returns None.
-#define FLASHINFER_FFI_EXPORT(name, args)                                                    \
-  static void name##_ffi(::flashinfer::ffi::Args& args);                                     \
-  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* values,         \
-                                                     int32_t count, TVMFFIAny* result) {     \
-    ::flashinfer::ffi::Args arguments(values, count);                                 \
-    try {                                                                                    \
-      name##_ffi(arguments);                                                                 \
-    } catch (const ::flashinfer::ffi::Error& error) {                                        \
-      TVMFFIErrorSetRaisedFromCStr(error.kind, error.message);                               \
-      return -1;                                                                             \
-    }                                                                                        \
-    result->type_index = kTVMFFINone;                                                        \
-    result->v_int64 = 0;                                                                     \
-    return 0;                                                                                \
-  }                                                                                          \
+#define FLASHINFER_FFI_EXPORT(name, args)                                                \
+  static void name##_ffi(::flashinfer::ffi::Args& args);                                 \
+  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* values,     \
+                                                     int32_t count, TVMFFIAny* result) { \
+    ::flashinfer::ffi::Args arguments(values, count);                                    \
+    try {                                                                                \
+      name##_ffi(arguments);                                                             \
+    } catch (const ::flashinfer::ffi::Error& error) {                                    \
+      TVMFFIErrorSetRaisedFromCStr(error.kind, error.message);                           \
+      return -1;                                                                         \
+    }                                                                                    \
+    result->type_index = kTVMFFINone;                                                    \
+    result->v_int64 = 0;                                                                 \
+    return 0;                                                                            \
+  }                                                                                      \
   static void name##_ffi(::flashinfer::ffi::Args& args)

@@ -1,6 +1,6 @@
-// norm([out, ]input[, residual], weight[, bias][, scale], eps, enable_pdl): the configuration says which are there.
-// With a residual and no 8-bit output the result replaces the input. An RMS norm also comes as gemma_norm, which adds
-// one to every weight.
+// norm([out, ]input[, residual], weight[, bias][, scale], eps, enable_pdl): the configuration says
+// which are there. With a residual and no 8-bit output the result replaces the input. An RMS norm
+// also comes as gemma_norm, which adds one to every weight.
 #include "ffi.h"
 #include "norm.h"
 
@@ -31,7 +31,8 @@ bool rows_are_vectors(const ffi::Tensor& tensor) {
   return aligned;
 }
 
-// [batch, heads, hidden] is one row dimension where the strides allow it, as in a contiguous tensor.
+// [batch, heads, hidden] is one row dimension where the strides allow it, as in a contiguous
+// tensor.
 bool heads_fold(const ffi::Tensor& tensor) {
   return tensor.dim(0) == 1 || tensor.stride(0) == tensor.dim(1) * tensor.stride(1);
 }
@@ -144,7 +145,7 @@ void run(ffi::Args& args, float weight_offset) {
   if (bias) vectorizable = vectorizable && ffi::is_aligned(bias, 16);
 
   const ffi::DeviceGuard guard(input);
-  ffi::check_launch(norm(params, vectorizable, ffi::device_info(input).num_sms,
+  ffi::check_launch(norm(params, vectorizable, ffi::device_info(input),
                          ffi::resolve_pdl(enable_pdl, input), ffi::current_stream(input)));
 }
 

@@ -25,7 +25,9 @@ def expect_gelu(x):
 
 
 def expect_gelu_tanh(x):
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    # (1 + tanh(u)) / 2 as 1 / (1 + exp(-2u)): the left tail would cancel, in float64 too.
+    u = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return x / (1 + torch.exp(-2 * u))
 
 
 OPS = {

@@ -14,9 +14,12 @@ from flashinfer.testing import compare, error_bound, make_tensor, poisoned_like
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Per-head rows, a lone row, whole warps and parts of them, several vectors per thread, rows that are no whole number of
-# vectors, and rows that no CTA holds in registers.
-SHAPES = [(1, 1), (3, 7), (1, 4096), (5, 96), (130, 128), (33, 1000), (7, 8192), (3, 16392), (2, 40000), (2, 33001)]
+# Per-head rows, a lone row, whole warps and parts of them, several vectors per thread, CTAs that loop, rows that clusters
+# hold, rows that nothing holds, and rows that are no whole number of vectors.
+SHAPES = [
+    *[(1, 1), (3, 7), (1, 4096), (5, 96), (130, 128), (33, 1000), (7, 8192), (9, 8192), (3, 16392)],
+    *[(2, 40000), (1, 131072), (2, 140000), (2, 33001), (3000, 1024)],
+]
 SHAPES_3D = [(1, 1, 64), (5, 32, 128), (3, 7, 80)]
 
 
@@ -252,7 +255,7 @@ def test_offsets_beyond_32_bits():
     """Rows further apart than 2^31 elements."""
     if torch.cuda.mem_get_info()[0] < 10 << 30:
         pytest.skip("needs 10 GiB of GPU memory")
-    wide = torch.empty(2 ** 32 + 4096, dtype=torch.bfloat16, device="cuda")
+    wide = torch.empty(2**32 + 4096, dtype=torch.bfloat16, device="cuda")
     x = wide.as_strided((3, 4096), (2**31, 1))
     x.copy_(new("cuda", 3, 4096))
     w = new("cuda", 4096)

@@ -1,6 +1,7 @@
 // Gated activations: out[r, i] = act(input[r, i]) * input[r, hidden_size + i].
 //
-// A CTA covers consecutive vectors of one row (grid.x) and strides over rows (grid.y). Computed in float and rounded once.
+// A CTA covers consecutive vectors of one row (grid.x) and strides over rows (grid.y). Computed in
+// float and rounded once.
 #pragma once
 
 #include <flashinfer/activation/activation_params.h>
@@ -13,8 +14,8 @@ namespace flashinfer {
 
 namespace act {
 
-// 1 / (1 + exp(-x)). 16-bit results take the approximate exponential and reciprocal (relative error < 2^-20): with the
-// exact ones the kernel would be bound by instructions rather than by memory.
+// 1 / (1 + exp(-x)). 16-bit results take the approximate exponential and reciprocal (relative error
+// < 2^-20): with the exact ones the kernel would be bound by instructions rather than by memory.
 template <bool kExact>
 __device__ __forceinline__ float sigmoid(float x) {
   if constexpr (kExact) return 1.f / (1.f + expf(-x));

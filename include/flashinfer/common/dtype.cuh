@@ -1,9 +1,11 @@
-// Storage types of the 16-bit and 8-bit floating-point formats, and their conversion to and from float.
+// Storage types of the 16-bit and 8-bit floating-point formats, and their conversion to and from
+// float.
 //
-// Kernels keep these types in memory and compute in float, so all they need is bits and conversions. Own types instead
-// of cuda_fp16.h, cuda_bf16.h and cuda_fp8.h, because parsing those headers costs more than compiling a small kernel
-// (measured with nvcc 13.0, CPU seconds of an empty unit: 0.8 without them, 1.25 with them). The names are PyTorch's, so
-// that a module's configuration names a type by the dtype's own name.
+// Kernels keep these types in memory and compute in float, so all they need is bits and
+// conversions. Own types instead of cuda_fp16.h, cuda_bf16.h and cuda_fp8.h, because parsing those
+// headers costs more than compiling a small kernel (measured with nvcc 13.0, CPU seconds of an
+// empty unit: 0.8 without them, 1.25 with them). The names are PyTorch's, so that a module's
+// configuration names a type by the dtype's own name.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +45,8 @@ namespace flashinfer {
 
 namespace detail {
 
-// Rounds to nearest even and saturates to the largest finite value; NaN stays NaN. The portable form of
-// cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32, which needs sm_89.
+// Rounds to nearest even and saturates to the largest finite value; NaN stays NaN. The portable
+// form of cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32, which needs sm_89.
 template <int kMantissaBits, int kExponentBias, uint32_t kMaxFinite, uint32_t kNaN>
 __device__ __forceinline__ uint8_t float_to_float8(float x) {
   const uint32_t bits = __float_as_uint(x);
@@ -55,7 +57,8 @@ __device__ __forceinline__ uint8_t float_to_float8(float x) {
   constexpr int kMinExponent = 1 - kExponentBias;
   uint32_t code;
   if (exponent >= kMinExponent) {
-    // Normal: round the 23-bit mantissa to kMantissaBits; a carry moves into the exponent by itself.
+    // Normal: round the 23-bit mantissa to kMantissaBits; a carry moves into the exponent by
+    // itself.
     constexpr int kShift = 23 - kMantissaBits;
     const uint32_t rounded = magnitude + ((1u << (kShift - 1)) - 1u) + ((magnitude >> kShift) & 1u);
     code = (rounded >> kShift) - (static_cast<uint32_t>(127 - kExponentBias) << kMantissaBits);
@@ -70,8 +73,8 @@ __device__ __forceinline__ uint8_t float_to_float8(float x) {
 
 template <int kMantissaBits, int kExponentBias>
 __device__ __forceinline__ float float8_to_float(uint8_t code) {
-  // Places the exponent and mantissa fields in a float and corrects the bias by one exact product, which also
-  // normalises subnormals.
+  // Places the exponent and mantissa fields in a float and corrects the bias by one exact product,
+  // which also normalises subnormals.
   const uint32_t magnitude = static_cast<uint32_t>(code & 0x7fu) << (23 - kMantissaBits);
   const float scale = __uint_as_float((127u + 127u - kExponentBias) << 23);
   return copysignf(__uint_as_float(magnitude) * scale, code & 0x80u ? -1.f : 1.f);
@@ -101,7 +104,8 @@ __device__ __forceinline__ float to_float(dtype::float8_e5m2 x) {
   return to_float(dtype::float16{static_cast<uint16_t>(x.bits << 8)});
 }
 
-// Two floats to two values of T in memory order (`low` first), rounded to nearest even. 8-bit formats saturate.
+// Two floats to two values of T in memory order (`low` first), rounded to nearest even. 8-bit
+// formats saturate.
 template <typename T>
 struct PackedPair;
 

@@ -1,4 +1,5 @@
-// Vector<T, N>: N consecutive elements moved by accesses of at most 16 bytes and converted to and from float.
+// Vector<T, N>: N consecutive elements moved by accesses of at most 16 bytes and converted to and
+// from float.
 #pragma once
 
 #include <cstdint>

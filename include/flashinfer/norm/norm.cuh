@@ -1,16 +1,18 @@
-// RMS norm and layer norm of rows, with an optional residual added first and an optional 8-bit output:
+// RMS norm and layer norm of rows, with an optional residual added first and an optional 8-bit
+// output:
 //
 //   h = x [+ residual]                     residual <- h, rounded
 //   RMS:    y = h * rsqrt(mean(h^2) + eps) * (weight + weight_offset)
 //   layer:  y = (h - mean(h)) * rsqrt(var(h) + eps) * weight + bias
 //   out = y, rounded once                  8-bit: out = saturate(y / out_scale)
 //
-// A row stays in the registers of the threads that share it (a part of a warp, a warp, or a CTA), so each input byte is
-// read once. All arithmetic is float, on the unrounded h. Each element is read and written by one thread, after all of
-// that thread's reads: `out` may be `input`.
+// A row stays in the registers of the threads that share it (a part of a warp, a warp, or a CTA),
+// so each input byte is read once. All arithmetic is float, on the unrounded h. Each element is
+// read and written by one thread, after all of that thread's reads: `out` may be `input`.
 #pragma once
 
 #include <flashinfer/collective/block_reduce.cuh>
+#include <flashinfer/collective/cluster_reduce.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
@@ -26,7 +28,7 @@ struct NormTraits {
   using T = T_;
   using TOut = TOut_;
   using TWeight = std::conditional_t<kSubtractMean_, float, T>;  // of the bias too
-  static constexpr bool kSubtractMean = kSubtractMean_;  // layer norm
+  static constexpr bool kSubtractMean = kSubtractMean_;          // layer norm
   static constexpr bool kAddResidual = kAddResidual_;
   static constexpr bool kScaleOutput = dtype::kIsFloat8<TOut>;
   static constexpr int kVecSize = 16 / sizeof(T);
@@ -89,39 +91,65 @@ __device__ __forceinline__ void norm_store(const NormParams& params, uint32_t ro
 
 }  // namespace detail
 
-// Block (threads_per_row, rows_per_cta); a CTA takes rows_per_cta rows at a time. With kManyRows it goes on, grid-strided,
-// and has the next rows under way while it reduces and writes: without that, memory idles during the reduction.
-template <typename Traits, int kVecsPerThread, bool kManyRows>
-__global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
+// Block (threads_per_row, rows_per_cta): a CTA takes rows_per_cta rows at a time. kSpread says how
+// rows meet CTAs:
+//   kOnce     once: grid ceil(num_rows / rows_per_cta)
+//   kLoop     grid-strided, with the next rows under way while it reduces and writes these:
+//   otherwise memory idles
+//             during the reduction
+//   kCluster  a row to each cluster of CTAs (sm_90): grid num_rows * cluster_size, rows_per_cta 1
+// Four vectors per thread serve rows of a warp, two anything wider.
+template <typename Traits, int kVecsPerThread, NormSpread kSpread>
+__global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 1024)
     norm_kernel(const __grid_constant__ NormParams params) {
   using T = typename Traits::T;
   constexpr int kVecSize = Traits::kVecSize;
   constexpr int kNumOperands = Traits::kAddResidual ? 2 : 1;
   using Vec = Vector<T, kVecSize>;
-  // Weights stay in registers while they take no more than 16 of them.
+  // Weights stay in registers while they take no more than 16 of them, and the loop has no second
+  // operand to hold.
   constexpr int kAffineBytes = kVecsPerThread * kVecSize * sizeof(typename Traits::TWeight) *
                                (Traits::kSubtractMean ? 2 : 1);
-  constexpr bool kKeepAffine = kAffineBytes <= 64;
-  __shared__ float scratch[2][2][32];
+  constexpr bool kKeepAffine =
+      kAffineBytes <= 64 && !(kSpread == NormSpread::kLoop && Traits::kAddResidual);
+  constexpr int kScratchSize = kSpread == NormSpread::kCluster ? kMaxNormCluster * 32 : 32;
+  __shared__ float scratch[2][2][kScratchSize];
 
   const uint32_t num_vecs = params.hidden_size / kVecSize;
   const uint32_t row_step = gridDim.x * blockDim.y;
-  // The loop runs on the CTA's first row: threads past the last row go on with zeros, as the shuffles need whole warps.
+  // The loop runs on the CTA's first row: threads past the last row go on with zeros, as the
+  // shuffles need whole warps.
   uint32_t first_row = blockIdx.x * blockDim.y;
+  // A warp's vectors are next to each other (0.5 to 2 KiB), which HBM likes better than vectors a
+  // row part away.
+  const uint32_t vec_stride = blockDim.x < 32 ? blockDim.x : 32;
+  uint32_t first_vec = threadIdx.x / 32 * (32 * kVecsPerThread) + threadIdx.x % 32;
   uint32_t parity = 0;
+  if constexpr (kSpread == NormSpread::kCluster) {
+    first_row = blockIdx.x / ptx::cluster_size();
+    first_vec += ptx::cluster_rank() * blockDim.x * kVecsPerThread;
+    ptx::cluster_arrive();
+  }
 
   const auto is_valid = [&](uint32_t r, int i) {
-    return threadIdx.x + i * blockDim.x < num_vecs && r < params.num_rows;
+    return first_vec + i * vec_stride < num_vecs && r < params.num_rows;
+  };
+  const auto row_sum = [&](float x, int which) {
+    if constexpr (kSpread == NormSpread::kCluster) {
+      return cluster_reduce_sum(x, scratch[0][which], blockDim.x / 32);
+    } else {
+      return detail::norm_row_sum(x, scratch[parity][which]);
+    }
   };
   const auto load_row = [&](uint32_t r, Vec(&x)[kNumOperands][kVecsPerThread]) {
 #pragma unroll
     for (int k = 0; k < kNumOperands; ++k) {
-      const T* data = detail::norm_row<const T>(k == 0 ? params.input : params.residual, r,
-                                                params.num_heads);
+      const T* data =
+          detail::norm_row<const T>(k == 0 ? params.input : params.residual, r, params.num_heads);
 #pragma unroll
       for (int i = 0; i < kVecsPerThread; ++i) {
         x[k][i].words[0] = {};
-        if (is_valid(r, i)) x[k][i].load(data + (threadIdx.x + i * blockDim.x) * kVecSize);
+        if (is_valid(r, i)) x[k][i].load(data + (first_vec + i * vec_stride) * kVecSize);
       }
     }
   };
@@ -129,7 +157,7 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
   // The weight is needed last but is often the only operand that is not in L2 yet.
 #pragma unroll
   for (int i = 0; i < kVecsPerThread; ++i) {
-    const uint32_t first = (threadIdx.x + i * blockDim.x) * kVecSize;
+    const uint32_t first = (first_vec + i * vec_stride) * kVecSize;
     if (is_valid(0, i)) {
       ptx::prefetch_l2(static_cast<const typename Traits::TWeight*>(params.weight) + first);
     }
@@ -145,10 +173,11 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
   if constexpr (kKeepAffine) {
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
-      if (is_valid(0, i)) affine[i].load(params, threadIdx.x + i * blockDim.x);
+      if (is_valid(0, i)) affine[i].load(params, first_vec + i * vec_stride);
     }
   }
   const float inv_out_scale = Traits::kScaleOutput ? detail::norm_out_scale(params) : 1.f;
+  if constexpr (kSpread == NormSpread::kCluster) ptx::cluster_wait();
   for (; first_row < params.num_rows; first_row += row_step, parity ^= 1) {
     const uint32_t row = first_row + threadIdx.y;
     Vec x[kVecsPerThread];
@@ -161,7 +190,18 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
         h[i][j] = Traits::kAddResidual ? x[i][j] + next[kNumOperands - 1][i][j] : x[i][j];
       }
     }
-    if constexpr (kManyRows) {
+    if constexpr (Traits::kAddResidual) {
+      // Written ahead of the reduction: writes then spread over the time that it takes.
+      T* residual = detail::norm_row<T>(params.residual, row, params.num_heads);
+#pragma unroll
+      for (int i = 0; i < kVecsPerThread; ++i) {
+        if (!is_valid(row, i)) break;
+        Vec sum;
+        sum.from_floats(h[i]);
+        sum.store(residual + (first_vec + i * vec_stride) * kVecSize);
+      }
+    }
+    if constexpr (kSpread == NormSpread::kLoop) {
       if (first_row + row_step < params.num_rows) load_row(row + row_step, next);
     }
 
@@ -173,12 +213,13 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
 #pragma unroll
         for (int j = 0; j < kVecSize; ++j) sum += h[i][j];
       }
-      mean = detail::norm_row_sum(sum, scratch[parity][0]) * inv_hidden_size;
+      mean = row_sum(sum, 0) * inv_hidden_size;
     }
     float sum_squares = 0.f;
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
-      // Vectors past the end of the row are zero: they add nothing to a sum, but would to a centred one.
+      // Vectors past the end of the row are zero: they add nothing to a sum, but would to a centred
+      // one.
       const bool counts = !Traits::kSubtractMean || is_valid(row, i);
 #pragma unroll
       for (int j = 0; j < kVecSize; ++j) {
@@ -186,27 +227,23 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
         sum_squares += counts ? centred * centred : 0.f;
       }
     }
-    sum_squares = detail::norm_row_sum(sum_squares, scratch[parity][1]);
+    sum_squares = row_sum(sum_squares, 1);
     const float inv_std = rsqrtf(sum_squares * inv_hidden_size + params.eps);
 
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
       if (!is_valid(row, i)) break;
-      const uint32_t vec_idx = threadIdx.x + i * blockDim.x;
-      if constexpr (Traits::kAddResidual) {
-        Vec sum;
-        sum.from_floats(h[i]);
-        sum.store(detail::norm_row<T>(params.residual, row, params.num_heads) + vec_idx * kVecSize);
-      }
+      const uint32_t vec_idx = first_vec + i * vec_stride;
       if constexpr (!kKeepAffine) affine[0].load(params, vec_idx);
       detail::norm_store<Traits>(params, row, vec_idx, h[i], affine[kKeepAffine ? i : 0], mean,
                                  inv_std, inv_out_scale);
     }
-    if constexpr (!kManyRows) break;
+    if constexpr (kSpread != NormSpread::kLoop) break;
   }
 }
 
-// Rows of any size: one CTA per row, which it reads again for each pass (from L1 or L2). kVecSize 1 serves any alignment.
+// Rows of any size: one CTA per row, which it reads again for each pass (from L1 or L2). kVecSize 1
+// serves any alignment.
 template <typename Traits, int kVecSize>
 __global__ void __launch_bounds__(1024)
     norm_looped_kernel(const __grid_constant__ NormParams params) {
@@ -220,7 +257,7 @@ __global__ void __launch_bounds__(1024)
   if constexpr (Traits::kAddResidual) {
     residual = detail::norm_row<T>(params.residual, row, params.num_heads);
   }
-  const auto load = [&](uint32_t vec_idx, float(&h)[kVecSize]) {
+  const auto load = [&](uint32_t vec_idx, float (&h)[kVecSize]) {
     Vector<T, kVecSize> x, r;
     x.load(input + vec_idx * kVecSize);
     if constexpr (Traits::kAddResidual) r.load(residual + vec_idx * kVecSize);
@@ -267,45 +304,85 @@ __global__ void __launch_bounds__(1024)
 
 #ifndef __CUDACC_RTC__
 
-// `vectorizable`: hidden_size is a whole number of vectors and every row of every operand is aligned to its vectors.
+// All numbers: NVIDIA H200, bfloat16, times of launches in a CUDA graph with inputs not in L2.
+// `vectorizable`: hidden_size is a whole number of vectors and every row of every operand is
+// aligned to its vectors.
 template <typename Traits>
 inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size, bool vectorizable,
-                                         uint32_t num_sms) {
+                                         uint32_t num_sms, bool has_clusters) {
   const uint32_t num_vecs = hidden_size / Traits::kVecSize;
-  if (!vectorizable || num_vecs > 4 * 512) {
-    const uint32_t threads = hidden_size < 1024 ? round_up(hidden_size, 32u) : 1024;
-    return {vectorizable ? NormSchedule::kLooped : NormSchedule::kElementwise, threads, 1, num_rows};
+  // A lone row of 8192 takes 1.44 us from eight CTAs, 1.53 from four and 1.55 from one. With 64
+  // rows one CTA wins.
+  const bool spread_few = num_rows <= 8 && num_vecs >= 1024;
+  // Two vectors per thread: with one (1024 threads for 8192) 64 rows take 2.44 us, with two 2.35,
+  // with four 2.41.
+  constexpr uint32_t kMaxCtaVecs = 2 * 1024;
+  if (vectorizable && has_clusters && (spread_few || num_vecs > kMaxCtaVecs)) {
+    uint32_t cluster_size = spread_few ? 4 : 2;
+    while (cluster_size < kMaxNormCluster && num_vecs > cluster_size * kMaxCtaVecs / 2) {
+      cluster_size *= 2;
+    }
+    const uint32_t threads = round_up(ceil_div(num_vecs, 2 * cluster_size), 32u);
+    if (threads <= 1024) {
+      return {2, NormSpread::kCluster, threads, 1, num_rows * cluster_size, cluster_size};
+    }
   }
-  NormSchedule schedule = {1, 1, 1, num_rows};
-  if (num_vecs <= 128) {
+  if (!vectorizable || num_vecs > kMaxCtaVecs) {
+    const uint32_t threads = hidden_size < 1024 ? round_up(hidden_size, 32u) : 1024;
+    return {vectorizable ? NormSchedule::kLooped : NormSchedule::kElementwise,
+            NormSpread::kOnce,
+            threads,
+            1,
+            num_rows,
+            1};
+  }
+
+  NormSchedule schedule = {2, NormSpread::kOnce, 0, 1, 0, 1};
+  if (num_vecs > 128) {
+    schedule.threads_per_row = round_up(ceil_div(num_vecs, 2u), 32u);
+  } else {
     // A warp or less per row: no barrier.
+    schedule.threads_per_row = 1;
     while (schedule.threads_per_row < 32 && schedule.threads_per_row < num_vecs) {
       schedule.threads_per_row *= 2;
     }
-    while (schedule.vecs_per_thread * schedule.threads_per_row < num_vecs) {
-      schedule.vecs_per_thread *= 2;
-    }
+    schedule.vecs_per_thread = num_vecs <= 32 ? 1 : num_vecs <= 64 ? 2 : 4;
     schedule.rows_per_cta = 128 / schedule.threads_per_row;
-  } else {
-    const uint32_t max_threads = num_rows <= num_sms ? 1024 : 512;
-    while (num_vecs > schedule.vecs_per_thread * max_threads) schedule.vecs_per_thread *= 2;
-    schedule.threads_per_row =
-        round_up(ceil_div<uint32_t>(num_vecs, schedule.vecs_per_thread), 32u);
   }
-  const uint32_t threads = schedule.threads_per_row * schedule.rows_per_cta;
+  // Rows in flight cost latency only as long as they fill the chip, at 1024 threads per SM. Beyond
+  // that CTAs loop: over equal numbers of rows; over four rows each when there are many, as the
+  // hardware then keeps to the order of rows, which HBM likes (16384 x 8192: 136 us, against 138
+  // with persistent CTAs and 174 without the loop). With 8-bit outputs persistent CTAs win (101 us
+  // against 105).
   const uint32_t num_steps = ceil_div(num_rows, schedule.rows_per_cta);
-  const uint32_t ctas_per_wave = num_sms * (1024 / threads);
-  schedule.num_ctas = num_steps < 4 * ctas_per_wave   ? num_steps
-                      : num_steps < 32 * ctas_per_wave ? ctas_per_wave
-                                                       : ceil_div(num_steps, 4u);
+  const uint32_t ctas_per_wave =
+      num_sms * (1024 / (schedule.threads_per_row * schedule.rows_per_cta));
+  uint32_t steps_per_cta = ceil_div(num_steps, ctas_per_wave);
+  if (steps_per_cta >= 32 && !Traits::kScaleOutput) steps_per_cta = 4;
+  schedule.num_ctas = ceil_div(num_steps, steps_per_cta);
+  if (steps_per_cta > 1) schedule.spread = NormSpread::kLoop;
   return schedule;
+}
+
+template <typename Traits, int kVecsPerThread>
+inline auto norm_kernel_for(NormSpread spread) -> void (*)(NormParams) {
+  switch (spread) {
+    case NormSpread::kOnce:
+      return norm_kernel<Traits, kVecsPerThread, NormSpread::kOnce>;
+    case NormSpread::kLoop:
+      return norm_kernel<Traits, kVecsPerThread, NormSpread::kLoop>;
+    case NormSpread::kCluster:
+      if constexpr (kVecsPerThread == 2) {
+        return norm_kernel<Traits, kVecsPerThread, NormSpread::kCluster>;
+      }
+  }
+  return nullptr;
 }
 
 template <typename Traits>
 inline cudaError_t launch_norm(const NormParams& params, const NormSchedule& schedule,
                                bool enable_pdl, cudaStream_t stream) {
   void (*kernel)(NormParams) = nullptr;
-  const bool many_rows = schedule.num_ctas * schedule.rows_per_cta < params.num_rows;
   switch (schedule.vecs_per_thread) {
     case NormSchedule::kElementwise:
       kernel = norm_looped_kernel<Traits, 1>;
@@ -314,19 +391,19 @@ inline cudaError_t launch_norm(const NormParams& params, const NormSchedule& sch
       kernel = norm_looped_kernel<Traits, Traits::kVecSize>;
       break;
     case 1:
-      kernel = many_rows ? norm_kernel<Traits, 1, true> : norm_kernel<Traits, 1, false>;
+      kernel = norm_kernel_for<Traits, 1>(schedule.spread);
       break;
     case 2:
-      kernel = many_rows ? norm_kernel<Traits, 2, true> : norm_kernel<Traits, 2, false>;
+      kernel = norm_kernel_for<Traits, 2>(schedule.spread);
       break;
     case 4:
-      kernel = many_rows ? norm_kernel<Traits, 4, true> : norm_kernel<Traits, 4, false>;
+      kernel = norm_kernel_for<Traits, 4>(schedule.spread);
       break;
-    default:
-      return cudaErrorInvalidValue;
   }
+  if (kernel == nullptr) return cudaErrorInvalidValue;
   const dim3 block(schedule.threads_per_row, schedule.rows_per_cta);
-  return launch_kernel(kernel, dim3(schedule.num_ctas), block, 0, stream, enable_pdl, params);
+  return launch_kernel(kernel, dim3(schedule.num_ctas), block, 0, stream, enable_pdl, params,
+                       schedule.cluster_size);
 }
 
 #endif  // __CUDACC_RTC__

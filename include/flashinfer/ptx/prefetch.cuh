@@ -1,5 +1,6 @@
-// prefetch.global.L2 (sm_80 here; PTX has it from sm_20): brings one line into L2. L2 is the point of coherence between
-// grids, so a prefetch may precede grid_dependency_wait even for data an earlier grid is still writing.
+// prefetch.global.L2 (sm_80 here; PTX has it from sm_20): brings one line into L2. L2 is the point
+// of coherence between grids, so a prefetch may precede grid_dependency_wait even for data an
+// earlier grid is still writing.
 #pragma once
 
 namespace flashinfer::ptx {

@@ -1,0 +1,64 @@
+// Largest magnitude of values spread over an aligned power-of-two part of a warp. NaN wins over
+// everything.
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/vec.cuh>
+#include <type_traits>
+
+namespace flashinfer {
+
+// Gathers magnitudes of T in one register: 16-bit types two at a time, in their own format, as that
+// is half the work.
+template <typename T>
+class MagnitudeMax {
+ public:
+  template <int N>
+  __device__ __forceinline__ void include(const Vector<T, N>& x) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) bits_ = larger(bits_, __float_as_uint(x[i]));
+    } else if constexpr (N == 1) {
+      bits_ = larger(bits_, x.elements[0].bits);
+    } else {
+      const auto* pairs = reinterpret_cast<const uint32_t*>(x.elements);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) bits_ = larger(bits_, pairs[i]);
+    }
+  }
+
+  // Over `width` lanes; every one of them gets the result. All lanes of the warp must call.
+  __device__ __forceinline__ float reduce(int width) {
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+      bits_ = larger(bits_, __shfl_xor_sync(0xffffffffu, bits_, offset));
+    }
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(bits_);
+    } else {
+      bits_ = larger(bits_, bits_ >> 16);
+      return to_float(T{static_cast<uint16_t>(bits_)});
+    }
+  }
+
+ private:
+  // max(a, |b|), a not negative
+  __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) {
+    uint32_t result;
+    if constexpr (sizeof(T) == 4) {
+      float value;
+      asm("max.NaN.f32 %0, %1, %2;"
+          : "=f"(value)
+          : "f"(__uint_as_float(a)), "f"(fabsf(__uint_as_float(b))));
+      result = __float_as_uint(value);
+    } else if constexpr (std::is_same_v<T, dtype::bfloat16>) {
+      asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b & 0x7fff7fffu));
+    } else {
+      asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b & 0x7fff7fffu));
+    }
+    return result;
+  }
+
+  uint32_t bits_ = 0;
+};
+
+}  // namespace flashinfer
