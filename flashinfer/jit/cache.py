@@ -313,10 +313,14 @@ def write_if_different(path: str | Path, content: str) -> None:
     except (OSError, UnicodeDecodeError):
         path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(content)
-    os.chmod(scratch, 0o644)
-    os.replace(scratch, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        os.chmod(scratch, 0o644)  # mkstemp makes it private
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
 
 
 def clear_cache_dir() -> None:

@@ -18,6 +18,10 @@ class ToolchainError(JitError):
     """A program that a build needs was not found or does not work."""
 
 
+class BrokenToolError(ToolchainError):
+    """A program that a build needs is there, but fails to say even what it is."""
+
+
 class BuildError(JitError):
     """A compiler or the linker failed."""
 

@@ -16,14 +16,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import env
-from .errors import ToolchainError
-
+from . import cache
+from .errors import BrokenToolError, ToolchainError
 
 SYSTEM_TOOLKIT = "/usr/local/cuda"
 
@@ -180,8 +179,11 @@ def ingredients(uses_cuda: bool) -> dict[str, str] | None:
     """What identifies the compilers of a module, or None if it cannot be compiled here."""
     import tvm_ffi
 
-    host = find_host_compiler()
-    toolkit = find_toolkit() if uses_cuda else None
+    try:
+        host = find_host_compiler()
+        toolkit = find_toolkit() if uses_cuda and host else None
+    except BrokenToolError:  # said when it comes to compiling; what is cached can be used
+        return None
     if host is None or (uses_cuda and toolkit is None):
         return None
     found = {"host compiler": host.version, "tvm_ffi": tvm_ffi.__version__}
@@ -205,10 +207,12 @@ def _ask(command: list[str], what: str) -> str:
             env=env.child_environment({"LC_ALL": "C"}),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ToolchainError(f"{what} does not run: {error}\n  hint: check {command[0]}") from error
+        raise BrokenToolError(
+            f"{what} does not run: {error}\n  hint: check {command[0]}"
+        ) from error
     output = done.stdout + done.stderr
     if done.returncode != 0:
-        raise ToolchainError(
+        raise BrokenToolError(
             f"{what} failed: `{shlex.join(command)}` returned {done.returncode}:\n"
             f"{output.strip()}\n"
             f"  hint: check {command[0]}, and that a host C++ compiler is in PATH or named by CXX"
@@ -226,7 +230,7 @@ def _query_nvcc(nvcc: str) -> tuple[dict, list[str]]:
     release = re.search(r"\bV\d[\w.]*", text)
     build = re.search(r"^Build (\S+)", text, re.MULTILINE)
     if release is None:
-        raise ToolchainError(f"{nvcc} is not nvcc: its --version says {text.strip()[:200]!r}")
+        raise BrokenToolError(f"{nvcc} is not nvcc: its --version says {text.strip()[:200]!r}")
     command = [nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"]
     if host := find_host_compiler():
         command.insert(1, f"-ccbin={host.path}")
@@ -305,8 +309,6 @@ def _remembered_for(program: str, kind: str, stamp: tuple | None, memory: str) -
 
 
 def _memory_file() -> Path:
-    from . import cache
-
     return cache.version_dir() / "toolchain.json"
 
 
@@ -321,16 +323,9 @@ def _read_memory(memory: str) -> dict:
 
 def _write_memory(memory: str, program: str, entry: dict) -> None:
     """Best effort: with a read-only cache the compilers are asked in each process."""
-    try:
-        folder = os.path.dirname(memory)
-        os.makedirs(folder, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=folder, prefix=".toolchain-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({**_read_memory(memory), program: entry}, file, indent=1)
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, memory)
-    except OSError:
-        pass
+    text = json.dumps({**_read_memory(memory), program: entry}, indent=1)
+    with contextlib.suppress(OSError):
+        cache.write_if_different(memory, text)
 
 
 def describe() -> dict[str, object]:

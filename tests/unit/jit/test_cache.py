@@ -158,6 +158,16 @@ def test_moved_cache_loads_without_compiler(project, cache, tmp_path, monkeypatc
     assert compile_count() == 2
 
 
+@pytest.mark.compiler
+def test_broken_compiler_does_not_matter_to_what_is_cached(project, script, monkeypatch):
+    project.cuda_spec().build()
+    monkeypatch.setenv("FLASHINFER_NVCC", script("echo broken >&2\nexit 1\n"))
+    assert project.cuda_spec().build_and_load().answer() == 42
+    (project.root / "include/deeper.h").write_text("#define MORE 3\n")
+    with pytest.raises(jit.ToolchainError, match="broken"):
+        project.cuda_spec().build_and_load()
+
+
 def test_disable_jit(project, cache, monkeypatch, compile_count):
     spec = project.spec()
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
