@@ -12,8 +12,8 @@ from .norm import layernorm as layernorm
 from .norm import layernorm_quant as layernorm_quant
 from .norm import rmsnorm as rmsnorm
 from .norm import rmsnorm_quant as rmsnorm_quant
-from .version import __version__ as __version__
 from .version import __git_version__ as __git_version__
+from .version import __version__ as __version__
 
 # Last: FLASHINFER_BACKEND=reference routes what was imported above.
 from .reference_backend import reference_backend as reference_backend  # isort: skip

@@ -48,7 +48,9 @@ def _new_output(input: torch.Tensor) -> torch.Tensor:
 def silu_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
-    """SwiGLU's gate: ``out = silu(input[..., :d]) * input[..., d:]``, ``silu(x) = x / (1 + exp(-x))``.
+    """SwiGLU's gate: ``out = silu(input[..., :d]) * input[..., d:]``.
+
+    ``silu(x) = x / (1 + exp(-x))``.
 
     Parameters
     ----------

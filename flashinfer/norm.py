@@ -1,8 +1,8 @@
 """RMS norm and layer norm, fused with the residual sum before and the quantisation after.
 
-Inputs are ``[batch, hidden]`` or ``[batch, heads, head_dim]`` (then normalised per head) in float16,
-bfloat16 or float32. The last dimension must be contiguous, other strides are free. Everything is
-computed in float32 and rounded once.
+Inputs are ``[batch, hidden]`` or ``[batch, heads, head_dim]`` (then normalised per head) in
+float16, bfloat16 or float32. The last dimension must be contiguous, other strides are free.
+Everything is computed in float32 and rounded once.
 """
 
 from __future__ import annotations

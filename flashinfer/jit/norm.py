@@ -1,4 +1,4 @@
-"""Modules of csrc/norm.cu: RMS norm and layer norm, with a residual added first or an 8-bit output."""
+"""Modules of csrc/norm.cu: RMS norm and layer norm, with a residual sum or an 8-bit output."""
 
 from __future__ import annotations
 

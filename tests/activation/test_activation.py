@@ -83,7 +83,7 @@ def test_strided_and_misaligned_rows(device, op, gap, offset):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_whole_range_of_the_gate(device, op, dtype):
-    """Every bfloat16 value of the gate (as far as the dtype has it), infinities and NaN included."""
+    """Every bfloat16 value of the gate, infinities and NaN included."""
     api, expect = op
     codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     gate = codes.view(torch.bfloat16).to(dtype).to(device)

@@ -14,8 +14,8 @@ from flashinfer.testing import compare, error_bound, make_tensor, poisoned_like
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Per-head rows, a lone row, whole warps and parts of them, several vectors per thread, CTAs that loop, rows that clusters
-# hold, rows that nothing holds, and rows that are no whole number of vectors.
+# Per-head rows, a lone row, whole warps and parts of them, several vectors per thread, CTAs that
+# loop, rows that clusters hold, rows that nothing holds, and rows of no whole number of vectors.
 SHAPES = [
     *[(1, 1), (3, 7), (1, 4096), (5, 96), (130, 128), (33, 1000), (7, 8192), (9, 8192), (3, 16392)],
     *[(2, 40000), (1, 131072), (2, 140000), (2, 33001), (3000, 1024)],
@@ -84,7 +84,7 @@ def test_layernorm(device, shape, dtype):
     if shape[-1] == 1:
         check(out, expect_layer(x, gemma, beta, 1e-5), 1)
         return
-    # The mean's rounding error, 30 units in the last place of float32, counts against a spread of 1.
+    # The mean's rounding error is that of a value of 30, against a spread of 1.
     magnitude = float(30 * gemma.abs().max() + beta.abs().max())
     check(out, expect_layer(x, gemma, beta, 1e-5), shape[-1], magnitude=magnitude)
 
@@ -92,7 +92,9 @@ def test_layernorm(device, shape, dtype):
 @pytest.mark.parametrize("scale_kind", ["float", "tensor"])
 @pytest.mark.parametrize("out_dtype", FLOAT8S, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 4096), (33, 1000), (7, 8192), (3, 33001), (5, 4, 128)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 4096), (33, 1000), (7, 8192), (3, 33001), (5, 4, 128)], ids=str
+)
 @pytest.mark.parametrize("op", ["rms", "add_rms", "layer"])
 def test_quant(device, op, shape, dtype, out_dtype, scale_kind):
     x, r = new(device, *shape, dtype=dtype), new(device, *shape, dtype=dtype)
@@ -152,7 +154,7 @@ def test_strided_and_misaligned_rows(device, hidden, gap, offset):
 
 
 def test_heads_of_a_fused_qkv(device):
-    """The key heads of a packed projection: a 3-D view whose batch and head dimensions do not fold."""
+    """The key heads of a packed projection: batch and head dimensions that do not fold."""
     qkv = new(device, 6, 48, 128)
     keys, w = qkv[:, 32:40], new(device, 128)
     before = qkv.clone()
