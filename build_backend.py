@@ -20,11 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import build_meta as _setuptools
-from setuptools.build_meta import (
-    get_requires_for_build_editable,
-    get_requires_for_build_sdist,
-    get_requires_for_build_wheel,
-)
 
 __all__ = [
     "build_editable",
@@ -133,6 +128,15 @@ def link_data(root: Path = ROOT) -> None:
         link = data / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(source, link.parent), target_is_directory=True)
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    """Nothing beyond pyproject.toml. (To find that out setuptools would write into the checkout.)"""
+    return []
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+get_requires_for_build_sdist = get_requires_for_build_wheel
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
