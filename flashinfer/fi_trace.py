@@ -141,7 +141,13 @@ def _bind(
     func_or_method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments by name, defaults and (for a method) `self` included."""
-    bound = inspect.signature(func_or_method).bind(*args, **kwargs)
+    signature = inspect.signature(func_or_method)
+    named = dict(kwargs)
+    if "skip_check" not in signature.parameters:
+        named.pop("skip_check", None)  # a keyword of `backend_requirement`, not of the operation
+    if not args and next(iter(signature.parameters), None) == "self":
+        named.setdefault("self", None)  # `wrapper.run.fi_trace` knows the function, not the object
+    bound = signature.bind(*args, **named)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
     if inspect.ismethod(func_or_method):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashinfer.api_logging import flashinfer_api
+from flashinfer.backends import backend_requirement
 from flashinfer.fi_trace import build_fi_trace_fn, fi_trace, register_fi_trace
 from flashinfer.trace import Const, Scalar, Tensor, TraceTemplate, Var
 from flashinfer.trace.check import default_check, default_tolerances
@@ -274,8 +275,10 @@ def test_method_is_traced_through_its_object():
         @flashinfer_api(trace=rmsnorm_trace)
         def run(self, input, weight, eps=1e-6, out=None): ...
 
-    definition = fi_trace(Wrapper().run, **_rmsnorm_arguments(2, 64))
+    wrapper = Wrapper()
+    definition = fi_trace(wrapper.run, **_rmsnorm_arguments(2, 64))
     assert definition["tags"][0].endswith("Wrapper.run")
+    assert wrapper.run.fi_trace(**_rmsnorm_arguments(2, 64)) == definition
 
 
 def test_arguments_are_those_of_the_signature():
@@ -289,6 +292,14 @@ def test_arguments_are_those_of_the_signature():
         fi_trace(norm, input=x, weight=x[0], epsilon=1.0)
     with pytest.raises(ValueError, match="no trace template"):
         fi_trace(test_arguments_are_those_of_the_signature)
+
+
+def test_keyword_of_the_checks_is_no_argument_of_the_operation():
+    @flashinfer_api(trace=rmsnorm_trace)
+    @backend_requirement({}, common_check=lambda input: True)
+    def norm(input, weight, eps=1e-6, out=None): ...
+
+    assert norm.fi_trace(**_rmsnorm_arguments(2, 64), skip_check=True)["name"] == "rmsnorm_h64"
 
 
 def test_meta_tensors_are_enough():
