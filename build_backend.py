@@ -131,7 +131,7 @@ def link_data(root: Path = ROOT) -> None:
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    """Nothing beyond pyproject.toml. (To find that out setuptools would write into the checkout.)"""
+    """Nothing beyond pyproject.toml. Finding that out, setuptools would write into the checkout."""
     return []
 
 
