@@ -146,14 +146,14 @@ def _trampoline(function: Any, index: int) -> CodeType:
         parameters.append("**" + names.pop(0))
     source = (
         f"def outer({', '.join(code.co_freevars)}):\n"
-        f"    def {function.__name__}({', '.join(parameters)}):\n"
+        f"    def call({', '.join(parameters)}):\n"
         f"        from {__name__} import _dispatch\n"
         f"        return _dispatch({index}, locals())\n"
         f"        ({' '.join(name + ',' for name in code.co_freevars)})\n"
     )
     outer = next(c for c in compile(source, __file__, "exec").co_consts if isinstance(c, CodeType))
     inner = next(c for c in outer.co_consts if isinstance(c, CodeType))
-    return inner
+    return inner.replace(co_name=code.co_name)
 
 
 def _dispatch(index: int, local_values: Mapping[str, Any]) -> Any:

@@ -138,6 +138,13 @@ def test_function_taken_before_and_function_decorated_inside():
         late(torch.ones(3))
 
 
+def test_function_without_a_name():
+    function = flashinfer_api(lambda input, out=None, *, times=2: 1 / 0, trace=double_trace)
+    with reference_backend():
+        assert function.__code__.co_name == "<lambda>"
+        assert function(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 def test_function_with_free_variables_and_decorators():
     """A wrapper of another decorator is routed as well; what it adds to the call is dropped."""
     secret = object()
