@@ -179,7 +179,6 @@ jit.build_jit_specs([next(g.specs()) for g in registry.generators().values()])
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(spec.is_built() for spec in specs)
     assert 0 < int(done.stdout) < 2**20, "in KiB"
 
 
