@@ -1,0 +1,54 @@
+// Arguments that the bindings of row kernels share: one value for all rows or one per row, and seeds.
+#pragma once
+
+#include <flashinfer/sampling/sampling_params.h>
+
+#include "ffi.h"
+
+namespace flashinfer::ffi {
+
+// A number, or a tensor with one per row.
+template <typename T>
+struct RowValue {
+  Tensor tensor;
+  T value;
+
+  PerRow<T> per_row() const {
+    return {tensor ? static_cast<const T*>(tensor.data()) : nullptr, value};
+  }
+};
+
+inline void check_row_vector(const Tensor& tensor, int64_t num_rows) {
+  check_shape(tensor, {num_rows});
+  check_last_dim_contiguous(tensor);
+}
+
+inline RowValue<float> take_row_float(Args& args, const char* name) {
+  if (!args.next_is_tensor()) {
+    const double value = args.number(name);
+    if (std::isnan(value)) raise("ValueError", "`%s` must be a number, got NaN", name);
+    return {{}, static_cast<float>(value)};
+  }
+  const Tensor tensor = args.tensor(name);
+  check_dtype(tensor, dtype::float32);
+  return {tensor, 0.f};
+}
+
+inline RowValue<int32_t> take_row_int(Args& args, const char* name) {
+  if (!args.next_is_tensor()) {
+    const int64_t value = args.integer(name);
+    return {{}, static_cast<int32_t>(value > INT32_MAX ? INT32_MAX : value < 0 ? 0 : value)};
+  }
+  const Tensor tensor = args.tensor(name);
+  check_dtype(tensor, dtype::int32);
+  return {tensor, 0};
+}
+
+inline RowValue<uint64_t> take_row_seed(Args& args, const char* name) {
+  if (!args.next_is_tensor()) return {{}, static_cast<uint64_t>(args.integer(name))};
+  const Tensor tensor = args.tensor(name);
+  check_dtype(tensor, {dtype::int64, DLDataType{kDLUInt, 64, 1}});
+  return {tensor, 0};
+}
+
+}  // namespace flashinfer::ffi

@@ -1,0 +1,15 @@
+#include <flashinfer/sampling/sampling.cuh>
+
+#include "sampling.h"
+
+namespace flashinfer {
+
+cudaError_t sampling(const SamplingParams& params, int device, int num_sms, bool enable_pdl,
+                     cudaStream_t stream) {
+  using Traits = SamplingTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_OUT_DTYPE,
+                                FLASHINFER_CFG_LOGITS, SamplingFilter::FLASHINFER_CFG_FILTER,
+                                SamplingOutput::FLASHINFER_CFG_OUTPUT>;
+  return launch_sampling<Traits>(params, device, num_sms, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,203 @@
+// One row of logits or probabilities, shared out among the CTAs of a cluster and kept in their shared memory, so that it
+// is read from device memory once however often it is walked.
+//
+// The row is cut into vectors of 16 bytes at 16-byte addresses; its first and last vector may be partly outside. Ranks,
+// then warps, own consecutive stretches of vectors, so a list of per-warp results in rank and warp order is in index
+// order. A thread walks the same vectors every time: walks need no barrier between them. A row that does not fit (a
+// launch without clusters) is walked in global memory instead.
+#pragma once
+
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/vec.cuh>
+#include <flashinfer/ptx/cluster.cuh>
+
+namespace flashinfer {
+
+__device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
+
+// Larger float, larger key; both zeros have the same key and NaN has the largest.
+__device__ __forceinline__ uint32_t float_to_key(float x) {
+  if (x != x) return 0xffffffffu;
+  const uint32_t bits = __float_as_uint(x + 0.f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float key_to_float(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+__device__ __forceinline__ uint64_t warp_sum_u64(uint64_t x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// Sum over this lane and the lanes before it.
+__device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x) {
+  const int lane_idx = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint64_t before = __shfl_up_sync(0xffffffffu, x, offset);
+    if (lane_idx >= offset) x += before;
+  }
+  return x;
+}
+
+// How many elements are walked at a time and by whom; the same for host (sizes) and device.
+struct RowLayout {
+  uint32_t num_vecs;       // of the row, those that are partly outside counted
+  uint32_t vecs_per_cta;
+  uint32_t vecs_per_warp;  // a multiple of 32
+
+  FLASHINFER_HOST_DEVICE static RowLayout make(uint32_t num_vecs, uint32_t cluster_size,
+                                               uint32_t num_warps) {
+    const uint32_t per_cta = ceil_div(num_vecs, cluster_size);
+    return {num_vecs, per_cta, round_up(ceil_div(per_cta, num_warps), 32u)};
+  }
+};
+
+template <typename T_>
+class RowCluster {
+ public:
+  using T = T_;
+  static constexpr int kVecSize = 16 / sizeof(T);
+  using Vec = Vector<T, kVecSize>;
+
+  const T* row;        // first element, in global memory
+  uint32_t size;       // elements
+  uint32_t phase;      // elements of the first vector that lie before the row
+  uint32_t num_ranks, rank;
+  uint32_t num_warps, warp_idx, lane_idx;
+  Vec* resident;       // this CTA's vectors in shared memory; null: walk global memory
+  uint64_t* gathered;  // [2][num_ranks][kMaxWarps] of every CTA, for gather()
+  uint32_t first_vec, end_vec;  // this warp's stretch
+  uint32_t parity = 0;
+
+  static constexpr uint32_t kMaxWarps = 16;
+
+  // `max_vecs`: vectors that `resident_buffer` holds; `gather_buffer`: 2 * kMaxWarps * cluster size words.
+  __device__ RowCluster(const T* row_, uint32_t size_, void* resident_buffer, uint32_t max_vecs,
+                        uint64_t* gather_buffer)
+      : row(row_), size(size_), gathered(gather_buffer) {
+    phase = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+    num_ranks = ptx::cluster_size();
+    rank = ptx::cluster_rank();
+    num_warps = blockDim.x / 32;
+    warp_idx = threadIdx.x / 32;
+    lane_idx = threadIdx.x % 32;
+    const RowLayout layout = RowLayout::make(
+        ceil_div(phase + size, static_cast<uint32_t>(kVecSize)), num_ranks, num_warps);
+    const uint32_t cta_first = rank * layout.vecs_per_cta;
+    const uint32_t cta_end = min(cta_first + layout.vecs_per_cta, layout.num_vecs);
+    first_vec = min(cta_first + warp_idx * layout.vecs_per_warp, cta_end);
+    end_vec = min(first_vec + layout.vecs_per_warp, cta_end);
+    // Indexed by the vector's number in the row.
+    resident = layout.vecs_per_cta <= max_vecs ? static_cast<Vec*>(resident_buffer) - cta_first
+                                               : nullptr;
+  }
+
+  // Index in the row of the first element of a vector; "negative" for the one that begins before the row.
+  __device__ __forceinline__ uint32_t index_of(uint32_t vec) const { return vec * kVecSize - phase; }
+
+  __device__ __forceinline__ bool is_whole(uint32_t vec) const {
+    const uint32_t first = index_of(vec);
+    return first < size && size - first >= kVecSize;
+  }
+
+  // Elements outside the row are -inf: they weigh nothing and come last in any order.
+  __device__ __forceinline__ Vec load_global(uint32_t vec) const {
+    Vec x;
+    if (is_whole(vec)) {
+      x.load(row + static_cast<int64_t>(vec) * kVecSize - phase);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        const uint32_t i = index_of(vec) + j;
+        x.elements[j] = i < size ? row[i] : from_float<T>(negative_infinity());
+      }
+    }
+    return x;
+  }
+
+  __device__ __forceinline__ Vec load(uint32_t vec) const {
+    return resident ? resident[vec] : load_global(vec);
+  }
+
+  // First walk: brings the row in. `visit(x)` sees each element.
+  template <typename Visit>
+  __device__ __forceinline__ void fill(Visit visit) {
+    constexpr uint32_t kInFlight = 8;
+    for (uint32_t base = first_vec + lane_idx; base < end_vec; base += 32 * kInFlight) {
+      Vec x[kInFlight];
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i) {
+        if (base + 32 * i < end_vec) x[i] = load_global(base + 32 * i);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i) {
+        if (base + 32 * i >= end_vec) break;
+        if (resident) resident[base + 32 * i] = x[i];
+#pragma unroll
+        for (int j = 0; j < kVecSize; ++j) visit(x[i][j]);
+      }
+    }
+  }
+
+  // `visit(x)` sees each element of this thread again.
+  template <typename Visit>
+  __device__ __forceinline__ void walk(Visit visit) const {
+#pragma unroll 2
+    for (uint32_t vec = first_vec + lane_idx; vec < end_vec; vec += 32) {
+      const Vec x = load(vec);
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) visit(x[j]);
+    }
+  }
+
+  __device__ __forceinline__ void barrier() const {
+    if (num_ranks == 1) {
+      __syncthreads();
+    } else {
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
+  }
+
+  // The next list to publish: entry i of every CTA's copy is written by `publish`, and may be read from the next
+  // barrier until the next but one list is published.
+  __device__ __forceinline__ uint64_t* next_list() {
+    uint64_t* list = gathered + parity * num_ranks * kMaxWarps;
+    parity ^= 1;
+    return list;
+  }
+
+  // `value` is the same in all lanes.
+  __device__ __forceinline__ void publish(uint64_t* list, uint32_t i, uint64_t value) const {
+    if (lane_idx < num_ranks) {
+      ptx::cluster_store(ptx::cluster_address(list + i, lane_idx), value);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t global_warp() const { return rank * num_warps + warp_idx; }
+
+  // One value per warp, in index order, in every CTA. One barrier.
+  __device__ __forceinline__ const uint64_t* gather(uint64_t value) {
+    uint64_t* list = next_list();
+    publish(list, global_warp(), value);
+    barrier();
+    return list;
+  }
+
+  // Sum of the first `count` entries of a list.
+  __device__ __forceinline__ uint64_t sum_list(const uint64_t* list, uint32_t count) const {
+    uint64_t sum = 0;
+    for (uint32_t i = lane_idx; i < count; i += 32) sum += list[i];
+    return warp_sum_u64(sum);
+  }
+
+  __device__ __forceinline__ uint64_t gather_sum(uint64_t warp_value) {
+    return sum_list(gather(warp_value), num_ranks * num_warps);
+  }
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,425 @@
+// Softmax, sampling, and the filters top-k, top-p and min-p, as one kernel with a configuration:
+//
+//   w_i = input_i or exp((input_i - max) / temperature)       weights, as exact fixed-point numbers
+//   kept = { i : input_i >= T },  T from the filter           equal values are all in or all out
+//   token: i with probability w_i / sum of kept weights       probs: w_i / sum, or 0      mask: input_i, or -inf
+//
+// A cluster of CTAs takes a row and reads it once; see row_cluster.cuh. All sums are integers, so a row's result does not
+// depend on the batch it is in or on the size of the cluster, and every search ends where it must: there is no retry and
+// no wait but the cluster's barrier.
+#pragma once
+
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/sampling/philox.cuh>
+#include <flashinfer/sampling/row_cluster.cuh>
+#include <flashinfer/sampling/sampling_params.h>
+#include <flashinfer/sampling/select.cuh>
+#include <flashinfer/sampling/weight.cuh>
+#include <type_traits>
+
+namespace flashinfer {
+
+template <typename T_, typename TOut_, bool kLogits_, SamplingFilter kFilter_,
+          SamplingOutput kOutput_>
+struct SamplingTraits {
+  using T = T_;
+  using TOut = TOut_;  // not for kToken
+  using Weight = std::conditional_t<kLogits_, LogitWeight, ProbWeight>;
+  static constexpr bool kLogits = kLogits_;
+  static constexpr SamplingFilter kFilter = kFilter_;
+  static constexpr SamplingOutput kOutput = kOutput_;
+  static constexpr bool kTopK = kFilter == SamplingFilter::kTopK ||
+                                kFilter == SamplingFilter::kTopKTopP ||
+                                kFilter == SamplingFilter::kTopKTopPJoint;
+  static constexpr bool kTopP = kFilter == SamplingFilter::kTopP ||
+                                kFilter == SamplingFilter::kTopKTopP ||
+                                kFilter == SamplingFilter::kTopKTopPJoint;
+  static constexpr bool kMinP = kFilter == SamplingFilter::kMinP;
+};
+
+// The largest element of a row, and bounds from below on its k-th largest.
+struct RowMaxima {
+  float max;             // NaN if the row has one
+  float min_warp_max;    // at least as many elements as there are warps are not less
+  float min_thread_max;  // the same for threads
+};
+
+namespace detail {
+
+// NaN if either is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+#else
+  return a != a ? a : b != b ? b : fmaxf(a, b);
+#endif
+}
+
+template <typename Row>
+__device__ __forceinline__ RowMaxima gather_maxima(Row& row, float thread_max) {
+  float max = thread_max, min_max = thread_max;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    max = max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
+    min_max = fminf(min_max, __shfl_xor_sync(0xffffffffu, min_max, offset));
+  }
+  const uint64_t* list = row.gather(static_cast<uint64_t>(__float_as_uint(max)) << 32 |
+                                    __float_as_uint(min_max));
+  RowMaxima all{negative_infinity(), -negative_infinity(), -negative_infinity()};
+  for (uint32_t i = row.lane_idx; i < row.num_ranks * row.num_warps; i += 32) {
+    const float warp_max = __uint_as_float(static_cast<uint32_t>(list[i] >> 32));
+    all.max = max_nan(all.max, warp_max);
+    all.min_warp_max = fminf(all.min_warp_max, warp_max);
+    all.min_thread_max =
+        fminf(all.min_thread_max, __uint_as_float(static_cast<uint32_t>(list[i])));
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    all.max = max_nan(all.max, __shfl_xor_sync(0xffffffffu, all.max, offset));
+    all.min_warp_max =
+        fminf(all.min_warp_max, __shfl_xor_sync(0xffffffffu, all.min_warp_max, offset));
+    all.min_thread_max =
+        fminf(all.min_thread_max, __shfl_xor_sync(0xffffffffu, all.min_thread_max, offset));
+  }
+  return all;
+}
+
+// Sum of the weights from `threshold` on, over this warp's stretch.
+template <typename Row, typename Weight>
+__device__ __forceinline__ uint64_t warp_weight(const Row& row, const Weight& weight,
+                                                float threshold) {
+  uint64_t sum = 0;
+  row.walk([&](float x) {
+    if (x >= threshold) sum += weight(x);
+  });
+  return warp_sum_u64(sum);
+}
+
+// Key of the k-th largest element, 1 <= k < row.size.
+template <typename Row>
+__device__ __forceinline__ uint32_t select_top_k(Row& row, SelectStorage& storage,
+                                                 const RowMaxima& maxima, uint32_t k) {
+  const uint32_t num_warps = row.num_ranks * row.num_warps;
+  const float low = k <= num_warps        ? maxima.min_warp_max
+                    : k <= 32 * num_warps ? maxima.min_thread_max
+                                          : negative_infinity();
+  return select_threshold(row, storage, CountMeasure{}, float_to_key(low),
+                          float_to_key(maxima.max), k);
+}
+
+// Key of the smallest element of the nucleus among the elements from `threshold` on.
+template <typename Row, typename Weight>
+__device__ __forceinline__ uint32_t select_top_p(Row& row, SelectStorage& storage,
+                                                 const RowMaxima& maxima, const Weight& weight,
+                                                 float threshold, float p) {
+  const uint64_t total = row.gather_sum(warp_weight(row, weight, threshold));
+  uint64_t target = static_cast<uint64_t>(
+      ceil(static_cast<double>(fmaxf(p, 0.f)) * static_cast<double>(total)));
+  target = target < 1 ? 1 : target > total ? total : target;
+  // Elements below this weigh less than 1 - p all together, so the nucleus ends above them.
+  const float negligible = (1.f - p) * static_cast<float>(total) / static_cast<float>(row.size);
+  const float bound = weight.at_most(p < 0.999f ? 0.9f * negligible : 0.25f);
+  const uint32_t low = float_to_key(fmaxf(bound, threshold));
+  return select_threshold(row, storage, WeightMeasure<Weight>{weight}, low,
+                          float_to_key(maxima.max), target);
+}
+
+// The element where the running sum of weights, in index order, passes `target`; called by the warp whose stretch has it,
+// with `target` counted from there.
+template <typename Row, typename Weight>
+__device__ __forceinline__ uint32_t find_in_stretch(const Row& row, const Weight& weight,
+                                                    float threshold, uint64_t target) {
+  uint32_t found = 0;
+  for (uint32_t base = row.first_vec; base < row.end_vec; base += 32) {
+    const uint32_t vec = base + row.lane_idx;
+    uint64_t weights[Row::kVecSize];
+    uint64_t sum = 0;
+    if (vec < row.end_vec) {
+      const typename Row::Vec x = row.load(vec);
+#pragma unroll
+      for (int j = 0; j < Row::kVecSize; ++j) {
+        weights[j] = x[j] >= threshold ? weight(x[j]) : 0;
+        sum += weights[j];
+      }
+    }
+    const uint64_t inclusive = warp_inclusive_sum(sum);
+    const uint64_t total = __shfl_sync(0xffffffffu, inclusive, 31);
+    if (target >= total) {
+      target -= total;
+      continue;
+    }
+    const uint32_t passed = __ballot_sync(0xffffffffu, inclusive > target);
+    const int lane = __ffs(static_cast<int>(passed)) - 1;
+    if (static_cast<int>(row.lane_idx) == lane) {
+      uint64_t before = inclusive - sum;
+#pragma unroll
+      for (int j = 0; j < Row::kVecSize; ++j) {
+        if (target >= before) found = row.index_of(vec) + j;
+        before += weights[j];
+      }
+    }
+    return __shfl_sync(0xffffffffu, found, lane);
+  }
+  return found;
+}
+
+__device__ __forceinline__ void write_token(const SamplingParams& params, uint32_t out_row,
+                                            uint32_t token) {
+  if (params.tokens_are_64bit) {
+    static_cast<int64_t*>(params.out)[out_row] = token;
+  } else {
+    static_cast<int32_t*>(params.out)[out_row] = static_cast<int32_t>(token);
+  }
+}
+
+// Writes value(x) for each element of this thread.
+template <typename TOut, typename Row, typename Value>
+__device__ __forceinline__ void write_row(const Row& row, TOut* out, Value value) {
+  constexpr int kVecSize = Row::kVecSize;
+  constexpr uint32_t kOutVecSize = 16 / sizeof(TOut);
+  const uint32_t out_phase =
+      static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out) / sizeof(TOut)) % kOutVecSize;
+  const bool aligned = (out_phase + kOutVecSize - row.phase % kOutVecSize) % kOutVecSize == 0;
+#pragma unroll 2
+  for (uint32_t vec = row.first_vec + row.lane_idx; vec < row.end_vec; vec += 32) {
+    const typename Row::Vec x = row.load(vec);
+    float y[kVecSize];
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) y[j] = value(x[j]);
+    if (aligned && row.is_whole(vec)) {
+      Vector<TOut, kVecSize> packed;
+      packed.from_floats(y);
+      packed.store(out + row.index_of(vec));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        const uint32_t i = row.index_of(vec) + j;
+        if (i < row.size) out[i] = from_float<TOut>(y[j]);
+      }
+    }
+  }
+}
+
+// Input row of an output row; num_input_rows and more: there is none.
+__device__ __forceinline__ uint64_t input_row_of(const SamplingParams& params, uint32_t out_row) {
+  if (!params.indices) return out_row;
+  return params.indices_are_64bit
+             ? static_cast<const uint64_t*>(params.indices)[out_row]
+             : static_cast<uint64_t>(static_cast<const uint32_t*>(params.indices)[out_row]);
+}
+
+}  // namespace detail
+
+// One cluster per output row. Dynamic shared memory: lists of 2 * kMaxWarps words per rank, then the row's vectors.
+template <typename Traits>
+__global__ void __launch_bounds__(512, 2)
+    sampling_kernel(const __grid_constant__ SamplingParams params) {
+  using T = typename Traits::T;
+  using Row = RowCluster<T>;
+  constexpr SamplingOutput kOutput = Traits::kOutput;
+  extern __shared__ __align__(16) uint64_t dynamic_smem[];
+  __shared__ SelectStorage storage;
+
+  // The other CTAs may be written to once they run: waited for after the row is in.
+  ptx::cluster_arrive();
+  const uint32_t num_ranks = ptx::cluster_size();
+  const uint32_t out_row = blockIdx.x / num_ranks;
+  const bool is_leader = blockIdx.x % num_ranks == 0 && threadIdx.x == 0;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+
+  const uint64_t input_row = detail::input_row_of(params, out_row);
+  const bool exists = input_row < params.num_input_rows;
+  const T* input = static_cast<const T*>(params.input) + (exists ? input_row : 0) * params.input_stride;
+  Row row(input, exists ? params.vocab_size : 0, dynamic_smem + 2 * Row::kMaxWarps * num_ranks,
+          params.max_vecs, dynamic_smem);
+  const uint32_t param_row = exists ? static_cast<uint32_t>(input_row) : 0;
+
+  float thread_max = negative_infinity();
+  row.fill([&](float x) { thread_max = detail::max_nan(thread_max, x); });
+  ptx::cluster_wait();
+  const RowMaxima maxima = detail::gather_maxima(row, thread_max);
+
+  float p = 1.f, min_p = 0.f;
+  bool has_nan = maxima.max != maxima.max;
+  if constexpr (Traits::kTopP) p = params.top_p[param_row];
+  if constexpr (Traits::kMinP) min_p = params.min_p[param_row];
+  float inv_temperature = 1.f;
+  if constexpr (Traits::kLogits && kOutput == SamplingOutput::kProbs) {
+    const float temperature = params.temperature[param_row];
+    inv_temperature = 1.f / temperature;
+    has_nan = has_nan || !(temperature >= 0.f);
+  }
+  has_nan = has_nan || p != p || min_p != min_p;
+  const bool has_weight =
+      Traits::kLogits ? maxima.max > negative_infinity()
+                      : maxima.max > 0.f && maxima.max < -negative_infinity();
+  const bool valid = has_weight && !has_nan;
+  if (is_leader && params.valid) params.valid[out_row] = valid;
+  if (kOutput == SamplingOutput::kMask ? has_nan : !valid) {
+    if constexpr (kOutput == SamplingOutput::kToken) {
+      if (is_leader) detail::write_token(params, out_row, 0);
+    } else {
+      using TOut = typename Traits::TOut;
+      const float fill = has_nan || Traits::kLogits ? __uint_as_float(0x7fc00000u) : 0.f;
+      detail::write_row(row, static_cast<TOut*>(params.out) + out_row * params.out_stride,
+                        [&](float) { return fill; });
+    }
+    return;
+  }
+
+  const typename Traits::Weight weight(maxima.max, inv_temperature);
+  float threshold = negative_infinity();
+  if constexpr (Traits::kTopK) {
+    const int32_t k = params.top_k[param_row];
+    if (k >= 1 && static_cast<uint32_t>(k) < params.vocab_size) {
+      threshold = key_to_float(
+          detail::select_top_k(row, storage, maxima, static_cast<uint32_t>(k)));
+    }
+  }
+  if constexpr (Traits::kTopP) {
+    if (p < 1.f) {
+      const float from = Traits::kFilter == SamplingFilter::kTopKTopP ? threshold : negative_infinity();
+      threshold = fmaxf(threshold, key_to_float(detail::select_top_p(row, storage, maxima, weight,
+                                                                     from, p)));
+    }
+  }
+  if constexpr (Traits::kMinP) threshold = fminf(min_p, 1.f) * maxima.max;
+
+  if constexpr (kOutput == SamplingOutput::kToken) {
+    const uint64_t* list = row.gather(detail::warp_weight(row, weight, threshold));
+    const uint64_t total = row.sum_list(list, row.num_ranks * row.num_warps);
+    const uint64_t before = row.sum_list(list, row.global_warp());
+    const uint64_t bits = philox_bits(params.seed[params.seed_is_shared ? 0 : out_row],
+                                      params.offset[params.offset_is_shared ? 0 : out_row],
+                                      params.seed_is_shared ? out_row : 0, 0);
+    const uint64_t target = __umul64hi(bits, total) - before;
+    if (target < list[row.global_warp()]) {
+      const uint32_t token = detail::find_in_stretch(row, weight, threshold, target);
+      if (row.lane_idx == 0) detail::write_token(params, out_row, token);
+    }
+  } else {
+    using TOut = typename Traits::TOut;
+    TOut* out = static_cast<TOut*>(params.out) + out_row * params.out_stride;
+    if constexpr (kOutput == SamplingOutput::kProbs) {
+      const uint64_t total = row.gather_sum(detail::warp_weight(row, weight, threshold));
+      const float factor = weight.scale() / static_cast<float>(total);
+      detail::write_row(row, out, [&](float x) {
+        return x >= threshold ? weight.to_float(x) * factor : 0.f;
+      });
+    } else {
+      row.barrier();
+      detail::write_row(row, out,
+                        [&](float x) { return x >= threshold ? x : negative_infinity(); });
+    }
+  }
+}
+
+#ifndef __CUDACC_RTC__
+
+// What a device allows a row kernel; asked of the driver once.
+struct ClusterLimits {
+  unsigned max_cluster;  // CTAs per row
+  unsigned max_smem;     // dynamic shared memory of a CTA, bytes
+};
+
+inline size_t list_bytes(unsigned cluster_size) {
+  return 2 * RowCluster<float>::kMaxWarps * cluster_size * sizeof(uint64_t);
+}
+
+// `device`: the current one.
+template <typename Params>
+inline cudaError_t query_cluster_limits(void (*kernel)(Params), int device, ClusterLimits* limits) {
+  int major = 0, max_smem = 0;
+  cudaFuncAttributes attributes;
+  const auto function = reinterpret_cast<const void*>(kernel);
+  cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, function);
+  if (status != cudaSuccess) return status;
+  max_smem -= static_cast<int>(attributes.sharedSizeBytes);
+  status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, max_smem);
+  if (status != cudaSuccess) return status;
+  *limits = {1, static_cast<unsigned>(max_smem)};
+  // With few multiprocessors (MIG, MPS) a large cluster may never be scheduled: take what is.
+  for (unsigned size = major >= 9 ? 8 : 1; size > 1; size /= 2) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = size;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(size);
+    config.blockDim = dim3(512);
+    config.dynamicSmemBytes = limits->max_smem;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int num_clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&num_clusters, function, &config) == cudaSuccess &&
+        num_clusters > 0) {
+      limits->max_cluster = size;
+      break;
+    }
+    cudaGetLastError();
+  }
+  return cudaSuccess;
+}
+
+struct RowSchedule {
+  unsigned cluster_size;
+  unsigned threads;
+  unsigned max_vecs;  // 0: the row does not fit and is read again for each walk
+  size_t smem_bytes;
+};
+
+// `row_bytes`: at least one vector.
+inline RowSchedule choose_row_schedule(uint64_t row_bytes, uint32_t num_rows, int num_sms,
+                                       const ClusterLimits& limits) {
+  // One vector more than the row has, for a row that starts inside one.
+  const uint32_t num_vecs = static_cast<uint32_t>(row_bytes / 16 + 2);
+  // Three CTAs to a multiprocessor hide each other's barriers; a single row is spread further, for its latency.
+  constexpr uint64_t kResidentBytes = 65 * 1024, kLeastBytes = 8 * 1024;
+  unsigned size = 1;
+  while (size < limits.max_cluster &&
+         (row_bytes > kResidentBytes * size ||
+          (row_bytes >= 2 * kLeastBytes * size && num_rows * size * 2 <= static_cast<uint32_t>(num_sms)))) {
+    size *= 2;
+  }
+  const uint32_t vecs_per_cta = ceil_div(num_vecs, size);
+  const bool few_rows = num_rows * size <= static_cast<uint32_t>(num_sms);
+  const unsigned max_threads = few_rows ? 512 : 256;
+  const unsigned threads = vecs_per_cta < max_threads ? round_up(vecs_per_cta, 32u) : max_threads;
+  size_t smem_bytes = list_bytes(size) + static_cast<size_t>(vecs_per_cta) * 16;
+  if (smem_bytes > limits.max_smem) return {size, threads, 0, list_bytes(size)};
+  return {size, threads, vecs_per_cta, smem_bytes};
+}
+
+template <typename Traits>
+inline cudaError_t launch_sampling(SamplingParams params, int device, int num_sms, bool enable_pdl,
+                                   cudaStream_t stream) {
+  // A race between threads writes the same values twice.
+  constexpr int kMaxDevices = 64;
+  static ClusterLimits limits[kMaxDevices] = {};
+  const auto kernel = sampling_kernel<Traits>;
+  if (device < 0 || device >= kMaxDevices) return cudaErrorInvalidDevice;
+  if (limits[device].max_cluster == 0) {
+    const cudaError_t status = query_cluster_limits(kernel, device, &limits[device]);
+    if (status != cudaSuccess) return status;
+  }
+  const RowSchedule schedule =
+      choose_row_schedule(uint64_t{params.vocab_size} * sizeof(typename Traits::T), params.num_rows,
+                          num_sms, limits[device]);
+  params.max_vecs = schedule.max_vecs;
+  const unsigned cluster_size = schedule.cluster_size;
+  return launch_kernel(kernel, dim3(params.num_rows * cluster_size), dim3(schedule.threads),
+                       schedule.smem_bytes, stream, enable_pdl, params,
+                       cluster_size > 1 ? cluster_size : 0);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer
