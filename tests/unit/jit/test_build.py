@@ -170,7 +170,6 @@ def test_post_load_adapter(project):
 @pytest.mark.compiler
 def test_compilers_stay_below_one_gibibyte():
     """Peak memory of the largest compiler process, for one module of each generator."""
-    specs = [next(generator.specs()) for generator in registry.generators().values()]
     code = """
 import resource
 from flashinfer import jit
