@@ -1,6 +1,7 @@
 """Which operation runs on which architecture: the table of README.md, made from the code.
 
-    python -m flashinfer.support
+    python -m flashinfer.support              print it
+    python -m flashinfer.support README.md    put it between the marks of that file
 
 An operation is a public function with a trace template. It runs wherever our kernels compile,
 unless it declares its compute capabilities with `backend_requirement`.
@@ -8,7 +9,10 @@ unless it declares its compute capabilities with `backend_requirement`.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,5 +83,27 @@ def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def rewrite(document: str) -> str:
+    """The text of a document with the current table between the marks.
+
+    Raises
+    ------
+    ValueError
+        If the document has no marks.
+    """
+    new, count = _MARKED.subn(lambda m: f"{m[1]}\n{markdown()}\n{m[2]}", document)
+    if count != 1:
+        raise ValueError(f"expected one table between `<!-- operations`, got {count}")
+    return new
+
+
+_MARKED = re.compile(
+    r"(<!-- operations: [^\n]* -->\n).*?(<!-- end of operations -->)", flags=re.DOTALL
+)
+
+
 if __name__ == "__main__":
-    print(markdown(), end="")
+    for file in map(Path, sys.argv[1:]):
+        file.write_text(rewrite(file.read_text()))
+    if len(sys.argv) == 1:
+        print(markdown(), end="")

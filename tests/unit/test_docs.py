@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".claude/skills/*/SKILL.md")]
 )
-OPERATIONS = re.compile(r"<!-- operations: .*? -->\n(.*?)<!-- end of operations -->", re.S)
 
 
 def ids(path: Path) -> str:
@@ -22,9 +21,12 @@ def ids(path: Path) -> str:
 
 
 def test_operations_table_is_current():
-    """README.md has what `python -m flashinfer.support` prints."""
-    (table,) = OPERATIONS.findall((ROOT / "README.md").read_text())
-    assert table.strip() == support.markdown().strip()
+    """If not: `python -m flashinfer.support README.md`."""
+    readme = (ROOT / "README.md").read_text()
+    assert support.rewrite(readme) == readme
+    assert support.markdown() in readme
+    with pytest.raises(ValueError, match="operations"):
+        support.rewrite("a document without marks")
 
 
 def test_every_public_operation_is_in_the_table():
