@@ -28,7 +28,9 @@ BASE_LAYERS = {
     "scheduler": set(),
 }
 # (family, family it includes): reason.
-FAMILY_EDGES: dict[tuple[str, str], str] = {}
+FAMILY_EDGES: dict[tuple[str, str], str] = {
+    ("quantization", "activation"): "a gated activation with quantised output is one kernel",
+}
 
 # Files of csrc/ that may name tvm/ffi, beside *_jit_binding.cc.
 TVM_HEADERS = {"ffi.h", "tvm_ffi_utils.h"}

@@ -1,0 +1,96 @@
+"""Modules of csrc/group_quant.cu and csrc/packbits.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..dtypes import FLOAT, check_dtype
+from . import env as jit_env
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+CODES = ("int8", "e4m3", "e5m2", "e2m1")
+LAYOUTS = ("linear", "column_major", "swizzled_128x4", "swizzled_8x4")
+SCALES = ("float32", "power_of_two_float32", "ue8m0", "e4m3")
+MAX_GROUP_SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class GroupQuantConfig(ModuleConfig):
+    """What selects code: input dtype, formats of codes and scales, the scales' layout, group size,
+    gate before."""
+
+    module: ClassVar[str] = "group_quant"
+
+    dtype: torch.dtype
+    code: str
+    scale: str
+    layout: str
+    group_size: int
+    silu_and_mul: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype("input", self.dtype, FLOAT)
+        for name, value, allowed in (
+            ("code", self.code, CODES),
+            ("scale", self.scale, SCALES),
+            ("layout", self.layout, LAYOUTS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {value!r}")
+        if not 1 <= self.group_size <= MAX_GROUP_SIZE:
+            raise ValueError(
+                f"`group_size` must be between 1 and {MAX_GROUP_SIZE}, got {self.group_size}"
+            )
+
+
+@dataclass(frozen=True)
+class PackBitsConfig(ModuleConfig):
+    """What selects code: the type of the segments' offsets, ``none`` without segments."""
+
+    module: ClassVar[str] = "packbits"
+
+    index: str
+
+    def __post_init__(self) -> None:
+        if self.index not in ("none", "int32", "int64"):
+            raise ValueError(f"`index` must be none, int32 or int64, got {self.index!r}")
+
+
+def _group_quant_cases() -> Iterator[GroupQuantConfig]:
+    for dtype in (torch.float16, torch.bfloat16):
+        for layout in ("linear", "column_major"):
+            for silu_and_mul in (False, True):
+                yield GroupQuantConfig(dtype, "e4m3", "float32", layout, 128, silu_and_mul)
+        yield GroupQuantConfig(dtype, "int8", "float32", "linear", 128)
+        yield GroupQuantConfig(dtype, "e4m3", "power_of_two_float32", "column_major", 128)
+        for layout in ("linear", "swizzled_128x4"):
+            yield GroupQuantConfig(dtype, "e4m3", "ue8m0", layout, 32)
+            yield GroupQuantConfig(dtype, "e2m1", "ue8m0", layout, 32)
+            for silu_and_mul in (False, True):
+                yield GroupQuantConfig(dtype, "e2m1", "e4m3", layout, 16, silu_and_mul)
+
+
+@register_generator(aot=_group_quant_cases)
+def gen_group_quant_module(config: GroupQuantConfig) -> JitSpec:
+    """The module with ``group_quant`` for one configuration."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    sources = [csrc / "group_quant.cu", csrc / "group_quant_jit_binding.cc"]
+    return JitSpec.from_config(config, sources)
+
+
+def _packbits_cases() -> Iterator[PackBitsConfig]:
+    yield PackBitsConfig("none")
+    yield PackBitsConfig("int32")
+
+
+@register_generator(aot=_packbits_cases)
+def gen_packbits_module(config: PackBitsConfig) -> JitSpec:
+    """The module with ``packbits``, for one array or for segments of one."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(config, [csrc / "packbits.cu", csrc / "packbits_jit_binding.cc"])

@@ -1,0 +1,216 @@
+// Quantisation of groups: each run of kGroupSize elements of a row shares one scale, made from its
+// largest magnitude.
+//
+//   y = input, or silu(input[:, :n]) * input[:, n:] rounded to the input's type
+//   scale(row, group) and out = codes of y / scale: see group_scale.cuh
+//
+// One thread owns one 16-byte vector (several where a group has more than 32), the lanes of a group
+// meet in shuffles, and groups follow each other through the grid, padding of the scale layout
+// included: such a group has scale 0 and no codes.
+#pragma once
+
+#include <flashinfer/activation/activation.cuh>
+#include <flashinfer/collective/group_max.cuh>
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/quantization/group_quant_params.h>
+#include <flashinfer/quantization/group_scale.cuh>
+#include <flashinfer/quantization/scale_layout.h>
+
+namespace flashinfer {
+
+template <typename T_, typename Code_, typename Scale_, typename Layout_, int kGroupSize_,
+          bool kSiluAndMul_>
+struct GroupQuantTraits {
+  using T = T_;
+  using Code = Code_;
+  using Scale = Scale_;
+  using Layout = Layout_;
+  static constexpr int kGroupSize = kGroupSize_;
+  static constexpr bool kSiluAndMul = kSiluAndMul_;
+  static constexpr int kVecSize = 16 / sizeof(T);
+  static constexpr int kVecsPerGroup = kGroupSize / kVecSize;
+  // The largest power of two that divides the number of vectors, at most a warp.
+  static constexpr int kLanes = kVecsPerGroup % 32 == 0 ? 32 : kVecsPerGroup & -kVecsPerGroup;
+  static constexpr int kVecsPerLane = kLanes == 0 ? 0 : kVecsPerGroup / kLanes;
+  // Else a thread would hold too much: the kernel that reads the group twice serves such sizes.
+  static constexpr bool kFitsRegisters =
+      kGroupSize % kVecSize == 0 && kVecsPerLane >= 1 && kVecsPerLane <= 4;
+};
+
+namespace detail {
+
+template <typename Traits, int N>
+__device__ __forceinline__ Vector<typename Traits::T, N> load_group_values(
+    const GroupQuantParams& params, int64_t row_start, uint32_t col) {
+  using T = typename Traits::T;
+  const T* input = static_cast<const T*>(params.input) + row_start + col;
+  Vector<T, N> x;
+  x.load(input);
+  if constexpr (Traits::kSiluAndMul) {
+    Vector<T, N> up;
+    up.load(input + params.num_cols);
+    float y[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = act::silu::apply<sizeof(T) == 4>(x[i]) * up[i];
+    x.from_floats(y);
+  }
+  return x;
+}
+
+__device__ __forceinline__ float global_scale_of(const GroupQuantParams& params) {
+  const float global = params.global_scale ? *params.global_scale : 1.f;
+  return params.invert_global_scale ? 1.f / global : global;
+}
+
+template <typename Traits>
+__device__ __forceinline__ void store_scale(const GroupQuantParams& params, uint32_t row,
+                                            uint32_t group, typename Traits::Scale::Stored value) {
+  auto* scales = static_cast<typename Traits::Scale::Stored*>(params.scale);
+  const int64_t offset = Traits::Layout::offset(row, group, params.scale_cols, params.scale_stride);
+  scales[offset] = value;
+}
+
+struct GroupPlace {
+  uint32_t row;
+  uint32_t group;
+  bool exists;     // in this launch
+  bool has_input;  // else its values are zero
+  bool has_codes;  // else only a scale of zero is written
+
+  __device__ __forceinline__ GroupPlace(const GroupQuantParams& params, uint32_t index,
+                                        uint32_t group_size) {
+    const uint32_t launch_row = params.divide_by_scale_cols.divide(index);
+    row = params.first_row + launch_row;
+    group = index - launch_row * params.scale_cols;
+    exists = index < params.num_groups;
+    has_codes = exists && row < params.num_rows && group * group_size < params.out_cols;
+    has_input = has_codes && group * group_size < params.num_cols;
+  }
+};
+
+}  // namespace detail
+
+template <typename Traits>
+__global__ void __launch_bounds__(256)
+    group_quant_kernel(const __grid_constant__ GroupQuantParams params) {
+  using T = typename Traits::T;
+  using Codes = CodeVector<typename Traits::Code, Traits::kVecSize>;
+  constexpr int kLanes = Traits::kLanes;
+  constexpr int kVecSize = Traits::kVecSize;
+  const uint32_t lane = threadIdx.x % kLanes;
+  const uint32_t index = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+  const detail::GroupPlace place(params, index, Traits::kGroupSize);
+  const uint32_t first_col = place.group * Traits::kGroupSize + lane * kVecSize;
+
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  Vector<T, kVecSize> x[Traits::kVecsPerLane];
+  MagnitudeMax<T> magnitude;
+#pragma unroll
+  for (int i = 0; i < Traits::kVecsPerLane; ++i) {
+    x[i].words[0] = {};
+    if (place.has_input) {
+      x[i] = detail::load_group_values<Traits, kVecSize>(params, place.row * params.input_stride,
+                                                         first_col + i * kLanes * kVecSize);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Traits::kVecsPerLane; ++i) magnitude.include(x[i]);
+  const float amax = magnitude.reduce(kLanes);
+  const auto scale = Traits::Scale::template of<typename Traits::Code>(
+      amax, params.eps, detail::global_scale_of(params));
+
+  if (lane == 0 && place.exists) {
+    detail::store_scale<Traits>(params, place.row, place.group, place.has_codes ? scale.stored : 0);
+  }
+  if (!place.has_codes) return;
+  const int64_t out_start = static_cast<int64_t>(place.row) * params.out_cols + first_col;
+#pragma unroll
+  for (int i = 0; i < Traits::kVecsPerLane; ++i) {
+    float scaled[kVecSize];
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) scaled[j] = scale.template apply<T>(x[i][j]);
+    Codes codes;
+    codes.from_floats(scaled);
+    const int64_t offset = (out_start + i * kLanes * kVecSize) / kVecSize;
+    static_cast<typename Codes::Word*>(params.out)[offset] = codes.word;
+  }
+}
+
+// Any group size and alignment: a warp per group, which it reads twice, by single elements. 4-bit
+// codes come in pairs.
+template <typename Traits>
+__global__ void __launch_bounds__(256)
+    group_quant_elementwise_kernel(const __grid_constant__ GroupQuantParams params) {
+  using T = typename Traits::T;
+  constexpr int kStep = Traits::Code::kBits == 4 ? 2 : 1;  // elements of one store
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  const detail::GroupPlace place(params, index, Traits::kGroupSize);
+  const uint32_t first_col = place.group * Traits::kGroupSize;
+  const int64_t row_start = place.row * params.input_stride;
+  const auto load = [&](uint32_t i) {
+    Vector<T, 1> x{};
+    if (place.has_input && i < Traits::kGroupSize) {
+      x = detail::load_group_values<Traits, 1>(params, row_start, first_col + i);
+    }
+    return x;
+  };
+
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  MagnitudeMax<T> magnitude;
+  for (uint32_t i = lane; i < Traits::kGroupSize; i += 32) magnitude.include(load(i));
+  const float amax = magnitude.reduce(32);
+  const auto scale = Traits::Scale::template of<typename Traits::Code>(
+      amax, params.eps, detail::global_scale_of(params));
+  if (lane == 0 && place.exists) {
+    detail::store_scale<Traits>(params, place.row, place.group, place.has_codes ? scale.stored : 0);
+  }
+  if (!place.has_codes) return;
+  auto* out = static_cast<uint8_t*>(params.out) +
+              (static_cast<int64_t>(place.row) * params.out_cols + first_col) / kStep;
+  for (uint32_t i = lane * kStep; i < Traits::kGroupSize; i += 32 * kStep) {
+    const float pair[2] = {scale.template apply<T>(load(i)[0]),
+                           kStep == 2 ? scale.template apply<T>(load(i + 1)[0]) : 0.f};
+    CodeVector<typename Traits::Code, 2> codes;
+    codes.from_floats(pair);
+    out[i / kStep] = static_cast<uint8_t>(codes.word);
+  }
+}
+
+#ifndef __CUDACC_RTC__
+
+// Launches over all of params.scale_rows, in as many grids as 31-bit group numbers need. Sets the
+// fields of a launch.
+template <typename Traits>
+inline cudaError_t launch_group_quant(GroupQuantParams params, bool enable_pdl,
+                                      cudaStream_t stream) {
+  constexpr uint32_t kThreads = 256;
+  void (*kernel)(GroupQuantParams) = group_quant_elementwise_kernel<Traits>;
+  uint32_t lanes = 32;
+  if constexpr (Traits::kFitsRegisters) {
+    if (params.vectorizable) {
+      kernel = group_quant_kernel<Traits>;
+      lanes = Traits::kLanes;
+    }
+  }
+  params.divide_by_scale_cols = FastDivisor(params.scale_cols);
+  const uint32_t max_rows = INT32_MAX / params.scale_cols;
+  for (uint32_t first = 0; first < params.scale_rows; first += max_rows) {
+    const uint32_t rows =
+        params.scale_rows - first < max_rows ? params.scale_rows - first : max_rows;
+    params.first_row = first;
+    params.num_groups = rows * params.scale_cols;
+    const uint32_t ctas = ceil_div(params.num_groups, kThreads / lanes);
+    const cudaError_t status =
+        launch_kernel(kernel, dim3(ctas), dim3(kThreads), 0, stream, enable_pdl, params);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

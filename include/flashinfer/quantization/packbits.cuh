@@ -1,0 +1,135 @@
+// Bytes to bits: bit i of an output byte (counted from the low or the high end) says whether byte 8
+// * byte + i of x is not zero; bits past the end are 0. In the segmented form each segment of x
+// starts a new output byte.
+//
+// A thread makes one aligned word of the output from 32 bytes of x, which it reads as aligned
+// vectors and shifts into place as bits, so that a segment may start anywhere.
+#pragma once
+
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/quantization/packbits_params.h>
+#include <type_traits>
+
+namespace flashinfer {
+
+namespace detail {
+
+// Bit i: whether byte i is not zero.
+__device__ __forceinline__ uint32_t nonzero_bits(uint32_t word) {
+  // Bit 7 of each byte, then a product that moves these four bits next to each other at the top.
+  const uint32_t flags = (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
+  return (flags * 0x00204081u) >> 28;
+}
+
+__device__ __forceinline__ uint32_t nonzero_bits(uint4 v) {
+  return nonzero_bits(v.x) | nonzero_bits(v.y) << 4 | nonzero_bits(v.z) << 8 |
+         nonzero_bits(v.w) << 12;
+}
+
+// The first `count` <= 32 bytes from x[begin] on as bits, the first one lowest.
+__device__ __forceinline__ uint32_t pack_word(const PackBitsParams& params, int64_t begin,
+                                              uint32_t count) {
+  const uint8_t* address = params.x + begin;
+  const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address) % 16);
+  const uint8_t* aligned = address - shift;
+  const uint32_t bytes = shift ? 48 : 32;
+  if (aligned >= params.x && aligned + bytes <= params.x + params.num_x) {
+    const auto* vectors = reinterpret_cast<const uint4*>(aligned);
+    const uint4 first = vectors[0], second = vectors[1];
+    uint64_t bits = 0;
+    if (shift) bits = static_cast<uint64_t>(nonzero_bits(vectors[2])) << 32;
+    bits |= nonzero_bits(first) | nonzero_bits(second) << 16;
+    const uint32_t word = static_cast<uint32_t>(bits >> shift);
+    return count < 32 ? word & ((1u << count) - 1) : word;
+  }
+  uint32_t word = 0;
+  for (uint32_t i = 0; i < count; ++i) word |= (address[i] ? 1u : 0u) << i;
+  return word;
+}
+
+__device__ __forceinline__ uint32_t in_bit_order(uint32_t word, bool big_endian) {
+  return big_endian ? __byte_perm(__brev(word), 0, 0x0123) : word;
+}
+
+__device__ __forceinline__ uint32_t at_most(int64_t count, uint32_t limit) {
+  return count < limit ? static_cast<uint32_t>(count) : limit;
+}
+
+// The last segment that starts at or before output byte `position`: it holds that byte.
+template <typename Index>
+__device__ __forceinline__ uint32_t find_segment(const Index* out_indptr, uint32_t num_segments,
+                                                 int64_t position) {
+  uint32_t low = 0, high = num_segments;  // out_indptr[low] <= position < out_indptr[high]
+  while (high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    if (out_indptr[middle] <= position) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// The output word at byte `position` where segments may end inside of it.
+template <typename Index>
+__device__ __forceinline__ uint32_t pack_segments(const PackBitsParams& params, int64_t position) {
+  const auto* indptr = static_cast<const Index*>(params.indptr);
+  const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
+  uint32_t segment = find_segment(out_indptr, params.num_segments, position);
+  uint32_t word = 0;
+  for (int64_t i = 0; i < 4 && position + i < params.num_out;) {
+    while (position + i >= out_indptr[segment + 1]) ++segment;
+    const int64_t begin = indptr[segment] + 8 * (position + i - out_indptr[segment]);
+    const uint32_t bytes = at_most(out_indptr[segment + 1] - position - i, 4 - i);
+    word |= pack_word(params, begin, at_most(indptr[segment + 1] - begin, 8 * bytes)) << (8 * i);
+    i += bytes;
+  }
+  return word;
+}
+
+}  // namespace detail
+
+// Index is the type of the indptr arrays, void without segments.
+template <typename Index>
+__global__ void __launch_bounds__(256)
+    packbits_kernel(const __grid_constant__ PackBitsParams params) {
+  const int64_t position = 4 * (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if (position >= params.num_out) return;
+  uint32_t word;
+  if constexpr (std::is_same_v<Index, void>) {
+    word =
+        detail::pack_word(params, 8 * position, detail::at_most(params.num_x - 8 * position, 32));
+  } else {
+    word = detail::pack_segments<Index>(params, position);
+  }
+  word = detail::in_bit_order(word, params.big_endian);
+  uint8_t* out = params.out + position;
+  if (params.num_out - position >= 4) {
+    *reinterpret_cast<uint32_t*>(out) = word;
+  } else {
+    for (int64_t i = 0; i < params.num_out - position; ++i) {
+      out[i] = static_cast<uint8_t>(word >> (8 * i));
+    }
+  }
+}
+
+#ifndef __CUDACC_RTC__
+
+// `out` is aligned to 4 bytes.
+template <typename Index>
+inline cudaError_t launch_packbits(const PackBitsParams& params, bool enable_pdl,
+                                   cudaStream_t stream) {
+  constexpr int64_t kBytesPerCta = 4 * 256;
+  const auto ctas = static_cast<uint32_t>(ceil_div(params.num_out, kBytesPerCta));
+  return launch_kernel(packbits_kernel<Index>, dim3(ctas), dim3(256), 0, stream, enable_pdl,
+                       params);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer
