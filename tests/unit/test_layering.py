@@ -323,6 +323,7 @@ FORBIDDEN = {
     r"/work/" + r"(main|shared)": "a path of one machine",
     r"(?<![\w.])/ro" + r"ot/": "a path of one machine",
     r"/home/" + r"\w+/": "a path of one machine",
+    r"/tmp/" + r"(?!cc)\w+": "a fixed temporary path (other than in gcc's messages); use tempfile",
     r"pypi\." + r"org|files\.pythonhosted": "a registry host; pip knows its own",
     r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b": "an unfinished part",
 }
