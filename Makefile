@@ -7,6 +7,7 @@
 #
 # PYTHON=...  interpreter to make the environment from; a torch that it can import is used.
 # VENV=       (empty) make none: PYTHON has everything, the package runs from this checkout.
+# JOBS=2      test processes (pytest-xdist); empty: one, without xdist.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +17,7 @@ TESTS ?=
 PYTEST_ARGS ?= -q
 
 ifeq ($(strip $(VENV)),)
-PY := PYTHONPATH=$(CURDIR) $(PYTHON)
+PY := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 INSTALLED :=
 else
 PY := $(VENV)/bin/python
@@ -48,7 +49,7 @@ demo: $(INSTALLED)
 	$(PY) -m examples.demo
 
 test: $(INSTALLED)
-	$(PY) -m pytest $(PYTEST_ARGS) -n $(JOBS) $(TESTS)
+	$(PY) -m pytest $(PYTEST_ARGS) $(if $(JOBS),-n $(JOBS)) $(TESTS)
 
 lint: $(INSTALLED)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pre_commit run -a
