@@ -92,7 +92,9 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
     input = all_columns[..., : 2 * case.width]
     if case.out != "columns":
         input = _rows(case, 2 * case.width, case.input_layout, device)
-    values = torch.randn(input.shape, generator=generator, device=device) * case.spread
+    # An infinity times an activation that float32 flushes to zero is NaN, but not in float64.
+    spread = 1.0 if case.special == "inf" else case.spread
+    values = torch.randn(input.shape, generator=generator, device=device) * spread
     if case.special and values.numel():
         values.view(-1)[:: case.width + 1] = float(case.special)
     arguments: dict[str, Any] = {"input": input.copy_(values), "enable_pdl": case.enable_pdl}

@@ -50,12 +50,13 @@ def _gelu_tanh_and_mul_reference(
 ) -> torch.Tensor:
     """y = g/2 * (1 + tanh(sqrt(2/pi) * (g + 0.044715 * g^3))) * u, g and u as in gelu_and_mul.
 
+    (1 + tanh(z)) / 2 is computed as sigmoid(2 z), which does not cancel for negative z.
     Source: the tanh approximation of D. Hendrycks, K. Gimpel, "Gaussian Error Linear
     Units", 2016.
     """
     gate, up = _gate_and_up(input)
     inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate**3)
-    return 0.5 * gate * (1.0 + torch.tanh(inner)) * up
+    return gate * torch.sigmoid(2.0 * inner) * up
 
 
 def _gated(name: str, description: str, reference: Callable[..., torch.Tensor]) -> TraceTemplate:

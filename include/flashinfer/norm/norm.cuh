@@ -98,9 +98,8 @@ __device__ __forceinline__ void norm_store(const NormParams& params, uint32_t ro
 //   otherwise memory idles
 //             during the reduction
 //   kCluster  a row to each cluster of CTAs (sm_90): grid num_rows * cluster_size, rows_per_cta 1
-// Four vectors per thread serve rows of a warp, two anything wider.
 template <typename Traits, int kVecsPerThread, NormSpread kSpread>
-__global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 1024)
+__global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2 : 1)
     norm_kernel(const __grid_constant__ NormParams params) {
   using T = typename Traits::T;
   constexpr int kVecSize = Traits::kVecSize;
@@ -304,69 +303,90 @@ __global__ void __launch_bounds__(1024)
 
 #ifndef __CUDACC_RTC__
 
-// All numbers: NVIDIA H200, bfloat16, times of launches in a CUDA graph with inputs not in L2.
-// `vectorizable`: hidden_size is a whole number of vectors and every row of every operand is
-// aligned to its vectors.
+// The rules below come from measurements on an NVIDIA H200 (bfloat16, launches in a CUDA graph,
+// inputs not in L2); docs/performance.md has the numbers and what lost. `vectorizable`: hidden_size
+// is a whole number of vectors and every row of every operand is aligned to its vectors.
 template <typename Traits>
 inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size, bool vectorizable,
                                          uint32_t num_sms, bool has_clusters) {
+  using Spread = NormSpread;
   const uint32_t num_vecs = hidden_size / Traits::kVecSize;
-  // A lone row of 8192 takes 1.44 us from eight CTAs, 1.53 from four and 1.55 from one. With 64
-  // rows one CTA wins.
-  const bool spread_few = num_rows <= 8 && num_vecs >= 1024;
-  // Two vectors per thread: with one (1024 threads for 8192) 64 rows take 2.44 us, with two 2.35,
-  // with four 2.41.
-  constexpr uint32_t kMaxCtaVecs = 2 * 1024;
-  if (vectorizable && has_clusters && (spread_few || num_vecs > kMaxCtaVecs)) {
-    uint32_t cluster_size = spread_few ? 4 : 2;
-    while (cluster_size < kMaxNormCluster && num_vecs > cluster_size * kMaxCtaVecs / 2) {
-      cluster_size *= 2;
-    }
+  if (!vectorizable) {
+    const uint32_t threads = hidden_size < 1024 ? round_up(hidden_size, 32u) : 1024;
+    return {NormSchedule::kElementwise, Spread::kOnce, threads, 1, num_rows, 1};
+  }
+
+  // Few wide rows: latency counts. A lone row of 8192 takes 1.5 us from four CTAs and 1.55 from
+  // one, one of 16384 1.57 from eight and 1.9 from one. With many rows clusters lose by far (2048 x
+  // 65536: 266 us against 187).
+  if (has_clusters && num_rows <= 8 && num_vecs >= 1024) {
+    const uint32_t cluster_size = num_vecs < 2048 ? 4 : kMaxNormCluster;
     const uint32_t threads = round_up(ceil_div(num_vecs, 2 * cluster_size), 32u);
-    if (threads <= 1024) {
-      return {2, NormSpread::kCluster, threads, 1, num_rows * cluster_size, cluster_size};
+    if (threads <= 512) {
+      return {2, Spread::kCluster, threads, 1, num_rows * cluster_size, cluster_size};
     }
   }
-  if (!vectorizable || num_vecs > kMaxCtaVecs) {
-    const uint32_t threads = hidden_size < 1024 ? round_up(hidden_size, 32u) : 1024;
-    return {vectorizable ? NormSchedule::kLooped : NormSchedule::kElementwise,
-            NormSpread::kOnce,
+
+  // Rows over 16 KiB: reading them again from L1 beats holding them in registers, which leaves a
+  // CTA alone on its SM (8192 x 16384: 143 us against 146; 16384 x 8192 of float32: 274 against
+  // 293).
+  if (num_vecs > 1024) {
+    const uint32_t threads = num_vecs > 2048 || Traits::kAddResidual ? 1024 : 512;
+    return {NormSchedule::kLooped, Spread::kOnce, threads, 1, num_rows, 1};
+  }
+
+  // Rows of a warp or less: no barrier, four vectors per thread where there are enough (131072 x
+  // 1024: 140 us with CTAs of two warps, 145 with four; 262144 x 256: 71 us with eight threads a
+  // row, 89 with 32).
+  if (num_vecs <= 128) {
+    uint32_t threads = 8;
+    while (threads < 32 && threads * 4 < num_vecs) threads *= 2;
+    const uint32_t vecs = ceil_div(num_vecs, threads);
+    const uint32_t rows_per_cta = (vecs > 2 ? 64 : 128) / threads;
+    const uint32_t num_steps = ceil_div(num_rows, rows_per_cta);
+    const uint32_t steps_per_cta = ceil_div(num_steps, num_sms * 2048 / (threads * rows_per_cta));
+    return {vecs <= 1   ? 1
+            : vecs <= 2 ? 2
+                        : 4,
+            steps_per_cta > 1 ? Spread::kLoop : Spread::kOnce,
             threads,
-            1,
-            num_rows,
+            rows_per_cta,
+            ceil_div(num_steps, steps_per_cta),
             1};
   }
 
-  NormSchedule schedule = {2, NormSpread::kOnce, 0, 1, 0, 1};
-  if (num_vecs > 128) {
-    // The float32 weight and bias of a layer norm fit in registers beside one vector, not beside
-    // two, and are four times the bytes of a row: 1024 rows of 8192 take 14.5 us when they come
-    // from L1 for each row.
-    if (Traits::kSubtractMean && num_vecs <= 1024) schedule.vecs_per_thread = 1;
-    schedule.threads_per_row =
-        round_up(ceil_div<uint32_t>(num_vecs, schedule.vecs_per_thread), 32u);
-  } else {
-    // A warp or less per row: no barrier.
-    schedule.threads_per_row = 1;
-    while (schedule.threads_per_row < 32 && schedule.threads_per_row < num_vecs) {
-      schedule.threads_per_row *= 2;
-    }
-    schedule.vecs_per_thread = num_vecs <= 32 ? 1 : num_vecs <= 64 ? 2 : 4;
-    schedule.rows_per_cta = 128 / schedule.threads_per_row;
+  // A CTA per row, with two vectors per thread: 64 rows of 8192 take 2.35 us, with one vector (1024
+  // threads) 2.44. CTAs loop once the rows outnumber what the chip holds at 1024 threads per SM,
+  // over equal numbers of rows each. Where there are very many, four rows per CTA are better, as
+  // the hardware then keeps closer to the order of rows, which HBM likes (16384 x 8192: 136 us; 138
+  // with persistent CTAs, 174 without the loop).
+  const uint32_t threads = round_up(ceil_div(num_vecs, 2u), 32u);
+  uint32_t rows_per_loop = ceil_div(num_rows, num_sms * (1024 / threads));
+  if constexpr (Traits::kSubtractMean) {
+    // The weight and bias of a layer norm, in float32, are four times the bytes of a row. One
+    // vector per thread leaves room for them in registers; four, in fewer threads, for several CTAs
+    // that share them in L1 (16384 x 8192: 150 us, against 160 with two vectors and 205 with one).
+    if (rows_per_loop <= 1) return {1, Spread::kOnce, round_up(num_vecs, 32u), 1, num_rows, 1};
+    const uint32_t few_threads = round_up(ceil_div(num_vecs, 4u), 32u);
+    rows_per_loop = ceil_div(num_rows, num_sms * (512 / few_threads));
+    return {4, Spread::kLoop, few_threads, 1, ceil_div(num_rows, rows_per_loop), 1};
   }
-  // Rows in flight cost latency only as long as they fill the chip, at 1024 threads per SM. Beyond
-  // that CTAs loop: over equal numbers of rows; over four rows each when there are many, as the
-  // hardware then keeps to the order of rows, which HBM likes (16384 x 8192: 136 us, against 138
-  // with persistent CTAs and 174 without the loop). With 8-bit outputs persistent CTAs win (101 us
-  // against 105).
-  const uint32_t num_steps = ceil_div(num_rows, schedule.rows_per_cta);
-  const uint32_t ctas_per_wave =
-      num_sms * (1024 / (schedule.threads_per_row * schedule.rows_per_cta));
-  uint32_t steps_per_cta = ceil_div(num_steps, ctas_per_wave);
-  if (steps_per_cta >= 32 && !Traits::kScaleOutput) steps_per_cta = 4;
-  schedule.num_ctas = ceil_div(num_steps, steps_per_cta);
-  if (steps_per_cta > 1) schedule.spread = NormSpread::kLoop;
-  return schedule;
+  if (rows_per_loop >= 32) {
+    // With 8-bit outputs persistent CTAs win (101 us against 105), without the loop if there is a
+    // residual (228 against 232). A residual and rows up to 8 KiB: from L1 again (32768 x 4096: 262
+    // us against 275).
+    if (Traits::kAddResidual && !Traits::kScaleOutput && num_vecs <= 512) {
+      return {NormSchedule::kLooped, Spread::kOnce, threads, 1, num_rows, 1};
+    }
+    if (!Traits::kScaleOutput) rows_per_loop = 4;
+    if (Traits::kScaleOutput && Traits::kAddResidual) rows_per_loop = 1;
+  }
+  return {2,
+          rows_per_loop > 1 ? Spread::kLoop : Spread::kOnce,
+          threads,
+          1,
+          ceil_div(num_rows, rows_per_loop),
+          1};
 }
 
 template <typename Traits, int kVecsPerThread>
