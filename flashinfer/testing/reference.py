@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..trace.specs import argument_of
 from ..trace.template import resolve_template
 from .numerics import ErrorBound, compare, error_bound
 from .tensors import (
@@ -82,20 +83,33 @@ def template_of(api: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     return template
 
 
-def _destinations(template: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
+_Destination = tuple[str, "int | None"]
+"""An argument, and which element of it if it is a tuple."""
+
+
+def _destinations(template: Any, arguments: Mapping[str, Any]) -> dict[str, _Destination]:
     """For each output that an argument receives in this call: the argument."""
     found = {}
     for key, spec in template.outputs.items():
-        param = getattr(spec, "param", None) or key
-        if isinstance(arguments.get(param), torch.Tensor):
-            found[key] = param
+        if isinstance(argument_of(key, spec, arguments), torch.Tensor):
+            found[key] = (spec.param or key, getattr(spec, "tuple_idx", None))
     return found
 
 
-def _poison(template: Any, arguments: dict[str, Any], destinations: Mapping[str, str]) -> None:
+def _tensor_at(arguments: Mapping[str, Any], destination: _Destination) -> torch.Tensor:
+    param, index = destination
+    tensor: torch.Tensor = arguments[param] if index is None else arguments[param][index]
+    return tensor
+
+
+def _poison(
+    template: Any, arguments: dict[str, Any], destinations: Mapping[str, _Destination]
+) -> None:
     """Poison the arguments that are only written; one that shares memory with an input stays."""
     read = {getattr(spec, "param", None) or key for key, spec in template.inputs.items()}
-    for param in destinations.values():
+    for param, index in destinations.values():
+        if index is not None:
+            continue  # of a tuple: it was written before, and is read where this call does not write
         shares = any(
             other.untyped_storage().data_ptr() == arguments[param].untyped_storage().data_ptr()
             for name, value in arguments.items()
@@ -107,7 +121,10 @@ def _poison(template: Any, arguments: dict[str, Any], destinations: Mapping[str,
 
 
 def _outputs(
-    template: Any, returned: Any, arguments: Mapping[str, Any], destinations: Mapping[str, str]
+    template: Any,
+    returned: Any,
+    arguments: Mapping[str, Any],
+    destinations: Mapping[str, _Destination],
 ) -> dict[str, Any]:
     """Each output by JSON key, from the argument that received it or from the returned value."""
     if returned is None:
@@ -124,16 +141,18 @@ def _outputs(
                 f"{len(values)} values returned, expected {len(without)}: {wanted}"
             )
         by_key = dict(zip(without, values, strict=True))
-    for key, param in destinations.items():
-        given = arguments[param]
+    for key, destination in destinations.items():
+        given = _tensor_at(arguments, destination)
         if key in by_key and by_key[key].data_ptr() != given.data_ptr():
-            raise AssertionError(f"{param} was given, but what is returned is another tensor")
+            raise AssertionError(f"{destination[0]} was given, but what is returned is another tensor")
         by_key[key] = given
     return {key: by_key[key] for key in template.outputs}
 
 
 def _describe(arguments: Mapping[str, Any]) -> str:
     def text(value: Any) -> str:
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(map(text, value))})"
         if not isinstance(value, torch.Tensor):
             return repr(value)
         dtype = str(value.dtype).removeprefix("torch.")
@@ -153,11 +172,11 @@ def _by_storage(arguments: Mapping[str, Any]) -> dict[int, list[torch.Tensor]]:
 
 
 def _side_effects(
-    before: Mapping[str, Any], after: Mapping[str, Any], written: set[str]
+    before: Mapping[str, Any], after: Mapping[str, Any], written: set[_Destination]
 ) -> list[str]:
     """Sentences about what changed although no output lives there."""
     failures = []
-    outputs = {after[param].untyped_storage().data_ptr() for param in written}
+    outputs = {_tensor_at(after, where).untyped_storage().data_ptr() for where in written}
     for name, value in after.items():
         for old, new in zip(iter_tensors(before[name]), iter_tensors(value), strict=True):
             if new.untyped_storage().data_ptr() in outputs:

@@ -73,6 +73,15 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
         raise ValueError(f"`{param}` must be greater than {spec.above}, got {value}")
 
 
+def check_option(param: str, allowed: tuple[Any, ...], value: Any) -> None:
+    """Refuse a value that is not one of `allowed`; 1 is not True."""
+    if any(type(value) is type(a) and value == a for a in allowed):
+        return
+    error = ValueError if any(type(value) is type(a) for a in allowed) else TypeError
+    choices = " or ".join(map(repr, allowed))
+    raise error(f"`{param}` must be {choices}, got {value!r}")
+
+
 def check_one_device(arguments: Mapping[str, Any]) -> None:
     """Refuse tensors on several devices."""
     first: tuple[str, torch.device] | None = None

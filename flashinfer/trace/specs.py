@@ -14,9 +14,19 @@ FLOATING = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Var:
-    """An axis whose size changes from call to call; it is named, but has no value in the JSON."""
+    """An axis whose size changes from call to call; it is named, but has no value in the JSON.
+
+    Parameters
+    ----------
+    description : str
+        What the axis counts.
+    from_values : bool
+        On an axis of outputs only: its size follows from the inputs' values or sizes by a rule that
+        the reference has and the template does not state.
+    """
 
     description: str = ""
+    from_values: bool = False
 
 
 @dataclass(frozen=True)

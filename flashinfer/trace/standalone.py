@@ -8,6 +8,7 @@ function that takes the definition's inputs in order and rounds each result to i
 from __future__ import annotations
 
 import dis
+import enum
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ def standalone_reference(
     reference: Callable[..., Any],
     inputs: Mapping[str, Any],
     outputs: Mapping[str, tuple[Any, str]],
-    constants: Mapping[str, int],
+    constants: Mapping[str, Any],
 ) -> str:
     """Source with a top-level ``run(*inputs)`` that returns the outputs.
 
@@ -32,7 +33,7 @@ def standalone_reference(
     outputs : mapping
         JSON key to (spec, torch dtype name).
     constants : mapping
-        Sizes of the constant axes.
+        Sizes of the constant axes, and values of other arguments that belong to the definition.
 
     Returns
     -------
@@ -94,12 +95,12 @@ def _run_function(
     reference: Callable[..., Any],
     inputs: Mapping[str, Any],
     outputs: Mapping[str, tuple[Any, str]],
-    constants: Mapping[str, int],
+    constants: Mapping[str, Any],
 ) -> str:
     required = required_parameters(reference)
     taken = inspect.signature(reference).parameters
     passed = _passed_inputs(inputs)
-    passed |= {axis: str(n) for axis, n in constants.items() if axis in taken}
+    passed |= {name: _literal(value) for name, value in constants.items() if name in taken}
     lines = []
     for key, (spec, dtype) in outputs.items():
         # A destination that the public function requires: the reference reads its dtype only.
@@ -132,6 +133,11 @@ def _passed_inputs(inputs: Mapping[str, Any]) -> dict[str, str]:
     return passed
 
 
+def _literal(value: Any) -> str:
+    """Expression for a value; the members of an enumeration of numbers are numbers."""
+    return repr(int(value)) if isinstance(value, enum.IntEnum) else repr(value)
+
+
 def required_parameters(function: Callable[..., Any] | None) -> set[str]:
     """Names of the parameters that have no default."""
     if function is None:
@@ -140,7 +146,7 @@ def required_parameters(function: Callable[..., Any] | None) -> set[str]:
     return {p.name for p in parameters if p.default is inspect.Parameter.empty}
 
 
-def _size(axis: str, inputs: Mapping[str, Any], constants: Mapping[str, int]) -> str:
+def _size(axis: str, inputs: Mapping[str, Any], constants: Mapping[str, Any]) -> str:
     """Expression for the size of an axis inside ``run``."""
     if axis in constants:
         return str(constants[axis])

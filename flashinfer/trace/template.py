@@ -11,13 +11,14 @@ compiler.
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .arguments import check_layout, check_scalar, folded_shape
+from .arguments import check_layout, check_option, check_scalar, folded_shape
 from .specs import Axis, Const, Scalar, Tensor, Value, argument_of, dtype_name
 from .standalone import required_parameters, standalone_reference
 
@@ -64,6 +65,10 @@ class TraceTemplate:
     hints : sequence of str
         Arguments (None, True or False) that may change how a kernel is launched, never a result;
         they are not part of the definition.
+    options : dict of str to tuple
+        Arguments that choose what is computed, and the values they may have, the default first:
+        flags, names, dtypes. The definition is that of the call's values, and says so in its name
+        where they are not the defaults.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class TraceTemplate:
         tags: list[str] | None = None,
         description: str = "",
         hints: Sequence[str] = (),
+        options: dict[str, tuple[Any, ...]] | None = None,
     ) -> None:
         self.op_type = op_type
         self.axes = axes
@@ -94,6 +100,7 @@ class TraceTemplate:
         self.tags = list(tags or [])
         self.description = description
         self.hints = tuple(hints)
+        self.options = dict(options or {})
         self._refuse_unknown_axes()
 
     def __repr__(self) -> str:
@@ -149,6 +156,11 @@ class TraceTemplate:
                     f"got {list(tensor.shape)}"
                 )
         for axis, kind in self.axes.items():
+            given = arguments.get(axis)
+            if axis in seen_in and type(given) is int and given != values[axis]:
+                raise ValueError(
+                    f"`{axis}` must be {values[axis]} as in `{seen_in[axis]}`, got {given}"
+                )
             if axis not in values:
                 derived = _axis_without_tensor(axis, kind, arguments, values)
                 if derived is not None:
@@ -201,6 +213,8 @@ class TraceTemplate:
         for key, spec in self.inputs.items():
             if isinstance(spec, Scalar):
                 check_scalar(spec.param or key, spec, argument_of(key, spec, arguments))
+        for name, allowed in self.options.items():
+            check_option(name, allowed, arguments.get(name, allowed[0]))
         for hint in self.hints:
             if not isinstance(arguments.get(hint), (bool, type(None))):
                 raise TypeError(
@@ -285,6 +299,12 @@ class TraceTemplate:
                 parts.append(short if key == next(iter(self.inputs)) else f"{key}_{short}")
             if key == next(iter(self.inputs)):
                 usual = dtypes[key]
+        for name, allowed in self.options.items():
+            value = arguments.get(name, allowed[0])
+            if value != allowed[0]:
+                flag = {True: name, False: f"no_{name}"}
+                text = value.name if isinstance(value, enum.Enum) else dtype_name(value).lower()
+                parts.append(flag[value] if isinstance(value, bool) else text)
         return "_".join(parts)
 
     def definition(self, arguments: Mapping[str, Any], fi_api: str) -> dict[str, Any]:
@@ -331,6 +351,7 @@ class TraceTemplate:
             "outputs": {key: _value_json(spec, dtype) for key, (spec, dtype) in outputs.items()},
         }
         constants = {axis: values[axis] for axis, k in self.axes.items() if isinstance(k, Const)}
+        constants |= {name: arguments.get(name, v[0]) for name, v in self.options.items()}
         result["reference"] = standalone_reference(self.reference, inputs, outputs, constants)
         return result
 
@@ -421,13 +442,13 @@ def templates_of(trace: Any) -> list[TraceTemplate]:
 def _axis_without_tensor(
     axis: str, kind: Axis, arguments: Mapping[str, Any], values: Mapping[str, int]
 ) -> int | None:
+    if type(arguments.get(axis)) is int:
+        return int(arguments[axis])
     if isinstance(kind, Const):
         if kind.value is not None:
             return kind.value
         if kind.derive is not None:
             return kind.derive(values)
-    if isinstance(arguments.get(axis), int):
-        return arguments[axis]
     if isinstance(kind, Const):
         raise ValueError(f"axis {axis} has no value in this call: no tensor and no argument has it")
     return None
