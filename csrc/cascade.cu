@@ -1,0 +1,13 @@
+#include "cascade.h"
+
+#include <flashinfer/cascade/cascade.cuh>
+
+namespace flashinfer {
+
+cudaError_t merge_states(const MergeStatesParams& params, bool vectorizable, bool enable_pdl,
+                         cudaStream_t stream) {
+  return launch_merge_states<dtype::FLASHINFER_CFG_DTYPE, FLASHINFER_CFG_PAIR>(params, vectorizable,
+                                                                               enable_pdl, stream);
+}
+
+}  // namespace flashinfer

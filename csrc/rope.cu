@@ -1,0 +1,16 @@
+#include "rope.h"
+
+#include <flashinfer/rope/rope.cuh>
+
+namespace flashinfer {
+
+cudaError_t rope(const RopeCallParams& params, bool vectorizable, bool enable_pdl,
+                 cudaStream_t stream) {
+  using TCache =
+      std::conditional_t<FLASHINFER_CFG_COMPUTED, void, dtype::FLASHINFER_CFG_CACHE_DTYPE>;
+  using Traits = RopeTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_OUT_DTYPE, TCache,
+                            FLASHINFER_CFG_INTERLEAVE, FLASHINFER_CFG_APPEND>;
+  return launch_rope<Traits>(params, vectorizable, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,239 @@
+// Of a configuration with computed angles:
+//   rope(q_out, k_out, q, k, pos_ids, indptr, offsets, rotary_dim, rope_scale, rope_theta,
+//   low_freq_factor,
+//        high_freq_factor, old_context_len)
+//   Either pos_ids or indptr and offsets are None. old_context_len None: no smoothing of the
+//   frequencies.
+// Of one with a cache:
+//   rope_with_cache(query_out, key_out, positions, query, key, head_size, cos_sin_cache)
+// The outputs may be the inputs.
+#include "rope_binding.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace flashinfer {
+namespace {
+
+using ffi::Tensor;
+
+// One of q and k, seen as [tokens, heads, head_dim].
+void add_operand(RopeOperand& operand, RopeAlignment& alignment, const Tensor& out,
+                 const Tensor& in, int64_t head_dim, int64_t rotary_dim) {
+  ffi::check_same_shape(out, in);
+  ffi::check_dtype(out, kOutDtype);
+  ffi::check_last_dim_contiguous(out);
+  ffi::check_no_broadcast(out);
+  ffi::check_same_view_or_disjoint(out, in);
+  const bool in_place = out.data() == in.data();
+  operand.rope_in = rope_rows(in);
+  operand.rope_out = rope_rows(out);
+  operand.copy_in = rope_rows(in, rotary_dim);
+  operand.copy_out = rope_rows(out, rotary_dim);
+  operand.num_heads =
+      static_cast<uint32_t>(in.numel() == 0 ? 0 : in.numel() / in.dim(0) / head_dim);
+  if (in.ndim() == 2) {
+    for (RopeRows* rows :
+         {&operand.rope_in, &operand.rope_out, &operand.copy_in, &operand.copy_out}) {
+      rows->stride_head = head_dim;
+    }
+    alignment.require(head_dim % kVecSize == 0);
+  }
+  operand.rope_dim = static_cast<uint32_t>(rotary_dim);
+  operand.copy_dim = static_cast<uint32_t>(in_place ? 0 : head_dim - rotary_dim);
+  alignment.rows(in);
+  alignment.rows(out);
+  alignment.require(rotary_dim % (2 * kVecSize) == 0 && operand.copy_dim % kVecSize == 0);
+}
+
+void check_input(const Tensor& tensor, int low_ndim) {
+  ffi::check_dtype(tensor, kDtype);
+  ffi::check_ndim(tensor, low_ndim, 3);
+  ffi::check_last_dim_contiguous(tensor);
+  ffi::check_count(tensor, "tokens", tensor.dim(0));
+  if (tensor.ndim() == 3) ffi::check_count(tensor, "heads", tensor.dim(1), 0, ffi::kMaxHeads / 2);
+}
+
+void check_same_tokens(const Tensor& tensor, const Tensor& like) {
+  if (tensor.dim(0) != like.dim(0)) {
+    ffi::raise("ValueError", "`%s` must have the %lld tokens of `%s`, got shape %s", tensor.name,
+               static_cast<long long>(like.dim(0)), like.name, tensor.shape_text().c_str());
+  }
+}
+
+}  // namespace
+}  // namespace flashinfer
+
+#if FLASHINFER_CFG_COMPUTED
+
+namespace flashinfer {
+namespace {
+
+// What the frequencies depend on; compared as bytes.
+struct FrequencyKey {
+  int64_t rotary_dim;
+  double scale, theta;
+  double low_freq_factor, high_freq_factor, old_context_len;  // all 0: no smoothing
+};
+
+// 2^64 times the turns per position of each pair, modulo 2^64.
+RopeFrequencies compute_frequencies(const FrequencyKey& key) {
+  constexpr double kTwoPi = 6.283185307179586476925;
+  RopeFrequencies result = {};
+  for (int64_t j = 0; j < key.rotary_dim / 2; ++j) {
+    const double base = std::pow(key.theta, -2. * j / key.rotary_dim);  // radians per position
+    double frequency = base / key.scale;
+    if (key.old_context_len > 0.) {
+      // Llama 3.1: wavelengths that the old context holds often stay, those it holds seldom are
+      // stretched.
+      const double periods = key.old_context_len * base / kTwoPi;
+      double keep = (periods - key.low_freq_factor) / (key.high_freq_factor - key.low_freq_factor);
+      keep = keep < 0. ? 0. : keep > 1. ? 1. : keep;
+      frequency = (1. - keep) * frequency + keep * base;
+    }
+    const double turns = std::fmod(frequency / kTwoPi, 1.);
+    result.turns[j] = static_cast<uint64_t>(std::ldexp(turns, 64));
+  }
+  return result;
+}
+
+// The model's frequencies do not change from call to call, and computing them takes longer than a
+// launch.
+const RopeFrequencies& frequencies_of(const FrequencyKey& key) {
+  thread_local FrequencyKey last_key = {};
+  thread_local RopeFrequencies last = {};
+  if (std::memcmp(&key, &last_key, sizeof(key)) != 0) {
+    last = compute_frequencies(key);
+    last_key = key;
+  }
+  return last;
+}
+
+double positive(const char* name, double value) {
+  if (!(value > 0.) || std::isinf(value)) {
+    ffi::raise("ValueError", "`%s` must be positive and finite, got %g", name, value);
+  }
+  return value;
+}
+
+}  // namespace
+}  // namespace flashinfer
+
+FLASHINFER_FFI_EXPORT(rope, args) {
+  using namespace flashinfer;
+  const ffi::Tensor q_out = args.tensor("q"), k_out = args.tensor("k");
+  const ffi::Tensor q = args.tensor("q"), k = args.tensor("k");
+  const ffi::Tensor pos_ids = args.optional_tensor("pos_ids");
+  const ffi::Tensor indptr = args.optional_tensor("indptr");
+  const ffi::Tensor offsets = args.optional_tensor("offsets");
+  FrequencyKey key = {};
+  key.rotary_dim = args.integer("rotary_dim");
+  key.scale = positive("rope_scale", args.number("rope_scale"));
+  key.theta = positive("rope_theta", args.number("rope_theta"));
+  if (args.next_is_number()) {
+    key.low_freq_factor = positive("low_freq_factor", args.number("low_freq_factor"));
+    key.high_freq_factor = positive("high_freq_factor", args.number("high_freq_factor"));
+    key.old_context_len = positive("old_context_len", args.number("old_context_len"));
+    if (key.high_freq_factor <= key.low_freq_factor) {
+      ffi::raise("ValueError",
+                 "`high_freq_factor` must be greater than `low_freq_factor` %g, got %g",
+                 key.low_freq_factor, key.high_freq_factor);
+    }
+  }
+
+  check_input(q, 3);
+  check_input(k, 3);
+  check_same_tokens(k, q);
+  const int64_t num_tokens = q.dim(0), head_dim = q.dim(2);
+  if (k.dim(2) != head_dim) {
+    ffi::raise("ValueError", "`k` must have the head size of `q`, %lld, got shape %s",
+               static_cast<long long>(head_dim), k.shape_text().c_str());
+  }
+  constexpr int64_t kMaxDim = 2 * RopeFrequencies::kMaxPairs;
+  if (key.rotary_dim < 2 || key.rotary_dim % 2 != 0 || key.rotary_dim > head_dim ||
+      key.rotary_dim > kMaxDim) {
+    ffi::raise("ValueError",
+               "`rotary_dim` must be even, from 2 to the head size %lld and at most %lld, got %lld",
+               static_cast<long long>(head_dim), static_cast<long long>(kMaxDim),
+               static_cast<long long>(key.rotary_dim));
+  }
+  RopeCallParams params = {};
+  RopeAlignment alignment;
+  params.num_tokens = static_cast<uint32_t>(num_tokens);
+  add_operand(params.operands[0], alignment, q_out, q, head_dim, key.rotary_dim);
+  add_operand(params.operands[1], alignment, k_out, k, head_dim, key.rotary_dim);
+  ffi::check_disjoint(q_out, k);
+  ffi::check_disjoint(k_out, q);
+  if (pos_ids) {
+    check_positions(params, pos_ids, num_tokens);
+    ffi::check_disjoint(q_out, pos_ids);
+    ffi::check_disjoint(k_out, pos_ids);
+  } else {
+    if (!indptr || !offsets) ffi::raise("TypeError", "`indptr` and `offsets` must be torch.Tensor");
+    params.batch_size = static_cast<uint32_t>(ffi::check_indptr(indptr));
+    ffi::check_indices(offsets, params.batch_size);
+    params.indptr = static_cast<const int32_t*>(indptr.data());
+    params.offsets = static_cast<const int32_t*>(offsets.data());
+  }
+  ffi::check_cuda(q);
+  for (const ffi::Tensor& tensor : {k, q_out, k_out, pos_ids, indptr, offsets}) {
+    if (tensor) ffi::check_same_device(tensor, q);
+  }
+  params.frequencies = frequencies_of(key);
+  if (params.operands[0].num_heads + params.operands[1].num_heads == 0) return;
+  launch_checked(params, alignment, ffi::Args::Flag::kNone, q);
+}
+
+#else
+
+FLASHINFER_FFI_EXPORT(rope_with_cache, args) {
+  using namespace flashinfer;
+  const ffi::Tensor query_out = args.tensor("query"), key_out = args.tensor("key");
+  const ffi::Tensor positions = args.tensor("positions");
+  const ffi::Tensor query = args.tensor("query"), key = args.tensor("key");
+  const int64_t head_size = args.integer("head_size");
+  const ffi::Tensor cache = args.tensor("cos_sin_cache");
+
+  check_input(query, 2);
+  check_input(key, 2);
+  check_same_tokens(key, query);
+  RopeCallParams params = {};
+  RopeAlignment alignment;
+  const int64_t rotary_dim = check_cos_sin_cache(params, alignment, cache);
+  if (head_size < rotary_dim) {
+    ffi::raise("ValueError",
+               "`head_size` must be at least the %lld columns of `cos_sin_cache`, got %lld",
+               static_cast<long long>(rotary_dim), static_cast<long long>(head_size));
+  }
+  for (const ffi::Tensor& tensor : {query, key}) {
+    const bool fits =
+        tensor.ndim() == 3 ? tensor.dim(2) == head_size : tensor.dim(1) % head_size == 0;
+    if (!fits) {
+      ffi::raise("ValueError",
+                 "`%s` must have shape [tokens, heads * %lld] or [tokens, heads, %lld], got %s",
+                 tensor.name, static_cast<long long>(head_size), static_cast<long long>(head_size),
+                 tensor.shape_text().c_str());
+    }
+    if (tensor.ndim() == 2) {
+      ffi::check_count(tensor, "columns", tensor.dim(1), 0, ffi::kMaxHeads / 2 * head_size);
+    }
+  }
+  params.num_tokens = static_cast<uint32_t>(query.dim(0));
+  check_positions(params, positions, query.dim(0));
+  add_operand(params.operands[0], alignment, query_out, query, head_size, rotary_dim);
+  add_operand(params.operands[1], alignment, key_out, key, head_size, rotary_dim);
+  ffi::check_disjoint(query_out, key);
+  ffi::check_disjoint(key_out, query);
+  for (const ffi::Tensor& out : {query_out, key_out}) {
+    ffi::check_disjoint(out, cache);
+    ffi::check_disjoint(out, positions);
+  }
+  ffi::check_cuda(query);
+  for (const ffi::Tensor& tensor : {key, query_out, key_out, positions, cache}) {
+    ffi::check_same_device(tensor, query);
+  }
+  if (params.operands[0].num_heads + params.operands[1].num_heads == 0) return;
+  launch_checked(params, alignment, ffi::Args::Flag::kNone, query);
+}
+
+#endif

@@ -1,0 +1,63 @@
+"""Modules of csrc/rope.cu: rotary embedding, with a quantised result or a paged cache behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..dtypes import FLOAT, FLOAT8, check_dtype
+from . import env as jit_env
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+
+@dataclass(frozen=True)
+class RopeConfig(ModuleConfig):
+    """What selects code.
+
+    `computed`: angles come from frequencies, else from a cache of `cache_dtype`. `out_dtype` is
+    `dtype`, or an 8-bit float. `append`: K and V go to a paged cache. Sizes, strides and
+    frequencies are run-time arguments.
+    """
+
+    module: ClassVar[str] = "rope"
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    interleave: bool
+    computed: bool = False
+    cache_dtype: torch.dtype = torch.float32
+    append: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype("q", self.dtype, FLOAT)
+        if self.out_dtype != self.dtype:
+            check_dtype("quantize_dtype", self.out_dtype, FLOAT8)
+        check_dtype("cos_sin_cache", self.cache_dtype, FLOAT)
+
+
+def _aot_configs() -> Iterator[RopeConfig]:
+    for dtype in (torch.float16, torch.bfloat16):
+        for interleave in (False, True):
+            for computed in (False, True):
+                yield RopeConfig(dtype, dtype, interleave, computed)
+            for append in (False, True):
+                yield RopeConfig(dtype, torch.float8_e4m3fn, interleave, append=append)
+
+
+def _llama_configs() -> Iterator[RopeConfig]:
+    for computed in (False, True):
+        yield RopeConfig(torch.bfloat16, torch.bfloat16, interleave=False, computed=computed)
+
+
+@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+def gen_rope_module(config: RopeConfig) -> JitSpec:
+    """The module with ``rope`` or ``rope_with_cache``, or their quantising forms."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    quantizes = config.out_dtype != config.dtype
+    binding = "rope_quantize_jit_binding.cc" if quantizes else "rope_jit_binding.cc"
+    return JitSpec.from_config(config, [csrc / "rope.cu", csrc / binding])
