@@ -62,6 +62,16 @@ def operations() -> list[Operation]:
     return list(found.values())
 
 
+def results_of(
+    template: TraceTemplate, arguments: dict[str, Any], returned: Any
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of a call in the order of the template: written arguments, and what it returned
+    for the others."""
+    fresh = iter(returned if isinstance(returned, tuple) else (returned,))
+    given = [arguments.get(spec.param or key) for key, spec in template.outputs.items()]
+    return tuple(next(fresh) if tensor is None else tensor for tensor in given)
+
+
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Parameters of the public signature, without `self`."""
     parameters = dict(inspect.signature(function).parameters)

@@ -91,4 +91,4 @@ def test_optional_arguments_are_found():
     """Eleven operations: eight with eps, five with out (layernorm allocates), nine with a hint."""
     counts = {name: sum(n == name for _, n in OPTIONAL) for _, name in OPTIONAL}
     assert counts["eps"] >= 8 and counts["out"] >= 5 and counts["enable_pdl"] >= 9
-    assert set(counts) == set(CASES), "no case without an argument"
+    assert set(CASES) <= set(counts), "no case without an argument"

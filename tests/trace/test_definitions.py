@@ -15,7 +15,7 @@ import torch
 from flashinfer.fi_trace import save_definition
 from flashinfer.testing.tensors import clone_arguments
 from flashinfer.trace.check import default_check
-from tests.trace.calls import Operation, operations
+from tests.trace.calls import Operation, operations, results_of
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -58,19 +58,15 @@ def test_round_trip(operation: Operation, dtype, device, tmp_path, monkeypatch):
 
     template = operation.template
     defaults = {"eps": 1e-6}
-    values = [
-        arguments.get(spec.param or key, defaults.get(spec.param or key))
-        for key, spec in template.inputs.items()
-    ]
+    params = [template.inputs[key].param or key for key in model.inputs]
+    values = [arguments.get(param, defaults.get(param)) for param in params]
     values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
     from_json = _execute(model.reference, monkeypatch)(*values)
     from_json = from_json if isinstance(from_json, tuple) else (from_json,)
 
     called = clone_arguments(arguments)
     returned = operation.api(**called)
-    results = tuple(
-        called.get(spec.param or key, returned) for key, spec in template.outputs.items()
-    )
+    results = results_of(template, called, returned)
     for spec, mine, theirs in zip(model.outputs.values(), results, from_json, strict=True):
         assert mine.dtype == theirs.dtype == getattr(torch, spec.dtype.value)
         assert mine.shape == theirs.shape
