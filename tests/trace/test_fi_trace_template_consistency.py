@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.trace.specs import Const, Scalar, Tensor
+from flashinfer.trace.specs import Const, Scalar, Tensor, Var
 from tests.trace.calls import Operation, import_all_public_modules, operations, parameters_of
 
 OPERATIONS = operations()
@@ -74,7 +74,7 @@ def test_every_argument_is_accounted_for(operation: Operation):
     """Nothing can be passed that the definition, the destinations and the hints ignore."""
     template = operation.template
     known = {spec.param or key for key, spec in {**template.inputs, **template.outputs}.items()}
-    known |= {*template.axes, *template.hints}
+    known |= {*template.axes, *template.hints, *template.options}
     known |= {s.dtype_from_scalar for s in template.outputs.values() if isinstance(s, Tensor)}
     ignored = set(parameters_of(operation.function)) - known
     assert not ignored, f"arguments without meaning: {sorted(ignored)}"
@@ -128,6 +128,7 @@ def test_axes_of_outputs_are_axes_of_inputs_or_derived(operation: Operation):
     template = operation.template
     known = {a for s in template.inputs.values() for a in getattr(s, "dim_names", ())}
     known |= {a for a, k in template.axes.items() if isinstance(k, Const) and (k.derive or k.value)}
+    known |= {a for a, k in template.axes.items() if isinstance(k, Var) and k.from_values}
     known |= set(parameters_of(operation.function))
     for key, spec in template.outputs.items():
         assert set(getattr(spec, "dim_names", ())) <= known, key
@@ -138,7 +139,8 @@ def test_a_call_has_a_complete_definition(operation: Operation):
     template = operation.template
     definition = operation.api.fi_trace(**operation.arguments())
     assert definition["name"].startswith(template.name_prefix)
-    assert set(definition["inputs"]) == set(template.inputs)
+    passed = {key for key, spec in template.inputs.items() if not spec.optional}
+    assert set(definition["inputs"]) == passed
     assert len(definition["outputs"]) == len(template.outputs)
     for entry in [*definition["inputs"].values(), *definition["outputs"].values()]:
         assert isinstance(getattr(torch, entry["dtype"]), torch.dtype)
