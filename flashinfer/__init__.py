@@ -3,6 +3,9 @@
 from .activation import gelu_and_mul as gelu_and_mul
 from .activation import gelu_tanh_and_mul as gelu_tanh_and_mul
 from .activation import silu_and_mul as silu_and_mul
+from .cascade import merge_state as merge_state
+from .cascade import merge_state_in_place as merge_state_in_place
+from .cascade import merge_states as merge_states
 from .fi_trace import fi_trace as fi_trace
 from .norm import fused_add_rmsnorm as fused_add_rmsnorm
 from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
@@ -12,6 +15,20 @@ from .norm import layernorm as layernorm
 from .norm import layernorm_quant as layernorm_quant
 from .norm import rmsnorm as rmsnorm
 from .norm import rmsnorm_quant as rmsnorm_quant
+from .page import append_paged_kv_cache as append_paged_kv_cache
+from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
+from .page import get_batch_indices_positions as get_batch_indices_positions
+from .page import get_seq_lens as get_seq_lens
+from .rope import apply_llama31_rope as apply_llama31_rope
+from .rope import apply_llama31_rope_inplace as apply_llama31_rope_inplace
+from .rope import apply_llama31_rope_pos_ids as apply_llama31_rope_pos_ids
+from .rope import apply_llama31_rope_pos_ids_inplace as apply_llama31_rope_pos_ids_inplace
+from .rope import apply_rope as apply_rope
+from .rope import apply_rope_inplace as apply_rope_inplace
+from .rope import apply_rope_pos_ids as apply_rope_pos_ids
+from .rope import apply_rope_pos_ids_inplace as apply_rope_pos_ids_inplace
+from .rope import apply_rope_with_cos_sin_cache as apply_rope_with_cos_sin_cache
+from .rope import apply_rope_with_cos_sin_cache_inplace as apply_rope_with_cos_sin_cache_inplace
 from .version import __git_version__ as __git_version__
 from .version import __version__ as __version__
 

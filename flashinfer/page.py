@@ -1,0 +1,314 @@
+"""Paged key-value caches: appending new tokens, and the index tensors that this takes.
+
+A cache is a pool of pages of `page_size` slots. Request ``b`` owns the pages
+``kv_indices[kv_indptr[b] : kv_indptr[b + 1]]``, in order; its token at position ``p`` is in the
+request's page ``p // page_size`` at slot ``p % page_size``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from ._kernels import UNUSUAL, Kernel, KernelTable
+from ._layout import is_hnd
+from .api_logging import flashinfer_api
+from .jit.page import gen_page_module
+from .trace.templates.page import (
+    append_paged_kv_cache_trace,
+    append_paged_mla_kv_cache_trace,
+    get_batch_indices_positions_trace,
+    get_seq_lens_trace,
+)
+
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "gen_page_module",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+]
+
+
+def _table(function: str) -> KernelTable:
+    # One module serves every dtype; a dtype that caches do not have is refused by the binding.
+    def get_kernel(dtype: torch.dtype) -> Kernel:
+        return cast(Kernel, getattr(gen_page_module().build_and_load(), function))
+
+    return KernelTable(get_kernel)
+
+
+_append_paged_kv_cache = _table("append_paged_kv_cache")
+_append_paged_mla_kv_cache = _table("append_paged_mla_kv_cache")
+_get_batch_indices_positions = _table("get_batch_indices_positions")
+_get_seq_lens = _table("get_seq_lens")
+
+
+@flashinfer_api(trace=append_paged_kv_cache_trace)
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write the keys and values of new tokens to their slots of a paged cache.
+
+    Parameters
+    ----------
+    append_key, append_value : torch.Tensor
+        ``[nnz, num_kv_heads, head_dim]``, dtype of the cache, last dimension contiguous, other
+        strides free (slices of a fused projection are fine).
+    batch_indices : torch.Tensor
+        Request of each token, ``[nnz]``, int32; see `get_batch_indices_positions`.
+    positions : torch.Tensor
+        Position of each token in its request, ``[nnz]``, int32.
+    paged_kv_cache : torch.Tensor or tuple of torch.Tensor
+        Keys and values as two tensors of ``[num_pages, page_size, num_kv_heads, head_dim]`` (for
+        ``"NHD"``) or ``[num_pages, num_kv_heads, page_size, head_dim]`` (for ``"HND"``), or as
+        one with a dimension of 2 after the first. float16, bfloat16, float32, float8_e4m3fn,
+        float8_e5m2, int8 or uint8; last dimension contiguous, other strides free; any page size,
+        any number of elements.
+    kv_indices : torch.Tensor
+        Page numbers of all requests, int32, at least ``kv_indptr[-1]`` of them.
+    kv_indptr : torch.Tensor
+        First entry of each request in `kv_indices`, ``[batch_size + 1]``, int32.
+    kv_last_page_len : torch.Tensor
+        Tokens in each request's last page, ``[batch_size]``, int32. Only its shape and dtype are
+        looked at: `positions` say where tokens go.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a tensor.
+    ValueError
+        If a tensor is not on the GPU, shares memory with a cache or has a shape, dtype or stride
+        not listed above; if `kv_layout` is another one.
+
+    Notes
+    -----
+    W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", 2023. Values of index tensors are on the device and not checked on the host:
+    a token whose batch index is negative (padding), or whose batch index or position leads to no
+    page of its request or of the cache, is not written.
+
+    Examples
+    --------
+    >>> cache = torch.zeros(64, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    >>> k, v = torch.randn(2, 5, 8, 128, dtype=torch.bfloat16, device="cuda")
+    >>> i32 = dict(dtype=torch.int32, device="cuda")
+    >>> append_indptr, seq_lens = torch.tensor([0, 2, 5], **i32), torch.tensor([20, 3], **i32)
+    >>> batch, pos = flashinfer.get_batch_indices_positions(append_indptr, seq_lens, 5)
+    >>> pages, indptr = torch.tensor([7, 3, 9], **i32), torch.tensor([0, 2, 3], **i32)
+    >>> last = torch.tensor([4, 3], **i32)
+    >>> flashinfer.append_paged_kv_cache(k, v, batch, pos, cache, pages, indptr, last)
+    """
+    hnd = is_hnd(kv_layout)
+    first, second = _split(paged_kv_cache)
+    try:
+        _append_paged_kv_cache[append_key.dtype](
+            append_key,
+            append_value,
+            batch_indices,
+            positions,
+            first,
+            second,
+            kv_indices,
+            kv_indptr,
+            kv_last_page_len,
+            hnd,
+        )
+    except UNUSUAL as error:
+        kernel = _append_paged_kv_cache.load(error, append_key=append_key)
+        page_table = (kv_indices, kv_indptr, kv_last_page_len)
+        where = (batch_indices, positions)
+        kernel(append_key, append_value, *where, first, second, *page_table, hnd)
+
+
+def _split(cache: Any) -> tuple[Any, Any]:
+    """A fused cache and None, or the caches of keys and of values."""
+    if isinstance(cache, torch.Tensor):
+        return cache, None
+    if not isinstance(cache, (tuple, list)) or len(cache) != 2 or cache[1] is None:
+        raise TypeError(
+            f"`paged_kv_cache` must be a torch.Tensor or a pair of them, got {type(cache).__name__}"
+        )
+    return cache[0], cache[1]
+
+
+@flashinfer_api(trace=append_paged_mla_kv_cache_trace)
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor | None,
+    kpe_cache: torch.Tensor | None,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Write the latent keys and values of new tokens to their slots of paged caches.
+
+    Parameters
+    ----------
+    append_ckv : torch.Tensor
+        Compressed KV, ``[nnz, ckv_dim]``, dtype of `ckv_cache`, last dimension contiguous.
+    append_kpe : torch.Tensor
+        Rotary part of the keys, ``[nnz, kpe_dim]``, dtype of `kpe_cache`, last dimension
+        contiguous.
+    ckv_cache, kpe_cache : torch.Tensor
+        ``[num_pages, page_size, ckv_dim]`` and ``[num_pages, page_size, kpe_dim]``, dtypes as for
+        `append_paged_kv_cache`; last dimension contiguous, other strides free (the two may be
+        column slices of one tensor). Both are required.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : torch.Tensor
+        As for `append_paged_kv_cache`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `append_paged_kv_cache`.
+    """
+    try:
+        _append_paged_mla_kv_cache[append_ckv.dtype](
+            append_ckv,
+            append_kpe,
+            batch_indices,
+            positions,
+            ckv_cache,
+            kpe_cache,
+            kv_indices,
+            kv_indptr,
+            kv_last_page_len,
+        )
+    except UNUSUAL as error:
+        kernel = _append_paged_mla_kv_cache.load(error, append_ckv=append_ckv)
+        caches, where = (ckv_cache, kpe_cache), (batch_indices, positions)
+        kernel(append_ckv, append_kpe, *where, *caches, kv_indices, kv_indptr, kv_last_page_len)
+
+
+@flashinfer_api(trace=get_batch_indices_positions_trace)
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request and position of each token of an append.
+
+    Parameters
+    ----------
+    append_indptr : torch.Tensor
+        First new token of each request, ``[batch_size + 1]``, int32, not decreasing.
+    seq_lens : torch.Tensor
+        Length of each request with its new tokens, ``[batch_size]``, int32.
+    nnz : int
+        Number of tokens, at least 0. May exceed ``append_indptr[-1]``, so that one CUDA graph
+        serves batches of several sizes.
+    batch_indices, positions : torch.Tensor, optional
+        Results, ``[nnz]``, int32, contiguous.
+
+    Returns
+    -------
+    batch_indices : torch.Tensor
+        ``[nnz]``, int32: the request of each token, -1 for tokens of no request.
+    positions : torch.Tensor
+        ``[nnz]``, int32: the position in that request, 0 for tokens of no request. A request's
+        last new token is at ``seq_lens - 1``.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a tensor, or `nnz` not an int.
+    ValueError
+        If a tensor is not on the GPU or has a shape, dtype or stride not listed above; if `nnz`
+        is negative.
+
+    Examples
+    --------
+    >>> append_indptr = torch.tensor([0, 1, 3, 6, 10], dtype=torch.int32, device="cuda")
+    >>> seq_lens = torch.tensor([5, 5, 5, 5], dtype=torch.int32, device="cuda")
+    >>> flashinfer.get_batch_indices_positions(append_indptr, seq_lens, 10)[1].tolist()
+    [4, 3, 4, 2, 3, 4, 1, 2, 3, 4]
+    """
+    if type(nnz) is not int:
+        raise TypeError(f"`nnz` must be an int, got {type(nnz).__name__}")
+    if nnz < 0:
+        raise ValueError(f"`nnz` must not be negative, got {nnz}")
+    if batch_indices is None:
+        batch_indices = _empty_indices(nnz, "append_indptr", append_indptr)
+    if positions is None:
+        positions = _empty_indices(nnz, "append_indptr", append_indptr)
+    try:
+        _get_batch_indices_positions[append_indptr.dtype](
+            batch_indices, positions, append_indptr, seq_lens, nnz
+        )
+    except UNUSUAL as error:
+        kernel = _get_batch_indices_positions.load(error, append_indptr=append_indptr)
+        kernel(batch_indices, positions, append_indptr, seq_lens, nnz)
+    return batch_indices, positions
+
+
+def _empty_indices(count: int, name: str, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(like).__name__}")
+    return torch.empty(count, dtype=torch.int32, device=like.device)
+
+
+@flashinfer_api(trace=get_seq_lens_trace)
+def get_seq_lens(
+    kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """Tokens of each request in a paged cache.
+
+    Parameters
+    ----------
+    kv_indptr : torch.Tensor
+        First page of each request, ``[batch_size + 1]``, int32.
+    kv_last_page_len : torch.Tensor
+        Tokens in each request's last page, ``[batch_size]``, int32.
+    page_size : int
+        Slots of a page, at least 1.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[batch_size]``, int32: ``(pages - 1) * page_size + kv_last_page_len``; a request without
+        pages has `kv_last_page_len` tokens (0, that is).
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a tensor, or `page_size` not an int.
+    ValueError
+        If a tensor is not on the GPU or has a shape, dtype or stride not listed above; if
+        `page_size` is less than 1.
+
+    Examples
+    --------
+    >>> indptr = torch.tensor([0, 2, 3], dtype=torch.int32, device="cuda")
+    >>> last = torch.tensor([4, 16], dtype=torch.int32, device="cuda")
+    >>> flashinfer.get_seq_lens(indptr, last, 16).tolist()
+    [20, 16]
+    """
+    if type(page_size) is not int:
+        raise TypeError(f"`page_size` must be an int, got {type(page_size).__name__}")
+    if not isinstance(kv_last_page_len, torch.Tensor):
+        raise TypeError(
+            f"`kv_last_page_len` must be a torch.Tensor, got {type(kv_last_page_len).__name__}"
+        )
+    seq_lens = torch.empty_like(kv_last_page_len, memory_format=torch.contiguous_format)
+    try:
+        _get_seq_lens[kv_indptr.dtype](seq_lens, kv_indptr, kv_last_page_len, page_size)
+    except UNUSUAL as error:
+        kernel = _get_seq_lens.load(error, kv_indptr=kv_indptr)
+        kernel(seq_lens, kv_indptr, kv_last_page_len, page_size)
+    return seq_lens
