@@ -96,7 +96,8 @@ def rmsnorm(
 
     Notes
     -----
-    B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019.
+    B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019. Squares are summed in
+    float32: a row with elements beyond about 1e19 gives zeros, as its mean square is infinite.
 
     Examples
     --------
