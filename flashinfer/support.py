@@ -15,42 +15,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .api_logging import _TRACE_REGISTRY
-from .dtypes import short_name
-from .trace.template import Tensor, templates_of
 
 ARCHITECTURES = (
     "7.5", "8.0", "8.6", "8.9", "9.0a", "10.0a", "10.3a", "11.0a", "12.0a", "12.1a",
 )  # fmt: skip
-"""What kernels are written for; the tests compile every unit for each of these."""
+"""What kernels are written for; the tests compile modules of every generator for each of these."""
 
-RUN_ON = {"9.0a": "H200"}
-"""Where the GPU tests are run and speed is measured."""
+TESTED = {("9.0a", "norm"), ("9.0a", "activation")}
+"""Architecture and family whose GPU tests have been run there: 9.0a is an H200."""
 
 
-def operations() -> list[tuple[str, str, str, list[str]]]:
+def operations() -> list[tuple[str, str, list[str]]]:
     """Every public operation.
 
     Returns
     -------
     list of tuple
-        (name, input dtypes, output dtypes, architectures), in the order of their names.
+        (family, name, architectures), sorted.
     """
     import flashinfer  # its public names register themselves
 
-    found = {}
-    for function, trace in _TRACE_REGISTRY:
-        if getattr(flashinfer, function.__name__, None) is None:
-            continue
-        template = templates_of(trace)[0]
-        inputs = next(v for v in template.inputs.values() if isinstance(v, Tensor))
-        output = next(v for v in template.outputs.values() if isinstance(v, Tensor))
-        archs = [arch for arch in ARCHITECTURES if _runs_on(function, arch)]
-        row = (function.__name__, _dtypes(inputs), _dtypes(output) or "as input", archs)
-        found[function.__name__] = row
-    return [found[name] for name in sorted(found)]
+    found = set()
+    for function, _ in _TRACE_REGISTRY:
+        if hasattr(flashinfer, function.__name__):
+            archs = tuple(arch for arch in ARCHITECTURES if _runs_on(function, arch))
+            found.add((function.__module__.split(".")[1], function.__name__, archs))
+    return [(family, name, list(archs)) for family, name, archs in sorted(found)]
 
 
 def _runs_on(function: Callable[..., Any], arch: str) -> bool:
@@ -59,28 +50,32 @@ def _runs_on(function: Callable[..., Any], arch: str) -> bool:
     return supported is None or supported(10 * int(major) + int(minor))
 
 
-def _dtypes(tensor: Tensor) -> str:
-    return ", ".join(short_name(getattr(torch, name)) for name in tensor.dtypes or ())
-
-
 def markdown() -> str:
     """The table in Markdown, with its legend."""
-    headers = ["operation", "input", "output"]
-    headers += [f"SM{arch.replace('.', '')}" for arch in ARCHITECTURES]
+    headers = ["family", "operation", *(f"SM{arch.replace('.', '')}" for arch in ARCHITECTURES)]
     lines = [_row(headers), _row(["---"] * len(headers))]
-    for name, inputs, output, archs in operations():
-        marks = ["–" if a not in archs else "●" if a in RUN_ON else "○" for a in ARCHITECTURES]
-        lines.append(_row([f"`{name}`", inputs, output, *marks]))
-    tested = ", ".join(f"SM{arch.replace('.', '')} on {gpu}" for arch, gpu in RUN_ON.items())
-    lines += [
-        "",
-        f"● compiled, tested and measured ({tested}); ○ compiled by the tests, not run; – no.",
-    ]
+    previous = ""
+    for family, name, archs in operations():
+        marks = [_mark(arch, family, archs) for arch in ARCHITECTURES]
+        lines.append(_row([family if family != previous else "", f"`{name}`", *marks]))
+        previous = family
+    lines += ["", "● tested on a GPU (SM90a: H200); ○ compiled by the tests, never run; – refused."]
     return "\n".join(lines) + "\n"
+
+
+def _mark(arch: str, family: str, archs: list[str]) -> str:
+    if arch not in archs:
+        return "–"
+    return "●" if (arch, family) in TESTED else "○"
 
 
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+_MARKED = re.compile(
+    r"(<!-- operations: [^\n]* -->\n).*?(<!-- end of operations -->)", flags=re.DOTALL
+)
 
 
 def rewrite(document: str) -> str:
@@ -95,11 +90,6 @@ def rewrite(document: str) -> str:
     if count != 1:
         raise ValueError(f"expected one table between `<!-- operations`, got {count}")
     return new
-
-
-_MARKED = re.compile(
-    r"(<!-- operations: [^\n]* -->\n).*?(<!-- end of operations -->)", flags=re.DOTALL
-)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def test_operations_table_is_current():
 def test_every_public_operation_is_in_the_table():
     import flashinfer
 
-    names = {name for name, *_ in support.operations()}
+    names = {name for _, name, _ in support.operations()}
     public = {n for n, v in vars(flashinfer).items() if hasattr(v, "fi_trace")}
     assert names == public
 
