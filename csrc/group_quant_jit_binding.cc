@@ -133,8 +133,8 @@ void run(ffi::Args& args) {
   params.scale_stride = kColumnMajor ? scale.dim(1) : 0;
   params.eps = static_cast<float>(eps);
   params.invert_global_scale = invert;
-  params.vectorizable = num_cols % kVecSize == 0 && input_stride % kVecSize == 0 &&
-                        ffi::is_aligned(input, 16) && ffi::is_aligned(out, 8);
+  params.vectorizable =
+      input_stride % kVecSize == 0 && ffi::is_aligned(input, 16) && ffi::is_aligned(out, 16);
 
   const ffi::DeviceGuard guard(input);
   ffi::check_launch(

@@ -27,9 +27,11 @@ class MagnitudeMax {
     }
   }
 
-  // Over `width` lanes; every one of them gets the result. All lanes of the warp must call.
-  __device__ __forceinline__ float reduce(int width) {
-    for (int offset = width / 2; offset > 0; offset /= 2) {
+  // Over kLanes lanes; every one of them gets the result. All lanes of the warp must call.
+  template <int kLanes>
+  __device__ __forceinline__ float reduce() {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
       bits_ = larger(bits_, __shfl_xor_sync(0xffffffffu, bits_, offset));
     }
     if constexpr (sizeof(T) == 4) {

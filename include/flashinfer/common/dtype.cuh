@@ -95,8 +95,14 @@ __device__ __forceinline__ float to_float(dtype::float16 x) {
 }
 
 __device__ __forceinline__ float to_float(dtype::float8_e4m3fn x) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t pair;  // every value is one of float16 too
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(x.bits)));
+  return to_float(dtype::float16{static_cast<uint16_t>(pair)});
+#else
   return (x.bits & 0x7fu) == 0x7fu ? __uint_as_float(0x7fc00000u)
                                    : detail::float8_to_float<3, 7>(x.bits);
+#endif
 }
 
 __device__ __forceinline__ float to_float(dtype::float8_e5m2 x) {

@@ -25,44 +25,55 @@ __device__ __forceinline__ float e2m1_shifted_code(float half) {
   return code + __saturatef(half - 2.f);
 }
 
+// __byte_perm with PTX's fourth selector bit, which spreads a byte's sign over the byte.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
+
 }  // namespace detail
 
-// Codes of 2 * |half[i]| with the sign of half[i], rounded to nearest even and saturated; element 0
-// in the lowest four bits. N is 2, 4 or 8, and that many codes are in the lowest bits of the
-// result. The magnitude of a NaN is 0, or 6 where the architecture converts.
+// Codes of 2 * half[i], rounded to nearest even and saturated; element 0 in the lowest four bits.
+// N is 2, 4 or 8, and that many codes are in the lowest bits of the result. The magnitude of a NaN
+// is 0, or 6 where an instruction converts.
 template <int N>
 __device__ __forceinline__ uint32_t pack_e2m1(const float (&half)[N]) {
   static_assert(N == 2 || N == 4 || N == 8, "whole bytes of one word");
-  uint32_t bytes[N / 2];
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
     defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
+  uint32_t word = 0;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
+    uint32_t byte;
     asm("{\n.reg .b8 pair;\ncvt.rn.satfinite.e2m1x2.f32 pair, %1, %2;\ncvt.u32.u8 %0, pair;\n}"
-        : "=r"(bytes[i])
+        : "=r"(byte)
         : "f"(2.f * half[2 * i + 1]), "f"(2.f * half[2 * i]));
+    word |= byte << (8 * i);
   }
+  return word;
 #else
+  // Words by bytes: codes of two elements, and the signs of the even and of the odd elements.
+  uint32_t codes[4] = {}, even[4] = {}, odd[4] = {};
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     const float low = detail::e2m1_shifted_code(fabsf(half[2 * i]));
     const float high = detail::e2m1_shifted_code(fabsf(half[2 * i + 1]));
-    // The low byte is code + 16 * code of the other element.
-    const float both = fmaf(high - detail::kRoundToInteger, 16.f, low);
-    const uint32_t signs = ((__float_as_uint(half[2 * i]) >> 28) & 0x8u) |
-                           ((__float_as_uint(half[2 * i + 1]) >> 24) & 0x80u);
-    bytes[i] = __float_as_uint(both) | signs;
+    codes[i] = __float_as_uint(fmaf(high - detail::kRoundToInteger, 16.f, low));
+    even[i] = __float_as_uint(half[2 * i]);
+    odd[i] = __float_as_uint(half[2 * i + 1]);
   }
+  const auto gather = [](const uint32_t (&words)[4], uint32_t byte_of_each) {
+    const uint32_t low = detail::permute_bytes(words[0], words[1], byte_of_each);
+    if (N <= 4) return low;
+    const uint32_t high = detail::permute_bytes(words[2], words[3], byte_of_each);
+    return detail::permute_bytes(low, high, 0x5410);
+  };
+  constexpr uint32_t kLowest = 0x0040, kSigns = 0x00fb;  // byte 0 of each; eight times bit 31
+  const uint32_t signs = (gather(even, kSigns) & 0x08080808u) | (gather(odd, kSigns) & 0x80808080u);
+  const uint32_t word = gather(codes, kLowest) | signs;
+  return N == 8 ? word : word & (N == 4 ? 0xffffu : 0xffu);
 #endif
-  if constexpr (N == 2) {
-    return bytes[0] & 0xffu;
-  } else if constexpr (N == 4) {
-    return __byte_perm(bytes[0], bytes[1], 0x0040) & 0xffffu;
-  } else {
-    const uint32_t low = __byte_perm(bytes[0], bytes[1], 0x0040);
-    const uint32_t high = __byte_perm(bytes[2], bytes[3], 0x0040);
-    return __byte_perm(low, high, 0x5410);
-  }
 }
 
 }  // namespace flashinfer

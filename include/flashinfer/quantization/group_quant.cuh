@@ -4,9 +4,9 @@
 //   y = input, or silu(input[:, :n]) * input[:, n:] rounded to the input's type
 //   scale(row, group) and out = codes of y / scale: see group_scale.cuh
 //
-// One thread owns one 16-byte vector (several where a group has more than 32), the lanes of a group
-// meet in shuffles, and groups follow each other through the grid, padding of the scale layout
-// included: such a group has scale 0 and no codes.
+// The lanes that share a group each hold a part of it in registers and meet in shuffles. Groups
+// follow each other through the grid, those of the layout's padding included: they have scale 0 and
+// no codes.
 #pragma once
 
 #include <flashinfer/activation/activation.cuh>
@@ -29,13 +29,17 @@ struct GroupQuantTraits {
   static constexpr int kGroupSize = kGroupSize_;
   static constexpr bool kSiluAndMul = kSiluAndMul_;
   static constexpr int kVecSize = 16 / sizeof(T);
-  static constexpr int kVecsPerGroup = kGroupSize / kVecSize;
-  // The largest power of two that divides the number of vectors, at most a warp.
-  static constexpr int kLanes = kVecsPerGroup % 32 == 0 ? 32 : kVecsPerGroup & -kVecsPerGroup;
-  static constexpr int kVecsPerLane = kLanes == 0 ? 0 : kVecsPerGroup / kLanes;
+  // A lane takes a chunk of two adjacent vectors, so that what a group costs is shared by more
+  // elements and codes leave in wider stores; one vector where a group has an odd number of them.
+  static constexpr int kChunkVecs = kGroupSize % (2 * kVecSize) == 0 ? 2 : 1;
+  static constexpr int kChunkSize = kChunkVecs * kVecSize;
+  static constexpr int kChunks = kGroupSize / kChunkSize;
+  // The largest power of two that divides the number of chunks, at most a warp.
+  static constexpr int kLanes = kChunks % 32 == 0 ? 32 : kChunks & -kChunks;
+  static constexpr int kChunksPerLane = kLanes == 0 ? 0 : kChunks / kLanes;
   // Else a thread would hold too much: the kernel that reads the group twice serves such sizes.
   static constexpr bool kFitsRegisters =
-      kGroupSize % kVecSize == 0 && kVecsPerLane >= 1 && kVecsPerLane <= 4;
+      kGroupSize % kVecSize == 0 && kChunksPerLane * kChunkVecs <= 4;
 };
 
 namespace detail {
@@ -58,7 +62,9 @@ __device__ __forceinline__ Vector<typename Traits::T, N> load_group_values(
   return x;
 }
 
+template <typename Traits>
 __device__ __forceinline__ float global_scale_of(const GroupQuantParams& params) {
+  if constexpr (!Traits::Scale::kTakesGlobal) return 1.f;
   const float global = params.global_scale ? *params.global_scale : 1.f;
   return params.invert_global_scale ? 1.f / global : global;
 }
@@ -95,46 +101,48 @@ template <typename Traits>
 __global__ void __launch_bounds__(256)
     group_quant_kernel(const __grid_constant__ GroupQuantParams params) {
   using T = typename Traits::T;
-  using Codes = CodeVector<typename Traits::Code, Traits::kVecSize>;
   constexpr int kLanes = Traits::kLanes;
-  constexpr int kVecSize = Traits::kVecSize;
+  constexpr int kChunksPerLane = Traits::kChunksPerLane;
+  constexpr int kChunkSize = Traits::kChunkSize;
+  using Codes = CodeVector<typename Traits::Code, kChunkSize>;
   const uint32_t lane = threadIdx.x % kLanes;
   const uint32_t index = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   const detail::GroupPlace place(params, index, Traits::kGroupSize);
-  const uint32_t first_col = place.group * Traits::kGroupSize + lane * kVecSize;
+  const uint32_t first_chunk = place.group * Traits::kChunks + lane;  // of the row
 
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  Vector<T, kVecSize> x[Traits::kVecsPerLane];
-  MagnitudeMax<T> magnitude;
+  Vector<T, kChunkSize> x[kChunksPerLane];
+  const float global = detail::global_scale_of<Traits>(params);
 #pragma unroll
-  for (int i = 0; i < Traits::kVecsPerLane; ++i) {
-    x[i].words[0] = {};
+  for (int i = 0; i < kChunksPerLane; ++i) {
+    x[i] = {};
     if (place.has_input) {
-      x[i] = detail::load_group_values<Traits, kVecSize>(params, place.row * params.input_stride,
-                                                         first_col + i * kLanes * kVecSize);
+      x[i] = detail::load_group_values<Traits, kChunkSize>(params, place.row * params.input_stride,
+                                                           (first_chunk + i * kLanes) * kChunkSize);
     }
   }
+  MagnitudeMax<T> magnitude;
 #pragma unroll
-  for (int i = 0; i < Traits::kVecsPerLane; ++i) magnitude.include(x[i]);
-  const float amax = magnitude.reduce(kLanes);
-  const auto scale = Traits::Scale::template of<typename Traits::Code>(
-      amax, params.eps, detail::global_scale_of(params));
+  for (int i = 0; i < kChunksPerLane; ++i) magnitude.include(x[i]);
+  const float amax = magnitude.template reduce<kLanes>();
+  const auto scale = Traits::Scale::template of<typename Traits::Code>(amax, params.eps, global);
 
   if (lane == 0 && place.exists) {
     detail::store_scale<Traits>(params, place.row, place.group, place.has_codes ? scale.stored : 0);
   }
   if (!place.has_codes) return;
-  const int64_t out_start = static_cast<int64_t>(place.row) * params.out_cols + first_col;
+  const uint64_t chunks_per_row = params.out_cols / kChunkSize;
+  auto* out =
+      static_cast<typename Codes::Word*>(params.out) + (place.row * chunks_per_row + first_chunk);
 #pragma unroll
-  for (int i = 0; i < Traits::kVecsPerLane; ++i) {
-    float scaled[kVecSize];
+  for (int i = 0; i < kChunksPerLane; ++i) {
+    float scaled[kChunkSize];
 #pragma unroll
-    for (int j = 0; j < kVecSize; ++j) scaled[j] = scale.template apply<T>(x[i][j]);
+    for (int j = 0; j < kChunkSize; ++j) scaled[j] = scale.template apply<T>(x[i][j]);
     Codes codes;
     codes.from_floats(scaled);
-    const int64_t offset = (out_start + i * kLanes * kVecSize) / kVecSize;
-    static_cast<typename Codes::Word*>(params.out)[offset] = codes.word;
+    out[i * kLanes] = codes.word;
   }
 }
 
@@ -162,9 +170,9 @@ __global__ void __launch_bounds__(256)
   ptx::grid_launch_dependents();
   MagnitudeMax<T> magnitude;
   for (uint32_t i = lane; i < Traits::kGroupSize; i += 32) magnitude.include(load(i));
-  const float amax = magnitude.reduce(32);
+  const float amax = magnitude.template reduce<32>();
   const auto scale = Traits::Scale::template of<typename Traits::Code>(
-      amax, params.eps, detail::global_scale_of(params));
+      amax, params.eps, detail::global_scale_of<Traits>(params));
   if (lane == 0 && place.exists) {
     detail::store_scale<Traits>(params, place.row, place.group, place.has_codes ? scale.stored : 0);
   }
@@ -189,11 +197,11 @@ inline cudaError_t launch_group_quant(GroupQuantParams params, bool enable_pdl,
                                       cudaStream_t stream) {
   constexpr uint32_t kThreads = 256;
   void (*kernel)(GroupQuantParams) = group_quant_elementwise_kernel<Traits>;
-  uint32_t lanes = 32;
+  uint32_t groups_per_cta = kThreads / 32;
   if constexpr (Traits::kFitsRegisters) {
     if (params.vectorizable) {
       kernel = group_quant_kernel<Traits>;
-      lanes = Traits::kLanes;
+      groups_per_cta = kThreads / Traits::kLanes;
     }
   }
   params.divide_by_scale_cols = FastDivisor(params.scale_cols);
@@ -203,7 +211,7 @@ inline cudaError_t launch_group_quant(GroupQuantParams params, bool enable_pdl,
         params.scale_rows - first < max_rows ? params.scale_rows - first : max_rows;
     params.first_row = first;
     params.num_groups = rows * params.scale_cols;
-    const uint32_t ctas = ceil_div(params.num_groups, kThreads / lanes);
+    const uint32_t ctas = ceil_div(params.num_groups, groups_per_cta);
     const cudaError_t status =
         launch_kernel(kernel, dim3(ctas), dim3(kThreads), 0, stream, enable_pdl, params);
     if (status != cudaSuccess) return status;

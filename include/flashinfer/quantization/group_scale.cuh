@@ -46,19 +46,29 @@ struct CodeVector {
 
   union {
     Word word;
-    uint16_t pairs[N * Code::kBits == 8 ? 1 : N * Code::kBits / 16];
+    uint16_t pairs[N * Code::kBits < 16 ? 1 : N * Code::kBits / 16];
+    uint32_t quads[N * Code::kBits < 32 ? 1 : N * Code::kBits / 32];
   };
 
   // `scaled` holds x / scale; for 4-bit codes half of that, as pack_e2m1 takes it.
   __device__ __forceinline__ void from_floats(const float (&scaled)[N]) {
-    if constexpr (std::is_same_v<Code, code::e2m1>) {
+    if constexpr (!std::is_same_v<Code, code::e2m1>) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) pairs[i] = pair(scaled[2 * i], scaled[2 * i + 1]);
+    } else if constexpr (N <= 8) {
       word = static_cast<Word>(pack_e2m1(scaled));
     } else {
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) pairs[i] = pair(scaled[2 * i], scaled[2 * i + 1]);
+      for (int i = 0; i < N / 8; ++i) {
+        float eight[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) eight[j] = scaled[8 * i + j];
+        quads[i] = pack_e2m1(eight);
+      }
     }
   }
 
+ private:
   __device__ __forceinline__ static uint16_t pair(float low, float high) {
     if constexpr (std::is_same_v<Code, code::e4m3>) {
       return PackedPair<dtype::float8_e4m3fn>::pack(low, high);
@@ -104,11 +114,13 @@ __device__ __forceinline__ float at_least(float x, float eps) { return x < eps ?
 
 // x / y, correctly rounded, from the rounded reciprocal of y and without the range checks of the
 // division operator. Checked for every mantissa of y with every x of at most 11 significant bits,
-// and for every mantissa of x with the constants that are divided by here. x, y and the quotient
-// are normal numbers, or the result is too small to matter.
+// and for every mantissa of x with the constants and the E4M3 numbers that are divided by here. x,
+// y and the quotient are normal numbers, or the result is too small to matter.
 __device__ __forceinline__ float divide(float x, float y, float reciprocal) {
   const float quotient = x * reciprocal;
-  return fmaf(fmaf(-quotient, y, x), reciprocal, quotient);
+  // Signs are such that the quotient of a negative zero stays one.
+  const float excess = fmaf(quotient, y, -x);
+  return fmaf(-excess, reciprocal, quotient);
 }
 
 // 1 / y, correctly rounded, for a y that is normal as its reciprocal is.
@@ -122,6 +134,7 @@ __device__ __forceinline__ float reciprocal_of(float y) {
 // 0, infinite ones NaN.
 struct float32 {
   using Stored = float;
+  static constexpr bool kTakesGlobal = false;
   Stored stored;
   float reciprocal;
   float divisor;
@@ -144,6 +157,7 @@ struct float32 {
 // The least power of two that is not below amax / kMax, in float32. Infinity and NaN as in float32.
 struct power_of_two_float32 {
   using Stored = float;
+  static constexpr bool kTakesGlobal = false;
   Stored stored;
   float multiplier;
 
@@ -166,6 +180,7 @@ struct power_of_two_float32 {
 // power, 254, and its elements saturate.
 struct ue8m0 {
   using Stored = uint8_t;
+  static constexpr bool kTakesGlobal = true;
   Stored stored;
   float multiplier;
 
@@ -187,14 +202,19 @@ struct ue8m0 {
 // where the scale is 0.
 struct e4m3 {
   using Stored = uint8_t;
+  static constexpr bool kTakesGlobal = true;
   Stored stored;
   float multiplier;
 
   template <typename Code>
   __device__ __forceinline__ static e4m3 of(float amax, float, float global) {
-    const auto rounded = from_float<dtype::float8_e4m3fn>(amax * global / Code::kMax);
+    float product;  // bounded above, where a correction of an infinite quotient would be NaN
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(product) : "f"(amax * global), "f"(1e6f));
+    const auto rounded =
+        from_float<dtype::float8_e4m3fn>(divide(product, Code::kMax, 1.f / Code::kMax));
     const float s = to_float(rounded);
-    return {rounded.bits, s == 0.f ? 0.f : kFactor<Code> * (global / s)};
+    const float quotient = divide(global, s, reciprocal_of(s));
+    return {rounded.bits, s == 0.f ? 0.f : kFactor<Code> * quotient};
   }
 
   template <typename T>

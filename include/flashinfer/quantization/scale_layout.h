@@ -28,8 +28,8 @@ struct column_major {
 struct swizzled_128x4 {
   static constexpr uint32_t kTileRows = 128, kTileCols = 4;
   FLASHINFER_HOST_DEVICE static int64_t offset(uint32_t row, uint32_t col, uint32_t cols, int64_t) {
-    const int64_t tile = static_cast<int64_t>(row / 128) * (cols / 4) + col / 4;
-    return tile * 512 + (row % 32) * 16 + (row % 128) / 32 * 4 + col % 4;
+    return static_cast<int64_t>(row / 128 * 128) * cols + static_cast<int64_t>(col / 4) * 512 +
+           (row % 32 * 16 + row % 128 / 32 * 4 + col % 4);
   }
 };
 
