@@ -114,9 +114,14 @@ def _run_function(
     lines.append(f"{', '.join(outputs)} = {reference.__name__}(")
     lines += [f"    {param}={key}," for param, key in passed.items()]
     lines.append(")")
-    rounded = ", ".join(f"{key}.to(torch.{dtype})" for key, (_, dtype) in outputs.items())
+    rounded = ", ".join(_rounded(key, dtype) for key, (_, dtype) in outputs.items())
     lines.append(f"return {rounded}")
     return f"def run({', '.join(inputs)}):\n" + textwrap.indent("\n".join(lines), "    ")
+
+
+def _rounded(key: str, dtype: str) -> str:
+    # Definitions have no unsigned bytes; they say int8, with the same bits.
+    return f"{key}.to(torch.{dtype})" + (".view(torch.int8)" if dtype == "uint8" else "")
 
 
 def _passed_inputs(inputs: Mapping[str, Any]) -> dict[str, str]:

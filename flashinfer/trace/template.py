@@ -465,7 +465,10 @@ def _axis_json(axis: str, kind: Axis, values: Mapping[str, int]) -> dict[str, An
 
 def _value_json(spec: Value, dtype: str) -> dict[str, Any]:
     shape = list(spec.dim_names) if isinstance(spec, Tensor) else None
-    entry: dict[str, Any] = {"shape": shape, "dtype": dtype}
-    if spec.description:
-        entry["description"] = spec.description
+    # The format has no unsigned bytes; the reference of a definition takes and gives their bits.
+    is_bytes = dtype == "uint8"
+    entry: dict[str, Any] = {"shape": shape, "dtype": "int8" if is_bytes else dtype}
+    description = f"{spec.description} Unsigned.".lstrip() if is_bytes else spec.description
+    if description:
+        entry["description"] = description
     return entry

@@ -67,6 +67,7 @@ def test_round_trip(operation: Operation, dtype, device, tmp_path, monkeypatch):
     called = clone_arguments(arguments)
     returned = operation.api(**called)
     results = results_of(template, called, returned)
+    results = tuple(r.view(torch.int8) if r.dtype == torch.uint8 else r for r in results)
     for spec, mine, theirs in zip(model.outputs.values(), results, from_json, strict=True):
         assert mine.dtype == theirs.dtype == getattr(torch, spec.dtype.value)
         assert mine.shape == theirs.shape

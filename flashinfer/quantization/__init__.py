@@ -1,0 +1,18 @@
+"""Quantisation of activations and of weights: group and block scales, bit packing."""
+
+from ..tllm_enums import SfLayout as SfLayout
+from .dequantize import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float
+from .dequantize import mxfp4_dequantize as mxfp4_dequantize
+from .dequantize import mxfp4_dequantize_host as mxfp4_dequantize_host
+from .fp4 import fp4_quantize as fp4_quantize
+from .fp4 import mxfp4_quantize as mxfp4_quantize
+from .fp4 import nvfp4_quantize as nvfp4_quantize
+from .fp4 import silu_and_mul_nvfp4_quantize as silu_and_mul_nvfp4_quantize
+from .fp8 import mxfp8_dequantize_host as mxfp8_dequantize_host
+from .fp8 import mxfp8_quantize as mxfp8_quantize
+from .fp8 import per_token_group_quant_8bit as per_token_group_quant_8bit
+from .fp8 import (
+    silu_and_mul_per_token_group_quant_8bit as silu_and_mul_per_token_group_quant_8bit,
+)
+from .packbits import packbits as packbits
+from .packbits import segment_packbits as segment_packbits

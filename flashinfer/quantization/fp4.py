@@ -1,0 +1,244 @@
+"""4-bit codes (E2M1) with a scale per block of each row: NVFP4 and MXFP4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..api_logging import flashinfer_api
+from ..tllm_enums import SfLayout
+from ..trace.templates.fp4 import (
+    fp4_quantize_trace,
+    mxfp4_quantize_trace,
+    nvfp4_quantize_trace,
+    silu_and_mul_nvfp4_quantize_trace,
+)
+from ._kernels import check_choice, check_flag, check_matrix, group_quant_kernel
+from .layout import KERNEL_LAYOUT, check_layout, padded_shape
+
+
+def _quantize(
+    input: Any,
+    global_scale: torch.Tensor | None,
+    block: int,
+    scale: str,
+    layout: SfLayout,
+    *,
+    name: str = "input",
+    invert: bool = False,
+    silu_and_mul: bool = False,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[..., k / 2]`` and scales ``[rows, blocks]``, both padded as `layout` asks."""
+    check_matrix(name, input, 2 * block if silu_and_mul else block)
+    kernel = group_quant_kernel(
+        input, "e2m1", scale, KERNEL_LAYOUT[layout], block, silu_and_mul, name=name
+    )
+    if global_scale is not None and not isinstance(global_scale, torch.Tensor):
+        raise TypeError(f"`global_scale` must be a torch.Tensor, got {type(global_scale).__name__}")
+    width = input.shape[-1] // 2 if silu_and_mul else input.shape[-1]
+    rows = input.shape[:-1].numel()
+    codes = torch.empty(*input.shape[:-1], width // 2, dtype=torch.uint8, device=input.device)
+    shape = padded_shape(layout, rows, width // block)
+    scales = torch.empty(shape, dtype=torch.uint8, device=input.device)
+    kernel(codes, scales, input, global_scale, 1.0, invert, enable_pdl)
+    return codes, scales
+
+
+def _layout_of_flags(is_swizzled: bool, is_8x4: bool) -> SfLayout:
+    check_flag(is_sf_swizzled_layout=is_swizzled, is_sf_8x4_layout=is_8x4)
+    if not is_swizzled:
+        if is_8x4:
+            raise ValueError("`is_sf_8x4_layout` needs `is_sf_swizzled_layout`, got False")
+        return SfLayout.layout_linear
+    return SfLayout.layout_8x4 if is_8x4 else SfLayout.layout_128x4
+
+
+def _refuse(**arguments: object) -> None:
+    """Refuse options of kernels for Blackwell that are not built here."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise ValueError(f"`{name}` must be None or False: it is not supported, got {value!r}")
+
+
+@flashinfer_api(trace=fp4_quantize_trace)
+def fp4_quantize(
+    input: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    sf_vec_size: int = 16,
+    sf_use_ue8m0: bool = False,
+    is_sf_swizzled_layout: bool = True,
+    is_sf_8x4_layout: bool = False,
+    is_global_scale_inversed: bool = False,
+    enable_pdl: bool | None = None,
+    backend: str = "cuda",
+    nvfp4_4over6: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to 4 bits (E2M1) with an 8-bit scale for each block of neighbours in a row.
+
+    With g the global scale and amax the largest magnitude of a block, NVFP4 (E4M3 scales) is
+    ``sf = g * amax / 6`` rounded to nearest and ``x_q = input * (g / sf)``; MXFP4 (UE8M0 scales) is
+    ``sf`` the least power of two not below ``g * amax / 6`` and ``x_q = input * g / sf``. Codes are
+    rounded to nearest even and saturate. Each operation is a float32 one, correctly rounded. Runs
+    on every architecture; where there is an instruction for the conversion it is used.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[..., k]``, float16, bfloat16 or float32, the last dimension contiguous, leading ones
+        foldable into one (m rows); k is a multiple of `sf_vec_size`.
+    global_scale : torch.Tensor, optional
+        One float32 on the GPU, usually ``448 * 6 / input.abs().max()`` for NVFP4; 1 if None.
+    sf_vec_size : {16, 32}
+        Elements of a block.
+    sf_use_ue8m0 : bool
+        Scales are powers of two (UE8M0) instead of E4M3.
+    is_sf_swizzled_layout, is_sf_8x4_layout : bool
+        Layout of the scales: tiles of 128x4, tiles of 8x4 (both flags), or rows (see `SfLayout`).
+    is_global_scale_inversed : bool
+        `global_scale` holds 1 / g.
+    enable_pdl : bool, optional
+        Programmatic dependent launch; None: where the device has it. Changes no result.
+    backend : {"cuda"}
+        The CuTe-DSL backend needs Blackwell and is refused.
+    nvfp4_4over6 : None
+        Blocks scaled to 4 instead of 6 are not supported.
+
+    Returns
+    -------
+    x_q : torch.Tensor
+        ``[..., k / 2]``, uint8: two codes a byte, the first one in the lower bits.
+    sf : torch.Tensor
+        ``[rows, blocks]``, uint8, m and k / `sf_vec_size` padded to whole tiles with zeros.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above, or `input` is not on the GPU.
+
+    Notes
+    -----
+    NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; Open Compute Project, "OCP
+    Microscaling Formats (MX) Specification 1.0", 2023. A NaN makes the scale of its block NaN;
+    infinities saturate.
+
+    Examples
+    --------
+    >>> x = torch.randn(16, 4096, dtype=torch.bfloat16, device="cuda")
+    >>> x_q, sf = flashinfer.fp4_quantize(x, 448 * 6 / x.float().abs().max().reshape(1))
+    >>> x_q.shape, sf.shape
+    (torch.Size([16, 2048]), torch.Size([128, 256]))
+    """
+    check_choice("backend", backend, ("cuda",))
+    check_choice("sf_vec_size", sf_vec_size, (16, 32))
+    check_flag(sf_use_ue8m0=sf_use_ue8m0, is_global_scale_inversed=is_global_scale_inversed)
+    _refuse(nvfp4_4over6=nvfp4_4over6)
+    return _quantize(
+        input,
+        global_scale,
+        sf_vec_size,
+        "ue8m0" if sf_use_ue8m0 else "e4m3",
+        _layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout),
+        invert=is_global_scale_inversed,
+        enable_pdl=enable_pdl,
+    )
+
+
+@flashinfer_api(trace=nvfp4_quantize_trace)
+def nvfp4_quantize(
+    a: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    sfLayout: SfLayout = SfLayout.layout_128x4,
+    do_shuffle: bool = False,
+    sf_vec_size: int = 16,
+    enable_pdl: bool | None = None,
+    backend: str = "cuda",
+    per_token_activation: bool = False,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    nvfp4_4over6: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to NVFP4: `fp4_quantize` with E4M3 scales of blocks of 16.
+
+    Parameters
+    ----------
+    a, a_global_sf
+        `input` and `global_scale` of `fp4_quantize`.
+    sfLayout : SfLayout
+        Layout of the scales.
+    sf_vec_size : {16}
+        Elements of a block.
+    enable_pdl, backend
+        As for `fp4_quantize`, as are the result and the errors.
+    do_shuffle, per_token_activation, expanded_idx_to_permuted_idx, out_scale, nvfp4_4over6
+        Not supported: the shuffle and the scales per token belong to kernels for Blackwell.
+    """
+    check_choice("backend", backend, ("cuda",))
+    check_choice("sf_vec_size", sf_vec_size, (16,))
+    _refuse(
+        do_shuffle=do_shuffle,
+        per_token_activation=per_token_activation,
+        expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx,
+        out_scale=out_scale,
+        nvfp4_4over6=nvfp4_4over6,
+    )
+    layout = check_layout("sfLayout", sfLayout)
+    if not isinstance(a_global_sf, torch.Tensor):
+        raise TypeError(f"`a_global_sf` must be a torch.Tensor, got {type(a_global_sf).__name__}")
+    return _quantize(a, a_global_sf, 16, "e4m3", layout, name="a", enable_pdl=enable_pdl)
+
+
+@flashinfer_api(trace=mxfp4_quantize_trace)
+def mxfp4_quantize(
+    a: torch.Tensor,
+    backend: str = "cuda",
+    enable_pdl: bool | None = None,
+    sfLayout: SfLayout = SfLayout.layout_128x4,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to MXFP4: `fp4_quantize` with power-of-two scales of blocks of 32.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        `input` of `fp4_quantize`.
+    backend, enable_pdl
+        As for `fp4_quantize`, as are the result and the errors.
+    sfLayout : SfLayout
+        Layout of the scales.
+    """
+    check_choice("backend", backend, ("cuda",))
+    layout = check_layout("sfLayout", sfLayout)
+    return _quantize(a, None, 32, "ue8m0", layout, name="a", enable_pdl=enable_pdl)
+
+
+@flashinfer_api(trace=silu_and_mul_nvfp4_quantize_trace)
+def silu_and_mul_nvfp4_quantize(
+    input: torch.Tensor,
+    global_scale: torch.Tensor,
+    sf_vec_size: int = 16,
+    is_sf_swizzled_layout: bool = True,
+    is_sf_8x4_layout: bool = False,
+    enable_pdl: bool | None = None,
+    nvfp4_4over6: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`silu_and_mul`, rounded to the dtype of `input`, and `nvfp4_quantize` in one pass.
+
+    Gives the bits of the two calls one after the other.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[..., 2 * k]``: gate, then up. Otherwise as for `fp4_quantize`, as are the other
+        arguments, the errors and the result for ``[..., k]``.
+    sf_vec_size : {16}
+        Elements of a block.
+    """
+    check_choice("sf_vec_size", sf_vec_size, (16,))
+    _refuse(nvfp4_4over6=nvfp4_4over6)
+    layout = _layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
+    if not isinstance(global_scale, torch.Tensor):
+        raise TypeError(f"`global_scale` must be a torch.Tensor, got {type(global_scale).__name__}")
+    return _quantize(
+        input, global_scale, 16, "e4m3", layout, silu_and_mul=True, enable_pdl=enable_pdl
+    )

@@ -1,0 +1,22 @@
+"""Enumerations of the public interface."""
+
+from __future__ import annotations
+
+import enum
+
+
+class SfLayout(enum.IntEnum):
+    """Order of the block scales of a quantised matrix: a scale for each row and block of a row.
+
+    Block-scaled tensor cores of Blackwell read tiles; other code reads rows.
+    """
+
+    layout_128x4 = 0
+    """Tiles of 128 rows by 4 blocks, 512 scales each; within a tile the order from slow to fast is
+    row modulo 32, row divided by 32, block. Rows and blocks are padded to whole tiles by zeros."""
+
+    layout_8x4 = 1
+    """Tiles of 8 rows by 4 blocks, row-major within a tile; padded likewise."""
+
+    layout_linear = 2
+    """Row-major, without padding."""
