@@ -29,6 +29,18 @@ from .rope import apply_rope_pos_ids as apply_rope_pos_ids
 from .rope import apply_rope_pos_ids_inplace as apply_rope_pos_ids_inplace
 from .rope import apply_rope_with_cos_sin_cache as apply_rope_with_cos_sin_cache
 from .rope import apply_rope_with_cos_sin_cache_inplace as apply_rope_with_cos_sin_cache_inplace
+from .quantization import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float
+from .quantization import fp4_quantize as fp4_quantize
+from .quantization import mxfp4_dequantize as mxfp4_dequantize
+from .quantization import mxfp4_dequantize_host as mxfp4_dequantize_host
+from .quantization import mxfp4_quantize as mxfp4_quantize
+from .quantization import mxfp8_dequantize_host as mxfp8_dequantize_host
+from .quantization import mxfp8_quantize as mxfp8_quantize
+from .quantization import nvfp4_quantize as nvfp4_quantize
+from .quantization import packbits as packbits
+from .quantization import segment_packbits as segment_packbits
+from .quantization import silu_and_mul_nvfp4_quantize as silu_and_mul_nvfp4_quantize
+from .tllm_enums import SfLayout as SfLayout
 from .version import __git_version__ as __git_version__
 from .version import __version__ as __version__
 
