@@ -1,4 +1,5 @@
 #include <flashinfer/sampling/sampling.cuh>
+#include <flashinfer/sampling/stream.cuh>
 
 #include "sampling.h"
 
@@ -9,7 +10,11 @@ cudaError_t sampling(const SamplingParams& params, int device, int num_sms, bool
   using Traits = SamplingTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_OUT_DTYPE,
                                 FLASHINFER_CFG_LOGITS, SamplingFilter::FLASHINFER_CFG_FILTER,
                                 SamplingOutput::FLASHINFER_CFG_OUTPUT>;
-  return launch_sampling<Traits>(params, device, num_sms, enable_pdl, stream);
+  if constexpr (samples_by_stream(Traits::kFilter, Traits::kOutput)) {
+    return launch_stream_sampling<Traits>(params, enable_pdl, stream);
+  } else {
+    return launch_sampling<Traits>(params, device, num_sms, enable_pdl, stream);
+  }
 }
 
 }  // namespace flashinfer

@@ -1,4 +1,4 @@
-// sampling(out[, valid], input[, indices][, temperature][, top_k][, top_p][, min_p][, seed, offset], enable_pdl): the
+// sampling(out[, valid][, workspace], input[, indices][, temperature][, top_k][, top_p][, min_p][, seed, offset], enable_pdl): the
 // configuration says which are there.
 #include "ffi.h"
 #include "row_arguments.h"
@@ -16,6 +16,7 @@ constexpr bool kToken = kOutput == SamplingOutput::kToken;
 constexpr bool kBoth =
     kFilter == SamplingFilter::kTopKTopP || kFilter == SamplingFilter::kTopKTopPJoint;
 constexpr bool kTopK = kFilter == SamplingFilter::kTopK || kBoth;
+constexpr bool kStream = samples_by_stream(kFilter, kOutput);
 constexpr bool kTopP = kFilter == SamplingFilter::kTopP || kBoth;
 constexpr bool kMinP = kFilter == SamplingFilter::kMinP;
 constexpr bool kTemperature = kLogits && kOutput == SamplingOutput::kProbs;
@@ -30,6 +31,7 @@ void check_row_value(const ffi::RowValue<T>& value, int64_t num_rows) {
 void run(ffi::Args& args) {
   const ffi::Tensor out = args.tensor("out");
   const ffi::Tensor valid = kToken ? args.optional_tensor("valid") : ffi::Tensor{};
+  const ffi::Tensor workspace = kStream ? args.tensor("workspace") : ffi::Tensor{};
   const ffi::Tensor input = args.tensor(kLogits ? "logits" : "probs");
   const ffi::Tensor indices = kToken ? args.optional_tensor("indices") : ffi::Tensor{};
   ffi::RowValue<float> temperature{{}, 1.f}, top_p{{}, 1.f}, min_p{{}, 0.f};
@@ -82,8 +84,18 @@ void run(ffi::Args& args) {
     ffi::check_disjoint(out, input);
   }
 
+  if (kStream) {
+    const auto needed = static_cast<int64_t>(
+        StreamLayout::workspace_bytes(num_input_rows, static_cast<uint32_t>(vocab_size)));
+    ffi::check_dtype(workspace, ffi::dtype::uint8);
+    if (workspace.numel() < needed || !ffi::is_aligned(workspace, 16)) {
+      ffi::raise("ValueError", "`workspace` must have %lld bytes at a 16-byte address, got %lld",
+                 static_cast<long long>(needed), static_cast<long long>(workspace.numel()));
+    }
+  }
+
   ffi::check_cuda(input);
-  for (const ffi::Tensor& tensor : {out, valid, indices, temperature.tensor, top_k.tensor,
+  for (const ffi::Tensor& tensor : {out, valid, workspace, indices, temperature.tensor, top_k.tensor,
                                     top_p.tensor, min_p.tensor, seed.tensor, offset.tensor}) {
     if (tensor) ffi::check_same_device(tensor, input);
   }
@@ -95,6 +107,7 @@ void run(ffi::Args& args) {
   params.out = out.data();
   params.out_stride = out.stride(0);
   params.valid = valid ? static_cast<uint8_t*>(valid.data()) : nullptr;
+  params.workspace = workspace ? workspace.data() : nullptr;
   params.indices = indices ? indices.data() : nullptr;
   params.temperature = temperature.per_row();
   params.top_k = top_k.per_row();

@@ -209,6 +209,12 @@ FLASHINFER_LOGGING_LEVEL = _choice(
 )
 
 _heading("Behaviour")
+FLASHINFER_TOPK_ALGO = _choice(
+    "FLASHINFER_TOPK_ALGO",
+    "Who shares a row of `top_k`: `auto` decides by the shape, `cta` one multiprocessor each.",
+    "auto",
+    ("auto", "cta"),
+)
 FLASHINFER_BACKEND = _choice(
     "FLASHINFER_BACKEND",
     "`reference` runs every traced operation as plain PyTorch, on any device.",

@@ -32,19 +32,27 @@ from typing import Any, cast
 
 import torch
 
-from ._kernels import UNUSUAL, Kernel, KernelTable
+from ._kernels import UNUSUAL, Kernel, KernelTable, check_cuda_tensors
+from .dtypes import check_dtype
 from .jit.sampling import Filter, Output, SamplingConfig, gen_sampling_module
+from .jit.speculative import SpeculativeConfig, gen_speculative_module
 
 Number = float | torch.Tensor
 Seed = int | torch.Tensor | None
 
 
-def _token_kernels(filter: Filter, logits: bool = False) -> KernelTable:
-    def get_kernel(dtype: torch.dtype) -> Kernel:
-        config = SamplingConfig(dtype, torch.float32, logits, filter, Output.TOKEN)
-        return cast(Kernel, gen_sampling_module(config).build_and_load().sampling)
+class _TokenKernels(KernelTable):
+    """Kernels that draw one token per row."""
 
-    return KernelTable(get_kernel)
+    def __init__(self, filter: Filter, logits: bool) -> None:
+        def get_kernel(dtype: torch.dtype) -> Kernel:
+            config = SamplingConfig(dtype, torch.float32, logits, filter, Output.TOKEN)
+            return cast(Kernel, gen_sampling_module(config).build_and_load().sampling)
+
+        super().__init__(get_kernel)
+        self.name = "logits" if logits else "probs"
+        # These draw in two passes, of which the first leaves statistics (see stream.cuh).
+        self.needs_workspace = filter not in (Filter.TOP_P, Filter.MIN_P)
 
 
 def _row_kernels(filter: Filter, output: Output, logits: bool) -> KernelTable:
@@ -60,10 +68,19 @@ _softmax = _row_kernels(Filter.NONE, Output.PROBS, logits=True)
 _top_k_renorm = _row_kernels(Filter.TOP_K, Output.PROBS, logits=False)
 _top_p_renorm = _row_kernels(Filter.TOP_P, Output.PROBS, logits=False)
 _top_k_mask = _row_kernels(Filter.TOP_K, Output.MASK, logits=True)
-_from_probs = {filter: _token_kernels(filter) for filter in Filter}
+_from_probs = {filter: _TokenKernels(filter, logits=False) for filter in Filter}
 _from_logits = {
-    filter: _token_kernels(filter, logits=True) for filter in Filter if filter is not Filter.MIN_P
+    filter: _TokenKernels(filter, logits=True) for filter in Filter if filter is not Filter.MIN_P
 }
+
+
+def _speculative_kernel(dtype: torch.dtype) -> Kernel:
+    check_dtype("draft_probs", dtype, (torch.float32,))
+    module = gen_speculative_module(SpeculativeConfig()).build_and_load()
+    return cast(Kernel, module.chain_speculative)
+
+
+_chain_speculative = KernelTable(_speculative_kernel)
 
 
 def get_seed_and_offset(
@@ -150,9 +167,13 @@ def _refuse_nan(name: str, rows: torch.Tensor) -> None:
         raise ValueError(f"`{name}` must not contain NaN (`check_nan` is set)")
 
 
+def _workspace_bytes(rows: torch.Tensor) -> int:
+    """What `StreamLayout` asks for: per tile of 4096, 16 bytes and 32 maxima of 4 bytes."""
+    return 144 * rows.shape[0] * (-(-rows.shape[-1] // 4096)) if rows.dim() else 0
+
+
 def _sample(
-    kernels: KernelTable,
-    name: str,
+    kernels: _TokenKernels,
     rows: torch.Tensor,
     parameters: tuple[Any, ...],
     indices: torch.Tensor | None,
@@ -163,20 +184,24 @@ def _sample(
     return_valid: bool = False,
 ) -> Any:
     """One token per row (or per entry of `indices`)."""
+    try:
+        kernel = kernels[rows.dtype]
+    except UNUSUAL as error:
+        kernel = kernels.load(error, **{kernels.name: rows})
     if check_nan:
-        _refuse_nan(name, rows)
+        _refuse_nan(kernels.name, rows)
     device = rows.device
     if indices is None:
         samples = torch.empty(rows.shape[:1], dtype=torch.int32, device=device)
     else:
+        check_cuda_tensors(indices=indices)
         samples = torch.empty(indices.shape, dtype=indices.dtype, device=device)
     valid = torch.empty(samples.shape, dtype=torch.bool, device=device) if return_valid else None
-    try:
-        kernel = kernels[rows.dtype]
-    except KeyError as error:
-        kernel = kernels.load(error, **{name: rows})
+    outputs: tuple[Any, ...] = (samples, valid)
+    if kernels.needs_workspace:
+        outputs += (torch.empty(_workspace_bytes(rows), dtype=torch.uint8, device=device),)
     seed, offset = _resolve_seed(seed, offset, generator, device)
-    kernel(samples, valid, rows, indices, *parameters, seed, offset, None)
+    kernel(*outputs, rows, indices, *parameters, seed, offset, None)
     return (samples, valid) if return_valid else samples
 
 
@@ -288,9 +313,7 @@ def sampling_from_probs(
     >>> tokens = flashinfer.sampling.sampling_from_probs(probs, seed=seeds)
     """
     kernels = _from_probs[Filter.NONE]
-    return _sample(
-        kernels, "probs", probs, (), indices, generator, check_nan, seed, offset, return_valid
-    )
+    return _sample(kernels, probs, (), indices, generator, check_nan, seed, offset, return_valid)
 
 
 def sampling_from_logits(
@@ -308,7 +331,7 @@ def sampling_from_logits(
     of nothing but -inf is invalid.
     """
     kernels = _from_logits[Filter.NONE]
-    return _sample(kernels, "logits", logits, (), indices, generator, check_nan, seed, offset)
+    return _sample(kernels, logits, (), indices, generator, check_nan, seed, offset)
 
 
 def top_p_sampling_from_probs(
@@ -338,7 +361,6 @@ def top_p_sampling_from_probs(
     kernels, parameters = _from_probs[Filter.TOP_P], (_row_floats(top_p),)
     return _sample(
         kernels,
-        "probs",
         probs,
         parameters,
         indices,
@@ -373,7 +395,6 @@ def top_k_sampling_from_probs(
     kernels, parameters = _from_probs[Filter.TOP_K], (_row_ints(top_k),)
     return _sample(
         kernels,
-        "probs",
         probs,
         parameters,
         indices,
@@ -413,7 +434,6 @@ def min_p_sampling_from_probs(
     kernels, parameters = _from_probs[Filter.MIN_P], (_row_floats(min_p),)
     return _sample(
         kernels,
-        "probs",
         probs,
         parameters,
         indices,
@@ -464,7 +484,6 @@ def top_k_top_p_sampling_from_probs(
     parameters = (_row_ints(top_k), _row_floats(top_p))
     return _sample(
         kernels,
-        "probs",
         probs,
         parameters,
         indices,
@@ -494,9 +513,7 @@ def top_k_top_p_sampling_from_logits(
     """
     kernels = _from_logits[_ordered_filter(filter_apply_order)]
     parameters = (_row_ints(top_k), _row_floats(top_p))
-    return _sample(
-        kernels, "logits", logits, parameters, indices, generator, check_nan, seed, offset
-    )
+    return _sample(kernels, logits, parameters, indices, generator, check_nan, seed, offset)
 
 
 def _filter_rows(kernels: KernelTable, name: str, rows: torch.Tensor, value: Any) -> torch.Tensor:
@@ -589,3 +606,73 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
 
 top_k_renorm_prob = top_k_renorm_probs
 top_p_renorm_prob = top_p_renorm_probs
+
+
+def chain_speculative_sampling(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    maybe_output_accepted_token_num: torch.Tensor | None = None,
+    maybe_output_emitted_draft_token_num: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keep draft tokens while the target model agrees, then draw one token of its own.
+
+    Draft token ``x`` at position ``i`` is accepted with probability
+    ``min(1, target_probs[:, i, x] / draft_probs[:, i, x])``. The drafts before the first that is not
+    accepted are emitted, then a token from ``max(target_probs - draft_probs, 0)`` at that
+    position; from the target's last position if all drafts were accepted. What is emitted is
+    distributed as the target model's own tokens.
+
+    Parameters
+    ----------
+    draft_probs : torch.Tensor
+        ``[batch, num_drafts, vocab]``, float32, contiguous: what the drafts were drawn from.
+    draft_token_ids : torch.Tensor
+        ``[batch, num_drafts]``, int32, contiguous. A token out of range is not accepted.
+    target_probs : torch.Tensor
+        ``[batch, num_drafts + 1, vocab]``, float32, contiguous.
+    maybe_output_accepted_token_num : torch.Tensor, optional
+        ``[batch]``, int32: the number of drafts that are accepted, each looked at on its own, is
+        added to it. By default to zeros.
+    maybe_output_emitted_draft_token_num : torch.Tensor, optional
+        ``[batch]``, int32: the number of drafts that are emitted is added to it. By default to
+        zeros.
+    deterministic, generator, seed, offset
+        As for `sampling_from_probs`; a seed per row of the batch.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        Emitted tokens ``[batch, num_drafts + 1]``, int32, -1 behind the last one; and the two
+        counts. A position without positive weight, or with a NaN, emits token 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `sampling_from_probs`.
+
+    Notes
+    -----
+    C. Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
+    """
+    try:
+        kernel = _chain_speculative[draft_probs.dtype]
+    except UNUSUAL as error:
+        kernel = _chain_speculative.load(error, draft_probs=draft_probs)
+    check_cuda_tensors(draft_token_ids=draft_token_ids, target_probs=target_probs)
+    device, batch = draft_probs.device, draft_probs.shape[:1]
+    token_ids = torch.empty(target_probs.shape[:2], dtype=torch.int32, device=device)
+    accepted = maybe_output_accepted_token_num
+    if accepted is None:
+        accepted = torch.zeros(batch, dtype=torch.int32, device=device)
+    emitted = maybe_output_emitted_draft_token_num
+    if emitted is None:
+        emitted = torch.zeros(batch, dtype=torch.int32, device=device)
+    seed, offset = _resolve_seed(seed, offset, generator, device)
+    inputs = (draft_probs, draft_token_ids, target_probs)
+    kernel(token_ids, accepted, emitted, *inputs, seed, offset, None)
+    return token_ids, accepted, emitted

@@ -37,7 +37,7 @@ class Output(enum.Enum):
 
 @dataclass(frozen=True)
 class SamplingConfig(ModuleConfig):
-    """What selects code. Sizes, strides and whether a parameter is per row are run-time arguments."""
+    """What selects code; sizes, strides and per-row parameters are run-time arguments."""
 
     module: ClassVar[str] = "sampling"
 

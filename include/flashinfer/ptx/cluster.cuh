@@ -70,19 +70,15 @@ __device__ __forceinline__ void cluster_store(uint32_t address, float value) {
                : "memory");
 }
 
+__device__ __forceinline__ void cluster_store(uint32_t address, uint32_t value) {
+  asm volatile("st." FLASHINFER_SHARED_CLUSTER ".u32 [%0], %1;" ::"r"(address), "r"(value)
+               : "memory");
+}
+
 __device__ __forceinline__ uint64_t cluster_load_u64(uint32_t address) {
   uint64_t value;
   asm volatile("ld." FLASHINFER_SHARED_CLUSTER ".u64 %0, [%1];"
                : "=l"(value)
-               : "r"(address)
-               : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint32_t cluster_load_u32(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld." FLASHINFER_SHARED_CLUSTER ".u32 %0, [%1];"
-               : "=r"(value)
                : "r"(address)
                : "memory");
   return value;

@@ -15,9 +15,8 @@ namespace flashinfer {
 
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 
-// Larger float, larger key; both zeros have the same key and NaN has the largest.
+// Larger float, larger key; both zeros have the same key. Not for NaN.
 __device__ __forceinline__ uint32_t float_to_key(float x) {
-  if (x != x) return 0xffffffffu;
   const uint32_t bits = __float_as_uint(x + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -43,6 +42,10 @@ __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x) {
   return x;
 }
 
+// For __launch_bounds__ of row kernels, which are launched with up to 512 threads: what lets three CTAs of 256 share a
+// multiprocessor's registers (80 each).
+inline constexpr int kRowThreadLimit = 768;
+
 // How many elements are walked at a time and by whom; the same for host (sizes) and device.
 struct RowLayout {
   uint32_t num_vecs;       // of the row, those that are partly outside counted
@@ -56,10 +59,19 @@ struct RowLayout {
   }
 };
 
-template <typename T_>
+// What a walk sees of an element that is in memory: `apply(x, first)` changes a vector whose first element has index `first`
+// (some of its elements may be outside the row).
+struct AsItIs {
+  template <typename Vec>
+  __device__ __forceinline__ void apply(Vec&, uint32_t) const {}
+};
+
+// kCluster = false: the row belongs to one CTA and is walked in global memory.
+template <typename T_, bool kCluster_ = true, typename View = AsItIs>
 class RowCluster {
  public:
   using T = T_;
+  static constexpr bool kCluster = kCluster_;
   static constexpr int kVecSize = 16 / sizeof(T);
   using Vec = Vector<T, kVecSize>;
 
@@ -72,6 +84,7 @@ class RowCluster {
   uint64_t* gathered;  // [2][num_ranks][kMaxWarps] of every CTA, for gather()
   uint32_t first_vec, end_vec;  // this warp's stretch
   uint32_t parity = 0;
+  View view;
 
   static constexpr uint32_t kMaxWarps = 16;
 
@@ -80,8 +93,8 @@ class RowCluster {
                         uint64_t* gather_buffer)
       : row(row_), size(size_), gathered(gather_buffer) {
     phase = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
-    num_ranks = ptx::cluster_size();
-    rank = ptx::cluster_rank();
+    num_ranks = kCluster ? ptx::cluster_size() : 1;
+    rank = kCluster ? ptx::cluster_rank() : 0;
     num_warps = blockDim.x / 32;
     warp_idx = threadIdx.x / 32;
     lane_idx = threadIdx.x % 32;
@@ -92,8 +105,12 @@ class RowCluster {
     first_vec = min(cta_first + warp_idx * layout.vecs_per_warp, cta_end);
     end_vec = min(first_vec + layout.vecs_per_warp, cta_end);
     // Indexed by the vector's number in the row.
-    resident = layout.vecs_per_cta <= max_vecs ? static_cast<Vec*>(resident_buffer) - cta_first
+    resident = kCluster && layout.vecs_per_cta <= max_vecs ? static_cast<Vec*>(resident_buffer) - cta_first
                                                : nullptr;
+  }
+
+  __device__ __forceinline__ uint32_t elements_per_cta() const {
+    return ceil_div(phase + size, num_ranks) + 2 * kVecSize;
   }
 
   // Index in the row of the first element of a vector; "negative" for the one that begins before the row.
@@ -116,6 +133,7 @@ class RowCluster {
         x.elements[j] = i < size ? row[i] : from_float<T>(negative_infinity());
       }
     }
+    view.apply(x, index_of(vec));
     return x;
   }
 
@@ -126,7 +144,7 @@ class RowCluster {
   // First walk: brings the row in. `visit(x)` sees each element.
   template <typename Visit>
   __device__ __forceinline__ void fill(Visit visit) {
-    constexpr uint32_t kInFlight = 8;
+    constexpr uint32_t kInFlight = sizeof(T) == 4 ? 8 : 4;
     for (uint32_t base = first_vec + lane_idx; base < end_vec; base += 32 * kInFlight) {
       Vec x[kInFlight];
 #pragma unroll
@@ -154,8 +172,27 @@ class RowCluster {
     }
   }
 
+  // Replaces each element of this thread by visit(x), in the shared copy, and returns true; where there is none that could
+  // hold it, only visits.
+  template <typename Visit>
+  __device__ __forceinline__ bool replace(Visit visit) {
+    const bool replaces = sizeof(T) == 4 && resident;
+#pragma unroll 2
+    for (uint32_t vec = first_vec + lane_idx; vec < end_vec; vec += 32) {
+      Vec x = load(vec);
+      float y[kVecSize];
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) y[j] = visit(x[j]);
+      if constexpr (sizeof(T) == 4) {
+        x.from_floats(y);
+        if (resident) resident[vec] = x;
+      }
+    }
+    return replaces;
+  }
+
   __device__ __forceinline__ void barrier() const {
-    if (num_ranks == 1) {
+    if (!kCluster || num_ranks == 1) {
       __syncthreads();
     } else {
       ptx::cluster_arrive();
@@ -173,8 +210,12 @@ class RowCluster {
 
   // `value` is the same in all lanes.
   __device__ __forceinline__ void publish(uint64_t* list, uint32_t i, uint64_t value) const {
-    if (lane_idx < num_ranks) {
-      ptx::cluster_store(ptx::cluster_address(list + i, lane_idx), value);
+    if constexpr (kCluster) {
+      if (lane_idx < num_ranks) {
+        ptx::cluster_store(ptx::cluster_address(list + i, lane_idx), value);
+      }
+    } else if (lane_idx == 0) {
+      list[i] = value;
     }
   }
 

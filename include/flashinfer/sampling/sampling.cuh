@@ -13,6 +13,8 @@
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/sampling/philox.cuh>
 #include <flashinfer/sampling/row_cluster.cuh>
+#include <flashinfer/sampling/row_launch.cuh>
+#include <flashinfer/sampling/row_maxima.cuh>
 #include <flashinfer/sampling/sampling_params.h>
 #include <flashinfer/sampling/select.cuh>
 #include <flashinfer/sampling/weight.cuh>
@@ -38,54 +40,7 @@ struct SamplingTraits {
   static constexpr bool kMinP = kFilter == SamplingFilter::kMinP;
 };
 
-// The largest element of a row, and bounds from below on its k-th largest.
-struct RowMaxima {
-  float max;             // NaN if the row has one
-  float min_warp_max;    // at least as many elements as there are warps are not less
-  float min_thread_max;  // the same for threads
-};
-
 namespace detail {
-
-// NaN if either is.
-__device__ __forceinline__ float max_nan(float a, float b) {
-#if __CUDA_ARCH__ >= 800
-  float c;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-#else
-  return a != a ? a : b != b ? b : fmaxf(a, b);
-#endif
-}
-
-template <typename Row>
-__device__ __forceinline__ RowMaxima gather_maxima(Row& row, float thread_max) {
-  float max = thread_max, min_max = thread_max;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    max = max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
-    min_max = fminf(min_max, __shfl_xor_sync(0xffffffffu, min_max, offset));
-  }
-  const uint64_t* list = row.gather(static_cast<uint64_t>(__float_as_uint(max)) << 32 |
-                                    __float_as_uint(min_max));
-  RowMaxima all{negative_infinity(), -negative_infinity(), -negative_infinity()};
-  for (uint32_t i = row.lane_idx; i < row.num_ranks * row.num_warps; i += 32) {
-    const float warp_max = __uint_as_float(static_cast<uint32_t>(list[i] >> 32));
-    all.max = max_nan(all.max, warp_max);
-    all.min_warp_max = fminf(all.min_warp_max, warp_max);
-    all.min_thread_max =
-        fminf(all.min_thread_max, __uint_as_float(static_cast<uint32_t>(list[i])));
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    all.max = max_nan(all.max, __shfl_xor_sync(0xffffffffu, all.max, offset));
-    all.min_warp_max =
-        fminf(all.min_warp_max, __shfl_xor_sync(0xffffffffu, all.min_warp_max, offset));
-    all.min_thread_max =
-        fminf(all.min_thread_max, __shfl_xor_sync(0xffffffffu, all.min_thread_max, offset));
-  }
-  return all;
-}
 
 // Sum of the weights from `threshold` on, over this warp's stretch.
 template <typename Row, typename Weight>
@@ -98,16 +53,11 @@ __device__ __forceinline__ uint64_t warp_weight(const Row& row, const Weight& we
   return warp_sum_u64(sum);
 }
 
-// Key of the k-th largest element, 1 <= k < row.size.
-template <typename Row>
-__device__ __forceinline__ uint32_t select_top_k(Row& row, SelectStorage& storage,
-                                                 const RowMaxima& maxima, uint32_t k) {
-  const uint32_t num_warps = row.num_ranks * row.num_warps;
-  const float low = k <= num_warps        ? maxima.min_warp_max
-                    : k <= 32 * num_warps ? maxima.min_thread_max
-                                          : negative_infinity();
-  return select_threshold(row, storage, CountMeasure{}, float_to_key(low),
-                          float_to_key(maxima.max), k);
+// Weight that a nucleus must reach.
+__device__ __forceinline__ uint64_t top_p_target(float p, uint64_t total) {
+  const auto target = static_cast<uint64_t>(
+      ceil(static_cast<double>(fmaxf(p, 0.f)) * static_cast<double>(total)));
+  return target < 1 ? 1 : target > total ? total : target;
 }
 
 // Key of the smallest element of the nucleus among the elements from `threshold` on.
@@ -116,11 +66,10 @@ __device__ __forceinline__ uint32_t select_top_p(Row& row, SelectStorage& storag
                                                  const RowMaxima& maxima, const Weight& weight,
                                                  float threshold, float p) {
   const uint64_t total = row.gather_sum(warp_weight(row, weight, threshold));
-  uint64_t target = static_cast<uint64_t>(
-      ceil(static_cast<double>(fmaxf(p, 0.f)) * static_cast<double>(total)));
-  target = target < 1 ? 1 : target > total ? total : target;
+  const uint64_t target = top_p_target(p, total);
   // Elements below this weigh less than 1 - p all together, so the nucleus ends above them.
-  const float negligible = (1.f - p) * static_cast<float>(total) / static_cast<float>(row.size);
+  const float negligible =
+      __fdividef((1.f - p) * static_cast<float>(total), static_cast<float>(row.size));
   const float bound = weight.at_most(p < 0.999f ? 0.9f * negligible : 0.25f);
   const uint32_t low = float_to_key(fmaxf(bound, threshold));
   return select_threshold(row, storage, WeightMeasure<Weight>{weight}, low,
@@ -211,11 +160,62 @@ __device__ __forceinline__ uint64_t input_row_of(const SamplingParams& params, u
              : static_cast<uint64_t>(static_cast<const uint32_t*>(params.indices)[out_row]);
 }
 
+// Random bits of an output row.
+__device__ __forceinline__ uint64_t row_bits(const SamplingParams& params, uint32_t out_row) {
+  return philox_bits(params.seed[params.seed_is_shared ? 0 : out_row],
+                     params.offset[params.offset_is_shared ? 0 : out_row],
+                     params.seed_is_shared ? out_row : 0, 0);
+}
+
+// Whether a row with this maximum (NaN if it has one) has a distribution.
+template <bool kLogits>
+__device__ __forceinline__ bool has_distribution(float max) {
+  return kLogits ? max > negative_infinity() : max > 0.f && max < -negative_infinity();
+}
+
+// The least value that the filter keeps.
+template <typename Traits, typename Row>
+__device__ __forceinline__ float find_threshold(Row& row, SelectStorage& storage,
+                                                const RowMaxima& maxima,
+                                                const typename Traits::Weight& weight, int32_t k,
+                                                float p, float min_p) {
+  float threshold = negative_infinity();
+  if constexpr (Traits::kTopK) {
+    if (k >= 1 && static_cast<uint32_t>(k) < row.size) {
+      threshold = key_to_float(select_top_k(row, storage, maxima, static_cast<uint32_t>(k)));
+    }
+  }
+  if constexpr (Traits::kTopP) {
+    if (p < 1.f) {
+      const float from =
+          Traits::kFilter == SamplingFilter::kTopKTopP ? threshold : negative_infinity();
+      threshold = fmaxf(threshold, key_to_float(select_top_p(row, storage, maxima, weight, from, p)));
+    }
+  }
+  if constexpr (Traits::kMinP) threshold = fminf(min_p, 1.f) * maxima.max;
+  return threshold;
+}
+
+// Draws from the elements that are at least `threshold`; the warp that has the element writes it.
+template <typename Row, typename Weight>
+__device__ __forceinline__ void draw_from_row(const SamplingParams& params, Row& row,
+                                              const Weight& weight, float threshold, uint64_t bits,
+                                              uint32_t out_row) {
+  const uint64_t* list = row.gather(warp_weight(row, weight, threshold));
+  const uint64_t total = row.sum_list(list, row.num_ranks * row.num_warps);
+  const uint64_t before = row.sum_list(list, row.global_warp());
+  const uint64_t target = __umul64hi(bits, total) - before;
+  if (target < list[row.global_warp()]) {
+    const uint32_t token = find_in_stretch(row, weight, threshold, target);
+    if (row.lane_idx == 0) write_token(params, out_row, token);
+  }
+}
+
 }  // namespace detail
 
 // One cluster per output row. Dynamic shared memory: lists of 2 * kMaxWarps words per rank, then the row's vectors.
 template <typename Traits>
-__global__ void __launch_bounds__(512, 2)
+__global__ void __launch_bounds__(kRowThreadLimit)
     sampling_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   using Row = RowCluster<T>;
@@ -254,10 +254,7 @@ __global__ void __launch_bounds__(512, 2)
     has_nan = has_nan || !(temperature >= 0.f);
   }
   has_nan = has_nan || p != p || min_p != min_p;
-  const bool has_weight =
-      Traits::kLogits ? maxima.max > negative_infinity()
-                      : maxima.max > 0.f && maxima.max < -negative_infinity();
-  const bool valid = has_weight && !has_nan;
+  const bool valid = detail::has_distribution<Traits::kLogits>(maxima.max) && !has_nan;
   if (is_leader && params.valid) params.valid[out_row] = valid;
   if (kOutput == SamplingOutput::kMask ? has_nan : !valid) {
     if constexpr (kOutput == SamplingOutput::kToken) {
@@ -272,44 +269,31 @@ __global__ void __launch_bounds__(512, 2)
   }
 
   const typename Traits::Weight weight(maxima.max, inv_temperature);
-  float threshold = negative_infinity();
-  if constexpr (Traits::kTopK) {
-    const int32_t k = params.top_k[param_row];
-    if (k >= 1 && static_cast<uint32_t>(k) < params.vocab_size) {
-      threshold = key_to_float(
-          detail::select_top_k(row, storage, maxima, static_cast<uint32_t>(k)));
-    }
-  }
-  if constexpr (Traits::kTopP) {
-    if (p < 1.f) {
-      const float from = Traits::kFilter == SamplingFilter::kTopKTopP ? threshold : negative_infinity();
-      threshold = fmaxf(threshold, key_to_float(detail::select_top_p(row, storage, maxima, weight,
-                                                                     from, p)));
-    }
-  }
-  if constexpr (Traits::kMinP) threshold = fminf(min_p, 1.f) * maxima.max;
-
+  int32_t k = 0;
+  if constexpr (Traits::kTopK) k = params.top_k[param_row];
+  const float threshold =
+      detail::find_threshold<Traits>(row, storage, maxima, weight, k, p, min_p);
   if constexpr (kOutput == SamplingOutput::kToken) {
-    const uint64_t* list = row.gather(detail::warp_weight(row, weight, threshold));
-    const uint64_t total = row.sum_list(list, row.num_ranks * row.num_warps);
-    const uint64_t before = row.sum_list(list, row.global_warp());
-    const uint64_t bits = philox_bits(params.seed[params.seed_is_shared ? 0 : out_row],
-                                      params.offset[params.offset_is_shared ? 0 : out_row],
-                                      params.seed_is_shared ? out_row : 0, 0);
-    const uint64_t target = __umul64hi(bits, total) - before;
-    if (target < list[row.global_warp()]) {
-      const uint32_t token = detail::find_in_stretch(row, weight, threshold, target);
-      if (row.lane_idx == 0) detail::write_token(params, out_row, token);
-    }
+    detail::draw_from_row(params, row, weight, threshold, detail::row_bits(params, out_row),
+                          out_row);
   } else {
     using TOut = typename Traits::TOut;
     TOut* out = static_cast<TOut*>(params.out) + out_row * params.out_stride;
     if constexpr (kOutput == SamplingOutput::kProbs) {
-      const uint64_t total = row.gather_sum(detail::warp_weight(row, weight, threshold));
-      const float factor = weight.scale() / static_cast<float>(total);
-      detail::write_row(row, out, [&](float x) {
-        return x >= threshold ? weight.to_float(x) * factor : 0.f;
+      uint64_t sum = 0;
+      const bool replaced = row.replace([&](float x) {
+        const float w = x >= threshold ? weight.to_float(x) : 0.f;
+        sum += weight.to_fixed(w);
+        return w;
       });
+      const float factor = weight.scale() / static_cast<float>(row.gather_sum(warp_sum_u64(sum)));
+      if (replaced) {
+        detail::write_row(row, out, [&](float w) { return w * factor; });
+      } else {
+        detail::write_row(row, out, [&](float x) {
+          return x >= threshold ? weight.to_float(x) * factor : 0.f;
+        });
+      }
     } else {
       row.barrier();
       detail::write_row(row, out,
@@ -320,104 +304,12 @@ __global__ void __launch_bounds__(512, 2)
 
 #ifndef __CUDACC_RTC__
 
-// What a device allows a row kernel; asked of the driver once.
-struct ClusterLimits {
-  unsigned max_cluster;  // CTAs per row
-  unsigned max_smem;     // dynamic shared memory of a CTA, bytes
-};
-
-inline size_t list_bytes(unsigned cluster_size) {
-  return 2 * RowCluster<float>::kMaxWarps * cluster_size * sizeof(uint64_t);
-}
-
-// `device`: the current one.
-template <typename Params>
-inline cudaError_t query_cluster_limits(void (*kernel)(Params), int device, ClusterLimits* limits) {
-  int major = 0, max_smem = 0;
-  cudaFuncAttributes attributes;
-  const auto function = reinterpret_cast<const void*>(kernel);
-  cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, function);
-  if (status != cudaSuccess) return status;
-  max_smem -= static_cast<int>(attributes.sharedSizeBytes);
-  status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, max_smem);
-  if (status != cudaSuccess) return status;
-  *limits = {1, static_cast<unsigned>(max_smem)};
-  // With few multiprocessors (MIG, MPS) a large cluster may never be scheduled: take what is.
-  for (unsigned size = major >= 9 ? 8 : 1; size > 1; size /= 2) {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = size;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(size);
-    config.blockDim = dim3(512);
-    config.dynamicSmemBytes = limits->max_smem;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int num_clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&num_clusters, function, &config) == cudaSuccess &&
-        num_clusters > 0) {
-      limits->max_cluster = size;
-      break;
-    }
-    cudaGetLastError();
-  }
-  return cudaSuccess;
-}
-
-struct RowSchedule {
-  unsigned cluster_size;
-  unsigned threads;
-  unsigned max_vecs;  // 0: the row does not fit and is read again for each walk
-  size_t smem_bytes;
-};
-
-// `row_bytes`: at least one vector.
-inline RowSchedule choose_row_schedule(uint64_t row_bytes, uint32_t num_rows, int num_sms,
-                                       const ClusterLimits& limits) {
-  // One vector more than the row has, for a row that starts inside one.
-  const uint32_t num_vecs = static_cast<uint32_t>(row_bytes / 16 + 2);
-  // Three CTAs to a multiprocessor hide each other's barriers; a single row is spread further, for its latency.
-  constexpr uint64_t kResidentBytes = 65 * 1024, kLeastBytes = 8 * 1024;
-  unsigned size = 1;
-  while (size < limits.max_cluster &&
-         (row_bytes > kResidentBytes * size ||
-          (row_bytes >= 2 * kLeastBytes * size && num_rows * size * 2 <= static_cast<uint32_t>(num_sms)))) {
-    size *= 2;
-  }
-  const uint32_t vecs_per_cta = ceil_div(num_vecs, size);
-  const bool few_rows = num_rows * size <= static_cast<uint32_t>(num_sms);
-  const unsigned max_threads = few_rows ? 512 : 256;
-  const unsigned threads = vecs_per_cta < max_threads ? round_up(vecs_per_cta, 32u) : max_threads;
-  size_t smem_bytes = list_bytes(size) + static_cast<size_t>(vecs_per_cta) * 16;
-  if (smem_bytes > limits.max_smem) return {size, threads, 0, list_bytes(size)};
-  return {size, threads, vecs_per_cta, smem_bytes};
-}
-
 template <typename Traits>
 inline cudaError_t launch_sampling(SamplingParams params, int device, int num_sms, bool enable_pdl,
                                    cudaStream_t stream) {
-  // A race between threads writes the same values twice.
-  constexpr int kMaxDevices = 64;
-  static ClusterLimits limits[kMaxDevices] = {};
-  const auto kernel = sampling_kernel<Traits>;
-  if (device < 0 || device >= kMaxDevices) return cudaErrorInvalidDevice;
-  if (limits[device].max_cluster == 0) {
-    const cudaError_t status = query_cluster_limits(kernel, device, &limits[device]);
-    if (status != cudaSuccess) return status;
-  }
-  const RowSchedule schedule =
-      choose_row_schedule(uint64_t{params.vocab_size} * sizeof(typename Traits::T), params.num_rows,
-                          num_sms, limits[device]);
-  params.max_vecs = schedule.max_vecs;
-  const unsigned cluster_size = schedule.cluster_size;
-  return launch_kernel(kernel, dim3(params.num_rows * cluster_size), dim3(schedule.threads),
-                       schedule.smem_bytes, stream, enable_pdl, params,
-                       cluster_size > 1 ? cluster_size : 0);
+  const RowLauncher launcher{sampling_kernel<Traits>, device, num_sms};
+  return launcher.launch(params, uint64_t{params.vocab_size} * sizeof(typename Traits::T), enable_pdl,
+                         stream);
 }
 
 #endif  // __CUDACC_RTC__

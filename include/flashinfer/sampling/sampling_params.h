@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/math.cuh>
 
 namespace flashinfer {
 
@@ -32,6 +33,34 @@ enum class SamplingOutput {
   kMask,   // the input where it is kept, -inf elsewhere
 };
 
+// What the first pass of a draw by stream.cuh leaves of a tile.
+struct TileStat {
+  uint64_t sum;  // of weights in the units of the tile's maximum
+  float max;     // NaN if the tile has one
+};
+
+struct StreamLayout {
+  static constexpr uint32_t kTileSize = 4096;
+  static constexpr uint32_t kGroupSize = 128;
+  static constexpr uint32_t kGroupsPerTile = kTileSize / kGroupSize;
+  static constexpr uint32_t kMaxTiles = 128;  // 2^19 elements
+  static constexpr uint32_t kMaxGroups = kMaxTiles * kGroupsPerTile;
+
+  FLASHINFER_HOST_DEVICE static constexpr uint32_t num_tiles(uint32_t vocab_size) {
+    return ceil_div(vocab_size, kTileSize);
+  }
+  // Workspace: all rows' tile statistics, then all rows' group maxima.
+  static constexpr uint64_t workspace_bytes(uint64_t num_rows, uint32_t vocab_size) {
+    return num_rows * num_tiles(vocab_size) * (sizeof(TileStat) + kGroupsPerTile * sizeof(float));
+  }
+};
+
+// Whether a configuration runs by stream.cuh, which needs a workspace.
+constexpr bool samples_by_stream(SamplingFilter filter, SamplingOutput output) {
+  return output == SamplingOutput::kToken && filter != SamplingFilter::kTopP &&
+         filter != SamplingFilter::kMinP;
+}
+
 struct SamplingParams {
   const void* input;     // [num_input_rows, vocab_size] logits or weights, last dimension contiguous
   int64_t input_stride;  // elements
@@ -52,6 +81,8 @@ struct SamplingParams {
   bool tokens_are_64bit;
   bool seed_is_shared;    // one seed for all rows: rows then draw from different random streams
   bool offset_is_shared;  // one offset for all rows
+  void* workspace;     // of draws by stream.cuh: see StreamLayout
+  uint32_t max_cluster;  // CTAs per row; 0: no limit but the device's
   uint32_t max_vecs;   // vectors of a row that a CTA has shared memory for; set by the launch
 };
 

@@ -26,35 +26,52 @@ struct WeightMeasure {
 };
 
 struct SelectStorage {
-  static constexpr uint32_t kNumBins = 1024;
-  static constexpr uint32_t kNumGroups = 16;
-  static constexpr uint32_t kBinsPerGroup = kNumBins / kNumGroups;
-  static constexpr uint32_t kMaxLocal = 128;       // candidates that a CTA may contribute
+  static constexpr uint32_t kBinBits = 8;
+  static constexpr uint32_t kNumBins = 1u << kBinBits;
+  static constexpr uint32_t kNumGroups = 8;
+  static constexpr uint32_t kBinsPerGroup = kNumBins / kNumGroups;  // a warp's
+  static constexpr uint32_t kMaxRanks = 8;
+  static constexpr uint32_t kMaxLocal = 48;        // candidates that a CTA may contribute
   static constexpr uint32_t kMaxCandidates = 256;  // that are ranked, by all pairs
 
+  // Shared memory has no 64-bit atomic addition: a bin's sum is collected in three words, 15 bits of each element in one.
+  static constexpr uint32_t kPartBits = 15;
+  static constexpr uint32_t kMaxInParts = 1u << (32 - kPartBits);  // elements that cannot overflow a word
+  uint32_t parts[3][kNumBins];
   union {
-    uint2 bins[kNumBins];  // low and high word of the sum
-    struct {
-      uint64_t measures[kMaxCandidates];
-      uint32_t keys[kMaxCandidates];
-    } candidates;  // of all ranks; in use when no bin is
+    uint64_t bins[kNumBins];
+    uint64_t candidate_measures[kMaxCandidates];  // in use when no bin is
   };
-  uint32_t local_keys[kMaxLocal];
+  uint32_t candidate_keys[kMaxCandidates];
+  union {
+    uint64_t group_bins[kMaxRanks][kBinsPerGroup];  // of the group where the target is crossed
+    uint32_t local_keys[kMaxLocal];                 // this CTA's candidates
+  };
+  uint32_t pushed_keys[kMaxRanks][kMaxLocal];  // written by all ranks
   uint32_t num_local;
-  uint32_t num_candidates;
   uint32_t best_key;
-  uint32_t crossing_bin;
+  uint32_t crossing_group, crossing_bin;
   uint64_t above;
 };
 
 namespace detail {
 
-// Adds to a 64-bit sum kept as two words; shared memory has no 64-bit atomic addition.
-__device__ __forceinline__ void add_to_bin(uint2* bin, uint64_t x) {
+// Adds to a bin in any case, at the price of an atomic whose result is waited for.
+__device__ __forceinline__ void add_with_carry(uint64_t* bin, uint64_t x) {
+  auto* words = reinterpret_cast<uint32_t*>(bin);
   const uint32_t low = static_cast<uint32_t>(x);
-  const uint32_t old = atomicAdd(&bin->x, low);
+  const uint32_t old = atomicAdd(words, low);
   const uint32_t high = static_cast<uint32_t>(x >> 32) + (old + low < old);
-  if (high) atomicAdd(&bin->y, high);
+  if (high) atomicAdd(words + 1, high);
+}
+
+__device__ __forceinline__ void add_in_parts(SelectStorage& storage, uint32_t bin, uint64_t x) {
+  constexpr uint32_t kMask = (1u << SelectStorage::kPartBits) - 1;
+#pragma unroll
+  for (uint32_t part = 0; part < 3; ++part) {
+    const uint32_t bits = static_cast<uint32_t>(x >> (part * SelectStorage::kPartBits));
+    atomicAdd(&storage.parts[part][bin], part < 2 ? bits & kMask : bits);
+  }
 }
 
 // Index of the first of 32 lanes, in order, where the sum from `above` on reaches the target, 31 if none; `above` becomes
@@ -77,49 +94,58 @@ __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storag
   constexpr uint32_t kNumBins = SelectStorage::kNumBins;
   constexpr uint32_t kNumGroups = SelectStorage::kNumGroups;
   constexpr uint32_t kBinsPerGroup = SelectStorage::kBinsPerGroup;
-  for (uint32_t i = threadIdx.x; i < kNumBins; i += blockDim.x) storage.bins[i] = {0, 0};
+  for (uint32_t i = threadIdx.x; i < kNumBins; i += blockDim.x) {
+    storage.bins[i] = 0;
+    storage.parts[0][i] = storage.parts[1][i] = storage.parts[2][i] = 0;
+  }
   __syncthreads();
+  const bool in_parts = row.elements_per_cta() <= SelectStorage::kMaxInParts;
+  const float least = key_to_float(low), most = key_to_float(high);
   row.walk([&](float x) {
+    if (!(x >= least && x <= most)) return;  // cheap; the keys decide, as they tell apart what is next to 0
     const uint32_t key = float_to_key(x);
     if (key - low > high - low) return;
-    uint2* bin = &storage.bins[(high - key) >> shift];
+    const uint32_t bin = (high - key) >> shift;
     if constexpr (Measure::kIsCount) {
-      atomicAdd(&bin->x, 1u);
+      atomicAdd(&storage.parts[0][bin], 1u);
+    } else if (in_parts) {
+      add_in_parts(storage, bin, measure(x));
     } else {
-      add_to_bin(bin, measure(x));
+      add_with_carry(&storage.bins[bin], measure(x));
     }
   });
   __syncthreads();
 
-  const auto local_bins = reinterpret_cast<const uint64_t*>(storage.bins);
   uint64_t* list = row.next_list();
   for (uint32_t group = row.warp_idx; group < kNumGroups; group += row.num_warps) {
-    const uint64_t* first = local_bins + group * kBinsPerGroup;
-    const uint64_t sum = warp_sum_u64(first[row.lane_idx] + first[row.lane_idx + 32]);
-    row.publish(list, row.rank * kNumGroups + group, sum);
+    const uint32_t bin = group * kBinsPerGroup + row.lane_idx;
+    const uint64_t sum = storage.bins[bin] + storage.parts[0][bin] +
+                         (uint64_t{storage.parts[1][bin]} << SelectStorage::kPartBits) +
+                         (uint64_t{storage.parts[2][bin]} << 2 * SelectStorage::kPartBits);
+    storage.bins[bin] = sum;
+    row.publish(list, row.rank * kNumGroups + group, warp_sum_u64(sum));
   }
   row.barrier();
 
+  // Every warp finds the group; then the ranks' bins of it are fetched side by side.
+  uint64_t sum = 0;
+  if (row.lane_idx < kNumGroups) {
+    for (uint32_t r = 0; r < row.num_ranks; ++r) sum += list[r * kNumGroups + row.lane_idx];
+  }
+  const uint32_t group = min(find_crossing(sum, target, &above), kNumGroups - 1);
+  for (uint32_t r = row.warp_idx; r < row.num_ranks; r += row.num_warps) {
+    const uint64_t* bin = &storage.bins[group * kBinsPerGroup + row.lane_idx];
+    storage.group_bins[r][row.lane_idx] =
+        Row::kCluster ? ptx::cluster_load_u64(ptx::cluster_address(bin, r)) : *bin;
+  }
+  __syncthreads();
   if (row.warp_idx == 0) {
-    uint64_t sum = 0;
-    if (row.lane_idx < kNumGroups) {
-      for (uint32_t r = 0; r < row.num_ranks; ++r) sum += list[r * kNumGroups + row.lane_idx];
-    }
-    const uint32_t group = min(find_crossing(sum, target, &above), kNumGroups - 1);
-    // A lane takes two neighbouring bins.
-    const uint32_t bin = group * kBinsPerGroup + 2 * row.lane_idx;
-    uint64_t first = 0, second = 0;
-    for (uint32_t r = 0; r < row.num_ranks; ++r) {
-      const uint32_t address = ptx::cluster_address(local_bins + bin, r);
-      first += ptx::cluster_load_u64(address);
-      second += ptx::cluster_load_u64(address + 8);
-    }
-    const uint32_t lane = find_crossing(first + second, target, &above);
-    first = __shfl_sync(0xffffffffu, first, lane);
-    const bool in_second = above + first < target;
+    uint64_t bin_sum = 0;
+    for (uint32_t r = 0; r < row.num_ranks; ++r) bin_sum += storage.group_bins[r][row.lane_idx];
+    const uint32_t lane = find_crossing(bin_sum, target, &above);
     if (row.lane_idx == 0) {
-      storage.crossing_bin = group * kBinsPerGroup + 2 * lane + in_second;
-      storage.above = above + (in_second ? first : 0);
+      storage.crossing_bin = group * kBinsPerGroup + lane;
+      storage.above = above;
       storage.num_local = 0;
     }
   }
@@ -127,56 +153,63 @@ __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storag
   return storage.crossing_bin;
 }
 
-// Collects the elements of [low, high] from the whole cluster; false if they are too many.
+// Collects the elements of [low, high] from the whole cluster, in every CTA; false if they are too many.
 template <typename Row, typename Measure>
 __device__ __forceinline__ bool collect_candidates(Row& row, SelectStorage& storage,
                                                    const Measure& measure, uint32_t low,
-                                                   uint32_t high) {
+                                                   uint32_t high, uint32_t* num_candidates) {
   constexpr uint32_t kMaxLocal = SelectStorage::kMaxLocal;
+  const float least = key_to_float(low), most = key_to_float(high);
   row.walk([&](float x) {
+    if (!(x >= least && x <= most)) return;
     const uint32_t key = float_to_key(x);
     if (key - low > high - low) return;
     const uint32_t slot = atomicAdd(&storage.num_local, 1u);
     if (slot < kMaxLocal) storage.local_keys[slot] = key;
   });
-  row.barrier();
-  // Every CTA takes the lists of all, so that none has to wait for a result.
-  uint32_t count = 0;
-  if (row.lane_idx < row.num_ranks) {
-    count = ptx::cluster_load_u32(ptx::cluster_address(&storage.num_local, row.lane_idx));
+  __syncthreads();
+  uint64_t* list = row.next_list();
+  const uint32_t num_local = storage.num_local;
+  if (row.warp_idx == 0) row.publish(list, row.rank, num_local);
+  for (uint32_t i = threadIdx.x; i < kMaxLocal * row.num_ranks; i += blockDim.x) {
+    const uint32_t slot = i % kMaxLocal;
+    if (slot < num_local) {
+      ptx::cluster_store(
+          ptx::cluster_address(&storage.pushed_keys[row.rank][slot], i / kMaxLocal),
+          storage.local_keys[slot]);
+    }
   }
+  row.barrier();
+  const uint32_t count = row.lane_idx < row.num_ranks ? static_cast<uint32_t>(list[row.lane_idx]) : 0;
   const uint32_t inclusive = static_cast<uint32_t>(warp_inclusive_sum(count));
   const uint32_t total = __shfl_sync(0xffffffffu, inclusive, 31);
-  const bool fits = !__any_sync(0xffffffffu, count > kMaxLocal) &&
-                    total <= SelectStorage::kMaxCandidates;
-  if (!fits) return false;
+  if (__any_sync(0xffffffffu, count > kMaxLocal) || total > SelectStorage::kMaxCandidates) {
+    return false;
+  }
   for (uint32_t r = row.warp_idx; r < row.num_ranks; r += row.num_warps) {
     const uint32_t length = __shfl_sync(0xffffffffu, count, r);
     const uint32_t offset = __shfl_sync(0xffffffffu, inclusive, r) - length;
     for (uint32_t i = row.lane_idx; i < length; i += 32) {
-      const uint32_t key =
-          ptx::cluster_load_u32(ptx::cluster_address(&storage.local_keys[i], r));
-      storage.candidates.keys[offset + i] = key;
-      storage.candidates.measures[offset + i] = measure(key_to_float(key));
+      const uint32_t key = storage.pushed_keys[r][i];
+      storage.candidate_keys[offset + i] = key;
+      storage.candidate_measures[offset + i] = measure(key_to_float(key));
     }
   }
-  if (threadIdx.x == 0) {
-    storage.num_candidates = total;
-    storage.best_key = low;
-  }
+  if (threadIdx.x == 0) storage.best_key = low;
   __syncthreads();
+  *num_candidates = total;
   return true;
 }
 
 // The largest candidate from which on the sum reaches the target.
-__device__ __forceinline__ uint32_t rank_candidates(SelectStorage& storage, uint64_t target,
-                                                    uint64_t above) {
-  const uint32_t count = storage.num_candidates;
+__device__ __forceinline__ uint32_t rank_candidates(SelectStorage& storage, uint32_t count,
+                                                    uint64_t target, uint64_t above) {
   for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
-    const uint32_t key = storage.candidates.keys[i];
+    const uint32_t key = storage.candidate_keys[i];
     uint64_t sum = above;
+#pragma unroll 4
     for (uint32_t j = 0; j < count; ++j) {
-      if (storage.candidates.keys[j] >= key) sum += storage.candidates.measures[j];
+      sum += storage.candidate_keys[j] >= key ? storage.candidate_measures[j] : 0;
     }
     if (sum >= target) atomicMax(&storage.best_key, key);
   }
@@ -197,7 +230,9 @@ __device__ __forceinline__ uint32_t select_threshold(Row& row, SelectStorage& st
 #pragma unroll 1
   while (low < high) {
     const int range_bits = 32 - __clz(static_cast<int>(high - low));
-    const uint32_t shift = range_bits > 10 ? range_bits - 10 : 0;
+    const uint32_t shift = range_bits > static_cast<int>(SelectStorage::kBinBits)
+                               ? range_bits - SelectStorage::kBinBits
+                               : 0;
     const uint32_t bin =
         detail::crossing_bin(row, storage, measure, low, high, shift, target, above);
     above = storage.above;
@@ -205,8 +240,9 @@ __device__ __forceinline__ uint32_t select_threshold(Row& row, SelectStorage& st
     const uint32_t width = (1u << shift) - 1;
     low = high - low > width ? high - width : low;
     if (shift == 0) return low;
-    if (detail::collect_candidates(row, storage, measure, low, high)) {
-      return detail::rank_candidates(storage, target, above);
+    uint32_t num_candidates;
+    if (detail::collect_candidates(row, storage, measure, low, high, &num_candidates)) {
+      return detail::rank_candidates(storage, num_candidates, target, above);
     }
   }
   return low;

@@ -1,0 +1,13 @@
+#include <flashinfer/sampling/topk.cuh>
+
+#include "topk.h"
+
+namespace flashinfer {
+
+cudaError_t top_k(const TopKParams& params, int device, int num_sms, bool enable_pdl,
+                  cudaStream_t stream) {
+  using Traits = TopKTraits<dtype::FLASHINFER_CFG_DTYPE, TopKOutput::FLASHINFER_CFG_OUTPUT>;
+  return launch_top_k<Traits>(params, device, num_sms, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,32 @@
+"""Module of csrc/speculative.cu: chain speculative sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from . import env as jit_env
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig(ModuleConfig):
+    """There is one: probabilities are float32."""
+
+    module: ClassVar[str] = "speculative"
+
+
+def _aot_configs() -> Iterator[SpeculativeConfig]:
+    yield SpeculativeConfig()
+
+
+@register_generator(aot=_aot_configs)
+def gen_speculative_module(config: SpeculativeConfig) -> JitSpec:
+    """The module with ``chain_speculative``."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(
+        config, [csrc / "speculative.cu", csrc / "speculative_jit_binding.cc"]
+    )

@@ -1,0 +1,50 @@
+"""Modules of csrc/topk.cu: the k largest elements of rows, and index transforms."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..dtypes import FLOAT, check_dtype
+from . import env as jit_env
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+
+class TopKOutput(enum.Enum):
+    """What is written of the chosen elements; the enumerators of ``TopKOutput`` in C++."""
+
+    VALUES = "kValues"
+    PAGE_TABLE = "kPageTable"
+    RAGGED = "kRagged"
+
+
+@dataclass(frozen=True)
+class TopKConfig(ModuleConfig):
+    """What selects code; k, sizes and strides are run-time arguments."""
+
+    module: ClassVar[str] = "topk"
+
+    dtype: torch.dtype
+    output: TopKOutput
+
+    def __post_init__(self) -> None:
+        check_dtype("input", self.dtype, FLOAT)
+
+
+def _aot_configs() -> Iterator[TopKConfig]:
+    for output in TopKOutput:
+        for dtype in FLOAT:
+            yield TopKConfig(dtype, output)
+
+
+@register_generator(aot=_aot_configs)
+def gen_topk_module(config: TopKConfig) -> JitSpec:
+    """The module with ``top_k``, for one configuration."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(config, [csrc / "topk.cu", csrc / "topk_jit_binding.cc"])

@@ -1,0 +1,279 @@
+"""The k largest elements of each row, and index transforms for sparse attention.
+
+The chosen set is that of a sort. Among elements equal to the k-th largest, those with the smallest
+index are taken (with ``TopKTieBreak.LARGE`` the largest), NaN counts as +inf, and results come in
+the order of their indices unless `sorted` asks for another: every run gives the same bits.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, cast
+
+import torch
+
+from . import env
+from ._kernels import UNUSUAL, Kernel, KernelTable
+from .jit.topk import TopKConfig, TopKOutput, gen_topk_module
+
+
+class TopKTieBreak(enum.IntEnum):
+    """Which of the elements equal to the k-th largest are taken."""
+
+    NONE = 0
+    """No wish; the smallest indices."""
+    SMALL = 1
+    """The smallest indices."""
+    LARGE = 2
+    """The largest indices."""
+
+
+def _kernels(output: TopKOutput) -> KernelTable:
+    def get_kernel(dtype: torch.dtype) -> Kernel:
+        return cast(Kernel, gen_topk_module(TopKConfig(dtype, output)).build_and_load().top_k)
+
+    return KernelTable(get_kernel)
+
+
+_top_k = _kernels(TopKOutput.VALUES)
+_page_table = _kernels(TopKOutput.PAGE_TABLE)
+_ragged = _kernels(TopKOutput.RAGGED)
+
+
+def _prefers_large(tie_break: int) -> int:
+    try:
+        return int(TopKTieBreak(tie_break) is TopKTieBreak.LARGE)
+    except ValueError:
+        raise ValueError(
+            f"`tie_break` must be one of {[int(t) for t in TopKTieBreak]}, got {tie_break!r}"
+        ) from None
+
+
+def _max_cluster() -> int:
+    """Multiprocessors that may share a row; 0 leaves it to the shape."""
+    return 1 if env.FLASHINFER_TOPK_ALGO.get() == "cta" else 0
+
+
+def _kernel_for(kernels: KernelTable, input: Any) -> Kernel:
+    try:
+        return kernels[input.dtype]
+    except UNUSUAL as error:
+        return kernels.load(error, input=input)
+
+
+def top_k(
+    input: torch.Tensor,
+    k: int,
+    sorted: bool = False,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` largest elements of each row and their indices.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[batch, size]``, float32, float16 or bfloat16, last dimension contiguous.
+    k : int
+        1 to size.
+    sorted : bool
+        Largest first, equal values by index; otherwise in the order of the indices.
+    deterministic : bool
+        Accepted for compatibility: results are always deterministic.
+    tie_break : TopKTieBreak
+        Which of the elements equal to the k-th largest are taken.
+    dsa_graph_safe : bool
+        Accepted for compatibility: every call can be captured in a CUDA graph.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        Values ``[batch, k]`` in the dtype of `input`, and indices ``[batch, k]``, int64.
+
+    Raises
+    ------
+    TypeError
+        If `input` is not a tensor or `k` not an int.
+    ValueError
+        If `input` is not on the GPU or has a shape, dtype or stride not listed above, or `k` or
+        `tie_break` is out of range.
+
+    Examples
+    --------
+    >>> values, indices = flashinfer.top_k(torch.randn(4, 128256, device="cuda"), 2048)
+    """
+    kernel = _kernel_for(_top_k, input)
+    large = _prefers_large(tie_break)
+    shape = (*input.shape[:1], max(k, 0)) if isinstance(k, int) else (0, 0)
+    indices = torch.empty(shape, dtype=torch.int64, device=input.device)
+    values = torch.empty(shape, dtype=input.dtype, device=input.device)
+    kernel(indices, values, input, k, large, _max_cluster(), None)
+    if sorted:
+        values, order = values.sort(dim=-1, descending=True, stable=True)
+        indices = indices.gather(-1, order)
+    return values, indices
+
+
+topk = top_k
+
+
+def top_k_page_table_transform(
+    input: torch.Tensor,
+    src_page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    row_to_batch: torch.Tensor | None = None,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+    page_table_row_starts: torch.Tensor | None = None,
+    *,
+    page_size: int = 1,
+    out: torch.Tensor | None = None,
+    out_raw_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Slots of the `k` largest scores of each row, through a page table.
+
+    The window of row ``r`` is the columns ``row_starts[r]`` to ``row_starts[r] + lengths[r]``.
+    Index ``i`` in it becomes ``table[start + i // page_size] * page_size + i % page_size``, where
+    ``table = src_page_table[row_to_batch[r]]`` and ``start = page_table_row_starts[r]``. A row with
+    fewer than `k` columns in its window has all of them, then -1.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        Scores ``[num_rows, size]``, float32, float16 or bfloat16, last dimension contiguous.
+    src_page_table : torch.Tensor
+        ``[batch, entries]``, int32, last dimension contiguous.
+    lengths : torch.Tensor
+        ``[num_rows]``, int32: columns of each row's window.
+    k : int
+        Width of the result; at least 1.
+    row_to_batch : torch.Tensor, optional
+        ``[num_rows]``, int32: row of `src_page_table`. None: the same row.
+    deterministic, tie_break, dsa_graph_safe
+        As for `top_k`.
+    row_starts : torch.Tensor, optional
+        ``[num_rows]``, int32: first column of each row's window. None: 0.
+    page_table_row_starts : torch.Tensor, optional
+        ``[num_rows]``, int32: first entry of each row in its page table. None: 0.
+    page_size : int
+        Slots per page.
+    out, out_raw_indices : torch.Tensor, optional
+        ``[num_rows, k]``, int32, contiguous: receive the slots, and the indices in the window.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor. Slots are in the order of the indices; an index without an entry in
+        the table is -1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `top_k`.
+    """
+    kernel = _kernel_for(_page_table, input)
+    large = _prefers_large(tie_break)
+    if out is None:
+        width = max(k, 0) if isinstance(k, int) else 0
+        out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)
+    kernel(
+        out,
+        out_raw_indices,
+        input,
+        src_page_table,
+        lengths,
+        row_to_batch,
+        row_starts,
+        page_table_row_starts,
+        page_size,
+        k,
+        large,
+        _max_cluster(),
+        None,
+    )
+    return out
+
+
+def top_k_ragged_transform(
+    input: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Positions of the `k` largest scores of each row in a ragged tensor: ``offsets[r] + i``.
+
+    Parameters
+    ----------
+    input, lengths, k, deterministic, tie_break, dsa_graph_safe, row_starts
+        As for `top_k_page_table_transform`, which also describes a row's window.
+    offsets : torch.Tensor
+        ``[num_rows]``, int32: position of each row's first element.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[num_rows, k]``, int32, in the order of the indices; -1 where the window has no more.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `top_k`.
+    """
+    kernel = _kernel_for(_ragged, input)
+    large = _prefers_large(tie_break)
+    width = max(k, 0) if isinstance(k, int) else 0
+    out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)
+    kernel(out, input, offsets, lengths, row_starts, k, large, _max_cluster(), None)
+    return out
+
+
+# ---- names that serving engines import -----------------------------------------------------------
+
+
+def topk_clusters_exact(
+    logits: torch.Tensor,
+    top_k: int,
+    output_values: bool = False,
+    out_dtype: torch.dtype = torch.int32,
+    pdl: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the `top_k` largest elements in `out_dtype`; with `output_values` values first.
+
+    As `top_k`, which it calls.
+    """
+    values, indices = _compatible_top_k(logits, top_k)
+    indices = indices.to(out_dtype)
+    return (values, indices) if output_values else indices
+
+
+_compatible_top_k = top_k
+
+
+def topk_clusters_page_table_transform(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    src_page_table: torch.Tensor,
+    top_k: int,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`top_k_page_table_transform` with one row per batch entry."""
+    return top_k_page_table_transform(logits, src_page_table, seq_lens, top_k)
+
+
+def topk_clusters_ragged_transform(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    offsets: torch.Tensor,
+    top_k: int,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`top_k_ragged_transform` with its arguments in another order."""
+    return top_k_ragged_transform(logits, offsets, seq_lens, top_k)

@@ -1,0 +1,176 @@
+// The k largest elements of each row, in the order of their indices, and index transforms for sparse attention.
+//
+//   T = k-th largest value;  chosen = { x > T } and the first (or last) elements equal to T that fill up k
+//
+// A cluster of CTAs takes a row and reads it once (row_cluster.cuh). Each warp owns a stretch of the row, so counting
+// what it chooses gives every element its place in the output: the same result in every run. NaN counts as +inf.
+#pragma once
+
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/sampling/row_cluster.cuh>
+#include <flashinfer/sampling/row_launch.cuh>
+#include <flashinfer/sampling/row_maxima.cuh>
+#include <flashinfer/sampling/select.cuh>
+#include <flashinfer/sampling/topk_params.h>
+
+namespace flashinfer {
+
+template <typename T_, TopKOutput kOutput_>
+struct TopKTraits {
+  using T = T_;
+  static constexpr TopKOutput kOutput = kOutput_;
+};
+
+namespace detail {
+
+struct NanIsInf {
+  template <typename T, int N>
+  __device__ __forceinline__ void apply(Vector<T, N>& x, uint32_t) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (x[j] != x[j]) x.elements[j] = from_float<T>(-negative_infinity());
+    }
+  }
+};
+
+// Writes output `slot` of a row: the element at index i of its window, or nothing's for i = -1.
+template <typename Traits>
+__device__ __forceinline__ void write_top_k(const TopKParams& params, uint32_t row_idx,
+                                            const typename Traits::T* window, uint32_t slot,
+                                            int64_t i) {
+  const uint64_t out = uint64_t{row_idx} * params.k + slot;
+  int64_t index = i;
+  if constexpr (Traits::kOutput == TopKOutput::kRagged) {
+    if (i >= 0) index = params.offsets[row_idx] + i;
+  } else if constexpr (Traits::kOutput == TopKOutput::kPageTable) {
+    if (params.raw_indices) params.raw_indices[out] = static_cast<int32_t>(i);
+    if (i >= 0) {
+      const uint32_t batch = params.row_to_batch ? params.row_to_batch[row_idx] : row_idx;
+      const uint32_t start = params.page_starts ? params.page_starts[row_idx] : 0;
+      const uint32_t entry = start + static_cast<uint32_t>(i) / params.page_size;
+      // A position without an entry has no slot.
+      index = -1;
+      if (batch < params.num_batches && entry < params.num_entries) {
+        const int64_t page = params.page_table[batch * params.page_table_stride + entry];
+        index = page * params.page_size + static_cast<uint32_t>(i) % params.page_size;
+      }
+    }
+  } else {
+    static_cast<typename Traits::T*>(params.values)[out] = window[i];
+  }
+  if (params.indices_are_64bit) {
+    static_cast<int64_t*>(params.indices)[out] = index;
+  } else {
+    static_cast<int32_t*>(params.indices)[out] = static_cast<int32_t>(index);
+  }
+}
+
+}  // namespace detail
+
+// One cluster per row; shared memory as for sampling_kernel.
+template <typename Traits>
+__global__ void __launch_bounds__(kRowThreadLimit)
+    top_k_kernel(const __grid_constant__ TopKParams params) {
+  using T = typename Traits::T;
+  using Row = RowCluster<T, true, detail::NanIsInf>;
+  extern __shared__ __align__(16) uint64_t dynamic_smem[];
+  __shared__ SelectStorage storage;
+  ptx::cluster_arrive();
+  const uint32_t num_ranks = ptx::cluster_size();
+  const uint32_t row_idx = blockIdx.x / num_ranks;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+
+  uint32_t start = 0, length = params.num_cols;
+  if (params.row_starts) {
+    start = min(static_cast<uint32_t>(max(params.row_starts[row_idx], 0)), params.num_cols);
+    length -= start;
+  }
+  if (params.lengths) {
+    length = min(length, static_cast<uint32_t>(max(params.lengths[row_idx], 0)));
+  }
+  const T* window =
+      static_cast<const T*>(params.input) + row_idx * params.input_stride + start;
+  Row row(window, length, dynamic_smem + 2 * Row::kMaxWarps * num_ranks, params.max_vecs,
+          dynamic_smem);
+
+  if (length <= params.k) {
+    ptx::cluster_wait();
+    for (uint32_t i = row.rank * blockDim.x + threadIdx.x; i < params.k;
+         i += num_ranks * blockDim.x) {
+      detail::write_top_k<Traits>(params, row_idx, window, i, i < length ? int64_t{i} : -1);
+    }
+    return;
+  }
+
+  float thread_max = negative_infinity();
+  row.fill([&](float x) { thread_max = fmaxf(thread_max, x); });
+  ptx::cluster_wait();
+  const RowMaxima maxima = detail::gather_maxima(row, thread_max);
+  const float threshold = key_to_float(detail::select_top_k(row, storage, maxima, params.k));
+
+  // Larger and equal elements of each warp's stretch; what lies outside the row is -inf and must not count as equal.
+  uint64_t counts = 0;
+  for (uint32_t vec = row.first_vec + row.lane_idx; vec < row.end_vec; vec += 32) {
+    const typename Row::Vec x = row.load(vec);
+#pragma unroll
+    for (int j = 0; j < Row::kVecSize; ++j) {
+      if (x[j] > threshold) counts += uint64_t{1} << 32;
+      if (x[j] == threshold && row.index_of(vec) + j < length) counts += 1;
+    }
+  }
+  const uint64_t* list = row.gather(warp_sum_u64(counts));
+  const uint64_t total = row.sum_list(list, row.num_ranks * row.num_warps);
+  uint64_t before = row.sum_list(list, row.global_warp());
+  const uint32_t wanted_equal = params.k - static_cast<uint32_t>(total >> 32);
+  const uint32_t skipped_equal =
+      params.prefer_large_index ? static_cast<uint32_t>(total) - wanted_equal : 0;
+
+  if (list[row.global_warp()] == 0) return;
+  for (uint32_t base = row.first_vec; base < row.end_vec; base += 32) {
+    const uint32_t vec = base + row.lane_idx;
+    uint32_t larger = 0, equal = 0;  // bit masks over the vector
+    if (vec < row.end_vec) {
+      const typename Row::Vec x = row.load(vec);
+#pragma unroll
+      for (int j = 0; j < Row::kVecSize; ++j) {
+        larger |= (x[j] > threshold) << j;
+        equal |= (x[j] == threshold && row.index_of(vec) + j < length) << j;
+      }
+    }
+    if (!__any_sync(0xffffffffu, larger | equal)) continue;
+    const uint64_t mine = static_cast<uint64_t>(__popc(larger)) << 32 | __popc(equal);
+    const uint64_t inclusive = before + warp_inclusive_sum(mine);
+    uint32_t larger_before = static_cast<uint32_t>((inclusive - mine) >> 32);
+    uint32_t equal_before = static_cast<uint32_t>(inclusive - mine);
+    before = __shfl_sync(0xffffffffu, inclusive, 31);
+    for (uint32_t rest = larger | equal; rest != 0; rest &= rest - 1) {
+      const int j = __ffs(static_cast<int>(rest)) - 1;
+      const bool is_larger = larger >> j & 1;
+      // Equal elements that are chosen and come before this one.
+      const uint32_t chosen_equal =
+          equal_before > skipped_equal ? min(equal_before - skipped_equal, wanted_equal) : 0;
+      const bool is_chosen = is_larger || (equal_before >= skipped_equal && chosen_equal < wanted_equal);
+      if (is_chosen) {
+        detail::write_top_k<Traits>(params, row_idx, window, larger_before + chosen_equal,
+                                    row.index_of(vec) + j);
+      }
+      larger_before += is_larger;
+      equal_before += !is_larger;
+    }
+  }
+}
+
+#ifndef __CUDACC_RTC__
+
+template <typename Traits>
+inline cudaError_t launch_top_k(const TopKParams& params, int device, int num_sms, bool enable_pdl,
+                                cudaStream_t stream) {
+  const RowLauncher launcher{top_k_kernel<Traits>, device, num_sms};
+  return launcher.launch(params, uint64_t{params.num_cols} * sizeof(typename Traits::T), enable_pdl,
+                         stream);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer
