@@ -4,6 +4,8 @@
 
 The files are committed; ``test_committed_definitions.py`` sees that they are what the code writes:
 
+    e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
+    fp4_quantize_h7168_global_scale.json
     fused_add_rmsnorm_h4096.json             residual addition and norm, Llama 3 8B
     fused_add_rmsnorm_quant_h8192_output_e4m3.json
     gelu_and_mul_d10240.json
@@ -12,11 +14,28 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     gemma_rmsnorm_h3584.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json
+    mxfp4_dequantize_b3584.json
+    mxfp4_dequantize_host_b3584_g32.json
+    mxfp4_quantize_h7168.json
+    mxfp4_quantize_h7168_layout_linear.json
+    mxfp8_dequantize_host_h7168_e4m3.json
+    mxfp8_quantize_h7168.json
+    nvfp4_quantize_h7168.json
+    packbits_bool.json
+    per_token_group_quant_8bit_float8_e5m2_h7168_g128.json
+    per_token_group_quant_8bit_h7168_g128.json
+    per_token_group_quant_8bit_h7168_g128_column_major_scales_scale_tma_aligned_scale_ue8m0.json
+    per_token_group_quant_8bit_int8_h7168_g128.json
     rmsnorm_h128.json                        per-head norm of the queries, Qwen 3
     rmsnorm_h4096.json
     rmsnorm_h4096_f16.json
     rmsnorm_quant_h8192_output_e4m3.json
+    segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
     silu_and_mul_d14336.json                 Llama 3 8B
+    silu_and_mul_nvfp4_quantize_h4096.json
+    silu_and_mul_per_token_group_quant_8bit_float8_e5m2_h4096_g128.json
+    silu_and_mul_per_token_group_quant_8bit_h4096_g128.json
+    silu_and_mul_per_token_group_quant_8bit_int8_h4096_g128.json
 """
 
 from __future__ import annotations
@@ -44,6 +63,7 @@ def main(folder: Path) -> None:
         call_norms(torch.bfloat16)
         call_quantized_norms(torch.bfloat16)
         call_activations(torch.bfloat16)
+        call_quantization(torch.bfloat16)
 
 
 def call_norms(dtype) -> None:
@@ -89,6 +109,31 @@ def call_activations(dtype) -> None:
         (flashinfer.gelu_tanh_and_mul, 14336),
     ):
         function(torch.randn(NUM_TOKENS, 2 * hidden_size, dtype=dtype))
+
+
+def call_quantization(dtype) -> None:
+    import torch
+
+    from flashinfer import quantization as q
+
+    rows = torch.randn(NUM_TOKENS, 7168, dtype=dtype)
+    for dst_dtype in (None, torch.float8_e5m2, torch.int8):
+        q.per_token_group_quant_8bit(rows, 128, dst_dtype=dst_dtype)
+        q.silu_and_mul_per_token_group_quant_8bit(rows[:, :4096], 128, dst_dtype=dst_dtype)
+    q.per_token_group_quant_8bit(
+        rows, 128, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=True
+    )
+    q.mxfp8_dequantize_host(*q.mxfp8_quantize(rows))
+    scale = torch.full((1,), 700.0)
+    codes, scales = q.nvfp4_quantize(rows, scale)
+    q.fp4_quantize(rows, scale)
+    q.e2m1_and_ufp8sf_scale_to_float(codes, scales, 1 / scale)
+    q.silu_and_mul_nvfp4_quantize(rows[:, :4096], scale)
+    q.mxfp4_dequantize(*q.mxfp4_quantize(rows))
+    q.mxfp4_dequantize_host(*q.mxfp4_quantize(rows, sfLayout=q.SfLayout.layout_linear))
+    mask = torch.rand(4096) < 0.5
+    q.packbits(mask)
+    q.segment_packbits(mask, torch.tensor([0, 1000, 1024, 4096], dtype=torch.int32), "little")
 
 
 if __name__ == "__main__":

@@ -29,11 +29,17 @@ def _call(operation: Operation, arguments: dict[str, Any]) -> dict[str, torch.Te
     mine = clone_arguments(arguments)
     returned = operation.api(**mine)
     tensors = {name: value for name, value in mine.items() if isinstance(value, torch.Tensor)}
+    if isinstance(returned, tuple):
+        return tensors | {f"returned[{i}]": value for i, value in enumerate(returned)}
     return tensors if returned is None else {**tensors, "returned": returned}
 
 
 def _same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(first[name].float(), second[name].float()) for name in first)
+
+
+def _same_layout(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(first[name].stride() == second[name].stride() for name in first)
 
 
 def changes_the_result(value: Any) -> Callable[..., None]:
@@ -46,6 +52,39 @@ def changes_the_result(value: Any) -> Callable[..., None]:
         assert not _same(usual, _call(operation, {**arguments, name: value}))
 
     return case
+
+
+def is_refused_beyond_the_listed(
+    operation: Operation, name: str, arguments: dict[str, Any]
+) -> None:
+    """A value that the template does not list is refused, by name."""
+    assert name in operation.template.options
+    with pytest.raises((TypeError, ValueError), match=name):
+        operation.api(**{**arguments, name: "another"})
+
+
+def chooses(value: Any) -> Callable[..., None]:
+    """`value` gives another result; what the template does not list is refused."""
+
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        if value in operation.template.options[name]:
+            usual = _call(operation, arguments)
+            changed = _call(operation, {**arguments, name: value})
+            assert any(
+                usual[key].shape != changed[key].shape
+                or not torch.equal(usual[key].float(), changed[key].float())
+                for key in usual
+            )
+        is_refused_beyond_the_listed(operation, name, arguments)
+
+    return case
+
+
+def is_a_block_size(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Sizes that do not divide the rows, or that there are no kernels for, are refused."""
+    for value in (7, 0):
+        with pytest.raises((TypeError, ValueError), match=name):
+            operation.api(**{**arguments, name: value})
 
 
 def receives_the_result(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
@@ -72,8 +111,39 @@ def is_a_hint(operation: Operation, name: str, arguments: dict[str, Any]) -> Non
             operation.api(**{**arguments, name: value})
 
 
+def scales_the_result(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A global scale of one is what None means; another one counts."""
+    usual = _call(operation, {**arguments, name: None})
+    one = torch.ones(1, device=next(iter(usual.values())).device)
+    assert _same(usual, _call(operation, {**arguments, name: one}))
+    assert not _same(usual, _call(operation, {**arguments, name: one * 1.25}))
+
+
 CASES: dict[str, Callable[..., None]] = {
-    "eps": changes_the_result(0.5),
+    "alignment": is_a_block_size,
+    "backend": is_refused_beyond_the_listed,
+    "bitorder": changes_the_result("little"),
+    "column_major_scales": is_refused_beyond_the_listed,
+    "do_shuffle": is_refused_beyond_the_listed,
+    "dst_dtype": is_refused_beyond_the_listed,
+    "expanded_idx_to_permuted_idx": is_refused_beyond_the_listed,
+    "global_scale": scales_the_result,
+    "global_scale_tensor": scales_the_result,
+    "group_size": is_a_block_size,
+    "is_global_scale_inversed": is_refused_beyond_the_listed,
+    "is_sf_8x4_layout": is_refused_beyond_the_listed,
+    "is_sf_swizzled_layout": is_refused_beyond_the_listed,
+    "nvfp4_4over6": is_refused_beyond_the_listed,
+    "out_scale": is_refused_beyond_the_listed,
+    "per_token_activation": is_refused_beyond_the_listed,
+    "scale_tma_aligned": is_refused_beyond_the_listed,
+    "scale_ue8m0": chooses(True),
+    "sfLayout": is_refused_beyond_the_listed,
+    "sf_swizzle_layout": is_refused_beyond_the_listed,
+    "sf_use_ue8m0": chooses(True),
+    "sf_vec_size": is_a_block_size,
+    "ufp8_type": chooses(0),
+    "eps": changes_the_result(5.0),
     "out": receives_the_result,
     "enable_pdl": is_a_hint,
 }

@@ -34,6 +34,8 @@ def test_off_a_cpu_tensor_is_refused_with_a_word_on_cuda(operation):
 @each_operation
 def test_off_nothing_is_left_of_it(operation):
     """The function runs the very code that it was defined with: its cost cannot have changed."""
+    if "host" in operation.template.tags:
+        return  # plain PyTorch, on any device
     function = operation.function
     code, defaults, signature = (
         function.__code__,

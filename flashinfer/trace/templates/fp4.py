@@ -258,17 +258,18 @@ def _quantize_trace(name: str, description: str, **properties: Any) -> TraceTemp
 fp4_quantize_trace = _quantize_trace(
     "fp4_quantize",
     "E2M1 codes with an 8-bit scale for each block of neighbours in a row.",
-    axes=_axes(2) | {"sf_vec_size": Const("Elements of a block.", abbrev="v", value=16)},
+    axes=_axes(2),
     inputs={
         "input": _matrix("input"),
         "global_scale": _global_scale("global_scale", optional=True),
     },
-    constraints=["hidden_size % sf_vec_size == 0"],
+    constraints=["hidden_size % 16 == 0"],
     tags=["status:verified", "quantize"],
     reference=_fp4_quantize_reference,
     check=same_bits,
     init=_widened("input"),
     options={
+        "sf_vec_size": (16, 32),
         "sf_use_ue8m0": (False, True),
         "is_global_scale_inversed": (False, True),
         **_FLAGS,
@@ -360,7 +361,7 @@ def _dequantize_trace(name: str, packed: str, scales: str, **properties: Any) ->
         | properties.pop("axes", {}),
         inputs=inputs,
         outputs={"output": Tensor(_ROWS, dtype="float32")},
-        tags=["status:verified", "quantize"],
+        tags=["status:verified", "quantize", "host"],
         init=_random_codes,
         **properties,
     )
@@ -372,11 +373,10 @@ e2m1_and_ufp8sf_scale_to_float_trace = _dequantize_trace(
     "ufp8_scale_tensor",
     axes={
         "one": Const("", abbrev="", value=1),
-        "sf_vec_size": Const("Elements of a block.", abbrev="v", value=16),
     },
     inputs={"global_scale_tensor": _global_scale("global_scale_tensor", optional=True)},
     reference=_e2m1_and_ufp8sf_scale_to_float_reference,
-    options={"ufp8_type": (1, 0), **_FLAGS},
+    options={"sf_vec_size": (16, 32), "ufp8_type": (1, 0), **_FLAGS},
 )
 
 mxfp4_dequantize_trace = _dequantize_trace(
@@ -392,5 +392,6 @@ mxfp4_dequantize_host_trace = _dequantize_trace(
     "weight",
     "scale",
     axes={"group_size": Const("Elements of a block.", abbrev="g", value=32)},
+    constraints=["group_size > 0", "hidden_size % group_size == 0"],
     reference=_mxfp4_dequantize_host_reference,
 )

@@ -304,7 +304,8 @@ silu_and_mul_per_token_group_quant_8bit_trace.templates = list(  # type: ignore[
 
 
 def _padded_size(sizes: Mapping[str, int]) -> int:
-    return -(-sizes["hidden_size"] // sizes["alignment"]) * sizes["alignment"]
+    alignment = max(sizes["alignment"], 1)  # whether it is allowed is checked later
+    return -(-sizes["hidden_size"] // alignment) * alignment
 
 
 _SWIZZLE: dict[str, tuple[Any, ...]] = {
@@ -334,7 +335,7 @@ mxfp8_quantize_trace = TraceTemplate(
         "x_q": Tensor(["num_tokens", "padded_size"], dtype="float8_e4m3fn"),
         "sf": Tensor(["num_scales"], dtype="uint8", description="Exponents plus 127."),
     },
-    constraints=["hidden_size % 32 == 0", "alignment % 32 == 0"],
+    constraints=["hidden_size % 32 == 0", "alignment > 0 and alignment % 32 == 0"],
     tags=["status:verified", "quantize"],
     reference=_mxfp8_quantize_reference,
     check=same_bits,
@@ -366,7 +367,7 @@ mxfp8_dequantize_host_trace = TraceTemplate(
     },
     outputs={"output": Tensor(_ROWS, dtype="float32")},
     constraints=["hidden_size % 32 == 0"],
-    tags=["status:verified", "quantize"],
+    tags=["status:verified", "quantize", "host"],
     reference=_mxfp8_dequantize_host_reference,
     init=_scales_of_blocks,
     options=_SWIZZLE,
