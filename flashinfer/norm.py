@@ -11,6 +11,11 @@ from typing import cast
 
 import torch
 
+from ._fused_norm import (
+    fused_add_rmsnorm_fp8_block_quant,
+    fused_rmsnorm_silu,
+    rmsnorm_fp8_block_quant,
+)
 from ._kernels import UNUSUAL, Kernel, KernelTable
 from .api_logging import flashinfer_api
 from .jit.norm import NormConfig, gen_norm_module
@@ -27,13 +32,16 @@ from .trace.templates.norm import (
 
 __all__ = [
     "fused_add_rmsnorm",
+    "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_rmsnorm_silu",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
     "gen_norm_module",
     "layernorm",
     "layernorm_quant",
     "rmsnorm",
+    "rmsnorm_fp8_block_quant",
     "rmsnorm_quant",
 ]
 

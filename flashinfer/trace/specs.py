@@ -78,7 +78,8 @@ class Tensor:
     description : str
         Meaning, layout and unit.
     dtypes : sequence of str, optional
-        The dtypes that are accepted; any when None.
+        The dtypes that are accepted; any when None. With another source of the dtype that is the
+        default, for an output that the caller may give another dtype.
     ranks : sequence of int, optional
         The numbers of dimensions that are accepted, where others than ``len(dim_names)`` are: the
         leading dimensions count as the first axis, multiplied together.

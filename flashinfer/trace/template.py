@@ -188,7 +188,7 @@ class TraceTemplate:
                 if key in self.outputs:
                     raise ValueError(f"{self!r}: output {key!r} has no dtype in this call")
                 continue
-            allowed = [declared] if declared else spec.dtypes
+            allowed = spec.dtypes if spec.dtypes or not declared else [declared]
             if allowed is not None and observed not in allowed:
                 raise ValueError(
                     f"`{spec.param or key}` must have dtype {' or '.join(allowed)}, got {observed}"

@@ -6,8 +6,11 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
 
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
+    fused_add_rmsnorm_fp8_block_quant_h8192.json
     fused_add_rmsnorm_h4096.json             residual addition and norm, Llama 3 8B
     fused_add_rmsnorm_quant_h8192_output_e4m3.json
+    fused_rmsnorm_silu_h8192.json
+    fused_rmsnorm_silu_h8192_output_e4m3.json
     gelu_and_mul_d10240.json
     gelu_tanh_and_mul_d14336.json            Gemma 2 9B
     gemma_fused_add_rmsnorm_h3584.json
@@ -96,6 +99,12 @@ def call_quantized_norms(dtype) -> None:
     flashinfer.fused_add_rmsnorm_quant(out, rows, residual, weight, 0.02)
     factor, offset = torch.ones(4096), torch.zeros(4096)
     flashinfer.layernorm_quant(out[:, :4096], rows[:, :4096], factor, offset, 0.02)
+    scales = torch.empty(8192 // 128, NUM_TOKENS)
+    normed = torch.empty_like(rows)
+    flashinfer.fused_add_rmsnorm_fp8_block_quant(out, scales, normed, rows, residual, weight)
+    flashinfer.norm.rmsnorm_fp8_block_quant(out, scales, rows, weight)
+    flashinfer.fused_rmsnorm_silu(rows, weight)
+    flashinfer.fused_rmsnorm_silu(rows, weight, out=out)
 
 
 def call_activations(dtype) -> None:

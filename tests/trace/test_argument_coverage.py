@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from flashinfer.testing.tensors import clone_arguments
+from tests.trace import sampling_cases
 from tests.trace.calls import Operation, operations, parameters_of
 
 OPTIONAL = [
@@ -90,7 +91,7 @@ def is_a_block_size(operation: Operation, name: str, arguments: dict[str, Any]) 
 def receives_the_result(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """The tensor given is what is returned, and holds the result."""
     usual = _call(operation, arguments)["returned"]
-    destination = torch.full_like(usual, float("nan"))
+    destination = torch.full_like(usual, float("nan") if usual.is_floating_point() else -7)
     returned = operation.api(**clone_arguments(arguments), **{name: destination})
     assert returned is destination
     assert torch.equal(destination, usual)
@@ -123,6 +124,7 @@ CASES: dict[str, Callable[..., None]] = {
     "alignment": is_a_block_size,
     "backend": is_refused_beyond_the_listed,
     "bitorder": changes_the_result("little"),
+    "block_scale": is_refused_beyond_the_listed,
     "column_major_scales": is_refused_beyond_the_listed,
     "do_shuffle": is_refused_beyond_the_listed,
     "dst_dtype": is_refused_beyond_the_listed,
@@ -146,6 +148,7 @@ CASES: dict[str, Callable[..., None]] = {
     "eps": changes_the_result(5.0),
     "out": receives_the_result,
     "enable_pdl": is_a_hint,
+    **sampling_cases.CASES,
 }
 
 

@@ -29,6 +29,8 @@ BASE_LAYERS = {
 }
 # (family, family it includes): reason.
 FAMILY_EDGES: dict[tuple[str, str], str] = {
+    ("norm", "activation"): "a norm with an activation behind is one kernel",
+    ("norm", "quantization"): "a norm whose result is quantised in groups is one kernel",
     ("quantization", "activation"): "a gated activation with quantised output is one kernel",
 }
 

@@ -1,0 +1,14 @@
+#include "fused_rmsnorm.h"
+
+#include <flashinfer/norm/fused_rmsnorm.cuh>
+
+namespace flashinfer {
+
+cudaError_t fused_rmsnorm(const FusedRmsnormParams& params, int num_sms, bool enable_pdl,
+                          cudaStream_t stream) {
+  using Traits = FusedRmsnormTraits<dtype::FLASHINFER_CFG_DTYPE, norm_output::FLASHINFER_CFG_OUTPUT,
+                                    FLASHINFER_CFG_ADD_RESIDUAL, FLASHINFER_CFG_SILU>;
+  return launch_fused_rmsnorm<Traits>(params, num_sms, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,14 @@
+// The launcher that fused_rmsnorm.cu compiles for one configuration and
+// fused_rmsnorm_jit_binding.cc calls.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <flashinfer/norm/fused_rmsnorm_params.h>
+
+namespace flashinfer {
+
+cudaError_t fused_rmsnorm(const FusedRmsnormParams& params, int num_sms, bool enable_pdl,
+                          cudaStream_t stream);
+
+}  // namespace flashinfer

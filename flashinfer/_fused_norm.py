@@ -1,0 +1,163 @@
+"""RMS norm with SiLU or with quantisation in blocks behind; `flashinfer.norm` exports it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from . import _kernels as loading
+from ._kernels import Kernel
+from .api_logging import flashinfer_api
+from .dtypes import FLOAT, check_dtype, torch_name
+from .jit.fused_rmsnorm import FusedRmsnormConfig, gen_fused_rmsnorm_module
+from .trace.templates.fused_norm import (
+    fused_add_rmsnorm_fp8_block_quant_trace,
+    fused_rmsnorm_silu_trace,
+    rmsnorm_fp8_block_quant_trace,
+)
+
+_kernels: dict[tuple[torch.dtype, str, bool, bool], Kernel] = {}
+
+
+def _kernel(input: torch.Tensor, output: str, add_residual: bool, silu: bool) -> Kernel:
+    try:
+        return _kernels[input.dtype, output, add_residual, silu]
+    except (KeyError, AttributeError):
+        loading.check_cuda_tensors(input=input)
+    config = FusedRmsnormConfig(input.dtype, output, add_residual, silu)
+    kernel = cast(Kernel, gen_fused_rmsnorm_module(config).build_and_load().fused_rmsnorm)
+    _kernels[input.dtype, output, add_residual, silu] = kernel
+    return kernel
+
+
+@flashinfer_api(trace=fused_add_rmsnorm_fp8_block_quant_trace)
+def fused_add_rmsnorm_fp8_block_quant(
+    out: torch.Tensor,
+    block_scale: torch.Tensor,
+    normed_out: torch.Tensor,
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """Residual sum in place, RMS norm, and its quantisation with a scale per 128 elements.
+
+    ``s = input + residual`` in float32; then ``residual = s`` rounded, ``normed_out = s /
+    sqrt(mean(s^2) + eps) * weight`` rounded, and ``out, block_scale`` are
+    `per_token_group_quant_8bit` of the rounded `normed_out`, with groups of 128 and an eps of 1e-4.
+
+    Parameters
+    ----------
+    out : torch.Tensor
+        ``[batch, hidden]``, float8_e4m3fn; hidden is a multiple of 128.
+    block_scale : torch.Tensor
+        ``[hidden // 128, batch rounded up to 4]``, float32, contiguous: the scales column by
+        column, ``block_scale[:, :batch].t()`` in the order of the rows. Padding becomes zero.
+    normed_out : torch.Tensor
+        ``[batch, hidden]``, dtype of `input`; may be `input` itself.
+    input : torch.Tensor
+        ``[batch, hidden]``, float16, bfloat16 or float32, last dimension contiguous. Not changed.
+    residual : torch.Tensor
+        Shape and dtype of `input`. Overwritten with the sum.
+    weight : torch.Tensor
+        ``[hidden]``, contiguous, dtype of `input`.
+    eps : float
+        Added to the mean square; finite, not negative.
+    enable_pdl : bool, optional
+        Programmatic dependent launch; None: where the device has it. Changes no result.
+
+    Raises
+    ------
+    TypeError
+        If a tensor argument is not a tensor, or a number not a number.
+    ValueError
+        If a tensor is not on the GPU or has a shape, dtype, stride or overlap not listed above; or
+        if a row does not begin on 16 bytes.
+
+    Notes
+    -----
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3: what its block-scaled products
+    read.
+    """
+    kernel = _kernel(input, "e4m3_blocks", True, False)
+    if not isinstance(normed_out, torch.Tensor):
+        raise TypeError(f"`normed_out` must be a torch.Tensor, got {type(normed_out).__name__}")
+    kernel(out, block_scale, normed_out, input, residual, weight, eps, enable_pdl)
+
+
+@flashinfer_api(trace=rmsnorm_fp8_block_quant_trace)
+def rmsnorm_fp8_block_quant(
+    out: torch.Tensor,
+    block_scale: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """RMS norm and its quantisation with a scale per 128 elements.
+
+    `fused_add_rmsnorm_fp8_block_quant` without a residual and without the unquantised result;
+    arguments and errors as there.
+    """
+    kernel = _kernel(input, "e4m3_blocks", False, False)
+    kernel(out, block_scale, None, input, weight, eps, enable_pdl)
+
+
+@flashinfer_api(trace=fused_rmsnorm_silu_trace)
+def fused_rmsnorm_silu(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    block_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """RMS norm and SiLU: ``out = silu(input / sqrt(mean(input^2) + eps) * weight)``.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[num_tokens, hidden]``, float16, bfloat16 or float32, last dimension contiguous.
+    weight : torch.Tensor
+        ``[hidden]``, contiguous, dtype of `input`.
+    eps : float
+        Added to the mean square; finite, not negative.
+    out : torch.Tensor, optional
+        Result, shape of `input`; its dtype is that of `input` (it may then be `input` itself) or
+        float8_e4m3fn, where values beyond 448 become 448. NVFP4 results are for Blackwell and not
+        supported.
+    block_scale : None
+        For NVFP4 results only.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor of the dtype of `input`. Computed in float32 and rounded once; 16-bit
+        inputs take the approximate exponential (relative error below 2^-20).
+
+    Raises
+    ------
+    TypeError
+        If a tensor argument is not a tensor, or `eps` not a number.
+    ValueError
+        If a tensor is not on the GPU or has a shape, dtype, stride or overlap not listed above; or
+        if `block_scale` is given.
+    """
+    if block_scale is not None:
+        raise ValueError(
+            "`block_scale` must be None: results with block scales are not supported, got "
+            f"{type(block_scale).__name__}"
+        )
+    if out is None:
+        loading.check_cuda_tensors(input=input)
+        out = torch.empty_like(input)
+    elif not isinstance(out, torch.Tensor):
+        raise TypeError(f"`out` must be a torch.Tensor, got {type(out).__name__}")
+    if not isinstance(input, torch.Tensor):
+        raise TypeError(f"`input` must be a torch.Tensor, got {type(input).__name__}")
+    check_dtype("input", input.dtype, FLOAT)
+    check_dtype("out", out.dtype, (input.dtype, torch.float8_e4m3fn))
+    kernel = _kernel(input, torch_name(out.dtype), False, True)
+    kernel(out, input, weight, eps, None)
+    return out

@@ -1,0 +1,50 @@
+"""Modules of csrc/fused_rmsnorm.cu: RMS norm with SiLU or quantisation in blocks behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..dtypes import FLOAT, check_dtype
+from . import env as jit_env
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+OUTPUTS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "e4m3_blocks")
+
+
+@dataclass(frozen=True)
+class FusedRmsnormConfig(ModuleConfig):
+    """What selects code: input dtype, form of the output, residual before, SiLU behind."""
+
+    module: ClassVar[str] = "fused_rmsnorm"
+
+    dtype: torch.dtype
+    output: str
+    add_residual: bool = False
+    silu: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype("input", self.dtype, FLOAT)
+        if self.output not in OUTPUTS:
+            raise ValueError(f"`output` must be one of {', '.join(OUTPUTS)}, got {self.output!r}")
+
+
+def _aot_configs() -> Iterator[FusedRmsnormConfig]:
+    for dtype in (torch.float16, torch.bfloat16):
+        for add_residual in (False, True):
+            yield FusedRmsnormConfig(dtype, "e4m3_blocks", add_residual=add_residual)
+    for output in ("bfloat16", "float8_e4m3fn"):
+        yield FusedRmsnormConfig(torch.bfloat16, output, silu=True)
+
+
+@register_generator(aot=_aot_configs)
+def gen_fused_rmsnorm_module(config: FusedRmsnormConfig) -> JitSpec:
+    """The module with ``fused_rmsnorm`` for one configuration."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    sources = [csrc / "fused_rmsnorm.cu", csrc / "fused_rmsnorm_jit_binding.cc"]
+    return JitSpec.from_config(config, sources)

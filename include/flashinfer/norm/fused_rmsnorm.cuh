@@ -1,0 +1,260 @@
+// RMS norm of rows with what follows it in one pass:
+//
+//   h = input [+ residual]                         residual <- h, rounded
+//   y = h * rsqrt(mean(h^2) + eps) * weight        normed_out <- y, rounded
+//   y = silu(y), where asked for
+//   out = y, or codes and scales of groups of y: see group_scale.cuh
+//
+// What is quantised in groups is y rounded to the input's type, so that the codes are those of
+// quantising the norm's result. One row is in the registers of a CTA, or of a warp where it is
+// short; rows that do not fit are read twice.
+#pragma once
+
+#include <flashinfer/activation/activation.cuh>
+#include <flashinfer/collective/block_reduce.cuh>
+#include <flashinfer/collective/group_max.cuh>
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/norm/fused_rmsnorm_params.h>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/quantization/group_scale.cuh>
+#include <flashinfer/quantization/scale_layout.h>
+
+namespace flashinfer {
+
+// What a row becomes.
+namespace norm_output {
+
+// Elements of a floating-point type, converted by rounding (8 bits saturate).
+template <typename TOut>
+struct elements {
+  static constexpr int kGroupSize = 1;
+  using Element = TOut;
+};
+
+// Codes with a scale per group.
+template <typename Code_, typename Scale_, typename Layout_, int kGroupSize_>
+struct groups {
+  static constexpr int kGroupSize = kGroupSize_;
+  using Code = Code_;
+  using Scale = Scale_;
+  using Layout = Layout_;
+};
+
+// float32 scales for block-scaled matrix products of DeepSeek's kind.
+using e4m3_blocks = groups<code::e4m3, scale::float32, layout::column_major, 128>;
+using float32 = elements<dtype::float32>;
+using float16 = elements<dtype::float16>;
+using bfloat16 = elements<dtype::bfloat16>;
+using float8_e4m3fn = elements<dtype::float8_e4m3fn>;
+
+}  // namespace norm_output
+
+template <typename T_, typename Output_, bool kAddResidual_, bool kSilu_>
+struct FusedRmsnormTraits {
+  using T = T_;
+  using Output = Output_;
+  static constexpr bool kAddResidual = kAddResidual_;
+  static constexpr bool kSilu = kSilu_;
+  static constexpr int kVecSize = 16 / sizeof(T);
+  static constexpr bool kGroups = Output::kGroupSize > 1;
+  static constexpr int kLanesPerGroup = kGroups ? Output::kGroupSize / kVecSize : 1;
+  // Magnitudes below this do not make a scale smaller; the value of DeepSeek's kernels.
+  static constexpr float kGroupEps = 1e-4f;
+};
+
+namespace detail {
+
+template <typename Traits>
+__device__ __forceinline__ void zero_scales(const FusedRmsnormParams& params, uint32_t row) {
+  using Output = typename Traits::Output;
+  const uint32_t groups = params.hidden_size / Output::kGroupSize;
+  for (uint32_t group = threadIdx.x; group < groups; group += blockDim.x) {
+    const int64_t offset = Output::Layout::offset(row, group, groups, params.scale_stride);
+    static_cast<typename Output::Scale::Stored*>(params.scale)[offset] = 0;
+  }
+}
+
+template <typename Traits, int N>
+__device__ __forceinline__ Vector<typename Traits::T, N> load_norm_sum(
+    const FusedRmsnormParams& params, uint32_t row, uint32_t col, float (&h)[N]) {
+  using T = typename Traits::T;
+  Vector<T, N> x, r;
+  x.load(static_cast<const T*>(params.input) + row * params.input_stride + col);
+  if constexpr (Traits::kAddResidual) {
+    r.load(static_cast<const T*>(params.residual) + row * params.residual_stride + col);
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) h[j] = Traits::kAddResidual ? x[j] + r[j] : x[j];
+  return x;
+}
+
+// The rest of one vector's way, all lanes of the warp together; only valid ones write.
+template <typename Traits, int N>
+__device__ __forceinline__ void finish_norm(const FusedRmsnormParams& params, uint32_t row,
+                                            uint32_t col, bool is_valid, const float (&h)[N],
+                                            const Vector<typename Traits::T, N>& weight,
+                                            float inv_rms) {
+  using T = typename Traits::T;
+  using Output = typename Traits::Output;
+  float y[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    y[j] = h[j] * inv_rms * weight[j];
+    if constexpr (Traits::kSilu) y[j] = act::silu::apply<sizeof(T) == 4>(y[j]);
+  }
+  if constexpr (Traits::kAddResidual) {
+    Vector<T, N> sum;
+    sum.from_floats(h);
+    if (is_valid) {
+      sum.store(static_cast<T*>(params.residual) + row * params.residual_stride + col);
+    }
+  }
+  auto* out = static_cast<uint8_t*>(params.out) + row * params.out_stride;
+  if constexpr (!Traits::kGroups) {
+    Vector<typename Output::Element, N> rounded;
+    rounded.from_floats(y);
+    if (is_valid) rounded.store(reinterpret_cast<typename Output::Element*>(out) + col);
+  } else {
+    Vector<T, N> rounded;
+    rounded.from_floats(y);
+    if (is_valid && params.normed_out != nullptr) {
+      rounded.store(static_cast<T*>(params.normed_out) + row * params.normed_stride + col);
+    }
+    MagnitudeMax<T> magnitude;
+    magnitude.include(rounded);
+    const float amax = magnitude.template reduce<Traits::kLanesPerGroup>();
+    const auto scale =
+        Output::Scale::template of<typename Output::Code>(amax, Traits::kGroupEps, 1.f);
+    if (!is_valid) return;
+    const uint32_t group = col / Output::kGroupSize;
+    if (col % Output::kGroupSize == 0) {
+      const uint32_t groups = params.hidden_size / Output::kGroupSize;
+      const int64_t offset = Output::Layout::offset(row, group, groups, params.scale_stride);
+      static_cast<typename Output::Scale::Stored*>(params.scale)[offset] = scale.stored;
+    }
+    CodeVector<typename Output::Code, N> codes;
+#pragma unroll
+    for (int j = 0; j < N; ++j) y[j] = scale.template apply<T>(rounded[j]);
+    codes.from_floats(y);
+    reinterpret_cast<decltype(codes.word)*>(out)[col / N] = codes.word;
+  }
+}
+
+}  // namespace detail
+
+// blockDim.x threads (whole warps) share a row and hold kVecsPerThread vectors each; blockDim.y
+// rows, of a warp each where there are several.
+template <typename Traits, int kVecsPerThread>
+__global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
+    fused_rmsnorm_kernel(const __grid_constant__ FusedRmsnormParams params) {
+  using T = typename Traits::T;
+  constexpr int kVecSize = Traits::kVecSize;
+  __shared__ float scratch[32];
+  const uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
+  const bool is_row = row < params.num_rows;
+  const auto col_of = [&](int i) { return (threadIdx.x + i * blockDim.x) * kVecSize; };
+
+  Vector<T, kVecSize> weight[kVecsPerThread];
+  float h[kVecsPerThread][kVecSize] = {};
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+#pragma unroll
+  for (int i = 0; i < kVecsPerThread; ++i) {
+    weight[i] = {};
+    if (is_row && col_of(i) < params.hidden_size) {
+      detail::load_norm_sum<Traits>(params, row, col_of(i), h[i]);
+      weight[i].load(static_cast<const T*>(params.weight) + col_of(i));
+    }
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kVecsPerThread; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) sum += h[i][j] * h[i][j];
+  }
+  // Rows of one warp each have no barrier, so that a warp without a row may leave it out.
+  sum = blockDim.x == 32 ? warp_reduce_sum(sum)
+                         : block_reduce_sum(sum, scratch, static_cast<int>(blockDim.x) / 32);
+  const float inv_rms = rsqrtf(sum / static_cast<float>(params.hidden_size) + params.eps);
+  if constexpr (Traits::kGroups) {
+    if (!is_row && row < params.scale_rows) detail::zero_scales<Traits>(params, row);
+  }
+#pragma unroll
+  for (int i = 0; i < kVecsPerThread; ++i) {
+    const bool is_valid = is_row && col_of(i) < params.hidden_size;
+    detail::finish_norm<Traits>(params, row, col_of(i), is_valid, h[i], weight[i], inv_rms);
+  }
+}
+
+// Rows of any length, a CTA each, read again for the second pass; kVecSize 1 serves any alignment.
+template <typename Traits, int kVecSize>
+__global__ void __launch_bounds__(1024)
+    fused_rmsnorm_looped_kernel(const __grid_constant__ FusedRmsnormParams params) {
+  using T = typename Traits::T;
+  __shared__ float scratch[32];
+  const uint32_t row = blockIdx.x;
+  const uint32_t num_vecs = params.hidden_size / kVecSize;
+  float h[kVecSize];
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if constexpr (Traits::kGroups) {
+    if (row >= params.num_rows) {
+      detail::zero_scales<Traits>(params, row);
+      return;
+    }
+  }
+  float sum = 0.f;
+  for (uint32_t i = threadIdx.x; i < num_vecs; i += blockDim.x) {
+    detail::load_norm_sum<Traits>(params, row, i * kVecSize, h);
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) sum += h[j] * h[j];
+  }
+  sum = block_reduce_sum(sum, scratch, static_cast<int>(blockDim.x) / 32);
+  const float inv_rms = rsqrtf(sum / static_cast<float>(params.hidden_size) + params.eps);
+  // Whole warps go round together, for the shuffles of a group.
+  for (uint32_t first = 0; first < num_vecs; first += blockDim.x) {
+    const uint32_t i = first + threadIdx.x;
+    Vector<T, kVecSize> weight = {};
+    if (i < num_vecs) {
+      detail::load_norm_sum<Traits>(params, row, i * kVecSize, h);
+      weight.load(static_cast<const T*>(params.weight) + i * kVecSize);
+    }
+    detail::finish_norm<Traits>(params, row, i * kVecSize, i < num_vecs, h, weight, inv_rms);
+  }
+}
+
+#ifndef __CUDACC_RTC__
+
+// Groups ask for vectorizable rows.
+template <typename Traits>
+inline cudaError_t launch_fused_rmsnorm(const FusedRmsnormParams& params, int num_sms,
+                                        bool enable_pdl, cudaStream_t stream) {
+  constexpr uint32_t kVecSize = Traits::kVecSize;
+  const uint32_t num_rows = Traits::kGroups ? params.scale_rows : params.num_rows;
+  const uint32_t num_vecs = params.hidden_size / kVecSize;
+  if (!params.vectorizable || num_vecs > 4 * 512) {
+    void (*kernel)(FusedRmsnormParams) = fused_rmsnorm_looped_kernel<Traits, kVecSize>;
+    if constexpr (!Traits::kGroups) {
+      if (!params.vectorizable) kernel = fused_rmsnorm_looped_kernel<Traits, 1>;
+    }
+    const uint32_t threads = params.hidden_size < 1024 ? round_up(params.hidden_size, 32u) : 1024;
+    return launch_kernel(kernel, dim3(num_rows), dim3(threads), 0, stream, enable_pdl, params);
+  }
+  // Few rows: latency counts, so spread each over more threads.
+  int vecs = num_vecs <= 32 || num_rows <= static_cast<uint32_t>(2 * num_sms) ? 1 : 4;
+  if (num_vecs > 32 && num_vecs <= 64) vecs = 2;
+  const uint32_t max_threads = vecs == 1 ? 1024 : 512;
+  while (vecs < 4 && ceil_div<uint32_t>(num_vecs, vecs) > max_threads) vecs *= 2;
+  const uint32_t threads = round_up(ceil_div<uint32_t>(num_vecs, vecs), 32u);
+  const uint32_t rows_per_cta = threads == 32 ? 4 : 1;
+  void (*kernel)(FusedRmsnormParams) = vecs == 1   ? fused_rmsnorm_kernel<Traits, 1>
+                                       : vecs == 2 ? fused_rmsnorm_kernel<Traits, 2>
+                                                   : fused_rmsnorm_kernel<Traits, 4>;
+  return launch_kernel(kernel, dim3(ceil_div(num_rows, rows_per_cta)), dim3(threads, rows_per_cta),
+                       0, stream, enable_pdl, params);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer
