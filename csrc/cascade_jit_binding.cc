@@ -27,6 +27,10 @@ void check_states(const Tensor& v, const Tensor& s, int ndim) {
                "`%s` must have the shape of `%s` %s without its last dimension, got %s", s.name,
                v.name, v.shape_text().c_str(), s.shape_text().c_str());
   }
+  if (v.dim(-1) == 0) {
+    ffi::raise("ValueError", "`%s` must have a head size of at least 1, got shape %s", v.name,
+               v.shape_text().c_str());
+  }
   for (int i = 0; i < ndim; ++i) {
     if (v.dim(i) > INT32_MAX) {
       ffi::raise("ValueError", "`%s` must have sizes below 2^31, got shape %s", v.name,

@@ -73,7 +73,7 @@ void launch(AppendParams& params, const ffi::UnitSize& unit, const PageArguments
     ffi::check_same_device(tensor, cache);
   }
   params.num_tokens = static_cast<uint32_t>(num_tokens);
-  params.num_heads = static_cast<uint32_t>(num_heads);
+  params.heads = FastDivisor(static_cast<uint32_t>(num_heads < 1 ? 1 : num_heads));
   const bool is_empty = params.operands[0].row_bytes + params.operands[1].row_bytes == 0;
   if (num_tokens == 0 || num_heads == 0 || is_empty || cache.dim(0) == 0) return;
 

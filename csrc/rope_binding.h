@@ -41,6 +41,21 @@ inline RopeRows rope_rows(const ffi::Tensor& tensor, int64_t offset = 0) {
   return rows;
 }
 
+// Heads that are all rotated, or all copied; nothing where there are none.
+inline void add_segment(RopeParams& params, const RopeRows& in, const RopeRows& out,
+                        int64_t num_heads, int64_t dim, bool rotates, float scale = 1.f,
+                        bool appends = false) {
+  if (num_heads == 0 || dim == 0) return;
+  RopeSegment& segment = params.segments[params.num_segments++];
+  segment.in = in;
+  segment.out = out;
+  segment.num_heads = static_cast<uint32_t>(num_heads);
+  segment.dim = static_cast<uint32_t>(dim);
+  segment.rotates = rotates;
+  segment.appends = appends;
+  segment.scale = scale;
+}
+
 inline void check_positions(RopeParams& params, const ffi::Tensor& pos_ids, int64_t num_tokens) {
   ffi::check_dtype(pos_ids, {ffi::dtype::int32, ffi::dtype::int64});
   ffi::check_shape(pos_ids, {num_tokens});
@@ -59,6 +74,7 @@ inline int64_t check_cos_sin_cache(RopeParams& params, RopeAlignment& alignment,
     ffi::raise("ValueError", "`%s` must have an even, positive number of columns, got shape %s",
                cache.name, cache.shape_text().c_str());
   }
+  params.rope_dim = static_cast<uint32_t>(cache.dim(1));
   params.cos_sin_cache = cache.data();
   params.cos_sin_stride = cache.stride(0);
   params.cache_rows = cache.dim(0);
@@ -70,7 +86,7 @@ inline int64_t check_cos_sin_cache(RopeParams& params, RopeAlignment& alignment,
 
 inline void launch_checked(const RopeCallParams& params, const RopeAlignment& alignment,
                            ffi::Args::Flag enable_pdl, const ffi::Tensor& on) {
-  if (params.num_tokens == 0) return;
+  if (params.num_tokens == 0 || params.num_segments == 0) return;
   const ffi::DeviceGuard guard(on);
   ffi::check_launch(rope(params, alignment.vectorizable(), ffi::resolve_pdl(enable_pdl, on),
                          ffi::current_stream(on)));

@@ -18,32 +18,28 @@ namespace {
 using ffi::Tensor;
 
 // One of q and k, seen as [tokens, heads, head_dim].
-void add_operand(RopeOperand& operand, RopeAlignment& alignment, const Tensor& out,
-                 const Tensor& in, int64_t head_dim, int64_t rotary_dim) {
+void add_operand(RopeParams& params, RopeAlignment& alignment, const Tensor& out, const Tensor& in,
+                 int64_t head_dim, int64_t rotary_dim) {
   ffi::check_same_shape(out, in);
   ffi::check_dtype(out, kOutDtype);
   ffi::check_last_dim_contiguous(out);
   ffi::check_no_broadcast(out);
   ffi::check_same_view_or_disjoint(out, in);
-  const bool in_place = out.data() == in.data();
-  operand.rope_in = rope_rows(in);
-  operand.rope_out = rope_rows(out);
-  operand.copy_in = rope_rows(in, rotary_dim);
-  operand.copy_out = rope_rows(out, rotary_dim);
-  operand.num_heads =
-      static_cast<uint32_t>(in.numel() == 0 ? 0 : in.numel() / in.dim(0) / head_dim);
-  if (in.ndim() == 2) {
-    for (RopeRows* rows :
-         {&operand.rope_in, &operand.rope_out, &operand.copy_in, &operand.copy_out}) {
-      rows->stride_head = head_dim;
-    }
-    alignment.require(head_dim % kVecSize == 0);
-  }
-  operand.rope_dim = static_cast<uint32_t>(rotary_dim);
-  operand.copy_dim = static_cast<uint32_t>(in_place ? 0 : head_dim - rotary_dim);
+  const int64_t num_heads = in.ndim() == 3 ? in.dim(1) : in.dim(1) / head_dim;
+  const auto rows = [&](const Tensor& tensor, int64_t offset) {
+    RopeRows result = rope_rows(tensor, offset);
+    if (tensor.ndim() == 2) result.stride_head = head_dim;
+    return result;
+  };
   alignment.rows(in);
   alignment.rows(out);
-  alignment.require(rotary_dim % (2 * kVecSize) == 0 && operand.copy_dim % kVecSize == 0);
+  alignment.require(rotary_dim % (2 * kVecSize) == 0);
+  if (in.ndim() == 2) alignment.require(num_heads <= 1 || head_dim % kVecSize == 0);
+  add_segment(params, rows(in, 0), rows(out, 0), num_heads, rotary_dim, true);
+  if (out.data() == in.data() || rotary_dim == head_dim) return;
+  alignment.require(head_dim % kVecSize == 0);
+  add_segment(params, rows(in, rotary_dim), rows(out, rotary_dim), num_heads, head_dim - rotary_dim,
+              false);
 }
 
 void check_input(const Tensor& tensor, int low_ndim) {
@@ -160,8 +156,9 @@ FLASHINFER_FFI_EXPORT(rope, args) {
   RopeCallParams params = {};
   RopeAlignment alignment;
   params.num_tokens = static_cast<uint32_t>(num_tokens);
-  add_operand(params.operands[0], alignment, q_out, q, head_dim, key.rotary_dim);
-  add_operand(params.operands[1], alignment, k_out, k, head_dim, key.rotary_dim);
+  params.rope_dim = static_cast<uint32_t>(key.rotary_dim);
+  add_operand(params, alignment, q_out, q, head_dim, key.rotary_dim);
+  add_operand(params, alignment, k_out, k, head_dim, key.rotary_dim);
   ffi::check_disjoint(q_out, k);
   ffi::check_disjoint(k_out, q);
   if (pos_ids) {
@@ -180,7 +177,6 @@ FLASHINFER_FFI_EXPORT(rope, args) {
     if (tensor) ffi::check_same_device(tensor, q);
   }
   params.frequencies = frequencies_of(key);
-  if (params.operands[0].num_heads + params.operands[1].num_heads == 0) return;
   launch_checked(params, alignment, ffi::Args::Flag::kNone, q);
 }
 
@@ -220,8 +216,8 @@ FLASHINFER_FFI_EXPORT(rope_with_cache, args) {
   }
   params.num_tokens = static_cast<uint32_t>(query.dim(0));
   check_positions(params, positions, query.dim(0));
-  add_operand(params.operands[0], alignment, query_out, query, head_size, rotary_dim);
-  add_operand(params.operands[1], alignment, key_out, key, head_size, rotary_dim);
+  add_operand(params, alignment, query_out, query, head_size, rotary_dim);
+  add_operand(params, alignment, key_out, key, head_size, rotary_dim);
   ffi::check_disjoint(query_out, key);
   ffi::check_disjoint(key_out, query);
   for (const ffi::Tensor& out : {query_out, key_out}) {
@@ -232,7 +228,6 @@ FLASHINFER_FFI_EXPORT(rope_with_cache, args) {
   for (const ffi::Tensor& tensor : {key, query_out, key_out, positions, cache}) {
     ffi::check_same_device(tensor, query);
   }
-  if (params.operands[0].num_heads + params.operands[1].num_heads == 0) return;
   launch_checked(params, alignment, ffi::Args::Flag::kNone, query);
 }
 

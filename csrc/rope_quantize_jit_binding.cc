@@ -84,23 +84,14 @@ void check_inputs(Inputs& in, RopeParams& params, RopeAlignment& alignment) {
   alignment.require(in.rope_dim % (2 * kVecSize) == 0);
 }
 
-// Sets the inputs of an operand. `rope` or `nope` may be absent.
-void set_inputs(RopeOperand& operand, RopeAlignment& alignment, const Tensor& rope,
-                const Tensor& nope, float scale) {
-  const Tensor& any = rope ? rope : nope;
-  operand.num_heads = static_cast<uint32_t>(any.ndim() == 3 ? any.dim(1) : 1);
-  operand.scale = scale;
-  if (rope) {
-    operand.rope_in = rope_rows(rope);
-    operand.rope_dim = static_cast<uint32_t>(rope.dim(-1));
-    alignment.rows(rope);
-  }
-  if (nope && nope.numel() != 0) {
-    operand.copy_in = rope_rows(nope);
-    operand.copy_dim = static_cast<uint32_t>(nope.dim(-1));
-    alignment.rows(nope);
-    alignment.require(nope.dim(-1) % kVecSize == 0);
-  }
+// Adds the heads of `in` as a segment whose results go to `out`; `in` may be absent.
+void add_rows(RopeParams& params, RopeAlignment& alignment, const Tensor& in, const RopeRows& out,
+              bool rotates, float scale, bool appends = false) {
+  if (!in || in.numel() == 0) return;
+  alignment.rows(in);
+  alignment.require(in.dim(-1) % kVecSize == 0);
+  add_segment(params, rope_rows(in), out, in.ndim() == 3 ? in.dim(1) : 1, in.dim(-1), rotates,
+              scale, appends);
 }
 
 // An output of the shape of `in`; both may be absent.
@@ -165,18 +156,17 @@ FLASHINFER_FFI_EXPORT(rope_quantize, args) {
   check_inputs(in, params, alignment);
   check_nope(in.q_nope, in.q_rope, in.num_tokens);
   check_nope(in.k_nope, in.k_rope, in.num_tokens);
-  RopeOperand &q = params.operands[0], &k = params.operands[1];
-  set_inputs(q, alignment, in.q_rope, in.q_nope, in.scale_q);
-  set_inputs(k, alignment, in.k_rope, in.k_nope, in.scale_kv);
-  q.rope_out = output_rows(alignment, q_rope_out, in.q_rope);
-  k.rope_out = output_rows(alignment, k_rope_out, in.k_rope);
-  q.copy_out = output_rows(alignment, q_nope_out, in.q_nope);
-  k.copy_out = output_rows(alignment, k_nope_out, in.k_nope);
+  const auto out_rows = [&](const ffi::Tensor& out, const ffi::Tensor& of) {
+    return output_rows(alignment, out, of);
+  };
+  add_rows(params, alignment, in.q_rope, out_rows(q_rope_out, in.q_rope), true, in.scale_q);
+  add_rows(params, alignment, in.q_nope, out_rows(q_nope_out, in.q_nope), false, in.scale_q);
+  add_rows(params, alignment, in.k_rope, out_rows(k_rope_out, in.k_rope), true, in.scale_kv);
+  add_rows(params, alignment, in.k_nope, out_rows(k_nope_out, in.k_nope), false, in.scale_kv);
   check_written({q_rope_out, k_rope_out, q_nope_out, k_nope_out},
                 {in.q_rope, in.k_rope, in.q_nope, in.k_nope, in.cos_sin_cache, in.pos_ids});
   check_devices(in.q_rope, {in.k_rope, in.q_nope, in.k_nope, in.cos_sin_cache, in.pos_ids,
                             q_rope_out, k_rope_out, q_nope_out, k_nope_out});
-  if (q.num_heads + k.num_heads == 0) return;
   launch_checked(params, alignment, enable_pdl, in.q_rope);
 }
 
@@ -241,11 +231,11 @@ FLASHINFER_FFI_EXPORT(rope_quantize_append, args) {
   ffi::check_ndim(first_cache, v ? 4 : 3, v ? 4 : 3);
   const int64_t num_pages = first_cache.dim(0);
   ffi::check_count(first_cache, "pages", num_pages);
-  RopeOperand &q = params.operands[0], &k = params.operands[1];
-  set_inputs(q, alignment, in.q_rope, in.q_nope, in.scale_q);
-  set_inputs(k, alignment, in.k_rope, in.k_nope, in.scale_kv);
-  q.rope_out = output_rows(alignment, q_rope_out, in.q_rope);
-  q.copy_out = output_rows(alignment, q_nope_out, in.q_nope);
+  add_rows(params, alignment, in.q_rope, output_rows(alignment, q_rope_out, in.q_rope), true,
+           in.scale_q);
+  add_rows(params, alignment, in.q_nope, output_rows(alignment, q_nope_out, in.q_nope), false,
+           in.scale_q);
+  RopeRows k_rope_out, k_nope_out;
   if (v) {
     ffi::check_ndim(v, 3, 3);
     check_rows(v, in.num_tokens);
@@ -255,10 +245,10 @@ FLASHINFER_FFI_EXPORT(rope_quantize_append, args) {
     const int64_t inner[2] = {is_hnd ? num_heads : page_size, is_hnd ? page_size : num_heads};
     check_cache(first_cache, {num_pages, inner[0], inner[1], k_dim});
     check_cache(second_cache, {num_pages, inner[0], inner[1], v.dim(2)});
-    set_inputs(params.operands[2], alignment, ffi::Tensor{}, v, in.scale_kv);
-    k.rope_out = cache_rows(alignment, first_cache, is_hnd, 0);
-    k.copy_out = cache_rows(alignment, first_cache, is_hnd, in.rope_dim);
-    params.operands[2].copy_out = cache_rows(alignment, second_cache, is_hnd, 0);
+    k_rope_out = cache_rows(alignment, first_cache, is_hnd, 0);
+    k_nope_out = cache_rows(alignment, first_cache, is_hnd, in.rope_dim);
+    add_rows(params, alignment, v, cache_rows(alignment, second_cache, is_hnd, 0), false,
+             in.scale_kv, true);
   } else {
     if (in.k_rope.ndim() == 3 && in.k_rope.dim(1) != 1) {
       ffi::raise("ValueError", "`k_rope` must have one head where `v` is None, got shape %s",
@@ -266,9 +256,11 @@ FLASHINFER_FFI_EXPORT(rope_quantize_append, args) {
     }
     check_cache(first_cache, {num_pages, page_size, nope_dim});
     check_cache(second_cache, {num_pages, page_size, in.rope_dim});
-    k.copy_out = cache_rows(alignment, first_cache, false, 0);
-    k.rope_out = cache_rows(alignment, second_cache, false, 0);
+    k_nope_out = cache_rows(alignment, first_cache, false, 0);
+    k_rope_out = cache_rows(alignment, second_cache, false, 0);
   }
+  add_rows(params, alignment, in.k_rope, k_rope_out, true, in.scale_kv, true);
+  add_rows(params, alignment, in.k_nope, k_nope_out, false, in.scale_kv, true);
   params.table = ffi::make_page_table(batch_indices, positions, kv_indices, kv_indptr,
                                       in.num_tokens, num_pages, page_size);
   check_written({q_rope_out, q_nope_out, first_cache, second_cache},
@@ -277,7 +269,6 @@ FLASHINFER_FFI_EXPORT(rope_quantize_append, args) {
   check_devices(in.q_rope, {in.k_rope, in.q_nope, in.k_nope, v, in.cos_sin_cache, in.pos_ids,
                             q_rope_out, q_nope_out, first_cache, second_cache, kv_indices,
                             kv_indptr, batch_indices, positions});
-  if (q.num_heads + k.num_heads == 0) return;
   launch_checked(params, alignment, enable_pdl, in.q_rope);
 }
 

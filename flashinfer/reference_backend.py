@@ -231,7 +231,9 @@ def _deliver(
             returned.append(result.to(getattr(torch, dtypes[key]), copy=True))
             continue
         check_destination(param, getattr(spec, "layout", None), destination, result.shape)
-        written[param], in_place_of[param] = destination, getattr(spec, "in_place_of", None)
+        index = getattr(spec, "tuple_idx", None)
+        name = param if index is None else f"{param}[{index}]"
+        written[name], in_place_of[name] = destination, getattr(spec, "in_place_of", None)
         writes.append((destination, result))
         if parameters[param].default is not inspect.Parameter.empty:
             returned.append(destination)

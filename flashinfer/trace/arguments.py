@@ -119,7 +119,7 @@ def check_aliasing(
     The same view as the argument that `in_place_of` names for it is fine.
     """
     for name, tensor in written.items():
-        for other_name, other in arguments.items():
+        for other_name, other in {**arguments, **written}.items():
             if other_name == name or not isinstance(other, torch.Tensor):
                 continue
             in_place = in_place_of.get(name) == other_name and _same_view(tensor, other)

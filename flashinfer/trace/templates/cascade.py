@@ -103,6 +103,7 @@ merge_state_trace = TraceTemplate(
         "s_b": _s(),
     },
     outputs=_outputs("v_a"),
+    constraints=["head_dim >= 1"],
     tags=["status:verified"],
     reference=_merge_state_reference,
 )
@@ -126,6 +127,7 @@ merge_state_in_place_trace = TraceTemplate(
         ),
     },
     outputs=_outputs("v", "v", "s"),
+    constraints=["head_dim >= 1"],
     tags=["status:verified"],
     reference=_merge_state_in_place_reference,
 )
@@ -142,6 +144,7 @@ merge_states_trace = TraceTemplate(
         "s": Tensor(["num_tokens", "num_states", "num_heads"], dtype="float32", description=_LSE),
     },
     outputs=_outputs("v"),
+    constraints=["head_dim >= 1"],
     tags=["status:verified"],
     reference=_merge_states_reference,
 )

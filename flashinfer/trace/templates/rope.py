@@ -79,6 +79,11 @@ def _llama31_angles(
     old_context_len: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Frequencies of few periods in the old context are divided by the scale, of many kept."""
+    if low_freq_factor >= high_freq_factor:
+        raise ValueError(
+            f"`low_freq_factor` must be less than `high_freq_factor` {high_freq_factor}, "
+            f"got {low_freq_factor}"
+        )
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=positions.device)
     base = rope_theta ** (-exponent / rotary_dim)
     periods = old_context_len * base / (2 * math.pi)

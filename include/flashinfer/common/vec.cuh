@@ -57,6 +57,22 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
     for (int i = 0; i < kNumAccesses; ++i) reinterpret_cast<Word*>(address)[i] = words[i];
   }
 
+  // For what is not used again soon: the line is the first to leave L2 (ld.global.cs,
+  // st.global.cs).
+  __device__ __forceinline__ void load_streaming(const T* address) {
+#pragma unroll
+    for (int i = 0; i < kNumAccesses; ++i) {
+      words[i] = __ldcs(reinterpret_cast<const Word*>(address) + i);
+    }
+  }
+
+  __device__ __forceinline__ void store_streaming(T* address) const {
+#pragma unroll
+    for (int i = 0; i < kNumAccesses; ++i) {
+      __stcs(reinterpret_cast<Word*>(address) + i, words[i]);
+    }
+  }
+
   __device__ __forceinline__ float operator[](int i) const { return to_float(elements[i]); }
 
   __device__ __forceinline__ void from_floats(const float (&values)[N]) {

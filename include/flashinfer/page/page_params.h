@@ -16,13 +16,17 @@ struct AppendOperand {
   int64_t cache_stride_slot;
   int64_t cache_stride_head;
   uint32_t row_bytes;
+  FastDivisor units;       // set at launch: units of a row
+  uint32_t first_cta = 0;  // set at launch
 };
 
 struct AppendParams {
   AppendOperand operands[2];  // K and V, or compressed KV and the rotary part of K
   PageTable table;
   uint32_t num_tokens;
-  uint32_t num_heads;
+  FastDivisor heads;
+  uint32_t tokens_per_chunk;  // set at launch: threads are counted off over so many tokens per
+                              // blockIdx.y
 };
 
 struct BatchIndicesParams {

@@ -4,13 +4,12 @@
 //   (x_a, x_b) <- (x_a cos - x_b sin, x_b cos + x_a sin)        angle = position * frequency_j
 //
 // Pair j is (x_j, x_{j + rope_dim / 2}), or (x_{2j}, x_{2j + 1}) when interleaved. A thread takes
-// kVecSize pairs, which is two vectors of a head, of one or several heads of one token: the angles
-// are the same for all heads. threadIdx.x runs over the pairs of a head, threadIdx.y over heads,
-// threadIdx.z over tokens. Each element is read and written by one thread, after all of that
-// thread's reads: the kernel works in place.
+// kVecSize pairs of one head of one token, that is two vectors ("unit"). A CTA works on one segment
+// (the heads of Q, of K, ...), over which threads are counted off: unit, then head, then token.
+// Each element is read and written by one thread, after all of that thread's reads: the kernel
+// works in place.
 #pragma once
 
-#include <flashinfer/common/head_grid.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
@@ -36,25 +35,27 @@ struct RopeTraits {
 
 namespace detail {
 
-// What a thread does of a head: two vectors, `first` and `second` elements into the rotated or the
-// copied part.
+// The thread's two vectors, as elements into the head's part of a segment, and the first of the
+// kVecSize / 2 pairs (or the one pair) that go with the first and with the second half of its
+// angles.
 struct RopeUnit {
   uint32_t first, second;
-  bool rotates, has_first, has_second;
+  uint32_t pairs_a, pairs_b;
+  bool has_second;
 };
 
 template <typename Traits, int kVecSize>
-__device__ __forceinline__ RopeUnit rope_unit(const RopeOperand& operand, uint32_t x) {
-  const uint32_t num_rotated = operand.rope_dim / (2 * kVecSize);
-  if (x < num_rotated) {
-    const uint32_t first = Traits::kInterleave ? 2 * x * kVecSize : x * kVecSize;
-    return {first, Traits::kInterleave ? first + kVecSize : first + operand.rope_dim / 2, true,
-            true, true};
+__device__ __forceinline__ RopeUnit rope_unit(const RopeSegment& segment, uint32_t unit) {
+  const uint32_t first = unit * kVecSize, half = segment.dim / 2;
+  if (!segment.rotates) {
+    const uint32_t second = first + segment.units.divisor * kVecSize;
+    return {first, second, 0, 0, second < segment.dim};
   }
-  const uint32_t num_vecs = operand.copy_dim / kVecSize;
-  const uint32_t num_copied = (num_vecs + 1) / 2;
-  const uint32_t first = x - num_rotated, second = first + num_copied;
-  return {first * kVecSize, second * kVecSize, false, first < num_copied, second < num_vecs};
+  if constexpr (!Traits::kInterleave)
+    return {first, first + half, first, first + kVecSize / 2, true};
+  if constexpr (kVecSize == 1) return {2 * unit, 2 * unit + 1, unit, unit, true};
+  // Each vector holds whole pairs: the two are far apart so that a warp reads without gaps.
+  return {first, first + half, first / 2, (first + half) / 2, true};
 }
 
 // Sequence position of a token given by pos_ids, or by the request it belongs to. A token of no
@@ -76,11 +77,10 @@ __device__ __forceinline__ int64_t rope_position(const RopeParams& params, uint3
 
 // Number of entries of indptr[1 .. batch_size] that are at most `token`: the request of `token`, or
 // batch_size. For the whole CTA at once.
-__device__ __forceinline__ uint32_t request_of(const RopeParams& params, uint32_t token,
-                                               uint32_t thread, uint32_t num_threads) {
+__device__ __forceinline__ uint32_t request_of(const RopeParams& params, uint32_t token) {
   uint32_t count = 0;
-  for (uint32_t first = 0; first < params.batch_size; first += num_threads) {
-    const uint32_t i = first + thread;
+  for (uint32_t first = 0; first < params.batch_size; first += blockDim.x) {
+    const uint32_t i = first + threadIdx.x;
     count += __syncthreads_count(i < params.batch_size &&
                                  params.indptr[i + 1] <= static_cast<int32_t>(token));
   }
@@ -96,46 +96,50 @@ struct Rotation {
 // cannot go unnoticed.
 template <typename TCache, int kVecSize>
 __device__ __forceinline__ void load_rotation(const RopeParams& params, int64_t position,
-                                              uint32_t num_pairs, uint32_t first_pair,
-                                              Rotation<kVecSize>& rotation) {
+                                              const RopeUnit& unit, Rotation<kVecSize>& rotation) {
   if (static_cast<uint64_t>(position) >= static_cast<uint64_t>(params.cache_rows)) {
 #pragma unroll
-    for (int j = 0; j < kVecSize; ++j)
+    for (int j = 0; j < kVecSize; ++j) {
       rotation.cos[j] = rotation.sin[j] = __uint_as_float(0x7fc00000u);
+    }
     return;
   }
+  constexpr int kHalf = kVecSize > 1 ? kVecSize / 2 : 1;
   const TCache* row =
       static_cast<const TCache*>(params.cos_sin_cache) + position * params.cos_sin_stride;
-  Vector<TCache, kVecSize> cos, sin;
-  cos.load(row + first_pair);
-  sin.load(row + num_pairs + first_pair);
 #pragma unroll
-  for (int j = 0; j < kVecSize; ++j) {
-    rotation.cos[j] = cos[j];
-    rotation.sin[j] = sin[j];
+  for (int first = 0; first < kVecSize; first += kHalf) {
+    const uint32_t pair = first == 0 ? unit.pairs_a : unit.pairs_b;
+    Vector<TCache, kHalf> cos, sin;
+    cos.load(row + pair);
+    sin.load(row + params.rope_dim / 2 + pair);
+#pragma unroll
+    for (int j = 0; j < kHalf; ++j) {
+      rotation.cos[first + j] = cos[j];
+      rotation.sin[first + j] = sin[j];
+    }
   }
 }
 
-// Cosines and sines of the CTA's tokens, [blockDim.z][num_pairs]: each is needed by every head, so
-// computed once.
-__device__ __forceinline__ void compute_rotations(const ComputedRopeParams& params, uint32_t token,
-                                                  uint32_t num_pairs, float2* table) {
-  const uint32_t slice = blockDim.x * blockDim.y;
-  const uint32_t thread_in_slice = threadIdx.y * blockDim.x + threadIdx.x;
+// Cosines and sines of tokens first_token ... last_token, [tokens][num_pairs]: every head needs
+// them, so they are computed once for the CTA.
+__device__ __forceinline__ void compute_rotations(const ComputedRopeParams& params,
+                                                  uint32_t first_token, uint32_t last_token,
+                                                  float2* table) {
+  const uint32_t num_pairs = params.rope_dim / 2;
   uint32_t request = 0;
-  if (params.pos_ids == nullptr) {
-    request = request_of(params, blockIdx.x * blockDim.z, threadIdx.z * slice + thread_in_slice,
-                         slice * blockDim.z);
-  }
-  if (token < params.num_tokens) {
+  if (params.pos_ids == nullptr) request = request_of(params, first_token);
+  // A warp takes a token, its lanes the pairs.
+  for (uint32_t token = first_token + threadIdx.x / 32; token <= last_token;
+       token += blockDim.x / 32) {
     const uint64_t position = static_cast<uint64_t>(rope_position(params, token, request));
-    for (uint32_t pair = thread_in_slice; pair < num_pairs; pair += slice) {
+    for (uint32_t pair = threadIdx.x % 32; pair < num_pairs; pair += 32) {
       const uint64_t turn = position * params.frequencies.turns[pair];
       // The upper half as a signed number is in [-1/2, 1/2) turns, which is [-1, 1) pi.
       const float half_turns = static_cast<float>(static_cast<int32_t>(turn >> 32)) * 0x1p-31f;
       float2 cos_sin;
       sincospif(half_turns, &cos_sin.y, &cos_sin.x);
-      table[threadIdx.z * num_pairs + pair] = cos_sin;
+      table[(token - first_token) * num_pairs + pair] = cos_sin;
     }
   }
   __syncthreads();
@@ -175,132 +179,136 @@ __device__ __forceinline__ T* rope_row(const RopeRows& rows, uint32_t token, uin
 
 }  // namespace detail
 
-template <typename Traits, int kVecSize, int kHeadsPerThread>
-__global__ void __launch_bounds__(512)
+// Measured on an H200 (bf16, 8192 tokens of 32 + 8 heads of 128, in place; a copy of as much
+// takes 41.6 us): 128 threads 42.9 us, 96 the same, 160 43.6, 256 46.1, 512 50.0, 64 50.2. Stores
+// that do not stream cost 5 to 6 us; forcing more CTAs onto an SM spills registers (80 us).
+inline constexpr int kRopeThreads = 128;
+
+template <typename Traits, int kVecSize>
+__global__ void __launch_bounds__(kRopeThreads)
     rope_kernel(const __grid_constant__ typename Traits::Params params) {
   using T = typename Traits::T;
   using TOut = typename Traits::TOut;
   extern __shared__ float2 rotations[];
-  const uint32_t token = blockIdx.x * blockDim.z + threadIdx.z;
-  const uint32_t num_pairs = params.operands[0].rope_dim / 2;
-  uint32_t num_units = 0, num_heads = 0;
-#pragma unroll
-  for (const RopeOperand& operand : params.operands) {
-    const uint32_t copied = (operand.copy_dim / kVecSize + 1) / 2;
-    const uint32_t units = operand.rope_dim / (2 * kVecSize) + copied;
-    num_units = units > num_units ? units : num_units;
-    num_heads += operand.num_heads;
+  int which = 0;
+  while (which + 1 < static_cast<int>(params.num_segments) &&
+         blockIdx.x >= params.segments[which + 1].first_cta) {
+    ++which;
   }
+  const RopeSegment& segment = params.segments[which];
+  const uint32_t cta = blockIdx.x - segment.first_cta;
+  const uint32_t index = cta * kRopeThreads + threadIdx.x;
+  const uint32_t row = segment.units.divide(index);
+  const uint32_t unit_idx = index - row * segment.units.divisor;
+  const uint32_t token_in_chunk = segment.heads.divide(row);
+  const uint32_t head = row - token_in_chunk * segment.heads.divisor;
+  const uint32_t chunk = blockIdx.y * params.tokens_per_chunk;
+  const uint32_t token = chunk + token_in_chunk;
+  const detail::RopeUnit unit = detail::rope_unit<Traits, kVecSize>(segment, unit_idx);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
+
+  uint32_t first_token = 0;
   if constexpr (Traits::kComputed) {
-    detail::compute_rotations(params, token, num_pairs, rotations);
+    if (segment.rotates) {
+      const auto token_of = [&](uint32_t thread) {
+        const uint32_t row = segment.units.divide(cta * kRopeThreads + thread);
+        const uint32_t token = chunk + segment.heads.divide(row);
+        return token < params.num_tokens ? token : params.num_tokens - 1;
+      };
+      first_token = token_of(0);
+      detail::compute_rotations(params, first_token, token_of(kRopeThreads - 1), rotations);
+    }
   }
-  if (token >= params.num_tokens) return;
+  if (token_in_chunk >= params.tokens_per_chunk || token >= params.num_tokens) return;
+  Vector<T, kVecSize> a, b;
+  const T* in = detail::rope_row<const T>(segment.in, token, head);
+  a.load_streaming(in + unit.first);
+  if (unit.has_second) b.load_streaming(in + unit.second);
 
-  // The operand that a head of the call belongs to, and the head's index there.
-  const auto find_operand = [&](uint32_t& head) {
-    int which = 0;
-    while (which < 2 && head >= params.operands[which].num_heads) {
-      head -= params.operands[which].num_heads;
-      ++which;
-    }
-    return which;
-  };
-  const uint32_t first_head = blockIdx.y * blockDim.y * kHeadsPerThread + threadIdx.y;
-  for (uint32_t x = threadIdx.x; x < num_units; x += blockDim.x) {
-    Vector<T, kVecSize> a[kHeadsPerThread], b[kHeadsPerThread];
-#pragma unroll
-    for (int i = 0; i < kHeadsPerThread; ++i) {
-      uint32_t head = first_head + i * blockDim.y;
-      if (head >= num_heads) continue;
-      const RopeOperand& operand = params.operands[find_operand(head)];
-      const detail::RopeUnit unit = detail::rope_unit<Traits, kVecSize>(operand, x);
-      const T* in =
-          detail::rope_row<const T>(unit.rotates ? operand.rope_in : operand.copy_in, token, head);
-      if (unit.has_first) a[i].load(in + unit.first);
-      if (unit.has_second) b[i].load(in + unit.second);
-    }
-
-    detail::Rotation<kVecSize> rotation;
-    const uint32_t first_pair = x * kVecSize;
-    if (first_pair < num_pairs) {
-      if constexpr (Traits::kComputed) {
-#pragma unroll
-        for (int j = 0; j < kVecSize; ++j) {
-          const float2 cos_sin = rotations[threadIdx.z * num_pairs + first_pair + j];
-          rotation.cos[j] = cos_sin.x;
-          rotation.sin[j] = cos_sin.y;
-        }
-      } else {
-        detail::load_rotation<typename Traits::TCache>(
-            params, detail::rope_position(params, token, 0), num_pairs, first_pair, rotation);
-      }
-    }
-    PageSlot slot{0, 0, true};
-    if constexpr (Traits::kAppend) slot = find_slot(params.table, token);
-
-#pragma unroll
-    for (int i = 0; i < kHeadsPerThread; ++i) {
-      uint32_t head = first_head + i * blockDim.y;
-      if (head >= num_heads) continue;
-      const int which = find_operand(head);
-      const RopeOperand& operand = params.operands[which];
-      const detail::RopeUnit unit = detail::rope_unit<Traits, kVecSize>(operand, x);
-      const RopeRows& rows = unit.rotates ? operand.rope_out : operand.copy_out;
-      float y_a[kVecSize], y_b[kVecSize];
+  detail::Rotation<kVecSize> rotation;
+  if (segment.rotates) {
+    if constexpr (Traits::kComputed) {
+      const float2* row_of_token = rotations + (token - first_token) * (params.rope_dim / 2);
 #pragma unroll
       for (int j = 0; j < kVecSize; ++j) {
-        y_a[j] = a[i][j];
-        y_b[j] = b[i][j];
+        const float2 cos_sin =
+            row_of_token[j < (kVecSize + 1) / 2 ? unit.pairs_a + j
+                                                : unit.pairs_b + j - kVecSize / 2];
+        rotation.cos[j] = cos_sin.x;
+        rotation.sin[j] = cos_sin.y;
       }
-      if (unit.rotates) detail::rotate<Traits>(y_a, y_b, rotation);
-      if constexpr (Traits::kScaleOutput) {
-#pragma unroll
-        for (int j = 0; j < kVecSize; ++j) {
-          y_a[j] *= operand.scale;
-          y_b[j] *= operand.scale;
-        }
-      }
-      TOut* out = detail::rope_row<TOut>(rows, token, head);
-      if (Traits::kAppend && which != 0) {
-        if (!slot.exists) continue;
-        out = detail::rope_row<TOut>(rows, slot.slot, head) + slot.page * rows.stride_page;
-      }
-      Vector<TOut, kVecSize> out_a, out_b;
-      out_a.from_floats(y_a);
-      out_b.from_floats(y_b);
-      if (unit.has_first) out_a.store(out + unit.first);
-      if (unit.has_second) out_b.store(out + unit.second);
+    } else {
+      detail::load_rotation<typename Traits::TCache>(
+          params, detail::rope_position(params, token, 0), unit, rotation);
     }
   }
+  TOut* out;
+  if (Traits::kAppend && segment.appends) {
+    const PageSlot slot = find_slot(params.table, token);
+    if (!slot.exists) return;
+    out =
+        detail::rope_row<TOut>(segment.out, slot.slot, head) + slot.page * segment.out.stride_page;
+  } else {
+    out = detail::rope_row<TOut>(segment.out, token, head);
+  }
+
+  float y_a[kVecSize], y_b[kVecSize];
+#pragma unroll
+  for (int j = 0; j < kVecSize; ++j) {
+    y_a[j] = a[j];
+    y_b[j] = b[j];
+  }
+  if (segment.rotates) detail::rotate<Traits>(y_a, y_b, rotation);
+  if constexpr (Traits::kScaleOutput) {
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) {
+      y_a[j] *= segment.scale;
+      y_b[j] *= segment.scale;
+    }
+  }
+  Vector<TOut, kVecSize> out_a, out_b;
+  out_a.from_floats(y_a);
+  out_b.from_floats(y_b);
+  out_a.store_streaming(out + unit.first);
+  if (unit.has_second) out_b.store_streaming(out + unit.second);
 }
 
 #ifndef __CUDACC_RTC__
 
-// `vectorizable`: the parts of every head and the rows of the cos-sin cache are whole, aligned
-// vectors.
+// `vectorizable`: the rows of every segment and of the cos-sin cache are whole, aligned vectors.
 template <typename Traits>
-inline cudaError_t launch_rope(const typename Traits::Params& params, bool vectorizable,
-                               bool enable_pdl, cudaStream_t stream) {
-  constexpr int kVecSize = 16 / sizeof(typename Traits::T);
-  constexpr int kHeadsPerThread = 1;
-  constexpr uint32_t kThreads = 256;
+inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable, bool enable_pdl,
+                               cudaStream_t stream) {
+  constexpr uint32_t kVecSize = 16 / sizeof(typename Traits::T);
+  constexpr uint32_t kMaxIndex = 1u << 30;  // of a thread: FastDivisor takes 31 bits
   const uint32_t vec_size = vectorizable ? kVecSize : 1;
-  uint32_t num_units = 0, num_heads = 0;
-  for (const RopeOperand& operand : params.operands) {
-    const uint32_t units =
-        operand.rope_dim / (2 * vec_size) + ceil_div(operand.copy_dim / vec_size, 2u);
-    num_units = units > num_units ? units : num_units;
-    num_heads += operand.num_heads;
+  uint64_t max_threads_per_token = 1;
+  uint32_t max_tokens_per_cta = 0;
+  for (uint32_t i = 0; i < params.num_segments; ++i) {
+    RopeSegment& segment = params.segments[i];
+    segment.units = FastDivisor(ceil_div(segment.dim, 2 * vec_size));
+    segment.heads = FastDivisor(segment.num_heads);
+    const uint64_t threads_per_token = uint64_t{segment.units.divisor} * segment.num_heads;
+    if (threads_per_token > kMaxIndex) return cudaErrorInvalidValue;
+    if (threads_per_token > max_threads_per_token) max_threads_per_token = threads_per_token;
+    const uint32_t tokens = ceil_div<uint64_t>(kRopeThreads - 1, threads_per_token) + 1;
+    if (segment.rotates && tokens > max_tokens_per_cta) max_tokens_per_cta = tokens;
   }
-  const HeadGrid shape = make_head_grid(
-      params.num_tokens, ceil_div<uint32_t>(num_heads, kHeadsPerThread), num_units, kThreads);
+  const uint32_t max_tokens = static_cast<uint32_t>(kMaxIndex / max_threads_per_token);
+  params.tokens_per_chunk = params.num_tokens < max_tokens ? params.num_tokens : max_tokens;
+  uint32_t num_ctas = 0;
+  for (uint32_t i = 0; i < params.num_segments; ++i) {
+    RopeSegment& segment = params.segments[i];
+    segment.first_cta = num_ctas;
+    num_ctas += ceil_div<uint32_t>(
+        params.tokens_per_chunk * segment.units.divisor * segment.num_heads, kRopeThreads);
+  }
+  const dim3 grid(num_ctas, ceil_div(params.num_tokens, params.tokens_per_chunk));
   const size_t smem_bytes =
-      Traits::kComputed ? shape.block.z * (params.operands[0].rope_dim / 2) * sizeof(float2) : 0;
-  const auto kernel = vectorizable ? rope_kernel<Traits, kVecSize, kHeadsPerThread>
-                                   : rope_kernel<Traits, 1, kHeadsPerThread>;
-  return launch_kernel(kernel, shape.grid, shape.block, smem_bytes, stream, enable_pdl, params);
+      Traits::kComputed ? max_tokens_per_cta * (params.rope_dim / 2) * sizeof(float2) : 0;
+  const auto kernel = vectorizable ? rope_kernel<Traits, kVecSize> : rope_kernel<Traits, 1>;
+  return launch_kernel(kernel, grid, dim3(kRopeThreads), smem_bytes, stream, enable_pdl, params);
 }
 
 #endif  // __CUDACC_RTC__

@@ -14,20 +14,29 @@ struct RopeRows {
   int64_t stride_page = 0;  // of a paged cache only
 };
 
-// One of the tensors that a call works on. A head has a part that is rotated and one that is only
-// copied (or quantised); either may be empty, and they need not be neighbours in memory.
-struct RopeOperand {
-  RopeRows rope_in, rope_out;  // `out` may be `in`
-  RopeRows copy_in, copy_out;
+// Heads that are all rotated, or all only copied (and quantised): the rotary part of Q or of K, the
+// rest of either, V.
+struct RopeSegment {
+  RopeRows in, out;  // `out` may be `in`
   uint32_t num_heads = 0;
-  uint32_t rope_dim = 0;
-  uint32_t copy_dim = 0;
-  float scale = 1.f;  // 8-bit outputs are multiplied by it
+  uint32_t dim = 0;
+  bool rotates = false;
+  bool appends = false;  // `out` is a paged cache
+  float scale = 1.f;     // 8-bit outputs are multiplied by it
+  // Set at launch: how threads are counted off over (token, head, unit), and the segment's first
+  // CTA.
+  FastDivisor units, heads;
+  uint32_t first_cta = 0;
 };
 
 struct RopeParams {
-  RopeOperand operands[3];  // Q, K and, where it goes to a cache with them, V
+  static constexpr int kMaxSegments = 5;
+  RopeSegment segments[kMaxSegments];
+  uint32_t num_segments;
   uint32_t num_tokens;
+  uint32_t rope_dim;
+  uint32_t tokens_per_chunk;  // set at launch: threads are counted off over so many tokens per
+                              // blockIdx.y
   // Positions come from `pos_ids`, or from `indptr` and `offsets`: token i of request b is at
   // offsets[b] + i - indptr[b].
   const void* pos_ids;  // [num_tokens], int32 or int64
