@@ -33,11 +33,45 @@ from typing import Any, cast
 import torch
 
 from ._kernels import UNUSUAL, Kernel, KernelTable, check_cuda_tensors
+from .api_logging import flashinfer_api
 from .dtypes import check_dtype
 from .jit.sampling import Filter, Output, SamplingConfig, gen_sampling_module
 from .jit.speculative import SpeculativeConfig, gen_speculative_module
+from .trace.templates.sampling import (
+    chain_speculative_sampling_trace,
+    min_p_sampling_from_probs_trace,
+    sampling_from_logits_trace,
+    sampling_from_probs_trace,
+    softmax_trace,
+    top_k_mask_logits_trace,
+    top_k_renorm_probs_trace,
+    top_k_sampling_from_probs_trace,
+    top_k_top_p_sampling_from_logits_trace,
+    top_k_top_p_sampling_from_probs_trace,
+    top_p_renorm_probs_trace,
+    top_p_sampling_from_probs_trace,
+)
 
-Number = float | torch.Tensor
+__all__ = [
+    "chain_speculative_sampling",
+    "gen_sampling_module",
+    "get_sampling_module",
+    "get_seed_and_offset",
+    "min_p_sampling_from_probs",
+    "sampling_from_logits",
+    "sampling_from_probs",
+    "softmax",
+    "top_k_mask_logits",
+    "top_k_renorm_prob",
+    "top_k_renorm_probs",
+    "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_prob",
+    "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
+]
+
 Seed = int | torch.Tensor | None
 
 
@@ -69,7 +103,7 @@ _top_k_renorm = _row_kernels(Filter.TOP_K, Output.PROBS, logits=False)
 _top_p_renorm = _row_kernels(Filter.TOP_P, Output.PROBS, logits=False)
 _top_k_mask = _row_kernels(Filter.TOP_K, Output.MASK, logits=True)
 _from_probs = {filter: _TokenKernels(filter, logits=False) for filter in Filter}
-_from_logits = {
+_from_logits: dict[Filter, _TokenKernels] = {
     filter: _TokenKernels(filter, logits=True) for filter in Filter if filter is not Filter.MIN_P
 }
 
@@ -81,6 +115,12 @@ def _speculative_kernel(dtype: torch.dtype) -> Kernel:
 
 
 _chain_speculative = KernelTable(_speculative_kernel)
+
+
+def get_sampling_module() -> Any:
+    """The module of `sampling_from_probs` for float32, compiled if need be."""
+    config = SamplingConfig(torch.float32, torch.float32, False, Filter.NONE, Output.TOKEN)
+    return gen_sampling_module(config).build_and_load()
 
 
 def get_seed_and_offset(
@@ -162,6 +202,11 @@ def _row_ints(value: Any) -> Any:
     return value
 
 
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, type(None))):
+        raise TypeError(f"`{name}` must be True, False or None, got {type(value).__name__}")
+
+
 def _refuse_nan(name: str, rows: torch.Tensor) -> None:
     if bool(torch.isnan(rows).any()):
         raise ValueError(f"`{name}` must not contain NaN (`check_nan` is set)")
@@ -177,6 +222,7 @@ def _sample(
     rows: torch.Tensor,
     parameters: tuple[Any, ...],
     indices: torch.Tensor | None,
+    deterministic: bool,
     generator: torch.Generator | None,
     check_nan: bool,
     seed: Seed,
@@ -188,6 +234,7 @@ def _sample(
         kernel = kernels[rows.dtype]
     except UNUSUAL as error:
         kernel = kernels.load(error, **{kernels.name: rows})
+    _check_flag("deterministic", deterministic)
     if check_nan:
         _refuse_nan(kernels.name, rows)
     device = rows.device
@@ -205,6 +252,7 @@ def _sample(
     return (samples, valid) if return_valid else samples
 
 
+@flashinfer_api(trace=softmax_trace)
 def softmax(
     logits: torch.Tensor,
     temperature: torch.Tensor | float | None = None,
@@ -256,6 +304,7 @@ def softmax(
     return out
 
 
+@flashinfer_api(trace=sampling_from_probs_trace)
 def sampling_from_probs(
     probs: torch.Tensor,
     indices: torch.Tensor | None = None,
@@ -313,9 +362,12 @@ def sampling_from_probs(
     >>> tokens = flashinfer.sampling.sampling_from_probs(probs, seed=seeds)
     """
     kernels = _from_probs[Filter.NONE]
-    return _sample(kernels, probs, (), indices, generator, check_nan, seed, offset, return_valid)
+    return _sample(
+        kernels, probs, (), indices, deterministic, generator, check_nan, seed, offset, return_valid
+    )
 
 
+@flashinfer_api(trace=sampling_from_logits_trace)
 def sampling_from_logits(
     logits: torch.Tensor,
     indices: torch.Tensor | None = None,
@@ -331,9 +383,10 @@ def sampling_from_logits(
     of nothing but -inf is invalid.
     """
     kernels = _from_logits[Filter.NONE]
-    return _sample(kernels, logits, (), indices, generator, check_nan, seed, offset)
+    return _sample(kernels, logits, (), indices, deterministic, generator, check_nan, seed, offset)
 
 
+@flashinfer_api(trace=top_p_sampling_from_probs_trace)
 def top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_p: torch.Tensor | float,
@@ -364,6 +417,7 @@ def top_p_sampling_from_probs(
         probs,
         parameters,
         indices,
+        deterministic,
         generator,
         check_nan,
         seed,
@@ -372,6 +426,7 @@ def top_p_sampling_from_probs(
     )
 
 
+@flashinfer_api(trace=top_k_sampling_from_probs_trace)
 def top_k_sampling_from_probs(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -398,6 +453,7 @@ def top_k_sampling_from_probs(
         probs,
         parameters,
         indices,
+        deterministic,
         generator,
         check_nan,
         seed,
@@ -406,6 +462,7 @@ def top_k_sampling_from_probs(
     )
 
 
+@flashinfer_api(trace=min_p_sampling_from_probs_trace)
 def min_p_sampling_from_probs(
     probs: torch.Tensor,
     min_p: torch.Tensor | float,
@@ -437,6 +494,7 @@ def min_p_sampling_from_probs(
         probs,
         parameters,
         indices,
+        deterministic,
         generator,
         check_nan,
         seed,
@@ -455,6 +513,19 @@ def _ordered_filter(filter_apply_order: str) -> Filter:
         ) from None
 
 
+def _both_filters(
+    filter_apply_order: str, probs: torch.Tensor, top_k: Any, top_p: Any
+) -> tuple[Filter, tuple[Any, ...]]:
+    """Filter and its parameters; a top-k that keeps everything is left out, as top-p alone has a
+    kernel that reads the row once."""
+    filter = _ordered_filter(filter_apply_order)
+    is_matrix = isinstance(probs, torch.Tensor) and probs.dim() == 2
+    if is_matrix and type(top_k) is int and not 1 <= top_k < probs.shape[1]:
+        return Filter.TOP_P, (_row_floats(top_p),)
+    return filter, (_row_ints(top_k), _row_floats(top_p))
+
+
+@flashinfer_api(trace=top_k_top_p_sampling_from_probs_trace)
 def top_k_top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -480,13 +551,14 @@ def top_k_top_p_sampling_from_probs(
     probs, indices, deterministic, generator, check_nan, seed, offset, return_valid
         As for `sampling_from_probs`, which also lists result and errors.
     """
-    kernels = _from_probs[_ordered_filter(filter_apply_order)]
-    parameters = (_row_ints(top_k), _row_floats(top_p))
+    filter, parameters = _both_filters(filter_apply_order, probs, top_k, top_p)
+    kernels = _from_probs[filter]
     return _sample(
         kernels,
         probs,
         parameters,
         indices,
+        deterministic,
         generator,
         check_nan,
         seed,
@@ -495,6 +567,7 @@ def top_k_top_p_sampling_from_probs(
     )
 
 
+@flashinfer_api(trace=top_k_top_p_sampling_from_logits_trace)
 def top_k_top_p_sampling_from_logits(
     logits: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -511,9 +584,11 @@ def top_k_top_p_sampling_from_logits(
 
     +inf elements share everything; a row of nothing but -inf is invalid.
     """
-    kernels = _from_logits[_ordered_filter(filter_apply_order)]
-    parameters = (_row_ints(top_k), _row_floats(top_p))
-    return _sample(kernels, logits, parameters, indices, generator, check_nan, seed, offset)
+    filter, parameters = _both_filters(filter_apply_order, logits, top_k, top_p)
+    kernels = _from_logits[filter]
+    return _sample(
+        kernels, logits, parameters, indices, deterministic, generator, check_nan, seed, offset
+    )
 
 
 def _filter_rows(kernels: KernelTable, name: str, rows: torch.Tensor, value: Any) -> torch.Tensor:
@@ -526,6 +601,7 @@ def _filter_rows(kernels: KernelTable, name: str, rows: torch.Tensor, value: Any
     return out
 
 
+@flashinfer_api(trace=top_k_renorm_probs_trace)
 def top_k_renorm_probs(
     probs: torch.Tensor, top_k: torch.Tensor | int, is_deterministic: bool = False
 ) -> torch.Tensor:
@@ -551,9 +627,11 @@ def top_k_renorm_probs(
     TypeError, ValueError
         As for `softmax`.
     """
+    _check_flag("is_deterministic", is_deterministic)
     return _filter_rows(_top_k_renorm, "probs", probs, _row_ints(top_k))
 
 
+@flashinfer_api(trace=top_p_renorm_probs_trace)
 def top_p_renorm_probs(
     probs: torch.Tensor, top_p: torch.Tensor | float, is_deterministic: bool = False
 ) -> torch.Tensor:
@@ -578,9 +656,11 @@ def top_p_renorm_probs(
     TypeError, ValueError
         As for `softmax`.
     """
+    _check_flag("is_deterministic", is_deterministic)
     return _filter_rows(_top_p_renorm, "probs", probs, _row_floats(top_p))
 
 
+@flashinfer_api(trace=top_k_mask_logits_trace)
 def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
     """`logits` with all but the `top_k` largest elements of each row replaced by -inf.
 
@@ -608,6 +688,7 @@ top_k_renorm_prob = top_k_renorm_probs
 top_p_renorm_prob = top_p_renorm_probs
 
 
+@flashinfer_api(trace=chain_speculative_sampling_trace)
 def chain_speculative_sampling(
     draft_probs: torch.Tensor,
     draft_token_ids: torch.Tensor,
@@ -622,7 +703,7 @@ def chain_speculative_sampling(
     """Keep draft tokens while the target model agrees, then draw one token of its own.
 
     Draft token ``x`` at position ``i`` is accepted with probability
-    ``min(1, target_probs[:, i, x] / draft_probs[:, i, x])``. The drafts before the first that is not
+    ``min(1, target_probs[:, i, x] / draft_probs[:, i, x])``. Drafts before the first that is not
     accepted are emitted, then a token from ``max(target_probs - draft_probs, 0)`` at that
     position; from the target's last position if all drafts were accepted. What is emitted is
     distributed as the target model's own tokens.
@@ -672,6 +753,7 @@ def chain_speculative_sampling(
     emitted = maybe_output_emitted_draft_token_num
     if emitted is None:
         emitted = torch.zeros(batch, dtype=torch.int32, device=device)
+    _check_flag("deterministic", deterministic)
     seed, offset = _resolve_seed(seed, offset, generator, device)
     inputs = (draft_probs, draft_token_ids, target_probs)
     kernel(token_ids, accepted, emitted, *inputs, seed, offset, None)

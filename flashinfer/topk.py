@@ -7,25 +7,34 @@ the order of their indices unless `sorted` asks for another: every run gives the
 
 from __future__ import annotations
 
-import enum
 from typing import Any, cast
 
 import torch
 
 from . import env
 from ._kernels import UNUSUAL, Kernel, KernelTable
+from .api_logging import flashinfer_api
+from .arch import get_compute_capability
 from .jit.topk import TopKConfig, TopKOutput, gen_topk_module
+from .trace.templates.topk import (
+    TopKTieBreak,
+    top_k_page_table_transform_trace,
+    top_k_ragged_transform_trace,
+    top_k_trace,
+)
 
-
-class TopKTieBreak(enum.IntEnum):
-    """Which of the elements equal to the k-th largest are taken."""
-
-    NONE = 0
-    """No wish; the smallest indices."""
-    SMALL = 1
-    """The smallest indices."""
-    LARGE = 2
-    """The largest indices."""
+__all__ = [
+    "TopKTieBreak",
+    "can_use_clusters_topk",
+    "get_topk_module",
+    "top_k",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
+    "topk",
+    "topk_clusters_exact",
+    "topk_clusters_page_table_transform",
+    "topk_clusters_ragged_transform",
+]
 
 
 def _kernels(output: TopKOutput) -> KernelTable:
@@ -43,7 +52,7 @@ _ragged = _kernels(TopKOutput.RAGGED)
 def _prefers_large(tie_break: int) -> int:
     try:
         return int(TopKTieBreak(tie_break) is TopKTieBreak.LARGE)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ValueError(
             f"`tie_break` must be one of {[int(t) for t in TopKTieBreak]}, got {tie_break!r}"
         ) from None
@@ -54,6 +63,12 @@ def _max_cluster() -> int:
     return 1 if env.FLASHINFER_TOPK_ALGO.get() == "cta" else 0
 
 
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, (bool, type(None))):
+            raise TypeError(f"`{name}` must be True, False or None, got {type(value).__name__}")
+
+
 def _kernel_for(kernels: KernelTable, input: Any) -> Kernel:
     try:
         return kernels[input.dtype]
@@ -61,6 +76,7 @@ def _kernel_for(kernels: KernelTable, input: Any) -> Kernel:
         return kernels.load(error, input=input)
 
 
+@flashinfer_api(trace=top_k_trace)
 def top_k(
     input: torch.Tensor,
     k: int,
@@ -104,6 +120,7 @@ def top_k(
     >>> values, indices = flashinfer.top_k(torch.randn(4, 128256, device="cuda"), 2048)
     """
     kernel = _kernel_for(_top_k, input)
+    _check_flags(sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     large = _prefers_large(tie_break)
     shape = (*input.shape[:1], max(k, 0)) if isinstance(k, int) else (0, 0)
     indices = torch.empty(shape, dtype=torch.int64, device=input.device)
@@ -118,6 +135,7 @@ def top_k(
 topk = top_k
 
 
+@flashinfer_api(trace=top_k_page_table_transform_trace)
 def top_k_page_table_transform(
     input: torch.Tensor,
     src_page_table: torch.Tensor,
@@ -176,6 +194,7 @@ def top_k_page_table_transform(
         As for `top_k`.
     """
     kernel = _kernel_for(_page_table, input)
+    _check_flags(deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     large = _prefers_large(tie_break)
     if out is None:
         width = max(k, 0) if isinstance(k, int) else 0
@@ -198,6 +217,7 @@ def top_k_page_table_transform(
     return out
 
 
+@flashinfer_api(trace=top_k_ragged_transform_trace)
 def top_k_ragged_transform(
     input: torch.Tensor,
     offsets: torch.Tensor,
@@ -228,6 +248,7 @@ def top_k_ragged_transform(
         As for `top_k`.
     """
     kernel = _kernel_for(_ragged, input)
+    _check_flags(deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     large = _prefers_large(tie_break)
     width = max(k, 0) if isinstance(k, int) else 0
     out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)
@@ -236,6 +257,22 @@ def top_k_ragged_transform(
 
 
 # ---- names that serving engines import -----------------------------------------------------------
+
+
+def get_topk_module() -> Any:
+    """The module of `top_k` for float32, compiled if need be."""
+    return gen_topk_module(TopKConfig(torch.float32, TopKOutput.VALUES)).build_and_load()
+
+
+def can_use_clusters_topk(
+    algo: str | None,
+    device: torch.device,
+    deterministic: bool,
+    tie_break: int,
+    dsa_graph_safe: bool,
+) -> bool:
+    """Whether several multiprocessors may share a row on `device` (thread-block clusters)."""
+    return algo in (None, "auto", "clusters") and get_compute_capability(device)[0] >= 9
 
 
 def topk_clusters_exact(
@@ -249,12 +286,9 @@ def topk_clusters_exact(
 
     As `top_k`, which it calls.
     """
-    values, indices = _compatible_top_k(logits, top_k)
+    values, indices = topk(logits, top_k)
     indices = indices.to(out_dtype)
     return (values, indices) if output_values else indices
-
-
-_compatible_top_k = top_k
 
 
 def topk_clusters_page_table_transform(

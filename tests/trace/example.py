@@ -4,6 +4,7 @@
 
 The files are committed; ``test_committed_definitions.py`` sees that they are what the code writes:
 
+    chain_speculative_sampling_n3_v128256.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
@@ -17,6 +18,7 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     gemma_rmsnorm_h3584.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json
+    min_p_sampling_from_probs_v128256_f32.json
     mxfp4_dequantize_b3584.json
     mxfp4_dequantize_host_b3584_g32.json
     mxfp4_quantize_h7168.json
@@ -33,12 +35,26 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     rmsnorm_h4096.json
     rmsnorm_h4096_f16.json
     rmsnorm_quant_h8192_output_e4m3.json
+    sampling_from_logits_v128256_f32.json
+    sampling_from_probs_valid_v128256_f32.json
     segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
     silu_and_mul_d14336.json                 Llama 3 8B
     silu_and_mul_nvfp4_quantize_h4096.json
     silu_and_mul_per_token_group_quant_8bit_float8_e5m2_h4096_g128.json
     silu_and_mul_per_token_group_quant_8bit_h4096_g128.json
     silu_and_mul_per_token_group_quant_8bit_int8_h4096_g128.json
+    softmax_v128256_f32.json
+    top_k_k2048_f32.json
+    top_k_mask_logits_v128256_f32.json
+    top_k_page_table_transform_k2048_p64_f32.json
+    top_k_ragged_transform_k2048_f32.json
+    top_k_renorm_probs_v128256_f32.json
+    top_k_sampling_from_probs_v128256_f32.json
+    top_k_top_p_sampling_from_logits_v128256_f32.json
+    top_k_top_p_sampling_from_probs_v128256_f32.json
+    top_k_top_p_sampling_from_probs_v128256_f32_joint.json
+    top_p_renorm_probs_v128256_f32.json
+    top_p_sampling_from_probs_v128256_f32.json
 """
 
 from __future__ import annotations
@@ -67,6 +83,7 @@ def main(folder: Path) -> None:
         call_quantized_norms(torch.bfloat16)
         call_activations(torch.bfloat16)
         call_quantization(torch.bfloat16)
+        call_sampling(8, 128256)
 
 
 def call_norms(dtype) -> None:
@@ -143,6 +160,40 @@ def call_quantization(dtype) -> None:
     mask = torch.rand(4096) < 0.5
     q.packbits(mask)
     q.segment_packbits(mask, torch.tensor([0, 1000, 1024, 4096], dtype=torch.int32), "little")
+
+
+def call_sampling(batch_size: int, vocab_size: int) -> None:
+    import torch
+
+    import flashinfer
+
+    logits = torch.randn(batch_size, vocab_size) * 3
+    probs = flashinfer.softmax(logits, torch.full((batch_size,), 0.7))
+    number = torch.arange(batch_size)
+    key = {"seed": number, "offset": number + 1}
+    top_k, top_p = (number + 40).int(), torch.full((batch_size,), 0.9)
+    flashinfer.sampling_from_probs(probs, return_valid=True, **key)
+    flashinfer.sampling_from_logits(logits, **key)
+    flashinfer.top_p_sampling_from_probs(probs, top_p, **key)
+    flashinfer.top_k_sampling_from_probs(probs, top_k, **key)
+    flashinfer.min_p_sampling_from_probs(probs, top_p / 9, **key)
+    flashinfer.top_k_top_p_sampling_from_probs(probs, top_k, top_p, **key)
+    flashinfer.top_k_top_p_sampling_from_probs(
+        probs, top_k, top_p, filter_apply_order="joint", **key
+    )
+    flashinfer.top_k_top_p_sampling_from_logits(logits, top_k, top_p, **key)
+    flashinfer.top_k_renorm_probs(probs, top_k)
+    flashinfer.top_p_renorm_probs(probs, top_p)
+    flashinfer.top_k_mask_logits(logits, top_k)
+    tokens = torch.ones(2, 3, dtype=torch.int32)
+    chain = (probs[:6].view(2, 3, -1), tokens, probs.view(2, 4, -1))
+    flashinfer.chain_speculative_sampling(*chain, seed=number[:2], offset=number[:2])
+
+    lengths = (number * 4096 + 1024).int()
+    flashinfer.top_k(logits, 2048)
+    pages = torch.arange(batch_size * 2048).view(batch_size, 2048).int()
+    flashinfer.top_k_page_table_transform(logits, pages, lengths, 2048, page_size=64)
+    flashinfer.top_k_ragged_transform(logits, lengths, lengths, 2048)
 
 
 if __name__ == "__main__":

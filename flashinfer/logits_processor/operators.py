@@ -1,0 +1,167 @@
+"""The operations that processors and fusion rules are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from .. import sampling
+from .op import ParameterizedOp
+from .types import TaggedTensor, TensorType
+
+_DRAW = ("indices", "generator", "check_nan", "seed", "offset")
+
+
+class TemperatureOp(ParameterizedOp):
+    """Logits divided by `temperature`."""
+
+    IN = OUT = TensorType.LOGITS
+    PARAMETERS = ("temperature",)
+
+    def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
+        logits = self._checked(tensor).data
+        temperature = self._get_param("temperature", kwargs)
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature.reshape(-1, 1)
+        elif not temperature > 0:
+            raise ValueError(f"`temperature` must be positive, got {temperature}")
+        return TaggedTensor.logits(logits / temperature)
+
+
+class SoftmaxOp(ParameterizedOp):
+    """Softmax of logits; of logits divided by `temperature` where `scaled`."""
+
+    IN, OUT = TensorType.LOGITS, TensorType.PROBS
+    scaled = False
+
+    def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
+        temperature = self._get_param("temperature", kwargs) if self.scaled else None
+        enable_pdl = self.default_params.get("enable_pdl")
+        logits = self._checked(tensor).data
+        return TaggedTensor.probs(sampling.softmax(logits, temperature, enable_pdl))
+
+
+class TemperatureSoftmaxOp(SoftmaxOp):
+    """Temperature and softmax in one kernel."""
+
+    PARAMETERS = ("temperature",)
+    scaled = True
+
+
+class _FilterOp(ParameterizedOp):
+    """One public function of a tensor and one parameter."""
+
+    function: ClassVar[Callable[..., torch.Tensor]]
+
+    def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
+        value = self._get_param(self.PARAMETERS[0], kwargs)
+        return TaggedTensor(type(self).function(self._checked(tensor).data, value), self.OUT)
+
+
+class LogitsTopKOp(_FilterOp):
+    """All but the `top_k` largest logits become -inf."""
+
+    IN = OUT = TensorType.LOGITS
+    PARAMETERS = ("top_k",)
+    function = staticmethod(sampling.top_k_mask_logits)
+
+
+class ProbsTopKOp(_FilterOp):
+    """The `top_k` largest probabilities, renormalised."""
+
+    IN = OUT = TensorType.PROBS
+    PARAMETERS = ("top_k",)
+    function = staticmethod(sampling.top_k_renorm_probs)
+
+
+class TopPOp(_FilterOp):
+    """The nucleus, renormalised."""
+
+    IN = OUT = TensorType.PROBS
+    PARAMETERS = ("top_p",)
+    function = staticmethod(sampling.top_p_renorm_probs)
+
+
+def _min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor | float) -> torch.Tensor:
+    """What is at least `min_p` times the row's largest, renormalised."""
+    limit = torch.as_tensor(min_p, device=probs.device, dtype=torch.float32).clamp(max=1)
+    largest = probs.float().amax(dim=-1, keepdim=True)
+    kept = probs.float().where(probs.float() >= limit.reshape(-1, 1) * largest, 0)
+    return (kept / kept.sum(dim=-1, keepdim=True)).to(probs.dtype)
+
+
+class MinPOp(_FilterOp):
+    """What is at least `min_p` times the largest, renormalised; by PyTorch unless it is fused."""
+
+    IN = OUT = TensorType.PROBS
+    PARAMETERS = ("min_p",)
+    function = staticmethod(_min_p_renorm)
+
+
+class DrawOp(ParameterizedOp):
+    """One token per row: a sampling function, the filters' parameters and those of the draw."""
+
+    OUT = TensorType.INDICES
+    FILTERS: ClassVar[tuple[str, ...]] = ()
+    function: ClassVar[Callable[..., torch.Tensor]]
+    fixed: ClassVar[dict[str, Any]] = {}
+
+    def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
+        rows = self._checked(tensor).data
+        filters = {name: self._get_param(name, kwargs) for name in self.FILTERS}
+        draw = {name: self._get_param(name, kwargs, required=False) for name in _DRAW}
+        draw["check_nan"] = bool(draw["check_nan"])
+        draw["deterministic"] = self.default_params.get("deterministic", True)
+        tokens = type(self).function(rows, **filters, **draw, **self.fixed)
+        return TaggedTensor.indices(tokens)
+
+
+def _draw_op(
+    name: str,
+    takes: TensorType,
+    function: Callable[..., torch.Tensor],
+    filters: tuple[str, ...] = (),
+    **fixed: Any,
+) -> type[DrawOp]:
+    members = {
+        "__doc__": f"`{function.__name__}`.",
+        "__module__": __name__,
+        "IN": takes,
+        "FILTERS": filters,
+        "PARAMETERS": (*filters, *_DRAW),
+        "function": staticmethod(function),
+        "fixed": fixed,
+    }
+    return type(name, (DrawOp,), members)
+
+
+_LOGITS, _PROBS = TensorType.LOGITS, TensorType.PROBS
+_BOTH = ("top_k", "top_p")
+
+LogitsSampleOp = _draw_op("LogitsSampleOp", _LOGITS, sampling.sampling_from_logits)
+ProbsSampleOp = _draw_op("ProbsSampleOp", _PROBS, sampling.sampling_from_probs)
+TopKSampleOp = _draw_op("TopKSampleOp", _PROBS, sampling.top_k_sampling_from_probs, ("top_k",))
+TopPSampleOp = _draw_op("TopPSampleOp", _PROBS, sampling.top_p_sampling_from_probs, ("top_p",))
+MinPSampleOp = _draw_op("MinPSampleOp", _PROBS, sampling.min_p_sampling_from_probs, ("min_p",))
+TopKTopPSampleOp = _draw_op(
+    "TopKTopPSampleOp", _PROBS, sampling.top_k_top_p_sampling_from_probs, _BOTH
+)
+JointTopKTopPSampleOp = _draw_op(
+    "JointTopKTopPSampleOp",
+    _PROBS,
+    sampling.top_k_top_p_sampling_from_probs,
+    _BOTH,
+    filter_apply_order="joint",
+)
+LogitsTopKTopPSampleOp = _draw_op(
+    "LogitsTopKTopPSampleOp", _LOGITS, sampling.top_k_top_p_sampling_from_logits, _BOTH
+)
+LogitsJointTopKTopPSampleOp = _draw_op(
+    "LogitsJointTopKTopPSampleOp",
+    _LOGITS,
+    sampling.top_k_top_p_sampling_from_logits,
+    _BOTH,
+    filter_apply_order="joint",
+)
