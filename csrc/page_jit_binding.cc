@@ -156,7 +156,10 @@ FLASHINFER_FFI_EXPORT(append_paged_mla_kv_cache, args) {
   ffi::check_count(ckv, "columns", ckv.dim(1));
   ffi::check_count(kpe, "columns", kpe.dim(1));
   const int64_t num_pages = ckv_cache.dim(0), page_size = ckv_cache.dim(1);
-  ffi::check_shape(ckv_cache, {num_pages, page_size, ckv.dim(1)});
+  if (ckv.dim(1) != ckv_cache.dim(2)) {
+    ffi::raise("ValueError", "`append_ckv` must have the columns of `ckv_cache` %s, got shape %s",
+               ckv_cache.shape_text().c_str(), ckv.shape_text().c_str());
+  }
   ffi::check_shape(kpe_cache, {num_pages, page_size, kpe.dim(1)});
   check_source(ckv, ckv_cache, num_tokens);
   check_source(kpe, kpe_cache, num_tokens);

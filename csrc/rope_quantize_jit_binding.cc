@@ -230,6 +230,11 @@ FLASHINFER_FFI_EXPORT(rope_quantize_append, args) {
   }
   ffi::check_ndim(first_cache, v ? 4 : 3, v ? 4 : 3);
   const int64_t num_pages = first_cache.dim(0);
+  const int64_t cache_page_size = first_cache.dim(v ? ffi::cache_axes(is_hnd).slot : 1);
+  if (page_size != cache_page_size) {
+    ffi::raise("ValueError", "`page_size` must be %lld as in `paged_kv_cache`, got %lld",
+               static_cast<long long>(cache_page_size), static_cast<long long>(page_size));
+  }
   ffi::check_count(first_cache, "pages", num_pages);
   add_rows(params, alignment, in.q_rope, output_rows(alignment, q_rope_out, in.q_rope), true,
            in.scale_q);

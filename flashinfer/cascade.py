@@ -13,6 +13,7 @@ import torch
 
 from ._kernels import UNUSUAL, Kernel, KernelTable
 from .api_logging import flashinfer_api
+from .dtypes import FLOAT, check_dtype
 from .jit.cascade import CascadeConfig, gen_cascade_module
 from .trace.templates.cascade import (
     merge_state_in_place_trace,
@@ -23,22 +24,27 @@ from .trace.templates.cascade import (
 __all__ = ["gen_cascade_module", "merge_state", "merge_state_in_place", "merge_states"]
 
 
-def _table(function: str, *, pair: bool) -> KernelTable:
+def _table(function: str, v: str, *, pair: bool) -> KernelTable:
+    """Kernels of `function`, whose argument `v` has the dtype."""
+
     def get_kernel(dtype: torch.dtype) -> Kernel:
+        check_dtype(v, dtype, FLOAT)
         module = gen_cascade_module(CascadeConfig(dtype, pair)).build_and_load()
         return cast(Kernel, getattr(module, function))
 
     return KernelTable(get_kernel)
 
 
-_merge_state = _table("merge_state", pair=True)
-_merge_state_in_place = _table("merge_state_in_place", pair=True)
-_merge_states = _table("merge_states", pair=False)
+_merge_state = _table("merge_state", "v_a", pair=True)
+_merge_state_in_place = _table("merge_state_in_place", "v", pair=True)
+_merge_states = _table("merge_states", "v", pair=False)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Room for a result; what is no tensor is passed on for the kernel to refuse by name."""
-    return torch.empty_like(tensor) if isinstance(tensor, torch.Tensor) else tensor
+def _like(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Room for a result of the shape of argument `name`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    return torch.empty_like(tensor)
 
 
 @flashinfer_api(trace=merge_state_trace)
@@ -83,7 +89,7 @@ def merge_state(
     >>> s_a, s_b = torch.randn(2, 16, 32, device="cuda")
     >>> v, s = flashinfer.merge_state(v_a, s_a, v_b, s_b)
     """
-    v, s = _like(v_a), _like(s_a)
+    v, s = _like("v_a", v_a), _like("s_a", s_a)
     try:
         _merge_state[v_a.dtype](v, s, v_a, s_a, v_b, s_b)
     except UNUSUAL as error:

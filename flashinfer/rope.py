@@ -15,6 +15,7 @@ import torch
 
 from ._kernels import UNUSUAL, Kernel, KernelTable
 from .api_logging import flashinfer_api
+from .dtypes import FLOAT, check_dtype
 from .jit.rope import RopeConfig, gen_rope_module
 from .rope_quantize import mla_rope_quantize_fp8 as mla_rope_quantize_fp8
 from .rope_quantize import rope_quantize_fp8 as rope_quantize_fp8
@@ -54,6 +55,7 @@ __all__ = [
 
 def _table(*, interleave: bool, computed: bool) -> KernelTable:
     def get_kernel(dtype: torch.dtype, cache_dtype: torch.dtype = torch.float32) -> Kernel:
+        check_dtype("q" if computed else "query", dtype, FLOAT)
         config = RopeConfig(dtype, dtype, interleave, computed, cache_dtype)
         module = gen_rope_module(config).build_and_load()
         return cast(Kernel, module.rope if computed else module.rope_with_cache)

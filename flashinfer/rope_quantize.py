@@ -9,6 +9,7 @@ import torch
 from ._kernels import UNUSUAL, Kernel, KernelTable
 from ._layout import is_hnd
 from .api_logging import flashinfer_api
+from .dtypes import FLOAT, FLOAT8, check_dtype
 from .jit.rope import RopeConfig, gen_rope_module
 from .trace.templates.rope_quantize import (
     mla_rope_quantize_fp8_trace,
@@ -19,8 +20,8 @@ from .trace.templates.rope_quantize import (
 
 def _table(*, is_neox: bool, append: bool) -> KernelTable:
     def get_kernel(dtype: torch.dtype, cache: torch.dtype, out_dtype: torch.dtype) -> Kernel:
-        if out_dtype == dtype:
-            raise ValueError(f"`quantize_dtype` must be an 8-bit float, got {out_dtype}")
+        check_dtype("q_rope", dtype, FLOAT)
+        check_dtype("quantize_dtype", out_dtype, FLOAT8)
         config = RopeConfig(dtype, out_dtype, not is_neox, False, cache, append)
         module = gen_rope_module(config).build_and_load()
         return cast(Kernel, module.rope_quantize_append if append else module.rope_quantize)

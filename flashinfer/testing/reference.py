@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..trace.specs import argument_of
+from ..trace.standalone import required_parameters
 from ..trace.template import resolve_template
 from .numerics import ErrorBound, compare, error_bound
 from .tensors import (
@@ -133,8 +134,13 @@ def _outputs(
         values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if len(values) == len(template.outputs):
         by_key = dict(zip(template.outputs, values, strict=True))
-    else:  # what is returned are then the outputs that no argument received
-        without = [key for key in template.outputs if key not in destinations]
+    else:  # not returned is then what the function requires a destination for
+        required = required_parameters(template.reference)
+        without = [
+            key
+            for key in template.outputs
+            if key not in destinations or destinations[key][0] not in required
+        ]
         if len(values) != len(without):
             wanted = ", ".join(without) or "none"
             raise AssertionError(

@@ -72,7 +72,10 @@ class Tensor:
     dtype_from : str, optional
         JSON key (or argument name) of the tensor whose dtype this one has.
     dtype_from_scalar : str, optional
-        Name of an argument that holds the dtype (as ``out_dtype`` does).
+        Name of an argument that holds the dtype (as ``out_dtype`` does). Where that is None: the
+        dtype of an output under the same name that the call gives, or else `dtype_default`.
+    dtype_default : str, optional
+        See `dtype_from_scalar`.
     optional : bool
         The argument may be None; it is then left out of the definition.
     description : str
@@ -98,6 +101,7 @@ class Tensor:
     dtype: str | None = None
     dtype_from: str | None = None
     dtype_from_scalar: str | None = None
+    dtype_default: str | None = None
     optional: bool = False
     description: str = ""
     dtypes: Sequence[str] | None = None

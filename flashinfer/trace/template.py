@@ -248,8 +248,16 @@ class TraceTemplate:
             return dtype_name(source.dtype) if isinstance(source, torch.Tensor) else None
         if spec.dtype_from_scalar is not None:
             chosen = arguments.get(spec.dtype_from_scalar)
-            return None if chosen is None else dtype_name(chosen)
+            return self._default_dtype(spec, arguments) if chosen is None else dtype_name(chosen)
         return None
+
+    def _default_dtype(self, spec: Tensor, arguments: Mapping[str, Any]) -> str | None:
+        for key, other in self.outputs.items():
+            if getattr(other, "dtype_from_scalar", None) == spec.dtype_from_scalar:
+                given = argument_of(key, other, arguments)
+                if isinstance(given, torch.Tensor):
+                    return dtype_name(given.dtype)
+        return spec.dtype_default
 
     def _check_destination_types(self, arguments: Mapping[str, Any]) -> None:
         required = required_parameters(self.reference)

@@ -28,7 +28,12 @@ def _quantize(y: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor
 def _chosen_dtype(quantize_dtype: torch.dtype | None, *outs: torch.Tensor | None) -> torch.dtype:
     """The dtype asked for, else that of a given output, else float8_e4m3fn."""
     given = [out.dtype for out in outs if out is not None]
-    return quantize_dtype or (given[0] if given else torch.float8_e4m3fn)
+    dtype = quantize_dtype or (given[0] if given else torch.float8_e4m3fn)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"`quantize_dtype` must be a torch.dtype, got {dtype!r}")
+    if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise ValueError(f"`quantize_dtype` must be float8_e4m3fn or float8_e5m2, got {dtype}")
+    return dtype
 
 
 def _rotated(
@@ -188,7 +193,14 @@ def _heads(which: str, last: str, **properties: Any) -> Tensor:
 
 
 def _out(which: str, last: str, param: str) -> Tensor:
-    return _heads(which, last, param=param, dtypes=_FP8, dtype_from_scalar="quantize_dtype")
+    return _heads(
+        which,
+        last,
+        param=param,
+        dtypes=_FP8,
+        dtype_from_scalar="quantize_dtype",
+        dtype_default="float8_e4m3fn",
+    )
 
 
 def _inputs(keys: str, *, optional: bool) -> dict[str, Value]:
@@ -281,7 +293,7 @@ def _append_template(suffix: str, *, mla: bool, kv_layout: str) -> TraceTemplate
     del axes["batch_size"]
     axes["num_pages"] = Var("Pages of the caches.")
     axes["page_size"] = Const("Slots of a page.", abbrev="ps")
-    inputs = _inputs(keys, optional=not mla)
+    inputs = _inputs(keys, optional=True)
     if mla:
         names = ("ckv_cache", "k_nope_dim"), ("kpe_cache", "rope_dim")
         inner = ["page_size"]
