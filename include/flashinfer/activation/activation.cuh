@@ -21,7 +21,10 @@ __device__ __forceinline__ float sigmoid(float x) {
   // exp(-|x|) cannot overflow, so the left tail keeps its relative accuracy.
   const float t = kExact ? expf(-fabsf(x)) : __expf(-fabsf(x));
   const float numerator = x < 0.f ? t : 1.f;
-  return kExact ? numerator / (1.f + t) : __fdividef(numerator, 1.f + t);
+  if constexpr (kExact) return numerator / (1.f + t);
+  float reciprocal;  // of 1 to 2: not the range that the intrinsic for division provides for
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + t));
+  return numerator * reciprocal;
 }
 
 // erfc(z) for z >= 0 to a relative error of 1.2e-7 (and of the approximate exponential): the

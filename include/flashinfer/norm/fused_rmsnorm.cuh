@@ -56,8 +56,11 @@ struct FusedRmsnormTraits {
   using Output = Output_;
   static constexpr bool kAddResidual = kAddResidual_;
   static constexpr bool kSilu = kSilu_;
-  static constexpr int kVecSize = 16 / sizeof(T);
   static constexpr bool kGroups = Output::kGroupSize > 1;
+  // Two accesses next to each other for groups: half as many lanes then share, and make, a scale.
+  // H200, 16384 x 7168 bfloat16: 117 us, with one 142; with a residual, for which registers are
+  // short, 290 and 275.
+  static constexpr int kVecSize = (kGroups && !kAddResidual ? 32 : 16) / sizeof(T);
   static constexpr int kLanesPerGroup = kGroups ? Output::kGroupSize / kVecSize : 1;
   // Magnitudes below this do not make a scale smaller; the value of DeepSeek's kernels.
   static constexpr float kGroupEps = 1e-4f;
@@ -143,47 +146,82 @@ __device__ __forceinline__ void finish_norm(const FusedRmsnormParams& params, ui
 
 }  // namespace detail
 
-// blockDim.x threads (whole warps) share a row and hold kVecsPerThread vectors each; blockDim.y
-// rows, of a warp each where there are several.
-template <typename Traits, int kVecsPerThread>
-__global__ void __launch_bounds__(kVecsPerThread == 4 ? 512 : 1024)
+// blockDim.x threads (whole warps) share a row and hold kVecsPerThread vectors each; a CTA takes
+// blockDim.y rows at a time, of a warp each where there are several. With kLoop it goes on to rows
+// a grid further, which are under way while it reduces and writes these; the schedules are those of
+// norm.cuh, where they were measured.
+template <typename Traits, int kVecsPerThread, bool kLoop>
+__global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
     fused_rmsnorm_kernel(const __grid_constant__ FusedRmsnormParams params) {
   using T = typename Traits::T;
   constexpr int kVecSize = Traits::kVecSize;
-  __shared__ float scratch[32];
-  const uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
-  const bool is_row = row < params.num_rows;
-  const auto col_of = [&](int i) { return (threadIdx.x + i * blockDim.x) * kVecSize; };
-
-  Vector<T, kVecSize> weight[kVecsPerThread];
-  float h[kVecsPerThread][kVecSize] = {};
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  constexpr bool kKeepWeight = !(kLoop && Traits::kAddResidual);
+  __shared__ float scratch[2][32];
+  const uint32_t row_step = gridDim.x * blockDim.y;
+  const uint32_t num_rows = Traits::kGroups ? params.scale_rows : params.num_rows;
+  // A warp's vectors are next to each other.
+  const uint32_t first_vec = threadIdx.x / 32 * (32 * kVecsPerThread) + threadIdx.x % 32;
+  const auto col_of = [&](int i) { return (first_vec + i * 32) * kVecSize; };
+  const auto is_valid = [&](uint32_t row, int i) {
+    return row < params.num_rows && col_of(i) < params.hidden_size;
+  };
+  Vector<T, kVecSize> next[kVecsPerThread], next_residual[kVecsPerThread], weight[kVecsPerThread];
+  const auto load_row = [&](uint32_t row) {
 #pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) {
+    for (int i = 0; i < kVecsPerThread; ++i) {
+      next[i] = {};
+      next_residual[i] = {};
+      if (!is_valid(row, i)) continue;
+      next[i].load(static_cast<const T*>(params.input) + row * params.input_stride + col_of(i));
+      if constexpr (Traits::kAddResidual) {
+        next_residual[i].load(static_cast<const T*>(params.residual) +
+                              row * params.residual_stride + col_of(i));
+      }
+    }
+  };
+  const auto load_weight = [&](int i) {
     weight[i] = {};
-    if (is_row && col_of(i) < params.hidden_size) {
-      detail::load_norm_sum<Traits>(params, row, col_of(i), h[i]);
+    if (col_of(i) < params.hidden_size) {
       weight[i].load(static_cast<const T*>(params.weight) + col_of(i));
     }
-  }
-  float sum = 0.f;
+  };
+
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  uint32_t first_row = blockIdx.x * blockDim.y;
+  load_row(first_row + threadIdx.y);
+  if constexpr (kKeepWeight) {
 #pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) {
-#pragma unroll
-    for (int j = 0; j < kVecSize; ++j) sum += h[i][j] * h[i][j];
+    for (int i = 0; i < kVecsPerThread; ++i) load_weight(i);
   }
-  // Rows of one warp each have no barrier, so that a warp without a row may leave it out.
-  sum = blockDim.x == 32 ? warp_reduce_sum(sum)
-                         : block_reduce_sum(sum, scratch, static_cast<int>(blockDim.x) / 32);
-  const float inv_rms = rsqrtf(sum / static_cast<float>(params.hidden_size) + params.eps);
-  if constexpr (Traits::kGroups) {
-    if (!is_row && row < params.scale_rows) detail::zero_scales<Traits>(params, row);
-  }
+  // All threads of a CTA go round equally often, for the barrier of the reduction.
+  for (uint32_t parity = 0; first_row < num_rows; first_row += row_step, parity ^= 1) {
+    const uint32_t row = first_row + threadIdx.y;
+    float h[kVecsPerThread][kVecSize];
+    float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) {
-    const bool is_valid = is_row && col_of(i) < params.hidden_size;
-    detail::finish_norm<Traits>(params, row, col_of(i), is_valid, h[i], weight[i], inv_rms);
+    for (int i = 0; i < kVecsPerThread; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        h[i][j] = Traits::kAddResidual ? next[i][j] + next_residual[i][j] : next[i][j];
+        sum += h[i][j] * h[i][j];
+      }
+    }
+    if constexpr (kLoop) load_row(row + row_step);
+    sum = blockDim.x == 32
+              ? warp_reduce_sum(sum)
+              : block_reduce_sum(sum, scratch[parity], static_cast<int>(blockDim.x) / 32);
+    const float inv_rms = rsqrtf(sum / static_cast<float>(params.hidden_size) + params.eps);
+    if constexpr (Traits::kGroups) {
+      if (row >= params.num_rows && row < num_rows) detail::zero_scales<Traits>(params, row);
+    }
+#pragma unroll
+    for (int i = 0; i < kVecsPerThread; ++i) {
+      if constexpr (!kKeepWeight) load_weight(i);
+      detail::finish_norm<Traits>(params, row, col_of(i), is_valid(row, i), h[i], weight[i],
+                                  inv_rms);
+    }
+    if constexpr (!kLoop) break;
   }
 }
 
@@ -226,6 +264,18 @@ __global__ void __launch_bounds__(1024)
 
 #ifndef __CUDACC_RTC__
 
+template <typename Traits, bool kLoop>
+inline auto fused_rmsnorm_kernel_for(int vecs_per_thread) -> void (*)(FusedRmsnormParams) {
+  switch (vecs_per_thread) {
+    case 1:
+      return fused_rmsnorm_kernel<Traits, 1, kLoop>;
+    case 2:
+      return fused_rmsnorm_kernel<Traits, 2, kLoop>;
+    default:  // groups have vectors of twice the size, and no more than two
+      return fused_rmsnorm_kernel < Traits, Traits::kGroups ? 2 : 4, kLoop > ;
+  }
+}
+
 // Groups ask for vectorizable rows.
 template <typename Traits>
 inline cudaError_t launch_fused_rmsnorm(const FusedRmsnormParams& params, int num_sms,
@@ -233,26 +283,39 @@ inline cudaError_t launch_fused_rmsnorm(const FusedRmsnormParams& params, int nu
   constexpr uint32_t kVecSize = Traits::kVecSize;
   const uint32_t num_rows = Traits::kGroups ? params.scale_rows : params.num_rows;
   const uint32_t num_vecs = params.hidden_size / kVecSize;
-  if (!params.vectorizable || num_vecs > 4 * 512) {
+  if (!params.vectorizable || params.hidden_size * sizeof(typename Traits::T) > 16384) {
     void (*kernel)(FusedRmsnormParams) = fused_rmsnorm_looped_kernel<Traits, kVecSize>;
     if constexpr (!Traits::kGroups) {
       if (!params.vectorizable) kernel = fused_rmsnorm_looped_kernel<Traits, 1>;
     }
-    const uint32_t threads = params.hidden_size < 1024 ? round_up(params.hidden_size, 32u) : 1024;
+    const uint32_t threads =
+        params.hidden_size < 1024 ? round_up(params.hidden_size, 32u)
+        : params.hidden_size * sizeof(typename Traits::T) > 32768 || Traits::kAddResidual ? 1024
+                                                                                          : 512;
     return launch_kernel(kernel, dim3(num_rows), dim3(threads), 0, stream, enable_pdl, params);
   }
-  // Few rows: latency counts, so spread each over more threads.
-  int vecs = num_vecs <= 32 || num_rows <= static_cast<uint32_t>(2 * num_sms) ? 1 : 4;
-  if (num_vecs > 32 && num_vecs <= 64) vecs = 2;
-  const uint32_t max_threads = vecs == 1 ? 1024 : 512;
-  while (vecs < 4 && ceil_div<uint32_t>(num_vecs, vecs) > max_threads) vecs *= 2;
-  const uint32_t threads = round_up(ceil_div<uint32_t>(num_vecs, vecs), 32u);
-  const uint32_t rows_per_cta = threads == 32 ? 4 : 1;
-  void (*kernel)(FusedRmsnormParams) = vecs == 1   ? fused_rmsnorm_kernel<Traits, 1>
-                                       : vecs == 2 ? fused_rmsnorm_kernel<Traits, 2>
-                                                   : fused_rmsnorm_kernel<Traits, 4>;
-  return launch_kernel(kernel, dim3(ceil_div(num_rows, rows_per_cta)), dim3(threads, rows_per_cta),
-                       0, stream, enable_pdl, params);
+  // A warp per row, or a CTA with 32 bytes per thread.
+  constexpr int kMostVecs = 64 / (kVecSize * sizeof(typename Traits::T));
+  const bool is_warp = num_vecs <= 32 * kMostVecs;
+  constexpr int kVecsOfCta = kMostVecs / 2;
+  const uint32_t threads = is_warp ? 32 : round_up(ceil_div<uint32_t>(num_vecs, kVecsOfCta), 32u);
+  const int vecs = is_warp ? (num_vecs <= 32 ? 1 : num_vecs <= 64 ? 2 : 4) : kVecsOfCta;
+  const uint32_t rows_per_cta = is_warp ? (num_vecs > 64 ? 2 : 4) : 1;
+  const uint32_t num_steps = ceil_div(num_rows, rows_per_cta);
+  const uint32_t threads_per_sm = is_warp ? 2048 : 1024;
+  uint32_t steps_per_cta =
+      ceil_div<uint32_t>(num_steps, num_sms * (threads_per_sm / (threads * rows_per_cta)));
+  if (!is_warp && steps_per_cta >= 32) {
+    if (Traits::kAddResidual)
+      steps_per_cta = 1;
+    else if (!Traits::kGroups && sizeof(typename Traits::T) == 2)
+      steps_per_cta = 4;
+  }
+  const bool loops = steps_per_cta > 1;
+  const auto kernel = loops ? fused_rmsnorm_kernel_for<Traits, true>(vecs)
+                            : fused_rmsnorm_kernel_for<Traits, false>(vecs);
+  return launch_kernel(kernel, dim3(ceil_div(num_steps, steps_per_cta)),
+                       dim3(threads, rows_per_cta), 0, stream, enable_pdl, params);
 }
 
 #endif  // __CUDACC_RTC__

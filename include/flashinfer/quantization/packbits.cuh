@@ -57,28 +57,47 @@ __device__ __forceinline__ uint32_t at_most(int64_t count, uint32_t limit) {
   return count < limit ? static_cast<uint32_t>(count) : limit;
 }
 
-// The last segment that starts at or before output byte `position`: it holds that byte.
+// The last segment that starts at or before the output byte `position` of the CTA's first thread:
+// all threads look at once, so that few loads follow each other.
 template <typename Index>
-__device__ __forceinline__ uint32_t find_segment(const Index* out_indptr, uint32_t num_segments,
-                                                 int64_t position) {
+__device__ __forceinline__ uint32_t find_first_segment(const Index* out_indptr,
+                                                       uint32_t num_segments, int64_t position) {
   uint32_t low = 0, high = num_segments;  // out_indptr[low] <= position < out_indptr[high]
   while (high - low > 1) {
+    const uint32_t step = ceil_div(high - low, blockDim.x);
+    const uint64_t probe = low + static_cast<uint64_t>(threadIdx.x + 1) * step;
+    const bool is_before = probe < high && out_indptr[probe] <= position;
+    low += static_cast<uint32_t>(__syncthreads_count(is_before)) * step;
+    high = high - low > step ? low + step : high;
+  }
+  return low;
+}
+
+// The same for a position further on, by strides that double: it is not far.
+template <typename Index>
+__device__ __forceinline__ uint32_t find_segment_from(const Index* out_indptr,
+                                                      uint32_t num_segments, uint32_t low,
+                                                      int64_t position) {
+  uint32_t stride = 1;
+  while (num_segments - low > stride && out_indptr[low + stride] <= position) {
+    low += stride;
+    stride *= 2;
+  }
+  uint32_t high = num_segments - low > stride ? low + stride : num_segments;
+  while (high - low > 1) {
     const uint32_t middle = low + (high - low) / 2;
-    if (out_indptr[middle] <= position) {
-      low = middle;
-    } else {
-      high = middle;
-    }
+    (out_indptr[middle] <= position ? low : high) = middle;
   }
   return low;
 }
 
 // The output word at byte `position` where segments may end inside of it.
 template <typename Index>
-__device__ __forceinline__ uint32_t pack_segments(const PackBitsParams& params, int64_t position) {
+__device__ __forceinline__ uint32_t pack_segments(const PackBitsParams& params, uint32_t segment,
+                                                  int64_t position) {
   const auto* indptr = static_cast<const Index*>(params.indptr);
   const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
-  uint32_t segment = find_segment(out_indptr, params.num_segments, position);
+  segment = find_segment_from(out_indptr, params.num_segments, segment, position);
   uint32_t word = 0;
   for (int64_t i = 0; i < 4 && position + i < params.num_out;) {
     while (position + i >= out_indptr[segment + 1]) ++segment;
@@ -96,16 +115,22 @@ __device__ __forceinline__ uint32_t pack_segments(const PackBitsParams& params, 
 template <typename Index>
 __global__ void __launch_bounds__(256)
     packbits_kernel(const __grid_constant__ PackBitsParams params) {
-  const int64_t position = 4 * (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
+  const int64_t first_position = 4 * static_cast<int64_t>(blockIdx.x) * blockDim.x;
+  const int64_t position = first_position + 4 * threadIdx.x;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
+  uint32_t first_segment = 0;
+  if constexpr (!std::is_same_v<Index, void>) {
+    first_segment = detail::find_first_segment(static_cast<const Index*>(params.out_indptr),
+                                               params.num_segments, first_position);
+  }
   if (position >= params.num_out) return;
   uint32_t word;
   if constexpr (std::is_same_v<Index, void>) {
     word =
         detail::pack_word(params, 8 * position, detail::at_most(params.num_x - 8 * position, 32));
   } else {
-    word = detail::pack_segments<Index>(params, position);
+    word = detail::pack_segments<Index>(params, first_segment, position);
   }
   word = detail::in_bit_order(word, params.big_endian);
   uint8_t* out = params.out + position;
