@@ -1,5 +1,6 @@
-// group_quant(out, scale, input, global_scale, eps, is_global_scale_inversed, enable_pdl)
+// group_quant(names, out, scale, input, global_scale, eps, is_global_scale_inversed, enable_pdl)
 //
+// `names` says what the public function calls its tensors: an index of kNames, for messages.
 // `out` may be wider than `input`: what lies beyond counts as zeros. `scale` has one element for
 // each row and group of the layout, padding included; column-major ones [groups, at least rows].
 #include "ffi_layout.h"
@@ -43,7 +44,7 @@ void check_out(const ffi::Tensor& out, const ffi::Tensor& input, int64_t num_col
          out.dim(-1) * kCodesPerByte % kGroupSize == 0;
   if (!fits) {
     ffi::raise("ValueError",
-               "`out` must have the leading shape of `input` %s and whole groups of %lld for at "
+               "`out` must have the leading shape %s of the input and whole groups of %lld for at "
                "least %lld values a row, got shape %s",
                input.shape_text().c_str(), static_cast<long long>(kGroupSize),
                static_cast<long long>(num_cols), out.shape_text().c_str());
@@ -69,10 +70,17 @@ void check_scale(const ffi::Tensor& scale, int64_t rows, int64_t groups) {
   }
 }
 
+struct Names {
+  const char* input;
+  const char* global_scale;
+};
+constexpr Names kNames[] = {{"input", "global_scale"}, {"x", ""}, {"a", "a_global_sf"}};
+
 void run(ffi::Args& args) {
+  const Names names = kNames[args.integer("names") % 3];
   const ffi::Tensor out = args.tensor("out"), scale = args.tensor("scale");
-  const ffi::Tensor input = args.tensor("input");
-  const ffi::Tensor global_scale = args.optional_tensor("global_scale");
+  const ffi::Tensor input = args.tensor(names.input);
+  const ffi::Tensor global_scale = args.optional_tensor(names.global_scale);
   const double eps = args.number("eps");
   const bool invert = args.optional_flag("is_global_scale_inversed") == ffi::Args::Flag::kTrue;
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
@@ -82,16 +90,16 @@ void run(ffi::Args& args) {
   const int64_t num_cols = kSiluAndMul ? input.dim(-1) / 2 : input.dim(-1);
   if ((kSiluAndMul && input.dim(-1) % 2 != 0) || num_cols % kGroupSize != 0) {
     ffi::raise("ValueError",
-               "`input` must have a last dimension of whole groups of %lld values%s, got shape %s",
-               static_cast<long long>(kGroupSize), kSiluAndMul ? ", twice (gate and up)" : "",
-               input.shape_text().c_str());
+               "`%s` must have a last dimension of whole groups of %lld values%s, got shape %s",
+               input.name, static_cast<long long>(kGroupSize),
+               kSiluAndMul ? ", twice (gate and up)" : "", input.shape_text().c_str());
   }
   check_out(out, input, num_cols);
   const int64_t num_rows = leading_size(input), out_cols = out.dim(-1) * kCodesPerByte;
   check_scale(scale, num_rows, out_cols / kGroupSize);
   if (num_rows > INT32_MAX || out_cols > INT32_MAX) {
-    ffi::raise("ValueError", "`input` must have fewer than 2^31 rows and columns, got shape %s",
-               input.shape_text().c_str());
+    ffi::raise("ValueError", "`%s` must have fewer than 2^31 rows and columns, got shape %s",
+               input.name, input.shape_text().c_str());
   }
   // An empty tensor has no strides worth a check.
   const bool is_empty = num_rows == 0 || out_cols == 0;
@@ -103,7 +111,7 @@ void run(ffi::Args& args) {
   if (global_scale) {
     ffi::check_dtype(global_scale, ffi::dtype::float32);
     if (global_scale.numel() != 1) {
-      ffi::raise("ValueError", "`global_scale` must have one element, got shape %s",
+      ffi::raise("ValueError", "`%s` must have one element, got shape %s", global_scale.name,
                  global_scale.shape_text().c_str());
     }
     ffi::check_disjoint(out, global_scale);

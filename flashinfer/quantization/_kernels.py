@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import functools
+from typing import Any
 
 import torch
 
 from .. import _kernels as loading
 from .._kernels import Kernel
+from ..dtypes import FLOAT, check_dtype
 from ..jit.quantization import GroupQuantConfig, gen_group_quant_module
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
+_NAMES = ("input", "x", "a")  # as in the binding, which names them in messages
 
 
 def group_quant_kernel(input: torch.Tensor, *config: Any, name: str = "input") -> Kernel:
@@ -19,15 +22,16 @@ def group_quant_kernel(input: torch.Tensor, *config: Any, name: str = "input") -
     Raises
     ------
     TypeError, ValueError
-        If `input` (called `name` in the message) is no CUDA tensor, or there is no such kernel.
+        If `input` (called `name` in messages) is no CUDA tensor, or there is no such kernel.
     """
     try:
-        key = (input.dtype, *config)
+        key = (name, input.dtype, *config)
         return _kernels[key]
     except (KeyError, AttributeError):
         loading.check_cuda_tensors(**{name: input})
-    spec = gen_group_quant_module(GroupQuantConfig(*key))
-    kernel = cast(Kernel, spec.build_and_load().group_quant)
+    check_dtype(name, input.dtype, FLOAT)
+    spec = gen_group_quant_module(GroupQuantConfig(input.dtype, *config))
+    kernel = functools.partial(spec.build_and_load().group_quant, _NAMES.index(name))
     _kernels[key] = kernel
     return kernel
 

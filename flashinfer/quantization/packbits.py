@@ -25,6 +25,8 @@ def _kernel(index: str) -> Kernel:
 def _one_byte_per_bit(x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"`x` must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_complex():
+        raise ValueError(f"`x` must have a real dtype, got {str(x.dtype).removeprefix('torch.')}")
     if x.ndim != 1:
         raise ValueError(f"`x` must have 1 dimension, got shape {list(x.shape)}")
     loading.check_cuda_tensors(x=x)
@@ -39,7 +41,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     ----------
     x : torch.Tensor
         ``[n]``, contiguous; an element that is not zero is a one. Dtypes other than bool, uint8
-        and int8 cost a pass that compares them with zero.
+        and int8 (real ones) cost a pass that compares them with zero.
     bitorder : {"big", "little"}
         Whether the first of eight elements is the highest or the lowest bit of its byte.
 

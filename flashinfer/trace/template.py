@@ -450,8 +450,11 @@ def templates_of(trace: Any) -> list[TraceTemplate]:
 def _axis_without_tensor(
     axis: str, kind: Axis, arguments: Mapping[str, Any], values: Mapping[str, int]
 ) -> int | None:
-    if type(arguments.get(axis)) is int:
-        return int(arguments[axis])
+    given = arguments.get(axis)
+    if type(given) is int:
+        return given
+    if given is not None and not isinstance(given, torch.Tensor):
+        raise TypeError(f"`{axis}` must be an int, got {type(given).__name__}")
     if isinstance(kind, Const):
         if kind.value is not None:
             return kind.value

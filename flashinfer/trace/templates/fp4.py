@@ -32,7 +32,7 @@ def _nvfp4_codes(
     x: torch.Tensor, block: int, global_scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quotients of blocks and their E4M3 scales as bytes, ``[rows, blocks]``."""
-    blocks = x.reshape(-1, x.shape[-1] // block, block)
+    blocks = x.reshape(x.shape[:-1].numel(), x.shape[-1] // block, block)
     scales = to_8bit(divide(blocks.abs().amax(-1) * global_scale, 6.0), torch.float8_e4m3fn)
     multiplier = global_scale / scales.float()
     multiplier = torch.where(scales.float() == 0, 0.0, multiplier)
@@ -52,9 +52,10 @@ def _fp4(
     else:
         quotients, scales = _nvfp4_codes(x, block, global_scale)
     packed = pack_pairs(e2m1_codes(quotients.reshape(x.shape)))
-    sf = swizzle(scales, layout)
-    width = scales.shape[1] if layout == 2 else -(-scales.shape[1] // 4) * 4
-    return packed, sf.reshape(-1, width)
+    height, width = {0: (128, 4), 1: (8, 4), 2: (1, 1)}[layout]
+    rows, blocks = scales.shape
+    padded = -(-rows // height) * height, -(-blocks // width) * width
+    return packed, swizzle(scales, layout).reshape(padded)
 
 
 def _fp4_quantize_reference(
@@ -75,7 +76,13 @@ def _fp4_quantize_reference(
     Microscaling Formats (MX) Specification 1.0", 2023.
     """
     scale = torch.ones((), device=input.device)
+    if is_sf_8x4_layout and not is_sf_swizzled_layout:
+        raise ValueError("`is_sf_8x4_layout` needs `is_sf_swizzled_layout`")
+    if input.shape[-1] % sf_vec_size:
+        raise ValueError(f"`input` must have rows of whole blocks of {sf_vec_size}")
     if global_scale is not None:
+        if global_scale.numel() != 1:
+            raise ValueError("`global_scale` must have one element")
         scale = global_scale.reshape(())
     if is_global_scale_inversed:
         scale = torch.ones_like(scale) / scale

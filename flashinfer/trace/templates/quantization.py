@@ -49,6 +49,8 @@ def _segment_packbits_reference(
     Source: `packbits` of NumPy.
     """
     bounds = indptr.tolist()
+    if not bounds or bounds[0] != 0 or bounds[-1] != x.numel() or bounds != sorted(bounds):
+        raise ValueError(f"`indptr` must rise from 0 to the length of `x`, {x.numel()}")
     parts = [
         _packbits_reference(x[begin:end], bitorder)
         for begin, end in zip(bounds, bounds[1:], strict=False)
@@ -77,6 +79,13 @@ def _group_quant_8bit(
     return codes.reshape(x.shape), scale
 
 
+def _check_scale_layout(x: torch.Tensor, column_major: bool, tma_aligned: bool) -> None:
+    if tma_aligned and not column_major:
+        raise ValueError("`scale_tma_aligned` needs `column_major_scales`")
+    if column_major and x.ndim != 2:
+        raise ValueError(f"`x` must have 2 dimensions for `column_major_scales`, got {x.ndim}")
+
+
 def _per_token_group_quant_8bit_reference(
     x: torch.Tensor,
     group_size: int,
@@ -92,6 +101,7 @@ def _per_token_group_quant_8bit_reference(
     With scale_ue8m0 the scale is rounded up to a power of two. Source: DeepSeek-AI, "DeepSeek-V3
     Technical Report", 2024, section 3.3.2.
     """
+    _check_scale_layout(x, column_major_scales, scale_tma_aligned)
     dtype = torch.float8_e4m3fn if dst_dtype is None else dst_dtype
     return _group_quant_8bit(x.float(), group_size, eps, dtype, scale_ue8m0)
 
@@ -109,6 +119,7 @@ def _silu_and_mul_per_token_group_quant_8bit_reference(
 
     Source: N. Shazeer, "GLU Variants Improve Transformer", 2020.
     """
+    _check_scale_layout(x, column_major_scales, scale_tma_aligned)
     gate, up = x.double().chunk(2, dim=-1)
     y = (gate * torch.sigmoid(gate) * up).to(x.dtype).float()
     dtype = torch.float8_e4m3fn if dst_dtype is None else dst_dtype
@@ -163,6 +174,7 @@ def _widened(param: str, factor: int) -> Any:
     return init
 
 
+_REAL = ("bool", "uint8", "int8", "int16", "int32", "int64", *FLOATING, "float64")
 _BITORDER = {"bitorder": ("big", "little")}
 _ROWS = ["num_tokens", "hidden_size"]
 _EPS = Scalar(above=0, description="Least magnitude that a scale is made for.")
@@ -182,7 +194,7 @@ packbits_trace = TraceTemplate(
         "num_elements": Var("Elements, one bit each."),
         "num_bytes": Var("An eighth of that, rounded up.", from_values=True),
     },
-    inputs={"x": Tensor(["num_elements"], layout="rows")},
+    inputs={"x": Tensor(["num_elements"], layout="rows", dtypes=_REAL)},
     outputs={"packed": Tensor(["num_bytes"], dtype="uint8")},
     tags=["status:verified", "quantize"],
     reference=_packbits_reference,
@@ -207,7 +219,7 @@ segment_packbits_trace = TraceTemplate(
         "num_bytes": Var("Sum of the packed segments' lengths.", from_values=True),
     },
     inputs={
-        "x": Tensor(["num_elements"], layout="rows"),
+        "x": Tensor(["num_elements"], layout="rows", dtypes=_REAL),
         "indptr": Tensor(["len_indptr"], dtypes=("int32", "int64"), description="Segment bounds."),
     },
     outputs={
@@ -228,7 +240,7 @@ def _group_axes(width: int) -> dict[str, Axis]:
         return sizes["hidden_size"] // width
 
     def num_groups(sizes: Mapping[str, int]) -> int:
-        return sizes["hidden_size"] // width // sizes["group_size"]
+        return sizes["hidden_size"] // width // (sizes["group_size"] or 1)
 
     return {
         "num_tokens": Var("Rows."),
@@ -273,7 +285,7 @@ def _group_quant_trace(dtype: torch.dtype, *, silu_and_mul: bool) -> TraceTempla
             "x_q": Tensor(["num_tokens", "out_size"], dtype=name),
             "scale": Tensor(["num_tokens", "num_groups"], dtype="float32"),
         },
-        constraints=[f"hidden_size % ({width} * group_size) == 0"],
+        constraints=[f"group_size > 0 and hidden_size % ({width} * group_size) == 0"],
         tags=["status:verified", "quantize", *(["fused"] if silu_and_mul else [])],
         reference=reference,
         check=neighbouring_codes if silu_and_mul else same_bits,
@@ -324,9 +336,7 @@ mxfp8_quantize_trace = TraceTemplate(
         "padded_size": Const(
             "Elements of an output row.",
             abbrev="",
-            derive=lambda sizes: (
-                -(-sizes["hidden_size"] // sizes["alignment"]) * sizes["alignment"]
-            ),
+            derive=_padded_size,
         ),
         "num_scales": Var("Scales, padding of their layout included.", from_values=True),
     },
