@@ -61,6 +61,7 @@ struct FusedRmsnormTraits {
   // H200, 16384 x 7168 bfloat16: 117 us, with one 142; with a residual, for which registers are
   // short, 290 and 275.
   static constexpr int kVecSize = (kGroups && !kAddResidual ? 32 : 16) / sizeof(T);
+  static constexpr int kMostVecs = 64 / (kVecSize * sizeof(T));  // of a thread: 64 bytes
   static constexpr int kLanesPerGroup = kGroups ? Output::kGroupSize / kVecSize : 1;
   // Magnitudes below this do not make a scale smaller; the value of DeepSeek's kernels.
   static constexpr float kGroupEps = 1e-4f;
@@ -271,8 +272,8 @@ inline auto fused_rmsnorm_kernel_for(int vecs_per_thread) -> void (*)(FusedRmsno
       return fused_rmsnorm_kernel<Traits, 1, kLoop>;
     case 2:
       return fused_rmsnorm_kernel<Traits, 2, kLoop>;
-    default:  // groups have vectors of twice the size, and no more than two
-      return fused_rmsnorm_kernel < Traits, Traits::kGroups ? 2 : 4, kLoop > ;
+    default:
+      return fused_rmsnorm_kernel<Traits, Traits::kMostVecs, kLoop>;
   }
 }
 
@@ -295,9 +296,8 @@ inline cudaError_t launch_fused_rmsnorm(const FusedRmsnormParams& params, int nu
     return launch_kernel(kernel, dim3(num_rows), dim3(threads), 0, stream, enable_pdl, params);
   }
   // A warp per row, or a CTA with 32 bytes per thread.
-  constexpr int kMostVecs = 64 / (kVecSize * sizeof(typename Traits::T));
-  const bool is_warp = num_vecs <= 32 * kMostVecs;
-  constexpr int kVecsOfCta = kMostVecs / 2;
+  const bool is_warp = num_vecs <= 32 * Traits::kMostVecs;
+  constexpr int kVecsOfCta = Traits::kMostVecs / 2;
   const uint32_t threads = is_warp ? 32 : round_up(ceil_div<uint32_t>(num_vecs, kVecsOfCta), 32u);
   const int vecs = is_warp ? (num_vecs <= 32 ? 1 : num_vecs <= 64 ? 2 : 4) : kVecsOfCta;
   const uint32_t rows_per_cta = is_warp ? (num_vecs > 64 ? 2 : 4) : 1;
