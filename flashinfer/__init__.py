@@ -21,6 +21,7 @@ from .page import append_paged_kv_cache as append_paged_kv_cache
 from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
 from .page import get_batch_indices_positions as get_batch_indices_positions
 from .page import get_seq_lens as get_seq_lens
+from .quantization import block_scale_interleave as block_scale_interleave
 from .quantization import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float
 from .quantization import fp4_quantize as fp4_quantize
 from .quantization import mxfp4_dequantize as mxfp4_dequantize
@@ -28,6 +29,7 @@ from .quantization import mxfp4_dequantize_host as mxfp4_dequantize_host
 from .quantization import mxfp4_quantize as mxfp4_quantize
 from .quantization import mxfp8_dequantize_host as mxfp8_dequantize_host
 from .quantization import mxfp8_quantize as mxfp8_quantize
+from .quantization import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
 from .quantization import nvfp4_quantize as nvfp4_quantize
 from .quantization import packbits as packbits
 from .quantization import segment_packbits as segment_packbits

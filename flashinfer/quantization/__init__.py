@@ -14,5 +14,7 @@ from .fp8 import per_token_group_quant_8bit as per_token_group_quant_8bit
 from .fp8 import (
     silu_and_mul_per_token_group_quant_8bit as silu_and_mul_per_token_group_quant_8bit,
 )
+from .layout import block_scale_interleave as block_scale_interleave
+from .layout import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
 from .packbits import packbits as packbits
 from .packbits import segment_packbits as segment_packbits

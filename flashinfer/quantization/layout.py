@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 
+from ..api_logging import flashinfer_api
+from ..dtypes import check_dtype
 from ..tllm_enums import SfLayout
+from ..trace.templates.fp4 import block_scale_interleave_trace
 
 _TILE_ROWS = {SfLayout.layout_128x4: 128, SfLayout.layout_8x4: 8, SfLayout.layout_linear: 1}
+
+_SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16)
 
 KERNEL_LAYOUT = {
     SfLayout.layout_128x4: "swizzled_128x4",
@@ -62,3 +67,67 @@ def to_linear(
     elif layout is SfLayout.layout_8x4:
         scales = scales.reshape(padded_rows // 8, padded_blocks // 4, 8, 4).permute(0, 2, 1, 3)
     return scales.reshape(padded_rows, padded_blocks)[:rows, :blocks].contiguous()
+
+
+@flashinfer_api(trace=block_scale_interleave_trace)
+def block_scale_interleave(
+    unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Row-major block scales in tiles of 128 rows by 4 blocks (`SfLayout.layout_128x4`).
+
+    For scales that are made once, such as those of weights; `fp4_quantize` and the like write tiles
+    themselves. Done in PyTorch, on any device.
+
+    Parameters
+    ----------
+    unswizzled_sf : torch.Tensor
+        ``[rows, blocks]`` or ``[experts, rows, blocks]`` (each expert by itself); uint8,
+        float8_e4m3fn, float8_e8m0fnu or bfloat16.
+    out : torch.Tensor, optional
+        Result, one dimension, contiguous, dtype of `unswizzled_sf`; must not share its memory.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor: ``[experts * rows * blocks]`` with rows padded to a multiple of 128
+        and blocks to one of 4, by zeros.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+
+    Examples
+    --------
+    >>> flashinfer.block_scale_interleave(torch.ones(100, 6, dtype=torch.uint8)).shape
+    torch.Size([1024])
+    """
+    if not isinstance(unswizzled_sf, torch.Tensor):
+        kind = type(unswizzled_sf).__name__
+        raise TypeError(f"`unswizzled_sf` must be a torch.Tensor, got {kind}")
+    check_dtype("unswizzled_sf", unswizzled_sf.dtype, _SCALE_DTYPES)
+    if unswizzled_sf.ndim not in (2, 3):
+        raise ValueError(
+            f"`unswizzled_sf` must have 2 or 3 dimensions, got shape {list(unswizzled_sf.shape)}"
+        )
+    rows, blocks = unswizzled_sf.shape[-2:]
+    padded_rows, padded_blocks = padded_shape(SfLayout.layout_128x4, rows, blocks)
+    experts = unswizzled_sf.reshape(unswizzled_sf.shape[:-2].numel(), rows, blocks)
+    size = experts.shape[0] * padded_rows * padded_blocks
+    if out is None:
+        out = torch.empty(size, dtype=unswizzled_sf.dtype, device=unswizzled_sf.device)
+    elif not isinstance(out, torch.Tensor):
+        raise TypeError(f"`out` must be a torch.Tensor, got {type(out).__name__}")
+    check_dtype("out", out.dtype, (unswizzled_sf.dtype,))
+    if out.shape != (size,) or not out.is_contiguous():
+        raise ValueError(f"`out` must be contiguous of shape [{size}], got {list(out.shape)}")
+    if out.device != unswizzled_sf.device:
+        raise ValueError(f"`out` must be on {unswizzled_sf.device}, got {out.device}")
+    padded = unswizzled_sf.new_zeros(experts.shape[0], padded_rows, padded_blocks)
+    padded[:, :rows, :blocks] = experts
+    tiles = padded.reshape(-1, padded_rows // 128, 4, 32, padded_blocks // 4, 4)
+    return out.copy_(tiles.permute(0, 1, 4, 3, 2, 5).reshape(size))
+
+
+nvfp4_block_scale_interleave = block_scale_interleave
+"""The name under which `block_scale_interleave` came first."""

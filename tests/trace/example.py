@@ -4,6 +4,7 @@
 
 The files are committed; ``test_committed_definitions.py`` sees that they are what the code writes:
 
+    block_scale_interleave_b448_uint8.json
     chain_speculative_sampling_n3_v128256.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
@@ -157,6 +158,7 @@ def call_quantization(dtype) -> None:
     q.silu_and_mul_nvfp4_quantize(rows[:, :4096], scale)
     q.mxfp4_dequantize(*q.mxfp4_quantize(rows))
     q.mxfp4_dequantize_host(*q.mxfp4_quantize(rows, sfLayout=q.SfLayout.layout_linear))
+    q.block_scale_interleave(scales)
     mask = torch.rand(4096) < 0.5
     q.packbits(mask)
     q.segment_packbits(mask, torch.tensor([0, 1000, 1024, 4096], dtype=torch.int32), "little")

@@ -197,6 +197,19 @@ def _mxfp4_dequantize_host_reference(
     return _dequantized(weight, scale, group_size, True, 2)
 
 
+def _block_scale_interleave_reference(
+    unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out = scales of each matrix as tiles of 128 rows by 4 columns, padded with zeros.
+
+    Source: NVIDIA, "cuBLAS Library User Guide", 1D block scaling factors layout, 2025.
+    """
+    scales = unswizzled_sf.view(torch.uint8) if unswizzled_sf.itemsize == 1 else unswizzled_sf
+    matrices = scales.reshape(-1, *scales.shape[-2:]) if scales.numel() else scales[None, :0, :0]
+    result = torch.cat([swizzle(matrix, 0) for matrix in matrices])
+    return result.view(unswizzled_sf.dtype)
+
+
 # ---- templates ---------------------------------------------------------------------------------
 
 _FLAGS: dict[str, tuple[Any, ...]] = {
@@ -401,4 +414,27 @@ mxfp4_dequantize_host_trace = _dequantize_trace(
     axes={"group_size": Const("Elements of a block.", abbrev="g", value=32)},
     constraints=["group_size > 0", "hidden_size % group_size == 0"],
     reference=_mxfp4_dequantize_host_reference,
+)
+
+block_scale_interleave_trace = TraceTemplate(
+    op_type="fp4_quantize",
+    name_prefix="block_scale_interleave",
+    description="Row-major block scales in tiles of 128 rows by 4 blocks.",
+    axes={
+        "num_rows": Var("Rows of scales, of all experts."),
+        "num_blocks": Const("Scales of a row.", abbrev="b"),
+        "num_scales": Var("Scales, padding included.", from_values=True),
+    },
+    inputs={
+        "unswizzled_sf": Tensor(
+            ["num_rows", "num_blocks"],
+            ranks=(2, 3),
+            dtypes=("uint8", "float8_e4m3fn", "float8_e8m0fnu", "bfloat16"),
+        )
+    },
+    outputs={"output": Tensor(["num_scales"], param="out", dtype_from="unswizzled_sf")},
+    tags=["status:verified", "quantize", "host"],
+    reference=_block_scale_interleave_reference,
+    check=same_bits,
+    init=lambda arguments: {"unswizzled_sf": arguments["unswizzled_sf"].to(torch.bfloat16)},
 )
