@@ -1,4 +1,5 @@
-// Arguments that the bindings of row kernels share: one value for all rows or one per row, and seeds.
+// Arguments that the bindings of row kernels share: one value for all rows or one per row, and
+// seeds.
 #pragma once
 
 #include <flashinfer/sampling/sampling_params.h>

@@ -1,4 +1,6 @@
+#include <flashinfer/sampling/nucleus.cuh>
 #include <flashinfer/sampling/sampling.cuh>
+#include <flashinfer/sampling/softmax.cuh>
 #include <flashinfer/sampling/stream.cuh>
 
 #include "sampling.h"
@@ -10,7 +12,13 @@ cudaError_t sampling(const SamplingParams& params, int device, int num_sms, bool
   using Traits = SamplingTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_OUT_DTYPE,
                                 FLASHINFER_CFG_LOGITS, SamplingFilter::FLASHINFER_CFG_FILTER,
                                 SamplingOutput::FLASHINFER_CFG_OUTPUT>;
-  if constexpr (samples_by_stream(Traits::kFilter, Traits::kOutput)) {
+  if constexpr (Traits::kFilter == SamplingFilter::kNone &&
+                Traits::kOutput == SamplingOutput::kProbs) {
+    return launch_softmax<Traits>(params, enable_pdl, stream);
+  } else if constexpr (Traits::kFilter == SamplingFilter::kTopP &&
+                       Traits::kOutput == SamplingOutput::kToken) {
+    return launch_nucleus_sampling<Traits>(params, enable_pdl, stream);
+  } else if constexpr (samples_by_stream(Traits::kFilter, Traits::kOutput)) {
     return launch_stream_sampling<Traits>(params, enable_pdl, stream);
   } else {
     return launch_sampling<Traits>(params, device, num_sms, enable_pdl, stream);

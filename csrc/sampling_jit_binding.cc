@@ -1,5 +1,5 @@
-// sampling(out[, valid][, workspace], input[, indices][, temperature][, top_k][, top_p][, min_p][, seed, offset], enable_pdl): the
-// configuration says which are there.
+// sampling(out[, valid][, workspace], input[, indices][, temperature][, top_k][, top_p][, min_p][,
+// seed, offset], enable_pdl): the configuration says which are there.
 #include "ffi.h"
 #include "row_arguments.h"
 #include "sampling.h"
@@ -86,7 +86,7 @@ void run(ffi::Args& args) {
 
   if (kStream) {
     const auto needed = static_cast<int64_t>(
-        StreamLayout::workspace_bytes(num_input_rows, static_cast<uint32_t>(vocab_size)));
+        workspace_bytes(kFilter, num_input_rows, num_rows, static_cast<uint32_t>(vocab_size)));
     ffi::check_dtype(workspace, ffi::dtype::uint8);
     if (workspace.numel() < needed || !ffi::is_aligned(workspace, 16)) {
       ffi::raise("ValueError", "`workspace` must have %lld bytes at a 16-byte address, got %lld",
@@ -95,8 +95,9 @@ void run(ffi::Args& args) {
   }
 
   ffi::check_cuda(input);
-  for (const ffi::Tensor& tensor : {out, valid, workspace, indices, temperature.tensor, top_k.tensor,
-                                    top_p.tensor, min_p.tensor, seed.tensor, offset.tensor}) {
+  for (const ffi::Tensor& tensor :
+       {out, valid, workspace, indices, temperature.tensor, top_k.tensor, top_p.tensor,
+        min_p.tensor, seed.tensor, offset.tensor}) {
     if (tensor) ffi::check_same_device(tensor, input);
   }
   if (num_rows == 0) return;

@@ -1,4 +1,5 @@
-// chain_speculative(token_ids, accepted, emitted, draft_probs, draft_token_ids, target_probs, seed, offset, enable_pdl)
+// chain_speculative(token_ids, accepted, emitted, draft_probs, draft_token_ids, target_probs, seed,
+// offset, enable_pdl)
 #include "ffi.h"
 #include "row_arguments.h"
 #include "speculative.h"
@@ -60,8 +61,8 @@ FLASHINFER_FFI_EXPORT(chain_speculative, args) {
     if (value.tensor) ffi::check_row_vector(value.tensor, value.tensor.numel() == 1 ? 1 : num_rows);
   }
   ffi::check_cuda(draft_probs);
-  for (const ffi::Tensor& tensor : {draft_token_ids, target_probs, token_ids, accepted, emitted,
-                                    seed.tensor, offset.tensor}) {
+  for (const ffi::Tensor& tensor :
+       {draft_token_ids, target_probs, token_ids, accepted, emitted, seed.tensor, offset.tensor}) {
     if (tensor) ffi::check_same_device(tensor, draft_probs);
   }
   if (num_rows == 0) return;
@@ -81,8 +82,7 @@ FLASHINFER_FFI_EXPORT(chain_speculative, args) {
   params.seed_is_shared = !seed.tensor || (seed.tensor.numel() == 1 && num_rows != 1);
   params.offset_is_shared = !offset.tensor || (offset.tensor.numel() == 1 && num_rows != 1);
   const ffi::DeviceGuard guard(draft_probs);
-  ffi::check_launch(chain_speculative(params, draft_probs.dl->device.device_id,
-                                      ffi::device_info(draft_probs).num_sms,
-                                      ffi::resolve_pdl(enable_pdl, draft_probs),
-                                      ffi::current_stream(draft_probs)));
+  ffi::check_launch(chain_speculative(
+      params, draft_probs.dl->device.device_id, ffi::device_info(draft_probs).num_sms,
+      ffi::resolve_pdl(enable_pdl, draft_probs), ffi::current_stream(draft_probs)));
 }

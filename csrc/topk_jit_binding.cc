@@ -1,7 +1,9 @@
 // kValues:    top_k(indices, values, input, k, prefer_large, max_cluster, enable_pdl)
-// kPageTable: top_k(out, raw, input, src_page_table, lengths, row_to_batch, row_starts, page_table_row_starts, page_size,
+// kPageTable: top_k(out, raw, input, src_page_table, lengths, row_to_batch, row_starts,
+// page_table_row_starts, page_size,
 //                   k, prefer_large, max_cluster, enable_pdl)
-// kRagged:    top_k(out, input, offsets, lengths, row_starts, k, prefer_large, max_cluster, enable_pdl)
+// kRagged:    top_k(out, input, offsets, lengths, row_starts, k, prefer_large, max_cluster,
+// enable_pdl)
 #include "ffi.h"
 #include "topk.h"
 
@@ -86,7 +88,8 @@ void run(ffi::Args& args) {
     ffi::check_ndim(page_table, 2, 2);
     ffi::check_last_dim_contiguous(page_table);
     if (!row_to_batch && page_table.dim(0) != num_rows) {
-      ffi::raise("ValueError", "`src_page_table` must have a row per row of `input` (%lld) where "
+      ffi::raise("ValueError",
+                 "`src_page_table` must have a row per row of `input` (%lld) where "
                  "`row_to_batch` is None, got shape %s",
                  static_cast<long long>(num_rows), page_table.shape_text().c_str());
     }

@@ -85,8 +85,7 @@ class _TokenKernels(KernelTable):
 
         super().__init__(get_kernel)
         self.name = "logits" if logits else "probs"
-        # These draw in two passes, of which the first leaves statistics (see stream.cuh).
-        self.needs_workspace = filter not in (Filter.TOP_P, Filter.MIN_P)
+        self.filter = filter
 
 
 def _row_kernels(filter: Filter, output: Output, logits: bool) -> KernelTable:
@@ -212,9 +211,14 @@ def _refuse_nan(name: str, rows: torch.Tensor) -> None:
         raise ValueError(f"`{name}` must not contain NaN (`check_nan` is set)")
 
 
-def _workspace_bytes(rows: torch.Tensor) -> int:
-    """What `StreamLayout` asks for: per tile of 4096, 16 bytes and 32 maxima of 4 bytes."""
-    return 144 * rows.shape[0] * (-(-rows.shape[-1] // 4096)) if rows.dim() else 0
+def _workspace_bytes(filter: Filter, rows: torch.Tensor, num_outputs: int) -> int:
+    """What `workspace_bytes` in sampling_params.h asks for."""
+    if rows.dim() != 2:
+        return 0  # the binding refuses it
+    num_tiles = -(-rows.shape[1] // 4096)
+    if filter is Filter.TOP_P:
+        return 16 * num_tiles * rows.shape[0] + (24 + 8 * num_tiles) * num_outputs
+    return (16 if filter is Filter.NONE else 144) * num_tiles * rows.shape[0]
 
 
 def _sample(
@@ -245,8 +249,10 @@ def _sample(
         samples = torch.empty(indices.shape, dtype=indices.dtype, device=device)
     valid = torch.empty(samples.shape, dtype=torch.bool, device=device) if return_valid else None
     outputs: tuple[Any, ...] = (samples, valid)
-    if kernels.needs_workspace:
-        outputs += (torch.empty(_workspace_bytes(rows), dtype=torch.uint8, device=device),)
+    if kernels.filter is not Filter.MIN_P:
+        # The others draw in passes, of which the first leaves statistics.
+        nbytes = _workspace_bytes(kernels.filter, rows, len(samples))
+        outputs += (torch.empty(nbytes, dtype=torch.uint8, device=device),)
     seed, offset = _resolve_seed(seed, offset, generator, device)
     kernel(*outputs, rows, indices, *parameters, seed, offset, None)
     return (samples, valid) if return_valid else samples
@@ -300,7 +306,9 @@ def softmax(
     except UNUSUAL as error:
         kernel = _softmax.load(error, logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    kernel(out, logits, temperature, enable_pdl)
+    nbytes = _workspace_bytes(Filter.NONE, logits, 0)
+    workspace = torch.empty(nbytes, dtype=torch.uint8, device=logits.device)
+    kernel(out, workspace, logits, temperature, enable_pdl)
     return out
 
 
@@ -409,7 +417,10 @@ def top_p_sampling_from_probs(
 
     Notes
     -----
-    A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
+    A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019. A token is drawn from
+    the whole row and kept if the larger elements weigh less than `top_p`; else the next one is
+    drawn among those, and after five draws the nucleus is searched for. Whatever is kept is
+    distributed as the nucleus is.
     """
     kernels, parameters = _from_probs[Filter.TOP_P], (_row_floats(top_p),)
     return _sample(

@@ -101,6 +101,31 @@ def _row_threshold(
     return threshold
 
 
+def _inverse(weights: torch.Tensor, key: tuple[int, int, int], draw: int) -> int:
+    """The index where the running sum of integer weights passes a random part of the total."""
+    target = _philox_bits(*key, draw) * int(weights.sum()) >> 64
+    return int((weights.cumsum(0) <= target).sum())
+
+
+def _nucleus_token(
+    row: torch.Tensor, weights: torch.Tensor, top_p: float, key: tuple[int, int, int]
+) -> int:
+    """A draw that is repeated among the larger elements while it is not in the nucleus.
+
+    It is in if the larger elements weigh less than `top_p` of the row. After five draws the nucleus
+    is searched for.
+    """
+    total = int(weights.sum())
+    wanted = min(max(math.ceil(max(_single(top_p), 0.0) * float(total)), 1), total)
+    left = weights
+    for draw in range(5):
+        token = _inverse(left, key, draw)
+        left = weights * (row > row[token])
+        if top_p >= 1 or int(left.sum()) < wanted:
+            return token
+    return _inverse(weights * (row >= _row_threshold(row, weights, top_p=top_p)), key, 6)
+
+
 def _draw(
     rows: torch.Tensor,
     logits: bool,
@@ -124,9 +149,14 @@ def _draw(
         weights = _row_weights(row, logits)
         if weights is None or any(value != value for value in own.values()):
             continue
-        kept = weights * (row >= _row_threshold(row, weights, **own))
-        target = _philox_bits(*key, 0) * int(kept.sum()) >> 64
-        tokens[output], valid[output] = int((kept.cumsum(0) <= target).sum()), True
+        valid[output] = True
+        # A top-k for all rows that keeps everything leaves a draw by top-p alone.
+        top_k = filters.get("top_k", 0)
+        if "top_p" in own and isinstance(top_k, int) and not 1 <= top_k < row.numel():
+            tokens[output] = _nucleus_token(row, weights, own["top_p"], key)
+        else:
+            kept = weights * (row >= _row_threshold(row, weights, **own))
+            tokens[output] = _inverse(kept, key, 0)
     return torch.tensor(tokens, device=rows.device), torch.tensor(valid, device=rows.device)
 
 
@@ -379,8 +409,7 @@ def _chain_speculative_sampling_reference(
         weights = _row_weights(row.double(), False)
         token_ids[b, emitted] = 0
         if weights is not None:
-            target = _philox_bits(*key, 0) * int(weights.sum()) >> 64
-            token_ids[b, emitted] = int((weights.cumsum(0) <= target).sum())
+            token_ids[b, emitted] = _inverse(weights, key, 0)
     for count, before in enumerate(
         (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
     ):

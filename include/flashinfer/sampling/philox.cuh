@@ -1,13 +1,14 @@
-// Philox4x32-10, a counter-based generator: the same (key, counter) gives the same bits on every device, so a draw
-// depends on nothing but the seed, the offset and the stream it is made for.
-// J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
+// Philox4x32-10, a counter-based generator: the same (key, counter) gives the same bits on every
+// device, so a draw depends on nothing but the seed, the offset and the stream it is made for. J.
+// Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
 #pragma once
 
 #include <cstdint>
 
 namespace flashinfer {
 
-// 64 random bits. `seed` is the key; `offset`, `stream` (a row) and `draw` (number within the row) are the counter.
+// 64 random bits. `seed` is the key; `offset`, `stream` (a row) and `draw` (number within the row)
+// are the counter.
 __device__ __forceinline__ uint64_t philox_bits(uint64_t seed, uint64_t offset, uint32_t stream,
                                                 uint32_t draw) {
   uint32_t c0 = static_cast<uint32_t>(offset), c1 = static_cast<uint32_t>(offset >> 32);

@@ -1,10 +1,11 @@
-// One row of logits or probabilities, shared out among the CTAs of a cluster and kept in their shared memory, so that it
-// is read from device memory once however often it is walked.
+// One row of logits or probabilities, shared out among the CTAs of a cluster and kept in their
+// shared memory, so that it is read from device memory once however often it is walked.
 //
-// The row is cut into vectors of 16 bytes at 16-byte addresses; its first and last vector may be partly outside. Ranks,
-// then warps, own consecutive stretches of vectors, so a list of per-warp results in rank and warp order is in index
-// order. A thread walks the same vectors every time: walks need no barrier between them. A row that does not fit (a
-// launch without clusters) is walked in global memory instead.
+// The row is cut into vectors of 16 bytes at 16-byte addresses; its first and last vector may be
+// partly outside. Ranks, then warps, own consecutive stretches of vectors, so a list of per-warp
+// results in rank and warp order is in index order. A thread walks the same vectors every time:
+// walks need no barrier between them. A row that does not fit (a launch without clusters) is walked
+// in global memory instead.
 #pragma once
 
 #include <flashinfer/common/math.cuh>
@@ -42,13 +43,13 @@ __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x) {
   return x;
 }
 
-// For __launch_bounds__ of row kernels, which are launched with up to 512 threads: what lets three CTAs of 256 share a
-// multiprocessor's registers (80 each).
+// For __launch_bounds__ of row kernels, which are launched with up to 512 threads: what lets three
+// CTAs of 256 share a multiprocessor's registers (80 each).
 inline constexpr int kRowThreadLimit = 768;
 
 // How many elements are walked at a time and by whom; the same for host (sizes) and device.
 struct RowLayout {
-  uint32_t num_vecs;       // of the row, those that are partly outside counted
+  uint32_t num_vecs;  // of the row, those that are partly outside counted
   uint32_t vecs_per_cta;
   uint32_t vecs_per_warp;  // a multiple of 32
 
@@ -59,8 +60,8 @@ struct RowLayout {
   }
 };
 
-// What a walk sees of an element that is in memory: `apply(x, first)` changes a vector whose first element has index `first`
-// (some of its elements may be outside the row).
+// What a walk sees of an element that is in memory: `apply(x, first)` changes a vector whose first
+// element has index `first` (some of its elements may be outside the row).
 struct AsItIs {
   template <typename Vec>
   __device__ __forceinline__ void apply(Vec&, uint32_t) const {}
@@ -75,20 +76,25 @@ class RowCluster {
   static constexpr int kVecSize = 16 / sizeof(T);
   using Vec = Vector<T, kVecSize>;
 
-  const T* row;        // first element, in global memory
-  uint32_t size;       // elements
-  uint32_t phase;      // elements of the first vector that lie before the row
+  const T* row;    // first element, in global memory
+  uint32_t size;   // elements
+  uint32_t phase;  // elements of the first vector that lie before the row
   uint32_t num_ranks, rank;
   uint32_t num_warps, warp_idx, lane_idx;
-  Vec* resident;       // this CTA's vectors in shared memory; null: walk global memory
-  uint64_t* gathered;  // [2][num_ranks][kMaxWarps] of every CTA, for gather()
+  bool is_resident;  // else walk global memory
+  Vec* resident;  // this CTA's vectors in shared memory, indexed by the vector's number in the row
+  uint64_t* gathered;           // two lists of every CTA, for gather()
   uint32_t first_vec, end_vec;  // this warp's stretch
   uint32_t parity = 0;
   View view;
 
-  static constexpr uint32_t kMaxWarps = 16;
+  // Words of the two lists that `gather_buffer` holds.
+  FLASHINFER_HOST_DEVICE static constexpr uint32_t list_words(uint32_t num_ranks,
+                                                              uint32_t num_warps) {
+    return 2 * num_ranks * list_entries(num_warps);
+  }
 
-  // `max_vecs`: vectors that `resident_buffer` holds; `gather_buffer`: 2 * kMaxWarps * cluster size words.
+  // `max_vecs`: vectors that `resident_buffer` holds.
   __device__ RowCluster(const T* row_, uint32_t size_, void* resident_buffer, uint32_t max_vecs,
                         uint64_t* gather_buffer)
       : row(row_), size(size_), gathered(gather_buffer) {
@@ -104,17 +110,19 @@ class RowCluster {
     const uint32_t cta_end = min(cta_first + layout.vecs_per_cta, layout.num_vecs);
     first_vec = min(cta_first + warp_idx * layout.vecs_per_warp, cta_end);
     end_vec = min(first_vec + layout.vecs_per_warp, cta_end);
-    // Indexed by the vector's number in the row.
-    resident = kCluster && layout.vecs_per_cta <= max_vecs ? static_cast<Vec*>(resident_buffer) - cta_first
-                                               : nullptr;
+    is_resident = kCluster && layout.vecs_per_cta <= max_vecs;
+    resident = static_cast<Vec*>(resident_buffer) - cta_first;
   }
 
   __device__ __forceinline__ uint32_t elements_per_cta() const {
     return ceil_div(phase + size, num_ranks) + 2 * kVecSize;
   }
 
-  // Index in the row of the first element of a vector; "negative" for the one that begins before the row.
-  __device__ __forceinline__ uint32_t index_of(uint32_t vec) const { return vec * kVecSize - phase; }
+  // Index in the row of the first element of a vector; "negative" for the one that begins before
+  // the row.
+  __device__ __forceinline__ uint32_t index_of(uint32_t vec) const {
+    return vec * kVecSize - phase;
+  }
 
   __device__ __forceinline__ bool is_whole(uint32_t vec) const {
     const uint32_t first = index_of(vec);
@@ -138,7 +146,7 @@ class RowCluster {
   }
 
   __device__ __forceinline__ Vec load(uint32_t vec) const {
-    return resident ? resident[vec] : load_global(vec);
+    return kCluster && is_resident ? resident[vec] : load_global(vec);
   }
 
   // First walk: brings the row in. `visit(x)` sees each element.
@@ -154,7 +162,7 @@ class RowCluster {
 #pragma unroll
       for (uint32_t i = 0; i < kInFlight; ++i) {
         if (base + 32 * i >= end_vec) break;
-        if (resident) resident[base + 32 * i] = x[i];
+        if (kCluster && is_resident) resident[base + 32 * i] = x[i];
 #pragma unroll
         for (int j = 0; j < kVecSize; ++j) visit(x[i][j]);
       }
@@ -172,11 +180,52 @@ class RowCluster {
     }
   }
 
-  // Replaces each element of this thread by visit(x), in the shared copy, and returns true; where there is none that could
-  // hold it, only visits.
+  // `body(x)` sees the elements of this warp in [least, most], 32 at a time: few elements of a row
+  // pass such a test, and a branch on each would idle most lanes. `queue`: 64 floats of this warp.
+  template <typename Body>
+  __device__ __forceinline__ void walk_between(float least, float most, float* queue,
+                                               Body body) const {
+    const uint32_t lanes_before = (1u << lane_idx) - 1;
+    uint32_t waiting = 0;
+#pragma unroll 1
+    for (uint32_t base = first_vec; base < end_vec; base += 32) {
+      const uint32_t vec = base + lane_idx;
+      Vec x;
+      bool passes[kVecSize];
+      bool any = false;
+      if (vec < end_vec) x = load(vec);
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        passes[j] = vec < end_vec && x[j] >= least && x[j] <= most;
+        any = any || passes[j];
+      }
+      if (!__any_sync(0xffffffffu, any)) continue;
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        const uint32_t mask = __ballot_sync(0xffffffffu, passes[j]);
+        if (passes[j]) queue[waiting + __popc(mask & lanes_before)] = x[j];
+        waiting += __popc(mask);
+        if (waiting >= 32) {
+          __syncwarp();
+          const float ready = queue[lane_idx];
+          const float later = queue[32 + lane_idx];
+          __syncwarp();
+          queue[lane_idx] = later;
+          waiting -= 32;
+          body(ready);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane_idx < waiting) body(queue[lane_idx]);
+    __syncwarp();
+  }
+
+  // Replaces each element of this thread by visit(x), in the shared copy, and returns true; where
+  // there is none that could hold it, only visits.
   template <typename Visit>
   __device__ __forceinline__ bool replace(Visit visit) {
-    const bool replaces = sizeof(T) == 4 && resident;
+    const bool replaces = sizeof(T) == 4 && kCluster && is_resident;
 #pragma unroll 2
     for (uint32_t vec = first_vec + lane_idx; vec < end_vec; vec += 32) {
       Vec x = load(vec);
@@ -185,7 +234,7 @@ class RowCluster {
       for (int j = 0; j < kVecSize; ++j) y[j] = visit(x[j]);
       if constexpr (sizeof(T) == 4) {
         x.from_floats(y);
-        if (resident) resident[vec] = x;
+        if (replaces) resident[vec] = x;
       }
     }
     return replaces;
@@ -200,10 +249,10 @@ class RowCluster {
     }
   }
 
-  // The next list to publish: entry i of every CTA's copy is written by `publish`, and may be read from the next
-  // barrier until the next but one list is published.
+  // The next list to publish: entry i of every CTA's copy is written by `publish`, and may be read
+  // from the next barrier until the next but one list is published.
   __device__ __forceinline__ uint64_t* next_list() {
-    uint64_t* list = gathered + parity * num_ranks * kMaxWarps;
+    uint64_t* list = gathered + parity * num_ranks * list_entries(num_warps);
     parity ^= 1;
     return list;
   }
@@ -238,6 +287,12 @@ class RowCluster {
 
   __device__ __forceinline__ uint64_t gather_sum(uint64_t warp_value) {
     return sum_list(gather(warp_value), num_ranks * num_warps);
+  }
+
+ private:
+  // Of one rank in a list: one per warp, or one per group of bins (select.cuh).
+  FLASHINFER_HOST_DEVICE static constexpr uint32_t list_entries(uint32_t num_warps) {
+    return num_warps < 8 ? 8 : num_warps;
   }
 };
 

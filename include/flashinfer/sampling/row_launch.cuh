@@ -14,8 +14,8 @@ struct ClusterLimits {
   unsigned max_smem;     // dynamic shared memory of a CTA, bytes
 };
 
-inline size_t list_bytes(unsigned cluster_size) {
-  return 2 * RowCluster<float>::kMaxWarps * cluster_size * sizeof(uint64_t);
+inline size_t list_bytes(unsigned cluster_size, unsigned threads) {
+  return RowCluster<float>::list_words(cluster_size, threads / 32) * sizeof(uint64_t);
 }
 
 // `device`: the current one.
@@ -69,31 +69,34 @@ inline RowSchedule choose_row_schedule(uint64_t row_bytes, uint32_t num_rows, in
                                        const ClusterLimits& limits) {
   // One vector more than the row has, for a row that starts inside one.
   const uint32_t num_vecs = static_cast<uint32_t>(row_bytes / 16 + 2);
-  // Three CTAs to a multiprocessor hide each other's barriers; a single row is spread further, for its latency.
+  // Three CTAs to a multiprocessor hide each other's barriers; a single row is spread further, for
+  // its latency.
   constexpr uint64_t kResidentBytes = 65 * 1024, kLeastBytes = 8 * 1024;
   unsigned size = 1;
-  while (size < limits.max_cluster &&
-         (row_bytes > kResidentBytes * size ||
-          (row_bytes >= 2 * kLeastBytes * size && num_rows * size * 2 <= static_cast<uint32_t>(num_sms)))) {
+  while (size < limits.max_cluster && (row_bytes > kResidentBytes * size ||
+                                       (row_bytes >= 2 * kLeastBytes * size &&
+                                        num_rows * size * 2 <= static_cast<uint32_t>(num_sms)))) {
     size *= 2;
   }
   const uint32_t vecs_per_cta = ceil_div(num_vecs, size);
   const bool few_rows = num_rows * size <= static_cast<uint32_t>(num_sms);
   const unsigned max_threads = few_rows ? 512 : 256;
   const unsigned threads = vecs_per_cta < max_threads ? round_up(vecs_per_cta, 32u) : max_threads;
-  size_t smem_bytes = list_bytes(size) + static_cast<size_t>(vecs_per_cta) * 16;
-  if (smem_bytes > limits.max_smem) return {size, threads, 0, list_bytes(size)};
+  size_t smem_bytes = list_bytes(size, threads) + static_cast<size_t>(vecs_per_cta) * 16;
+  if (smem_bytes > limits.max_smem) return {size, threads, 0, list_bytes(size, threads)};
   return {size, threads, vecs_per_cta, smem_bytes};
 }
 
-// Launches a kernel that takes one cluster per row; its Params have num_rows, max_cluster and max_vecs.
+// Launches a kernel that takes one cluster per row; its Params have num_rows, max_cluster and
+// max_vecs.
 template <typename Params>
 struct RowLauncher {
   void (*kernel)(Params);
   int device;  // the current one
   int num_sms;
 
-  cudaError_t launch(Params params, uint64_t row_bytes, bool enable_pdl, cudaStream_t stream) const {
+  cudaError_t launch(Params params, uint64_t row_bytes, bool enable_pdl,
+                     cudaStream_t stream) const {
     // One kernel per module, so one table. A race between threads writes the same values twice.
     constexpr int kMaxDevices = 64;
     static ClusterLimits limits[kMaxDevices] = {};

@@ -34,15 +34,14 @@ __device__ __forceinline__ RowMaxima gather_maxima(Row& row, float thread_max) {
     max = max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
     min_max = fminf(min_max, __shfl_xor_sync(0xffffffffu, min_max, offset));
   }
-  const uint64_t* list = row.gather(static_cast<uint64_t>(__float_as_uint(max)) << 32 |
-                                    __float_as_uint(min_max));
+  const uint64_t* list =
+      row.gather(static_cast<uint64_t>(__float_as_uint(max)) << 32 | __float_as_uint(min_max));
   RowMaxima all{negative_infinity(), -negative_infinity(), -negative_infinity()};
   for (uint32_t i = row.lane_idx; i < row.num_ranks * row.num_warps; i += 32) {
     const float warp_max = __uint_as_float(static_cast<uint32_t>(list[i] >> 32));
     all.max = max_nan(all.max, warp_max);
     all.min_warp_max = fminf(all.min_warp_max, warp_max);
-    all.min_thread_max =
-        fminf(all.min_thread_max, __uint_as_float(static_cast<uint32_t>(list[i])));
+    all.min_thread_max = fminf(all.min_thread_max, __uint_as_float(static_cast<uint32_t>(list[i])));
   }
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -63,8 +62,8 @@ __device__ __forceinline__ uint32_t select_top_k(Row& row, SelectStorage& storag
   const float low = k <= num_warps        ? maxima.min_warp_max
                     : k <= 32 * num_warps ? maxima.min_thread_max
                                           : negative_infinity();
-  return select_threshold(row, storage, CountMeasure{}, float_to_key(low),
-                          float_to_key(maxima.max), k);
+  return select_threshold(row, storage, CountMeasure{}, float_to_key(low), float_to_key(maxima.max),
+                          k);
 }
 
 }  // namespace detail

@@ -2,11 +2,12 @@
 //
 //   w_i = input_i or exp((input_i - max) / temperature)       weights, as exact fixed-point numbers
 //   kept = { i : input_i >= T },  T from the filter           equal values are all in or all out
-//   token: i with probability w_i / sum of kept weights       probs: w_i / sum, or 0      mask: input_i, or -inf
+//   token: i with probability w_i / sum of kept weights       probs: w_i / sum, or 0      mask:
+//   input_i, or -inf
 //
-// A cluster of CTAs takes a row and reads it once; see row_cluster.cuh. All sums are integers, so a row's result does not
-// depend on the batch it is in or on the size of the cluster, and every search ends where it must: there is no retry and
-// no wait but the cluster's barrier.
+// A cluster of CTAs takes a row and reads it once; see row_cluster.cuh. All sums are integers, so a
+// row's result does not depend on the batch it is in or on the size of the cluster, and every
+// search ends where it must: there is no retry and no wait but the cluster's barrier.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -47,16 +48,14 @@ template <typename Row, typename Weight>
 __device__ __forceinline__ uint64_t warp_weight(const Row& row, const Weight& weight,
                                                 float threshold) {
   uint64_t sum = 0;
-  row.walk([&](float x) {
-    if (x >= threshold) sum += weight(x);
-  });
+  row.walk([&](float x) { sum += x >= threshold ? weight(x) : 0; });
   return warp_sum_u64(sum);
 }
 
 // Weight that a nucleus must reach.
 __device__ __forceinline__ uint64_t top_p_target(float p, uint64_t total) {
-  const auto target = static_cast<uint64_t>(
-      ceil(static_cast<double>(fmaxf(p, 0.f)) * static_cast<double>(total)));
+  const auto target =
+      static_cast<uint64_t>(ceil(static_cast<double>(fmaxf(p, 0.f)) * static_cast<double>(total)));
   return target < 1 ? 1 : target > total ? total : target;
 }
 
@@ -76,8 +75,8 @@ __device__ __forceinline__ uint32_t select_top_p(Row& row, SelectStorage& storag
                           float_to_key(maxima.max), target);
 }
 
-// The element where the running sum of weights, in index order, passes `target`; called by the warp whose stretch has it,
-// with `target` counted from there.
+// The element where the running sum of weights, in index order, passes `target`; called by the warp
+// whose stretch has it, with `target` counted from there.
 template <typename Row, typename Weight>
 __device__ __forceinline__ uint32_t find_in_stretch(const Row& row, const Weight& weight,
                                                     float threshold, uint64_t target) {
@@ -160,11 +159,12 @@ __device__ __forceinline__ uint64_t input_row_of(const SamplingParams& params, u
              : static_cast<uint64_t>(static_cast<const uint32_t*>(params.indices)[out_row]);
 }
 
-// Random bits of an output row.
-__device__ __forceinline__ uint64_t row_bits(const SamplingParams& params, uint32_t out_row) {
+// Random bits of an output row, for its `draw`-th draw.
+__device__ __forceinline__ uint64_t row_bits(const SamplingParams& params, uint32_t out_row,
+                                             uint32_t draw = 0) {
   return philox_bits(params.seed[params.seed_is_shared ? 0 : out_row],
                      params.offset[params.offset_is_shared ? 0 : out_row],
-                     params.seed_is_shared ? out_row : 0, 0);
+                     params.seed_is_shared ? out_row : 0, draw);
 }
 
 // Whether a row with this maximum (NaN if it has one) has a distribution.
@@ -189,7 +189,8 @@ __device__ __forceinline__ float find_threshold(Row& row, SelectStorage& storage
     if (p < 1.f) {
       const float from =
           Traits::kFilter == SamplingFilter::kTopKTopP ? threshold : negative_infinity();
-      threshold = fmaxf(threshold, key_to_float(select_top_p(row, storage, maxima, weight, from, p)));
+      threshold =
+          fmaxf(threshold, key_to_float(select_top_p(row, storage, maxima, weight, from, p)));
     }
   }
   if constexpr (Traits::kMinP) threshold = fminf(min_p, 1.f) * maxima.max;
@@ -213,7 +214,7 @@ __device__ __forceinline__ void draw_from_row(const SamplingParams& params, Row&
 
 }  // namespace detail
 
-// One cluster per output row. Dynamic shared memory: lists of 2 * kMaxWarps words per rank, then the row's vectors.
+// One cluster per output row. Dynamic shared memory: the row's lists, then its vectors.
 template <typename Traits>
 __global__ void __launch_bounds__(kRowThreadLimit)
     sampling_kernel(const __grid_constant__ SamplingParams params) {
@@ -233,9 +234,11 @@ __global__ void __launch_bounds__(kRowThreadLimit)
 
   const uint64_t input_row = detail::input_row_of(params, out_row);
   const bool exists = input_row < params.num_input_rows;
-  const T* input = static_cast<const T*>(params.input) + (exists ? input_row : 0) * params.input_stride;
-  Row row(input, exists ? params.vocab_size : 0, dynamic_smem + 2 * Row::kMaxWarps * num_ranks,
-          params.max_vecs, dynamic_smem);
+  const T* input =
+      static_cast<const T*>(params.input) + (exists ? input_row : 0) * params.input_stride;
+  Row row(input, exists ? params.vocab_size : 0,
+          dynamic_smem + Row::list_words(num_ranks, blockDim.x / 32), params.max_vecs,
+          dynamic_smem);
   const uint32_t param_row = exists ? static_cast<uint32_t>(input_row) : 0;
 
   float thread_max = negative_infinity();
@@ -271,8 +274,7 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   const typename Traits::Weight weight(maxima.max, inv_temperature);
   int32_t k = 0;
   if constexpr (Traits::kTopK) k = params.top_k[param_row];
-  const float threshold =
-      detail::find_threshold<Traits>(row, storage, maxima, weight, k, p, min_p);
+  const float threshold = detail::find_threshold<Traits>(row, storage, maxima, weight, k, p, min_p);
   if constexpr (kOutput == SamplingOutput::kToken) {
     detail::draw_from_row(params, row, weight, threshold, detail::row_bits(params, out_row),
                           out_row);
@@ -290,9 +292,8 @@ __global__ void __launch_bounds__(kRowThreadLimit)
       if (replaced) {
         detail::write_row(row, out, [&](float w) { return w * factor; });
       } else {
-        detail::write_row(row, out, [&](float x) {
-          return x >= threshold ? weight.to_float(x) * factor : 0.f;
-        });
+        detail::write_row(
+            row, out, [&](float x) { return x >= threshold ? weight.to_float(x) * factor : 0.f; });
       }
     } else {
       row.barrier();
@@ -308,8 +309,8 @@ template <typename Traits>
 inline cudaError_t launch_sampling(SamplingParams params, int device, int num_sms, bool enable_pdl,
                                    cudaStream_t stream) {
   const RowLauncher launcher{sampling_kernel<Traits>, device, num_sms};
-  return launcher.launch(params, uint64_t{params.vocab_size} * sizeof(typename Traits::T), enable_pdl,
-                         stream);
+  return launcher.launch(params, uint64_t{params.vocab_size} * sizeof(typename Traits::T),
+                         enable_pdl, stream);
 }
 
 #endif  // __CUDACC_RTC__

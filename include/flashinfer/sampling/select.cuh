@@ -1,12 +1,16 @@
-// The largest threshold above which a row has enough: the k-th largest value, or the nucleus' smallest one.
+// The largest threshold above which a row has enough: the k-th largest value, or the nucleus'
+// smallest one.
 //
-//   T = max { t : sum over { x >= t } of measure(x) >= target },   measure = 1 (top-k) or the weight (top-p)
+//   T = max { t : sum over { x >= t } of measure(x) >= target },   measure = 1 (top-k) or the
+//   weight (top-p)
 //
-// Equal values are all in or all out, so the kept set { x >= T } does not depend on the order of the row.
+// Equal values are all in or all out, so the kept set { x >= T } does not depend on the order of
+// the row.
 //
-// The keys between two bounds are cut into kNumBins equal ranges; one walk sums the measure of each, and the cluster
-// finds the range where the target is crossed. When few elements are in it they are ranked directly, else the range is
-// cut again: 32-bit keys are resolved after at most four rounds. Everything is an integer sum, hence exact.
+// The keys between two bounds are cut into kNumBins equal ranges; one walk sums the measure of
+// each, and the cluster finds the range where the target is crossed. When few elements are in it
+// they are ranked directly, else the range is cut again: 32-bit keys are resolved after at most
+// four rounds. Everything is an integer sum, hence exact.
 #pragma once
 
 #include <flashinfer/sampling/row_cluster.cuh>
@@ -34,20 +38,35 @@ struct SelectStorage {
   static constexpr uint32_t kMaxLocal = 48;        // candidates that a CTA may contribute
   static constexpr uint32_t kMaxCandidates = 256;  // that are ranked, by all pairs
 
-  // Shared memory has no 64-bit atomic addition: a bin's sum is collected in three words, 15 bits of each element in one.
+  // Shared memory has no 64-bit atomic addition: a bin's sum is collected in three words, 15 bits
+  // of each element in one.
   static constexpr uint32_t kPartBits = 15;
-  static constexpr uint32_t kMaxInParts = 1u << (32 - kPartBits);  // elements that cannot overflow a word
-  uint32_t parts[3][kNumBins];
+  static constexpr uint32_t kMaxInParts =
+      1u << (32 - kPartBits);    // elements that cannot overflow a word
+  using Queues = float[16][64];  // of the warps, for walk_between
+
   union {
     uint64_t bins[kNumBins];
     uint64_t candidate_measures[kMaxCandidates];  // in use when no bin is
   };
-  uint32_t candidate_keys[kMaxCandidates];
+  // Each walk has its queues where nothing else is alive.
   union {
-    uint64_t group_bins[kMaxRanks][kBinsPerGroup];  // of the group where the target is crossed
-    uint32_t local_keys[kMaxLocal];                 // this CTA's candidates
+    struct {
+      uint32_t parts[3][kNumBins];
+      uint32_t candidate_keys[kMaxCandidates];
+    };
+    Queues candidate_queues;
   };
-  uint32_t pushed_keys[kMaxRanks][kMaxLocal];  // written by all ranks
+  union {
+    struct {
+      union {
+        uint64_t group_bins[kMaxRanks][kBinsPerGroup];  // of the group where the target is crossed
+        uint32_t local_keys[kMaxLocal];                 // this CTA's candidates
+      };
+      uint32_t pushed_keys[kMaxRanks][kMaxLocal];  // written by all ranks
+    };
+    Queues bin_queues;
+  };
   uint32_t num_local;
   uint32_t best_key;
   uint32_t crossing_group, crossing_bin;
@@ -74,9 +93,10 @@ __device__ __forceinline__ void add_in_parts(SelectStorage& storage, uint32_t bi
   }
 }
 
-// Index of the first of 32 lanes, in order, where the sum from `above` on reaches the target, 31 if none; `above` becomes
-// the sum before it.
-__device__ __forceinline__ uint32_t find_crossing(uint64_t value, uint64_t target, uint64_t* above) {
+// Index of the first of 32 lanes, in order, where the sum from `above` on reaches the target, 31 if
+// none; `above` becomes the sum before it.
+__device__ __forceinline__ uint32_t find_crossing(uint64_t value, uint64_t target,
+                                                  uint64_t* above) {
   const uint64_t inclusive = *above + warp_inclusive_sum(value);
   const uint32_t reached = __ballot_sync(0xffffffffu, inclusive >= target);
   const int lane = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
@@ -84,8 +104,8 @@ __device__ __forceinline__ uint32_t find_crossing(uint64_t value, uint64_t targe
   return static_cast<uint32_t>(lane);
 }
 
-// Sums the measure of [low, high] by bins, the highest keys first, and finds the bin where the target is crossed. All
-// threads return it; storage.above has the sum before it.
+// Sums the measure of [low, high] by bins, the highest keys first, and finds the bin where the
+// target is crossed. All threads return it; storage.above has the sum before it.
 template <typename Row, typename Measure>
 __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storage,
                                                  const Measure& measure, uint32_t low,
@@ -101,8 +121,8 @@ __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storag
   __syncthreads();
   const bool in_parts = row.elements_per_cta() <= SelectStorage::kMaxInParts;
   const float least = key_to_float(low), most = key_to_float(high);
-  row.walk([&](float x) {
-    if (!(x >= least && x <= most)) return;  // cheap; the keys decide, as they tell apart what is next to 0
+  // The keys decide in the end, as they tell apart what is next to 0.
+  row.walk_between(least, most, storage.bin_queues[row.warp_idx], [&](float x) {
     const uint32_t key = float_to_key(x);
     if (key - low > high - low) return;
     const uint32_t bin = (high - key) >> shift;
@@ -153,15 +173,15 @@ __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storag
   return storage.crossing_bin;
 }
 
-// Collects the elements of [low, high] from the whole cluster, in every CTA; false if they are too many.
+// Collects the elements of [low, high] from the whole cluster, in every CTA; false if they are too
+// many.
 template <typename Row, typename Measure>
 __device__ __forceinline__ bool collect_candidates(Row& row, SelectStorage& storage,
                                                    const Measure& measure, uint32_t low,
                                                    uint32_t high, uint32_t* num_candidates) {
   constexpr uint32_t kMaxLocal = SelectStorage::kMaxLocal;
   const float least = key_to_float(low), most = key_to_float(high);
-  row.walk([&](float x) {
-    if (!(x >= least && x <= most)) return;
+  row.walk_between(least, most, storage.candidate_queues[row.warp_idx], [&](float x) {
     const uint32_t key = float_to_key(x);
     if (key - low > high - low) return;
     const uint32_t slot = atomicAdd(&storage.num_local, 1u);
@@ -174,13 +194,13 @@ __device__ __forceinline__ bool collect_candidates(Row& row, SelectStorage& stor
   for (uint32_t i = threadIdx.x; i < kMaxLocal * row.num_ranks; i += blockDim.x) {
     const uint32_t slot = i % kMaxLocal;
     if (slot < num_local) {
-      ptx::cluster_store(
-          ptx::cluster_address(&storage.pushed_keys[row.rank][slot], i / kMaxLocal),
-          storage.local_keys[slot]);
+      ptx::cluster_store(ptx::cluster_address(&storage.pushed_keys[row.rank][slot], i / kMaxLocal),
+                         storage.local_keys[slot]);
     }
   }
   row.barrier();
-  const uint32_t count = row.lane_idx < row.num_ranks ? static_cast<uint32_t>(list[row.lane_idx]) : 0;
+  const uint32_t count =
+      row.lane_idx < row.num_ranks ? static_cast<uint32_t>(list[row.lane_idx]) : 0;
   const uint32_t inclusive = static_cast<uint32_t>(warp_inclusive_sum(count));
   const uint32_t total = __shfl_sync(0xffffffffu, inclusive, 31);
   if (__any_sync(0xffffffffu, count > kMaxLocal) || total > SelectStorage::kMaxCandidates) {
@@ -219,9 +239,9 @@ __device__ __forceinline__ uint32_t rank_candidates(SelectStorage& storage, uint
 
 }  // namespace detail
 
-// Key of the threshold, which must lie in [low, high]: nothing is larger than `high`, and the elements from `low` on
-// reach the target. All threads of the cluster call and get it. Another barrier of the cluster must follow before the
-// next call or the end of the kernel.
+// Key of the threshold, which must lie in [low, high]: nothing is larger than `high`, and the
+// elements from `low` on reach the target. All threads of the cluster call and get it. Another
+// barrier of the cluster must follow before the next call or the end of the kernel.
 template <typename Row, typename Measure>
 __device__ __forceinline__ uint32_t select_threshold(Row& row, SelectStorage& storage,
                                                      const Measure& measure, uint32_t low,

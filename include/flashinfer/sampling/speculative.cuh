@@ -1,7 +1,9 @@
-// Chain speculative sampling: keeps draft tokens while the target model agrees, then draws one token of its own.
+// Chain speculative sampling: keeps draft tokens while the target model agrees, then draws one
+// token of its own.
 //
-//   draft i is accepted with probability min(1, p_i(x_i) / q_i(x_i)),  q the draft's probabilities, p the target's
-//   emitted: the drafts before the first that is not accepted, then one token drawn from
+//   draft i is accepted with probability min(1, p_i(x_i) / q_i(x_i)),  q the draft's probabilities,
+//   p the target's emitted: the drafts before the first that is not accepted, then one token drawn
+//   from
 //     max(p - q, 0) of that position, or p of the last position when all were accepted
 //
 // The emitted tokens are distributed as the target model's own.
@@ -66,7 +68,8 @@ __global__ void __launch_bounds__(kRowThreadLimit)
     if (i < num_drafts) {
       const uint32_t token = static_cast<uint32_t>(tokens[i]);
       if (token < vocab_size) {
-        const float u = static_cast<float>(philox_bits(seed, offset, stream, i + 1) >> 40) * 0x1p-24f;
+        const float u =
+            static_cast<float>(philox_bits(seed, offset, stream, i + 1) >> 40) * 0x1p-24f;
         accepted = u * drafts[i * vocab_size + token] < targets[i * vocab_size + token];
       }
     }
@@ -79,7 +82,8 @@ __global__ void __launch_bounds__(kRowThreadLimit)
 
   const bool all_accepted = num_emitted == num_drafts;
   Row row(targets + num_emitted * vocab_size, params.vocab_size,
-          dynamic_smem + 2 * Row::kMaxWarps * num_ranks, params.max_vecs, dynamic_smem);
+          dynamic_smem + Row::list_words(num_ranks, blockDim.x / 32), params.max_vecs,
+          dynamic_smem);
   if (!all_accepted) row.view = {drafts + num_emitted * vocab_size, params.vocab_size};
   float max = negative_infinity();
   row.fill([&](float x) { max = detail::max_nan(max, x); });
@@ -116,8 +120,8 @@ __global__ void __launch_bounds__(kRowThreadLimit)
 
 #ifndef __CUDACC_RTC__
 
-inline cudaError_t launch_chain_speculative(const SpeculativeParams& params, int device, int num_sms,
-                                            bool enable_pdl, cudaStream_t stream) {
+inline cudaError_t launch_chain_speculative(const SpeculativeParams& params, int device,
+                                            int num_sms, bool enable_pdl, cudaStream_t stream) {
   const RowLauncher launcher{chain_speculative_kernel<float>, device, num_sms};
   return launcher.launch(params, uint64_t{params.vocab_size} * sizeof(float), enable_pdl, stream);
 }

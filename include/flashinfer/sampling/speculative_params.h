@@ -7,13 +7,13 @@
 namespace flashinfer {
 
 struct SpeculativeParams {
-  const float* draft_probs;         // [num_rows, num_drafts, vocab_size], contiguous
-  const int32_t* draft_token_ids;   // [num_rows, num_drafts], contiguous
-  const float* target_probs;        // [num_rows, num_drafts + 1, vocab_size], contiguous
-  int32_t* token_ids;               // [num_rows, num_drafts + 1]; -1 behind the last one
-  int32_t* num_accepted;            // [num_rows], added to
-  int32_t* num_emitted;             // [num_rows], added to
-  PerRow<uint64_t> seed;            // [num_rows], or [1] if shared
+  const float* draft_probs;        // [num_rows, num_drafts, vocab_size], contiguous
+  const int32_t* draft_token_ids;  // [num_rows, num_drafts], contiguous
+  const float* target_probs;       // [num_rows, num_drafts + 1, vocab_size], contiguous
+  int32_t* token_ids;              // [num_rows, num_drafts + 1]; -1 behind the last one
+  int32_t* num_accepted;           // [num_rows], added to
+  int32_t* num_emitted;            // [num_rows], added to
+  PerRow<uint64_t> seed;           // [num_rows], or [1] if shared
   PerRow<uint64_t> offset;
   uint32_t num_rows;
   uint32_t num_drafts;

@@ -1,12 +1,17 @@
-// Draws that need one look at every element and a second at few: plain sampling, and top-k with small k.
+// Draws that need one look at every element and a second at few: plain sampling, and top-k with
+// small k.
 //
-//   tile kernel     reads the rows once, at the speed of memory, and leaves a sum of weights per tile of 4096 elements
+//   tile kernel     reads the rows once, at the speed of memory, and leaves a sum of weights per
+//   tile of 4096 elements
 //                   and, for top-k, the maximum of each group of 128
-//   finish kernel   one CTA per row: picks a tile by the sums, or collects the elements of the groups whose maximum
-//                   reaches the k-th largest one (every element of the k largest is in such a group), and draws
+//   finish kernel   one CTA per row: picks a tile by the sums, or collects the elements of the
+//   groups whose maximum
+//                   reaches the k-th largest one (every element of the k largest is in such a
+//                   group), and draws
 //
-// Tiles and groups are cut by index, so a row's result does not depend on its address or its batch. A row whose k largest
-// do not fit the short list (large k, or many equal values) is searched whole, by the same steps as in sampling.cuh.
+// Tiles and groups are cut by index, so a row's result does not depend on its address or its batch.
+// A row whose k largest do not fit the short list (large k, or many equal values) is searched
+// whole, by the same steps as in sampling.cuh.
 #pragma once
 
 #include <flashinfer/sampling/sampling.cuh>
@@ -14,6 +19,16 @@
 namespace flashinfer {
 
 namespace detail {
+
+// Of a row of logits whose softmax is written; draws have none.
+template <typename Traits>
+__device__ __forceinline__ float inv_temperature(const SamplingParams& params, uint32_t row) {
+  if constexpr (Traits::kLogits && Traits::kOutput == SamplingOutput::kProbs) {
+    return 1.f / params.temperature[row];
+  } else {
+    return 1.f;
+  }
+}
 
 template <typename T>
 __device__ __forceinline__ bool row_is_aligned(const T* row) {
@@ -39,15 +54,19 @@ __device__ __forceinline__ void load_elements(const T* row, bool aligned, uint32
 
 }  // namespace detail
 
-// Measured on an H200, 64 and 256 rows of 128256 float32: without group maxima 128 threads take 13.4 and 37.9 us for the
-// whole draw (256: 14.8, 37.7; 512: 16.5, 43.7), with them 256 take 18.8 and 51.6 (128: 20.6, 54.7; 512: 20.6, 59.3).
-// Tiles of 2048 or 8192 elements gain nothing.
+// Measured on an H200, 64 and 256 rows of 128256 float32: without group maxima 128 threads
+// take 13.4 and 37.9 us for the whole draw (256: 14.8, 37.7; 512: 16.5, 43.7), with them 256
+// take 18.8 and 51.6 (128: 20.6, 54.7; 512: 20.6, 59.3). Tiles of 2048 or 8192 elements gain
+// nothing.
 template <typename Traits>
 inline constexpr int kTileThreads = Traits::kTopK ? 256 : 128;
 
-// Grid (tiles, input rows), kTileThreads threads.
+namespace detail {
+
+// First pass over a tile.
 template <typename Traits>
-__global__ void __launch_bounds__(kTileThreads<Traits>) tile_kernel(const __grid_constant__ SamplingParams params) {
+__device__ __forceinline__ void sum_tile(const SamplingParams& params, uint32_t row_idx,
+                                         uint32_t tile, uint32_t num_tiles) {
   using T = typename Traits::T;
   constexpr int kThreads = kTileThreads<Traits>, kVecSize = 16 / sizeof(T);
   constexpr int kVecs = StreamLayout::kTileSize / kThreads / kVecSize;
@@ -56,69 +75,76 @@ __global__ void __launch_bounds__(kTileThreads<Traits>) tile_kernel(const __grid
   __shared__ uint64_t warp_sum[kThreads / 32];
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-
-  const uint32_t tile = blockIdx.x, num_tiles = gridDim.x;
   const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
   auto* stats = static_cast<TileStat*>(params.workspace);
   auto* group_max = reinterpret_cast<float*>(stats + uint64_t{params.num_input_rows} * num_tiles);
-  for (uint32_t row_idx = blockIdx.y; row_idx < params.num_input_rows; row_idx += gridDim.y) {
-    const T* row = static_cast<const T*>(params.input) + row_idx * params.input_stride;
-    const bool aligned = detail::row_is_aligned(row);
-    const uint64_t stat_idx = uint64_t{row_idx} * num_tiles + tile;
+  const T* row = static_cast<const T*>(params.input) + row_idx * params.input_stride;
+  const bool aligned = detail::row_is_aligned(row);
+  const uint64_t stat_idx = uint64_t{row_idx} * num_tiles + tile;
 
-    float x[kVecs][kVecSize];
-    float max = negative_infinity();
+  float x[kVecs][kVecSize];
+  float max = negative_infinity();
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      const uint32_t vec = i * kThreads + threadIdx.x;
-      detail::load_elements(row, aligned, params.vocab_size,
-                            tile * StreamLayout::kTileSize + vec * kVecSize, x[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      float vec_max = x[i][0];
-#pragma unroll
-      for (int j = 1; j < kVecSize; ++j) vec_max = detail::max_nan(vec_max, x[i][j]);
-      if constexpr (Traits::kTopK) {
-#pragma unroll
-        for (int offset = kGroupLanes / 2; offset > 0; offset /= 2) {
-          vec_max = detail::max_nan(vec_max, __shfl_xor_sync(0xffffffffu, vec_max, offset));
-        }
-        if (lane_idx % kGroupLanes == 0) {
-          const uint32_t group = (i * kThreads + threadIdx.x) / kGroupLanes;
-          group_max[stat_idx * StreamLayout::kGroupsPerTile + group] = vec_max;
-        }
-      }
-      max = detail::max_nan(max, vec_max);
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      max = detail::max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
-    }
-    if (lane_idx == 0) warp_max[warp_idx] = max;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < kThreads / 32; ++w) max = detail::max_nan(max, warp_max[w]);
-
-    const typename Traits::Weight weight(max, 1.f);
-    uint64_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-#pragma unroll
-      for (int j = 0; j < kVecSize; ++j) sum += weight(x[i][j]);
-    }
-    sum = warp_sum_u64(sum);
-    if (lane_idx == 0) warp_sum[warp_idx] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int w = 1; w < kThreads / 32; ++w) sum += warp_sum[w];
-      stats[stat_idx] = {sum, max};
-    }
+  for (int i = 0; i < kVecs; ++i) {
+    const uint32_t vec = i * kThreads + threadIdx.x;
+    detail::load_elements(row, aligned, params.vocab_size,
+                          tile * StreamLayout::kTileSize + vec * kVecSize, x[i]);
   }
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    float vec_max = x[i][0];
+#pragma unroll
+    for (int j = 1; j < kVecSize; ++j) vec_max = detail::max_nan(vec_max, x[i][j]);
+    if constexpr (Traits::kTopK) {
+#pragma unroll
+      for (int offset = kGroupLanes / 2; offset > 0; offset /= 2) {
+        vec_max = detail::max_nan(vec_max, __shfl_xor_sync(0xffffffffu, vec_max, offset));
+      }
+      if (lane_idx % kGroupLanes == 0) {
+        const uint32_t group = (i * kThreads + threadIdx.x) / kGroupLanes;
+        group_max[stat_idx * StreamLayout::kGroupsPerTile + group] = vec_max;
+      }
+    }
+    max = detail::max_nan(max, vec_max);
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    max = detail::max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
+  }
+  if (lane_idx == 0) warp_max[warp_idx] = max;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) max = detail::max_nan(max, warp_max[w]);
+
+  const typename Traits::Weight weight(max, detail::inv_temperature<Traits>(params, row_idx));
+  uint64_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) sum += weight(x[i][j]);
+  }
+  sum = warp_sum_u64(sum);
+  if (lane_idx == 0) warp_sum[warp_idx] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < kThreads / 32; ++w) sum += warp_sum[w];
+    stats[stat_idx] = {sum, max};
+  }
+}
+
+}  // namespace detail
+
+// Grid (tiles, input rows from first_row on), kTileThreads threads.
+template <typename Traits>
+__global__ void __launch_bounds__(kTileThreads<Traits>)
+    tile_kernel(const __grid_constant__ SamplingParams params) {
+  detail::sum_tile<Traits>(params, static_cast<uint32_t>(params.first_row) + blockIdx.y, blockIdx.x,
+                           gridDim.x);
 }
 
 // Shared memory of the finish kernel.
 struct FinishStorage {
+  static constexpr uint32_t kFinishWarps = 16;
   static constexpr uint32_t kNumBins = 1024;
   static constexpr uint32_t kMaxHot = 512;         // groups that are looked at again
   static constexpr uint32_t kMaxCandidates = 512;  // elements that are ranked, by all pairs
@@ -133,8 +159,8 @@ struct FinishStorage {
     };
     SelectStorage select;  // of the search of the whole row
   };
-  uint64_t warp_values[2 * RowCluster<float>::kMaxWarps];
-  uint32_t warp_counts[RowCluster<float>::kMaxWarps];
+  uint64_t warp_values[2 * kFinishWarps];
+  uint32_t warp_counts[kFinishWarps];
   uint32_t num_hot, num_candidates;
   uint32_t crossing, in_crossing, above;
   uint32_t top_k_key, top_p_key;
@@ -152,7 +178,8 @@ struct TileSums {
   uint64_t sums[kPerLane];  // in units of the row's weight
   TileStat stats[kPerLane];
 
-  __device__ __forceinline__ void load(const TileStat* tiles, uint32_t num_tiles) {
+  __device__ __forceinline__ void load(const TileStat* tiles, uint32_t num_tiles,
+                                       float inv_temperature = 1.f) {
     const uint32_t lane_idx = threadIdx.x % 32;
     max = negative_infinity();
 #pragma unroll
@@ -165,7 +192,7 @@ struct TileSums {
     for (int offset = 16; offset > 0; offset /= 2) {
       max = max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
     }
-    const Weight weight(max, 1.f);
+    const Weight weight(max, inv_temperature);
     total = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -177,9 +204,10 @@ struct TileSums {
     total = warp_sum_u64(total);
   }
 
-  // The tile where the running sum passes `target`, which is less than the total, and the target in the units of that
-  // tile's weight.
-  __device__ __forceinline__ uint32_t find(uint64_t target, uint64_t* local, float* tile_max) const {
+  // The tile where the running sum passes `target`, which is less than the total, and the target in
+  // the units of that tile's weight.
+  __device__ __forceinline__ uint32_t find(uint64_t target, uint64_t* local,
+                                           float* tile_max) const {
     uint64_t before = 0, inside = 0, last = 0;
     float found_max = 0.f;
     uint32_t tile = 0;
@@ -207,17 +235,17 @@ struct TileSums {
   }
 };
 
-// Index of the first element of a tile where the running sum of weights passes `target`, which is less than the tile's
-// sum. The one thread that finds it writes it.
-template <typename Traits>
-__device__ __forceinline__ void draw_from_tile(const SamplingParams& params, FinishStorage& storage,
-                                               const typename Traits::T* row, uint32_t tile,
-                                               float tile_max, uint64_t target, uint32_t out_row) {
+// Calls `found` with the index of the element of a tile where the running sum of weights from
+// `threshold` on passes `target`, which is less than the tile's sum, in the one thread that has it.
+// 512 threads; `warp_values` holds 16.
+template <typename T, typename Weight, typename Found>
+__device__ __forceinline__ void draw_from_tile(const T* row, uint32_t size, uint32_t tile,
+                                               const Weight& weight, float threshold,
+                                               uint64_t target, uint64_t* warp_values,
+                                               Found found) {
   constexpr int kPerThread = StreamLayout::kTileSize / 512;
-  constexpr int kLoad = kPerThread < 16 / static_cast<int>(sizeof(typename Traits::T))
-                            ? kPerThread
-                            : 16 / static_cast<int>(sizeof(typename Traits::T));
-  const typename Traits::Weight weight(tile_max, 1.f);
+  constexpr int kVecSize = 16 / sizeof(T);
+  constexpr int kLoad = kPerThread < kVecSize ? kPerThread : kVecSize;
   const uint32_t first = tile * StreamLayout::kTileSize + threadIdx.x * kPerThread;
   const bool aligned = row_is_aligned(row);
   uint64_t weights[kPerThread];
@@ -225,26 +253,26 @@ __device__ __forceinline__ void draw_from_tile(const SamplingParams& params, Fin
 #pragma unroll
   for (int i = 0; i < kPerThread / kLoad; ++i) {
     float x[kLoad];
-    load_elements(row, aligned, params.vocab_size, first + i * kLoad, x);
+    load_elements(row, aligned, size, first + i * kLoad, x);
 #pragma unroll
     for (int j = 0; j < kLoad; ++j) {
-      weights[i * kLoad + j] = weight(x[j]);
+      weights[i * kLoad + j] = x[j] >= threshold ? weight(x[j]) : 0;
       sum += weights[i * kLoad + j];
     }
   }
   uint64_t inclusive = warp_inclusive_sum(sum);
-  if (threadIdx.x % 32 == 31) storage.warp_values[threadIdx.x / 32] = inclusive;
+  if (threadIdx.x % 32 == 31) warp_values[threadIdx.x / 32] = inclusive;
   __syncthreads();
-  for (uint32_t w = 0; w < threadIdx.x / 32; ++w) inclusive += storage.warp_values[w];
+  for (uint32_t w = 0; w < threadIdx.x / 32; ++w) inclusive += warp_values[w];
   uint64_t before = inclusive - sum;
   if (target < before || target >= inclusive) return;
-  uint32_t found = 0;
+  uint32_t index = 0;
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
-    if (target >= before) found = first + j;
+    if (target >= before) index = first + j;
     before += weights[j];
   }
-  write_token(params, out_row, found);
+  found(index);
 }
 
 // A row's group maxima as keys, held by the CTA: thread t has groups t, t + 512, ...
@@ -261,8 +289,8 @@ struct GroupKeys {
   }
 };
 
-// A key that at least k of the group keys reach, and few more: the lower end of a histogram's bin, which is cut once more
-// if it holds many. storage.bins is zero, and is not when this returns.
+// A key that at least k of the group keys reach, and few more: the lower end of a histogram's bin,
+// which is cut once more if it holds many. storage.bins is zero, and is not when this returns.
 __device__ __forceinline__ uint32_t group_bound(FinishStorage& storage, const GroupKeys& groups,
                                                 uint32_t row_max_key, uint32_t k) {
   const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
@@ -292,7 +320,8 @@ __device__ __forceinline__ uint32_t group_bound(FinishStorage& storage, const Gr
     }
     __syncthreads();
     // 512 threads, two bins each.
-    const uint32_t first = storage.bins[2 * threadIdx.x], second = storage.bins[2 * threadIdx.x + 1];
+    const uint32_t first = storage.bins[2 * threadIdx.x],
+                   second = storage.bins[2 * threadIdx.x + 1];
     uint32_t inclusive = first + second;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -318,21 +347,19 @@ __device__ __forceinline__ uint32_t group_bound(FinishStorage& storage, const Gr
     low = high - low > width ? high - width : low;
     // Groups beyond the k-th cost a look each.
     if (shift == 0 || round == 1 || above + storage.in_crossing <= k + 32) break;
-    for (uint32_t i = threadIdx.x; i < FinishStorage::kNumBins; i += blockDim.x) storage.bins[i] = 0;
+    for (uint32_t i = threadIdx.x; i < FinishStorage::kNumBins; i += blockDim.x)
+      storage.bins[i] = 0;
     __syncthreads();
   }
   return low;
 }
 
-// Fills storage.keys, indices and weights with all elements that reach the k-th largest group maximum. False if they are
-// too many.
+// Fills storage.keys, indices and weights with all elements that reach the k-th largest group
+// maximum. False if they are too many.
 template <typename Traits>
-__device__ __forceinline__ bool collect_top_groups(const SamplingParams& params,
-                                                   FinishStorage& storage,
-                                                   const typename Traits::T* row,
-                                                   const GroupKeys& groups, float row_max,
-                                                   const typename Traits::Weight& weight,
-                                                   uint32_t k) {
+__device__ __forceinline__ bool collect_top_groups(
+    const SamplingParams& params, FinishStorage& storage, const typename Traits::T* row,
+    const GroupKeys& groups, float row_max, const typename Traits::Weight& weight, uint32_t k) {
   const uint32_t num_groups = ceil_div(params.vocab_size, StreamLayout::kGroupSize);
   if (k > num_groups || k > FinishStorage::kMaxHot / 2) return false;
   const uint32_t bound = group_bound(storage, groups, float_to_key(row_max), k);
@@ -355,9 +382,8 @@ __device__ __forceinline__ bool collect_top_groups(const SamplingParams& params,
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const uint32_t hot = base + i * num_warps;
-      first[i] = hot < num_hot
-                     ? storage.hot_groups[hot] * StreamLayout::kGroupSize + 4 * lane_idx
-                     : params.vocab_size;
+      first[i] = hot < num_hot ? storage.hot_groups[hot] * StreamLayout::kGroupSize + 4 * lane_idx
+                               : params.vocab_size;
       load_elements(row, aligned, params.vocab_size, first[i], x[i]);
     }
 #pragma unroll
@@ -406,7 +432,8 @@ __device__ __forceinline__ void draw_from_candidates(const SamplingParams& param
     __syncthreads();
     const uint64_t base = Traits::kFilter == SamplingFilter::kTopKTopP ? storage.kept : total;
     const uint64_t target = top_p_target(p, base);
-    if (p < 1.f && mine && key >= threshold && from_here >= target) atomicMax(&storage.top_p_key, key);
+    if (p < 1.f && mine && key >= threshold && from_here >= target)
+      atomicMax(&storage.top_p_key, key);
     __syncthreads();
     threshold = threshold > storage.top_p_key ? threshold : storage.top_p_key;
     if (mine && key == threshold) storage.kept = from_here;
@@ -430,11 +457,13 @@ __device__ __forceinline__ void draw_from_candidates(const SamplingParams& param
 
 // Grid: output rows; 512 threads.
 template <typename Traits>
-__global__ void __launch_bounds__(512, 1) finish_kernel(const __grid_constant__ SamplingParams params) {
+__global__ void __launch_bounds__(512, 1)
+    finish_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   __shared__ FinishStorage storage;
   if constexpr (Traits::kTopK) {
-    for (uint32_t i = threadIdx.x; i < FinishStorage::kNumBins; i += blockDim.x) storage.bins[i] = 0;
+    for (uint32_t i = threadIdx.x; i < FinishStorage::kNumBins; i += blockDim.x)
+      storage.bins[i] = 0;
     if (threadIdx.x == 0) {
       storage.num_hot = storage.num_candidates = 0;
       storage.top_k_key = storage.top_p_key = 0;
@@ -476,13 +505,15 @@ __global__ void __launch_bounds__(512, 1) finish_kernel(const __grid_constant__ 
     uint64_t target;
     float tile_max;
     const uint32_t tile = tiles.find(__umul64hi(bits, tiles.total), &target, &tile_max);
-    detail::draw_from_tile<Traits>(params, storage, row, tile, tile_max, target, out_row);
+    detail::draw_from_tile(row, params.vocab_size, tile, typename Traits::Weight(tile_max, 1.f),
+                           negative_infinity(), target, storage.warp_values,
+                           [&](uint32_t token) { detail::write_token(params, out_row, token); });
     return;
   }
   if constexpr (Traits::kTopK) {
     const typename Traits::Weight weight(tiles.max, 1.f);
-    if (k >= 1 && detail::collect_top_groups<Traits>(
-                      params, storage, row, groups, tiles.max, weight, static_cast<uint32_t>(k))) {
+    if (k >= 1 && detail::collect_top_groups<Traits>(params, storage, row, groups, tiles.max,
+                                                     weight, static_cast<uint32_t>(k))) {
       detail::draw_from_candidates<Traits>(params, storage, static_cast<uint32_t>(k), p,
                                            tiles.total, bits, out_row);
       return;
@@ -490,25 +521,35 @@ __global__ void __launch_bounds__(512, 1) finish_kernel(const __grid_constant__ 
     __syncthreads();
     RowCluster<T, false> whole(row, params.vocab_size, nullptr, 0, storage.warp_values);
     const RowMaxima maxima{tiles.max, negative_infinity(), negative_infinity()};
-    const float threshold = detail::find_threshold<Traits>(whole, storage.select, maxima, weight, k,
-                                                           p, 0.f);
+    const float threshold =
+        detail::find_threshold<Traits>(whole, storage.select, maxima, weight, k, p, 0.f);
     detail::draw_from_row(params, whole, weight, threshold, bits, out_row);
   }
 }
 
 #ifndef __CUDACC_RTC__
 
+// Launches a kernel of one CTA per tile on all rows.
+inline cudaError_t launch_tiles(void (*kernel)(SamplingParams), int threads, uint32_t num_rows,
+                                SamplingParams params, bool enable_pdl, cudaStream_t stream) {
+  constexpr uint32_t kMaxGridY = 65535;
+  const uint32_t num_tiles = StreamLayout::num_tiles(params.vocab_size);
+  for (params.first_row = 0; params.first_row < num_rows; params.first_row += kMaxGridY) {
+    const uint32_t rest = num_rows - static_cast<uint32_t>(params.first_row);
+    const dim3 grid(num_tiles, rest < kMaxGridY ? rest : kMaxGridY);
+    const cudaError_t status =
+        launch_kernel(kernel, grid, dim3(threads), 0, stream, enable_pdl, params);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 template <typename Traits>
 inline cudaError_t launch_stream_sampling(const SamplingParams& params, bool enable_pdl,
                                           cudaStream_t stream) {
-  constexpr uint32_t kMaxGridY = 65535;
-  const uint32_t num_rows = params.num_input_rows < kMaxGridY ? params.num_input_rows : kMaxGridY;
-  if (num_rows > 0) {
-    const cudaError_t status =
-        launch_kernel(tile_kernel<Traits>, dim3(StreamLayout::num_tiles(params.vocab_size), num_rows),
-                      dim3(kTileThreads<Traits>), 0, stream, enable_pdl, params);
-    if (status != cudaSuccess) return status;
-  }
+  const cudaError_t status = launch_tiles(tile_kernel<Traits>, kTileThreads<Traits>,
+                                          params.num_input_rows, params, enable_pdl, stream);
+  if (status != cudaSuccess) return status;
   return launch_kernel(finish_kernel<Traits>, dim3(params.num_rows), dim3(512), 0, stream,
                        enable_pdl, params);
 }

@@ -1,9 +1,12 @@
-// The k largest elements of each row, in the order of their indices, and index transforms for sparse attention.
+// The k largest elements of each row, in the order of their indices, and index transforms for
+// sparse attention.
 //
-//   T = k-th largest value;  chosen = { x > T } and the first (or last) elements equal to T that fill up k
+//   T = k-th largest value;  chosen = { x > T } and the first (or last) elements equal to T that
+//   fill up k
 //
-// A cluster of CTAs takes a row and reads it once (row_cluster.cuh). Each warp owns a stretch of the row, so counting
-// what it chooses gives every element its place in the output: the same result in every run. NaN counts as +inf.
+// A cluster of CTAs takes a row and reads it once (row_cluster.cuh). Each warp owns a stretch of
+// the row, so counting what it chooses gives every element its place in the output: the same result
+// in every run. NaN counts as +inf.
 #pragma once
 
 #include <flashinfer/ptx/pdl.cuh>
@@ -89,10 +92,9 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   if (params.lengths) {
     length = min(length, static_cast<uint32_t>(max(params.lengths[row_idx], 0)));
   }
-  const T* window =
-      static_cast<const T*>(params.input) + row_idx * params.input_stride + start;
-  Row row(window, length, dynamic_smem + 2 * Row::kMaxWarps * num_ranks, params.max_vecs,
-          dynamic_smem);
+  const T* window = static_cast<const T*>(params.input) + row_idx * params.input_stride + start;
+  Row row(window, length, dynamic_smem + Row::list_words(num_ranks, blockDim.x / 32),
+          params.max_vecs, dynamic_smem);
 
   if (length <= params.k) {
     ptx::cluster_wait();
@@ -109,7 +111,8 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   const RowMaxima maxima = detail::gather_maxima(row, thread_max);
   const float threshold = key_to_float(detail::select_top_k(row, storage, maxima, params.k));
 
-  // Larger and equal elements of each warp's stretch; what lies outside the row is -inf and must not count as equal.
+  // Larger and equal elements of each warp's stretch; what lies outside the row is -inf and must
+  // not count as equal.
   uint64_t counts = 0;
   for (uint32_t vec = row.first_vec + row.lane_idx; vec < row.end_vec; vec += 32) {
     const typename Row::Vec x = row.load(vec);
@@ -150,7 +153,8 @@ __global__ void __launch_bounds__(kRowThreadLimit)
       // Equal elements that are chosen and come before this one.
       const uint32_t chosen_equal =
           equal_before > skipped_equal ? min(equal_before - skipped_equal, wanted_equal) : 0;
-      const bool is_chosen = is_larger || (equal_before >= skipped_equal && chosen_equal < wanted_equal);
+      const bool is_chosen =
+          is_larger || (equal_before >= skipped_equal && chosen_equal < wanted_equal);
       if (is_chosen) {
         detail::write_top_k<Traits>(params, row_idx, window, larger_before + chosen_equal,
                                     row.index_of(vec) + j);

@@ -8,23 +8,24 @@ namespace flashinfer {
 // What is written for the element at index i of a row's window.
 enum class TopKOutput {
   kValues,     // the value, and i
-  kPageTable,  // the slot of position i: page_table[batch][start + i / page_size] * page_size + i % page_size
+  kPageTable,  // the slot of position i: page_table[batch][start + i / page_size] * page_size + i %
+               // page_size
   kRagged,     // offsets[row] + i
 };
 
 struct TopKParams {
-  const void* input;           // [num_rows, num_cols], last dimension contiguous
-  int64_t input_stride;        // elements
-  const int32_t* row_starts;   // [num_rows], nullable: first column of a row's window
-  const int32_t* lengths;      // [num_rows], nullable: columns of a row's window
-  void* indices;               // [num_rows, k] int32 or int64; -1 where the window has no more elements
-  void* values;                // [num_rows, k]; kValues
-  int32_t* raw_indices;        // [num_rows, k], nullable; kPageTable: i itself
-  const int32_t* page_table;   // [num_batches, num_entries]; kPageTable
-  int64_t page_table_stride;   // elements
-  const int32_t* row_to_batch; // [num_rows], nullable: row of the page table; null: the same row
-  const int32_t* page_starts;  // [num_rows], nullable: first entry of a row in the page table
-  const int32_t* offsets;      // [num_rows]; kRagged
+  const void* input;          // [num_rows, num_cols], last dimension contiguous
+  int64_t input_stride;       // elements
+  const int32_t* row_starts;  // [num_rows], nullable: first column of a row's window
+  const int32_t* lengths;     // [num_rows], nullable: columns of a row's window
+  void* indices;         // [num_rows, k] int32 or int64; -1 where the window has no more elements
+  void* values;          // [num_rows, k]; kValues
+  int32_t* raw_indices;  // [num_rows, k], nullable; kPageTable: i itself
+  const int32_t* page_table;    // [num_batches, num_entries]; kPageTable
+  int64_t page_table_stride;    // elements
+  const int32_t* row_to_batch;  // [num_rows], nullable: row of the page table; null: the same row
+  const int32_t* page_starts;   // [num_rows], nullable: first entry of a row in the page table
+  const int32_t* offsets;       // [num_rows]; kRagged
   uint32_t num_rows;
   uint32_t num_cols;
   uint32_t num_batches;

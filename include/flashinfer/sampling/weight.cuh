@@ -1,7 +1,8 @@
-// Weights of elements as 64-bit fixed-point numbers: exact sums, in any order and however a row is split, so that a
-// result depends on nothing but the row.
+// Weights of elements as 64-bit fixed-point numbers: exact sums, in any order and however a row is
+// split, so that a result depends on nothing but the row.
 //
-// The largest weight of a row is 2^43, or up to 2^44 (of a denormal maximum: less, but then all bits are kept), so 2^18 elements sum to less than 2^63 and an element down to 2^-21 of the
+// The largest weight of a row is 2^43, or up to 2^44 (of a denormal maximum: less, but then all
+// bits are kept), so 2^18 elements sum to less than 2^63 and an element down to 2^-21 of the
 // largest keeps all bits of its float; smaller ones are rounded to the nearest step.
 #pragma once
 
@@ -15,15 +16,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Weight exp((logit - max) / temperature) = 2^(logit * factor + bias). A maximum of +inf, and temperature 0, give their
-// limits: the maxima share everything.
+// Weight exp((logit - max) / temperature) = 2^(logit * factor + bias). A maximum of +inf, and
+// temperature 0, give their limits: the maxima share everything.
 class LogitWeight {
  public:
   __device__ __forceinline__ LogitWeight(float max, float inv_temperature)
       : max_(max), factor_(inv_temperature * 1.44269504f) {
     const float largest = 3.40282347e38f;
     if (!(fabsf(max * factor_) <= largest)) {
-      // A power of two, so that max * factor is exact, and so large that what is less than the maximum weighs nothing.
+      // A power of two, so that max * factor is exact, and so large that what is less than the
+      // maximum weighs nothing.
       const uint32_t exponent = __float_as_uint(max) >> 23 & 0xffu;
       factor_ = fabsf(max) <= largest
                     ? __uint_as_float((exponent < 126 ? 254u : 380u - exponent) << 23)
@@ -33,7 +35,8 @@ class LogitWeight {
   }
 
   __device__ __forceinline__ float to_float(float x) const {
-    // Not more than 0 but for rounding, or NaN for +inf under a maximum of +inf: fminf takes that for 1.
+    // Not more than 0 but for rounding, or NaN for +inf under a maximum of +inf: fminf takes that
+    // for 1.
     return exp2_approx(fminf(fmaf(x, factor_, bias_), 1.f));
   }
 
@@ -44,7 +47,9 @@ class LogitWeight {
   }
 
   // The weight of another maximum, as a share of this one's.
-  __device__ __forceinline__ float relative(float max) const { return to_float(max); }
+  __device__ __forceinline__ float relative(float max) const {
+    return max == max_ ? 1.f : to_float(max);
+  }
 
   // What to_float gives, in terms of the fixed-point weight.
   __device__ __forceinline__ float scale() const { return 0x1p43f; }
@@ -59,7 +64,8 @@ class LogitWeight {
   float max_, factor_, bias_;
 };
 
-// Weight of a probability, which need not be normalised: scaled by the power of two that belongs to the maximum.
+// Weight of a probability, which need not be normalised: scaled by the power of two that belongs to
+// the maximum.
 class ProbWeight {
  public:
   __device__ __forceinline__ ProbWeight(float max, float) {
@@ -72,7 +78,9 @@ class ProbWeight {
   }
 
   // In two factors, as one would not be a float for a tiny maximum.
-  __device__ __forceinline__ float to_float(float x) const { return fmaxf(x, 0.f) * first_ * second_; }
+  __device__ __forceinline__ float to_float(float x) const {
+    return fmaxf(x, 0.f) * first_ * second_;
+  }
 
   __device__ __forceinline__ uint64_t operator()(float x) const { return to_fixed(to_float(x)); }
 

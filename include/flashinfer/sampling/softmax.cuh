@@ -1,0 +1,101 @@
+// Softmax in two passes over tiles of 4096 elements: sums of weights per tile (stream.cuh), then
+// out = weight / total.
+//
+// Rows are taken in blocks that stay in L2 between the passes, so that memory is read once. Launch
+// i normalises block i - 1 and sums block i side by side: loads and stores overlap.
+#pragma once
+
+#include <flashinfer/sampling/stream.cuh>
+
+namespace flashinfer {
+
+namespace detail {
+
+template <typename Traits>
+__device__ __forceinline__ void normalise_tile(const SamplingParams& params, uint32_t row_idx,
+                                               uint32_t tile, uint32_t num_tiles) {
+  using T = typename Traits::T;
+  using TOut = typename Traits::TOut;
+  constexpr int kThreads = kTileThreads<Traits>, kVecSize = 16 / sizeof(T);
+  constexpr int kVecs = StreamLayout::kTileSize / kThreads / kVecSize;
+  const T* row = static_cast<const T*>(params.input) + row_idx * params.input_stride;
+  TOut* out = static_cast<TOut*>(params.out) + row_idx * params.out_stride;
+  const bool aligned = row_is_aligned(row), out_aligned = row_is_aligned(out);
+  const uint32_t first = tile * StreamLayout::kTileSize + threadIdx.x * kVecSize;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+
+  float x[kVecs][kVecSize];
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    load_elements(row, aligned, params.vocab_size, first + i * kThreads * kVecSize, x[i]);
+  }
+  const float scale = inv_temperature<Traits>(params, row_idx);
+  TileSums<typename Traits::Weight> tiles;
+  tiles.load(static_cast<const TileStat*>(params.workspace) + uint64_t{row_idx} * num_tiles,
+             num_tiles, scale);
+  const typename Traits::Weight weight(tiles.max, scale);
+  const bool valid = has_distribution<Traits::kLogits>(tiles.max) && scale >= 0.f;
+  const float factor =
+      valid ? weight.scale() / static_cast<float>(tiles.total) : __uint_as_float(0x7fc00000u);
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    float y[kVecSize];
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) y[j] = weight.to_float(x[i][j]) * factor;
+    const uint32_t at = first + i * kThreads * kVecSize;
+    if (out_aligned && at + kVecSize <= params.vocab_size) {
+      Vector<TOut, kVecSize> packed;
+      packed.from_floats(y);
+      packed.store(out + at);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        if (at + j < params.vocab_size) out[at + j] = from_float<TOut>(y[j]);
+      }
+    }
+  }
+}
+
+}  // namespace detail
+
+// Grid (tiles, 2 * rows of a block), kTileThreads threads: odd rows of the grid normalise the block
+// at first_row, even ones sum the block behind it.
+template <typename Traits>
+__global__ void __launch_bounds__(kTileThreads<Traits>)
+    softmax_kernel(const __grid_constant__ SamplingParams params) {
+  const uint32_t block_rows = gridDim.y / 2, row = blockIdx.y / 2;
+  const uint32_t sums_from = params.first_row < 0 ? 0 : params.first_row + block_rows;
+  if (blockIdx.y % 2 == 0) {
+    if (sums_from + row >= params.num_rows) return;
+    detail::sum_tile<Traits>(params, sums_from + row, blockIdx.x, gridDim.x);
+  } else {
+    if (params.first_row < 0 || params.first_row + row >= params.num_rows) return;
+    detail::normalise_tile<Traits>(params, params.first_row + row, blockIdx.x, gridDim.x);
+  }
+}
+
+#ifndef __CUDACC_RTC__
+
+template <typename Traits>
+inline cudaError_t launch_softmax(SamplingParams params, bool enable_pdl, cudaStream_t stream) {
+  constexpr uint64_t kBlockBytes = 34 << 20;
+  const uint64_t row_bytes = uint64_t{params.vocab_size} * sizeof(typename Traits::T);
+  const uint64_t fitting = kBlockBytes / row_bytes;
+  uint64_t block_rows = fitting < 1 ? 1 : fitting > 32767 ? 32767 : fitting;
+  if (block_rows > params.num_rows) block_rows = params.num_rows;
+  const dim3 grid(StreamLayout::num_tiles(params.vocab_size),
+                  2 * static_cast<uint32_t>(block_rows));
+  const int64_t num_rows = params.num_rows;
+  for (int64_t row = -static_cast<int64_t>(block_rows); row < num_rows; row += block_rows) {
+    params.first_row = row < 0 ? -1 : row;
+    const cudaError_t status = launch_kernel(
+        softmax_kernel<Traits>, grid, dim3(kTileThreads<Traits>), 0, stream, enable_pdl, params);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

@@ -1,0 +1,135 @@
+"""Pipelines: the same tokens fused and unfused, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.logits_processor import (
+    CompileError,
+    FusionRule,
+    LegalizationError,
+    LogitsPipe,
+    LogitsProcessor,
+    MinP,
+    Op,
+    Sample,
+    Softmax,
+    TaggedTensor,
+    Temperature,
+    TensorType,
+    TopK,
+    TopP,
+    legalize_processors,
+)
+
+PIPELINES = [
+    ([Sample()], {}, 1),
+    ([Softmax(), Sample()], {}, 1),
+    ([Temperature(), Softmax(), Sample()], {"temperature": 0.7}, 2),
+    ([Temperature(), Softmax(), TopK(), Sample()], {"temperature": 0.7, "top_k": 9}, 2),
+    ([Softmax(), TopP(top_p=0.8), Sample()], {}, 2),
+    ([Softmax(), MinP(min_p=0.1), Sample()], {}, 2),
+    ([Softmax(), TopK(top_k=9), TopP(top_p=0.8), Sample()], {}, 1),
+    ([TopK(top_k=9), Sample()], {}, 2),
+    (
+        [Temperature(), Softmax(), TopK(), TopP(), Sample()],
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.7},
+        2,
+    ),
+]
+
+
+@pytest.mark.parametrize(("processors", "parameters", "length"), PIPELINES, ids=str)
+def test_fused_and_unfused_draw_the_same(processors, parameters, length, device):
+    logits = torch.randn(6, 517, device=device) * 3
+    key = {"seed": torch.arange(6, device=device), **parameters}
+    fused, unfused = LogitsPipe(processors), LogitsPipe(processors, compile=False)
+    assert len(fused.compiled_ops) == length
+    assert len(unfused.ops) == len(processors)
+    if type(fused.compiled_ops[-1]).__name__ != "TopPSampleOp":  # draws in another way
+        assert torch.equal(fused(logits, **key), unfused(logits, **key))
+    tagged = TaggedTensor.logits(logits)
+    assert torch.equal(fused(tagged, **key), fused(logits, **key))
+
+
+def test_per_row_parameters(device):
+    logits = torch.randn(3, 517, device=device)
+    pipe = LogitsPipe([Temperature(), Softmax(), TopK(), Sample()])
+    tokens = pipe(
+        logits,
+        temperature=torch.tensor([0.5, 1.0, 2.0], device=device),
+        top_k=torch.tensor([1, 1, 1], device=device).int(),
+        seed=1,
+    )
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_pipelines_without_a_draw(device):
+    logits = torch.randn(3, 517, device=device)
+    probs = LogitsPipe([Softmax(), TopK(top_k=5)])(logits)
+    assert (probs > 0).sum(-1).tolist() == [5] * 3
+    masked = LogitsPipe([TopK()])(logits, top_k=4)
+    assert masked.isfinite().sum(-1).tolist() == [4] * 3
+    kept = LogitsPipe([TopP(top_p=0.5)], input_type=TensorType.PROBS)(torch.softmax(logits, -1))
+    torch.testing.assert_close(kept.sum(-1), torch.ones(3, device=device))
+
+
+def test_joint_filters(device):
+    logits = torch.randn(4, 517, device=device)
+    joint = LogitsPipe([Softmax(), TopK(joint_topk_topp=True), TopP(), Sample()])
+    assert "Joint" in repr(joint)
+    tokens = joint(logits, top_k=50, top_p=0.9, seed=2)
+    assert tokens.shape == (4,)
+    with pytest.raises(CompileError, match="joint_topk_topp"):
+        LogitsPipe([Softmax(), TopK(joint_topk_topp=True)])
+
+
+def test_refusals(device):
+    logits = torch.randn(2, 9, device=device)
+    with pytest.raises(LegalizationError, match="TopP takes probs, got logits"):
+        LogitsPipe([TopP()])
+    with pytest.raises(LegalizationError, match="Temperature"):
+        LogitsPipe([Softmax(), Temperature()])
+    with pytest.raises(ValueError, match="processors"):
+        LogitsPipe([])
+    with pytest.raises(ValueError, match="`top_k`"):
+        LogitsPipe([TopK()])(logits)
+    with pytest.raises(TypeError, match="`top_q`"):
+        LogitsPipe([TopK()])(logits, top_q=1)
+    with pytest.raises(ValueError, match="probs"):
+        LogitsPipe([TopK()])(TaggedTensor.probs(logits), top_k=1)
+    with pytest.raises(ValueError, match="temperature"):
+        LogitsPipe([Temperature()])(logits, temperature=0)
+
+
+class _ClampOp(Op):
+    IN = OUT = TensorType.LOGITS
+
+    def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
+        return TaggedTensor.logits(tensor.data.clamp(max=kwargs.get("limit", 1.0)))
+
+
+class _Clamp(LogitsProcessor):
+    def legalize(self, input_type: TensorType) -> list[Op]:
+        return [_ClampOp()]
+
+
+def test_custom_processors_rules_and_checks(device):
+    logits = torch.randn(3, 51, device=device) * 9
+    pipe = LogitsPipe([_Clamp(), Softmax()])
+    torch.testing.assert_close(pipe(logits, limit=2.0), torch.softmax(logits.clamp(max=2.0), -1))
+
+    rule = FusionRule((_ClampOp, _ClampOp), lambda ops: True, lambda ops: ops[0], prio=99)
+    joined = LogitsPipe([_Clamp(), _Clamp()], custom_fusion_rules=[rule])
+    assert [type(op) for op in joined.compiled_ops] == [_ClampOp]
+
+    def no_clamp(ops: list[Op]) -> None:
+        if any(isinstance(op, _ClampOp) for op in ops):
+            raise CompileError("no clamp")
+
+    with pytest.raises(CompileError, match="no clamp"):
+        LogitsPipe([_Clamp()], custom_validity_checks=[no_clamp])
+    assert [type(op).__name__ for op in legalize_processors([Softmax()])] == ["SoftmaxOp"]

@@ -1,0 +1,106 @@
+"""Top-k and its index transforms against a stable sort."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import TopKTieBreak
+from flashinfer.testing import assert_matches_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tie_break", list(TopKTieBreak))
+@pytest.mark.parametrize("size", [1, 100, 4097, 65536, 300_001])
+def test_chosen_elements(size, tie_break, dtype, device):
+    rows = torch.randn(5, size, device=device).to(dtype)
+    for k in sorted({1, min(7, size), min(50, size), min(2048, size), size}):
+        values, indices = flashinfer.top_k(rows, k, tie_break=tie_break)
+        keys = rows.float()
+        if tie_break == TopKTieBreak.LARGE:
+            order = size - 1 - keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+        else:
+            order = keys.sort(dim=-1, descending=True, stable=True).indices
+        assert torch.equal(indices, order[:, :k].sort(-1).values)
+        assert torch.equal(values, rows.gather(-1, indices))
+
+
+def test_sorted_gives_the_largest_first(device):
+    rows = torch.randint(0, 50, (4, 3000), device=device).float()
+    values, indices = flashinfer.top_k(rows, 500, sorted=True)
+    wanted, order = rows.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, wanted[:, :500]) and torch.equal(indices, order[:, :500])
+
+
+def test_special_values(device):
+    nan, inf = math.nan, math.inf
+    rows = torch.tensor([[1.0, -inf, nan, inf, -0.0, 0.0, -inf]], device=device)
+    for k, chosen in ((1, [2]), (2, [2, 3]), (4, [0, 2, 3, 4]), (6, [0, 1, 2, 3, 4, 5])):
+        assert flashinfer.top_k(rows, k)[1].tolist() == [chosen]
+    assert (
+        flashinfer.top_k(torch.full((2, 999), -inf, device=device), 3)[1].tolist()
+        == [[0, 1, 2]] * 2
+    )
+
+
+@pytest.mark.parametrize("k", [1, 64, 2048])
+def test_page_table_transform(k, device):
+    generator = torch.Generator(device).manual_seed(1)
+
+    def ints(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, device=device, generator=generator).int()
+
+    for page_size in (1, 64):
+        rows, size = 9, 6007
+        scores = torch.randn(rows, size, device=device)
+        arguments = {
+            "input": scores,
+            "src_page_table": ints(10**6, 4, 7000),
+            "lengths": torch.tensor([0, 1, 5, 64, 65, 2048, 5000, 6007, -3], device=device).int(),
+            "k": k,
+            "row_to_batch": ints(4, rows),
+            "row_starts": ints(1000, rows),
+            "page_table_row_starts": ints(50, rows),
+            "page_size": page_size,
+        }
+        assert_matches_reference(flashinfer.top_k_page_table_transform, **arguments)
+        raw = torch.empty(rows, k, dtype=torch.int32, device=device)
+        assert_matches_reference(
+            flashinfer.top_k_page_table_transform, **arguments, out_raw_indices=raw
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ragged_transform(dtype, device):
+    rows, size = 6, 3001
+    assert_matches_reference(
+        flashinfer.top_k_ragged_transform,
+        input=torch.randn(rows, size, device=device).to(dtype),
+        offsets=(torch.arange(rows, device=device) * size).int(),
+        lengths=torch.tensor([3001, 0, 100, 511, 512, 513], device=device).int(),
+        k=512,
+        row_starts=torch.tensor([0, 0, 2900, 2999, 7, 5000], device=device).int(),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["auto", "cta"])
+def test_algorithms_agree(algorithm, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_TOPK_ALGO", algorithm)
+    rows = torch.randn(3, 128256, device="cuda")
+    indices = flashinfer.top_k(rows, 2048)[1]
+    assert torch.equal(indices, rows.topk(2048).indices.sort(-1).values)
+
+
+def test_refusals_of_python(device):
+    rows = torch.randn(2, 10, device=device)
+    for k in (0, 11, -1):
+        with pytest.raises(ValueError, match="`k`"):
+            flashinfer.top_k(rows, k)
+    with pytest.raises((TypeError, ValueError), match="tie_break"):
+        flashinfer.top_k(rows, 1, tie_break=3)

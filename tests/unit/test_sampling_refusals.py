@@ -1,0 +1,167 @@
+"""Bad calls of sampling and top-k meet the real bindings on the CPU; see test_refusals.py.
+
+Each fault must be refused by the name of its argument, and the call without it must get as far as
+the complaint that the tensor is not on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import _kernels, sampling, topk
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture(autouse=True)
+def cpu_tensors_reach_the_binding(monkeypatch):
+    """Build without a GPU, and leave out the early look at the device."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+
+    def check_types_only(**tensors: Any) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+
+    monkeypatch.setattr(_kernels, "check_cuda_tensors", check_types_only)
+    monkeypatch.setattr(sampling, "check_cuda_tensors", check_types_only)
+
+
+def _probs() -> torch.Tensor:
+    return torch.full((4, 100), 0.01)
+
+
+def _numbers(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(count, dtype=dtype)
+
+
+DRAW = {"seed": 1, "offset": 2}
+CALLS: dict[str, dict[str, Any]] = {
+    "softmax": {"logits": _probs(), "temperature": 0.5},
+    "sampling_from_probs": {"probs": _probs(), **DRAW},
+    "top_p_sampling_from_probs": {"probs": _probs(), "top_p": 0.5, **DRAW},
+    "top_k_top_p_sampling_from_probs": {"probs": _probs(), "top_k": 3, "top_p": 0.5, **DRAW},
+    "min_p_sampling_from_probs": {"probs": _probs(), "min_p": 0.5, **DRAW},
+    "top_k_mask_logits": {"logits": _probs(), "top_k": 3},
+    "top_k": {"input": _probs(), "k": 3},
+    "top_k_page_table_transform": {
+        "input": _probs(),
+        "src_page_table": torch.zeros(4, 100, dtype=torch.int32),
+        "lengths": _numbers(4, torch.int32),
+        "k": 3,
+    },
+    "top_k_ragged_transform": {
+        "input": _probs(),
+        "offsets": _numbers(4, torch.int32),
+        "lengths": _numbers(4, torch.int32),
+        "k": 3,
+    },
+    "chain_speculative_sampling": {
+        "draft_probs": torch.full((2, 3, 100), 0.01),
+        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "target_probs": torch.full((2, 4, 100), 0.01),
+        **DRAW,
+    },
+}
+
+ROWS = [
+    _probs().double(),
+    _probs()[0],
+    torch.full((4, 200), 0.01)[:, ::2],
+    torch.empty(4, 0),
+    [0.5, 0.5],
+    None,
+]
+FLOATS = [_numbers(3, torch.float32), torch.ones(4, 1), torch.ones(8)[::2], "0.5", float("nan")]
+INTS = [_numbers(3, torch.int32), torch.ones(8, dtype=torch.int32)[::2], 2.5, "3", None]
+SEEDS = [_numbers(3, torch.int64), _numbers(4, torch.int32), _numbers(4, torch.float32), 1.5, 2**64]
+INT_ROWS = [_numbers(4, torch.int64), _numbers(3, torch.int32), [1, 1, 1, 1]]
+
+FAULTS: dict[str, list[Any]] = {
+    "logits": ROWS,
+    "probs": ROWS,
+    "input": ROWS[:3] + ROWS[4:],
+    "temperature": [*FLOATS, -1.0],
+    "top_p": FLOATS,
+    "min_p": FLOATS,
+    "top_k": INTS,
+    "k": [0, -1, 101, 2.5, "3", None],
+    "seed": SEEDS,
+    "offset": SEEDS,
+    "src_page_table": [torch.zeros(4, 100), torch.zeros(3, 100, dtype=torch.int32), None],
+    "lengths": [*INT_ROWS, None],
+    "offsets": [*INT_ROWS, None],
+    "draft_probs": [torch.full((2, 3, 100), 0.01).half(), torch.ones(2, 3), None],
+    "draft_token_ids": [torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 3), None],
+    "target_probs": [torch.full((2, 3, 100), 0.01), torch.ones(2, 4, 100).double(), None],
+}
+OPTIONAL: dict[str, dict[str, list[Any]]] = {
+    "softmax": {"enable_pdl": ["yes", 1]},
+    "sampling_from_probs": {
+        "indices": [_numbers(4, torch.float32), torch.ones(4, 1).int(), [1, 2]],
+        "deterministic": ["yes", 1],
+    },
+    "top_k_top_p_sampling_from_probs": {"filter_apply_order": ["both", None, 1]},
+    "top_k": {"tie_break": [3, "small", None], "sorted": ["yes", 2]},
+    "top_k_page_table_transform": {
+        "row_to_batch": INT_ROWS,
+        "row_starts": INT_ROWS,
+        "page_table_row_starts": INT_ROWS,
+        "page_size": [0, -1, 1.5],
+        "out": [torch.zeros(4, 3), torch.zeros(3, 3).int(), torch.zeros(4, 6).int()[:, ::2]],
+        "out_raw_indices": [torch.zeros(4, 3), torch.zeros(3, 3).int()],
+    },
+    "chain_speculative_sampling": {
+        "maybe_output_accepted_token_num": [_numbers(3, torch.int32), _numbers(2, torch.int64)]
+    },
+}
+BAD_CALLS = [
+    (function, name, value)
+    for function, arguments in CALLS.items()
+    for name, values in {
+        **{name: FAULTS[name] for name in arguments},
+        **OPTIONAL.get(function, {}),
+    }.items()
+    for value in values
+    if not (function != "top_k" and name == "k" and value == 101)
+]
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_the_call_without_fault_is_refused_for_the_device_only(function: str):
+    with pytest.raises(ValueError, match="must be a CUDA tensor"):
+        getattr(flashinfer, function)(**CALLS[function])
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "value"),
+    BAD_CALLS,
+    ids=[f"{f}-{n}-{i}" for i, (f, n, _) in enumerate(BAD_CALLS)],
+)
+def test_a_fault_is_refused_by_name(function: str, name: str, value: Any):
+    with pytest.raises((TypeError, ValueError), match=f"`{name}`") as error:
+        getattr(flashinfer, function)(**{**CALLS[function], name: value})
+    assert "must be a CUDA tensor" not in str(error.value)
+
+
+def test_seed_and_generator_exclude_each_other():
+    with pytest.raises(ValueError, match="offset"):
+        flashinfer.sampling_from_probs(_probs(), offset=1)
+    with pytest.raises(ValueError, match="generator"):
+        flashinfer.sampling_from_probs(_probs(), seed=1, generator=torch.Generator())
+
+
+def test_unsigned_seeds_pass():
+    for seed in (2**64 - 1, torch.ones(4, dtype=torch.uint64), -1):
+        with pytest.raises(ValueError, match="must be a CUDA tensor"):
+            flashinfer.sampling_from_probs(_probs(), seed=seed)
+
+
+def test_modules_of_engines_exist():
+    assert topk.topk is topk.top_k
+    assert sampling.top_k_renorm_prob is sampling.top_k_renorm_probs
