@@ -110,7 +110,7 @@ def _poison(
     read = {getattr(spec, "param", None) or key for key, spec in template.inputs.items()}
     for param, index in destinations.values():
         if index is not None:
-            continue  # of a tuple: it was written before, and is read where this call does not write
+            continue  # an element of a tuple: what this call does not write must stay
         shares = any(
             other.untyped_storage().data_ptr() == arguments[param].untyped_storage().data_ptr()
             for name, value in arguments.items()
@@ -150,7 +150,9 @@ def _outputs(
     for key, destination in destinations.items():
         given = _tensor_at(arguments, destination)
         if key in by_key and by_key[key].data_ptr() != given.data_ptr():
-            raise AssertionError(f"{destination[0]} was given, but what is returned is another tensor")
+            raise AssertionError(
+                f"{destination[0]} was given, but what is returned is another tensor"
+            )
         by_key[key] = given
     return {key: by_key[key] for key in template.outputs}
 

@@ -4,8 +4,26 @@
 
 The files are committed; ``test_committed_definitions.py`` sees that they are what the code writes:
 
+    append_paged_kv_cache_fused_hnd_ps16_kv8_d128.json
+    append_paged_kv_cache_fused_ps16_kv8_d128.json
+    append_paged_kv_cache_hnd_ps16_kv8_d128.json
+    append_paged_kv_cache_ps16_kv8_d128.json
+    append_paged_mla_kv_cache_ps64_ckv512_kpe64.json
+    apply_llama31_rope_inplace_q32_kv8_d128_r128.json
+    apply_llama31_rope_pos_ids_inplace_q32_kv8_d128_r128_pos_ids_int32.json
+    apply_llama31_rope_pos_ids_q32_kv8_d128_r128_pos_ids_int32.json
+    apply_llama31_rope_q32_kv8_d128_r128.json
+    apply_rope_inplace_q32_kv8_d128_r128.json
+    apply_rope_pos_ids_inplace_q32_kv8_d128_r128_pos_ids_int32.json
+    apply_rope_pos_ids_q32_kv8_d128_r128_pos_ids_int32.json
+    apply_rope_q32_kv8_d128_r128.json
+    apply_rope_with_cos_sin_cache_heads_q32_kv8_d128_r128_positions_int32_cos_sin_cache_f32.json
+    apply_rope_with_cos_sin_cache_inplace_heads_q32_kv8_d128_r128_positions_int32_cos_sin_cache_f32.json
+    apply_rope_with_cos_sin_cache_inplace_q4096_kv1024_d128_r128_positions_int32_cos_sin_cache_f32.json
+    apply_rope_with_cos_sin_cache_q4096_kv1024_d128_r128_positions_int32_cos_sin_cache_f32.json
     block_scale_interleave_b448_uint8.json
     chain_speculative_sampling_n3_v128256.json
+    concat_mla_k_h128_n128_r64.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
@@ -17,9 +35,16 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     gelu_tanh_and_mul_d14336.json            Gemma 2 9B
     gemma_fused_add_rmsnorm_h3584.json
     gemma_rmsnorm_h3584.json
+    get_batch_indices_positions_n32.json
+    get_seq_lens_ps16.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json
+    merge_state_h32_d128.json
+    merge_state_in_place_h32_d128.json
+    merge_state_in_place_h32_d128_mask_mask_bool.json
+    merge_states_h32_d128.json
     min_p_sampling_from_probs_v128256_f32.json
+    mla_rope_quantize_fp8_q16_r64_qn512_kn512_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3_no_is_neox.json
     mxfp4_dequantize_b3584.json
     mxfp4_dequantize_host_b3584_g32.json
     mxfp4_quantize_h7168.json
@@ -36,6 +61,11 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     rmsnorm_h4096.json
     rmsnorm_h4096_f16.json
     rmsnorm_quant_h8192_output_e4m3.json
+    rope_quantize_fp8_append_paged_kv_cache_hnd_q32_r128_qn0_kn0_kv8_ps16_v128_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json
+    rope_quantize_fp8_append_paged_kv_cache_mla_q16_r64_qn512_kn512_ps16_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_ckv_cache_e4m3_kpe_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_ckv_cache_e4m3_kpe_cache_e4m3.json
+    rope_quantize_fp8_append_paged_kv_cache_q32_r128_qn0_kn0_kv8_ps16_v128_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json
+    rope_quantize_fp8_one_head_q16_r64_qn512_kn512_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3.json
+    rope_quantize_fp8_q32_r128_qn0_kn0_kv8_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3.json
     sampling_from_logits_v128256_f32.json
     sampling_from_probs_valid_v128256_f32.json
     segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
@@ -85,6 +115,8 @@ def main(folder: Path) -> None:
         call_activations(torch.bfloat16)
         call_quantization(torch.bfloat16)
         call_sampling(8, 128256)
+        call_rope(torch.bfloat16)
+        call_caches(torch.bfloat16)
 
 
 def call_norms(dtype) -> None:
@@ -196,6 +228,86 @@ def call_sampling(batch_size: int, vocab_size: int) -> None:
     pages = torch.arange(batch_size * 2048).view(batch_size, 2048).int()
     flashinfer.top_k_page_table_transform(logits, pages, lengths, 2048, page_size=64)
     flashinfer.top_k_ragged_transform(logits, lengths, lengths, 2048)
+
+
+def call_rope(dtype) -> None:
+    """Llama 3.1 8B; DeepSeek V3 with one of 8 shards of its heads."""
+    import torch
+
+    from flashinfer import rope
+
+    q, k = (
+        torch.randn(NUM_TOKENS, 32, 128, dtype=dtype),
+        torch.randn(NUM_TOKENS, 8, 128, dtype=dtype),
+    )
+    pos_ids = torch.arange(NUM_TOKENS, dtype=torch.int32)
+    requests = torch.tensor([0, 20, NUM_TOKENS]).int(), torch.tensor([0, 100]).int()
+    for name in ("apply_rope", "apply_llama31_rope"):
+        for inplace in ("", "_inplace"):
+            getattr(rope, f"{name}{inplace}")(q, k, *requests)
+            getattr(rope, f"{name}_pos_ids{inplace}")(q, k, pos_ids)
+    angle = torch.arange(4096.0)[:, None] * 1e4 ** (-torch.arange(64) / 64)
+    cache = torch.cat([angle.cos(), angle.sin()], -1)
+    half = torch.cat([angle[:, ::2].cos(), angle[:, ::2].sin()], -1)
+    for query, key in ((q, k), (q.flatten(1), k.flatten(1))):
+        rope.apply_rope_with_cos_sin_cache(pos_ids, query, key, 128, cache)
+        rope.apply_rope_with_cos_sin_cache_inplace(pos_ids, query, key, 128, cache)
+
+    heads = torch.randn(NUM_TOKENS, 16, 576, dtype=dtype)
+    q_mla = heads[..., 512:], heads[..., :512]
+    k_mla = heads[:, 0, 512:], heads[:, 0, :512]
+    parts = q_mla[0], k_mla[0], q_mla[1], k_mla[1]
+    rope.mla_rope_quantize_fp8(*parts, half, pos_ids, is_neox=False)
+    rope.rope_quantize_fp8(*parts, half, pos_ids)
+    rope.rope_quantize_fp8(q, k, None, None, cache, pos_ids)
+    i32 = {"dtype": torch.int32}
+    table = torch.tensor([3, 0, 1], **i32), torch.tensor([0, 3], **i32)
+    where = torch.zeros(NUM_TOKENS, **i32), pos_ids
+    fp8 = torch.float8_e4m3fn
+    latent = torch.zeros(4, 16, 576).to(fp8)
+    rope.rope_quantize_fp8_append_paged_kv_cache(
+        *parts, None, half, pos_ids, (latent[..., :512], latent[..., 512:]), *table, *where
+    )
+    for kv_layout, inner in (("NHD", (16, 8)), ("HND", (8, 16))):
+        caches = torch.zeros(4, 2, *inner, 128).to(fp8).unbind(1)
+        rope.rope_quantize_fp8_append_paged_kv_cache(
+            q, k, None, None, k, cache, pos_ids, caches, *table, *where, kv_layout=kv_layout
+        )
+
+
+def call_caches(dtype) -> None:
+    """Llama 3.1 8B with pages of 16; latent attention of DeepSeek V3 with pages of 64."""
+    import torch
+
+    import flashinfer
+    from flashinfer.concat_ops import concat_mla_k
+
+    i32 = {"dtype": torch.int32}
+    append_indptr = torch.tensor([0, 20, 30], **i32)
+    seq_lens = torch.tensor([100, 10], **i32)
+    where = flashinfer.get_batch_indices_positions(append_indptr, seq_lens, NUM_TOKENS)
+    table = torch.arange(8, **i32), torch.tensor([0, 7, 8], **i32), torch.tensor([4, 10], **i32)
+    flashinfer.get_seq_lens(*table[1:], 16)
+    k, v = torch.randn(2, NUM_TOKENS, 8, 128, dtype=dtype)
+    for kv_layout, inner in (("NHD", (16, 8)), ("HND", (8, 16))):
+        fused = torch.zeros(8, 2, *inner, 128, dtype=dtype)
+        for cache in (fused, fused.unbind(1)):
+            flashinfer.append_paged_kv_cache(k, v, *where, cache, *table, kv_layout)
+    latent = torch.zeros(8, 64, 576, dtype=dtype)
+    rows = torch.randn(NUM_TOKENS, 576, dtype=dtype)
+    parts = latent[..., :512], latent[..., 512:]
+    flashinfer.append_paged_mla_kv_cache(rows[:, :512], rows[:, 512:], *where, *parts, *table)
+
+    states, lse = torch.randn(NUM_TOKENS, 4, 32, 128, dtype=dtype), torch.randn(NUM_TOKENS, 4, 32)
+    flashinfer.merge_states(states, lse)
+    pair = states[:, 0], lse[:, 0], states[:, 1], lse[:, 1]
+    flashinfer.merge_state(*pair)
+    flashinfer.merge_state_in_place(*pair)
+    flashinfer.merge_state_in_place(*pair, torch.ones(NUM_TOKENS, dtype=torch.bool))
+
+    nope, shared = torch.randn(2, NUM_TOKENS, 128, 128, dtype=dtype).unbind()
+    key = torch.empty(NUM_TOKENS, 128, 192, dtype=dtype)
+    concat_mla_k(key, nope, shared[:, :1, :64])
 
 
 if __name__ == "__main__":

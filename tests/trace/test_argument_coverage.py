@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashinfer.testing.tensors import clone_arguments
-from tests.trace import sampling_cases
+from tests.trace import cache_cases, sampling_cases
 from tests.trace.calls import Operation, operations, parameters_of
 
 OPTIONAL = [
@@ -149,6 +149,7 @@ CASES: dict[str, Callable[..., None]] = {
     "out": receives_the_result,
     "enable_pdl": is_a_hint,
     **sampling_cases.CASES,
+    **cache_cases.CASES,
 }
 
 

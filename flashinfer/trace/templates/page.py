@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import check_option
 from ..specs import Axis, Const, Tensor, Value, Var
 from ..template import TraceTemplate
 
@@ -229,7 +230,8 @@ def _kv_template(suffix: str, *, fused: bool, kv_layout: str) -> TraceTemplate:
 
 def _append_paged_kv_cache_trace(**arguments: Any) -> TraceTemplate:
     fused = isinstance(arguments.get("paged_kv_cache"), torch.Tensor)
-    kv_layout = "HND" if arguments.get("kv_layout", "NHD") == "HND" else "NHD"
+    kv_layout = arguments.get("kv_layout", "NHD")
+    check_option("kv_layout", ("NHD", "HND"), kv_layout)
     return _KV_TEMPLATES[fused, kv_layout]
 
 

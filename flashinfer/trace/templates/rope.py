@@ -253,7 +253,13 @@ def _example(like: torch.Tensor, /, **others: Any) -> dict[str, Any]:
     return arguments
 
 
-_LLAMA31_VALUES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
+_LLAMA31_VALUES = {
+    "rope_scale": 8.0,
+    "rope_theta": 1e4,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "old_context_len": 8192,
+}
 
 
 def _init(requests: bool, llama31: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:

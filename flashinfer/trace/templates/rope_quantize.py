@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import check_option
 from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .page import _TABLE, _TABLE_AXES, _slots, example_table
@@ -370,9 +371,9 @@ _APPEND_TEMPLATES = {
 
 
 def _append_trace(**arguments: Any) -> TraceTemplate:
-    if arguments.get("v") is None:
-        return _APPEND_TEMPLATES["mla"]
-    return _APPEND_TEMPLATES["HND" if arguments.get("kv_layout", "NHD") == "HND" else "NHD"]
+    kv_layout = arguments.get("kv_layout", "NHD")
+    check_option("kv_layout", ("NHD", "HND"), kv_layout)
+    return _APPEND_TEMPLATES["mla" if arguments.get("v") is None else kv_layout]
 
 
 rope_quantize_fp8_append_paged_kv_cache_trace: Callable[..., TraceTemplate] = _append_trace

@@ -1,0 +1,125 @@
+"""What the optional arguments of rope, page and cascade do; see test_argument_coverage.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.testing.tensors import clone_arguments, iter_tensors
+from tests.trace.calls import Operation, parameters_of
+
+Case = Callable[[Operation, str, dict[str, Any]], None]
+
+
+def _call(operation: Operation, arguments: dict[str, Any]) -> list[torch.Tensor]:
+    """Everything that one call returns or writes."""
+    mine = clone_arguments(arguments)
+    returned = operation.api(**mine)
+    return [*iter_tensors(mine), *iter_tensors(returned)]
+
+
+def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(
+        x.shape == y.shape and torch.equal(x.float(), y.float())
+        for x, y in zip(first, second, strict=True)
+    )
+
+
+def counts(value: Any, *, wrong: Any, named: str = "") -> Case:
+    """`value` gives another result than the example's, and `wrong` is refused by name.
+
+    `named`: another name that the message may have.
+    """
+
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        usual = _call(operation, arguments)
+        assert not _same(usual, _call(operation, {**arguments, name: value}))
+        with pytest.raises((TypeError, ValueError), match=named or name):
+            operation.api(**{**arguments, name: wrong})
+
+    return case
+
+
+def defaults_to_the_head(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    whole = {**arguments, name: arguments["q"].shape[-1]}
+    assert _same(_call(operation, arguments), _call(operation, whole))
+    counts(16, wrong=3)(operation, name, arguments)
+
+
+def receives_a_result(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """The tensor given is among what is returned, and holds the result."""
+    usual = operation.api(**clone_arguments(arguments))
+    keys = [key for key, spec in operation.template.outputs.items() if spec.tuple_idx is None]
+    index = [operation.template.outputs[key].param for key in keys].index(name)
+    destination = torch.empty_like(usual[index])
+    mine = clone_arguments(arguments)
+    returned = operation.api(**mine, **{name: destination})
+    assert returned[index].data_ptr() == destination.data_ptr()
+    assert torch.equal(destination.float(), usual[index].float())
+    with pytest.raises(ValueError, match=name):
+        operation.api(**arguments, **{name: destination[:-1]})
+    with pytest.raises(ValueError, match=name):
+        operation.api(**arguments, **{name: destination.double()})
+
+
+def is_the_cache_s(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: parameters_of(operation.function)[name].default})
+
+
+def says_how_caches_lie(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Another layout is another shape of cache: refused unless there are no heads in it."""
+    other = "HND" if arguments.get(name, "NHD") == "NHD" else "NHD"
+    changed = {**arguments, name: other}
+    if "mla" in operation.template.name_prefix:
+        assert _same(_call(operation, arguments), _call(operation, changed))
+    else:
+        with pytest.raises(ValueError, match="cache|page_size|heads"):
+            operation.api(**changed)
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: "DHN"})
+
+
+def chooses_tokens(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """No mask is a mask of ones; a token whose mask is 0 stays as it is."""
+    v = arguments["v"]
+    ones = torch.ones(len(v), dtype=torch.bool, device=v.device)
+    every, masked = clone_arguments(arguments), clone_arguments(arguments)
+    operation.api(**every)
+    operation.api(**{**masked, name: ones})
+    assert torch.equal(every["v"], masked["v"]) and torch.equal(every["s"], masked["s"])
+    ones[::2] = False
+    masked = clone_arguments(arguments)
+    operation.api(**{**masked, name: ones})
+    for key in ("v", "s"):
+        assert torch.equal(masked[key][::2], arguments[key][::2])
+        assert torch.equal(masked[key][1::2], every[key][1::2])
+
+
+CASES: dict[str, Case] = {
+    "batch_indices": receives_a_result,
+    "high_freq_factor": counts(2.0, wrong=0.5),
+    "interleave": counts(True, wrong=1),
+    "is_neox": counts(False, wrong=1),
+    "k_nope_out": receives_a_result,
+    "k_rope_out": receives_a_result,
+    "kv_layout": says_how_caches_lie,
+    "low_freq_factor": counts(2.0, wrong=9.0),
+    "mask": chooses_tokens,
+    "old_context_len": counts(100, wrong=0),
+    "page_size": is_the_cache_s,
+    "positions": receives_a_result,
+    "q_nope_out": receives_a_result,
+    "q_rope_out": receives_a_result,
+    "quant_scale_kv": counts(0.5, wrong=0.0),
+    "quant_scale_q": counts(0.5, wrong=-1.0),
+    "quantize_dtype": counts(
+        torch.float8_e5m2, wrong=torch.float16, named="quantize_dtype|q_rope_out"
+    ),
+    "rope_scale": counts(4.0, wrong=0.0),
+    "rope_theta": counts(100.0, wrong=-1.0),
+    "rotary_dim": defaults_to_the_head,
+}
