@@ -127,6 +127,8 @@ class Routine:
     reads, writes : sequence of str
         Arguments whose elements the operation must read and write once each. They make the bytes
         that the bandwidth is computed from; an argument that is updated in place is in both.
+    fresh : Callable[[dict], int], optional
+        From the arguments: bytes of the results that the function allocates itself.
     flops : Callable[[Namespace], int], optional
         Floating-point operations of a call, where arithmetic is what limits it.
     backends : Mapping[str, Backend]
@@ -141,11 +143,13 @@ class Routine:
     writes: Sequence[str]
     backends: Mapping[str, Backend]
     flops: Callable[[Namespace], int] | None = None
+    fresh: Callable[[Arguments], int] | None = None
 
     def nbytes(self, arguments: Mapping[str, Any]) -> int:
         """Bytes that a call must move, from its arguments."""
         names = [*self.reads, *self.writes]
-        return sum(arguments[n].numel() * arguments[n].element_size() for n in names)
+        given = sum(arguments[n].numel() * arguments[n].element_size() for n in names)
+        return given + (self.fresh(dict(arguments)) if self.fresh else 0)
 
 
 ROUTINES: dict[str, Routine] = {}

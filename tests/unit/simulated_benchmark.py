@@ -17,6 +17,13 @@ import report  # noqa: E402, F401
 import routines  # noqa: E402, F401
 
 SMALL = ["--batch_size", "4", "--hidden_size", "64"]
+_SMALL_SIZES = {"batch_size": 4, "hidden_size": 256, "num_elements": 1000, "segment_length": 100}
+
+
+def small_flags(routine) -> list[str]:
+    """Flags for a small case of any routine."""
+    given = [flag.name for flag in routine.flags if flag.name in _SMALL_SIZES]
+    return [text for name in given for text in (f"--{name}", str(_SMALL_SIZES[name]))]
 
 
 class FakeTimer:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from simulated_benchmark import BENCHMARKS, SMALL, cli, harness, read_csv, routines
+from simulated_benchmark import BENCHMARKS, SMALL, cli, harness, read_csv, routines, small_flags
 from simulated_benchmark import timer as timer
 
 import flashinfer
@@ -30,14 +30,12 @@ def test_routines_build_what_their_function_takes(name):
     import inspect
 
     routine = ROUTINES[name]
-    case = cli.parse_case(["--routine", name, *SMALL])
+    case = cli.parse_case(["--routine", name, *small_flags(routine)])
     arguments = routine.build(case, "cpu")
     function = routines.Backend(routine.api).resolve()
-    inspect.signature(function).bind(**arguments)
-    harness.template_of(function, arguments).validate(
-        inspect.signature(function).bind(**arguments).arguments
-        | {"eps": getattr(case, "eps", None)}
-    )
+    bound = inspect.signature(function).bind(**arguments)
+    bound.apply_defaults()
+    harness.template_of(function, arguments).validate(bound.arguments)
     assert routine.nbytes(arguments) > 0
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from simulated_benchmark import SMALL, FakeTimer, cli, read_csv, report, routines
+from simulated_benchmark import SMALL, FakeTimer, cli, read_csv, report, routines, small_flags
 from simulated_benchmark import timer as timer
 
 import flashinfer
@@ -143,8 +143,9 @@ def test_refcheck_passes_for_the_pytorch_backend(timer, routine):
 
 def test_refcheck_of_every_routine_through_the_reference_backend(timer):
     with flashinfer.reference_backend():
-        for name in ROUTINES:
-            assert cli.main(["--routine", name, "--refcheck", *SMALL], timer) == cli.OK, name
+        for name, routine in ROUTINES.items():
+            argv = ["--routine", name, "--refcheck", *small_flags(routine)]
+            assert cli.main(argv, timer) == cli.OK, name
 
 
 def test_a_failed_refcheck_exits_with_1_and_gives_no_time(monkeypatch, capsys, timer, tmp_path):
