@@ -45,6 +45,14 @@ class MagnitudeMax {
  private:
   // max(a, |b|), a not negative
   __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ < 800
+    // max.NaN needs sm_80. Magnitudes are in the order of their bits, NaN above infinity.
+    if constexpr (sizeof(T) == 4) {
+      return max(a, b & 0x7fffffffu);
+    } else {
+      return __vmaxu2(a, b & 0x7fff7fffu);
+    }
+#else
     uint32_t result;
     if constexpr (sizeof(T) == 4) {
       float value;
@@ -58,6 +66,7 @@ class MagnitudeMax {
       asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b & 0x7fff7fffu));
     }
     return result;
+#endif
   }
 
   uint32_t bits_ = 0;

@@ -208,8 +208,12 @@ struct e4m3 {
 
   template <typename Code>
   __device__ __forceinline__ static e4m3 of(float amax, float, float global) {
-    float product;  // bounded above, where a correction of an infinite quotient would be NaN
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(product) : "f"(amax * global), "f"(1e6f));
+    float product = amax * global;  // bounded above: correcting an infinite quotient gives NaN
+#if __CUDA_ARCH__ >= 800
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(product) : "f"(product), "f"(1e6f));
+#else
+    product = product > 1e6f ? 1e6f : product;  // a NaN stays
+#endif
     const auto rounded =
         from_float<dtype::float8_e4m3fn>(divide(product, Code::kMax, 1.f / Code::kMax));
     const float s = to_float(rounded);
