@@ -22,7 +22,7 @@ ARCHITECTURES = (
 )  # fmt: skip
 """What kernels are written for; the tests compile modules of every generator for each of these."""
 
-TESTED = {("9.0a", "norm"), ("9.0a", "activation")}
+TESTED = {("9.0a", family) for family in ("activation", "fused_norm", "norm", "quantization")}
 """Architecture and family whose GPU tests have been run there: 9.0a is an H200."""
 
 
@@ -40,7 +40,8 @@ def operations() -> list[tuple[str, str, list[str]]]:
     for function, _ in _TRACE_REGISTRY:
         if hasattr(flashinfer, function.__name__):
             archs = tuple(arch for arch in ARCHITECTURES if _runs_on(function, arch))
-            found.add((function.__module__.split(".")[1], function.__name__, archs))
+            family = function.__module__.split(".")[1].lstrip("_")
+            found.add((family, function.__name__, archs))
     return [(family, name, list(archs)) for family, name, archs in sorted(found)]
 
 

@@ -9,7 +9,10 @@ import torch
 from ..api_logging import flashinfer_api
 from ..dtypes import check_dtype
 from ..tllm_enums import SfLayout
-from ..trace.templates.fp4 import block_scale_interleave_trace
+from ..trace.templates.fp4 import (
+    block_scale_interleave_trace,
+    nvfp4_block_scale_interleave_trace,
+)
 
 _TILE_ROWS = {SfLayout.layout_128x4: 128, SfLayout.layout_8x4: 8, SfLayout.layout_linear: 1}
 
@@ -129,5 +132,9 @@ def block_scale_interleave(
     return out.copy_(tiles.permute(0, 1, 4, 3, 2, 5).reshape(size))
 
 
-nvfp4_block_scale_interleave = block_scale_interleave
-"""The name under which `block_scale_interleave` came first."""
+@flashinfer_api(trace=nvfp4_block_scale_interleave_trace)
+def nvfp4_block_scale_interleave(
+    unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`block_scale_interleave` by the name that it came under first."""
+    return block_scale_interleave(unswizzled_sf, out=out)

@@ -51,6 +51,7 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     mxfp4_quantize_h7168_layout_linear.json
     mxfp8_dequantize_host_h7168_e4m3.json
     mxfp8_quantize_h7168.json
+    nvfp4_block_scale_interleave_b448_uint8.json
     nvfp4_quantize_h7168.json
     packbits_bool.json
     per_token_group_quant_8bit_float8_e5m2_h7168_g128.json
@@ -191,6 +192,7 @@ def call_quantization(dtype) -> None:
     q.mxfp4_dequantize(*q.mxfp4_quantize(rows))
     q.mxfp4_dequantize_host(*q.mxfp4_quantize(rows, sfLayout=q.SfLayout.layout_linear))
     q.block_scale_interleave(scales)
+    q.nvfp4_block_scale_interleave(scales)
     mask = torch.rand(4096) < 0.5
     q.packbits(mask)
     q.segment_packbits(mask, torch.tensor([0, 1000, 1024, 4096], dtype=torch.int32), "little")

@@ -416,25 +416,31 @@ mxfp4_dequantize_host_trace = _dequantize_trace(
     reference=_mxfp4_dequantize_host_reference,
 )
 
-block_scale_interleave_trace = TraceTemplate(
-    op_type="fp4_quantize",
-    name_prefix="block_scale_interleave",
-    description="Row-major block scales in tiles of 128 rows by 4 blocks.",
-    axes={
-        "num_rows": Var("Rows of scales, of all experts."),
-        "num_blocks": Const("Scales of a row.", abbrev="b"),
-        "num_scales": Var("Scales, padding included.", from_values=True),
-    },
-    inputs={
-        "unswizzled_sf": Tensor(
-            ["num_rows", "num_blocks"],
-            ranks=(2, 3),
-            dtypes=("uint8", "float8_e4m3fn", "float8_e8m0fnu", "bfloat16"),
-        )
-    },
-    outputs={"output": Tensor(["num_scales"], param="out", dtype_from="unswizzled_sf")},
-    tags=["status:verified", "quantize", "host"],
-    reference=_block_scale_interleave_reference,
-    check=same_bits,
-    init=lambda arguments: {"unswizzled_sf": arguments["unswizzled_sf"].to(torch.bfloat16)},
-)
+
+def _interleave_trace(name: str) -> TraceTemplate:
+    return TraceTemplate(
+        op_type="fp4_quantize",
+        name_prefix=name,
+        description="Row-major block scales in tiles of 128 rows by 4 blocks.",
+        axes={
+            "num_rows": Var("Rows of scales, of all experts."),
+            "num_blocks": Const("Scales of a row.", abbrev="b"),
+            "num_scales": Var("Scales, padding included.", from_values=True),
+        },
+        inputs={
+            "unswizzled_sf": Tensor(
+                ["num_rows", "num_blocks"],
+                ranks=(2, 3),
+                dtypes=("uint8", "float8_e4m3fn", "float8_e8m0fnu", "bfloat16"),
+            )
+        },
+        outputs={"output": Tensor(["num_scales"], param="out", dtype_from="unswizzled_sf")},
+        tags=["status:verified", "quantize", "host"],
+        reference=_block_scale_interleave_reference,
+        check=same_bits,
+        init=lambda arguments: {"unswizzled_sf": arguments["unswizzled_sf"].to(torch.bfloat16)},
+    )
+
+
+block_scale_interleave_trace = _interleave_trace("block_scale_interleave")
+nvfp4_block_scale_interleave_trace = _interleave_trace("nvfp4_block_scale_interleave")
