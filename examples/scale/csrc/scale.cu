@@ -17,9 +17,8 @@ void scale_launcher(TensorView input, TensorView output, float factor) {
   DeviceGuard guard(input.device());
   cudaStream_t stream = get_stream(input.device());
   DISPATCH_DLPACK_DTYPE_TO_CTYPE_FP32_FP16(input.dtype(), DType, [&] {
-    cudaError_t status =
-        ScaleLauncher<DType>(input.data_ptr<DType>(), output.data_ptr<DType>(),
-                             static_cast<DType>(factor), input.numel(), stream);
+    cudaError_t status = ScaleLauncher<DType>(input.data_ptr<DType>(), output.data_ptr<DType>(),
+                                              static_cast<DType>(factor), input.numel(), stream);
     TVM_FFI_ICHECK(status == cudaSuccess)
         << "Failed to run ScaleLauncher: " << cudaGetErrorString(status);
     return true;
