@@ -157,7 +157,8 @@ def _draw(
         else:
             kept = weights * (row >= _row_threshold(row, weights, **own))
             tokens[output] = _inverse(kept, key, 0)
-    return torch.tensor(tokens, device=rows.device), torch.tensor(valid, device=rows.device)
+    samples = torch.tensor(tokens, dtype=torch.int64, device=rows.device)
+    return samples, torch.tensor(valid, dtype=torch.bool, device=rows.device)
 
 
 def _filtered_row(
