@@ -44,7 +44,7 @@ def per_token_group_quant_8bit(
         ``[..., k]``, float16, bfloat16 or float32, the last dimension contiguous, leading ones
         foldable into one. k is a multiple of `group_size`.
     group_size : int
-        Elements that share a scale; 32, 64, 128 and other multiples of 8 are fast.
+        Elements that share a scale. Multiples of 16 up to 1024 are fast; others read twice.
     eps : float
         Least magnitude that a scale is made for, between 1e-30 and 1e30.
     dst_dtype : torch.dtype, optional
