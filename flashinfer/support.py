@@ -22,7 +22,17 @@ ARCHITECTURES = (
 )  # fmt: skip
 """What kernels are written for; the tests compile modules of every generator for each of these."""
 
-TESTED = {("9.0a", family) for family in ("activation", "fused_norm", "norm", "quantization")}
+_ON_HOPPER = (
+    "activation",
+    "cascade",
+    "fused_norm",
+    "norm",
+    "page",
+    "quantization",
+    "rope",
+    "rope_quantize",
+)
+TESTED = {("9.0a", family) for family in _ON_HOPPER}
 """Architecture and family whose GPU tests have been run there: 9.0a is an H200."""
 
 
