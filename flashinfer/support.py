@@ -25,7 +25,6 @@ ARCHITECTURES = (
 _ON_HOPPER = (
     "activation",
     "cascade",
-    "fused_norm",
     "norm",
     "page",
     "quantization",
