@@ -9,9 +9,10 @@
 //   settle kernel     accepts, or goes on alone: at most kMaxRounds more draws, then the exact
 //   search of select.cuh
 //
-// A share p of the first draws is accepted, and of the second ones nearly all: two reads of the row. Searching the
-// threshold instead, by a cluster that keeps the row in shared memory (select.cuh), took 20, 68 and 200 us for 1, 64 and
-// 256 rows of 128256 float32 on an H200: one read, but a long chain of walks and cluster barriers.
+// A share p of the first draws is accepted, and of the second ones nearly all: two reads of the
+// row. Searching the threshold instead, by a cluster that keeps the row in shared memory
+// (select.cuh), took 20, 68 and 200 us for 1, 64 and 256 rows of 128256 float32 on an H200: one
+// read, but a long chain of walks and cluster barriers.
 #pragma once
 
 #include <flashinfer/sampling/stream.cuh>

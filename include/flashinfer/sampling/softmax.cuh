@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(kTileThreads<Traits>)
 
 template <typename Traits>
 inline cudaError_t launch_softmax(SamplingParams params, bool enable_pdl, cudaStream_t stream) {
-  // Two kernels per block of 24 MB, one after the other, took 3.1, 28 and 107 us for 1, 64 and 256 rows of 128256 float32
-  // on an H200; a cluster that keeps the row in shared memory 6.4, 31 and 92.
+  // Two kernels per block of 24 MB, one after the other, took 3.1, 28 and 107 us for 1, 64 and 256
+  // rows of 128256 float32 on an H200; a cluster that keeps the row in shared memory 6.4, 31
+  // and 92.
   constexpr uint64_t kBlockBytes = 34 << 20;
   const uint64_t row_bytes = uint64_t{params.vocab_size} * sizeof(typename Traits::T);
   const uint64_t fitting = kBlockBytes / row_bytes;
