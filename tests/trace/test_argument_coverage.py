@@ -150,6 +150,9 @@ CASES: dict[str, Callable[..., None]] = {
     "enable_pdl": is_a_hint,
     **sampling_cases.CASES,
     **cache_cases.CASES,
+    "page_size": lambda operation, *rest: (
+        sampling_cases if operation.template.op_type == "topk" else cache_cases
+    ).CASES["page_size"](operation, *rest),
 }
 
 
