@@ -94,9 +94,8 @@ __device__ __forceinline__ void norm_store(const NormParams& params, uint32_t ro
 // Block (threads_per_row, rows_per_cta): a CTA takes rows_per_cta rows at a time. kSpread says how
 // rows meet CTAs:
 //   kOnce     once: grid ceil(num_rows / rows_per_cta)
-//   kLoop     grid-strided, with the next rows under way while it reduces and writes these:
-//   otherwise memory idles
-//             during the reduction
+//   kLoop     grid-strided, with the next rows under way while it reduces and writes these, as
+//             memory would idle during the reduction
 //   kCluster  a row to each cluster of CTAs (sm_90): grid num_rows * cluster_size, rows_per_cta 1
 template <typename Traits, int kVecsPerThread, NormSpread kSpread>
 __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2 : 1)
