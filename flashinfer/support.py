@@ -25,6 +25,7 @@ ARCHITECTURES = (
 _ON_HOPPER = (
     "activation",
     "cascade",
+    "fused_norm",
     "norm",
     "page",
     "quantization",

@@ -65,6 +65,23 @@ def receives_a_result(operation: Operation, name: str, arguments: dict[str, Any]
         operation.api(**arguments, **{name: destination.double()})
 
 
+def chooses_the_codes(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Results have the dtype asked for; caches must have it already."""
+    results = []
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        mine = {**clone_arguments(arguments), name: dtype}
+        if "paged_kv_cache" in mine:
+            mine["paged_kv_cache"] = tuple(x.to(dtype) for x in arguments["paged_kv_cache"])
+        results.append(operation.api(**mine)[0])
+        assert results[-1].dtype == dtype
+    assert not torch.equal(results[0].float(), results[1].float())
+    with pytest.raises((TypeError, ValueError), match="quantize_dtype|q_rope_out"):
+        operation.api(**{**arguments, name: torch.float16})
+    if "paged_kv_cache" in arguments:
+        with pytest.raises(ValueError, match="paged_kv_cache"):
+            operation.api(**{**arguments, name: torch.float8_e5m2})
+
+
 def is_the_cache_s(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=name):
         operation.api(**{**arguments, name: parameters_of(operation.function)[name].default})
@@ -116,9 +133,7 @@ CASES: dict[str, Case] = {
     "q_rope_out": receives_a_result,
     "quant_scale_kv": counts(0.5, wrong=0.0),
     "quant_scale_q": counts(0.5, wrong=-1.0),
-    "quantize_dtype": counts(
-        torch.float8_e5m2, wrong=torch.float16, named="quantize_dtype|q_rope_out"
-    ),
+    "quantize_dtype": chooses_the_codes,
     "rope_scale": counts(4.0, wrong=0.0),
     "rope_theta": counts(100.0, wrong=-1.0),
     "rotary_dim": defaults_to_the_head,

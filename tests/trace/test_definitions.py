@@ -20,6 +20,8 @@ from tests.trace.calls import Operation, operations, results_of
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
+# What this process finds its packages by may be PYTHONPATH itself.
+SEARCH_PATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 COMMITTED = sorted((HERE / "fi_trace_out").glob("*.json"))
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,7 +118,7 @@ def test_a_reference_is_built_by_flashinfer_bench(monkeypatch, tmp_path):
 def test_committed_definitions_are_what_the_code_writes(tmp_path):
     written = subprocess.run(
         [sys.executable, str(HERE / "example.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": SEARCH_PATH},
         capture_output=True,
         text=True,
     )
@@ -227,7 +229,7 @@ def test_dump_writes_one_file_per_definition(tmp_path):
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": SEARCH_PATH,
             "FLASHINFER_TRACE_DUMP": "1",
             "FLASHINFER_TRACE_DUMP_DIR": "defs",
         },
@@ -244,7 +246,7 @@ def test_nothing_is_written_without_the_variable(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _DUMPED_CALLS.replace('Path("defs").iterdir()', "[]")],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": SEARCH_PATH},
         capture_output=True,
         text=True,
     )
@@ -263,7 +265,7 @@ def test_an_unwritable_folder_does_not_stop_the_call(tmp_path):
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": SEARCH_PATH,
             "FLASHINFER_TRACE_DUMP": "1",
             "FLASHINFER_TRACE_DUMP_DIR": str(blocked / "defs"),
         },

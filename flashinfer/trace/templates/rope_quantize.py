@@ -26,14 +26,20 @@ def _quantize(y: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor
     return (y.double() * scale).clamp(-limit, limit)
 
 
-def _chosen_dtype(quantize_dtype: torch.dtype | None, *outs: torch.Tensor | None) -> torch.dtype:
-    """The dtype asked for, else that of a given output, else float8_e4m3fn."""
-    given = [out.dtype for out in outs if out is not None]
-    dtype = quantize_dtype or (given[0] if given else torch.float8_e4m3fn)
+def _chosen_dtype(quantize_dtype: torch.dtype | None, **outs: torch.Tensor | None) -> torch.dtype:
+    """The dtype asked for, else that of the first given output, else float8_e4m3fn.
+
+    Every given output must have it.
+    """
+    given = {name: out.dtype for name, out in outs.items() if out is not None}
+    dtype = quantize_dtype or next(iter(given.values()), torch.float8_e4m3fn)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"`quantize_dtype` must be a torch.dtype, got {dtype!r}")
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"`quantize_dtype` must be float8_e4m3fn or float8_e5m2, got {dtype}")
+    for name, other in given.items():
+        if other != dtype:
+            raise ValueError(f"`{name}` must have dtype {dtype}, got {other}")
     return dtype
 
 
@@ -68,7 +74,13 @@ def _rope_quantize_fp8_reference(
     Source: J. Su et al., "RoFormer", 2021; P. Micikevicius et al., "FP8 Formats for Deep
     Learning", 2022.
     """
-    dtype = _chosen_dtype(quantize_dtype, q_rope_out, k_rope_out, q_nope_out, k_nope_out)
+    dtype = _chosen_dtype(
+        quantize_dtype,
+        q_rope_out=q_rope_out,
+        k_rope_out=k_rope_out,
+        q_nope_out=q_nope_out,
+        k_nope_out=k_nope_out,
+    )
     cos, sin = _cached_angles(cos_sin_cache, pos_ids)
     q_nope = q_rope[..., :0] if q_nope is None else q_nope
     k_nope = k_rope[..., :0] if k_nope is None else k_nope
@@ -101,7 +113,13 @@ def _mla_rope_quantize_fp8_reference(
 
     Source: as rope_quantize_fp8.
     """
-    dtype = _chosen_dtype(quantize_dtype, q_rope_out, k_rope_out, q_nope_out, k_nope_out)
+    dtype = _chosen_dtype(
+        quantize_dtype,
+        q_rope_out=q_rope_out,
+        k_rope_out=k_rope_out,
+        q_nope_out=q_nope_out,
+        k_nope_out=k_nope_out,
+    )
     cos, sin = _cached_angles(cos_sin_cache, pos_ids)
     return (
         _quantize(_rotated(q_rope, cos, sin, is_neox), quant_scale_q, dtype),
@@ -138,7 +156,9 @@ def _rope_quantize_fp8_append_paged_kv_cache_reference(
 
     Source: as rope_quantize_fp8.
     """
-    dtype = _chosen_dtype(quantize_dtype, q_rope_out, q_nope_out, *paged_kv_cache)
+    caches = {f"paged_kv_cache[{i}]": cache for i, cache in enumerate(paged_kv_cache)}
+    outs = {"q_rope_out": q_rope_out, "q_nope_out": q_nope_out, **caches}
+    dtype = _chosen_dtype(quantize_dtype, **outs)
     cos, sin = _cached_angles(cos_sin_cache, pos_ids)
     q_nope = q_rope[..., :0] if q_nope is None else q_nope
     k_nope = k_rope[..., :0] if k_nope is None else k_nope
@@ -148,7 +168,7 @@ def _rope_quantize_fp8_append_paged_kv_cache_reference(
         rows = [x.reshape(len(x), 1, x.shape[-1]) for x in (k_copied, k_rotated)]
     else:
         rows = [torch.cat([k_rotated, k_copied], -1), _quantize(v, quant_scale_kv, dtype)]
-    caches = []
+    written = []
     for cache, row in zip(paged_kv_cache, rows, strict=True):
         result = cache.double()
         by_slot = result[:, :, None] if v is None else result
@@ -156,12 +176,12 @@ def _rope_quantize_fp8_append_paged_kv_cache_reference(
         sizes = by_slot.shape[:2]
         tokens, page, slot = _slots(batch_indices, positions, kv_indices, kv_indptr, *sizes)
         by_slot[page, slot] = row[tokens]
-        caches.append(result)
+        written.append(result)
     return (
         _quantize(_rotated(q_rope, cos, sin, is_neox), quant_scale_q, dtype),
         _quantize(q_nope, quant_scale_q, dtype),
-        caches[0],
-        caches[1],
+        written[0],
+        written[1],
     )
 
 
