@@ -235,7 +235,8 @@ def _deliver(
         name = param if index is None else f"{param}[{index}]"
         written[name], in_place_of[name] = destination, getattr(spec, "in_place_of", None)
         writes.append((destination, result))
-        if parameters[param].default is not inspect.Parameter.empty:
+        optional = parameters[param].default is not inspect.Parameter.empty
+        if optional and getattr(spec, "returned", True):
             returned.append(destination)
     check_aliasing(written, arguments, in_place_of)
     for destination, result in writes:

@@ -138,8 +138,9 @@ def _outputs(
         required = required_parameters(template.reference)
         without = [
             key
-            for key in template.outputs
-            if key not in destinations or destinations[key][0] not in required
+            for key, spec in template.outputs.items()
+            if key not in destinations
+            or (destinations[key][0] not in required and getattr(spec, "returned", True))
         ]
         if len(values) != len(without):
             wanted = ", ".join(without) or "none"

@@ -92,6 +92,8 @@ class Tensor:
     in_place_of : str, optional
         Of an output: the argument that its destination may be the same view of (``out=input``).
         Any other sharing of memory with another argument is refused.
+    returned : bool
+        Of an output: whether the public function also returns an optional destination.
     """
 
     dim_names: Sequence[str]
@@ -108,6 +110,7 @@ class Tensor:
     ranks: Sequence[int] | None = None
     layout: Literal["rows", "matrix"] | None = None
     in_place_of: str | None = None
+    returned: bool = True
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,9 @@ def _page_table_template(given: frozenset[str]) -> TraceTemplate:
     inputs |= {name: spec for name, spec in optional.items() if name in given}
     outputs: dict[str, Value] = {"slots": Tensor(["num_rows", "k"], dtype="int32", param="out")}
     raw: dict[str, Value] = {
-        "raw_indices": Tensor(["num_rows", "k"], dtype="int32", param="out_raw_indices")
+        "raw_indices": Tensor(
+            ["num_rows", "k"], dtype="int32", param="out_raw_indices", returned=False
+        )
     }
     options: dict[str, tuple[Any, ...]] = {
         name: (None,) for name in (*optional, "out_raw_indices") if name not in given

@@ -186,6 +186,7 @@ __device__ __forceinline__ float find_threshold(Row& row, SelectStorage& storage
     }
   }
   if constexpr (Traits::kTopP) {
+    p = fmaxf(p, 0.f);
     if (p < 1.f) {
       const float from =
           Traits::kFilter == SamplingFilter::kTopKTopP ? threshold : negative_infinity();
