@@ -1,4 +1,5 @@
 #include <flashinfer/sampling/topk.cuh>
+#include <flashinfer/sampling/topk_stream.cuh>
 
 #include "topk.h"
 
@@ -7,6 +8,7 @@ namespace flashinfer {
 cudaError_t top_k(const TopKParams& params, int device, int num_sms, bool enable_pdl,
                   cudaStream_t stream) {
   using Traits = TopKTraits<dtype::FLASHINFER_CFG_DTYPE, TopKOutput::FLASHINFER_CFG_OUTPUT>;
+  if (params.workspace) return launch_top_k_stream<Traits>(params, enable_pdl, stream);
   return launch_top_k<Traits>(params, device, num_sms, enable_pdl, stream);
 }
 

@@ -1,9 +1,7 @@
-// kValues:    top_k(indices, values, input, k, prefer_large, max_cluster, enable_pdl)
-// kPageTable: top_k(out, raw, input, src_page_table, lengths, row_to_batch, row_starts,
-// page_table_row_starts, page_size,
-//                   k, prefer_large, max_cluster, enable_pdl)
-// kRagged:    top_k(out, input, offsets, lengths, row_starts, k, prefer_large, max_cluster,
-// enable_pdl)
+// kValues: top_k(indices, values, workspace, input, k, tie_break, max_cluster, enable_pdl)
+// kPageTable: top_k(out, out_raw_indices, workspace, input, src_page_table, lengths, row_to_batch,
+//                   row_starts, page_table_row_starts, page_size, k, ...)
+// kRagged: top_k(out, workspace, input, offsets, lengths, row_starts, k, ...)
 #include "ffi.h"
 #include "topk.h"
 
@@ -41,6 +39,7 @@ void run(ffi::Args& args) {
   const ffi::Tensor indices = args.tensor(kValues ? "indices" : "out");
   const ffi::Tensor values = kValues ? args.tensor("values") : ffi::Tensor{};
   const ffi::Tensor raw = kPageTable ? args.optional_tensor("out_raw_indices") : ffi::Tensor{};
+  const ffi::Tensor workspace = args.optional_tensor("workspace");
   const ffi::Tensor input = args.tensor("input");
   ffi::Tensor page_table, offsets, lengths, row_to_batch, row_starts, page_starts;
   int64_t page_size = 1;
@@ -107,8 +106,19 @@ void run(ffi::Args& args) {
     if (tensor) ffi::check_disjoint(tensor, input);
   }
 
+  if (workspace) {
+    const auto needed = static_cast<int64_t>(
+        TopKStream::workspace_bytes(num_rows, static_cast<uint32_t>(num_cols)));
+    ffi::check_dtype(workspace, ffi::dtype::uint8);
+    if (!TopKStream::suits(num_cols, k) || workspace.numel() < needed ||
+        !ffi::is_aligned(workspace, 16)) {
+      ffi::raise("ValueError", "`workspace` must have %lld bytes at a 16-byte address, got %lld",
+                 static_cast<long long>(needed), static_cast<long long>(workspace.numel()));
+    }
+  }
+
   ffi::check_cuda(input);
-  for (const ffi::Tensor& tensor : {indices, values, raw, page_table, offsets, lengths,
+  for (const ffi::Tensor& tensor : {indices, values, raw, workspace, page_table, offsets, lengths,
                                     row_to_batch, row_starts, page_starts}) {
     if (tensor) ffi::check_same_device(tensor, input);
   }
@@ -137,6 +147,7 @@ void run(ffi::Args& args) {
   params.k = static_cast<uint32_t>(k);
   params.indices_are_64bit = indices.itemsize() == 8;
   params.prefer_large_index = prefer_large;
+  params.workspace = workspace ? workspace.data() : nullptr;
   params.max_cluster = static_cast<uint32_t>(max_cluster);
 
   const ffi::DeviceGuard guard(input);

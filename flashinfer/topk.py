@@ -63,6 +63,17 @@ def _max_cluster() -> int:
     return 1 if env.FLASHINFER_TOPK_ALGO.get() == "cta" else 0
 
 
+def _workspace(input: Any, k: Any) -> torch.Tensor | None:
+    """What `TopKStream` in topk_params.h asks for, where it suits."""
+    if not isinstance(input, torch.Tensor) or input.dim() != 2 or _max_cluster() == 1:
+        return None
+    rows, cols = input.shape
+    if not 16384 <= cols <= 262144 or not isinstance(k, int) or k > 2048:
+        return None
+    nbytes = rows * (8 + 8 * -(-(cols + 7) // 4096) + 8 * 5120)
+    return torch.empty(nbytes, dtype=torch.uint8, device=input.device)
+
+
 def _check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, (bool, type(None))):
@@ -125,7 +136,7 @@ def top_k(
     shape = (*input.shape[:1], max(k, 0)) if isinstance(k, int) else (0, 0)
     indices = torch.empty(shape, dtype=torch.int64, device=input.device)
     values = torch.empty(shape, dtype=input.dtype, device=input.device)
-    kernel(indices, values, input, k, large, _max_cluster(), None)
+    kernel(indices, values, _workspace(input, k), input, k, large, _max_cluster(), None)
     if sorted:
         values, order = values.sort(dim=-1, descending=True, stable=True)
         indices = indices.gather(-1, order)
@@ -202,6 +213,7 @@ def top_k_page_table_transform(
     kernel(
         out,
         out_raw_indices,
+        _workspace(input, k),
         input,
         src_page_table,
         lengths,
@@ -252,7 +264,8 @@ def top_k_ragged_transform(
     large = _prefers_large(tie_break)
     width = max(k, 0) if isinstance(k, int) else 0
     out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)
-    kernel(out, input, offsets, lengths, row_starts, k, large, _max_cluster(), None)
+    workspace = _workspace(input, k)
+    kernel(out, workspace, input, offsets, lengths, row_starts, k, large, _max_cluster(), None)
     return out
 
 

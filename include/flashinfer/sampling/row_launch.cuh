@@ -117,6 +117,22 @@ struct RowLauncher {
   }
 };
 
+// Launches a kernel of one CTA per tile on all rows; its Params have first_row.
+template <typename Params>
+inline cudaError_t launch_row_tiles(void (*kernel)(Params), int threads, uint32_t num_tiles,
+                                    uint32_t num_rows, Params params, bool enable_pdl,
+                                    cudaStream_t stream) {
+  constexpr uint32_t kMaxGridY = 65535;
+  for (params.first_row = 0; params.first_row < num_rows; params.first_row += kMaxGridY) {
+    const uint32_t rest = num_rows - static_cast<uint32_t>(params.first_row);
+    const dim3 grid(num_tiles, rest < kMaxGridY ? rest : kMaxGridY);
+    const cudaError_t status =
+        launch_kernel(kernel, grid, dim3(threads), 0, stream, enable_pdl, params);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 template <typename Params>
 RowLauncher(void (*)(Params), int, int) -> RowLauncher<Params>;
 

@@ -529,19 +529,12 @@ __global__ void __launch_bounds__(512, 1)
 
 #ifndef __CUDACC_RTC__
 
-// Launches a kernel of one CTA per tile on all rows.
+// Launches a kernel of one CTA per tile on all rows of a draw.
 inline cudaError_t launch_tiles(void (*kernel)(SamplingParams), int threads, uint32_t num_rows,
-                                SamplingParams params, bool enable_pdl, cudaStream_t stream) {
-  constexpr uint32_t kMaxGridY = 65535;
-  const uint32_t num_tiles = StreamLayout::num_tiles(params.vocab_size);
-  for (params.first_row = 0; params.first_row < num_rows; params.first_row += kMaxGridY) {
-    const uint32_t rest = num_rows - static_cast<uint32_t>(params.first_row);
-    const dim3 grid(num_tiles, rest < kMaxGridY ? rest : kMaxGridY);
-    const cudaError_t status =
-        launch_kernel(kernel, grid, dim3(threads), 0, stream, enable_pdl, params);
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
+                                const SamplingParams& params, bool enable_pdl,
+                                cudaStream_t stream) {
+  return launch_row_tiles(kernel, threads, StreamLayout::num_tiles(params.vocab_size), num_rows,
+                          params, enable_pdl, stream);
 }
 
 template <typename Traits>

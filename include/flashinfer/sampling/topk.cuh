@@ -39,8 +39,7 @@ struct NanIsInf {
 // Writes output `slot` of a row: the element at index i of its window, or nothing's for i = -1.
 template <typename Traits>
 __device__ __forceinline__ void write_top_k(const TopKParams& params, uint32_t row_idx,
-                                            const typename Traits::T* window, uint32_t slot,
-                                            int64_t i) {
+                                            uint32_t slot, int64_t i, typename Traits::T value) {
   const uint64_t out = uint64_t{row_idx} * params.k + slot;
   int64_t index = i;
   if constexpr (Traits::kOutput == TopKOutput::kRagged) {
@@ -59,7 +58,7 @@ __device__ __forceinline__ void write_top_k(const TopKParams& params, uint32_t r
       }
     }
   } else {
-    static_cast<typename Traits::T*>(params.values)[out] = window[i];
+    static_cast<typename Traits::T*>(params.values)[out] = value;
   }
   if (params.indices_are_64bit) {
     static_cast<int64_t*>(params.indices)[out] = index;
@@ -68,48 +67,64 @@ __device__ __forceinline__ void write_top_k(const TopKParams& params, uint32_t r
   }
 }
 
-}  // namespace detail
+// The columns of a row that are looked at.
+template <typename T>
+struct TopKWindow {
+  const T* data;
+  uint32_t length;
 
-// One cluster per row; shared memory as for sampling_kernel.
-template <typename Traits>
-__global__ void __launch_bounds__(kRowThreadLimit)
-    top_k_kernel(const __grid_constant__ TopKParams params) {
-  using T = typename Traits::T;
-  using Row = RowCluster<T, true, detail::NanIsInf>;
-  extern __shared__ __align__(16) uint64_t dynamic_smem[];
-  __shared__ SelectStorage storage;
-  ptx::cluster_arrive();
-  const uint32_t num_ranks = ptx::cluster_size();
-  const uint32_t row_idx = blockIdx.x / num_ranks;
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-
-  uint32_t start = 0, length = params.num_cols;
-  if (params.row_starts) {
-    start = min(static_cast<uint32_t>(max(params.row_starts[row_idx], 0)), params.num_cols);
-    length -= start;
-  }
-  if (params.lengths) {
-    length = min(length, static_cast<uint32_t>(max(params.lengths[row_idx], 0)));
-  }
-  const T* window = static_cast<const T*>(params.input) + row_idx * params.input_stride + start;
-  Row row(window, length, dynamic_smem + Row::list_words(num_ranks, blockDim.x / 32),
-          params.max_vecs, dynamic_smem);
-
-  if (length <= params.k) {
-    ptx::cluster_wait();
-    for (uint32_t i = row.rank * blockDim.x + threadIdx.x; i < params.k;
-         i += num_ranks * blockDim.x) {
-      detail::write_top_k<Traits>(params, row_idx, window, i, i < length ? int64_t{i} : -1);
+  __device__ __forceinline__ TopKWindow(const TopKParams& params, uint32_t row_idx) {
+    uint32_t start = 0;
+    length = params.num_cols;
+    if (params.row_starts) {
+      start = min(static_cast<uint32_t>(max(params.row_starts[row_idx], 0)), params.num_cols);
+      length -= start;
     }
-    return;
+    if (params.lengths) {
+      length = min(length, static_cast<uint32_t>(max(params.lengths[row_idx], 0)));
+    }
+    data = static_cast<const T*>(params.input) + row_idx * params.input_stride + start;
+  }
+};
+
+// A window of at most k columns: all of it, then nothing. `first` and `step`: of the outputs that
+// this thread writes.
+template <typename Traits>
+__device__ __forceinline__ void write_whole_window(const TopKParams& params, uint32_t row_idx,
+                                                   const TopKWindow<typename Traits::T>& window,
+                                                   uint32_t first, uint32_t step) {
+  for (uint32_t i = first; i < params.k; i += step) {
+    if (i < window.length) {
+      write_top_k<Traits>(params, row_idx, i, i, window.data[i]);
+    } else {
+      write_top_k<Traits>(params, row_idx, i, -1, {});
+    }
+  }
+}
+
+// Which of the elements equal to the k-th largest are chosen: `wanted` of them, after `skipped`.
+struct EqualElements {
+  uint32_t skipped, wanted;
+
+  __device__ __forceinline__ EqualElements(const TopKParams& params, uint32_t larger,
+                                           uint32_t equal)
+      : wanted(params.k - larger) {
+    skipped = params.prefer_large_index ? equal - wanted : 0;
   }
 
-  float thread_max = negative_infinity();
-  row.fill([&](float x) { thread_max = fmaxf(thread_max, x); });
-  ptx::cluster_wait();
-  const RowMaxima maxima = detail::gather_maxima(row, thread_max);
-  const float threshold = key_to_float(detail::select_top_k(row, storage, maxima, params.k));
+  // How many of the first `count` are chosen.
+  __device__ __forceinline__ uint32_t chosen_of(uint32_t count) const {
+    return count > skipped ? min(count - skipped, wanted) : 0;
+  }
+};
+
+// Searches a row that is resident, or in global memory, and writes what it chooses.
+template <typename Traits, typename Row>
+__device__ __forceinline__ void search_row(const TopKParams& params, uint32_t row_idx, Row& row,
+                                           SelectStorage& storage, const RowMaxima& maxima) {
+  const typename Traits::T* window = row.row;
+  const uint32_t length = row.size;
+  const float threshold = key_to_float(select_top_k(row, storage, maxima, params.k));
 
   // Larger and equal elements of each warp's stretch; what lies outside the row is -inf and must
   // not count as equal.
@@ -125,9 +140,8 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   const uint64_t* list = row.gather(warp_sum_u64(counts));
   const uint64_t total = row.sum_list(list, row.num_ranks * row.num_warps);
   uint64_t before = row.sum_list(list, row.global_warp());
-  const uint32_t wanted_equal = params.k - static_cast<uint32_t>(total >> 32);
-  const uint32_t skipped_equal =
-      params.prefer_large_index ? static_cast<uint32_t>(total) - wanted_equal : 0;
+  const EqualElements equals(params, static_cast<uint32_t>(total >> 32),
+                             static_cast<uint32_t>(total));
 
   if (list[row.global_warp()] == 0) return;
   for (uint32_t base = row.first_vec; base < row.end_vec; base += 32) {
@@ -150,19 +164,49 @@ __global__ void __launch_bounds__(kRowThreadLimit)
     for (uint32_t rest = larger | equal; rest != 0; rest &= rest - 1) {
       const int j = __ffs(static_cast<int>(rest)) - 1;
       const bool is_larger = larger >> j & 1;
-      // Equal elements that are chosen and come before this one.
-      const uint32_t chosen_equal =
-          equal_before > skipped_equal ? min(equal_before - skipped_equal, wanted_equal) : 0;
+      const uint32_t slot = larger_before + equals.chosen_of(equal_before);
       const bool is_chosen =
-          is_larger || (equal_before >= skipped_equal && chosen_equal < wanted_equal);
+          is_larger || equals.chosen_of(equal_before + 1) != equals.chosen_of(equal_before);
       if (is_chosen) {
-        detail::write_top_k<Traits>(params, row_idx, window, larger_before + chosen_equal,
-                                    row.index_of(vec) + j);
+        const uint32_t i = row.index_of(vec) + j;
+        write_top_k<Traits>(params, row_idx, slot, i, window[i]);
       }
       larger_before += is_larger;
       equal_before += !is_larger;
     }
   }
+}
+
+}  // namespace detail
+
+// One cluster per row; shared memory as for sampling_kernel.
+template <typename Traits>
+__global__ void __launch_bounds__(kRowThreadLimit)
+    top_k_kernel(const __grid_constant__ TopKParams params) {
+  using T = typename Traits::T;
+  using Row = RowCluster<T, true, detail::NanIsInf>;
+  extern __shared__ __align__(16) uint64_t dynamic_smem[];
+  __shared__ SelectStorage storage;
+  ptx::cluster_arrive();
+  const uint32_t num_ranks = ptx::cluster_size();
+  const uint32_t row_idx = blockIdx.x / num_ranks;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+
+  const detail::TopKWindow<T> window(params, row_idx);
+  Row row(window.data, window.length, dynamic_smem + Row::list_words(num_ranks, blockDim.x / 32),
+          params.max_vecs, dynamic_smem);
+  if (window.length <= params.k) {
+    ptx::cluster_wait();
+    detail::write_whole_window<Traits>(params, row_idx, window, row.rank * blockDim.x + threadIdx.x,
+                                       num_ranks * blockDim.x);
+    return;
+  }
+  float thread_max = negative_infinity();
+  row.fill([&](float x) { thread_max = fmaxf(thread_max, x); });
+  ptx::cluster_wait();
+  const RowMaxima maxima = detail::gather_maxima(row, thread_max);
+  detail::search_row<Traits>(params, row_idx, row, storage, maxima);
 }
 
 #ifndef __CUDACC_RTC__

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/math.cuh>
 
 namespace flashinfer {
 
@@ -11,6 +12,42 @@ enum class TopKOutput {
   kPageTable,  // the slot of position i: page_table[batch][start + i / page_size] * page_size + i %
                // page_size
   kRagged,     // offsets[row] + i
+};
+
+// Long rows are chosen from in passes (topk_stream.cuh), which need a workspace.
+struct TopKStream {
+  static constexpr uint32_t kTileSize = 4096;
+  static constexpr uint32_t kSampleSize = 8192;
+  static constexpr uint32_t kCapacity = 5120;  // elements of a row's list
+  // With these limits the list of a row without structure holds all that the sample's bound lets
+  // through, at five standard deviations.
+  static constexpr int64_t kMinCols = 16384, kMaxCols = 262144, kMaxK = 2048;
+
+  struct Row {
+    float bound;
+    uint32_t count;  // elements that reach it; those beyond kCapacity are not listed
+  };
+  struct Tile {
+    uint32_t base, count;  // its part of the list
+  };
+  struct Element {
+    float value;
+    uint32_t index;
+  };
+
+  static constexpr bool suits(int64_t num_cols, int64_t k) {
+    return num_cols >= kMinCols && num_cols <= kMaxCols && k <= kMaxK;
+  }
+
+  // A window may begin inside a vector of 16 bytes, of at most 8 elements.
+  FLASHINFER_HOST_DEVICE static constexpr uint32_t num_tiles(uint32_t num_cols) {
+    return ceil_div(num_cols + 7, kTileSize);
+  }
+
+  static constexpr uint64_t workspace_bytes(uint64_t num_rows, uint32_t num_cols) {
+    return num_rows *
+           (sizeof(Row) + num_tiles(num_cols) * sizeof(Tile) + kCapacity * sizeof(Element));
+  }
 };
 
 struct TopKParams {
@@ -36,6 +73,8 @@ struct TopKParams {
   bool prefer_large_index;  // among elements equal to the k-th largest, take the last ones
   uint32_t max_cluster;     // CTAs per row; 0: no limit but the device's
   uint32_t max_vecs;        // set by the launch
+  void* workspace;          // nullable: see TopKStream
+  int64_t first_row;        // of a launch that takes a part of the rows; set by it
 };
 
 }  // namespace flashinfer
