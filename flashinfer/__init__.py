@@ -10,6 +10,7 @@ from .fi_trace import fi_trace as fi_trace
 from .norm import fused_add_rmsnorm as fused_add_rmsnorm
 from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant
 from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
+from .norm import fused_qk_rmsnorm_rope as fused_qk_rmsnorm_rope
 from .norm import fused_rmsnorm_silu as fused_rmsnorm_silu
 from .norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
 from .norm import gemma_rmsnorm as gemma_rmsnorm

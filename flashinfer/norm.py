@@ -17,6 +17,7 @@ from ._fused_norm import (
     rmsnorm_fp8_block_quant,
 )
 from ._kernels import UNUSUAL, Kernel, KernelTable
+from ._qk_norm_rope import fused_qk_rmsnorm_rope
 from .api_logging import flashinfer_api
 from .jit.norm import NormConfig, gen_norm_module
 from .trace.templates.norm import (
@@ -34,6 +35,7 @@ __all__ = [
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",

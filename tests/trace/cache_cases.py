@@ -43,6 +43,32 @@ def counts(value: Any, *, wrong: Any, named: str = "") -> Case:
     return case
 
 
+def is_a_switch(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """The other value gives another result; what is no bool is refused."""
+    default = parameters_of(operation.function)[name].default
+    counts(not arguments.get(name, default), wrong=1)(operation, name, arguments)
+
+
+def chooses_8_bits(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    dtypes = {False: torch.bfloat16, True: torch.float8_e4m3fn}
+    usual = {key: value for key, value in arguments.items() if "quant_scale" not in key}
+    for value, dtype in dtypes.items():
+        results = operation.api(**{**usual, name: value})
+        assert all(result.dtype == dtype for result in results)
+    with pytest.raises(TypeError, match=name):
+        operation.api(**{**arguments, name: 1})
+
+
+def is_of_8_bits(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A scale counts where the result is quantised, and is refused where it is not."""
+    if arguments["output_fp8"]:
+        counts(0.5, wrong=0.0)(operation, name, arguments)
+        return
+    for wrong in (0.5, "1"):
+        with pytest.raises((TypeError, ValueError), match=name):
+            operation.api(**{**arguments, name: wrong})
+
+
 def defaults_to_the_head(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     whole = {**arguments, name: arguments["q"].shape[-1]}
     assert _same(_call(operation, arguments), _call(operation, whole))
@@ -118,18 +144,28 @@ def chooses_tokens(operation: Operation, name: str, arguments: dict[str, Any]) -
 
 CASES: dict[str, Case] = {
     "batch_indices": receives_a_result,
+    "attention_factor": counts(0.5, wrong=0.0),
+    "base": counts(100.0, wrong=0.0),
+    "factor": counts(4.0, wrong=-1.0),
+    "high": counts(8.0, wrong=-1.0),
     "high_freq_factor": counts(2.0, wrong=0.5),
-    "interleave": counts(True, wrong=1),
+    "interleave": is_a_switch,
+    "is_qk_norm": is_a_switch,
     "is_neox": counts(False, wrong=1),
     "k_nope_out": receives_a_result,
+    "k_out": receives_a_result,
     "k_rope_out": receives_a_result,
     "kv_layout": says_how_caches_lie,
+    "low": counts(2.0, wrong=9.0),
     "low_freq_factor": counts(2.0, wrong=9.0),
     "mask": chooses_tokens,
     "old_context_len": counts(100, wrong=0),
+    "output_fp8": chooses_8_bits,
+    "output_quant_scale": is_of_8_bits,
     "page_size": is_the_cache_s,
     "positions": receives_a_result,
     "q_nope_out": receives_a_result,
+    "q_out": receives_a_result,
     "q_rope_out": receives_a_result,
     "quant_scale_kv": counts(0.5, wrong=0.0),
     "quant_scale_q": counts(0.5, wrong=-1.0),
@@ -137,4 +173,6 @@ CASES: dict[str, Case] = {
     "rope_scale": counts(4.0, wrong=0.0),
     "rope_theta": counts(100.0, wrong=-1.0),
     "rotary_dim": defaults_to_the_head,
+    "v_out": receives_a_result,
+    "v_quant_scale": is_of_8_bits,
 }

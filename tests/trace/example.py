@@ -29,6 +29,8 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     fused_add_rmsnorm_fp8_block_quant_h8192.json
     fused_add_rmsnorm_h4096.json             residual addition and norm, Llama 3 8B
     fused_add_rmsnorm_quant_h8192_output_e4m3.json
+    fused_qk_rmsnorm_rope_fp8_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
+    fused_qk_rmsnorm_rope_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_rmsnorm_silu_h8192.json
     fused_rmsnorm_silu_h8192_output_e4m3.json
     gelu_and_mul_d10240.json
@@ -154,8 +156,26 @@ def call_quantized_norms(dtype) -> None:
     normed = torch.empty_like(rows)
     flashinfer.fused_add_rmsnorm_fp8_block_quant(out, scales, normed, rows, residual, weight)
     flashinfer.norm.rmsnorm_fp8_block_quant(out, scales, rows, weight)
+    call_video_norm(dtype)
     flashinfer.fused_rmsnorm_silu(rows, weight)
     flashinfer.fused_rmsnorm_silu(rows, weight, out=out)
+
+
+def call_video_norm(dtype) -> None:
+    """Wan 2.1 14B: 40 heads of 128, a small video."""
+    import torch
+
+    import flashinfer
+
+    qkv = torch.randn(2 * 4 * 4, 3 * 40 * 128, dtype=dtype)
+    weight = torch.ones(40 * 128, dtype=dtype)
+    sizes = {"ppf": 2, "pph": 4, "ppw": 4, "head_dim": 128}
+    channels = {"num_frame_channels": 44, "num_height_channels": 42, "num_width_channels": 42}
+    heads = {"num_heads_q": 40, "num_heads_k": 40, "num_heads_v": 40}
+    for output_fp8 in (False, True):
+        flashinfer.fused_qk_rmsnorm_rope(
+            qkv, weight, weight, **sizes, **channels, **heads, output_fp8=output_fp8
+        )
 
 
 def call_activations(dtype) -> None:
