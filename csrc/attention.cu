@@ -1,0 +1,48 @@
+#include <flashinfer/attention/launch.cuh>
+
+#include "attention.h"
+
+#if FLASHINFER_CFG_CUSTOM_VARIANT
+#include "attention_variant.cuh"  // UserVariant
+#endif
+
+namespace flashinfer {
+namespace {
+
+#if FLASHINFER_CFG_CUSTOM_VARIANT
+using Variant = UserVariant;
+#else
+enum class PosEncoding { none, rope_llama, alibi };
+using Variant = DefaultAttention<FLASHINFER_CFG_LOGITS_SOFT_CAP,
+                                 PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::alibi,
+                                 FLASHINFER_CFG_SINKS>;
+#endif
+
+template <int kTileQ, bool kPaged, MaskMode kMask>
+using Traits =
+    AttentionTraits<TileTraits<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
+                               dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
+                               FLASHINFER_CFG_HEAD_DIM_VO, kTileQ>,
+                    Variant, kPaged, kMask, FLASHINFER_CFG_SLIDING_WINDOW, FLASHINFER_CFG_ROTATE>;
+
+using First =
+    Traits<FLASHINFER_CFG_TILE_Q, FLASHINFER_CFG_PAGED, MaskMode::FLASHINFER_CFG_MASK_MODE>;
+#if FLASHINFER_CFG_TILE_Q_SECOND
+using Second =
+    Traits<FLASHINFER_CFG_TILE_Q_SECOND, true, MaskMode::FLASHINFER_CFG_MASK_MODE_SECOND>;
+#else
+using Second = void;
+#endif
+
+}  // namespace
+
+cudaError_t attention(const AttentionParams<ConfiguredVariantParams>& params, bool enable_pdl,
+                      cudaStream_t stream) {
+  return launch_attention<First, Second>(params, enable_pdl, stream);
+}
+
+cudaError_t attention_ctas_per_sm(int* ctas) {
+  return count_ctas_per_sm<First, Second, AttentionParams<ConfiguredVariantParams>>(ctas);
+}
+
+}  // namespace flashinfer

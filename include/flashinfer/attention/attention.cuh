@@ -1,0 +1,658 @@
+// Attention over paged or ragged K and V:  o = softmax(q k^T * sm_scale) v  per row, with the
+// online softmax of M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
+// 2018, tiled as in T. Dao, "FlashAttention-2", 2023.
+//
+// Grid (num_ctas * num_kv_heads, output parts), heads fastest, 128 threads. A CTA works off its
+// list of items, each a tile of packed query rows against a range of K/V (scheduler/work.h). What
+// tiles and warps hold is in tile.cuh. Sums run in a fixed order: results repeat bit for bit.
+#pragma once
+
+#include <flashinfer/attention/attention_params.h>
+#include <flashinfer/attention/finalize.cuh>
+#include <flashinfer/attention/float8_mma.cuh>
+#include <flashinfer/attention/mask.cuh>
+#include <flashinfer/attention/query.cuh>
+#include <flashinfer/attention/tile.cuh>
+#include <flashinfer/attention/variant.cuh>
+#include <flashinfer/ptx/mma.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+
+namespace flashinfer {
+
+// Compile-time choice of one tile shape of a launch.
+template <typename Tile_, typename Variant_, bool kPaged_, MaskMode kMask_, bool kWindow_,
+          bool kRotate_>
+struct AttentionTraits {
+  using Tile = Tile_;
+  using Variant = Variant_;
+  static constexpr bool kPaged = kPaged_;
+  static constexpr MaskMode kMask = kMask_;
+  static constexpr bool kWindow = kWindow_;
+  static constexpr bool kRotate = kRotate_;
+  static constexpr bool kTransformK = kRotate || Variant::kHasKeyTransform;
+  static_assert(!kTransformK || !Tile::kFloat8, "8-bit keys cannot be rotated in place");
+};
+
+// State of a warp's rows. Row r of row tile i, half h is 16 * i + 8 * h + lane / 4.
+template <typename Tile>
+struct WarpState {
+  float output[Tile::kRowTiles][Tile::kOutputTiles][4];
+  float largest[Tile::kRowTiles][2];  // logit so far, before scaling
+  float sum[Tile::kRowTiles][2];      // of this lane's columns only
+};
+
+// Column of the output at element `i` (0, 1) of output tile `tile`: 8-bit V comes with the even
+// columns of a block of 16 in one tile and the odd ones in the next.
+template <bool kFloat8>
+__device__ __forceinline__ int output_column(int tile, int i) {
+  const int quad_lane = threadIdx.x % 4;
+  return kFloat8 ? tile / 2 * 16 + quad_lane * 4 + 2 * i + tile % 2 : tile * 8 + quad_lane * 2 + i;
+}
+
+// logits = q k^T for the warp's rows and tokens. `shared_k`: the warp's first token.
+template <typename Tile>
+__device__ __forceinline__ void multiply_qk(
+    float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], uint32_t shared_q,
+    const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t shared_k) {
+  using Mma = typename Tile::Mma;
+  const int lane_idx = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < Tile::kTokenTiles; ++j) {
+      logits[i][j][0] = logits[i][j][1] = logits[i][j][2] = logits[i][j][3] = 0.f;
+    }
+  }
+  const uint32_t lane_q = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
+  const auto load_query = [&](uint32_t (&a)[Tile::kRowTiles][4], int step) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+      if constexpr (Tile::kQInRegisters) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) a[i][r] = query[step][r];
+      } else {
+        ptx::ldmatrix_x4(a[i], lane_q + i * 16 * Tile::kPitchQ + step * 32);
+      }
+    }
+  };
+  if constexpr (Tile::kFloat8) {
+    // A matrix of 8 tokens x 16 bytes is a whole step for 8 tokens: two steps per load where there
+    // are two, else both loads of the pair read the same step.
+    const uint32_t lane_k = shared_k + (lane_idx % 8 + lane_idx / 8 % 2 * 8) * Tile::kPitchK;
+#pragma unroll
+    for (int step = 0; step < Tile::kStepsQK; step += 2) {
+      const bool has_second = step + 1 < Tile::kStepsQK;
+      uint32_t a[2][Tile::kRowTiles][4];
+      load_query(a[0], step);
+      if (has_second) load_query(a[1], step + 1);
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; j += 2) {
+        uint32_t bytes[4];
+        ptx::ldmatrix_x4(
+            bytes, lane_k + j * 8 * Tile::kPitchK + (step + (has_second ? lane_idx / 16 : 0)) * 16);
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          if (s == 1 && !has_second) continue;
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            uint32_t b0, b1;
+            float8_keys<typename Tile::KV>(bytes[2 * s + t], b0, b1);
+#pragma unroll
+            for (int i = 0; i < Tile::kRowTiles; ++i) {
+              ptx::mma_m16n8k16<Mma>(logits[i][j + t], a[s][i], b0, b1);
+            }
+          }
+        }
+      }
+    }
+  } else {
+    const uint32_t lane_k =
+        shared_k + (lane_idx % 8 + lane_idx / 16 * 8) * Tile::kPitchK + lane_idx / 8 % 2 * 16;
+#pragma unroll
+    for (int step = 0; step < Tile::kStepsQK; ++step) {
+      uint32_t a[Tile::kRowTiles][4];
+      load_query(a, step);
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; j += 2) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, lane_k + j * 8 * Tile::kPitchK + step * 32);
+#pragma unroll
+        for (int i = 0; i < Tile::kRowTiles; ++i) {
+          ptx::mma_m16n8k16<Mma>(logits[i][j], a[i], b[0], b[1]);
+          ptx::mma_m16n8k16<Mma>(logits[i][j + 1], a[i], b[2], b[3]);
+        }
+      }
+    }
+  }
+}
+
+// output += p v. `p` are the weights of the warp's tokens; `shared_v`: its first token.
+template <typename Tile>
+__device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
+                                            const float (&p)[Tile::kRowTiles][Tile::kTokenTiles][4],
+                                            uint32_t shared_v) {
+  using Mma = typename Tile::Mma;
+  const int lane_idx = threadIdx.x % 32;
+  const int half = Tile::kFloat8 ? 0 : lane_idx / 16;  // 16 bytes hold 16 columns, or 8
+  const int token = lane_idx % 16;
+#pragma unroll
+  for (int step = 0; step < Tile::kTokenTiles / 2; ++step) {
+    uint32_t a[Tile::kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float (&tile)[4] = p[i][2 * step + r / 2];
+        a[i][r] = PackedPair<Mma>::pack(tile[r % 2 * 2], tile[r % 2 * 2 + 1]);
+      }
+    }
+    const uint32_t row = shared_v + (step * 16 + token) * Tile::kPitchV;
+    if constexpr (Tile::kFloat8) {
+      // Lanes 16-31 address the block of the next 16 columns.
+#pragma unroll
+      for (int j = 0; j < Tile::kOutputTiles; j += 4) {
+        const bool has_second = j + 2 < Tile::kOutputTiles;
+        uint32_t bytes[4];
+        ptx::ldmatrix_x4_trans(bytes, row + (j / 2 + (has_second ? lane_idx / 16 : 0)) * 16);
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          if (s == 1 && !has_second) continue;
+          uint32_t even[2], odd[2];
+          float8_values<typename Tile::KV>(bytes[2 * s], even[0], odd[0]);
+          float8_values<typename Tile::KV>(bytes[2 * s + 1], even[1], odd[1]);
+#pragma unroll
+          for (int i = 0; i < Tile::kRowTiles; ++i) {
+            ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s], a[i], even[0], even[1]);
+            ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s + 1], a[i], odd[0], odd[1]);
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < Tile::kOutputTiles; j += 2) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4_trans(b, row + (j + half) * 16);
+#pragma unroll
+        for (int i = 0; i < Tile::kRowTiles; ++i) {
+          ptx::mma_m16n8k16<Mma>(state.output[i][j], a[i], b[0], b[1]);
+          ptx::mma_m16n8k16<Mma>(state.output[i][j + 1], a[i], b[2], b[3]);
+        }
+      }
+    }
+  }
+}
+
+// One work item by one CTA.
+template <typename Traits, typename Params>
+class TileWorker {
+  using Tile = typename Traits::Tile;
+  using Variant = typename Traits::Variant;
+  using View = RequestParams<typename Params::Variant>;
+
+ public:
+  __device__ __forceinline__ TileWorker(const Params& params, const AttentionTensors& tensors,
+                                        const WorkItem& item, uint32_t kv_head, char* shared)
+      : params_(params),
+        tensors_(tensors),
+        item_(item),
+        kv_head_(kv_head),
+        view_(params.variant, item.qo_len, item.kv_len),
+        variant_(view_, item.request, reinterpret_cast<uint8_t*>(shared)),
+        shared_(shared) {
+    const uint32_t num_packed = item.qo_len * params.group_size.divisor;
+    num_rows_ = min(static_cast<int>(num_packed) - item.row_begin, Tile::kTileQ);
+    num_tiles_ = ceil_div(max(item.kv_end - item.kv_begin, 0), kTileKV);
+    row_scale_ = reinterpret_cast<float*>(shared + Tile::kBytesQ);
+    stages_ = shared + Tile::kBytesQ + Tile::kBytesScale;
+  }
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        state_.largest[i][h] = -math::inf;
+        state_.sum[i][h] = 0.f;
+        const int packed = item_.row_begin + first_row() + 16 * i + 8 * h;
+        rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
+            item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
+      }
+#pragma unroll
+      for (int j = 0; j < Tile::kOutputTiles; ++j) {
+        state_.output[i][j][0] = state_.output[i][j][1] = 0.f;
+        state_.output[i][j][2] = state_.output[i][j][3] = 0.f;
+      }
+    }
+    if constexpr (Tile::kSplitKV) {
+      stream_by_warp();
+    } else {
+      stream_by_cta();
+    }
+    // Not before: the merge's CTAs would wait where other items could run.
+    ptx::grid_launch_dependents();
+    // A row's sum is spread over the four lanes that hold its columns.
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        state_.largest[i][h] =
+            state_.largest[i][h] == -math::inf ? -math::inf : state_.largest[i][h] * scale_log2();
+        for (int offset = 1; offset <= 2; offset *= 2) {
+          state_.sum[i][h] += __shfl_xor_sync(0xffffffffu, state_.sum[i][h], offset);
+        }
+      }
+    }
+    if constexpr (Tile::kSplitKV) {
+      write_merged();
+    } else {
+      write_rows();
+    }
+  }
+
+ private:
+  // Row within the tile of this thread's first row.
+  __device__ __forceinline__ int first_row() const {
+    return (Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows) + threadIdx.x % 32 / 4;
+  }
+
+  // A scale of zero would make NaN of a masked logit's minus infinity.
+  __device__ __forceinline__ float scale_log2() const {
+    return fmaxf(variant_.sm_scale_log2, 1e-30f);
+  }
+
+  __device__ __forceinline__ void load_query_rows(
+      uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4]) {
+    load_query<Tile, Traits::kRotate>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
+                                      variant_, view_, shared_, row_scale_);
+    if constexpr (Tile::kSplitKV) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+    if constexpr (Tile::kQInRegisters) {
+      const int lane_idx = threadIdx.x % 32;
+      const uint32_t address = shared_q() + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
+#pragma unroll
+      for (int step = 0; step < Tile::kStepsQK; ++step) {
+        ptx::ldmatrix_x4(query[step], address + step * 32);
+      }
+    }
+    if constexpr (Tile::kScaledQ) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
+        inverse_scale_[i][0] = row_scale_[first_row() + 16 * i];
+        inverse_scale_[i][1] = row_scale_[first_row() + 16 * i + 8];
+      }
+    }
+  }
+
+  // First query row of the warp.
+  __device__ __forceinline__ uint32_t shared_q() const {
+    const int row = Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows;
+    return ptx::shared_address(shared_) + row * Tile::kPitchQ;
+  }
+
+  // Decode: each warp streams its own tokens and waits for nobody.
+  __device__ __forceinline__ void stream_by_warp() {
+#if defined(__CUDA_ARCH__)
+    constexpr int kStages = Tile::num_stages(__CUDA_ARCH__ / 10);
+    const int warp_idx = threadIdx.x / 32;
+    const uint32_t shared_k = ptx::shared_address(stages_);
+    TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
+                                            blockIdx.y, shared_k, kStages);
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (stage < num_tiles_) {
+        loader.begin_tile();
+        loader.copy_k(stage);
+        loader.copy_v(stage);
+      }
+      ptx::cp_async_commit();
+    }
+    uint32_t query[Tile::kQInRegisters ? Tile::kStepsQK : 1][4];
+    load_query_rows(query);
+    const uint32_t warp_k = shared_k + warp_idx * kWarpTokens * Tile::kPitchK;
+    const uint32_t warp_v =
+        shared_k + kStages * Tile::kBytesK + warp_idx * kWarpTokens * Tile::kPitchV;
+    int stage = 0;
+    for (int tile = 0; tile < num_tiles_; ++tile) {
+      ptx::cp_async_wait<kStages - 1>();
+      __syncwarp();
+      const int first_token = item_.kv_begin + tile * kTileKV + warp_idx * kWarpTokens;
+      if constexpr (Traits::kTransformK) {
+        transform_keys<Tile, Traits::kRotate>(
+            stages_ + stage * Tile::kBytesK + warp_idx * kWarpTokens * Tile::kPitchK, first_token,
+            kWarpTokens, threadIdx.x % 32, 32, variant_, view_);
+        __syncwarp();
+      }
+      float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
+      multiply_qk<Tile>(logits, shared_q(), query, warp_k + stage * Tile::kBytesK);
+      weigh(logits, first_token);
+      multiply_pv<Tile>(state_, logits, warp_v + stage * Tile::kBytesV);
+      __syncwarp();
+      if (tile + kStages < num_tiles_) {
+        loader.begin_tile();
+        loader.copy_k(stage);
+        loader.copy_v(stage);
+      }
+      ptx::cp_async_commit();
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    ptx::cp_async_wait<0>();
+#endif
+  }
+
+  // Prefill: all warps use all tokens. With two stages, K of the tile after next is fetched once
+  // every warp has multiplied the present K, and V of the next once every warp is done with the
+  // last V: two barriers per tile.
+  __device__ __forceinline__ void stream_by_cta() {
+#if defined(__CUDA_ARCH__)
+    constexpr int kStages = Tile::num_stages(__CUDA_ARCH__ / 10);
+    const uint32_t shared_k = ptx::shared_address(stages_);
+    const uint32_t shared_v = shared_k + kStages * Tile::kBytesK;
+    TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
+                                            blockIdx.y, shared_k, kStages);
+    const auto fetch_k = [&](int tile) {
+      if (tile < num_tiles_) {
+        loader.begin_tile();
+        loader.copy_k(tile % kStages);
+      }
+      ptx::cp_async_commit();
+    };
+    const auto fetch_v = [&](int tile) {
+      if (tile < num_tiles_) loader.copy_v(tile % kStages);
+      ptx::cp_async_commit();
+    };
+    fetch_k(0);
+    fetch_v(0);
+    if constexpr (kStages == 2) fetch_k(1);
+    uint32_t query[Tile::kQInRegisters ? Tile::kStepsQK : 1][4];
+    load_query_rows(query);
+    for (int tile = 0; tile < num_tiles_; ++tile) {
+      const int stage = tile % kStages;
+      const int first_token = item_.kv_begin + tile * kTileKV;
+      ptx::cp_async_wait<kStages>();  // K of this tile
+      __syncthreads();
+      if constexpr (kStages == 2) fetch_v(tile + 1);
+      if constexpr (Traits::kTransformK) {
+        transform_keys<Tile, Traits::kRotate>(stages_ + stage * Tile::kBytesK, first_token, kTileKV,
+                                              threadIdx.x, kAttentionThreads, variant_, view_);
+        __syncthreads();
+      }
+      float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
+      multiply_qk<Tile>(logits, shared_q(), query, shared_k + stage * Tile::kBytesK);
+      if constexpr (kStages == 1) {
+        __syncthreads();
+        fetch_k(tile + 1);
+      }
+      weigh(logits, first_token);
+      ptx::cp_async_wait<kStages>();  // V of this tile
+      __syncthreads();
+      if constexpr (kStages == 2) fetch_k(tile + 2);
+      multiply_pv<Tile>(state_, logits, shared_v + stage * Tile::kBytesV);
+      if constexpr (kStages == 1) {
+        __syncthreads();
+        fetch_v(tile + 1);
+      }
+    }
+    ptx::cp_async_wait<0>();
+#endif
+  }
+
+  // Logits to weights, in place: transform, mask, and the online softmax's step. `first_token`: the
+  // warp's first.
+  __device__ __forceinline__ void weigh(float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4],
+                                        int first_token) {
+    transform_logits(logits, first_token);
+    if constexpr (!Variant::use_softmax) return;
+    const float scale = scale_log2();
+    float shrink[Tile::kRowTiles][2];
+    bool changed = false;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float largest = state_.largest[i][h];
+#pragma unroll
+        for (int j = 0; j < Tile::kTokenTiles; ++j) {
+          largest = fmaxf(largest, fmaxf(logits[i][j][2 * h], logits[i][j][2 * h + 1]));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        const float previous = state_.largest[i][h];
+        // A row that has seen nothing keeps -inf, and weighs masked logits against 0.
+        const float shift = largest == -math::inf ? 0.f : largest * scale;
+        shrink[i][h] = previous == -math::inf ? 0.f : math::ptx_exp2(previous * scale - shift);
+        changed |= largest != previous;
+        state_.largest[i][h] = largest;
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+          for (int e = 2 * h; e < 2 * h + 2; ++e) {
+            logits[i][j][e] = math::ptx_exp2(fmaf(logits[i][j][e], scale, -shift));
+            sum += logits[i][j][e];
+          }
+        }
+        state_.sum[i][h] = fmaf(state_.sum[i][h], shrink[i][h], sum);
+      }
+    }
+    // Most tiles of a long row leave every maximum as it was.
+    if (__any_sync(0xffffffffu, changed)) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < Tile::kOutputTiles; ++j) {
+          state_.output[i][j][0] *= shrink[i][0];
+          state_.output[i][j][1] *= shrink[i][0];
+          state_.output[i][j][2] *= shrink[i][1];
+          state_.output[i][j][3] *= shrink[i][1];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void transform_logits(
+      float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], int first_token) {
+    constexpr bool kAlways = Traits::kMask == MaskMode::custom ||
+                             Traits::kMask == MaskMode::multi_item || Variant::kHasLogitsMask;
+    const int last_token = first_token + Tile::kWarpKV - 1;
+    // Whether some row of the warp has the range's end in this tile; rows ascend with position.
+    bool cuts = last_token >= item_.kv_end;
+    if constexpr (Traits::kMask == MaskMode::causal || Traits::kMask == MaskMode::multi_item) {
+      cuts |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
+    }
+    if constexpr (Traits::kWindow) {
+      cuts |= first_token < __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv, 31);
+    }
+    if constexpr (kAlways) cuts = true;
+    const int column = first_token + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& logit = logits[i][j][e];
+          const QueryRow& row = rows_[i][e / 2];
+          const int kv_idx = column + j * 8 + e % 2;
+          if constexpr (Tile::kScaledQ) logit *= inverse_scale_[i][e / 2];
+          if constexpr (Variant::kHasLogitsTransform) {
+            logit = variant_.LogitsTransform(view_, logit, item_.request, row.qo_idx, kv_idx,
+                                             row.qo_head_idx, kv_head_);
+          }
+        }
+      }
+    }
+    if (!cuts) return;
+    constexpr float kNothing = 0.f;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const QueryRow& row = rows_[i][e / 2];
+          const int kv_idx = column + j * 8 + e % 2;
+          bool visible = kv_idx <= row.last_kv;
+          if constexpr (Traits::kWindow) visible = visible && kv_idx >= row.first_kv;
+          if constexpr (kAlways) {
+            // Rows past the tile's end have no mask to read.
+            visible = visible && row.qo_idx < item_.qo_len;
+            visible = visible && is_visible<Traits::kMask>(item_, row, kv_idx, params_.variant);
+            if constexpr (Variant::kHasLogitsMask) {
+              visible = visible && variant_.LogitsMask(view_, item_.request, row.qo_idx, kv_idx,
+                                                       row.qo_head_idx, kv_head_);
+            }
+          }
+          if (!visible) logits[i][j][e] = Variant::use_softmax ? -math::inf : kNothing;
+        }
+      }
+    }
+  }
+
+  // Each warp has its own rows.
+  __device__ __forceinline__ void write_rows() {
+    const OutputWriter<Traits, Params> writer(params_, tensors_, item_, kv_head_);
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first_row() + 16 * i + 8 * h;
+        if (row >= num_rows_) continue;
+        writer.write_row(
+            variant_, view_, row, rows_[i][h], state_.largest[i][h], state_.sum[i][h],
+            threadIdx.x % 4 == 0,
+            [&](auto& target) {
+              for_each_value(i, h,
+                             [&](int column, const auto& values) { target.store(column, values); });
+            },
+            [&](float* partial) {
+              for_each_value(i, h, [&](int column, const auto& values) {
+                store_floats(partial + column, values);
+              });
+            });
+      }
+    }
+  }
+
+  // The consecutive columns that this thread holds of one row.
+  template <typename Store>
+  __device__ __forceinline__ void for_each_value(int i, int h, const Store& store) const {
+#pragma unroll
+    for (int j = 0; j < Tile::kOutputTiles; j += 2) {
+      const float (&a)[4] = state_.output[i][j];
+      const float (&b)[4] = state_.output[i][j + 1];
+      if constexpr (Tile::kFloat8) {
+        const float values[4] = {a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1]};
+        store(output_column<true>(j, 0), values);
+      } else {
+        const float first[2] = {a[2 * h], a[2 * h + 1]};
+        const float second[2] = {b[2 * h], b[2 * h + 1]};
+        store(output_column<false>(j, 0), first);
+        store(output_column<false>(j + 1, 0), second);
+      }
+    }
+  }
+
+  template <int N>
+  __device__ __forceinline__ static void store_floats(float* address, const float (&values)[N]) {
+    Vector<float, N> vector;
+    vector.from_floats(values);
+    vector.store(address);
+  }
+
+  // The warps' parts of the same rows meet in shared memory, in order of the warps.
+  __device__ __forceinline__ void write_merged() {
+    constexpr int kPitch = Tile::kOutputDim;
+    float* const outputs = reinterpret_cast<float*>(stages_);  // [warps, 16, kPitch]
+    float2* const sums = reinterpret_cast<float2*>(outputs + kAttentionWarps * 16 * kPitch);
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    __syncthreads();  // every warp has read its last K and V
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row() + 8 * h;
+      if (row >= num_rows_) continue;
+      if (lane_idx % 4 == 0) {
+        sums[warp_idx * 16 + row] = float2{state_.largest[0][h], state_.sum[0][h]};
+      }
+      float* const target = outputs + (warp_idx * 16 + row) * kPitch;
+      for_each_value(
+          0, h, [&](int column, const auto& values) { store_floats(target + column, values); });
+    }
+    __syncthreads();
+    const OutputWriter<Traits, Params> writer(params_, tensors_, item_, kv_head_);
+    // One warp per row.
+    for (int row = warp_idx; row < num_rows_; row += kAttentionWarps) {
+      float largest = -math::inf, sum = 0.f;
+      float weights[kAttentionWarps];
+      combine_sums<Variant::use_softmax>([&](int w) { return sums[w * 16 + row]; }, weights,
+                                         largest, sum);
+      const auto for_each_vector = [&](const auto& store) {
+        for (int column = lane_idx * 4; column < kPitch; column += 128) {
+          float values[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+          for (int w = 0; w < kAttentionWarps; ++w) {
+            const float4 part =
+                *reinterpret_cast<const float4*>(outputs + (w * 16 + row) * kPitch + column);
+            values[0] = fmaf(part.x, weights[w], values[0]);
+            values[1] = fmaf(part.y, weights[w], values[1]);
+            values[2] = fmaf(part.z, weights[w], values[2]);
+            values[3] = fmaf(part.w, weights[w], values[3]);
+          }
+          store(column, values);
+        }
+      };
+      const QueryRow query_row = make_query_row<MaskMode::none, false>(
+          item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
+      writer.write_row(
+          variant_, view_, row, query_row, largest, sum, lane_idx == 0,
+          [&](auto& target) {
+            for_each_vector([&](int column, const auto& values) { target.store(column, values); });
+          },
+          [&](float* partial) {
+            for_each_vector(
+                [&](int column, const auto& values) { store_floats(partial + column, values); });
+          });
+    }
+  }
+
+  const Params& params_;
+  const AttentionTensors& tensors_;
+  const WorkItem& item_;
+  const uint32_t kv_head_;
+  const View view_;
+  Variant variant_;
+  char* const shared_;
+  char* stages_;
+  float* row_scale_;
+  int num_rows_, num_tiles_;
+  WarpState<Tile> state_;
+  QueryRow rows_[Tile::kRowTiles][2];
+  float inverse_scale_[Tile::kRowTiles][2];
+};
+
+// `Second`: the traits of items of kind 1, void where there are none.
+template <typename First, typename Second, typename Params>
+__global__ void __launch_bounds__(kAttentionThreads)
+    attention_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(16) char shared[];
+  ptx::grid_dependency_wait();
+  const uint32_t cta_idx = params.num_kv_heads.divide(blockIdx.x);
+  const uint32_t kv_head = blockIdx.x - cta_idx * params.num_kv_heads.divisor;
+  for (int next = static_cast<int>(cta_idx); next >= 0;) {
+    const WorkItem item = params.items[next];
+    if (item.request < 0) return;
+    if constexpr (std::is_void_v<Second>) {
+      TileWorker<First, Params>(params, params.tensors[0], item, kv_head, shared).run();
+    } else if (item.kind == 0) {
+      TileWorker<First, Params>(params, params.tensors[0], item, kv_head, shared).run();
+    } else {
+      TileWorker<Second, Params>(params, params.tensors[1], item, kv_head, shared).run();
+    }
+    next = item.next;
+    if (next >= 0) __syncthreads();  // the next item takes the shared memory
+  }
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,69 @@
+// Arguments of the attention kernels. Plain C++.
+#pragma once
+
+#include <cstdint>
+#include <vector_types.h>
+#include <flashinfer/common/fast_divisor.h>
+#include <flashinfer/scheduler/work.h>
+
+namespace flashinfer {
+
+// What the built-in variant options read. A user's variant derives from it and adds its own tensors
+// and scalars; a name of its own hides the one here.
+struct VariantParams {
+  float sm_scale;         // logits are q.k * sm_scale; q_scale and k_scale are folded in
+  float logits_soft_cap;  // c * tanh(logits / c); read if the module has soft cap
+  int32_t window_left;    // keys further back than this are masked; negative: none
+  uint32_t num_qo_heads;
+  uint32_t num_kv_heads;
+  float rope_scale_rcp;            // positions are multiplied by it
+  float rope_theta_rcp_log2;       // -log2(theta) * 2 / head_dim: frequency i is exp2(i * this)
+  const float* alibi_slopes;       // [num_qo_heads]; null without ALiBi
+  const float* sinks;              // [num_qo_heads] logits; null without
+  const uint8_t* custom_mask;      // packed little-endian bits, qo_len x kv_len per request
+  const int32_t* mask_indptr;      // [batch_size + 1] first byte of each request's mask
+  const uint32_t* prefix_len_ptr;  // [batch_size] multi-item scoring
+  const uint16_t* token_pos_in_items_ptr;  // [batch_size, token_pos_in_items_len]
+  uint32_t token_pos_in_items_len;
+  const uint16_t* max_item_len_ptr;  // [batch_size]
+};
+
+// One tile shape's tensors. Strides in elements; the last dimension is contiguous, rows start at
+// multiples of 16 bytes.
+struct AttentionTensors {
+  const void* q;  // [tokens, num_qo_heads, head_dim_qk]
+  const void* k;  // paged [pages, slots, num_kv_heads, head_dim_qk] by strides; else tokens
+  const void* v;  // the same with head_dim_vo
+  void* o;        // [tokens, num_qo_heads, head_dim_vo]
+  float* lse;     // [tokens, num_qo_heads] base 2, contiguous; null: not wanted
+  const int32_t* kv_indices;  // page numbers; null for ragged
+  int64_t q_stride_token, q_stride_head;
+  int64_t o_stride_token, o_stride_head;
+  int64_t k_stride_page, k_stride_token, k_stride_head;  // page stride unused for ragged
+  int64_t v_stride_page, v_stride_token, v_stride_head;
+  uint32_t num_pages;  // of the cache; a page number outside is never followed
+  float v_scale;       // multiplies the output
+};
+
+// `Variant`: VariantParams or what derives from it.
+template <typename Variant_>
+struct AttentionParams {
+  using Variant = Variant_;
+
+  AttentionTensors tensors[2];  // by WorkItem::kind; the second only in launches of two shapes
+  Variant variant;
+  const WorkItem* items;
+  const MergeItem* merges;
+  // What cut tiles leave: sum of p v, and (largest exponent, sum of p) of each row, both with p =
+  // 2^(exponent - largest). The pair keeps what an LSE would round away where logits are large.
+  float* partial_o;      // [slots, num_kv_heads, rows_per_slot, head_dim_vo]
+  float2* partial_sums;  // [slots, num_kv_heads, rows_per_slot]
+  uint32_t num_ctas;     // lists of items; each is worked off once per KV head
+  uint32_t num_merges;   // 0: nothing was cut
+  uint32_t rows_per_slot;
+  FastDivisor num_kv_heads;
+  FastDivisor group_size;  // num_qo_heads / num_kv_heads
+  FastDivisor page_size;
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,231 @@
+// The end of a row: what is left to do once all of its K and V (or all that this launch's item has)
+// went by, and the merge of rows that were cut.
+#pragma once
+
+#include <flashinfer/attention/attention_params.h>
+#include <flashinfer/attention/mask.cuh>
+#include <flashinfer/attention/math.cuh>
+#include <flashinfer/attention/variant.cuh>
+#include <flashinfer/common/vec.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+
+namespace flashinfer {
+
+// Brings `kParts` sums of exponentials to one maximum: `part(i)` is (largest exponent, sum), and a
+// part's values count with weights[i].
+template <bool kSoftmax, typename Part, int kParts>
+__device__ __forceinline__ void combine_sums(const Part& part, float (&weights)[kParts],
+                                             float& largest, float& sum) {
+  float2 parts[kParts];
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    parts[i] = part(i);
+    largest = fmaxf(largest, parts[i].x);
+  }
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    weights[i] = !kSoftmax                  ? 1.f
+                 : parts[i].x == -math::inf ? 0.f
+                                            : math::ptx_exp2(parts[i].x - largest);
+    sum = fmaf(parts[i].y, weights[i], sum);
+  }
+}
+
+// Where a finished row of the output goes, and what its values are multiplied by.
+template <typename O, typename Variant, typename View>
+struct FinishedRow {
+  O* output;
+  const Variant& variant;
+  const View& view;
+  uint32_t request, qo_idx, qo_head_idx;
+  float largest, sum, scale, factor;
+
+  // `variant` is told m and d once, and may add to them. The row's LSE (base 2) is written by the
+  // thread that has `writes_lse`.
+  __device__ __forceinline__ FinishedRow(O* output, float* lse, Variant& variant, const View& view,
+                                         uint32_t request, uint32_t qo_idx, uint32_t qo_head_idx,
+                                         float m, float d, float v_scale)
+      : output(output),
+        variant(variant),
+        view(view),
+        request(request),
+        qo_idx(qo_idx),
+        qo_head_idx(qo_head_idx),
+        largest(m),
+        sum(d),
+        scale(1.f) {
+    if constexpr (!Variant::use_softmax) {
+      factor = v_scale;
+    } else {
+      if constexpr (Variant::kHasMDUpdate) {
+        variant.MDUpdate(view, 0u, qo_head_idx, largest, sum, scale);
+      }
+      if (lse != nullptr) {
+        *lse = largest == -math::inf ? -math::inf : largest + log2f(sum);
+      }
+      // No key was seen: 0, not 0 / 0.
+      factor = largest == -math::inf ? 0.f : scale / sum * v_scale;
+      if constexpr (Variant::kHasOutputTransform) factor = v_scale;
+    }
+  }
+
+  template <int N>
+  __device__ __forceinline__ void store(int column, const float (&values)[N]) {
+    float finished[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (Variant::kHasOutputTransform) {
+        finished[i] = variant.OutputTransform(view, values[i], request, qo_idx, qo_head_idx,
+                                              largest, sum, scale) *
+                      factor;
+      } else {
+        finished[i] = values[i] * factor;
+      }
+    }
+    Vector<O, N> vector;
+    vector.from_floats(finished);
+    vector.store(output + column);
+  }
+};
+
+// Writes the rows of one item: to the output if the item saw all of the row's keys, else as raw
+// sums to the workspace.
+template <typename Traits, typename Params>
+class OutputWriter {
+  using Tile = typename Traits::Tile;
+  using O = typename Tile::O;
+  using Variant = typename Traits::Variant;
+  using View = RequestParams<typename Params::Variant>;
+
+ public:
+  __device__ __forceinline__ OutputWriter(const Params& params, const AttentionTensors& tensors,
+                                          const WorkItem& item, uint32_t kv_head)
+      : params_(params), tensors_(tensors), item_(item), kv_head_(kv_head) {}
+
+  // `finish(row)` or `keep(partial output)` is called with the place of the row's values.
+  template <typename Finish, typename Keep>
+  __device__ __forceinline__ void write_row(Variant& variant, const View& view, int row,
+                                            const QueryRow& query_row, float largest, float sum,
+                                            bool writes_lse, const Finish& finish,
+                                            const Keep& keep) const {
+    const int output_part = blockIdx.y;
+    if (item_.partial_slot < 0) {
+      const int64_t token = item_.qo_begin + int64_t{query_row.qo_idx};
+      O* output = static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
+                  query_row.qo_head_idx * tensors_.o_stride_head + output_part * Tile::kOutputDim;
+      float* lse = writes_lse && output_part == 0 && tensors_.lse != nullptr
+                       ? tensors_.lse + token * params_.variant.num_qo_heads + query_row.qo_head_idx
+                       : nullptr;
+      FinishedRow<O, Variant, View> target(output, lse, variant, view, item_.request,
+                                           query_row.qo_idx, query_row.qo_head_idx, largest, sum,
+                                           tensors_.v_scale);
+      finish(target);
+    } else {
+      const int64_t partial =
+          (int64_t{item_.partial_slot} * params_.num_kv_heads.divisor + kv_head_) *
+              params_.rows_per_slot +
+          row;
+      if (writes_lse && output_part == 0) {
+        params_.partial_sums[partial] = float2{largest, sum};
+      }
+      keep(params_.partial_o + partial * Tile::kHeadDimVO + output_part * Tile::kOutputDim);
+    }
+  }
+
+ private:
+  const Params& params_;
+  const AttentionTensors& tensors_;
+  const WorkItem& item_;
+  const uint32_t kv_head_;
+};
+
+inline constexpr int kMergeThreads = 128;
+
+// One row of one cut tile per CTA: grid (num_merges * num_kv_heads, rows_per_slot). The warps take
+// every fourth part; what they have meets in shared memory in order of the warps.
+template <typename Variant, typename O, int kHeadDimVO, typename Params>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const __grid_constant__ Params params) {
+  constexpr int kWarps = kMergeThreads / 32;
+  constexpr int kVectors = (kHeadDimVO + 127) / 128;  // of 4 columns, per lane
+  __shared__ float4 shared_output[kWarps][kVectors * 32];
+  __shared__ float2 shared_sum[kWarps];
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  const uint32_t merge_idx = params.num_kv_heads.divide(blockIdx.x);
+  const uint32_t kv_head = blockIdx.x - merge_idx * params.num_kv_heads.divisor;
+  const MergeItem item = params.merges[merge_idx];
+  const int row = blockIdx.y;
+  if (row >= item.num_rows) return;
+  const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+  const auto partial_row = [&](int slot) {
+    return (int64_t{slot} * params.num_kv_heads.divisor + kv_head) * params.rows_per_slot + row;
+  };
+
+  float largest = -math::inf;
+  for (int slot = item.slot_begin + lane_idx; slot < item.slot_end; slot += 32) {
+    largest = fmaxf(largest, params.partial_sums[partial_row(slot)].x);
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  }
+  float sum = 0.f;
+  float4 output[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) output[i] = float4{0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+  for (int slot = item.slot_begin + warp_idx; slot < item.slot_end; slot += kWarps) {
+    const int64_t partial = partial_row(slot);
+    const float2 part = params.partial_sums[partial];
+    const float weight = !Variant::use_softmax  ? 1.f
+                         : part.x == -math::inf ? 0.f
+                                                : math::ptx_exp2(part.x - largest);
+    sum = fmaf(part.y, weight, sum);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int column = (i * 32 + lane_idx) * 4;
+      if (column >= kHeadDimVO) continue;
+      const float4 value =
+          *reinterpret_cast<const float4*>(params.partial_o + partial * kHeadDimVO + column);
+      output[i].x = fmaf(value.x, weight, output[i].x);
+      output[i].y = fmaf(value.y, weight, output[i].y);
+      output[i].z = fmaf(value.z, weight, output[i].z);
+      output[i].w = fmaf(value.w, weight, output[i].w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) shared_output[warp_idx][i * 32 + lane_idx] = output[i];
+  if (lane_idx == 0) shared_sum[warp_idx] = float2{largest, sum};
+  __syncthreads();
+
+  sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sum += shared_sum[w].y;
+  const AttentionTensors& tensors = params.tensors[item.kind];
+  const uint32_t packed = item.row_begin + row;
+  const uint32_t qo_idx = params.group_size.divide(packed);
+  const uint32_t qo_head_idx =
+      kv_head * params.group_size.divisor + packed - qo_idx * params.group_size.divisor;
+  const RequestParams<typename Params::Variant> view(params.variant, item.qo_len, item.kv_len);
+  Variant variant(view, item.request, reinterpret_cast<uint8_t*>(shared_output));
+  const int64_t token = item.qo_begin + int64_t{qo_idx};
+  float* const lse = threadIdx.x == 0 && tensors.lse != nullptr
+                         ? tensors.lse + token * params.variant.num_qo_heads + qo_head_idx
+                         : nullptr;
+  FinishedRow<O, Variant, RequestParams<typename Params::Variant>> target(
+      static_cast<O*>(tensors.o) + token * tensors.o_stride_token +
+          qo_head_idx * tensors.o_stride_head,
+      lse, variant, view, item.request, qo_idx, qo_head_idx, largest, sum, tensors.v_scale);
+  for (int vector = threadIdx.x; vector < kHeadDimVO / 4; vector += kMergeThreads) {
+    float values[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 part = shared_output[w][vector];
+      values[0] += part.x, values[1] += part.y, values[2] += part.z, values[3] += part.w;
+    }
+    target.store(vector * 4, values);
+  }
+}
+
+}  // namespace flashinfer

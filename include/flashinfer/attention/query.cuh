@@ -1,0 +1,192 @@
+// Query rows on their way to shared memory, and rotary embedding in the kernel.
+#pragma once
+
+#include <flashinfer/attention/math.cuh>
+#include <flashinfer/attention/tile.cuh>
+#include <flashinfer/common/vec.cuh>
+
+namespace flashinfer {
+
+// Rotates (x_i, x_{i + D/2}) for i = first ... first + 7 by position * theta^(-2i/D) / scale: the
+// halves' layout of Llama. The angle in turns is split into a product and its rounding error, so
+// that far positions keep the accuracy of the frequency.
+__device__ __forceinline__ void rotate_chunk(float (&low)[8], float (&high)[8], int first,
+                                             int position, const VariantParams& params) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    constexpr float kTurnsPerRadian = 0.15915494309189533577f;
+    const float frequency = exp2f(static_cast<float>(first + i) * params.rope_theta_rcp_log2) *
+                            params.rope_scale_rcp * kTurnsPerRadian;
+    const float x = static_cast<float>(position);
+    const float turns = x * frequency;
+    const float rest = fmaf(x, frequency, -turns);
+    float sine, cosine;
+    sincospif(2.f * (turns - floorf(turns) + rest), &sine, &cosine);
+    const float a = low[i], b = high[i];
+    low[i] = a * cosine - b * sine;
+    high[i] = b * cosine + a * sine;
+  }
+}
+
+// Column of a 16-column block at which the mma finds element `i` of an 8-bit K row: lane t of a
+// quad reads bytes 4t ... 4t + 3, which mma takes for columns 2t, 2t + 1, 2t + 8, 2t + 9.
+__device__ __forceinline__ int float8_column(int i) {
+  return (i / 4) * 2 + i % 2 + (i % 4 / 2) * 8;
+}
+
+// Loads the tile's query rows, transformed, as Traits::Mma. One warp per row, eight elements per
+// lane; the warp of a row is the one that multiplies it unless all warps do. Rows past the tile's
+// end become zeros. For bfloat16 queries against 8-bit keys, rows are scaled by a power of two into
+// float16's range and `row_scale` holds the inverse.
+template <typename Traits, bool kRotate, typename Variant, typename Params>
+__device__ __forceinline__ void load_query(const AttentionTensors& tensors, const WorkItem& item,
+                                           const FastDivisor& group_size, uint32_t kv_head,
+                                           int num_rows, const Variant& variant,
+                                           const Params& params, char* shared, float* row_scale) {
+  using Q = typename Traits::Q;
+  constexpr int kChunks = Traits::kHeadDimQK / 8;
+  constexpr int kPasses = ceil_div(kChunks, 32);
+  constexpr int kRowsPerWarp = Traits::kTileQ / kAttentionWarps;
+  const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+  const bool flip = params.sm_scale < 0.f && !(Variant::kHasQueryTransform);
+
+#pragma unroll 4
+  for (int i = 0; i < kRowsPerWarp; ++i) {
+    const int row = Traits::kSplitKV ? i * kAttentionWarps + warp_idx : warp_idx * kRowsPerWarp + i;
+    char* const destination = shared + row * Traits::kPitchQ;
+    Vector<Q, 8> chunks[kPasses];
+    const uint32_t packed = item.row_begin + row;
+    const uint32_t token = group_size.divide(packed);
+    const uint32_t head = kv_head * group_size.divisor + packed - token * group_size.divisor;
+    const Q* source = static_cast<const Q*>(tensors.q) +
+                      (item.qo_begin + int64_t{token}) * tensors.q_stride_token +
+                      head * tensors.q_stride_head;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int chunk = pass * 32 + lane_idx;
+      chunks[pass].words[0] = uint4{0, 0, 0, 0};
+      if (chunk < kChunks && row < num_rows) chunks[pass].load(source + chunk * 8);
+    }
+    if constexpr (kRotate || Variant::kHasQueryTransform || Traits::kScaledQ) {
+      float values[kPasses][8];
+      float largest = 0.f;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int chunk = pass * 32 + lane_idx;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) values[pass][j] = chunks[pass][j];
+        if constexpr (kRotate) {
+          if (chunk < kChunks && row < num_rows) {
+            const bool is_low = chunk < kChunks / 2;
+            const int partner = is_low ? chunk + kChunks / 2 : chunk - kChunks / 2;
+            Vector<Q, 8> other_chunk;
+            other_chunk.load(source + partner * 8);
+            float other[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) other[j] = other_chunk[j];
+            const int position = item.kv_len - item.qo_len + static_cast<int>(token);
+            if (is_low) {
+              rotate_chunk(values[pass], other, chunk * 8, position, params);
+            } else {
+              rotate_chunk(other, values[pass], partner * 8, position, params);
+            }
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          if constexpr (Variant::kHasQueryTransform) {
+            values[pass][j] = variant.QueryTransform(params, values[pass][j]);
+          }
+          largest = fmaxf(largest, fabsf(values[pass][j]));
+        }
+      }
+      float scale = 1.f;
+      if constexpr (Traits::kScaledQ) {
+        // The largest magnitude moves to [2^14, 2^15); what falls below 2^-24 there is 2^-38 of it.
+        for (int offset = 16; offset > 0; offset /= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+        }
+        const uint32_t exponent = __float_as_uint(largest) >> 23;
+        if (exponent > 14 && exponent < 255) {
+          scale = __uint_as_float((127 + 127 + 14 - exponent) << 23);
+        }
+        if (lane_idx == 0) {
+          row_scale[row] =
+              exponent > 14 && exponent < 255 ? __uint_as_float((exponent - 14) << 23) : 1.f;
+        }
+      }
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) values[pass][j] *= flip ? -scale : scale;
+        if constexpr (std::is_same_v<Q, typename Traits::Mma>) {
+          chunks[pass].from_floats(values[pass]);
+        } else {
+          Vector<typename Traits::Mma, 8> converted;
+          converted.from_floats(values[pass]);
+          chunks[pass].words[0] = converted.words[0];
+        }
+      }
+    } else if (flip) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        uint4& word = chunks[pass].words[0];
+        word.x ^= 0x80008000u, word.y ^= 0x80008000u, word.z ^= 0x80008000u, word.w ^= 0x80008000u;
+      }
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int chunk = pass * 32 + lane_idx;
+      if (chunk >= kChunks) continue;
+      if constexpr (Traits::kFloat8) {
+        const uint32_t pairs[4] = {chunks[pass].words[0].x, chunks[pass].words[0].y,
+                                   chunks[pass].words[0].z, chunks[pass].words[0].w};
+        char* const block = destination + chunk / 2 * 32;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          *reinterpret_cast<uint32_t*>(block + float8_column(chunk % 2 * 8 + 2 * j) * 2) = pairs[j];
+        }
+      } else {
+        *reinterpret_cast<uint4*>(destination + chunk * 16) = chunks[pass].words[0];
+      }
+    }
+  }
+}
+
+// Rotates and transforms the K rows of one tile in place: `num_rows` rows from `first_row`, shared
+// among `num_threads` threads.
+template <typename Traits, bool kRotate, typename Variant, typename Params>
+__device__ __forceinline__ void transform_keys(char* shared, int first_position, int num_rows,
+                                               int thread_idx, int num_threads,
+                                               const Variant& variant, const Params& params) {
+  using KV = typename Traits::KV;
+  constexpr int kHalves = Traits::kHeadDimQK / 16;  // chunks of 8 elements in half a row
+  for (int i = thread_idx; i < num_rows * kHalves; i += num_threads) {
+    const int row = i / kHalves, chunk = i % kHalves;
+    KV* const low_address = reinterpret_cast<KV*>(shared + row * Traits::kPitchK) + chunk * 8;
+    KV* const high_address = low_address + Traits::kHeadDimQK / 2;
+    Vector<KV, 8> low_chunk, high_chunk;
+    low_chunk.load(low_address);
+    high_chunk.load(high_address);
+    float low[8], high[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      low[j] = low_chunk[j];
+      high[j] = high_chunk[j];
+    }
+    if constexpr (kRotate) rotate_chunk(low, high, chunk * 8, first_position + row, params);
+    if constexpr (Variant::kHasKeyTransform) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        low[j] = variant.KeyTransform(params, low[j]);
+        high[j] = variant.KeyTransform(params, high[j]);
+      }
+    }
+    low_chunk.from_floats(low);
+    high_chunk.from_floats(high);
+    low_chunk.store(low_address);
+    high_chunk.store(high_address);
+  }
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,168 @@
+// What an attention variant is, and the one that holds the built-in options.
+//
+// A variant is a struct built once per work item by (params, batch_idx, smem_ptr), with hooks that
+// are written with the macros below. A hook that is not written costs nothing. The kernel computes
+//
+//   q  <- QueryTransform(q), k <- KeyTransform(k)          elementwise, before the product
+//   s  <- LogitsTransform(q.k), -inf where not LogitsMask
+//   p  <- exp2(s * sm_scale_log2 - m),  d <- sum of p      with use_softmax; else p <- s
+//   MDUpdate(m, d, scale)                                  once per row when all of K/V was seen
+//   o  <- OutputTransform(sum of p v, m, d, scale)
+//
+// with m and d in base 2: m is the largest s * sm_scale_log2. The names and argument lists of the
+// macros are FlashInfer's, so that variants written for it compile here.
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/attention/attention_params.h>
+#include <flashinfer/attention/math.cuh>
+
+// Beside its function, each macro leaves a flag, by which the kernel knows that the hook is there.
+#define REGISTER_QUERY_TRANSFORM(params, q, ...)                                 \
+  static constexpr bool kHasQueryTransform = true;                               \
+  template <typename Params, typename T>                                         \
+  __device__ __forceinline__ T QueryTransform(const Params& params, T q) const { \
+    __VA_ARGS__                                                                  \
+  }
+
+#define REGISTER_KEY_TRANSFORM(params, k, ...)                                 \
+  static constexpr bool kHasKeyTransform = true;                               \
+  template <typename Params, typename T>                                       \
+  __device__ __forceinline__ T KeyTransform(const Params& params, T k) const { \
+    __VA_ARGS__                                                                \
+  }
+
+#define REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx,          \
+                                  kv_head_idx, ...)                                                \
+  static constexpr bool kHasLogitsTransform = true;                                                \
+  template <typename Params, typename T>                                                           \
+  __device__ __forceinline__ T LogitsTransform(const Params& params, T logits, uint32_t batch_idx, \
+                                               uint32_t qo_idx, uint32_t kv_idx,                   \
+                                               uint32_t qo_head_idx, uint32_t kv_head_idx) const { \
+    __VA_ARGS__                                                                                    \
+  }
+
+#define REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, ...)   \
+  static constexpr bool kHasLogitsMask = true;                                                   \
+  template <typename Params>                                                                     \
+  __device__ __forceinline__ bool LogitsMask(const Params& params, uint32_t batch_idx,           \
+                                             uint32_t qo_idx, uint32_t kv_idx,                   \
+                                             uint32_t qo_head_idx, uint32_t kv_head_idx) const { \
+    __VA_ARGS__                                                                                  \
+  }
+
+#define REGISTER_M_D_UPDATE(params, kv_tile_idx, qo_head_idx, m, d, scale, ...)          \
+  static constexpr bool kHasMDUpdate = true;                                             \
+  template <typename Params, typename T>                                                 \
+  __device__ __forceinline__ void MDUpdate(const Params& params, uint32_t kv_tile_idx,   \
+                                           uint32_t qo_head_idx, T& m, T& d, T& scale) { \
+    __VA_ARGS__                                                                          \
+  }
+
+#define REGISTER_OUTPUT_TRANSFORM(params, output, batch_idx, qo_idx, qo_head_idx, m, d, scale,     \
+                                  ...)                                                             \
+  static constexpr bool kHasOutputTransform = true;                                                \
+  template <typename Params, typename T, typename TM, typename TD, typename TScale>                \
+  __device__ __forceinline__ T OutputTransform(const Params& params, T output, uint32_t batch_idx, \
+                                               uint32_t qo_idx, uint32_t qo_head_idx, TM& m,       \
+                                               TD& d, TScale scale) const {                        \
+    __VA_ARGS__                                                                                    \
+  }
+
+namespace flashinfer {
+
+struct AttentionVariantBase {
+  static constexpr bool use_softmax = true;
+  static constexpr bool kHasQueryTransform = false;
+  static constexpr bool kHasKeyTransform = false;
+  static constexpr bool kHasLogitsTransform = false;
+  static constexpr bool kHasLogitsMask = false;
+  static constexpr bool kHasMDUpdate = false;
+  static constexpr bool kHasOutputTransform = false;
+};
+
+// The params that a variant sees: the launch's own, and the lengths of the request at hand.
+template <typename Params>
+struct RequestParams : Params {
+  uint32_t qo_len, kv_len;
+
+  __device__ __forceinline__ RequestParams(const Params& params, uint32_t qo_len, uint32_t kv_len)
+      : Params(params), qo_len(qo_len), kv_len(kv_len) {}
+  __device__ __forceinline__ uint32_t get_qo_len(uint32_t) const { return qo_len; }
+  __device__ __forceinline__ uint32_t get_kv_len(uint32_t) const { return kv_len; }
+};
+
+// The built-in options. `kSoftCap`: logits <- c * tanh(logits / c). `kAlibi`: logits + slope *
+// (kv - qo position). `kSinks`: one more logit per head in the denominator, with no value.
+template <bool kSoftCap, bool kAlibi, bool kSinks>
+struct DefaultAttention;
+
+namespace detail {
+
+struct ScaledAttention : AttentionVariantBase {
+  float sm_scale_log2;
+
+  template <typename Params>
+  __device__ __forceinline__ ScaledAttention(const Params& params, uint32_t, uint8_t*) {
+    // The kernel flips q for a negative scale, so that the largest q.k stays the largest logit.
+    sm_scale_log2 = fabsf(params.sm_scale) * math::log2e;
+  }
+};
+
+template <bool kSoftCap, bool kAlibi>
+struct TransformedAttention : AttentionVariantBase {
+  static constexpr float sm_scale_log2 = math::log2e;  // the scale is applied by the transform
+  float logits_scale;
+  int32_t shift;  // of a query's position against its index
+
+  template <typename Params>
+  __device__ __forceinline__ TransformedAttention(const Params& params, uint32_t batch_idx,
+                                                  uint8_t*) {
+    logits_scale = fabsf(params.sm_scale);
+    shift = static_cast<int32_t>(params.get_kv_len(batch_idx) - params.get_qo_len(batch_idx));
+  }
+
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    float x = logits * logits_scale;
+    if constexpr (kAlibi) {
+      const int32_t distance = static_cast<int32_t>(kv_idx - qo_idx) - shift;
+      x += params.alibi_slopes[qo_head_idx] * static_cast<float>(distance);
+    }
+    if constexpr (kSoftCap) x = params.logits_soft_cap * math::tanh(x / params.logits_soft_cap);
+    return x;
+  })
+};
+
+template <bool kSoftCap, bool kAlibi>
+struct LogitsOf {
+  using type = TransformedAttention<kSoftCap, kAlibi>;
+};
+template <>
+struct LogitsOf<false, false> {
+  using type = ScaledAttention;
+};
+
+}  // namespace detail
+
+template <bool kSoftCap, bool kAlibi>
+struct DefaultAttention<kSoftCap, kAlibi, false> : detail::LogitsOf<kSoftCap, kAlibi>::type {
+  using Logits = typename detail::LogitsOf<kSoftCap, kAlibi>::type;
+  using Logits::Logits;
+};
+
+template <bool kSoftCap, bool kAlibi>
+struct DefaultAttention<kSoftCap, kAlibi, true> : detail::LogitsOf<kSoftCap, kAlibi>::type {
+  using Logits = typename detail::LogitsOf<kSoftCap, kAlibi>::type;
+  using Logits::Logits;
+
+  REGISTER_M_D_UPDATE(params, kv_tile_idx, qo_head_idx, m, d, scale, {
+    const float sink = params.sinks[qo_head_idx] * math::log2e;
+    const float largest = fmaxf(m, sink);
+    if (largest == -math::inf) return;
+    scale = math::ptx_exp2(m - largest);
+    d = d * scale + math::ptx_exp2(sink - largest);
+    m = largest;
+  })
+};
+
+}  // namespace flashinfer

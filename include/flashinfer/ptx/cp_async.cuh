@@ -1,0 +1,33 @@
+// cp.async (sm_80): copies of 16 bytes from global to shared memory that pass by the registers.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes, or writes zeros where `valid` is false (`source` is then not read). By way of L2
+// only (.cg): the data is used once.
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* source, bool valid) {
+  const uint32_t source_bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(source),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// Closes the group of this thread's copies since the last one.
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this thread's latest groups are unfinished. What it copied is
+// then visible to itself; to others after a barrier.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flashinfer::ptx

@@ -1,0 +1,26 @@
+// ldmatrix (sm_75): four 8x8 matrices of 16-bit elements from shared memory to the register layout
+// of mma. Lane i gives the address of row i % 8 of matrix i / 8; rows are 16 bytes, 16-byte
+// aligned.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer::ptx {
+
+// r[i] of lane l: elements (l / 4, 2 * (l % 4) + {0, 1}) of matrix i.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The transposed matrices: r[i] of lane l: elements (2 * (l % 4) + {0, 1}, l / 4) of matrix i.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+}  // namespace flashinfer::ptx

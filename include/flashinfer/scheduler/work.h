@@ -1,0 +1,47 @@
+// The work list of an attention launch: what a plan writes and the kernels read. Plain C++.
+//
+// A tile is `tile_q` consecutive packed query rows of one request; packed row = token * group_size
+// + head of the group, so that one K/V tile serves the whole GQA group. A work item is one tile
+// against one range of KV tokens. There are num_ctas lists: list c is items[c], then
+// items[items[c].next], and so on; for each KV head one CTA walks each list.
+//
+// A tile whose KV range was cut writes its parts to the workspace (slot s of KV head h holds
+// rows_per_slot rows of fp32 output and of its softmax sums), and a MergeItem names the slots to
+// merge, in order of KV.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer {
+
+struct alignas(16) WorkItem {
+  int32_t request;    // negative: the CTA has nothing to do
+  int32_t kind;       // which of the launch's tile shapes: 0 the first, 1 the second
+  int32_t qo_begin;   // first row of the request in q and o [tokens]
+  int32_t qo_len;     // [tokens]
+  int32_t kv_len;     // [tokens]
+  int32_t kv_base;    // paged: first entry of the request in kv_indices; ragged: first row in k, v
+  int32_t row_begin;  // first packed row of the tile
+  int32_t kv_begin;   // [tokens]; the range is empty where nothing is visible
+  int32_t kv_end;     // [tokens]
+  int32_t partial_slot;  // negative: write o itself
+  int32_t next;          // index of the CTA's next item; negative: none
+  int32_t reserved;
+};
+static_assert(sizeof(WorkItem) == 48, "three 16-byte loads");
+
+struct alignas(16) MergeItem {
+  int32_t kind;
+  int32_t request;
+  int32_t qo_begin;    // first row of the request in o [tokens]
+  int32_t qo_len;      // [tokens]
+  int32_t row_begin;   // first packed row of the tile
+  int32_t num_rows;    // packed rows; 0: nothing to merge
+  int32_t slot_begin;  // parts slot_begin ... slot_end - 1, in order of KV
+  int32_t slot_end;
+  int32_t kv_len;  // [tokens]
+  int32_t reserved[3];
+};
+static_assert(sizeof(MergeItem) == 48, "three 16-byte loads");
+
+}  // namespace flashinfer
