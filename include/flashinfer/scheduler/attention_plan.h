@@ -1,0 +1,464 @@
+// Plans an attention launch: cuts tiles into work items, gives the items to CTA columns, and writes
+// the work list of work.h. Plain C++; keeps its scratch memory, so that planning again allocates
+// nothing.
+//
+// Four ways, of which the first that applies is taken:
+//   fixed split size   every tile is cut at the multiples of the size, whatever else is planned:
+//                      the result of a request does not depend on the rest of the batch;
+//   splitting disabled no tile is cut;
+//   whole tiles        no tile is cut, because longest-first scheduling is balanced as it is;
+//   equal shares       all (tile, KV tile) pairs stand in a row that is cut into one share of equal
+//                      cost per column. This is how few long requests fill the GPU.
+// Uncut tiles and fixed pieces become one column each, longest first: the hardware hands CTAs out
+// in order. A CUDA graph has a fixed number of columns; there they are dealt longest first, each to
+// the least loaded column.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <flashinfer/scheduler/attention_tiles.h>
+#include <flashinfer/scheduler/work.h>
+#include <functional>
+#include <vector>
+
+namespace flashinfer {
+
+// What is written where. Offsets and sizes in bytes.
+struct PlanLayout {
+  int64_t num_ctas;  // columns; 0: nothing to do
+  int64_t num_merges;
+  int64_t rows_per_slot;
+  int64_t num_slots;
+  int64_t merges_offset;  // in the int workspace
+  int64_t items_offset;
+  int64_t int_bytes;   // that the int workspace must have
+  int64_t used_bytes;  // that this plan writes
+  int64_t lse_offset;  // in the float workspace; the partial outputs are at 0
+  int64_t float_bytes;
+};
+
+class AttentionPlanner {
+ public:
+  // Decides. `float_bytes`: size of the float workspace, from which a graph with fixed split size
+  // gets its number of slots; negative: as many as this plan needs.
+  // The lengths of all requests times group_size must be below 2^31, the groups within the graph's
+  // capacity.
+  const PlanLayout& plan(const PlanConfig& config, const RequestGroup& first,
+                         const RequestGroup* second, int64_t float_bytes) {
+    config_ = &config;
+    groups_[0] = &first;
+    groups_[1] = second;
+    tiles_.clear();
+    pieces_.clear();
+    order_.clear();
+    append_tiles(config, first, false, tiles_);
+    if (second) append_tiles(config, *second, true, tiles_);
+    total_cost_ = max_cost_ = 0;
+    min_cost_ = INT64_MAX;
+    for (const Tile& tile : tiles_) {
+      total_cost_ += tile.cost;
+      max_cost_ = std::max(max_cost_, tile.cost);
+      min_cost_ = std::min(min_cost_, tile.cost);
+    }
+    num_slots_ = num_merges_ = max_cut_rows_ = num_columns_ = 0;
+    gpu_columns_ = gpu_columns(config);
+
+    if (config.fixed_split_size > 0) {
+      cut_at_multiples();
+      deal_longest_first();
+    } else if (config.disable_split_kv || whole_tiles_are_balanced()) {
+      take_whole_tiles();
+      deal_longest_first();
+    } else {
+      cut_into_shares(smallest_share());
+    }
+    decide_layout(float_bytes);
+    return layout_;
+  }
+
+  // Writes the decided plan, layout().used_bytes bytes.
+  void write(void* buffer) {
+    char* bytes = static_cast<char*>(buffer);
+    write_items(reinterpret_cast<WorkItem*>(bytes + layout_.items_offset));
+    write_merges(reinterpret_cast<MergeItem*>(bytes + layout_.merges_offset));
+  }
+
+  const PlanLayout& layout() const { return layout_; }
+
+  // Columns of which the GPU holds all at a time, or a few times that where it is not a multiple of
+  // the heads: of the first four multiples, the first that leaves less than 3 % of the CTA slots
+  // empty, else the best.
+  static int64_t gpu_columns(const PlanConfig& config) {
+    int64_t best = 1;
+    double best_use = 0;
+    for (int64_t waves = 1; waves <= 4; ++waves) {
+      const int64_t slots = waves * config.cta_slots;
+      const int64_t columns = slots / config.num_kv_heads;
+      const double use = static_cast<double>(columns * config.num_kv_heads) / slots;
+      if (columns >= 1 && columns <= kMaxColumns && use > best_use + 1e-9) {
+        best = columns;
+        best_use = use;
+      }
+      if (best_use > 0.97) break;
+    }
+    return best;
+  }
+
+ private:
+  static constexpr int64_t kMaxColumns = 65535;  // of the y dimension of a grid
+  // A shorter piece is mostly start and end.
+  static constexpr int64_t kMinPiece = 2;  // [KV tiles]
+
+  struct Piece {
+    int32_t tile;
+    int32_t kv_begin;
+    int32_t kv_end;
+    int32_t slot;  // negative: the tile is not cut
+    int32_t column;
+    int64_t cost;
+  };
+  struct Load {
+    int64_t cost;
+    int32_t column;
+    bool operator>(const Load& other) const {
+      return cost != other.cost ? cost > other.cost : column > other.column;
+    }
+  };
+
+  bool is_cut(const Tile& tile, const Piece& piece) const {
+    return piece.kv_begin != tile.kv_begin || piece.kv_end != tile.kv_end;
+  }
+
+  int64_t kv_tiles(const Tile& tile) const {
+    return ceil_div(static_cast<int64_t>(tile.kv_end) - tile.kv_begin, config_->tile_kv);
+  }
+
+  int64_t tile_rows(const Tile& tile) const {
+    const int64_t rows =
+        groups_[group_of(tile)]->requests[tile.request].qo_len * config_->group_size;
+    return std::min(rows - tile.row_begin, tile.kind ? config_->tile_q_second : config_->tile_q);
+  }
+
+  // Without a second group both kinds are requests of the first.
+  int group_of(const Tile& tile) const { return groups_[1] ? tile.kind : 0; }
+
+  // ---- Cutting ----
+
+  void add_piece(int32_t tile, int64_t kv_begin, int64_t kv_end, int64_t column, int64_t cost) {
+    pieces_.push_back({tile, static_cast<int32_t>(kv_begin), static_cast<int32_t>(kv_end), -1,
+                       static_cast<int32_t>(column), cost});
+  }
+
+  void take_whole_tiles() {
+    for (size_t i = 0; i < tiles_.size(); ++i) {
+      const Tile& tile = tiles_[i];
+      add_piece(static_cast<int32_t>(i), tile.kv_begin, tile.kv_end, 0, tile.cost);
+    }
+  }
+
+  // Cuts are multiples of the size in the request's own positions, so that neither the query's
+  // position nor the window moves them.
+  void cut_at_multiples() {
+    const TileCost cost(*config_);
+    const int64_t size = config_->fixed_split_size;
+    for (size_t i = 0; i < tiles_.size(); ++i) {
+      const Tile& tile = tiles_[i];
+      int64_t begin = tile.kv_begin;
+      do {
+        const int64_t end = std::min<int64_t>(tile.kv_end, (begin / size + 1) * size);
+        add_piece(static_cast<int32_t>(i), begin, end, 0,
+                  cost(tile.kind, ceil_div(end - begin, config_->tile_kv)));
+        begin = end;
+      } while (begin < tile.kv_end);
+    }
+    number_slots();
+  }
+
+  // Walks all tiles in order and closes a column when its cost reaches `share`. Returns the number
+  // of columns. No piece of a cut tile is shorter than kMinPiece.
+  template <bool kRecord>
+  int64_t walk(int64_t share) {
+    const TileCost cost(*config_);
+    int64_t column = 0, room = share;
+    const int32_t num_tiles = static_cast<int32_t>(tiles_.size());
+    for (int32_t i = 0; i < num_tiles; ++i) {
+      const Tile& tile = tiles_[i];
+      if (tile.cost <= room) {
+        if constexpr (kRecord) add_piece(i, tile.kv_begin, tile.kv_end, column, tile.cost);
+        room -= tile.cost;
+        continue;
+      }
+      int64_t left = kv_tiles(tile), begin = tile.kv_begin;
+      while (cost(tile.kind, left) > room) {
+        const int64_t fits = (room - cost.per_piece(tile.kind)) / cost.per_kv_tile[tile.kind];
+        const int64_t take = std::min(fits, left - kMinPiece);
+        if (take >= kMinPiece) {
+          const int64_t end = begin + take * config_->tile_kv;
+          if constexpr (kRecord) add_piece(i, begin, end, column, cost(tile.kind, take));
+          begin = end;
+          left -= take;
+        }
+        ++column;
+        room = share;
+      }
+      if constexpr (kRecord) add_piece(i, begin, tile.kv_end, column, cost(tile.kind, left));
+      room -= cost(tile.kind, left);
+    }
+    return column + 1;
+  }
+
+  // With less than this an empty column could not take a legal piece of every tile.
+  int64_t least_share() const {
+    const TileCost cost(*config_);
+    return std::max(cost(0, 2 * kMinPiece - 1), cost(1, 2 * kMinPiece - 1));
+  }
+
+  // What each column gets if every border between columns cuts a tile.
+  int64_t expected_share() const {
+    const int64_t cuts = (gpu_columns_ - 1) * TileCost(*config_).per_piece(0);
+    return std::max(least_share(), ceil_div(total_cost_ + cuts, gpu_columns_));
+  }
+
+  // The smallest share, to about 1/256, with which the columns of the GPU suffice.
+  int64_t smallest_share() {
+    int64_t low = std::max(least_share(), ceil_div(total_cost_, gpu_columns_)) - 1;  // too small
+    int64_t high = expected_share();
+    int64_t step = std::max<int64_t>(1, high / 64);
+    while (walk<false>(high) > gpu_columns_) {
+      low = high;
+      high += step;
+      step *= 2;
+    }
+    while (high - low > std::max<int64_t>(1, high / 256)) {
+      const int64_t middle = low + (high - low) / 2;
+      (walk<false>(middle) > gpu_columns_ ? low : high) = middle;
+    }
+    return high;
+  }
+
+  void cut_into_shares(int64_t share) {
+    num_columns_ = walk<true>(share);
+    number_slots();
+  }
+
+  // Parts of a cut tile get consecutive slots, in order of KV.
+  void number_slots() {
+    for (Piece& piece : pieces_) {
+      const Tile& tile = tiles_[piece.tile];
+      if (!is_cut(tile, piece)) continue;
+      piece.slot = static_cast<int32_t>(num_slots_++);
+      if (piece.kv_begin == tile.kv_begin) {
+        ++num_merges_;
+        max_cut_rows_ = std::max(max_cut_rows_, tile_rows(tile));
+      }
+    }
+  }
+
+  // ---- Whole tiles, longest first ----
+
+  // Whether the longest column of whole tiles is within 1/32 of an equal share, or within what a
+  // merge costs.
+  bool whole_tiles_are_balanced() {
+    const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
+    if (num_tiles == 0) return true;
+    const int64_t share = expected_share();
+    const int64_t allowed = share + share / 32 + TileCost(*config_).per_piece(0);
+    const int64_t even = ceil_div(total_cost_, gpu_columns_);
+    const int64_t at_least = std::max(max_cost_, ceil_div(num_tiles, gpu_columns_) * min_cost_);
+    if (at_least > allowed) return false;
+    if (num_tiles <= gpu_columns_ || even + max_cost_ <= allowed) return true;
+    // So many that the short ones at the end fill every gap; dealing them out would take long.
+    if (num_tiles >= 32 * gpu_columns_ && max_cost_ <= even) return true;
+    take_whole_tiles();
+    sort_longest_first();
+    const int64_t longest = deal_to_least_loaded();
+    pieces_.clear();
+    order_.clear();
+    return longest <= allowed;
+  }
+
+  // Sorts by cost, to 1/1024 of the range of costs; ties stay in order of the tiles.
+  void sort_longest_first() {
+    int64_t low = INT64_MAX, high = 0;
+    for (const Piece& piece : pieces_) {
+      low = std::min(low, piece.cost);
+      high = std::max(high, piece.cost);
+    }
+    int shift = 0;
+    while ((high - low) >> shift >= kSortBuckets) ++shift;
+    order_.resize(pieces_.size());
+    std::vector<int32_t>& starts = sort_starts_;
+    starts.assign(kSortBuckets + 1, 0);
+    for (const Piece& piece : pieces_) ++starts[((high - piece.cost) >> shift) + 1];
+    for (int64_t i = 0; i < kSortBuckets; ++i) starts[i + 1] += starts[i];
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      order_[starts[(high - pieces_[i].cost) >> shift]++] = static_cast<int32_t>(i);
+    }
+  }
+
+  // Each piece in turn goes to the column with the least cost so far. Returns the largest cost.
+  int64_t deal_to_least_loaded() {
+    loads_.clear();
+    int64_t longest = 0;
+    for (const int32_t index : order_) {
+      Piece& piece = pieces_[index];
+      Load load{piece.cost, static_cast<int32_t>(loads_.size())};
+      if (static_cast<int64_t>(loads_.size()) < gpu_columns_) {
+        loads_.push_back(load);
+        if (static_cast<int64_t>(loads_.size()) == gpu_columns_) {
+          std::make_heap(loads_.begin(), loads_.end(), std::greater<Load>());
+        }
+      } else {
+        load = loads_.front();
+        load.cost += piece.cost;
+        replace_least(load);
+      }
+      piece.column = load.column;
+      longest = std::max(longest, load.cost);
+    }
+    return longest;
+  }
+
+  void replace_least(const Load& load) {
+    const size_t size = loads_.size();
+    size_t hole = 0;
+    for (size_t child = 1; child < size; child = 2 * hole + 1) {
+      if (child + 1 < size && loads_[child] > loads_[child + 1]) ++child;
+      if (!(load > loads_[child])) break;
+      loads_[hole] = loads_[child];
+      hole = child;
+    }
+    loads_[hole] = load;
+  }
+
+  void deal_longest_first() {
+    if (pieces_.empty()) return;
+    sort_longest_first();
+    if (config_->is_graph()) {
+      deal_to_least_loaded();
+      return;
+    }
+    num_columns_ = std::min<int64_t>(pieces_.size(), kMaxColumns);
+    int64_t column = 0;
+    for (const int32_t index : order_) {
+      pieces_[index].column = static_cast<int32_t>(column);
+      if (++column == num_columns_) column = 0;
+    }
+  }
+
+  // ---- Layout and writing ----
+
+  void decide_layout(int64_t float_bytes) {
+    PlanLayout& layout = layout_;
+    const int64_t num_pieces = static_cast<int64_t>(pieces_.size());
+    layout.num_ctas = num_columns_;
+    layout.num_merges = num_merges_;
+    layout.rows_per_slot = max_cut_rows_;
+    layout.num_slots = num_slots_;
+    int64_t max_items = num_pieces, used_items = num_pieces;
+    const int64_t slot_floats = config_->num_kv_heads * (config_->head_dim_vo + 1);
+    if (config_->is_graph()) {
+      const int64_t tiles =
+          max_tiles(*config_, config_->graph_batch_size, config_->graph_qo_tokens);
+      const int64_t cuts = config_->disable_split_kv ? 0 : gpu_columns_ - 1;
+      const bool is_fixed = config_->fixed_split_size > 0;
+      layout.num_ctas = gpu_columns_;
+      layout.rows_per_slot =
+          std::min(std::max(config_->tile_q, config_->tile_q_second),
+                   std::max<int64_t>(1, config_->graph_qo_tokens * config_->group_size));
+      // An empty column keeps its first item.
+      used_items = max_items = num_pieces + gpu_columns_;
+      layout.num_merges = is_fixed ? tiles : std::min(cuts, tiles);
+      if (!is_fixed) {
+        layout.num_slots = 2 * cuts;
+        max_items = tiles + cuts + gpu_columns_;
+      } else if (float_bytes >= 0) {
+        const int64_t slot_bytes = slot_floats * layout.rows_per_slot * 4;
+        layout.num_slots = std::max<int64_t>(num_slots_, (float_bytes - 256) / slot_bytes);
+      }
+    }
+    layout.merges_offset = 0;
+    layout.items_offset = ceil_div(layout.num_merges * sizeof(MergeItem), 128) * 128;
+    layout.int_bytes = layout.items_offset + max_items * sizeof(WorkItem);
+    layout.used_bytes = layout.items_offset + used_items * sizeof(WorkItem);
+    const int64_t rows = layout.num_slots * config_->num_kv_heads * layout.rows_per_slot;
+    layout.lse_offset = ceil_div(rows * config_->head_dim_vo * 4, 256) * 256;
+    layout.float_bytes = layout.lse_offset + rows * 4;
+  }
+
+  // The first item of column c is items[c]; those that follow in a column come behind all first
+  // ones, in the order in which they are dealt.
+  void write_items(WorkItem* items) {
+    const int32_t num_ctas = static_cast<int32_t>(layout_.num_ctas);
+    last_of_column_.assign(num_ctas, -1);
+    int32_t unused = num_ctas;
+    const size_t num_pieces = pieces_.size();
+    for (size_t i = 0; i < num_pieces; ++i) {
+      const Piece& piece = pieces_[order_.empty() ? i : order_[i]];
+      int32_t& last = last_of_column_[piece.column];
+      const int32_t index = last < 0 ? piece.column : unused++;
+      if (last >= 0) items[last].next = index;
+      last = index;
+      const Tile& tile = tiles_[piece.tile];
+      const PlanRequest& request = groups_[group_of(tile)]->requests[tile.request];
+      WorkItem item;
+      item.request = tile.request;
+      item.kind = tile.kind;
+      item.qo_begin = request.qo_begin;
+      item.qo_len = request.qo_len;
+      item.kv_len = request.kv_len;
+      item.kv_base = request.kv_base;
+      item.row_begin = tile.row_begin;
+      item.kv_begin = piece.kv_begin;
+      item.kv_end = piece.kv_end;
+      item.partial_slot = piece.slot;
+      item.next = -1;
+      item.reserved = 0;
+      items[index] = item;
+    }
+    for (int32_t column = 0; column < num_ctas; ++column) {
+      if (last_of_column_[column] < 0) {
+        items[column] = WorkItem{};
+        items[column].request = items[column].partial_slot = items[column].next = -1;
+      }
+    }
+  }
+
+  // In order of the tiles. A graph's merges that this plan does not need have no rows.
+  void write_merges(MergeItem* merges) {
+    MergeItem* merge = merges;
+    for (const Piece& piece : pieces_) {
+      if (piece.slot < 0) continue;
+      const Tile& tile = tiles_[piece.tile];
+      if (piece.kv_begin == tile.kv_begin) {
+        const PlanRequest& request = groups_[group_of(tile)]->requests[tile.request];
+        merge->kind = tile.kind;
+        merge->request = tile.request;
+        merge->qo_begin = request.qo_begin;
+        merge->qo_len = request.qo_len;
+        merge->row_begin = tile.row_begin;
+        merge->num_rows = static_cast<int32_t>(tile_rows(tile));
+        merge->slot_begin = piece.slot;
+      }
+      if (piece.kv_end == tile.kv_end) (merge++)->slot_end = piece.slot + 1;
+    }
+    std::fill(merge, merges + layout_.num_merges, MergeItem{});
+  }
+
+  static constexpr int64_t kSortBuckets = 1024;
+
+  const PlanConfig* config_ = nullptr;
+  const RequestGroup* groups_[2] = {};
+  int64_t gpu_columns_ = 0;
+  int64_t total_cost_ = 0, max_cost_ = 0, min_cost_ = 0;
+  int64_t num_columns_ = 0, num_slots_ = 0, num_merges_ = 0, max_cut_rows_ = 0;
+  PlanLayout layout_ = {};
+
+  std::vector<Tile> tiles_;
+  std::vector<Piece> pieces_;   // by tile, then by KV
+  std::vector<int32_t> order_;  // in which pieces are written; empty: as they are
+  std::vector<int32_t> sort_starts_, last_of_column_;
+  std::vector<Load> loads_;
+};
+
+}  // namespace flashinfer

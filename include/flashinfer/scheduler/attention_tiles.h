@@ -1,0 +1,121 @@
+// The tiles of an attention launch: which query rows against which KV range, and what each costs.
+// Plain C++.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace flashinfer {
+
+struct PlanRequest {
+  int32_t qo_begin;  // first row in q [tokens]
+  int32_t qo_len;    // [tokens]
+  int32_t kv_base;   // paged: first entry in kv_indices; ragged: first row in k, v
+  int32_t kv_len;    // [tokens]
+};
+
+// Requests that share their tensors and their masks.
+struct RequestGroup {
+  std::vector<PlanRequest> requests;
+  bool causal;          // a key is visible up to the query's position, aligned to the end
+  int64_t window_left;  // keys further back are not visible; negative: no bound
+};
+
+struct PlanConfig {
+  int64_t num_kv_heads;
+  int64_t group_size;  // query heads of a KV head
+  int64_t head_dim_vo;
+  int64_t tile_q;            // packed rows of a tile of kind 0
+  int64_t cta_slots;         // CTAs that the GPU holds at a time
+  int64_t tile_q_second;     // of kind 1; 0: there is only kind 0
+  int64_t tile_kv;           // [tokens]
+  int64_t fixed_split_size;  // [tokens], a multiple of tile_kv; 0: the planner chooses
+  bool disable_split_kv;
+  int64_t graph_batch_size;  // capacity of a CUDA graph; negative: no graph
+  int64_t graph_qo_tokens;
+
+  bool is_graph() const { return graph_batch_size >= 0; }
+};
+
+struct Tile {
+  int32_t request;
+  int32_t kind;
+  int32_t row_begin;  // packed rows
+  int32_t kv_begin;   // [tokens], a multiple of tile_kv; an empty range is 0 to 0
+  int32_t kv_end;
+  int64_t cost;
+};
+
+// Time in sixteenths of what a tile of at most 64 rows takes for one KV tile, bound by memory. With
+// more rows it is bound by arithmetic. To start and to end a range costs about one KV tile more:
+// the pipeline fills and drains.
+constexpr int64_t kCostUnit = 16;
+
+struct TileCost {
+  int64_t per_kv_tile[2];  // by kind
+
+  explicit TileCost(const PlanConfig& config) {
+    per_kv_tile[0] = kCostUnit * std::max<int64_t>(1, config.tile_q / 64);
+    per_kv_tile[1] = kCostUnit * std::max<int64_t>(1, config.tile_q_second / 64);
+  }
+  int64_t per_piece(int kind) const { return per_kv_tile[kind]; }
+  int64_t operator()(int kind, int64_t kv_tiles) const {
+    return per_piece(kind) + kv_tiles * per_kv_tile[kind];
+  }
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The kind of a request: 1 for a group of its own, or for what fits one tile of the second shape.
+inline int tile_kind(const PlanConfig& config, bool is_second_group, int64_t rows) {
+  return is_second_group || (config.tile_q_second > 0 && rows <= config.tile_q_second);
+}
+
+// Most tiles that any requests within these numbers can have.
+inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t qo_tokens) {
+  const int64_t tile_q =
+      config.tile_q_second > 0 ? std::min(config.tile_q, config.tile_q_second) : config.tile_q;
+  const int64_t rows = qo_tokens * config.group_size;
+  return std::min(rows / tile_q + batch_size, rows);
+}
+
+// Appends the tiles of a group, by request and by row.
+inline void append_tiles(const PlanConfig& config, const RequestGroup& group, bool is_second_group,
+                         std::vector<Tile>& tiles) {
+  const TileCost cost(config);
+  const int32_t tile_kv = static_cast<int32_t>(config.tile_kv);
+  const int32_t group_size = static_cast<int32_t>(config.group_size);
+  const int32_t batch_size = static_cast<int32_t>(group.requests.size());
+  for (int32_t request = 0; request < batch_size; ++request) {
+    const PlanRequest& r = group.requests[request];
+    const int32_t rows = r.qo_len * group_size;
+    const int kind = tile_kind(config, is_second_group, rows);
+    const int32_t tile_q = static_cast<int32_t>(kind ? config.tile_q_second : config.tile_q);
+    const int64_t shift = static_cast<int64_t>(r.kv_len) - r.qo_len;
+    for (int64_t row = 0; row < rows; row += tile_q) {
+      int64_t kv_begin = 0, kv_end = r.kv_len;
+      if (group.causal) {
+        const int64_t last_row = std::min<int64_t>(row + tile_q, rows) - 1;
+        const int64_t last_token = static_cast<int32_t>(last_row) / group_size;
+        kv_end = std::min(kv_end, last_token + shift + 1);
+      }
+      if (group.window_left >= 0) {
+        const int64_t first_token = static_cast<int32_t>(row) / group_size;
+        kv_begin = std::max<int64_t>(0, first_token + shift - group.window_left);
+        kv_begin -= kv_begin % tile_kv;
+      }
+      if (kv_begin >= kv_end) kv_begin = kv_end = 0;
+      Tile tile;
+      tile.request = request;
+      tile.kind = kind;
+      tile.row_begin = static_cast<int32_t>(row);
+      tile.kv_begin = static_cast<int32_t>(kv_begin);
+      tile.kv_end = static_cast<int32_t>(kv_end);
+      tile.cost = cost(kind, ceil_div(kv_end - kv_begin, tile_kv));
+      tiles.push_back(tile);
+    }
+  }
+}
+
+}  // namespace flashinfer
