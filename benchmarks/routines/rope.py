@@ -124,3 +124,51 @@ register(
         backends={"cuda": Backend("flashinfer.rope:mla_rope_quantize_fp8")},
     )
 )
+
+_CHANNELS = ("num_frame_channels", "num_height_channels", "num_width_channels")
+
+
+def _build_video(case: Namespace, device: str) -> Arguments:
+    """One video of square pictures, with as many heads of q, k and v."""
+    dtype = torch_dtype(case.input_dtype)
+    width = case.num_heads * case.head_dim
+    # Wan's division: a sixth of the pairs for row and column each, the rest for the frame.
+    side = 2 * (case.head_dim // 6)
+    channels = (case.head_dim - 2 * side, side, side)
+    tokens = case.frames * case.side**2
+    return {
+        "qkv": make_tensor(tokens, 3 * width, dtype=dtype, device=device),
+        "q_weight": make_tensor(width, dtype=dtype, device=device, mean=1.0, std=0.1),
+        "k_weight": make_tensor(width, dtype=dtype, device=device, mean=1.0, std=0.1),
+        **dict(zip(("ppf", "pph", "ppw"), (case.frames, case.side, case.side), strict=True)),
+        **dict(zip(_CHANNELS, channels, strict=True)),
+        **{f"num_heads_{name}": case.num_heads for name in "qkv"},
+        "head_dim": case.head_dim,
+        "output_fp8": case.fp8,
+    }
+
+
+def _video_bytes(arguments: Arguments) -> int:
+    qkv = arguments["qkv"]
+    return qkv.numel() * (1 if arguments["output_fp8"] else qkv.element_size())
+
+
+register(
+    Routine(
+        name="fused_qk_rmsnorm_rope",
+        api="flashinfer.norm:fused_qk_rmsnorm_rope",
+        flags=[
+            Flag("frames", positive, 8, "frames of the video"),
+            Flag("side", positive, 32, "rows and columns of a frame, in patches"),
+            Flag("num_heads", positive, 40, "heads of q, of k and of v"),
+            Flag("head_dim", positive, 128, "elements of a head"),
+            _DTYPE,
+            Flag("fp8", bool, False, "results in float8_e4m3fn"),
+        ],
+        build=_build_video,
+        reads=["qkv", "q_weight", "k_weight"],
+        writes=[],
+        fresh=_video_bytes,
+        backends={"cuda": Backend("flashinfer.norm:fused_qk_rmsnorm_rope")},
+    )
+)

@@ -1,4 +1,4 @@
-"""Bad calls of the rope, page, cascade and concat families meet the real bindings on the CPU.
+"""Bad calls of rope, page, cascade, concat and the video norm meet the real bindings on the CPU.
 
 As `test_refusals.py`: a call with a fault must get its own error, and the same call without must
 get as far as the complaint that the tensor is not on a GPU.
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer import _kernels, cascade, concat_ops, page, rope
+from flashinfer import _kernels, cascade, concat_ops, norm, page, rope
 from tests.cascade import test_cascade_fuzz as cascade_fuzz
 from tests.fuzzing import Fault, assert_refused
+from tests.norm import test_qk_norm_rope_fuzz as video_fuzz
 from tests.page import test_page_fuzz as page_fuzz
 from tests.rope import test_rope_fuzz as rope_fuzz
 from tests.rope import test_rope_quantize_fuzz as quantize_fuzz
@@ -54,6 +55,7 @@ FAMILIES: list[tuple[Any, tuple[str, ...], Callable[..., dict[str, Any]], dict[s
     (rope, quantize_fuzz.FUNCTIONS, quantize_fuzz.usual, quantize_fuzz.FAULTS),
     (page, page_fuzz.FUNCTIONS, page_fuzz.usual, page_fuzz.FAULTS),
     (cascade, cascade_fuzz.FUNCTIONS, cascade_fuzz.usual, cascade_fuzz.FAULTS),
+    (norm, ("fused_qk_rmsnorm_rope",), video_fuzz.usual, video_fuzz.FAULTS),
     (concat_ops, ("concat_mla_k",), _concat, CONCAT_FAULTS),
 ]
 IN_PLACE = {**rope_fuzz.IN_PLACE_FAULTS, **cascade_fuzz.IN_PLACE_FAULTS}

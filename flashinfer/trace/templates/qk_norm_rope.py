@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import check_option
 from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .rope import _rotate
@@ -217,7 +218,9 @@ _PLAIN, _FP8 = _template(False), _template(True)
 
 
 def _trace(**arguments: Any) -> TraceTemplate:
-    return _FP8 if arguments.get("output_fp8", False) is True else _PLAIN
+    output_fp8 = arguments.get("output_fp8", False)
+    check_option("output_fp8", (False, True), output_fp8)
+    return _FP8 if output_fp8 else _PLAIN
 
 
 fused_qk_rmsnorm_rope_trace: Callable[..., TraceTemplate] = _trace
