@@ -107,8 +107,7 @@ void run(ffi::Args& args) {
   }
 
   if (workspace) {
-    const auto needed = static_cast<int64_t>(
-        TopKStream::workspace_bytes(num_rows, static_cast<uint32_t>(num_cols)));
+    const auto needed = static_cast<int64_t>(TopKStream::workspace_bytes(num_rows));
     ffi::check_dtype(workspace, ffi::dtype::uint8);
     if (!TopKStream::suits(num_cols, k) || workspace.numel() < needed ||
         !ffi::is_aligned(workspace, 16)) {

@@ -70,8 +70,7 @@ def _workspace(input: Any, k: Any) -> torch.Tensor | None:
     rows, cols = input.shape
     if not 16384 <= cols <= 262144 or not isinstance(k, int) or k > 2048:
         return None
-    nbytes = rows * (8 + 8 * -(-(cols + 7) // 4096) + 8 * 5120)
-    return torch.empty(nbytes, dtype=torch.uint8, device=input.device)
+    return torch.empty(rows * (8 + 8 * 5120), dtype=torch.uint8, device=input.device)
 
 
 def _check_flags(**flags: Any) -> None:

@@ -13,6 +13,11 @@ struct KeyRange {
   uint32_t inside;  // keys in the range
 };
 
+// A key, how many are larger, and how many equal it.
+struct SelectedKey {
+  uint32_t key, larger, equal;
+};
+
 struct BlockSelectStorage {
   static constexpr uint32_t kThreads = 512;
   static constexpr uint32_t kNumBins = 1024;
@@ -22,16 +27,32 @@ struct BlockSelectStorage {
   uint32_t warp_counts[kThreads / 32];
   uint32_t ranked[kMaxRanked];
   uint32_t num_ranked;
-  uint32_t best;
+  SelectedKey selected;
   KeyRange range;
 };
 
 namespace detail {
 
-// Sum over this thread and those before it; `total` of all. 512 threads, `warp_counts` is read
-// until the next barrier. Two numbers may be packed in a word.
-__device__ __forceinline__ uint32_t block_inclusive_sum(uint32_t x, uint32_t* warp_counts,
-                                                        uint32_t* total) {
+// Largest x, or smallest if kMin, of 512 threads. `warp_values` is read until the next barrier.
+template <bool kMin>
+__device__ __forceinline__ uint32_t block_extreme(uint32_t x, uint32_t* warp_values) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, x, offset);
+    x = kMin ? min(x, other) : max(x, other);
+  }
+  if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = x;
+  __syncthreads();
+#pragma unroll
+  for (uint32_t w = 0; w < BlockSelectStorage::kThreads / 32; ++w) {
+    x = kMin ? min(x, warp_values[w]) : max(x, warp_values[w]);
+  }
+  return x;
+}
+
+// Sum over this thread and those before it. 512 threads; `warp_counts` is read until the next
+// barrier.
+__device__ __forceinline__ uint32_t block_inclusive_sum(uint32_t x, uint32_t* warp_counts) {
   constexpr uint32_t kWarps = BlockSelectStorage::kThreads / 32;
   const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
 #pragma unroll
@@ -41,43 +62,9 @@ __device__ __forceinline__ uint32_t block_inclusive_sum(uint32_t x, uint32_t* wa
   }
   if (lane_idx == 31) warp_counts[warp_idx] = x;
   __syncthreads();
-  *total = 0;
 #pragma unroll
-  for (uint32_t w = 0; w < kWarps; ++w) {
-    const uint32_t count = warp_counts[w];
-    if (w < warp_idx) x += count;
-    *total += count;
-  }
+  for (uint32_t w = 0; w < kWarps - 1; ++w) x += w < warp_idx ? warp_counts[w] : 0;
   return x;
-}
-
-// Least and largest key; keys of 0 do not count.
-template <int N>
-__device__ __forceinline__ KeyRange key_range(BlockSelectStorage& storage,
-                                              const uint32_t (&keys)[N]) {
-  uint32_t low = 0xffffffffu, high = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    low = keys[i] != 0 && keys[i] < low ? keys[i] : low;
-    high = keys[i] > high ? keys[i] : high;
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    low = min(low, __shfl_xor_sync(0xffffffffu, low, offset));
-    high = max(high, __shfl_xor_sync(0xffffffffu, high, offset));
-  }
-  constexpr int kWarps = BlockSelectStorage::kThreads / 32;
-  if (threadIdx.x % 32 == 0) {
-    storage.warp_counts[threadIdx.x / 32] = low;
-    storage.ranked[threadIdx.x / 32] = high;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    low = min(low, storage.warp_counts[w]);
-    high = max(high, storage.ranked[w]);
-  }
-  return {low, high, 0, 0xffffffffu};
 }
 
 // Cuts the range into 1024 parts and returns the one that holds the `target`-th largest key.
@@ -97,9 +84,7 @@ __device__ __forceinline__ KeyRange narrow(BlockSelectStorage& storage, const ui
   }
   __syncthreads();
   const uint32_t first = storage.bins[2 * threadIdx.x], second = storage.bins[2 * threadIdx.x + 1];
-  uint32_t total;
-  const uint32_t inclusive =
-      range.above + block_inclusive_sum(first + second, storage.warp_counts, &total);
+  const uint32_t inclusive = range.above + block_inclusive_sum(first + second, storage.warp_counts);
   const uint32_t before = inclusive - first - second;
   if (before < target && inclusive >= target) {
     const bool in_second = before + first < target;
@@ -114,15 +99,15 @@ __device__ __forceinline__ KeyRange narrow(BlockSelectStorage& storage, const ui
 
 // The `target`-th largest key, which must be in the range; N keys of each of 512 threads.
 template <int N>
-__device__ __forceinline__ uint32_t select_key(BlockSelectStorage& storage,
-                                               const uint32_t (&keys)[N], KeyRange range,
-                                               uint32_t target) {
+__device__ __forceinline__ SelectedKey select_key(BlockSelectStorage& storage,
+                                                  const uint32_t (&keys)[N], KeyRange range,
+                                                  uint32_t target) {
 #pragma unroll 1
   while (range.low < range.high && range.inside > BlockSelectStorage::kMaxRanked) {
     range = narrow(storage, keys, range, target);
   }
-  if (range.low >= range.high) return range.low;
-  if (threadIdx.x == 0) storage.num_ranked = storage.best = 0;
+  if (range.low >= range.high) return {range.low, range.above, range.inside};
+  if (threadIdx.x == 0) storage.num_ranked = 0;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -133,13 +118,17 @@ __device__ __forceinline__ uint32_t select_key(BlockSelectStorage& storage,
   __syncthreads();
   if (threadIdx.x < range.inside) {
     const uint32_t key = storage.ranked[threadIdx.x];
-    uint32_t rank = range.above;
+    uint32_t larger = range.above, equal = 0;
 #pragma unroll 4
-    for (uint32_t i = 0; i < range.inside; ++i) rank += storage.ranked[i] >= key;
-    if (rank >= target) atomicMax(&storage.best, key);
+    for (uint32_t i = 0; i < range.inside; ++i) {
+      larger += storage.ranked[i] > key;
+      equal += storage.ranked[i] == key;
+    }
+    // All that are equal write the same.
+    if (larger < target && larger + equal >= target) storage.selected = {key, larger, equal};
   }
   __syncthreads();
-  return storage.best;
+  return storage.selected;
 }
 
 }  // namespace detail

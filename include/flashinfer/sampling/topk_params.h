@@ -17,18 +17,15 @@ enum class TopKOutput {
 // Long rows are chosen from in passes (topk_stream.cuh), which need a workspace.
 struct TopKStream {
   static constexpr uint32_t kTileSize = 4096;
-  static constexpr uint32_t kSampleSize = 8192;
+  static constexpr uint32_t kSampleSize = 4096;
   static constexpr uint32_t kCapacity = 5120;  // elements of a row's list
   // With these limits the list of a row without structure holds all that the sample's bound lets
-  // through, at five standard deviations.
+  // through, at four standard deviations.
   static constexpr int64_t kMinCols = 16384, kMaxCols = 262144, kMaxK = 2048;
 
   struct Row {
     float bound;
     uint32_t count;  // elements that reach it; those beyond kCapacity are not listed
-  };
-  struct Tile {
-    uint32_t base, count;  // its part of the list
   };
   struct Element {
     float value;
@@ -40,13 +37,12 @@ struct TopKStream {
   }
 
   // A window may begin inside a vector of 16 bytes, of at most 8 elements.
-  FLASHINFER_HOST_DEVICE static constexpr uint32_t num_tiles(uint32_t num_cols) {
+  static constexpr uint32_t num_tiles(uint32_t num_cols) {
     return ceil_div(num_cols + 7, kTileSize);
   }
 
-  static constexpr uint64_t workspace_bytes(uint64_t num_rows, uint32_t num_cols) {
-    return num_rows *
-           (sizeof(Row) + num_tiles(num_cols) * sizeof(Tile) + kCapacity * sizeof(Element));
+  static constexpr uint64_t workspace_bytes(uint64_t num_rows) {
+    return num_rows * (sizeof(Row) + kCapacity * sizeof(Element));
   }
 };
 

@@ -19,22 +19,14 @@ namespace detail {
 
 struct TopKWorkspace {
   TopKStream::Row* rows;          // [num_rows]
-  TopKStream::Tile* tiles;        // [num_rows, num_tiles]
-  TopKStream::Element* elements;  // [num_rows, kCapacity]
-  uint32_t num_tiles;
+  TopKStream::Element* elements;  // [num_rows, kCapacity], a row's in no order
 
-  __device__ __forceinline__ TopKWorkspace(const TopKParams& params)
-      : num_tiles(TopKStream::num_tiles(params.num_cols)) {
+  __device__ __forceinline__ TopKWorkspace(const TopKParams& params) {
     rows = static_cast<TopKStream::Row*>(params.workspace);
-    tiles = reinterpret_cast<TopKStream::Tile*>(rows + params.num_rows);
-    elements =
-        reinterpret_cast<TopKStream::Element*>(tiles + uint64_t{params.num_rows} * num_tiles);
+    elements = reinterpret_cast<TopKStream::Element*>(rows + params.num_rows);
   }
 
-  __device__ __forceinline__ TopKStream::Tile* row_tiles(uint32_t row_idx) const {
-    return tiles + uint64_t{row_idx} * num_tiles;
-  }
-  __device__ __forceinline__ TopKStream::Element* row_elements(uint32_t row_idx) const {
+  __device__ __forceinline__ TopKStream::Element* list(uint32_t row_idx) const {
     return elements + uint64_t{row_idx} * TopKStream::kCapacity;
   }
 };
@@ -58,7 +50,8 @@ __global__ void __launch_bounds__(512)
     top_k_bound_kernel(const __grid_constant__ TopKParams params) {
   using T = typename Traits::T;
   using Row = RowCluster<T, false>;
-  constexpr int kVecs = TopKStream::kSampleSize / 512 / Row::kVecSize;
+  constexpr int kVecSize = Row::kVecSize, kKeys = TopKStream::kSampleSize / 512;
+  constexpr int kVecs = kKeys / kVecSize;
   __shared__ BlockSelectStorage storage;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
@@ -67,40 +60,53 @@ __global__ void __launch_bounds__(512)
   if (window.length <= params.k) return;
   const Row row(window.data, window.length, nullptr, 0, nullptr);
 
-  // One vector of each of as many stretches of equal length, or every vector of a short row.
-  const uint32_t num_vecs = ceil_div(row.phase + row.size, static_cast<uint32_t>(Row::kVecSize));
-  const uint32_t num_samples = min(num_vecs, 512u * kVecs);
+  // Four vectors, 64 bytes of memory, of each of as many stretches of equal length; of a short row
+  // each vector.
+  constexpr uint32_t kRun = 4;
+  const uint32_t num_vecs = ceil_div(row.phase + row.size, static_cast<uint32_t>(kVecSize));
+  const uint32_t num_runs = ceil_div(num_vecs, kRun),
+                 num_samples = min(num_runs, 512u * kVecs / kRun);
   typename Row::Vec x[kVecs];
   uint32_t vecs[kVecs];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    const uint32_t sample = i * 512 + threadIdx.x;
-    const auto first = static_cast<uint32_t>(uint64_t{sample} * num_vecs / num_samples);
-    const auto end = static_cast<uint32_t>(uint64_t{sample + 1} * num_vecs / num_samples);
-    vecs[i] = sample < num_samples ? first + __umulhi(detail::scatter_bits(sample), end - first)
-                                   : num_vecs;
+    const uint32_t sample = (i * 512 + threadIdx.x) / kRun;
+    const uint32_t first = sample * num_runs / num_samples;
+    const uint32_t end = (sample + 1) * num_runs / num_samples;
+    const uint32_t run = first + __umulhi(detail::scatter_bits(sample), end - first);
+    vecs[i] = sample < num_samples ? run * kRun + threadIdx.x % kRun : num_vecs;
     if (vecs[i] < num_vecs) x[i] = row.load_global(vecs[i]);
   }
-  uint32_t keys[kVecs * Row::kVecSize];
+  uint32_t keys[kKeys];
+  uint32_t most = 0, least = 0xffffffffu;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
 #pragma unroll
-    for (int j = 0; j < Row::kVecSize; ++j) {
+    for (int j = 0; j < kVecSize; ++j) {
       const bool inside = vecs[i] < num_vecs && row.index_of(vecs[i]) + j < row.size;
-      keys[i * Row::kVecSize + j] = inside ? detail::top_k_key(x[i][j]) : 0;
+      const uint32_t key = inside ? detail::top_k_key(x[i][j]) : 0;
+      keys[i * kVecSize + j] = key;
+      most = max(most, key);
+      least = inside ? min(least, key) : least;
     }
   }
 
   // Of k elements the sample has about k * share; six standard deviations more are asked for.
-  const float share = fminf(static_cast<float>(num_samples) / static_cast<float>(num_vecs), 1.f);
+  const float share = fminf(static_cast<float>(num_samples) / static_cast<float>(num_runs), 1.f);
   const float expected = static_cast<float>(params.k) * share;
   const float margin = (6.f * sqrtf(expected * (1.f - share)) + 4.f) * (share < 1.f);
-  KeyRange range = detail::key_range(storage, keys);
   const auto target = static_cast<uint32_t>(expected + margin + 0.5f);
+  // As many elements as there are pairs of lanes are not below the least of the pairs' maxima.
+  if (num_samples == 512 * kVecs / kRun && target <= 240) {
+    least = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
+  }
+  const uint32_t low = detail::block_extreme<true>(least, storage.warp_counts);
+  const uint32_t high = detail::block_extreme<false>(most, storage.ranked);
+  KeyRange range{low, high, 0, 512 * kKeys};
+  // A coarse bound lets a few more elements through.
 #pragma unroll 1
-  for (int round = 0; round < 3 && range.low < range.high && range.above + range.inside > target;
-       ++round) {
-    if (round > 0 && range.inside <= 4) break;
+  for (int round = 0; round < 3 && range.low < range.high; ++round) {
+    if (round > 0 && range.inside <= 4 + target / 16) break;
     range = detail::narrow(storage, keys, range, target);
   }
   if (threadIdx.x == 0) {
@@ -108,138 +114,131 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// Grid (tiles, rows from first_row on), 256 threads.
+// Grid (tiles, rows from first_row on), 256 threads. Each warp takes an eighth of a tile.
 template <typename Traits>
 __global__ void __launch_bounds__(256)
     top_k_collect_kernel(const __grid_constant__ TopKParams params) {
   using T = typename Traits::T;
   using Row = RowCluster<T, false>;
-  constexpr int kThreads = 256, kVecSize = Row::kVecSize;
-  constexpr int kVecs = TopKStream::kTileSize / kThreads / kVecSize;
-  __shared__ uint64_t warp_counts[kThreads / 32];
-  __shared__ uint32_t base;
+  constexpr int kVecSize = Row::kVecSize;
+  constexpr int kVecs = TopKStream::kTileSize / 256 / kVecSize;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const uint32_t row_idx = static_cast<uint32_t>(params.first_row) + blockIdx.y;
   const detail::TopKWindow<T> window(params, row_idx);
   if (window.length <= params.k) return;
   const Row row(window.data, window.length, nullptr, 0, nullptr);
-  const uint32_t first_vec = blockIdx.x * (TopKStream::kTileSize / kVecSize);
-  const uint32_t num_vecs = ceil_div(row.phase + row.size, static_cast<uint32_t>(kVecSize));
-  if (first_vec >= num_vecs) return;
   const detail::TopKWorkspace workspace(params);
   const float bound = workspace.rows[row_idx].bound;
+  const uint32_t num_vecs = ceil_div(row.phase + row.size, static_cast<uint32_t>(kVecSize));
+  const uint32_t first_vec = blockIdx.x * (TopKStream::kTileSize / kVecSize) + threadIdx.x;
 
   typename Row::Vec x[kVecs];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    const uint32_t vec = first_vec + i * kThreads + threadIdx.x;
+    const uint32_t vec = first_vec + i * 256;
     if (vec < num_vecs) x[i] = row.load_global(vec);
   }
-  // Elements that reach the bound (NaN does), and their number in 16 bits per vector.
-  uint32_t reaches[kVecs];
-  uint64_t mine = 0;
+  uint32_t reaches = 0;  // which elements reach the bound; NaN does
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    const uint32_t vec = first_vec + i * kThreads + threadIdx.x;
-    reaches[i] = 0;
+    const uint32_t vec = first_vec + i * 256;
+    uint32_t mask = 0;
 #pragma unroll
-    for (int j = 0; j < kVecSize; ++j) {
-      const bool inside = vec < num_vecs && row.index_of(vec) + j < row.size;
-      reaches[i] |= static_cast<uint32_t>(inside && !(x[i][j] < bound)) << j;
+    for (int j = 0; j < kVecSize; ++j) mask |= static_cast<uint32_t>(!(x[i][j] < bound)) << j;
+    if (!row.is_whole(vec)) {
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        if (vec >= num_vecs || row.index_of(vec) + j >= row.size) mask &= ~(1u << j);
+      }
     }
-    mine += static_cast<uint64_t>(__popc(reaches[i])) << (16 * i);
+    reaches |= mask << (i * kVecSize);
   }
-  uint64_t inclusive = warp_inclusive_sum(mine);
-  const uint32_t warp_idx = threadIdx.x / 32;
-  if (threadIdx.x % 32 == 31) warp_counts[warp_idx] = inclusive;
-  __syncthreads();
-  uint64_t totals = 0;
+  const auto count = static_cast<uint32_t>(__popc(reaches));
+  if (!__any_sync(0xffffffffu, count)) return;
+  uint32_t inclusive = count;
 #pragma unroll
-  for (uint32_t w = 0; w < kThreads / 32; ++w) {
-    const uint64_t count = warp_counts[w];
-    if (w < warp_idx) inclusive += count;
-    totals += count;
+  for (uint32_t offset = 1; offset < 32; offset *= 2) {
+    const uint32_t before = __shfl_up_sync(0xffffffffu, inclusive, offset);
+    if (threadIdx.x % 32 >= offset) inclusive += before;
   }
-  if (threadIdx.x == 0) {
-    uint32_t count = 0;
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) count += static_cast<uint32_t>(totals >> (16 * i)) & 0xffffu;
-    base = count == 0 ? 0 : atomicAdd(&workspace.rows[row_idx].count, count);
-    workspace.row_tiles(row_idx)[blockIdx.x] = {base, count};
-  }
-  __syncthreads();
-  if (mine == 0) return;
-  uint32_t vec_base = base;
-  const uint64_t before = inclusive - mine;
-  TopKStream::Element* list = workspace.row_elements(row_idx);
+  uint32_t base = 0;
+  if (threadIdx.x % 32 == 31) base = atomicAdd(&workspace.rows[row_idx].count, inclusive);
+  uint32_t slot = __shfl_sync(0xffffffffu, base, 31) + inclusive - count;
+  TopKStream::Element* list = workspace.list(row_idx);
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    uint32_t slot = vec_base + (static_cast<uint32_t>(before >> (16 * i)) & 0xffffu);
-    vec_base += static_cast<uint32_t>(totals >> (16 * i)) & 0xffffu;
-    const uint32_t first = row.index_of(first_vec + i * kThreads + threadIdx.x);
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) {
-      if (reaches[i] >> j & 1) {
-        if (slot < TopKStream::kCapacity) list[slot] = {x[i][j], first + j};
+      if (reaches >> (i * kVecSize + j) & 1) {
+        if (slot < TopKStream::kCapacity) {
+          list[slot] = {x[i][j], row.index_of(first_vec + i * 256) + j};
+        }
         ++slot;
       }
     }
   }
 }
 
-// The row's list in index order.
+// A set of a row's indices, and how many of them come before a given one.
+struct IndexSet {
+  static constexpr uint32_t kWords = TopKStream::kMaxCols / 32;
+  static constexpr uint32_t kWordsPerThread = kWords / 512;
+  static constexpr uint32_t kCountedWords = 4;
+
+  alignas(16) uint32_t words[kWords];
+  uint16_t before[kWords / kCountedWords];
+
+  __device__ __forceinline__ void clear() {
+    for (uint32_t i = threadIdx.x; i < kWords; i += 512) words[i] = 0;
+  }
+
+  __device__ __forceinline__ void insert(uint32_t i) { atomicOr(&words[i / 32], 1u << i % 32); }
+
+  // Between barriers: after the last insert and before the first rank.
+  __device__ __forceinline__ void count(uint32_t* warp_counts) {
+    uint32_t counts[kWordsPerThread / kCountedWords];
+    uint32_t sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kWordsPerThread / kCountedWords; ++i) {
+      const uint4 four = reinterpret_cast<const uint4*>(
+          words)[threadIdx.x * (kWordsPerThread / kCountedWords) + i];
+      counts[i] = sum;
+      sum += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+    }
+    const uint32_t base = detail::block_inclusive_sum(sum, warp_counts) - sum;
+#pragma unroll
+    for (uint32_t i = 0; i < kWordsPerThread / kCountedWords; ++i) {
+      before[threadIdx.x * (kWordsPerThread / kCountedWords) + i] =
+          static_cast<uint16_t>(base + counts[i]);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t rank(uint32_t i) const {
+    const uint32_t word = i / 32, first = word / kCountedWords * kCountedWords;
+    uint32_t sum = before[word / kCountedWords] + __popc(words[word] & ((1u << i % 32) - 1));
+    for (uint32_t w = first; w < word; ++w) sum += __popc(words[w]);
+    return sum;
+  }
+};
+
 struct TopKChooseStorage {
   union {
-    struct {
-      uint32_t keys[TopKStream::kCapacity];
-      uint32_t indices[TopKStream::kCapacity];
-    };
+    IndexSet set;
     SelectStorage whole_row;
   };
   BlockSelectStorage select;
   uint64_t gathered[2 * 512 / 32];
 };
 
-namespace detail {
-
-// Copies the row's list into shared memory. The tiles wrote their parts in any order.
-__device__ __forceinline__ void load_list(TopKChooseStorage& storage,
-                                          const TopKWorkspace& workspace, uint32_t row_idx,
-                                          uint32_t num_tiles) {
-  const uint32_t lane_idx = threadIdx.x % 32;
-  const TopKStream::Tile* tiles = workspace.row_tiles(row_idx);
-  const TopKStream::Element* list = workspace.row_elements(row_idx);
-  uint32_t before = 0;
-  for (uint32_t tile_base = 0; tile_base < num_tiles; tile_base += 32) {
-    const uint32_t tile = tile_base + lane_idx;
-    TopKStream::Tile mine{0, 0};
-    if (tile < num_tiles) mine = tiles[tile];
-    const auto inclusive = static_cast<uint32_t>(warp_inclusive_sum(mine.count));
-    for (uint32_t t = threadIdx.x / 32; t < 32; t += blockDim.x / 32) {
-      const uint32_t base = __shfl_sync(0xffffffffu, mine.base, t);
-      const uint32_t count = __shfl_sync(0xffffffffu, mine.count, t);
-      const uint32_t to = before + __shfl_sync(0xffffffffu, inclusive, t) - count;
-      for (uint32_t i = lane_idx; i < count; i += 32) {
-        const TopKStream::Element element = list[base + i];
-        storage.keys[to + i] = top_k_key(element.value);
-        storage.indices[to + i] = element.index;
-      }
-    }
-    before += __shfl_sync(0xffffffffu, inclusive, 31);
-  }
-  __syncthreads();
-}
-
-}  // namespace detail
-
 // Grid: rows; 512 threads.
 template <typename Traits>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(512, 2)
     top_k_choose_kernel(const __grid_constant__ TopKParams params) {
   using T = typename Traits::T;
   constexpr int kMaxMine = TopKStream::kCapacity / 512;
   __shared__ TopKChooseStorage storage;
+  storage.set.clear();
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const uint32_t row_idx = blockIdx.x;
@@ -249,55 +248,73 @@ __global__ void __launch_bounds__(512, 1)
     return;
   }
   const detail::TopKWorkspace workspace(params);
-  const uint32_t count = workspace.rows[row_idx].count;
-  RowCluster<T, false, detail::NanIsInf> row(window.data, window.length, nullptr, 0,
-                                             storage.gathered);
-  if (count < params.k || count > TopKStream::kCapacity) {
+  const TopKStream::Row row = workspace.rows[row_idx];
+  if (row.count < params.k || row.count > TopKStream::kCapacity) {
+    __syncthreads();
     const float infinity = -negative_infinity();
     const RowMaxima anything{infinity, -infinity, -infinity};
-    detail::search_row<Traits>(params, row_idx, row, storage.whole_row, anything);
+    RowCluster<T, false, detail::NanIsInf> whole(window.data, window.length, nullptr, 0,
+                                                 storage.gathered);
+    detail::search_row<Traits>(params, row_idx, whole, storage.whole_row, anything);
     return;
   }
-  const uint32_t row_tiles = ceil_div(row.phase + row.size, TopKStream::kTileSize);
-  detail::load_list(storage, workspace, row_idx, row_tiles);
 
-  // Consecutive elements to a thread, so that counting in thread order is counting in index order.
-  const uint32_t per_thread = ceil_div(count, 512u);
-  const uint32_t first = threadIdx.x * per_thread;
-  uint32_t keys[kMaxMine];
-#pragma unroll
-  for (uint32_t i = 0; i < kMaxMine; ++i) {
-    keys[i] = i < per_thread && first + i < count ? storage.keys[first + i] : 0;
-  }
-  KeyRange range = detail::key_range(storage.select, keys);
-  range.inside = count;
-  const uint32_t threshold = detail::select_key(storage.select, keys, range, params.k);
-
-  uint32_t mine = 0;  // larger elements in the upper half, equal ones in the lower
+  uint32_t keys[kMaxMine], indices[kMaxMine];
+  uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < kMaxMine; ++i) {
-    mine += static_cast<uint32_t>(keys[i] > threshold) << 16 | (keys[i] == threshold);
-  }
-  uint32_t total;
-  const uint32_t before =
-      detail::block_inclusive_sum(mine, storage.select.warp_counts, &total) - mine;
-  const detail::EqualElements equals(params, total >> 16, total & 0xffffu);
-  uint32_t larger_before = before >> 16, equal_before = before & 0xffffu;
-#pragma unroll
-  for (uint32_t i = 0; i < kMaxMine; ++i) {
-    if (keys[i] < threshold) continue;
-    const bool is_larger = keys[i] > threshold;
-    const uint32_t chosen_before = equals.chosen_of(equal_before);
-    if (is_larger || equals.chosen_of(equal_before + 1) != chosen_before) {
-      const uint32_t index = storage.indices[first + i];
-      // A key tells the value but for zeros and NaN.
-      const float value = key_to_float(keys[i]);
-      const bool told = value != 0.f && value < -negative_infinity();
-      detail::write_top_k<Traits>(params, row_idx, larger_before + chosen_before, index,
-                                  told ? from_float<T>(value) : window.data[index]);
+    const uint32_t slot = threadIdx.x + 512 * i;
+    keys[i] = indices[i] = 0;
+    if (slot < row.count) {
+      const TopKStream::Element element = workspace.list(row_idx)[slot];
+      keys[i] = detail::top_k_key(element.value);
+      indices[i] = element.index;
     }
-    larger_before += is_larger;
-    equal_before += !is_larger;
+    most = max(most, keys[i]);
+  }
+  most = detail::block_extreme<false>(most, storage.select.ranked);
+  const KeyRange range{float_to_key(row.bound), most, 0, row.count};
+  const SelectedKey threshold = detail::select_key(storage.select, keys, range, params.k);
+
+  const uint32_t wanted = params.k - threshold.larger;
+  uint32_t chosen = 0;
+#pragma unroll
+  for (int i = 0; i < kMaxMine; ++i) chosen |= static_cast<uint32_t>(keys[i] >= threshold.key) << i;
+  if (wanted != threshold.equal) {
+    // Equal elements compete by their indices.
+#pragma unroll
+    for (int i = 0; i < kMaxMine; ++i) {
+      if (keys[i] == threshold.key) storage.set.insert(indices[i]);
+    }
+    __syncthreads();
+    storage.set.count(storage.select.warp_counts);
+    __syncthreads();
+    const uint32_t skipped = params.prefer_large_index ? threshold.equal - wanted : 0;
+#pragma unroll
+    for (int i = 0; i < kMaxMine; ++i) {
+      if (keys[i] == threshold.key && storage.set.rank(indices[i]) - skipped >= wanted) {
+        chosen &= ~(1u << i);
+      }
+    }
+    __syncthreads();
+    storage.set.clear();
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxMine; ++i) {
+    if (chosen >> i & 1) storage.set.insert(indices[i]);
+  }
+  __syncthreads();
+  storage.set.count(storage.select.warp_counts);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kMaxMine; ++i) {
+    if (!(chosen >> i & 1)) continue;
+    // A key tells the value but for zeros and NaN.
+    const float value = key_to_float(keys[i]);
+    const bool told = value != 0.f && value < -negative_infinity();
+    detail::write_top_k<Traits>(params, row_idx, storage.set.rank(indices[i]), indices[i],
+                                told ? from_float<T>(value) : window.data[indices[i]]);
   }
 }
 
