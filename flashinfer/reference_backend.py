@@ -196,13 +196,12 @@ def _run_reference(route: _Route, arguments: dict[str, Any]) -> Any:
     template = resolve_template(route.trace, arguments)
     if template is None or template.reference is None:
         raise NotImplementedError(f"{name} has no reference for these arguments")
-    template.validate(arguments)
-    check_one_device(arguments)
-    taken = inspect.signature(template.reference).parameters
+    gathered = template.gathered(arguments)
+    template.validate(gathered)
+    check_one_device(gathered)
     with torch.no_grad():
-        results = template.reference(**{k: v for k, v in arguments.items() if k in taken})
-        results = results if isinstance(results, tuple) else (results,)
-        return _deliver(route.function, template, arguments, results)
+        results = template.compute(gathered)
+        return _deliver(route.function, template, gathered, results)
 
 
 def _deliver(

@@ -234,9 +234,7 @@ def check_against(
         With every failed demand, the worst element and a description of the arguments.
     """
     options = options or CheckOptions()
-    reference = clone_arguments(dict(arguments))
-    expected = template.reference(**reference)
-    expected = expected if isinstance(expected, (tuple, list)) else (expected,)
+    expected = template.compute(clone_arguments(dict(arguments)))
 
     mine = clone_arguments(dict(arguments))
     destinations = _destinations(template, mine)

@@ -12,6 +12,7 @@ compiler.
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,10 @@ _SHORT_DTYPE = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
+
+
+class Gathered(dict[str, Any]):
+    """Arguments that `TraceTemplate.gathered` has put together."""
 
 
 class TraceTemplate:
@@ -69,6 +74,10 @@ class TraceTemplate:
         Arguments that choose what is computed, and the values they may have, the default first:
         flags, names, dtypes. The definition is that of the call's values, and says so in its name
         where they are not the defaults.
+    gather : callable, optional
+        ``gather(arguments) -> arguments`` where inputs and reference are not the arguments of the
+        call: a method's, part of which its object keeps, or one that takes the same tensors in
+        several layouts. The reference is then a function of what is gathered.
     """
 
     def __init__(
@@ -87,6 +96,7 @@ class TraceTemplate:
         description: str = "",
         hints: Sequence[str] = (),
         options: dict[str, tuple[Any, ...]] | None = None,
+        gather: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         self.op_type = op_type
         self.axes = axes
@@ -101,6 +111,7 @@ class TraceTemplate:
         self.description = description
         self.hints = tuple(hints)
         self.options = dict(options or {})
+        self.gather = gather
         self._refuse_unknown_axes()
 
     def __repr__(self) -> str:
@@ -116,6 +127,31 @@ class TraceTemplate:
                     )
 
     # ---- arguments of a call -------------------------------------------------------------------
+
+    def gathered(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What inputs, outputs, options and the reference are named by, from a call's arguments.
+
+        The arguments themselves unless the template has `gather`; what was gathered before is
+        returned as it is. The other methods gather, too.
+        """
+        if self.gather is None or isinstance(arguments, Gathered):
+            return arguments
+        return Gathered(self.gather(arguments))
+
+    def compute(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Results of the reference for a call, in the order of `outputs`.
+
+        Raises
+        ------
+        NotImplementedError
+            If the template has no reference.
+        """
+        if self.reference is None:
+            raise NotImplementedError(f"{self!r} has no reference")
+        gathered = self.gathered(arguments)
+        taken = inspect.signature(self.reference).parameters
+        results = self.reference(**{k: v for k, v in gathered.items() if k in taken})
+        return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
     def axis_values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Sizes of all axes of a call.
@@ -137,6 +173,7 @@ class TraceTemplate:
             If a tensor has the wrong rank, two arguments disagree about an axis, or a constraint
             does not hold. The argument is named.
         """
+        arguments = self.gathered(arguments)
         values: dict[str, int] = {}
         seen_in: dict[str, str] = {}
         shapes: dict[tuple[str, ...], tuple[str, torch.Size]] = {}
@@ -176,6 +213,7 @@ class TraceTemplate:
         ValueError
             If an argument's dtype is not one that the template accepts.
         """
+        arguments = self.gathered(arguments)
         names: dict[str, str] = {}
         for key, spec in [*self.inputs.items(), *self.outputs.items()]:
             if isinstance(spec, Scalar):
@@ -205,6 +243,7 @@ class TraceTemplate:
         TypeError, ValueError
             Naming the argument, what it is and what is allowed.
         """
+        arguments = self.gathered(arguments)
         values = self.axis_values(arguments)
         self._check_destination_types(arguments)
         self.dtypes(arguments)
@@ -294,11 +333,16 @@ class TraceTemplate:
         The name of `definition_name`, then what departs from the usual bfloat16 call: the dtype of
         the first tensor, and each tensor of another dtype than that one.
         """
+        arguments = self.gathered(arguments)
         parts = [self.definition_name(self.axis_values(arguments))]
         usual = "bfloat16"
         dtypes = self.dtypes(arguments)
         for key, spec in [*self.inputs.items(), *self.outputs.items()]:
-            if isinstance(spec, Scalar) or key not in dtypes:
+            if isinstance(spec, Scalar):
+                if spec.optional and argument_of(key, spec, arguments) is not None:
+                    parts.append(key)
+                continue
+            if key not in dtypes:
                 continue
             if spec.optional and key in self.inputs:
                 parts.append(key)
@@ -337,6 +381,7 @@ class TraceTemplate:
         """
         if self.reference is None:
             raise ValueError(f"{self!r} has no reference, so {fi_api} has no definition")
+        arguments = self.gathered(arguments)
         values = self.validate(arguments)
         dtypes = self.dtypes(arguments)
         inputs = {

@@ -68,9 +68,11 @@ def _visible(
     if window_left >= 0:
         seen &= key >= position - window_left
     if prefix_len is not None and token_pos_in_items is not None:
-        index = (position - prefix_len).clamp(0, len(token_pos_in_items) - 1)
-        first = position - token_pos_in_items.long()[index] + 1
-        seen &= (position < prefix_len) | (key < prefix_len) | (key >= first)
+        in_items = position - prefix_len
+        place = torch.zeros_like(in_items)  # 0 also beyond the table
+        listed = (in_items >= 0) & (in_items < len(token_pos_in_items))
+        place[listed] = token_pos_in_items.long()[in_items[listed]]
+        seen &= (in_items < 0) | (key < prefix_len) | (key > position - place)
     return seen
 
 

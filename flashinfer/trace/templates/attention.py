@@ -1,0 +1,284 @@
+"""Templates of the attention functions and of the wrappers' `run`.
+
+A definition is stated in one form, whatever the call's form was (see attention_arguments.py), and
+what a wrapper's `plan` was given is part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..arguments import check_option
+from ..specs import Axis, Const, Scalar, Tensor, Value, Var
+from ..template import TraceTemplate
+from .attention_arguments import (
+    POS_ENCODINGS,
+    gather_paged,
+    gather_paged_decode,
+    gather_ragged,
+    gather_single_decode,
+    gather_single_prefill,
+)
+from .attention_reference import (
+    _paged_attention_reference,
+    _ragged_attention_reference,
+    _single_attention_reference,
+)
+
+_FLOAT16 = ("bfloat16", "float16")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+_HEADS: dict[str, Axis] = {
+    "num_qo_heads": Const("Heads of the queries.", abbrev="h"),
+    "num_kv_heads": Const("Heads of keys and values.", abbrev="kv"),
+    "head_dim_qk": Const("Elements of a head of queries and keys.", abbrev="d"),
+    "head_dim_vo": Const("Elements of a head of values and results.", abbrev="dv"),
+}
+_HEAD_RULES = [
+    "num_kv_heads >= 1",
+    "num_qo_heads >= 1",
+    "num_qo_heads % num_kv_heads == 0",
+    "head_dim_qk % 16 == 0 and 16 <= head_dim_qk <= 512",
+    "head_dim_vo % 16 == 0 and 16 <= head_dim_vo <= 512",
+]
+_SCALARS: dict[str, Value] = {
+    "sm_scale": Scalar("float32", description="Factor of the logits."),
+    "v_scale": Scalar("float32", optional=True, description="Factor of the result."),
+    "window_left": Scalar("int32", optional=True, description="Keys before the query's, in sight."),
+    "logits_soft_cap": Scalar("float32", optional=True, above=0, description="cap tanh(x / cap)."),
+    "rope_scale": Scalar("float32", optional=True, above=0, description="Divides positions."),
+    "rope_theta": Scalar("float32", optional=True, above=0, description="Base of frequencies."),
+}
+_SINKS = Tensor(["num_qo_heads"], dtype="float32", optional=True, description="Logit of no key.")
+_ITEMS: dict[str, Value] = {
+    "prefix_len_ptr": Tensor(
+        ["batch_size"], dtype="int32", optional=True, description="Keys in front of the items."
+    ),
+    "token_pos_in_items_ptr": Tensor(
+        ["batch_size", "items_len"],
+        dtype="int32",
+        optional=True,
+        description="Place of each key behind the prefix in its item; 0: a delimiter.",
+    ),
+}
+_BATCH: dict[str, Axis] = {
+    "batch_size": Var("Requests."),
+    "len_indptr": Var("batch_size + 1."),
+    "mask_size": Var("Sum of qo_len * kv_len."),
+    "items_len": Var("Entries of token_pos_in_items_ptr per request."),
+}
+_MASK = Tensor(
+    ["mask_size"], dtype="bool", optional=True, description="[qo_len, kv_len] of each request."
+)
+_FLAGS: dict[str, tuple[Any, ...]] = {
+    "causal": (False, True),
+    "pos_encoding_mode": POS_ENCODINGS,
+}
+_LSE = "Base-2 logarithm of the sum of exponentials; -inf: no key in sight."
+
+
+def indices(axis: str, description: str) -> Tensor:
+    return Tensor([axis], dtype="int32", description=description)
+
+
+def kv_tensor(dims: list[str], like: str | None = None) -> Tensor:
+    """Keys, whose dtype is free, or values, whose dtype is that of the keys."""
+    if like is not None:
+        return Tensor([*dims, "num_kv_heads", "head_dim_vo"], dtype_from=like, layout="rows")
+    dtypes = (*_FLOAT16, *_FLOAT8)
+    return Tensor([*dims, "num_kv_heads", "head_dim_qk"], dtypes=dtypes, layout="rows")
+
+
+def results(
+    tokens: list[str], *, lse: bool, destination: bool, o_dtype: bool = True
+) -> dict[str, Value]:
+    """The outputs: always the result, with `lse` also the LSE."""
+    outputs: dict[str, Value] = {
+        "output": Tensor(
+            [*tokens, "num_qo_heads", "head_dim_vo"],
+            param="out" if destination else None,
+            dtype_from_scalar="o_dtype" if o_dtype else None,
+            dtype_from=None if o_dtype else "q",
+            dtypes=_FLOAT16,
+        )
+    }
+    if lse:
+        outputs["lse"] = Tensor(
+            [*tokens, "num_qo_heads"],
+            param="lse" if destination else None,
+            dtype="float32",
+            description=_LSE,
+        )
+    return outputs
+
+
+def paged_template(
+    name: str, description: str, init: Any, gather: Any, *, lse: bool, decode: bool = False
+) -> TraceTemplate:
+    """Template of a `run` whose keys are in pages."""
+    tokens = "batch_size" if decode else "total_q"
+    page = ["num_pages", "page_size"]
+    axes: dict[str, Axis] = {} if decode else {"total_q": Var("Queries of all requests.")}
+    axes |= {
+        **_HEADS,
+        "num_pages": Var("Pages of the cache."),
+        "page_size": Const("Tokens of a page.", abbrev="ps"),
+        "num_kv_indices": Var("Pages of all requests."),
+        **_BATCH,
+    }
+    qo_indptr = {} if decode else {"qo_indptr": indices("len_indptr", "First query of each.")}
+    return TraceTemplate(
+        op_type="gqa_paged",
+        name_prefix=f"{name}_lse" if lse else name,
+        description=description,
+        axes=axes,
+        inputs={
+            "q": Tensor([tokens, "num_qo_heads", "head_dim_qk"], dtypes=_FLOAT16, layout="rows"),
+            "k_cache": kv_tensor(page),
+            "v_cache": kv_tensor(page, "k_cache"),
+            **qo_indptr,
+            "kv_indptr": indices("len_indptr", "First entry of each request in kv_indices."),
+            "kv_indices": indices("num_kv_indices", "Page numbers."),
+            "kv_last_page_len": indices("batch_size", "Tokens in each request's last page."),
+            **_SCALARS,
+            "custom_mask": _MASK,
+            "sinks": _SINKS,
+            **_ITEMS,
+        },
+        outputs=results([tokens], lse=lse, destination=True),
+        constraints=["len_indptr == batch_size + 1", *_HEAD_RULES],
+        options=_FLAGS,
+        hints=["enable_pdl"],
+        tags=["status:verified"],
+        reference=_paged_attention_reference,
+        gather=gather,
+        init=init,
+    )
+
+
+def ragged_template(name: str, init: Any, gather: Any, *, lse: bool) -> TraceTemplate:
+    """Template of a `run` whose keys are rows one request after the other."""
+    return TraceTemplate(
+        op_type="gqa_ragged",
+        name_prefix=f"{name}_lse" if lse else name,
+        description="Attention of ragged queries over ragged keys and values.",
+        axes={
+            "total_q": Var("Queries of all requests."),
+            "total_kv": Var("Keys of all requests."),
+            **_HEADS,
+            **_BATCH,
+        },
+        inputs={
+            "q": Tensor(["total_q", "num_qo_heads", "head_dim_qk"], dtypes=_FLOAT16, layout="rows"),
+            "k": kv_tensor(["total_kv"]),
+            "v": kv_tensor(["total_kv"], "k"),
+            "qo_indptr": indices("len_indptr", "First query of each request."),
+            "kv_indptr": indices("len_indptr", "First key of each request."),
+            **_SCALARS,
+            "custom_mask": _MASK,
+            "sinks": _SINKS,
+            **_ITEMS,
+        },
+        outputs=results(["total_q"], lse=lse, destination=True),
+        constraints=["len_indptr == batch_size + 1", *_HEAD_RULES],
+        options=_FLAGS,
+        hints=["enable_pdl"],
+        tags=["status:verified"],
+        reference=_ragged_attention_reference,
+        gather=gather,
+        init=init,
+    )
+
+
+def _single_template(name: str, init: Any, *, lse: bool, decode: bool) -> TraceTemplate:
+    tokens = [] if decode else ["qo_len"]
+    axes: dict[str, Axis] = {} if decode else {"qo_len": Var("Queries.")}
+    mask = {
+        "custom_mask": Tensor(
+            ["qo_len", "kv_len"], dtype="bool", optional=True, description="Which keys are seen."
+        )
+    }
+    return TraceTemplate(
+        op_type="gqa_single",
+        name_prefix=f"{name}_lse" if lse else name,
+        description="Attention of one request.",
+        axes={**axes, "kv_len": Var("Keys."), **_HEADS},
+        inputs={
+            "q": Tensor([*tokens, "num_qo_heads", "head_dim_qk"], dtypes=_FLOAT16, layout="rows"),
+            "k": kv_tensor(["kv_len"]),
+            "v": kv_tensor(["kv_len"], "k"),
+            **_SCALARS,
+            **({} if decode else mask),
+        },
+        outputs=results(tokens, lse=lse, destination=False, o_dtype=not decode),
+        constraints=_HEAD_RULES,
+        options={"pos_encoding_mode": POS_ENCODINGS} if decode else _FLAGS,
+        tags=["status:verified"],
+        reference=_single_attention_reference,
+        gather=gather_single_decode if decode else gather_single_prefill,
+        init=init,
+    )
+
+
+def by_lse(make: Callable[..., TraceTemplate], **properties: Any) -> Callable[..., TraceTemplate]:
+    """A dispatch function between the template without and the one with the LSE."""
+    templates = {lse: make(lse=lse, **properties) for lse in (False, True)}
+
+    def choose(**arguments: Any) -> TraceTemplate:
+        return_lse = arguments.get("return_lse", False)
+        check_option("return_lse", (False, True), return_lse)
+        return templates[return_lse]
+
+    choose.templates = list(templates.values())  # type: ignore[attr-defined]
+    return choose
+
+
+def _single_init(decode: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def init(arguments: dict[str, Any]) -> dict[str, Any]:
+        q = arguments["q"]
+        dtype = torch.float16 if q.dtype == torch.float32 else q.dtype
+        generator = torch.Generator().manual_seed(q.numel())
+
+        def values(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(q.device, dtype)
+
+        query = (6, 32) if decode else (5, 6, 32)
+        return {
+            "q": values(*query),
+            "k": values(9, 2, 32),
+            "v": values(9, 2, 32),
+            "sm_scale": 0.3,
+            **({} if decode else {"causal": True}),
+        }
+
+    return init
+
+
+single_decode_trace = by_lse(
+    _single_template, name="single_decode", init=_single_init(True), decode=True
+)
+single_prefill_trace = by_lse(
+    _single_template, name="single_prefill", init=_single_init(False), decode=False
+)
+paged_decode_run_trace = by_lse(
+    paged_template,
+    name="gqa_paged_decode",
+    description="Attention of one query per request over its keys and values in pages.",
+    init=None,
+    gather=gather_paged_decode,
+    decode=True,
+)
+paged_prefill_run_trace = by_lse(
+    paged_template,
+    name="gqa_paged_prefill",
+    description="Attention of ragged queries over keys and values in pages.",
+    init=None,
+    gather=gather_paged,
+)
+ragged_prefill_run_trace = by_lse(
+    ragged_template, name="gqa_ragged_prefill", init=None, gather=gather_ragged
+)

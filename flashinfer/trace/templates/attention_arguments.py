@@ -1,0 +1,307 @@
+"""From a call's arguments and the wrapper's plan to the one form that definitions are stated in.
+
+Keys and values as [..., num_kv_heads, head_dim], a cache's keys apart from its values, scales folded
+into one for the logits and one for the output, masks as bools.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..arguments import check_option
+
+Arguments = Mapping[str, Any]
+POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "kv_cache_sf": (None,),
+    "skip_softmax_threshold_scale_factor": (None,),
+    "use_fp16_softmax": (None, False),
+    "uses_spcompress": (None, False),
+    "o_scale": (None,),
+    "q_len_per_req": (None,),
+}
+
+
+def _scale(name: str, value: Any) -> float:
+    """A scale that may be absent or a tensor of one element."""
+    if value is None:
+        return 1.0
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"`{name}` must have one element, got shape {list(value.shape)}")
+        return 1.0 if value.device.type == "meta" else float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"`{name}` must be finite, got {value}")
+    return float(value)
+
+
+def _tensor(name: str, value: Any, ndim: int) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+    if value.ndim != ndim:
+        raise ValueError(f"`{name}` must have {ndim} dimensions, got shape {list(value.shape)}")
+    return value
+
+
+def _check_kv_dtype(q: Any, name: str, kv: torch.Tensor) -> None:
+    allowed = (q.dtype, torch.float8_e4m3fn, torch.float8_e5m2)
+    if isinstance(q, torch.Tensor) and kv.dtype not in allowed:
+        choices = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise ValueError(f"`{name}` must have dtype {choices}, got {kv.dtype}")
+
+
+def _in_use(**scalars: tuple[float, float]) -> dict[str, float]:
+    """Those of (value, value that means none) that mean something."""
+    return {name: value for name, (value, none) in scalars.items() if value != none}
+
+
+def _number(name: str, value: Any, default: float) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}")
+    return default if value is None else value
+
+
+def _single_options(arguments: Arguments, head_dim: int) -> dict[str, Any]:
+    """Scalars and flags of a function without plan."""
+    mode = arguments.get("pos_encoding_mode", "NONE")
+    check_option("pos_encoding_mode", POS_ENCODINGS, mode)
+    q_scale, k_scale, v_scale = (
+        _scale(name, arguments.get(name)) for name in ("q_scale", "k_scale", "v_scale")
+    )
+    sm_scale = _number("sm_scale", arguments.get("sm_scale"), 1 / math.sqrt(max(head_dim, 1)))
+    window = _number("window_left", arguments.get("window_left"), -1)
+    soft_cap = _number("logits_soft_cap", arguments.get("logits_soft_cap"), 0.0)
+    options: dict[str, Any] = {
+        "sm_scale": sm_scale * q_scale * k_scale,
+        "pos_encoding_mode": mode,
+        **_in_use(
+            v_scale=(v_scale, 1.0),
+            window_left=(-1 if window < 0 else window, -1),
+            logits_soft_cap=(soft_cap, 0.0),
+        ),
+    }
+    if mode == "ROPE_LLAMA":
+        options["rope_scale"] = _number("rope_scale", arguments.get("rope_scale"), 1.0)
+        options["rope_theta"] = _number("rope_theta", arguments.get("rope_theta"), 1e4)
+    return options
+
+
+def _keys(name: str, value: Any, kv_layout: Any) -> torch.Tensor:
+    """Keys or values as [tokens, heads, dim], from NHD or HND."""
+    check_option("kv_layout", ("NHD", "HND"), kv_layout)
+    tensor = _tensor(name, value, 3)
+    return tensor if kv_layout == "NHD" else tensor.transpose(0, 1)
+
+
+def gather_single_decode(arguments: Arguments) -> dict[str, Any]:
+    q = _tensor("q", arguments["q"], 2)
+    kv_layout = arguments.get("kv_layout", "NHD")
+    k, v = (_keys(name, arguments[name], kv_layout) for name in ("k", "v"))
+    _check_kv_dtype(q, "k", k)
+    check_option("use_tensor_cores", (False, True), arguments.get("use_tensor_cores", False))
+    return {"q": q, "k": k, "v": v, **_single_options(arguments, q.shape[-1])}
+
+
+def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
+    q = _tensor("q", arguments["q"], 3)
+    kv_layout = arguments.get("kv_layout", "NHD")
+    k, v = (_keys(name, arguments[name], kv_layout) for name in ("k", "v"))
+    _check_kv_dtype(q, "k", k)
+    mask = _single_mask(arguments, len(q), len(k))
+    causal = arguments.get("causal", False)
+    check_option("causal", (False, True), causal)
+    for name in ("scale_q", "scale_k", "scale_v", "kv_cache_sf"):
+        check_option(name, (None,), arguments.get(name))
+    o_dtype = arguments.get("o_dtype") or q.dtype
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "causal": causal and mask is None,
+        "custom_mask": mask,
+        "o_dtype": o_dtype,
+        **_single_options(arguments, q.shape[-1]),
+    }
+
+
+def _single_mask(arguments: Arguments, qo_len: int, kv_len: int) -> torch.Tensor | None:
+    """[qo_len, kv_len] bool, from `packed_custom_mask` or else `custom_mask`."""
+    packed, mask = arguments.get("packed_custom_mask"), arguments.get("custom_mask")
+    if packed is not None:
+        packed = _tensor("packed_custom_mask", packed, 1)
+        if packed.dtype != torch.uint8 or len(packed) < -(-qo_len * kv_len // 8):
+            raise ValueError(
+                f"`packed_custom_mask` must be uint8 of {-(-qo_len * kv_len // 8)} bytes, got "
+                f"{packed.dtype} of {len(packed)}"
+            )
+        return _bits(packed)[: qo_len * kv_len].view(qo_len, kv_len)
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"`custom_mask` must be a torch.Tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool or mask.numel() != qo_len * kv_len:
+        raise ValueError(
+            f"`custom_mask` must be bool of shape [{qo_len}, {kv_len}], got {mask.dtype} of shape "
+            f"{list(mask.shape)}"
+        )
+    return mask.reshape(qo_len, kv_len)
+
+
+def _bits(packed: torch.Tensor) -> torch.Tensor:
+    """Bools of packed bytes, the lowest bit first."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> places & 1).flatten().bool()
+
+
+def problem_arguments(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any]:
+    """Inputs of a definition that a plan fixed, for tensors on `device`.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        What `plan` kept.
+    run : mapping
+        Arguments of `run`: scales, a window and sinks override or join the plan's.
+    device : torch.device
+        Of the queries.
+    """
+    if problem.variant is not None:
+        raise NotImplementedError("there is no reference of a user's attention variant")
+    scales = [_scale(name, run.get(name)) for name in ("q_scale", "k_scale", "v_scale")]
+    window = run.get("window_left")
+    window = _number("window_left", window, problem.window_left)
+    soft_cap = _number("logits_soft_cap", run.get("logits_soft_cap") or None, 0.0)
+    inputs: dict[str, Any] = {
+        "sm_scale": problem.sm_scale * scales[0] * scales[1],
+        "causal": problem.causal and problem.custom_mask is None,
+        "pos_encoding_mode": problem.pos_encoding_mode,
+        "o_dtype": problem.o_data_type,
+        "sinks": run.get("sinks"),
+        **_in_use(
+            v_scale=(scales[2], 1.0),
+            window_left=(-1 if window < 0 else window, -1),
+            logits_soft_cap=(soft_cap or problem.logits_soft_cap, 0.0),
+        ),
+    }
+    if problem.pos_encoding_mode == "ROPE_LLAMA":
+        inputs |= {"rope_scale": problem.rope_scale, "rope_theta": problem.rope_theta}
+    lengths = problem.kv_lengths()
+    qo_lengths = problem.qo_lengths()
+    if problem.custom_mask is not None:
+        inputs["custom_mask"] = _mask_of(problem, qo_lengths * lengths)
+    if problem.prefix_len_ptr is not None:
+        items = problem.token_pos_in_items_ptr
+        inputs["prefix_len_ptr"] = problem.prefix_len_ptr.to(torch.int32)
+        items = items.to(torch.int32).view(problem.batch_size, problem.token_pos_in_items_len)
+        inputs["token_pos_in_items_ptr"] = items
+    indptr = torch.zeros(problem.batch_size + 1, dtype=torch.int32)
+    indptr[1:] = qo_lengths.cumsum(0)
+    inputs |= {"qo_indptr": indptr, "kv_indptr": problem.kv_indptr}
+    if problem.page_size:
+        pages = problem.kv_indptr.diff()
+        last = lengths - (pages - 1).clamp(min=0) * problem.page_size
+        inputs |= {"kv_indices": problem.kv_indices, "kv_last_page_len": last.to(torch.int32)}
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+def _mask_of(problem: Any, sizes: torch.Tensor) -> torch.Tensor:
+    bits = _bits(problem.custom_mask)
+    starts = (problem.mask_indptr.long() * 8).tolist()
+    parts = [
+        bits[start : start + size] for start, size in zip(starts, sizes.tolist(), strict=False)
+    ]
+    return torch.cat(parts) if parts else bits
+
+
+def planned(run: Arguments) -> Any:
+    """The problem that a wrapper has planned.
+
+    Raises
+    ------
+    ValueError
+        If there is no wrapper, or `plan` was not called.
+    """
+    problem = getattr(run.get("self"), "_problem", None)
+    if problem is None:
+        raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
+    return problem
+
+
+def pages_of(name: str, cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as [pages, page_size, heads, dim], from a tuple or a fused cache."""
+    if isinstance(cache, torch.Tensor):
+        both = tuple(_tensor(name, cache, 5).unbind(1))
+        if len(both) != 2:
+            raise ValueError(
+                f"`{name}` must have shape [pages, 2, ...] with keys and values, got "
+                f"{list(cache.shape)}"
+            )
+    elif isinstance(cache, (tuple, list)) and len(cache) == 2:
+        both = tuple(_tensor(name, part, 4) for part in cache)
+    else:
+        raise TypeError(
+            f"`{name}` must be a tensor or a tuple of keys and values, got {type(cache).__name__}"
+        )
+    k, v = both if kv_layout == "NHD" else (part.transpose(1, 2) for part in both)
+    return k, v
+
+
+def _check_planned(problem: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse tensors that are not those that were planned for."""
+    tokens = problem.num_qo_tokens
+    sizes = (
+        ("q", q, (tokens, problem.num_qo_heads, problem.head_dim_qk), problem.q_data_type),
+        ("k", k, (problem.num_kv_heads, problem.head_dim_qk), problem.kv_data_type),
+        ("v", v, (problem.num_kv_heads, problem.head_dim_vo), problem.kv_data_type),
+    )
+    for name, tensor, shape, dtype in sizes:
+        if tuple(tensor.shape[-len(shape) :]) != shape:
+            raise ValueError(f"`{name}` must end in shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype != dtype:
+            raise ValueError(f"`{name}` must have dtype {dtype} as planned, got {tensor.dtype}")
+
+
+def gather_paged(run: Arguments, cache: str = "paged_kv_cache") -> dict[str, Any]:
+    """Of `run(q, paged_kv_cache, ...)`."""
+    problem = planned(run)
+    q = _tensor("q", run["q"], 3)
+    k, v = pages_of(cache, run[cache], problem.kv_layout)
+    _check_planned(problem, q, k, v)
+    if k.shape[1] != problem.page_size:
+        raise ValueError(f"`{cache}` must have pages of {problem.page_size}, got {k.shape[1]}")
+    inputs = problem_arguments(problem, run, q.device)
+    return {"q": q, "k_cache": k, "v_cache": v, **inputs, **destinations(run)}
+
+
+def gather_paged_decode(run: Arguments) -> dict[str, Any]:
+    inputs = gather_paged(run)
+    if planned(run).num_qo_tokens == planned(run).batch_size:
+        del inputs["qo_indptr"]  # one query each
+    return inputs
+
+
+def gather_ragged(run: Arguments) -> dict[str, Any]:
+    problem = planned(run)
+    q, k, v = (_tensor(name, run[name], 3) for name in ("q", "k", "v"))
+    if problem.kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    _check_planned(problem, q, k, v)
+    inputs = problem_arguments(problem, run, q.device)
+    return {"q": q, "k": k, "v": v, **inputs, **destinations(run)}
+
+
+def destinations(run: Arguments) -> dict[str, Any]:
+    """Where results go, and what is refused when it is not the default."""
+    for name, allowed in _UNSUPPORTED.items():
+        if name in run:
+            check_option(name, allowed, run[name])
+    return {name: run[name] for name in ("out", "lse", "enable_pdl") if name in run}
