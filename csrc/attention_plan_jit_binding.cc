@@ -167,9 +167,10 @@ GroupTotals read_group(const GroupArguments& arguments, int64_t group_size, Requ
   if (arguments.qo_indptr) qo_indptr = host_indices(arguments.qo_indptr, batch_size + 1);
   if (arguments.kv_len) kv_len = host_indices(arguments.kv_len, batch_size);
   if (arguments.last_page_len) last_page_len = host_indices(arguments.last_page_len, batch_size);
-  if (kv_indptr[0] != 0) raise_element(kv_name.name, 0, kv_indptr[0], "exactly", 0);
-  if (qo_indptr && qo_indptr[0] != 0) {
-    raise_element(arguments.qo_indptr.name, 0, qo_indptr[0], "exactly", 0);
+  // Above 0 in a slice of a larger batch, whose tensors are given whole.
+  if (kv_indptr[0] < 0) raise_element(kv_name.name, 0, kv_indptr[0], "at least", 0);
+  if (qo_indptr && qo_indptr[0] < 0) {
+    raise_element(arguments.qo_indptr.name, 0, qo_indptr[0], "at least", 0);
   }
   const int64_t even = arguments.tokens_per_request;
   if (!qo_indptr && batch_size * even > INT32_MAX) {
@@ -209,14 +210,12 @@ GroupTotals read_group(const GroupArguments& arguments, int64_t group_size, Requ
 }
 
 void check_capacity(const PlanConfig& config, int64_t batch_size, int64_t qo_tokens) {
-  // One item takes 48 bytes.
-  constexpr int64_t kMaxTiles = int64_t{1} << 24;
-  if (max_tiles(config, batch_size, qo_tokens) > kMaxTiles) {
+  if (max_tiles(config, batch_size, qo_tokens) > AttentionPlanner::kMaxPieces) {
     ffi::raise("ValueError",
-               "%lld tokens in %lld requests are too many for one plan: at most 2^24 tiles of %lld "
-               "rows",
+               "%lld query tokens in %lld requests are too many for one plan, which may have at "
+               "most %lld tiles",
                static_cast<long long>(qo_tokens), static_cast<long long>(batch_size),
-               static_cast<long long>(config.tile_q));
+               static_cast<long long>(AttentionPlanner::kMaxPieces));
   }
   if (!config.is_graph()) return;
   if (batch_size > config.graph_batch_size) {
@@ -254,16 +253,21 @@ FLASHINFER_FFI_EXPORT(attention_plan_destroy, args) {
 FLASHINFER_FFI_EXPORT(attention_plan_configure, args) {
   using namespace flashinfer;
   Plan& plan = plan_of(args);
-  PlanConfig config;
+  PlanConfig config = {};
   config.num_kv_heads = integer_in(args, "num_kv_heads", 1, ffi::kMaxHeads);
   config.group_size = integer_in(args, "group_size", 1, ffi::kMaxHeads);
-  config.head_dim_vo = integer_in(args, "head_dim_vo", 1, 65536);
+  config.head_dim_vo = integer_in(args, "head_dim_vo", 1, 1024);
   config.tile_q = integer_in(args, "tile_q", 1, 1024);
   config.cta_slots = integer_in(args, "cta_slots", 1, 1 << 20);
   config.tile_q_second = integer_in(args, "tile_q_second", 0, 1024);
-  config.tile_kv = integer_in(args, "tile_kv", 1, 1024);
+  const int64_t tile_kv = integer_in(args, "tile_kv", 1, 1024);
+  while (config.tile_kv() < tile_kv) ++config.tile_kv_log2;
+  if (config.tile_kv() != tile_kv) {
+    ffi::raise("ValueError", "`tile_kv` must be a power of two, got %lld",
+               static_cast<long long>(tile_kv));
+  }
   const int64_t split = integer_in(args, "fixed_split_size", 0, INT32_MAX);
-  config.fixed_split_size = ceil_div(split, config.tile_kv) * config.tile_kv;
+  config.fixed_split_size = ceil_div(split, tile_kv) * tile_kv;
   config.disable_split_kv = args.optional_flag("disable_split_kv") == ffi::Args::Flag::kTrue;
   if (split > 0 && config.disable_split_kv) {
     ffi::raise("ValueError", "`disable_split_kv` and `fixed_split_size` %lld exclude each other",
@@ -300,10 +304,19 @@ FLASHINFER_FFI_EXPORT(attention_plan, args) {
 
   const PlanLayout& layout = plan.planner.plan(config, plan.groups[0],
                                                has_second ? &plan.groups[1] : nullptr, float_bytes);
+  if (layout.is_too_long) {
+    ffi::raise(
+        "ValueError",
+        "`fixed_split_size` %lld cuts this batch into more than %lld pieces, the most that a "
+        "plan may have",
+        static_cast<long long>(config.fixed_split_size),
+        static_cast<long long>(AttentionPlanner::kMaxPieces));
+  }
   if (float_bytes >= 0) {
     check_workspace("float_workspace_buffer", layout.float_bytes, float_bytes);
   }
   if (int_workspace) {
+    ffi::check_ndim(int_workspace, 1, 1);
     ffi::check_last_dim_contiguous(int_workspace);
     const int64_t given = int_workspace.numel() * int_workspace.itemsize();
     check_workspace("int_workspace_buffer", layout.int_bytes, given);

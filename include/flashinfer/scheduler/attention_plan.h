@@ -35,10 +35,14 @@ struct PlanLayout {
   int64_t used_bytes;  // that this plan writes
   int64_t lse_offset;  // in the float workspace; the partial outputs are at 0
   int64_t float_bytes;
+  bool is_too_long;  // more than kMaxPieces pieces: there is no plan
 };
 
 class AttentionPlanner {
  public:
+  // Of tiles, and of work items: 192 MiB of items.
+  static constexpr int64_t kMaxPieces = 1 << 22;
+
   // Decides. `float_bytes`: size of the float workspace, from which a graph with fixed split size
   // gets its number of slots; negative: as many as this plan needs.
   // The lengths of all requests times group_size must be below 2^31, the groups within the graph's
@@ -67,7 +71,7 @@ class AttentionPlanner {
       cut_at_multiples();
       deal_longest_first();
     } else if (config.disable_split_kv || whole_tiles_are_balanced()) {
-      take_whole_tiles();
+      if (order_.empty()) take_whole_tiles();
       deal_longest_first();
     } else {
       cut_into_shares(smallest_share());
@@ -106,9 +110,6 @@ class AttentionPlanner {
 
  private:
   static constexpr int64_t kMaxColumns = 65535;  // of the y dimension of a grid
-  // A shorter piece is mostly start and end.
-  static constexpr int64_t kMinPiece = 2;  // [KV tiles]
-
   struct Piece {
     int32_t tile;
     int32_t kv_begin;
@@ -129,10 +130,6 @@ class AttentionPlanner {
     return piece.kv_begin != tile.kv_begin || piece.kv_end != tile.kv_end;
   }
 
-  int64_t kv_tiles(const Tile& tile) const {
-    return ceil_div(static_cast<int64_t>(tile.kv_end) - tile.kv_begin, config_->tile_kv);
-  }
-
   int64_t tile_rows(const Tile& tile) const {
     const int64_t rows =
         groups_[group_of(tile)]->requests[tile.request].qo_len * config_->group_size;
@@ -150,6 +147,7 @@ class AttentionPlanner {
   }
 
   void take_whole_tiles() {
+    pieces_.reserve(tiles_.size());
     for (size_t i = 0; i < tiles_.size(); ++i) {
       const Tile& tile = tiles_[i];
       add_piece(static_cast<int32_t>(i), tile.kv_begin, tile.kv_end, 0, tile.cost);
@@ -167,15 +165,16 @@ class AttentionPlanner {
       do {
         const int64_t end = std::min<int64_t>(tile.kv_end, (begin / size + 1) * size);
         add_piece(static_cast<int32_t>(i), begin, end, 0,
-                  cost(tile.kind, ceil_div(end - begin, config_->tile_kv)));
+                  cost.of(tile.kind, config_->kv_tiles(end - begin)));
         begin = end;
+        if (static_cast<int64_t>(pieces_.size()) > kMaxPieces) return;
       } while (begin < tile.kv_end);
     }
     number_slots();
   }
 
   // Walks all tiles in order and closes a column when its cost reaches `share`. Returns the number
-  // of columns. No piece of a cut tile is shorter than kMinPiece.
+  // of columns. No part of a cut tile is shorter than min_piece.
   template <bool kRecord>
   int64_t walk(int64_t share) {
     const TileCost cost(*config_);
@@ -188,21 +187,22 @@ class AttentionPlanner {
         room -= tile.cost;
         continue;
       }
-      int64_t left = kv_tiles(tile), begin = tile.kv_begin;
-      while (cost(tile.kind, left) > room) {
-        const int64_t fits = (room - cost.per_piece(tile.kind)) / cost.per_kv_tile[tile.kind];
-        const int64_t take = std::min(fits, left - kMinPiece);
-        if (take >= kMinPiece) {
-          const int64_t end = begin + take * config_->tile_kv;
-          if constexpr (kRecord) add_piece(i, begin, end, column, cost(tile.kind, take));
+      const int kind = tile.kind;
+      const int64_t min_piece = cost.min_piece(kind);
+      int64_t begin = tile.kv_begin, left = config_->kv_tiles(tile.kv_end - begin);
+      while (cost.of(kind, left) > room) {
+        const int64_t take = std::min(cost.kv_tiles_for(kind, room), left - min_piece);
+        if (take >= min_piece) {
+          const int64_t end = begin + (take << config_->tile_kv_log2);
+          if constexpr (kRecord) add_piece(i, begin, end, column, cost.of(kind, take));
           begin = end;
           left -= take;
         }
         ++column;
         room = share;
       }
-      if constexpr (kRecord) add_piece(i, begin, tile.kv_end, column, cost(tile.kind, left));
-      room -= cost(tile.kind, left);
+      if constexpr (kRecord) add_piece(i, begin, tile.kv_end, column, cost.of(kind, left));
+      room -= cost.of(kind, left);
     }
     return column + 1;
   }
@@ -210,7 +210,7 @@ class AttentionPlanner {
   // With less than this an empty column could not take a legal piece of every tile.
   int64_t least_share() const {
     const TileCost cost(*config_);
-    return std::max(cost(0, 2 * kMinPiece - 1), cost(1, 2 * kMinPiece - 1));
+    return std::max(cost.of(0, 2 * cost.min_piece(0) - 1), cost.of(1, 2 * cost.min_piece(1) - 1));
   }
 
   // What each column gets if every border between columns cuts a tile.
@@ -262,7 +262,7 @@ class AttentionPlanner {
     const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
     if (num_tiles == 0) return true;
     const int64_t share = expected_share();
-    const int64_t allowed = share + share / 32 + TileCost(*config_).per_piece(0);
+    const int64_t allowed = share + share / 32 + TileCost(*config_).of_merging();
     const int64_t even = ceil_div(total_cost_, gpu_columns_);
     const int64_t at_least = std::max(max_cost_, ceil_div(num_tiles, gpu_columns_) * min_cost_);
     if (at_least > allowed) return false;
@@ -271,10 +271,10 @@ class AttentionPlanner {
     if (num_tiles >= 32 * gpu_columns_ && max_cost_ <= even) return true;
     take_whole_tiles();
     sort_longest_first();
-    const int64_t longest = deal_to_least_loaded();
+    if (deal_to_least_loaded() <= allowed) return true;
     pieces_.clear();
     order_.clear();
-    return longest <= allowed;
+    return false;
   }
 
   // Sorts by cost, to 1/1024 of the range of costs; ties stay in order of the tiles.
@@ -288,9 +288,10 @@ class AttentionPlanner {
     while ((high - low) >> shift >= kSortBuckets) ++shift;
     order_.resize(pieces_.size());
     std::vector<int32_t>& starts = sort_starts_;
-    starts.assign(kSortBuckets + 1, 0);
+    const int64_t buckets = ((high - low) >> shift) + 1;
+    starts.assign(buckets + 1, 0);
     for (const Piece& piece : pieces_) ++starts[((high - piece.cost) >> shift) + 1];
-    for (int64_t i = 0; i < kSortBuckets; ++i) starts[i + 1] += starts[i];
+    for (int64_t i = 0; i < buckets; ++i) starts[i + 1] += starts[i];
     for (size_t i = 0; i < pieces_.size(); ++i) {
       order_[starts[(high - pieces_[i].cost) >> shift]++] = static_cast<int32_t>(i);
     }
@@ -333,7 +334,7 @@ class AttentionPlanner {
 
   void deal_longest_first() {
     if (pieces_.empty()) return;
-    sort_longest_first();
+    if (order_.empty()) sort_longest_first();
     if (config_->is_graph()) {
       deal_to_least_loaded();
       return;
@@ -351,39 +352,50 @@ class AttentionPlanner {
   void decide_layout(int64_t float_bytes) {
     PlanLayout& layout = layout_;
     const int64_t num_pieces = static_cast<int64_t>(pieces_.size());
+    layout.is_too_long = num_pieces > kMaxPieces;
     layout.num_ctas = num_columns_;
     layout.num_merges = num_merges_;
     layout.rows_per_slot = max_cut_rows_;
     layout.num_slots = num_slots_;
-    int64_t max_items = num_pieces, used_items = num_pieces;
-    const int64_t slot_floats = config_->num_kv_heads * (config_->head_dim_vo + 1);
+    int64_t used_items = num_pieces, max_items = num_pieces;
     if (config_->is_graph()) {
-      const int64_t tiles =
-          max_tiles(*config_, config_->graph_batch_size, config_->graph_qo_tokens);
-      const int64_t cuts = config_->disable_split_kv ? 0 : gpu_columns_ - 1;
-      const bool is_fixed = config_->fixed_split_size > 0;
-      layout.num_ctas = gpu_columns_;
-      layout.rows_per_slot =
-          std::min(std::max(config_->tile_q, config_->tile_q_second),
-                   std::max<int64_t>(1, config_->graph_qo_tokens * config_->group_size));
-      // An empty column keeps its first item.
-      used_items = max_items = num_pieces + gpu_columns_;
-      layout.num_merges = is_fixed ? tiles : std::min(cuts, tiles);
-      if (!is_fixed) {
-        layout.num_slots = 2 * cuts;
-        max_items = tiles + cuts + gpu_columns_;
-      } else if (float_bytes >= 0) {
-        const int64_t slot_bytes = slot_floats * layout.rows_per_slot * 4;
-        layout.num_slots = std::max<int64_t>(num_slots_, (float_bytes - 256) / slot_bytes);
-      }
+      used_items += gpu_columns_;  // an empty column keeps its first item
+      max_items = std::max(used_items, reserve_for_graph(float_bytes));
     }
     layout.merges_offset = 0;
     layout.items_offset = ceil_div(layout.num_merges * sizeof(MergeItem), 128) * 128;
     layout.int_bytes = layout.items_offset + max_items * sizeof(WorkItem);
     layout.used_bytes = layout.items_offset + used_items * sizeof(WorkItem);
-    const int64_t rows = layout.num_slots * config_->num_kv_heads * layout.rows_per_slot;
-    layout.lse_offset = ceil_div(rows * config_->head_dim_vo * 4, 256) * 256;
-    layout.float_bytes = layout.lse_offset + rows * 4;
+    layout.lse_offset = lse_offset(layout.num_slots);
+    layout.float_bytes = layout.lse_offset + layout.num_slots * slot_rows() * 4;
+  }
+
+  // What a captured launch and its kernels' arguments are made from must be the same for every
+  // batch within the capacity. Returns the most items that there can be; with fixed split size
+  // there is no bound but the workspaces: merges come first, so that items may take what is left,
+  // and slots are as many as fit.
+  int64_t reserve_for_graph(int64_t float_bytes) {
+    PlanLayout& layout = layout_;
+    const int64_t tiles = max_tiles(*config_, config_->graph_batch_size, config_->graph_qo_tokens);
+    const int64_t rows = std::max<int64_t>(1, config_->graph_qo_tokens * config_->group_size);
+    layout.num_ctas = gpu_columns_;
+    layout.rows_per_slot = std::min(rows, std::max(config_->tile_q, config_->tile_q_second));
+    if (config_->fixed_split_size > 0) {
+      layout.num_merges = tiles;
+      int64_t slots = float_bytes / (lse_offset(256) / 256 + slot_rows() * 4);
+      while (slots > 0 && lse_offset(slots) + slots * slot_rows() * 4 > float_bytes) --slots;
+      layout.num_slots = std::max(num_slots_, slots);
+      return 0;
+    }
+    const int64_t cuts = config_->disable_split_kv ? 0 : gpu_columns_ - 1;
+    layout.num_merges = std::min(cuts, tiles);
+    layout.num_slots = cuts + layout.num_merges;  // a tile of n parts has n - 1 cuts
+    return tiles + cuts + gpu_columns_;
+  }
+
+  int64_t slot_rows() const { return config_->num_kv_heads * layout_.rows_per_slot; }
+  int64_t lse_offset(int64_t slots) const {
+    return ceil_div(slots * slot_rows() * config_->head_dim_vo * 4, 256) * 256;
   }
 
   // The first item of column c is items[c]; those that follow in a column come behind all first

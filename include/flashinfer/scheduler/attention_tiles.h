@@ -29,12 +29,14 @@ struct PlanConfig {
   int64_t tile_q;            // packed rows of a tile of kind 0
   int64_t cta_slots;         // CTAs that the GPU holds at a time
   int64_t tile_q_second;     // of kind 1; 0: there is only kind 0
-  int64_t tile_kv;           // [tokens]
-  int64_t fixed_split_size;  // [tokens], a multiple of tile_kv; 0: the planner chooses
+  int tile_kv_log2;          // of the tokens of a KV tile
+  int64_t fixed_split_size;  // [tokens], a multiple of the KV tile; 0: the planner chooses
   bool disable_split_kv;
   int64_t graph_batch_size;  // capacity of a CUDA graph; negative: no graph
   int64_t graph_qo_tokens;
 
+  int64_t tile_kv() const { return int64_t{1} << tile_kv_log2; }
+  int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv() - 1) >> tile_kv_log2; }
   bool is_graph() const { return graph_batch_size >= 0; }
 };
 
@@ -42,30 +44,39 @@ struct Tile {
   int32_t request;
   int32_t kind;
   int32_t row_begin;  // packed rows
-  int32_t kv_begin;   // [tokens], a multiple of tile_kv; an empty range is 0 to 0
+  int32_t kv_begin;   // [tokens], a multiple of the KV tile; an empty range is 0 to 0
   int32_t kv_end;
   int64_t cost;
 };
 
-// Time in sixteenths of what a tile of at most 64 rows takes for one KV tile, bound by memory. With
-// more rows it is bound by arithmetic. To start and to end a range costs about one KV tile more:
-// the pipeline fills and drains.
-constexpr int64_t kCostUnit = 16;
-
-struct TileCost {
-  int64_t per_kv_tile[2];  // by kind
-
-  explicit TileCost(const PlanConfig& config) {
-    per_kv_tile[0] = kCostUnit * std::max<int64_t>(1, config.tile_q / 64);
-    per_kv_tile[1] = kCostUnit * std::max<int64_t>(1, config.tile_q_second / 64);
-  }
-  int64_t per_piece(int kind) const { return per_kv_tile[kind]; }
-  int64_t operator()(int kind, int64_t kv_tiles) const {
-    return per_piece(kind) + kv_tiles * per_kv_tile[kind];
-  }
-};
-
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Time in sixteenths of what a tile of few rows takes for one KV tile, which is the time of its
+// loads. With 128 rows arithmetic takes about twice that. To start and to end a piece costs about
+// one KV tile more: the pipeline fills and drains.
+class TileCost {
+ public:
+  explicit TileCost(const PlanConfig& config) {
+    const int64_t tile_q[2] = {config.tile_q, config.tile_q_second};
+    for (int kind = 0; kind < 2; ++kind) {
+      shift_[kind] = tile_q[kind] >= 128 ? 5 : 4;
+      min_piece_[kind] = std::max<int64_t>(2, tile_q[kind] / 16);
+    }
+  }
+  int64_t per_piece(int kind) const { return int64_t{1} << shift_[kind]; }
+  int64_t of(int kind, int64_t kv_tiles) const { return (kv_tiles + 1) << shift_[kind]; }
+  // KV tiles that can be had for a cost; negative if not even a piece without any.
+  int64_t kv_tiles_for(int kind, int64_t cost) const { return (cost >> shift_[kind]) - 1; }
+  // The fewest KV tiles of a part of a cut tile. Each part writes its rows in fp32, and the merge
+  // reads them: for 16 rows that is little, for 128 as much as two KV tiles.
+  int64_t min_piece(int kind) const { return min_piece_[kind]; }
+  // What it must save in time to cut anything: the launch that merges.
+  int64_t of_merging() const { return of(0, min_piece_[0] / 2) - per_piece(0); }
+
+ private:
+  int shift_[2];
+  int64_t min_piece_[2];
+};
 
 // The kind of a request: 1 for a group of its own, or for what fits one tile of the second shape.
 inline int tile_kind(const PlanConfig& config, bool is_second_group, int64_t rows) {
@@ -84,7 +95,6 @@ inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t q
 inline void append_tiles(const PlanConfig& config, const RequestGroup& group, bool is_second_group,
                          std::vector<Tile>& tiles) {
   const TileCost cost(config);
-  const int32_t tile_kv = static_cast<int32_t>(config.tile_kv);
   const int32_t group_size = static_cast<int32_t>(config.group_size);
   const int32_t batch_size = static_cast<int32_t>(group.requests.size());
   for (int32_t request = 0; request < batch_size; ++request) {
@@ -103,7 +113,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, bo
       if (group.window_left >= 0) {
         const int64_t first_token = static_cast<int32_t>(row) / group_size;
         kv_begin = std::max<int64_t>(0, first_token + shift - group.window_left);
-        kv_begin -= kv_begin % tile_kv;
+        kv_begin &= -config.tile_kv();
       }
       if (kv_begin >= kv_end) kv_begin = kv_end = 0;
       Tile tile;
@@ -112,7 +122,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, bo
       tile.row_begin = static_cast<int32_t>(row);
       tile.kv_begin = static_cast<int32_t>(kv_begin);
       tile.kv_end = static_cast<int32_t>(kv_end);
-      tile.cost = cost(kind, ceil_div(kv_end - kv_begin, tile_kv));
+      tile.cost = cost.of(kind, config.kv_tiles(kv_end - kv_begin));
       tiles.push_back(tile);
     }
   }
