@@ -255,15 +255,34 @@ class TileWorker {
     return (Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows) + threadIdx.x % 32 / 4;
   }
 
-  // A scale of zero would make NaN of a masked logit's minus infinity.
+  // A scale of zero would make NaN of a masked logit's minus infinity; a negative one is applied to
+  // q or to the logits, so that the largest stays the largest.
   __device__ __forceinline__ float scale_log2() const {
-    return fmaxf(variant_.sm_scale_log2, 1e-30f);
+    return fmaxf(fabsf(variant_.sm_scale_log2), 1e-30f);
   }
 
-  __device__ __forceinline__ void load_query_rows(
+  static constexpr bool kCopyQuery =
+      !Traits::kRotate && !Variant::kHasQueryTransform && !Tile::kFloat8;
+
+  // First half of loading q, ahead of K and V: the copies belong to the first group of the stream.
+  __device__ __forceinline__ void begin_query() {
+    if constexpr (kCopyQuery) {
+      copy_query<Tile>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
+                       ptx::shared_address(shared_));
+    }
+  }
+
+  // Second half, when the first group has arrived.
+  __device__ __forceinline__ void end_query(
       uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4]) {
-    load_query<Tile, Traits::kRotate>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
-                                      variant_, view_, shared_, row_scale_);
+    if constexpr (!kCopyQuery) {
+      load_query<Tile, Traits::kRotate>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
+                                        variant_, view_, shared_, row_scale_);
+    } else if (Variant::kNegatesQuery && params_.variant.sm_scale < 0.f) {
+      constexpr int kRows = Tile::kTileQ / kAttentionWarps;
+      __syncwarp();
+      negate_query<Tile, kRows>(shared_ + threadIdx.x / 32 * kRows * Tile::kPitchQ);
+    }
     if constexpr (Tile::kSplitKV) {
       __syncthreads();
     } else {
@@ -300,6 +319,7 @@ class TileWorker {
     const uint32_t shared_k = ptx::shared_address(stages_);
     TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
                                             blockIdx.y, shared_k, kStages);
+    begin_query();
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
       if (stage < num_tiles_) {
@@ -310,7 +330,8 @@ class TileWorker {
       ptx::cp_async_commit();
     }
     uint32_t query[Tile::kQInRegisters ? Tile::kStepsQK : 1][4];
-    load_query_rows(query);
+    ptx::cp_async_wait<kStages - 1>();
+    end_query(query);
     const uint32_t warp_k = shared_k + warp_idx * kWarpTokens * Tile::kPitchK;
     const uint32_t warp_v =
         shared_k + kStages * Tile::kBytesK + warp_idx * kWarpTokens * Tile::kPitchV;
@@ -363,11 +384,13 @@ class TileWorker {
       if (tile < num_tiles_) loader.copy_v(tile % kStages);
       ptx::cp_async_commit();
     };
+    begin_query();
     fetch_k(0);
     fetch_v(0);
     if constexpr (kStages == 2) fetch_k(1);
     uint32_t query[Tile::kQInRegisters ? Tile::kStepsQK : 1][4];
-    load_query_rows(query);
+    ptx::cp_async_wait<kStages>();
+    end_query(query);
     for (int tile = 0; tile < num_tiles_; ++tile) {
       const int stage = tile % kStages;
       const int first_token = item_.kv_begin + tile * kTileKV;
@@ -484,6 +507,18 @@ class TileWorker {
         }
       }
     }
+    if constexpr (Variant::use_softmax && !Variant::kNegatesQuery) {
+      if (variant_.sm_scale_log2 < 0.f) {
+#pragma unroll
+        for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+          for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) logits[i][j][e] = -logits[i][j][e];
+          }
+        }
+      }
+    }
     if (!cuts) return;
     constexpr float kNothing = 0.f;
 #pragma unroll
@@ -511,8 +546,14 @@ class TileWorker {
     }
   }
 
+  // Finished rows of 16-bit outputs leave by way of the warp's own query rows in shared memory, as
+  // whole lines: the mma layout has 16 bytes of a row at a time.
+  static constexpr bool kStageOutput =
+      !Tile::kSplitKV && sizeof(typename Tile::O) == 2 && Tile::kOutputDim <= Tile::kHeadDimQK;
+
   // Each warp has its own rows.
   __device__ __forceinline__ void write_rows() {
+    if constexpr (kStageOutput) __syncwarp();  // the last ldmatrix of q
     const OutputWriter<Traits, Params> writer(params_, tensors_, item_, kv_head_);
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
@@ -520,10 +561,16 @@ class TileWorker {
       for (int h = 0; h < 2; ++h) {
         const int row = first_row() + 16 * i + 8 * h;
         if (row >= num_rows_) continue;
+        // Made anew, so that the loop need not keep it.
+        const QueryRow query_row = make_query_row<MaskMode::none, false>(
+            item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
         writer.write_row(
-            variant_, view_, row, rows_[i][h], state_.largest[i][h], state_.sum[i][h],
+            variant_, view_, row, query_row, state_.largest[i][h], state_.sum[i][h],
             threadIdx.x % 4 == 0,
             [&](auto& target) {
+              if constexpr (kStageOutput) {
+                target.output = reinterpret_cast<typename Tile::O*>(shared_ + row * Tile::kPitchQ);
+              }
               for_each_value(i, h,
                              [&](int column, const auto& values) { target.store(column, values); });
             },
@@ -532,6 +579,33 @@ class TileWorker {
                 store_floats(partial + column, values);
               });
             });
+      }
+    }
+    if constexpr (kStageOutput) {
+      if (item_.partial_slot < 0) copy_staged_rows();
+    }
+  }
+
+  __device__ __forceinline__ void copy_staged_rows() const {
+    using O = typename Tile::O;
+    constexpr int kChunks = Tile::kOutputDim / 8;
+    __syncwarp();
+    const int lane_idx = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
+    const QueryRow own = make_query_row<MaskMode::none, false>(
+        item_, item_.row_begin + warp_row + lane_idx, params_.group_size, kv_head_, -1);
+    const int64_t own_offset = (item_.qo_begin + int64_t{own.qo_idx}) * tensors_.o_stride_token +
+                               own.qo_head_idx * tensors_.o_stride_head +
+                               blockIdx.y * Tile::kOutputDim;
+#pragma unroll 4
+    for (int i = 0; i < Tile::kWarpRows * kChunks / 32; ++i) {
+      const int chunk = i * 32 + lane_idx;
+      const int row = chunk / kChunks, column = chunk % kChunks * 8;
+      const int64_t offset = __shfl_sync(0xffffffffu, own_offset, row);
+      if (warp_row + row < num_rows_) {
+        *reinterpret_cast<uint4*>(static_cast<O*>(tensors_.o) + offset + column) =
+            *reinterpret_cast<const uint4*>(shared_ + (warp_row + row) * Tile::kPitchQ +
+                                            column * 2);
       }
     }
   }

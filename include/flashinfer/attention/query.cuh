@@ -34,10 +34,43 @@ __device__ __forceinline__ int float8_column(int i) {
   return (i / 4) * 2 + i % 2 + (i % 4 / 2) * 8;
 }
 
-// Loads the tile's query rows, transformed, as Traits::Mma. One warp per row, eight elements per
-// lane; the warp of a row is the one that multiplies it unless all warps do. Rows past the tile's
-// end become zeros. For bfloat16 queries against 8-bit keys, rows are scaled by a power of two into
-// float16's range and `row_scale` holds the inverse.
+// Copies the tile's query rows as they are. Rows past the tile's end become zeros.
+template <typename Traits>
+__device__ __forceinline__ void copy_query(const AttentionTensors& tensors, const WorkItem& item,
+                                           const FastDivisor& group_size, uint32_t kv_head,
+                                           int num_rows, uint32_t shared) {
+  constexpr int kRowsPerWarp = Traits::kTileQ / kAttentionWarps;
+  const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+  const int first_row = warp_idx * kRowsPerWarp;
+  const int row = first_row + lane_idx;
+  const uint32_t packed = item.row_begin + row;
+  const uint32_t token = group_size.divide(packed);
+  const uint32_t head = kv_head * group_size.divisor + packed - token * group_size.divisor;
+  const int64_t offset =
+      ((item.qo_begin + int64_t{token}) * tensors.q_stride_token + head * tensors.q_stride_head) *
+      2;
+  copy_rows_async<kRowsPerWarp, Traits::kHeadDimQK * 2, Traits::kPitchQ>(
+      shared + first_row * Traits::kPitchQ, static_cast<const char*>(tensors.q),
+      row < num_rows ? offset : -1, lane_idx);
+}
+
+// Flips the sign of `kRows` query rows of shared memory, with one warp: for a negative scale, so
+// that the largest q.k stays the largest logit.
+template <typename Traits, int kRows>
+__device__ __forceinline__ void negate_query(char* shared) {
+  constexpr int kChunks = Traits::kHeadDimQK / 8;
+  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+    uint4& word =
+        *reinterpret_cast<uint4*>(shared + i / kChunks * Traits::kPitchQ + i % kChunks * 16);
+    word.x ^= 0x80008000u, word.y ^= 0x80008000u, word.z ^= 0x80008000u, word.w ^= 0x80008000u;
+  }
+}
+
+// Loads the tile's query rows where they must change on the way: rotated, transformed, or as
+// another type than they are stored in. One warp per row, eight elements per lane; the warp of a
+// row is the one that multiplies it unless all warps do. Rows past the tile's end become zeros. For
+// bfloat16 queries against 8-bit keys, rows are scaled by a power of two into float16's range and
+// `row_scale` holds the inverse.
 template <typename Traits, bool kRotate, typename Variant, typename Params>
 __device__ __forceinline__ void load_query(const AttentionTensors& tensors, const WorkItem& item,
                                            const FastDivisor& group_size, uint32_t kv_head,
@@ -48,7 +81,7 @@ __device__ __forceinline__ void load_query(const AttentionTensors& tensors, cons
   constexpr int kPasses = ceil_div(kChunks, 32);
   constexpr int kRowsPerWarp = Traits::kTileQ / kAttentionWarps;
   const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-  const bool flip = params.sm_scale < 0.f && !(Variant::kHasQueryTransform);
+  const bool flip = Variant::kNegatesQuery && params.sm_scale < 0.f;
 
 #pragma unroll 4
   for (int i = 0; i < kRowsPerWarp; ++i) {
@@ -67,7 +100,7 @@ __device__ __forceinline__ void load_query(const AttentionTensors& tensors, cons
       chunks[pass].words[0] = uint4{0, 0, 0, 0};
       if (chunk < kChunks && row < num_rows) chunks[pass].load(source + chunk * 8);
     }
-    if constexpr (kRotate || Variant::kHasQueryTransform || Traits::kScaledQ) {
+    {
       float values[kPasses][8];
       float largest = 0.f;
 #pragma unroll
@@ -126,12 +159,6 @@ __device__ __forceinline__ void load_query(const AttentionTensors& tensors, cons
           converted.from_floats(values[pass]);
           chunks[pass].words[0] = converted.words[0];
         }
-      }
-    } else if (flip) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        uint4& word = chunks[pass].words[0];
-        word.x ^= 0x80008000u, word.y ^= 0x80008000u, word.z ^= 0x80008000u, word.w ^= 0x80008000u;
       }
     }
 #pragma unroll

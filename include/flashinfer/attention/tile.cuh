@@ -15,6 +15,9 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 
+#ifndef FI_STAGE_BYTES
+#define FI_STAGE_BYTES 71680
+#endif
 namespace flashinfer {
 
 inline constexpr int kAttentionThreads = 128;
@@ -69,7 +72,7 @@ struct TileTraits {
   // Decode keeps up to four tiles in flight, as long as three CTAs of head dim 128 fit an SM of
   // Hopper (measured: docs/performance.md); prefill is bound by the products and needs two.
   FLASHINFER_HOST_DEVICE static constexpr int num_stages(int cc) {
-    constexpr int kWanted = kSplitKV ? (73728 / (kBytesK + kBytesV)) : 2;
+    constexpr int kWanted = kSplitKV ? (FI_STAGE_BYTES / (kBytesK + kBytesV)) : 2;
     const int wanted = kWanted < 2 ? 2 : kWanted > 4 ? 4 : kWanted;
     const int fit = (max_shared_bytes(cc) - kBytesQ - kBytesScale) / (kBytesK + kBytesV);
     return fit < wanted ? (fit < 1 ? 1 : fit) : wanted;
@@ -80,17 +83,17 @@ struct TileTraits {
   }
 };
 
-// Copies the rows of `kRowBytes` at `offsets` (lane i < 16: bytes from `base` of row i, negative:
-// no such row, zeros) to 16 rows of shared memory.
-template <int kRowBytes, int kPitch>
+// Copies `kRows` rows of `kRowBytes` to shared memory. Lane i gives the `offset` of row i in bytes
+// from `base`; negative: no such row, zeros.
+template <int kRows, int kRowBytes, int kPitch>
 __device__ __forceinline__ void copy_rows_async(uint32_t shared, const char* base, int64_t offset,
                                                 int lane_idx) {
   constexpr int kChunks = kRowBytes / 16;
-  constexpr int kTotal = kWarpTokens * kChunks;
+  constexpr int kTotal = kRows * kChunks;
 #pragma unroll
   for (int i = 0; i < ceil_div(kTotal, 32); ++i) {
     const int chunk = i * 32 + lane_idx;
-    const int row = chunk / kChunks % kWarpTokens, column = chunk % kChunks;
+    const int row = chunk / kChunks % kRows, column = chunk % kChunks;
     const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
     const bool exists = row_offset >= 0;
     if (kTotal % 32 == 0 || chunk < kTotal) {
@@ -142,12 +145,12 @@ class TileLoader {
   }
 
   __device__ __forceinline__ void copy_k(int stage) {
-    copy_rows_async<Traits::kHeadDimQK* static_cast<int>(sizeof(typename Traits::KV)),
+    copy_rows_async<kWarpTokens, Traits::kHeadDimQK* static_cast<int>(sizeof(typename Traits::KV)),
                     Traits::kPitchK>(shared_k_ + stage * Traits::kBytesK, k_, k_offset_, lane_idx_);
   }
 
   __device__ __forceinline__ void copy_v(int stage) {
-    copy_rows_async<Traits::kOutputDim* static_cast<int>(sizeof(typename Traits::KV)),
+    copy_rows_async<kWarpTokens, Traits::kOutputDim* static_cast<int>(sizeof(typename Traits::KV)),
                     Traits::kPitchV>(shared_v_ + stage * Traits::kBytesV, v_, v_offset_, lane_idx_);
   }
 

@@ -79,6 +79,9 @@ struct AttentionVariantBase {
   static constexpr bool kHasLogitsMask = false;
   static constexpr bool kHasMDUpdate = false;
   static constexpr bool kHasOutputTransform = false;
+  // Whether a negative params.sm_scale is the kernel's to apply, to q; the variant then scales by
+  // its magnitude.
+  static constexpr bool kNegatesQuery = false;
 };
 
 // The params that a variant sees: the launch's own, and the lengths of the request at hand.
@@ -100,17 +103,18 @@ struct DefaultAttention;
 namespace detail {
 
 struct ScaledAttention : AttentionVariantBase {
+  static constexpr bool kNegatesQuery = true;
   float sm_scale_log2;
 
   template <typename Params>
   __device__ __forceinline__ ScaledAttention(const Params& params, uint32_t, uint8_t*) {
-    // The kernel flips q for a negative scale, so that the largest q.k stays the largest logit.
     sm_scale_log2 = fabsf(params.sm_scale) * math::log2e;
   }
 };
 
 template <bool kSoftCap, bool kAlibi>
 struct TransformedAttention : AttentionVariantBase {
+  static constexpr bool kNegatesQuery = true;
   static constexpr float sm_scale_log2 = math::log2e;  // the scale is applied by the transform
   float logits_scale;
   int32_t shift;  // of a query's position against its index
