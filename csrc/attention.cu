@@ -9,10 +9,11 @@
 namespace flashinfer {
 namespace {
 
+enum class PosEncoding { none, rope_llama, alibi };
+constexpr bool kRotate = PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::rope_llama;
 #if FLASHINFER_CFG_CUSTOM_VARIANT
 using Variant = UserVariant;
 #else
-enum class PosEncoding { none, rope_llama, alibi };
 using Variant = DefaultAttention<FLASHINFER_CFG_LOGITS_SOFT_CAP,
                                  PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::alibi,
                                  FLASHINFER_CFG_SINKS>;
@@ -23,7 +24,7 @@ using Traits =
     AttentionTraits<TileTraits<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
                                dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
                                FLASHINFER_CFG_HEAD_DIM_VO, kTileQ>,
-                    Variant, kPaged, kMask, FLASHINFER_CFG_SLIDING_WINDOW, FLASHINFER_CFG_ROTATE>;
+                    Variant, kPaged, kMask, FLASHINFER_CFG_SLIDING_WINDOW, kRotate>;
 
 using First =
     Traits<FLASHINFER_CFG_TILE_Q, FLASHINFER_CFG_PAGED, MaskMode::FLASHINFER_CFG_MASK_MODE>;

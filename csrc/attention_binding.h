@@ -1,0 +1,269 @@
+// Checks and state of the attention bindings.
+//
+// A plan's tensors and options are checked once, by attention_bind(), and kept as ready launch
+// arguments in a CPU tensor that Python owns. A run checks q, k, v, o and lse only and launches.
+#pragma once
+
+#include <cstring>
+
+#include "attention.h"
+#include "ffi.h"
+#include "index_binding.h"
+
+namespace flashinfer {
+
+using ffi::Tensor;
+
+// What the planner leaves in `plan_info`, a CPU tensor of int64; flashinfer/jit/attention/plan.py.
+enum PlanInfo {
+  kNumCtas,
+  kNumMerges,
+  kRowsPerSlot,
+  kItemsOffset,   // [bytes] of the int workspace
+  kMergesOffset,  // [bytes]
+  kNumSlots,
+  kIntBytes,
+  kFloatBytes,
+  kQoTokens,
+  kBatchSize,
+  kKvEntries,  // paged: entries of kv_indices in use; ragged: tokens of k and v
+  kTileQ,
+  kSecondQoTokens,
+  kSecondBatchSize,
+  kSecondKvEntries,
+  kPartialSumsOffset,  // [bytes] of the float workspace; partial_o comes first
+  kPlanInfoLength
+};
+
+// What a plan says of the tensors of one kind of work item.
+struct PlannedTensors {
+  int64_t qo_tokens;
+  int64_t kv_entries;  // paged: entries of kv_indices; ragged: tokens
+  bool is_hnd;
+  bool exact_tokens;  // false: q may have more rows than the plan, which are left alone
+};
+
+// What attention_bind() writes and attention_run() reads.
+struct AttentionLaunch {
+  uint64_t magic;
+  AttentionParams<ConfiguredVariantParams> params;
+  PlannedTensors planned[2];
+  int32_t device_id;
+  bool has_second;  // items of kind 1 have tensors of their own
+};
+constexpr uint64_t kLaunchMagic = 0x61747465'6e74696fu;
+
+inline AttentionLaunch& as_launch(const Tensor& state) {
+  ffi::check_dtype(state, ffi::dtype::uint8);
+  if (state.dl->device.device_type != kDLCPU ||
+      state.numel() < static_cast<int64_t>(sizeof(AttentionLaunch)) ||
+      !ffi::is_aligned(state, 16)) {
+    ffi::raise("RuntimeError", "`%s` must be at least %lld aligned bytes on the CPU", state.name,
+               static_cast<long long>(sizeof(AttentionLaunch)));
+  }
+  return *static_cast<AttentionLaunch*>(state.data());
+}
+
+inline AttentionLaunch& as_bound_launch(const Tensor& state) {
+  AttentionLaunch& launch = as_launch(state);
+  if (launch.magic != kLaunchMagic) ffi::raise("RuntimeError", "attention_bind() comes first");
+  return launch;
+}
+
+// Rows that are read or written 16 bytes at a time.
+inline void check_rows(const Tensor& tensor) {
+  ffi::check_last_dim_contiguous(tensor);
+  bool aligned = ffi::is_aligned(tensor, 16);
+  for (int i = 0; i + 1 < tensor.ndim(); ++i) {
+    aligned = aligned && (tensor.dim(i) <= 1 || tensor.stride(i) * tensor.itemsize() % 16 == 0);
+  }
+  if (!aligned && tensor.numel() != 0) {
+    ffi::raise("ValueError",
+               "`%s`: rows must begin at multiples of 16 bytes, got strides %s of %lld bytes",
+               tensor.name, ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str(),
+               static_cast<long long>(tensor.itemsize()));
+  }
+}
+
+// A contiguous operand of the options, by its elements; the device is checked by the caller.
+template <typename T>
+const T* option_data(const Tensor& tensor, DLDataType type, int64_t min_length) {
+  if (!tensor) return nullptr;
+  ffi::check_dtype(tensor, type);
+  if (tensor.numel() < min_length) {
+    ffi::raise("ValueError", "`%s` must have at least %lld elements, got shape %s", tensor.name,
+               static_cast<long long>(min_length), tensor.shape_text().c_str());
+  }
+  int64_t expected = 1;
+  for (int i = tensor.ndim() - 1; i >= 0; --i) {
+    if (tensor.dim(i) > 1 && tensor.stride(i) != expected) {
+      ffi::raise("ValueError", "`%s` must be contiguous, got strides %s", tensor.name,
+                 ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str());
+    }
+    expected *= tensor.dim(i);
+  }
+  return static_cast<const T*>(tensor.data());
+}
+
+inline void check_on_device(const Tensor& tensor, int32_t device_id) {
+  ffi::check_cuda(tensor);
+  if (tensor.dl->device.device_id != device_id) {
+    ffi::raise("ValueError", "`%s` is on cuda:%d, the workspace of the plan on cuda:%d",
+               tensor.name, tensor.dl->device.device_id, device_id);
+  }
+}
+
+// The query and the output of one run.
+inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned, int64_t heads,
+                        const Tensor& q, const Tensor& o, const Tensor& lse) {
+  ffi::check_dtype(q, ffi::dtype::FLASHINFER_CFG_DTYPE_Q);
+  ffi::check_ndim(q, 3, 3);
+  if (q.dim(0) < planned.qo_tokens || (planned.exact_tokens && q.dim(0) != planned.qo_tokens)) {
+    ffi::raise("ValueError", "`%s` must have %s%lld tokens as planned, got shape %s", q.name,
+               planned.exact_tokens ? "" : "at least ", static_cast<long long>(planned.qo_tokens),
+               q.shape_text().c_str());
+  }
+  ffi::check_shape(q, {q.dim(0), heads, FLASHINFER_CFG_HEAD_DIM_QK});
+  check_rows(q);
+  ffi::check_dtype(o, ffi::dtype::FLASHINFER_CFG_DTYPE_O);
+  ffi::check_shape(o, {q.dim(0), heads, FLASHINFER_CFG_HEAD_DIM_VO});
+  check_rows(o);
+  ffi::check_no_broadcast(o);
+  ffi::check_disjoint(o, q);
+  tensors.q = q.data();
+  tensors.q_stride_token = q.stride(0);
+  tensors.q_stride_head = q.stride(1);
+  tensors.o = o.data();
+  tensors.o_stride_token = o.stride(0);
+  tensors.o_stride_head = o.stride(1);
+  tensors.lse = nullptr;
+  if (!lse) return;
+  ffi::check_shape(lse, {q.dim(0), heads});
+  tensors.lse = const_cast<float*>(option_data<float>(lse, ffi::dtype::float32, 0));
+  ffi::check_disjoint(lse, q);
+  ffi::check_disjoint(lse, o);
+}
+
+// Keys and values in pages: two caches, or one with a dimension of 2 after the pages.
+inline void set_paged(AttentionTensors& tensors, bool is_hnd, int64_t page_size, int64_t heads,
+                      const Tensor& k, const Tensor& v) {
+  const ffi::CacheAxes axes = ffi::cache_axes(is_hnd);
+  const int parts = v ? 0 : 1;
+  const int64_t inner[2] = {is_hnd ? heads : page_size, is_hnd ? page_size : heads};
+  ffi::check_dtype(k, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
+  ffi::check_ndim(k, 4 + parts, 4 + parts);
+  if (v) {
+    ffi::check_shape(k, {k.dim(0), inner[0], inner[1], FLASHINFER_CFG_HEAD_DIM_QK});
+    ffi::check_dtype(v, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
+    ffi::check_shape(v, {k.dim(0), inner[0], inner[1], FLASHINFER_CFG_HEAD_DIM_VO});
+    check_rows(v);
+  } else {
+    ffi::check_shape(k, {k.dim(0), 2, inner[0], inner[1], FLASHINFER_CFG_HEAD_DIM_QK});
+    if (FLASHINFER_CFG_HEAD_DIM_QK != FLASHINFER_CFG_HEAD_DIM_VO) {
+      ffi::raise("ValueError", "`%s` must be a tuple of keys and values: head sizes differ, %d, %d",
+                 k.name, FLASHINFER_CFG_HEAD_DIM_QK, FLASHINFER_CFG_HEAD_DIM_VO);
+    }
+  }
+  check_rows(k);
+  ffi::check_count(k, "pages", k.dim(0));
+  const Tensor& values = v ? v : k;
+  const int slot = axes.slot + parts, head = axes.head + parts;
+  tensors.k = k.data();
+  tensors.v = static_cast<char*>(values.data()) + (parts ? k.stride(1) * k.itemsize() : 0);
+  tensors.k_stride_page = k.stride(0);
+  tensors.k_stride_token = k.stride(slot);
+  tensors.k_stride_head = k.stride(head);
+  tensors.v_stride_page = values.stride(0);
+  tensors.v_stride_token = values.stride(slot);
+  tensors.v_stride_head = values.stride(head);
+  tensors.num_pages = static_cast<uint32_t>(k.dim(0));
+}
+
+// Keys and values as tokens: [tokens, heads, dim], or [heads, tokens, dim] for HND.
+inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned, int64_t heads,
+                       const Tensor& k, const Tensor& v) {
+  const int token = planned.is_hnd ? 1 : 0, head = 1 - token;
+  ffi::check_dtype(k, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
+  ffi::check_dtype(v, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
+  ffi::check_ndim(k, 3, 3);
+  const int64_t tokens = k.dim(token);
+  if (tokens < planned.kv_entries) {
+    ffi::raise("ValueError", "`%s` must have at least %lld tokens as planned, got shape %s", k.name,
+               static_cast<long long>(planned.kv_entries), k.shape_text().c_str());
+  }
+  const int64_t outer[2] = {planned.is_hnd ? heads : tokens, planned.is_hnd ? tokens : heads};
+  ffi::check_shape(k, {outer[0], outer[1], FLASHINFER_CFG_HEAD_DIM_QK});
+  ffi::check_shape(v, {outer[0], outer[1], FLASHINFER_CFG_HEAD_DIM_VO});
+  check_rows(k);
+  check_rows(v);
+  tensors.k = k.data();
+  tensors.v = v.data();
+  tensors.k_stride_token = k.stride(token);
+  tensors.k_stride_head = k.stride(head);
+  tensors.v_stride_token = v.stride(token);
+  tensors.v_stride_head = v.stride(head);
+}
+
+// The tensors of one kind, read from the arguments q, k, v | None, o, lse | None.
+inline void read_tensors(ffi::Args& args, const AttentionLaunch& launch, int kind, bool paged,
+                         AttentionTensors& tensors) {
+  const PlannedTensors& planned = launch.planned[kind];
+  const int64_t kv_heads = launch.params.variant.num_kv_heads;
+  const Tensor q = args.tensor("q");
+  Tensor k = args.tensor(paged ? "paged_kv_cache" : "k");
+  const Tensor v = paged ? args.optional_tensor("paged_kv_cache[1]") : args.tensor("v");
+  const Tensor o = args.tensor("out");
+  const Tensor lse = args.optional_tensor("lse");
+  if (paged && v) k.name = "paged_kv_cache[0]";
+  set_queries(tensors, planned, launch.params.variant.num_qo_heads, q, o, lse);
+  if (paged) {
+    set_paged(tensors, planned.is_hnd, launch.params.page_size.divisor, kv_heads, k, v);
+  } else {
+    set_ragged(tensors, planned, kv_heads, k, v);
+  }
+  for (const Tensor& written : {o, lse}) {
+    if (!written) continue;
+    ffi::check_disjoint(written, k);
+    if (v) ffi::check_disjoint(written, v);
+  }
+  for (const Tensor& tensor : {q, k, v, o, lse}) {
+    if (tensor) check_on_device(tensor, launch.device_id);
+  }
+}
+
+// Fills the members that a user's variant adds: `read(reader)` of the rendered struct calls these
+// in the order in which run() takes the values.
+class VariantReader {
+ public:
+  VariantReader(ffi::Args& args, int32_t device_id) : args_(args), device_id_(device_id) {}
+
+  // Names that begin with maybe_ may be None.
+  template <typename T>
+  void tensor(const char* name, T*& pointer, const char* type) {
+    const bool optional = std::strncmp(name, "maybe_", 6) == 0;
+    const Tensor tensor = optional ? args_.optional_tensor(name) : args_.tensor(name);
+    pointer = nullptr;
+    if (!tensor) return;
+    if (std::strcmp(ffi::dtype_name(tensor.dtype()).c_str(), type) != 0) {
+      ffi::raise("ValueError", "`%s` must have dtype %s, got %s", name, type,
+                 ffi::dtype_name(tensor.dtype()).c_str());
+    }
+    pointer = const_cast<T*>(option_data<T>(tensor, tensor.dtype(), 0));
+    check_on_device(tensor, device_id_);
+  }
+
+  template <typename T>
+  void scalar(const char* name, T& value) {
+    if constexpr (T(0.5) == T(0)) {
+      value = static_cast<T>(args_.integer(name));
+    } else {
+      value = static_cast<T>(args_.number(name));
+    }
+  }
+
+ private:
+  ffi::Args& args_;
+  int32_t device_id_;
+};
+
+}  // namespace flashinfer

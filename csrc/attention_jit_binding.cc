@@ -1,0 +1,174 @@
+// attention_capacity(info, workspace): info (CPU int32) gets the CTAs per SM and the SMs
+// attention_bind(state, plan_info, int_workspace, float_workspace, kv_indices | None, num_qo_heads,
+//                num_kv_heads, page_size, is_hnd, exact_tokens)
+// attention_bind_second(state, plan_info, kv_indices, is_hnd)
+// attention_options(state, logits_soft_cap, rope_scale, rope_theta, alibi_slopes | None)
+// attention_mask(state, custom_mask, mask_indptr)
+// attention_items(state, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
+//                 max_item_len_ptr)
+// attention_second(state, q, k, v | None, o, lse | None, v_scale)
+// attention_run(state, q, k, v | None, o, lse | None, sm_scale, v_scale, window_left, sinks | None,
+//               enable_pdl, <additional tensors>, <additional scalars>)
+//
+// v None: k is a cache that holds both. `state` is explained in attention_binding.h. The `second`
+// functions are for launches of two shapes whose items of kind 1 have tensors of their own. The
+// tensors of a plan are those that the caller moved to the device itself: only a run asks where its
+// tensors are.
+#include "attention_binding.h"
+
+#include <cmath>
+
+using namespace flashinfer;
+
+namespace {
+
+const int32_t* page_numbers(const Tensor& kv_indices, const PlannedTensors& planned) {
+  ffi::check_indices(kv_indices, -1);
+  if (kv_indices.dim(0) < planned.kv_entries) {
+    ffi::raise("ValueError", "`%s` must have at least the %lld pages of the indptr, got shape %s",
+               kv_indices.name, static_cast<long long>(planned.kv_entries),
+               kv_indices.shape_text().c_str());
+  }
+  return static_cast<const int32_t*>(kv_indices.data());
+}
+
+}  // namespace
+
+FLASHINFER_FFI_EXPORT(attention_capacity, args) {
+  const Tensor info = args.tensor("info");
+  const Tensor workspace = args.tensor("float_workspace_buffer");
+  ffi::check_dtype(info, ffi::dtype::int32);
+  ffi::check_shape(info, {2});
+  ffi::check_cuda(workspace);
+  const ffi::DeviceGuard guard(workspace);
+  int ctas = 0;
+  ffi::check_launch(attention_ctas_per_sm(&ctas));
+  static_cast<int32_t*>(info.data())[0] = ctas;
+  static_cast<int32_t*>(info.data())[1] = ffi::device_info(workspace).num_sms;
+}
+
+FLASHINFER_FFI_EXPORT(attention_bind, args) {
+  AttentionLaunch& launch = as_launch(args.tensor("state"));
+  const Tensor plan_info = args.tensor("plan_info");
+  const Tensor int_workspace = args.tensor("int_workspace_buffer");
+  const Tensor float_workspace = args.tensor("float_workspace_buffer");
+  const Tensor kv_indices = args.optional_tensor("paged_kv_indices");
+  launch = {};
+  auto& params = launch.params;
+  params.variant.num_qo_heads = static_cast<uint32_t>(args.integer("num_qo_heads"));
+  params.variant.num_kv_heads = static_cast<uint32_t>(args.integer("num_kv_heads"));
+  const auto page_size = static_cast<uint32_t>(args.integer("page_size"));
+  PlannedTensors& planned = launch.planned[0];
+  planned.is_hnd = args.optional_flag("kv_layout") == ffi::Args::Flag::kTrue;
+  planned.exact_tokens = args.optional_flag("use_cuda_graph") != ffi::Args::Flag::kTrue;
+
+  ffi::check_dtype(plan_info, ffi::dtype::int64);
+  ffi::check_shape(plan_info, {kPlanInfoLength});
+  const int64_t* info = static_cast<const int64_t*>(plan_info.data());
+  params.num_ctas = static_cast<uint32_t>(info[kNumCtas]);
+  params.num_merges = static_cast<uint32_t>(info[kNumMerges]);
+  params.rows_per_slot = static_cast<uint32_t>(info[kRowsPerSlot]);
+  params.num_kv_heads = FastDivisor(params.variant.num_kv_heads);
+  params.group_size = FastDivisor(params.variant.num_qo_heads / params.variant.num_kv_heads);
+  params.page_size = FastDivisor(page_size == 0 ? 1 : page_size);
+  params.variant.window_left = -1;
+  planned.qo_tokens = info[kQoTokens];
+  planned.kv_entries = info[kKvEntries];
+
+  char* ints = static_cast<char*>(int_workspace.data());
+  params.items = reinterpret_cast<const WorkItem*>(ints + info[kItemsOffset]);
+  params.merges = reinterpret_cast<const MergeItem*>(ints + info[kMergesOffset]);
+  char* floats = static_cast<char*>(float_workspace.data());
+  params.partial_o = reinterpret_cast<float*>(floats);
+  params.partial_sums = reinterpret_cast<float2*>(floats + info[kPartialSumsOffset]);
+
+  // Whether this is a GPU is looked at when it is used.
+  launch.device_id = float_workspace.dl->device.device_id;
+  if (kv_indices) params.tensors[0].kv_indices = page_numbers(kv_indices, planned);
+  launch.magic = kLaunchMagic;
+}
+
+FLASHINFER_FFI_EXPORT(attention_bind_second, args) {
+  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  const Tensor plan_info = args.tensor("plan_info");
+  const Tensor kv_indices = args.tensor("paged_kv_indices");
+  ffi::check_dtype(plan_info, ffi::dtype::int64);
+  ffi::check_shape(plan_info, {kPlanInfoLength});
+  const int64_t* info = static_cast<const int64_t*>(plan_info.data());
+  PlannedTensors& planned = launch.planned[1];
+  planned.is_hnd = args.optional_flag("kv_layout") == ffi::Args::Flag::kTrue;
+  planned.exact_tokens = launch.planned[0].exact_tokens;
+  planned.qo_tokens = info[kSecondQoTokens];
+  planned.kv_entries = info[kSecondKvEntries];
+  launch.params.tensors[1].kv_indices = page_numbers(kv_indices, planned);
+  launch.has_second = true;
+}
+
+FLASHINFER_FFI_EXPORT(attention_options, args) {
+  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  VariantParams& variant = launch.params.variant;
+  variant.logits_soft_cap = static_cast<float>(args.number("logits_soft_cap"));
+  const double rope_scale = args.number("rope_scale");
+  const double rope_theta = args.number("rope_theta");
+  const Tensor alibi_slopes = args.optional_tensor("alibi_slopes");
+  variant.rope_scale_rcp = static_cast<float>(1. / rope_scale);
+  variant.rope_theta_rcp_log2 =
+      static_cast<float>(-std::log2(rope_theta) * 2. / FLASHINFER_CFG_HEAD_DIM_QK);
+  variant.alibi_slopes =
+      option_data<float>(alibi_slopes, ffi::dtype::float32, variant.num_qo_heads);
+}
+
+FLASHINFER_FFI_EXPORT(attention_mask, args) {
+  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  const Tensor mask = args.tensor("custom_mask");
+  const Tensor indptr = args.tensor("mask_indptr");
+  launch.params.variant.custom_mask = option_data<uint8_t>(mask, ffi::dtype::uint8, 0);
+  launch.params.variant.mask_indptr = option_data<int32_t>(indptr, ffi::dtype::int32, 1);
+}
+
+FLASHINFER_FFI_EXPORT(attention_items, args) {
+  constexpr DLDataType kUint16{kDLUInt, 16, 1}, kUint32{kDLUInt, 32, 1};
+  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  VariantParams& variant = launch.params.variant;
+  const Tensor prefix = args.tensor("prefix_len_ptr");
+  const Tensor positions = args.tensor("token_pos_in_items_ptr");
+  variant.token_pos_in_items_len = static_cast<uint32_t>(args.integer("token_pos_in_items_len"));
+  const Tensor longest = args.tensor("max_item_len_ptr");
+  variant.prefix_len_ptr = option_data<uint32_t>(prefix, kUint32, 0);
+  variant.token_pos_in_items_ptr = option_data<uint16_t>(positions, kUint16, 0);
+  variant.max_item_len_ptr = option_data<uint16_t>(longest, kUint16, 0);
+}
+
+FLASHINFER_FFI_EXPORT(attention_second, args) {
+  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  AttentionTensors& tensors = launch.params.tensors[1];
+  read_tensors(args, launch, 1, true, tensors);
+  tensors.v_scale = static_cast<float>(args.number("v_scale"));
+}
+
+FLASHINFER_FFI_EXPORT(attention_run, args) {
+  const Tensor state = args.tensor("state");
+  const AttentionLaunch& launch = as_bound_launch(state);
+  auto params = launch.params;
+  VariantParams& variant = params.variant;
+  read_tensors(args, launch, 0, FLASHINFER_CFG_PAGED, params.tensors[0]);
+  variant.sm_scale = static_cast<float>(args.number("sm_scale"));
+  params.tensors[0].v_scale = static_cast<float>(args.number("v_scale"));
+  variant.window_left = static_cast<int32_t>(args.integer("window_left"));
+  const Tensor sinks = args.optional_tensor("sinks");
+  const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  variant.sinks = option_data<float>(sinks, ffi::dtype::float32, variant.num_qo_heads);
+  if (sinks) check_on_device(sinks, launch.device_id);
+  if (!launch.has_second) params.tensors[1] = params.tensors[0];
+#if FLASHINFER_CFG_CUSTOM_VARIANT
+  VariantReader reader(args, launch.device_id);
+  params.variant.read(reader);
+#endif
+
+  if (params.num_ctas == 0) return;  // no query at all
+  const DLTensor device{nullptr, {kDLCUDA, launch.device_id}, 0, {}, nullptr, nullptr, 0};
+  const Tensor place{&device, "q"};
+  const ffi::DeviceGuard guard(place);
+  ffi::check_launch(
+      attention(params, ffi::resolve_pdl(enable_pdl, place), ffi::current_stream(place)));
+}

@@ -1,0 +1,236 @@
+"""Arguments of the attention wrappers: brought to one form, or refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..dtypes import FLOAT8
+from ..jit.attention.config import FLOAT16
+from ..jit.attention.variant import AttentionVariant, make_variant
+
+POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+
+
+def resolve_dtype(name: str, dtype: Any) -> torch.dtype:
+    """The dtype that an argument is or names."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if isinstance(found, torch.dtype):
+            return found
+        raise ValueError(f"`{name}` must name a torch.dtype such as 'bfloat16', got {dtype!r}")
+    raise TypeError(f"`{name}` must be a torch.dtype or its name, got {dtype!r}")
+
+
+def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Element types of queries, caches and outputs; by default the first's.
+
+    Raises
+    ------
+    ValueError
+        If there is no kernel for them.
+    """
+    q_dtype = resolve_dtype("q_data_type", q)
+    kv_dtype = q_dtype if kv is None else resolve_dtype("kv_data_type", kv)
+    o_dtype = q_dtype if o is None else resolve_dtype("o_data_type", o)
+    for name, dtype, allowed in (
+        ("q_data_type", q_dtype, FLOAT16),
+        ("kv_data_type", kv_dtype, (q_dtype, *FLOAT8)),
+        ("o_data_type", o_dtype, FLOAT16),
+    ):
+        if dtype not in allowed:
+            names = ", ".join(str(a).removeprefix("torch.") for a in allowed)
+            raise ValueError(
+                f"`{name}` must be one of {names}, got {str(dtype).removeprefix('torch.')}"
+            )
+    return q_dtype, kv_dtype, o_dtype
+
+
+def check_count(name: str, value: Any, low: int = 1, high: int = 2**31 - 1) -> int:
+    """An int within bounds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an int, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` must be from {low} to {high}, got {value}")
+    return value
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a bool, got {value!r}")
+    return value
+
+
+def check_window(value: Any) -> int:
+    """`window_left`: -1 for none, or how many keys before the query's own are seen."""
+    return check_count("window_left", value, -1)
+
+
+def check_pos_encoding(mode: Any) -> str:
+    """`pos_encoding_mode`."""
+    if mode not in POS_ENCODING_MODES:
+        error = ValueError if isinstance(mode, str) else TypeError
+        raise error(f"`pos_encoding_mode` must be one of {POS_ENCODING_MODES}, got {mode!r}")
+    return mode
+
+
+def scalar(name: str, value: Any) -> float:
+    """A finite number; one-element CPU tensors count, a GPU's would make the host wait for it."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"`{name}` must be one number, got shape {list(value.shape)}")
+        if value.device.type != "cpu":
+            raise ValueError(
+                f"`{name}` must be a float (or a tensor on the CPU), got a tensor on "
+                f"{value.device}, which the host would have to wait for"
+            )
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{name}` must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"`{name}` must be finite, got {value}")
+    return float(value)
+
+
+def positive(name: str, value: Any, default: float) -> float:
+    """A positive finite number, `default` for None."""
+    if value is None:
+        return default
+    number = scalar(name, value)
+    if number <= 0.0:
+        raise ValueError(f"`{name}` must be positive, got {number}")
+    return number
+
+
+def soft_cap(value: Any) -> float:
+    """`logits_soft_cap`: None and 0 mean none."""
+    if value is None:
+        return 0.0
+    number = scalar("logits_soft_cap", value)
+    if number < 0.0:
+        raise ValueError(f"`logits_soft_cap` must be 0 (none) or positive, got {number}")
+    return number
+
+
+def logits_scale(sm_scale: Any, head_dim_qk: int) -> float:
+    """`sm_scale`; one over the root of the head size by default."""
+    return 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar("sm_scale", sm_scale)
+
+
+def refuse(reason: str, **arguments: Any) -> None:
+    """Refuse arguments of other backends that are not left at None or False."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise ValueError(f"`{name}` must be left out: {reason}")
+
+
+def check_backend(backend: Any) -> None:
+    """The backends of the attention wrappers."""
+    if backend in ("auto", "fa2"):
+        return
+    if not isinstance(backend, str):
+        raise TypeError(f"`backend` must be a str, got {backend!r}")
+    missing = {
+        "fa3": "there are no kernels for Hopper alone yet",
+        "cutlass": "there are no CUTLASS kernels",
+        "cudnn": "cuDNN is not called",
+        "trtllm-gen": "its kernels are for Blackwell only",
+    }
+    reason = f": {missing[backend]}" if backend in missing else ""
+    raise ValueError(f"`backend` must be 'auto' or 'fa2', got {backend!r}{reason}")
+
+
+def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Index tensors as contiguous int32 vectors on the host.
+
+    What lies on a GPU is fetched by one copy, for which the host waits.
+    """
+    found = list(tensors.values())
+    distant = []
+    for i, (name, tensor) in enumerate(tensors.items()):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype != torch.int32 and tensor.dtype != torch.int64:
+            raise ValueError(
+                f"`{name}` must have dtype int32 or int64, got "
+                f"{str(tensor.dtype).removeprefix('torch.')}"
+            )
+        if tensor.ndim != 1:
+            raise ValueError(f"`{name}` must have 1 dimension, got shape {list(tensor.shape)}")
+        if tensor.device.type != "cpu":
+            distant.append(i)
+        elif tensor.dtype == torch.int64 or not tensor.is_contiguous():
+            found[i] = _as_int32(name, tensor)
+    if distant:
+        names = list(tensors)
+        together = torch.cat([found[i] for i in distant]).cpu()
+        parts = together.split([found[i].numel() for i in distant])
+        for i, part in zip(distant, parts, strict=True):
+            found[i] = _as_int32(names[i], part)
+    return found
+
+
+def _as_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.int64:
+        if tensor.numel() and not -(2**31) <= int(tensor.min()) <= int(tensor.max()) < 2**31:
+            raise ValueError(f"`{name}` must have values that fit int32, got {int(tensor.max())}")
+        tensor = tensor.to(torch.int32)
+    return tensor.contiguous()
+
+
+def device_indices(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
+    """Page numbers as a contiguous int32 vector on `device`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.int32 and tensor.dtype != torch.int64:
+        raise ValueError(
+            f"`{name}` must have dtype int32 or int64, got "
+            f"{str(tensor.dtype).removeprefix('torch.')}"
+        )
+    if tensor.ndim != 1:
+        raise ValueError(f"`{name}` must have 1 dimension, got shape {list(tensor.shape)}")
+    if tensor.dtype == torch.int32 and tensor.device == device and tensor.is_contiguous():
+        return tensor
+    return tensor.to(device=device, dtype=torch.int32).contiguous()
+
+
+def variant_from_jit_args(
+    jit_args: Sequence[Any] | None, jit_kwargs: Mapping[str, Any] | None
+) -> AttentionVariant | None:
+    """The variant that a wrapper's `jit_args` describe.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they are not the 13 of ``gen_customize_batch_prefill_module`` (without `backend`), or
+        `jit_kwargs` has a key that is no option.
+    """
+    options = {
+        "pos_encoding_mode",
+        "use_sliding_window",
+        "use_logits_soft_cap",
+        "use_fp16_qk_reduction",
+        "fp8_enabled",
+    }
+    if unknown := sorted(set(jit_kwargs or ()) - options):
+        raise ValueError(f"`jit_kwargs` may have {sorted(options)}, got {unknown}")
+    if jit_args is None:
+        if jit_kwargs:
+            raise ValueError("`jit_kwargs` must be left out without `jit_args`")
+        return None
+    if not isinstance(jit_args, (list, tuple)):
+        raise TypeError(f"`jit_args` must be a list, got {type(jit_args).__name__}")
+    if len(jit_args) != 13:
+        raise ValueError(
+            "`jit_args` must be [uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, "
+            "head_dim_vo, additional_tensor_names, additional_tensor_dtypes, "
+            "additional_scalar_names, additional_scalar_dtypes, variant_name, variant_decl], "
+            f"got {len(jit_args)} of these 13"
+        )
+    return make_variant(jit_args[0], *jit_args[7:])

@@ -1,0 +1,434 @@
+"""Plans and launches attention: the state behind every wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..jit.attention.config import AttentionConfig, choose_tile_q
+from ..jit.attention.modules import AttentionModule, get_attention_module
+from ..jit.attention.plan import AttentionPlan, Group
+from ..jit.errors import ToolchainError
+from ..reference_backend import is_active
+from .problem import AttentionProblem
+
+INT_WORKSPACE_BYTES = 8 << 20
+"""Work lists of some 100,000 tiles."""
+
+_STATE_BYTES = (
+    4096  # of AttentionLaunch in csrc/attention_binding.h, whose size depends on variants
+)
+_NOMINAL_CTA_SLOTS = 264  # for plans without a GPU
+
+Pair = tuple[AttentionProblem, AttentionProblem]
+
+
+class AttentionExecutor:
+    """One plan and the workspaces it uses; one thread at a time.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        Contiguous, of any dtype, for partial results of split requests. Its device is the
+        executor's.
+
+    Attributes
+    ----------
+    problem : AttentionProblem or None
+        The latest plan's.
+    config : AttentionConfig
+        Of the module that the latest plan chose.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor) -> None:
+        self.problem: AttentionProblem | None = None
+        self._planner: AttentionPlan | None = None
+        self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8)
+        self._modules: dict[tuple[Any, ...], AttentionModule] = {}
+        self._key: tuple[Any, ...] = ()
+        self._has_window = False
+        self._run: Any = _plan_first
+        self._graph_tile_q = 0
+        self._settings: tuple[int | None, bool, tuple[int, int] | None] = (None, False, None)
+        self.set_workspaces(float_workspace_buffer, None)
+
+    def set_workspaces(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None
+    ) -> None:
+        """Use these from the next plan on; an int workspace is allocated if none is given."""
+        _check_workspace("float_workspace_buffer", float_workspace_buffer)
+        self.device = float_workspace_buffer.device
+        if int_workspace_buffer is None:
+            int_workspace_buffer = torch.empty(
+                INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
+            )
+        _check_workspace("int_workspace_buffer", int_workspace_buffer)
+        if int_workspace_buffer.device != self.device:
+            raise ValueError(
+                f"`int_workspace_buffer` must be on {self.device} as `float_workspace_buffer` is, "
+                f"got {int_workspace_buffer.device}"
+            )
+        self.float_workspace = float_workspace_buffer
+        self.int_workspace = int_workspace_buffer
+        self._float_bytes = float_workspace_buffer.numel() * float_workspace_buffer.element_size()
+        self._run = _plan_first
+
+    def plan(
+        self,
+        problem: AttentionProblem,
+        *,
+        second: AttentionProblem | None = None,
+        tile_q_second: int = 0,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        graph_capacity: tuple[int, int] | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Choose a module, plan, and start the copy of the work list to the GPU.
+
+        Parameters
+        ----------
+        problem : AttentionProblem
+            The requests.
+        second : AttentionProblem, optional
+            More requests in the same launch that have tensors of their own, always paged, tiled by
+            `tile_q_second`; heads, dtypes, page size and options are those of `problem`.
+        tile_q_second : int
+            Tile of a second shape in the launch; without `second`, for the requests of `problem`
+            that fit it. 0: one shape.
+        fixed_split_size : int, optional
+            Cut keys at multiples of this many tokens and nowhere else.
+        disable_split_kv : bool
+            Cut nothing.
+        graph_capacity : tuple of int, optional
+            Requests and query tokens that later plans of a CUDA graph may have.
+        non_blocking : bool
+            Whether to return before the copy has ended.
+
+        Raises
+        ------
+        ValueError
+            If the plan is impossible, a workspace is too small (which says the bytes that are
+            needed) or not on a GPU.
+        """
+        check_heads(problem)
+        key = self._module_key(problem, second, tile_q_second, fixed_split_size, graph_capacity)
+        groups = (problem.group(), () if second is None else second.group())
+        settings = (fixed_split_size, disable_split_kv, graph_capacity)
+        self._settings = settings
+        self.problem = None
+        self._run = _plan_first
+        if self.device.type != "cuda":
+            self._plan_without_gpu(problem, key, settings, groups)
+            return
+        module = self._modules.get(key)
+        if module is None:
+            config = _config(key)
+            # What is wrong with the request is said before anything is compiled.
+            self._configure(problem, key, _NOMINAL_CTA_SLOTS, settings)
+            assert self._planner is not None
+            self._planner.plan(None, -1, *groups)
+            module = self._modules[key] = get_attention_module(config, problem.variant)
+        self._configure(problem, key, module.cta_slots(self.float_workspace), settings)
+        assert self._planner is not None
+        info = self._planner.plan(self.int_workspace, self._float_bytes, *groups)
+        self._bind(module, problem, second, info, graph_capacity is not None)
+        if not non_blocking:
+            torch.cuda.current_stream(self.device).synchronize()
+        self.problem = problem
+        self._key = key
+        self._has_window = problem.window_left >= 0
+        self._run = module.run
+
+    def change_options(self, problem: AttentionProblem) -> None:
+        """Launch the planned requests with other options from now on.
+
+        `problem` differs from the planned one in options only. If other keys are visible the
+        requests are planned anew, except while a CUDA graph is captured: then the plan must cover
+        the keys that are visible now, and visits the others for nothing.
+
+        Raises
+        ------
+        ValueError
+            If it does not cover them.
+        """
+        planned, settings = self.problem, self._settings
+        assert planned is not None
+        if self.device.type != "cuda":
+            self.problem = problem
+            return
+        if problem.group() != planned.group():
+            if not torch.cuda.is_current_stream_capturing():
+                fixed_split_size, disable_split_kv, capacity = settings
+                self.plan(
+                    problem,
+                    fixed_split_size=fixed_split_size,
+                    disable_split_kv=disable_split_kv,
+                    graph_capacity=capacity,
+                )
+                return
+            if not covers(planned, problem):
+                raise ValueError(
+                    "`causal` and `window_left` of forward() must not show more keys than those "
+                    "of plan() while a CUDA graph is captured"
+                )
+        fixed = settings[0] is not None
+        key = (*self._module_key(problem, None, 0, 64 if fixed else None, settings[2]),)
+        key = (*key[:5], self._key[5], *key[6:])
+        module = self._modules.get(key)
+        if module is None:
+            module = self._modules[key] = get_attention_module(_config(key), problem.variant)
+        assert self._planner is not None
+        self._bind(module, problem, None, self._planner.info, settings[2] is not None)
+        self._key, self._run, self._has_window = key, module.run, problem.window_left >= 0
+        self.problem = problem
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sm_scale: float,
+        v_scale: float,
+        window_left: int,
+        sinks: torch.Tensor | None,
+        enable_pdl: bool | None,
+        additional: Sequence[Any] = (),
+    ) -> None:
+        """Launch what was planned.
+
+        Parameters
+        ----------
+        q, k, v, out, lse : torch.Tensor
+            As the wrappers take them; `v` None means that `k` is a cache of both; `lse` None that
+            it is not wanted.
+        sm_scale, v_scale : float
+            Of the logits, all scales folded in, and of the output.
+        window_left : int
+            The plan's, or narrower.
+        sinks : torch.Tensor, optional
+            ``[num_qo_heads]`` float32.
+        enable_pdl : bool, optional
+            None: where the device has it.
+        additional : sequence
+            Tensors, then scalars, of a user's variant.
+        """
+        run = self._run
+        if sinks is not None or (window_left >= 0 and not self._has_window):
+            run = self._module_with(sinks is not None, window_left >= 0).run
+        run(
+            *(self._state, q, k, v, out, lse, sm_scale, v_scale),
+            *(window_left, sinks, enable_pdl, *additional),
+        )
+
+    def set_second(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        v_scale: float = 1.0,
+    ) -> None:
+        """Tensors of the `second` problem for the next `run`."""
+        if self._run is _plan_first:
+            _plan_first()
+        self._modules[self._key].second(self._state, q, k, v, out, lse, v_scale)
+
+    def workspace_size(
+        self,
+        problem: AttentionProblem,
+        *,
+        second: AttentionProblem | None = None,
+        tile_q_second: int = 0,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        graph_capacity: tuple[int, int] | None = None,
+    ) -> tuple[int, int]:
+        """Bytes of the float and the int workspace that `plan` with these arguments needs."""
+        check_heads(problem)
+        key = self._module_key(problem, second, tile_q_second, fixed_split_size, graph_capacity)
+        slots = _NOMINAL_CTA_SLOTS
+        if self.device.type == "cuda":
+            module = get_attention_module(_config(key), problem.variant)
+            slots = module.cta_slots(self.float_workspace)
+        settings = (fixed_split_size, disable_split_kv, graph_capacity)
+        planner, self._planner = self._planner, None  # the plan in use stays as it is
+        try:
+            self._configure(problem, key, slots, settings)
+            assert self._planner is not None
+            seconds = () if second is None else second.group()
+            return self._planner.bytes_needed(problem.group(), seconds)
+        finally:
+            self._planner = planner
+
+    # --- Details ------------------------------------------------------------------------------
+
+    def _module_key(
+        self,
+        problem: AttentionProblem,
+        second: AttentionProblem | None,
+        tile_q_second: int,
+        fixed_split_size: int | None,
+        graph_capacity: tuple[int, int] | None,
+    ) -> tuple[Any, ...]:
+        """The fields of AttentionConfig, as a tuple: building the dataclass takes longer."""
+        if graph_capacity is not None and self._graph_tile_q:
+            tile_q = self._graph_tile_q  # a captured launch keeps its tile
+        else:
+            tile_q = _tile_q(problem, fixed_split_size is not None)
+            if graph_capacity is not None:
+                self._graph_tile_q = tile_q
+        mask_second = second.mask_mode if second is not None else problem.mask_mode
+        return (
+            problem.q_data_type,
+            problem.kv_data_type,
+            problem.o_data_type,
+            problem.head_dim_qk,
+            problem.head_dim_vo,
+            tile_q,
+            problem.page_size > 0,
+            problem.mask_mode,
+            problem.pos_encoding_mode.lower(),
+            problem.window_left >= 0,
+            problem.logits_soft_cap > 0.0,
+            False,
+            tile_q_second,
+            mask_second if tile_q_second else "none",
+            problem.variant is not None,
+            problem.variant,
+        )
+
+    def _configure(
+        self,
+        problem: AttentionProblem,
+        key: tuple[Any, ...],
+        cta_slots: int,
+        settings: tuple[int | None, bool, tuple[int, int] | None],
+    ) -> None:
+        fixed_split_size, disable_split_kv, capacity = settings
+        if self._planner is None:
+            self._planner = AttentionPlan()
+        self._planner.configure(
+            problem.num_kv_heads,
+            problem.num_qo_heads // problem.num_kv_heads,
+            problem.head_dim_vo,
+            key[5],
+            cta_slots,
+            key[12],
+            64,
+            fixed_split_size or 0,
+            disable_split_kv,
+            *((-1, 0) if capacity is None else capacity),
+        )
+
+    def _plan_without_gpu(
+        self,
+        problem: AttentionProblem,
+        key: tuple[Any, ...],
+        settings: tuple[int | None, bool, tuple[int, int] | None],
+        groups: tuple[Group, Group | tuple[()]],
+    ) -> None:
+        """Everything but the launch: the reference backend computes from `problem`."""
+        _config(key)
+        try:
+            self._configure(problem, key, _NOMINAL_CTA_SLOTS, settings)
+            assert self._planner is not None
+            self._planner.plan(self.int_workspace, self._float_bytes, *groups)
+        except ToolchainError:
+            if not is_active():
+                raise
+        if not is_active():
+            raise ValueError(
+                f"`float_workspace_buffer` must be a CUDA tensor, got one on {self.device}"
+            )
+        self.problem = problem
+
+    def _bind(
+        self,
+        module: AttentionModule,
+        problem: AttentionProblem,
+        second: AttentionProblem | None,
+        info: torch.Tensor,
+        is_graph: bool,
+    ) -> None:
+        state = self._state
+        module.bind(
+            *(state, info, self.int_workspace, self.float_workspace, problem.kv_indices),
+            *(problem.num_qo_heads, problem.num_kv_heads, problem.page_size),
+            *(problem.kv_layout == "HND", is_graph),
+        )
+        if second is not None:
+            module.bind_second(state, info, second.kv_indices, second.is_hnd)
+        if problem.logits_soft_cap > 0.0 or problem.pos_encoding_mode != "NONE":
+            module.options(
+                *(state, problem.logits_soft_cap, problem.rope_scale, problem.rope_theta),
+                problem.alibi_slopes,
+            )
+        if problem.custom_mask is not None:
+            module.mask(state, problem.custom_mask, problem.mask_indptr)
+        elif problem.prefix_len_ptr is not None:
+            module.items(
+                *(state, problem.prefix_len_ptr, problem.token_pos_in_items_ptr),
+                *(problem.token_pos_in_items_len, problem.max_item_len_ptr),
+            )
+
+    def _module_with(self, sinks: bool, window: bool) -> AttentionModule:
+        """The planned module with options that a run adds; it reads the same state."""
+        if self.problem is None:
+            _plan_first()
+        key = (*self._key[:9], self._key[9] or window, self._key[10], sinks, *self._key[12:])
+        module = self._modules.get(key)
+        if module is None:
+            assert self.problem is not None
+            module = get_attention_module(_config(key), self.problem.variant)
+            self._modules[key] = module
+        return module
+
+
+def covers(planned: AttentionProblem, problem: AttentionProblem) -> bool:
+    """Whether a plan for `planned` visits every key that `problem` shows a query."""
+    mine, its = planned.group(), problem.group()
+    return (not mine[6] or its[6]) and (mine[7] < 0 or 0 <= its[7] <= mine[7])
+
+
+def _plan_first(*_: Any) -> None:
+    raise ValueError("plan() must be called before run(), and again after new workspaces")
+
+
+def _config(key: tuple[Any, ...]) -> AttentionConfig:
+    return AttentionConfig(*key[:-1])
+
+
+def check_heads(problem: AttentionProblem) -> None:
+    """Refuse numbers of heads that do not make groups of up to 64."""
+    q_heads, kv_heads = problem.num_qo_heads, problem.num_kv_heads
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads or q_heads // kv_heads > 64:
+        raise ValueError(
+            "`num_qo_heads` must be 1 to 64 times `num_kv_heads`, got "
+            f"num_qo_heads={q_heads}, num_kv_heads={kv_heads}"
+        )
+
+
+def _tile_q(problem: AttentionProblem, fixed_split_size: bool) -> int:
+    group = problem.num_qo_heads // problem.num_kv_heads
+    if problem.qo_indptr is None:
+        rows = problem.tokens_per_request * group
+        return choose_tile_q(rows, rows, problem.head_dim_vo)
+    indptr = problem.qo_indptr.numpy()
+    if len(indptr) < 2:
+        return choose_tile_q(0, 0, problem.head_dim_vo, fixed_split_size)
+    longest = int((indptr[1:] - indptr[:-1]).max()) * group
+    mean = int(indptr[-1]) * group / (len(indptr) - 1)
+    return choose_tile_q(longest, mean, problem.head_dim_vo, fixed_split_size)
+
+
+def _check_workspace(name: str, buffer: Any) -> None:
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(buffer).__name__}")
+    if not buffer.is_contiguous() or buffer.data_ptr() % 16:
+        raise ValueError(f"`{name}` must be contiguous and begin at a multiple of 16 bytes")

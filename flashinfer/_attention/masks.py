@@ -1,0 +1,99 @@
+"""Custom masks and multi-item scoring: arguments of prefill plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..quantization.packbits import segment_packbits
+from .paged import keep
+from .problem import AttentionProblem
+
+
+def add_mask(
+    problem: AttentionProblem,
+    custom_mask: Any,
+    packed_custom_mask: Any,
+    device: torch.device,
+    mask_buffer: torch.Tensor | None = None,
+    indptr_buffer: torch.Tensor | None = None,
+) -> None:
+    """Put a mask of bools or of packed bits into `problem`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is of another dtype or has not one element for each pair of query and key.
+    """
+    bits = problem.qo_lengths().numpy().astype(np.int64) * problem.kv_lengths().numpy()
+    if packed_custom_mask is None:
+        offsets = np.concatenate([[0], np.cumsum(bits)])
+        mask = _vector("custom_mask", custom_mask, torch.bool, int(offsets[-1]))
+        packed, _ = segment_packbits(mask.to(device), torch.from_numpy(offsets), "little")
+    else:
+        packed = packed_custom_mask
+    offsets = np.concatenate([[0], np.cumsum((bits + 7) // 8)])
+    if offsets[-1] >= 2**31:
+        raise ValueError(f"`custom_mask` must have less than 2^31 bytes, got {offsets[-1]}")
+    packed = _vector("packed_custom_mask", packed, torch.uint8, int(offsets[-1])).to(device)
+    indptr = torch.from_numpy(offsets.astype(np.int32)).to(device)
+    if mask_buffer is not None and indptr_buffer is not None:
+        packed = keep("custom_mask", packed, mask_buffer)
+        indptr = keep("mask_indptr", indptr, indptr_buffer)
+    problem.custom_mask, problem.mask_indptr = packed, indptr
+
+
+def add_items(
+    problem: AttentionProblem,
+    prefix_len_ptr: Any,
+    token_pos_in_items_ptr: Any,
+    token_pos_in_items_len: Any,
+    max_item_len_ptr: Any,
+    device: torch.device,
+) -> None:
+    """Put the tensors of multi-item scoring into `problem`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If some are missing, of another dtype or shorter than the batch needs.
+    """
+    batch_size = problem.batch_size
+    if isinstance(token_pos_in_items_len, bool) or not isinstance(token_pos_in_items_len, int):
+        raise TypeError(f"`token_pos_in_items_len` must be an int, got {token_pos_in_items_len!r}")
+    if token_pos_in_items_len < 1:
+        raise ValueError(f"`token_pos_in_items_len` must be positive, got {token_pos_in_items_len}")
+    unsigned = {torch.int32: torch.uint32, torch.int16: torch.uint16}
+    problem.token_pos_in_items_len = token_pos_in_items_len
+    for name, tensor, dtype, length in (
+        ("prefix_len_ptr", prefix_len_ptr, torch.uint32, batch_size),
+        (
+            "token_pos_in_items_ptr",
+            token_pos_in_items_ptr,
+            torch.uint16,
+            batch_size * token_pos_in_items_len,
+        ),
+        ("max_item_len_ptr", max_item_len_ptr, torch.uint16, batch_size),
+    ):
+        if isinstance(tensor, torch.Tensor) and unsigned.get(tensor.dtype) == dtype:
+            tensor = tensor.view(dtype)  # lengths and positions are not negative
+        if isinstance(tensor, torch.Tensor) and tensor.ndim == 2:
+            tensor = tensor.reshape(-1)
+        setattr(problem, name, _vector(name, tensor, dtype, length).to(device))
+
+
+def _vector(name: str, tensor: Any, dtype: torch.dtype, length: int) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != dtype:
+        raise ValueError(
+            f"`{name}` must have dtype {str(dtype).removeprefix('torch.')}, got "
+            f"{str(tensor.dtype).removeprefix('torch.')}"
+        )
+    if tensor.ndim != 1 or tensor.numel() != length:
+        raise ValueError(
+            f"`{name}` must have shape [{length}] for this batch, got {list(tensor.shape)}"
+        )
+    return tensor.contiguous()

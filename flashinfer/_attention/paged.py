@@ -1,0 +1,104 @@
+"""Page tables as wrappers take them, and the buffers that keep them for CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .arguments import device_indices, host_indices
+
+
+def host_page_table(
+    qo_indptr: Any | None,
+    indptr: Any,
+    last_page_len: Any,
+    seq_lens: Any | None,
+    page_size: int,
+    names: tuple[str, str, str],
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Index tensors on the host: qo_indptr, indptr, lengths or None, last_page_len or None.
+
+    Parameters
+    ----------
+    names : tuple of str
+        What the caller calls `qo_indptr`, `indptr` and `last_page_len`.
+
+    Notes
+    -----
+    Lengths come from `last_page_len`, or from `seq_lens` if only these are on the host: fetching
+    makes the host wait for the GPU. Pages of one token say the lengths themselves.
+    """
+    qo_name, indptr_name, last_name = names
+    wanted: dict[str, Any] = {}
+    if qo_indptr is not None:
+        wanted[qo_name] = qo_indptr
+    wanted[indptr_name] = indptr
+    on_gpu = isinstance(last_page_len, torch.Tensor) and last_page_len.is_cuda
+    take_last = not (on_gpu and (page_size == 1 or seq_lens is not None))
+    if take_last:
+        wanted[last_name] = last_page_len
+    if seq_lens is not None:
+        wanted["seq_lens"] = seq_lens
+    found = dict(zip(wanted, host_indices(wanted), strict=True))
+    kv_len = found.get("seq_lens")
+    last = found.get(last_name)
+    host_indptr = found[indptr_name]
+    if kv_len is None and last is None:
+        last = torch.ones(max(len(host_indptr) - 1, 0), dtype=torch.int32)
+    return found.get(qo_name), host_indptr, kv_len, last
+
+
+def keep(name: str, values: Any, buffer: torch.Tensor) -> torch.Tensor:
+    """Copy `values` to the front of a CUDA graph's buffer; returns the buffer.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit.
+    """
+    count = values.numel()
+    if count > buffer.numel():
+        raise ValueError(
+            f"`{name}` must have at most the {buffer.numel()} elements of its buffer, got {count}: "
+            "a CUDA graph cannot grow"
+        )
+    if values.data_ptr() != buffer.data_ptr() and count:
+        buffer[:count].copy_(values, non_blocking=True)
+    return buffer
+
+
+def check_buffer(
+    name: str, buffer: Any, dtype: torch.dtype, device: torch.device, length: int | None = None
+) -> torch.Tensor:
+    """A buffer that a wrapper for CUDA graphs is made with."""
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(
+            f"`{name}` must be a torch.Tensor with `use_cuda_graph`, got {type(buffer).__name__}"
+        )
+    if buffer.dtype != dtype or buffer.ndim != 1 or not buffer.is_contiguous():
+        raise ValueError(
+            f"`{name}` must be a contiguous vector of {str(dtype).removeprefix('torch.')}, got "
+            f"{str(buffer.dtype).removeprefix('torch.')} of shape {list(buffer.shape)}"
+        )
+    if buffer.device != device:
+        raise ValueError(f"`{name}` must be on {device} as the workspace is, got {buffer.device}")
+    if length is not None and buffer.numel() != length:
+        raise ValueError(f"`{name}` must have {length} elements, got {buffer.numel()}")
+    return buffer
+
+
+def page_numbers(
+    name: str, indices: Any, device: torch.device, buffer: torch.Tensor | None
+) -> torch.Tensor:
+    """Page numbers on the device, in a graph's buffer if there is one."""
+    if buffer is None:
+        return device_indices(name, indices, device)
+    if not isinstance(indices, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(indices).__name__}")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.ndim != 1:
+        raise ValueError(
+            f"`{name}` must be a vector of int32 or int64, got "
+            f"{str(indices.dtype).removeprefix('torch.')} of shape {list(indices.shape)}"
+        )
+    return keep(name, indices, buffer)

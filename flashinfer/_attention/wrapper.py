@@ -1,0 +1,381 @@
+"""What the attention wrappers have in common: workspaces, options, and the launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._layout import is_hnd
+from .alibi import get_alibi_slopes
+from .arguments import (
+    check_backend,
+    check_count,
+    check_flag,
+    check_pos_encoding,
+    check_window,
+    logits_scale,
+    positive,
+    resolve_dtype,
+    resolve_dtypes,
+    scalar,
+    soft_cap,
+    variant_from_jit_args,
+)
+from .executor import AttentionExecutor, covers
+from .problem import AttentionProblem
+
+LN_2 = math.log(2.0)
+
+
+class AttentionWrapper:
+    """Base of the wrappers. Not thread-safe; different wrappers share nothing."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        backend: str,
+        jit_args: Sequence[Any] | None,
+        jit_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        is_hnd(kv_layout)
+        check_backend(backend)
+        self._kv_layout = kv_layout
+        self._use_cuda_graph = check_flag("use_cuda_graph", use_cuda_graph)
+        self._variant = variant_from_jit_args(jit_args, jit_kwargs)
+        self._jit_args = jit_args
+        self._jit_kwargs = dict(jit_kwargs or {})
+        self._executor = AttentionExecutor(float_workspace_buffer)
+        self.device = self._executor.device
+        self._problem: AttentionProblem | None = None
+        self._plan_problem: AttentionProblem | None = None  # as plan() said, before forward()
+        self._overrides: dict[str, Any] | None = None
+        self._captured: dict[str, Any] | None = None
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the wrapper was made for CUDA graphs."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Use other workspaces, from the next ``plan`` on.
+
+        Parameters
+        ----------
+        float_workspace_buffer : torch.Tensor
+            For partial results of split requests; contiguous, any dtype.
+        int_workspace_buffer : torch.Tensor
+            For the work list; contiguous, any dtype, on the same device.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a buffer is not a contiguous tensor, or they are on different devices.
+        """
+        self._executor.set_workspaces(float_workspace_buffer, int_workspace_buffer)
+        self.device = self._executor.device
+        self._problem = None
+
+    # --- Planning -----------------------------------------------------------------------------
+
+    def _options(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        rope_scale: float | None,
+        rope_theta: float | None,
+        dtypes: tuple[Any, Any, Any],
+    ) -> dict[str, Any]:
+        """Fields of AttentionProblem that do not depend on the batch, checked."""
+        check_count("num_qo_heads", num_qo_heads)
+        check_count("num_kv_heads", num_kv_heads)
+        check_count("head_dim_qk", head_dim_qk)
+        check_count("head_dim_vo", head_dim_vo)
+        if self._variant is None:
+            q_dtype, kv_dtype, o_dtype = resolve_dtypes(*dtypes)
+        else:
+            pos_encoding_mode = self._check_jit(
+                head_dim_qk, head_dim_vo, pos_encoding_mode, logits_soft_cap, dtypes
+            )
+            assert self._jit_args is not None
+            q_dtype, kv_dtype, o_dtype = resolve_dtypes(*self._jit_args[1:4])
+        options: dict[str, Any] = dict(
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            q_data_type=q_dtype,
+            kv_data_type=kv_dtype,
+            o_data_type=o_dtype,
+            sm_scale=logits_scale(sm_scale, head_dim_qk),
+            window_left=check_window(window_left),
+            logits_soft_cap=soft_cap(logits_soft_cap),
+            pos_encoding_mode=check_pos_encoding(pos_encoding_mode),
+            rope_scale=positive("rope_scale", rope_scale, 1.0),
+            rope_theta=positive("rope_theta", rope_theta, 1e4),
+            kv_layout=self._kv_layout,
+            variant=self._variant,
+        )
+        if pos_encoding_mode == "ALIBI":
+            options["alibi_slopes"] = self._alibi_slopes(num_qo_heads)
+        return options
+
+    def _check_jit(
+        self,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        pos_encoding_mode: str,
+        logits_soft_cap: float | None,
+        dtypes: tuple[Any, Any, Any],
+    ) -> str:
+        """Refuse a plan that contradicts `jit_args`; returns the positional encoding."""
+        assert self._jit_args is not None
+        if self._jit_args[4] != torch.int32:
+            raise ValueError(f"`jit_args`: idtype must be torch.int32, got {self._jit_args[4]}")
+        for name, planned, given in (
+            ("head_dim_qk", head_dim_qk, self._jit_args[5]),
+            ("head_dim_vo", head_dim_vo, self._jit_args[6]),
+        ):
+            if planned != given:
+                raise ValueError(f"`{name}` must be {given} as in `jit_args`, got {planned}")
+        names = ("q_data_type", "kv_data_type", "o_data_type")
+        for name, planned, given in zip(names, dtypes, self._jit_args[1:4], strict=True):
+            # "float16" is what a plan says that says nothing.
+            if planned not in (None, "float16") and resolve_dtype(name, planned) != given:
+                raise ValueError(f"`{name}` must be {given} as in `jit_args`, got {planned}")
+        if soft_cap(logits_soft_cap) > 0.0:
+            raise ValueError(
+                "`logits_soft_cap` must be left out with `jit_args`: the variant's "
+                f"LogitsTransform takes its place, got {logits_soft_cap}"
+            )
+        mode = self._jit_kwargs.get("pos_encoding_mode", 0)
+        if mode not in (0, 1) or pos_encoding_mode == "ALIBI":
+            raise ValueError(
+                "`pos_encoding_mode` must be NONE or ROPE_LLAMA with `jit_args`, got "
+                f"{pos_encoding_mode!r} and {mode!r} in `jit_kwargs`"
+            )
+        return "ROPE_LLAMA" if mode == 1 else pos_encoding_mode
+
+    def _alibi_slopes(self, num_qo_heads: int) -> torch.Tensor:
+        known = getattr(self, "_slopes", None)
+        if known is None or known.shape[0] != num_qo_heads or known.device != self.device:
+            known = get_alibi_slopes(num_qo_heads, self.device)
+            self._slopes = known
+        return known
+
+    def _plan(
+        self,
+        problem: AttentionProblem,
+        fixed_split_size: int | None,
+        disable_split_kv: bool,
+        non_blocking: bool,
+        graph_capacity: tuple[int, int] | None,
+    ) -> None:
+        check_flag("disable_split_kv", disable_split_kv)
+        check_flag("non_blocking", non_blocking)
+        if fixed_split_size is not None:
+            check_count("fixed_split_size", fixed_split_size)
+        if self._captured is not None:
+            self._check_captured(problem)
+        self._problem = self._overrides = None
+        self._executor.plan(
+            problem,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            graph_capacity=graph_capacity,
+            non_blocking=non_blocking,
+        )
+        self._problem = self._plan_problem = problem
+
+    def end_forward(self) -> None:
+        """Deprecated: nothing ends with a step; here for callers that pair it."""
+
+    def _override(self, **options: Any) -> None:
+        """Options of the deprecated ``forward`` take the place of the plan's."""
+        problem = self._problem
+        if problem is None:
+            raise ValueError("plan() must be called before forward(), and after new workspaces")
+        if options == self._overrides:
+            return
+        changed: dict[str, Any] = {
+            "pos_encoding_mode": check_pos_encoding(options["pos_encoding_mode"]),
+            "window_left": check_window(options["window_left"]),
+            "logits_soft_cap": soft_cap(options["logits_soft_cap"]),
+            "sm_scale": logits_scale(options["sm_scale"], problem.head_dim_qk),
+            "rope_scale": positive("rope_scale", options["rope_scale"], 1.0),
+            "rope_theta": positive("rope_theta", options["rope_theta"], 1e4),
+        }
+        if "causal" in options:
+            changed["causal"] = check_flag("causal", options["causal"])
+        if changed["pos_encoding_mode"] == "ALIBI":
+            changed["alibi_slopes"] = self._alibi_slopes(problem.num_qo_heads)
+        if any(getattr(problem, name) != value for name, value in changed.items()):
+            problem = dataclasses.replace(problem, **changed)
+            self._executor.change_options(problem)
+            self._problem = problem
+        self._overrides = options
+
+    # --- Running ------------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        args: tuple[Any, ...],
+        q_scale: Any,
+        k_scale: Any,
+        v_scale: Any,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        window_left: int | None,
+        sinks: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> Any:
+        problem = self._problem
+        if problem is None:
+            raise ValueError("plan() must be called before run(), and again after new workspaces")
+        sm_scale = problem.sm_scale
+        if q_scale is not None:
+            sm_scale *= scalar("q_scale", q_scale)
+        if k_scale is not None:
+            sm_scale *= scalar("k_scale", k_scale)
+        v_factor = 1.0 if v_scale is None else scalar("v_scale", v_scale)
+        if window_left is None:
+            window_left = problem.window_left
+        elif window_left != problem.window_left:
+            window_left = _narrower(problem.window_left, window_left)
+        if not isinstance(q, torch.Tensor):
+            raise TypeError(f"`q` must be a torch.Tensor, got {type(q).__name__}")
+        if out is None:
+            out = torch.empty(
+                (*q.shape[:-1], problem.head_dim_vo), dtype=problem.o_data_type, device=q.device
+            )
+        if lse is None and return_lse:
+            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        if problem.variant is not None:
+            args = self._additional(problem, args, sinks)
+        elif args:
+            raise TypeError(f"run() takes {len(args)} arguments too many: there is no `jit_args`")
+        if self._use_cuda_graph and torch.cuda.is_current_stream_capturing():
+            self._capture(problem)
+        self._executor.run(
+            q, k, v, out, lse, sm_scale, v_factor, window_left, sinks, enable_pdl, args
+        )
+        return (out, lse) if return_lse else out
+
+    def _additional(
+        self, problem: AttentionProblem, args: tuple[Any, ...], sinks: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        """Values of the variant's additional tensors and scalars.
+
+        Tensors that a plan knows (``maybe_custom_mask``, ...) are filled in, as in FlashInfer.
+        """
+        if sinks is not None:
+            raise ValueError("`sinks` must be left out with `jit_args`: hooks read own tensors")
+        variant = problem.variant
+        assert variant is not None
+        known = {
+            "maybe_custom_mask": problem.custom_mask,
+            "maybe_mask_indptr": problem.mask_indptr,
+            "maybe_alibi_slopes": problem.alibi_slopes,
+            "maybe_prefix_len_ptr": problem.prefix_len_ptr,
+            "maybe_token_pos_in_items_ptr": problem.token_pos_in_items_ptr,
+            "maybe_max_item_len_ptr": problem.max_item_len_ptr,
+        }
+        wanted = [name for name in variant.tensor_names if name not in known]
+        wanted += variant.scalar_names
+        if len(args) != len(wanted):
+            raise TypeError(
+                f"run() needs the additional tensors and scalars of `jit_args`, {wanted}, got "
+                f"{len(args)} values"
+            )
+        given = iter(args)
+        tensors = [known[n] if n in known else next(given) for n in variant.tensor_names]
+        return (*tensors, *given)
+
+    # --- CUDA graphs --------------------------------------------------------------------------
+
+    def _capture(self, problem: AttentionProblem) -> None:
+        assert self._plan_problem is not None
+        if problem is not self._plan_problem and not covers(self._plan_problem, problem):
+            raise ValueError(
+                "`causal` and `window_left` of forward() must not show more keys than those of "
+                "plan() while a CUDA graph is captured: later plans would leave them out"
+            )
+        self._captured = self._frozen(self._plan_problem)
+
+    def _frozen(self, problem: AttentionProblem) -> dict[str, Any]:
+        """What a captured launch contains and a plan cannot change."""
+        executor = self._executor
+        tensors = ("kv_indices", "custom_mask", "mask_indptr", "alibi_slopes", "prefix_len_ptr")
+        return {
+            **{name: getattr(problem, name) for name in _FROZEN},
+            **{
+                name: None if (t := getattr(problem, name)) is None else t.data_ptr()
+                for name in tensors
+            },
+            "mask": problem.mask_mode,
+            "float_workspace_buffer": executor.float_workspace.data_ptr(),
+            "int_workspace_buffer": executor.int_workspace.data_ptr(),
+        }
+
+    def _check_captured(self, problem: AttentionProblem) -> None:
+        assert self._captured is not None
+        now = self._frozen(problem)
+        changed = [name for name, value in self._captured.items() if now[name] != value]
+        if changed:
+            raise ValueError(
+                f"`{changed[0]}` must stay what it was when a CUDA graph was captured, "
+                f"{self._captured[changed[0]]}, got {now[changed[0]]}: the graph would not see it"
+            )
+
+
+_FROZEN = (
+    *("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "kv_layout"),
+    *("q_data_type", "kv_data_type", "o_data_type", "sm_scale", "window_left"),
+    *("logits_soft_cap", "pos_encoding_mode", "rope_scale", "rope_theta", "variant"),
+    *("tokens_per_request", "token_pos_in_items_len"),
+)
+
+
+def split_cache(paged_kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys and values of a cache, None for values if it holds both."""
+    if isinstance(paged_kv_cache, torch.Tensor):
+        return paged_kv_cache, None
+    if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
+        raise TypeError(
+            "`paged_kv_cache` must be a torch.Tensor or a tuple of two, got "
+            f"{type(paged_kv_cache).__name__}"
+        )
+    k, v = paged_kv_cache
+    for i, part in enumerate((k, v)):
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(
+                f"`paged_kv_cache[{i}]` must be a torch.Tensor, got {type(part).__name__}"
+            )
+    return k, v
+
+
+def _narrower(planned: int, window_left: int) -> int:
+    """A window given to run(): keys outside the planned one were left out of the plan."""
+    check_window(window_left)
+    if planned >= 0 and not 0 <= window_left <= planned:
+        raise ValueError(
+            f"`window_left` of run() must be from 0 to the {planned} of plan(), got {window_left}"
+        )
+    return window_left

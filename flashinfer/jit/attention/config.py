@@ -1,0 +1,142 @@
+"""What selects the code of an attention module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...dtypes import FLOAT8, check_dtype, short_name
+from ..config import ModuleConfig
+
+FLOAT16 = (torch.float16, torch.bfloat16)
+MASK_MODES = ("none", "causal", "custom", "multi_item")
+POS_ENCODINGS = ("none", "rope_llama", "alibi")
+TILES = (16, 64, 128)
+
+
+@dataclass(frozen=True)
+class AttentionConfig(ModuleConfig):
+    """One kernel: element types, head sizes, tile, mask and the options that cost registers.
+
+    Lengths, strides, page sizes, group sizes, scales, the width of the window and the value of
+    the soft cap are run-time arguments.
+
+    Attributes
+    ----------
+    tile_q : int
+        Packed query rows (token and head of the group) of a tile: 16, 64 or 128.
+    paged : bool
+        Keys and values in pages; False for ragged tensors.
+    mask_mode : str
+        One of ``MASK_MODES``.
+    pos_encoding : str
+        One of ``POS_ENCODINGS``.
+    sliding_window, logits_soft_cap, sinks : bool
+        Whether the option is compiled in.
+    tile_q_second : int
+        Tile of the work items of kind 1 in launches of two shapes (16 or 64); 0 without.
+    mask_mode_second : str
+        Mask of these.
+    custom_variant : bool
+        Whether rendered headers replace the built-in variant.
+    """
+
+    module: ClassVar[str] = "attention"
+    # cp.async and mma of bfloat16 came with Ampere.
+    supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+
+    dtype_q: torch.dtype
+    dtype_kv: torch.dtype
+    dtype_o: torch.dtype
+    head_dim_qk: int
+    head_dim_vo: int
+    tile_q: int
+    paged: bool = True
+    mask_mode: str = "none"
+    pos_encoding: str = "none"
+    sliding_window: bool = False
+    logits_soft_cap: bool = False
+    sinks: bool = False
+    tile_q_second: int = 0
+    mask_mode_second: str = "none"
+    custom_variant: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype("q_data_type", self.dtype_q, FLOAT16)
+        check_dtype("kv_data_type", self.dtype_kv, (self.dtype_q, *FLOAT8))
+        check_dtype("o_data_type", self.dtype_o, FLOAT16)
+        check_head_dims(self.head_dim_qk, self.head_dim_vo)
+        _check("tile_q", self.tile_q, TILES)
+        _check("tile_q_second", self.tile_q_second, (0, 16, 64))
+        _check("mask_mode", self.mask_mode, MASK_MODES)
+        modes = MASK_MODES if self.tile_q_second else ("none",)
+        _check("mask_mode_second", self.mask_mode_second, modes)
+        _check("pos_encoding_mode", self.pos_encoding, POS_ENCODINGS)
+
+    @property
+    def uri(self) -> str:
+        """Name of the module: every field, those with their defaults left out."""
+        types = (self.dtype_q, self.dtype_kv, self.dtype_o)
+        parts = [self.module, *map(short_name, types)]
+        parts += [f"qk{self.head_dim_qk}", f"vo{self.head_dim_vo}", f"tile{self.tile_q}"]
+        parts.append("paged" if self.paged else "ragged")
+        parts += [part for part in (self.mask_mode, self.pos_encoding) if part != "none"]
+        options = ("sliding_window", "logits_soft_cap", "sinks", "custom_variant")
+        parts += [option for option in options if getattr(self, option)]
+        if self.tile_q_second:
+            parts.append(f"second{self.tile_q_second}_{self.mask_mode_second}")
+        return "_".join(parts)
+
+
+def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
+    """Refuse head sizes that there is no kernel for.
+
+    Raises
+    ------
+    ValueError
+        Unless both are multiples of 16 from 16 to 256, or both are 512.
+    """
+    if head_dim_qk == head_dim_vo == 512:
+        return
+    for name, size in (("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
+        if size % 16 or not 16 <= size <= 256:
+            raise ValueError(
+                f"`{name}` must be a multiple of 16 from 16 to 256, or both head sizes 512, "
+                f"got {size}"
+            )
+
+
+def choose_tile_q(
+    max_rows: int, mean_rows: float, head_dim_vo: int, fixed_split_size: bool = False
+) -> int:
+    """Packed query rows of a tile.
+
+    Parameters
+    ----------
+    max_rows : int
+        Largest product of query length and group size in the batch.
+    mean_rows : float
+        Its mean over the requests.
+    head_dim_vo : int
+        Large heads leave registers for small tiles only.
+    fixed_split_size : bool
+        Whether results must not depend on the batch: then the tile must not either, unless all
+        tiles are of one row count anyway.
+
+    Notes
+    -----
+    16 rows split the keys over the warps, which decode needs; from 65 rows on 128 of them halve
+    the reads of keys, worth it where most tiles are full.
+    """
+    if head_dim_vo > 256 or (max_rows <= 16 and not fixed_split_size):
+        return 16
+    if max_rows <= 64 or mean_rows <= 64 or fixed_split_size or head_dim_vo > 128:
+        return 64
+    return 128
+
+
+def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"`{name}` must be one of {allowed}, got {value!r}")

@@ -1,0 +1,109 @@
+"""Attention modules: described, compiled, loaded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .. import env as jit_env
+from ..core import JitSpec, gen_jit_spec
+from ..registry import register_generator
+from .config import AttentionConfig
+from .variant import AttentionVariant
+
+
+class AttentionModule:
+    """A loaded module.
+
+    Attributes
+    ----------
+    config : AttentionConfig
+        What it was compiled for.
+    variant : AttentionVariant or None
+        The user's variant in it.
+    bind, bind_second, options, mask, items, second, run : callable
+        Exports of csrc/attention_jit_binding.cc, which says what they take.
+    """
+
+    def __init__(
+        self, module: Any, config: AttentionConfig, variant: AttentionVariant | None
+    ) -> None:
+        self.config = config
+        self.variant = variant
+        self.bind: Callable[..., None] = module.attention_bind
+        self.bind_second: Callable[..., None] = module.attention_bind_second
+        self.options: Callable[..., None] = module.attention_options
+        self.mask: Callable[..., None] = module.attention_mask
+        self.items: Callable[..., None] = module.attention_items
+        self.second: Callable[..., None] = module.attention_second
+        self.run: Callable[..., None] = module.attention_run
+        self._capacity: Callable[..., None] = module.attention_capacity
+        self._cta_slots: dict[int, int] = {}
+
+    def cta_slots(self, workspace: torch.Tensor) -> int:
+        """CTAs of the kernel that the device of `workspace` holds at a time."""
+        device = workspace.device.index
+        if device not in self._cta_slots:
+            info = torch.zeros(2, dtype=torch.int32)
+            self._capacity(info, workspace)
+            self._cta_slots[device] = int(info[0] * info[1])
+        return self._cta_slots[device]
+
+
+def _aot_configs() -> Iterator[AttentionConfig]:
+    for dtype in (torch.float16, torch.bfloat16):
+        for dtype_kv in (dtype, torch.float8_e4m3fn):
+            yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q=16)
+        for paged in (False, True):
+            for tile_q in (64, 128):
+                yield AttentionConfig(
+                    dtype, dtype, dtype, 128, 128, tile_q, paged=paged, mask_mode="causal"
+                )
+
+
+def _llama_configs() -> Iterator[AttentionConfig]:
+    for config in _aot_configs():
+        if config.dtype_q == torch.bfloat16:
+            yield config
+
+
+@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+def gen_attention_module(
+    config: AttentionConfig, variant: AttentionVariant | None = None
+) -> JitSpec:
+    """The module of csrc/attention.cu for one configuration.
+
+    Parameters
+    ----------
+    config : AttentionConfig
+        Its `custom_variant` says whether there is a `variant`.
+    variant : AttentionVariant, optional
+        A user's variant in place of the built-in one.
+    """
+    if config.custom_variant != (variant is not None):
+        raise ValueError("`variant` must be given if and only if `config.custom_variant` is set")
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    name, folders = config.uri, []
+    if variant is not None:
+        folder = variant.write_headers()
+        # The hash in the folder's name tells variants of one uri apart.
+        name, folders = f"{folder.name}_{config.uri}", [folder]
+    return gen_jit_spec(
+        name,
+        [csrc / "attention.cu", csrc / "attention_jit_binding.cc"],
+        extra_include_paths=folders,
+        use_fast_math=False,
+        post_load_adapter=lambda module: AttentionModule(module, config, variant),
+        config=config,
+    )
+
+
+@functools.cache
+def get_attention_module(
+    config: AttentionConfig, variant: AttentionVariant | None = None
+) -> AttentionModule:
+    """The loaded module, compiled first if need be; kept for the life of the process."""
+    return gen_attention_module(config, variant).build_and_load()
