@@ -232,3 +232,49 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     bits = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
     return (bits * weights).sum(1, dtype=torch.uint8)
+
+
+def bits_by_row_of_blocks(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """``[nnz, R, C]`` entries by block as ``[R, blocks * C]`` for each row of blocks, flat."""
+    indptr = indptr.long().to(mask.device)
+    nnz, block_rows, block_cols = mask.shape
+    counts = indptr.diff()
+    row = torch.repeat_interleave(torch.arange(counts.numel(), device=mask.device), counts)
+    place = torch.arange(nnz, device=mask.device) - indptr[row]  # of a block in its row
+    first = indptr[row] * block_rows * block_cols + place * block_cols
+    pitch = counts[row] * block_cols
+    rows = torch.arange(block_rows, device=mask.device)
+    columns = torch.arange(block_cols, device=mask.device)
+    target = (first[:, None] + pitch[:, None] * rows)[:, :, None] + columns
+    result = torch.empty(mask.numel(), dtype=mask.dtype, device=mask.device)
+    result[target.flatten()] = mask.flatten()
+    return result
+
+
+def mask_offsets(qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
+    """First byte of each request's bits, ``[requests + 1]``, int32.
+
+    Raises
+    ------
+    ValueError
+        If there are too many bits for 32-bit offsets.
+    """
+    offsets = _offsets((qo_indptr.long().diff() * kv_len.long() + 7) // 8)
+    if int(offsets[-1]) > INT32_MAX:
+        raise ValueError(
+            f"masks must have at most {INT32_MAX} bytes, a bit per row and attended column, got "
+            f"{int(offsets[-1])}"
+        )
+    return offsets.int()
+
+
+def pack_segments(bits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Bytes of a flat bool tensor whose segments begin a new byte each; see `pack_bits`."""
+    lengths = lengths.long().to(bits.device)
+    if not bool((lengths % 8).any()):
+        return pack_bits(bits)
+    padded = (lengths + 7) // 8 * 8
+    first = padded.cumsum(0) - padded
+    apart = torch.zeros(int(padded.sum()), dtype=torch.bool, device=bits.device)
+    apart[_ranges(first, lengths)] = bits
+    return pack_bits(apart)

@@ -1,0 +1,603 @@
+"""Attention whose matrix of logits is sparse in blocks.
+
+Both wrappers describe a row of blocks to the kernels as a request whose pages are the blocks that
+the row attends to; what is not attended to is neither read nor computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ._attention.arguments import check_count, check_flag, host_indices, logits_scale, refuse
+from ._attention.arguments import soft_cap as checked_soft_cap
+from ._attention.block_sparse import (
+    SparseTable,
+    bits_by_row_of_blocks,
+    bsr_table,
+    mask_offsets,
+    variable_block_table,
+)
+from ._attention.problem import AttentionProblem
+from ._attention.sparse_arguments import (
+    check_bsr,
+    check_mask,
+    check_offsets,
+    check_result,
+    check_shape,
+    check_variable_blocks,
+    packed_bits,
+    refuse_positions,
+)
+from ._attention.wrapper import AttentionWrapper
+from .api_logging import flashinfer_api
+from .jit.attention.plan import PREFILL
+from .trace.templates.sparse import block_sparse_run_trace, variable_block_sparse_run_trace
+
+__all__ = [
+    "BlockSparseAttentionWrapper",
+    "VariableBlockSparseAttentionWrapper",
+    "convert_bsr_mask_layout",
+]
+
+_BLACKWELL = "it belongs to kernels for Blackwell"
+_SCALES = "scales are for queries of 8 bits, which there are no kernels for"
+
+
+@flashinfer_api
+def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """Mask of a matrix in block compressed sparse rows, row by row in place of block by block.
+
+    Parameters
+    ----------
+    mask : torch.Tensor
+        Entries of each block, ``[nnz, R, C]``, bool; any strides and device.
+    indptr : torch.Tensor
+        First block of each row of blocks, ``[num_rows / R + 1]``, int32 or int64, from 0 to `nnz`
+        and not decreasing.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[nnz * R * C]``, bool, on the device of `mask`: for each row of blocks with n of them the
+        ``[R, n * C]`` entries of its matrix rows.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a tensor.
+    ValueError
+        If a shape, a dtype or the offsets are not as listed above.
+    """
+    (host_indptr,) = host_indices({"indptr": indptr})
+    check_offsets(host_indptr, host_indptr.numel())
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"`mask` must be a torch.Tensor, got {type(mask).__name__}")
+    if mask.ndim != 3:
+        raise ValueError(f"`mask` must have 3 dimensions, [nnz, R, C], got {list(mask.shape)}")
+    check_mask(mask, int(host_indptr[-1]), mask.shape[1], mask.shape[2])
+    return bits_by_row_of_blocks(mask, host_indptr)
+
+
+class _SparseWrapper(AttentionWrapper):
+    """What the two kinds of blocks share."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        super().__init__(float_workspace_buffer, "NHD", False, backend, None)
+        self._non_blocking = True
+
+    def _plan_table(
+        self, table: SparseTable, non_blocking: bool, options: dict[str, Any]
+    ) -> AttentionProblem:
+        mask = table.packed_mask
+        offsets = mask_offsets(table.qo_indptr, table.kv_len) if mask is not None else None
+        problem = AttentionProblem(
+            qo_indptr=table.qo_indptr,
+            kv_indptr=table.kv_indptr,
+            kv_len=table.kv_len,
+            kv_indices=table.kv_indices,
+            page_size=table.page_size,
+            causal=table.causal,
+            custom_mask=None if mask is None else mask.to(self.device),
+            mask_indptr=None if offsets is None else offsets.to(self.device),
+            names=PREFILL,
+            **options,
+        )
+        self._non_blocking = non_blocking
+        self._plan(problem, None, False, non_blocking, None)
+        return problem
+
+    def _sparse_options(
+        self,
+        heads: tuple[int, int, int],
+        pos_encoding_mode: str,
+        use_fp16_qk_reduction: bool,
+        options: tuple[float | None, float | None, float | None, float | None],
+        dtypes: tuple[Any, Any, Any],
+    ) -> dict[str, Any]:
+        """`options`: logits_soft_cap, sm_scale, rope_scale, rope_theta."""
+        refuse_positions(pos_encoding_mode)
+        refuse("sums are in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
+        num_qo_heads, num_kv_heads, head_dim = heads
+        check_count("head_dim", head_dim)
+        sizes = (num_qo_heads, num_kv_heads, head_dim, head_dim)
+        return self._options(*sizes, pos_encoding_mode, -1, *options, dtypes)
+
+    def _plan_again(
+        self,
+        pos_encoding_mode: str,
+        use_fp16_qk_reduction: bool,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+    ) -> None:
+        """Bring options that forward() was given into the plan; None keeps what is there."""
+        refuse_positions(pos_encoding_mode)
+        refuse("sums are in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
+        problem = self._planned()
+        changes: dict[str, float] = {}
+        if logits_soft_cap is not None:
+            changes["logits_soft_cap"] = checked_soft_cap(logits_soft_cap)
+        if sm_scale is not None:
+            changes["sm_scale"] = logits_scale(sm_scale, problem.head_dim_qk)
+        if any(getattr(problem, name) != value for name, value in changes.items()):
+            changed = dataclasses.replace(problem, **changes)  # type: ignore[arg-type]
+            self._plan(changed, None, False, self._non_blocking, None)
+
+    def _planned(self) -> AttentionProblem:
+        if self._problem is None:
+            raise RuntimeError("plan() comes before run(), and again after new workspaces")
+        return self._problem
+
+
+class BlockSparseAttentionWrapper(_SparseWrapper):
+    r"""Attention whose logits are a matrix in block compressed sparse rows (BSR).
+
+    The matrix has M rows (queries) and N columns (keys), in blocks of R by C. Row of blocks ``i``
+    attends to the columns of blocks ``indices[indptr[i] : indptr[i + 1]]``, all heads alike.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        For partial results of rows that are split over several CTAs; contiguous, any dtype, on the
+        GPU. 128 MiB suffice for every matrix.
+    backend : str
+        ``"auto"`` or ``"fa2"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `float_workspace_buffer` is not such a tensor, or `backend` is another one.
+
+    Notes
+    -----
+    Z. Ye et al., "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference
+    Serving", 2025, section 3.1: block-sparse rows and page tables are one format.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    >>> wrapper = flashinfer.BlockSparseAttentionWrapper(workspace)
+    >>> indptr = torch.tensor([0, 2, 3, 5], dtype=torch.int32)
+    >>> indices = torch.tensor([0, 1, 2, 1, 3], dtype=torch.int32)
+    >>> wrapper.plan(indptr, indices, 48, 64, 16, 16, 32, 8, 128)
+    >>> q = torch.randn(48, 32, 128, dtype=torch.float16, device="cuda")
+    >>> k, v = torch.randn(2, 64, 8, 128, dtype=torch.float16, device="cuda")
+    >>> o = wrapper.run(q, k, v)
+    """
+
+    @flashinfer_api
+    def plan(
+        self,
+        indptr: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        M: int,
+        N: int,
+        R: int,
+        C: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype = "float16",
+        non_blocking: bool = True,
+        block_mask: torch.Tensor | None = None,
+        kv_block_lens: torch.Tensor | None = None,
+        q2k_indices: torch.Tensor | None = None,
+        q2k_num: torch.Tensor | None = None,
+        kv_splits: int | str | None = None,
+        use_clc: bool | None = None,
+        q_scale: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Describe the matrix; any number of runs may follow.
+
+        Parameters
+        ----------
+        indptr : torch.Tensor
+            First block of each row of blocks, ``[M / R + 1]``, int32 or int64, from 0 on and not
+            decreasing. On the CPU, or the host waits for a copy.
+        indices : torch.Tensor
+            Column of each block, in blocks, at least ``indptr[-1]`` of them, int32 or int64, 0 to
+            ``N / C - 1``. A row may be empty: its output is 0.
+        M, N : int
+            Rows and columns of the matrix; multiples of R and C.
+        R, C : int
+            Rows and columns of a block.
+        num_qo_heads, num_kv_heads : int
+            Heads; the first is 1 to 64 times the second.
+        head_dim : int
+            Elements of a head: 512 or a multiple of 16 from 16 to 256.
+        mask : torch.Tensor, optional
+            Entries of the blocks that count, ``[nnz, R, C]``, bool.
+        packed_mask : torch.Tensor, optional
+            The same as bits: what `segment_packbits` (little-endian, each row of blocks from a new
+            byte on) makes of :func:`convert_bsr_mask_layout`; uint8. Takes the place of `mask`.
+        causal : bool
+            Whether row i attends to columns up to ``i + N - M`` only, of those that the blocks
+            have. Not with a mask, which can say so itself.
+        pos_encoding_mode : str
+            ``"NONE"``: the kernel does not know the place of a key in the matrix.
+        use_fp16_qk_reduction : bool
+            False: sums are in float32.
+        logits_soft_cap : float, optional
+            c: logits become ``c * tanh(logits / c)``. None or 0: they do not.
+        sm_scale : float, optional
+            Factor of the logits; ``1 / sqrt(head_dim)`` by default.
+        rope_scale, rope_theta : float, optional
+            Without effect, as there are no rotary embeddings.
+        q_data_type : str or torch.dtype
+            float16 or bfloat16.
+        kv_data_type : str or torch.dtype, optional
+            `q_data_type` (the default), float8_e4m3fn or float8_e5m2.
+        o_data_type : str or torch.dtype
+            Of the output: float16 (the default, whatever the queries have) or bfloat16.
+        non_blocking : bool
+            Whether to return before the work list is on the GPU; later work on the stream waits
+            for it either way.
+        block_mask, kv_block_lens, q2k_indices, q2k_num, kv_splits, use_clc : None
+            Of kernels for Blackwell.
+        q_scale, k_scale, v_scale : None
+            Of queries of 8 bits.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as listed above, naming it; if the workspace is too small, with
+            the bytes that it needs.
+        """
+        refuse(
+            _BLACKWELL,
+            block_mask=block_mask,
+            kv_block_lens=kv_block_lens,
+            q2k_indices=q2k_indices,
+            q2k_num=q2k_num,
+            kv_splits=kv_splits,
+            use_clc=use_clc,
+        )
+        refuse(_SCALES, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        options = self._sparse_options(
+            (num_qo_heads, num_kv_heads, head_dim),
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            (logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            (q_data_type, kv_data_type, o_data_type),
+        )
+        if check_flag("causal", causal) and (mask is not None or packed_mask is not None):
+            raise ValueError("`causal` must be False with a mask, which can leave out columns")
+        rows, columns = check_bsr(indptr, indices, M, N, R, C)
+        table = bsr_table(rows, columns, (M, N), (R, C), causal, self.device)
+        bits = packed_bits(mask, packed_mask, rows, table, (R, C))
+        if bits is not None:
+            table = dataclasses.replace(table, packed_mask=bits)
+        self._shape, self._block = (M, N), (R, C)
+        self._blocks, self._causal = (rows, columns), causal
+        self._plan_table(table, non_blocking, options)
+
+    begin_forward = plan
+
+    @flashinfer_api(trace=block_sparse_run_trace)
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned matrix.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``[M, num_qo_heads, head_dim]``, dtype as planned, last dimension contiguous, rows at
+            multiples of 16 bytes.
+        k, v : torch.Tensor
+            ``[N, num_kv_heads, head_dim]``, dtype as planned; strides as for `q`.
+        scale_q, scale_k, scale_v : None
+            Of queries of 8 bits, which there are no kernels for.
+        out : torch.Tensor, optional
+            The result; shape and strides as for `q`; overlaps no input.
+        lse : torch.Tensor, optional
+            Log-sum-exp of the logits, base 2, ``[M, num_qo_heads]``, float32, contiguous; -inf for
+            rows without a column. Written if it is given.
+        return_lse : bool
+            Whether to return it, too.
+        enable_pdl : bool, optional
+            Programmatic dependent launch; None: where the GPU has it.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            `out`, or `out` and `lse`.
+
+        Raises
+        ------
+        RuntimeError
+            If nothing is planned.
+        TypeError, ValueError
+            If a tensor is not as planned or not on the GPU.
+        """
+        refuse(_SCALES, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+        problem = self._planned()
+        (_, N), (_, C) = self._shape, self._block
+        shape = (N, problem.num_kv_heads, problem.head_dim_qk)
+        check_shape("k", k, shape)
+        check_shape("v", v, shape)
+        k, v = k.unflatten(0, (N // C, C)), v.unflatten(0, (N // C, C))
+        scales = (None, None, None)
+        return self._launch(q, k, v, (), *scales, out, lse, return_lse, None, None, enable_pdl)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """`run` that takes options, which then hold until the next `plan`; None keeps them."""
+        self._plan_again(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
+
+    def end_forward(self) -> None:
+        """Nothing: for programs that call it."""
+
+
+class VariableBlockSparseAttentionWrapper(_SparseWrapper):
+    """Attention whose logits are sparse in blocks of any sizes, for each KV head others.
+
+    The matrix of KV head h, which all of its query heads share, has rows (queries) in blocks of
+    ``block_row_sz[h]`` and columns (keys) in blocks of ``block_col_sz[h]``.
+
+    Parameters
+    ----------
+    float_workspace_buffer, backend
+        As for :class:`BlockSparseAttentionWrapper`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for :class:`BlockSparseAttentionWrapper`.
+
+    Notes
+    -----
+    Pages are as long as the greatest common divisor of all sizes of columns: sizes that are
+    multiples of 16 make for a short page table. Queries of several heads per KV head are copied
+    into the order that the kernel wants, and the results back.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    >>> wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace)
+    >>> blocks = torch.rand(8, 4, 5) < 0.5
+    >>> rows = torch.tensor([[10, 20, 30, 4]] * 8, dtype=torch.int32)
+    >>> columns = torch.tensor([[16, 32, 16, 0, 64]] * 8, dtype=torch.int32)
+    >>> wrapper.plan(blocks, rows, columns, 8, 8, 128)
+    >>> q = torch.randn(8, 64, 128, dtype=torch.float16, device="cuda")
+    >>> k, v = torch.randn(2, 8, 128, 128, dtype=torch.float16, device="cuda")
+    >>> o = wrapper.run(q, k, v)
+    """
+
+    @flashinfer_api
+    def plan(
+        self,
+        block_mask_map: torch.Tensor,
+        block_row_sz: torch.Tensor,
+        block_col_sz: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+    ) -> None:
+        """Describe the matrices; any number of runs may follow.
+
+        Parameters
+        ----------
+        block_mask_map : torch.Tensor
+            Blocks that are attended to, ``[num_kv_heads, row_blocks, col_blocks]``, bool.
+        block_row_sz, block_col_sz : torch.Tensor
+            Sizes of the blocks, ``[num_kv_heads, row_blocks]`` and ``[num_kv_heads, col_blocks]``,
+            int32 or int64, at least 0; for all heads of one sum, the numbers of queries and keys.
+            The three are best on the CPU; the host waits for copies of others.
+        num_qo_heads, num_kv_heads, head_dim : int
+            As for :meth:`BlockSparseAttentionWrapper.plan`.
+        causal : bool
+            Whether row i attends to columns up to ``i + keys - queries`` only, of those that the
+            blocks have.
+        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As for :meth:`BlockSparseAttentionWrapper.plan`.
+        non_blocking, q_data_type, kv_data_type
+            As for :meth:`BlockSparseAttentionWrapper.plan`. The output has `q_data_type`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for :meth:`BlockSparseAttentionWrapper.plan`.
+        """
+        options = self._sparse_options(
+            (num_qo_heads, num_kv_heads, head_dim),
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            (logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            (q_data_type, kv_data_type, None),
+        )
+        check_flag("causal", causal)
+        if num_qo_heads % num_kv_heads:
+            raise ValueError(
+                f"`num_qo_heads` must be a multiple of `num_kv_heads`, got {num_qo_heads} and "
+                f"{num_kv_heads}"
+            )
+        blocks = check_variable_blocks(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
+        table = variable_block_table(*blocks, causal, self.device)
+        # The heads' matrices lie behind each other: one KV head with the queries of its group.
+        options |= {"num_qo_heads": num_qo_heads // num_kv_heads, "num_kv_heads": 1}
+        self._heads = num_qo_heads, num_kv_heads
+        self._lengths = int(blocks[1][0].sum()), int(blocks[2][0].sum())
+        self._blocks, self._causal = blocks, causal
+        self._plan_table(table, non_blocking, options)
+
+    begin_forward = plan
+
+    @flashinfer_api(trace=variable_block_sparse_run_trace)
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned matrices.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``[num_qo_heads, queries, head_dim]``, dtype as planned; best contiguous.
+        k, v : torch.Tensor
+            ``[num_kv_heads, keys, head_dim]``, dtype as planned; copied if not contiguous.
+        out : torch.Tensor, optional
+            The result, ``[num_qo_heads, queries, head_dim]``, dtype of `q`; overlaps no input.
+        lse : torch.Tensor, optional
+            Log-sum-exp of the logits, base 2, ``[num_qo_heads, queries]``, float32; -inf for rows
+            without a column. Written if it is given.
+        return_lse : bool
+            Whether to return it, too.
+        enable_pdl : bool, optional
+            Programmatic dependent launch; None: where the GPU has it.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            `out`, or `out` and `lse`.
+
+        Raises
+        ------
+        RuntimeError
+            If nothing is planned.
+        TypeError, ValueError
+            If a tensor is not as planned or not on the GPU.
+        """
+        problem = self._planned()
+        (qo_heads, kv_heads), (queries, keys), dim = self._heads, self._lengths, problem.head_dim_qk
+        check_shape("q", q, (qo_heads, queries, dim))
+        for name, tensor in (("k", k), ("v", v)):
+            check_shape(name, tensor, (kv_heads, keys, dim))
+        check_result("out", out, (qo_heads, queries, dim), problem.o_data_type, q.device)
+        check_result("lse", lse, (qo_heads, queries), torch.float32, q.device)
+        pages = (kv_heads * keys // problem.page_size, problem.page_size, 1, dim)
+        mine_out, mine_lse = self._launch(
+            _grouped(q, kv_heads),
+            k.reshape(pages),
+            v.reshape(pages),
+            (),
+            *(None, None, None),
+            None if out is None else _in_place(out, kv_heads),
+            None if lse is None else _in_place(lse[..., None], kv_heads),
+            True,
+            None,
+            None,
+            enable_pdl,
+        )
+        result = _deliver(mine_out, out, self._heads)
+        result_lse = _deliver(
+            mine_lse[..., None], None if lse is None else lse[..., None], self._heads
+        )
+        return (result, result_lse[..., 0]) if return_lse else result
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """`run` that takes options, which then hold until the next `plan`; None keeps them."""
+        self._plan_again(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
+        return self.run(q, k, v)
+
+    def end_forward(self) -> None:
+        """Nothing: for programs that call it."""
+
+
+def _grouped(tensor: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``[num_qo_heads, rows, dim]`` as ``[num_kv_heads * rows, group, dim]``, best a view."""
+    return tensor.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _in_place(result: torch.Tensor | None, num_kv_heads: int) -> torch.Tensor | None:
+    """The result as the kernel writes it, if that is a view."""
+    if result is None or result.shape[0] != num_kv_heads or not result.is_contiguous():
+        return None
+    return _grouped(result, num_kv_heads)
+
+
+def _deliver(
+    mine: torch.Tensor, result: torch.Tensor | None, heads: tuple[int, int]
+) -> torch.Tensor:
+    """What the kernel wrote in the caller's order, and where the caller wants it."""
+    num_qo_heads, num_kv_heads = heads
+    if result is not None and mine.data_ptr() == result.data_ptr():
+        return result
+    ordered = mine.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1)
+    return ordered if result is None else result.copy_(ordered)
