@@ -16,8 +16,8 @@
 //     0 num_ctas  1 num_merges  2 rows_per_slot  3 offset of the items  4 offset of the merges
 //     5 num_slots  6 bytes needed of the int workspace  7 and of the float workspace
 //     8 tokens in q  9 batch_size  10 entries needed in kv_indices (ragged: rows of k and v)
-//     11 tile_q  12, 13, 14 as 8, 9, 10 for the second group  15 offset of partial_lse in the float
-//     workspace, where partial_o is at 0
+//     11 tile_q  12, 13, 14 as 8, 9, 10 for the second group  15 offset of partial_sums in the
+//     float workspace, where partial_o is at 0
 #include <flashinfer/scheduler/attention_plan.h>
 
 #include "index_binding.h"
@@ -335,6 +335,6 @@ FLASHINFER_FFI_EXPORT(attention_plan, args) {
       layout.num_ctas,      layout.num_merges,    layout.rows_per_slot, layout.items_offset,
       layout.merges_offset, layout.num_slots,     layout.int_bytes,     layout.float_bytes,
       totals[0].qo_tokens,  totals[0].batch_size, totals[0].kv_entries, config.tile_q,
-      totals[1].qo_tokens,  totals[1].batch_size, totals[1].kv_entries, layout.lse_offset};
+      totals[1].qo_tokens,  totals[1].batch_size, totals[1].kv_entries, layout.sums_offset};
   std::copy(info, info + kInfoSize, static_cast<int64_t*>(plan_info.data()));
 }

@@ -31,9 +31,9 @@ struct PlanLayout {
   int64_t num_slots;
   int64_t merges_offset;  // in the int workspace
   int64_t items_offset;
-  int64_t int_bytes;   // that the int workspace must have
-  int64_t used_bytes;  // that this plan writes
-  int64_t lse_offset;  // in the float workspace; the partial outputs are at 0
+  int64_t int_bytes;    // that the int workspace must have
+  int64_t used_bytes;   // that this plan writes
+  int64_t sums_offset;  // in the float workspace, of two floats per row; partial outputs are at 0
   int64_t float_bytes;
   bool is_too_long;  // more than kMaxPieces pieces: there is no plan
 };
@@ -55,8 +55,8 @@ class AttentionPlanner {
     tiles_.clear();
     pieces_.clear();
     order_.clear();
-    append_tiles(config, first, false, tiles_);
-    if (second) append_tiles(config, *second, true, tiles_);
+    append_tiles(config, first, second ? 0 : -1, tiles_);
+    if (second) append_tiles(config, *second, 1, tiles_);
     total_cost_ = max_cost_ = 0;
     min_cost_ = INT64_MAX;
     for (const Tile& tile : tiles_) {
@@ -110,6 +110,7 @@ class AttentionPlanner {
 
  private:
   static constexpr int64_t kMaxColumns = 65535;  // of the y dimension of a grid
+  static constexpr int64_t kSumsBytes = 8;       // of a row of a slot, besides its output
   struct Piece {
     int32_t tile;
     int32_t kv_begin;
@@ -366,8 +367,8 @@ class AttentionPlanner {
     layout.items_offset = ceil_div(layout.num_merges * sizeof(MergeItem), 128) * 128;
     layout.int_bytes = layout.items_offset + max_items * sizeof(WorkItem);
     layout.used_bytes = layout.items_offset + used_items * sizeof(WorkItem);
-    layout.lse_offset = lse_offset(layout.num_slots);
-    layout.float_bytes = layout.lse_offset + layout.num_slots * slot_rows() * 4;
+    layout.sums_offset = sums_offset(layout.num_slots);
+    layout.float_bytes = layout.sums_offset + layout.num_slots * slot_rows() * kSumsBytes;
   }
 
   // What a captured launch and its kernels' arguments are made from must be the same for every
@@ -382,8 +383,9 @@ class AttentionPlanner {
     layout.rows_per_slot = std::min(rows, std::max(config_->tile_q, config_->tile_q_second));
     if (config_->fixed_split_size > 0) {
       layout.num_merges = tiles;
-      int64_t slots = float_bytes / (lse_offset(256) / 256 + slot_rows() * 4);
-      while (slots > 0 && lse_offset(slots) + slots * slot_rows() * 4 > float_bytes) --slots;
+      int64_t slots = float_bytes / (sums_offset(256) / 256 + slot_rows() * kSumsBytes);
+      while (slots > 0 && sums_offset(slots) + slots * slot_rows() * kSumsBytes > float_bytes)
+        --slots;
       layout.num_slots = std::max(num_slots_, slots);
       return 0;
     }
@@ -394,7 +396,7 @@ class AttentionPlanner {
   }
 
   int64_t slot_rows() const { return config_->num_kv_heads * layout_.rows_per_slot; }
-  int64_t lse_offset(int64_t slots) const {
+  int64_t sums_offset(int64_t slots) const {
     return ceil_div(slots * slot_rows() * config_->head_dim_vo * 4, 256) * 256;
   }
 
@@ -444,6 +446,8 @@ class AttentionPlanner {
       const Tile& tile = tiles_[piece.tile];
       if (piece.kv_begin == tile.kv_begin) {
         const PlanRequest& request = groups_[group_of(tile)]->requests[tile.request];
+        *merge = MergeItem{};
+        merge->kv_len = request.kv_len;
         merge->kind = tile.kind;
         merge->request = tile.request;
         merge->qo_begin = request.qo_begin;

@@ -78,11 +78,6 @@ class TileCost {
   int64_t min_piece_[2];
 };
 
-// The kind of a request: 1 for a group of its own, or for what fits one tile of the second shape.
-inline int tile_kind(const PlanConfig& config, bool is_second_group, int64_t rows) {
-  return is_second_group || (config.tile_q_second > 0 && rows <= config.tile_q_second);
-}
-
 // Most tiles that any requests within these numbers can have.
 inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t qo_tokens) {
   const int64_t tile_q =
@@ -91,8 +86,9 @@ inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t q
   return std::min(rows / tile_q + batch_size, rows);
 }
 
-// Appends the tiles of a group, by request and by row.
-inline void append_tiles(const PlanConfig& config, const RequestGroup& group, bool is_second_group,
+// Appends the tiles of a group, by request and by row. `group_kind`: negative gives kind 1 to those
+// requests that fit one tile of the second shape, if there is one.
+inline void append_tiles(const PlanConfig& config, const RequestGroup& group, int group_kind,
                          std::vector<Tile>& tiles) {
   const TileCost cost(config);
   const int32_t group_size = static_cast<int32_t>(config.group_size);
@@ -100,7 +96,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, bo
   for (int32_t request = 0; request < batch_size; ++request) {
     const PlanRequest& r = group.requests[request];
     const int32_t rows = r.qo_len * group_size;
-    const int kind = tile_kind(config, is_second_group, rows);
+    const int kind = group_kind >= 0 ? group_kind : rows <= config.tile_q_second;
     const int32_t tile_q = static_cast<int32_t>(kind ? config.tile_q_second : config.tile_q);
     const int64_t shift = static_cast<int64_t>(r.kv_len) - r.qo_len;
     for (int64_t row = 0; row < rows; row += tile_q) {

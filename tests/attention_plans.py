@@ -1,0 +1,256 @@
+"""Batches for the attention planner, and what must hold of every plan. Plans go to CPU memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from flashinfer.jit.attention import plan as p
+
+
+def struct(*names: str) -> np.dtype:
+    return np.dtype([(name, np.int32) for name in names])
+
+
+# include/flashinfer/scheduler/work.h
+ITEM = struct(
+    *("request", "kind", "qo_begin", "qo_len", "kv_len", "kv_base", "row_begin"),
+    *("kv_begin", "kv_end", "slot", "next", "reserved"),
+)
+MERGE = struct(
+    *("kind", "request", "qo_begin", "qo_len", "row_begin", "num_rows"),
+    *("slot_begin", "slot_end", "kv_len", "reserved0", "reserved1", "reserved2"),
+)
+TILE_KV = 64
+POISON = 0x7B
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A group of requests by lengths; page_size 0 is ragged."""
+
+    qo_len: tuple[int, ...] | int  # one number: that many tokens in each request
+    kv_len: tuple[int, ...]
+    page_size: int = 16
+    causal: bool = False
+    window_left: int = -1
+    first_entry: int = 0  # of kv_indptr
+
+    def qo_lens(self) -> list[int]:
+        if isinstance(self.qo_len, int):
+            return [self.qo_len] * len(self.kv_len)
+        return list(self.qo_len)
+
+    def group(self, **changes: Any) -> p.Group:
+        even = isinstance(self.qo_len, int)
+        size = self.page_size
+        entries = [-(-n // size) if size else n for n in self.kv_len]
+        last = [n - (e - 1) * size if e else 0 for n, e in zip(self.kv_len, entries, strict=True)]
+        values = {
+            "naming": p.PREFILL,
+            "qo_indptr": None if even else indptr(self.qo_lens()),
+            "kv_indptr": indptr(entries) + self.first_entry,
+            "kv_len": None,
+            "last_page_len": int32(last) if size else None,
+            "page_size": size,
+            "causal": self.causal,
+            "window_left": self.window_left,
+            "tokens_per_request": self.qo_len if even else 0,
+        }
+        assert changes.keys() <= values.keys()
+        return tuple({**values, **changes}.values())  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Options:
+    num_kv_heads: int = 8
+    group_size: int = 4
+    head_dim_vo: int = 128
+    tile_q: int = 16
+    cta_slots: int = 396
+    tile_q_second: int = 0
+    fixed_split_size: int = 0
+    disable_split_kv: bool = False
+    graph_batch_size: int = -1
+    graph_qo_tokens: int = 0
+
+
+@dataclass
+class Plan:
+    info: list[int]
+    items: np.ndarray
+    merges: np.ndarray
+    columns: list[list[int]] = field(default_factory=list)  # items of each CTA column
+
+    def pieces(self) -> np.ndarray:
+        """The items that do something, by slot and position: without the distribution."""
+        items = self.items[[i for column in self.columns for i in column]]
+        return np.sort(items[[name for name in ITEM.names if name != "next"]])
+
+
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def indptr(lengths: list[int]) -> torch.Tensor:
+    return int32(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).tolist())
+
+
+def make_plan(options: Options, *groups: Requests, float_bytes: int = -1) -> Plan:
+    """Plans into a buffer of exactly the size that is asked for, filled with poison."""
+    planner = p.AttentionPlan()
+    planner.configure(**dataclasses.asdict(options))
+    arguments = [group.group() for group in groups]
+    planned_bytes = planner.plan(None, float_bytes, *arguments).tolist()[p.INT_BYTES]
+    workspace = torch.full((planned_bytes + 64,), POISON, dtype=torch.uint8)
+    workspace = workspace[-workspace.data_ptr() % 16 :][: planned_bytes + 16]
+    info = planner.plan(workspace[:planned_bytes], float_bytes, *arguments).tolist()
+    assert (workspace[planned_bytes:] == POISON).all(), "written behind the workspace"
+    raw = workspace[:planned_bytes].numpy()
+    items = raw[info[p.ITEMS_OFFSET] :].view(ITEM)
+    merges = raw[info[p.MERGES_OFFSET] :][: info[p.NUM_MERGES] * MERGE.itemsize].view(MERGE)
+    plan = Plan(info, items, merges)
+    seen: set[int] = set()
+    for cta in range(info[p.NUM_CTAS]):
+        column, index = [], cta
+        if items["request"][cta] < 0:
+            assert items["next"][cta] == -1, "nothing follows where there is nothing to do"
+            index = -1
+        while index >= 0:
+            assert index not in seen, "an item stands in two places, or a list has a cycle"
+            seen.add(index)
+            column.append(index)
+            index = int(items["next"][index])
+        plan.columns.append(column)
+    return plan
+
+
+def visible(request: Requests, qo_len: int, kv_len: int, token: int) -> tuple[int, int]:
+    """Keys that a query token sees, by the definition of the masks."""
+    position = token + kv_len - qo_len
+    begin = 0 if request.window_left < 0 else max(0, position - request.window_left)
+    end = min(kv_len, position + 1) if request.causal else kv_len
+    return (begin, end) if begin < end else (0, 0)
+
+
+def check_covers(options: Options, plan: Plan, *groups: Requests) -> None:
+    """Every (row, visible key) is in exactly one item, and nothing is done in vain."""
+    rows_of: dict[tuple[int, int, int], list[np.void]] = {}
+    for index in (i for column in plan.columns for i in column):
+        item = plan.items[index]
+        group = groups[item["kind"] if len(groups) > 1 else 0]
+        r = int(item["request"])
+        qo_lens = group.qo_lens()
+        assert item["qo_begin"] == sum(qo_lens[:r]) and item["qo_len"] == qo_lens[r]
+        assert item["kv_len"] == group.kv_len[r]
+        assert item["kv_base"] == group.group()[2][r]
+        assert item["row_begin"] < qo_lens[r] * options.group_size
+        rows_of.setdefault((int(item["kind"]), r, int(item["row_begin"])), []).append(item)
+
+    expected = set()
+    for number, group in enumerate(groups):
+        for r, (qo_len, kv_len) in enumerate(zip(group.qo_lens(), group.kv_len, strict=True)):
+            rows = qo_len * options.group_size
+            small = len(groups) == 1 and 0 < rows <= options.tile_q_second
+            kind = int(number == 1 or small)
+            tile_q = options.tile_q_second if kind else options.tile_q
+            for row in range(0, rows, tile_q):
+                expected.add((kind, r, row))
+                tokens = {x // options.group_size for x in range(row, min(row + tile_q, rows))}
+                seen = [visible(group, qo_len, kv_len, token) for token in tokens]
+                seen = [(a, b) for a, b in seen if a < b] or [(0, 0)]
+                check_ranges(
+                    rows_of[kind, r, row], min(a for a, _ in seen), max(b for _, b in seen)
+                )
+    assert rows_of.keys() == expected
+
+
+def check_ranges(items: list[np.void], low: int, high: int) -> None:
+    """The items of a tile join end to end, cut at KV tiles, and hold the visible keys [low, high).
+
+    A tile whose last rows see nothing may end a little later than its rows can see.
+    """
+    items = sorted(items, key=lambda item: (item["kv_begin"], item["kv_end"]))
+    for a, b in zip(items, items[1:], strict=False):
+        assert a["kv_end"] == b["kv_begin"] and a["kv_end"] % TILE_KV == 0
+        assert b["slot"] == a["slot"] + 1, "slots must be consecutive in order of KV"
+    begin, end = int(items[0]["kv_begin"]), int(items[-1]["kv_end"])
+    assert begin % TILE_KV == 0
+    assert begin == low - low % TILE_KV and end == high if high else begin == end == 0
+    assert len(items) == 1 or all(item["kv_begin"] < item["kv_end"] for item in items)
+    assert (items[0]["slot"] >= 0) == (len(items) > 1)
+
+
+def check_slots(options: Options, plan: Plan) -> None:
+    """Every slot is written by one item and read by one merge, which is for that tile."""
+    items = plan.items[[i for column in plan.columns for i in column]]
+    parts = items[items["slot"] >= 0]
+    info = plan.info
+    assert sorted(parts["slot"]) == list(range(len(parts))) and len(parts) <= info[p.NUM_SLOTS]
+    by_slot = {int(part["slot"]): part for part in parts}
+    used = plan.merges[plan.merges["num_rows"] > 0]
+    assert not np.any(plan.merges[len(used) :]["num_rows"])
+    slots = [s for merge in used for s in range(merge["slot_begin"], merge["slot_end"])]
+    assert slots == list(range(len(parts))), "merges stand in order and read every slot"
+    for merge in used:
+        tile_q = options.tile_q_second if merge["kind"] else options.tile_q
+        left = merge["qo_len"] * options.group_size - merge["row_begin"]
+        assert merge["num_rows"] == min(left, tile_q) <= info[p.ROWS_PER_SLOT]
+        for slot in range(merge["slot_begin"], merge["slot_end"]):
+            for name in ("kind", "request", "qo_begin", "qo_len", "kv_len", "row_begin"):
+                assert by_slot[slot][name] == merge[name]
+    rows = info[p.NUM_SLOTS] * options.num_kv_heads * info[p.ROWS_PER_SLOT]
+    assert info[p.SUMS_OFFSET] >= rows * options.head_dim_vo * 4 and info[p.SUMS_OFFSET] % 256 == 0
+    assert info[p.FLOAT_BYTES] == info[p.SUMS_OFFSET] + rows * 8
+
+
+LENGTHS = st.one_of(st.integers(0, 300), st.integers(0, 9000), st.sampled_from([0, 63, 64, 65]))
+TOKENS = st.one_of(st.just(1), st.integers(0, 3), st.integers(0, 400))
+
+
+@st.composite
+def requests(draw: st.DrawFn, max_batch: int = 12) -> Requests:
+    kv_len = tuple(draw(st.lists(LENGTHS, max_size=max_batch)))
+    size = len(kv_len)
+    return Requests(
+        draw(
+            st.one_of(st.integers(0, 3), st.lists(TOKENS, min_size=size, max_size=size).map(tuple))
+        ),
+        kv_len,
+        page_size=draw(st.sampled_from([0, 1, 16, 48])),
+        causal=draw(st.booleans()),
+        window_left=draw(st.sampled_from([-1, -1, 0, 1, 100, 4000])),
+        first_entry=draw(st.sampled_from([0, 0, 7])),
+    )
+
+
+@st.composite
+def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
+    groups = [draw(requests())]
+    split = draw(st.sampled_from([0, 0, 0, 64, 100, 1024]))
+    options = Options(
+        num_kv_heads=draw(st.sampled_from([1, 2, 5, 8, 32, 300])),
+        group_size=draw(st.sampled_from([1, 3, 4, 7, 64])),
+        head_dim_vo=draw(st.sampled_from([16, 80, 128])),
+        tile_q=draw(st.sampled_from([16, 64, 128])),
+        cta_slots=draw(st.sampled_from([1, 20, 132, 264, 396])),
+        tile_q_second=draw(st.sampled_from([0, 16, 64])),
+        fixed_split_size=split,
+        disable_split_kv=split == 0 and draw(st.booleans()),
+    )
+    if options.tile_q_second and draw(st.booleans()):
+        groups.append(dataclasses.replace(draw(requests()), page_size=groups[0].page_size))
+    if draw(st.booleans()):
+        tokens = sum(sum(group.qo_lens()) for group in groups)
+        batch = sum(len(group.kv_len) for group in groups)
+        options = dataclasses.replace(
+            options,
+            graph_batch_size=batch + draw(st.integers(0, 5)),
+            graph_qo_tokens=tokens + draw(st.integers(0, 100)),
+        )
+    return options, tuple(groups)
