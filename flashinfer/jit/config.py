@@ -24,9 +24,13 @@ class ModuleConfig:
     ----------
     module : str
         Name of the family, with which the URI starts.
+    supported_major_versions : tuple of int or None
+        Major compute capabilities that the kernels are written for; None: all. Other targets are
+        left out of a build.
     """
 
     module: ClassVar[str]
+    supported_major_versions: ClassVar[tuple[int, ...] | None] = None
 
     @property
     def uri(self) -> str:

@@ -158,7 +158,20 @@ class JitSpec:
         _, chosen = fingerprint.split_targets(flags.cuda)
         if chosen:
             return list(flags.cuda)
-        return [*flags.cuda, *current_compilation_context.get_nvcc_flags_list()]
+        return [*flags.cuda, *current_compilation_context.get_nvcc_flags_list(self._majors)]
+
+    @property
+    def _majors(self) -> list[int] | None:
+        majors = self.config.supported_major_versions if self.config else None
+        return None if majors is None else list(majors)
+
+    def has_target(self) -> bool:
+        """Whether any of the current targets, if there are any, is one the kernels support."""
+        majors = self._majors
+        if majors is None:
+            return True
+        archs = current_compilation_context.TARGET_CUDA_ARCHS
+        return not archs or any(major in majors for major, _ in archs)
 
     def identity(self, with_toolchain: bool = True) -> Identity:
         """What the compiled module must have been built from, as of now.

@@ -50,7 +50,9 @@ class Generator:
         cases = self.aot if preset is None else self.presets.get(preset, tuple)
         for case in cases():
             with contextlib.suppress(NoTargetError):  # a kernel for other architectures
-                yield self._describe(case)
+                spec = self._describe(case)
+                if spec.has_target():
+                    yield spec
 
     def _describe(self, case: Any) -> JitSpec:
         if isinstance(case, Mapping):

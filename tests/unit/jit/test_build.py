@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 import pytest
 from jit_helpers import in_processes
@@ -15,6 +18,7 @@ from jit_helpers import in_processes
 from flashinfer import aot, jit
 from flashinfer.jit import cache as store
 from flashinfer.jit import registry
+from flashinfer.jit.config import ModuleConfig
 from flashinfer.jit.progress import Progress
 
 
@@ -205,6 +209,26 @@ def test_generators(generator):
     assert [spec.name for spec in registry.preset_specs("small")] == ["one"]
     with pytest.raises(ValueError, match="preset 'big' does not exist; there are: small"):
         registry.preset_specs("big")
+
+
+def test_a_configuration_names_the_targets_of_its_kernels(project, monkeypatch, generator):
+    """Targets that its kernels are not written for are left out, and so are whole modules."""
+
+    @dataclasses.dataclass(frozen=True)
+    class TensorCoreConfig(ModuleConfig):
+        module: ClassVar[str] = "demo"
+        supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9)
+
+    spec = project.cuda_spec(config=TensorCoreConfig())
+    jit.register_generator(aot=lambda: [spec])(lambda spec: spec)
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "7.5 8.0 9.0a")
+    targets = re.findall(r"code=(sm_\w+)", spec.write_ninja().read_text())
+    assert set(targets) == {"sm_80", "sm_90a"}
+    assert spec in registry.aot_specs()
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "7.5")
+    assert spec not in registry.aot_specs()
+    with pytest.raises(RuntimeError, match=r"major versions \[8, 9\].*\['7.5'\]"):
+        spec.build()
 
 
 def test_own_generators_have_cases_and_unique_names():
