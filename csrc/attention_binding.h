@@ -39,6 +39,7 @@ enum PlanInfo {
 struct PlannedTensors {
   int64_t qo_tokens;
   int64_t kv_entries;  // paged: entries of kv_indices; ragged: tokens
+  int64_t paged_rows;  // at least 0: k and v are this many tokens, to be read as pages
   bool is_hnd;
   bool exact_tokens;  // false: q may have more rows than the plan, which are left alone
 };
@@ -180,16 +181,16 @@ inline void set_paged(AttentionTensors& tensors, bool is_hnd, int64_t page_size,
 }
 
 // Keys and values as tokens: [tokens, heads, dim], or [heads, tokens, dim] for HND.
-inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned, int64_t heads,
-                       const Tensor& k, const Tensor& v) {
+inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned, int64_t min_tokens,
+                       int64_t heads, const Tensor& k, const Tensor& v) {
   const int token = planned.is_hnd ? 1 : 0, head = 1 - token;
   ffi::check_dtype(k, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
   ffi::check_dtype(v, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
   ffi::check_ndim(k, 3, 3);
   const int64_t tokens = k.dim(token);
-  if (tokens < planned.kv_entries) {
+  if (tokens < min_tokens) {
     ffi::raise("ValueError", "`%s` must have at least %lld tokens as planned, got shape %s", k.name,
-               static_cast<long long>(planned.kv_entries), k.shape_text().c_str());
+               static_cast<long long>(min_tokens), k.shape_text().c_str());
   }
   const int64_t outer[2] = {planned.is_hnd ? heads : tokens, planned.is_hnd ? tokens : heads};
   ffi::check_shape(k, {outer[0], outer[1], FLASHINFER_CFG_HEAD_DIM_QK});
@@ -204,22 +205,48 @@ inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned,
   tensors.v_stride_head = v.stride(head);
 }
 
+// Tokens, [tokens, heads, dim] or [heads, tokens, dim], read as pages that follow each other. The
+// last one may end behind the tensors: its slots from `paged_rows` on are of no request.
+inline void set_paged_rows(AttentionTensors& tensors, const PlannedTensors& planned,
+                           int64_t page_size, int64_t heads, const Tensor& k, const Tensor& v) {
+  set_ragged(tensors, planned, planned.paged_rows, heads, k, v);
+  tensors.k_stride_page = page_size * tensors.k_stride_token;
+  tensors.v_stride_page = page_size * tensors.v_stride_token;
+  tensors.num_pages = static_cast<uint32_t>((planned.paged_rows + page_size - 1) / page_size);
+}
+
+// What the caller of a run calls its tensors: those of a launch with one set, or of either kind.
+struct TensorNames {
+  const char *q, *k, *v, *cache, *cache_k, *cache_v, *o, *lse;
+};
+constexpr TensorNames kTensorNames[3] = {
+    {"q", "k", "v", "paged_kv_cache", "paged_kv_cache[0]", "paged_kv_cache[1]", "out", "lse"},
+    {"q_p", "k_p", "v_p", "paged_kv_cache_p", "paged_kv_cache_p[0]", "paged_kv_cache_p[1]", "out_p",
+     "lse_p"},
+    {"q_d", "k_d", "v_d", "paged_kv_cache_d", "paged_kv_cache_d[0]", "paged_kv_cache_d[1]", "out_d",
+     "lse_d"},
+};
+
 // The tensors of one kind, read from the arguments q, k, v | None, o, lse | None.
 inline void read_tensors(ffi::Args& args, const AttentionLaunch& launch, int kind, bool paged,
                          AttentionTensors& tensors) {
   const PlannedTensors& planned = launch.planned[kind];
   const int64_t kv_heads = launch.params.variant.num_kv_heads;
-  const Tensor q = args.tensor("q");
-  Tensor k = args.tensor(paged ? "paged_kv_cache" : "k");
-  const Tensor v = paged ? args.optional_tensor("paged_kv_cache[1]") : args.tensor("v");
-  const Tensor o = args.tensor("out");
-  const Tensor lse = args.optional_tensor("lse");
-  if (paged && v) k.name = "paged_kv_cache[0]";
+  const TensorNames& names = kTensorNames[launch.has_second ? 1 + kind : 0];
+  const bool rows = !paged || planned.paged_rows >= 0;
+  const Tensor q = args.tensor(names.q);
+  Tensor k = args.tensor(rows ? names.k : names.cache);
+  const Tensor v = rows ? args.tensor(names.v) : args.optional_tensor(names.cache_v);
+  const Tensor o = args.tensor(names.o);
+  const Tensor lse = args.optional_tensor(names.lse);
+  if (!rows && v) k.name = names.cache_k;
   set_queries(tensors, planned, launch.params.variant.num_qo_heads, q, o, lse);
-  if (paged) {
-    set_paged(tensors, planned.is_hnd, launch.params.page_size.divisor, kv_heads, k, v);
+  if (!paged) {
+    set_ragged(tensors, planned, planned.kv_entries, kv_heads, k, v);
+  } else if (rows) {
+    set_paged_rows(tensors, planned, launch.params.page_size.divisor, kv_heads, k, v);
   } else {
-    set_ragged(tensors, planned, kv_heads, k, v);
+    set_paged(tensors, planned.is_hnd, launch.params.page_size.divisor, kv_heads, k, v);
   }
   for (const Tensor& written : {o, lse}) {
     if (!written) continue;

@@ -1,7 +1,8 @@
 // attention_capacity(info, workspace): info (CPU int32) gets the CTAs per SM and the SMs
 // attention_bind(state, plan_info, int_workspace, float_workspace, kv_indices | None, num_qo_heads,
 //                num_kv_heads, page_size, is_hnd, exact_tokens)
-// attention_bind_second(state, plan_info, kv_indices, is_hnd)
+// attention_bind_second(state, plan_info, kv_indices, is_hnd, rows): rows: see paged_rows; negative:
+//                       the tensors of kind 0 are in pages
 // attention_options(state, logits_soft_cap, rope_scale, rope_theta, alibi_slopes | None)
 // attention_mask(state, custom_mask, mask_indptr)
 // attention_items(state, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
@@ -74,6 +75,7 @@ FLASHINFER_FFI_EXPORT(attention_bind, args) {
   params.variant.window_left = -1;
   planned.qo_tokens = info[kQoTokens];
   planned.kv_entries = info[kKvEntries];
+  planned.paged_rows = -1;
 
   char* ints = static_cast<char*>(int_workspace.data());
   params.items = reinterpret_cast<const WorkItem*>(ints + info[kItemsOffset]);
@@ -100,6 +102,8 @@ FLASHINFER_FFI_EXPORT(attention_bind_second, args) {
   planned.exact_tokens = launch.planned[0].exact_tokens;
   planned.qo_tokens = info[kSecondQoTokens];
   planned.kv_entries = info[kSecondKvEntries];
+  planned.paged_rows = -1;
+  launch.planned[0].paged_rows = args.integer("k_p");
   launch.params.tensors[1].kv_indices = page_numbers(kv_indices, planned);
   launch.has_second = true;
 }

@@ -147,7 +147,7 @@ class _SparseWrapper(AttentionWrapper):
 
     def _planned(self) -> AttentionProblem:
         if self._problem is None:
-            raise RuntimeError("plan() comes before run(), and again after new workspaces")
+            raise ValueError("`plan` must be called before `run`, and again after new workspaces")
         return self._problem
 
 
@@ -350,10 +350,8 @@ class BlockSparseAttentionWrapper(_SparseWrapper):
 
         Raises
         ------
-        RuntimeError
-            If nothing is planned.
         TypeError, ValueError
-            If a tensor is not as planned or not on the GPU.
+            If nothing is planned, or a tensor is not as planned or not on the GPU.
         """
         refuse(_SCALES, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
         problem = self._planned()
@@ -528,10 +526,8 @@ class VariableBlockSparseAttentionWrapper(_SparseWrapper):
 
         Raises
         ------
-        RuntimeError
-            If nothing is planned.
         TypeError, ValueError
-            If a tensor is not as planned or not on the GPU.
+            If nothing is planned, or a tensor is not as planned or not on the GPU.
         """
         problem = self._planned()
         (qo_heads, kv_heads), (queries, keys), dim = self._heads, self._lengths, problem.head_dim_qk

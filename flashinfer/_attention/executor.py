@@ -94,7 +94,8 @@ class AttentionExecutor:
             The requests.
         second : AttentionProblem, optional
             More requests in the same launch that have tensors of their own, always paged, tiled by
-            `tile_q_second`; heads, dtypes, page size and options are those of `problem`.
+            `tile_q_second`; heads, dtypes, page size and options are those of `problem`. At most
+            one of the two has a custom mask.
         tile_q_second : int
             Tile of a second shape in the launch; without `second`, for the requests of `problem`
             that fit it. 0: one shape.
@@ -363,14 +364,16 @@ class AttentionExecutor:
             *(problem.kv_layout == "HND", is_graph),
         )
         if second is not None:
-            module.bind_second(state, info, second.kv_indices, second.is_hnd)
+            rows = int(problem.kv_lengths()[0]) if problem.rows_as_pages else -1
+            module.bind_second(state, info, second.kv_indices, second.is_hnd, rows)
         if problem.logits_soft_cap > 0.0 or problem.pos_encoding_mode != "NONE":
             module.options(
                 *(state, problem.logits_soft_cap, problem.rope_scale, problem.rope_theta),
                 problem.alibi_slopes,
             )
-        if problem.custom_mask is not None:
-            module.mask(state, problem.custom_mask, problem.mask_indptr)
+        masked = problem if second is None or problem.custom_mask is not None else second
+        if masked.custom_mask is not None:
+            module.mask(state, masked.custom_mask, masked.mask_indptr)
         elif problem.prefix_len_ptr is not None:
             module.items(
                 *(state, problem.prefix_len_ptr, problem.token_pos_in_items_ptr),

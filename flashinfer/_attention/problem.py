@@ -30,6 +30,9 @@ class AttentionProblem:
         Page numbers, int32, on the device of the wrapper; None for ragged.
     page_size : int
         Tokens of a page; 0 for ragged.
+    rows_as_pages : bool
+        The only request's keys are rows of k and v, which the kernel reads as pages that follow
+        each other: the first set of a launch of two sets of tensors.
     causal : bool
         Aligned to the end: query i sees keys up to ``i + kv_len - qo_len``.
     custom_mask, mask_indptr : torch.Tensor or None
@@ -68,6 +71,7 @@ class AttentionProblem:
     last_page_len: torch.Tensor | None = None
     kv_indices: torch.Tensor | None = None
     page_size: int = 0
+    rows_as_pages: bool = False
     kv_layout: str = "NHD"
     causal: bool = False
     custom_mask: torch.Tensor | None = None
