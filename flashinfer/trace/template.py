@@ -338,14 +338,12 @@ class TraceTemplate:
         usual = "bfloat16"
         dtypes = self.dtypes(arguments)
         for key, spec in [*self.inputs.items(), *self.outputs.items()]:
-            if isinstance(spec, Scalar):
-                if spec.optional and argument_of(key, spec, arguments) is not None:
-                    parts.append(key)
-                continue
-            if key not in dtypes:
+            if spec.optional and argument_of(key, spec, arguments) is None:
                 continue
             if spec.optional and key in self.inputs:
                 parts.append(key)
+            if isinstance(spec, Scalar) or key not in dtypes:
+                continue
             if spec.dtype is None and dtypes[key] != usual:
                 short = _SHORT_DTYPE.get(dtypes[key], dtypes[key])
                 parts.append(short if key == next(iter(self.inputs)) else f"{key}_{short}")

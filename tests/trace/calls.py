@@ -15,6 +15,7 @@ import flashinfer
 from flashinfer.api_logging import _TRACE_REGISTRY
 from flashinfer.trace.specs import argument_of
 from flashinfer.trace.template import TraceTemplate, templates_of
+from tests.trace import attention_cases
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,14 @@ class Operation:
 
     @property
     def api(self) -> Callable[..., Any]:
-        """The function as users see it, with every decorator."""
-        return getattr(importlib.import_module(self.function.__module__), self.function.__name__)
+        """The function as users see it, with every decorator; a method takes its object as `self`.
+
+        The object is an argument, so that each test's call can have one of its own.
+        """
+        found: Any = importlib.import_module(self.function.__module__)
+        for name in self.function.__qualname__.split("."):
+            found = getattr(found, name)
+        return found
 
     def arguments(
         self,
@@ -40,6 +47,8 @@ class Operation:
         seed: int = 0,
     ) -> dict[str, Any]:
         """Random arguments at a small shape whose axes all differ."""
+        if "self" in inspect.signature(self.function).parameters:
+            return attention_cases.planned_call(self.template, dtype, torch.device(device), seed)
         sizes = {axis: 3 + 5 * i for i, axis in enumerate(self.template.axes)}
         return self.template.example_arguments(sizes, dtype, device, seed)
 

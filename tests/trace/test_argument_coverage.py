@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashinfer.testing.tensors import clone_arguments
-from tests.trace import cache_cases, sampling_cases
+from tests.trace import attention_cases, cache_cases, sampling_cases
 from tests.trace.calls import Operation, operations, parameters_of
 
 OPTIONAL = [
@@ -160,12 +160,14 @@ CASES: dict[str, Callable[..., None]] = {
     ("operation", "name"), OPTIONAL, ids=[f"{o.function.__name__}-{n}" for o, n in OPTIONAL]
 )
 def test_optional_argument(operation: Operation, name: str, device: torch.device):
-    assert name in CASES, f"say in CASES what {name} of {operation.label} does"
-    CASES[name](operation, name, operation.arguments(device=device))
+    is_attention = operation.template.op_type.startswith("gqa")
+    cases = attention_cases.CASES if is_attention else CASES
+    assert name in cases, f"say in CASES what {name} of {operation.label} does"
+    cases[name](operation, name, operation.arguments(device=device))
 
 
 def test_optional_arguments_are_found():
     """Eleven operations: eight with eps, five with out (layernorm allocates), nine with a hint."""
     counts = {name: sum(n == name for _, n in OPTIONAL) for _, name in OPTIONAL}
     assert counts["eps"] >= 8 and counts["out"] >= 5 and counts["enable_pdl"] >= 9
-    assert set(CASES) <= set(counts), "no case without an argument"
+    assert {*CASES, *attention_cases.CASES} <= set(counts), "no case without an argument"

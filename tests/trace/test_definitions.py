@@ -61,7 +61,8 @@ def test_round_trip(operation: Operation, dtype, device, tmp_path, monkeypatch):
 
     template = operation.template
     defaults = {"eps": 1e-6}
-    given = {key: argument_of(key, template.inputs[key], arguments) for key in model.inputs}
+    gathered = template.gathered(arguments)
+    given = {key: argument_of(key, template.inputs[key], gathered) for key in model.inputs}
     values = [defaults.get(key) if value is None else value for key, value in given.items()]
     values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
     from_json = _execute(model.reference, monkeypatch)(*values)
@@ -84,7 +85,7 @@ def test_eps_and_scale_are_inputs_of_the_definition(operation: Operation, monkey
     """What a call can vary is not baked into its definition."""
     definition = operation.api.fi_trace(**operation.arguments())
     scalars = [key for key, entry in definition["inputs"].items() if entry["shape"] is None]
-    arguments = operation.arguments()
+    arguments = operation.template.gathered(operation.arguments())
     run = _execute(definition["reference"], monkeypatch)
     usual = {"eps": 1e-6, "scale": 1.0}
     for key, spec in operation.template.inputs.items():
@@ -183,6 +184,7 @@ def test_committed_references_run_without_this_package(tmp_path):
         "dequantize",
         "scale_to_float",
         "segment_packbits",
+        "gqa",
         "rope",
         "append",
         "batch_indices",

@@ -26,7 +26,8 @@ def _public_callables():
             yield name, value
         elif inspect.isclass(value):
             for method, function in vars(value).items():
-                if inspect.isfunction(function):
+                # Other methods prepare a run, or are older names that call it.
+                if inspect.isfunction(function) and method.startswith("run"):
                     yield f"{name}.{method}", function
 
 
@@ -52,9 +53,23 @@ def test_every_public_operation_has_a_template():
     assert not missing, f"without trace template: {', '.join(missing)}"
 
 
+def _named(operation: Operation) -> set[str]:
+    """What inputs, outputs and options of the template can be called."""
+    if operation.template.gather is None:
+        return set(parameters_of(operation.function))
+    return {*operation.template.gathered(operation.arguments()), *_parameters(operation)}
+
+
+def _parameters(operation: Operation) -> dict[str, inspect.Parameter]:
+    """Of the reference where it has arguments of its own, else of the public function."""
+    if operation.template.gather is None:
+        return parameters_of(operation.function)
+    return dict(inspect.signature(operation.template.reference).parameters)
+
+
 @each_operation
 def test_arguments_named_by_the_template_exist(operation: Operation):
-    template, available = operation.template, parameters_of(operation.function)
+    template, available = operation.template, _named(operation)
     mismatches = [
         f"input {key!r}: argument {spec.param or key!r}"
         for key, spec in template.inputs.items()
@@ -76,13 +91,40 @@ def test_every_argument_is_accounted_for(operation: Operation):
     known = {spec.param or key for key, spec in {**template.inputs, **template.outputs}.items()}
     known |= {*template.axes, *template.hints, *template.options}
     known |= {s.dtype_from_scalar for s in template.outputs.values() if isinstance(s, Tensor)}
+    if template.gather is not None:
+        call = _Recorder(inspect.signature(operation.function).bind(**operation.arguments()))
+        template.gather(call)
+        # Additional arguments of a user's variant, for which there is no reference.
+        known = {*call.read, *template.hints, "return_lse", "args"}
     ignored = set(parameters_of(operation.function)) - known
     assert not ignored, f"arguments without meaning: {sorted(ignored)}"
+
+
+class _Recorder(dict):
+    """A call's arguments, defaults included, and which of them were read."""
+
+    def __init__(self, bound: inspect.BoundArguments) -> None:
+        bound.apply_defaults()
+        super().__init__(bound.arguments)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
 
 
 @each_operation
 def test_reference_has_the_public_signature(operation: Operation):
     """Same names, order and defaults: a test calls both with one dict."""
+    if operation.template.gather is not None:
+        taken = inspect.signature(operation.template.reference).parameters.values()
+        required = {p.name for p in taken if p.default is inspect.Parameter.empty}
+        assert required <= set(operation.template.gathered(operation.arguments()))
+        return
     public = inspect.signature(operation.function).parameters
     reference = inspect.signature(operation.template.reference).parameters
     assert list(public) == list(reference)
@@ -106,14 +148,14 @@ def test_every_constant_axis_has_a_source(operation: Operation):
     }
     for axis, kind in template.axes.items():
         if isinstance(kind, Const):
-            from_call = axis in in_tensors or axis in parameters_of(operation.function)
+            from_call = axis in in_tensors or axis in _named(operation)
             assert from_call or kind.value is not None or kind.derive, f"{axis} has no value"
 
 
 @each_operation
 def test_dtype_sources_exist(operation: Operation):
     template = operation.template
-    known = {*template.inputs, *parameters_of(operation.function)}
+    known = {*template.inputs, *_named(operation)}
     for key, spec in {**template.inputs, **template.outputs}.items():
         if isinstance(spec, Tensor):
             for source in (spec.dtype_from, spec.dtype_from_scalar):
@@ -129,7 +171,7 @@ def test_axes_of_outputs_are_axes_of_inputs_or_derived(operation: Operation):
     known = {a for s in template.inputs.values() for a in getattr(s, "dim_names", ())}
     known |= {a for a, k in template.axes.items() if isinstance(k, Const) and (k.derive or k.value)}
     known |= {a for a, k in template.axes.items() if isinstance(k, Var) and k.from_values}
-    known |= set(parameters_of(operation.function))
+    known |= _named(operation)
     for key, spec in template.outputs.items():
         assert set(getattr(spec, "dim_names", ())) <= known, key
 
@@ -143,7 +185,7 @@ def test_a_call_has_a_complete_definition(operation: Operation):
     passed = {
         key
         for key, spec in template.inputs.items()
-        if not spec.optional or argument_of(key, spec, arguments) is not None
+        if not spec.optional or argument_of(key, spec, template.gathered(arguments)) is not None
     }
     assert set(definition["inputs"]) == passed
     assert len(definition["outputs"]) == len(template.outputs)
@@ -166,12 +208,13 @@ def test_prefixes_are_unique():
 @each_operation
 def test_scalars_are_bounded_by_the_public_function(operation: Operation):
     """Every scalar refuses NaN and a wrong type by name, in the wording of the checks."""
-    arguments = operation.arguments()
+    arguments = operation.template.gathered(operation.arguments())
+    kind = type(arguments)
     for key, spec in operation.template.inputs.items():
         if not isinstance(spec, Scalar):
             continue
         name = spec.param or key
         with pytest.raises(ValueError, match=name):
-            operation.template.validate({**arguments, "eps": 1e-6, name: float("nan")})
+            operation.template.validate(kind({**arguments, "eps": 1e-6, name: float("nan")}))
         with pytest.raises(TypeError, match=name):
-            operation.template.validate({**arguments, "eps": 1e-6, name: "one"})
+            operation.template.validate(kind({**arguments, "eps": 1e-6, name: "one"}))

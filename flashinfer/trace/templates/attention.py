@@ -6,6 +6,7 @@ what a wrapper's `plan` was given is part of it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -225,15 +226,23 @@ def _single_template(name: str, init: Any, *, lse: bool, decode: bool) -> TraceT
 
 
 def by_lse(make: Callable[..., TraceTemplate], **properties: Any) -> Callable[..., TraceTemplate]:
-    """A dispatch function between the template without and the one with the LSE."""
-    templates = {lse: make(lse=lse, **properties) for lse in (False, True)}
+    """A dispatch function between the template without and the one with the LSE.
+
+    An `lse` to write to that is not asked back is written and not returned.
+    """
+    without, returned, written = (make(lse=lse, **properties) for lse in (False, True, True))
+    spec = written.outputs.get("lse")
+    if isinstance(spec, Tensor):
+        written.outputs["lse"] = dataclasses.replace(spec, returned=False)
 
     def choose(**arguments: Any) -> TraceTemplate:
         return_lse = arguments.get("return_lse", False)
         check_option("return_lse", (False, True), return_lse)
-        return templates[return_lse]
+        if return_lse:
+            return returned
+        return without if arguments.get("lse") is None else written
 
-    choose.templates = list(templates.values())  # type: ignore[attr-defined]
+    choose.templates = [without, returned]  # type: ignore[attr-defined]
     return choose
 
 

@@ -1,7 +1,7 @@
 """From a call's arguments and the wrapper's plan to the one form that definitions are stated in.
 
-Keys and values as [..., num_kv_heads, head_dim], a cache's keys apart from its values, scales folded
-into one for the logits and one for the output, masks as bools.
+Keys and values as [..., num_kv_heads, head_dim], a cache's keys apart from its values, scales
+folded into one for the logits and one for the output, masks as bools.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_fp16_softmax": (None, False),
     "uses_spcompress": (None, False),
     "o_scale": (None,),
-    "q_len_per_req": (None,),
 }
 
 
@@ -174,8 +173,12 @@ def problem_arguments(problem: Any, run: Arguments, device: torch.device) -> dic
     if problem.variant is not None:
         raise NotImplementedError("there is no reference of a user's attention variant")
     scales = [_scale(name, run.get(name)) for name in ("q_scale", "k_scale", "v_scale")]
-    window = run.get("window_left")
-    window = _number("window_left", window, problem.window_left)
+    window = _number("window_left", run.get("window_left"), problem.window_left)
+    if problem.window_left >= 0 and not 0 <= window <= problem.window_left:
+        raise ValueError(
+            f"`window_left` of run() must be from 0 to the {problem.window_left} of plan(), got "
+            f"{window}"
+        )
     soft_cap = _number("logits_soft_cap", run.get("logits_soft_cap") or None, 0.0)
     inputs: dict[str, Any] = {
         "sm_scale": problem.sm_scale * scales[0] * scales[1],
@@ -283,9 +286,12 @@ def gather_paged(run: Arguments, cache: str = "paged_kv_cache") -> dict[str, Any
 
 
 def gather_paged_decode(run: Arguments) -> dict[str, Any]:
+    """Of a decode wrapper's `run`."""
+    per_request = planned(run).tokens_per_request
+    check_option("q_len_per_req", (None, per_request), run.get("q_len_per_req"))
     inputs = gather_paged(run)
-    if planned(run).num_qo_tokens == planned(run).batch_size:
-        del inputs["qo_indptr"]  # one query each
+    if per_request == 1:
+        del inputs["qo_indptr"]
     return inputs
 
 

@@ -1,0 +1,238 @@
+"""Calls of the attention functions and wrappers for the tests that walk all operations, and what
+their optional arguments do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.testing.tensors import clone_arguments
+
+if TYPE_CHECKING:
+    from tests.trace.calls import Operation
+
+Case = Callable[["Operation", str, dict[str, Any]], None]
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 6, 2, 32, 4
+QO_LENS, KV_LENS = (2, 3, 1), (7, 4, 9)
+
+
+def planned_call(template: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """Arguments of a wrapper's `run`, the planned wrapper as `self` among them."""
+    build = _WRAPPERS[template.name_prefix.removesuffix("_lse")]
+    dtype = torch.float16 if dtype == torch.float32 else dtype
+    on_cpu = device.type == "cpu"
+    with flashinfer.reference_backend() if on_cpu else contextlib.nullcontext():
+        arguments = build(_Values(dtype, device, seed))
+    if template.name_prefix.endswith("_lse"):
+        arguments["return_lse"] = True
+    return arguments
+
+
+class _Values:
+    """Random tensors and index tensors of one call."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.dtype, self.device = dtype, device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+
+    def workspace(self) -> torch.Tensor:
+        return torch.empty(32 << 20, dtype=torch.uint8, device=self.device)
+
+    def pages(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        starts = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
+        indices = torch.tensor([5, 2, 0, 3, 6, 1], dtype=torch.int32, device=self.device)
+        return starts, indices, torch.tensor([3, 4, 1], dtype=torch.int32)
+
+    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(self(7, PAGE, KV_HEADS, HEAD_DIM) for _ in range(2))
+
+
+def _indptr(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def _decode(values: _Values) -> dict[str, Any]:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(values.workspace())
+    wrapper.plan(*values.pages(), HEADS, KV_HEADS, HEAD_DIM, PAGE, **values.dtypes)
+    return {"self": wrapper, "q": values(3, HEADS, HEAD_DIM), "paged_kv_cache": values.cache()}
+
+
+def _paged(values: _Values) -> dict[str, Any]:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(values.workspace())
+    heads = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
+    wrapper.plan(_indptr(QO_LENS), *values.pages(), *heads, causal=True, **values.dtypes)
+    q = values(sum(QO_LENS), HEADS, HEAD_DIM)
+    return {"self": wrapper, "q": q, "paged_kv_cache": values.cache()}
+
+
+def _ragged(values: _Values) -> dict[str, Any]:
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(values.workspace())
+    lengths = (_indptr(QO_LENS), _indptr(KV_LENS))
+    wrapper.plan(*lengths, HEADS, KV_HEADS, HEAD_DIM, causal=True, **values.dtypes)
+    k, v = (values(sum(KV_LENS), KV_HEADS, HEAD_DIM) for _ in range(2))
+    return {"self": wrapper, "q": values(sum(QO_LENS), HEADS, HEAD_DIM), "k": k, "v": v}
+
+
+_WRAPPERS: dict[str, Callable[[_Values], dict[str, Any]]] = {
+    "gqa_paged_decode": _decode,
+    "gqa_paged_prefill": _paged,
+    "gqa_ragged_prefill": _ragged,
+}
+
+
+# ---- optional arguments ------------------------------------------------------------------------
+
+
+def _results(operation: Operation, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    returned = operation.api(**clone_arguments(arguments))
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def _equal(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def becomes(value: Any, **others: Any) -> Case:
+    """`value` in place of the default gives another result; `others` may bring it into effect."""
+
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        chosen = value(arguments) if callable(value) else value
+        usual = {**arguments, **others}
+        assert not _equal(_results(operation, usual), _results(operation, {**usual, name: chosen}))
+
+    return case
+
+
+def is_left_out(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Other backends' arguments are refused by name."""
+    with pytest.raises((TypeError, ValueError), match=name):
+        operation.api(**{**arguments, name: torch.ones(2)})
+
+
+def has_no_effect(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A hint: the same bits; what is no bool is refused."""
+    usual = _results(operation, arguments)
+    assert _equal(usual, _results(operation, {**arguments, name: True}))
+    with pytest.raises(TypeError, match=name):
+        operation.api(**{**arguments, name: "yes"})
+
+
+def names_a_backend(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    usual = _results(operation, arguments)
+    assert _equal(usual, _results(operation, {**arguments, name: "fa2"}))
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: "fa7"})
+
+
+def adds_the_lse(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    without = _results(operation, {**arguments, name: False})
+    both = _results(operation, {**arguments, name: True})
+    assert len(without) == 1 and len(both) == 2 and torch.equal(without[0], both[0])
+    with pytest.raises(TypeError, match=name):
+        operation.api(**{**arguments, name: 1})
+
+
+def receives(index: int) -> Case:
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        expected = _results(operation, {**arguments, "return_lse": True})[index]
+        destination = torch.full_like(expected, float("nan"))
+        results = _results_into(operation, {**arguments, name: destination})
+        assert torch.equal(destination, expected)
+        if len(results) > index:
+            assert results[index] is destination
+        for wrong in (destination[:-1], destination.double()):
+            with pytest.raises(ValueError, match=name):
+                operation.api(**{**arguments, name: wrong})
+
+    return case
+
+
+def _results_into(operation: Operation, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    returned = operation.api(**arguments)
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def is_what_was_planned(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    usual = _results(operation, arguments)
+    assert _equal(usual, _results(operation, {**arguments, name: 1}))
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: 2})
+
+
+def heads_first(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    usual = _results(operation, arguments)
+    moved = {key: arguments[key].transpose(0, 1).contiguous() for key in ("k", "v")}
+    assert _equal(usual, _results(operation, {**arguments, **moved, name: "HND"}))
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: "DNH"})
+
+
+def encodes(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    found = [_results(operation, {**arguments, name: m}) for m in ("NONE", "ROPE_LLAMA", "ALIBI")]
+    assert _equal(found[0], _results(operation, arguments))
+    assert not any(_equal(found[i], found[i - 1]) for i in range(3))
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: "ROPE"})
+
+
+def sets_the_dtype(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    other = torch.float16 if arguments["q"].dtype == torch.bfloat16 else torch.bfloat16
+    assert _results(operation, {**arguments, name: other})[0].dtype == other
+    with pytest.raises(ValueError):
+        operation.api(**{**arguments, name: torch.int32})
+
+
+def masks(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    q, k = arguments["q"], arguments["k"]
+    mask = torch.arange(len(q) * len(k), device=q.device).view(len(q), len(k)) % 3 > 0
+    chosen = mask
+    if name.startswith("packed"):
+        chosen = flashinfer.packbits(mask.flatten(), bitorder="little")
+    usual = _results(operation, {**arguments, "causal": False})
+    assert not _equal(usual, _results(operation, {**arguments, name: chosen}))
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: chosen[:-1]})
+
+
+CASES: dict[str, Case] = {
+    "backend": names_a_backend,
+    "causal": becomes(False),
+    "custom_mask": masks,
+    "enable_pdl": has_no_effect,
+    "k_scale": becomes(2.0),
+    "kv_cache_sf": is_left_out,
+    "kv_layout": heads_first,
+    "logits_soft_cap": becomes(0.5),
+    "lse": receives(1),
+    "o_dtype": sets_the_dtype,
+    "o_scale": is_left_out,
+    "out": receives(0),
+    "packed_custom_mask": masks,
+    "pos_encoding_mode": encodes,
+    "q_len_per_req": is_what_was_planned,
+    "q_scale": becomes(2.0),
+    "return_lse": adds_the_lse,
+    "rope_scale": becomes(2.0, pos_encoding_mode="ROPE_LLAMA"),
+    "rope_theta": becomes(100.0, pos_encoding_mode="ROPE_LLAMA"),
+    "scale_k": is_left_out,
+    "scale_q": is_left_out,
+    "scale_v": is_left_out,
+    "sinks": becomes(lambda arguments: torch.ones(HEADS, device=arguments["q"].device)),
+    "skip_softmax_threshold_scale_factor": is_left_out,
+    "sm_scale": becomes(0.05),
+    "use_fp16_qk_reduction": has_no_effect,
+    "use_fp16_softmax": is_left_out,
+    "use_tensor_cores": has_no_effect,
+    "uses_spcompress": is_left_out,
+    "v_scale": becomes(2.0),
+    "window_left": becomes(1),
+}
