@@ -15,10 +15,10 @@ cudaError_t sampling(const SamplingParams& params, int device, int num_sms, bool
   if constexpr (Traits::kFilter == SamplingFilter::kNone &&
                 Traits::kOutput == SamplingOutput::kProbs) {
     return launch_softmax<Traits>(params, enable_pdl, stream);
-  } else if constexpr (Traits::kFilter == SamplingFilter::kTopP &&
+  } else if constexpr (Traits::kFilter == SamplingFilter::kTopP && !Traits::kLogits &&
                        Traits::kOutput == SamplingOutput::kToken) {
     return launch_nucleus_sampling<Traits>(params, enable_pdl, stream);
-  } else if constexpr (samples_by_stream(Traits::kFilter, Traits::kOutput)) {
+  } else if constexpr (samples_by_stream(Traits::kFilter, Traits::kOutput, Traits::kLogits)) {
     return launch_stream_sampling<Traits>(params, enable_pdl, stream);
   } else {
     return launch_sampling<Traits>(params, device, num_sms, enable_pdl, stream);

@@ -16,7 +16,7 @@ constexpr bool kToken = kOutput == SamplingOutput::kToken;
 constexpr bool kBoth =
     kFilter == SamplingFilter::kTopKTopP || kFilter == SamplingFilter::kTopKTopPJoint;
 constexpr bool kTopK = kFilter == SamplingFilter::kTopK || kBoth;
-constexpr bool kStream = samples_by_stream(kFilter, kOutput);
+constexpr bool kStream = samples_by_stream(kFilter, kOutput, kLogits);
 constexpr bool kTopP = kFilter == SamplingFilter::kTopP || kBoth;
 constexpr bool kMinP = kFilter == SamplingFilter::kMinP;
 constexpr bool kTemperature = kLogits && kOutput == SamplingOutput::kProbs;

@@ -86,6 +86,10 @@ class _TokenKernels(KernelTable):
         super().__init__(get_kernel)
         self.name = "logits" if logits else "probs"
         self.filter = filter
+        # Most draw in passes, of which the first leaves statistics in a workspace.
+        self.leaves_statistics = filter is not Filter.MIN_P and not (
+            logits and filter is Filter.TOP_P
+        )
 
 
 def _row_kernels(filter: Filter, output: Output, logits: bool) -> KernelTable:
@@ -217,7 +221,8 @@ def _workspace_bytes(filter: Filter, rows: torch.Tensor, num_outputs: int) -> in
         return 0  # the binding refuses it
     num_tiles = -(-rows.shape[1] // 4096)
     if filter is Filter.TOP_P:
-        return 16 * num_tiles * rows.shape[0] + (24 + 8 * num_tiles) * num_outputs
+        num_pending = num_outputs if 8 <= num_outputs <= 1024 else 0
+        return 260 * num_tiles * rows.shape[0] + (40 + 4 * 8192) * num_pending
     return (16 if filter is Filter.NONE else 144) * num_tiles * rows.shape[0]
 
 
@@ -249,8 +254,7 @@ def _sample(
         samples = torch.empty(indices.shape, dtype=indices.dtype, device=device)
     valid = torch.empty(samples.shape, dtype=torch.bool, device=device) if return_valid else None
     outputs: tuple[Any, ...] = (samples, valid)
-    if kernels.filter is not Filter.MIN_P:
-        # The others draw in passes, of which the first leaves statistics.
+    if kernels.leaves_statistics:
         nbytes = _workspace_bytes(kernels.filter, rows, len(samples))
         outputs += (torch.empty(nbytes, dtype=torch.uint8, device=device),)
     seed, offset = _resolve_seed(seed, offset, generator, device)
@@ -418,9 +422,9 @@ def top_p_sampling_from_probs(
     Notes
     -----
     A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019. A token is drawn from
-    the whole row and kept if the larger elements weigh less than `top_p`; else the next one is
-    drawn among those, and after five draws the nucleus is searched for. Whatever is kept is
-    distributed as the nucleus is.
+    the nucleus and what is within a factor of two of its smallest element, whose exact value is
+    looked for only if the token is that small; a token that is not in the nucleus is replaced by
+    one from just the nucleus. Whatever comes out is distributed as the nucleus is.
     """
     kernels, parameters = _from_probs[Filter.TOP_P], (_row_floats(top_p),)
     return _sample(

@@ -98,23 +98,27 @@ def _inverse(weights: torch.Tensor, key: tuple[int, int, int], draw: int) -> int
     return int((weights.cumsum(0) <= target).sum())
 
 
+def _binade(value: float) -> int:
+    """Exponent of the power of two that is not larger; denormals share the least one."""
+    return max(math.frexp(value)[1] - 1, -126)
+
+
 def _nucleus_token(
     row: torch.Tensor, weights: torch.Tensor, top_p: float, key: tuple[int, int, int]
 ) -> int:
-    """A draw that is repeated among the larger elements while it is not in the nucleus.
+    """A draw from the nucleus and what is within a factor of two of its smallest element.
 
-    It is in if the larger elements weigh less than `top_p` of the row. After five draws the nucleus
-    is searched for.
+    If that is not in the nucleus, it is replaced by one from just the nucleus.
     """
-    total = int(weights.sum())
-    wanted = min(max(math.ceil(max(_single(top_p), 0.0) * float(total)), 1), total)
-    left = weights
-    for draw in range(5):
-        token = _inverse(left, key, draw)
-        left = weights * (row > row[token])
-        if top_p >= 1 or int(left.sum()) < wanted:
+    if top_p >= 1:
+        return _inverse(weights, key, 0)
+    threshold = _row_threshold(row, weights, top_p=top_p)
+    last = _binade(threshold)
+    if _binade(float(row.max())) - last <= 30:
+        token = _inverse(weights * (row >= (2.0**last if last > -126 else 0.0)), key, 0)
+        if row[token] >= threshold:
             return token
-    return _inverse(weights * (row >= _row_threshold(row, weights, top_p=top_p)), key, 6)
+    return _inverse(weights * (row >= threshold), key, 1)
 
 
 def _draw(
@@ -143,7 +147,8 @@ def _draw(
         valid[output] = True
         # A top-k for all rows that keeps everything leaves a draw by top-p alone.
         top_k = filters.get("top_k", 0)
-        if "top_p" in own and isinstance(top_k, int) and not 1 <= top_k < row.numel():
+        is_nucleus = isinstance(top_k, int) and not 1 <= top_k < row.numel()
+        if "top_p" in own and is_nucleus and not logits:
             tokens[output] = _nucleus_token(row, weights, own["top_p"], key)
         else:
             kept = weights * (row >= _row_threshold(row, weights, **own))

@@ -1,206 +1,576 @@
-// Top-p draws. The nucleus is not searched for: a token is drawn from the whole row, and belongs to
-// the nucleus if the elements that are larger weigh less than p * total. If it does not, the next
-// one is drawn from the larger elements only, which still hold the nucleus. Whatever is accepted is
-// distributed as the nucleus is.
+// Top-p draws from probabilities, which read the rows once.
 //
-//   tile kernel       weights per tile (stream.cuh)                             reads the rows
-//   propose kernel    draws a token per row                                     reads one tile of
-//   each above kernel      weight of the larger elements, per tile                   reads the rows
-//   settle kernel     accepts, or goes on alone: at most kMaxRounds more draws, then the exact
-//   search of select.cuh
+// The weights of a tile are added up per binade (the values with one exponent): exact integers. The
+// sums of a row tell in which binade the nucleus ends, the pivot. All binades above it are in the
+// nucleus, none below it is. A token is drawn from the binades down to the pivot, and is accepted
+// at once if it lies above the pivot. Only a token of the pivot itself needs the exact end of the
+// nucleus: then the pivot's elements are listed, and its smallest element in the nucleus is found
+// among them. A token that is not in the nucleus is replaced by one drawn from just the nucleus. So
+// there are at most two draws, and whatever comes out is distributed as the nucleus is.
 //
-// A share p of the first draws is accepted, and of the second ones nearly all: two reads of the
-// row. Searching the threshold instead, by a cluster that keeps the row in shared memory
-// (select.cuh), took 20, 68 and 200 us for 1, 64 and 256 rows of 128256 float32 on an H200: one
-// read, but a long chain of walks and cluster barriers.
+//   binade kernel   sums per tile and binade                                       reads the rows
+//   propose kernel  a CTA per row: pivot and token                             reads one tile each
+//   list kernel     the pivot's elements, of the rows whose token is in it     reads those rows
+//   settle kernel   accepts or replaces the tokens of these rows
+//
+// With few rows, or very many, the propose kernel does alone what the last two do.
 #pragma once
 
+#include <flashinfer/sampling/block_select.cuh>
 #include <flashinfer/sampling/stream.cuh>
 
 namespace flashinfer {
 
 namespace detail {
 
-struct NucleusWorkspace {
-  TileStat* stats;    // [num_input_rows, num_tiles]
-  DrawState* states;  // [num_rows]
-  uint64_t* above;    // [num_rows, num_tiles]
+// A weight is mantissa * 2^(exponent - 150); zeros and denormals share the exponent 1.
+__device__ __forceinline__ uint32_t exponent_of(float x) {
+  const uint32_t field = __float_as_uint(x) >> 23 & 0xffu;
+  return field > 0 ? field : 1;
+}
 
-  __device__ __forceinline__ NucleusWorkspace(const SamplingParams& params) {
-    const uint32_t num_tiles = StreamLayout::num_tiles(params.vocab_size);
-    stats = static_cast<TileStat*>(params.workspace);
-    states = reinterpret_cast<DrawState*>(stats + uint64_t{params.num_input_rows} * num_tiles);
-    above = reinterpret_cast<uint64_t*>(states + params.num_rows);
+__device__ __forceinline__ uint32_t mantissa_of(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return (bits & 0x7fffffu) | static_cast<uint32_t>((bits >> 23 & 0xffu) != 0) << 23;
+}
+
+__device__ __forceinline__ float compose(uint32_t exponent, uint32_t mantissa) {
+  return __uint_as_float(((exponent - 1) << 23) + mantissa);
+}
+
+struct NucleusWorkspace {
+  uint64_t* binades;             // [num_input_rows, num_tiles, kBinades]
+  NucleusLayout::Pending* rows;  // [num_rows]
+  uint32_t* lists;               // [num_rows, kCapacity]
+  float* maxima;                 // [num_input_rows, num_tiles]
+  uint32_t num_tiles;
+
+  __device__ __forceinline__ NucleusWorkspace(const SamplingParams& params)
+      : num_tiles(StreamLayout::num_tiles(params.vocab_size)) {
+    const uint64_t num_stats = uint64_t{params.num_input_rows} * num_tiles;
+    const uint64_t num_pending =
+        NucleusLayout::lists_pending(params.num_rows) ? params.num_rows : 0;
+    binades = static_cast<uint64_t*>(params.workspace);
+    rows = reinterpret_cast<NucleusLayout::Pending*>(binades + num_stats * NucleusLayout::kBinades);
+    lists = reinterpret_cast<uint32_t*>(rows + num_pending);
+    maxima = reinterpret_cast<float*>(lists + num_pending * NucleusLayout::kCapacity);
+  }
+
+  __device__ __forceinline__ uint32_t* list(uint32_t row) const {
+    return lists + uint64_t{row} * NucleusLayout::kCapacity;
   }
 };
 
-// The least float that is larger.
-__device__ __forceinline__ float next_above(float x) { return key_to_float(float_to_key(x) + 1); }
-
 }  // namespace detail
 
-// Grid: output rows; 512 threads.
+// Grid (tiles, input rows from first_row on), 128 threads.
 template <typename Traits>
-__global__ void __launch_bounds__(512, 1)
-    propose_kernel(const __grid_constant__ SamplingParams params) {
+__global__ void __launch_bounds__(128)
+    binade_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
-  __shared__ uint64_t warp_values[16];
+  constexpr int kThreads = 128, kVecSize = 16 / sizeof(T);
+  constexpr int kVecs = StreamLayout::kTileSize / kThreads / kVecSize;
+  constexpr uint32_t kBinades = NucleusLayout::kBinades;
+  // A column per lane: no two lanes of a warp meet. 128 mantissas of 24 bits fit a sum.
+  __shared__ uint32_t sums[kBinades][32];
+  __shared__ float warp_max[kThreads / 32];
+  for (uint32_t i = threadIdx.x; i < kBinades * 32; i += kThreads) sums[i / 32][i % 32] = 0;
+  const uint32_t lane_idx = threadIdx.x % 32;
+  const uint32_t row_idx = static_cast<uint32_t>(params.first_row) + blockIdx.y, tile = blockIdx.x;
+  const T* row = static_cast<const T*>(params.input) + row_idx * params.input_stride;
+  const bool aligned = detail::row_is_aligned(row);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
+
+  float x[kVecs][kVecSize];
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    const uint32_t vec = i * kThreads + threadIdx.x;
+    detail::load_elements(row, aligned, params.vocab_size,
+                          tile * StreamLayout::kTileSize + vec * kVecSize, x[i]);
+  }
+  float max = negative_infinity();
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) max = detail::max_nan(max, x[i][j]);
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    max = detail::max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
+  }
+  if (lane_idx == 0) warp_max[threadIdx.x / 32] = max;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) max = detail::max_nan(max, warp_max[w]);
+
+  const uint32_t top = detail::exponent_of(max);
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) {
+      if (!(x[i][j] > 0.f)) continue;
+      // What is too small for the last binade is counted in its units.
+      const uint32_t depth = top - detail::exponent_of(x[i][j]);
+      const uint32_t binade = min(depth, kBinades - 1);
+      atomicAdd(&sums[binade][lane_idx], detail::mantissa_of(x[i][j]) >> min(depth - binade, 31u));
+    }
+  }
+  __syncthreads();
+  // Four threads to a binade; each begins at another bank.
+  const uint32_t binade = threadIdx.x / 4, column = threadIdx.x % 4 * 8;
+  uint64_t sum = 0;
+#pragma unroll
+  for (uint32_t j = 0; j < 8; ++j) sum += sums[binade][column + (j + binade) % 8];
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
   const detail::NucleusWorkspace workspace(params);
-  const uint32_t out_row = blockIdx.x, num_tiles = StreamLayout::num_tiles(params.vocab_size);
-  const uint64_t input_row = detail::input_row_of(params, out_row);
-  const bool exists = input_row < params.num_input_rows;
-  detail::TileSums<typename Traits::Weight> tiles;
-  tiles.load(workspace.stats + (exists ? input_row * num_tiles : 0), exists ? num_tiles : 0);
-  const float p = params.top_p[exists ? static_cast<uint32_t>(input_row) : 0];
-  const bool valid = detail::has_distribution<Traits::kLogits>(tiles.max) && p == p;
-  DrawState& state = workspace.states[out_row];
-  if (threadIdx.x == 0 && params.valid) params.valid[out_row] = valid;
-  if (!valid) {
-    if (threadIdx.x == 0) {
-      detail::write_token(params, out_row, 0);
-      state.is_settled = 1;
+  const uint64_t stat = uint64_t{row_idx} * workspace.num_tiles + tile;
+  if (threadIdx.x % 4 == 0) workspace.binades[stat * kBinades + binade] = sum;
+  if (threadIdx.x == 0) workspace.maxima[stat] = max;
+}
+
+// Shared memory of the kernels of one CTA per row.
+struct NucleusStorage {
+  static constexpr uint32_t kWarps = 16;
+  static constexpr uint32_t kNumBins = 1024;
+
+  union {
+    struct {
+      uint32_t counts[kNumBins];   // of mantissas
+      uint32_t offsets[kNumBins];  // sum of their distances from the bin's largest
+      uint64_t pivot_sums[StreamLayout::kMaxTiles];
+    };
+    uint64_t sums[kWarps][NucleusLayout::kBinades];
+    SelectStorage select;
+  };
+  uint64_t tile_weights[StreamLayout::kMaxTiles];
+  uint64_t warp_values[2 * kWarps];
+  uint64_t above;
+  uint32_t bin;
+  uint32_t token;
+  float value;
+  uint32_t list_size;
+};
+
+namespace detail {
+
+// In units of the row's weights: of the largest's mantissa, twenty binary places are kept.
+__device__ __forceinline__ uint64_t to_units(uint64_t mantissas, uint32_t depth) {
+  return depth <= 20 ? mantissas << (20 - depth) : depth < 84 ? mantissas >> (depth - 20) : 0;
+}
+
+// The sums of a row, held by 512 threads: lane l of warp w has binade l of the tiles w, w + 16, ...
+struct RowBinades {
+  static constexpr int kPerWarp = StreamLayout::kMaxTiles / NucleusStorage::kWarps;
+  uint64_t sums[kPerWarp];
+  uint32_t depths[kPerWarp];  // below the row's largest element
+  float max;                  // of the row; NaN if it has one
+  uint32_t top;               // exponent of that
+
+  __device__ __forceinline__ void load(const NucleusWorkspace& workspace, uint64_t input_row,
+                                       uint32_t num_tiles) {
+    const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
+    const uint64_t first = input_row * num_tiles;
+    max = negative_infinity();
+#pragma unroll
+    for (uint32_t i = 0; i < StreamLayout::kMaxTiles / 32; ++i) {
+      if (lane_idx + 32 * i < num_tiles) {
+        max = max_nan(max, workspace.maxima[first + lane_idx + 32 * i]);
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kPerWarp; ++i) {
+      const uint32_t tile = warp_idx + NucleusStorage::kWarps * i;
+      sums[i] = depths[i] = 0;
+      if (tile < num_tiles) {
+        sums[i] = workspace.binades[(first + tile) * NucleusLayout::kBinades + lane_idx];
+        depths[i] = exponent_of(workspace.maxima[first + tile]);
+      }
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      max = max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
+    }
+    top = exponent_of(max);
+    // A tile that has no positive element may have an exponent of its own.
+#pragma unroll
+    for (uint32_t i = 0; i < kPerWarp; ++i) depths[i] = top - min(depths[i], top) + lane_idx;
+  }
+
+  // Weight of each binade of the row, the lane's; and of all that is deeper. Contains a barrier.
+  __device__ __forceinline__ uint64_t add_up(NucleusStorage& storage, uint64_t* deeper) const {
+    const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
+    uint64_t sum = 0, rest = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kPerWarp; ++i) {
+      const uint32_t shift = depths[i] - lane_idx;
+      const uint64_t shifted = __shfl_sync(0xffffffffu, sums[i], (lane_idx - shift) % 32);
+      if (lane_idx >= shift) sum += shifted;
+      if (depths[i] >= NucleusLayout::kBinades) rest += to_units(sums[i], depths[i]);
+    }
+    storage.sums[warp_idx][lane_idx] = sum;
+    rest = warp_sum_u64(rest);
+    if (lane_idx == 0) storage.warp_values[warp_idx] = rest;
+    __syncthreads();
+    sum = *deeper = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < NucleusStorage::kWarps; ++w) {
+      sum += storage.sums[w][lane_idx];
+      *deeper += storage.warp_values[w];
+    }
+    return to_units(sum, lane_idx);
+  }
+
+  // Writes the weight that each tile has in the binades less deep than `end`.
+  __device__ __forceinline__ void add_up_tiles(NucleusStorage& storage, uint32_t end) const {
+#pragma unroll
+    for (uint32_t i = 0; i < kPerWarp; ++i) {
+      const uint64_t sum =
+          warp_sum_u64(depths[i] < end ? to_units(sums[i], depths[i]) : uint64_t{0});
+      if (threadIdx.x % 32 == 0) {
+        storage.tile_weights[threadIdx.x / 32 + NucleusStorage::kWarps * i] = sum;
+      }
+    }
+  }
+};
+
+// Draws from the elements of at least `threshold`, whose weight per tile is in
+// storage.tile_weights. The token and its value are in `storage` after the next barrier.
+template <typename T>
+__device__ __forceinline__ void draw_by_tiles(NucleusStorage& storage, const SamplingParams& params,
+                                              const T* row, const float* maxima, uint32_t top,
+                                              float threshold, uint64_t bits) {
+  const uint32_t lane_idx = threadIdx.x % 32;
+  constexpr int kPerLane = StreamLayout::kMaxTiles / 32;
+  uint64_t total = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) total += storage.tile_weights[lane_idx + 32 * i];
+  uint64_t target = __umul64hi(bits, warp_sum_u64(total));
+  uint32_t tile = 0;
+#pragma unroll 1
+  for (int i = 0; i < kPerLane; ++i) {
+    const uint64_t weight = storage.tile_weights[lane_idx + 32 * i];
+    const uint64_t inclusive = warp_inclusive_sum(weight);
+    const uint32_t passed = __ballot_sync(0xffffffffu, inclusive > target);
+    if (passed) {
+      const int lane = __ffs(static_cast<int>(passed)) - 1;
+      tile = 32 * i + lane;
+      target -= __shfl_sync(0xffffffffu, inclusive - weight, lane);
+      break;
+    }
+    target -= __shfl_sync(0xffffffffu, inclusive, 31);
+  }
+  // The tile's own unit is as much smaller as its largest element is.
+  const float max = maxima[tile];
+  draw_from_tile(row, params.vocab_size, tile, ProbWeight(max, 1.f), threshold,
+                 target << (top - exponent_of(max)), storage.warp_values, [&](uint32_t token) {
+                   storage.token = token;
+                   storage.value = to_float(row[token]);
+                 });
+}
+
+// Appends the elements with one exponent to a list, as mantissa << 7 | tile; `x` are those of a
+// thread, kPerTile of each of consecutive tiles.
+template <int kPerTile, int N>
+__device__ __forceinline__ void append_binade(const float (&x)[N], uint32_t exponent, uint32_t tile,
+                                              uint32_t* count, uint32_t* list) {
+  static_assert(N <= 32 && StreamLayout::kMaxTiles <= 128);
+  uint32_t mask = 0;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    mask |= static_cast<uint32_t>(x[j] > 0.f && exponent_of(x[j]) == exponent) << j;
+  }
+  const auto mine = static_cast<uint32_t>(__popc(mask));
+  if (!__any_sync(0xffffffffu, mine)) return;
+  const auto inclusive = static_cast<uint32_t>(warp_inclusive_sum(mine));
+  uint32_t base = 0;
+  if (threadIdx.x % 32 == 31) base = atomicAdd(count, inclusive);
+  uint32_t slot = __shfl_sync(0xffffffffu, base, 31) + inclusive - mine;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    if (!(mask >> j & 1)) continue;
+    if (slot < NucleusLayout::kCapacity)
+      list[slot] = mantissa_of(x[j]) << 7 | (tile + j / kPerTile);
+    ++slot;
+  }
+}
+
+// The elements of `kTiles` tiles that belong to a thread of kThreads.
+template <int kTiles, int kThreads, typename T, int N>
+__device__ __forceinline__ void load_tiles(const T* row, uint32_t size, uint32_t tile,
+                                           float (&x)[N]) {
+  constexpr int kVecSize = 16 / sizeof(T), kPerTile = N / kTiles;
+  static_assert(kPerTile * kThreads == StreamLayout::kTileSize && kPerTile % kVecSize == 0);
+  const bool aligned = row_is_aligned(row);
+#pragma unroll
+  for (int i = 0; i < N / kVecSize; ++i) {
+    float vec[kVecSize];
+    const uint32_t first = (tile + i * kVecSize / kPerTile) * StreamLayout::kTileSize +
+                           i * kVecSize % kPerTile * kThreads + threadIdx.x * kVecSize;
+    load_elements(row, aligned, size, first, vec);
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) x[i * kVecSize + j] = vec[j];
+  }
+}
+
+// The largest mantissa from which on the listed ones add up to `needed`; 0 if all do not. Cut into
+// 1024 ranges, and the one where the sum is crossed again, until a range is one number.
+template <int N>
+__device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
+                                                    const uint32_t (&mantissas)[N],
+                                                    uint64_t needed) {
+  uint32_t high = (1u << 24) - 1;
+  uint64_t above = 0;
+#pragma unroll 1
+  for (uint32_t shift : {14u, 4u, 0u}) {
+    for (uint32_t i = threadIdx.x; i < NucleusStorage::kNumBins; i += blockDim.x) {
+      storage.counts[i] = storage.offsets[i] = 0;
+    }
+    if (threadIdx.x == 0) storage.bin = NucleusStorage::kNumBins;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const uint32_t distance = high - mantissas[i], bin = distance >> shift;
+      if (mantissas[i] == 0 || mantissas[i] > high || bin >= NucleusStorage::kNumBins) continue;
+      atomicAdd(&storage.counts[bin], 1u);
+      atomicAdd(&storage.offsets[bin], distance - (bin << shift));
+    }
+    __syncthreads();
+    uint64_t sums[2];
+#pragma unroll
+    for (uint32_t b = 0; b < 2; ++b) {
+      const uint32_t bin = 2 * threadIdx.x + b;
+      sums[b] = uint64_t{storage.counts[bin]} * (high - (bin << shift)) - storage.offsets[bin];
+    }
+    uint64_t inclusive = warp_inclusive_sum(sums[0] + sums[1]);
+    if (threadIdx.x % 32 == 31) storage.warp_values[threadIdx.x / 32] = inclusive;
+    __syncthreads();
+    for (uint32_t w = 0; w < threadIdx.x / 32; ++w) inclusive += storage.warp_values[w];
+    inclusive += above;
+    const uint64_t before = inclusive - sums[0] - sums[1];
+    if (before < needed && inclusive >= needed) {
+      const bool in_second = before + sums[0] < needed;
+      storage.bin = 2 * threadIdx.x + in_second;
+      storage.above = before + (in_second ? sums[0] : 0);
+    }
+    __syncthreads();
+    if (storage.bin == NucleusStorage::kNumBins) return 0;
+    high -= storage.bin << shift;
+    above = storage.above;
+    __syncthreads();
+  }
+  return high;
+}
+
+// Accepts or replaces a token of the pivot. `list`: the pivot's elements, complete if there are at
+// most kCapacity. 512 threads.
+template <typename Traits>
+__device__ __forceinline__ void settle(const SamplingParams& params, NucleusStorage& storage,
+                                       const NucleusWorkspace& workspace, uint32_t out_row,
+                                       const NucleusLayout::Pending& pending, uint32_t list_size,
+                                       const uint32_t* list) {
+  using T = typename Traits::T;
+  constexpr int kMine = NucleusLayout::kCapacity / 512;
+  const auto input_row = static_cast<uint32_t>(input_row_of(params, out_row));
+  const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
+  const float* maxima = workspace.maxima + uint64_t{input_row} * workspace.num_tiles;
+  RowBinades binades;
+  binades.load(workspace, input_row, workspace.num_tiles);
+  const uint64_t bits = row_bits(params, out_row, 1);
+
+  if (list_size > NucleusLayout::kCapacity) {
+    // The exact search of select.cuh.
+    const ProbWeight weight(binades.max, 1.f);
+    RowCluster<T, false> whole(row, params.vocab_size, nullptr, 0, storage.warp_values);
+    const RowMaxima all{binades.max, negative_infinity(), negative_infinity()};
+    const float threshold =
+        find_threshold<Traits>(whole, storage.select, all, weight, 0, params.top_p[input_row], 0.f);
+    if (pending.value >= threshold) {
+      if (threadIdx.x == 0) write_token(params, out_row, pending.token);
+    } else {
+      draw_from_row(params, whole, weight, threshold, bits, out_row);
     }
     return;
   }
-  uint64_t target;
-  float tile_max;
-  const uint32_t tile =
-      tiles.find(__umul64hi(detail::row_bits(params, out_row), tiles.total), &target, &tile_max);
+
+  uint32_t entries[kMine], mantissas[kMine];
+#pragma unroll
+  for (uint32_t i = 0; i < kMine; ++i) {
+    const uint32_t slot = threadIdx.x + 512 * i;
+    entries[i] = slot < list_size ? list[slot] : 0;
+    mantissas[i] = entries[i] >> 7;
+  }
+  const uint32_t least = select_mantissa(storage, mantissas, pending.needed);
+  if (mantissa_of(pending.value) >= least) {
+    if (threadIdx.x == 0) write_token(params, out_row, pending.token);
+    return;
+  }
+  for (uint32_t i = threadIdx.x; i < StreamLayout::kMaxTiles; i += blockDim.x) {
+    storage.pivot_sums[i] = 0;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    if (mantissas[i] != 0 && mantissas[i] >= least) {
+      add_with_carry(&storage.pivot_sums[entries[i] & 127], mantissas[i]);
+    }
+  }
+  const uint32_t depth = binades.top - pending.exponent;
+  binades.add_up_tiles(storage, depth);
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < StreamLayout::kMaxTiles; i += blockDim.x) {
+    storage.tile_weights[i] += to_units(storage.pivot_sums[i], depth);
+  }
+  __syncthreads();
+  draw_by_tiles(storage, params, row, maxima, binades.top, compose(pending.exponent, least), bits);
+  __syncthreads();
+  if (threadIdx.x == 0) write_token(params, out_row, storage.token);
+}
+
+}  // namespace detail
+
+// Grid: output rows; 512 threads. Dynamic shared memory with kAlone: the row's list.
+template <typename Traits, bool kAlone>
+__global__ void __launch_bounds__(512, 1)
+    propose_kernel(const __grid_constant__ SamplingParams params) {
+  using T = typename Traits::T;
+  __shared__ NucleusStorage storage;
+  if (threadIdx.x == 0) storage.list_size = 0;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  const detail::NucleusWorkspace workspace(params);
+  const uint32_t out_row = blockIdx.x;
+  const uint64_t input_row = detail::input_row_of(params, out_row);
+  const bool exists = input_row < params.num_input_rows;
+  detail::RowBinades binades;
+  binades.load(workspace, exists ? input_row : 0, exists ? workspace.num_tiles : 0);
+  const float p = params.top_p[exists ? static_cast<uint32_t>(input_row) : 0];
+  const bool valid = detail::has_distribution<false>(binades.max) && p == p;
+  if (threadIdx.x == 0) {
+    if (params.valid) params.valid[out_row] = valid;
+    if (!valid) detail::write_token(params, out_row, 0);
+    if (!kAlone) workspace.rows[out_row].is_pending = false;
+  }
+  if (!valid) return;
+
+  // The first binade, from the largest on, with which the target is reached.
+  uint64_t deeper;
+  const uint64_t weight = binades.add_up(storage, &deeper);
+  const uint64_t inclusive = warp_inclusive_sum(weight);
+  const uint64_t total = __shfl_sync(0xffffffffu, inclusive, 31) + deeper;
+  const uint64_t wanted = detail::top_p_target(p, total);
+  const uint32_t reached = __ballot_sync(0xffffffffu, inclusive >= wanted);
+  const uint32_t depth = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
+  const uint64_t before = __shfl_sync(0xffffffffu, inclusive - weight, depth);
+  const bool keeps_all = p >= 1.f;
+  // The last binade of a tile is not one alone.
+  const bool is_too_deep = depth >= NucleusLayout::kBinades - 1 || depth >= binades.top;
+
   const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
-  detail::draw_from_tile(row, params.vocab_size, tile, typename Traits::Weight(tile_max, 1.f),
-                         negative_infinity(), target, warp_values, [&](uint32_t token) {
-                           detail::write_token(params, out_row, token);
-                           state = {tiles.total, tiles.max, to_float(row[token]), token, p >= 1.f};
-                         });
+  const float* maxima = workspace.maxima + input_row * workspace.num_tiles;
+  NucleusLayout::Pending pending{};
+  pending.value = negative_infinity();  // less than any threshold
+  if (keeps_all || !is_too_deep) {
+    pending.exponent = binades.top - depth;
+    binades.add_up_tiles(storage, keeps_all ? 0xffffffffu : depth + 1);
+    __syncthreads();
+    // The binade of exponent 1 begins at 0.
+    const float floor = keeps_all              ? negative_infinity()
+                        : pending.exponent > 1 ? detail::compose(pending.exponent, 1u << 23)
+                                               : 0.f;
+    detail::draw_by_tiles(storage, params, row, maxima, binades.top, floor,
+                          detail::row_bits(params, out_row));
+    __syncthreads();
+    pending.token = storage.token;
+    pending.value = storage.value;
+    if (keeps_all || detail::exponent_of(pending.value) > pending.exponent) {
+      if (threadIdx.x == 0) detail::write_token(params, out_row, pending.token);
+      return;
+    }
+    // In mantissas of the pivot.
+    const uint64_t left = wanted - before;
+    pending.needed = depth <= 20 ? (left + (uint64_t{1} << (20 - depth)) - 1) >> (20 - depth)
+                                 : left << (depth - 20);
+  }
+  if constexpr (kAlone) {
+    extern __shared__ uint32_t own_list[];
+    constexpr int kTiles = 4;
+    uint32_t list_size = NucleusLayout::kCapacity + 1;
+    if (!is_too_deep) {
+      float x[kTiles * StreamLayout::kTileSize / 512];
+#pragma unroll 1
+      for (uint32_t tile = 0; tile < workspace.num_tiles; tile += kTiles) {
+        detail::load_tiles<kTiles, 512>(row, params.vocab_size, tile, x);
+        detail::append_binade<StreamLayout::kTileSize / 512>(x, pending.exponent, tile,
+                                                             &storage.list_size, own_list);
+      }
+      __syncthreads();
+      list_size = storage.list_size;
+      __syncthreads();
+    }
+    detail::settle<Traits>(params, storage, workspace, out_row, pending, list_size, own_list);
+  } else if (threadIdx.x == 0) {
+    pending.is_pending = true;
+    pending.list_size = is_too_deep ? NucleusLayout::kCapacity + 1 : 0;
+    workspace.rows[out_row] = pending;
+  }
 }
 
 // Grid (tiles, output rows from first_row on), 256 threads.
 template <typename Traits>
-__global__ void __launch_bounds__(256) above_kernel(const __grid_constant__ SamplingParams params) {
+__global__ void __launch_bounds__(256)
+    list_pivot_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
-  constexpr int kThreads = 256, kVecSize = 16 / sizeof(T);
-  constexpr int kVecs = StreamLayout::kTileSize / kThreads / kVecSize;
-  __shared__ uint64_t warp_sum[kThreads / 32];
+  constexpr int kPerTile = StreamLayout::kTileSize / 256;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
-  const uint32_t tile = blockIdx.x, num_tiles = gridDim.x;
   const uint32_t out_row = static_cast<uint32_t>(params.first_row) + blockIdx.y;
-  const DrawState state = workspace.states[out_row];
-  if (state.is_settled) return;
+  NucleusLayout::Pending& pending = workspace.rows[out_row];
+  if (!pending.is_pending) return;
   const T* row = static_cast<const T*>(params.input) +
                  detail::input_row_of(params, out_row) * params.input_stride;
-  const bool aligned = detail::row_is_aligned(row);
-  float x[kVecs][kVecSize];
-#pragma unroll
-  for (int i = 0; i < kVecs; ++i) {
-    detail::load_elements(row, aligned, params.vocab_size,
-                          tile * StreamLayout::kTileSize + (i * kThreads + threadIdx.x) * kVecSize,
-                          x[i]);
-  }
-  const typename Traits::Weight weight(state.max, 1.f);
-  uint64_t sum = 0;
-#pragma unroll
-  for (int i = 0; i < kVecs; ++i) {
-#pragma unroll
-    for (int j = 0; j < kVecSize; ++j) sum += x[i][j] > state.pivot ? weight(x[i][j]) : 0;
-  }
-  sum = warp_sum_u64(sum);
-  if (threadIdx.x % 32 == 0) warp_sum[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int w = 1; w < kThreads / 32; ++w) sum += warp_sum[w];
-    workspace.above[uint64_t{out_row} * num_tiles + tile] = sum;
-  }
+  float x[kPerTile];
+  detail::load_tiles<1, 256>(row, params.vocab_size, blockIdx.x, x);
+  detail::append_binade<kPerTile>(x, pending.exponent, blockIdx.x, &pending.list_size,
+                                  workspace.list(out_row));
 }
 
 // Grid: output rows; 512 threads.
 template <typename Traits>
 __global__ void __launch_bounds__(512, 1)
     settle_kernel(const __grid_constant__ SamplingParams params) {
-  using T = typename Traits::T;
-  constexpr uint32_t kMaxRounds = 4;
-  __shared__ SelectStorage storage;
-  __shared__ uint64_t warp_values[32];
-  __shared__ uint32_t next_token;
+  __shared__ NucleusStorage storage;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
-  const uint32_t out_row = blockIdx.x, num_tiles = StreamLayout::num_tiles(params.vocab_size);
-  const DrawState state = workspace.states[out_row];
-  if (state.is_settled) return;
-  const uint32_t input_row = static_cast<uint32_t>(detail::input_row_of(params, out_row));
-  const float p = params.top_p[input_row];
-  const uint64_t wanted = detail::top_p_target(p, state.total);
-
-  // Every warp sums on its own; the tile where the second draw falls is found on the way.
-  const uint64_t* above = workspace.above + uint64_t{out_row} * num_tiles;
-  const uint32_t lane_idx = threadIdx.x % 32;
-  uint64_t larger = 0;
-  for (uint32_t i = lane_idx; i < num_tiles; i += 32) larger += above[i];
-  larger = warp_sum_u64(larger);
-  if (larger < wanted) return;  // the proposed token stays
-
-  const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
-  const typename Traits::Weight weight(state.max, 1.f);
-  uint64_t target = __umul64hi(detail::row_bits(params, out_row, 1), larger);
-  uint32_t tile = 0;
-  for (uint32_t base = 0; base < num_tiles; base += 32) {
-    const uint64_t value = base + lane_idx < num_tiles ? above[base + lane_idx] : 0;
-    const uint64_t inclusive = warp_inclusive_sum(value);
-    const uint32_t passed = __ballot_sync(0xffffffffu, inclusive > target);
-    if (passed) {
-      const int lane = __ffs(static_cast<int>(passed)) - 1;
-      tile = base + lane;
-      target -= __shfl_sync(0xffffffffu, inclusive - value, lane);
-      break;
-    }
-    target -= __shfl_sync(0xffffffffu, inclusive, 31);
-  }
-  float pivot = detail::next_above(state.pivot);
-  detail::draw_from_tile(row, params.vocab_size, tile, weight, pivot, target, warp_values,
-                         [&](uint32_t token) { next_token = token; });
-
-  RowCluster<T, false> whole(row, params.vocab_size, nullptr, 0, warp_values);
-  for (uint32_t round = 2; round < kMaxRounds + 2; ++round) {
-    __syncthreads();
-    const uint32_t token = next_token;
-    pivot = detail::next_above(to_float(row[token]));
-    const uint64_t* list = whole.gather(detail::warp_weight(whole, weight, pivot));
-    larger = whole.sum_list(list, whole.num_warps);
-    if (larger < wanted) {
-      if (threadIdx.x == 0) detail::write_token(params, out_row, token);
-      return;
-    }
-    const uint64_t drawn = __umul64hi(detail::row_bits(params, out_row, round), larger) -
-                           whole.sum_list(list, whole.warp_idx);
-    if (drawn < list[whole.warp_idx]) {
-      const uint32_t found = detail::find_in_stretch(whole, weight, pivot, drawn);
-      if (lane_idx == 0) next_token = found;
-    }
-  }
-  const RowMaxima maxima{state.max, negative_infinity(), negative_infinity()};
-  __syncthreads();
-  const float threshold = detail::find_threshold<Traits>(whole, storage, maxima, weight, 0, p, 0.f);
-  detail::draw_from_row(params, whole, weight, threshold,
-                        detail::row_bits(params, out_row, kMaxRounds + 2), out_row);
+  const uint32_t out_row = blockIdx.x;
+  const NucleusLayout::Pending pending = workspace.rows[out_row];
+  if (!pending.is_pending) return;
+  detail::settle<Traits>(params, storage, workspace, out_row, pending, pending.list_size,
+                         workspace.list(out_row));
 }
 
 #ifndef __CUDACC_RTC__
 
 template <typename Traits>
-inline cudaError_t launch_nucleus_sampling(SamplingParams params, bool enable_pdl,
+inline cudaError_t launch_nucleus_sampling(const SamplingParams& params, bool enable_pdl,
                                            cudaStream_t stream) {
-  cudaError_t status = launch_tiles(tile_kernel<Traits>, kTileThreads<Traits>,
-                                    params.num_input_rows, params, enable_pdl, stream);
+  cudaError_t status =
+      launch_tiles(binade_kernel<Traits>, 128, params.num_input_rows, params, enable_pdl, stream);
   const dim3 rows(params.num_rows), threads(512);
-  if (status == cudaSuccess) {
-    status = launch_kernel(propose_kernel<Traits>, rows, threads, 0, stream, enable_pdl, params);
+  if (status != cudaSuccess) return status;
+  if (!NucleusLayout::lists_pending(params.num_rows)) {
+    constexpr size_t kListBytes = NucleusLayout::kCapacity * sizeof(uint32_t);
+    return launch_kernel(propose_kernel<Traits, true>, rows, threads, kListBytes, stream,
+                         enable_pdl, params);
   }
+  status =
+      launch_kernel(propose_kernel<Traits, false>, rows, threads, 0, stream, enable_pdl, params);
   if (status == cudaSuccess) {
-    status = launch_tiles(above_kernel<Traits>, 256, params.num_rows, params, enable_pdl, stream);
+    status =
+        launch_tiles(list_pivot_kernel<Traits>, 256, params.num_rows, params, enable_pdl, stream);
   }
   if (status == cudaSuccess) {
     status = launch_kernel(settle_kernel<Traits>, rows, threads, 0, stream, enable_pdl, params);

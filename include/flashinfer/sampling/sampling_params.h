@@ -51,31 +51,51 @@ struct StreamLayout {
   }
 };
 
-// Where a top-p draw of a row stands.
-struct DrawState {
-  uint64_t total;  // weight of the row
-  float max;       // of the row
-  float pivot;     // value of the token
-  uint32_t token;
-  uint32_t is_settled;
+// Of top-p draws from probabilities (nucleus.cuh).
+struct NucleusLayout {
+  static constexpr uint32_t kBinades = 32;     // of a tile, from its largest element's on
+  static constexpr uint32_t kCapacity = 8192;  // elements of a row's list
+
+  // A row whose token must be compared with the end of the nucleus.
+  struct Pending {
+    uint64_t needed;    // sum of mantissas with which the nucleus ends
+    uint32_t exponent;  // of the binade where it ends
+    uint32_t token;
+    float value;  // of the token
+    uint32_t list_size;
+    uint32_t is_pending;
+    uint32_t padding;
+  };
+
+  // Whether kernels of their own look at these rows, which pays where some rows of a batch need
+  // it; a single one seldom does. Very many rows would need too large a workspace.
+  FLASHINFER_HOST_DEVICE static constexpr bool lists_pending(uint64_t num_rows) {
+    return num_rows >= 8 && num_rows <= 1024;
+  }
 };
 
 // Whether a configuration runs in passes over tiles, which leave statistics in a workspace.
-constexpr bool samples_by_stream(SamplingFilter filter, SamplingOutput output) {
+constexpr bool samples_by_stream(SamplingFilter filter, SamplingOutput output, bool logits) {
   if (filter == SamplingFilter::kNone) return true;
+  if (filter == SamplingFilter::kTopP && logits) return false;
   return output == SamplingOutput::kToken && filter != SamplingFilter::kMinP;
 }
 
-// Bytes of the workspace: the tiles' statistics of all input rows, then for top-k the groups'
-// maxima, for top-p a state and the tiles' sums of each output row.
+// Bytes of the workspace, for a configuration that runs by stream. Top-p: the sums of the tiles'
+// binades and their maxima, then a state and a list of each row. Others: the tiles' statistics of
+// all input rows, then for top-k the groups' maxima.
 constexpr uint64_t workspace_bytes(SamplingFilter filter, uint64_t num_input_rows,
                                    uint64_t num_rows, uint32_t vocab_size) {
-  const uint64_t num_tiles = StreamLayout::num_tiles(vocab_size);
-  uint64_t bytes = num_input_rows * num_tiles * sizeof(TileStat);
+  const uint64_t num_tiles = num_input_rows * StreamLayout::num_tiles(vocab_size);
   if (filter == SamplingFilter::kTopP) {
-    bytes += num_rows * (sizeof(DrawState) + num_tiles * sizeof(uint64_t));
-  } else if (filter != SamplingFilter::kNone) {
-    bytes += num_input_rows * num_tiles * StreamLayout::kGroupsPerTile * sizeof(float);
+    const uint64_t num_pending = NucleusLayout::lists_pending(num_rows) ? num_rows : 0;
+    return num_tiles * (NucleusLayout::kBinades * sizeof(uint64_t) + sizeof(float)) +
+           num_pending *
+               (sizeof(NucleusLayout::Pending) + NucleusLayout::kCapacity * sizeof(uint32_t));
+  }
+  uint64_t bytes = num_tiles * sizeof(TileStat);
+  if (filter != SamplingFilter::kNone) {
+    bytes += num_tiles * StreamLayout::kGroupsPerTile * sizeof(float);
   }
   return bytes;
 }

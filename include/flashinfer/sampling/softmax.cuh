@@ -11,6 +11,17 @@ namespace flashinfer {
 
 namespace detail {
 
+// What makes shares of the row of a tile's weights, which are in units of the tile's maximum; NaN
+// for a row without distribution.
+template <typename Traits>
+__device__ __forceinline__ float tile_factor(float row_max, uint64_t row_total, float tile_max,
+                                             float scale) {
+  const typename Traits::Weight weight(row_max, scale);
+  const bool valid = has_distribution<Traits::kLogits>(row_max) && scale >= 0.f;
+  return valid ? weight.scale() / static_cast<float>(row_total) * weight.relative(tile_max)
+               : __uint_as_float(0x7fc00000u);
+}
+
 template <typename Traits>
 __device__ __forceinline__ void normalise_tile(const SamplingParams& params, uint32_t row_idx,
                                                uint32_t tile, uint32_t num_tiles) {
@@ -32,12 +43,12 @@ __device__ __forceinline__ void normalise_tile(const SamplingParams& params, uin
   }
   const float scale = inv_temperature<Traits>(params, row_idx);
   TileSums<typename Traits::Weight> tiles;
-  tiles.load(static_cast<const TileStat*>(params.workspace) + uint64_t{row_idx} * num_tiles,
-             num_tiles, scale);
-  const typename Traits::Weight weight(tiles.max, scale);
-  const bool valid = has_distribution<Traits::kLogits>(tiles.max) && scale >= 0.f;
-  const float factor =
-      valid ? weight.scale() / static_cast<float>(tiles.total) : __uint_as_float(0x7fc00000u);
+  const auto* stats =
+      static_cast<const TileStat*>(params.workspace) + uint64_t{row_idx} * num_tiles;
+  tiles.load(stats, num_tiles, scale);
+  const float tile_max = stats[tile].max;
+  const typename Traits::Weight weight(tile_max, scale);
+  const float factor = tile_factor<Traits>(tiles.max, tiles.total, tile_max, scale);
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     float y[kVecSize];
@@ -72,6 +83,112 @@ __global__ void __launch_bounds__(kTileThreads<Traits>)
   } else {
     if (params.first_row < 0 || params.first_row + row >= params.num_rows) return;
     detail::normalise_tile<Traits>(params, params.first_row + row, blockIdx.x, gridDim.x);
+  }
+}
+
+#ifndef SOFTMAX_MIN_CTAS
+#define SOFTMAX_MIN_CTAS (1024 / kThreads)
+#define SOFTMAX_STORE store
+#define SOFTMAX_LOAD load
+#endif
+// One cluster per row, whose CTAs keep it in registers: 32 elements per thread, a tile per 128
+// threads. Sums are those of softmax_kernel, bit for bit.
+template <typename Traits, int kThreads>
+__global__ void __launch_bounds__(kThreads, SOFTMAX_MIN_CTAS)
+    softmax_cluster_kernel(const __grid_constant__ SamplingParams params) {
+  using T = typename Traits::T;
+  using TOut = typename Traits::TOut;
+  using Weight = typename Traits::Weight;
+  constexpr int kVecSize = 16 / sizeof(T);
+  constexpr int kTileThreads_ = 128, kVecs = StreamLayout::kTileSize / kTileThreads_ / kVecSize;
+  constexpr uint32_t kTiles = kThreads / kTileThreads_, kMaxTiles = 32;
+  __shared__ float warp_max[kThreads / 32];
+  __shared__ uint64_t warp_sum[kThreads / 32];
+  __shared__ TileStat stats[kMaxTiles];
+  // The other CTAs may be written to once they run: waited for before the first exchange.
+  ptx::cluster_arrive();
+  const uint32_t num_ranks = ptx::cluster_size(), rank = ptx::cluster_rank();
+  const uint32_t row_idx = blockIdx.x / num_ranks;
+  const uint32_t warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+  const uint32_t tile = rank * kTiles + threadIdx.x / kTileThreads_;
+  const uint32_t first = tile * StreamLayout::kTileSize + threadIdx.x % kTileThreads_ * kVecSize;
+  const T* row = static_cast<const T*>(params.input) + row_idx * params.input_stride;
+  TOut* out = static_cast<TOut*>(params.out) + row_idx * params.out_stride;
+  const bool aligned = detail::row_is_aligned(row), out_aligned = detail::row_is_aligned(out);
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+
+  float x[kVecs][kVecSize];
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    detail::load_elements(row, aligned, params.vocab_size, first + i * kTileThreads_ * kVecSize,
+                          x[i]);
+  }
+  const float scale = detail::inv_temperature<Traits>(params, row_idx);
+  float max = negative_infinity();
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) max = detail::max_nan(max, x[i][j]);
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    max = detail::max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
+  }
+  if (lane_idx == 0) warp_max[warp_idx] = max;
+  __syncthreads();
+#pragma unroll
+  for (uint32_t w = 0; w < 4; ++w) max = detail::max_nan(max, warp_max[warp_idx / 4 * 4 + w]);
+  {
+    const Weight weight(max, scale);
+    uint64_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        x[i][j] = weight.to_float(x[i][j]);
+        sum += weight.to_fixed(x[i][j]);
+      }
+    }
+    sum = warp_sum_u64(sum);
+    if (lane_idx == 0) {
+      warp_sum[warp_idx] = sum;
+      warp_max[warp_idx] = max;
+    }
+  }
+  __syncthreads();
+  ptx::cluster_wait();
+  if (threadIdx.x < num_ranks * kTiles) {
+    const uint32_t mine = threadIdx.x % kTiles, to = threadIdx.x / kTiles;
+    uint64_t sum = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < 4; ++w) sum += warp_sum[4 * mine + w];
+    TileStat* stat = &stats[rank * kTiles + mine];
+    ptx::cluster_store(ptx::cluster_address(&stat->sum, to), sum);
+    ptx::cluster_store(ptx::cluster_address(&stat->max, to), warp_max[4 * mine]);
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+
+  detail::TileSums<Weight, kMaxTiles> tiles;
+  tiles.load(stats, num_ranks * kTiles, scale);
+  const float factor = detail::tile_factor<Traits>(tiles.max, tiles.total, max, scale);
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    float y[kVecSize];
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) y[j] = x[i][j] * factor;
+    const uint32_t at = first + i * kTileThreads_ * kVecSize;
+    if (out_aligned && at + kVecSize <= params.vocab_size) {
+      Vector<TOut, kVecSize> packed;
+      packed.from_floats(y);
+      packed.SOFTMAX_STORE(out + at);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        if (at + j < params.vocab_size) out[at + j] = from_float<TOut>(y[j]);
+      }
+    }
   }
 }
 

@@ -170,9 +170,9 @@ struct FinishStorage {
 namespace detail {
 
 // Statistics of a row's tiles, held by each warp on its own: lane l has tiles l, l + 32, ...
-template <typename Weight>
+template <typename Weight, int kMaxTiles = StreamLayout::kMaxTiles>
 struct TileSums {
-  static constexpr int kPerLane = StreamLayout::kMaxTiles / 32;
+  static constexpr int kPerLane = kMaxTiles / 32;
   float max;                // of the row
   uint64_t total;           // of the row
   uint64_t sums[kPerLane];  // in units of the row's weight
@@ -236,7 +236,7 @@ struct TileSums {
 };
 
 // Calls `found` with the index of the element of a tile where the running sum of weights from
-// `threshold` on passes `target`, which is less than the tile's sum, in the one thread that has it.
+// `threshold` on passes `target`, or of the last one, in the one thread that has it.
 // 512 threads; `warp_values` holds 16.
 template <typename T, typename Weight, typename Found>
 __device__ __forceinline__ void draw_from_tile(const T* row, uint32_t size, uint32_t tile,
@@ -263,7 +263,13 @@ __device__ __forceinline__ void draw_from_tile(const T* row, uint32_t size, uint
   uint64_t inclusive = warp_inclusive_sum(sum);
   if (threadIdx.x % 32 == 31) warp_values[threadIdx.x / 32] = inclusive;
   __syncthreads();
-  for (uint32_t w = 0; w < threadIdx.x / 32; ++w) inclusive += warp_values[w];
+  uint64_t total = 0;
+#pragma unroll
+  for (uint32_t w = 0; w < 16; ++w) {
+    if (w < threadIdx.x / 32) inclusive += warp_values[w];
+    total += warp_values[w];
+  }
+  target = min(target, total - 1);
   uint64_t before = inclusive - sum;
   if (target < before || target >= inclusive) return;
   uint32_t index = 0;
