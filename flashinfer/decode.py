@@ -6,11 +6,12 @@ has. Log-sum-exps are base 2. A request without keys gives 0 and -inf.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from ._attention.arguments import check_count, check_flag, refuse
+from ._attention.arguments import check_count, check_flag, check_stride_variant, refuse
 from ._attention.paged import check_buffer, host_page_table, keep, page_numbers
 from ._attention.problem import AttentionProblem
 from ._attention.wrapper import AttentionWrapper, split_cache
@@ -413,12 +414,22 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             *(window_left, sinks, enable_pdl),
         )
 
-    def run_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: Cache, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``run`` with ``return_lse=True``."""
-        kwargs["return_lse"] = True
-        return self.run(q, paged_kv_cache, *args, **kwargs)
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to compile beforehand: any strides are arguments of the one kernel.
+
+        Parameters
+        ----------
+        variant : {"independent", "equal", "runtime"}
+            How strides of keys and values relate.
+
+        Raises
+        ------
+        ValueError
+            If `variant` is another.
+        """
+        check_stride_variant(variant)
 
     def _check_q_len(self, q_len_per_req: int) -> None:
         planned = self._problem.tokens_per_request if self._problem is not None else 1

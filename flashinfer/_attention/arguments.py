@@ -130,6 +130,12 @@ def refuse(reason: str, **arguments: Any) -> None:
             raise ValueError(f"`{name}` must be left out: {reason}")
 
 
+def check_stride_variant(variant: Any) -> None:
+    """How strides of keys and values relate; any strides are arguments of the one kernel."""
+    if variant not in ("independent", "equal", "runtime"):
+        raise ValueError(f"`variant` must be 'independent', 'equal' or 'runtime', got {variant!r}")
+
+
 def check_backend(backend: Any) -> None:
     """The backends of the attention wrappers."""
     if backend in ("auto", "fa2"):
