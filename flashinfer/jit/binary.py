@@ -1,4 +1,4 @@
-"""What is inside a built module: architectures, registers, stack and shared memory of each kernel.
+"""What is inside a built module: architectures, resources and instructions of each kernel.
 
 Reads the file itself: neither a GPU nor `cuobjdump` is needed. A shared library holds a fat binary
 per translation unit: a header, then entries (device ELF, PTX) for the architectures asked for.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,33 @@ def read_kernels(path: Path | str) -> list[Kernel]:
     return kernels
 
 
+def count_opcodes(path: Path | str) -> dict[tuple[str, str], Counter[int]]:
+    """Count the instructions of each kernel by opcode.
+
+    An instruction of compute capability 7.0 and later has 16 bytes, and its lowest 12 bits are the
+    opcode: 0x23c is HMMA, 0xfae LDGSTS (cp.async), 0x83b LDSM (ldmatrix).
+
+    Parameters
+    ----------
+    path : Path or str
+        File that nvcc wrote, as for :func:`read_kernels`.
+
+    Returns
+    -------
+    dict of (str, str) to Counter
+        By mangled name and architecture.
+    """
+    counts = {}
+    for arch, _, elf in _device_elfs(Path(path).read_bytes()):
+        sections = _sections(elf)
+        for name, (*_, offset, size) in sections.items():
+            if name.startswith(".text."):
+                words = struct.unpack_from(f"<{size // 8}Q", elf, offset)
+                opcodes = Counter(word & 0xFFF for word in words[::2])
+                counts[name.removeprefix(".text."), arch] = opcodes
+    return counts
+
+
 def _device_elfs(data: bytes) -> Iterator[tuple[str, bool, bytes]]:
     """(architecture, compressed, contents) of every device ELF."""
     start = 0
@@ -109,17 +137,20 @@ def _device_elfs(data: bytes) -> Iterator[tuple[str, bool, bytes]]:
             position += entry_size
 
 
-def _elf_kernels(elf: bytes, arch: str) -> list[Kernel]:
+def _sections(elf: bytes) -> dict[str, tuple[int, ...]]:
+    """Section headers, (name offset, type, flags, address, offset, size), by name and in order."""
     (section_offset,) = struct.unpack_from("<Q", elf, 40)
     entry_size, count, names_index = struct.unpack_from("<HHH", elf, 58)
-    # (name offset, type, flags, address, offset, size, ...)
     headers = [
         struct.unpack_from("<IIQQQQ", elf, section_offset + i * entry_size) for i in range(count)
     ]
     names_offset = headers[names_index][4]
-    sections = {_text(elf, names_offset + h[0]): h for h in headers}
+    return {_text(elf, names_offset + h[0]): h for h in headers}
 
-    symbols = _symbol_names(elf, sections, headers)
+
+def _elf_kernels(elf: bytes, arch: str) -> list[Kernel]:
+    sections = _sections(elf)
+    symbols = _symbol_names(elf, sections)
     registers: dict[str, int] = {}
     stack: dict[str, int] = {}
     info = sections.get(".nv.info")
@@ -139,9 +170,9 @@ def _elf_kernels(elf: bytes, arch: str) -> list[Kernel]:
     return kernels
 
 
-def _symbol_names(elf: bytes, sections: dict[str, tuple], headers: list[tuple]) -> list[str]:
-    (strings,) = (h[4] for name, h in sections.items() if name == ".strtab")
-    (table,) = (h for h in headers if h[1] == SYMBOL_TABLE)
+def _symbol_names(elf: bytes, sections: dict[str, tuple[int, ...]]) -> list[str]:
+    strings = sections[".strtab"][4]
+    (table,) = (h for h in sections.values() if h[1] == SYMBOL_TABLE)
     offset, size = table[4], table[5]
     return [
         _text(elf, strings + struct.unpack_from("<I", elf, i)[0])
@@ -149,7 +180,7 @@ def _symbol_names(elf: bytes, sections: dict[str, tuple], headers: list[tuple]) 
     ]
 
 
-def _attributes(elf: bytes, section: tuple) -> Iterator[tuple[int, int, int]]:
+def _attributes(elf: bytes, section: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """(attribute, symbol index, value) of the attributes that belong to a symbol."""
     position, end = section[4], section[4] + section[5]
     while position < end:

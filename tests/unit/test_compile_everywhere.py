@@ -6,12 +6,11 @@ which lacks most, and for sm_90a, the first target. `--full` compiles everything
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
+from strict_build import spills
+from strict_build import strict_build as strict_build
 
-from flashinfer.jit import JitSpec, build_jit_specs, current_compilation_context, registry
+from flashinfer.jit import JitSpec, build_jit_specs, registry
 from flashinfer.jit.binary import read_kernels
 from flashinfer.support import ARCHITECTURES
 
@@ -24,11 +23,6 @@ GENERATORS = [
 SPECS = {spec.name: spec for generator in GENERATORS for spec in generator.specs()}
 
 
-# Kernels that may use stack, with the reason: what they index at run time, or why a spill is the
-# lesser evil.
-MAY_USE_STACK: dict[str, str] = {}
-
-
 def representatives() -> dict[str, JitSpec]:
     """The last case of every generator: usually the one with every option on."""
     last = [list(generator.specs())[-1] for generator in GENERATORS]
@@ -39,29 +33,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "spec" in metafunc.fixturenames:
         specs = SPECS if metafunc.config.getoption("--full") else representatives()
         metafunc.parametrize("spec", specs.values(), ids=specs)
-
-
-@pytest.fixture
-def strict_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """An empty cache, and warnings as errors."""
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
-    monkeypatch.setenv(
-        "FLASHINFER_EXTRA_CUDAFLAGS", "-Werror all-warnings -Xcompiler=-Wall,-Wextra"
-    )
-    monkeypatch.setenv("FLASHINFER_EXTRA_CFLAGS", "-Wall -Wextra -Werror")
-    monkeypatch.setenv("MAX_JOBS", "2")
-    current_compilation_context.reset()
-    yield monkeypatch
-    current_compilation_context.reset()
-
-
-def spills(spec: JitSpec) -> list[str]:
-    kernels = read_kernels(spec.get_library_path())
-    return [
-        f"{spec.name}: {k.short_name} {k.arch}: {k.stack_bytes} bytes"
-        for k in kernels
-        if k.stack_bytes and k.short_name not in MAY_USE_STACK
-    ]
 
 
 def is_supported(spec: JitSpec, arch: str) -> bool:

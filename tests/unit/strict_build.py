@@ -1,0 +1,39 @@
+"""Builds with warnings as errors, and what is wrong with the result; all of it is for import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashinfer.jit import JitSpec, current_compilation_context
+from flashinfer.jit.binary import read_kernels
+
+# Kernels that may use stack, with the reason: what they index at run time, or why a spill is the
+# lesser evil.
+MAY_USE_STACK: dict[str, str] = {}
+
+
+@pytest.fixture
+def strict_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """An empty cache, and warnings as errors."""
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setenv(
+        "FLASHINFER_EXTRA_CUDAFLAGS", "-Werror all-warnings -Xcompiler=-Wall,-Wextra"
+    )
+    monkeypatch.setenv("FLASHINFER_EXTRA_CFLAGS", "-Wall -Wextra -Werror")
+    monkeypatch.setenv("MAX_JOBS", "2")
+    current_compilation_context.reset()
+    yield monkeypatch
+    current_compilation_context.reset()
+
+
+def spills(spec: JitSpec) -> list[str]:
+    """Kernels of a built module that use stack, in words."""
+    kernels = read_kernels(spec.get_library_path())
+    return [
+        f"{spec.name}: {k.short_name} {k.arch}: {k.stack_bytes} bytes"
+        for k in kernels
+        if k.stack_bytes and k.short_name not in MAY_USE_STACK
+    ]

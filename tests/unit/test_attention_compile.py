@@ -1,0 +1,140 @@
+"""Attention modules compile for every target, hold what was asked for, and use the tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from strict_build import spills
+from strict_build import strict_build as strict_build
+
+from flashinfer.jit import JitSpec, build_jit_specs
+from flashinfer.jit.attention import AttentionConfig, gen_attention_module, make_variant
+from flashinfer.jit.binary import count_opcodes, read_kernels
+
+pytestmark = pytest.mark.compiler
+
+TARGETS = "8.0 8.9 9.0a 10.0a 12.0a"
+HMMA, LDSM, LDGSTS = 0x23C, 0x83B, 0xFAE
+BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def config(tile_q: int, dims: tuple[int, int] = (128, 128), **fields) -> AttentionConfig:
+    q = fields.pop("dtype_q", BF16)
+    kv = fields.pop("dtype_kv", q)
+    return AttentionConfig(q, kv, q, *dims, tile_q, **fields)
+
+
+# The kernels that engines call all the time, which must not spill.
+COMMON = [
+    config(16),
+    config(64, mask_mode="causal"),
+    config(128, mask_mode="causal", paged=False),
+    config(128, mask_mode="causal"),
+    config(16, dtype_q=FP16),
+    config(128, mask_mode="causal", dtype_q=FP16),
+]
+# Every option, dtype and extreme of the head sizes in some configuration.
+OTHERS = [
+    config(16, dtype_kv=E4M3),
+    config(64, dtype_q=FP16, dtype_kv=E5M2, mask_mode="causal"),
+    config(64, (64, 64), mask_mode="custom", logits_soft_cap=True, pos_encoding="rope_llama"),
+    config(64, (256, 256), mask_mode="multi_item", sliding_window=True, pos_encoding="alibi"),
+    config(128, (192, 128), mask_mode="causal", paged=False),
+    config(16, (512, 512), sinks=True),
+    config(16, (16, 48), sliding_window=True),
+    config(
+        128, mask_mode="causal", tile_q_second=16, mask_mode_second="causal", logits_soft_cap=True
+    ),
+]
+
+
+def ids(value: AttentionConfig) -> str:
+    return value.uri.removeprefix("attention_")
+
+
+def matrix_products(value: AttentionConfig) -> int:
+    """Instructions m16n8k16 that a warp needs for a KV tile of 64 tokens, both products."""
+    rows = 2 if value.tile_q == 128 else 1  # blocks of 16 query rows per warp
+    tokens = 16 if value.tile_q == 16 else 64
+    outputs = value.head_dim_vo if value.head_dim_vo <= 256 else value.head_dim_vo // 2
+    return rows * (tokens // 8 * (value.head_dim_qk // 16) + tokens // 16 * (outputs // 8))
+
+
+def opcodes(spec: JitSpec, kernel: str = "attention_kernel") -> Iterable[tuple[str, dict]]:
+    """Architecture and instruction counts of a kernel."""
+    for (name, arch), counts in count_opcodes(spec.get_library_path()).items():
+        if kernel in name:
+            yield arch, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [*COMMON, *OTHERS], ids=ids)
+def test_compiles_for_every_target(value: AttentionConfig, strict_build: pytest.MonkeyPatch):
+    """Without warnings, into one attention and one merge kernel for each target."""
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", TARGETS)
+    spec = gen_attention_module(value)
+    spec.build()
+    found = sorted((k.arch, k.short_name) for k in read_kernels(spec.get_library_path()))
+    targets = [f"sm_{target.replace('.', '')}" for target in TARGETS.split()]
+    assert found == sorted(
+        (target, name) for target in targets for name in ("attention_kernel", "merge_kernel")
+    )
+    if value in COMMON:
+        assert not spills(spec)
+
+
+@pytest.mark.parametrize("value", [COMMON[0], COMMON[2], OTHERS[0]], ids=ids)
+def test_multiplies_on_the_tensor_cores(value: AttentionConfig, strict_build: pytest.MonkeyPatch):
+    """Each product is compiled once, from memory that was copied asynchronously."""
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    spec = gen_attention_module(value)
+    spec.build()
+    ((_, counts),) = opcodes(spec)
+    assert counts[HMMA] == matrix_products(value)
+    assert counts[LDGSTS] and counts[LDSM]
+    ((_, merge),) = opcodes(spec, "merge_kernel")
+    assert not merge[HMMA]
+
+
+def test_an_option_that_is_off_costs_no_instruction(strict_build: pytest.MonkeyPatch):
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    options = [
+        {},
+        {"mask_mode": "causal"},
+        {"mask_mode": "custom"},
+        {"sliding_window": True},
+        {"logits_soft_cap": True},
+        {"sinks": True},
+        {"pos_encoding": "rope_llama"},
+    ]
+    specs = [gen_attention_module(config(16, (64, 64), **option)) for option in options]
+    build_jit_specs(specs)
+    sizes = [sum(counts.values()) for spec in specs for _, counts in opcodes(spec)]
+    assert len(sizes) == len(options)
+    assert all(size > sizes[0] for size in sizes[1:])
+
+
+def test_a_variant_without_hooks_is_the_plain_kernel(strict_build: pytest.MonkeyPatch):
+    """What a user writes costs what it computes: hooks that are not there leave no trace."""
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    variant = make_variant("bare", [], [], [], [], "Bare", BARE)
+    plain = gen_attention_module(config(16, (64, 64)))
+    bare = gen_attention_module(config(16, (64, 64), custom_variant=True), variant)
+    build_jit_specs([plain, bare])
+    ((_, expected),), ((_, counts),) = opcodes(plain), opcodes(bare)
+    assert counts[HMMA] == expected[HMMA]
+    # The plain kernel also takes a negative sm_scale.
+    assert sum(counts.values()) <= sum(expected.values())
+
+
+BARE = """
+struct Bare : AttentionVariantBase {
+  float sm_scale_log2;
+  template <typename Params>
+  __device__ __host__ Bare(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
+    sm_scale_log2 = params.sm_scale * math::log2e;
+  }
+};
+"""
