@@ -6,20 +6,18 @@ the row attends to; what is not attended to is neither read nor computed.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
-from ._attention.arguments import check_count, check_flag, host_indices, logits_scale, refuse
-from ._attention.arguments import soft_cap as checked_soft_cap
+from ._attention.arguments import check_count, check_flag, host_indices, refuse
 from ._attention.block_sparse import (
     SparseTable,
     bits_by_row_of_blocks,
     bsr_table,
-    mask_offsets,
     variable_block_table,
 )
+from ._attention.masks import add_mask
 from ._attention.problem import AttentionProblem
 from ._attention.sparse_arguments import (
     check_bsr,
@@ -28,7 +26,6 @@ from ._attention.sparse_arguments import (
     check_result,
     check_shape,
     check_variable_blocks,
-    packed_bits,
     refuse_positions,
 )
 from ._attention.wrapper import AttentionWrapper
@@ -86,13 +83,15 @@ class _SparseWrapper(AttentionWrapper):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend, None)
-        self._non_blocking = True
 
     def _plan_table(
-        self, table: SparseTable, non_blocking: bool, options: dict[str, Any]
-    ) -> AttentionProblem:
-        mask = table.packed_mask
-        offsets = mask_offsets(table.qo_indptr, table.kv_len) if mask is not None else None
+        self,
+        table: SparseTable,
+        mask: tuple[torch.Tensor | None, torch.Tensor | None],
+        non_blocking: bool,
+        options: dict[str, Any],
+    ) -> None:
+        """`mask`: bools by row of blocks, or packed bits."""
         problem = AttentionProblem(
             qo_indptr=table.qo_indptr,
             kv_indptr=table.kv_indptr,
@@ -100,14 +99,14 @@ class _SparseWrapper(AttentionWrapper):
             kv_indices=table.kv_indices,
             page_size=table.page_size,
             causal=table.causal,
-            custom_mask=None if mask is None else mask.to(self.device),
-            mask_indptr=None if offsets is None else offsets.to(self.device),
             names=PREFILL,
             **options,
         )
-        self._non_blocking = non_blocking
+        if table.packed_mask is not None:
+            mask = (None, table.packed_mask)
+        if mask != (None, None):
+            add_mask(problem, *mask, self.device)
         self._plan(problem, None, False, non_blocking, None)
-        return problem
 
     def _sparse_options(
         self,
@@ -125,29 +124,19 @@ class _SparseWrapper(AttentionWrapper):
         sizes = (num_qo_heads, num_kv_heads, head_dim, head_dim)
         return self._options(*sizes, pos_encoding_mode, -1, *options, dtypes)
 
-    def _plan_again(
-        self,
-        pos_encoding_mode: str,
-        use_fp16_qk_reduction: bool,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
+    def _override_sparse(
+        self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, options: tuple[Any, ...]
     ) -> None:
-        """Bring options that forward() was given into the plan; None keeps what is there."""
+        """Of forward(); `options`: logits_soft_cap, sm_scale, rope_scale, rope_theta."""
         refuse_positions(pos_encoding_mode)
         refuse("sums are in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
-        problem = self._planned()
-        changes: dict[str, float] = {}
-        if logits_soft_cap is not None:
-            changes["logits_soft_cap"] = checked_soft_cap(logits_soft_cap)
-        if sm_scale is not None:
-            changes["sm_scale"] = logits_scale(sm_scale, problem.head_dim_qk)
-        if any(getattr(problem, name) != value for name, value in changes.items()):
-            changed = dataclasses.replace(problem, **changes)  # type: ignore[arg-type]
-            self._plan(changed, None, False, self._non_blocking, None)
+        names = ("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")
+        named = dict(zip(names, options, strict=True))
+        self._override(pos_encoding_mode=pos_encoding_mode, window_left=-1, **named)
 
     def _planned(self) -> AttentionProblem:
         if self._problem is None:
-            raise ValueError("`plan` must be called before `run`, and again after new workspaces")
+            raise ValueError("plan() must be called before run(), and again after new workspaces")
         return self._problem
 
 
@@ -299,12 +288,13 @@ class BlockSparseAttentionWrapper(_SparseWrapper):
             raise ValueError("`causal` must be False with a mask, which can leave out columns")
         rows, columns = check_bsr(indptr, indices, M, N, R, C)
         table = bsr_table(rows, columns, (M, N), (R, C), causal, self.device)
-        bits = packed_bits(mask, packed_mask, rows, table, (R, C))
-        if bits is not None:
-            table = dataclasses.replace(table, packed_mask=bits)
+        bits = None
+        if mask is not None and packed_mask is None:
+            check_mask(mask, int(rows[-1]), R, C)
+            bits = bits_by_row_of_blocks(mask, rows)
         self._shape, self._block = (M, N), (R, C)
         self._blocks, self._causal = (rows, columns), causal
-        self._plan_table(table, non_blocking, options)
+        self._plan_table(table, (bits, packed_mask), non_blocking, options)
 
     begin_forward = plan
 
@@ -378,12 +368,10 @@ class BlockSparseAttentionWrapper(_SparseWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """`run` that takes options, which then hold until the next `plan`; None keeps them."""
-        self._plan_again(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
+        """Deprecated: ``run`` with options that take the place of the plan's."""
+        options = (logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        self._override_sparse(pos_encoding_mode, use_fp16_qk_reduction, options)
         return self.run(q, k, v, scale_q, scale_k, scale_v)
-
-    def end_forward(self) -> None:
-        """Nothing: for programs that call it."""
 
 
 class VariableBlockSparseAttentionWrapper(_SparseWrapper):
@@ -486,7 +474,7 @@ class VariableBlockSparseAttentionWrapper(_SparseWrapper):
         self._heads = num_qo_heads, num_kv_heads
         self._lengths = int(blocks[1][0].sum()), int(blocks[2][0].sum())
         self._blocks, self._causal = blocks, causal
-        self._plan_table(table, non_blocking, options)
+        self._plan_table(table, (None, None), non_blocking, options)
 
     begin_forward = plan
 
@@ -568,12 +556,10 @@ class VariableBlockSparseAttentionWrapper(_SparseWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """`run` that takes options, which then hold until the next `plan`; None keeps them."""
-        self._plan_again(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
+        """Deprecated: ``run`` with options that take the place of the plan's."""
+        options = (logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        self._override_sparse(pos_encoding_mode, use_fp16_qk_reduction, options)
         return self.run(q, k, v)
-
-    def end_forward(self) -> None:
-        """Nothing: for programs that call it."""
 
 
 def _grouped(tensor: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

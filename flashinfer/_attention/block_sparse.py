@@ -249,32 +249,3 @@ def bits_by_row_of_blocks(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Ten
     result = torch.empty(mask.numel(), dtype=mask.dtype, device=mask.device)
     result[target.flatten()] = mask.flatten()
     return result
-
-
-def mask_offsets(qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
-    """First byte of each request's bits, ``[requests + 1]``, int32.
-
-    Raises
-    ------
-    ValueError
-        If there are too many bits for 32-bit offsets.
-    """
-    offsets = _offsets((qo_indptr.long().diff() * kv_len.long() + 7) // 8)
-    if int(offsets[-1]) > INT32_MAX:
-        raise ValueError(
-            f"masks must have at most {INT32_MAX} bytes, a bit per row and attended column, got "
-            f"{int(offsets[-1])}"
-        )
-    return offsets.int()
-
-
-def pack_segments(bits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Bytes of a flat bool tensor whose segments begin a new byte each; see `pack_bits`."""
-    lengths = lengths.long().to(bits.device)
-    if not bool((lengths % 8).any()):
-        return pack_bits(bits)
-    padded = (lengths + 7) // 8 * 8
-    first = padded.cumsum(0) - padded
-    apart = torch.zeros(int(padded.sum()), dtype=torch.bool, device=bits.device)
-    apart[_ranges(first, lengths)] = bits
-    return pack_bits(apart)

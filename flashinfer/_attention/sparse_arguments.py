@@ -8,7 +8,6 @@ import torch
 
 from ..dtypes import torch_name
 from .arguments import check_count, host_indices
-from .block_sparse import SparseTable, bits_by_row_of_blocks, mask_offsets, pack_segments
 
 
 def check_bsr(
@@ -64,29 +63,6 @@ def check_mask(mask: Any, nnz: int, block_rows: int, block_cols: int) -> None:
     check_shape("mask", mask, (nnz, block_rows, block_cols))
     if mask.dtype != torch.bool:
         raise ValueError(f"`mask` must have dtype bool, got {torch_name(mask.dtype)}")
-
-
-def packed_bits(
-    mask: Any, packed_mask: Any, indptr: torch.Tensor, table: SparseTable, block: tuple[int, int]
-) -> torch.Tensor | None:
-    """Bits of either form of a mask, None without."""
-    if packed_mask is not None:
-        check_shape("packed_mask", packed_mask, (int(mask_offsets_of(table)[-1]),))
-        if packed_mask.dtype != torch.uint8:
-            name = torch_name(packed_mask.dtype)
-            raise ValueError(f"`packed_mask` must have dtype uint8, got {name}")
-        return packed_mask.contiguous()
-    if mask is None:
-        return table.packed_mask
-    check_mask(mask, int(indptr[-1]), *block)
-    return pack_segments(
-        bits_by_row_of_blocks(mask, indptr), table.qo_indptr.long().diff() * table.kv_len
-    )
-
-
-def mask_offsets_of(table: SparseTable) -> torch.Tensor:
-    """First byte of each request's bits."""
-    return mask_offsets(table.qo_indptr, table.kv_len)
 
 
 def check_variable_blocks(
