@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,8 @@ class Backend:
     Attributes
     ----------
     function : str or Callable
-        The function, or its import path ``"module:name"`` (imported when it is run).
+        The function, or its import path ``"module:name"`` (imported when it is run). A method,
+        ``"module:Class.name"``, is called with its object as argument ``self``.
     omits : sequence of str
         Arguments that it does not take.
     roundings : int
@@ -102,7 +104,7 @@ class Backend:
         if not isinstance(self.function, str):
             return self.function
         module, name = self.function.split(":")
-        return getattr(importlib.import_module(module), name)
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
     def arguments(self, arguments: Mapping[str, Any]) -> Arguments:
         """Those of ``arguments`` that it takes."""
@@ -118,8 +120,8 @@ class Routine:
     name : str
         Value of ``--routine``.
     api : str
-        Import path ``"module:name"`` of the public function; its trace template gives the
-        reference.
+        Import path ``"module:name"`` of the public function (or method, as in `Backend`); its
+        trace template gives the reference.
     flags : sequence of Flag
         What shapes the inputs.
     build : Callable[[Namespace, str], dict]

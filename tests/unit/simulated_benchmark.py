@@ -17,7 +17,14 @@ import report  # noqa: E402, F401
 import routines  # noqa: E402, F401
 
 SMALL = ["--batch_size", "4", "--hidden_size", "64"]
-_SMALL_SIZES = {"batch_size": 4, "hidden_size": 256, "num_elements": 1000, "segment_length": 100}
+_SMALL_SIZES = {
+    "batch_size": 4,
+    "hidden_size": 256,
+    "num_elements": 1000,
+    "segment_length": 100,
+    "s_qo": 9,
+    "s_kv": 40,
+}
 
 
 def small_flags(routine) -> list[str]:

@@ -1,0 +1,345 @@
+"""Attention over paged and ragged keys and values: `run` of the wrappers, and single requests.
+
+A routine plans once, on lengths that lie on the host, and times `run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import flashinfer
+from flashinfer.testing import make_tensor
+from flashinfer.testing.flops import attention_flops_with_actual_seq_lens
+
+from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
+
+_WORKSPACE_BYTES = 256 << 20  # more than any plan of a benchmark needs
+
+_BATCH = [
+    Flag("batch_size", positive, 16, "requests"),
+    Flag(
+        "random_actual_seq_len", bool, False, "lengths drawn from 1 to --s_qo and --s_kv, not those"
+    ),
+]
+_QO = Flag("s_qo", positive, 1024, "query tokens of a request")
+_KV = Flag("s_kv", positive, 1024, "tokens of keys and values of a request, queries included")
+_HEADS = [
+    Flag("num_qo_heads", positive, 32, "heads of queries and results"),
+    Flag("num_kv_heads", positive, 8, "heads of keys and values"),
+    Flag("head_dim_qk", positive, 128, "elements of a head of queries and keys"),
+    Flag("head_dim_vo", positive, 128, "elements of a head of values and results"),
+    Flag("q_dtype", dtype_name, "bfloat16", "dtype of queries and results"),
+    Flag("kv_dtype", dtype_name, "bfloat16", "dtype of keys and values"),
+]
+_PAGES = [
+    Flag("page_size", positive, 16, "tokens of a page"),
+    Flag("hnd", bool, False, "heads before tokens in the cache"),
+]
+_CAUSAL = Flag("causal", bool, False, "a query sees no key behind it; aligned to the end")
+
+
+def lengths(case: Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key tokens of each request, int32 on the CPU; a function of the flags alone."""
+    count, s_qo = getattr(case, "batch_size", 1), getattr(case, "s_qo", 1)
+    if not getattr(case, "random_actual_seq_len", False):
+        return _int32([s_qo] * count), _int32([case.s_kv] * count)
+    generator = torch.Generator().manual_seed(case.random_seed)
+    fractions = torch.rand(2, count, generator=generator, dtype=torch.float64)
+    qo = 1 + (fractions[0] * s_qo).int()
+    shortest = qo.clamp(max=case.s_kv)  # the queries are the newest of the keys where there is room
+    return qo, shortest + (fractions[1] * (case.s_kv - shortest + 1)).int()
+
+
+def _int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _indptr(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([_int32([0]), counts.cumsum(0, dtype=torch.int32)])
+
+
+def _flops(case: Namespace) -> int:
+    return attention_flops_with_actual_seq_lens(
+        *lengths(case), case.head_dim_qk, case.head_dim_vo, case.num_qo_heads, case.causal
+    )
+
+
+def _wrapper(module: str, name: str, **arguments: Any) -> Any:
+    return getattr(importlib.import_module(f"flashinfer.{module}"), name)(**arguments)
+
+
+def _planned(wrapper: Any, device: str, **arguments: Any) -> Any:
+    """The wrapper after its plan. Without a GPU it is one for the reference backend."""
+    on_gpu = torch.device(device).type == "cuda"
+    with contextlib.nullcontext() if on_gpu else flashinfer.reference_backend():
+        wrapper.plan(**arguments)
+    return wrapper
+
+
+def _workspace(device: str) -> torch.Tensor:
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _queries(case: Namespace, tokens: int, device: str) -> Arguments:
+    """The queries and where the results go."""
+    dtype = torch_dtype(case.q_dtype)
+    q = make_tensor(tokens, case.num_qo_heads, case.head_dim_qk, dtype=dtype, device=device)
+    return {"q": q, "out": q.new_empty(tokens, case.num_qo_heads, case.head_dim_vo)}
+
+
+def _dims(case: Namespace) -> dict[str, int]:
+    return {
+        "num_qo_heads": case.num_qo_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim_qk": case.head_dim_qk,
+        "head_dim_vo": case.head_dim_vo,
+    }
+
+
+def _dtypes(case: Namespace) -> dict[str, torch.dtype]:
+    return {"q_data_type": torch_dtype(case.q_dtype), "kv_data_type": torch_dtype(case.kv_dtype)}
+
+
+class _Pages:
+    """A page table, every page in a random place, and its cache."""
+
+    def __init__(self, case: Namespace, kv_len: torch.Tensor, device: str) -> None:
+        counts = (kv_len + case.page_size - 1) // case.page_size
+        self.indptr = _indptr(counts)
+        self.indices = torch.randperm(int(self.indptr[-1])).int().to(device)
+        self.last_page_len = (kv_len - 1) % case.page_size + 1
+        inner = (case.page_size, case.num_kv_heads)
+        shape = (int(self.indptr[-1]), *(inner[::-1] if case.hnd else inner))
+        dtype = torch_dtype(case.kv_dtype)
+        self.cache = tuple(
+            make_tensor(*shape, dim, dtype=dtype, device=device)
+            for dim in (case.head_dim_qk, case.head_dim_vo)
+        )
+        self.kv_layout = "HND" if case.hnd else "NHD"
+
+
+def _build_decode(case: Namespace, device: str) -> Arguments:
+    if case.head_dim_qk != case.head_dim_vo:
+        raise ValueError(
+            "--head_dim_vo must be --head_dim_qk for decode, whose plan takes one head size, "
+            f"got {case.head_dim_vo} and {case.head_dim_qk}"
+        )
+    _, kv_len = lengths(case)
+    pages = _Pages(case, kv_len, device)
+    wrapper = _planned(
+        _wrapper(
+            "decode",
+            "BatchDecodeWithPagedKVCacheWrapper",
+            float_workspace_buffer=_workspace(device),
+            kv_layout=pages.kv_layout,
+        ),
+        device,
+        indptr=pages.indptr,
+        indices=pages.indices,
+        last_page_len=pages.last_page_len,
+        num_qo_heads=case.num_qo_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim_qk,
+        page_size=case.page_size,
+        **_dtypes(case),
+    )
+    queries = _queries(case, case.batch_size, device)
+    return {"self": wrapper, **queries, "paged_kv_cache": pages.cache}
+
+
+def _build_paged(case: Namespace, device: str) -> Arguments:
+    qo_len, kv_len = lengths(case)
+    pages = _Pages(case, kv_len, device)
+    wrapper = _planned(
+        _wrapper(
+            "prefill",
+            "BatchPrefillWithPagedKVCacheWrapper",
+            float_workspace_buffer=_workspace(device),
+            kv_layout=pages.kv_layout,
+        ),
+        device,
+        qo_indptr=_indptr(qo_len),
+        paged_kv_indptr=pages.indptr,
+        paged_kv_indices=pages.indices,
+        paged_kv_last_page_len=pages.last_page_len,
+        page_size=case.page_size,
+        causal=case.causal,
+        **_dims(case),
+        **_dtypes(case),
+    )
+    queries = _queries(case, int(qo_len.sum()), device)
+    return {"self": wrapper, **queries, "paged_kv_cache": pages.cache}
+
+
+def _build_mixed(case: Namespace, device: str) -> Arguments:
+    qo_len, kv_len = lengths(case)
+    pages = _Pages(case, kv_len, device)
+    wrapper = _planned(
+        _wrapper("attention", "BatchAttention", kv_layout=pages.kv_layout, device=device),
+        device,
+        qo_indptr=_indptr(qo_len),
+        kv_indptr=pages.indptr,
+        kv_indices=pages.indices,
+        kv_len_arr=kv_len,
+        page_size=case.page_size,
+        causal=case.causal,
+        **_dims(case),
+        **_dtypes(case),
+    )
+    queries = _queries(case, int(qo_len.sum()), device)
+    return {"self": wrapper, **queries, "kv_cache": pages.cache}
+
+
+def _build_ragged(case: Namespace, device: str) -> Arguments:
+    qo_len, kv_len = lengths(case)
+    wrapper = _planned(
+        _wrapper(
+            "prefill",
+            "BatchPrefillWithRaggedKVCacheWrapper",
+            float_workspace_buffer=_workspace(device),
+        ),
+        device,
+        qo_indptr=_indptr(qo_len),
+        kv_indptr=_indptr(kv_len),
+        causal=case.causal,
+        **_dims(case),
+        **_dtypes(case),
+    )
+    queries = _queries(case, int(qo_len.sum()), device)
+    return {"self": wrapper, **queries, **_keys(case, int(kv_len.sum()), device)}
+
+
+def _keys(case: Namespace, tokens: int, device: str) -> Arguments:
+    dtype = torch_dtype(case.kv_dtype)
+    dims = {"k": case.head_dim_qk, "v": case.head_dim_vo}
+    return {
+        name: make_tensor(tokens, case.num_kv_heads, dim, dtype=dtype, device=device)
+        for name, dim in dims.items()
+    }
+
+
+def _build_single_prefill(case: Namespace, device: str) -> Arguments:
+    q = _queries(case, case.s_qo, device)["q"]
+    return {"q": q, **_keys(case, case.s_kv, device), "causal": case.causal}
+
+
+def _build_single_decode(case: Namespace, device: str) -> Arguments:
+    q = _queries(case, 1, device)["q"][0]
+    return {"q": q, **_keys(case, case.s_kv, device)}
+
+
+def _cache_bytes(name: str) -> Callable[[Arguments], int]:
+    """Bytes of the cached tokens: the rest of a last page is not read."""
+
+    def count(arguments: Arguments) -> int:
+        problem = arguments["self"]._problem
+        rows = int(problem.kv_lengths().sum()) * problem.num_kv_heads
+        return sum(rows * part.shape[-1] * part.element_size() for part in arguments[name])
+
+    return count
+
+
+def _result_bytes(arguments: Arguments) -> int:
+    """Of a function that allocates its result."""
+    q, v = arguments["q"], arguments["v"]
+    return q.numel() // q.shape[-1] * v.shape[-1] * q.element_size()
+
+
+def torch_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> torch.Tensor:
+    """PyTorch's attention with the arguments of ``single_prefill_with_kv_cache``."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    mask = causal_lower_right(len(q), len(k)) if causal else None
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    result = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=True
+    )
+    return result[0].transpose(0, 1)
+
+
+def _register_wrapper(
+    module: str,
+    name: str,
+    build: Callable[[Namespace, str], Arguments],
+    flags: list[Flag],
+    cache: str | None,
+    flops: Callable[[Namespace], int] | None = _flops,
+) -> None:
+    """The `run` of a wrapper; `cache` is what it calls a paged cache."""
+    api = f"flashinfer.{module}:{name}.run"
+    register(
+        Routine(
+            name=name,
+            api=api,
+            flags=flags,
+            build=build,
+            reads=["q"] if cache else ["q", "k", "v"],
+            writes=["out"],
+            fresh=_cache_bytes(cache) if cache else None,
+            flops=flops,
+            backends={"fa2": Backend(api)},
+        )
+    )
+
+
+def _register_single(
+    module: str,
+    name: str,
+    build: Callable[[Namespace, str], Arguments],
+    flags: list[Flag],
+    flops: Callable[[Namespace], int] | None = None,
+    peers: Mapping[str, Backend] | None = None,
+) -> None:
+    api = f"flashinfer.{module}:{name}"
+    register(
+        Routine(
+            name=name,
+            api=api,
+            flags=flags,
+            build=build,
+            reads=["q", "k", "v"],
+            writes=[],
+            fresh=_result_bytes,
+            flops=flops,
+            backends={"fa2": Backend(api), **(peers or {})},
+        )
+    )
+
+
+_PAGED = [*_BATCH, _QO, _KV, *_HEADS, *_PAGES, _CAUSAL]
+_register_wrapper(
+    "decode",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    _build_decode,
+    [*_BATCH, _KV, *_HEADS, *_PAGES],
+    "paged_kv_cache",
+    flops=None,
+)
+_register_wrapper(
+    "prefill", "BatchPrefillWithPagedKVCacheWrapper", _build_paged, _PAGED, "paged_kv_cache"
+)
+_register_wrapper(
+    "prefill",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    _build_ragged,
+    [*_BATCH, _QO, _KV, *_HEADS, _CAUSAL],
+    None,
+)
+_register_wrapper("attention", "BatchAttention", _build_mixed, _PAGED, "kv_cache")
+_register_single("decode", "single_decode_with_kv_cache", _build_single_decode, [_KV, *_HEADS])
+_register_single(
+    "prefill",
+    "single_prefill_with_kv_cache",
+    _build_single_prefill,
+    [_QO, _KV, *_HEADS, _CAUSAL],
+    flops=_flops,
+    peers={"torch": Backend(torch_attention, roundings=2)},
+)

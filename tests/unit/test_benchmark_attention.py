@@ -1,0 +1,102 @@
+"""The attention routines of the benchmark: lengths, bytes and operations, and a peer's check."""
+
+import pytest
+import torch
+from simulated_benchmark import cli, read_csv, routines
+from simulated_benchmark import timer as timer
+
+from flashinfer.testing import attention_flops
+
+ROUTINES = routines.ROUTINES
+DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+PAGED = "BatchPrefillWithPagedKVCacheWrapper"
+RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
+SMALL = ["--num_qo_heads", "6", "--num_kv_heads", "2", "--head_dim_qk", "32", "--head_dim_vo", "32"]
+
+
+def parse(name, *flags):
+    return cli.parse_case(["--routine", name, *SMALL, *flags])
+
+
+def build(name, *flags):
+    return ROUTINES[name].build(parse(name, *flags), "cpu")
+
+
+def lengths(name, *flags):
+    import routines.attention
+
+    return routines.attention.lengths(parse(name, *flags))
+
+
+def test_lengths_are_those_of_the_flags():
+    flags = ("--batch_size", "3", "--s_kv", "50")
+    qo, kv = lengths(PAGED, *flags, "--s_qo", "7")
+    assert qo.tolist() == [7, 7, 7] and kv.tolist() == [50, 50, 50]
+    qo, kv = lengths(DECODE, *flags)
+    assert qo.tolist() == [1, 1, 1] and kv.tolist() == [50, 50, 50]
+
+
+def test_random_lengths_stay_below_the_flags_and_repeat():
+    flags = ("--batch_size", "500", "--s_qo", "20", "--s_kv", "30", "--random_actual_seq_len")
+    qo, kv = lengths(PAGED, *flags)
+    assert (qo.min(), qo.max(), kv.max()) == (1, 20, 30)
+    assert (kv >= qo).all() and kv.unique().numel() > 20
+    again, other = lengths(PAGED, *flags), lengths(PAGED, *flags, "--random_seed", "7")
+    assert torch.equal(qo, again[0]) and torch.equal(kv, again[1])
+    assert not torch.equal(kv, other[1])
+    qo, kv = lengths(PAGED, *flags[:2], "--s_qo", "20", "--s_kv", "5", "--random_actual_seq_len")
+    assert (qo.max(), kv.min(), kv.max()) == (20, 1, 5)
+
+
+def test_the_plan_has_the_lengths():
+    flags = ("--batch_size", "9", "--s_qo", "5", "--s_kv", "99", "--random_actual_seq_len")
+    qo, kv = lengths(PAGED, *flags)
+    for name in (PAGED, RAGGED):
+        problem = build(name, *flags)["self"]._problem
+        assert torch.equal(problem.qo_lengths(), qo) and torch.equal(problem.kv_lengths(), kv)
+
+
+@pytest.mark.parametrize("hnd", [(), ("--hnd",)])
+def test_pages_are_in_random_places(hnd):
+    arguments = build(DECODE, "--batch_size", "4", "--s_kv", "33", "--page_size", "8", *hnd)
+    pages = arguments["self"]._problem.kv_indices
+    assert sorted(pages.tolist()) == list(range(20)) and pages.tolist() != sorted(pages.tolist())
+    inner = (2, 8) if hnd else (8, 2)
+    assert [part.shape for part in arguments["paged_kv_cache"]] == [(20, *inner, 32)] * 2
+
+
+def test_bytes_are_those_of_cached_tokens():
+    flags = ("--batch_size", "4", "--s_kv", "33", "--page_size", "8")
+    rows = 4 * 6 * 32 * 2  # of queries or results
+    tokens = 4 * 33 * 2 * 32 * 2  # of keys or values: 33, not the 40 of five pages
+    assert ROUTINES[DECODE].nbytes(build(DECODE, *flags)) == 2 * rows + 2 * tokens
+    eight_bit = build(DECODE, *flags, "--kv_dtype", "fp8_e4m3")
+    assert ROUTINES[DECODE].nbytes(eight_bit) == 2 * rows + tokens
+    ragged = build(RAGGED, "--batch_size", "4", "--s_qo", "3", "--s_kv", "33")
+    assert ROUTINES[RAGGED].nbytes(ragged) == 2 * 3 * rows + 2 * tokens
+    single = build("single_prefill_with_kv_cache", "--s_qo", "4", "--s_kv", "132")
+    assert ROUTINES["single_prefill_with_kv_cache"].nbytes(single) == 2 * rows + 2 * tokens
+
+
+def test_operations_of_visible_pairs():
+    flags = ("--batch_size", "3", "--s_qo", "10", "--s_kv", "30", "--causal")
+    expected = attention_flops(3, 10, 30, 32, 32, 6, True)
+    assert ROUTINES[PAGED].flops(parse(PAGED, *flags)) == expected
+    assert ROUTINES[RAGGED].flops(parse(RAGGED, *flags[:-1])) > expected
+    single = parse("single_prefill_with_kv_cache", "--s_qo", "10", "--s_kv", "30", "--causal")
+    assert ROUTINES[single.routine].flops(single) == expected // 3
+    assert ROUTINES[DECODE].flops is None, "decode is limited by memory"
+
+
+@pytest.mark.parametrize("causal", [(), ("--causal",)])
+def test_the_peer_computes_what_the_reference_does(timer, causal):
+    argv = ["--routine", "single_prefill_with_kv_cache", "--backends", "torch", "--refcheck"]
+    assert cli.main([*argv, *SMALL, "--s_qo", "9", "--s_kv", "40", *causal], timer) == cli.OK
+
+
+def test_decode_with_two_head_sizes_is_an_error(timer, tmp_path):
+    path = tmp_path / "r.csv"
+    argv = ["--routine", DECODE, "--head_dim_vo", "64", "--output_path", str(path)]
+    assert cli.main(argv, timer) == cli.FAILED
+    (row,) = read_csv(path)
+    assert "--head_dim_vo must be --head_dim_qk" in row["status"]
