@@ -353,20 +353,22 @@ _FROZEN = (
 )
 
 
-def split_cache(paged_kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def split_cache(
+    paged_kv_cache: Any, name: str = "paged_kv_cache"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys and values of a cache, None for values if it holds both."""
     if isinstance(paged_kv_cache, torch.Tensor):
         return paged_kv_cache, None
     if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
         raise TypeError(
-            "`paged_kv_cache` must be a torch.Tensor or a tuple of two, got "
+            f"`{name}` must be a torch.Tensor or a tuple of two, got "
             f"{type(paged_kv_cache).__name__}"
         )
     k, v = paged_kv_cache
     for i, part in enumerate((k, v)):
         if not isinstance(part, torch.Tensor):
             raise TypeError(
-                f"`paged_kv_cache[{i}]` must be a torch.Tensor, got {type(part).__name__}"
+                f"`{name}[{i}]` must be a torch.Tensor, got {type(part).__name__}"
             )
     return k, v
 
