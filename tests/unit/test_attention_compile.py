@@ -16,7 +16,7 @@ from flashinfer.jit.binary import count_opcodes, read_kernels
 pytestmark = pytest.mark.compiler
 
 TARGETS = "8.0 8.9 9.0a 10.0a 12.0a"
-HMMA, LDSM, LDGSTS = 0x23C, 0x83B, 0xFAE
+HMMA, LDSM, LDGSTS, EX2 = 0x23C, 0x83B, 0xFAE, 0x308  # EX2: all of MUFU
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -124,9 +124,10 @@ def test_a_variant_without_hooks_is_the_plain_kernel(strict_build: pytest.Monkey
     bare = gen_attention_module(config(16, (64, 64), custom_variant=True), variant)
     build_jit_specs([plain, bare])
     ((_, expected),), ((_, counts),) = opcodes(plain), opcodes(bare)
-    assert counts[HMMA] == expected[HMMA]
-    # The plain kernel also takes a negative sm_scale.
-    assert sum(counts.values()) <= sum(expected.values())
+    for opcode in (HMMA, LDSM, LDGSTS, EX2):
+        assert counts[opcode] == expected[opcode]
+    # Registers are dealt differently, and the plain kernel also takes a negative sm_scale.
+    assert sum(counts.values()) <= 1.1 * sum(expected.values())
 
 
 BARE = """
