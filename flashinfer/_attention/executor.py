@@ -33,6 +33,8 @@ class AttentionExecutor:
     float_workspace_buffer : torch.Tensor
         Contiguous, of any dtype, for partial results of split requests. Its device is the
         executor's.
+    int_workspace_buffer : torch.Tensor, optional
+        For the work list; 8 MiB are allocated if there is none.
 
     Attributes
     ----------
@@ -42,7 +44,11 @@ class AttentionExecutor:
         Of the module that the latest plan chose.
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor) -> None:
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        int_workspace_buffer: torch.Tensor | None = None,
+    ) -> None:
         self.problem: AttentionProblem | None = None
         self._planner: AttentionPlan | None = None
         self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8)
@@ -52,7 +58,7 @@ class AttentionExecutor:
         self._run: Any = _plan_first
         self._graph_tile_q = 0
         self._settings: tuple[int | None, bool, tuple[int, int] | None] = (None, False, None)
-        self.set_workspaces(float_workspace_buffer, None)
+        self.set_workspaces(float_workspace_buffer, int_workspace_buffer)
 
     def set_workspaces(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None
@@ -74,6 +80,13 @@ class AttentionExecutor:
         self.int_workspace = int_workspace_buffer
         self._float_bytes = float_workspace_buffer.numel() * float_workspace_buffer.element_size()
         self._run = _plan_first
+
+    def move_float_workspace(self, buffer: torch.Tensor) -> None:
+        """Let the latest plan use another float workspace, as large as the one it has."""
+        assert self.problem is not None and self._planner is not None
+        self.float_workspace = buffer
+        is_graph = self._settings[2] is not None
+        self._bind(self._modules[self._key], self.problem, None, self._planner.info, is_graph)
 
     def plan(
         self,
@@ -226,6 +239,10 @@ class AttentionExecutor:
             *(window_left, sinks, enable_pdl, *additional),
         )
 
+    def set_mask(self, custom_mask: torch.Tensor, mask_indptr: torch.Tensor) -> None:
+        """Another custom mask of the same lengths from the next `run` on."""
+        self._modules[self._key].mask(self._state, custom_mask, mask_indptr)
+
     def set_second(
         self,
         q: torch.Tensor,
@@ -281,7 +298,8 @@ class AttentionExecutor:
         if graph_capacity is not None and self._graph_tile_q:
             tile_q = self._graph_tile_q  # a captured launch keeps its tile
         else:
-            tile_q = _tile_q(problem, fixed_split_size is not None)
+            small = tile_q_second if second is None else 0
+            tile_q = _tile_q(problem, fixed_split_size is not None, small)
             if graph_capacity is not None:
                 self._graph_tile_q = tile_q
         mask_second = second.mask_mode if second is not None else problem.mask_mode
@@ -417,7 +435,8 @@ def check_heads(problem: AttentionProblem) -> None:
         )
 
 
-def _tile_q(problem: AttentionProblem, fixed_split_size: bool) -> int:
+def _tile_q(problem: AttentionProblem, fixed_split_size: bool, small: int) -> int:
+    """Tile of the requests that have more than `small` packed rows."""
     group = problem.num_qo_heads // problem.num_kv_heads
     if problem.qo_indptr is None:
         rows = problem.tokens_per_request * group
@@ -425,8 +444,11 @@ def _tile_q(problem: AttentionProblem, fixed_split_size: bool) -> int:
     indptr = problem.qo_indptr.numpy()
     if len(indptr) < 2:
         return choose_tile_q(0, 0, problem.head_dim_vo, fixed_split_size)
-    longest = int((indptr[1:] - indptr[:-1]).max()) * group
-    mean = int(indptr[-1]) * group / (len(indptr) - 1)
+    lengths = indptr[1:] - indptr[:-1]
+    if small and not len(lengths := lengths[lengths > small // group]):
+        return small
+    longest = int(lengths.max()) * group
+    mean = (int(lengths.sum()) if small else int(indptr[-1])) * group / len(lengths)
     return choose_tile_q(longest, mean, problem.head_dim_vo, fixed_split_size)
 
 
