@@ -227,9 +227,20 @@ constexpr TensorNames kTensorNames[3] = {
      "lse_d"},
 };
 
-// The tensors of one kind, read from the arguments q, k, v | None, o, lse | None.
-inline void read_tensors(ffi::Args& args, const AttentionLaunch& launch, int kind, bool paged,
-                         AttentionTensors& tensors) {
+// The tensors of one kind, read from the arguments q, k, v | None, o, lse | None. Where they are is
+// for the caller to check, when everything else is.
+struct RunTensors {
+  Tensor q, k, v, o, lse;
+
+  void check_device(int32_t device_id) const {
+    for (const Tensor& tensor : {q, k, v, o, lse}) {
+      if (tensor) check_on_device(tensor, device_id);
+    }
+  }
+};
+
+inline RunTensors read_tensors(ffi::Args& args, const AttentionLaunch& launch, int kind, bool paged,
+                               AttentionTensors& tensors) {
   const PlannedTensors& planned = launch.planned[kind];
   const int64_t kv_heads = launch.params.variant.num_kv_heads;
   const TensorNames& names = kTensorNames[launch.has_second ? 1 + kind : 0];
@@ -253,16 +264,14 @@ inline void read_tensors(ffi::Args& args, const AttentionLaunch& launch, int kin
     ffi::check_disjoint(written, k);
     if (v) ffi::check_disjoint(written, v);
   }
-  for (const Tensor& tensor : {q, k, v, o, lse}) {
-    if (tensor) check_on_device(tensor, launch.device_id);
-  }
+  return {q, k, v, o, lse};
 }
 
 // Fills the members that a user's variant adds: `read(reader)` of the rendered struct calls these
 // in the order in which run() takes the values.
 class VariantReader {
  public:
-  VariantReader(ffi::Args& args, int32_t device_id) : args_(args), device_id_(device_id) {}
+  explicit VariantReader(ffi::Args& args) : args_(args) {}
 
   // Names that begin with maybe_ may be None.
   template <typename T>
@@ -276,7 +285,12 @@ class VariantReader {
                  ffi::dtype_name(tensor.dtype()).c_str());
     }
     pointer = const_cast<T*>(option_data<T>(tensor, tensor.dtype(), 0));
-    check_on_device(tensor, device_id_);
+    if (count_ == kMaxTensors) ffi::raise("ValueError", "more than %d tensors", kMaxTensors);
+    tensors_[count_++] = tensor;
+  }
+
+  void check_device(int32_t device_id) const {
+    for (int i = 0; i < count_; ++i) check_on_device(tensors_[i], device_id);
   }
 
   template <typename T>
@@ -289,8 +303,10 @@ class VariantReader {
   }
 
  private:
+  static constexpr int kMaxTensors = 32;
   ffi::Args& args_;
-  int32_t device_id_;
+  Tensor tensors_[kMaxTensors];
+  int count_ = 0;
 };
 
 }  // namespace flashinfer

@@ -1,7 +1,8 @@
 // attention_capacity(info, workspace): info (CPU int32) gets the CTAs per SM and the SMs
 // attention_bind(state, plan_info, int_workspace, float_workspace, kv_indices | None, num_qo_heads,
 //                num_kv_heads, page_size, is_hnd, exact_tokens)
-// attention_bind_second(state, plan_info, kv_indices, is_hnd, rows): rows: see paged_rows; negative:
+// attention_bind_second(state, plan_info, kv_indices, is_hnd, rows): rows: see paged_rows;
+// negative:
 //                       the tensors of kind 0 are in pages
 // attention_options(state, logits_soft_cap, rope_scale, rope_theta, alibi_slopes | None)
 // attention_mask(state, custom_mask, mask_indptr)
@@ -146,8 +147,9 @@ FLASHINFER_FFI_EXPORT(attention_items, args) {
 FLASHINFER_FFI_EXPORT(attention_second, args) {
   AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
   AttentionTensors& tensors = launch.params.tensors[1];
-  read_tensors(args, launch, 1, true, tensors);
+  const RunTensors given = read_tensors(args, launch, 1, true, tensors);
   tensors.v_scale = static_cast<float>(args.number("v_scale"));
+  given.check_device(launch.device_id);
 }
 
 FLASHINFER_FFI_EXPORT(attention_run, args) {
@@ -155,19 +157,21 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   const AttentionLaunch& launch = as_bound_launch(state);
   auto params = launch.params;
   VariantParams& variant = params.variant;
-  read_tensors(args, launch, 0, FLASHINFER_CFG_PAGED, params.tensors[0]);
+  const RunTensors given = read_tensors(args, launch, 0, FLASHINFER_CFG_PAGED, params.tensors[0]);
   variant.sm_scale = static_cast<float>(args.number("sm_scale"));
   params.tensors[0].v_scale = static_cast<float>(args.number("v_scale"));
   variant.window_left = static_cast<int32_t>(args.integer("window_left"));
   const Tensor sinks = args.optional_tensor("sinks");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   variant.sinks = option_data<float>(sinks, ffi::dtype::float32, variant.num_qo_heads);
-  if (sinks) check_on_device(sinks, launch.device_id);
   if (!launch.has_second) params.tensors[1] = params.tensors[0];
 #if FLASHINFER_CFG_CUSTOM_VARIANT
-  VariantReader reader(args, launch.device_id);
+  VariantReader reader(args);
   params.variant.read(reader);
+  reader.check_device(launch.device_id);
 #endif
+  given.check_device(launch.device_id);
+  if (sinks) check_on_device(sinks, launch.device_id);
 
   if (params.num_ctas == 0) return;  // no query at all
   const DLTensor device{nullptr, {kDLCUDA, launch.device_id}, 0, {}, nullptr, nullptr, 0};

@@ -10,6 +10,8 @@ from .decode import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKV
 from .decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
+from .decode import fast_decode_plan as fast_decode_plan
+from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
 from .fi_trace import fi_trace as fi_trace
 from .norm import fused_add_rmsnorm as fused_add_rmsnorm
 from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant
@@ -31,6 +33,10 @@ from .prefill import (
 )
 from .prefill import (
     BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper,
+)
+from .prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cache
+from .prefill import (
+    single_prefill_with_kv_cache_return_lse as single_prefill_with_kv_cache_return_lse,
 )
 from .quantization import block_scale_interleave as block_scale_interleave
 from .quantization import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float

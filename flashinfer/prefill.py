@@ -17,12 +17,21 @@ from ._attention.paged import check_buffer, host_page_table, page_numbers
 from ._attention.prefill import PrefillArguments, PrefillWrapper
 from ._attention.problem import AttentionProblem
 from ._attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from ._attention.single_request import (
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
 from ._attention.wrapper import split_cache
 from .api_logging import flashinfer_api
 from .jit.attention.plan import PREFILL
 from .trace.templates.attention import paged_prefill_run_trace
 
-__all__ = ["BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"]
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -1,0 +1,155 @@
+"""Plans of the functions for one request, which have neither a workspace nor a plan() of their own.
+
+A plan depends on shapes and options only, so the latest ones are kept and a repeated shape costs a
+look-up. They are kept per thread and stream: kernels of one stream run one after another, so its
+plans can share a workspace and be overwritten by later ones without a wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from .executor import AttentionExecutor
+from .problem import AttentionProblem
+
+_PLANS_PER_STREAM = 8
+
+Key = tuple[object, ...]
+
+
+class _Stream:
+    """Plans of one stream, latest last, and the float workspace they share."""
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[Key, AttentionExecutor] = OrderedDict()
+        self.float_workspace: torch.Tensor | None = None
+
+    def executor(
+        self, key: Key, problem: AttentionProblem, device: torch.device
+    ) -> AttentionExecutor:
+        """An executor with a new plan."""
+        if self.float_workspace is None:
+            self.float_workspace = _bytes(0, device)
+        if len(self.plans) < _PLANS_PER_STREAM:
+            executor = AttentionExecutor(self.float_workspace, _bytes(1 << 16, device))
+        else:
+            _, executor = self.plans.popitem(last=False)
+        float_bytes, int_bytes = executor.workspace_size(problem)
+        if self.float_workspace.numel() < float_bytes:
+            self.float_workspace = _bytes(float_bytes + float_bytes // 2, device)
+        ints = executor.int_workspace
+        if ints.numel() < int_bytes:
+            ints = _bytes(2 * int_bytes, device)
+        if (
+            executor.float_workspace is not self.float_workspace
+            or executor.int_workspace is not ints
+        ):
+            executor.set_workspaces(self.float_workspace, ints)
+        executor.plan(problem)
+        self.plans[key] = executor
+        return executor
+
+
+class _Plans(threading.local):
+    def __init__(self) -> None:
+        self.streams: dict[tuple[torch.device, int], _Stream] = {}
+
+
+_plans = _Plans()
+# Plans that captured graphs read, for ever; by key, so that more captures cost nothing more.
+_captured: dict[Key, AttentionExecutor] = {}
+
+
+def planned(key: Key, problem: AttentionProblem, device: torch.device) -> AttentionExecutor:
+    """The executor with the plan for `problem`.
+
+    Parameters
+    ----------
+    key : tuple
+        All that the plan depends on.
+
+    Raises
+    ------
+    ValueError
+        If a CUDA graph is being captured, and no such call came before.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return _planned_before(key, device)
+    place = (device, torch.cuda.current_stream(device).cuda_stream)
+    stream = _plans.streams.get(place)
+    if stream is None:
+        stream = _plans.streams[place] = _Stream()
+    executor = stream.plans.get(key)
+    if executor is None:
+        return stream.executor(key, problem, device)
+    stream.plans.move_to_end(key)
+    return executor
+
+
+def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
+    """For a capture: a plan that is not overwritten any more, with memory of the graph's own."""
+    known: Key = (device, *key)
+    executor = _captured.get(known)
+    if executor is None:
+        for (place, _), stream in _plans.streams.items():
+            if place == device and key in stream.plans:
+                executor = _captured[known] = stream.plans.pop(key)
+                break
+        else:
+            raise ValueError(
+                "a CUDA graph can capture a call only after the same call (shapes, options) has "
+                "run outside: it has to be planned"
+            )
+    executor.move_float_workspace(_bytes(executor.float_workspace.numel(), device))
+    return executor
+
+
+def _bytes(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(max(count, 256), dtype=torch.uint8, device=device)
+
+
+def run_single(
+    problem: AttentionProblem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    sm_scale: float,
+    v_scale: float,
+    args: tuple[Any, ...] = (),
+) -> None:
+    """Plan, if need be, and launch.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        One ragged request; its `sm_scale` is not looked at.
+    q, out : torch.Tensor
+        ``[qo_len, num_qo_heads, head_dim]``.
+    k, v : torch.Tensor
+        ``[kv_len, num_kv_heads, head_dim]``, or the first two exchanged for ``"HND"``.
+    lse : torch.Tensor, optional
+        ``[qo_len, num_qo_heads]`` float32.
+    sm_scale, v_scale : float
+        All scales folded in.
+    args : tuple
+        Additional tensors, then scalars, of a variant.
+    """
+    if not q.is_cuda:
+        raise ValueError(f"`q` must be a CUDA tensor, got one on {q.device}")
+    key = (
+        *(q.shape, k.shape, problem.head_dim_vo, problem.kv_layout),
+        *(q.dtype, k.dtype, problem.o_data_type, problem.mask_mode, problem.window_left),
+        *(problem.logits_soft_cap, problem.pos_encoding_mode),
+        *(problem.rope_scale, problem.rope_theta, problem.variant),
+    )
+    executor = planned(key, problem, q.device)
+    if problem.custom_mask is not None:
+        assert problem.mask_indptr is not None
+        executor.set_mask(problem.custom_mask, problem.mask_indptr)
+    executor.run(q, k, v, out, lse, sm_scale, v_scale, problem.window_left, None, None, args)

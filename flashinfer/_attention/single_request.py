@@ -1,0 +1,342 @@
+"""Attention of one request: public as ``flashinfer.single_decode_with_kv_cache`` and its like."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .._layout import is_hnd
+from ..api_logging import flashinfer_api
+from ..jit.attention.plan import RAGGED
+from ..quantization.packbits import packbits
+from ..trace.templates.attention import single_decode_trace, single_prefill_trace
+from .alibi import get_alibi_slopes
+from .arguments import (
+    check_backend,
+    check_flag,
+    check_pos_encoding,
+    check_window,
+    logits_scale,
+    positive,
+    refuse,
+    resolve_dtypes,
+    scalar,
+    soft_cap,
+)
+from .executor import check_heads
+from .problem import AttentionProblem
+from .single import run_single
+
+
+@flashinfer_api(trace=single_decode_trace)
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    r"""Attention of one query to all keys of a request.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``[num_qo_heads, head_dim]``, float16 or bfloat16; last dimension contiguous, rows at
+        multiples of 16 bytes.
+    k, v : torch.Tensor
+        ``[kv_len, num_kv_heads, head_dim]`` (``"NHD"``) or ``[num_kv_heads, kv_len, head_dim]``
+        (``"HND"``), dtype of `q`, float8_e4m3fn or float8_e5m2; strides as for `q`.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    pos_encoding_mode : str
+        ``"NONE"``; ``"ROPE_LLAMA"``: rotate queries and keys in the kernel; ``"ALIBI"``.
+    use_tensor_cores : bool
+        Accepted; there is one kernel, and it uses them.
+    q_scale, k_scale, v_scale : float, optional
+        Scales of quantised tensors: the first two multiply the logits, the last the output.
+    window_left : int
+        How many keys before the last one are seen; -1: all.
+    logits_soft_cap : float, optional
+        c of ``c * tanh(logits / c)``; None and 0: none.
+    sm_scale : float, optional
+        Scale of the logits, ``1 / sqrt(head_dim)`` by default.
+    rope_scale, rope_theta : float, optional
+        For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of the
+        second (10,000).
+    return_lse : bool
+        Whether the log-sum-exps are returned.
+
+    Returns
+    -------
+    torch.Tensor or tuple of torch.Tensor
+        Output, ``[num_qo_heads, head_dim]`` of the dtype of `q`, and, with `return_lse`, the base-2
+        log-sum-exps, ``[num_qo_heads]`` float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Notes
+    -----
+    A call whose shapes and options were seen lately is not planned again; a CUDA graph can capture
+    only such calls.
+
+    Examples
+    --------
+    >>> q = torch.randn(32, 128, dtype=torch.float16, device="cuda")
+    >>> k, v = torch.randn(2, 4096, 8, 128, dtype=torch.float16, device="cuda")
+    >>> flashinfer.single_decode_with_kv_cache(q, k, v).shape
+    torch.Size([32, 128])
+    """
+    check_flag("use_tensor_cores", use_tensor_cores)
+    _check_tensor("q", q, 2)
+    problem = _problem(
+        q[None], k, v, kv_layout, None, pos_encoding_mode, window_left, logits_soft_cap,
+        rope_scale, rope_theta,
+    )  # fmt: skip
+    out = torch.empty((1, *q.shape[:1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = _new_lse(q[None]) if check_flag("return_lse", return_lse) else None
+    scale = logits_scale(sm_scale, q.shape[-1])
+    for name, factor in (("q_scale", q_scale), ("k_scale", k_scale)):
+        scale *= 1.0 if factor is None else scalar(name, factor)
+    v_factor = 1.0 if v_scale is None else scalar("v_scale", v_scale)
+    run_single(problem, q[None], k, v, out, lse, scale, v_factor)
+    return out[0] if lse is None else (out[0], lse[0])
+
+
+@flashinfer_api(trace=single_prefill_trace)
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    r"""Attention of the queries of one request to its keys.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``[qo_len, num_qo_heads, head_dim_qk]``, float16 or bfloat16; last dimension contiguous,
+        rows at multiples of 16 bytes.
+    k, v : torch.Tensor
+        ``[kv_len, num_kv_heads, head_dim]`` (``"NHD"``) or ``[num_kv_heads, kv_len, head_dim]``
+        (``"HND"``), dtype of `q`, float8_e4m3fn or float8_e5m2; strides as for `q`. Values may have
+        another head size than keys.
+    scale_q, scale_k, scale_v : None
+        Must be None: they belong to queries of 8 bits.
+    o_dtype : torch.dtype, optional
+        float16 or bfloat16; that of `q` by default.
+    custom_mask : torch.Tensor, optional
+        ``[qo_len, kv_len]`` bool: which keys each query sees. Takes the place of `causal`.
+    packed_custom_mask : torch.Tensor, optional
+        The same row by row as bits, ``[ceil(qo_len * kv_len / 8)]`` uint8, as
+        ``packbits(..., bitorder="little")`` packs them.
+    causal : bool
+        Query i sees keys up to ``i + kv_len - qo_len``.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    pos_encoding_mode : str
+        ``"NONE"``; ``"ROPE_LLAMA"``: rotate queries and keys in the kernel; ``"ALIBI"``.
+    use_fp16_qk_reduction : bool
+        Must be False: logits are summed in float32.
+    sm_scale : float, optional
+        Scale of the logits, ``1 / sqrt(head_dim_qk)`` by default.
+    window_left : int
+        How many keys before its own position a query sees; -1: all.
+    logits_soft_cap : float, optional
+        c of ``c * tanh(logits / c)``; None and 0: none.
+    rope_scale, rope_theta : float, optional
+        For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of the
+        second (10,000).
+    backend : str
+        ``"auto"`` or ``"fa2"``.
+    return_lse : bool
+        Whether the log-sum-exps are returned.
+    kv_cache_sf : None
+        Must be None: it belongs to keys of 4 bits.
+    k_scale, v_scale : float, optional
+        Scales of quantised keys and values: the first multiplies the logits, the other the output.
+
+    Returns
+    -------
+    torch.Tensor or tuple of torch.Tensor
+        Output, ``[qo_len, num_qo_heads, head_dim_vo]`` of `o_dtype`, and, with `return_lse`, the
+        base-2 log-sum-exps, ``[qo_len, num_qo_heads]`` float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Notes
+    -----
+    A call whose shapes and options were seen lately is not planned again; a CUDA graph can capture
+    only such calls.
+
+    Examples
+    --------
+    >>> q = torch.randn(40, 32, 128, dtype=torch.float16, device="cuda")
+    >>> k, v = torch.randn(2, 4096, 8, 128, dtype=torch.float16, device="cuda")
+    >>> flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True).shape
+    torch.Size([40, 32, 128])
+    """
+    check_backend(backend)
+    reason = "queries of 8 bits and keys of 4 bits have no kernels"
+    refuse(reason, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
+    if check_flag("use_fp16_qk_reduction", use_fp16_qk_reduction):
+        raise ValueError(
+            "`use_fp16_qk_reduction` must be False, got True: logits are summed in float32"
+        )
+    _check_tensor("q", q, 3)
+    problem = _problem(
+        q, k, v, kv_layout, o_dtype, pos_encoding_mode, window_left, logits_soft_cap, rope_scale,
+        rope_theta,
+    )  # fmt: skip
+    problem.causal = check_flag("causal", causal)
+    if custom_mask is not None or packed_custom_mask is not None:
+        _add_mask(problem, len(q), custom_mask, packed_custom_mask, q.device)
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=problem.o_data_type, device=q.device)
+    lse = _new_lse(q) if check_flag("return_lse", return_lse) else None
+    scale = logits_scale(sm_scale, q.shape[-1])
+    scale *= 1.0 if k_scale is None else scalar("k_scale", k_scale)
+    v_factor = 1.0 if v_scale is None else scalar("v_scale", v_scale)
+    run_single(problem, q, k, v, out, lse, scale, v_factor)
+    return out if lse is None else (out, lse)
+
+
+single_prefill_with_kv_cache_return_lse = functools.partial(
+    single_prefill_with_kv_cache, return_lse=True
+)
+
+
+# --- Details ----------------------------------------------------------------------------------
+
+
+def _problem(
+    q: torch.Tensor,
+    k: Any,
+    v: Any,
+    kv_layout: str,
+    o_dtype: Any,
+    pos_encoding_mode: str,
+    window_left: int,
+    logits_soft_cap: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+) -> AttentionProblem:
+    hnd = is_hnd(kv_layout)
+    _check_tensor("k", k, 3)
+    _check_tensor("v", v, 3)
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"`v` must have the tokens and heads of `k`, {list(k.shape)}, got {list(v.shape)}"
+        )
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"`k` must have the head size of `q`, {q.shape[2]}, got shape {list(k.shape)}"
+        )
+    if v.dtype != k.dtype:
+        raise ValueError(f"`v` must have the dtype of `k`, {k.dtype}, got {v.dtype}")
+    q_dtype, kv_dtype, o_dtype = resolve_dtypes(q.dtype, k.dtype, o_dtype)
+    kv_heads, kv_len = k.shape[:2] if hnd else (k.shape[1], k.shape[0])
+    problem = AttentionProblem(
+        qo_indptr=torch.tensor([0, q.shape[0]], dtype=torch.int32),
+        kv_indptr=torch.tensor([0, kv_len], dtype=torch.int32),
+        num_qo_heads=q.shape[1],
+        num_kv_heads=kv_heads,
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v.shape[2],
+        q_data_type=q_dtype,
+        kv_data_type=kv_dtype,
+        o_data_type=o_dtype,
+        sm_scale=1.0,
+        window_left=check_window(window_left),
+        logits_soft_cap=soft_cap(logits_soft_cap),
+        pos_encoding_mode=check_pos_encoding(pos_encoding_mode),
+        rope_scale=positive("rope_scale", rope_scale, 1.0),
+        rope_theta=positive("rope_theta", rope_theta, 1e4),
+        kv_layout=kv_layout,
+        names=RAGGED,
+    )
+    check_heads(problem)
+    if pos_encoding_mode == "ALIBI":
+        problem.alibi_slopes = _slopes(q.shape[1], q.device)
+    return problem
+
+
+@functools.cache
+def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
+    return get_alibi_slopes(num_heads, device)
+
+
+@functools.cache
+def _no_offset(device: torch.device) -> torch.Tensor:
+    """Where the mask of the only request begins."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _add_mask(
+    problem: AttentionProblem, qo_len: int, mask: Any, packed: Any, device: torch.device
+) -> None:
+    assert problem.qo_indptr is not None
+    kv_len = int(problem.kv_indptr[1])
+    if packed is None:
+        _check_tensor("custom_mask", mask, 2)
+        if mask.dtype != torch.bool or mask.shape != (qo_len, kv_len):
+            raise ValueError(
+                f"`custom_mask` must be bool of shape [{qo_len}, {kv_len}], got "
+                f"{str(mask.dtype).removeprefix('torch.')} of shape {list(mask.shape)}"
+            )
+        packed = packbits(mask.reshape(-1), "little")
+    _check_tensor("packed_custom_mask", packed, 1)
+    if packed.dtype != torch.uint8 or packed.numel() != -(-qo_len * kv_len // 8):
+        raise ValueError(
+            f"`packed_custom_mask` must be uint8 of shape [{-(-qo_len * kv_len // 8)}], got "
+            f"{str(packed.dtype).removeprefix('torch.')} of shape {list(packed.shape)}"
+        )
+    if packed.device != device:
+        raise ValueError(f"`packed_custom_mask` must be on {device}, got {packed.device}")
+    problem.custom_mask, problem.mask_indptr = packed.contiguous(), _no_offset(device)
+
+
+def _new_lse(q: torch.Tensor) -> torch.Tensor:
+    return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+def _check_tensor(name: str, tensor: Any, ndim: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.ndim != ndim:
+        raise ValueError(f"`{name}` must have {ndim} dimensions, got shape {list(tensor.shape)}")
