@@ -4,7 +4,7 @@
 // attention_plan_destroy(handle)
 // attention_plan_configure(handle, num_kv_heads, group_size, head_dim_vo, tile_q, cta_slots,
 //     tile_q_second, tile_kv, fixed_split_size, disable_split_kv, graph_batch_size,
-//     graph_qo_tokens)                             the fields of PlanConfig
+//     graph_qo_tokens, graph_qo_len)               the fields of PlanConfig
 // attention_plan(handle, plan_info, int_workspace | None, float_workspace_bytes, group[, group])
 //   group: naming, qo_indptr | None, kv_indptr, kv_len | None, last_page_len | None, page_size,
 //     causal, window_left, tokens_per_request
@@ -153,7 +153,7 @@ int64_t paged_length(const GroupArguments& arguments, const int32_t* kv_len,
 }
 
 struct GroupTotals {
-  int64_t qo_tokens, batch_size, kv_entries;
+  int64_t qo_tokens, batch_size, kv_entries, longest_qo;
 };
 
 // Checks every number and gathers the requests.
@@ -206,10 +206,13 @@ GroupTotals read_group(const GroupArguments& arguments, int64_t group_size, Requ
                arguments.qo_indptr.name, static_cast<long long>(longest),
                static_cast<long long>(group_size));
   }
-  return {qo_indptr ? qo_indptr[batch_size] : batch_size * even, batch_size, kv_indptr[batch_size]};
+  return {qo_indptr ? qo_indptr[batch_size] : batch_size * even, batch_size, kv_indptr[batch_size],
+          batch_size ? longest : 0};
 }
 
-void check_capacity(const PlanConfig& config, int64_t batch_size, int64_t qo_tokens) {
+void check_capacity(const PlanConfig& config, const GroupTotals& first, const GroupTotals& second) {
+  const int64_t batch_size = first.batch_size + second.batch_size;
+  const int64_t qo_tokens = first.qo_tokens + second.qo_tokens;
   if (max_tiles(config, batch_size, qo_tokens) > AttentionPlanner::kMaxPieces) {
     ffi::raise("ValueError",
                "%lld query tokens in %lld requests are too many for one plan, which may have at "
@@ -218,13 +221,17 @@ void check_capacity(const PlanConfig& config, int64_t batch_size, int64_t qo_tok
                static_cast<long long>(AttentionPlanner::kMaxPieces));
   }
   if (!config.is_graph()) return;
-  if (batch_size > config.graph_batch_size) {
-    ffi::raise("ValueError", "the batch has %lld requests, the CUDA graph was planned for %lld",
-               static_cast<long long>(batch_size), static_cast<long long>(config.graph_batch_size));
-  }
-  if (qo_tokens > config.graph_qo_tokens) {
-    ffi::raise("ValueError", "the batch has %lld query tokens, the CUDA graph was planned for %lld",
-               static_cast<long long>(qo_tokens), static_cast<long long>(config.graph_qo_tokens));
+  const auto check = [](const char* what, int64_t given, int64_t planned) {
+    if (given > planned) {
+      ffi::raise("ValueError", "the batch has %lld %s, the CUDA graph was planned for %lld",
+                 static_cast<long long>(given), what, static_cast<long long>(planned));
+    }
+  };
+  check("requests", batch_size, config.graph_batch_size);
+  check("query tokens", qo_tokens, config.graph_qo_tokens);
+  if (config.graph_qo_len > 0) {
+    check("query tokens in one request", std::max(first.longest_qo, second.longest_qo),
+          config.graph_qo_len);
   }
 }
 
@@ -275,6 +282,7 @@ FLASHINFER_FFI_EXPORT(attention_plan_configure, args) {
   }
   config.graph_batch_size = integer_in(args, "graph_batch_size", -1, INT32_MAX);
   config.graph_qo_tokens = integer_in(args, "graph_qo_tokens", 0, INT32_MAX);
+  config.graph_qo_len = integer_in(args, "graph_qo_len", 0, INT32_MAX);
   plan.config = config;
 }
 
@@ -299,8 +307,7 @@ FLASHINFER_FFI_EXPORT(attention_plan, args) {
     }
     totals[1] = read_group(second, config.group_size, plan.groups[1]);
   }
-  check_capacity(config, totals[0].batch_size + totals[1].batch_size,
-                 totals[0].qo_tokens + totals[1].qo_tokens);
+  check_capacity(config, totals[0], totals[1]);
 
   const PlanLayout& layout = plan.planner.plan(config, plan.groups[0],
                                                has_second ? &plan.groups[1] : nullptr, float_bytes);

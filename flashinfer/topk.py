@@ -70,7 +70,7 @@ def _workspace(input: Any, k: Any) -> torch.Tensor | None:
     rows, cols = input.shape
     if not 16384 <= cols <= 262144 or not isinstance(k, int) or k > 2048:
         return None
-    return torch.empty(rows * (8 + 8 * 5120), dtype=torch.uint8, device=input.device)
+    return torch.empty(rows * (128 + 8 * 5120), dtype=torch.uint8, device=input.device)
 
 
 def _check_flags(**flags: Any) -> None:

@@ -52,6 +52,16 @@ struct silu {
   }
 };
 
+// SiLU for a result of 8 bits, in half the instructions: what is below 2^-120 becomes 0. RMS norm
+// and SiLU of 16384 x 7168 to E4M3 on an H200: 125 -> 111 us; one reciprocal for two elements
+// 108.5.
+__device__ __forceinline__ float silu_for_8_bits(float x) {
+  float t, reciprocal;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + t));
+  return x * reciprocal;
+}
+
 // x * Phi(x)
 struct gelu {
   template <bool kExact>

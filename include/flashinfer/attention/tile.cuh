@@ -79,7 +79,10 @@ struct TileTraits {
   }
   FLASHINFER_HOST_DEVICE static constexpr int shared_bytes(int cc) {
     const int stages = num_stages(cc) * (kBytesK + kBytesV);
-    return kBytesQ + kBytesScale + (stages > kBytesExchange ? stages : kBytesExchange);
+#ifndef FI_EXTRA
+#define FI_EXTRA 0
+#endif
+    return FI_EXTRA + kBytesQ + kBytesScale + (stages > kBytesExchange ? stages : kBytesExchange);
   }
 };
 

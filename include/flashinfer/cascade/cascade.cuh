@@ -139,8 +139,8 @@ template <typename T, int kVecSize>
 __global__ void __launch_bounds__(kMergePairThreads)
     merge_pair_kernel(const __grid_constant__ MergeStatesParams params) {
   using Vec = Vector<T, kVecSize>;
-  const uint32_t token = blockIdx.x * blockDim.z + threadIdx.z;
-  const uint32_t head = blockIdx.y * blockDim.y + threadIdx.y;
+  const uint32_t token = heads_first_token_block() * blockDim.z + threadIdx.z;
+  const uint32_t head = blockIdx.x * blockDim.y + threadIdx.y;
   const uint32_t num_vecs = params.head_dim / kVecSize;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
@@ -151,12 +151,16 @@ __global__ void __launch_bounds__(kMergePairThreads)
   if (is_merged) {
     const T* row_a = detail::state_row<T>(params.states, token, head);
     const T* row_b = detail::state_row<T>(params.other, token, head);
+    Vec a, b;
+    const auto load = [&](uint32_t vec) {
+      a.load_streaming(row_a + vec * kVecSize);
+      b.load_streaming(row_b + vec * kVecSize);
+    };
+    if (threadIdx.x < num_vecs) load(threadIdx.x);
     s_a = *detail::state_s(params.states, token, head);
     s_b = *detail::state_s(params.other, token, head);
     for (uint32_t vec = threadIdx.x; vec < num_vecs; vec += blockDim.x) {
-      Vec a, b;
-      a.load_streaming(row_a + vec * kVecSize);
-      b.load_streaming(row_b + vec * kVecSize);
+      if (vec != threadIdx.x) load(vec);
       const float max = fmaxf(s_a, s_b);
       float weight_a = detail::merge_weight(s_a, max), weight_b = detail::merge_weight(s_b, max);
       const float sum = weight_a + weight_b;
@@ -194,6 +198,7 @@ inline cudaError_t launch_merge_states(MergeStatesParams params, bool vectorizab
   const uint32_t num_vecs = params.head_dim / (vectorizable ? kVecSize : 1);
   auto kernel = vectorizable ? merge_pair_kernel<T, kVecSize> : merge_pair_kernel<T, 1>;
   uint32_t threads = kMergePairThreads;
+  bool is_pair = true;
   if constexpr (!kPair) {
     if (params.num_states == 2) {
       params.other = params.states;
@@ -202,9 +207,11 @@ inline cudaError_t launch_merge_states(MergeStatesParams params, bool vectorizab
     } else {
       kernel = vectorizable ? merge_states_kernel<T, kVecSize> : merge_states_kernel<T, 1>;
       threads = kMergeStatesThreads;
+      is_pair = false;
     }
   }
-  const HeadGrid shape = make_head_grid(params.num_tokens, params.num_heads, num_vecs, threads);
+  HeadGrid shape = make_head_grid(params.num_tokens, params.num_heads, num_vecs, threads);
+  if (is_pair) shape = heads_first(shape);
   return launch_kernel(kernel, shape.grid, shape.block, 0, stream, enable_pdl, params);
 }
 

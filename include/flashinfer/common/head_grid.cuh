@@ -1,10 +1,20 @@
 // Launch shape of kernels over [tokens, heads, units of a head]: no thread divides an index.
 #pragma once
 
+#include <cstdint>
+
+namespace flashinfer {
+
+// The CTA's number along the tokens in a grid of `heads_first`; blockIdx.x is the one along heads.
+__device__ __forceinline__ uint32_t heads_first_token_block() {
+  return blockIdx.z * gridDim.y + blockIdx.y;
+}
+
+}  // namespace flashinfer
+
 #ifndef __CUDACC_RTC__
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
 #include <flashinfer/common/math.cuh>
 
 namespace flashinfer {
@@ -25,6 +35,16 @@ inline HeadGrid make_head_grid(uint32_t num_tokens, uint32_t num_heads, uint32_t
   const uint32_t y = ceil_div(num_heads, grid_y);
   const uint32_t z = threads / (x * y) < kMaxZ ? threads / (x * y) : kMaxZ;
   return {dim3(ceil_div(num_tokens, z), grid_y), dim3(x, y, z)};
+}
+
+// The same CTAs in the order of memory: heads run fastest. 4096 tokens on an H200: concatenation of
+// 128 heads of 192 88.5 -> 85.4 us, merge of two states of 32 heads of 128 26.6 -> 26.2, but merge
+// of 16 states 134.7 -> 136.0.
+inline HeadGrid heads_first(const HeadGrid& shape) {
+  constexpr uint32_t kMaxY = 65535;
+  const uint32_t token_blocks = shape.grid.x;
+  const uint32_t y = token_blocks < kMaxY ? token_blocks : kMaxY;
+  return {dim3(shape.grid.y, y, ceil_div(token_blocks, y)), shape.block};
 }
 
 }  // namespace flashinfer

@@ -16,8 +16,8 @@ namespace flashinfer {
 template <typename Unit>
 __global__ void __launch_bounds__(256)
     concat_mla_k_kernel(const __grid_constant__ ConcatMlaKParams params) {
-  const uint32_t token = blockIdx.x * blockDim.z + threadIdx.z;
-  const uint32_t head = blockIdx.y * blockDim.y + threadIdx.y;
+  const uint32_t token = heads_first_token_block() * blockDim.z + threadIdx.z;
+  const uint32_t head = blockIdx.x * blockDim.y + threadIdx.y;
   const uint32_t row_bytes = params.nope_bytes + params.rope_bytes;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
@@ -40,7 +40,8 @@ inline cudaError_t launch_concat_mla_k(const ConcatMlaKParams& params, uint32_t 
                                        bool enable_pdl, cudaStream_t stream) {
   constexpr uint32_t kThreads = 256;
   const uint32_t num_units = (params.nope_bytes + params.rope_bytes) / unit_bytes;
-  const HeadGrid shape = make_head_grid(params.num_tokens, params.num_heads, num_units, kThreads);
+  const HeadGrid shape =
+      heads_first(make_head_grid(params.num_tokens, params.num_heads, num_units, kThreads));
   void (*kernel)(ConcatMlaKParams) = unit_bytes == 16  ? concat_mla_k_kernel<uint4>
                                      : unit_bytes == 4 ? concat_mla_k_kernel<uint32_t>
                                      : unit_bytes == 2 ? concat_mla_k_kernel<uint16_t>

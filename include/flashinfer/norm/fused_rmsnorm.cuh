@@ -29,6 +29,7 @@ namespace norm_output {
 template <typename TOut>
 struct elements {
   static constexpr int kGroupSize = 1;
+  static constexpr bool kIsFloat8 = dtype::kIsFloat8<TOut>;
   using Element = TOut;
 };
 
@@ -36,6 +37,8 @@ struct elements {
 template <typename Code_, typename Scale_, typename Layout_, int kGroupSize_>
 struct groups {
   static constexpr int kGroupSize = kGroupSize_;
+  static constexpr bool kIsFloat8 =
+      false;  // what is quantised is rounded to the input's type first
   using Code = Code_;
   using Scale = Scale_;
   using Layout = Layout_;
@@ -57,6 +60,7 @@ struct FusedRmsnormTraits {
   static constexpr bool kAddResidual = kAddResidual_;
   static constexpr bool kSilu = kSilu_;
   static constexpr bool kGroups = Output::kGroupSize > 1;
+  static constexpr bool kRoundsTo8Bits = Output::kIsFloat8;
   // Two accesses next to each other for groups: half as many lanes then share, and make, a scale.
   // H200, 16384 x 7168 bfloat16: 117 us, with one 142; with a residual, for which registers are
   // short, 290 and 275.
@@ -105,7 +109,13 @@ __device__ __forceinline__ void finish_norm(const FusedRmsnormParams& params, ui
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     y[j] = h[j] * inv_rms * weight[j];
-    if constexpr (Traits::kSilu) y[j] = act::silu::apply<sizeof(T) == 4>(y[j]);
+    if constexpr (Traits::kSilu) {
+      if constexpr (Traits::kRoundsTo8Bits) {
+        y[j] = act::silu_for_8_bits(y[j]);
+      } else {
+        y[j] = act::silu::apply<sizeof(T) == 4>(y[j]);
+      }
+    }
   }
   if constexpr (Traits::kAddResidual) {
     Vector<T, N> sum;
@@ -309,7 +319,7 @@ inline cudaError_t launch_fused_rmsnorm(const FusedRmsnormParams& params, int nu
     if (Traits::kAddResidual)
       steps_per_cta = 1;
     else if (!Traits::kGroups && sizeof(typename Traits::T) == 2)
-      steps_per_cta = 4;
+      steps_per_cta = 16;
   }
   const bool loops = steps_per_cta > 1;
   const auto kernel = loops ? fused_rmsnorm_kernel_for<Traits, true>(vecs)

@@ -164,7 +164,8 @@ __device__ __forceinline__ uint64_t to_units(uint64_t mantissas, uint32_t depth)
 struct RowBinades {
   static constexpr int kPerWarp = StreamLayout::kMaxTiles / NucleusStorage::kWarps;
   uint64_t sums[kPerWarp];
-  uint32_t depths[kPerWarp];  // below the row's largest element
+  static constexpr uint32_t kNoTile = 0xffffffffu;
+  uint32_t depths[kPerWarp];  // below the row's largest element; of a warp's last tiles kNoTile
   float max;                  // of the row; NaN if it has one
   uint32_t top;               // exponent of that
 
@@ -195,7 +196,9 @@ struct RowBinades {
     top = exponent_of(max);
     // A tile that has no positive element may have an exponent of its own.
 #pragma unroll
-    for (uint32_t i = 0; i < kPerWarp; ++i) depths[i] = top - min(depths[i], top) + lane_idx;
+    for (uint32_t i = 0; i < kPerWarp; ++i) {
+      depths[i] = depths[i] == 0 ? kNoTile : top - min(depths[i], top) + lane_idx;
+    }
   }
 
   // Weight of each binade of the row, the lane's; and of all that is deeper. Contains a barrier.
@@ -204,6 +207,7 @@ struct RowBinades {
     uint64_t sum = 0, rest = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kPerWarp; ++i) {
+      if (depths[i] == kNoTile) break;
       const uint32_t shift = depths[i] - lane_idx;
       const uint64_t shifted = __shfl_sync(0xffffffffu, sums[i], (lane_idx - shift) % 32);
       if (lane_idx >= shift) sum += shifted;
@@ -226,8 +230,10 @@ struct RowBinades {
   __device__ __forceinline__ void add_up_tiles(NucleusStorage& storage, uint32_t end) const {
 #pragma unroll
     for (uint32_t i = 0; i < kPerWarp; ++i) {
-      const uint64_t sum =
-          warp_sum_u64(depths[i] < end ? to_units(sums[i], depths[i]) : uint64_t{0});
+      uint64_t sum = 0;
+      if (depths[i] != kNoTile) {
+        sum = warp_sum_u64(depths[i] < end ? to_units(sums[i], depths[i]) : uint64_t{0});
+      }
       if (threadIdx.x % 32 == 0) {
         storage.tile_weights[threadIdx.x / 32 + NucleusStorage::kWarps * i] = sum;
       }
@@ -264,9 +270,10 @@ __device__ __forceinline__ void draw_by_tiles(NucleusStorage& storage, const Sam
   // The tile's own unit is as much smaller as its largest element is.
   const float max = maxima[tile];
   draw_from_tile(row, params.vocab_size, tile, ProbWeight(max, 1.f), threshold,
-                 target << (top - exponent_of(max)), storage.warp_values, [&](uint32_t token) {
+                 target << (top - exponent_of(max)), storage.warp_values,
+                 [&](uint32_t token, float value) {
                    storage.token = token;
-                   storage.value = to_float(row[token]);
+                   storage.value = value;
                  });
 }
 
@@ -318,8 +325,7 @@ __device__ __forceinline__ void load_tiles(const T* row, uint32_t size, uint32_t
 // 1024 ranges, and the one where the sum is crossed again, until a range is one number.
 template <int N>
 __device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
-                                                    const uint32_t (&mantissas)[N],
-                                                    uint64_t needed) {
+                                                    const uint32_t (&entries)[N], uint64_t needed) {
   uint32_t high = (1u << 24) - 1;
   uint64_t above = 0;
 #pragma unroll 1
@@ -331,8 +337,9 @@ __device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const uint32_t distance = high - mantissas[i], bin = distance >> shift;
-      if (mantissas[i] == 0 || mantissas[i] > high || bin >= NucleusStorage::kNumBins) continue;
+      const uint32_t mantissa = entries[i] >> 7, distance = high - mantissa;
+      const uint32_t bin = distance >> shift;
+      if (mantissa == 0 || mantissa > high || bin >= NucleusStorage::kNumBins) continue;
       atomicAdd(&storage.counts[bin], 1u);
       atomicAdd(&storage.offsets[bin], distance - (bin << shift));
     }
@@ -375,11 +382,38 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
   const auto input_row = static_cast<uint32_t>(input_row_of(params, out_row));
   const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
   const float* maxima = workspace.maxima + uint64_t{input_row} * workspace.num_tiles;
+  uint32_t entries[kMine];
+#pragma unroll
+  for (uint32_t i = 0; i < kMine; ++i) {
+    const uint32_t slot = threadIdx.x + 512 * i;
+    entries[i] = slot < min(list_size, NucleusLayout::kCapacity) ? list[slot] : 0;
+  }
+  const bool is_complete = list_size <= NucleusLayout::kCapacity;
+  if (is_complete) {
+    // It is in if what is larger does not reach the end.
+    uint64_t larger = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kMine; ++i) {
+      larger += entries[i] >> 7 > mantissa_of(pending.value) ? entries[i] >> 7 : 0;
+    }
+    larger = warp_sum_u64(larger);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) storage.warp_values[threadIdx.x / 32] = larger;
+    __syncthreads();
+    larger = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < NucleusStorage::kWarps; ++w) larger += storage.warp_values[w];
+    if (larger < pending.needed) {
+      if (threadIdx.x == 0) write_token(params, out_row, pending.token);
+      return;
+    }
+    __syncthreads();
+  }
+
   RowBinades binades;
   binades.load(workspace, input_row, workspace.num_tiles);
   const uint64_t bits = row_bits(params, out_row, 1);
-
-  if (list_size > NucleusLayout::kCapacity) {
+  if (!is_complete) {
     // The exact search of select.cuh.
     const ProbWeight weight(binades.max, 1.f);
     RowCluster<T, false> whole(row, params.vocab_size, nullptr, 0, storage.warp_values);
@@ -393,27 +427,16 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
     }
     return;
   }
-
-  uint32_t entries[kMine], mantissas[kMine];
-#pragma unroll
-  for (uint32_t i = 0; i < kMine; ++i) {
-    const uint32_t slot = threadIdx.x + 512 * i;
-    entries[i] = slot < list_size ? list[slot] : 0;
-    mantissas[i] = entries[i] >> 7;
-  }
-  const uint32_t least = select_mantissa(storage, mantissas, pending.needed);
-  if (mantissa_of(pending.value) >= least) {
-    if (threadIdx.x == 0) write_token(params, out_row, pending.token);
-    return;
-  }
+  const uint32_t least = select_mantissa(storage, entries, pending.needed);
   for (uint32_t i = threadIdx.x; i < StreamLayout::kMaxTiles; i += blockDim.x) {
     storage.pivot_sums[i] = 0;
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
-    if (mantissas[i] != 0 && mantissas[i] >= least) {
-      add_with_carry(&storage.pivot_sums[entries[i] & 127], mantissas[i]);
+    const uint32_t mantissa = entries[i] >> 7;
+    if (mantissa != 0 && mantissa >= least) {
+      add_with_carry(&storage.pivot_sums[entries[i] & 127], mantissa);
     }
   }
   const uint32_t depth = binades.top - pending.exponent;
@@ -432,7 +455,7 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
 
 // Grid: output rows; 512 threads. Dynamic shared memory with kAlone: the row's list.
 template <typename Traits, bool kAlone>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(512, kAlone ? 1 : 2)
     propose_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   __shared__ NucleusStorage storage;
@@ -495,7 +518,7 @@ __global__ void __launch_bounds__(512, 1)
   }
   if constexpr (kAlone) {
     extern __shared__ uint32_t own_list[];
-    constexpr int kTiles = 4;
+    constexpr int kTiles = NucleusLayout::kTilesPerList;
     uint32_t list_size = NucleusLayout::kCapacity + 1;
     if (!is_too_deep) {
       float x[kTiles * StreamLayout::kTileSize / 512];
@@ -517,12 +540,12 @@ __global__ void __launch_bounds__(512, 1)
   }
 }
 
-// Grid (tiles, output rows from first_row on), 256 threads.
+// Grid (groups of tiles, output rows from first_row on), 512 threads.
 template <typename Traits>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(512)
     list_pivot_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
-  constexpr int kPerTile = StreamLayout::kTileSize / 256;
+  constexpr int kPerTile = StreamLayout::kTileSize / 512, kTiles = NucleusLayout::kTilesPerList;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
@@ -531,15 +554,15 @@ __global__ void __launch_bounds__(256)
   if (!pending.is_pending) return;
   const T* row = static_cast<const T*>(params.input) +
                  detail::input_row_of(params, out_row) * params.input_stride;
-  float x[kPerTile];
-  detail::load_tiles<1, 256>(row, params.vocab_size, blockIdx.x, x);
-  detail::append_binade<kPerTile>(x, pending.exponent, blockIdx.x, &pending.list_size,
+  float x[kTiles * kPerTile];
+  detail::load_tiles<kTiles, 512>(row, params.vocab_size, blockIdx.x * kTiles, x);
+  detail::append_binade<kPerTile>(x, pending.exponent, blockIdx.x * kTiles, &pending.list_size,
                                   workspace.list(out_row));
 }
 
 // Grid: output rows; 512 threads.
 template <typename Traits>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(512, 2)
     settle_kernel(const __grid_constant__ SamplingParams params) {
   __shared__ NucleusStorage storage;
   ptx::grid_dependency_wait();
@@ -569,8 +592,10 @@ inline cudaError_t launch_nucleus_sampling(const SamplingParams& params, bool en
   status =
       launch_kernel(propose_kernel<Traits, false>, rows, threads, 0, stream, enable_pdl, params);
   if (status == cudaSuccess) {
-    status =
-        launch_tiles(list_pivot_kernel<Traits>, 256, params.num_rows, params, enable_pdl, stream);
+    const uint32_t groups =
+        ceil_div(StreamLayout::num_tiles(params.vocab_size), NucleusLayout::kTilesPerList);
+    status = launch_row_tiles(list_pivot_kernel<Traits>, 512, groups, params.num_rows, params,
+                              enable_pdl, stream);
   }
   if (status == cudaSuccess) {
     status = launch_kernel(settle_kernel<Traits>, rows, threads, 0, stream, enable_pdl, params);

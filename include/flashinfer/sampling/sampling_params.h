@@ -53,8 +53,9 @@ struct StreamLayout {
 
 // Of top-p draws from probabilities (nucleus.cuh).
 struct NucleusLayout {
-  static constexpr uint32_t kBinades = 32;     // of a tile, from its largest element's on
-  static constexpr uint32_t kCapacity = 8192;  // elements of a row's list
+  static constexpr uint32_t kBinades = 32;      // of a tile, from its largest element's on
+  static constexpr uint32_t kCapacity = 8192;   // elements of a row's list
+  static constexpr uint32_t kTilesPerList = 4;  // that a CTA of 512 threads looks through at once
 
   // A row whose token must be compared with the end of the nucleus.
   struct Pending {
@@ -122,6 +123,7 @@ struct SamplingParams {
   bool seed_is_shared;    // one seed for all rows: rows then draw from different random streams
   bool offset_is_shared;  // one offset for all rows
   void* workspace;        // of draws by stream.cuh: see StreamLayout
+  uint32_t rows_ahead;    // of a softmax by clusters: rows to prefetch, 0: none; set by the launch
   uint32_t max_cluster;   // CTAs per row; 0: no limit but the device's
   uint32_t max_vecs;      // vectors of a row that a CTA has shared memory for; set by the launch
 };

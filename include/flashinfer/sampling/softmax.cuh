@@ -5,6 +5,7 @@
 // i normalises block i - 1 and sums block i side by side: loads and stores overlap.
 #pragma once
 
+#include <flashinfer/ptx/prefetch.cuh>
 #include <flashinfer/sampling/stream.cuh>
 
 namespace flashinfer {
@@ -86,23 +87,18 @@ __global__ void __launch_bounds__(kTileThreads<Traits>)
   }
 }
 
-#ifndef SOFTMAX_MIN_CTAS
-#define SOFTMAX_MIN_CTAS (1024 / kThreads)
-#define SOFTMAX_STORE store
-#define SOFTMAX_LOAD load
-#endif
 // One cluster per row, whose CTAs keep it in registers: 32 elements per thread, a tile per 128
 // threads. Sums are those of softmax_kernel, bit for bit.
 template <typename Traits, int kThreads>
-__global__ void __launch_bounds__(kThreads, SOFTMAX_MIN_CTAS)
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     softmax_cluster_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   using TOut = typename Traits::TOut;
   using Weight = typename Traits::Weight;
   constexpr int kVecSize = 16 / sizeof(T);
-  constexpr int kTileThreads_ = 128, kVecs = StreamLayout::kTileSize / kTileThreads_ / kVecSize;
-  constexpr uint32_t kTiles = kThreads / kTileThreads_, kMaxTiles = 32;
-  __shared__ float warp_max[kThreads / 32];
+  constexpr int kPerTile = 128, kVecs = StreamLayout::kTileSize / kPerTile / kVecSize;
+  constexpr uint32_t kTiles = kThreads / kPerTile, kMaxTiles = 32;
+  __shared__ float warp_max[kThreads / 32], tile_max[kTiles];
   __shared__ uint64_t warp_sum[kThreads / 32];
   __shared__ TileStat stats[kMaxTiles];
   // The other CTAs may be written to once they run: waited for before the first exchange.
@@ -110,8 +106,8 @@ __global__ void __launch_bounds__(kThreads, SOFTMAX_MIN_CTAS)
   const uint32_t num_ranks = ptx::cluster_size(), rank = ptx::cluster_rank();
   const uint32_t row_idx = blockIdx.x / num_ranks;
   const uint32_t warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-  const uint32_t tile = rank * kTiles + threadIdx.x / kTileThreads_;
-  const uint32_t first = tile * StreamLayout::kTileSize + threadIdx.x % kTileThreads_ * kVecSize;
+  const uint32_t tile = rank * kTiles + threadIdx.x / kPerTile;
+  const uint32_t first = tile * StreamLayout::kTileSize + threadIdx.x % kPerTile * kVecSize;
   const T* row = static_cast<const T*>(params.input) + row_idx * params.input_stride;
   TOut* out = static_cast<TOut*>(params.out) + row_idx * params.out_stride;
   const bool aligned = detail::row_is_aligned(row), out_aligned = detail::row_is_aligned(out);
@@ -121,8 +117,15 @@ __global__ void __launch_bounds__(kThreads, SOFTMAX_MIN_CTAS)
   float x[kVecs][kVecSize];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    detail::load_elements(row, aligned, params.vocab_size, first + i * kTileThreads_ * kVecSize,
-                          x[i]);
+    detail::load_elements(row, aligned, params.vocab_size, first + i * kPerTile * kVecSize, x[i]);
+  }
+  if (threadIdx.x == 0 && params.rows_ahead != 0 && row_idx + params.rows_ahead < params.num_rows) {
+    // The row that will be worked on here next; memory is read while this one is exchanged and
+    // written.
+    constexpr uint32_t kMine = kTiles * StreamLayout::kTileSize;
+    const T* next = row + params.rows_ahead * params.input_stride + rank * kMine;
+    const uint32_t size = min(kMine, params.vocab_size - min(rank * kMine, params.vocab_size));
+    if (detail::row_is_aligned(next)) ptx::prefetch_bulk_l2(next, size * sizeof(T) / 16 * 16);
   }
   const float scale = detail::inv_temperature<Traits>(params, row_idx);
   float max = negative_infinity();
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, SOFTMAX_MIN_CTAS)
     sum = warp_sum_u64(sum);
     if (lane_idx == 0) {
       warp_sum[warp_idx] = sum;
-      warp_max[warp_idx] = max;
+      if (warp_idx % 4 == 0) tile_max[warp_idx / 4] = max;
     }
   }
   __syncthreads();
@@ -165,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, SOFTMAX_MIN_CTAS)
     for (uint32_t w = 0; w < 4; ++w) sum += warp_sum[4 * mine + w];
     TileStat* stat = &stats[rank * kTiles + mine];
     ptx::cluster_store(ptx::cluster_address(&stat->sum, to), sum);
-    ptx::cluster_store(ptx::cluster_address(&stat->max, to), warp_max[4 * mine]);
+    ptx::cluster_store(ptx::cluster_address(&stat->max, to), tile_max[mine]);
   }
   ptx::cluster_arrive();
   ptx::cluster_wait();
@@ -178,11 +181,11 @@ __global__ void __launch_bounds__(kThreads, SOFTMAX_MIN_CTAS)
     float y[kVecSize];
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) y[j] = x[i][j] * factor;
-    const uint32_t at = first + i * kTileThreads_ * kVecSize;
+    const uint32_t at = first + i * kPerTile * kVecSize;
     if (out_aligned && at + kVecSize <= params.vocab_size) {
       Vector<TOut, kVecSize> packed;
       packed.from_floats(y);
-      packed.SOFTMAX_STORE(out + at);
+      packed.store(out + at);
     } else {
 #pragma unroll
       for (int j = 0; j < kVecSize; ++j) {

@@ -235,7 +235,7 @@ struct TileSums {
   }
 };
 
-// Calls `found` with the index of the element of a tile where the running sum of weights from
+// Calls `found` with index and value of the element of a tile where the running sum of weights from
 // `threshold` on passes `target`, or of the last one, in the one thread that has it.
 // 512 threads; `warp_values` holds 16.
 template <typename T, typename Weight, typename Found>
@@ -249,6 +249,7 @@ __device__ __forceinline__ void draw_from_tile(const T* row, uint32_t size, uint
   const uint32_t first = tile * StreamLayout::kTileSize + threadIdx.x * kPerThread;
   const bool aligned = row_is_aligned(row);
   uint64_t weights[kPerThread];
+  float values[kPerThread];
   uint64_t sum = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread / kLoad; ++i) {
@@ -256,6 +257,7 @@ __device__ __forceinline__ void draw_from_tile(const T* row, uint32_t size, uint
     load_elements(row, aligned, size, first + i * kLoad, x);
 #pragma unroll
     for (int j = 0; j < kLoad; ++j) {
+      values[i * kLoad + j] = x[j];
       weights[i * kLoad + j] = x[j] >= threshold ? weight(x[j]) : 0;
       sum += weights[i * kLoad + j];
     }
@@ -273,12 +275,16 @@ __device__ __forceinline__ void draw_from_tile(const T* row, uint32_t size, uint
   uint64_t before = inclusive - sum;
   if (target < before || target >= inclusive) return;
   uint32_t index = 0;
+  float value = 0.f;
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
-    if (target >= before) index = first + j;
+    if (target >= before && weights[j] != 0) {
+      index = first + j;
+      value = values[j];
+    }
     before += weights[j];
   }
-  found(index);
+  found(index, value);
 }
 
 // A row's group maxima as keys, held by the CTA: thread t has groups t, t + 512, ...
@@ -300,20 +306,30 @@ struct GroupKeys {
 __device__ __forceinline__ uint32_t group_bound(FinishStorage& storage, const GroupKeys& groups,
                                                 uint32_t row_max_key, uint32_t k) {
   const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
-  uint32_t low = 0xffffffffu;
+  // Each quarter of a warp has a group that reaches the least of the quarters' largest.
+  constexpr uint32_t kQuarters = 64;
+  uint32_t least = 0xffffffffu, quarter = 0;
 #pragma unroll
   for (int i = 0; i < GroupKeys::kPerThread; ++i) {
-    low = groups.keys[i] != 0 && groups.keys[i] < low ? groups.keys[i] : low;
+    least = groups.keys[i] != 0 ? min(least, groups.keys[i]) : least;
+    quarter = max(quarter, groups.keys[i]);
   }
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
-    low = min(low, __shfl_xor_sync(0xffffffffu, low, offset));
+    least = min(least, __shfl_xor_sync(0xffffffffu, least, offset));
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, quarter, offset);
+    quarter = offset < 8 ? max(quarter, other) : quarter;
   }
-  if (lane_idx == 0) storage.warp_values[warp_idx] = low;
+  quarter = min(quarter, __shfl_xor_sync(0xffffffffu, quarter, 8));
+  quarter = min(quarter, __shfl_xor_sync(0xffffffffu, quarter, 16));
+  if (lane_idx == 0) storage.warp_values[warp_idx] = uint64_t{quarter} << 32 | least;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < 16; ++w) low = min(low, static_cast<uint32_t>(storage.warp_values[w]));
-
+  for (int w = 0; w < 16; ++w) {
+    least = min(least, static_cast<uint32_t>(storage.warp_values[w]));
+    quarter = min(quarter, static_cast<uint32_t>(storage.warp_values[w] >> 32));
+  }
+  uint32_t low = k <= kQuarters && quarter != 0 ? quarter : least;
   uint32_t high = row_max_key, above = 0;
 #pragma unroll 1
   for (int round = 0; low < high; ++round) {
@@ -511,9 +527,10 @@ __global__ void __launch_bounds__(512, 1)
     uint64_t target;
     float tile_max;
     const uint32_t tile = tiles.find(__umul64hi(bits, tiles.total), &target, &tile_max);
-    detail::draw_from_tile(row, params.vocab_size, tile, typename Traits::Weight(tile_max, 1.f),
-                           negative_infinity(), target, storage.warp_values,
-                           [&](uint32_t token) { detail::write_token(params, out_row, token); });
+    detail::draw_from_tile(
+        row, params.vocab_size, tile, typename Traits::Weight(tile_max, 1.f), negative_infinity(),
+        target, storage.warp_values,
+        [&](uint32_t token, float) { detail::write_token(params, out_row, token); });
     return;
   }
   if constexpr (Traits::kTopK) {

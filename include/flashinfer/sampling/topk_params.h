@@ -23,9 +23,11 @@ struct TopKStream {
   // through, at four standard deviations.
   static constexpr int64_t kMinCols = 16384, kMaxCols = 262144, kMaxK = 2048;
 
+  // A line of L2 each: the tiles of all rows count at once.
   struct Row {
     float bound;
     uint32_t count;  // elements that reach it; those beyond kCapacity are not listed
+    uint32_t padding[30];
   };
   struct Element {
     float value;

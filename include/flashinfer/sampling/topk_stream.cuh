@@ -110,11 +110,11 @@ __global__ void __launch_bounds__(512)
     range = detail::narrow(storage, keys, range, target);
   }
   if (threadIdx.x == 0) {
-    detail::TopKWorkspace(params).rows[row_idx] = {key_to_float(range.low), 0};
+    detail::TopKWorkspace(params).rows[row_idx] = {key_to_float(range.low), 0, {}};
   }
 }
 
-// Grid (tiles, rows from first_row on), 256 threads. Each warp takes an eighth of a tile.
+// Grid (tiles, rows from first_row on), 256 threads.
 template <typename Traits>
 __global__ void __launch_bounds__(256)
     top_k_collect_kernel(const __grid_constant__ TopKParams params) {
@@ -122,6 +122,9 @@ __global__ void __launch_bounds__(256)
   using Row = RowCluster<T, false>;
   constexpr int kVecSize = Row::kVecSize;
   constexpr int kVecs = TopKStream::kTileSize / 256 / kVecSize;
+  __shared__ uint32_t tile_count, base;
+  if (threadIdx.x == 0) tile_count = 0;
+  __syncthreads();
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const uint32_t row_idx = static_cast<uint32_t>(params.first_row) + blockIdx.y;
@@ -155,16 +158,21 @@ __global__ void __launch_bounds__(256)
     reaches |= mask << (i * kVecSize);
   }
   const auto count = static_cast<uint32_t>(__popc(reaches));
-  if (!__any_sync(0xffffffffu, count)) return;
   uint32_t inclusive = count;
 #pragma unroll
   for (uint32_t offset = 1; offset < 32; offset *= 2) {
     const uint32_t before = __shfl_up_sync(0xffffffffu, inclusive, offset);
     if (threadIdx.x % 32 >= offset) inclusive += before;
   }
-  uint32_t base = 0;
-  if (threadIdx.x % 32 == 31) base = atomicAdd(&workspace.rows[row_idx].count, inclusive);
-  uint32_t slot = __shfl_sync(0xffffffffu, base, 31) + inclusive - count;
+  // One addition in global memory per CTA: those to one row come one after the other.
+  uint32_t warp_base = 0;
+  if (threadIdx.x % 32 == 31 && inclusive != 0) warp_base = atomicAdd(&tile_count, inclusive);
+  __syncthreads();
+  if (threadIdx.x == 0 && tile_count != 0) {
+    base = atomicAdd(&workspace.rows[row_idx].count, tile_count);
+  }
+  __syncthreads();
+  uint32_t slot = base + __shfl_sync(0xffffffffu, warp_base, 31) + inclusive - count;
   TopKStream::Element* list = workspace.list(row_idx);
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
@@ -248,8 +256,15 @@ __global__ void __launch_bounds__(512, 2)
     return;
   }
   const detail::TopKWorkspace workspace(params);
-  const TopKStream::Row row = workspace.rows[row_idx];
-  if (row.count < params.k || row.count > TopKStream::kCapacity) {
+  // The list is fetched before its length is known: one trip to memory less.
+  TopKStream::Element elements[kMaxMine];
+#pragma unroll
+  for (int i = 0; i < kMaxMine; ++i) {
+    elements[i] = workspace.list(row_idx)[threadIdx.x + 512 * i];
+  }
+  const uint32_t count = workspace.rows[row_idx].count;
+  const float bound = workspace.rows[row_idx].bound;
+  if (count < params.k || count > TopKStream::kCapacity) {
     __syncthreads();
     const float infinity = -negative_infinity();
     const RowMaxima anything{infinity, -infinity, -infinity};
@@ -263,17 +278,13 @@ __global__ void __launch_bounds__(512, 2)
   uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < kMaxMine; ++i) {
-    const uint32_t slot = threadIdx.x + 512 * i;
-    keys[i] = indices[i] = 0;
-    if (slot < row.count) {
-      const TopKStream::Element element = workspace.list(row_idx)[slot];
-      keys[i] = detail::top_k_key(element.value);
-      indices[i] = element.index;
-    }
+    const bool is_listed = threadIdx.x + 512 * i < count;
+    keys[i] = is_listed ? detail::top_k_key(elements[i].value) : 0;
+    indices[i] = elements[i].index;
     most = max(most, keys[i]);
   }
   most = detail::block_extreme<false>(most, storage.select.ranked);
-  const KeyRange range{float_to_key(row.bound), most, 0, row.count};
+  const KeyRange range{float_to_key(bound), most, 0, count};
   const SelectedKey threshold = detail::select_key(storage.select, keys, range, params.k);
 
   const uint32_t wanted = params.k - threshold.larger;

@@ -109,7 +109,7 @@ class AttentionPlanner {
   }
 
  private:
-  static constexpr int64_t kMaxColumns = 65535;  // of the y dimension of a grid
+  static constexpr int64_t kMaxColumns = 32767;  // times 65535 heads, a grid is below 2^31
   static constexpr int64_t kSumsBytes = 8;       // of a row of a slot, besides its output
   struct Piece {
     int32_t tile;
@@ -378,7 +378,9 @@ class AttentionPlanner {
   int64_t reserve_for_graph(int64_t float_bytes) {
     PlanLayout& layout = layout_;
     const int64_t tiles = max_tiles(*config_, config_->graph_batch_size, config_->graph_qo_tokens);
-    const int64_t rows = std::max<int64_t>(1, config_->graph_qo_tokens * config_->group_size);
+    const int64_t longest =
+        config_->graph_qo_len > 0 ? config_->graph_qo_len : config_->graph_qo_tokens;
+    const int64_t rows = std::max<int64_t>(1, longest * config_->group_size);
     layout.num_ctas = gpu_columns_;
     layout.rows_per_slot = std::min(rows, std::max(config_->tile_q, config_->tile_q_second));
     if (config_->fixed_split_size > 0) {

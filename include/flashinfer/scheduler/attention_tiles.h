@@ -34,6 +34,7 @@ struct PlanConfig {
   bool disable_split_kv;
   int64_t graph_batch_size;  // capacity of a CUDA graph; negative: no graph
   int64_t graph_qo_tokens;
+  int64_t graph_qo_len;  // most tokens of one request; 0: all of them
 
   int64_t tile_kv() const { return int64_t{1} << tile_kv_log2; }
   int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv() - 1) >> tile_kv_log2; }
