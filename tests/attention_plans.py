@@ -78,6 +78,7 @@ class Options:
     disable_split_kv: bool = False
     graph_batch_size: int = -1
     graph_qo_tokens: int = 0
+    graph_qo_len: int = 0
 
 
 @dataclass
@@ -252,5 +253,8 @@ def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
             options,
             graph_batch_size=batch + draw(st.integers(0, 5)),
             graph_qo_tokens=tokens + draw(st.integers(0, 100)),
+            graph_qo_len=draw(
+                st.sampled_from([0, max((n for g in groups for n in g.qo_lens()), default=0)])
+            ),
         )
     return options, tuple(groups)

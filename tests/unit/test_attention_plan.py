@@ -205,12 +205,12 @@ def test_a_long_chunk_over_few_rows_is_cut():
     assert len(loads) == 33 and max(loads) <= 1.05 * sum(loads) / 33
 
 
-def test_a_grid_has_at_most_65535_columns():
+def test_a_grid_has_at_most_32767_columns():
     """What does not fit stands in the lists of the first columns."""
     options = Options(num_kv_heads=1, group_size=1, disable_split_kv=True)
     plan = make_plan(options, Requests(1, (64,) * 70_000, page_size=64))
-    assert plan.info[p.NUM_CTAS] == 65535
-    assert sum(map(len, plan.columns)) == 70_000 and max(map(len, plan.columns)) == 2
+    assert plan.info[p.NUM_CTAS] == 32767
+    assert sum(map(len, plan.columns)) == 70_000 and max(map(len, plan.columns)) == 3
 
 
 # ---- CUDA graphs ----
@@ -251,6 +251,10 @@ def test_growing_past_a_graphs_capacity_is_refused():
         make_plan(options, Requests(1, (100,) * 4))
     with pytest.raises(ValueError, match="batch has 7 query tokens.*planned for 6"):
         make_plan(options, Requests((3, 4), (100,) * 2))
+    options = dataclasses.replace(options, graph_qo_len=2)
+    assert make_plan(options, Requests(2, (100,) * 3)).info[p.ROWS_PER_SLOT] == 8
+    with pytest.raises(ValueError, match="3 query tokens in one request.*planned for 2"):
+        make_plan(options, Requests((3, 1), (100,) * 2))
 
 
 def test_an_empty_graph_batch_has_idle_columns():

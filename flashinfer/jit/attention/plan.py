@@ -114,6 +114,7 @@ class AttentionPlan:
         disable_split_kv: bool = False,
         graph_batch_size: int = -1,
         graph_qo_tokens: int = 0,
+        graph_qo_len: int = 0,
     ) -> None:
         """Say what does not depend on the batch; nothing happens if it is what was said last.
 
@@ -141,6 +142,9 @@ class AttentionPlan:
         graph_batch_size, graph_qo_tokens : int
             Capacity of a CUDA graph in requests and in query tokens; a batch size of -1 means
             that there is no graph.
+        graph_qo_len : int
+            Most query tokens of one request in a CUDA graph, which saves workspace and merging;
+            0 means up to `graph_qo_tokens`.
 
         Raises
         ------
@@ -159,6 +163,7 @@ class AttentionPlan:
             disable_split_kv,
             graph_batch_size,
             graph_qo_tokens,
+            graph_qo_len,
         )
         if configuration != self._configuration:
             self._configure(self._handle, *configuration)
