@@ -67,7 +67,9 @@ FLASHINFER_FFI_EXPORT(attention_bind, args) {
   ffi::check_dtype(plan_info, ffi::dtype::int64);
   ffi::check_shape(plan_info, {kPlanInfoLength});
   const int64_t* info = static_cast<const int64_t*>(plan_info.data());
-  params.num_ctas = static_cast<uint32_t>(info[kNumCtas]);
+  const auto num_ctas = static_cast<uint32_t>(info[kNumCtas]);
+  params.num_ctas = FastDivisor(num_ctas == 0 ? 1 : num_ctas);
+  params.num_ctas.divisor = num_ctas;
   params.num_merges = static_cast<uint32_t>(info[kNumMerges]);
   params.rows_per_slot = static_cast<uint32_t>(info[kRowsPerSlot]);
   params.num_kv_heads = FastDivisor(params.variant.num_kv_heads);
@@ -173,7 +175,7 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   given.check_device(launch.device_id);
   if (sinks) check_on_device(sinks, launch.device_id);
 
-  if (params.num_ctas == 0) return;  // no query at all
+  if (params.num_ctas.divisor == 0) return;  // no query at all
   const DLTensor device{nullptr, {kDLCUDA, launch.device_id}, 0, {}, nullptr, nullptr, 0};
   const Tensor place{&device, "q"};
   const ffi::DeviceGuard guard(place);

@@ -2,19 +2,19 @@
 // online softmax of M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
 // 2018, tiled as in T. Dao, "FlashAttention-2", 2023.
 //
-// Grid (num_ctas * num_kv_heads, output parts), heads fastest, 128 threads. A CTA works off its
+// Grid (num_kv_heads * num_ctas, output parts), 128 threads; lists fastest, so that what runs at a
+// time shares few heads, whose K and V stay in L2. A CTA works off its
 // list of items, each a tile of packed query rows against a range of K/V (scheduler/work.h). What
 // tiles and warps hold is in tile.cuh. Sums run in a fixed order: results repeat bit for bit.
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/attention/finalize.cuh>
-#include <flashinfer/attention/float8_mma.cuh>
 #include <flashinfer/attention/mask.cuh>
+#include <flashinfer/attention/products.cuh>
 #include <flashinfer/attention/query.cuh>
 #include <flashinfer/attention/tile.cuh>
 #include <flashinfer/attention/variant.cuh>
-#include <flashinfer/ptx/mma.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 
 namespace flashinfer {
@@ -32,155 +32,6 @@ struct AttentionTraits {
   static constexpr bool kTransformK = kRotate || Variant::kHasKeyTransform;
   static_assert(!kTransformK || !Tile::kFloat8, "8-bit keys cannot be rotated in place");
 };
-
-// State of a warp's rows. Row r of row tile i, half h is 16 * i + 8 * h + lane / 4.
-template <typename Tile>
-struct WarpState {
-  float output[Tile::kRowTiles][Tile::kOutputTiles][4];
-  float largest[Tile::kRowTiles][2];  // logit so far, before scaling
-  float sum[Tile::kRowTiles][2];      // of this lane's columns only
-};
-
-// Column of the output at element `i` (0, 1) of output tile `tile`: 8-bit V comes with the even
-// columns of a block of 16 in one tile and the odd ones in the next.
-template <bool kFloat8>
-__device__ __forceinline__ int output_column(int tile, int i) {
-  const int quad_lane = threadIdx.x % 4;
-  return kFloat8 ? tile / 2 * 16 + quad_lane * 4 + 2 * i + tile % 2 : tile * 8 + quad_lane * 2 + i;
-}
-
-// logits = q k^T for the warp's rows and tokens. `shared_k`: the warp's first token.
-template <typename Tile>
-__device__ __forceinline__ void multiply_qk(
-    float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], uint32_t shared_q,
-    const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t shared_k) {
-  using Mma = typename Tile::Mma;
-  const int lane_idx = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < Tile::kTokenTiles; ++j) {
-      logits[i][j][0] = logits[i][j][1] = logits[i][j][2] = logits[i][j][3] = 0.f;
-    }
-  }
-  const uint32_t lane_q = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
-  const auto load_query = [&](uint32_t (&a)[Tile::kRowTiles][4], int step) {
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-      if constexpr (Tile::kQInRegisters) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) a[i][r] = query[step][r];
-      } else {
-        ptx::ldmatrix_x4(a[i], lane_q + i * 16 * Tile::kPitchQ + step * 32);
-      }
-    }
-  };
-  if constexpr (Tile::kFloat8) {
-    // A matrix of 8 tokens x 16 bytes is a whole step for 8 tokens: two steps per load where there
-    // are two, else both loads of the pair read the same step.
-    const uint32_t lane_k = shared_k + (lane_idx % 8 + lane_idx / 8 % 2 * 8) * Tile::kPitchK;
-#pragma unroll
-    for (int step = 0; step < Tile::kStepsQK; step += 2) {
-      const bool has_second = step + 1 < Tile::kStepsQK;
-      uint32_t a[2][Tile::kRowTiles][4];
-      load_query(a[0], step);
-      if (has_second) load_query(a[1], step + 1);
-#pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; j += 2) {
-        uint32_t bytes[4];
-        ptx::ldmatrix_x4(
-            bytes, lane_k + j * 8 * Tile::kPitchK + (step + (has_second ? lane_idx / 16 : 0)) * 16);
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          if (s == 1 && !has_second) continue;
-#pragma unroll
-          for (int t = 0; t < 2; ++t) {
-            uint32_t b0, b1;
-            float8_keys<typename Tile::KV>(bytes[2 * s + t], b0, b1);
-#pragma unroll
-            for (int i = 0; i < Tile::kRowTiles; ++i) {
-              ptx::mma_m16n8k16<Mma>(logits[i][j + t], a[s][i], b0, b1);
-            }
-          }
-        }
-      }
-    }
-  } else {
-    const uint32_t lane_k =
-        shared_k + (lane_idx % 8 + lane_idx / 16 * 8) * Tile::kPitchK + lane_idx / 8 % 2 * 16;
-#pragma unroll
-    for (int step = 0; step < Tile::kStepsQK; ++step) {
-      uint32_t a[Tile::kRowTiles][4];
-      load_query(a, step);
-#pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; j += 2) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4(b, lane_k + j * 8 * Tile::kPitchK + step * 32);
-#pragma unroll
-        for (int i = 0; i < Tile::kRowTiles; ++i) {
-          ptx::mma_m16n8k16<Mma>(logits[i][j], a[i], b[0], b[1]);
-          ptx::mma_m16n8k16<Mma>(logits[i][j + 1], a[i], b[2], b[3]);
-        }
-      }
-    }
-  }
-}
-
-// output += p v. `p` are the weights of the warp's tokens; `shared_v`: its first token.
-template <typename Tile>
-__device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
-                                            const float (&p)[Tile::kRowTiles][Tile::kTokenTiles][4],
-                                            uint32_t shared_v) {
-  using Mma = typename Tile::Mma;
-  const int lane_idx = threadIdx.x % 32;
-  const int half = Tile::kFloat8 ? 0 : lane_idx / 16;  // 16 bytes hold 16 columns, or 8
-  const int token = lane_idx % 16;
-#pragma unroll
-  for (int step = 0; step < Tile::kTokenTiles / 2; ++step) {
-    uint32_t a[Tile::kRowTiles][4];
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float (&tile)[4] = p[i][2 * step + r / 2];
-        a[i][r] = PackedPair<Mma>::pack(tile[r % 2 * 2], tile[r % 2 * 2 + 1]);
-      }
-    }
-    const uint32_t row = shared_v + (step * 16 + token) * Tile::kPitchV;
-    if constexpr (Tile::kFloat8) {
-      // Lanes 16-31 address the block of the next 16 columns.
-#pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; j += 4) {
-        const bool has_second = j + 2 < Tile::kOutputTiles;
-        uint32_t bytes[4];
-        ptx::ldmatrix_x4_trans(bytes, row + (j / 2 + (has_second ? lane_idx / 16 : 0)) * 16);
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          if (s == 1 && !has_second) continue;
-          uint32_t even[2], odd[2];
-          float8_values<typename Tile::KV>(bytes[2 * s], even[0], odd[0]);
-          float8_values<typename Tile::KV>(bytes[2 * s + 1], even[1], odd[1]);
-#pragma unroll
-          for (int i = 0; i < Tile::kRowTiles; ++i) {
-            ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s], a[i], even[0], even[1]);
-            ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s + 1], a[i], odd[0], odd[1]);
-          }
-        }
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, row + (j + half) * 16);
-#pragma unroll
-        for (int i = 0; i < Tile::kRowTiles; ++i) {
-          ptx::mma_m16n8k16<Mma>(state.output[i][j], a[i], b[0], b[1]);
-          ptx::mma_m16n8k16<Mma>(state.output[i][j + 1], a[i], b[2], b[3]);
-        }
-      }
-    }
-  }
-}
 
 // One work item by one CTA.
 template <typename Traits, typename Params>
@@ -258,7 +109,11 @@ class TileWorker {
   // A scale of zero would make NaN of a masked logit's minus infinity; a negative one is applied to
   // q or to the logits, so that the largest stays the largest.
   __device__ __forceinline__ float scale_log2() const {
-    return fmaxf(fabsf(variant_.sm_scale_log2), 1e-30f);
+    if constexpr (Variant::use_softmax) {
+      return fmaxf(fabsf(variant_.sm_scale_log2), 1e-30f);
+    } else {
+      return 1.f;  // such a variant has no scale
+    }
   }
 
   static constexpr bool kCopyQuery =
@@ -711,11 +566,12 @@ template <typename First, typename Second, typename Params>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(16) char shared[];
+  const uint32_t kv_head = params.num_ctas.divide(blockIdx.x);
+  const uint32_t cta_idx = blockIdx.x - kv_head * params.num_ctas.divisor;
+  // Plans are copied by the host, never written by the grid ahead: one may be read before the wait.
+  WorkItem item = params.items[cta_idx];
   ptx::grid_dependency_wait();
-  const uint32_t cta_idx = params.num_kv_heads.divide(blockIdx.x);
-  const uint32_t kv_head = blockIdx.x - cta_idx * params.num_kv_heads.divisor;
-  for (int next = static_cast<int>(cta_idx); next >= 0;) {
-    const WorkItem item = params.items[next];
+  while (true) {
     if (item.request < 0) return;
     if constexpr (std::is_void_v<Second>) {
       TileWorker<First, Params>(params, params.tensors[0], item, kv_head, shared).run();
@@ -724,8 +580,9 @@ __global__ void __launch_bounds__(kAttentionThreads)
     } else {
       TileWorker<Second, Params>(params, params.tensors[1], item, kv_head, shared).run();
     }
-    next = item.next;
-    if (next >= 0) __syncthreads();  // the next item takes the shared memory
+    if (item.next < 0) return;
+    item = params.items[item.next];
+    __syncthreads();  // the next item takes the shared memory
   }
 }
 

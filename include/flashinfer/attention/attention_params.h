@@ -58,7 +58,7 @@ struct AttentionParams {
   // 2^(exponent - largest). The pair keeps what an LSE would round away where logits are large.
   float* partial_o;      // [slots, num_kv_heads, rows_per_slot, head_dim_vo]
   float2* partial_sums;  // [slots, num_kv_heads, rows_per_slot]
-  uint32_t num_ctas;     // lists of items; each is worked off once per KV head
+  FastDivisor num_ctas;  // lists of items; each is worked off once per KV head
   uint32_t num_merges;   // 0: nothing was cut
   uint32_t rows_per_slot;
   FastDivisor num_kv_heads;

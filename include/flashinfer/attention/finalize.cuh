@@ -56,6 +56,7 @@ struct FinishedRow {
         scale(1.f) {
     if constexpr (!Variant::use_softmax) {
       factor = v_scale;
+      if (lse != nullptr) *lse = math::nan;  // there is none
     } else {
       if constexpr (Variant::kHasMDUpdate) {
         variant.MDUpdate(view, 0u, qo_head_idx, largest, sum, scale);
@@ -139,10 +140,10 @@ class OutputWriter {
   const uint32_t kv_head_;
 };
 
-inline constexpr int kMergeThreads = 128;
+inline constexpr int kMergeThreads = 256;
 
 // One row of one cut tile per CTA: grid (num_merges * num_kv_heads, rows_per_slot). The warps take
-// every fourth part; what they have meets in shared memory in order of the warps.
+// every eighth part; what they have meets in shared memory in order of the warps.
 template <typename Variant, typename O, int kHeadDimVO, typename Params>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ Params params) {
@@ -150,11 +151,11 @@ __global__ void __launch_bounds__(kMergeThreads)
   constexpr int kVectors = (kHeadDimVO + 127) / 128;  // of 4 columns, per lane
   __shared__ float4 shared_output[kWarps][kVectors * 32];
   __shared__ float2 shared_sum[kWarps];
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
   const uint32_t merge_idx = params.num_kv_heads.divide(blockIdx.x);
   const uint32_t kv_head = blockIdx.x - merge_idx * params.num_kv_heads.divisor;
-  const MergeItem item = params.merges[merge_idx];
+  const MergeItem item = params.merges[merge_idx];  // of the plan: ready before the grid ahead
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
   const int row = blockIdx.y;
   if (row >= item.num_rows) return;
   const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   float4 output[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) output[i] = float4{0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
+#pragma unroll 8
   for (int slot = item.slot_begin + warp_idx; slot < item.slot_end; slot += kWarps) {
     const int64_t partial = partial_row(slot);
     const float2 part = params.partial_sums[partial];

@@ -50,11 +50,10 @@ inline cudaError_t count_ctas_per_sm(int* ctas) {
 template <typename First, typename Second, typename Params>
 inline cudaError_t launch_attention(const Params& params, bool enable_pdl, cudaStream_t stream) {
   using Tile = typename First::Tile;
-  if (params.num_ctas == 0) return cudaSuccess;
   int shared_bytes = 0;
   cudaError_t status = prepare_attention<First, Second, Params>(&shared_bytes);
   if (status != cudaSuccess) return status;
-  const dim3 grid(params.num_ctas * params.num_kv_heads.divisor, Tile::kNumOutputParts);
+  const dim3 grid(params.num_ctas.divisor * params.num_kv_heads.divisor, Tile::kNumOutputParts);
   status = launch_kernel(attention_kernel<First, Second, Params>, grid, dim3(kAttentionThreads),
                          shared_bytes, stream, enable_pdl, params);
   if (status != cudaSuccess || params.num_merges == 0) return status;

@@ -9,6 +9,7 @@ inline constexpr float log2e = 1.44269504088896340736f;
 inline constexpr float loge2 = 0.693147180559945309417f;
 
 inline constexpr float inf = __builtin_huge_valf();
+inline constexpr float nan = __builtin_nanf("");
 
 // 2^x, ex2.approx: within 2 units in the last place; 2^-inf is 0.
 __device__ __forceinline__ float ptx_exp2(float x) {

@@ -15,9 +15,6 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 
-#ifndef FI_STAGE_BYTES
-#define FI_STAGE_BYTES 71680
-#endif
 namespace flashinfer {
 
 inline constexpr int kAttentionThreads = 128;
@@ -72,17 +69,14 @@ struct TileTraits {
   // Decode keeps up to four tiles in flight, as long as three CTAs of head dim 128 fit an SM of
   // Hopper (measured: docs/performance.md); prefill is bound by the products and needs two.
   FLASHINFER_HOST_DEVICE static constexpr int num_stages(int cc) {
-    constexpr int kWanted = kSplitKV ? (FI_STAGE_BYTES / (kBytesK + kBytesV)) : 2;
+    constexpr int kWanted = kSplitKV ? (71680 / (kBytesK + kBytesV)) : 2;
     const int wanted = kWanted < 2 ? 2 : kWanted > 4 ? 4 : kWanted;
     const int fit = (max_shared_bytes(cc) - kBytesQ - kBytesScale) / (kBytesK + kBytesV);
     return fit < wanted ? (fit < 1 ? 1 : fit) : wanted;
   }
   FLASHINFER_HOST_DEVICE static constexpr int shared_bytes(int cc) {
     const int stages = num_stages(cc) * (kBytesK + kBytesV);
-#ifndef FI_EXTRA
-#define FI_EXTRA 0
-#endif
-    return FI_EXTRA + kBytesQ + kBytesScale + (stages > kBytesExchange ? stages : kBytesExchange);
+    return kBytesQ + kBytesScale + (stages > kBytesExchange ? stages : kBytesExchange);
   }
 };
 

@@ -10,12 +10,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Copies 16 bytes, or writes zeros where `valid` is false (`source` is then not read). By way of L2
-// only (.cg): the data is used once.
+// only (.cg), in lines of 128 bytes that are the first to leave it: the data is used once, or soon.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* source, bool valid) {
   const uint32_t source_bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(source),
-               "r"(source_bytes)
-               : "memory");
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+      "l"(source), "r"(source_bytes), "l"(policy)
+      : "memory");
 }
 
 // Closes the group of this thread's copies since the last one.
