@@ -111,7 +111,10 @@ def _run_function(
             shape = ", ".join(_size(axis, inputs, constants) for axis in spec.dim_names)
             lines.append(f"{key} = torch.empty([{shape}], dtype=torch.{dtype}, device='meta')")
             passed[destination] = key
-    lines.append(f"{', '.join(outputs)} = {reference.__name__}(")
+    returned = str(inspect.signature(reference).return_annotation)
+    # The reference may return a tuple of more than the definition lists.
+    rest = ", *_" if len(outputs) == 1 and returned.startswith("tuple") else ""
+    lines.append(f"{', '.join(outputs)}{rest} = {reference.__name__}(")
     lines += [f"    {param}={key}," for param, key in passed.items()]
     lines.append(")")
     rounded = ", ".join(_rounded(key, dtype) for key, (_, dtype) in outputs.items())

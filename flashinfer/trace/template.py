@@ -53,8 +53,8 @@ class TraceTemplate:
         First part of the definition's name; unique. Defaults to `op_type`.
     reference : callable, optional
         Plain PyTorch function of the public function's arguments. It changes none of them and
-        returns its results in the order of `outputs` (a tensor, or a tuple of them) in higher
-        precision, not yet rounded to the output's dtype.
+        returns its results in the order of `outputs` (a tensor, or a tuple of them, which may be
+        more) in higher precision, not yet rounded to the output's dtype.
     check : callable, optional
         ``check(reference_outputs, actual_outputs) -> bool``: whether a result is acceptable, where
         closeness by dtype (`flashinfer.trace.default_check`) is not the right question.
@@ -141,6 +141,8 @@ class TraceTemplate:
     def compute(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """Results of the reference for a call, in the order of `outputs`.
 
+        Those that the template does not list are left out.
+
         Raises
         ------
         NotImplementedError
@@ -151,7 +153,8 @@ class TraceTemplate:
         gathered = self.gathered(arguments)
         taken = inspect.signature(self.reference).parameters
         results = self.reference(**{k: v for k, v in gathered.items() if k in taken})
-        return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        return results[: len(self.outputs)]
 
     def axis_values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Sizes of all axes of a call.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flashinfer
+import flashinfer.sparse
 from flashinfer.testing.tensors import clone_arguments
 
 if TYPE_CHECKING:
@@ -21,12 +22,17 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE = 6, 2, 32, 4
 QO_LENS, KV_LENS = (2, 3, 1), (7, 4, 9)
 
 
-def planned_call(template: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Arguments of a wrapper's `run`, the planned wrapper as `self` among them."""
+def planned_call(
+    template: Any, dtype: torch.dtype, device: torch.device, seed: int, backend: bool = True
+) -> Any:
+    """Arguments of a wrapper's `run`, the planned wrapper as `self` among them.
+
+    On a CPU it is the reference backend that plans, unless `backend` is False.
+    """
     build = _WRAPPERS[template.name_prefix.removesuffix("_lse")]
     dtype = torch.float16 if dtype == torch.float32 else dtype
-    on_cpu = device.type == "cpu"
-    with flashinfer.reference_backend() if on_cpu else contextlib.nullcontext():
+    by_reference = backend and device.type == "cpu"
+    with flashinfer.reference_backend() if by_reference else contextlib.nullcontext():
         arguments = build(_Values(dtype, device, seed))
     if template.name_prefix.endswith("_lse"):
         arguments["return_lse"] = True
@@ -66,6 +72,13 @@ def _decode(values: _Values) -> dict[str, Any]:
     return {"self": wrapper, "q": values(3, HEADS, HEAD_DIM), "paged_kv_cache": values.cache()}
 
 
+def _decode_multi(values: _Values) -> dict[str, Any]:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(values.workspace())
+    heads = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
+    wrapper.plan(*values.pages(), *heads, q_len_per_req=2, **values.dtypes)
+    return {"self": wrapper, "q": values(6, HEADS, HEAD_DIM), "paged_kv_cache": values.cache()}
+
+
 def _paged(values: _Values) -> dict[str, Any]:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(values.workspace())
     heads = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
@@ -82,10 +95,36 @@ def _ragged(values: _Values) -> dict[str, Any]:
     return {"self": wrapper, "q": values(sum(QO_LENS), HEADS, HEAD_DIM), "k": k, "v": v}
 
 
+def _block_sparse(values: _Values) -> dict[str, Any]:
+    wrapper = flashinfer.sparse.BlockSparseAttentionWrapper(values.workspace())
+    starts = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    columns = torch.tensor([0, 2, 1], dtype=torch.int32)
+    wrapper.plan(
+        *(starts, columns, 6, 15, 2, 5, HEADS, KV_HEADS, HEAD_DIM),
+        **values.dtypes,
+        o_data_type=values.dtype,
+    )
+    k, v = (values(15, KV_HEADS, HEAD_DIM) for _ in range(2))
+    return {"self": wrapper, "q": values(6, HEADS, HEAD_DIM), "k": k, "v": v}
+
+
+def _variable_block_sparse(values: _Values) -> dict[str, Any]:
+    wrapper = flashinfer.sparse.VariableBlockSparseAttentionWrapper(values.workspace())
+    blocks = torch.tensor([[[1, 0], [0, 1], [1, 1]], [[0, 1], [0, 0], [1, 0]]]).bool()
+    rows, columns = torch.tensor([[1, 4, 2], [3, 3, 1]]), torch.tensor([[5, 6], [2, 9]])
+    sizes = (rows.to(torch.int32), columns.to(torch.int32))
+    wrapper.plan(blocks, *sizes, HEADS, KV_HEADS, HEAD_DIM, **values.dtypes)
+    k, v = (values(KV_HEADS, 11, HEAD_DIM) for _ in range(2))
+    return {"self": wrapper, "q": values(HEADS, 7, HEAD_DIM), "k": k, "v": v}
+
+
 _WRAPPERS: dict[str, Callable[[_Values], dict[str, Any]]] = {
     "gqa_paged_decode": _decode,
+    "gqa_paged_decode_multi": _decode_multi,
     "gqa_paged_prefill": _paged,
     "gqa_ragged_prefill": _ragged,
+    "block_sparse_attention": _block_sparse,
+    "variable_block_sparse_attention": _variable_block_sparse,
 }
 
 
@@ -163,9 +202,10 @@ def _results_into(operation: Operation, arguments: dict[str, Any]) -> tuple[torc
 
 def is_what_was_planned(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     usual = _results(operation, arguments)
-    assert _equal(usual, _results(operation, {**arguments, name: 1}))
+    planned = len(arguments["q"]) // 3
+    assert _equal(usual, _results(operation, {**arguments, name: planned}))
     with pytest.raises(ValueError, match=name):
-        operation.api(**{**arguments, name: 2})
+        operation.api(**{**arguments, name: planned + 1})
 
 
 def heads_first(operation: Operation, name: str, arguments: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ CASES: dict[str, Callable[..., None]] = {
     ("operation", "name"), OPTIONAL, ids=[f"{o.function.__name__}-{n}" for o, n in OPTIONAL]
 )
 def test_optional_argument(operation: Operation, name: str, device: torch.device):
-    is_attention = operation.template.op_type.startswith("gqa")
+    is_attention = operation.template.op_type.startswith(("gqa", "block_sparse_attention"))
     cases = attention_cases.CASES if is_attention else CASES
     assert name in cases, f"say in CASES what {name} of {operation.label} does"
     cases[name](operation, name, operation.arguments(device=device))

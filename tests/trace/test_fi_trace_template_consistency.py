@@ -55,16 +55,11 @@ def test_every_public_operation_has_a_template():
 
 def _named(operation: Operation) -> set[str]:
     """What inputs, outputs and options of the template can be called."""
-    if operation.template.gather is None:
-        return set(parameters_of(operation.function))
-    return {*operation.template.gathered(operation.arguments()), *_parameters(operation)}
-
-
-def _parameters(operation: Operation) -> dict[str, inspect.Parameter]:
-    """Of the reference where it has arguments of its own, else of the public function."""
-    if operation.template.gather is None:
-        return parameters_of(operation.function)
-    return dict(inspect.signature(operation.template.reference).parameters)
+    named = set(parameters_of(operation.function))
+    if operation.template.gather is not None:
+        named |= {*operation.template.gathered(operation.arguments())}
+        named |= {*inspect.signature(operation.template.reference).parameters}
+    return named
 
 
 @each_operation

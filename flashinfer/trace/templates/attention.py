@@ -22,6 +22,7 @@ from .attention_arguments import (
     gather_ragged,
     gather_single_decode,
     gather_single_prefill,
+    planned,
 )
 from .attention_reference import (
     _paged_attention_reference,
@@ -185,7 +186,7 @@ def ragged_template(name: str, init: Any, gather: Any, *, lse: bool) -> TraceTem
             **_ITEMS,
         },
         outputs=results(["total_q"], lse=lse, destination=True),
-        constraints=["len_indptr == batch_size + 1", *_HEAD_RULES],
+        constraints=["len_indptr >= 1", *_HEAD_RULES],
         options=_FLAGS,
         hints=["enable_pdl"],
         tags=["status:verified"],
@@ -273,14 +274,34 @@ single_decode_trace = by_lse(
 single_prefill_trace = by_lse(
     _single_template, name="single_prefill", init=_single_init(False), decode=False
 )
-paged_decode_run_trace = by_lse(
+_DECODE = "Attention of one query per request over its keys and values in pages."
+_one_query = by_lse(
     paged_template,
     name="gqa_paged_decode",
-    description="Attention of one query per request over its keys and values in pages.",
+    description=_DECODE,
     init=None,
     gather=gather_paged_decode,
     decode=True,
 )
+_several_queries = by_lse(
+    paged_template,
+    name="gqa_paged_decode_multi",
+    description=_DECODE.replace("one query", "a few queries"),
+    init=None,
+    gather=gather_paged_decode,
+)
+
+
+def _decode_trace(**arguments: Any) -> TraceTemplate:
+    several = planned(arguments).tokens_per_request > 1
+    return (_several_queries if several else _one_query)(**arguments)
+
+
+paged_decode_run_trace: Callable[..., TraceTemplate] = _decode_trace
+paged_decode_run_trace.templates = [  # type: ignore[attr-defined]
+    *_one_query.templates,  # type: ignore[attr-defined]
+    *_several_queries.templates,  # type: ignore[attr-defined]
+]
 paged_prefill_run_trace = by_lse(
     paged_template,
     name="gqa_paged_prefill",

@@ -1,0 +1,222 @@
+"""How far from exact, how large the logits may be, and what must be equal bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashinfer
+from flashinfer.trace.template import resolve_template
+from tests.attention.batches import (
+    BF16,
+    E4M3,
+    FP16,
+    Batch,
+    indptr,
+    plan_decode,
+    plan_paged,
+    plan_ragged,
+    ragged_kv,
+    randn,
+    workspace,
+)
+
+
+def _exact(wrapper, **run) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = {"self": wrapper, "return_lse": True, **run}
+    template = resolve_template(type(wrapper).run.__flashinfer_trace__, arguments)
+    assert template is not None
+    return template.compute(arguments)
+
+
+def _sdpa(q, k, v, causal: bool) -> torch.Tensor:
+    """PyTorch's attention of one request in the dtype of its arguments."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=causal)[0].transpose(0, 1)
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [64, 512, 2048])
+def test_error_is_at_most_twice_that_of_pytorch(length, causal, spread, device):
+    batch = Batch((length,), (length,), group=2, num_kv_heads=1)
+    if device.type == "cpu" and length > 512:
+        pytest.skip("large for the reference on a CPU")
+    q, (k, v) = batch.query(device) * spread, ragged_kv(batch, device)
+    wrapper = plan_ragged(batch, device, causal=causal)
+    exact, _ = _exact(wrapper, q=q, k=k, v=v)
+    ours = wrapper.run(q, k, v).double() - exact
+    theirs = _sdpa(q, k, v, causal).double() - exact
+    assert _rms(ours) <= 2 * _rms(theirs)
+    assert ours.abs().max() <= 2 * theirs.abs().max()
+
+
+def test_decode_error_is_at_most_twice_that_of_pytorch(device):
+    batch = Batch((1,), (3000,), num_kv_heads=2, page_size=1)
+    wrapper = plan_decode(batch, device)
+    q, cache = batch.query(device), batch.cache(device)
+    order = batch.table()[1].long().to(device)
+    exact, _ = _exact(wrapper, q=q, paged_kv_cache=cache)
+    ours = wrapper.run(q, cache).double() - exact
+    theirs = _sdpa(q, *(part[order, 0] for part in cache), False).double() - exact
+    assert _rms(ours) <= 2 * _rms(theirs)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_logits_of_a_million(path, sign, dtype, device):
+    """One key wins by far, or all lose alike; nothing overflows."""
+    lengths = (1, 65, 700)
+    qo = (1, 1, 1) if path == "decode" else (1, 65, 40)
+    batch = Batch(qo, lengths, dtype=dtype)
+    plan = plan_decode if path == "decode" else plan_paged
+    q = batch.query(device)
+    # |q.k| reaches about 50 here.
+    wrapper = plan(batch, device, sm_scale=sign * 2e4)
+    cache = batch.cache(device)
+    out, lse = wrapper.run(q, cache, return_lse=True)
+    exact, exact_lse = _exact(wrapper, q=q, paged_kv_cache=cache)
+    assert exact_lse.abs().max() > 1e6 and out.isfinite().all()
+    # Two keys within a float32 unit of each other may trade places, which is rare.
+    close = (out.double() - exact).abs() <= 0.02 + 0.02 * exact.abs()
+    assert close.double().mean() > 0.98
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [1e6, -1e6])
+def test_equal_logits_of_a_million_average_the_values(value, device):
+    """All logits the same: weights of one over the length, to the last bit of the sum."""
+    length = 256
+    q = torch.full((1, 8, 64), 1.0, dtype=BF16, device=device)
+    k = torch.full((length, 2, 64), 1.0, dtype=BF16, device=device)
+    v = randn((length, 2, 64), BF16, device)
+    batch = Batch((1,), (length,), head_dim_qk=64, head_dim_vo=64)
+    wrapper = plan_ragged(batch, device, sm_scale=value / 64)
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    expected = v.double().mean(0).repeat_interleave(4, 0)[None]
+    torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=2e-3)
+    expected_lse = value * 1.4426950408889634 + 8
+    torch.testing.assert_close(lse, torch.full_like(lse, expected_lse), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=["bf16", "e4m3"])
+def test_large_queries_against_small_keys(kv_dtype, device):
+    """Magnitudes far from one, up to what bfloat16 holds and float16 does not."""
+    batch = Batch((1, 1), (40, 500), kv_dtype=kv_dtype)
+    wrapper = plan_decode(batch, device, sm_scale=2.0**-30)
+    q, cache = batch.query(device) * 2.0**27, batch.cache(device)
+    out, lse = wrapper.run(q, cache, return_lse=True)
+    exact, exact_lse = _exact(wrapper, q=q, paged_kv_cache=cache)
+    torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=2e-3)
+
+
+def test_a_row_that_is_masked_gives_zero_and_minus_infinity(device):
+    batch = Batch((4, 70), (300, 64))
+    masks = [torch.ones(q, k, dtype=torch.bool) for q, k in zip((4, 70), (300, 64), strict=True)]
+    masks[0][2], masks[1][::7] = False, False
+    mask = torch.cat([m.flatten() for m in masks]).to(device)
+    wrapper = plan_paged(batch, device, custom_mask=mask)
+    out, lse = wrapper.run(batch.query(device), batch.cache(device), return_lse=True)
+    hidden = torch.cat([~m.any(1) for m in masks]).to(device)
+    assert out[hidden].eq(0).all() and lse[hidden].eq(float("-inf")).all()
+    assert lse[~hidden].isfinite().all() and out.isfinite().all()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_parts_merge_to_the_whole(page_size, device):
+    """Attention over halves of the keys, merged by merge_state, is attention over all."""
+    whole = Batch((1,) * 3, (640, 128, 1024), page_size=page_size)
+    starts, indices, last, _ = whole.table()
+    q, cache = whole.query(device), whole.cache(device)
+    expected, expected_lse = plan_decode(whole, device).run(q, cache, return_lse=True)
+    counts = starts.diff()
+    first = counts // 3
+    states = []
+    for begin, count in ((starts[:-1], first), (starts[:-1] + first, counts - first)):
+        pages = [indices[b : b + n] for b, n in zip(begin.tolist(), count.tolist(), strict=True)]
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+        wrapper.plan(
+            *(indptr(count.tolist()), torch.cat(pages).to(device)),
+            *(torch.full_like(last, page_size), 8, 2, 128, page_size),
+            q_data_type=BF16,
+        )
+        states.append(wrapper.run(q, cache, return_lse=True))
+    merged, lse = flashinfer.merge_state(*states[0], *states[1])
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    # 1e-3 of the state's size, and the rounding of three bfloat16 outputs.
+    torch.testing.assert_close(merged.float(), expected.float(), rtol=0.016, atol=2e-3)
+
+
+@pytest.mark.parametrize("fixed_split_size", [64, 128, 1000, 4096])
+def test_split_and_unsplit_agree(fixed_split_size, device):
+    batch = Batch((1, 1, 1), (5000, 64, 1))
+    q, cache = batch.query(device), batch.cache(device)
+    whole = plan_decode(batch, device, disable_split_kv=True).run(q, cache, return_lse=True)
+    wrapper = plan_decode(batch, device, fixed_split_size=fixed_split_size)
+    parts = wrapper.run(q, cache, return_lse=True)
+    torch.testing.assert_close(parts[1], whole[1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(parts[0].float(), whole[0].float(), rtol=0.008, atol=1e-3)
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_repeats_are_equal_bit_for_bit(path, device, full):
+    lengths = (3000, 17, 600, 0, 64)
+    qo = (1,) * 5 if path == "decode" else (30, 17, 1, 5, 64)
+    batch = Batch(qo, lengths)
+    wrapper = (plan_decode if path == "decode" else plan_paged)(batch, device)
+    q, cache = batch.query(device), batch.cache(device)
+    out, lse = wrapper.run(q, cache, return_lse=True)
+    for _ in range(1000 if full else 3 if device.type == "cpu" else 20):
+        again, again_lse = wrapper.run(q, cache, return_lse=True)
+        assert torch.equal(out, again) and torch.equal(lse, again_lse)
+
+
+@pytest.mark.parametrize("qo_len", [1, 5])
+def test_a_request_alone_and_in_random_batches(qo_len, device, full):
+    """With a fixed split, a request's result does not depend on its neighbours, bit for bit."""
+    rng = random.Random(7)
+    one = Batch((qo_len,), (1777,), seed=4)
+    cache = one.cache(device)
+    pages = cache[0].shape[0]
+    table = one.table()
+
+    def run(order: list[tuple[int, int, torch.Tensor]]) -> list[torch.Tensor]:
+        """Output of each request, of which there are (qo_len, kv_len, pages)."""
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+        qo_lens = [qo for qo, _, _ in order]
+        lens = [kv for _, kv, _ in order]
+        counts = [len(p) for _, _, p in order]
+        last = [n - (c - 1) * 16 for n, c in zip(lens, counts, strict=True)]
+        wrapper.plan(
+            *(indptr(qo_lens), indptr(counts), torch.cat([p for _, _, p in order]).to(device)),
+            *(torch.tensor(last, dtype=torch.int32), 8, 2, 128, 16),
+            causal=True,
+            q_data_type=BF16,
+            fixed_split_size=256,
+        )
+        q = [randn((n, 8, 128), BF16, device, 100 + kv) for n, kv, _ in order]
+        return list(wrapper.run(torch.cat(q), cache).split(qo_lens))
+
+    mine = (qo_len, 1777, table[1])
+    (alone,) = run([mine])
+    for _ in range(500 if full else 3 if device.type == "cpu" else 20):
+        others = []
+        for _ in range(rng.randrange(1, 12)):
+            kv_len = rng.randrange(1, 1700)
+            count = -(-kv_len // 16)
+            chosen = torch.randint(0, pages, (count,), dtype=torch.int32)
+            others.append((rng.randrange(1, 40), kv_len, chosen))
+        place = rng.randrange(len(others) + 1)
+        together = run([*others[:place], mine, *others[place:]])
+        assert torch.equal(together[place], alone)

@@ -1,0 +1,76 @@
+"""Plans reach the GPU whole, however many are under way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flashinfer.jit.attention import plan as p
+from tests.attention_plans import Options, Requests
+
+pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
+
+BUSY = 20_000_000  # cycles
+
+
+def planner() -> p.AttentionPlan:
+    result = p.AttentionPlan()
+    result.configure(**dataclasses.asdict(Options()))
+    return result
+
+
+def written(workspace: torch.Tensor, info: list[int]) -> torch.Tensor:
+    """The merges and the items; nothing is said about the bytes between them."""
+    merges = workspace[info[p.MERGES_OFFSET] :][: info[p.NUM_MERGES] * 48]
+    return torch.cat([merges, workspace[info[p.ITEMS_OFFSET] : info[p.INT_BYTES]]]).cpu()
+
+
+def test_plans_in_flight_do_not_overwrite_each_other():
+    """More plans than staging buffers, small and large, before the first copy can start."""
+    gpu = planner()
+    batches = [Requests(1, (1000 * (i + 1),) * size) for i, size in enumerate([3, 64, 900] * 4)]
+    workspaces = [torch.zeros(1 << 18, dtype=torch.uint8, device="cuda") for _ in batches]
+    torch.cuda._sleep(BUSY)
+    infos = [
+        gpu.plan(workspace, -1, batch.group()).tolist()
+        for workspace, batch in zip(workspaces, batches, strict=True)
+    ]
+    torch.cuda.synchronize()
+    for workspace, batch, info in zip(workspaces, batches, infos, strict=True):
+        expected = torch.zeros(1 << 18, dtype=torch.uint8)
+        assert planner().plan(expected, -1, batch.group()).tolist() == info
+        assert torch.equal(written(workspace, info), written(expected, info))
+
+
+def test_the_copy_is_on_the_current_stream():
+    """A plan on a busy stream leaves the GPU's list alone until the stream gets there."""
+    side = torch.cuda.Stream()
+    workspace = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
+    gpu, group = planner(), Requests(1, (8192,) * 4).group()
+    gpu.plan(workspace, -1, group)  # buffers are there now
+    workspace.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10 * BUSY)
+        gpu.plan(workspace, -1, group)
+    early = workspace.any()  # on the default stream, which does not wait for `side`
+    assert not side.query(), "the stream was not busy for long enough to tell"
+    assert not early.item()
+    side.synchronize()
+    assert workspace.any().item()
+
+
+def test_a_plan_within_a_capture_is_refused():
+    gpu, group = planner(), Requests(1, (8192,) * 4).group()
+    workspace = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
+    with (
+        pytest.raises(ValueError, match="before the capture of a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        gpu.plan(workspace, -1, group)
+    torch.cuda.synchronize()
+    assert not workspace.any()
+    gpu.plan(workspace, -1, group)
+    assert workspace.any()
