@@ -55,9 +55,9 @@ def test_the_copy_is_on_the_current_stream():
     with torch.cuda.stream(side):
         torch.cuda._sleep(10 * BUSY)
         gpu.plan(workspace, -1, group)
-    early = workspace.any()  # on the default stream, which does not wait for `side`
+    early = workspace.any().item()  # by the default stream, which does not wait for `side`
     assert not side.query(), "the stream was not busy for long enough to tell"
-    assert not early.item()
+    assert not early
     side.synchronize()
     assert workspace.any().item()
 
