@@ -51,6 +51,7 @@ class AttentionExecutor:
     ) -> None:
         self.problem: AttentionProblem | None = None
         self._planner: AttentionPlan | None = None
+        self._checker: AttentionPlan | None = None
         self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8)
         self._modules: dict[tuple[Any, ...], AttentionModule] = {}
         self._key: tuple[Any, ...] = ()
@@ -257,6 +258,20 @@ class AttentionExecutor:
             _plan_first()
         self._modules[self._key].second(self._state, q, k, v, out, lse, v_scale)
 
+    def check(self, problem: AttentionProblem, second: AttentionProblem | None = None) -> None:
+        """Refuse requests that no plan can be made for, and leave the latest plan alone."""
+        check_heads(problem)
+        key = self._module_key(problem, second, 0 if second is None else 16, None, None)
+        _config(key)
+        planner, self._planner = self._planner, self._checker
+        try:
+            self._configure(problem, key, _NOMINAL_CTA_SLOTS, (None, False, None))
+            self._checker = self._planner
+            assert self._checker is not None
+            self._checker.plan(None, -1, problem.group(), () if second is None else second.group())
+        finally:
+            self._planner = planner
+
     def workspace_size(
         self,
         problem: AttentionProblem,
@@ -343,6 +358,7 @@ class AttentionExecutor:
             fixed_split_size or 0,
             disable_split_kv,
             *((-1, 0) if capacity is None else capacity),
+            problem.tokens_per_request if capacity and problem.qo_indptr is None else 0,
         )
 
     def _plan_without_gpu(
