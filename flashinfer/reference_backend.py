@@ -240,6 +240,8 @@ def _deliver(
     check_aliasing(written, arguments, in_place_of)
     for destination, result in writes:
         destination.copy_(result)
+    if template.nest is not None:
+        return template.nest(tuple(returned))
     if not returned:
         return None
     return returned[0] if len(returned) == 1 else tuple(returned)

@@ -269,6 +269,9 @@ class AttentionExecutor:
             self._checker = self._planner
             assert self._checker is not None
             self._checker.plan(None, -1, problem.group(), () if second is None else second.group())
+        except ToolchainError:
+            if not is_active():
+                raise
         finally:
             self._planner = planner
 

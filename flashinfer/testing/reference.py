@@ -128,10 +128,7 @@ def _outputs(
     destinations: Mapping[str, _Destination],
 ) -> dict[str, Any]:
     """Each output by JSON key, from the argument that received it or from the returned value."""
-    if returned is None:
-        values = []
-    else:
-        values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    values = list(iter_tensors(returned))
     if len(values) == len(template.outputs):
         by_key = dict(zip(template.outputs, values, strict=True))
     else:  # not returned is then what the function requires a destination for

@@ -74,6 +74,9 @@ class TraceTemplate:
         Arguments that choose what is computed, and the values they may have, the default first:
         flags, names, dtypes. The definition is that of the call's values, and says so in its name
         where they are not the defaults.
+    nest : callable, optional
+        ``nest(results) -> results`` where the public function returns its results in tuples within
+        a tuple.
     gather : callable, optional
         ``gather(arguments) -> arguments`` where inputs and reference are not the arguments of the
         call: a method's, part of which its object keeps, or one that takes the same tensors in
@@ -97,6 +100,7 @@ class TraceTemplate:
         hints: Sequence[str] = (),
         options: dict[str, tuple[Any, ...]] | None = None,
         gather: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+        nest: Callable[[tuple[Any, ...]], Any] | None = None,
     ) -> None:
         self.op_type = op_type
         self.axes = axes
@@ -112,6 +116,7 @@ class TraceTemplate:
         self.hints = tuple(hints)
         self.options = dict(options or {})
         self.gather = gather
+        self.nest = nest
         self._refuse_unknown_axes()
 
     def __repr__(self) -> str:

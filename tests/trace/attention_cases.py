@@ -12,7 +12,7 @@ import torch
 
 import flashinfer
 import flashinfer.sparse
-from flashinfer.testing.tensors import clone_arguments
+from flashinfer.testing.tensors import clone_arguments, iter_tensors
 
 if TYPE_CHECKING:
     from tests.trace.calls import Operation
@@ -132,8 +132,7 @@ _WRAPPERS: dict[str, Callable[[_Values], dict[str, Any]]] = {
 
 
 def _results(operation: Operation, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    returned = operation.api(**clone_arguments(arguments))
-    return returned if isinstance(returned, tuple) else (returned,)
+    return tuple(iter_tensors(operation.api(**clone_arguments(arguments))))
 
 
 def _equal(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 import flashinfer
 from flashinfer.api_logging import _TRACE_REGISTRY
+from flashinfer.testing.tensors import iter_tensors
 from flashinfer.trace.specs import argument_of
 from flashinfer.trace.template import TraceTemplate, templates_of
 from tests.trace import attention_cases
@@ -77,7 +78,7 @@ def results_of(
 ) -> tuple[torch.Tensor, ...]:
     """The outputs of a call in the order of the template: written arguments, and what it returned
     for the others."""
-    fresh = iter(returned if isinstance(returned, tuple) else (returned,))
+    fresh = iter_tensors(returned)
     given = [argument_of(key, spec, arguments) for key, spec in template.outputs.items()]
     return tuple(next(fresh) if tensor is None else tensor for tensor in given)
 

@@ -1,0 +1,154 @@
+"""Launches of two parts, prefill and decode, each with tensors of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..jit.attention.config import TILES
+from .arguments import check_pos_encoding, check_window, logits_scale, positive, scalar
+from .masks import add_mask
+from .problem import AttentionProblem
+from .wrapper import AttentionWrapper
+
+Pair = tuple[AttentionProblem, AttentionProblem]
+Options = tuple[Any, Any, Any, Any, Any]
+"""pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta."""
+
+_NAMES = ("pos_encoding_mode", "window_left", "sm_scale", "rope_scale", "rope_theta")
+_DEFAULTS: Options = ("NONE", -1, None, None, None)
+
+
+class PairWrapper(AttentionWrapper):
+    """Base of the wrappers whose launch has two parts."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, graph: bool) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, graph, "auto", None)
+        self._problems: Pair | None = None  # of the latest run
+        self._key: Any = None  # what they depend on
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """As for every wrapper; the next `run` plans the launch again."""
+        super().reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._problems = self._key = None
+
+    def _plan_pair(
+        self, problems: Pair, non_blocking: bool, capacity: tuple[int, int] | None = None
+    ) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "run() must be called with the same lengths and options before a CUDA graph is "
+                "captured: they are new, and planning cannot be captured"
+            )
+        prefill, decode = problems
+        self._problems = self._key = None
+        self._executor.plan(
+            prefill,
+            second=decode,
+            tile_q_second=_second_tile(decode),
+            non_blocking=non_blocking,
+            graph_capacity=capacity,
+        )
+        self._problems = problems
+
+    def _launch_pair(
+        self,
+        first: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        second: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        scales: tuple[Any, Any, Any],
+        return_lse: tuple[bool, bool],
+        enable_pdl: bool | None,
+    ) -> tuple[Any, Any]:
+        """`first`, `second`: q, k and v of either part; `scales`: of q, k and v."""
+        assert self._problems is not None
+        prefill = self._problems[0]
+        sm_scale, v_scale = prefill.sm_scale, 1.0
+        for name, scale in zip(("q_scale", "k_scale"), scales[:2], strict=True):
+            sm_scale *= 1.0 if scale is None else scalar(name, scale)
+        if scales[2] is not None:
+            v_scale = scalar("v_scale", scales[2])
+        results = [
+            empty_results(q, prefill, lse)
+            for (q, _, _), lse in zip((first, second), return_lse, strict=True)
+        ]
+        self._executor.set_second(*second, *results[1], v_scale)
+        self._executor.run(
+            *(*first, *results[0], sm_scale, v_scale, prefill.window_left, None, enable_pdl)
+        )
+        out_p, out_d = (
+            (out, lse) if wanted else out
+            for (out, lse), wanted in zip(results, return_lse, strict=True)
+        )
+        return out_p, out_d
+
+
+def empty_results(
+    q: torch.Tensor, problem: AttentionProblem, lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Room for an output and, if it is wanted, its log-sum-exps."""
+    shape = (*q.shape[:-1], problem.head_dim_vo)
+    out = torch.empty(shape, dtype=problem.o_data_type, device=q.device)
+    return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse else None
+
+
+def _second_tile(decode: AttentionProblem) -> int:
+    """Tile of the decoding part: the smallest that holds each request, if there is one."""
+    lengths = decode.qo_lengths()
+    rows = int(lengths.max()) * decode.group_size if len(lengths) else 0
+    return TILES[0] if rows <= TILES[0] or decode.head_dim_vo > 256 else TILES[1]
+
+
+def check_pair_options(base: AttentionProblem, prefill: Options, decode: Options) -> None:
+    """Refuse options of run() that are not those of plan(): one kernel computes both parts.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the option. Those of the decoding part may be left at their defaults.
+    """
+    planned = (
+        *(base.pos_encoding_mode, base.window_left, base.sm_scale),
+        *(base.rope_scale, base.rope_theta),
+    )
+    for part, options in (("p", prefill), ("d", decode)):
+        for name, want, value, default in zip(_NAMES, planned, options, _DEFAULTS, strict=True):
+            if part == "d" and value == default:
+                continue
+            if (found := _option(name, value, base.head_dim_qk)) != want:
+                raise ValueError(
+                    f"`{name}_{part}` must be the {want!r} of plan(), since one kernel computes "
+                    f"both parts, got {found!r}"
+                )
+
+
+def _option(name: str, value: Any, head_dim: int) -> Any:
+    if name == "pos_encoding_mode":
+        return check_pos_encoding(value)
+    if name == "window_left":
+        return check_window(value)
+    if name == "sm_scale":
+        return logits_scale(value, head_dim)
+    return positive(name, value, 1.0 if name == "rope_scale" else 1e4)
+
+
+def add_pair_mask(
+    problem: AttentionProblem, part: str, mask: Any, packed_mask: Any, device: torch.device
+) -> None:
+    """Put the mask of one part into its problem; None for either form without."""
+    if mask is None and packed_mask is None:
+        return
+    for name, tensor in (
+        (f"custom_mask_{part}", mask),
+        (f"packed_custom_mask_{part}", packed_mask),
+    ):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if packed_mask is not None:
+        mask = None
+    try:
+        add_mask(problem, None if mask is None else mask.reshape(-1), packed_mask, device)
+    except ValueError as error:
+        raise ValueError(str(error).replace("custom_mask`", f"custom_mask_{part}`")) from None

@@ -1,0 +1,571 @@
+"""Prefill and decode in one launch ("prefill on decode"): each has tensors of its own.
+
+Prefill is bound by arithmetic and decode by memory; computed side by side they use both.
+A. K. Kamath et al., "POD-Attention: Unlocking Full Prefill-Decode Overlap for Faster LLM
+Inference", 2025. Here a launch has one work list: its items are of two kinds, each with its tile
+and its tensors, and the planner spreads both over all CTAs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ._attention.arguments import check_count, check_flag, device_indices, host_indices, refuse
+from ._attention.paged import check_buffer, host_page_table, keep, page_numbers
+from ._attention.pair import Pair, PairWrapper, add_pair_mask, check_pair_options
+from ._attention.problem import AttentionProblem
+from ._attention.wrapper import split_cache
+from ._layout import is_hnd
+from .api_logging import flashinfer_api
+from .jit.attention.plan import POD_DECODE, POD_PREFILL
+from .trace.templates.pod import batch_pod_run_trace, pod_run_trace
+
+__all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class PODWithPagedKVCacheWrapper(PairWrapper):
+    r"""One request that prefills and a batch that decodes, in one launch.
+
+    `plan` is given the batch; `run` the tensors of both. The first run with other lengths of the
+    prefill plans the launch again.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        For partial results of requests that are split, contiguous, any dtype; 128 MiB are plenty.
+    kv_layout : str
+        Of the batch's cache: ``"NHD"`` or ``"HND"``.
+    use_cuda_graph : bool
+        Whether ``run`` will be captured: the graph then serves every batch of up to
+        ``len(paged_kv_last_page_len_buffer)`` requests by planning anew, with the prefill's
+        lengths of the run that was captured.
+    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : torch.Tensor
+        With `use_cuda_graph`: int32 buffers on the device, of ``capacity + 1`` elements, of the
+        most page numbers a batch can have, and of ``capacity``. ``plan`` fills them.
+    jit_args : None
+        There are no variants of two tiles.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    >>> wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace)
+    >>> indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
+    >>> pages = torch.tensor([9, 1, 4, 0, 7], dtype=torch.int32, device="cuda")
+    >>> last = torch.tensor([16, 3], dtype=torch.int32)
+    >>> wrapper.plan(indptr, pages, last, 32, 8, 128, 16)
+    >>> cache = torch.randn(10, 2, 16, 8, 128, dtype=torch.float16, device="cuda")
+    >>> q_d = torch.randn(2, 32, 128, dtype=torch.float16, device="cuda")
+    >>> q_p = torch.randn(500, 32, 128, dtype=torch.float16, device="cuda")
+    >>> k_p, v_p = torch.randn(2, 500, 8, 128, dtype=torch.float16, device="cuda")
+    >>> out_p, out_d = wrapper.run(q_p, k_p, v_p, q_d, cache, causal_p=True)
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        refuse("there are no variants of launches with two tiles", jit_args=jit_args)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._base: AttentionProblem | None = None  # the batch, as planned
+        self._non_blocking = True
+        self._pages = [torch.empty(0, dtype=torch.int32, device=self.device)]
+        if not use_cuda_graph:
+            return
+        name = "paged_kv_last_page_len_buffer"
+        last = check_buffer(name, paged_kv_last_page_len_buffer, torch.int32, self.device)
+        name, buffer = "paged_kv_indptr_buffer", paged_kv_indptr_buffer
+        indptr = check_buffer(name, buffer, torch.int32, self.device, last.numel() + 1)
+        name = "paged_kv_indices_buffer"
+        pages = check_buffer(name, paged_kv_indices_buffer, torch.int32, self.device)
+        self._buffers = indptr, pages, last
+
+    @flashinfer_api
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Describe the batch that decodes, one query token per request.
+
+        Parameters
+        ----------
+        indptr, indices, last_page_len : torch.Tensor
+            The page table, as for ``BatchDecodeWithPagedKVCacheWrapper.plan``.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            As there; heads are those of the prefill, too.
+        pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
+            As there.
+        q_data_type, kv_data_type : str or torch.dtype, optional
+            float16 or bfloat16; that, float8_e4m3fn or float8_e5m2. Also of the prefill. Outputs
+            have `q_data_type`.
+        data_type : str or torch.dtype, optional
+            Both in one.
+        non_blocking : bool
+            Whether to return before the work list is on the GPU.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described, naming it.
+        """
+        if data_type is not None:
+            q_data_type = kv_data_type = data_type
+        check_count("page_size", page_size)
+        check_count("head_dim", head_dim)
+        check_flag("non_blocking", non_blocking)
+        options = self._options(
+            *(num_qo_heads, num_kv_heads, head_dim, head_dim, pos_encoding_mode, window_left, None),
+            *(sm_scale, rope_scale, rope_theta),
+            ("float16" if q_data_type is None else q_data_type, kv_data_type, None),
+        )
+        names = ("qo_indptr", "indptr", "last_page_len")
+        _, starts, _, last = host_page_table(None, indptr, last_page_len, None, page_size, names)
+        problem = AttentionProblem(
+            kv_indptr=starts,
+            last_page_len=last,
+            page_size=page_size,
+            names=POD_DECODE,
+            **options,
+        )
+        before, self._base, self._problems, self._key = self._problems, None, None, None
+        self._executor.check(problem)
+        buffer = None if self._buffers is None else self._buffers[1]
+        problem.kv_indices = page_numbers("indices", indices, self.device, buffer)
+        if self._buffers is not None:
+            keep("indptr", indptr, self._buffers[0])
+            keep("last_page_len", last_page_len, self._buffers[2])
+        self._base, self._non_blocking = problem, non_blocking
+        if self._buffers is not None and before is not None:
+            self._plan_run((before[0], problem))  # a graph is replayed without coming to run()
+
+    begin_forward = plan
+
+    @flashinfer_api(trace=pod_run_trace)
+    def run(
+        self,
+        q_p: torch.Tensor,
+        k_p: torch.Tensor,
+        v_p: torch.Tensor,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: Cache,
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        kv_layout_p: str = "NHD",
+        pos_encoding_mode_p: str = "NONE",
+        sm_scale_p: float | None = None,
+        window_left_p: int = -1,
+        rope_scale_p: float | None = None,
+        rope_theta_p: float | None = None,
+        return_lse_p: bool = False,
+        custom_mask_d: torch.Tensor | None = None,
+        packed_custom_mask_d: torch.Tensor | None = None,
+        causal_d: bool = False,
+        kv_layout_d: str = "NHD",
+        pos_encoding_mode_d: str = "NONE",
+        sm_scale_d: float | None = None,
+        window_left_d: int = -1,
+        rope_scale_d: float | None = None,
+        rope_theta_d: float | None = None,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse_d: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+        *args: Any,
+    ) -> tuple[Result, Result]:
+        """Attention of the prefill and of the batch, for one layer.
+
+        Parameters
+        ----------
+        q_p : torch.Tensor
+            Queries of the prefill, ``[qo_len, num_qo_heads, head_dim]``, dtype as planned; last
+            dimension contiguous, rows at multiples of 16 bytes.
+        k_p, v_p : torch.Tensor
+            Its keys and values, ``[kv_len, num_kv_heads, head_dim]`` (``"NHD"``) or
+            ``[num_kv_heads, kv_len, head_dim]`` (``"HND"``), dtype as planned.
+        q_d : torch.Tensor
+            Queries of the batch, ``[batch_size, num_qo_heads, head_dim]``.
+        paged_kv_cache_d : torch.Tensor or tuple of torch.Tensor
+            Its keys and values, as for ``BatchDecodeWithPagedKVCacheWrapper.run``.
+        custom_mask_p, custom_mask_d : torch.Tensor, optional
+            Keys that are seen, bool: ``[qo_len, kv_len]``; the requests' ``[kv_len]`` behind each
+            other. Only one of the two parts may have a mask. It takes the place of `causal_p`.
+        packed_custom_mask_p, packed_custom_mask_d : torch.Tensor, optional
+            The same as little-endian bits, each request from a new byte on, uint8.
+        causal_p : bool
+            Query i of the prefill sees keys up to ``i + kv_len - qo_len``.
+        causal_d : bool
+            The same for the batch, whose requests' only query sees all keys either way.
+        kv_layout_p : str
+            Of `k_p` and `v_p`.
+        kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
+            What the wrapper has and what was planned, or the default, which means that.
+        pos_encoding_mode_p, sm_scale_p, window_left_p, rope_scale_p, rope_theta_p
+            As planned for the batch: one kernel computes both. Their defaults are those of `plan`.
+        q_scale, k_scale, v_scale : float, optional
+            Scales of quantised tensors, of both parts: the first two multiply the logits, the last
+            the outputs.
+        return_lse_p, return_lse_d : bool
+            Whether log-sum-exps are returned, base 2.
+        use_fp16_qk_reduction : bool
+            False: logits are summed in float32.
+        enable_pdl : bool, optional
+            Programmatic dependent launch; None: where the GPU has it.
+        *args
+            None: there are no variants.
+
+        Returns
+        -------
+        tuple
+            ``(out_p, out_d)``, shapes of the queries; in place of either ``(out, lse)`` where its
+            log-sum-exps are wanted, ``[tokens, num_qo_heads]`` float32.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If nothing is planned, or an argument is not as described.
+        """
+        if args:
+            raise TypeError(f"run() takes {len(args)} arguments too many: there is no `jit_args`")
+        refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
+        masks = (custom_mask_p, packed_custom_mask_p, custom_mask_d, packed_custom_mask_d)
+        key = (
+            *(getattr(q_p, "shape", None), getattr(k_p, "shape", None), kv_layout_p, kv_layout_d),
+            *(causal_p, causal_d, pos_encoding_mode_p, pos_encoding_mode_d, sm_scale_p, sm_scale_d),
+            *(window_left_p, window_left_d, rope_scale_p, rope_scale_d, rope_theta_p, rope_theta_d),
+        )
+        if key != self._key or any(mask is not None for mask in masks):
+            self._plan_run(self._run_problems(q_p, k_p, *key[2:], *masks))
+            self._key = key
+        k_d, v_d = split_cache(paged_kv_cache_d, "paged_kv_cache_d")
+        return self._launch_pair(
+            (q_p, k_p, v_p),
+            (q_d, k_d, v_d),
+            (q_scale, k_scale, v_scale),
+            (return_lse_p, return_lse_d),
+            enable_pdl,
+        )
+
+    def _run_problems(
+        self,
+        q_p: torch.Tensor,
+        k_p: torch.Tensor,
+        kv_layout_p: str,
+        kv_layout_d: str,
+        causal_p: bool,
+        causal_d: bool,
+        pos_encoding_mode_p: str,
+        pos_encoding_mode_d: str,
+        sm_scale_p: float | None,
+        sm_scale_d: float | None,
+        window_left_p: int,
+        window_left_d: int,
+        rope_scale_p: float | None,
+        rope_scale_d: float | None,
+        rope_theta_p: float | None,
+        rope_theta_d: float | None,
+        custom_mask_p: torch.Tensor | None,
+        packed_custom_mask_p: torch.Tensor | None,
+        custom_mask_d: torch.Tensor | None,
+        packed_custom_mask_d: torch.Tensor | None,
+    ) -> Pair:
+        """Both parts of a run; see `run` for the arguments."""
+        base = self._base
+        if base is None:
+            raise ValueError("plan() must be called before run(), and again after new workspaces")
+        check_flag("causal_d", causal_d)
+        if is_hnd(kv_layout_d) and kv_layout_d != base.kv_layout:
+            raise ValueError(
+                f"`kv_layout_d` must be the wrapper's {base.kv_layout!r}, got {kv_layout_d!r}"
+            )
+        check_pair_options(
+            base,
+            (pos_encoding_mode_p, window_left_p, sm_scale_p, rope_scale_p, rope_theta_p),
+            (pos_encoding_mode_d, window_left_d, sm_scale_d, rope_scale_d, rope_theta_d),
+        )
+        for name, tensor in (("q_p", q_p), ("k_p", k_p)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+            if tensor.ndim != 3:
+                raise ValueError(f"`{name}` must have 3 dimensions, got {list(tensor.shape)}")
+        kv_len = k_p.shape[1 if is_hnd(kv_layout_p) else 0]
+        num_pages = -(-kv_len // base.page_size)
+        if len(self._pages[-1]) < num_pages:
+            pages = torch.arange(2 * num_pages, dtype=torch.int32, device=self.device)
+            self._pages.append(pages)  # a captured graph may read the shorter ones
+        prefill = dataclasses.replace(
+            base,
+            qo_indptr=_int32(0, q_p.shape[0]),
+            kv_indptr=_int32(0, num_pages),
+            kv_len=_int32(kv_len),
+            last_page_len=None,
+            kv_indices=self._pages[-1],
+            rows_as_pages=True,
+            kv_layout=kv_layout_p,
+            causal=check_flag("causal_p", causal_p),
+            names=POD_PREFILL,
+        )
+        decode = dataclasses.replace(base)
+        add_pair_mask(prefill, "p", custom_mask_p, packed_custom_mask_p, self.device)
+        add_pair_mask(decode, "d", custom_mask_d, packed_custom_mask_d, self.device)
+        if prefill.custom_mask is not None and decode.custom_mask is not None:
+            raise ValueError("`custom_mask_d` must be left out with `custom_mask_p`: one at a time")
+        return prefill, decode
+
+    def _plan_run(self, problems: Pair) -> None:
+        capacity = None
+        if self._buffers is not None:
+            requests = self._buffers[2].numel()
+            capacity = requests + 1, requests + problems[0].num_qo_tokens
+        self._plan_pair(problems, self._non_blocking, capacity)
+
+
+def _int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class BatchPODWithPagedKVCacheWrapper(PairWrapper):
+    r"""A batch that prefills and a batch that decodes, in one launch.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        For partial results of requests that are split, contiguous, any dtype; 128 MiB are plenty.
+    kv_layout : str
+        Of both caches: ``"NHD"`` or ``"HND"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    >>> wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace)
+    >>> i32 = dict(dtype=torch.int32)
+    >>> prefill = torch.tensor([0, 40], **i32), torch.tensor([0, 3], **i32)
+    >>> decode = torch.tensor([0, 1, 2], **i32), torch.tensor([0, 1, 3], **i32)
+    >>> pages = torch.arange(6, device="cuda", **i32)
+    >>> last_p, last_d = torch.tensor([8], **i32), torch.tensor([5, 16], **i32)
+    >>> wrapper.plan(*prefill, pages[:3], last_p, *decode, pages[3:], last_d, 32, 8, 128, 16)
+    >>> cache = torch.randn(6, 2, 16, 8, 128, dtype=torch.float16, device="cuda")
+    >>> q_p = torch.randn(40, 32, 128, dtype=torch.float16, device="cuda")
+    >>> q_d = torch.randn(2, 32, 128, dtype=torch.float16, device="cuda")
+    >>> out_p, out_d = wrapper.run(q_p, cache, q_d, cache, causal_p=True)
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(float_workspace_buffer, kv_layout, False)
+        self._bases: Pair | None = None
+        self._causal = False  # of the latest run: most plans are for another like it
+
+    @flashinfer_api
+    def plan(
+        self,
+        qo_indptr_p: torch.Tensor,
+        kv_indptr_p: torch.Tensor,
+        kv_indices_p: torch.Tensor,
+        last_page_len_p: torch.Tensor,
+        qo_indptr_d: torch.Tensor,
+        kv_indptr_d: torch.Tensor,
+        kv_indices_d: torch.Tensor,
+        last_page_len_d: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Describe both batches; any number of runs may follow.
+
+        Parameters
+        ----------
+        qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p : torch.Tensor
+            Query tokens and page table of the batch that prefills, as for
+            ``BatchPrefillWithPagedKVCacheWrapper.plan``.
+        qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d : torch.Tensor
+            The same of the batch that decodes. A query of it sees all keys of its request.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            Of both.
+        pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
+            Of both, as there.
+        q_data_type, kv_data_type : str or torch.dtype, optional
+            float16 or bfloat16; that, float8_e4m3fn or float8_e5m2. Outputs have `q_data_type`.
+        data_type : str or torch.dtype, optional
+            Both in one.
+        non_blocking : bool
+            Whether to return before the work list is on the GPU.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described, naming it.
+        """
+        if data_type is not None:
+            q_data_type = kv_data_type = data_type
+        check_count("page_size", page_size)
+        check_count("head_dim", head_dim)
+        check_flag("non_blocking", non_blocking)
+        options = self._options(
+            *(num_qo_heads, num_kv_heads, head_dim, head_dim, pos_encoding_mode, window_left, None),
+            *(sm_scale, rope_scale, rope_theta),
+            ("float16" if q_data_type is None else q_data_type, kv_data_type, None),
+        )
+        indices = host_indices(
+            {
+                "qo_indptr_p": qo_indptr_p,
+                "kv_indptr_p": kv_indptr_p,
+                "last_page_len_p": last_page_len_p,
+                "qo_indptr_d": qo_indptr_d,
+                "kv_indptr_d": kv_indptr_d,
+                "last_page_len_d": last_page_len_d,
+            }
+        )
+        bases = [
+            AttentionProblem(
+                qo_indptr=qo_indptr,
+                kv_indptr=kv_indptr,
+                last_page_len=last,
+                kv_indices=device_indices(f"kv_indices_{part}", pages, self.device),
+                page_size=page_size,
+                names=names,
+                **options,
+            )
+            for part, names, pages, (qo_indptr, kv_indptr, last) in (
+                ("p", POD_PREFILL, kv_indices_p, indices[:3]),
+                ("d", POD_DECODE, kv_indices_d, indices[3:]),
+            )
+        ]
+        self._bases = self._key = None
+        self._non_blocking = non_blocking
+        bases[0].causal = self._causal
+        self._plan_pair((bases[0], bases[1]), non_blocking)
+        self._bases, self._key = (bases[0], bases[1]), self._causal
+
+    begin_forward = plan
+
+    @flashinfer_api(trace=batch_pod_run_trace)
+    def run(
+        self,
+        q_p: torch.Tensor,
+        paged_kv_cache_p: Cache,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: Cache,
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> tuple[Result, Result]:
+        """Attention of both batches, for one layer.
+
+        Parameters
+        ----------
+        q_p, q_d : torch.Tensor
+            Queries, ``[tokens, num_qo_heads, head_dim]``, dtype as planned; last dimension
+            contiguous, rows at multiples of 16 bytes.
+        paged_kv_cache_p, paged_kv_cache_d : torch.Tensor or tuple of torch.Tensor
+            Keys and values, as for ``BatchPrefillWithPagedKVCacheWrapper.run``; mostly one cache.
+        custom_mask_p : torch.Tensor, optional
+            Keys that the queries of the prefilling batch see: the requests' ``[qo_len, kv_len]``
+            behind each other, bool. Takes the place of `causal_p`.
+        packed_custom_mask_p : torch.Tensor, optional
+            The same as little-endian bits, each request from a new byte on, uint8.
+        causal_p : bool
+            Query i of a prefill sees keys up to ``i + kv_len - qo_len``. A run that changes it
+            plans the launch again.
+        q_scale, k_scale, v_scale : float, optional
+            Scales of quantised tensors, of both parts: the first two multiply the logits, the last
+            the outputs.
+        return_lse : bool
+            Whether log-sum-exps are returned, base 2.
+        use_fp16_qk_reduction : bool
+            False: logits are summed in float32.
+        enable_pdl : bool, optional
+            Programmatic dependent launch; None: where the GPU has it.
+
+        Returns
+        -------
+        tuple
+            ``(out_p, out_d)``, shapes of the queries, or ``((out_p, lse_p), (out_d, lse_d))`` with
+            log-sum-exps ``[tokens, num_qo_heads]`` float32.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If nothing is planned, or an argument is not as described.
+        """
+        refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
+        masks = (custom_mask_p, packed_custom_mask_p)
+        masked = any(mask is not None for mask in masks)
+        if causal_p != self._key or masked:
+            self._plan_pair(self._run_problems(causal_p, *masks), self._non_blocking)
+            self._key = None if masked else causal_p
+            self._causal = causal_p
+        return self._launch_pair(
+            (q_p, *split_cache(paged_kv_cache_p, "paged_kv_cache_p")),
+            (q_d, *split_cache(paged_kv_cache_d, "paged_kv_cache_d")),
+            (q_scale, k_scale, v_scale),
+            (return_lse, return_lse),
+            enable_pdl,
+        )
+
+    def _run_problems(
+        self,
+        causal_p: bool,
+        custom_mask_p: torch.Tensor | None,
+        packed_custom_mask_p: torch.Tensor | None,
+    ) -> Pair:
+        """Both parts of a run; see `run` for the arguments."""
+        if self._bases is None:
+            raise ValueError("plan() must be called before run(), and again after new workspaces")
+        prefill = dataclasses.replace(self._bases[0], causal=check_flag("causal_p", causal_p))
+        add_pair_mask(prefill, "p", custom_mask_p, packed_custom_mask_p, self.device)
+        return prefill, self._bases[1]

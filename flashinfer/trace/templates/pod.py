@@ -1,0 +1,377 @@
+"""Templates and references of launches that compute prefill and decode side by side."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..arguments import check_option
+from ..specs import Axis, Const, Scalar, Tensor, Value, Var
+from ..template import TraceTemplate
+from .attention import _HEAD_RULES, _HEADS, indices, kv_tensor
+from .attention_arguments import POS_ENCODINGS, _check_planned, pages_of, problem_arguments
+from .attention_reference import _paged_attention_reference, _single_attention_reference
+
+Arguments = Mapping[str, Any]
+
+
+def _pod_reference(
+    q_p: torch.Tensor,
+    k_p: torch.Tensor,
+    v_p: torch.Tensor,
+    q_d: torch.Tensor,
+    k_cache_d: torch.Tensor,
+    v_cache_d: torch.Tensor,
+    kv_indptr_d: torch.Tensor,
+    kv_indices_d: torch.Tensor,
+    kv_last_page_len_d: torch.Tensor,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    causal_p: bool = False,
+    window_left: int = -1,
+    pos_encoding_mode: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 1e4,
+    custom_mask_p: torch.Tensor | None = None,
+    custom_mask_d: torch.Tensor | None = None,
+    return_lse_p: bool = False,
+    return_lse_d: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """o_p = softmax(sm_scale q_p k_p^T + mask) v_p of one request, and o_d likewise of each request
+    of a batch with one query each, whose keys are in pages.
+
+    Source: as attention_reference.py states; A. K. Kamath et al., "POD-Attention: Unlocking Full
+    Prefill-Decode Overlap for Faster LLM Inference", 2025.
+    """
+    options = {
+        "sm_scale": sm_scale,
+        "v_scale": v_scale,
+        "window_left": window_left,
+        "pos_encoding_mode": pos_encoding_mode,
+        "rope_scale": rope_scale,
+        "rope_theta": rope_theta,
+    }
+    o_p, lse_p = _single_attention_reference(
+        q_p, k_p, v_p, causal=causal_p, custom_mask=custom_mask_p, **options
+    )
+    table = (kv_indptr_d, kv_indices_d, kv_last_page_len_d)
+    o_d, lse_d = _paged_attention_reference(
+        q_d, k_cache_d, v_cache_d, *table, custom_mask=custom_mask_d, **options
+    )
+    prefill = (o_p, lse_p) if return_lse_p else (o_p,)
+    return (*prefill, o_d, lse_d) if return_lse_d else (*prefill, o_d)
+
+
+def _batch_pod_reference(
+    q_p: torch.Tensor,
+    k_cache_p: torch.Tensor,
+    v_cache_p: torch.Tensor,
+    qo_indptr_p: torch.Tensor,
+    kv_indptr_p: torch.Tensor,
+    kv_indices_p: torch.Tensor,
+    kv_last_page_len_p: torch.Tensor,
+    q_d: torch.Tensor,
+    k_cache_d: torch.Tensor,
+    v_cache_d: torch.Tensor,
+    qo_indptr_d: torch.Tensor,
+    kv_indptr_d: torch.Tensor,
+    kv_indices_d: torch.Tensor,
+    kv_last_page_len_d: torch.Tensor,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    causal_p: bool = False,
+    window_left: int = -1,
+    pos_encoding_mode: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 1e4,
+    custom_mask_p: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """o = softmax(sm_scale q k^T + mask) v of each request of either batch, whose keys are in
+    pages.
+
+    Source: as _pod_reference.
+    """
+    options = {
+        "sm_scale": sm_scale,
+        "v_scale": v_scale,
+        "window_left": window_left,
+        "pos_encoding_mode": pos_encoding_mode,
+        "rope_scale": rope_scale,
+        "rope_theta": rope_theta,
+    }
+    o_p, lse_p = _paged_attention_reference(
+        *(q_p, k_cache_p, v_cache_p, kv_indptr_p, kv_indices_p, kv_last_page_len_p),
+        qo_indptr=qo_indptr_p,
+        causal=causal_p,
+        custom_mask=custom_mask_p,
+        **options,
+    )
+    o_d, lse_d = _paged_attention_reference(
+        *(q_d, k_cache_d, v_cache_d, kv_indptr_d, kv_indices_d, kv_last_page_len_d),
+        qo_indptr=qo_indptr_d,
+        **options,
+    )
+    return (o_p, lse_p, o_d, lse_d) if return_lse else (o_p, o_d)
+
+
+# ---- arguments ---------------------------------------------------------------------------------
+
+
+def _problems(run: Arguments) -> tuple[Any, Any]:
+    """Both parts of a call, by the wrapper's own rules."""
+    wrapper = run.get("self")
+    if wrapper is None:
+        raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
+    names = inspect.signature(wrapper._run_problems).parameters
+    check_option("use_fp16_qk_reduction", (False,), run["use_fp16_qk_reduction"])
+    if run.get("args"):
+        raise TypeError("run() has no additional arguments")
+    return wrapper._run_problems(**{name: run[name] for name in names})
+
+
+def _checked(part: str, problem: Any, q: Any, k: Any, v: Any) -> None:
+    try:
+        _check_planned(problem, q, k, v)
+    except ValueError as error:
+        raise ValueError(re.sub(r"^`(\w+)`", rf"`\1_{part}`", str(error))) from None
+
+
+def _shared(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any]:
+    """Options that both parts have."""
+    inputs = problem_arguments(problem, run, device)
+    names = ("sm_scale", "v_scale", "window_left", "pos_encoding_mode", "rope_scale", "rope_theta")
+    kept = {name: inputs[name] for name in (*names, "o_dtype") if name in inputs}
+    return kept | {"enable_pdl": run["enable_pdl"]}
+
+
+def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
+    q = run[f"q_{part}"]
+    k, v = pages_of(f"paged_kv_cache_{part}", run[f"paged_kv_cache_{part}"], problem.kv_layout)
+    _checked(part, problem, q, k, v)
+    if k.shape[1] != problem.page_size:
+        name = f"paged_kv_cache_{part}"
+        raise ValueError(f"`{name}` must have pages of {problem.page_size}, got {k.shape[1]}")
+    inputs = problem_arguments(problem, run, q.device)
+    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len", "custom_mask")
+    found = {f"{name}_{part}": inputs[name] for name in names if name in inputs}
+    return {f"q_{part}": q, f"k_cache_{part}": k, f"v_cache_{part}": v, **found}
+
+
+def _gather_pod(run: Arguments) -> dict[str, Any]:
+    prefill, decode = _problems(run)
+    q, k, v = run["q_p"], run["k_p"], run["v_p"]
+    if prefill.kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"`v_p` must have {k.shape[0]} tokens as `k_p` has, got {v.shape[0]}")
+    _checked("p", prefill, q, k, v)
+    own = problem_arguments(prefill, run, q.device)
+    second = _paged_part("d", decode, run)
+    del second["qo_indptr_d"]  # one query each
+    return {
+        "q_p": q,
+        "k_p": k,
+        "v_p": v,
+        **second,
+        "causal_p": own["causal"],
+        "custom_mask_p": own.get("custom_mask"),
+        "return_lse_p": run["return_lse_p"],
+        "return_lse_d": run["return_lse_d"],
+        **_shared(prefill, run, q.device),
+    }
+
+
+def _gather_batch_pod(run: Arguments) -> dict[str, Any]:
+    prefill, decode = _problems(run)
+    return {
+        **_paged_part("p", prefill, run),
+        **_paged_part("d", decode, run),
+        "causal_p": prefill.causal and prefill.custom_mask is None,
+        "return_lse": run["return_lse"],
+        **_shared(prefill, run, run["q_p"].device),
+    }
+
+
+# ---- templates ---------------------------------------------------------------------------------
+
+_FLOAT16 = ("bfloat16", "float16")
+_LSE = "Base-2 logarithm of the sum of exponentials; -inf: no key in sight."
+_SCALARS: dict[str, Value] = {
+    "sm_scale": Scalar("float32", description="Factor of the logits."),
+    "v_scale": Scalar("float32", optional=True, description="Factor of the results."),
+    "window_left": Scalar("int32", optional=True, description="Keys before the query's, in sight."),
+    "rope_scale": Scalar("float32", optional=True, above=0, description="Divides positions."),
+    "rope_theta": Scalar("float32", optional=True, above=0, description="Base of frequencies."),
+}
+
+
+def _queries(part: str) -> Tensor:
+    dims = [f"tokens_{part}", "num_qo_heads", "head_dim_qk"]
+    free = {"dtypes": _FLOAT16} if part == "p" else {"dtype_from": "q_p"}
+    return Tensor(dims, layout="rows", **free)  # type: ignore[arg-type]
+
+
+def _mask(part: str) -> Tensor:
+    return Tensor(
+        [f"mask_size_{part}"],
+        dtype="bool",
+        optional=True,
+        description="[qo_len, kv_len] of each request.",
+    )
+
+
+def _cache(part: str) -> dict[str, Value]:
+    page = [f"num_pages_{part}", "page_size"]
+    first = "k_cache_p" if part == "p" else None
+    keys = kv_tensor(page)
+    if part == "d":
+        keys = Tensor([*page, "num_kv_heads", "head_dim_qk"], layout="rows")
+    return {f"k_cache_{part}": keys, f"v_cache_{part}": kv_tensor(page, first or f"k_cache_{part}")}
+
+
+def _table(part: str) -> dict[str, Value]:
+    return {
+        f"kv_indptr_{part}": indices(f"len_indptr_{part}", "First entry of each in kv_indices."),
+        f"kv_indices_{part}": indices(f"num_kv_indices_{part}", "Page numbers."),
+        f"kv_last_page_len_{part}": indices(f"batch_size_{part}", "Tokens in each last page."),
+    }
+
+
+def _axes(part: str) -> dict[str, Axis]:
+    return {
+        f"tokens_{part}": Var("Queries."),
+        f"num_pages_{part}": Var("Pages of the cache."),
+        f"num_kv_indices_{part}": Var("Pages of all requests."),
+        f"batch_size_{part}": Var("Requests."),
+        f"len_indptr_{part}": Var("Requests + 1."),
+        f"mask_size_{part}": Var("Sum of qo_len * kv_len."),
+    }
+
+
+def _outputs(lse: tuple[bool, bool]) -> dict[str, Value]:
+    outputs: dict[str, Value] = {}
+    for part, wanted in zip("pd", lse, strict=True):
+        tokens = [f"tokens_{part}", "num_qo_heads"]
+        outputs[f"output_{part}"] = Tensor(
+            [*tokens, "head_dim_vo"], dtype_from_scalar="o_dtype", dtypes=_FLOAT16
+        )
+        if wanted:
+            outputs[f"lse_{part}"] = Tensor(tokens, dtype="float32", description=_LSE)
+    return outputs
+
+
+def _nest(lse: tuple[bool, bool]) -> Callable[[tuple[Any, ...]], Any]:
+    def nest(results: tuple[Any, ...]) -> Any:
+        split = 2 if lse[0] else 1
+        return tuple(
+            part if len(part) > 1 else part[0] for part in (results[:split], results[split:])
+        )
+
+    return nest
+
+
+_PAGE: dict[str, Axis] = {"page_size": Const("Tokens of a page.", abbrev="ps")}
+
+
+def _pod_template(lse: tuple[bool, bool]) -> TraceTemplate:
+    suffix = "".join(f"_lse_{part}" for part, wanted in zip("pd", lse, strict=True) if wanted)
+    return TraceTemplate(
+        op_type="pod_attention",
+        name_prefix=f"pod{suffix}",
+        description="Attention of one request, and of a batch with one query each, in one launch.",
+        axes={
+            "tokens_p": Var("Queries of the request."),
+            "kv_len_p": Var("Its keys."),
+            "mask_size_p": Var("tokens_p * kv_len_p."),
+            **_HEADS,
+            **_PAGE,
+            **{name: axis for name, axis in _axes("d").items()},
+        },
+        inputs={
+            "q_p": _queries("p"),
+            "k_p": kv_tensor(["kv_len_p"]),
+            "v_p": kv_tensor(["kv_len_p"], "k_p"),
+            "q_d": _queries("d"),
+            **_cache("d"),
+            **_table("d"),
+            **_SCALARS,
+            "custom_mask_p": _mask("p"),
+            "custom_mask_d": _mask("d"),
+        },
+        outputs=_outputs(lse),
+        constraints=["len_indptr_d == batch_size_d + 1", *_HEAD_RULES],
+        options={
+            "causal_p": (False, True),
+            "pos_encoding_mode": POS_ENCODINGS,
+            "return_lse_p": (lse[0],),
+            "return_lse_d": (lse[1],),
+        },
+        hints=["enable_pdl"],
+        tags=["status:verified"],
+        reference=_pod_reference,
+        gather=_gather_pod,
+        nest=_nest(lse),
+    )
+
+
+def _batch_pod_template(lse: bool) -> TraceTemplate:
+    return TraceTemplate(
+        op_type="pod_attention",
+        name_prefix="batch_pod_lse" if lse else "batch_pod",
+        description="Attention of two batches, one that prefills and one that decodes.",
+        axes={**_axes("p"), **_HEADS, **_PAGE, **_axes("d")},
+        inputs={
+            "q_p": _queries("p"),
+            **_cache("p"),
+            "qo_indptr_p": indices("len_indptr_p", "First query of each request."),
+            **_table("p"),
+            "q_d": _queries("d"),
+            **_cache("d"),
+            "qo_indptr_d": indices("len_indptr_d", "First query of each request."),
+            **_table("d"),
+            **_SCALARS,
+            "custom_mask_p": _mask("p"),
+        },
+        outputs=_outputs((lse, lse)),
+        constraints=[
+            "len_indptr_p == batch_size_p + 1",
+            "len_indptr_d == batch_size_d + 1",
+            *_HEAD_RULES,
+        ],
+        options={
+            "causal_p": (False, True),
+            "pos_encoding_mode": POS_ENCODINGS,
+            "return_lse": (lse,),
+        },
+        hints=["enable_pdl"],
+        tags=["status:verified"],
+        reference=_batch_pod_reference,
+        gather=_gather_batch_pod,
+        nest=_nest((lse, lse)),
+    )
+
+
+_POD = {(p, d): _pod_template((p, d)) for p in (False, True) for d in (False, True)}
+_BATCH_POD = {lse: _batch_pod_template(lse) for lse in (False, True)}
+
+
+def pod_run_trace(**arguments: Any) -> TraceTemplate:
+    """The template by what of a `PODWithPagedKVCacheWrapper.run` is returned."""
+    for name in ("return_lse_p", "return_lse_d"):
+        check_option(name, (False, True), arguments.get(name, False))
+    return _POD[arguments.get("return_lse_p", False), arguments.get("return_lse_d", False)]
+
+
+def batch_pod_run_trace(**arguments: Any) -> TraceTemplate:
+    """The template of a `BatchPODWithPagedKVCacheWrapper.run` with or without LSE."""
+    check_option("return_lse", (False, True), arguments.get("return_lse", False))
+    return _BATCH_POD[arguments.get("return_lse", False)]
+
+
+pod_run_trace.templates = list(_POD.values())  # type: ignore[attr-defined]
+batch_pod_run_trace.templates = list(_BATCH_POD.values())  # type: ignore[attr-defined]
