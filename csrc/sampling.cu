@@ -14,7 +14,7 @@ cudaError_t sampling(const SamplingParams& params, int device, int num_sms, bool
                                 SamplingOutput::FLASHINFER_CFG_OUTPUT>;
   if constexpr (Traits::kFilter == SamplingFilter::kNone &&
                 Traits::kOutput == SamplingOutput::kProbs) {
-    return launch_softmax<Traits>(params, enable_pdl, stream);
+    return launch_softmax<Traits>(params, device, enable_pdl, stream);
   } else if constexpr (Traits::kFilter == SamplingFilter::kTopP && !Traits::kLogits &&
                        Traits::kOutput == SamplingOutput::kToken) {
     return launch_nucleus_sampling<Traits>(params, enable_pdl, stream);

@@ -222,7 +222,7 @@ def _workspace_bytes(filter: Filter, rows: torch.Tensor, num_outputs: int) -> in
     num_tiles = -(-rows.shape[1] // 4096)
     if filter is Filter.TOP_P:
         num_pending = num_outputs if 8 <= num_outputs <= 1024 else 0
-        return 260 * num_tiles * rows.shape[0] + (40 + 4 * 8192) * num_pending
+        return 516 * num_tiles * rows.shape[0] + (40 + 4 * 8192) * num_pending
     return (16 if filter is Filter.NONE else 144) * num_tiles * rows.shape[0]
 
 
@@ -422,7 +422,7 @@ def top_p_sampling_from_probs(
     Notes
     -----
     A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019. A token is drawn from
-    the nucleus and what is within a factor of two of its smallest element, whose exact value is
+    the nucleus and what is within a factor of 1.5 of its smallest element, whose exact value is
     looked for only if the token is that small; a token that is not in the nucleus is replaced by
     one from just the nucleus. Whatever comes out is distributed as the nucleus is.
     """

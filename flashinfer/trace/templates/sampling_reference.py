@@ -98,24 +98,30 @@ def _inverse(weights: torch.Tensor, key: tuple[int, int, int], draw: int) -> int
     return int((weights.cumsum(0) <= target).sum())
 
 
-def _binade(value: float) -> int:
-    """Exponent of the power of two that is not larger; denormals share the least one."""
-    return max(math.frexp(value)[1] - 1, -126)
+def _half_octave(value: float) -> tuple[int, float]:
+    """Number and start of the half of an octave that a value is in: [2^n, 1.5 * 2^n) or the rest.
+
+    Numbers count from 0 for the least one, which is of float32's least exponent and reaches to 0.
+    """
+    exponent = max(math.frexp(value)[1] - 1, -126)
+    upper = value >= 1.5 * 2.0**exponent
+    number = 2 * (exponent + 126) + upper
+    return number, (1.5 if upper else 1.0) * 2.0**exponent if number else 0.0
 
 
 def _nucleus_token(
     row: torch.Tensor, weights: torch.Tensor, top_p: float, key: tuple[int, int, int]
 ) -> int:
-    """A draw from the nucleus and what is within a factor of two of its smallest element.
+    """A draw from the nucleus and the rest of the half octave where it ends.
 
     If that is not in the nucleus, it is replaced by one from just the nucleus.
     """
     if top_p >= 1:
         return _inverse(weights, key, 0)
     threshold = _row_threshold(row, weights, top_p=top_p)
-    last = _binade(threshold)
-    if _binade(float(row.max())) - last <= 30:
-        token = _inverse(weights * (row >= (2.0**last if last > -126 else 0.0)), key, 0)
+    last, start = _half_octave(threshold)
+    if _half_octave(float(row.max()))[0] // 2 - last // 2 <= 30:
+        token = _inverse(weights * (row >= start), key, 0)
         if row[token] >= threshold:
             return token
     return _inverse(weights * (row >= threshold), key, 1)

@@ -1,17 +1,17 @@
 // Top-p draws from probabilities, which read the rows once.
 //
-// The weights of a tile are added up per binade (the values with one exponent): exact integers. The
-// sums of a row tell in which binade the nucleus ends, the pivot. All binades above it are in the
-// nucleus, none below it is. A token is drawn from the binades down to the pivot, and is accepted
-// at once if it lies above the pivot. Only a token of the pivot itself needs the exact end of the
-// nucleus: then the pivot's elements are listed, and its smallest element in the nucleus is found
-// among them. A token that is not in the nucleus is replaced by one drawn from just the nucleus. So
-// there are at most two draws, and whatever comes out is distributed as the nucleus is.
+// The weights of a tile are added up per octave half (the values with one exponent and one first
+// digit): exact integers. The sums of a row tell in which half the nucleus ends, the pivot. All
+// halves above it are in the nucleus, none below it is. A token is drawn from the halves down to
+// the pivot, and is accepted at once if it lies above the pivot. Only a token of the pivot itself
+// needs the exact end of the nucleus: then the pivot's elements are listed. A token that is not in
+// the nucleus is replaced by one drawn from just the nucleus. So there are at most two draws, and
+// whatever comes out is distributed as the nucleus is.
 //
-//   binade kernel   sums per tile and binade                                       reads the rows
-//   propose kernel  a CTA per row: pivot and token                             reads one tile each
-//   list kernel     the pivot's elements, of the rows whose token is in it     reads those rows
-//   settle kernel   accepts or replaces the tokens of these rows
+//   halves kernel    sums per tile and half                                        reads the rows
+//   propose kernel   a CTA per row: pivot and token                            reads a tile of each
+//   list kernel      the pivot's elements, of the rows whose token is in it      reads those rows
+//   settle kernel    accepts or replaces the tokens of these rows
 //
 // With few rows, or very many, the propose kernel does alone what the last two do.
 #pragma once
@@ -23,23 +23,27 @@ namespace flashinfer {
 
 namespace detail {
 
-// A weight is mantissa * 2^(exponent - 150); zeros and denormals share the exponent 1.
-__device__ __forceinline__ uint32_t exponent_of(float x) {
-  const uint32_t field = __float_as_uint(x) >> 23 & 0xffu;
-  return field > 0 ? field : 1;
+// Number of the half that a value belongs to: twice its exponent, and its first digit behind the
+// point. Zeros and denormals belong to the least one.
+__device__ __forceinline__ uint32_t half_of(float x) {
+  return max((__float_as_uint(x) & 0x7fffffffu) >> 22, 2u);
 }
 
+// A value is mantissa * 2^(half / 2 - 150).
 __device__ __forceinline__ uint32_t mantissa_of(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return (bits & 0x7fffffu) | static_cast<uint32_t>((bits >> 23 & 0xffu) != 0) << 23;
+  const uint32_t bits = __float_as_uint(x) & 0x7fffffffu;
+  return bits < 1u << 23 ? bits : (bits & 0x7fffffu) | 1u << 23;
 }
 
-__device__ __forceinline__ float compose(uint32_t exponent, uint32_t mantissa) {
-  return __uint_as_float(((exponent - 1) << 23) + mantissa);
+__device__ __forceinline__ float compose(uint32_t half, uint32_t mantissa) {
+  return __uint_as_float(((half / 2 - 1) << 23) + mantissa);
 }
+
+// The upper half with the same exponent as x.
+__device__ __forceinline__ uint32_t upper_half_of(float x) { return half_of(x) | 1; }
 
 struct NucleusWorkspace {
-  uint64_t* binades;             // [num_input_rows, num_tiles, kBinades]
+  uint64_t* halves;              // [num_input_rows, num_tiles, kHalves]
   NucleusLayout::Pending* rows;  // [num_rows]
   uint32_t* lists;               // [num_rows, kCapacity]
   float* maxima;                 // [num_input_rows, num_tiles]
@@ -50,8 +54,8 @@ struct NucleusWorkspace {
     const uint64_t num_stats = uint64_t{params.num_input_rows} * num_tiles;
     const uint64_t num_pending =
         NucleusLayout::lists_pending(params.num_rows) ? params.num_rows : 0;
-    binades = static_cast<uint64_t*>(params.workspace);
-    rows = reinterpret_cast<NucleusLayout::Pending*>(binades + num_stats * NucleusLayout::kBinades);
+    halves = static_cast<uint64_t*>(params.workspace);
+    rows = reinterpret_cast<NucleusLayout::Pending*>(halves + num_stats * NucleusLayout::kHalves);
     lists = reinterpret_cast<uint32_t*>(rows + num_pending);
     maxima = reinterpret_cast<float*>(lists + num_pending * NucleusLayout::kCapacity);
   }
@@ -66,15 +70,17 @@ struct NucleusWorkspace {
 // Grid (tiles, input rows from first_row on), 128 threads.
 template <typename Traits>
 __global__ void __launch_bounds__(128)
-    binade_kernel(const __grid_constant__ SamplingParams params) {
+    halves_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   constexpr int kThreads = 128, kVecSize = 16 / sizeof(T);
   constexpr int kVecs = StreamLayout::kTileSize / kThreads / kVecSize;
-  constexpr uint32_t kBinades = NucleusLayout::kBinades;
+  constexpr uint32_t kHalves = NucleusLayout::kHalves;
   // A column per lane: no two lanes of a warp meet. 128 mantissas of 24 bits fit a sum.
-  __shared__ uint32_t sums[kBinades][32];
+  __shared__ __align__(16) uint32_t sums[kHalves][32];
   __shared__ float warp_max[kThreads / 32];
-  for (uint32_t i = threadIdx.x; i < kBinades * 32; i += kThreads) sums[i / 32][i % 32] = 0;
+  for (uint32_t i = threadIdx.x; i < kHalves * 8; i += kThreads) {
+    reinterpret_cast<uint4*>(sums)[i] = {0, 0, 0, 0};
+  }
   const uint32_t lane_idx = threadIdx.x % 32;
   const uint32_t row_idx = static_cast<uint32_t>(params.first_row) + blockIdx.y, tile = blockIdx.x;
   const T* row = static_cast<const T*>(params.input) + row_idx * params.input_stride;
@@ -104,29 +110,28 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
   for (int w = 0; w < kThreads / 32; ++w) max = detail::max_nan(max, warp_max[w]);
 
-  const uint32_t top = detail::exponent_of(max);
+  const uint32_t top = detail::upper_half_of(max);
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) {
-      if (!(x[i][j] > 0.f)) continue;
-      // What is too small for the last binade is counted in its units.
-      const uint32_t depth = top - detail::exponent_of(x[i][j]);
-      const uint32_t binade = min(depth, kBinades - 1);
-      atomicAdd(&sums[binade][lane_idx], detail::mantissa_of(x[i][j]) >> min(depth - binade, 31u));
+      const float value = fmaxf(x[i][j], 0.f);
+      // What is too small for the last half is counted in its units.
+      const uint32_t depth = top - detail::half_of(value), half = min(depth, kHalves - 1);
+      atomicAdd(&sums[half][lane_idx],
+                detail::mantissa_of(value) >> min(depth / 2 - half / 2, 31u));
     }
   }
   __syncthreads();
-  // Four threads to a binade; each begins at another bank.
-  const uint32_t binade = threadIdx.x / 4, column = threadIdx.x % 4 * 8;
+  // Two threads to a half; each begins at another bank.
+  const uint32_t half = threadIdx.x / 2, column = threadIdx.x % 2 * 16;
   uint64_t sum = 0;
 #pragma unroll
-  for (uint32_t j = 0; j < 8; ++j) sum += sums[binade][column + (j + binade) % 8];
+  for (uint32_t j = 0; j < 16; ++j) sum += sums[half][column + (j + half) % 16];
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
   const detail::NucleusWorkspace workspace(params);
   const uint64_t stat = uint64_t{row_idx} * workspace.num_tiles + tile;
-  if (threadIdx.x % 4 == 0) workspace.binades[stat * kBinades + binade] = sum;
+  if (threadIdx.x % 2 == 0) workspace.halves[stat * kHalves + half] = sum;
   if (threadIdx.x == 0) workspace.maxima[stat] = max;
 }
 
@@ -141,10 +146,11 @@ struct NucleusStorage {
       uint32_t offsets[kNumBins];  // sum of their distances from the bin's largest
       uint64_t pivot_sums[StreamLayout::kMaxTiles];
     };
-    uint64_t sums[kWarps][NucleusLayout::kBinades];
+    ulonglong2 sums[kWarps][32];  // of two halves
     SelectStorage select;
   };
   uint64_t tile_weights[StreamLayout::kMaxTiles];
+  float tile_maxima[StreamLayout::kMaxTiles];
   uint64_t warp_values[2 * kWarps];
   uint64_t above;
   uint32_t bin;
@@ -155,84 +161,105 @@ struct NucleusStorage {
 
 namespace detail {
 
-// In units of the row's weights: of the largest's mantissa, twenty binary places are kept.
+// In units of the row's weights: of the largest's mantissa, twenty binary places are kept. `depth`
+// in halves below the upper one of the largest.
 __device__ __forceinline__ uint64_t to_units(uint64_t mantissas, uint32_t depth) {
-  return depth <= 20 ? mantissas << (20 - depth) : depth < 84 ? mantissas >> (depth - 20) : 0;
+  const uint32_t octaves = depth / 2;
+  return octaves <= 20  ? mantissas << (20 - octaves)
+         : octaves < 84 ? mantissas >> (octaves - 20)
+                        : 0;
 }
 
-// The sums of a row, held by 512 threads: lane l of warp w has binade l of the tiles w, w + 16, ...
-struct RowBinades {
+// The sums of a row, held by 512 threads: lane l of warp w has two halves, one octave, of each of
+// the tiles w, w + 16, ...
+struct RowHalves {
   static constexpr int kPerWarp = StreamLayout::kMaxTiles / NucleusStorage::kWarps;
-  uint64_t sums[kPerWarp];
   static constexpr uint32_t kNoTile = 0xffffffffu;
-  uint32_t depths[kPerWarp];  // below the row's largest element; of a warp's last tiles kNoTile
+  ulonglong2 sums[kPerWarp];  // the upper half first
+  uint32_t depths[kPerWarp];  // of the upper half; of a warp's last tiles kNoTile
   float max;                  // of the row; NaN if it has one
-  uint32_t top;               // exponent of that
+  uint32_t top;               // upper half of the largest element
 
-  __device__ __forceinline__ void load(const NucleusWorkspace& workspace, uint64_t input_row,
-                                       uint32_t num_tiles) {
+  // The tiles' maxima are in `storage` after the next barrier.
+  __device__ __forceinline__ void load(NucleusStorage& storage, const NucleusWorkspace& workspace,
+                                       uint64_t input_row, uint32_t num_tiles) {
     const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
     const uint64_t first = input_row * num_tiles;
+    const auto* octaves =
+        reinterpret_cast<const ulonglong2*>(workspace.halves + first * NucleusLayout::kHalves);
     max = negative_infinity();
 #pragma unroll
     for (uint32_t i = 0; i < StreamLayout::kMaxTiles / 32; ++i) {
-      if (lane_idx + 32 * i < num_tiles) {
-        max = max_nan(max, workspace.maxima[first + lane_idx + 32 * i]);
-      }
+      const uint32_t tile = lane_idx + 32 * i;
+      const float tile_max =
+          tile < num_tiles ? workspace.maxima[first + tile] : negative_infinity();
+      if (warp_idx == 0) storage.tile_maxima[tile] = tile_max;
+      max = max_nan(max, tile_max);
     }
 #pragma unroll
     for (uint32_t i = 0; i < kPerWarp; ++i) {
       const uint32_t tile = warp_idx + NucleusStorage::kWarps * i;
-      sums[i] = depths[i] = 0;
+      sums[i] = {0, 0};
+      depths[i] = 0;
       if (tile < num_tiles) {
-        sums[i] = workspace.binades[(first + tile) * NucleusLayout::kBinades + lane_idx];
-        depths[i] = exponent_of(workspace.maxima[first + tile]);
+        sums[i] = octaves[tile * 32 + lane_idx];
+        depths[i] = upper_half_of(workspace.maxima[first + tile]);
       }
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
       max = max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
     }
-    top = exponent_of(max);
+    top = upper_half_of(max);
     // A tile that has no positive element may have an exponent of its own.
 #pragma unroll
     for (uint32_t i = 0; i < kPerWarp; ++i) {
-      depths[i] = depths[i] == 0 ? kNoTile : top - min(depths[i], top) + lane_idx;
+      depths[i] = depths[i] == 0 ? kNoTile : top - min(depths[i], top) + 2 * lane_idx;
     }
   }
 
-  // Weight of each binade of the row, the lane's; and of all that is deeper. Contains a barrier.
-  __device__ __forceinline__ uint64_t add_up(NucleusStorage& storage, uint64_t* deeper) const {
+  // Weights of the row's halves 2 l and 2 l + 1, and of all that is deeper. Contains a barrier.
+  __device__ __forceinline__ ulonglong2 add_up(NucleusStorage& storage, uint64_t* deeper) const {
     const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
-    uint64_t sum = 0, rest = 0;
+    ulonglong2 sum = {0, 0};
+    uint64_t rest = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kPerWarp; ++i) {
       if (depths[i] == kNoTile) break;
-      const uint32_t shift = depths[i] - lane_idx;
-      const uint64_t shifted = __shfl_sync(0xffffffffu, sums[i], (lane_idx - shift) % 32);
-      if (lane_idx >= shift) sum += shifted;
-      if (depths[i] >= NucleusLayout::kBinades) rest += to_units(sums[i], depths[i]);
+      const uint32_t shift = depths[i] / 2 - lane_idx, from = (lane_idx - shift) % 32;
+      const uint64_t upper = __shfl_sync(0xffffffffu, sums[i].x, from);
+      const uint64_t lower = __shfl_sync(0xffffffffu, sums[i].y, from);
+      if (lane_idx >= shift) {
+        sum.x += upper;
+        sum.y += lower;
+      }
+      if (depths[i] >= NucleusLayout::kHalves) rest += to_units(sums[i].x + sums[i].y, depths[i]);
     }
     storage.sums[warp_idx][lane_idx] = sum;
     rest = warp_sum_u64(rest);
     if (lane_idx == 0) storage.warp_values[warp_idx] = rest;
     __syncthreads();
-    sum = *deeper = 0;
+    sum = {0, 0};
+    *deeper = 0;
 #pragma unroll
     for (uint32_t w = 0; w < NucleusStorage::kWarps; ++w) {
-      sum += storage.sums[w][lane_idx];
+      const ulonglong2 part = storage.sums[w][lane_idx];
+      sum.x += part.x;
+      sum.y += part.y;
       *deeper += storage.warp_values[w];
     }
-    return to_units(sum, lane_idx);
+    return {to_units(sum.x, 2 * lane_idx), to_units(sum.y, 2 * lane_idx)};
   }
 
-  // Writes the weight that each tile has in the binades less deep than `end`.
+  // Writes the weight that each tile has in the halves less deep than `end`.
   __device__ __forceinline__ void add_up_tiles(NucleusStorage& storage, uint32_t end) const {
 #pragma unroll
     for (uint32_t i = 0; i < kPerWarp; ++i) {
       uint64_t sum = 0;
       if (depths[i] != kNoTile) {
-        sum = warp_sum_u64(depths[i] < end ? to_units(sums[i], depths[i]) : uint64_t{0});
+        if (depths[i] < end) sum = to_units(sums[i].x, depths[i]);
+        if (depths[i] + 1 < end) sum += to_units(sums[i].y, depths[i]);
+        sum = warp_sum_u64(sum);
       }
       if (threadIdx.x % 32 == 0) {
         storage.tile_weights[threadIdx.x / 32 + NucleusStorage::kWarps * i] = sum;
@@ -245,8 +272,8 @@ struct RowBinades {
 // storage.tile_weights. The token and its value are in `storage` after the next barrier.
 template <typename T>
 __device__ __forceinline__ void draw_by_tiles(NucleusStorage& storage, const SamplingParams& params,
-                                              const T* row, const float* maxima, uint32_t top,
-                                              float threshold, uint64_t bits) {
+                                              const T* row, uint32_t top, float threshold,
+                                              uint64_t bits) {
   const uint32_t lane_idx = threadIdx.x % 32;
   constexpr int kPerLane = StreamLayout::kMaxTiles / 32;
   uint64_t total = 0;
@@ -268,25 +295,25 @@ __device__ __forceinline__ void draw_by_tiles(NucleusStorage& storage, const Sam
     target -= __shfl_sync(0xffffffffu, inclusive, 31);
   }
   // The tile's own unit is as much smaller as its largest element is.
-  const float max = maxima[tile];
+  const float max = storage.tile_maxima[tile];
   draw_from_tile(row, params.vocab_size, tile, ProbWeight(max, 1.f), threshold,
-                 target << (top - exponent_of(max)), storage.warp_values,
+                 target << ((top - upper_half_of(max)) / 2), storage.warp_values,
                  [&](uint32_t token, float value) {
                    storage.token = token;
                    storage.value = value;
                  });
 }
 
-// Appends the elements with one exponent to a list, as mantissa << 7 | tile; `x` are those of a
+// Appends the elements of one half to a list, as mantissa << 7 | tile; `x` are those of a
 // thread, kPerTile of each of consecutive tiles.
 template <int kPerTile, int N>
-__device__ __forceinline__ void append_binade(const float (&x)[N], uint32_t exponent, uint32_t tile,
-                                              uint32_t* count, uint32_t* list) {
+__device__ __forceinline__ void append_half(const float (&x)[N], uint32_t half, uint32_t tile,
+                                            uint32_t* count, uint32_t* list) {
   static_assert(N <= 32 && StreamLayout::kMaxTiles <= 128);
   uint32_t mask = 0;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    mask |= static_cast<uint32_t>(x[j] > 0.f && exponent_of(x[j]) == exponent) << j;
+    mask |= static_cast<uint32_t>(x[j] > 0.f && half_of(x[j]) == half) << j;
   }
   const auto mine = static_cast<uint32_t>(__popc(mask));
   if (!__any_sync(0xffffffffu, mine)) return;
@@ -381,7 +408,6 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
   constexpr int kMine = NucleusLayout::kCapacity / 512;
   const auto input_row = static_cast<uint32_t>(input_row_of(params, out_row));
   const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
-  const float* maxima = workspace.maxima + uint64_t{input_row} * workspace.num_tiles;
   uint32_t entries[kMine];
 #pragma unroll
   for (uint32_t i = 0; i < kMine; ++i) {
@@ -410,14 +436,14 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
     __syncthreads();
   }
 
-  RowBinades binades;
-  binades.load(workspace, input_row, workspace.num_tiles);
+  RowHalves halves;
+  halves.load(storage, workspace, input_row, workspace.num_tiles);
   const uint64_t bits = row_bits(params, out_row, 1);
   if (!is_complete) {
     // The exact search of select.cuh.
-    const ProbWeight weight(binades.max, 1.f);
+    const ProbWeight weight(halves.max, 1.f);
     RowCluster<T, false> whole(row, params.vocab_size, nullptr, 0, storage.warp_values);
-    const RowMaxima all{binades.max, negative_infinity(), negative_infinity()};
+    const RowMaxima all{halves.max, negative_infinity(), negative_infinity()};
     const float threshold =
         find_threshold<Traits>(whole, storage.select, all, weight, 0, params.top_p[input_row], 0.f);
     if (pending.value >= threshold) {
@@ -439,14 +465,14 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
       add_with_carry(&storage.pivot_sums[entries[i] & 127], mantissa);
     }
   }
-  const uint32_t depth = binades.top - pending.exponent;
-  binades.add_up_tiles(storage, depth);
+  const uint32_t depth = halves.top - pending.half;
+  halves.add_up_tiles(storage, depth);
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < StreamLayout::kMaxTiles; i += blockDim.x) {
     storage.tile_weights[i] += to_units(storage.pivot_sums[i], depth);
   }
   __syncthreads();
-  draw_by_tiles(storage, params, row, maxima, binades.top, compose(pending.exponent, least), bits);
+  draw_by_tiles(storage, params, row, halves.top, compose(pending.half, least), bits);
   __syncthreads();
   if (threadIdx.x == 0) write_token(params, out_row, storage.token);
 }
@@ -466,10 +492,11 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
   const uint32_t out_row = blockIdx.x;
   const uint64_t input_row = detail::input_row_of(params, out_row);
   const bool exists = input_row < params.num_input_rows;
-  detail::RowBinades binades;
-  binades.load(workspace, exists ? input_row : 0, exists ? workspace.num_tiles : 0);
   const float p = params.top_p[exists ? static_cast<uint32_t>(input_row) : 0];
-  const bool valid = detail::has_distribution<false>(binades.max) && p == p;
+  detail::RowHalves halves;
+  halves.load(storage, workspace, exists ? input_row : 0, exists ? workspace.num_tiles : 0);
+  const uint64_t bits = detail::row_bits(params, out_row);
+  const bool valid = detail::has_distribution<false>(halves.max) && p == p;
   if (threadIdx.x == 0) {
     if (params.valid) params.valid[out_row] = valid;
     if (!valid) detail::write_token(params, out_row, 0);
@@ -477,44 +504,46 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
   }
   if (!valid) return;
 
-  // The first binade, from the largest on, with which the target is reached.
+  // The first half, from the largest element's octave on, with which the target is reached.
   uint64_t deeper;
-  const uint64_t weight = binades.add_up(storage, &deeper);
-  const uint64_t inclusive = warp_inclusive_sum(weight);
+  const ulonglong2 weights = halves.add_up(storage, &deeper);
+  const uint64_t inclusive = warp_inclusive_sum(weights.x + weights.y);
   const uint64_t total = __shfl_sync(0xffffffffu, inclusive, 31) + deeper;
   const uint64_t wanted = detail::top_p_target(p, total);
   const uint32_t reached = __ballot_sync(0xffffffffu, inclusive >= wanted);
-  const uint32_t depth = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
-  const uint64_t before = __shfl_sync(0xffffffffu, inclusive - weight, depth);
+  const uint32_t octave = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
+  uint64_t before = __shfl_sync(0xffffffffu, inclusive - weights.x - weights.y, octave);
+  const uint64_t upper = __shfl_sync(0xffffffffu, weights.x, octave);
+  const bool is_lower = before + upper < wanted;
+  if (is_lower) before += upper;
+  const uint32_t depth = 2 * octave + is_lower;
   const bool keeps_all = p >= 1.f;
-  // The last binade of a tile is not one alone.
-  const bool is_too_deep = depth >= NucleusLayout::kBinades - 1 || depth >= binades.top;
+  // The last octave of a tile has all that is deeper as well.
+  const bool is_too_deep = octave >= 31 || depth + 2 > halves.top;
 
   const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
-  const float* maxima = workspace.maxima + input_row * workspace.num_tiles;
   NucleusLayout::Pending pending{};
   pending.value = negative_infinity();  // less than any threshold
   if (keeps_all || !is_too_deep) {
-    pending.exponent = binades.top - depth;
-    binades.add_up_tiles(storage, keeps_all ? 0xffffffffu : depth + 1);
+    pending.half = halves.top - depth;
+    halves.add_up_tiles(storage, keeps_all ? 0xffffffffu : depth + 1);
     __syncthreads();
-    // The binade of exponent 1 begins at 0.
-    const float floor = keeps_all              ? negative_infinity()
-                        : pending.exponent > 1 ? detail::compose(pending.exponent, 1u << 23)
-                                               : 0.f;
-    detail::draw_by_tiles(storage, params, row, maxima, binades.top, floor,
-                          detail::row_bits(params, out_row));
+    // The least half begins at 0.
+    const float floor = keeps_all          ? negative_infinity()
+                        : pending.half > 2 ? __uint_as_float(pending.half << 22)
+                                           : 0.f;
+    detail::draw_by_tiles(storage, params, row, halves.top, floor, bits);
     __syncthreads();
     pending.token = storage.token;
     pending.value = storage.value;
-    if (keeps_all || detail::exponent_of(pending.value) > pending.exponent) {
+    if (keeps_all || detail::half_of(pending.value) > pending.half) {
       if (threadIdx.x == 0) detail::write_token(params, out_row, pending.token);
       return;
     }
     // In mantissas of the pivot.
     const uint64_t left = wanted - before;
-    pending.needed = depth <= 20 ? (left + (uint64_t{1} << (20 - depth)) - 1) >> (20 - depth)
-                                 : left << (depth - 20);
+    pending.needed = octave <= 20 ? (left + (uint64_t{1} << (20 - octave)) - 1) >> (20 - octave)
+                                  : left << (octave - 20);
   }
   if constexpr (kAlone) {
     extern __shared__ uint32_t own_list[];
@@ -525,8 +554,8 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
 #pragma unroll 1
       for (uint32_t tile = 0; tile < workspace.num_tiles; tile += kTiles) {
         detail::load_tiles<kTiles, 512>(row, params.vocab_size, tile, x);
-        detail::append_binade<StreamLayout::kTileSize / 512>(x, pending.exponent, tile,
-                                                             &storage.list_size, own_list);
+        detail::append_half<StreamLayout::kTileSize / 512>(x, pending.half, tile,
+                                                           &storage.list_size, own_list);
       }
       __syncthreads();
       list_size = storage.list_size;
@@ -556,8 +585,8 @@ __global__ void __launch_bounds__(512)
                  detail::input_row_of(params, out_row) * params.input_stride;
   float x[kTiles * kPerTile];
   detail::load_tiles<kTiles, 512>(row, params.vocab_size, blockIdx.x * kTiles, x);
-  detail::append_binade<kPerTile>(x, pending.exponent, blockIdx.x * kTiles, &pending.list_size,
-                                  workspace.list(out_row));
+  detail::append_half<kPerTile>(x, pending.half, blockIdx.x * kTiles, &pending.list_size,
+                                workspace.list(out_row));
 }
 
 // Grid: output rows; 512 threads.
@@ -581,7 +610,7 @@ template <typename Traits>
 inline cudaError_t launch_nucleus_sampling(const SamplingParams& params, bool enable_pdl,
                                            cudaStream_t stream) {
   cudaError_t status =
-      launch_tiles(binade_kernel<Traits>, 128, params.num_input_rows, params, enable_pdl, stream);
+      launch_tiles(halves_kernel<Traits>, 128, params.num_input_rows, params, enable_pdl, stream);
   const dim3 rows(params.num_rows), threads(512);
   if (status != cudaSuccess) return status;
   if (!NucleusLayout::lists_pending(params.num_rows)) {

@@ -53,14 +53,14 @@ struct StreamLayout {
 
 // Of top-p draws from probabilities (nucleus.cuh).
 struct NucleusLayout {
-  static constexpr uint32_t kBinades = 32;      // of a tile, from its largest element's on
+  static constexpr uint32_t kHalves = 64;  // of octaves, of a tile, from its largest element's on
   static constexpr uint32_t kCapacity = 8192;   // elements of a row's list
   static constexpr uint32_t kTilesPerList = 4;  // that a CTA of 512 threads looks through at once
 
   // A row whose token must be compared with the end of the nucleus.
   struct Pending {
-    uint64_t needed;    // sum of mantissas with which the nucleus ends
-    uint32_t exponent;  // of the binade where it ends
+    uint64_t needed;  // sum of mantissas with which the nucleus ends
+    uint32_t half;    // of the octave where it ends
     uint32_t token;
     float value;  // of the token
     uint32_t list_size;
@@ -83,14 +83,14 @@ constexpr bool samples_by_stream(SamplingFilter filter, SamplingOutput output, b
 }
 
 // Bytes of the workspace, for a configuration that runs by stream. Top-p: the sums of the tiles'
-// binades and their maxima, then a state and a list of each row. Others: the tiles' statistics of
+// halves and their maxima, then a state and a list of each row. Others: the tiles' statistics of
 // all input rows, then for top-k the groups' maxima.
 constexpr uint64_t workspace_bytes(SamplingFilter filter, uint64_t num_input_rows,
                                    uint64_t num_rows, uint32_t vocab_size) {
   const uint64_t num_tiles = num_input_rows * StreamLayout::num_tiles(vocab_size);
   if (filter == SamplingFilter::kTopP) {
     const uint64_t num_pending = NucleusLayout::lists_pending(num_rows) ? num_rows : 0;
-    return num_tiles * (NucleusLayout::kBinades * sizeof(uint64_t) + sizeof(float)) +
+    return num_tiles * (NucleusLayout::kHalves * sizeof(uint64_t) + sizeof(float)) +
            num_pending *
                (sizeof(NucleusLayout::Pending) + NucleusLayout::kCapacity * sizeof(uint32_t));
   }

@@ -432,21 +432,31 @@ __device__ __forceinline__ void draw_from_candidates(const SamplingParams& param
                                                      FinishStorage& storage, uint32_t k, float p,
                                                      uint64_t total, uint64_t bits,
                                                      uint32_t out_row) {
-  // At most one candidate per thread.
-  const uint32_t count = storage.num_candidates;
-  const bool mine = threadIdx.x < count;
-  const uint32_t key = mine ? storage.keys[threadIdx.x] : 0;
+  // One thread per candidate, or four where there are as many.
+  const uint32_t count = storage.num_candidates, parts = count <= blockDim.x / 4 ? 4 : 1;
+  const uint32_t candidate = threadIdx.x / parts, part = threadIdx.x % parts;
+  const auto sum_parts = [&](auto x) {
+    if (parts == 4) {
+      x += __shfl_xor_sync(0xffffffffu, x, 1);
+      x += __shfl_xor_sync(0xffffffffu, x, 2);
+    }
+    return x;
+  };
+  const bool mine = candidate < count;
+  const uint32_t key = mine ? storage.keys[candidate] : 0;
   uint32_t rank = 0;
   uint64_t from_here = 0;  // sum of the weights of candidates that are not smaller
   if (mine) {
 #pragma unroll 8
-    for (uint32_t i = 0; i < count; ++i) {
+    for (uint32_t i = part; i < count; i += parts) {
       const bool counts = storage.keys[i] >= key;
       rank += counts;
       from_here += counts ? storage.weights[i] : 0;
     }
-    if (rank >= k) atomicMax(&storage.top_k_key, key);
   }
+  rank = sum_parts(rank);
+  from_here = sum_parts(from_here);
+  if (mine && rank >= k) atomicMax(&storage.top_k_key, key);
   __syncthreads();
   uint32_t threshold = storage.top_k_key;
   if (mine && key == threshold) storage.kept = from_here;
@@ -462,15 +472,18 @@ __device__ __forceinline__ void draw_from_candidates(const SamplingParams& param
   }
   __syncthreads();
   const uint64_t target = __umul64hi(bits, storage.kept);
-  if (!mine || key < threshold) return;
-  const uint32_t index = storage.indices[threadIdx.x];
+  const uint32_t index = mine ? storage.indices[candidate] : 0;
   uint64_t before = 0;
+  if (mine && key >= threshold) {
 #pragma unroll 8
-  for (uint32_t i = 0; i < count; ++i) {
-    const bool counts = storage.keys[i] >= threshold && storage.indices[i] < index;
-    before += counts ? storage.weights[i] : 0;
+    for (uint32_t i = part; i < count; i += parts) {
+      const bool counts = storage.keys[i] >= threshold && storage.indices[i] < index;
+      before += counts ? storage.weights[i] : 0;
+    }
   }
-  if (before <= target && target < before + storage.weights[threadIdx.x]) {
+  before = sum_parts(before);
+  if (mine && part == 0 && key >= threshold && before <= target &&
+      target < before + storage.weights[candidate]) {
     write_token(params, out_row, index);
   }
 }
