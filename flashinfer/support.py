@@ -28,6 +28,7 @@ _ON_HOPPER = (
     "fused_norm",
     "norm",
     "page",
+    "qk_norm_rope",
     "quantization",
     "rope",
     "rope_quantize",

@@ -63,6 +63,18 @@ def test_many_random_segments(device):
     assert_matches_reference(segment_packbits, x=x, indptr=indptr, bitorder="little")
 
 
+@pytest.mark.parametrize("bitorder", ORDERS)
+def test_long_segments(bitorder, device):
+    """Long enough on average for CTAs that are in one segment, with short ones between."""
+    lengths = torch.tensor([1_000_003, 0, 5, 131_072, 700_001, 1, 262_147], device=device)
+    indptr = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    for offset in (0, 3):
+        x = _mask(int(indptr[-1]), device, offset)
+        packed, _ = segment_packbits(x, indptr, bitorder)
+        parts = [packbits(part, bitorder) for part in x.split(lengths.tolist())]
+        assert torch.equal(packed, torch.cat(parts))
+
+
 def test_more_than_2_to_the_31_bytes(device, full):
     if not full:
         pytest.skip("2 GB; run with --full")
