@@ -111,6 +111,7 @@ class AttentionPlanner {
  private:
   static constexpr int64_t kMaxColumns = 32767;  // times 65535 heads, a grid is below 2^31
   static constexpr int64_t kSumsBytes = 8;       // of a row of a slot, besides its output
+
   struct Piece {
     int32_t tile;
     int32_t kv_begin;
