@@ -67,9 +67,12 @@ def _check(routine: Routine, backend: Backend, arguments: dict[str, Any]) -> Non
     """Raise AssertionError unless the backend computes what the reference does."""
     api = Backend(routine.api).resolve()
     taken = backend.arguments(arguments)
-    check_against(
-        backend.resolve(), template_of(api, taken), taken, CheckOptions(roundings=backend.roundings)
-    )
+    template = template_of(api, taken)
+    if routine.check_options:
+        options = routine.check_options(template, taken)
+    else:
+        options = CheckOptions(roundings=backend.roundings)
+    check_against(backend.resolve(), template, taken, options)
 
 
 def _measured(routine: Routine, backend: Backend, case: Namespace, timer: Timer) -> Row:

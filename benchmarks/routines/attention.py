@@ -15,6 +15,7 @@ import torch
 
 import flashinfer
 from flashinfer.testing import make_tensor
+from flashinfer.testing.attention import attention_check_options
 from flashinfer.testing.flops import attention_flops_with_actual_seq_lens
 
 from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
@@ -285,6 +286,7 @@ def _register_wrapper(
             writes=["out"],
             fresh=_cache_bytes(cache) if cache else None,
             flops=flops,
+            check_options=attention_check_options,
             backends={"fa2": Backend(api)},
         )
     )
@@ -309,6 +311,7 @@ def _register_single(
             writes=[],
             fresh=_result_bytes,
             flops=flops,
+            check_options=attention_check_options,
             backends={"fa2": Backend(api), **(peers or {})},
         )
     )
@@ -341,5 +344,5 @@ _register_single(
     _build_single_prefill,
     [_QO, _KV, *_HEADS, _CAUSAL],
     flops=_flops,
-    peers={"torch": Backend(torch_attention, roundings=2)},
+    peers={"torch": Backend(torch_attention)},
 )

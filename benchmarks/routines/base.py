@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from flashinfer.testing import CheckOptions
+
 Arguments = dict[str, Any]
 
 _DTYPES = {
@@ -131,6 +133,9 @@ class Routine:
         that the bandwidth is computed from; an argument that is updated in place is in both.
     fresh : Callable[[dict], int], optional
         From the arguments: bytes of the results that the function allocates itself.
+    check_options : Callable[[TraceTemplate, dict], CheckOptions], optional
+        From the template and the arguments: how closely to compare. By default the results may be
+        off by as many roundings as the backend says.
     flops : Callable[[Namespace], int], optional
         Floating-point operations of a call, where arithmetic is what limits it.
     backends : Mapping[str, Backend]
@@ -146,6 +151,7 @@ class Routine:
     backends: Mapping[str, Backend]
     flops: Callable[[Namespace], int] | None = None
     fresh: Callable[[Arguments], int] | None = None
+    check_options: Callable[[Any, Arguments], CheckOptions] | None = None
 
     def nbytes(self, arguments: Mapping[str, Any]) -> int:
         """Bytes that a call must move, from its arguments."""

@@ -1,25 +1,17 @@
-"""Random batches of attention, and how closely a result must agree with the reference.
-
-The kernel rounds each probability to the type it multiplies with, so an output is off by
-sum_j p_j e_j v_j with independent errors |e_j| <= u. Its deviation is at most u sqrt(sum p_j^2
-v_j^2), which the reference gives by a second call with doubled logits and squared values: a bound
-tight enough to see one wrong key among a thousand. The LSE is accumulated in float32 from exact
-products; its bound is a thousandth.
-"""
+"""Random batches of attention, and their comparison with the reference."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import flashinfer
-from flashinfer.testing import CheckOptions, assert_matches_reference
-from flashinfer.testing.numerics import ErrorBound, unit_roundoff
-from flashinfer.trace.template import TraceTemplate, resolve_template
+from flashinfer.testing import assert_matches_reference
+from flashinfer.testing.attention import attention_check_options
+from flashinfer.trace.template import resolve_template
 
 WORKSPACE_BYTES = 64 << 20
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -188,93 +180,10 @@ def check_ragged(wrapper: Any, batch: Batch, device: torch.device, **run: Any) -
     return check(type(wrapper).run, self=wrapper, return_lse=True, **arguments)
 
 
-# ---- bounds ------------------------------------------------------------------------------------
-
-
 def check(api: Any, **arguments: Any) -> dict[str, Any]:
-    """One call against the reference of its template, within the bounds of this module."""
+    """One call against the reference of its template, within rounding."""
     if not arguments["q"].is_cuda:  # the reference against itself
         return assert_matches_reference(api, **arguments)
     template = resolve_template(api.__flashinfer_trace__, arguments)
     assert template is not None
-    return assert_matches_reference(api, AttentionBounds.of(template, arguments), **arguments)
-
-
-@dataclasses.dataclass(frozen=True)
-class _SpreadBound(ErrorBound):
-    """An error bound with a part of its own for each element."""
-
-    spread: torch.Tensor | None = None
-
-    def systematic(self, expected: torch.Tensor) -> torch.Tensor:
-        assert self.spread is not None
-        return super().systematic(expected) + self.spread
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionBounds(CheckOptions):
-    """Bounds of the output and of the LSE of one call."""
-
-    output: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, template: TraceTemplate, arguments: dict[str, Any]) -> AttentionBounds:
-        gathered = template.gathered(arguments)
-        output, noise = error_of(template, gathered)
-        return cls(output=output, lse=noise)
-
-    def bound_for(self, output: torch.Tensor, arguments: Any) -> ErrorBound:
-        if output.dtype == torch.float32:
-            return _SpreadBound(0.0, 2.0**-20, 1e-3, spread=self.lse)
-        # The output's own rounding; sums in float32 of terms that cancel.
-        unit = unit_roundoff(output.dtype)
-        return _SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.output)
-
-
-def error_of(template: TraceTemplate, gathered: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds of what rounding of probabilities, and of rotated keys, does to output and LSE."""
-    values = "v_cache" if "v_cache" in gathered else "v"
-    keys = "k_cache" if "k_cache" in gathered else "k"
-    finite = gathered[values].double().nan_to_num(0.0)
-    soft_cap = gathered.get("logits_soft_cap")
-    doubled = {
-        **gathered,
-        "sm_scale": 2 * gathered["sm_scale"],
-        "logits_soft_cap": 2 * soft_cap if soft_cap else 0.0,
-        values: finite.square(),
-        "v_scale": 1.0,
-    }
-    if gathered.get("sinks") is not None:
-        doubled["sinks"] = 2 * gathered["sinks"]
-    _, lse = _both_results(template, gathered)
-    squares, lse_of_squares = _both_results(template, doubled)
-    # ALiBi's slopes cannot be doubled: then the largest probability stands for all of them.
-    shift = (lse_of_squares - 2 * lse).nan_to_num(0.0).clamp(max=0.0)
-    if gathered.get("pos_encoding_mode") == "ALIBI":
-        largest = finite.abs().max() if finite.numel() else finite.sum()
-        squares, shift = torch.full_like(squares, float(largest) ** 2), shift * 0
-    deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
-
-    unit = unit_roundoff(gathered["q"].dtype)
-    if gathered[keys].dtype in FLOAT8:
-        unit = unit_roundoff(torch.float16)
-    logit_error = _rotated_error(gathered, keys)
-    factor = (8 * unit + 4 * logit_error) * abs(gathered.get("v_scale", 1.0))
-    return factor * deviation, torch.full_like(lse, 2 * logit_error)
-
-
-def _both_results(template: TraceTemplate, gathered: Any) -> Any:
-    """Output and LSE, also where the call returns no LSE."""
-    taken = inspect.signature(template.reference).parameters
-    return template.reference(**{k: v for k, v in gathered.items() if k in taken})
-
-
-def _rotated_error(gathered: Any, keys: str) -> float:
-    """Deviation of a logit when q and k are rounded again after rotation."""
-    if gathered.get("pos_encoding_mode") != "ROPE_LLAMA":
-        return 0.0
-    q, k = gathered["q"], gathered[keys]
-    units = [unit_roundoff(q.dtype), unit_roundoff(k.dtype)]
-    # Entries are near N(0, 1): a product's rounding errors add up over sqrt(head_dim).
-    return abs(gathered["sm_scale"]) * q.shape[-1] ** 0.5 * (units[0] ** 2 + units[1] ** 2) ** 0.5
+    return assert_matches_reference(api, attention_check_options(template, arguments), **arguments)

@@ -1,0 +1,113 @@
+"""How closely attention must agree with its reference.
+
+A kernel rounds each probability to the type it multiplies with, so an output is off by
+sum_j p_j e_j v_j with independent errors |e_j| <= u. Its deviation is at most u sqrt(sum p_j^2
+v_j^2), which the reference gives by a second call with doubled logits and squared values: a bound
+tight enough to see one wrong key among a thousand. The LSE is accumulated in float32 from exact
+products; its bound is a thousandth."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..dtypes import FLOAT8
+from ..trace.template import TraceTemplate
+from .numerics import ErrorBound, unit_roundoff
+from .reference import CheckOptions
+
+__all__ = ["attention_check_options"]
+
+
+def attention_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> CheckOptions:
+    """Bounds of the output and of the LSE of one call.
+
+    Parameters
+    ----------
+    template : TraceTemplate
+        Of an attention function or the ``run`` of a wrapper.
+    arguments : Mapping[str, Any]
+        Of the call, by name.
+    """
+    gathered = template.gathered(arguments)
+    output, lse = _errors(template, gathered)
+    return _AttentionBounds(output=output, lse=lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SpreadBound(ErrorBound):
+    """An error bound with a part of its own for each element."""
+
+    spread: torch.Tensor | None = None
+
+    def systematic(self, expected: torch.Tensor) -> torch.Tensor:
+        assert self.spread is not None
+        return super().systematic(expected) + self.spread
+
+
+@dataclasses.dataclass(frozen=True)
+class _AttentionBounds(CheckOptions):
+    """What `attention_check_options` returns."""
+
+    output: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+    def bound_for(self, output: torch.Tensor, arguments: Any) -> ErrorBound:
+        if output.dtype == torch.float32:
+            return _SpreadBound(0.0, 2.0**-20, 1e-3, spread=self.lse)
+        # The output's own rounding; sums in float32 of terms that cancel.
+        unit = unit_roundoff(output.dtype)
+        return _SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.output)
+
+
+def _errors(template: TraceTemplate, gathered: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of what rounding of probabilities, and of rotated keys, does to output and LSE."""
+    values = "v_cache" if "v_cache" in gathered else "v"
+    keys = "k_cache" if "k_cache" in gathered else "k"
+    finite = gathered[values].double().nan_to_num(0.0)
+    soft_cap = gathered.get("logits_soft_cap")
+    doubled = {
+        **gathered,
+        "sm_scale": 2 * gathered["sm_scale"],
+        "logits_soft_cap": 2 * soft_cap if soft_cap else 0.0,
+        values: finite.square(),
+        "v_scale": 1.0,
+    }
+    if gathered.get("sinks") is not None:
+        doubled["sinks"] = 2 * gathered["sinks"]
+    _, lse = _both_results(template, gathered)
+    squares, lse_of_squares = _both_results(template, doubled)
+    # ALiBi's slopes cannot be doubled: then the largest probability stands for all of them.
+    shift = (lse_of_squares - 2 * lse).nan_to_num(0.0).clamp(max=0.0)
+    if gathered.get("pos_encoding_mode") == "ALIBI":
+        largest = finite.abs().max() if finite.numel() else finite.sum()
+        squares, shift = torch.full_like(squares, float(largest) ** 2), shift * 0
+    deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
+
+    unit = unit_roundoff(gathered["q"].dtype)
+    if gathered[keys].dtype in FLOAT8:
+        unit = unit_roundoff(torch.float16)
+    logit_error = _rotated_error(gathered, keys)
+    factor = (8 * unit + 4 * logit_error) * abs(gathered.get("v_scale", 1.0))
+    return factor * deviation, torch.full_like(lse, 2 * logit_error)
+
+
+def _both_results(template: TraceTemplate, gathered: Any) -> Any:
+    """Output and LSE, also where the call returns no LSE."""
+    assert template.reference is not None
+    taken = inspect.signature(template.reference).parameters
+    return template.reference(**{k: v for k, v in gathered.items() if k in taken})
+
+
+def _rotated_error(gathered: Any, keys: str) -> float:
+    """Deviation of a logit when q and k are rounded again after rotation."""
+    if gathered.get("pos_encoding_mode") != "ROPE_LLAMA":
+        return 0.0
+    q, k = gathered["q"], gathered[keys]
+    units = [unit_roundoff(q.dtype), unit_roundoff(k.dtype)]
+    # Entries are near N(0, 1): a product's rounding errors add up over sqrt(head_dim).
+    return abs(gathered["sm_scale"]) * q.shape[-1] ** 0.5 * (units[0] ** 2 + units[1] ** 2) ** 0.5
