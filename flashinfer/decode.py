@@ -12,6 +12,11 @@ from typing import Any
 import torch
 
 from ._attention.arguments import check_count, check_flag, check_stride_variant, refuse
+from ._attention.jit_functions import (
+    get_batch_decode_module,
+    get_single_decode_module,
+    single_decode_with_kv_cache_with_jit_module,
+)
 from ._attention.paged import check_buffer, host_page_table, keep, page_numbers
 from ._attention.problem import AttentionProblem
 from ._attention.single_request import single_decode_with_kv_cache
@@ -24,7 +29,10 @@ __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",
+    "get_batch_decode_module",
+    "get_single_decode_module",
     "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
 ]
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

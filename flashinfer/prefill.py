@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 from ._attention.arguments import check_count, check_stride_variant, refuse
+from ._attention.jit_functions import (
+    get_batch_prefill_module,
+    get_customize_batch_prefill_module,
+    get_single_prefill_module,
+    single_prefill_with_kv_cache_with_jit_module,
+)
 from ._attention.paged import check_buffer, host_page_table, page_numbers
 from ._attention.prefill import PrefillArguments, PrefillWrapper
 from ._attention.problem import AttentionProblem
@@ -29,8 +35,12 @@ from .trace.templates.attention import paged_prefill_run_trace
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "get_batch_prefill_module",
+    "get_customize_batch_prefill_module",
+    "get_single_prefill_module",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
 ]
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -102,13 +102,13 @@ def single_decode_with_kv_cache(
     torch.Size([32, 128])
     """
     check_flag("use_tensor_cores", use_tensor_cores)
-    _check_tensor("q", q, 2)
-    problem = _problem(
+    check_tensor("q", q, 2)
+    problem = single_problem(
         q[None], k, v, kv_layout, None, pos_encoding_mode, window_left, logits_soft_cap,
         rope_scale, rope_theta,
     )  # fmt: skip
     out = torch.empty((1, *q.shape[:1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = _new_lse(q[None]) if check_flag("return_lse", return_lse) else None
+    lse = new_lse(q[None]) if check_flag("return_lse", return_lse) else None
     scale = logits_scale(sm_scale, q.shape[-1])
     for name, factor in (("q_scale", q_scale), ("k_scale", k_scale)):
         scale *= 1.0 if factor is None else scalar(name, factor)
@@ -219,8 +219,8 @@ def single_prefill_with_kv_cache(
         raise ValueError(
             "`use_fp16_qk_reduction` must be False, got True: logits are summed in float32"
         )
-    _check_tensor("q", q, 3)
-    problem = _problem(
+    check_tensor("q", q, 3)
+    problem = single_problem(
         q, k, v, kv_layout, o_dtype, pos_encoding_mode, window_left, logits_soft_cap, rope_scale,
         rope_theta,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def single_prefill_with_kv_cache(
     if custom_mask is not None or packed_custom_mask is not None:
         _add_mask(problem, len(q), custom_mask, packed_custom_mask, q.device)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=problem.o_data_type, device=q.device)
-    lse = _new_lse(q) if check_flag("return_lse", return_lse) else None
+    lse = new_lse(q) if check_flag("return_lse", return_lse) else None
     scale = logits_scale(sm_scale, q.shape[-1])
     scale *= 1.0 if k_scale is None else scalar("k_scale", k_scale)
     v_factor = 1.0 if v_scale is None else scalar("v_scale", v_scale)
@@ -244,7 +244,7 @@ single_prefill_with_kv_cache_return_lse = functools.partial(
 # --- Details ----------------------------------------------------------------------------------
 
 
-def _problem(
+def single_problem(
     q: torch.Tensor,
     k: Any,
     v: Any,
@@ -256,9 +256,10 @@ def _problem(
     rope_scale: float | None,
     rope_theta: float | None,
 ) -> AttentionProblem:
+    """One ragged request, from the tensors of the call."""
     hnd = is_hnd(kv_layout)
-    _check_tensor("k", k, 3)
-    _check_tensor("v", v, 3)
+    check_tensor("k", k, 3)
+    check_tensor("v", v, 3)
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"`v` must have the tokens and heads of `k`, {list(k.shape)}, got {list(v.shape)}"
@@ -313,14 +314,14 @@ def _add_mask(
     assert problem.qo_indptr is not None
     kv_len = int(problem.kv_indptr[1])
     if packed is None:
-        _check_tensor("custom_mask", mask, 2)
+        check_tensor("custom_mask", mask, 2)
         if mask.dtype != torch.bool or mask.shape != (qo_len, kv_len):
             raise ValueError(
                 f"`custom_mask` must be bool of shape [{qo_len}, {kv_len}], got "
                 f"{str(mask.dtype).removeprefix('torch.')} of shape {list(mask.shape)}"
             )
         packed = packbits(mask.reshape(-1), "little")
-    _check_tensor("packed_custom_mask", packed, 1)
+    check_tensor("packed_custom_mask", packed, 1)
     if packed.dtype != torch.uint8 or packed.numel() != -(-qo_len * kv_len // 8):
         raise ValueError(
             f"`packed_custom_mask` must be uint8 of shape [{-(-qo_len * kv_len // 8)}], got "
@@ -331,11 +332,13 @@ def _add_mask(
     problem.custom_mask, problem.mask_indptr = packed.contiguous(), _no_offset(device)
 
 
-def _new_lse(q: torch.Tensor) -> torch.Tensor:
+def new_lse(q: torch.Tensor) -> torch.Tensor:
+    """Room for the log-sum-exps of `q`."""
     return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def _check_tensor(name: str, tensor: Any, ndim: int) -> None:
+def check_tensor(name: str, tensor: Any, ndim: int) -> None:
+    """Refuse what is no tensor of `ndim` dimensions."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.ndim != ndim:
