@@ -100,3 +100,17 @@ def test_decode_with_two_head_sizes_is_an_error(timer, tmp_path):
     assert cli.main(argv, timer) == cli.FAILED
     (row,) = read_csv(path)
     assert "--head_dim_vo must be --head_dim_qk" in row["status"]
+
+
+def test_host_times_of_plans(capsys):
+    import bench_host_overhead
+
+    multiples = bench_host_overhead.report_attention("cpu", rounds=1)
+    out = capsys.readouterr().out
+    assert multiples.pop("torch.add(a, b, out=o)") == 1.0
+    assert sorted(name.split(",")[0] for name in multiples) == [
+        "decode plan",
+        "decode plan",
+        "prefill plan",
+    ]
+    assert all(name in out for name in multiples) and min(multiples.values()) > 0
