@@ -159,20 +159,19 @@ def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
     """
     found = list(tensors.values())
     distant = []
-    for i, (name, tensor) in enumerate(tensors.items()):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dtype != torch.int32 and tensor.dtype != torch.int64:
-            raise ValueError(
-                f"`{name}` must have dtype int32 or int64, got "
-                f"{str(tensor.dtype).removeprefix('torch.')}"
-            )
-        if tensor.ndim != 1:
-            raise ValueError(f"`{name}` must have 1 dimension, got shape {list(tensor.shape)}")
-        if tensor.device.type != "cpu":
-            distant.append(i)
-        elif tensor.dtype == torch.int64 or not tensor.is_contiguous():
+    for i, tensor in enumerate(found):
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.int32 and tensor.ndim == 1:
+            if not tensor.is_cpu:
+                distant.append(i)
+            elif not tensor.is_contiguous():
+                found[i] = tensor.contiguous()
+            continue
+        name = list(tensors)[i]
+        _check_index_vector(name, tensor)
+        if tensor.is_cpu:
             found[i] = _as_int32(name, tensor)
+        else:
+            distant.append(i)
     if distant:
         names = list(tensors)
         together = torch.cat([found[i] for i in distant]).cpu()
@@ -180,6 +179,18 @@ def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
         for i, part in zip(distant, parts, strict=True):
             found[i] = _as_int32(names[i], part)
     return found
+
+
+def _check_index_vector(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"`{name}` must have dtype int32 or int64, got "
+            f"{str(tensor.dtype).removeprefix('torch.')}"
+        )
+    if tensor.ndim != 1:
+        raise ValueError(f"`{name}` must have 1 dimension, got shape {list(tensor.shape)}")
 
 
 def _as_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -192,15 +203,7 @@ def _as_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def device_indices(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
     """Page numbers as a contiguous int32 vector on `device`."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.int32 and tensor.dtype != torch.int64:
-        raise ValueError(
-            f"`{name}` must have dtype int32 or int64, got "
-            f"{str(tensor.dtype).removeprefix('torch.')}"
-        )
-    if tensor.ndim != 1:
-        raise ValueError(f"`{name}` must have 1 dimension, got shape {list(tensor.shape)}")
+    _check_index_vector(name, tensor)
     if tensor.dtype == torch.int32 and tensor.device == device and tensor.is_contiguous():
         return tensor
     return tensor.to(device=device, dtype=torch.int32).contiguous()

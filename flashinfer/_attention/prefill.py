@@ -125,14 +125,22 @@ class PrefillWrapper(AttentionWrapper):
                 prefix_len_ptr=a.prefix_len_ptr,
                 window_left=a.window_left if a.window_left >= 0 else None,
             )
-        _check_hints(problem, a)
+        if (
+            a.seq_lens_q is not None
+            or a.max_token_per_sequence is not None
+            or a.max_sequence_kv is not None
+            or a.uniform_q_len is not None
+        ):
+            _check_hints(problem, a)
         return problem
 
     def _add_masks(self, problem: AttentionProblem, a: PrefillArguments) -> None:
-        masks = (a.custom_mask, a.packed_custom_mask)
-        items = (a.prefix_len_ptr, a.token_pos_in_items_ptr, a.max_item_len_ptr)
-        has_mask = any(mask is not None for mask in masks)
-        has_items = any(tensor is not None for tensor in items)
+        has_mask = a.custom_mask is not None or a.packed_custom_mask is not None
+        has_items = not (
+            a.prefix_len_ptr is None
+            and a.token_pos_in_items_ptr is None
+            and a.max_item_len_ptr is None
+        )
         if a.token_pos_in_items_len and not has_items:
             raise ValueError(
                 "`token_pos_in_items_len` must be 0 without `prefix_len_ptr` and its like, got "
@@ -145,12 +153,19 @@ class PrefillWrapper(AttentionWrapper):
                 raise ValueError(
                     "`custom_mask` needs `custom_mask_buf` and `mask_indptr_buf` with CUDA graphs"
                 )
-            buffers = (self._custom_mask_buf, self._mask_indptr_buf)
-            add_mask(problem, *masks, self.device, *buffers)
+            masks = (a.custom_mask, a.packed_custom_mask)
+            add_mask(problem, *masks, self.device, self._custom_mask_buf, self._mask_indptr_buf)
         elif self._custom_mask_buf is not None:
             raise ValueError("`custom_mask` must be given: the wrapper has `custom_mask_buf`")
         if has_items:
-            add_items(problem, *items[:2], a.token_pos_in_items_len, items[2], self.device)
+            add_items(
+                problem,
+                a.prefix_len_ptr,
+                a.token_pos_in_items_ptr,
+                a.token_pos_in_items_len,
+                a.max_item_len_ptr,
+                self.device,
+            )
 
     def _graph_capacity(self, problem: AttentionProblem) -> tuple[int, int] | None:
         """Requests, and the query tokens of the first plan."""
@@ -269,9 +284,6 @@ def _check_fp16_reduction(use_fp16_qk_reduction: bool) -> None:
 
 def _check_hints(problem: AttentionProblem, a: PrefillArguments) -> None:
     """What callers say of the lengths besides the index tensors has to be true."""
-    hints = (a.seq_lens_q, a.max_token_per_sequence, a.max_sequence_kv, a.uniform_q_len)
-    if all(hint is None for hint in hints):
-        return
     qo_lengths = problem.qo_lengths()
     longest = int(qo_lengths.max()) if len(qo_lengths) else 0
     if a.seq_lens_q is not None:

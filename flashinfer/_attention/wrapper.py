@@ -56,6 +56,7 @@ class AttentionWrapper:
         self._plan_problem: AttentionProblem | None = None  # as plan() said, before forward()
         self._overrides: dict[str, Any] | None = None
         self._captured: dict[str, Any] | None = None
+        self._known_options: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -82,6 +83,7 @@ class AttentionWrapper:
         self._executor.set_workspaces(float_workspace_buffer, int_workspace_buffer)
         self.device = self._executor.device
         self._problem = None
+        self._known_options = {}
 
     # --- Planning -----------------------------------------------------------------------------
 
@@ -99,7 +101,38 @@ class AttentionWrapper:
         rope_theta: float | None,
         dtypes: tuple[Any, Any, Any],
     ) -> dict[str, Any]:
-        """Fields of AttentionProblem that do not depend on the batch, checked."""
+        """Fields of AttentionProblem that do not depend on the batch, checked.
+
+        What was checked is remembered: plans of one wrapper differ in their batches only.
+        """
+        numbers = (window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        heads = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
+        key = (heads, pos_encoding_mode, numbers, dtypes)
+        try:
+            known = self._known_options.get(key)
+        except TypeError:  # an argument of a type that is refused below
+            known = None
+        if known is not None:
+            return known
+        options = self._checked_options(*heads, pos_encoding_mode, *numbers, dtypes)
+        if not any(isinstance(number, torch.Tensor) for number in numbers):
+            self._known_options = {key: options}
+        return options
+
+    def _checked_options(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        rope_scale: float | None,
+        rope_theta: float | None,
+        dtypes: tuple[Any, Any, Any],
+    ) -> dict[str, Any]:
         check_count("num_qo_heads", num_qo_heads)
         check_count("num_kv_heads", num_kv_heads)
         check_count("head_dim_qk", head_dim_qk)
@@ -367,9 +400,7 @@ def split_cache(
     k, v = paged_kv_cache
     for i, part in enumerate((k, v)):
         if not isinstance(part, torch.Tensor):
-            raise TypeError(
-                f"`{name}[{i}]` must be a torch.Tensor, got {type(part).__name__}"
-            )
+            raise TypeError(f"`{name}[{i}]` must be a torch.Tensor, got {type(part).__name__}")
     return k, v
 
 
