@@ -47,7 +47,7 @@ def _pod_reference(
     Source: as attention_reference.py states; A. K. Kamath et al., "POD-Attention: Unlocking Full
     Prefill-Decode Overlap for Faster LLM Inference", 2025.
     """
-    options = {
+    options: dict[str, Any] = {
         "sm_scale": sm_scale,
         "v_scale": v_scale,
         "window_left": window_left,
@@ -96,7 +96,7 @@ def _batch_pod_reference(
 
     Source: as _pod_reference.
     """
-    options = {
+    options: dict[str, Any] = {
         "sm_scale": sm_scale,
         "v_scale": v_scale,
         "window_left": window_left,
@@ -213,7 +213,7 @@ _SCALARS: dict[str, Value] = {
 def _queries(part: str) -> Tensor:
     dims = [f"tokens_{part}", "num_qo_heads", "head_dim_qk"]
     free = {"dtypes": _FLOAT16} if part == "p" else {"dtype_from": "q_p"}
-    return Tensor(dims, layout="rows", **free)  # type: ignore[arg-type]
+    return Tensor(dims, layout="rows", **free)
 
 
 def _mask(part: str) -> Tensor:

@@ -1,0 +1,278 @@
+"""The deprecated wrappers of attention over a shared prefix: two levels with merged results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..decode import BatchDecodeWithPagedKVCacheWrapper
+from ..prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    single_prefill_with_kv_cache_return_lse,
+)
+from .arguments import check_count, check_stride_variant, host_indices
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def _merge_into(
+    out: torch.Tensor, lse: torch.Tensor, shared_out: torch.Tensor, shared_lse: torch.Tensor
+) -> None:
+    from ..cascade import merge_state_in_place  # which imports this module
+
+    merge_state_in_place(out, lse, shared_out, shared_lse)
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+    """Decode attention over a prefix that all requests share, and pages of their own.
+
+    Deprecated: :class:`flashinfer.MultiLevelCascadeAttentionWrapper` has any number of levels.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        For partial results of requests that are split; contiguous, any dtype.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``, of the prefix and of the cache.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Notes
+    -----
+    Source as for :class:`flashinfer.MultiLevelCascadeAttentionWrapper`.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._kv_layout = kv_layout
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Use other workspaces, from the next ``begin_forward`` on; contiguous tensors."""
+        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def begin_forward(
+        self,
+        unique_kv_indptr: torch.Tensor,
+        unique_kv_indices: torch.Tensor,
+        unique_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: str | torch.dtype = "float16",
+    ) -> None:
+        """Describe the batch: the first arguments of ``BatchDecodeWithPagedKVCacheWrapper.plan``.
+
+        Parameters
+        ----------
+        unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len : torch.Tensor
+            Page table of what follows the prefix; a request may have nothing there.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            As there.
+        data_type : str or torch.dtype
+            Of queries and keys: float16 or bfloat16.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described.
+        """
+        self._unique.plan(
+            *(unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len),
+            *(num_qo_heads, num_kv_heads, head_dim, page_size),
+            data_type=data_type,
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: Cache,
+    ) -> torch.Tensor:
+        """Attention of one query per request.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``[batch_size, num_qo_heads, head_dim]``.
+        k_shared, v_shared : torch.Tensor
+            The prefix, ``[length, num_kv_heads, head_dim]`` (``"NHD"``) or ``[num_kv_heads, length,
+            head_dim]`` (``"HND"``).
+        unique_kv_cache : torch.Tensor or tuple of torch.Tensor
+            As for ``BatchDecodeWithPagedKVCacheWrapper.run``.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[batch_size, num_qo_heads, head_dim]``, dtype of `q`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If nothing is planned, or a tensor is not as planned.
+        """
+        out, lse = self._unique.run(q, unique_kv_cache, return_lse=True)
+        shared = single_prefill_with_kv_cache_return_lse(
+            q, k_shared, v_shared, kv_layout=self._kv_layout
+        )
+        _merge_into(out, lse, *shared)
+        return out
+
+    def end_forward(self) -> None:
+        """Deprecated: nothing ends with a step; here for callers that pair it."""
+
+
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+    """Prefill attention over a prefix that all requests share, and pages of their own.
+
+    Deprecated: :class:`flashinfer.MultiLevelCascadeAttentionWrapper` has any number of levels.
+
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout
+        As for :class:`BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Notes
+    -----
+    Source as for :class:`flashinfer.MultiLevelCascadeAttentionWrapper`.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._kv_layout = kv_layout
+        self._table: tuple[Any, ...] | None = None
+        self._planned: tuple[Any, ...] | None = None
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Use other workspaces, from the next ``forward`` on; contiguous tensors."""
+        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._planned = None
+
+    def begin_forward(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
+        """Describe the batch: the first arguments of ``BatchPrefillWithPagedKVCacheWrapper.plan``.
+
+        Parameters
+        ----------
+        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : torch.Tensor
+            Query tokens and page table of what follows the prefix. Kept until the first `forward`,
+            which plans; those on the GPU are fetched by one copy.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            As there.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described.
+        """
+        names = {
+            "qo_indptr": qo_indptr,
+            "paged_kv_indptr": paged_kv_indptr,
+            "paged_kv_last_page_len": paged_kv_last_page_len,
+        }
+        host_qo_indptr, host_indptr, last = host_indices(names)
+        sizes = {
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "page_size": page_size,
+        }
+        heads = [check_count(name, size) for name, size in sizes.items()]
+        self._table = (host_qo_indptr, host_indptr, paged_kv_indices, last, *heads)
+        self._planned = None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: Cache,
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of the batch.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``[tokens, num_qo_heads, head_dim]``, float16 or bfloat16.
+        k_shared, v_shared, unique_kv_cache : torch.Tensor
+            As for :meth:`BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward`.
+        causal : bool
+            Whether query i of n sees its request's own keys up to ``i + kv_len - n`` only. The
+            prefix is seen by all.
+        use_fp16_qk_reduction : bool
+            False: logits are summed in float32.
+        sm_scale : float, optional
+            Factor of the logits; ``1 / sqrt(head_dim)`` by default. A change of it, of `causal` or
+            of a dtype plans anew.
+        rope_scale, rope_theta : float, optional
+            Without effect, as there are no rotary embeddings.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[tokens, num_qo_heads, head_dim]``, dtype of `q`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If nothing is planned, or an argument is not as described.
+        """
+        if self._table is None:
+            raise ValueError("begin_forward() must be called before forward()")
+        for name, tensor in (("q", q), ("k_shared", k_shared)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+        options = {
+            "causal": causal,
+            "use_fp16_qk_reduction": use_fp16_qk_reduction,
+            "sm_scale": sm_scale,
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+            "q_data_type": q.dtype,
+            "kv_data_type": k_shared.dtype,
+        }
+        if self._planned != (planned := tuple(options.values())):
+            self._planned = None
+            self._unique.plan(*self._table, **options)
+            self._planned = planned
+        out, lse = self._unique.run(q, unique_kv_cache, return_lse=True)
+        shared = single_prefill_with_kv_cache_return_lse(
+            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale
+        )
+        _merge_into(out, lse, *shared)
+        return out
+
+    def end_forward(self) -> None:
+        """Deprecated: nothing ends with a step; here for callers that pair it."""
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to compile beforehand: any strides are arguments of the one kernel."""
+        check_stride_variant(variant)

@@ -1,0 +1,453 @@
+"""Attention of mixed batches: prefill and decode in one launch, and with attention sinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._attention.arguments import (
+    check_count,
+    check_flag,
+    check_stride_variant,
+    check_window,
+    device_indices,
+    host_indices,
+    refuse,
+    resolve_dtypes,
+    scalar,
+    soft_cap,
+)
+from ._attention.problem import AttentionProblem
+from ._attention.wrapper import AttentionWrapper, split_cache
+from .api_logging import flashinfer_api
+from .jit.attention.plan import BATCH_ATTENTION
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
+from .trace.templates.attention_wrappers import (
+    batch_attention_run_trace,
+    sink_arguments,
+    sink_run_trace,
+)
+
+__all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_FIRST_WORKSPACE_BYTES = 1 << 20
+_DECODE_ROWS = 16  # packed query rows that the kernel's decode tile takes
+
+
+class BatchAttention(AttentionWrapper):
+    r"""Attention of a batch in which some requests decode and others prefill, in one launch.
+
+    Requests of up to 16 packed query rows (query tokens times query heads per KV head) are computed
+    by the tile that decoding has, the others by one for prefill; both share the GPU from the
+    beginning to the end of the launch. The wrapper has workspaces of its own, which grow with the
+    plans.
+
+    Parameters
+    ----------
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    device : str
+        The GPU.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `kv_layout` is another one, or `device` names none.
+
+    Examples
+    --------
+    >>> wrapper = flashinfer.BatchAttention()
+    >>> qo_indptr = torch.tensor([0, 40, 41], dtype=torch.int32)
+    >>> kv_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
+    >>> pages = torch.tensor([9, 1, 4, 0, 7], dtype=torch.int32, device="cuda")
+    >>> lengths = torch.tensor([48, 19], dtype=torch.int32)
+    >>> wrapper.plan(qo_indptr, kv_indptr, pages, lengths, 32, 8, 128, 128, 16, causal=True)
+    >>> cache = torch.randn(10, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    >>> q = torch.randn(41, 32, 128, dtype=torch.bfloat16, device="cuda")
+    >>> out, lse = wrapper.run(q, cache)
+    """
+
+    def __init__(self, kv_layout: str = "NHD", device: str = "cuda") -> None:
+        workspace = torch.empty(_FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        super().__init__(workspace, kv_layout, False, "auto", None)
+
+    @flashinfer_api
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype = torch.bfloat16,
+        kv_data_type: torch.dtype = torch.bfloat16,
+        use_profiler: bool = False,
+    ) -> None:
+        """Divide the work of a batch over the GPU; any number of runs may follow.
+
+        Parameters
+        ----------
+        qo_indptr : torch.Tensor
+            First query token of each request, ``[batch_size + 1]``, int32 or int64. On the host
+            nothing waits for the GPU; index tensors on the GPU are fetched by one copy.
+        kv_indptr : torch.Tensor
+            ``[batch_size + 1]``, int32 or int64: request b has the pages
+            ``kv_indices[kv_indptr[b] : kv_indptr[b + 1]]``.
+        kv_indices : torch.Tensor
+            Page numbers, int32 or int64; used where it lies if it is int32 on the device.
+        kv_len_arr : torch.Tensor
+            Tokens of keys of each request, ``[batch_size]``, int32 or int64, not more than fit its
+            pages.
+        num_qo_heads, num_kv_heads : int
+            The first a multiple of the second, up to 64 times.
+        head_dim_qk, head_dim_vo : int
+            Multiples of 16 from 16 to 256, or both 512.
+        page_size : int
+            Tokens of a page, any number from 1.
+        causal : bool
+            Query i of n sees keys up to ``i + kv_len - n``.
+        sm_scale : float, optional
+            Factor of the logits; ``1 / sqrt(head_dim_qk)`` by default.
+        logits_soft_cap : float, optional
+            c: logits become ``c * tanh(logits / c)``. None or 0: they do not.
+        q_data_type : torch.dtype
+            float16 or bfloat16; also of the output.
+        kv_data_type : torch.dtype
+            `q_data_type`, float8_e4m3fn or float8_e5m2.
+        use_profiler : bool
+            False: use Nsight Compute.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as listed above, naming it.
+        """
+        refuse("the kernels write no profile", use_profiler=use_profiler)
+        check_count("page_size", page_size)
+        options = self._options(
+            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, "NONE", -1),
+            *(logits_soft_cap, sm_scale, None, None),
+            (q_data_type, kv_data_type, None),
+        )
+        names = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": kv_len_arr}
+        host_qo_indptr, host_kv_indptr, kv_len = host_indices(names)
+        problem = AttentionProblem(
+            qo_indptr=host_qo_indptr,
+            kv_indptr=host_kv_indptr,
+            kv_len=kv_len,
+            kv_indices=device_indices("kv_indices", kv_indices, self.device),
+            page_size=page_size,
+            causal=check_flag("causal", causal),
+            names=BATCH_ATTENTION,
+            **options,
+        )
+        self._problem = None
+        self._plan_mixed(problem)
+        self._problem = self._plan_problem = problem
+
+    def _plan_mixed(self, problem: AttentionProblem) -> None:
+        second = _second_tile(problem)
+        try:
+            self._executor.plan(problem, tile_q_second=second)
+        except ValueError:
+            needed = self._executor.workspace_size(problem, tile_q_second=second)
+            if not self._grow(*needed):
+                raise
+            self._executor.plan(problem, tile_q_second=second)
+
+    def _grow(self, float_bytes: int, int_bytes: int) -> bool:
+        """Larger workspaces where they are too small; whether any was."""
+        buffers = (self._executor.float_workspace, self._executor.int_workspace)
+        if all(n <= b.nbytes for n, b in zip((float_bytes, int_bytes), buffers, strict=True)):
+            return False
+        sizes = [
+            buffer.nbytes if needed <= buffer.nbytes else 1 << (needed - 1).bit_length()
+            for needed, buffer in zip((float_bytes, int_bytes), buffers, strict=True)
+        ]
+        new = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        self._executor.set_workspaces(*new)
+        return True
+
+    @flashinfer_api(trace=batch_attention_run_trace)
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: Cache,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        logits_soft_cap: float = 0.0,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_cache_sf: Cache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned batch for one layer.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``, dtype as planned; last dimension
+            contiguous, rows at multiples of 16 bytes.
+        kv_cache : torch.Tensor or tuple of torch.Tensor
+            Keys and values, each ``[num_pages, page_size, num_kv_heads, head_dim]`` (``"NHD"``) or
+            ``[num_pages, num_kv_heads, page_size, head_dim]`` (``"HND"``), or one tensor with a
+            dimension of 2 after the first; dtype as planned. Last dimension contiguous, rows at
+            multiples of 16 bytes, other strides free.
+        out : torch.Tensor, optional
+            The result, ``[qo_indptr[-1], num_qo_heads, head_dim_vo]``, dtype and strides as for
+            `q`; overlaps no input.
+        lse : torch.Tensor, optional
+            Log-sum-exps of the logits, base 2, ``[qo_indptr[-1], num_qo_heads]``, float32,
+            contiguous; -inf where no key is seen.
+        k_scale, v_scale : float, optional
+            Scales of a quantised cache: the first multiplies the logits, the second the output.
+            One-element tensors on the CPU will do.
+        logits_soft_cap : float
+            0, or what was planned.
+        profiler_buffer, kv_cache_sf : None
+            Of profiles, and of caches of 4 bits, which there are no kernels for.
+
+        Returns
+        -------
+        out, lse : torch.Tensor
+
+        Raises
+        ------
+        TypeError, ValueError
+            If nothing is planned, or an argument is not as described.
+        """
+        refuse("the kernels write no profile", profiler_buffer=profiler_buffer)
+        refuse("there are no kernels for caches of 4 bits", kv_cache_sf=kv_cache_sf)
+        if logits_soft_cap and self._problem is not None:
+            planned = self._problem.logits_soft_cap
+            if soft_cap(logits_soft_cap) != planned:
+                raise ValueError(
+                    f"`logits_soft_cap` must be 0 or the {planned} of plan(), got {logits_soft_cap}"
+                )
+        k, v = split_cache(kv_cache, "kv_cache")
+        result = self._launch(
+            *(q, k, v, (), None, k_scale, v_scale, out, lse, True), *(None, None, None)
+        )
+        return result[0], result[1]
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to compile beforehand: any strides are arguments of the one kernel.
+
+        Parameters
+        ----------
+        variant : {"independent", "equal", "runtime"}
+            How strides of keys and values relate.
+
+        Raises
+        ------
+        ValueError
+            If `variant` is another.
+        """
+        check_stride_variant(variant)
+
+
+def _second_tile(problem: AttentionProblem) -> int:
+    """The decode tile where some requests fit it and others do not; 0 where one shape does."""
+    if problem.head_dim_vo > 256:
+        return 0  # that one has the decode tile only
+    rows = problem.qo_lengths() * problem.group_size
+    mixed = bool(((rows > 0) & (rows <= _DECODE_ROWS)).any()) and bool((rows > _DECODE_ROWS).any())
+    return _DECODE_ROWS if mixed else 0
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    r"""Attention over a paged cache with a sink: one more logit per head, which has no value.
+
+    .. math:: o_i = \frac{\sum_j e^{s_{ij}} v_j}{\sum_j e^{s_{ij}} + e^{sink}}
+
+    The sinks follow the cache in `run`: ``run(q, paged_kv_cache, sink, sm_scale)``; the last may be
+    left out.
+
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, \
+paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend
+        As for :class:`BatchPrefillWithPagedKVCacheWrapper`.
+    pos_encoding_mode : str
+        ``"NONE"``, ``"ROPE_LLAMA"`` or ``"ALIBI"``: what `plan` takes by default.
+    use_fp16_qk_reduction : bool
+        False: logits are summed in float32.
+    q_data_type, kv_data_type : torch.dtype
+        What `plan` has to be given.
+    head_dim_qk, head_dim_vo : int
+        What `plan` has to be given.
+    window_left : int
+        What `plan` takes by default.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Notes
+    -----
+    G. Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024; the form of
+    gpt-oss.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    >>> wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace, window_left=127)
+    >>> indptr = torch.tensor([0, 20], dtype=torch.int32)
+    >>> pages = torch.tensor([4, 1], dtype=torch.int32, device="cuda")
+    >>> kv_indptr, last = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([9]).int()
+    >>> heads = dict(num_qo_heads=64, num_kv_heads=8, head_dim_qk=128, page_size=16)
+    >>> wrapper.plan(indptr, kv_indptr, pages, last, causal=True, q_data_type="bfloat16", **heads)
+    >>> cache = torch.randn(5, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    >>> q = torch.randn(20, 64, 128, dtype=torch.bfloat16, device="cuda")
+    >>> out = wrapper.run(q, cache, torch.randn(64, device="cuda"))
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: torch.dtype = torch.bfloat16,
+        kv_data_type: torch.dtype = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        super().__init__(
+            *(float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf),
+            *(paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf),
+            *(custom_mask_buf, mask_indptr_buf, backend),
+        )
+        refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
+        q_dtype, kv_dtype, _ = resolve_dtypes(q_data_type, kv_data_type, None)
+        self._made_for: dict[str, Any] = {
+            "q_data_type": q_dtype,
+            "kv_data_type": kv_dtype,
+            "head_dim_qk": check_count("head_dim_qk", head_dim_qk),
+            "head_dim_vo": check_count("head_dim_vo", head_dim_vo),
+        }
+        self._default_window = check_window(window_left)
+        self._default_encoding = pos_encoding_mode
+
+    def _options(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        rope_scale: float | None,
+        rope_theta: float | None,
+        dtypes: tuple[Any, Any, Any],
+    ) -> dict[str, Any]:
+        """As for every wrapper, with what this one was made for."""
+        q, kv, o = dtypes
+        # "float16" is what a plan says that says nothing.
+        q = self._made_for["q_data_type"] if isinstance(q, str) and q == "float16" else q
+        kv = self._made_for["kv_data_type"] if kv is None else kv
+        options = super()._options(
+            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
+            self._default_encoding if pos_encoding_mode == "NONE" else pos_encoding_mode,
+            self._default_window if window_left == -1 else window_left,
+            *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            (q, kv, o),
+        )
+        for name, value in self._made_for.items():
+            if options[name] != value:
+                raise ValueError(
+                    f"`{name}` must be {value} as the wrapper was made, got {options[name]}"
+                )
+        return options
+
+    @flashinfer_api(trace=sink_run_trace)
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned batch for one layer.
+
+        Parameters
+        ----------
+        q, paged_kv_cache
+            As for :meth:`BatchPrefillWithPagedKVCacheWrapper.run`.
+        *args
+            The sinks, ``[num_qo_heads]`` float32, which are logits as they are; then, if it is not
+            what was planned, the factor of the other logits.
+        sinks : torch.Tensor, optional
+            The sinks, if they are not the first of `args`.
+        q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl, \
+window_left, kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress
+            As for :meth:`BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            Output and, with `return_lse`, log-sum-exps, the sink included.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described, or there are no sinks.
+        """
+        sinks, factor = sink_arguments(self._problem, args, sinks)
+        if q_scale is not None or factor != 1.0:
+            q_scale = factor * (1.0 if q_scale is None else scalar("q_scale", q_scale))
+        return super().run(
+            q,
+            paged_kv_cache,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
+            enable_pdl=enable_pdl,
+            window_left=window_left,
+            sinks=sinks,
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            use_fp16_softmax=use_fp16_softmax,
+            uses_spcompress=uses_spcompress,
+        )
