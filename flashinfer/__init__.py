@@ -3,6 +3,17 @@
 from .activation import gelu_and_mul as gelu_and_mul
 from .activation import gelu_tanh_and_mul as gelu_tanh_and_mul
 from .activation import silu_and_mul as silu_and_mul
+from .attention import BatchAttention as BatchAttention
+from .attention import (
+    BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
+)
+from .cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+)
+from .cascade import (
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper as BatchPrefillWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+)
+from .cascade import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper
 from .cascade import merge_state as merge_state
 from .cascade import merge_state_in_place as merge_state_in_place
 from .cascade import merge_states as merge_states
@@ -28,6 +39,8 @@ from .page import append_paged_kv_cache as append_paged_kv_cache
 from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
 from .page import get_batch_indices_positions as get_batch_indices_positions
 from .page import get_seq_lens as get_seq_lens
+from .pod import BatchPODWithPagedKVCacheWrapper as BatchPODWithPagedKVCacheWrapper
+from .pod import PODWithPagedKVCacheWrapper as PODWithPagedKVCacheWrapper
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
 )
@@ -73,6 +86,8 @@ from .sampling import top_k_top_p_sampling_from_logits as top_k_top_p_sampling_f
 from .sampling import top_k_top_p_sampling_from_probs as top_k_top_p_sampling_from_probs
 from .sampling import top_p_renorm_probs as top_p_renorm_probs
 from .sampling import top_p_sampling_from_probs as top_p_sampling_from_probs
+from .sparse import BlockSparseAttentionWrapper as BlockSparseAttentionWrapper
+from .sparse import VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper
 from .tllm_enums import SfLayout as SfLayout
 from .topk import TopKTieBreak as TopKTieBreak
 from .topk import top_k as top_k
