@@ -222,7 +222,7 @@ def _workspace_bytes(filter: Filter, rows: torch.Tensor, num_outputs: int) -> in
     num_tiles = -(-rows.shape[1] // 4096)
     if filter is Filter.TOP_P:
         num_pending = num_outputs if 8 <= num_outputs <= 1024 else 0
-        return 516 * num_tiles * rows.shape[0] + (40 + 4 * 8192) * num_pending
+        return 16 + 516 * num_tiles * rows.shape[0] + (32 + 4 * 8192) * num_pending
     return (16 if filter is Filter.NONE else 144) * num_tiles * rows.shape[0]
 
 

@@ -151,16 +151,12 @@ __global__ void __launch_bounds__(kMergePairThreads)
   if (is_merged) {
     const T* row_a = detail::state_row<T>(params.states, token, head);
     const T* row_b = detail::state_row<T>(params.other, token, head);
-    Vec a, b;
-    const auto load = [&](uint32_t vec) {
-      a.load_streaming(row_a + vec * kVecSize);
-      b.load_streaming(row_b + vec * kVecSize);
-    };
-    if (threadIdx.x < num_vecs) load(threadIdx.x);
     s_a = *detail::state_s(params.states, token, head);
     s_b = *detail::state_s(params.other, token, head);
     for (uint32_t vec = threadIdx.x; vec < num_vecs; vec += blockDim.x) {
-      if (vec != threadIdx.x) load(vec);
+      Vec a, b;
+      a.load_streaming(row_a + vec * kVecSize);
+      b.load_streaming(row_b + vec * kVecSize);
       const float max = fmaxf(s_a, s_b);
       float weight_a = detail::merge_weight(s_a, max), weight_b = detail::merge_weight(s_b, max);
       const float sum = weight_a + weight_b;

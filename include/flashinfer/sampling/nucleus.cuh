@@ -16,8 +16,11 @@
 // With few rows, or very many, the propose kernel does alone what the last two do.
 #pragma once
 
-#include <flashinfer/sampling/block_select.cuh>
 #include <flashinfer/sampling/stream.cuh>
+
+#ifndef __CUDACC_RTC__
+#include <algorithm>
+#endif
 
 namespace flashinfer {
 
@@ -43,39 +46,47 @@ __device__ __forceinline__ float compose(uint32_t half, uint32_t mantissa) {
 __device__ __forceinline__ uint32_t upper_half_of(float x) { return half_of(x) | 1; }
 
 struct NucleusWorkspace {
-  uint64_t* halves;              // [num_input_rows, num_tiles, kHalves]
-  NucleusLayout::Pending* rows;  // [num_rows]
-  uint32_t* lists;               // [num_rows, kCapacity]
-  float* maxima;                 // [num_input_rows, num_tiles]
+  uint32_t* num_pending;            // [4], the first is in use
+  uint64_t* halves;                 // [num_input_rows, num_tiles, kHalves]
+  NucleusLayout::Pending* pending;  // [num_rows], in any order
+  uint32_t* lists;                  // [num_rows, kCapacity]
+  float* maxima;                    // [num_input_rows, num_tiles]
   uint32_t num_tiles;
 
   __device__ __forceinline__ NucleusWorkspace(const SamplingParams& params)
       : num_tiles(StreamLayout::num_tiles(params.vocab_size)) {
     const uint64_t num_stats = uint64_t{params.num_input_rows} * num_tiles;
-    const uint64_t num_pending =
+    const uint64_t max_pending =
         NucleusLayout::lists_pending(params.num_rows) ? params.num_rows : 0;
-    halves = static_cast<uint64_t*>(params.workspace);
-    rows = reinterpret_cast<NucleusLayout::Pending*>(halves + num_stats * NucleusLayout::kHalves);
-    lists = reinterpret_cast<uint32_t*>(rows + num_pending);
-    maxima = reinterpret_cast<float*>(lists + num_pending * NucleusLayout::kCapacity);
+    num_pending = static_cast<uint32_t*>(params.workspace);
+    halves = reinterpret_cast<uint64_t*>(num_pending + 4);
+    pending =
+        reinterpret_cast<NucleusLayout::Pending*>(halves + num_stats * NucleusLayout::kHalves);
+    lists = reinterpret_cast<uint32_t*>(pending + max_pending);
+    maxima = reinterpret_cast<float*>(lists + max_pending * NucleusLayout::kCapacity);
   }
 
-  __device__ __forceinline__ uint32_t* list(uint32_t row) const {
-    return lists + uint64_t{row} * NucleusLayout::kCapacity;
+  __device__ __forceinline__ uint32_t* list(uint32_t i) const {
+    return lists + uint64_t{i} * NucleusLayout::kCapacity;
   }
 };
 
 }  // namespace detail
 
-// Grid (tiles, input rows from first_row on), 128 threads.
+#ifndef HALVES_THREADS
+#define HALVES_THREADS 128
+#endif
+inline constexpr int kHalvesThreads = HALVES_THREADS;
+
+// Grid (tiles, input rows from first_row on), kHalvesThreads threads.
 template <typename Traits>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(kHalvesThreads)
     halves_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
-  constexpr int kThreads = 128, kVecSize = 16 / sizeof(T);
+  constexpr int kThreads = kHalvesThreads, kVecSize = 16 / sizeof(T);
   constexpr int kVecs = StreamLayout::kTileSize / kThreads / kVecSize;
   constexpr uint32_t kHalves = NucleusLayout::kHalves;
-  // A column per lane: no two lanes of a warp meet. 128 mantissas of 24 bits fit a sum.
+  // A column per lane: no two lanes of a warp meet. 256 mantissas of 24 bits fit a sum.
   __shared__ __align__(16) uint32_t sums[kHalves][32];
   __shared__ float warp_max[kThreads / 32];
   for (uint32_t i = threadIdx.x; i < kHalves * 8; i += kThreads) {
@@ -123,16 +134,23 @@ __global__ void __launch_bounds__(128)
     }
   }
   __syncthreads();
-  // Two threads to a half; each begins at another bank.
-  const uint32_t half = threadIdx.x / 2, column = threadIdx.x % 2 * 16;
+  // Some threads to a half; each begins at another bank.
+  constexpr uint32_t kShare = kThreads / kHalves, kColumns = 32 / kShare;
+  const uint32_t half = threadIdx.x / kShare, column = threadIdx.x % kShare * kColumns;
   uint64_t sum = 0;
 #pragma unroll
-  for (uint32_t j = 0; j < 16; ++j) sum += sums[half][column + (j + half) % 16];
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  for (uint32_t j = 0; j < kColumns; ++j) sum += sums[half][column + (j + half) % kColumns];
+#pragma unroll
+  for (uint32_t offset = 1; offset < kShare; offset *= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  }
   const detail::NucleusWorkspace workspace(params);
   const uint64_t stat = uint64_t{row_idx} * workspace.num_tiles + tile;
-  if (threadIdx.x % 2 == 0) workspace.halves[stat * kHalves + half] = sum;
-  if (threadIdx.x == 0) workspace.maxima[stat] = max;
+  if (threadIdx.x % kShare == 0) workspace.halves[stat * kHalves + half] = sum;
+  if (threadIdx.x == 0) {
+    workspace.maxima[stat] = max;
+    if (stat == 0) *workspace.num_pending = 0;
+  }
 }
 
 // Shared memory of the kernels of one CTA per row.
@@ -401,11 +419,12 @@ __device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
 // most kCapacity. 512 threads.
 template <typename Traits>
 __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStorage& storage,
-                                       const NucleusWorkspace& workspace, uint32_t out_row,
+                                       const NucleusWorkspace& workspace,
                                        const NucleusLayout::Pending& pending, uint32_t list_size,
                                        const uint32_t* list) {
   using T = typename Traits::T;
   constexpr int kMine = NucleusLayout::kCapacity / 512;
+  const uint32_t out_row = pending.row;
   const auto input_row = static_cast<uint32_t>(input_row_of(params, out_row));
   const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
   uint32_t entries[kMine];
@@ -500,7 +519,6 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
   if (threadIdx.x == 0) {
     if (params.valid) params.valid[out_row] = valid;
     if (!valid) detail::write_token(params, out_row, 0);
-    if (!kAlone) workspace.rows[out_row].is_pending = false;
   }
   if (!valid) return;
 
@@ -523,6 +541,7 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
 
   const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
   NucleusLayout::Pending pending{};
+  pending.row = out_row;
   pending.value = negative_infinity();  // less than any threshold
   if (keeps_all || !is_too_deep) {
     pending.half = halves.top - depth;
@@ -561,15 +580,14 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
       list_size = storage.list_size;
       __syncthreads();
     }
-    detail::settle<Traits>(params, storage, workspace, out_row, pending, list_size, own_list);
+    detail::settle<Traits>(params, storage, workspace, pending, list_size, own_list);
   } else if (threadIdx.x == 0) {
-    pending.is_pending = true;
     pending.list_size = is_too_deep ? NucleusLayout::kCapacity + 1 : 0;
-    workspace.rows[out_row] = pending;
+    workspace.pending[atomicAdd(workspace.num_pending, 1u)] = pending;
   }
 }
 
-// Grid (groups of tiles, output rows from first_row on), 512 threads.
+// Grid (groups of tiles, any number of rows at a time), 512 threads.
 template <typename Traits>
 __global__ void __launch_bounds__(512)
     list_pivot_kernel(const __grid_constant__ SamplingParams params) {
@@ -578,30 +596,33 @@ __global__ void __launch_bounds__(512)
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
-  const uint32_t out_row = static_cast<uint32_t>(params.first_row) + blockIdx.y;
-  NucleusLayout::Pending& pending = workspace.rows[out_row];
-  if (!pending.is_pending) return;
-  const T* row = static_cast<const T*>(params.input) +
-                 detail::input_row_of(params, out_row) * params.input_stride;
-  float x[kTiles * kPerTile];
-  detail::load_tiles<kTiles, 512>(row, params.vocab_size, blockIdx.x * kTiles, x);
-  detail::append_half<kPerTile>(x, pending.half, blockIdx.x * kTiles, &pending.list_size,
-                                workspace.list(out_row));
+  const uint32_t num_pending = *workspace.num_pending;
+  for (uint32_t i = blockIdx.y; i < num_pending; i += gridDim.y) {
+    NucleusLayout::Pending& pending = workspace.pending[i];
+    const T* row = static_cast<const T*>(params.input) +
+                   detail::input_row_of(params, pending.row) * params.input_stride;
+    float x[kTiles * kPerTile];
+    detail::load_tiles<kTiles, 512>(row, params.vocab_size, blockIdx.x * kTiles, x);
+    detail::append_half<kPerTile>(x, pending.half, blockIdx.x * kTiles, &pending.list_size,
+                                  workspace.list(i));
+  }
 }
 
-// Grid: output rows; 512 threads.
+// Grid: any number of rows at a time; 512 threads.
 template <typename Traits>
-__global__ void __launch_bounds__(512, 2)
+__global__ void __launch_bounds__(512, 1)
     settle_kernel(const __grid_constant__ SamplingParams params) {
   __shared__ NucleusStorage storage;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
-  const uint32_t out_row = blockIdx.x;
-  const NucleusLayout::Pending pending = workspace.rows[out_row];
-  if (!pending.is_pending) return;
-  detail::settle<Traits>(params, storage, workspace, out_row, pending, pending.list_size,
-                         workspace.list(out_row));
+  const uint32_t num_pending = *workspace.num_pending;
+  for (uint32_t i = blockIdx.x; i < num_pending; i += gridDim.x) {
+    const NucleusLayout::Pending pending = workspace.pending[i];
+    detail::settle<Traits>(params, storage, workspace, pending, pending.list_size,
+                           workspace.list(i));
+    __syncthreads();
+  }
 }
 
 #ifndef __CUDACC_RTC__
@@ -609,25 +630,28 @@ __global__ void __launch_bounds__(512, 2)
 template <typename Traits>
 inline cudaError_t launch_nucleus_sampling(const SamplingParams& params, bool enable_pdl,
                                            cudaStream_t stream) {
-  cudaError_t status =
-      launch_tiles(halves_kernel<Traits>, 128, params.num_input_rows, params, enable_pdl, stream);
+  cudaError_t status = launch_tiles(halves_kernel<Traits>, kHalvesThreads, params.num_input_rows,
+                                    params, enable_pdl, stream);
   const dim3 rows(params.num_rows), threads(512);
   if (status != cudaSuccess) return status;
-  if (!NucleusLayout::lists_pending(params.num_rows)) {
+  if (!NucleusLayout::lists_pending(params.num_rows) || params.num_input_rows == 0) {
     constexpr size_t kListBytes = NucleusLayout::kCapacity * sizeof(uint32_t);
     return launch_kernel(propose_kernel<Traits, true>, rows, threads, kListBytes, stream,
                          enable_pdl, params);
   }
   status =
       launch_kernel(propose_kernel<Traits, false>, rows, threads, 0, stream, enable_pdl, params);
+  // CTAs that find nothing to do cost time as well: about one for each multiprocessor.
+  constexpr uint32_t kMaxLists = 128, kMaxSettled = 128;
   if (status == cudaSuccess) {
     const uint32_t groups =
         ceil_div(StreamLayout::num_tiles(params.vocab_size), NucleusLayout::kTilesPerList);
-    status = launch_row_tiles(list_pivot_kernel<Traits>, 512, groups, params.num_rows, params,
-                              enable_pdl, stream);
+    const dim3 grid(groups, std::min(params.num_rows, ceil_div(kMaxLists, groups)));
+    status = launch_kernel(list_pivot_kernel<Traits>, grid, threads, 0, stream, enable_pdl, params);
   }
   if (status == cudaSuccess) {
-    status = launch_kernel(settle_kernel<Traits>, rows, threads, 0, stream, enable_pdl, params);
+    status = launch_kernel(settle_kernel<Traits>, dim3(std::min(params.num_rows, kMaxSettled)),
+                           threads, 0, stream, enable_pdl, params);
   }
   return status;
 }

@@ -64,7 +64,7 @@ struct NucleusLayout {
     uint32_t token;
     float value;  // of the token
     uint32_t list_size;
-    uint32_t is_pending;
+    uint32_t row;
     uint32_t padding;
   };
 
@@ -83,14 +83,14 @@ constexpr bool samples_by_stream(SamplingFilter filter, SamplingOutput output, b
 }
 
 // Bytes of the workspace, for a configuration that runs by stream. Top-p: the sums of the tiles'
-// halves and their maxima, then a state and a list of each row. Others: the tiles' statistics of
+// halves and their maxima, and a state and a list of each row. Others: the tiles' statistics of
 // all input rows, then for top-k the groups' maxima.
 constexpr uint64_t workspace_bytes(SamplingFilter filter, uint64_t num_input_rows,
                                    uint64_t num_rows, uint32_t vocab_size) {
   const uint64_t num_tiles = num_input_rows * StreamLayout::num_tiles(vocab_size);
   if (filter == SamplingFilter::kTopP) {
     const uint64_t num_pending = NucleusLayout::lists_pending(num_rows) ? num_rows : 0;
-    return num_tiles * (NucleusLayout::kHalves * sizeof(uint64_t) + sizeof(float)) +
+    return 16 + num_tiles * (NucleusLayout::kHalves * sizeof(uint64_t) + sizeof(float)) +
            num_pending *
                (sizeof(NucleusLayout::Pending) + NucleusLayout::kCapacity * sizeof(uint32_t));
   }
