@@ -105,17 +105,17 @@ class AttentionWrapper:
 
         What was checked is remembered: plans of one wrapper differ in their batches only.
         """
-        numbers = (window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        scales = (logits_soft_cap, sm_scale, rope_scale, rope_theta)
         heads = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
-        key = (heads, pos_encoding_mode, numbers, dtypes)
+        key = (heads, pos_encoding_mode, window_left, scales, dtypes)
         try:
             known = self._known_options.get(key)
         except TypeError:  # an argument of a type that is refused below
             known = None
         if known is not None:
             return known
-        options = self._checked_options(*heads, pos_encoding_mode, *numbers, dtypes)
-        if not any(isinstance(number, torch.Tensor) for number in numbers):
+        options = self._checked_options(*heads, pos_encoding_mode, window_left, *scales, dtypes)
+        if not any(isinstance(scale, torch.Tensor) for scale in scales):
             self._known_options = {key: options}
         return options
 
