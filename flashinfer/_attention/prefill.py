@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .arguments import check_count, check_flag, host_indices, refuse
+from .backends import check_lse_base, check_lse_layout
 from .masks import add_items, add_mask
 from .paged import check_buffer, keep
 from .problem import AttentionProblem
@@ -223,10 +224,8 @@ class PrefillWrapper(AttentionWrapper):
         enable_pdl: bool | None,
     ) -> Any:
         if lse_base != "log2" or lse_layout != "NH":
-            if lse_base not in ("log2", "ln"):
-                raise ValueError(f"`lse_base` must be 'log2' or 'ln', got {lse_base!r}")
-            if lse_layout not in ("NH", "HN"):
-                raise ValueError(f"`lse_layout` must be 'NH' or 'HN', got {lse_layout!r}")
+            check_lse_base(lse_base)
+            check_lse_layout(lse_layout)
             if lse is not None or return_lse:
                 return self._launch_converted(
                     *(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse),

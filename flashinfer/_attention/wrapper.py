@@ -25,6 +25,7 @@ from .arguments import (
     soft_cap,
     variant_from_jit_args,
 )
+from .backends import is_backend_supported, prepare_jit_additional_args
 from .executor import AttentionExecutor, covers
 from .problem import AttentionProblem
 
@@ -33,6 +34,8 @@ LN_2 = math.log(2.0)
 
 class AttentionWrapper:
     """Base of the wrappers. Not thread-safe; different wrappers share nothing."""
+
+    is_backend_supported = staticmethod(is_backend_supported)
 
     def __init__(
         self,
@@ -322,7 +325,7 @@ class AttentionWrapper:
             raise ValueError("`sinks` must be left out with `jit_args`: hooks read own tensors")
         variant = problem.variant
         assert variant is not None
-        known = {
+        known: dict[str, Any] = {
             "maybe_custom_mask": problem.custom_mask,
             "maybe_mask_indptr": problem.mask_indptr,
             "maybe_alibi_slopes": problem.alibi_slopes,
@@ -337,9 +340,7 @@ class AttentionWrapper:
                 f"run() needs the additional tensors and scalars of `jit_args`, {wanted}, got "
                 f"{len(args)} values"
             )
-        given = iter(args)
-        tensors = [known[n] if n in known else next(given) for n in variant.tensor_names]
-        return (*tensors, *given)
+        return tuple(prepare_jit_additional_args(variant.tensor_names, known, args))
 
     # --- CUDA graphs --------------------------------------------------------------------------
 
