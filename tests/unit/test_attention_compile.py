@@ -139,3 +139,10 @@ struct Bare : AttentionVariantBase {
   }
 };
 """
+
+
+@pytest.mark.parametrize("dtype_kv", [E4M3, E5M2])
+def test_rotation_of_8_bit_keys_is_refused_before_it_is_compiled(dtype_kv: torch.dtype):
+    with pytest.raises(ValueError, match="`pos_encoding_mode` must not be ROPE_LLAMA"):
+        config(16, dtype_kv=dtype_kv, pos_encoding="rope_llama")
+    assert config(16, dtype_kv=dtype_kv, pos_encoding="alibi").pos_encoding == "alibi"

@@ -74,6 +74,12 @@ class AttentionConfig(ModuleConfig):
         modes = MASK_MODES if self.tile_q_second else ("none",)
         _check("mask_mode_second", self.mask_mode_second, modes)
         _check("pos_encoding_mode", self.pos_encoding, POS_ENCODINGS)
+        if self.pos_encoding == "rope_llama" and self.dtype_kv in FLOAT8:
+            raise ValueError(
+                "`pos_encoding_mode` must not be ROPE_LLAMA with `kv_data_type` "
+                f"{short_name(self.dtype_kv)}: 8 bits cannot hold rotated keys; rotate them before "
+                "they are appended to the cache"
+            )
 
     @property
     def uri(self) -> str:
