@@ -3,8 +3,9 @@
     python -m flashinfer.support              print it
     python -m flashinfer.support README.md    put it between the marks of that file
 
-An operation is a public function with a trace template. It runs wherever our kernels compile,
-unless it declares its compute capabilities with `backend_requirement`.
+An operation is a public function, or a wrapper with a `run`, that has a trace template. It runs
+wherever our kernels compile, unless it declares its compute capabilities with `backend_requirement`
+or the configuration of its modules does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .api_logging import _TRACE_REGISTRY
+from .jit.attention import AttentionConfig
+from .jit.config import ModuleConfig
 
 ARCHITECTURES = (
     "7.5", "8.0", "8.6", "8.9", "9.0a", "10.0a", "10.3a", "11.0a", "12.0a", "12.1a",
@@ -37,29 +39,46 @@ TESTED = {("9.0a", family) for family in _ON_HOPPER}
 """Architecture and family whose GPU tests have been run there: 9.0a is an H200."""
 
 
+_ATTENTION = ("attention", "decode", "pod", "prefill", "sparse")  # modules of one family
+_CONFIGS: dict[str, type[ModuleConfig]] = {"attention": AttentionConfig}
+"""What says which architectures a family's kernels are for, if not all."""
+
+
 def operations() -> list[tuple[str, str, list[str]]]:
-    """Every public operation.
+    """Every public operation: functions, and wrappers by their `run`.
 
     Returns
     -------
     list of tuple
         (family, name, architectures), sorted.
     """
-    import flashinfer  # its public names register themselves
+    import flashinfer
 
-    found = set()
-    for function, _ in _TRACE_REGISTRY:
-        if hasattr(flashinfer, function.__name__):
-            archs = tuple(arch for arch in ARCHITECTURES if _runs_on(function, arch))
-            family = function.__module__.split(".")[1].lstrip("_")
-            found.add((family, function.__name__, archs))
-    return [(family, name, list(archs)) for family, name, archs in sorted(found)]
+    found = []
+    for name, value in vars(flashinfer).items():
+        function = getattr(value, "run", None) if isinstance(value, type) else value
+        if function is not None and hasattr(function, "fi_trace"):
+            family = _family(value)
+            found.append(
+                (family, name, [a for a in ARCHITECTURES if _runs_on(function, a, family)])
+            )
+    return sorted(found)
 
 
-def _runs_on(function: Callable[..., Any], arch: str) -> bool:
+def _family(operation: Callable[..., Any]) -> str:
+    module = operation.__module__.split(".")[1].lstrip("_")
+    is_attention = module in _ATTENTION or "Attention" in operation.__name__
+    return "attention" if is_attention else module
+
+
+def _runs_on(function: Callable[..., Any], arch: str, family: str = "") -> bool:
     major, minor = arch.rstrip("af").split(".")
     supported = getattr(function, "is_compute_capability_supported", None)
-    return supported is None or supported(10 * int(major) + int(minor))
+    if supported is not None:
+        return bool(supported(10 * int(major) + int(minor)))
+    config = _CONFIGS.get(family)
+    majors = config.supported_major_versions if config else None
+    return majors is None or int(major) in majors
 
 
 def markdown() -> str:

@@ -31,10 +31,20 @@ def test_operations_table_is_current():
 
 def test_every_public_operation_is_in_the_table():
     import flashinfer
+    from flashinfer.api_logging import _TRACE_REGISTRY
 
     names = {name for _, name, _ in support.operations()}
-    public = {n for n, v in vars(flashinfer).items() if hasattr(v, "fi_trace")}
-    assert names == public
+    traced = {function.__qualname__.removesuffix(".run") for function, _ in _TRACE_REGISTRY}
+    assert traced & set(vars(flashinfer)) <= names
+    assert {"rmsnorm", "BatchAttention", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"} <= names
+
+
+def test_support_follows_the_configuration_of_modules():
+    archs = {name: (family, archs) for family, name, archs in support.operations()}
+    attention = ("attention", list(support.ARCHITECTURES[1:]))
+    for name in ("single_decode_with_kv_cache", "MultiLevelCascadeAttentionWrapper"):
+        assert archs[name] == attention, "from SM80 on"
+    assert archs["merge_state"] == ("cascade", list(support.ARCHITECTURES))
 
 
 def test_support_follows_declared_capabilities(monkeypatch: pytest.MonkeyPatch):
