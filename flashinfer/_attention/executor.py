@@ -463,11 +463,16 @@ def _tile_q(problem: AttentionProblem, fixed_split_size: bool, small: int) -> in
     indptr = problem.qo_indptr.numpy()
     if len(indptr) < 2:
         return choose_tile_q(0, 0, problem.head_dim_vo, fixed_split_size)
+    mean = int(indptr[-1]) * group / (len(indptr) - 1)
+    if not small and mean > 16:  # the longest would decide nothing more
+        return choose_tile_q(mean, mean, problem.head_dim_vo, fixed_split_size)
     lengths = indptr[1:] - indptr[:-1]
-    if small and not len(lengths := lengths[lengths > small // group]):
-        return small
+    if small:
+        lengths = lengths[lengths > small // group]
+        if not len(lengths):
+            return small
+        mean = int(lengths.sum()) * group / len(lengths)
     longest = int(lengths.max()) * group
-    mean = (int(lengths.sum()) if small else int(indptr[-1])) * group / len(lengths)
     return choose_tile_q(longest, mean, problem.head_dim_vo, fixed_split_size)
 
 

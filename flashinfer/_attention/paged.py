@@ -29,6 +29,8 @@ def host_page_table(
     Lengths come from `last_page_len`, or from `seq_lens` if only these are on the host: fetching
     makes the host wait for the GPU. Pages of one token say the lengths themselves.
     """
+    if qo_indptr is None and seq_lens is None and _is_ready(indptr) and _is_ready(last_page_len):
+        return None, indptr, None, last_page_len  # nothing to do in the usual case of decoding
     qo_name, indptr_name, last_name = names
     wanted: dict[str, Any] = {}
     if qo_indptr is not None:
@@ -47,6 +49,16 @@ def host_page_table(
     if kv_len is None and last is None:
         last = torch.ones(max(len(host_indptr) - 1, 0), dtype=torch.int32)
     return found.get(qo_name), host_indptr, kv_len, last
+
+
+def _is_ready(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_cpu
+        and tensor.dtype is torch.int32
+        and tensor.ndim == 1
+        and tensor.is_contiguous()
+    )
 
 
 def keep(name: str, values: Any, buffer: torch.Tensor) -> torch.Tensor:

@@ -297,10 +297,14 @@ class AttentionWrapper:
             window_left = _narrower(problem.window_left, window_left)
         if not isinstance(q, torch.Tensor):
             raise TypeError(f"`q` must be a torch.Tensor, got {type(q).__name__}")
+        if q.ndim != 3:
+            raise ValueError(f"`q` must have 3 dimensions, got shape {list(q.shape)}")
         if out is None:
-            out = torch.empty(
-                (*q.shape[:-1], problem.head_dim_vo), dtype=problem.o_data_type, device=q.device
-            )
+            if problem.o_data_type is q.dtype and problem.head_dim_vo == q.shape[-1]:
+                out = torch.empty_like(q)
+            else:
+                shape = (*q.shape[:-1], problem.head_dim_vo)
+                out = torch.empty(shape, dtype=problem.o_data_type, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         if problem.variant is not None:

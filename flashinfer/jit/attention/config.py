@@ -115,13 +115,13 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
 
 
 def choose_tile_q(
-    max_rows: int, mean_rows: float, head_dim_vo: int, fixed_split_size: bool = False
+    max_rows: float, mean_rows: float, head_dim_vo: int, fixed_split_size: bool = False
 ) -> int:
     """Packed query rows of a tile.
 
     Parameters
     ----------
-    max_rows : int
+    max_rows : float
         Largest product of query length and group size in the batch.
     mean_rows : float
         Its mean over the requests.
