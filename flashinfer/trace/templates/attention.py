@@ -6,6 +6,7 @@ what a wrapper's `plan` was given is part of it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,12 @@ _FLAGS: dict[str, tuple[Any, ...]] = {
     "causal": (False, True),
     "pos_encoding_mode": POS_ENCODINGS,
 }
+
+
+def _lse_options(heads_first: bool) -> dict[str, tuple[Any, ...]]:
+    return {"lse_base": ("log2", "ln"), "lse_layout": ("HN" if heads_first else "NH",)}
+
+
 _LSE = "Base-2 logarithm of the sum of exponentials; -inf: no key in sight."
 
 
@@ -96,9 +103,14 @@ def kv_tensor(dims: list[str], like: str | None = None) -> Tensor:
 
 
 def results(
-    tokens: list[str], *, lse: bool, destination: bool, o_dtype: bool = True
+    tokens: list[str],
+    *,
+    lse: bool,
+    destination: bool,
+    o_dtype: bool = True,
+    heads_first: bool = False,
 ) -> dict[str, Value]:
-    """The outputs: always the result, with `lse` also the LSE."""
+    """The outputs: always the result, with `lse` also the LSE, of `heads_first` [heads, tokens]."""
     outputs: dict[str, Value] = {
         "output": Tensor(
             [*tokens, "num_qo_heads", "head_dim_vo"],
@@ -110,7 +122,7 @@ def results(
     }
     if lse:
         outputs["lse"] = Tensor(
-            [*tokens, "num_qo_heads"],
+            ["num_qo_heads", *tokens] if heads_first else [*tokens, "num_qo_heads"],
             param="lse" if destination else None,
             dtype="float32",
             description=_LSE,
@@ -119,7 +131,14 @@ def results(
 
 
 def paged_template(
-    name: str, description: str, init: Any, gather: Any, *, lse: bool, decode: bool = False
+    name: str,
+    description: str,
+    init: Any,
+    gather: Any,
+    *,
+    lse: bool,
+    decode: bool = False,
+    heads_first: bool = False,
 ) -> TraceTemplate:
     """Template of a `run` whose keys are in pages."""
     tokens = "batch_size" if decode else "total_q"
@@ -135,7 +154,7 @@ def paged_template(
     qo_indptr = {} if decode else {"qo_indptr": indices("len_indptr", "First query of each.")}
     return TraceTemplate(
         op_type="gqa_paged",
-        name_prefix=f"{name}_lse" if lse else name,
+        name_prefix=_prefix(name, lse, heads_first),
         description=description,
         axes=axes,
         inputs={
@@ -151,9 +170,9 @@ def paged_template(
             "sinks": _SINKS,
             **_ITEMS,
         },
-        outputs=results([tokens], lse=lse, destination=True),
+        outputs=results([tokens], lse=lse, destination=True, heads_first=heads_first),
         constraints=["len_indptr == batch_size + 1", *_HEAD_RULES],
-        options=_FLAGS,
+        options=_FLAGS | ({} if decode else _lse_options(heads_first)),
         hints=["enable_pdl"],
         tags=["status:verified"],
         reference=_paged_attention_reference,
@@ -162,11 +181,17 @@ def paged_template(
     )
 
 
-def ragged_template(name: str, init: Any, gather: Any, *, lse: bool) -> TraceTemplate:
+def _prefix(name: str, lse: bool, heads_first: bool) -> str:
+    return name + ("_lse" if lse else "") + ("_heads_first" if heads_first else "")
+
+
+def ragged_template(
+    name: str, init: Any, gather: Any, *, lse: bool, heads_first: bool = False
+) -> TraceTemplate:
     """Template of a `run` whose keys are rows one request after the other."""
     return TraceTemplate(
         op_type="gqa_ragged",
-        name_prefix=f"{name}_lse" if lse else name,
+        name_prefix=_prefix(name, lse, heads_first),
         description="Attention of ragged queries over ragged keys and values.",
         axes={
             "total_q": Var("Queries of all requests."),
@@ -185,9 +210,9 @@ def ragged_template(name: str, init: Any, gather: Any, *, lse: bool) -> TraceTem
             "sinks": _SINKS,
             **_ITEMS,
         },
-        outputs=results(["total_q"], lse=lse, destination=True),
+        outputs=results(["total_q"], lse=lse, destination=True, heads_first=heads_first),
         constraints=["len_indptr >= 1", *_HEAD_RULES],
-        options=_FLAGS,
+        options=_FLAGS | _lse_options(heads_first),
         hints=["enable_pdl"],
         tags=["status:verified"],
         reference=_ragged_attention_reference,
@@ -222,29 +247,44 @@ def _single_template(name: str, init: Any, *, lse: bool, decode: bool) -> TraceT
         tags=["status:verified"],
         reference=_single_attention_reference,
         gather=gather_single_decode if decode else gather_single_prefill,
-        init=init,
+        init=lambda arguments: {**init(arguments), "return_lse": lse},
     )
 
 
-def by_lse(make: Callable[..., TraceTemplate], **properties: Any) -> Callable[..., TraceTemplate]:
+def by_lse(
+    make: Callable[..., TraceTemplate], *, heads_first: bool = False, **properties: Any
+) -> Callable[..., TraceTemplate]:
     """A dispatch function between the template without and the one with the LSE.
 
-    An `lse` to write to that is not asked back is written and not returned.
+    An `lse` to write to that is not asked back is written and not returned. `heads_first`: whether
+    the call can ask for an LSE [heads, tokens].
     """
-    without, returned, written = (make(lse=lse, **properties) for lse in (False, True, True))
-    spec = written.outputs.get("lse")
-    if isinstance(spec, Tensor):
-        written.outputs["lse"] = dataclasses.replace(spec, returned=False)
+    without, returned = make(lse=False, **properties), make(lse=True, **properties)
+    turned = make(lse=True, heads_first=True, **properties) if heads_first else None
+    written = {template: _not_returned(template) for template in (returned, turned) if template}
 
     def choose(**arguments: Any) -> TraceTemplate:
         return_lse = arguments.get("return_lse", False)
         check_option("return_lse", (False, True), return_lse)
-        if return_lse:
-            return returned
-        return without if arguments.get("lse") is None else written
+        if not return_lse and arguments.get("lse") is None:
+            return without
+        template = returned
+        if turned is not None:
+            check_option("lse_layout", ("NH", "HN"), arguments.get("lse_layout", "NH"))
+            template = turned if arguments.get("lse_layout", "NH") == "HN" else returned
+        return template if return_lse else written[template]
 
-    choose.templates = [without, returned]  # type: ignore[attr-defined]
+    choose.templates = [without, *written]  # type: ignore[attr-defined]
     return choose
+
+
+def _not_returned(template: TraceTemplate) -> TraceTemplate:
+    """The template of a call that writes its LSE and does not return it."""
+    changed = copy.copy(template)
+    spec = template.outputs["lse"]
+    assert isinstance(spec, Tensor)
+    changed.outputs = {**template.outputs, "lse": dataclasses.replace(spec, returned=False)}
+    return changed
 
 
 def _single_init(decode: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -308,7 +348,8 @@ paged_prefill_run_trace = by_lse(
     description="Attention of ragged queries over keys and values in pages.",
     init=None,
     gather=gather_paged,
+    heads_first=True,
 )
 ragged_prefill_run_trace = by_lse(
-    ragged_template, name="gqa_ragged_prefill", init=None, gather=gather_ragged
+    ragged_template, name="gqa_ragged_prefill", init=None, gather=gather_ragged, heads_first=True
 )

@@ -85,9 +85,12 @@ def _single_options(arguments: Arguments, head_dim: int) -> dict[str, Any]:
             logits_soft_cap=(soft_cap, 0.0),
         ),
     }
-    if mode == "ROPE_LLAMA":
-        options["rope_scale"] = _number("rope_scale", arguments.get("rope_scale"), 1.0)
-        options["rope_theta"] = _number("rope_theta", arguments.get("rope_theta"), 1e4)
+    for name, default in (("rope_scale", 1.0), ("rope_theta", 1e4)):
+        value = _number(name, arguments.get(name), default)
+        if not value > 0:
+            raise ValueError(f"`{name}` must be positive, got {value}")
+        if mode == "ROPE_LLAMA":
+            options[name] = value
     return options
 
 
@@ -115,6 +118,9 @@ def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
     mask = _single_mask(arguments, len(q), len(k))
     causal = arguments.get("causal", False)
     check_option("causal", (False, True), causal)
+    check_option("backend", ("auto", "fa2"), arguments.get("backend", "auto"))
+    fp16_sums = arguments.get("use_fp16_qk_reduction", False)
+    check_option("use_fp16_qk_reduction", (False,), fp16_sums)
     for name in ("scale_q", "scale_k", "scale_v", "kv_cache_sf"):
         check_option(name, (None,), arguments.get(name))
     o_dtype = arguments.get("o_dtype") or q.dtype
@@ -281,6 +287,9 @@ def gather_paged(run: Arguments, cache: str = "paged_kv_cache") -> dict[str, Any
     _check_planned(problem, q, k, v)
     if k.shape[1] != problem.page_size:
         raise ValueError(f"`{cache}` must have pages of {problem.page_size}, got {k.shape[1]}")
+    listed, needed = len(problem.kv_indices), int(problem.kv_indptr[-1])
+    if listed < needed:
+        raise ValueError(f"`indices` of plan() must have {needed} page numbers, got {listed}")
     inputs = problem_arguments(problem, run, q.device)
     return {"q": q, "k_cache": k, "v_cache": v, **inputs, **destinations(run)}
 
@@ -301,6 +310,9 @@ def gather_ragged(run: Arguments) -> dict[str, Any]:
     if problem.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     _check_planned(problem, q, k, v)
+    needed = int(problem.kv_indptr[-1])
+    if len(k) < needed or len(v) != len(k):
+        raise ValueError(f"`k` and `v` must have {needed} rows, got {len(k)} and {len(v)}")
     inputs = problem_arguments(problem, run, q.device)
     return {"q": q, "k": k, "v": v, **inputs, **destinations(run)}
 
@@ -310,4 +322,5 @@ def destinations(run: Arguments) -> dict[str, Any]:
     for name, allowed in _UNSUPPORTED.items():
         if name in run:
             check_option(name, allowed, run[name])
-    return {name: run[name] for name in ("out", "lse", "enable_pdl") if name in run}
+    kept = ("out", "lse", "enable_pdl", "lse_base", "lse_layout")
+    return {name: run[name] for name in kept if name in run}

@@ -148,6 +148,14 @@ def _attend_batch(
     return o, lse
 
 
+def _lse_as(
+    o: torch.Tensor, lse: torch.Tensor, lse_base: str, lse_layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The LSE [tokens, heads] base 2 in another base or order."""
+    lse = lse * 0.6931471805599453 if lse_base == "ln" else lse
+    return o, lse.T if lse_layout == "HN" else lse
+
+
 def _rows_of(
     cache: torch.Tensor, kv_indptr: list[int], kv_indices: torch.Tensor, last_page_len: list[int]
 ) -> list[torch.Tensor]:
@@ -219,6 +227,8 @@ def _ragged_attention_reference(
     sinks: torch.Tensor | None = None,
     prefix_len_ptr: torch.Tensor | None = None,
     token_pos_in_items_ptr: torch.Tensor | None = None,
+    lse_base: str = "log2",
+    lse_layout: str = "NH",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(sm_scale q k^T + mask) v of each request: rows qo_indptr[b] ... of q against rows
     kv_indptr[b] ... of k and v.
@@ -227,7 +237,7 @@ def _ragged_attention_reference(
     """
     bounds = kv_indptr.tolist()
     ranges = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
-    return _attend_batch(
+    o, lse = _attend_batch(
         q,
         [(k[r], v[r]) for r in ranges],
         qo_indptr.tolist(),
@@ -245,6 +255,7 @@ def _ragged_attention_reference(
         prefix_len_ptr=prefix_len_ptr,
         token_pos_in_items_ptr=token_pos_in_items_ptr,
     )
+    return _lse_as(o, lse, lse_base, lse_layout)
 
 
 def _paged_attention_reference(
@@ -267,6 +278,8 @@ def _paged_attention_reference(
     sinks: torch.Tensor | None = None,
     prefix_len_ptr: torch.Tensor | None = None,
     token_pos_in_items_ptr: torch.Tensor | None = None,
+    lse_base: str = "log2",
+    lse_layout: str = "NH",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(sm_scale q k^T + mask) v of each request, whose keys are in pages
     kv_indices[kv_indptr[b] : kv_indptr[b + 1]] of k_cache[pages, page_size, kv_heads, d]; one query
@@ -278,7 +291,7 @@ def _paged_attention_reference(
     table = kv_indptr.tolist(), kv_indices, kv_last_page_len.tolist()
     k_rows, v_rows = _rows_of(k_cache, *table), _rows_of(v_cache, *table)
     bounds = list(range(len(k_rows) + 1)) if qo_indptr is None else qo_indptr.tolist()
-    return _attend_batch(
+    o, lse = _attend_batch(
         q,
         list(zip(k_rows, v_rows, strict=True)),
         bounds,
@@ -296,3 +309,4 @@ def _paged_attention_reference(
         prefix_len_ptr=prefix_len_ptr,
         token_pos_in_items_ptr=token_pos_in_items_ptr,
     )
+    return _lse_as(o, lse, lse_base, lse_layout)

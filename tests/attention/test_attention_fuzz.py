@@ -1,0 +1,232 @@
+"""All options and shapes at random: a call is right, or refused by name.
+
+What selects a kernel is drawn first, and then many batches for each: modules take seconds to
+compile, batches milliseconds to run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.attention.batches import BF16, E4M3, E5M2, FP16, Batch, randn
+from tests.attention.calls import FUNCTIONS, WRAPPERS, Call, make_call, refusal_of
+from tests.attention.faults import FAULTS
+from tests.fuzzing import fuzz_settings
+
+MODULES, CASES_PER_MODULE = 20, 20
+FULL_MODULES, FULL_CASES_PER_MODULE = 125, 80
+CPU_CASES_PER_MODULE = 25
+PATHS = (*WRAPPERS, *FUNCTIONS)
+LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 300, 511, 900)
+MAX_LOGITS = 2**20  # of all heads and requests
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What selects a module."""
+
+    path: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    o_dtype: torch.dtype
+    head_dims: tuple[int, int]
+    mask: str  # "none", "causal", "custom"
+    encoding: str
+    window: bool
+    soft_cap: bool
+    sinks: bool
+    rows: str  # query rows of a tile: "few" (up to 16), "some" (up to 64), "many"
+
+
+def draw_kernel(index: int) -> Kernel:
+    """The kernel number `index`: the same in every run."""
+    rng = random.Random(f"kernel {index}")
+    path = PATHS[index % len(PATHS)]
+    dtype = rng.choice([BF16, FP16])
+    head_dim = rng.choice([16, 32, 48, 64, 64, 80, 96, 112, 128, 128, 128, 160, 192, 256, 512])
+    pairs = [(head_dim, head_dim)]
+    if path in ("paged", "ragged") and head_dim < 512:
+        pairs += [(192, 128), (head_dim, rng.choice([16, 64, 128, 208]))]
+    encoding = rng.choice(["NONE", "NONE", "ROPE_LLAMA", "ALIBI"])
+    masks = ["none"] if "decode" in path else ["none", "causal", "causal", "custom"]
+    return Kernel(
+        path=path,
+        dtype=dtype,
+        kv_dtype=rng.choice([dtype, dtype, E4M3, E5M2]) if encoding != "ROPE_LLAMA" else dtype,
+        o_dtype=rng.choice([dtype, dtype, BF16, FP16]) if path not in FUNCTIONS else dtype,
+        head_dims=rng.choice(pairs),
+        mask=rng.choice(masks),
+        encoding=encoding,
+        window=rng.random() < 0.3,
+        soft_cap=rng.random() < 0.3,
+        sinks=rng.random() < 0.3 and path in ("decode", "paged"),
+        rows=rng.choice(["few", "some", "many"]),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch and the options that select no kernel."""
+
+    batch: Batch
+    plan: dict[str, Any]
+    run: dict[str, Any]
+    with_out: bool
+    with_lse: bool
+    return_lse: bool
+    int64: bool
+    seed: int
+
+
+def _query_lengths(draw: st.DrawFn, kernel: Kernel, group: int, count: int) -> list[int]:
+    if kernel.rows == "few":
+        return [draw(st.integers(0, max(16 // group, 1))) for _ in range(count)]
+    if kernel.rows == "some":
+        return [draw(st.integers(0, max(64 // group, 1))) for _ in range(count)]
+    return [draw(st.integers(65, 200)) // group + 64 // group + 1 for _ in range(count)]
+
+
+@st.composite
+def cases(draw: st.DrawFn, kernel: Kernel) -> Case:
+    is_decode = "decode" in kernel.path
+    few = kernel.rows == "few"
+    groups = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16] if few else [1, 2, 4, 5, 7, 8, 20, 64]
+    group = draw(st.sampled_from(groups))
+    count = 1 if kernel.path in FUNCTIONS else draw(st.integers(0, 6))
+    per_request = draw(st.sampled_from([1, 1, 2, 5])) if kernel.path == "decode" else 1
+    kv_lens = [draw(st.sampled_from(LENGTHS)) for _ in range(count)]
+    if is_decode:
+        qo_lens = [per_request] * count
+    else:
+        qo_lens = _query_lengths(draw, kernel, group, count)
+    heads = draw(st.integers(1, 4))
+    while sum(q * k for q, k in zip(qo_lens, kv_lens, strict=True)) * heads * group > MAX_LOGITS:
+        kv_lens = [n // 2 for n in kv_lens]
+    batch = Batch(
+        tuple(qo_lens),
+        tuple(kv_lens),
+        num_kv_heads=heads,
+        group=group,
+        head_dim_qk=kernel.head_dims[0],
+        head_dim_vo=kernel.head_dims[1],
+        dtype=kernel.dtype,
+        kv_dtype=kernel.kv_dtype,
+        page_size=draw(st.sampled_from([1, 2, 3, 5, 7, 8, 16, 32, 64, 100])),
+        kv_layout=draw(st.sampled_from(["NHD", "HND"])),
+        form=draw(st.sampled_from(["tuple", "fused", "strided"]))
+        if kernel.head_dims[0] == kernel.head_dims[1]
+        else "tuple",
+        seed=draw(st.integers(0, 2**20)),
+    )
+    return Case(
+        batch=batch,
+        plan=_plan_options(draw, kernel, per_request),
+        run=_run_options(draw, kernel),
+        with_out=kernel.path in WRAPPERS and draw(st.booleans()),
+        with_lse=kernel.path in WRAPPERS and draw(st.booleans()),
+        return_lse=draw(st.sampled_from([True, True, False])),
+        int64=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+def _plan_options(draw: st.DrawFn, kernel: Kernel, per_request: int) -> dict[str, Any]:
+    root = kernel.head_dims[0] ** -0.5
+    scales = [None, root, 2 * root, -root, 0.0]
+    options: dict[str, Any] = {"sm_scale": draw(st.sampled_from(scales))}
+    options["pos_encoding_mode"] = kernel.encoding
+    if kernel.encoding == "ROPE_LLAMA" or draw(st.booleans()):
+        options["rope_scale"] = draw(st.sampled_from([None, 1.0, 4.0, 0.5]))
+        options["rope_theta"] = draw(st.sampled_from([None, 1e4, 5e5]))
+    if kernel.mask == "causal":
+        options["causal"] = True
+    if kernel.window:
+        options["window_left"] = draw(st.sampled_from([0, 1, 5, 63, 64, 100, 1000]))
+    if kernel.soft_cap:
+        options["logits_soft_cap"] = draw(st.sampled_from([0.5, 5.0, 30.0]))
+    if kernel.path in WRAPPERS:
+        options["o_data_type"] = kernel.o_dtype
+        options["non_blocking"] = draw(st.booleans())
+        options["disable_split_kv"] = draw(st.booleans())
+        if kernel.path == "decode":
+            options["q_len_per_req"] = per_request
+        if kernel.path == "decode" or kernel.rows == "some":
+            sizes = [None] if options["disable_split_kv"] else [None, 64, 100, 256]
+            options["fixed_split_size"] = draw(st.sampled_from(sizes))
+    return options
+
+
+def _run_options(draw: st.DrawFn, kernel: Kernel) -> dict[str, Any]:
+    scale = st.sampled_from([None, 1.0, 0.5, 2.0])
+    options: dict[str, Any] = {"k_scale": draw(scale), "v_scale": draw(scale)}
+    if kernel.path != "single_prefill":
+        options["q_scale"] = draw(scale)
+    if kernel.path in WRAPPERS:
+        options["enable_pdl"] = draw(st.sampled_from([None, True, False]))
+    return options
+
+
+def build(kernel: Kernel, case: Case, device: torch.device) -> Call:
+    """The call of a case."""
+    batch, plan, run = case.batch, dict(case.plan), dict(case.run)
+    run["return_lse"] = case.return_lse
+    tokens = sum(batch.qo_lens)
+    if kernel.mask == "custom":
+        size = sum(q * k for q, k in zip(batch.qo_lens, batch.kv_lens, strict=True))
+        mask = randn((size,), torch.float32, device, case.seed) > 0
+        if kernel.path in FUNCTIONS:
+            mask = mask.view(tokens, batch.kv_lens[0])
+        plan["custom_mask"] = mask
+    if kernel.sinks:
+        run["sinks"] = 2 * randn((batch.num_qo_heads,), torch.float32, device, case.seed)
+    if case.with_out:
+        shape = (tokens, batch.num_qo_heads, batch.head_dim_vo)
+        run["out"] = torch.empty(shape, dtype=kernel.o_dtype, device=device)
+    if case.with_lse:
+        run["lse"] = torch.empty(tokens, batch.num_qo_heads, device=device)
+    call = make_call(kernel.path, batch, device, **plan)
+    if case.int64:
+        wider = {n: t.long() for n, t in call.plan.items() if _is_int32(t)}
+        call = call.with_plan(**wider)
+    return call.with_run(**run)
+
+
+def _is_int32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int32
+
+
+@pytest.mark.parametrize("index", range(FULL_MODULES))
+def test_attention_is_right_or_refused(index, device, full):
+    if index >= MODULES and not full:
+        pytest.skip("more kernels under --full")
+    kernel = draw_kernel(index)
+    tally: Counter[str] = Counter()
+    examples = FULL_CASES_PER_MODULE if full else CASES_PER_MODULE
+    if device.type == "cpu":
+        examples = CPU_CASES_PER_MODULE
+
+    @fuzz_settings(examples)
+    @given(
+        case=cases(kernel),
+        fault=st.one_of(st.none(), st.none(), st.none(), st.sampled_from(list(FAULTS))),
+    )
+    def run(case: Case, fault: str | None) -> None:
+        call = build(kernel, case, device)
+        changed = FAULTS[fault].change(call) if fault is not None else None
+        if fault is None or changed is None:
+            call.check()
+            tally["right"] += 1
+        else:
+            refusal_of(changed, FAULTS[fault].names)
+            tally["refused"] += 1
+
+    run()
+    assert tally.total() >= examples and tally["right"]
