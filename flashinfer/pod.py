@@ -15,7 +15,7 @@ import torch
 
 from ._attention.arguments import check_count, check_flag, device_indices, host_indices, refuse
 from ._attention.paged import check_buffer, host_page_table, keep, page_numbers
-from ._attention.pair import Pair, PairWrapper, add_pair_mask, check_pair_options
+from ._attention.pair import Pair, PairWrapper, add_pair_mask, check_pair_options, naming
 from ._attention.problem import AttentionProblem
 from ._attention.wrapper import split_cache
 from ._layout import is_hnd
@@ -308,7 +308,11 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         if base is None:
             raise ValueError("plan() must be called before run(), and again after new workspaces")
         check_flag("causal_d", causal_d)
-        if is_hnd(kv_layout_d) and kv_layout_d != base.kv_layout:
+        with naming("kv_layout", "p"):
+            is_hnd(kv_layout_p)
+        with naming("kv_layout", "d"):
+            is_hnd(kv_layout_d)
+        if kv_layout_d == "HND" and kv_layout_d != base.kv_layout:
             raise ValueError(
                 f"`kv_layout_d` must be the wrapper's {base.kv_layout!r}, got {kv_layout_d!r}"
             )

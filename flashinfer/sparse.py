@@ -31,7 +31,11 @@ from ._attention.sparse_arguments import (
 from ._attention.wrapper import AttentionWrapper
 from .api_logging import flashinfer_api
 from .jit.attention.plan import PREFILL
-from .trace.templates.sparse import block_sparse_run_trace, variable_block_sparse_run_trace
+from .trace.templates.sparse import (
+    block_sparse_run_trace,
+    convert_bsr_mask_layout_trace,
+    variable_block_sparse_run_trace,
+)
 
 __all__ = [
     "BlockSparseAttentionWrapper",
@@ -43,7 +47,7 @@ _BLACKWELL = "it belongs to kernels for Blackwell"
 _SCALES = "scales are for queries of 8 bits, which there are no kernels for"
 
 
-@flashinfer_api
+@flashinfer_api(trace=convert_bsr_mask_layout_trace)
 def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
     """Mask of a matrix in block compressed sparse rows, row by row in place of block by block.
 

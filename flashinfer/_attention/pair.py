@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -117,11 +120,26 @@ def check_pair_options(base: AttentionProblem, prefill: Options, decode: Options
         for name, want, value, default in zip(_NAMES, planned, options, _DEFAULTS, strict=True):
             if part == "d" and value == default:
                 continue
-            if (found := _option(name, value, base.head_dim_qk)) != want:
+            with naming(name, part):
+                found = _option(name, value, base.head_dim_qk)
+            same = found == want or (
+                isinstance(want, float) and math.isclose(found, want, rel_tol=1e-6)
+            )
+            if not same:
                 raise ValueError(
                     f"`{name}_{part}` must be the {want!r} of plan(), since one kernel computes "
                     f"both parts, got {found!r}"
                 )
+
+
+@contextlib.contextmanager
+def naming(name: str, part: str) -> Iterator[None]:
+    """Errors that name an argument name that of one part."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error).replace(f"{name}`", f"{name}_{part}`")
+        raise type(error)(text) from None
 
 
 def _option(name: str, value: Any, head_dim: int) -> Any:
@@ -148,7 +166,5 @@ def add_pair_mask(
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
     if packed_mask is not None:
         mask = None
-    try:
+    with naming("custom_mask", part):
         add_mask(problem, None if mask is None else mask.reshape(-1), packed_mask, device)
-    except ValueError as error:
-        raise ValueError(str(error).replace("custom_mask`", f"custom_mask_{part}`")) from None

@@ -13,6 +13,7 @@ import torch
 import flashinfer
 import flashinfer.sparse
 from flashinfer.testing.tensors import clone_arguments, iter_tensors
+from tests.trace import attention_wrapper_cases
 
 if TYPE_CHECKING:
     from tests.trace.calls import Operation
@@ -29,13 +30,18 @@ def planned_call(
 
     On a CPU it is the reference backend that plans, unless `backend` is False.
     """
-    build = _WRAPPERS[template.name_prefix.removesuffix("_lse")]
+    turned = template.name_prefix.endswith("_heads_first")
+    prefix = template.name_prefix.removesuffix("_heads_first")
+    whole = attention_wrapper_cases.CALLS.get(template.name_prefix)
+    build = whole or _WRAPPERS[prefix.removesuffix("_lse")]
     dtype = torch.float16 if dtype == torch.float32 else dtype
     by_reference = backend and device.type == "cpu"
     with flashinfer.reference_backend() if by_reference else contextlib.nullcontext():
         arguments = build(_Values(dtype, device, seed))
-    if template.name_prefix.endswith("_lse"):
+    if prefix.endswith("_lse") and whole is None:
         arguments["return_lse"] = True
+    if turned:
+        arguments["lse_layout"] = "HN"
     return arguments
 
 
@@ -119,6 +125,7 @@ def _variable_block_sparse(values: _Values) -> dict[str, Any]:
 
 
 _WRAPPERS: dict[str, Callable[[_Values], dict[str, Any]]] = {
+    "attention_sink": attention_wrapper_cases.with_sinks,
     "gqa_paged_decode": _decode,
     "gqa_paged_decode_multi": _decode_multi,
     "gqa_paged_prefill": _paged,
@@ -162,6 +169,13 @@ def has_no_effect(operation: Operation, name: str, arguments: dict[str, Any]) ->
     assert _equal(usual, _results(operation, {**arguments, name: True}))
     with pytest.raises(TypeError, match=name):
         operation.api(**{**arguments, name: "yes"})
+
+
+def is_refused_when_on(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    usual = _results(operation, arguments)
+    assert _equal(usual, _results(operation, {**arguments, name: False}))
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: True})
 
 
 def names_a_backend(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
@@ -215,6 +229,25 @@ def heads_first(operation: Operation, name: str, arguments: dict[str, Any]) -> N
         operation.api(**{**arguments, name: "DNH"})
 
 
+def takes_the_logarithm(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    arguments = {**arguments, "return_lse": True}
+    base_2 = _results(operation, arguments)[1]
+    natural = _results(operation, {**arguments, name: "ln"})[1]
+    torch.testing.assert_close(natural, base_2 * 0.6931471805599453)
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: "log10"})
+
+
+def turns_the_lse(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    first, second = (
+        _results(operation, {**arguments, "return_lse": True, name: value})[1]
+        for value in ("NH", "HN")
+    )
+    assert torch.equal(first.T, second)
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, "return_lse": True, name: "H"})
+
+
 def encodes(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     found = [_results(operation, {**arguments, name: m}) for m in ("NONE", "ROPE_LLAMA", "ALIBI")]
     assert _equal(found[0], _results(operation, arguments))
@@ -252,6 +285,8 @@ CASES: dict[str, Case] = {
     "kv_layout": heads_first,
     "logits_soft_cap": becomes(0.5),
     "lse": receives(1),
+    "lse_base": takes_the_logarithm,
+    "lse_layout": turns_the_lse,
     "o_dtype": sets_the_dtype,
     "o_scale": is_left_out,
     "out": receives(0),
@@ -268,7 +303,7 @@ CASES: dict[str, Case] = {
     "sinks": becomes(lambda arguments: torch.ones(HEADS, device=arguments["q"].device)),
     "skip_softmax_threshold_scale_factor": is_left_out,
     "sm_scale": becomes(0.05),
-    "use_fp16_qk_reduction": has_no_effect,
+    "use_fp16_qk_reduction": is_refused_when_on,
     "use_fp16_softmax": is_left_out,
     "use_tensor_cores": has_no_effect,
     "uses_spcompress": is_left_out,

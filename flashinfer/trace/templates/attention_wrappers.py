@@ -190,6 +190,7 @@ _PAGE = ["num_pages", "page_size"]
 batch_attention_run_trace = _batch_attention_template()
 sink_run_trace = by_lse(
     paged_template,
+    heads_first=True,
     name="attention_sink",
     description="Attention of ragged queries over pages, with one more logit per head.",
     init=None,

@@ -127,11 +127,12 @@ def _problems(run: Arguments) -> tuple[Any, Any]:
     wrapper = run.get("self")
     if wrapper is None:
         raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
-    names = inspect.signature(wrapper._run_problems).parameters
-    check_option("use_fp16_qk_reduction", (False,), run["use_fp16_qk_reduction"])
+    check_option("use_fp16_qk_reduction", (False,), run.get("use_fp16_qk_reduction", False))
     if run.get("args"):
         raise TypeError("run() has no additional arguments")
-    return wrapper._run_problems(**{name: run[name] for name in names})
+    defaults = inspect.signature(type(wrapper).run).parameters
+    names = inspect.signature(wrapper._run_problems).parameters
+    return wrapper._run_problems(**{name: run.get(name, defaults[name].default) for name in names})
 
 
 def _checked(part: str, problem: Any, q: Any, k: Any, v: Any) -> None:
@@ -146,7 +147,7 @@ def _shared(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any
     inputs = problem_arguments(problem, run, device)
     names = ("sm_scale", "v_scale", "window_left", "pos_encoding_mode", "rope_scale", "rope_theta")
     kept = {name: inputs[name] for name in (*names, "o_dtype") if name in inputs}
-    return kept | {"enable_pdl": run["enable_pdl"]}
+    return kept | {"enable_pdl": run.get("enable_pdl")}
 
 
 def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
@@ -180,8 +181,8 @@ def _gather_pod(run: Arguments) -> dict[str, Any]:
         **second,
         "causal_p": own["causal"],
         "custom_mask_p": own.get("custom_mask"),
-        "return_lse_p": run["return_lse_p"],
-        "return_lse_d": run["return_lse_d"],
+        "return_lse_p": run.get("return_lse_p", False),
+        "return_lse_d": run.get("return_lse_d", False),
         **_shared(prefill, run, q.device),
     }
 
@@ -192,7 +193,7 @@ def _gather_batch_pod(run: Arguments) -> dict[str, Any]:
         **_paged_part("p", prefill, run),
         **_paged_part("d", decode, run),
         "causal_p": prefill.causal and prefill.custom_mask is None,
-        "return_lse": run["return_lse"],
+        "return_lse": run.get("return_lse", False),
         **_shared(prefill, run, run["q_p"].device),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..arguments import check_option
-from ..specs import Axis, Scalar, Tensor, Value, Var
+from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor
 from .attention_arguments import _check_planned, _mask_of, planned
@@ -107,6 +107,22 @@ def _variable_block_sparse_reference(
         o.append(own[0].transpose(0, 1))
         lse.append(own[1].transpose(0, 1))
     return torch.cat(o), torch.cat(lse)
+
+
+def _convert_bsr_mask_layout_reference(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """result = for each row of blocks the entries of its blocks, [nnz, R, C], as [R, nnz * C].
+
+    Source: the layout of block compressed sparse rows, as scipy.sparse.bsr_array has it.
+    """
+    bounds = indptr.tolist()
+    rows = [mask[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return torch.cat([mask.new_empty(0), *(row.transpose(0, 1).flatten() for row in rows)])
+
+
+def _bsr_init(arguments: dict[str, Any]) -> dict[str, Any]:
+    nnz, rows = len(arguments["mask"]), len(arguments["indptr"])
+    indptr = torch.linspace(0, nnz, rows).to(torch.int32).to(arguments["mask"].device)
+    return {"mask": arguments["mask"].float() > 0, "indptr": indptr}
 
 
 def _options(run: Arguments, problem: Any) -> dict[str, Any]:
@@ -268,5 +284,25 @@ def _variable_block_sparse_template(*, lse: bool) -> TraceTemplate:
     )
 
 
+convert_bsr_mask_layout_trace = TraceTemplate(
+    op_type="convert_bsr_mask_layout",
+    description="Mask of a block-sparse matrix, by rows of the matrix in place of by blocks.",
+    axes={
+        "nnz": Var("Blocks."),
+        "block_rows": Const("Rows of a block.", abbrev="r"),
+        "block_cols": Const("Columns of a block.", abbrev="c"),
+        "len_indptr": Var("Rows of blocks + 1."),
+        "mask_size": Var("nnz * block_rows * block_cols.", from_values=True),
+    },
+    inputs={
+        "mask": Tensor(["nnz", "block_rows", "block_cols"], dtype="bool"),
+        "indptr": indices("len_indptr", "First block of each row of blocks."),
+    },
+    outputs={"output": Tensor(["mask_size"], dtype="bool")},
+    constraints=["len_indptr >= 1"],
+    tags=["status:verified", "host"],
+    reference=_convert_bsr_mask_layout_reference,
+    init=_bsr_init,
+)
 block_sparse_run_trace = by_lse(_block_sparse_template)
 variable_block_sparse_run_trace = by_lse(_variable_block_sparse_template)
