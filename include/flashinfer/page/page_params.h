@@ -27,6 +27,7 @@ struct AppendParams {
   FastDivisor heads;
   uint32_t tokens_per_chunk;  // set at launch: threads are counted off over so many tokens per
                               // blockIdx.y
+  bool streams;               // set at launch: what is written does not fit in L2
 };
 
 struct BatchIndicesParams {

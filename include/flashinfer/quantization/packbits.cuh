@@ -46,14 +46,8 @@ struct PackedWord {
     if (shift) vectors[2] = source[2];
   }
 
-  // The first `count` <= 32 bytes from x[begin] on as bits, the first one lowest.
-  __device__ __forceinline__ uint32_t bits(const PackBitsParams& params, int64_t begin,
-                                           uint32_t count) const {
-    if (!in_bounds) {
-      uint32_t word = 0;
-      for (uint32_t i = 0; i < count; ++i) word |= (params.x[begin + i] ? 1u : 0u) << i;
-      return word;
-    }
+  // The first `count` <= 32 bytes as bits, the first one lowest.
+  __device__ __forceinline__ uint32_t bits(uint32_t count) const {
     uint64_t all = nonzero_bits(vectors[0]) | nonzero_bits(vectors[1]) << 16;
     if (shift) all |= static_cast<uint64_t>(nonzero_bits(vectors[2])) << 32;
     const uint32_t word = static_cast<uint32_t>(all >> shift);
@@ -61,11 +55,15 @@ struct PackedWord {
   }
 };
 
+// The first `count` <= 32 bytes from x[begin] on as bits, the first one lowest.
 __device__ __forceinline__ uint32_t pack_word(const PackBitsParams& params, int64_t begin,
                                               uint32_t count) {
   PackedWord packed;
   packed.load(params, begin);
-  return packed.bits(params, begin, count);
+  if (packed.in_bounds) return packed.bits(count);
+  uint32_t word = 0;
+  for (uint32_t i = 0; i < count; ++i) word |= (params.x[begin + i] ? 1u : 0u) << i;
+  return word;
 }
 
 __device__ __forceinline__ uint32_t in_bit_order(uint32_t word, bool big_endian) {
@@ -105,6 +103,38 @@ __device__ __forceinline__ uint32_t find_first_segment(const Index* out_indptr,
   return low;
 }
 
+// The last of entries[low .. high) that is at most `position`; the first of them is.
+template <typename Index>
+__device__ __forceinline__ uint32_t last_at_most(const Index* entries, uint32_t low, uint32_t high,
+                                                 int64_t position) {
+  while (high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    (entries[middle] <= position ? low : high) = middle;
+  }
+  return low;
+}
+
+// Entries `base` ... of the indptr arrays in shared memory, one per thread; the last one repeats.
+template <typename Index, int kThreads>
+struct SegmentWindow {
+  Index begins[kThreads], out_begins[kThreads];
+
+  // Whether output bytes first ... last are all in segments that begin and end in the window; if
+  // so, in those from `low` to before `high`. For the whole CTA.
+  __device__ __forceinline__ bool load(const PackBitsParams& params, uint32_t base, int64_t first,
+                                       int64_t last, uint32_t& low, uint32_t& high) {
+    const uint32_t room = params.num_segments - base;
+    const uint32_t i = base + (threadIdx.x < room ? threadIdx.x : room);
+    const Index out_begin = static_cast<const Index*>(params.out_indptr)[i];
+    begins[threadIdx.x] = static_cast<const Index*>(params.indptr)[i];
+    out_begins[threadIdx.x] = out_begin;
+    const int begun = __syncthreads_count(out_begin <= first);
+    high = static_cast<uint32_t>(__syncthreads_count(out_begin <= last));
+    low = static_cast<uint32_t>(begun - 1);
+    return begun > 0 && high < kThreads;
+  }
+};
+
 // The same for a position further on, by strides that double: it is not far.
 template <typename Index>
 __device__ __forceinline__ uint32_t find_segment_from(const Index* out_indptr,
@@ -123,19 +153,18 @@ __device__ __forceinline__ uint32_t find_segment_from(const Index* out_indptr,
   return low;
 }
 
-// The output word at byte `position` where segments may end inside of it.
+// The output word at byte `position` where segments may end inside of it. `segment`, which holds
+// its first byte, counts entries of the two arrays.
 template <typename Index>
-__device__ __forceinline__ uint32_t pack_segments(const PackBitsParams& params, uint32_t segment,
+__device__ __forceinline__ uint32_t pack_segments(const PackBitsParams& params, const Index* begins,
+                                                  const Index* out_begins, uint32_t segment,
                                                   int64_t position) {
-  const auto* indptr = static_cast<const Index*>(params.indptr);
-  const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
-  segment = find_segment_from(out_indptr, params.num_segments, segment, position);
   uint32_t word = 0;
   for (int64_t i = 0; i < 4 && position + i < params.num_out;) {
-    while (position + i >= out_indptr[segment + 1]) ++segment;
-    const int64_t begin = indptr[segment] + 8 * (position + i - out_indptr[segment]);
-    const uint32_t bytes = at_most(out_indptr[segment + 1] - position - i, 4 - i);
-    word |= pack_word(params, begin, at_most(indptr[segment + 1] - begin, 8 * bytes)) << (8 * i);
+    while (position + i >= out_begins[segment + 1]) ++segment;
+    const int64_t begin = begins[segment] + 8 * (position + i - out_begins[segment]);
+    const uint32_t bytes = at_most(out_begins[segment + 1] - position - i, 4 - i);
+    word |= pack_word(params, begin, at_most(begins[segment + 1] - begin, 8 * bytes)) << (8 * i);
     i += bytes;
   }
   return word;
@@ -156,38 +185,81 @@ __global__ void __launch_bounds__(kThreads)
   detail::store_word(params, position, detail::pack_word(params, 8 * position, count));
 }
 
-// Index is the type of the indptr arrays. A CTA looks its segment up first, which takes longer than
-// the data; with several words a thread loads them all at once where the whole CTA is in a segment.
-// 2^28 bytes on an H200, with one and with four words: segments of 2^20 85 and 76 us, of 2^20 + 3
-// 92 and 81, of 1001 171 and 176, of 64 193 and 345.
-template <typename Index, int kWords>
-__global__ void __launch_bounds__(kPackThreads, kWords > 1 ? 2 : 8)
+// Index is the type of the indptr arrays.
+template <typename Index>
+__global__ void __launch_bounds__(kPackThreads)
     segment_packbits_kernel(const __grid_constant__ PackBitsParams params) {
-  constexpr int kBytes = 4 * kWords * kPackThreads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBytes;
-  const auto* indptr = static_cast<const Index*>(params.indptr);
-  const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
-  const auto position_of = [&](int i) { return first + 4 * (threadIdx.x + i * kPackThreads); };
+  const int64_t first = 4 * static_cast<int64_t>(blockIdx.x) * kPackThreads;
+  const int64_t position = first + 4 * threadIdx.x;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const uint32_t segment = detail::find_first_segment(out_indptr, params.num_segments, first);
-  if (kWords > 1 && out_indptr[segment + 1] - first >= kBytes) {
-    const int64_t end = indptr[segment + 1];
-    const int64_t shift = indptr[segment] - 8 * static_cast<int64_t>(out_indptr[segment]);
-    detail::PackedWord words[kWords];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i].load(params, shift + 8 * position_of(i));
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int64_t begin = shift + 8 * position_of(i);
-      const uint32_t word = words[i].bits(params, begin, detail::at_most(end - begin, 32));
-      detail::store_word(params, position_of(i), word);
+  const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
+  uint32_t segment = detail::find_first_segment(out_indptr, params.num_segments, first);
+  if (position >= params.num_out) return;
+  segment = detail::find_segment_from(out_indptr, params.num_segments, segment, position);
+  const auto* indptr = static_cast<const Index*>(params.indptr);
+  const uint32_t word = detail::pack_segments(params, indptr, out_indptr, segment, position);
+  detail::store_word(params, position, word);
+}
+
+// For long segments. The CTA guesses where its own are, and each thread loads several words before
+// it uses one: the look-up takes longer than the data. 2^28 bytes on an H200, without and with:
+// segments of 2^20 85 and 76 us, of 2^20 + 3 92 and 81, of 1001 171 and 176, of 64 193 and 345.
+inline constexpr int kPackWords = 4;
+
+template <typename Index>
+__global__ void __launch_bounds__(kPackThreads)
+    long_segment_packbits_kernel(const __grid_constant__ PackBitsParams params) {
+  constexpr int kBytes = 4 * kPackWords * kPackThreads;
+  __shared__ detail::SegmentWindow<Index, kPackThreads> window;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBytes;
+  const int64_t last = (params.num_out - first > kBytes ? first + kBytes : params.num_out) - 1;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+
+  // Where the segments would be if all were as long, and a few before; else by search.
+  const float place = static_cast<float>(first) / static_cast<float>(params.num_out);
+  auto guess = static_cast<uint32_t>(place * static_cast<float>(params.num_segments));
+  guess = guess < params.num_segments ? guess : params.num_segments;
+  const uint32_t base = guess < 32 ? 0 : guess - 32;
+  uint32_t low, high;
+  if (!window.load(params, base, first, last, low, high)) {
+    const auto* indptr = static_cast<const Index*>(params.indptr);
+    const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
+    const uint32_t begun = detail::find_first_segment(out_indptr, params.num_segments, first);
+    for (int64_t position = first + 4 * threadIdx.x; position <= last;
+         position += 4 * kPackThreads) {
+      const uint32_t segment =
+          detail::find_segment_from(out_indptr, params.num_segments, begun, position);
+      const uint32_t word = detail::pack_segments(params, indptr, out_indptr, segment, position);
+      detail::store_word(params, position, word);
     }
     return;
   }
-  const int64_t last = params.num_out - first > kBytes ? first + kBytes : params.num_out;
-  for (int64_t position = position_of(0); position < last; position += 4 * kPackThreads) {
-    detail::store_word(params, position, detail::pack_segments<Index>(params, segment, position));
+
+  detail::PackedWord words[kPackWords];
+  uint32_t segments[kPackWords], counts[kPackWords];
+#pragma unroll
+  for (int i = 0; i < kPackWords; ++i) {
+    const int64_t position = first + 4 * (threadIdx.x + i * kPackThreads);
+    words[i].in_bounds = false;
+    if (position > last) continue;
+    segments[i] = detail::last_at_most(window.out_begins, low, high, position);
+    const int64_t begin =
+        window.begins[segments[i]] + 8 * (position - window.out_begins[segments[i]]);
+    counts[i] = detail::at_most(window.begins[segments[i] + 1] - begin, 32);
+    // The word is the segment's alone.
+    if (window.out_begins[segments[i] + 1] - position >= 4) words[i].load(params, begin);
+  }
+#pragma unroll
+  for (int i = 0; i < kPackWords; ++i) {
+    const int64_t position = first + 4 * (threadIdx.x + i * kPackThreads);
+    if (position > last) continue;
+    const uint32_t word = words[i].in_bounds
+                              ? words[i].bits(counts[i])
+                              : detail::pack_segments(params, window.begins, window.out_begins,
+                                                      segments[i], position);
+    detail::store_word(params, position, word);
   }
 }
 
@@ -201,10 +273,11 @@ inline cudaError_t launch_packbits(const PackBitsParams& params, bool enable_pdl
   void (*kernel)(PackBitsParams);
   if constexpr (std::is_same_v<Index, void>) {
     kernel = packbits_kernel<kPackThreads>;
+  } else if (params.num_out >= int64_t{16384} * params.num_segments) {
+    kernel = long_segment_packbits_kernel<Index>;
+    words = kPackWords;
   } else {
-    // Long segments: most CTAs are in one, as far as their average can tell.
-    words = params.num_out >= 4 * 4096 * int64_t{params.num_segments} ? 4 : 1;
-    kernel = words > 1 ? segment_packbits_kernel<Index, 4> : segment_packbits_kernel<Index, 1>;
+    kernel = segment_packbits_kernel<Index>;
   }
   const auto ctas = static_cast<uint32_t>(ceil_div(params.num_out, 4 * words * kPackThreads));
   return launch_kernel(kernel, dim3(ctas), dim3(kPackThreads), 0, stream, enable_pdl, params);
