@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import check_count, check_flag, check_stride_variant, refuse
+from ._attention.arguments import (
+    check_count,
+    check_flag,
+    check_stride_variant,
+    device_indices,
+    refuse,
+)
 from ._attention.jit_functions import (
     get_batch_decode_module,
     get_single_decode_module,
     single_decode_with_kv_cache_with_jit_module,
 )
-from ._attention.paged import check_buffer, host_page_table, keep, page_numbers
+from ._attention.paged import check_buffer, check_page_numbers, host_page_table, keep
 from ._attention.problem import AttentionProblem
 from ._attention.single_request import single_decode_with_kv_cache
 from ._attention.wrapper import AttentionWrapper, split_cache
@@ -228,6 +234,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
     ) -> None:
+        self._problem = None  # whatever becomes of this plan
         refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
         if data_type is not None:
             q_data_type = kv_data_type = data_type
@@ -239,11 +246,16 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             q_len_per_req,
         )
         capacity = self._graph_capacity(problem)
-        buffer = self._indices_buffer
-        problem.kv_indices = page_numbers("indices", indices, self.device, buffer)
+        if self._indices_buffer is None:
+            problem.kv_indices = device_indices("indices", indices, self.device)
+        else:
+            problem.kv_indices = check_page_numbers(
+                "indices", indices, self._indices_buffer, int(problem.kv_indptr[-1])
+            )
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
-        if capacity is not None:
+        if self._indices_buffer is not None:
             assert self._indptr_buffer is not None and self._last_page_len_buffer is not None
+            keep("indices", indices, self._indices_buffer)
             keep("indptr", indptr, self._indptr_buffer)
             keep("last_page_len", last_page_len, self._last_page_len_buffer)
 

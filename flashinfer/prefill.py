@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import check_count, check_stride_variant, refuse
+from ._attention.arguments import check_count, check_stride_variant, device_indices, refuse
 from ._attention.jit_functions import (
     get_batch_prefill_module,
     get_customize_batch_prefill_module,
     get_single_prefill_module,
     single_prefill_with_kv_cache_with_jit_module,
 )
-from ._attention.paged import check_buffer, host_page_table, page_numbers
+from ._attention.paged import check_buffer, check_page_numbers, host_page_table
 from ._attention.prefill import PrefillArguments, PrefillWrapper
 from ._attention.problem import AttentionProblem
 from ._attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
@@ -266,6 +266,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             If an argument is not as described, lengths contradict each other, a CUDA graph's
             capacity is exceeded, or a workspace is too small (the message says the bytes needed).
         """
+        self._problem = None  # whatever becomes of this plan
         arguments = PrefillArguments(
             num_qo_heads,
             num_kv_heads,
@@ -298,12 +299,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             seq_lens,
             block_tables,
         )
-        problem.kv_indices = page_numbers(
-            "paged_kv_indices", paged_kv_indices, self.device, self._indices_buf
-        )
+        name = "paged_kv_indices"
+        if self._indices_buf is None:
+            problem.kv_indices = device_indices(name, paged_kv_indices, self.device)
+        else:
+            problem.kv_indices = check_page_numbers(
+                name, paged_kv_indices, self._indices_buf, int(problem.kv_indptr[-1])
+            )
         capacity = self._graph_capacity(problem)
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
         if capacity is not None:
+            self._max_qo_tokens = capacity[1]
+            self._keep(name, paged_kv_indices, self._indices_buf)
             self._keep("qo_indptr", qo_indptr, self._qo_indptr_buf)
             self._keep("paged_kv_indptr", paged_kv_indptr, self._indptr_buf)
             name = "paged_kv_last_page_len"

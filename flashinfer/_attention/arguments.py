@@ -167,13 +167,17 @@ def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
                 found[i] = tensor.contiguous()
             continue
         name = list(tensors)[i]
-        _check_index_vector(name, tensor)
+        check_index_vector(name, tensor)
         if tensor.is_cpu:
             found[i] = _as_int32(name, tensor)
         else:
             distant.append(i)
     if distant:
         names = list(tensors)
+        devices = {str(found[i].device) for i in distant}
+        if len(devices) > 1:
+            listed = ", ".join(f"`{names[i]}`" for i in distant)
+            raise ValueError(f"{listed} must be on one device, got {sorted(devices)}")
         together = torch.cat([found[i] for i in distant]).cpu()
         parts = together.split([found[i].numel() for i in distant])
         for i, part in zip(distant, parts, strict=True):
@@ -181,7 +185,8 @@ def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-def _check_index_vector(name: str, tensor: Any) -> None:
+def check_index_vector(name: str, tensor: Any) -> None:
+    """A vector of int32 or int64."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in (torch.int32, torch.int64):
@@ -203,7 +208,7 @@ def _as_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def device_indices(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
     """Page numbers as a contiguous int32 vector on `device`."""
-    _check_index_vector(name, tensor)
+    check_index_vector(name, tensor)
     if tensor.dtype == torch.int32 and tensor.device == device and tensor.is_contiguous():
         return tensor
     return tensor.to(device=device, dtype=torch.int32).contiguous()

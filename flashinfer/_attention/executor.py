@@ -156,6 +156,8 @@ class AttentionExecutor:
         self._key = key
         self._has_window = problem.window_left >= 0
         self._run = module.run
+        if graph_capacity is not None:
+            self._graph_tile_q = key[5]
 
     def change_options(self, problem: AttentionProblem) -> None:
         """Launch the planned requests with other options from now on.
@@ -318,8 +320,6 @@ class AttentionExecutor:
         else:
             small = tile_q_second if second is None else 0
             tile_q = _tile_q(problem, fixed_split_size is not None, small)
-            if graph_capacity is not None:
-                self._graph_tile_q = tile_q
         mask_second = second.mask_mode if second is not None else problem.mask_mode
         return (
             problem.q_data_type,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .arguments import device_indices, host_indices
+from .arguments import check_index_vector, device_indices, host_indices
 
 
 def host_page_table(
@@ -100,17 +100,22 @@ def check_buffer(
     return buffer
 
 
+def check_page_numbers(name: str, indices: Any, buffer: torch.Tensor, needed: int) -> torch.Tensor:
+    """The buffer that `keep` will copy `indices` to, once all of a plan is known to be right."""
+    check_index_vector(name, indices)
+    if not needed <= indices.numel() <= buffer.numel():
+        raise ValueError(
+            f"`{name}` must have from the {needed} elements of the indptr to the "
+            f"{buffer.numel()} of its buffer, got {indices.numel()}"
+        )
+    return buffer
+
+
 def page_numbers(
     name: str, indices: Any, device: torch.device, buffer: torch.Tensor | None
 ) -> torch.Tensor:
     """Page numbers on the device, in a graph's buffer if there is one."""
     if buffer is None:
         return device_indices(name, indices, device)
-    if not isinstance(indices, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(indices).__name__}")
-    if indices.dtype not in (torch.int32, torch.int64) or indices.ndim != 1:
-        raise ValueError(
-            f"`{name}` must be a vector of int32 or int64, got "
-            f"{str(indices.dtype).removeprefix('torch.')} of shape {list(indices.shape)}"
-        )
+    check_index_vector(name, indices)
     return keep(name, indices, buffer)

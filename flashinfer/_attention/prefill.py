@@ -172,9 +172,7 @@ class PrefillWrapper(AttentionWrapper):
         """Requests, and the query tokens of the first plan."""
         if self._qo_indptr_buf is None:
             return None
-        if not self._max_qo_tokens:
-            self._max_qo_tokens = problem.num_qo_tokens
-        return self._qo_indptr_buf.numel() - 1, self._max_qo_tokens
+        return self._qo_indptr_buf.numel() - 1, self._max_qo_tokens or problem.num_qo_tokens
 
     def _keep(self, name: str, values: Any, buffer: torch.Tensor | None) -> None:
         if buffer is not None:

@@ -201,6 +201,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             capacity is exceeded, or a workspace is too small (the message says the bytes needed).
         """
         refuse("values lie as keys do, outputs as queries", v_indptr=v_indptr, o_indptr=o_indptr)
+        self._problem = None  # whatever becomes of this plan
         arguments = PrefillArguments(
             num_qo_heads,
             num_kv_heads,
@@ -239,6 +240,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         capacity = self._graph_capacity(problem)
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
         if capacity is not None:
+            self._max_qo_tokens = capacity[1]
             self._keep("qo_indptr", qo_indptr, self._qo_indptr_buf)
             self._keep("kv_indptr", kv_indptr, self._kv_indptr_buf)
 

@@ -58,6 +58,7 @@ class AttentionWrapper:
         self._problem: AttentionProblem | None = None
         self._plan_problem: AttentionProblem | None = None  # as plan() said, before forward()
         self._overrides: dict[str, Any] | None = None
+        self._split: tuple[int | None, bool] = (None, False)
         self._captured: dict[str, Any] | None = None
         self._known_options: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -224,9 +225,10 @@ class AttentionWrapper:
         check_flag("non_blocking", non_blocking)
         if fixed_split_size is not None:
             check_count("fixed_split_size", fixed_split_size)
+        self._split = (fixed_split_size, disable_split_kv)
+        self._problem = self._overrides = None
         if self._captured is not None:
             self._check_captured(problem)
-        self._problem = self._overrides = None
         self._executor.plan(
             problem,
             fixed_split_size=fixed_split_size,
@@ -368,6 +370,8 @@ class AttentionWrapper:
                 for name in tensors
             },
             "mask": problem.mask_mode,
+            "fixed_split_size": self._split[0],
+            "disable_split_kv": self._split[1],
             "float_workspace_buffer": executor.float_workspace.data_ptr(),
             "int_workspace_buffer": executor.int_workspace.data_ptr(),
         }
