@@ -62,7 +62,7 @@ class TileWorker {
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        state_.largest[i][h] = -math::inf;
+        state_.largest[i][h] = kNothingSeen;
         state_.sum[i][h] = 0.f;
         const int packed = item_.row_begin + first_row() + 16 * i + 8 * h;
         rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
@@ -74,11 +74,7 @@ class TileWorker {
         state_.output[i][j][2] = state_.output[i][j][3] = 0.f;
       }
     }
-    if constexpr (Tile::kSplitKV) {
-      stream_by_warp();
-    } else {
-      stream_by_cta();
-    }
+    stream();
     // Not before: the merge's CTAs would wait where other items could run.
     ptx::grid_launch_dependents();
     // A row's sum is spread over the four lanes that hold its columns.
@@ -101,6 +97,10 @@ class TileWorker {
   }
 
  private:
+  // Exponent of a row without visible keys so far: finite, so that a hidden logit of -inf weighs
+  // 2^(-inf) against it, and below that of any visible one.
+  static constexpr float kNothingSeen = -3.4028234663852886e38f;
+
   // Row within the tile of this thread's first row.
   __device__ __forceinline__ int first_row() const {
     return (Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows) + threadIdx.x % 32 / 4;
@@ -166,159 +166,150 @@ class TileWorker {
     return ptx::shared_address(shared_) + row * Tile::kPitchQ;
   }
 
-  // Decode: each warp streams its own tokens and waits for nobody.
-  __device__ __forceinline__ void stream_by_warp() {
+  // Streams K and V and works off tile by tile. Where each warp has its own tokens (decode), no
+  // warp waits for another, and all stages are in flight at a time. Else the barrier that shows a
+  // tile to all warps also says that the other stage is free: one barrier per tile, ahead of which
+  // the next tile's copies run for a whole tile's products.
+  __device__ __forceinline__ void stream() {
 #if defined(__CUDA_ARCH__)
     constexpr int kStages = Tile::num_stages(__CUDA_ARCH__ / 10);
-    const int warp_idx = threadIdx.x / 32;
+    constexpr int kAhead = Tile::kSplitKV || kStages == 1 ? kStages : kStages - 1;
     const uint32_t shared_k = ptx::shared_address(stages_);
     TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
                                             blockIdx.y, shared_k, kStages);
+    const auto fetch = [&](int tile, int stage) {
+      if (tile < num_tiles_) loader.copy_tile(stage);
+      ptx::cp_async_commit();
+    };
+    const auto synchronize = [] {
+      if constexpr (Tile::kSplitKV) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
+    };
     begin_query();
 #pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      if (stage < num_tiles_) {
-        loader.begin_tile();
-        loader.copy_k(stage);
-        loader.copy_v(stage);
-      }
-      ptx::cp_async_commit();
-    }
+    for (int tile = 0; tile < kAhead; ++tile) fetch(tile, tile);
     uint32_t query[Tile::kQInRegisters ? Tile::kStepsQK : 1][4];
-    ptx::cp_async_wait<kStages - 1>();
+    ptx::cp_async_wait<kAhead - 1>();
     end_query(query);
-    const uint32_t warp_k = shared_k + warp_idx * kWarpTokens * Tile::kPitchK;
-    const uint32_t warp_v =
-        shared_k + kStages * Tile::kBytesK + warp_idx * kWarpTokens * Tile::kPitchV;
+
+    const int warp_token = Tile::kSplitKV ? threadIdx.x / 32 * kWarpTokens : 0;
+    const uint32_t warp_k = shared_k + warp_token * Tile::kPitchK;
+    const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_token * Tile::kPitchV;
     int stage = 0;
     for (int tile = 0; tile < num_tiles_; ++tile) {
-      ptx::cp_async_wait<kStages - 1>();
-      __syncwarp();
-      const int first_token = item_.kv_begin + tile * kTileKV + warp_idx * kWarpTokens;
+      ptx::cp_async_wait<kAhead - 1>();
+      synchronize();
+      if constexpr (kAhead < kStages) fetch(tile + 1, stage ^ 1);
+      const int first_token = item_.kv_begin + tile * kTileKV + warp_token;
       if constexpr (Traits::kTransformK) {
+        constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
         transform_keys<Tile, Traits::kRotate>(
-            stages_ + stage * Tile::kBytesK + warp_idx * kWarpTokens * Tile::kPitchK, first_token,
-            kWarpTokens, threadIdx.x % 32, 32, variant_, view_);
-        __syncwarp();
+            stages_ + stage * Tile::kBytesK + warp_token * Tile::kPitchK, first_token,
+            Tile::kWarpKV, threadIdx.x % kThreads, kThreads, variant_, view_);
+        synchronize();
       }
-      float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
-      multiply_qk<Tile>(logits, shared_q(), query, warp_k + stage * Tile::kBytesK);
-      weigh(logits, first_token);
-      multiply_pv<Tile>(state_, logits, warp_v + stage * Tile::kBytesV);
-      __syncwarp();
-      if (tile + kStages < num_tiles_) {
-        loader.begin_tile();
-        loader.copy_k(stage);
-        loader.copy_v(stage);
+      const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
+      const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
+      if (has_hidden_keys(first_token)) {
+        attend<true>(query, tile_k, tile_v, first_token);
+      } else {
+        attend<false>(query, tile_k, tile_v, first_token);
       }
-      ptx::cp_async_commit();
+      if constexpr (kAhead == kStages) {
+        synchronize();
+        fetch(tile + kStages, stage);
+      }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     ptx::cp_async_wait<0>();
 #endif
   }
 
-  // Prefill: all warps use all tokens. With two stages, K of the tile after next is fetched once
-  // every warp has multiplied the present K, and V of the next once every warp is done with the
-  // last V: two barriers per tile.
-  __device__ __forceinline__ void stream_by_cta() {
-#if defined(__CUDA_ARCH__)
-    constexpr int kStages = Tile::num_stages(__CUDA_ARCH__ / 10);
-    const uint32_t shared_k = ptx::shared_address(stages_);
-    const uint32_t shared_v = shared_k + kStages * Tile::kBytesK;
-    TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
-                                            blockIdx.y, shared_k, kStages);
-    const auto fetch_k = [&](int tile) {
-      if (tile < num_tiles_) {
-        loader.begin_tile();
-        loader.copy_k(tile % kStages);
-      }
-      ptx::cp_async_commit();
-    };
-    const auto fetch_v = [&](int tile) {
-      if (tile < num_tiles_) loader.copy_v(tile % kStages);
-      ptx::cp_async_commit();
-    };
-    begin_query();
-    fetch_k(0);
-    fetch_v(0);
-    if constexpr (kStages == 2) fetch_k(1);
-    uint32_t query[Tile::kQInRegisters ? Tile::kStepsQK : 1][4];
-    ptx::cp_async_wait<kStages>();
-    end_query(query);
-    for (int tile = 0; tile < num_tiles_; ++tile) {
-      const int stage = tile % kStages;
-      const int first_token = item_.kv_begin + tile * kTileKV;
-      ptx::cp_async_wait<kStages>();  // K of this tile
-      __syncthreads();
-      if constexpr (kStages == 2) fetch_v(tile + 1);
-      if constexpr (Traits::kTransformK) {
-        transform_keys<Tile, Traits::kRotate>(stages_ + stage * Tile::kBytesK, first_token, kTileKV,
-                                              threadIdx.x, kAttentionThreads, variant_, view_);
-        __syncthreads();
-      }
-      float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
-      multiply_qk<Tile>(logits, shared_q(), query, shared_k + stage * Tile::kBytesK);
-      if constexpr (kStages == 1) {
-        __syncthreads();
-        fetch_k(tile + 1);
-      }
-      weigh(logits, first_token);
-      ptx::cp_async_wait<kStages>();  // V of this tile
-      __syncthreads();
-      if constexpr (kStages == 2) fetch_k(tile + 2);
-      multiply_pv<Tile>(state_, logits, shared_v + stage * Tile::kBytesV);
-      if constexpr (kStages == 1) {
-        __syncthreads();
-        fetch_v(tile + 1);
-      }
+  static constexpr bool kReadsMask = Traits::kMask == MaskMode::custom ||
+                                     Traits::kMask == MaskMode::multi_item ||
+                                     Variant::kHasLogitsMask;
+
+  // Whether any of the warp's rows may not see all of its tokens from `first_token` on. Rows ascend
+  // with position: the first has the least end, the last the greatest beginning.
+  __device__ __forceinline__ bool has_hidden_keys(int first_token) const {
+    if constexpr (kReadsMask) return true;
+    const int last_token = first_token + Tile::kWarpKV - 1;
+    bool hidden = last_token >= item_.kv_end;
+    if constexpr (Traits::kMask == MaskMode::causal) {
+      hidden |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
     }
-    ptx::cp_async_wait<0>();
-#endif
+    if constexpr (Traits::kWindow) {
+      hidden |= first_token < __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv, 31);
+    }
+    return hidden;
   }
 
-  // Logits to weights, in place: transform, mask, and the online softmax's step. `first_token`: the
-  // warp's first.
-  __device__ __forceinline__ void weigh(float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4],
-                                        int first_token) {
-    transform_logits(logits, first_token);
-    if constexpr (!Variant::use_softmax) return;
+  // One tile: logits, one step of the online softmax, output. Without branches but for the rare one
+  // that scales the output down, so that exponentials and products may overlap.
+  template <bool kMasked>
+  __device__ __forceinline__ void attend(
+      const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t tile_k,
+      uint32_t tile_v, int first_token) {
+    float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
+    multiply_qk<Tile>(logits, shared_q(), query, tile_k);
+    transform_logits<kMasked>(logits, first_token);
     const float scale = scale_log2();
+    if constexpr (Variant::use_softmax) update_largest(logits, scale);
+#pragma unroll
+    for (int step = 0; step < Tile::kTokenTiles / 2; ++step) {
+      uint32_t p[Tile::kRowTiles][4];
+#pragma unroll
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          float (&tile)[4] = logits[i][2 * step + r / 2];
+          const int h = r % 2;
+          float &a = tile[2 * h], &b = tile[2 * h + 1];
+          if constexpr (Variant::use_softmax) {
+            a = math::ptx_exp2(fmaf(a, scale, -state_.largest[i][h]));
+            b = math::ptx_exp2(fmaf(b, scale, -state_.largest[i][h]));
+            state_.sum[i][h] += a + b;
+          }
+          p[i][r] = PackedPair<typename Tile::Mma>::pack(a, b);
+        }
+      }
+      multiply_pv<Tile>(state_, p, tile_v + step * 16 * Tile::kPitchV);
+    }
+  }
+
+  // The largest exponent of each row, give or take 8: the sums have room for 2^8, and so most tiles
+  // of a long row change nothing. Where it grows, the earlier sums are scaled down.
+  __device__ __forceinline__ void update_largest(
+      const float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], float scale) {
+    constexpr float kSlack = 8.f;
     float shrink[Tile::kRowTiles][2];
-    bool changed = false;
+    bool changes = false;
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float largest = state_.largest[i][h];
+        float largest = fmaxf(logits[i][0][2 * h], logits[i][0][2 * h + 1]);
 #pragma unroll
-        for (int j = 0; j < Tile::kTokenTiles; ++j) {
+        for (int j = 1; j < Tile::kTokenTiles; ++j) {
           largest = fmaxf(largest, fmaxf(logits[i][j][2 * h], logits[i][j][2 * h + 1]));
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
         const float previous = state_.largest[i][h];
-        // A row that has seen nothing keeps -inf, and weighs masked logits against 0.
-        const float shift = largest == -math::inf ? 0.f : largest * scale;
-        shrink[i][h] = previous == -math::inf ? 0.f : math::ptx_exp2(previous * scale - shift);
-        changed |= largest != previous;
-        state_.largest[i][h] = largest;
-        float sum = 0.f;
-#pragma unroll
-        for (int j = 0; j < Tile::kTokenTiles; ++j) {
-#pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; ++e) {
-            logits[i][j][e] = math::ptx_exp2(fmaf(logits[i][j][e], scale, -shift));
-            sum += logits[i][j][e];
-          }
-        }
-        state_.sum[i][h] = fmaf(state_.sum[i][h], shrink[i][h], sum);
+        const bool grows = largest * scale > previous + kSlack;
+        if (grows) state_.largest[i][h] = largest * scale;
+        shrink[i][h] = math::ptx_exp2(previous - state_.largest[i][h]);
+        changes |= grows;
       }
     }
-    // Most tiles of a long row leave every maximum as it was.
-    if (__any_sync(0xffffffffu, changed)) {
+    if (__any_sync(0xffffffffu, changes)) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
+        state_.sum[i][0] *= shrink[i][0];
+        state_.sum[i][1] *= shrink[i][1];
 #pragma unroll
         for (int j = 0; j < Tile::kOutputTiles; ++j) {
           state_.output[i][j][0] *= shrink[i][0];
@@ -330,21 +321,12 @@ class TileWorker {
     }
   }
 
+  template <bool kMasked>
   __device__ __forceinline__ void transform_logits(
       float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], int first_token) {
-    constexpr bool kAlways = Traits::kMask == MaskMode::custom ||
-                             Traits::kMask == MaskMode::multi_item || Variant::kHasLogitsMask;
-    const int last_token = first_token + Tile::kWarpKV - 1;
-    // Whether some row of the warp has the range's end in this tile; rows ascend with position.
-    bool cuts = last_token >= item_.kv_end;
-    if constexpr (Traits::kMask == MaskMode::causal || Traits::kMask == MaskMode::multi_item) {
-      cuts |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
-    }
-    if constexpr (Traits::kWindow) {
-      cuts |= first_token < __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv, 31);
-    }
-    if constexpr (kAlways) cuts = true;
     const int column = first_token + threadIdx.x % 4 * 2;
+    const bool negate =
+        Variant::use_softmax && !Variant::kNegatesQuery && variant_.sm_scale_log2 < 0.f;
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
@@ -359,46 +341,28 @@ class TileWorker {
             logit = variant_.LogitsTransform(view_, logit, item_.request, row.qo_idx, kv_idx,
                                              row.qo_head_idx, kv_head_);
           }
-        }
-      }
-    }
-    if constexpr (Variant::use_softmax && !Variant::kNegatesQuery) {
-      if (variant_.sm_scale_log2 < 0.f) {
-#pragma unroll
-        for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-          for (int j = 0; j < Tile::kTokenTiles; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) logits[i][j][e] = -logits[i][j][e];
+          if constexpr (!Variant::kNegatesQuery) logit = negate ? -logit : logit;
+          if constexpr (kMasked) {
+            if (!sees(row, kv_idx)) logit = Variant::use_softmax ? -math::inf : 0.f;
           }
         }
       }
     }
-    if (!cuts) return;
-    constexpr float kNothing = 0.f;
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const QueryRow& row = rows_[i][e / 2];
-          const int kv_idx = column + j * 8 + e % 2;
-          bool visible = kv_idx <= row.last_kv;
-          if constexpr (Traits::kWindow) visible = visible && kv_idx >= row.first_kv;
-          if constexpr (kAlways) {
-            // Rows past the tile's end have no mask to read.
-            visible = visible && row.qo_idx < item_.qo_len;
-            visible = visible && is_visible<Traits::kMask>(item_, row, kv_idx, params_.variant);
-            if constexpr (Variant::kHasLogitsMask) {
-              visible = visible && variant_.LogitsMask(view_, item_.request, row.qo_idx, kv_idx,
-                                                       row.qo_head_idx, kv_head_);
-            }
-          }
-          if (!visible) logits[i][j][e] = Variant::use_softmax ? -math::inf : kNothing;
-        }
+  }
+
+  __device__ __forceinline__ bool sees(const QueryRow& row, int kv_idx) const {
+    bool visible = kv_idx <= row.last_kv;
+    if constexpr (Traits::kWindow) visible = visible && kv_idx >= row.first_kv;
+    if constexpr (kReadsMask) {
+      // Rows past the tile's end have no mask to read.
+      visible = visible && row.qo_idx < item_.qo_len;
+      visible = visible && is_visible<Traits::kMask>(item_, row, kv_idx, params_.variant);
+      if constexpr (Variant::kHasLogitsMask) {
+        visible = visible && variant_.LogitsMask(view_, item_.request, row.qo_idx, kv_idx,
+                                                 row.qo_head_idx, kv_head_);
       }
     }
+    return visible;
   }
 
   // Finished rows of 16-bit outputs leave by way of the warp's own query rows in shared memory, as

@@ -3,6 +3,7 @@
 
 #include <flashinfer/attention/float8_mma.cuh>
 #include <flashinfer/attention/tile.cuh>
+#include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mma.cuh>
 
 namespace flashinfer {
@@ -11,7 +12,7 @@ namespace flashinfer {
 template <typename Tile>
 struct WarpState {
   float output[Tile::kRowTiles][Tile::kOutputTiles][4];
-  float largest[Tile::kRowTiles][2];  // logit so far, before scaling
+  float largest[Tile::kRowTiles][2];  // exponent so far (logit * sm_scale_log2)
   float sum[Tile::kRowTiles][2];      // of this lane's columns only
 };
 
@@ -100,57 +101,44 @@ __device__ __forceinline__ void multiply_qk(
   }
 }
 
-// output += p v. `p` are the weights of the warp's tokens; `shared_v`: its first token.
+// output += p v for 16 tokens: `p` holds their weights as the A fragments of the row tiles,
+// `shared_v` is the first token's row.
 template <typename Tile>
 __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
-                                            const float (&p)[Tile::kRowTiles][Tile::kTokenTiles][4],
+                                            const uint32_t (&p)[Tile::kRowTiles][4],
                                             uint32_t shared_v) {
   using Mma = typename Tile::Mma;
   const int lane_idx = threadIdx.x % 32;
-  const int half = Tile::kFloat8 ? 0 : lane_idx / 16;  // 16 bytes hold 16 columns, or 8
-  const int token = lane_idx % 16;
+  const uint32_t row = shared_v + lane_idx % 16 * Tile::kPitchV;
+  // 16 bytes hold 16 columns of 8 bits, else 8: lanes 16-31 address the next ones.
+  if constexpr (Tile::kFloat8) {
 #pragma unroll
-  for (int step = 0; step < Tile::kTokenTiles / 2; ++step) {
-    uint32_t a[Tile::kRowTiles][4];
+    for (int j = 0; j < Tile::kOutputTiles; j += 4) {
+      const bool has_second = j + 2 < Tile::kOutputTiles;
+      uint32_t bytes[4];
+      ptx::ldmatrix_x4_trans(bytes, row + (j / 2 + (has_second ? lane_idx / 16 : 0)) * 16);
 #pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float (&tile)[4] = p[i][2 * step + r / 2];
-        a[i][r] = PackedPair<Mma>::pack(tile[r % 2 * 2], tile[r % 2 * 2 + 1]);
-      }
-    }
-    const uint32_t row = shared_v + (step * 16 + token) * Tile::kPitchV;
-    if constexpr (Tile::kFloat8) {
-      // Lanes 16-31 address the block of the next 16 columns.
-#pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; j += 4) {
-        const bool has_second = j + 2 < Tile::kOutputTiles;
-        uint32_t bytes[4];
-        ptx::ldmatrix_x4_trans(bytes, row + (j / 2 + (has_second ? lane_idx / 16 : 0)) * 16);
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          if (s == 1 && !has_second) continue;
-          uint32_t even[2], odd[2];
-          float8_values<typename Tile::KV>(bytes[2 * s], even[0], odd[0]);
-          float8_values<typename Tile::KV>(bytes[2 * s + 1], even[1], odd[1]);
-#pragma unroll
-          for (int i = 0; i < Tile::kRowTiles; ++i) {
-            ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s], a[i], even[0], even[1]);
-            ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s + 1], a[i], odd[0], odd[1]);
-          }
-        }
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, row + (j + half) * 16);
+      for (int s = 0; s < 2; ++s) {
+        if (s == 1 && !has_second) continue;
+        uint32_t even[2], odd[2];
+        float8_values<typename Tile::KV>(bytes[2 * s], even[0], odd[0]);
+        float8_values<typename Tile::KV>(bytes[2 * s + 1], even[1], odd[1]);
 #pragma unroll
         for (int i = 0; i < Tile::kRowTiles; ++i) {
-          ptx::mma_m16n8k16<Mma>(state.output[i][j], a[i], b[0], b[1]);
-          ptx::mma_m16n8k16<Mma>(state.output[i][j + 1], a[i], b[2], b[3]);
+          ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s], p[i], even[0], even[1]);
+          ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s + 1], p[i], odd[0], odd[1]);
         }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < Tile::kOutputTiles; j += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, row + (j + lane_idx / 16) * 16);
+#pragma unroll
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
+        ptx::mma_m16n8k16<Mma>(state.output[i][j], p[i], b[0], b[1]);
+        ptx::mma_m16n8k16<Mma>(state.output[i][j + 1], p[i], b[2], b[3]);
       }
     }
   }

@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(kHalvesThreads)
 struct NucleusStorage {
   static constexpr uint32_t kWarps = 16;
   static constexpr uint32_t kNumBins = 1024;
+  static constexpr uint32_t kMaxRanked = 128;
 
   union {
     struct {
@@ -175,6 +176,8 @@ struct NucleusStorage {
   uint32_t token;
   float value;
   uint32_t list_size;
+  uint32_t ranked[kMaxRanked];
+  uint32_t least;
 };
 
 namespace detail {
@@ -366,8 +369,9 @@ __device__ __forceinline__ void load_tiles(const T* row, uint32_t size, uint32_t
   }
 }
 
-// The largest mantissa from which on the listed ones add up to `needed`; 0 if all do not. Cut into
-// 1024 ranges, and the one where the sum is crossed again, until a range is one number.
+// The largest listed mantissa from which on the sum reaches `needed`, 0 if none. Cut into ranges,
+// of which the one where the sum is crossed is cut again, until a range is one number or its
+// entries are few enough to be compared with each other.
 template <int N>
 __device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
                                                     const uint32_t (&entries)[N], uint64_t needed) {
@@ -378,7 +382,10 @@ __device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
     for (uint32_t i = threadIdx.x; i < NucleusStorage::kNumBins; i += blockDim.x) {
       storage.counts[i] = storage.offsets[i] = 0;
     }
-    if (threadIdx.x == 0) storage.bin = NucleusStorage::kNumBins;
+    if (threadIdx.x == 0) {
+      storage.bin = NucleusStorage::kNumBins;
+      storage.list_size = storage.least = 0;
+    }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -407,9 +414,33 @@ __device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
       storage.above = before + (in_second ? sums[0] : 0);
     }
     __syncthreads();
-    if (storage.bin == NucleusStorage::kNumBins) return 0;
-    high -= storage.bin << shift;
+    const uint32_t bin = storage.bin;
+    if (bin == NucleusStorage::kNumBins) return 0;
+    high -= bin << shift;
     above = storage.above;
+    if (shift == 0) return high;
+    const uint32_t count = storage.counts[bin];
+    if (count <= NucleusStorage::kMaxRanked) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const uint32_t mantissa = entries[i] >> 7;
+        if (mantissa != 0 && high - mantissa < 1u << shift) {
+          storage.ranked[atomicAdd(&storage.list_size, 1u)] = mantissa;
+        }
+      }
+      __syncthreads();
+      if (threadIdx.x < count) {
+        const uint32_t mine = storage.ranked[threadIdx.x];
+        uint64_t sum = above;
+#pragma unroll 4
+        for (uint32_t i = 0; i < count; ++i) {
+          sum += storage.ranked[i] >= mine ? storage.ranked[i] : 0;
+        }
+        if (sum >= needed) atomicMax(&storage.least, mine);
+      }
+      __syncthreads();
+      return storage.least;
+    }
     __syncthreads();
   }
   return high;
@@ -433,6 +464,9 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
     const uint32_t slot = threadIdx.x + 512 * i;
     entries[i] = slot < min(list_size, NucleusLayout::kCapacity) ? list[slot] : 0;
   }
+  // Of use if the token is replaced; fetched now, as the trip to memory takes longer than the sum.
+  RowHalves halves;
+  halves.load(storage, workspace, input_row, workspace.num_tiles);
   const bool is_complete = list_size <= NucleusLayout::kCapacity;
   if (is_complete) {
     // It is in if what is larger does not reach the end.
@@ -455,8 +489,6 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
     __syncthreads();
   }
 
-  RowHalves halves;
-  halves.load(storage, workspace, input_row, workspace.num_tiles);
   const uint64_t bits = row_bits(params, out_row, 1);
   if (!is_complete) {
     // The exact search of select.cuh.
@@ -596,15 +628,17 @@ __global__ void __launch_bounds__(512)
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
+  // The first entry is fetched before it is known to be one.
+  NucleusLayout::Pending pending = workspace.pending[blockIdx.y];
   const uint32_t num_pending = *workspace.num_pending;
   for (uint32_t i = blockIdx.y; i < num_pending; i += gridDim.y) {
-    NucleusLayout::Pending& pending = workspace.pending[i];
+    if (i != blockIdx.y) pending = workspace.pending[i];
     const T* row = static_cast<const T*>(params.input) +
                    detail::input_row_of(params, pending.row) * params.input_stride;
     float x[kTiles * kPerTile];
     detail::load_tiles<kTiles, 512>(row, params.vocab_size, blockIdx.x * kTiles, x);
-    detail::append_half<kPerTile>(x, pending.half, blockIdx.x * kTiles, &pending.list_size,
-                                  workspace.list(i));
+    detail::append_half<kPerTile>(x, pending.half, blockIdx.x * kTiles,
+                                  &workspace.pending[i].list_size, workspace.list(i));
   }
 }
 
@@ -616,9 +650,10 @@ __global__ void __launch_bounds__(512, 1)
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
+  NucleusLayout::Pending pending = workspace.pending[blockIdx.x];
   const uint32_t num_pending = *workspace.num_pending;
   for (uint32_t i = blockIdx.x; i < num_pending; i += gridDim.x) {
-    const NucleusLayout::Pending pending = workspace.pending[i];
+    if (i != blockIdx.x) pending = workspace.pending[i];
     detail::settle<Traits>(params, storage, workspace, pending, pending.list_size,
                            workspace.list(i));
     __syncthreads();

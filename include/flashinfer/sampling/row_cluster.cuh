@@ -210,8 +210,8 @@ class RowCluster {
           const float ready = queue[lane_idx];
           const float later = queue[32 + lane_idx];
           __syncwarp();
-          queue[lane_idx] = later;
           waiting -= 32;
+          if (lane_idx < waiting) queue[lane_idx] = later;
           body(ready);
         }
       }

@@ -6,6 +6,7 @@
 //                 between the passes: launch i normalises block i - 1 and sums block i side by side
 #pragma once
 
+#include <flashinfer/ptx/cluster_exchange.cuh>
 #include <flashinfer/ptx/prefetch.cuh>
 #include <flashinfer/sampling/stream.cuh>
 
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kTileThreads<Traits>)
 // One cluster per row, whose CTAs keep it in registers: 32 elements per thread, a tile per 128
 // threads. Sums are those of softmax_kernel, bit for bit.
 template <typename Traits, int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+__global__ void __launch_bounds__(kThreads, 1280 / kThreads)
     softmax_cluster_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   using TOut = typename Traits::TOut;
@@ -101,10 +102,12 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   constexpr uint32_t kTiles = kThreads / kPerTile, kMaxTiles = 32;
   __shared__ float warp_max[kThreads / 32], tile_max[kTiles];
   __shared__ uint64_t warp_sum[kThreads / 32];
-  __shared__ TileStat stats[kMaxTiles];
-  // The other CTAs may be written to once they run: waited for before the first exchange.
-  ptx::cluster_arrive();
+  __shared__ __align__(16) TileStat stats[kMaxTiles];
+  __shared__ ptx::ClusterExchange exchange;
   const uint32_t num_ranks = ptx::cluster_size(), rank = ptx::cluster_rank();
+  if (threadIdx.x == 0) exchange.init(num_ranks * kTiles * sizeof(TileStat));
+  // The other CTAs may be written to once they run: waited for before the exchange.
+  ptx::cluster_arrive();
   const uint32_t row_idx = blockIdx.x / num_ranks;
   const uint32_t warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
   const uint32_t tile = rank * kTiles + threadIdx.x / kPerTile;
@@ -167,12 +170,9 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     uint64_t sum = 0;
 #pragma unroll
     for (uint32_t w = 0; w < 4; ++w) sum += warp_sum[4 * mine + w];
-    TileStat* stat = &stats[rank * kTiles + mine];
-    ptx::cluster_store(ptx::cluster_address(&stat->sum, to), sum);
-    ptx::cluster_store(ptx::cluster_address(&stat->max, to), tile_max[mine]);
+    exchange.push(&stats[rank * kTiles + mine], sum, __float_as_uint(tile_max[mine]), to);
   }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
+  exchange.wait();
 
   detail::TileSums<Weight, kMaxTiles> tiles;
   tiles.load(stats, num_ranks * kTiles, scale);
@@ -264,10 +264,10 @@ inline cudaError_t launch_softmax_by_tiles(SamplingParams params, bool enable_pd
 
 }  // namespace detail
 
-// Rows of 128256 float32 on an H200, 1, 64 and 256 of them: by clusters of 16 CTAs of 256 threads
-// 3.9, 22.9 and 76 us (of 8 CTAs of 512: 4.8, 24.2 and 78; with the row in shared memory 6.4, 31
-// and 92), by tiles 3.4, 26.5 and 101. Prefetching two thirds of the rows that run at a time ahead
-// gains 1 us.
+// Rows of 128256 float32 on an H200, 4, 64 and 256 of them, by clusters of 16 CTAs of 256 threads,
+// five to a multiprocessor: 4.5, 22.4 and 73 us, of which prefetching rows gains 2; four to a
+// multiprocessor 4.4, 22.6 and 76; of 8 CTAs of 512 threads 5.6, 24 and 78; with the row in shared
+// memory 31 and 92; by tiles 3.4 for one row, 26.5 and 101. Without the exchange it would be 64.
 template <typename Traits>
 inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable_pdl,
                                   cudaStream_t stream) {
@@ -280,7 +280,7 @@ inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable
     if (status != cudaSuccess) return status;
   }
   if (num_clusters == 0) return detail::launch_softmax_by_tiles<Traits>(params, enable_pdl, stream);
-  params.rows_ahead = num_clusters * 2 / 3;
+  params.rows_ahead = num_clusters * 2 / 5;
   return launch_kernel(softmax_cluster_kernel<Traits, detail::kSoftmaxThreads>,
                        dim3(params.num_rows * num_ranks), dim3(detail::kSoftmaxThreads), 0, stream,
                        enable_pdl, params, num_ranks);
