@@ -170,7 +170,9 @@ FAULTS: dict[str, NamedFault] = {
         "custom_mask",
     ),
     "one query too many": _of(lambda call: _queries(call, 1), "`q`"),
-    "queries of another dtype": _of(run_tensor("q", not_float_dtype(torch.float32)), "`q`"),
+    "queries of another dtype": _of(
+        run_tensor("q", not_float_dtype(torch.float32)), "`q`", "q_data_type", "`k`"
+    ),
     "queries with a head more": _of(run_tensor("q", _one_head_more), "`q`", "num_qo_heads", "`k`"),
     "queries with longer rows": _of(run_tensor("q", _longer_rows), "`q`", "`k`", "head_dim"),
     "queries with gaps": _of(run_tensor("q", gappy), "`q`"),

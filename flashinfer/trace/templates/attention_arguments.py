@@ -66,6 +66,17 @@ def _number(name: str, value: Any, default: float) -> Any:
     return default if value is None else value
 
 
+def _window(value: Any) -> int:
+    """A window of a call without plan; -1: none."""
+    if value is None:
+        return -1
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`window_left` must be an int, got {value!r}")
+    if value < -1:
+        raise ValueError(f"`window_left` must be at least -1, got {value}")
+    return value
+
+
 def _single_options(arguments: Arguments, head_dim: int) -> dict[str, Any]:
     """Scalars and flags of a function without plan."""
     mode = arguments.get("pos_encoding_mode", "NONE")
@@ -74,14 +85,14 @@ def _single_options(arguments: Arguments, head_dim: int) -> dict[str, Any]:
         _scale(name, arguments.get(name)) for name in ("q_scale", "k_scale", "v_scale")
     )
     sm_scale = _number("sm_scale", arguments.get("sm_scale"), 1 / math.sqrt(max(head_dim, 1)))
-    window = _number("window_left", arguments.get("window_left"), -1)
+    window = _window(arguments.get("window_left"))
     soft_cap = _number("logits_soft_cap", arguments.get("logits_soft_cap"), 0.0)
     options: dict[str, Any] = {
         "sm_scale": sm_scale * q_scale * k_scale,
         "pos_encoding_mode": mode,
         **_in_use(
             v_scale=(v_scale, 1.0),
-            window_left=(-1 if window < 0 else window, -1),
+            window_left=(window, -1),
             logits_soft_cap=(soft_cap, 0.0),
         ),
     }
