@@ -532,9 +532,10 @@ __global__ void __launch_bounds__(kAttentionThreads)
   extern __shared__ __align__(16) char shared[];
   const uint32_t kv_head = params.num_ctas.divide(blockIdx.x);
   const uint32_t cta_idx = blockIdx.x - kv_head * params.num_ctas.divisor;
-  // Plans are copied by the host, never written by the grid ahead: one may be read before the wait.
-  WorkItem item = params.items[cta_idx];
+  // Ahead of the plan too: a grid launched behind a copy may start before the copy has ended (seen
+  // on an H200).
   ptx::grid_dependency_wait();
+  WorkItem item = params.items[cta_idx];
   while (true) {
     if (item.request < 0) return;
     if constexpr (std::is_void_v<Second>) {

@@ -1,0 +1,132 @@
+// From global to shared memory: rows of a tile by cp.async, one warp at a time.
+#pragma once
+
+#include <flashinfer/attention/tile.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
+
+namespace flashinfer {
+
+// Copies `kRows` rows of `kRowBytes` to shared memory. Lane i gives the `offset` of row i in bytes
+// from `base`; negative: no such row, zeros.
+template <int kRows, int kRowBytes, int kPitch>
+__device__ __forceinline__ void copy_rows_async(uint32_t shared, const char* base, int64_t offset,
+                                                int lane_idx) {
+  constexpr int kChunks = kRowBytes / 16;
+  constexpr int kTotal = kRows * kChunks;
+#pragma unroll
+  for (int i = 0; i < ceil_div(kTotal, 32); ++i) {
+    const int chunk = i * 32 + lane_idx;
+    const int row = chunk / kChunks % kRows, column = chunk % kChunks;
+    const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
+    const bool exists = row_offset >= 0;
+    if (kTotal % 32 == 0 || chunk < kTotal) {
+      ptx::cp_async_16(shared + row * kPitch + column * 16,
+                       base + (exists ? row_offset + column * 16 : 0), exists);
+    }
+  }
+}
+
+// The same where row i is at `base` + i * `stride` bytes and the first `num_rows` rows exist. A few
+// instructions per copy less than by offsets, of which prefill has no time to spare.
+template <int kRows, int kRowBytes, int kPitch>
+__device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char* base,
+                                                     int64_t stride, int num_rows, int lane_idx) {
+  constexpr int kChunks = kRowBytes / 16;
+  constexpr int kRowsPerStep = 32 / kChunks;
+  static_assert(32 % kChunks == 0 && kRows % kRowsPerStep == 0);
+  const int row = lane_idx / kChunks, column = lane_idx % kChunks * 16;
+  const char* source = base + row * stride + column;
+  uint32_t target = shared + row * kPitch + column;
+#pragma unroll
+  for (int i = 0; i < kRows; i += kRowsPerStep) {
+    const bool exists = row + i < num_rows;
+    ptx::cp_async_16(target + i * kPitch, exists ? source : base, exists);
+    source += kRowsPerStep * stride;
+  }
+}
+
+// Streams a warp's share of K and V: tokens kv_begin + 64 * tile + 16 * warp + {0 .. 15}. The page
+// of the next tile is looked up one tile ahead, so that the copies never wait for it.
+template <typename Traits, bool kPaged>
+class TileLoader {
+  static constexpr int kSize = static_cast<int>(sizeof(typename Traits::KV));
+  static constexpr int kRowBytesK = Traits::kHeadDimQK * kSize;
+  static constexpr int kRowBytesV = Traits::kOutputDim * kSize;
+  // Whether a step of the warp is whole rows.
+  static constexpr bool kEvenSteps =
+      512 % kRowBytesK == 0 && 512 % kRowBytesV == 0 && kRowBytesK >= 32 && kRowBytesV >= 32;
+
+ public:
+  __device__ __forceinline__ TileLoader(const AttentionTensors& tensors,
+                                        const FastDivisor& page_size, const WorkItem& item,
+                                        uint32_t kv_head, uint32_t output_part, uint32_t shared_k,
+                                        int num_stages)
+      : tensors_(tensors), page_size_(page_size), kv_end_(item.kv_end), kv_base_(item.kv_base) {
+    lane_idx_ = threadIdx.x % 32;
+    const int warp_idx = threadIdx.x / 32;
+    // Sixteen tokens from a multiple of 16 share a page of a multiple of 16; ranges of items begin
+    // at multiples of the K/V tile.
+    is_even_ = kEvenSteps && (!kPaged || page_size.divisor % kWarpTokens == 0);
+    token_ = item.kv_begin + warp_idx * kWarpTokens + (is_even_ ? 0 : lane_idx_ % kWarpTokens);
+    k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize;
+    v_ = static_cast<const char*>(tensors.v) +
+         (kv_head * tensors.v_stride_head + output_part * Traits::kOutputDim) * kSize;
+    shared_k_ = shared_k + warp_idx * kWarpTokens * Traits::kPitchK;
+    shared_v_ = shared_k + num_stages * Traits::kBytesK + warp_idx * kWarpTokens * Traits::kPitchV;
+    look_up();
+  }
+
+  // Starts the copies of the next tile.
+  __device__ __forceinline__ void copy_tile(int stage) {
+    const uint32_t shared_k = shared_k_ + stage * Traits::kBytesK;
+    const uint32_t shared_v = shared_v_ + stage * Traits::kBytesV;
+    int num_rows = kv_end_ - token_;  // from this lane's token on
+    int64_t k_offset, v_offset;
+    if constexpr (kPaged) {
+      const uint32_t slot = token_ - page_size_.divide(token_) * page_size_.divisor;
+      if (page_ >= tensors_.num_pages) num_rows = 0;
+      k_offset = (page_ * tensors_.k_stride_page + slot * tensors_.k_stride_token) * kSize;
+      v_offset = (page_ * tensors_.v_stride_page + slot * tensors_.v_stride_token) * kSize;
+    } else {
+      const int64_t row = int64_t{kv_base_} + token_;
+      k_offset = row * tensors_.k_stride_token * kSize;
+      v_offset = row * tensors_.v_stride_token * kSize;
+    }
+    token_ += kTileKV;
+    look_up();
+    if constexpr (kEvenSteps) {
+      if (is_even_) {
+        if (num_rows <= 0) k_offset = v_offset = 0;
+        copy_even_rows_async<kWarpTokens, kRowBytesK, Traits::kPitchK>(
+            shared_k, k_ + k_offset, tensors_.k_stride_token * kSize, num_rows, lane_idx_);
+        copy_even_rows_async<kWarpTokens, kRowBytesV, Traits::kPitchV>(
+            shared_v, v_ + v_offset, tensors_.v_stride_token * kSize, num_rows, lane_idx_);
+        return;
+      }
+    }
+    if (num_rows <= 0) k_offset = v_offset = -1;
+    copy_rows_async<kWarpTokens, kRowBytesK, Traits::kPitchK>(shared_k, k_, k_offset, lane_idx_);
+    copy_rows_async<kWarpTokens, kRowBytesV, Traits::kPitchV>(shared_v, v_, v_offset, lane_idx_);
+  }
+
+ private:
+  __device__ __forceinline__ void look_up() {
+    if constexpr (kPaged) {
+      page_ = 0;
+      if (token_ < kv_end_) {
+        page_ = static_cast<uint32_t>(tensors_.kv_indices[kv_base_ + page_size_.divide(token_)]);
+      }
+    }
+  }
+
+  const AttentionTensors& tensors_;
+  const FastDivisor& page_size_;
+  const char *k_, *v_;
+  uint32_t shared_k_, shared_v_;
+  int32_t token_, kv_end_, kv_base_;
+  uint32_t page_ = 0;
+  int lane_idx_;
+  bool is_even_;
+};
+
+}  // namespace flashinfer
