@@ -22,6 +22,8 @@ _SMALL_SIZES = {
     "hidden_size": 256,
     "num_elements": 1000,
     "segment_length": 100,
+    "frames": 2,
+    "side": 4,
     "s_qo": 9,
     "s_kv": 40,
 }
