@@ -1,0 +1,144 @@
+"""Mixed batches in one launch, and attention with sinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from tests.attention.batches import BF16, E4M3, FP16, Batch, check, indptr, randn, workspace
+
+# Decodes, prefills, empty queries and empty keys.
+QO = (1, 40, 0, 1, 300, 2, 1, 17)
+KV = (700, 300, 50, 64, 300, 9, 0, 17)
+MIXED = Batch(QO, KV)
+
+
+def plan_mixed(batch: Batch, device: torch.device, **options: Any) -> Any:
+    wrapper = flashinfer.BatchAttention(batch.kv_layout, device=str(device))
+    starts, indices, _, _ = batch.table()
+    wrapper.plan(
+        *(indptr(batch.qo_lens), starts, indices.to(device)),
+        torch.tensor(batch.kv_lens, dtype=torch.int32),
+        *(batch.num_qo_heads, batch.num_kv_heads, batch.head_dim_qk, batch.head_dim_vo),
+        batch.page_size,
+        **batch.dtypes(),
+        **options,
+    )
+    return wrapper
+
+
+def check_mixed(wrapper: Any, batch: Batch, device: torch.device, **run: Any) -> dict[str, Any]:
+    q, cache = batch.query(device), batch.cache(device)
+    return check(type(wrapper).run, self=wrapper, q=q, kv_cache=cache, **run)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [1, 4, 7, 16, 20, 64])
+def test_groups(group, causal, device):
+    batch = Batch(QO, KV, group=group, num_kv_heads=2 if group < 16 else 1)
+    check_mixed(plan_mixed(batch, device, causal=causal), batch, device)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
+def test_caches(page_size, kv_layout, form, device):
+    batch = Batch(QO, KV, page_size=page_size, kv_layout=kv_layout, form=form)
+    check_mixed(plan_mixed(batch, device, causal=True), batch, device)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch((1,) * 4, (700, 3, 0, 64)),
+        Batch((40, 300, 129), (300, 300, 200)),
+        Batch(QO, KV, head_dim_qk=192),
+        Batch(QO, KV, head_dim_qk=256, head_dim_vo=256),
+        Batch(QO, KV, head_dim_qk=512, head_dim_vo=512),
+        Batch(QO, KV, dtype=FP16),
+        Batch(QO, KV, kv_dtype=E4M3),
+    ],
+    ids=["decode", "prefill", "192/128", "256", "512", "float16", "e4m3"],
+)
+def test_batches(batch, device):
+    check_mixed(plan_mixed(batch, device, causal=True), batch, device)
+
+
+def test_options(device):
+    wrapper = plan_mixed(MIXED, device, causal=True, logits_soft_cap=3.0, sm_scale=0.2)
+    check_mixed(wrapper, MIXED, device, k_scale=0.5, v_scale=2.0, logits_soft_cap=3.0)
+
+
+def test_one_wrapper_serves_every_batch(device):
+    wrapper = flashinfer.BatchAttention(device=str(device))
+    for qo_lens, kv_lens in ((QO, KV), ((1, 1), (5000, 9)), ((2000,), (3000,)), (QO, KV)):
+        batch = Batch(qo_lens, kv_lens)
+        starts, indices, _, _ = batch.table()
+        lengths = torch.tensor(kv_lens, dtype=torch.int32)
+        sizes = (batch.num_qo_heads, batch.num_kv_heads, 128, 128, batch.page_size)
+        tables = (indptr(qo_lens), starts, indices.to(device), lengths)
+        wrapper.plan(*tables, *sizes, causal=True)
+        check_mixed(wrapper, batch, device)
+
+
+# ---- sinks -------------------------------------------------------------------------------------
+
+
+def plan_sinks(batch: Batch, device: torch.device, window: int = -1, **options: Any) -> Any:
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(
+        workspace(device),
+        batch.kv_layout,
+        head_dim_qk=batch.head_dim_qk,
+        head_dim_vo=batch.head_dim_vo,
+        window_left=window,
+        **batch.dtypes(),
+    )
+    starts, indices, last, _ = batch.table()
+    wrapper.plan(
+        *(indptr(batch.qo_lens), starts, indices.to(device), last),
+        *(batch.num_qo_heads, batch.num_kv_heads, batch.head_dim_qk, batch.page_size),
+        head_dim_vo=batch.head_dim_vo,
+        **batch.dtypes(),
+        **options,
+    )
+    return wrapper
+
+
+@pytest.mark.parametrize("window", [-1, 0, 20])
+@pytest.mark.parametrize("batch", [MIXED, Batch((1,) * 4, (700, 3, 0, 64), group=8)])
+def test_sinks(batch, window, device):
+    wrapper = plan_sinks(batch, device, window, causal=True)
+    sinks = 3 * randn((batch.num_qo_heads,), torch.float32, device, 6)
+    run = {"q": batch.query(device), "paged_kv_cache": batch.cache(device), "sinks": sinks}
+    check(type(wrapper).run, self=wrapper, return_lse=True, **run)
+
+
+def test_sinks_and_scale_may_follow_the_cache(device):
+    wrapper = plan_sinks(MIXED, device, causal=True)
+    q, cache = MIXED.query(device), MIXED.cache(device)
+    sinks = randn((MIXED.num_qo_heads,), torch.float32, device, 6)
+    by_name = wrapper.run(q, cache, sinks=sinks)
+    assert torch.equal(wrapper.run(q, cache, sinks), by_name)
+    assert torch.equal(wrapper.run(q, cache, sinks, 128**-0.5), by_name)
+    scaled = plan_sinks(MIXED, device, causal=True, sm_scale=0.3).run(q, cache, sinks)
+    torch.testing.assert_close(wrapper.run(q, cache, sinks, 0.3), scaled, rtol=2**-7, atol=2**-8)
+
+
+def test_a_large_sink_takes_everything(device):
+    wrapper = plan_sinks(MIXED, device, causal=True)
+    sinks = torch.full((MIXED.num_qo_heads,), 200.0, device=device)
+    out, lse = wrapper.run(MIXED.query(device), MIXED.cache(device), sinks, return_lse=True)
+    assert out.abs().max() < 1e-30
+    torch.testing.assert_close(lse, torch.full_like(lse, 200 * 1.4426950408889634))
+
+
+def test_bfloat16_is_what_the_wrapper_is_made_for_by_default(device):
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(device))
+    starts, indices, last, _ = MIXED.table()
+    tables = (indptr(QO), starts, indices.to(device), last)
+    wrapper.plan(*tables, MIXED.num_qo_heads, MIXED.num_kv_heads, 128, 16)
+    q, cache = MIXED.query(device), MIXED.cache(device)
+    assert wrapper.run(q, cache, torch.zeros(MIXED.num_qo_heads, device=device)).dtype == BF16
