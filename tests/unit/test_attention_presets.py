@@ -1,0 +1,54 @@
+"""Modules that are built ahead of time are those that a server's plans choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.jit import current_compilation_context, registry
+from flashinfer.jit.attention import AttentionConfig
+
+HEADS = (32, 8, 128)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    current_compilation_context.reset()
+
+
+def pages(batch_size: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    indptr = torch.arange(batch_size + 1, dtype=torch.int32) * (tokens // 16)
+    return indptr, torch.arange(int(indptr[-1]), dtype=torch.int32), torch.full((batch_size,), 16)
+
+
+def chosen(wrapper, *arguments, **options) -> str:
+    """Name of the module that a plan needs."""
+    with flashinfer.reference_backend():
+        wrapper.plan(*arguments, q_data_type=torch.bfloat16, **options)
+    key = wrapper._executor._module_key(wrapper._problem, None, 0, None, None)
+    return AttentionConfig(*key[:-1]).uri
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_decode_of_llama(kv_dtype: torch.dtype):
+    names = {spec.name for spec in registry.preset_specs("llama-bf16")}
+    workspace = torch.empty(1 << 24, dtype=torch.uint8)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    arguments = (*pages(4, 64), *HEADS, 16)
+    assert chosen(wrapper, *arguments, kv_data_type=kv_dtype) in names
+
+
+@pytest.mark.parametrize("tokens", [16, 2048])
+def test_prefill_of_llama(tokens: int):
+    """Short prompts have tiles of 64 rows, long ones of 128."""
+    names = {spec.name for spec in registry.preset_specs("llama-bf16")}
+    workspace = torch.empty(1 << 24, dtype=torch.uint8)
+    indptr = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    arguments = (indptr, *pages(2, tokens), *HEADS, 16)
+    assert chosen(paged, *arguments, causal=True) in names
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace)
+    assert chosen(ragged, indptr, indptr, *HEADS, causal=True) in names
+    assert "attention_plan" in names
