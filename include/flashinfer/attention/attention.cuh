@@ -82,8 +82,7 @@ class TileWorker {
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        state_.largest[i][h] =
-            state_.largest[i][h] == -math::inf ? -math::inf : state_.largest[i][h] * scale_log2();
+        if (state_.largest[i][h] == kNothingSeen) state_.largest[i][h] = -math::inf;
         for (int offset = 1; offset <= 2; offset *= 2) {
           state_.sum[i][h] += __shfl_xor_sync(0xffffffffu, state_.sum[i][h], offset);
         }
