@@ -9,8 +9,8 @@
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
-#include <flashinfer/attention/finalize.cuh>
 #include <flashinfer/attention/mask.cuh>
+#include <flashinfer/attention/output.cuh>
 #include <flashinfer/attention/products.cuh>
 #include <flashinfer/attention/query.cuh>
 #include <flashinfer/attention/tile.cuh>
@@ -64,7 +64,7 @@ class TileWorker {
       for (int h = 0; h < 2; ++h) {
         state_.largest[i][h] = kNothingSeen;
         state_.sum[i][h] = 0.f;
-        const int packed = item_.row_begin + first_row() + 16 * i + 8 * h;
+        const int packed = item_.row_begin + first_row<Tile>() + 16 * i + 8 * h;
         rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
             item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
       }
@@ -88,22 +88,15 @@ class TileWorker {
         }
       }
     }
-    if constexpr (Tile::kSplitKV) {
-      write_merged();
-    } else {
-      write_rows();
-    }
+    OutputWriter<Traits, Params>(params_, tensors_, item_, kv_head_, num_rows_, variant_, view_,
+                                 shared_, stages_)
+        .write(state_);
   }
 
  private:
   // Exponent of a row without visible keys so far: finite, so that a hidden logit of -inf weighs
   // 2^(-inf) against it, and below that of any visible one.
   static constexpr float kNothingSeen = -3.4028234663852886e38f;
-
-  // Row within the tile of this thread's first row.
-  __device__ __forceinline__ int first_row() const {
-    return (Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows) + threadIdx.x % 32 / 4;
-  }
 
   // A scale of zero would make NaN of a masked logit's minus infinity; a negative one is applied to
   // q or to the logits, so that the largest stays the largest.
@@ -153,8 +146,8 @@ class TileWorker {
     if constexpr (Tile::kScaledQ) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
-        inverse_scale_[i][0] = row_scale_[first_row() + 16 * i];
-        inverse_scale_[i][1] = row_scale_[first_row() + 16 * i + 8];
+        inverse_scale_[i][0] = row_scale_[first_row<Tile>() + 16 * i];
+        inverse_scale_[i][1] = row_scale_[first_row<Tile>() + 16 * i + 8];
       }
     }
   }
@@ -362,151 +355,6 @@ class TileWorker {
       }
     }
     return visible;
-  }
-
-  // Finished rows of 16-bit outputs leave by way of the warp's own query rows in shared memory, as
-  // whole lines: the mma layout has 16 bytes of a row at a time.
-  static constexpr bool kStageOutput =
-      !Tile::kSplitKV && sizeof(typename Tile::O) == 2 && Tile::kOutputDim <= Tile::kHeadDimQK;
-
-  // Each warp has its own rows.
-  __device__ __forceinline__ void write_rows() {
-    if constexpr (kStageOutput) __syncwarp();  // the last ldmatrix of q
-    const OutputWriter<Traits, Params> writer(params_, tensors_, item_, kv_head_);
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = first_row() + 16 * i + 8 * h;
-        if (row >= num_rows_) continue;
-        // Made anew, so that the loop need not keep it.
-        const QueryRow query_row = make_query_row<MaskMode::none, false>(
-            item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
-        writer.write_row(
-            variant_, view_, row, query_row, state_.largest[i][h], state_.sum[i][h],
-            threadIdx.x % 4 == 0,
-            [&](auto& target) {
-              if constexpr (kStageOutput) {
-                target.output = reinterpret_cast<typename Tile::O*>(shared_ + row * Tile::kPitchQ);
-              }
-              for_each_value(i, h,
-                             [&](int column, const auto& values) { target.store(column, values); });
-            },
-            [&](float* partial) {
-              for_each_value(i, h, [&](int column, const auto& values) {
-                store_floats(partial + column, values);
-              });
-            });
-      }
-    }
-    if constexpr (kStageOutput) {
-      if (item_.partial_slot < 0) copy_staged_rows();
-    }
-  }
-
-  __device__ __forceinline__ void copy_staged_rows() const {
-    using O = typename Tile::O;
-    constexpr int kChunks = Tile::kOutputDim / 8;
-    __syncwarp();
-    const int lane_idx = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
-    const QueryRow own = make_query_row<MaskMode::none, false>(
-        item_, item_.row_begin + warp_row + lane_idx, params_.group_size, kv_head_, -1);
-    const int64_t own_offset = (item_.qo_begin + int64_t{own.qo_idx}) * tensors_.o_stride_token +
-                               own.qo_head_idx * tensors_.o_stride_head +
-                               blockIdx.y * Tile::kOutputDim;
-#pragma unroll 4
-    for (int i = 0; i < Tile::kWarpRows * kChunks / 32; ++i) {
-      const int chunk = i * 32 + lane_idx;
-      const int row = chunk / kChunks, column = chunk % kChunks * 8;
-      const int64_t offset = __shfl_sync(0xffffffffu, own_offset, row);
-      if (warp_row + row < num_rows_) {
-        *reinterpret_cast<uint4*>(static_cast<O*>(tensors_.o) + offset + column) =
-            *reinterpret_cast<const uint4*>(shared_ + (warp_row + row) * Tile::kPitchQ +
-                                            column * 2);
-      }
-    }
-  }
-
-  // The consecutive columns that this thread holds of one row.
-  template <typename Store>
-  __device__ __forceinline__ void for_each_value(int i, int h, const Store& store) const {
-#pragma unroll
-    for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-      const float (&a)[4] = state_.output[i][j];
-      const float (&b)[4] = state_.output[i][j + 1];
-      if constexpr (Tile::kFloat8) {
-        const float values[4] = {a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1]};
-        store(output_column<true>(j, 0), values);
-      } else {
-        const float first[2] = {a[2 * h], a[2 * h + 1]};
-        const float second[2] = {b[2 * h], b[2 * h + 1]};
-        store(output_column<false>(j, 0), first);
-        store(output_column<false>(j + 1, 0), second);
-      }
-    }
-  }
-
-  template <int N>
-  __device__ __forceinline__ static void store_floats(float* address, const float (&values)[N]) {
-    Vector<float, N> vector;
-    vector.from_floats(values);
-    vector.store(address);
-  }
-
-  // The warps' parts of the same rows meet in shared memory, in order of the warps.
-  __device__ __forceinline__ void write_merged() {
-    constexpr int kPitch = Tile::kOutputDim;
-    float* const outputs = reinterpret_cast<float*>(stages_);  // [warps, 16, kPitch]
-    float2* const sums = reinterpret_cast<float2*>(outputs + kAttentionWarps * 16 * kPitch);
-    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    __syncthreads();  // every warp has read its last K and V
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row() + 8 * h;
-      if (row >= num_rows_) continue;
-      if (lane_idx % 4 == 0) {
-        sums[warp_idx * 16 + row] = float2{state_.largest[0][h], state_.sum[0][h]};
-      }
-      float* const target = outputs + (warp_idx * 16 + row) * kPitch;
-      for_each_value(
-          0, h, [&](int column, const auto& values) { store_floats(target + column, values); });
-    }
-    __syncthreads();
-    const OutputWriter<Traits, Params> writer(params_, tensors_, item_, kv_head_);
-    // One warp per row.
-    for (int row = warp_idx; row < num_rows_; row += kAttentionWarps) {
-      float largest = -math::inf, sum = 0.f;
-      float weights[kAttentionWarps];
-      combine_sums<Variant::use_softmax>([&](int w) { return sums[w * 16 + row]; }, weights,
-                                         largest, sum);
-      const auto for_each_vector = [&](const auto& store) {
-        for (int column = lane_idx * 4; column < kPitch; column += 128) {
-          float values[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-          for (int w = 0; w < kAttentionWarps; ++w) {
-            const float4 part =
-                *reinterpret_cast<const float4*>(outputs + (w * 16 + row) * kPitch + column);
-            values[0] = fmaf(part.x, weights[w], values[0]);
-            values[1] = fmaf(part.y, weights[w], values[1]);
-            values[2] = fmaf(part.z, weights[w], values[2]);
-            values[3] = fmaf(part.w, weights[w], values[3]);
-          }
-          store(column, values);
-        }
-      };
-      const QueryRow query_row = make_query_row<MaskMode::none, false>(
-          item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
-      writer.write_row(
-          variant_, view_, row, query_row, largest, sum, lane_idx == 0,
-          [&](auto& target) {
-            for_each_vector([&](int column, const auto& values) { target.store(column, values); });
-          },
-          [&](float* partial) {
-            for_each_vector(
-                [&](int column, const auto& values) { store_floats(partial + column, values); });
-          });
-    }
   }
 
   const Params& params_;

@@ -1,5 +1,4 @@
-// The end of a row: what is left to do once all of its K and V (or all that this launch's item has)
-// went by, and the merge of rows that were cut.
+// The end of a row, once all of its K and V went by, and the merge of rows that were cut.
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
@@ -87,57 +86,6 @@ struct FinishedRow {
     vector.from_floats(finished);
     vector.store(output + column);
   }
-};
-
-// Writes the rows of one item: to the output if the item saw all of the row's keys, else as raw
-// sums to the workspace.
-template <typename Traits, typename Params>
-class OutputWriter {
-  using Tile = typename Traits::Tile;
-  using O = typename Tile::O;
-  using Variant = typename Traits::Variant;
-  using View = RequestParams<typename Params::Variant>;
-
- public:
-  __device__ __forceinline__ OutputWriter(const Params& params, const AttentionTensors& tensors,
-                                          const WorkItem& item, uint32_t kv_head)
-      : params_(params), tensors_(tensors), item_(item), kv_head_(kv_head) {}
-
-  // `finish(row)` or `keep(partial output)` is called with the place of the row's values.
-  template <typename Finish, typename Keep>
-  __device__ __forceinline__ void write_row(Variant& variant, const View& view, int row,
-                                            const QueryRow& query_row, float largest, float sum,
-                                            bool writes_lse, const Finish& finish,
-                                            const Keep& keep) const {
-    const int output_part = blockIdx.y;
-    if (item_.partial_slot < 0) {
-      const int64_t token = item_.qo_begin + int64_t{query_row.qo_idx};
-      O* output = static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
-                  query_row.qo_head_idx * tensors_.o_stride_head + output_part * Tile::kOutputDim;
-      float* lse = writes_lse && output_part == 0 && tensors_.lse != nullptr
-                       ? tensors_.lse + token * params_.variant.num_qo_heads + query_row.qo_head_idx
-                       : nullptr;
-      FinishedRow<O, Variant, View> target(output, lse, variant, view, item_.request,
-                                           query_row.qo_idx, query_row.qo_head_idx, largest, sum,
-                                           tensors_.v_scale);
-      finish(target);
-    } else {
-      const int64_t partial =
-          (int64_t{item_.partial_slot} * params_.num_kv_heads.divisor + kv_head_) *
-              params_.rows_per_slot +
-          row;
-      if (writes_lse && output_part == 0) {
-        params_.partial_sums[partial] = float2{largest, sum};
-      }
-      keep(params_.partial_o + partial * Tile::kHeadDimVO + output_part * Tile::kOutputDim);
-    }
-  }
-
- private:
-  const Params& params_;
-  const AttentionTensors& tensors_;
-  const WorkItem& item_;
-  const uint32_t kv_head_;
 };
 
 inline constexpr int kMergeThreads = 256;

@@ -24,6 +24,12 @@ __device__ __forceinline__ int output_column(int tile, int i) {
   return kFloat8 ? tile / 2 * 16 + quad_lane * 4 + 2 * i + tile % 2 : tile * 8 + quad_lane * 2 + i;
 }
 
+// Row within the tile of this thread's first row.
+template <typename Tile>
+__device__ __forceinline__ int first_row() {
+  return (Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows) + threadIdx.x % 32 / 4;
+}
+
 // logits = q k^T for the warp's rows and tokens. `shared_k`: the warp's first token.
 template <typename Tile>
 __device__ __forceinline__ void multiply_qk(

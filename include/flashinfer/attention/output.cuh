@@ -1,0 +1,229 @@
+// From a warp's registers to the output or, for an item that saw part of a tile's keys only, to the
+// workspace.
+#pragma once
+
+#include <flashinfer/attention/finalize.cuh>
+#include <flashinfer/attention/products.cuh>
+
+namespace flashinfer {
+
+// Writes the rows of one item: to the output if the item saw all of the row's keys, else as raw
+// sums to the workspace.
+template <typename Traits, typename Params>
+class OutputWriter {
+  using Tile = typename Traits::Tile;
+  using O = typename Tile::O;
+  using Variant = typename Traits::Variant;
+  using View = RequestParams<typename Params::Variant>;
+
+ public:
+  // `shared`: the query rows, which no warp but their own reads any more; `stages`: where K and V
+  // were.
+  __device__ __forceinline__ OutputWriter(const Params& params, const AttentionTensors& tensors,
+                                          const WorkItem& item, uint32_t kv_head, int num_rows,
+                                          Variant& variant, const View& view, char* shared,
+                                          char* stages)
+      : params_(params),
+        tensors_(tensors),
+        item_(item),
+        kv_head_(kv_head),
+        num_rows_(num_rows),
+        variant_(variant),
+        view_(view),
+        shared_(shared),
+        stages_(stages) {}
+
+  __device__ __forceinline__ void write(const WarpState<Tile>& state) {
+    if constexpr (Tile::kSplitKV) {
+      write_merged(state);
+    } else {
+      write_rows(state);
+    }
+  }
+
+ private:
+  // `finish(row)` or `keep(partial output)` is called with the place of the row's values.
+  template <typename Finish, typename Keep>
+  __device__ __forceinline__ void write_row(int row, const QueryRow& query_row, float largest,
+                                            float sum, bool writes_lse, const Finish& finish,
+                                            const Keep& keep) const {
+    const int output_part = blockIdx.y;
+    if (item_.partial_slot < 0) {
+      const int64_t token = item_.qo_begin + int64_t{query_row.qo_idx};
+      O* output = static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
+                  query_row.qo_head_idx * tensors_.o_stride_head + output_part * Tile::kOutputDim;
+      float* lse = writes_lse && output_part == 0 && tensors_.lse != nullptr
+                       ? tensors_.lse + token * params_.variant.num_qo_heads + query_row.qo_head_idx
+                       : nullptr;
+      FinishedRow<O, Variant, View> target(output, lse, variant_, view_, item_.request,
+                                           query_row.qo_idx, query_row.qo_head_idx, largest, sum,
+                                           tensors_.v_scale);
+      finish(target);
+    } else {
+      const int64_t partial =
+          (int64_t{item_.partial_slot} * params_.num_kv_heads.divisor + kv_head_) *
+              params_.rows_per_slot +
+          row;
+      if (writes_lse && output_part == 0) {
+        params_.partial_sums[partial] = float2{largest, sum};
+      }
+      keep(params_.partial_o + partial * Tile::kHeadDimVO + output_part * Tile::kOutputDim);
+    }
+  }
+
+  // Finished rows of 16-bit outputs leave by way of the warp's own query rows in shared memory, as
+  // whole lines: the mma layout has 16 bytes of a row at a time.
+  static constexpr bool kStageOutput =
+      !Tile::kSplitKV && sizeof(typename Tile::O) == 2 && Tile::kOutputDim <= Tile::kHeadDimQK;
+
+  // Each warp has its own rows.
+  __device__ __forceinline__ void write_rows(const WarpState<Tile>& state) {
+    if constexpr (kStageOutput) __syncwarp();  // the last ldmatrix of q
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first_row<Tile>() + 16 * i + 8 * h;
+        if (row >= num_rows_) continue;
+        // Made anew, so that the loop need not keep it.
+        const QueryRow query_row = make_query_row<MaskMode::none, false>(
+            item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
+        write_row(
+            row, query_row, state.largest[i][h], state.sum[i][h], threadIdx.x % 4 == 0,
+            [&](auto& target) {
+              if constexpr (kStageOutput) {
+                target.output = reinterpret_cast<typename Tile::O*>(shared_ + row * Tile::kPitchQ);
+              }
+              for_each_value(state, i, h,
+                             [&](int column, const auto& values) { target.store(column, values); });
+            },
+            [&](float* partial) {
+              for_each_value(state, i, h, [&](int column, const auto& values) {
+                store_floats(partial + column, values);
+              });
+            });
+      }
+    }
+    if constexpr (kStageOutput) {
+      if (item_.partial_slot < 0) copy_staged_rows();
+    }
+  }
+
+  __device__ __forceinline__ void copy_staged_rows() const {
+    using O = typename Tile::O;
+    constexpr int kChunks = Tile::kOutputDim / 8;
+    __syncwarp();
+    const int lane_idx = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
+    const QueryRow own = make_query_row<MaskMode::none, false>(
+        item_, item_.row_begin + warp_row + lane_idx, params_.group_size, kv_head_, -1);
+    const int64_t own_offset = (item_.qo_begin + int64_t{own.qo_idx}) * tensors_.o_stride_token +
+                               own.qo_head_idx * tensors_.o_stride_head +
+                               blockIdx.y * Tile::kOutputDim;
+#pragma unroll 4
+    for (int i = 0; i < Tile::kWarpRows * kChunks / 32; ++i) {
+      const int chunk = i * 32 + lane_idx;
+      const int row = chunk / kChunks, column = chunk % kChunks * 8;
+      const int64_t offset = __shfl_sync(0xffffffffu, own_offset, row);
+      if (warp_row + row < num_rows_) {
+        *reinterpret_cast<uint4*>(static_cast<O*>(tensors_.o) + offset + column) =
+            *reinterpret_cast<const uint4*>(shared_ + (warp_row + row) * Tile::kPitchQ +
+                                            column * 2);
+      }
+    }
+  }
+
+  // The consecutive columns that this thread holds of one row.
+  template <typename Store>
+  __device__ __forceinline__ static void for_each_value(const WarpState<Tile>& state, int i, int h,
+                                                        const Store& store) {
+#pragma unroll
+    for (int j = 0; j < Tile::kOutputTiles; j += 2) {
+      const float (&a)[4] = state.output[i][j];
+      const float (&b)[4] = state.output[i][j + 1];
+      if constexpr (Tile::kFloat8) {
+        const float values[4] = {a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1]};
+        store(output_column<true>(j, 0), values);
+      } else {
+        const float first[2] = {a[2 * h], a[2 * h + 1]};
+        const float second[2] = {b[2 * h], b[2 * h + 1]};
+        store(output_column<false>(j, 0), first);
+        store(output_column<false>(j + 1, 0), second);
+      }
+    }
+  }
+
+  template <int N>
+  __device__ __forceinline__ static void store_floats(float* address, const float (&values)[N]) {
+    Vector<float, N> vector;
+    vector.from_floats(values);
+    vector.store(address);
+  }
+
+  // The warps' parts of the same rows meet in shared memory, in order of the warps.
+  __device__ __forceinline__ void write_merged(const WarpState<Tile>& state) {
+    constexpr int kPitch = Tile::kOutputDim;
+    float* const outputs = reinterpret_cast<float*>(stages_);  // [warps, 16, kPitch]
+    float2* const sums = reinterpret_cast<float2*>(outputs + kAttentionWarps * 16 * kPitch);
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    __syncthreads();  // every warp has read its last K and V
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row<Tile>() + 8 * h;
+      if (row >= num_rows_) continue;
+      if (lane_idx % 4 == 0) {
+        sums[warp_idx * 16 + row] = float2{state.largest[0][h], state.sum[0][h]};
+      }
+      float* const target = outputs + (warp_idx * 16 + row) * kPitch;
+      for_each_value(state, 0, h, [&](int column, const auto& values) {
+        store_floats(target + column, values);
+      });
+    }
+    __syncthreads();
+    // One warp per row.
+    for (int row = warp_idx; row < num_rows_; row += kAttentionWarps) {
+      float largest = -math::inf, sum = 0.f;
+      float weights[kAttentionWarps];
+      combine_sums<Variant::use_softmax>([&](int w) { return sums[w * 16 + row]; }, weights,
+                                         largest, sum);
+      const auto for_each_vector = [&](const auto& store) {
+        for (int column = lane_idx * 4; column < kPitch; column += 128) {
+          float values[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+          for (int w = 0; w < kAttentionWarps; ++w) {
+            const float4 part =
+                *reinterpret_cast<const float4*>(outputs + (w * 16 + row) * kPitch + column);
+            values[0] = fmaf(part.x, weights[w], values[0]);
+            values[1] = fmaf(part.y, weights[w], values[1]);
+            values[2] = fmaf(part.z, weights[w], values[2]);
+            values[3] = fmaf(part.w, weights[w], values[3]);
+          }
+          store(column, values);
+        }
+      };
+      const QueryRow query_row = make_query_row<MaskMode::none, false>(
+          item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
+      write_row(
+          row, query_row, largest, sum, lane_idx == 0,
+          [&](auto& target) {
+            for_each_vector([&](int column, const auto& values) { target.store(column, values); });
+          },
+          [&](float* partial) {
+            for_each_vector(
+                [&](int column, const auto& values) { store_floats(partial + column, values); });
+          });
+    }
+  }
+
+  const Params& params_;
+  const AttentionTensors& tensors_;
+  const WorkItem& item_;
+  const uint32_t kv_head_;
+  const int num_rows_;
+  Variant& variant_;
+  const View& view_;
+  char* const shared_;
+  char* const stages_;
+};
+
+}  // namespace flashinfer
