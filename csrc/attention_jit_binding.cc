@@ -126,11 +126,12 @@ FLASHINFER_FFI_EXPORT(attention_options, args) {
 }
 
 FLASHINFER_FFI_EXPORT(attention_mask, args) {
-  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  // As the base: a user's variant may have members of the same names.
+  VariantParams& variant = as_bound_launch(args.tensor("state")).params.variant;
   const Tensor mask = args.tensor("custom_mask");
   const Tensor indptr = args.tensor("mask_indptr");
-  launch.params.variant.custom_mask = option_data<uint8_t>(mask, ffi::dtype::uint8, 0);
-  launch.params.variant.mask_indptr = option_data<int32_t>(indptr, ffi::dtype::int32, 1);
+  variant.custom_mask = option_data<uint8_t>(mask, ffi::dtype::uint8, 0);
+  variant.mask_indptr = option_data<int32_t>(indptr, ffi::dtype::int32, 1);
 }
 
 FLASHINFER_FFI_EXPORT(attention_items, args) {

@@ -217,7 +217,9 @@ def test_variants_are_told_apart_by_their_content():
         (7, ["bias", "bias"], ValueError, "additional_tensor_names"),
         (7, ["bias", "1st"], ValueError, "additional_tensor_names"),
         (8, ["float", "string"], ValueError, "additional_tensor_dtypes"),
+        (7, ["bias", "kv_len"], ValueError, "additional_tensor_names"),
         (9, ["bias", "steps"], ValueError, "additional_tensor_names"),
+        (9, ["num_qo_heads", "steps"], ValueError, "additional_scalar_names"),
         (10, ["double", "half"], ValueError, "additional_scalar_dtypes"),
         (11, "Scaled; struct X", ValueError, "variant_name"),
         (12, None, TypeError, "variant_decl"),
@@ -261,6 +263,47 @@ def test_plans_that_contradict_the_variant_are_refused(keywords: dict[str, Any],
     arguments = {"head_dim": 128, **keywords}
     with pytest.raises(ValueError, match=f"`{named}`"):
         wrapper.plan(one, one[:1], one[1:], 8, 2, page_size=4, **arguments)
+
+
+# As serving engines write them: a header of FlashInfer's, constructors for host and device too, no
+# scale where there is no softmax, members that hide those of the built-in options.
+ENGINE_VARIANT = """
+#include <flashinfer/attention/variant_helper.cuh>
+struct MaskedSigmoid : AttentionVariantBase {
+  static constexpr bool use_softmax = false;
+  uint8_t* custom_mask_ptr;
+  uint32_t window_left, qo_len, kv_len;
+  float scale_log2e;
+  template <typename Params>
+  __device__ __host__ MaskedSigmoid(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
+    custom_mask_ptr = params.custom_mask;
+    qo_len = params.get_qo_len(batch_idx);
+    kv_len = params.get_kv_len(batch_idx);
+    window_left = kv_len;
+    scale_log2e = params.sm_scale * math::log2e;
+  }
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    if (logits > 1e30f) printf("%d %d %f\\n", qo_idx, kv_idx, float(logits * math::loge2));
+    return math::ptx_rcp(1.f + math::ptx_exp2(-float(logits * scale_log2e)));
+  });
+  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    return ((custom_mask_ptr[kv_idx / 8] >> (kv_idx % 8)) & 1);
+  })
+  REGISTER_OUTPUT_TRANSFORM(params, output, batch_idx, qo_idx, qo_head_idx, m, d, scale, {
+    return output;
+  });
+};
+"""
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("target")
+@pytest.mark.parametrize("fields", [{"tile_q": 16}, {"tile_q": 64, "mask_mode": "custom"}])
+def test_variants_of_engines_compile(fields: dict[str, Any]):
+    members = (["custom_mask"], ["uint8_t"], ["sm_scale"], ["double"])
+    variant = make_variant("masked_sigmoid", *members, "MaskedSigmoid", ENGINE_VARIANT)
+    config = dataclasses.replace(BASE, custom_variant=True, **fields)
+    assert get_attention_module(config, variant).variant is variant
 
 
 def _bound_state(module: Any) -> torch.Tensor:

@@ -32,6 +32,8 @@ TENSOR_TYPES = {
     "uint32_t": "uint32",
     "uint64_t": "uint64",
 }
+# Members of `params` that a variant must not hide: the kernel or the hooks read them.
+RESERVED = ("num_qo_heads", "num_kv_heads", "qo_len", "kv_len", "get_qo_len", "get_kv_len", "read")
 SCALAR_TYPES = (
     *("float", "double", "bool", "int", "int8_t", "int16_t", "int32_t", "int64_t"),
     *("uint8_t", "uint16_t", "uint32_t", "uint64_t"),
@@ -157,6 +159,8 @@ def _check_members(argument: str, names: Any, types: Any, allowed: Any) -> None:
         )
     for name, type_ in zip(names, types, strict=True):
         _check_name(f"{argument}_names", name, r"[A-Za-z_]\w*")
+        if name in RESERVED:
+            raise ValueError(f"`{argument}_names` must not have {name!r}: `params` has it already")
         if type_ not in allowed:
             raise ValueError(
                 f"`{argument}_dtypes` must be among {', '.join(allowed)}, got {type_!r} for {name}"

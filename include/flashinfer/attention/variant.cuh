@@ -73,6 +73,7 @@ namespace flashinfer {
 
 struct AttentionVariantBase {
   static constexpr bool use_softmax = true;
+  static constexpr float sm_scale_log2 = 1.f;  // variants without softmax need not say one
   static constexpr bool kHasQueryTransform = false;
   static constexpr bool kHasKeyTransform = false;
   static constexpr bool kHasLogitsTransform = false;

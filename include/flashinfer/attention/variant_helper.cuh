@@ -1,0 +1,4 @@
+// FlashInfer's name of variant.cuh, which variants written for it include.
+#pragma once
+
+#include <flashinfer/attention/variant.cuh>
