@@ -1,0 +1,98 @@
+"""What the functions of this package take besides rows: seeds, numbers per row, flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Seed = int | torch.Tensor | None
+
+
+def get_seed_and_offset(
+    increment: int,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
+) -> tuple[int, int]:
+    """Seed and offset of a CUDA generator, which is then advanced.
+
+    Parameters
+    ----------
+    increment : int
+        How far; rounded up to a multiple of 4, which PyTorch asks of an offset.
+    generator : torch.Generator, optional
+        By default the default generator of `device`.
+    device : torch.device, optional
+        By default the current device.
+
+    Returns
+    -------
+    tuple of int
+        ``(seed, offset)`` as they were before.
+
+    Raises
+    ------
+    RuntimeError
+        While a CUDA graph is captured: the numbers would be frozen into it. Pass `seed` and
+        `offset` as tensors instead.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "seed and offset of a generator would be frozen into the CUDA graph that is being "
+            "captured; pass `seed` and `offset` as tensors"
+        )
+    if generator is None:
+        torch.cuda.init()
+        index = device.index if device is not None and device.index is not None else None
+        index = torch.cuda.current_device() if index is None else index
+        generator = torch.cuda.default_generators[index]
+    if generator.device.type != "cuda":
+        raise ValueError(f"`generator` must be a CUDA generator, got one on {generator.device}")
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + (increment + 3) // 4 * 4)
+    return seed, offset
+
+
+def _as_int64(name: str, value: Any) -> Any:
+    """An unsigned 64-bit integer as the signed one with the same bits; tensors pass."""
+    if isinstance(value, int) and value >= 1 << 63:
+        if value >= 1 << 64:
+            raise ValueError(f"`{name}` must be less than 2^64, got {value}")
+        return value - (1 << 64)
+    return value
+
+
+def resolve_seed(
+    seed: Seed, offset: Seed, generator: torch.Generator | None, device: torch.device
+) -> tuple[Any, Any]:
+    if seed is None:
+        if offset is not None:
+            raise ValueError("`offset` needs a `seed`, got None")
+        return get_seed_and_offset(4, generator, device)
+    if generator is not None:
+        raise ValueError("`generator` and `seed` exclude each other, got both")
+    return _as_int64("seed", seed), 0 if offset is None else _as_int64("offset", offset)
+
+
+def row_floats(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype != torch.float32:
+        return value.to(torch.float32)
+    return value
+
+
+def row_ints(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype != torch.int32:
+        if value.is_floating_point():
+            raise ValueError(f"`top_k` must have an integer dtype, got {value.dtype}")
+        return value.clamp(-1, 2**31 - 1).to(torch.int32)
+    return value
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, type(None))):
+        raise TypeError(f"`{name}` must be True, False or None, got {type(value).__name__}")
+
+
+def refuse_nan(name: str, rows: torch.Tensor) -> None:
+    if bool(torch.isnan(rows).any()):
+        raise ValueError(f"`{name}` must not contain NaN (`check_nan` is set)")
