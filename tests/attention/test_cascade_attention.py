@@ -1,0 +1,186 @@
+"""Levels of keys: merged, they are attention over all of a query's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from tests.attention.batches import BF16, E4M3, FP16, indptr, randn, workspace
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 2, 128, 16
+# Each level's requests: (query tokens, key tokens).
+LEVELS = {
+    "one": [[(3, 40), (0, 7), (20, 100)]],
+    "prefix": [[(6, 500)], [(1, 30), (1, 0), (2, 65), (2, 16)]],
+    "three": [[(12, 64)], [(5, 100), (7, 33)], [(2, 9), (3, 40), (6, 6), (1, 0)]],
+    "empty": [[(4, 0)], [(1, 0), (3, 20)]],
+}
+
+
+class Cascade:
+    """Page tables of levels whose pages lie in random order in one cache."""
+
+    def __init__(self, levels: list[list[tuple[int, int]]], device: torch.device) -> None:
+        pages = [[-(-kv // PAGE) for _, kv in level] for level in levels]
+        total = sum(map(sum, pages))
+        order = torch.randperm(total + 2, generator=torch.Generator().manual_seed(3)).int()
+        self.num_pages, self.device = total + 2, device
+        self.qo_indptr = [indptr([qo for qo, _ in level]) for level in levels]
+        self.kv_indptr = [indptr(counts) for counts in pages]
+        sizes = [sum(counts) for counts in pages]
+        self.indices = [part.to(device) for part in order[:total].split(sizes)]
+        self.last = [
+            torch.tensor([kv - (-(-kv // PAGE) - 1) * PAGE if kv else 0 for _, kv in level]).int()
+            for level in levels
+        ]
+        self.tokens = int(self.qo_indptr[0][-1])
+
+    def tables(self) -> tuple[Any, ...]:
+        return self.qo_indptr, self.kv_indptr, self.indices, self.last
+
+    def plan(self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, **options: Any) -> Any:
+        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+            len(self.qo_indptr), workspace(self.device)
+        )
+        dtypes = {"q_data_type": dtype, "kv_data_type": kv_dtype}
+        sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
+        wrapper.plan(*self.tables(), *sizes, **dtypes, **options)
+        return wrapper
+
+    def tensors(
+        self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        shape = (self.num_pages, PAGE, KV_HEADS, HEAD_DIM)
+        cache = tuple(randn(shape, kv_dtype or dtype, self.device, seed) for seed in (1, 2))
+        return randn((self.tokens, HEADS, HEAD_DIM), dtype, self.device, 3), cache
+
+
+def check_cascade(wrapper: Any, q: torch.Tensor, cache: Any) -> None:
+    """Outputs are below 5; each level and the merge round to the dtype."""
+    template = type(wrapper).run.__flashinfer_trace__
+    (expected,) = template.compute({"self": wrapper, "q": q, "paged_kv_cache": cache})
+    actual = wrapper.run(q, cache)
+    assert actual.dtype == q.dtype
+    unit = torch.finfo(q.dtype).eps
+    torch.testing.assert_close(actual.double(), expected, rtol=2 * unit, atol=unit)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_levels(levels, dtype, causal, device):
+    cascade = Cascade(LEVELS[levels], device)
+    check_cascade(cascade.plan(dtype, causal=causal), *cascade.tensors(dtype))
+
+
+@pytest.mark.parametrize("options", [{"logits_soft_cap": 3.0}, {"sm_scale": 0.2}], ids=str)
+def test_options(options, device):
+    cascade = Cascade(LEVELS["three"], device)
+    check_cascade(cascade.plan(FP16, causal=True, **options), *cascade.tensors(FP16))
+
+
+def test_8_bit_keys(device):
+    cascade = Cascade(LEVELS["three"], device)
+    check_cascade(cascade.plan(BF16, E4M3, causal=True), *cascade.tensors(BF16, E4M3))
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_one_level_has_all_options(window, device):
+    cascade = Cascade(LEVELS["one"], device)
+    options = {"window_left": window, "pos_encoding_mode": "ALIBI", "causal": True}
+    check_cascade(cascade.plan(FP16, **options), *cascade.tensors(FP16))
+
+
+def test_levels_agree_with_the_whole(device):
+    """The same keys as one level: pages of the prefix in front of each request's own."""
+    prefix = 32
+    cascade = Cascade([[(6, prefix)], [(1, 30), (1, 5), (2, 65), (2, 16)]], device)
+    q, cache = cascade.tensors(FP16)
+    upper = cascade.indices[0]
+    own = cascade.indices[1].split(cascade.kv_indptr[1].diff().tolist())
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(
+        cascade.qo_indptr[1],
+        indptr([len(upper) + len(pages) for pages in own]),
+        torch.cat([torch.cat([upper, pages]) for pages in own]),
+        cascade.last[1],
+        *(HEADS, KV_HEADS, HEAD_DIM, PAGE),
+        causal=True,
+    )
+    whole = wrapper.run(q, cache)
+    merged = cascade.plan(FP16, causal=True).run(q, cache)
+    torch.testing.assert_close(merged, whole, rtol=0, atol=1e-3 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_shared_prefix(kv_layout, device):
+    """The deprecated wrappers do what two levels do; the prefix is rows in place of pages."""
+    cascade = Cascade([[(4, 48)], [(1, 30), (1, 0), (1, 65), (1, 16)]], device)
+    q, cache = cascade.tensors(FP16)
+    expected = cascade.plan(FP16).run(q, cache)
+    k, v = (part[cascade.indices[0].long()].flatten(0, 1) for part in cache)
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+        cache = tuple(part.transpose(1, 2).contiguous() for part in cache)
+    sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
+    table = (cascade.kv_indptr[1], cascade.indices[1], cascade.last[1])
+    close = {"rtol": 2**-8, "atol": 2**-9}
+    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout)
+    decode.begin_forward(*table, *sizes)
+    torch.testing.assert_close(decode.forward(q, k, v, cache), expected, **close)
+    prefill = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
+        workspace(device), kv_layout
+    )
+    prefill.begin_forward(cascade.qo_indptr[1], *table, *sizes)
+    torch.testing.assert_close(prefill.forward(q, k, v, cache), expected, **close)
+    scaled = prefill.forward(q, k, v, cache, sm_scale=0.3)
+    assert not torch.allclose(scaled, expected, **close)
+
+
+def test_causal_shared_prefix(device):
+    cascade = Cascade([[(9, 48)], [(4, 30), (5, 65)]], device)
+    q, cache = cascade.tensors(FP16)
+    expected = cascade.plan(FP16, causal=True).run(q, cache)
+    k, v = (part[cascade.indices[0].long()].flatten(0, 1) for part in cache)
+    wrapper = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device))
+    table = (cascade.qo_indptr[1], cascade.kv_indptr[1], cascade.indices[1], cascade.last[1])
+    wrapper.begin_forward(*table, HEADS, KV_HEADS, HEAD_DIM, PAGE)
+    actual = wrapper.forward(q, k, v, cache, causal=True)
+    torch.testing.assert_close(actual, expected, rtol=2**-8, atol=2**-9)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_every_cascade(device):
+    requests, pages = 6, 64
+
+    def zeros(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+    buffers = [[zeros(n) for _ in range(2)] for n in (requests + 1, requests + 1, pages, requests)]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        2, workspace(device), "NHD", True, *buffers
+    )
+    shape = (pages, PAGE, KV_HEADS, HEAD_DIM)
+    cache = tuple(randn(shape, FP16, device, seed) for seed in (1, 2))
+    q = randn((6, HEADS, HEAD_DIM), FP16, device, 3)
+    sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
+
+    wrapper.plan(*Cascade(LEVELS["prefix"], device).tables(), *sizes)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        wrapper.run(q, cache)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = wrapper.run(q, cache)
+    for levels in ([[(6, 100)], [(2, 33), (4, 9)]], [[(2, 300), (4, 1)], [(1, 7)] * 6]):
+        cascade = Cascade(levels, device)
+        wrapper.plan(*cascade.tables(), *sizes)
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = cascade.plan(FP16).run(q, cache)
+        torch.testing.assert_close(out, expected, rtol=2**-8, atol=2**-9)
