@@ -197,13 +197,3 @@ def gappy(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     wide = torch.cat([tensor.float(), tensor.float()], -1).to(tensor.dtype)
     return wide[..., ::2]
-
-
-def misaligned(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Rows that begin at odd multiples of the element size."""
-    if tensor.numel() == 0:
-        return None
-    flat = tensor.new_empty(tensor.numel() + 1)
-    moved = flat[1:].view(tensor.shape)
-    moved.view(torch.uint8)  # same storage; contents do not matter
-    return moved.copy_(tensor)

@@ -176,6 +176,18 @@ def test_single_decode(kv_len, kv_layout, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_rows_that_do_not_begin_at_16_bytes_are_refused(name, device):
+    wrapper, q, cache = plan_decode(USUAL, device), USUAL.query(device), USUAL.cache(device)
+    tensors = {"q": q, "k": cache[0], "v": cache[1], "out": torch.empty_like(q)}
+    old = tensors[name]
+    moved = torch.zeros(old.numel() + 4, dtype=old.dtype, device=device)[4:].view(old.shape)
+    tensors[name] = moved.copy_(old)
+    with pytest.raises(ValueError, match=f"16|{name}"):
+        wrapper.run(tensors["q"], (tensors["k"], tensors["v"]), out=tensors["out"])
+
+
+@pytest.mark.gpu
 def test_pages_beyond_four_billion_elements(device):
     """Page number times stride does not fit 32 bits, neither in bytes nor in elements."""
     stride = 2**20

@@ -21,9 +21,18 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     apply_rope_with_cos_sin_cache_inplace_heads_q32_kv8_d128_r128_positions_int32_cos_sin_cache_f32.json
     apply_rope_with_cos_sin_cache_inplace_q4096_kv1024_d128_r128_positions_int32_cos_sin_cache_f32.json
     apply_rope_with_cos_sin_cache_q4096_kv1024_d128_r128_positions_int32_cos_sin_cache_f32.json
+    attention_sink_h32_kv8_d128_dv128_ps16_sinks_causal.json
+    attention_sink_lse_h32_kv8_d128_dv128_ps16_sinks_causal.json
+    batch_attention_h32_kv8_d128_dv128_ps16_causal.json
+    batch_pod_h32_kv8_d128_dv128_ps16_causal_p.json
+    batch_pod_lse_h32_kv8_d128_dv128_ps16_causal_p.json
     block_scale_interleave_b448_uint8.json
+    block_sparse_attention_h32_kv8_d128_dv128.json
+    block_sparse_attention_lse_h32_kv8_d128_dv128.json
+    cascade_attention_h32_kv8_d128_dv128_ps16_l2_causal.json
     chain_speculative_sampling_n3_v128256.json
     concat_mla_k_h128_n128_r64.json
+    convert_bsr_mask_layout_r16_c16.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
@@ -39,6 +48,16 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     gemma_rmsnorm_h3584.json
     get_batch_indices_positions_n32.json
     get_seq_lens_ps16.json
+    gqa_paged_decode_h32_kv8_d128_dv128_ps16.json
+    gqa_paged_decode_lse_h32_kv8_d128_dv128_ps16.json
+    gqa_paged_decode_multi_h32_kv8_d128_dv128_ps16_causal.json
+    gqa_paged_decode_multi_lse_h32_kv8_d128_dv128_ps16_causal.json
+    gqa_paged_prefill_h32_kv8_d128_dv128_ps16_causal.json
+    gqa_paged_prefill_lse_h32_kv8_d128_dv128_ps16_causal.json
+    gqa_paged_prefill_lse_heads_first_h32_kv8_d128_dv128_ps16_causal.json
+    gqa_ragged_prefill_h32_kv8_d128_dv128_causal.json
+    gqa_ragged_prefill_lse_h32_kv8_d128_dv128_causal.json
+    gqa_ragged_prefill_lse_heads_first_h32_kv8_d128_dv128_causal.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json
     merge_state_h32_d128.json
@@ -60,15 +79,20 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     per_token_group_quant_8bit_h7168_g128.json
     per_token_group_quant_8bit_h7168_g128_column_major_scales_scale_tma_aligned_scale_ue8m0.json
     per_token_group_quant_8bit_int8_h7168_g128.json
+    pod_h32_kv8_d128_dv128_ps16_causal_p.json
+    pod_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
+    pod_lse_p_h32_kv8_d128_dv128_ps16_causal_p.json
+    pod_lse_p_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
+    rmsnorm_fp8_block_quant_h8192.json
     rmsnorm_h128.json                        per-head norm of the queries, Qwen 3
     rmsnorm_h4096.json
     rmsnorm_h4096_f16.json
     rmsnorm_quant_h8192_output_e4m3.json
-    rope_quantize_fp8_append_paged_kv_cache_hnd_q32_r128_qn0_kn0_kv8_ps16_v128_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json
+    rope_quantize_fp8_append_paged_kv_cache_hnd_q32_r128_qn0_kn0_kv8_ps16_v128_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json
     rope_quantize_fp8_append_paged_kv_cache_mla_q16_r64_qn512_kn512_ps16_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_ckv_cache_e4m3_kpe_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_ckv_cache_e4m3_kpe_cache_e4m3.json
-    rope_quantize_fp8_append_paged_kv_cache_q32_r128_qn0_kn0_kv8_ps16_v128_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json
+    rope_quantize_fp8_append_paged_kv_cache_q32_r128_qn0_kn0_kv8_ps16_v128_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json
     rope_quantize_fp8_one_head_q16_r64_qn512_kn512_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3.json
-    rope_quantize_fp8_q32_r128_qn0_kn0_kv8_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3.json
+    rope_quantize_fp8_q32_r128_qn0_kn0_kv8_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3.json
     sampling_from_logits_v128256_f32.json
     sampling_from_probs_valid_v128256_f32.json
     segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
@@ -77,6 +101,11 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     silu_and_mul_per_token_group_quant_8bit_float8_e5m2_h4096_g128.json
     silu_and_mul_per_token_group_quant_8bit_h4096_g128.json
     silu_and_mul_per_token_group_quant_8bit_int8_h4096_g128.json
+    single_decode_h32_kv8_d128_dv128.json
+    single_decode_lse_h32_kv8_d128_dv128.json
+    single_prefill_h32_kv8_d128_dv128_causal.json
+    single_prefill_h32_kv8_d128_dv128_custom_mask.json
+    single_prefill_lse_h32_kv8_d128_dv128_causal.json
     softmax_v128256_f32.json
     top_k_k2048_f32.json
     top_k_mask_logits_v128256_f32.json
@@ -89,6 +118,8 @@ The files are committed; ``test_committed_definitions.py`` sees that they are wh
     top_k_top_p_sampling_from_probs_v128256_f32_joint.json
     top_p_renorm_probs_v128256_f32.json
     top_p_sampling_from_probs_v128256_f32.json
+    variable_block_sparse_attention_h32_kv8_d128_dv128.json
+    variable_block_sparse_attention_lse_h32_kv8_d128_dv128.json
 """
 
 from __future__ import annotations
@@ -120,6 +151,10 @@ def main(folder: Path) -> None:
         call_sampling(8, 128256)
         call_rope(torch.bfloat16)
         call_caches(torch.bfloat16)
+        call_attention(torch.bfloat16)
+        call_planned_attention(torch.bfloat16)
+        call_mixed_attention(torch.bfloat16)
+        call_sparse_attention(torch.bfloat16)
 
 
 def call_norms(dtype) -> None:
@@ -330,6 +365,136 @@ def call_caches(dtype) -> None:
     nope, shared = torch.randn(2, NUM_TOKENS, 128, 128, dtype=dtype).unbind()
     key = torch.empty(NUM_TOKENS, 128, 192, dtype=dtype)
     concat_mla_k(key, nope, shared[:, :1, :64])
+
+
+HEADS = (32, 8, 128)  # of queries, of keys and values, elements: Llama 3.1 8B
+QO_LENS, KV_LENS = (7, 1, 24), (40, 33, 24)
+
+
+def workspace():
+    import torch
+
+    return torch.empty(32 << 20, dtype=torch.uint8)
+
+
+def page_table(lengths, page_size=16):
+    """First pages, page numbers and tokens in last pages of requests."""
+    import torch
+
+    pages = [-(-n // page_size) for n in lengths]
+    last = [n - (count - 1) * page_size for n, count in zip(lengths, pages, strict=True)]
+    return indptr(pages), torch.arange(sum(pages)).int(), torch.tensor(last).int()
+
+
+def indptr(lengths):
+    import torch
+
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def call_attention(dtype) -> None:
+    import torch
+
+    import flashinfer
+
+    q, (k, v) = torch.randn(7, 32, 128, dtype=dtype), torch.randn(2, 40, 8, 128, dtype=dtype)
+    for return_lse in (False, True):
+        flashinfer.single_decode_with_kv_cache(q[0], k, v, return_lse=return_lse)
+        flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=return_lse)
+    mask = torch.ones(7, 40, dtype=torch.bool)
+    flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
+
+
+def call_planned_attention(dtype) -> None:
+    import torch
+
+    import flashinfer
+
+    dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
+    cache = torch.randn(9, 2, 16, 8, 128, dtype=dtype)
+    table = page_table(KV_LENS)
+    q = torch.randn(NUM_TOKENS, 32, 128, dtype=dtype)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    decode.plan(*table, *HEADS, 16, **dtypes)
+    decode.run(q[:3], cache)
+    decode.run(q[:3], cache, return_lse=True)
+    decode.plan(*table, *HEADS, 16, q_len_per_req=4, **dtypes)
+    decode.run(q[:12], cache)
+    decode.run(q[:12], cache, return_lse=True)
+
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    paged.plan(indptr(QO_LENS), *table, *HEADS, 16, causal=True, **dtypes)
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    ragged.plan(indptr(QO_LENS), indptr(KV_LENS), *HEADS, causal=True, **dtypes)
+    k, v = torch.randn(2, sum(KV_LENS), 8, 128, dtype=dtype)
+    for lse in ({}, {"return_lse": True}, {"return_lse": True, "lse_layout": "HN"}):
+        paged.run(q, cache, **lse)
+        ragged.run(q, k, v, **lse)
+
+
+def call_mixed_attention(dtype) -> None:
+    """Prefill and decode in one launch; levels of shared keys; sinks."""
+    import torch
+
+    import flashinfer
+
+    dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
+    cache = torch.randn(9, 2, 16, 8, 128, dtype=dtype)
+    table = page_table(KV_LENS)
+    q = torch.randn(NUM_TOKENS, 32, 128, dtype=dtype)
+    mixed = flashinfer.BatchAttention(device=str(q.device))
+    lengths = torch.tensor(KV_LENS, dtype=torch.int32)
+    sizes = (*HEADS, 128, 16)
+    mixed.plan(indptr(QO_LENS), *table[:2], lengths, *sizes, causal=True, **dtypes)
+    mixed.run(q, cache)
+
+    sinks = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(), **dtypes)
+    sinks.plan(indptr(QO_LENS), *table, *HEADS, 16, causal=True, **dtypes)
+    for return_lse in (False, True):
+        sinks.run(q, cache, torch.zeros(32), return_lse=return_lse)
+
+    cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace())
+    queries = [indptr([NUM_TOKENS]), indptr(QO_LENS)]
+    levels = zip(page_table([64]), table, strict=True)
+    cascade.plan(queries, *map(list, levels), *HEADS, 16, causal=True, **dtypes)
+    cascade.run(q, cache)
+
+    pod = flashinfer.PODWithPagedKVCacheWrapper(workspace())
+    pod.plan(*table, *HEADS, 16, **dtypes)
+    k, v = torch.randn(2, 40, 8, 128, dtype=dtype)
+    for p in (False, True):
+        for d in (False, True):
+            lse = {"return_lse_p": p, "return_lse_d": d}
+            pod.run(q[:29], k, v, q[29:], cache, causal_p=True, **lse)
+    pods = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace())
+    pods.plan(indptr(QO_LENS), *table, indptr([1] * 3), *table, *HEADS, 16, **dtypes)
+    for return_lse in (False, True):
+        pods.run(q, cache, q[:3], cache, causal_p=True, return_lse=return_lse)
+
+
+def call_sparse_attention(dtype) -> None:
+    import torch
+
+    from flashinfer.sparse import (
+        BlockSparseAttentionWrapper,
+        VariableBlockSparseAttentionWrapper,
+        convert_bsr_mask_layout,
+    )
+
+    convert_bsr_mask_layout(torch.ones(3, 16, 16, dtype=torch.bool), torch.tensor([0, 2, 3]).int())
+    dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
+    q, (k, v) = torch.randn(32, 32, 128, dtype=dtype), torch.randn(2, 64, 8, 128, dtype=dtype)
+    blocks = BlockSparseAttentionWrapper(workspace())
+    table = torch.tensor([0, 2, 3]).int(), torch.tensor([0, 3, 2]).int()
+    blocks.plan(*table, 32, 64, 16, 16, *HEADS, **dtypes, o_data_type=dtype)
+    variable = VariableBlockSparseAttentionWrapper(workspace())
+    seen = torch.ones(8, 2, 2, dtype=torch.bool)
+    rows, columns = (torch.tensor([sizes] * 8).int() for sizes in ([20, 12], [10, 54]))
+    variable.plan(seen, rows, columns, *HEADS, **dtypes)
+    for return_lse in (False, True):
+        blocks.run(q, k, v, return_lse=return_lse)
+        heads_first = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+        variable.run(*heads_first, return_lse=return_lse)
 
 
 if __name__ == "__main__":

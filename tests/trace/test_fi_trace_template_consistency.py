@@ -22,7 +22,7 @@ def _public_callables():
     for name, value in vars(flashinfer).items():
         if name.startswith("_") or not getattr(value, "__module__", "").startswith("flashinfer"):
             continue
-        if inspect.isfunction(value):
+        if inspect.isfunction(value) and not name.endswith("_plan"):
             yield name, value
         elif inspect.isclass(value):
             for method, function in vars(value).items():

@@ -172,7 +172,7 @@ def paged_template(
         },
         outputs=results([tokens], lse=lse, destination=True, heads_first=heads_first),
         constraints=["len_indptr == batch_size + 1", *_HEAD_RULES],
-        options=_FLAGS | ({} if decode else _lse_options(heads_first)),
+        options=_FLAGS | ({} if decode or not lse else _lse_options(heads_first)),
         hints=["enable_pdl"],
         tags=["status:verified"],
         reference=_paged_attention_reference,
@@ -212,7 +212,7 @@ def ragged_template(
         },
         outputs=results(["total_q"], lse=lse, destination=True, heads_first=heads_first),
         constraints=["len_indptr >= 1", *_HEAD_RULES],
-        options=_FLAGS | _lse_options(heads_first),
+        options=_FLAGS | (_lse_options(heads_first) if lse else {}),
         hints=["enable_pdl"],
         tags=["status:verified"],
         reference=_ragged_attention_reference,
@@ -266,11 +266,13 @@ def by_lse(
     def choose(**arguments: Any) -> TraceTemplate:
         return_lse = arguments.get("return_lse", False)
         check_option("return_lse", (False, True), return_lse)
+        if turned is not None:
+            check_option("lse_base", ("log2", "ln"), arguments.get("lse_base", "log2"))
+            check_option("lse_layout", ("NH", "HN"), arguments.get("lse_layout", "NH"))
         if not return_lse and arguments.get("lse") is None:
             return without
         template = returned
         if turned is not None:
-            check_option("lse_layout", ("NH", "HN"), arguments.get("lse_layout", "NH"))
             template = turned if arguments.get("lse_layout", "NH") == "HN" else returned
         return template if return_lse else written[template]
 

@@ -220,8 +220,10 @@ def problem_arguments(problem: Any, run: Arguments, device: torch.device) -> dic
         inputs["prefix_len_ptr"] = problem.prefix_len_ptr.to(torch.int32)
         items = items.to(torch.int32).view(problem.batch_size, problem.token_pos_in_items_len)
         inputs["token_pos_in_items_ptr"] = items
-    indptr = torch.zeros(problem.batch_size + 1, dtype=torch.int32)
-    indptr[1:] = qo_lengths.cumsum(0)
+    indptr = problem.qo_indptr
+    if indptr is None:
+        step = problem.tokens_per_request
+        indptr = torch.arange(problem.batch_size + 1, dtype=torch.int32) * step
     inputs |= {"qo_indptr": indptr, "kv_indptr": problem.kv_indptr}
     if problem.page_size:
         pages = problem.kv_indptr.diff()
