@@ -14,6 +14,7 @@ from ._attention.arguments import (
     device_indices,
     host_indices,
     refuse,
+    resolve_dtype,
     resolve_dtypes,
     scalar,
     soft_cap,
@@ -368,6 +369,7 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
         # "float16" is what a plan says that says nothing.
         q = self._made_for["q_data_type"] if isinstance(q, str) and q == "float16" else q
         kv = self._made_for["kv_data_type"] if kv is None else kv
+        self._check_made_for("q_data_type", resolve_dtype("q_data_type", q))
         options = super()._options(
             *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             self._default_encoding if pos_encoding_mode == "NONE" else pos_encoding_mode,
@@ -375,12 +377,14 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
             (q, kv, o),
         )
-        for name, value in self._made_for.items():
-            if options[name] != value:
-                raise ValueError(
-                    f"`{name}` must be {value} as the wrapper was made, got {options[name]}"
-                )
+        for name in self._made_for:
+            self._check_made_for(name, options[name])
         return options
+
+    def _check_made_for(self, name: str, planned: Any) -> None:
+        if planned != self._made_for[name]:
+            made = self._made_for[name]
+            raise ValueError(f"`{name}` must be {made} as the wrapper was made, got {planned}")
 
     @flashinfer_api(trace=sink_run_trace)
     def run(

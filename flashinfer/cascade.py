@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from ._attention.arguments import check_count, check_stride_variant
+from ._attention.arguments import check_count, check_flag, check_stride_variant
 from ._attention.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -348,6 +348,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
             "paged_kv_indices_arr": paged_kv_indices_arr,
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
+        check_flag("causal", causal)
         num_levels = len(self._wrappers)
         levels = list(zip(*_per_level(num_levels, named), strict=True))
         if num_levels > 1 and (pos_encoding_mode != "NONE" or window_left != -1):

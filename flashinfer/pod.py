@@ -262,6 +262,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         if args:
             raise TypeError(f"run() takes {len(args)} arguments too many: there is no `jit_args`")
         refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
+        cache_d = split_cache(paged_kv_cache_d, "paged_kv_cache_d")
         masks = (custom_mask_p, packed_custom_mask_p, custom_mask_d, packed_custom_mask_d)
         key = (
             *(getattr(q_p, "shape", None), getattr(k_p, "shape", None), kv_layout_p, kv_layout_d),
@@ -271,10 +272,9 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         if key != self._key or any(mask is not None for mask in masks):
             self._plan_run(self._run_problems(q_p, k_p, *key[2:], *masks))
             self._key = key
-        k_d, v_d = split_cache(paged_kv_cache_d, "paged_kv_cache_d")
         return self._launch_pair(
             (q_p, k_p, v_p),
-            (q_d, k_d, v_d),
+            (q_d, *cache_d),
             (q_scale, k_scale, v_scale),
             (return_lse_p, return_lse_d),
             enable_pdl,
@@ -548,14 +548,18 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
         """
         refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
         masks = (custom_mask_p, packed_custom_mask_p)
+        caches = (
+            split_cache(paged_kv_cache_p, "paged_kv_cache_p"),
+            split_cache(paged_kv_cache_d, "paged_kv_cache_d"),
+        )
         masked = any(mask is not None for mask in masks)
         if causal_p != self._key or masked:
             self._plan_pair(self._run_problems(causal_p, *masks), self._non_blocking)
             self._key = None if masked else causal_p
             self._causal = causal_p
         return self._launch_pair(
-            (q_p, *split_cache(paged_kv_cache_p, "paged_kv_cache_p")),
-            (q_d, *split_cache(paged_kv_cache_d, "paged_kv_cache_d")),
+            (q_p, *caches[0]),
+            (q_d, *caches[1]),
             (q_scale, k_scale, v_scale),
             (return_lse, return_lse),
             enable_pdl,

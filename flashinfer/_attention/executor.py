@@ -276,6 +276,10 @@ class AttentionExecutor:
                 raise
         finally:
             self._planner = planner
+        if self.device.type != "cuda" and not is_active():
+            raise ValueError(
+                f"`float_workspace_buffer` must be a CUDA tensor, got one on {self.device}"
+            )
 
     def workspace_size(
         self,

@@ -11,8 +11,8 @@ import flashinfer
 from tests.attention.batches import BF16, E4M3, FP16, Batch, check, indptr, randn, workspace
 
 # Decodes, prefills, empty queries and empty keys.
-QO = (1, 40, 0, 1, 300, 2, 1, 17)
-KV = (700, 300, 50, 64, 300, 9, 0, 17)
+QO = (1, 40, 0, 1, 130, 2, 1, 17)
+KV = (400, 200, 50, 64, 130, 9, 0, 17)
 MIXED = Batch(QO, KV)
 
 
@@ -42,7 +42,7 @@ def test_groups(group, causal, device):
     check_mixed(plan_mixed(batch, device, causal=causal), batch, device)
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
 def test_caches(page_size, kv_layout, form, device):
@@ -74,7 +74,7 @@ def test_options(device):
 
 def test_one_wrapper_serves_every_batch(device):
     wrapper = flashinfer.BatchAttention(device=str(device))
-    for qo_lens, kv_lens in ((QO, KV), ((1, 1), (5000, 9)), ((2000,), (3000,)), (QO, KV)):
+    for qo_lens, kv_lens in ((QO, KV), ((1, 1), (5000, 9)), ((600,), (800,)), (QO, KV)):
         batch = Batch(qo_lens, kv_lens)
         starts, indices, _, _ = batch.table()
         lengths = torch.tensor(kv_lens, dtype=torch.int32)

@@ -14,7 +14,7 @@ from flashinfer.trace.template import Gathered, resolve_template
 from flashinfer.trace.templates.attention import paged_prefill_run_trace, single_prefill_trace
 from tests.attention.batches import BF16, E4M3, FP16, Batch, indptr, randn, workspace
 
-DECODE = Batch((1,) * 5, (700, 0, 1, 64, 33), seed=5)
+DECODE = Batch((1,) * 5, (400, 0, 1, 64, 33), seed=5)
 SHARED = ("sm_scale", "v_scale", "window_left", "pos_encoding_mode", "rope_scale", "rope_theta")
 
 
@@ -202,7 +202,7 @@ def check_batch_pod(
     check_parts(wrapper, return_lse=True, **parts, **run)
 
 
-PREFILL = Batch((40, 0, 129, 3), (300, 20, 129, 0))
+PREFILL = Batch((40, 0, 129, 3), (200, 20, 129, 0))
 
 
 @pytest.mark.parametrize("causal", [False, True])

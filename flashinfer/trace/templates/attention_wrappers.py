@@ -14,6 +14,7 @@ from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor, paged_te
 from .attention_arguments import (
     POS_ENCODINGS,
     _check_planned,
+    _tensor,
     gather_paged,
     pages_of,
     planned,
@@ -131,7 +132,7 @@ def _gather_cascade(run: Arguments) -> dict[str, Any]:
     ]
     if not problems or any(problem is None for problem in problems):
         raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
-    q, last = run["q"], problems[-1]
+    q, last = _tensor("q", run["q"], 3), problems[-1]
     k, v = pages_of("paged_kv_cache", run["paged_kv_cache"], last.kv_layout)
     _check_planned(last, q, k, v)
     if k.shape[1] != last.page_size:

@@ -13,7 +13,13 @@ from ..arguments import check_option
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, indices, kv_tensor
-from .attention_arguments import POS_ENCODINGS, _check_planned, pages_of, problem_arguments
+from .attention_arguments import (
+    POS_ENCODINGS,
+    _check_planned,
+    _tensor,
+    pages_of,
+    problem_arguments,
+)
 from .attention_reference import _paged_attention_reference, _single_attention_reference
 
 Arguments = Mapping[str, Any]
@@ -151,7 +157,7 @@ def _shared(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any
 
 
 def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
-    q = run[f"q_{part}"]
+    q = _tensor(f"q_{part}", run[f"q_{part}"], 3)
     k, v = pages_of(f"paged_kv_cache_{part}", run[f"paged_kv_cache_{part}"], problem.kv_layout)
     _checked(part, problem, q, k, v)
     if k.shape[1] != problem.page_size:
@@ -165,7 +171,7 @@ def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
 
 def _gather_pod(run: Arguments) -> dict[str, Any]:
     prefill, decode = _problems(run)
-    q, k, v = run["q_p"], run["k_p"], run["v_p"]
+    q, k, v = (_tensor(name, run[name], 3) for name in ("q_p", "k_p", "v_p"))
     if prefill.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     if k.shape[0] != v.shape[0]:

@@ -1,0 +1,448 @@
+"""Bad arguments of the wrappers for sparse, mixed and cascaded attention, refused without a GPU.
+
+Plans are made by the reference backend, which has the kernels' checks; runs whose own checks are
+tested are called without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.reference_backend import reference_backend
+from flashinfer.sparse import convert_bsr_mask_layout
+
+HEADS = (8, 2, 64)
+LONG = torch.ones(3, dtype=torch.int64)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def workspace() -> torch.Tensor:
+    return torch.empty(1 << 20, dtype=torch.uint8)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(torch.float16)
+
+
+# ---- plans that are fine, as arguments by name -------------------------------------------------
+
+_HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+_TABLE = (ints(0, 2, 3), ints(4, 1, 0), ints(3, 16))
+_WRONG_TABLES: list[tuple[str, Any]] = [
+    ("indptr", ints(0, 3, 2)),
+    ("indptr", torch.zeros(3)),
+    ("indptr", [0, 2, 3]),
+    ("last_page_len", ints(3, 17)),
+    ("last_page_len", ints(0, 16)),
+    ("last_page_len", ints(3)),
+]
+_WRONG_OPTIONS: list[tuple[str, Any]] = [
+    ("num_qo_heads", 7),
+    ("num_qo_heads", 0),
+    ("num_qo_heads", 8.0),
+    ("num_kv_heads", -2),
+    ("head_dim", 72),
+    ("head_dim", 8),
+    ("pos_encoding_mode", "ROPE"),
+    ("sm_scale", float("nan")),
+    ("sm_scale", "1"),
+    ("q_data_type", torch.float32),
+    ("q_data_type", "half precision"),
+    ("kv_data_type", torch.bfloat16),
+]
+_WRONG_WINDOWS: list[tuple[str, Any]] = [("window_left", -2), ("window_left", 1.5)]
+
+
+def plan_bsr(**changes: Any) -> Any:
+    arguments = {
+        "indptr": ints(0, 2, 3, 5),
+        "indices": ints(0, 1, 2, 1, 3),
+        **{"M": 48, "N": 64, "R": 16, "C": 16},
+        **_HEADS,
+    }
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace())
+    wrapper.plan(**{**arguments, **changes})
+    return wrapper
+
+
+def plan_variable(**changes: Any) -> Any:
+    arguments = {
+        "block_mask_map": torch.ones(2, 2, 3, dtype=torch.bool),
+        "block_row_sz": torch.tensor([[4, 6], [5, 5]]),
+        "block_col_sz": torch.tensor([[8, 8, 16], [16, 0, 16]]),
+        **_HEADS,
+    }
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace())
+    wrapper.plan(**{**arguments, **changes})
+    return wrapper
+
+
+def plan_pod(**changes: Any) -> Any:
+    names = ("indptr", "indices", "last_page_len")
+    arguments = {**dict(zip(names, _TABLE, strict=True)), **_HEADS, "page_size": 16}
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(**{**arguments, **changes})
+    return wrapper
+
+
+def plan_batch_pod(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {**_HEADS, "page_size": 16}
+    for part, lengths in (("p", ints(0, 20, 27)), ("d", ints(0, 1, 2))):
+        names = (f"kv_indptr_{part}", f"kv_indices_{part}", f"last_page_len_{part}")
+        arguments |= {f"qo_indptr_{part}": lengths, **dict(zip(names, _TABLE, strict=True))}
+    wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(**{**arguments, **changes})
+    return wrapper
+
+
+def plan_mixed(**changes: Any) -> Any:
+    arguments = {
+        **{"qo_indptr": ints(0, 20, 21), "kv_indptr": _TABLE[0], "kv_indices": _TABLE[1]},
+        **{"kv_len_arr": ints(19, 16), "num_qo_heads": 8, "num_kv_heads": 2},
+        **{"head_dim_qk": 64, "head_dim_vo": 64, "page_size": 16},
+        **{"q_data_type": torch.float16, "kv_data_type": torch.float16},
+    }
+    wrapper = flashinfer.BatchAttention(device="cpu")
+    wrapper.plan(**{**arguments, **changes})
+    return wrapper
+
+
+def plan_cascade(**changes: Any) -> Any:
+    arguments = {
+        "qo_indptr_arr": [ints(0, 2), ints(0, 1, 2)],
+        "paged_kv_indptr_arr": [ints(0, 1), _TABLE[0]],
+        "paged_kv_indices_arr": [ints(3), _TABLE[1]],
+        "paged_kv_last_page_len": [ints(16), _TABLE[2]],
+        **_HEADS,
+        "page_size": 16,
+    }
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace())
+    wrapper.plan(**{**arguments, **changes})
+    return wrapper
+
+
+def plan_sinks(**changes: Any) -> Any:
+    made = {"head_dim_qk": 64, "head_dim_vo": 64, "q_data_type": torch.float16}
+    made["kv_data_type"] = torch.float16
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(), **made)
+    arguments = {
+        **{"qo_indptr": ints(0, 20, 21), "paged_kv_indptr": _TABLE[0]},
+        **{"paged_kv_indices": _TABLE[1], "paged_kv_last_page_len": _TABLE[2]},
+        **{"num_qo_heads": 8, "num_kv_heads": 2, "head_dim_qk": 64, "page_size": 16},
+    }
+    wrapper.plan(**{**arguments, **changes})
+    return wrapper
+
+
+def _for_part(part: str) -> list[tuple[str, Any]]:
+    return [
+        (f"kv_{name}_{part}" if name == "indptr" else f"{name}_{part}", value)
+        for name, value in _WRONG_TABLES
+    ]
+
+
+_WRONG_PLANS: dict[Callable[..., Any], list[tuple[str, Any]]] = {
+    plan_bsr: [
+        *_WRONG_OPTIONS,
+        ("indptr", ints(0, 2, 3)),
+        ("indptr", ints(1, 2, 3, 5)),
+        ("indptr", ints(0, 3, 2, 5)),
+        ("indptr", torch.zeros(4)),
+        ("indptr", None),
+        ("indices", ints(0, 1, 2, 1)),
+        ("indices", ints(0, 1, 2, 1, 4)),
+        ("indices", ints(0, -1, 2, 1, 3)),
+        ("indices", ints(1, 1, 2, 1, 3)),
+        ("M", 47),
+        ("N", 60),
+        ("R", 0),
+        ("C", 16.0),
+        ("mask", torch.ones(5, 16, 15, dtype=torch.bool)),
+        ("mask", torch.ones(5, 16, 16)),
+        ("mask", [True]),
+        ("packed_custom_mask|packed_mask", torch.zeros(3, dtype=torch.uint8)),
+        ("causal", 1),
+        ("pos_encoding_mode", "ALIBI"),
+        ("pos_encoding_mode", "ROPE_LLAMA"),
+        ("use_fp16_qk_reduction", True),
+        ("logits_soft_cap", -1.0),
+        ("o_data_type", torch.float32),
+        ("non_blocking", 1),
+        ("block_mask", torch.ones(3, 4)),
+        ("kv_block_lens", LONG),
+        ("q2k_indices", LONG),
+        ("q2k_num", LONG),
+        ("kv_splits", 2),
+        ("use_clc", True),
+        ("q_scale", LONG),
+        ("k_scale", LONG),
+        ("v_scale", LONG),
+    ],
+    plan_variable: [
+        *_WRONG_OPTIONS,
+        ("block_mask_map", torch.ones(2, 2, 3)),
+        ("block_mask_map", torch.ones(1, 2, 3, dtype=torch.bool)),
+        ("block_mask_map", torch.ones(2, 3, dtype=torch.bool)),
+        ("block_mask_map", [[True]]),
+        ("block_row_sz", torch.tensor([[4, 6], [5, 6]])),
+        ("block_row_sz", torch.tensor([[4, 6]])),
+        ("block_row_sz", torch.tensor([[-4, 14], [5, 5]])),
+        ("block_col_sz", torch.ones(2, 3)),
+        ("block_col_sz", torch.tensor([[8, 8], [8, 8]])),
+        ("causal", "yes"),
+        ("pos_encoding_mode", "ALIBI"),
+        ("use_fp16_qk_reduction", True),
+    ],
+    plan_pod: [
+        *_WRONG_OPTIONS,
+        *_WRONG_WINDOWS,
+        *_WRONG_TABLES,
+        ("page_size", 0),
+        ("indices", torch.zeros(3)),
+        ("data_type", torch.float32),
+        ("non_blocking", None),
+    ],
+    plan_batch_pod: [
+        *_WRONG_OPTIONS,
+        *_WRONG_WINDOWS,
+        *_for_part("p"),
+        *_for_part("d"),
+        ("qo_indptr_p", ints(0, 20, 19)),
+        ("qo_indptr_d", ints(0, 1)),
+        ("kv_indices_d", torch.zeros(3)),
+        ("page_size", 16.0),
+    ],
+    plan_mixed: [
+        *(o for o in _WRONG_OPTIONS if o[0] not in ("head_dim", "pos_encoding_mode")),
+        ("head_dim_qk", 72),
+        ("head_dim_vo", 8),
+        ("qo_indptr", ints(0, 20, 19)),
+        ("kv_indptr", ints(0, 2, 1)),
+        ("kv_indices", [4, 1, 0]),
+        ("kv_len_arr", ints(33, 16)),
+        ("kv_len_arr", ints(-1, 16)),
+        ("kv_len_arr", ints(19)),
+        ("page_size", -16),
+        ("causal", None),
+        ("logits_soft_cap", float("inf")),
+        ("use_profiler", True),
+    ],
+    plan_cascade: [
+        *_WRONG_OPTIONS,
+        *_WRONG_WINDOWS,
+        ("window_left", 5),
+        ("pos_encoding_mode", "ALIBI"),
+        ("qo_indptr", [ints(0, 2), ints(0, 2, 1)]),
+        ("qo_indptr_arr", [ints(0, 2), ints(0, 1, 3)]),
+        ("qo_indptr_arr", [ints(0, 2)]),
+        ("paged_kv_indptr_arr", ints(0, 1)),
+        ("paged_kv_last_page_len", [ints(17), _TABLE[2]]),
+        ("use_fp16_qk_reduction", True),
+        ("causal", 1),
+    ],
+    plan_sinks: [
+        ("head_dim_qk", 128),
+        ("q_data_type", torch.bfloat16),
+        ("kv_data_type", torch.float8_e4m3fn),
+        ("paged_kv_last_page_len", ints(3, 17)),
+    ],
+}
+_PLANS = [(plan, name, value) for plan, bad in _WRONG_PLANS.items() for name, value in bad]
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "value"),
+    _PLANS,
+    ids=[f"{p.__name__}-{n}-{i}" for i, (p, n, _) in enumerate(_PLANS)],
+)
+def test_plan_refuses(plan, name, value):
+    argument = name.split("|")[-1]
+    if name == "qo_indptr":
+        argument = "qo_indptr_arr" if plan is plan_cascade else name
+    # A head size may be called by the name that the other wrappers have for it.
+    pattern = "head_dim" if name == "head_dim" else name
+    with reference_backend(), pytest.raises((TypeError, ValueError), match=pattern):
+        plan(**{argument: value})
+
+
+@pytest.mark.parametrize("plan", _WRONG_PLANS, ids=lambda plan: plan.__name__)
+def test_without_a_gpu_a_plan_says_so(plan):
+    with reference_backend():
+        plan()  # the arguments are not to blame
+    with pytest.raises(ValueError, match="(?i)cuda"):
+        plan()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: flashinfer.BlockSparseAttentionWrapper(workspace(), backend="fa3"),
+        lambda: flashinfer.VariableBlockSparseAttentionWrapper(workspace(), backend="vsa"),
+        lambda: flashinfer.BlockSparseAttentionWrapper([1]),
+        lambda: flashinfer.PODWithPagedKVCacheWrapper(workspace(), "HDN"),
+        lambda: flashinfer.PODWithPagedKVCacheWrapper(workspace(), jit_args=["mine"]),
+        lambda: flashinfer.PODWithPagedKVCacheWrapper(workspace(), use_cuda_graph=True),
+        lambda: flashinfer.BatchPODWithPagedKVCacheWrapper(workspace()[1:]),
+        lambda: flashinfer.BatchAttention("NHDD", device="cpu"),
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(0, workspace()),
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2.0, workspace()),
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(), "NHD", True),
+        lambda: flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(), window_left=-3),
+        lambda: flashinfer.BatchAttentionWithAttentionSinkWrapper(
+            workspace(), use_fp16_qk_reduction=True
+        ),
+        lambda: flashinfer.BatchAttentionWithAttentionSinkWrapper(
+            workspace(), q_data_type=torch.float32
+        ),
+        lambda: flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(), "DHN"),
+        lambda: flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper("workspace"),
+    ],
+)
+def test_constructors_refuse(make):
+    with pytest.raises((TypeError, ValueError), match="`"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("mask", "indptr", "name"),
+    [
+        (torch.ones(5, 2, 2), ints(0, 5), "mask"),
+        (torch.ones(5, 4, dtype=torch.bool), ints(0, 5), "mask"),
+        (torch.ones(4, 2, 2, dtype=torch.bool), ints(0, 5), "mask"),
+        (torch.ones(5, 2, 2, dtype=torch.bool), ints(0, 3, 2, 5), "indptr"),
+        (torch.ones(5, 2, 2, dtype=torch.bool), ints(1, 5), "indptr"),
+        (torch.ones(5, 2, 2, dtype=torch.bool), torch.zeros(0, dtype=torch.int32), "indptr"),
+        ([[True]], ints(0, 5), "mask"),
+    ],
+)
+def test_convert_bsr_mask_layout_refuses(mask, indptr, name):
+    with pytest.raises((TypeError, ValueError), match=f"`{name}`"):
+        convert_bsr_mask_layout(mask, indptr)
+
+
+# ---- runs --------------------------------------------------------------------------------------
+
+_Q, _CACHE = half(21, 8, 64), half(5, 2, 16, 2, 64)
+_RUNS: dict[Callable[..., Any], tuple[dict[str, Any], list[tuple[str, Any]]]] = {
+    plan_bsr: (
+        {"q": half(48, 8, 64), "k": half(64, 2, 64), "v": half(64, 2, 64)},
+        [("k", half(63, 2, 64)), ("v", half(64, 2, 80)), ("scale_q", LONG), ("k", [1])],
+    ),
+    plan_variable: (
+        {"q": half(8, 10, 64), "k": half(2, 32, 64), "v": half(2, 32, 64)},
+        [
+            ("q", half(10, 8, 64)),
+            ("k", half(2, 31, 64)),
+            ("v", half(32, 2, 64)),
+            ("out", half(8, 10, 80)),
+            ("out", torch.empty(8, 10, 64)),
+            ("lse", torch.empty(10, 8)),
+            ("lse", half(8, 10)),
+        ],
+    ),
+    plan_pod: (
+        {
+            **{"q_p": half(9, 8, 64), "k_p": half(12, 2, 64), "v_p": half(12, 2, 64)},
+            **{"q_d": half(2, 8, 64), "paged_kv_cache_d": _CACHE},
+        },
+        [
+            ("q_p", half(9, 64)),
+            ("k_p", half(12, 64)),
+            ("q_p", [1]),
+            ("causal_p", 1),
+            ("causal_d", "no"),
+            ("kv_layout_p", "DHN"),
+            ("kv_layout_d", "HND"),
+            ("pos_encoding_mode_p", "ALIBI"),
+            ("pos_encoding_mode_d", "ALIBI"),
+            ("sm_scale_p", 1.0),
+            ("sm_scale_d", 1.0),
+            ("window_left_p", 3),
+            ("window_left_d", 3),
+            ("custom_mask_p", torch.ones(9, 11, dtype=torch.bool)),
+            ("packed_custom_mask_d", torch.ones(2, dtype=torch.uint8)),
+            ("custom_mask_d", "mask"),
+            ("use_fp16_qk_reduction", True),
+            ("paged_kv_cache_d", (_CACHE,)),
+        ],
+    ),
+    plan_batch_pod: (
+        {
+            **{"q_p": half(27, 8, 64), "paged_kv_cache_p": _CACHE},
+            **{"q_d": half(2, 8, 64), "paged_kv_cache_d": _CACHE},
+        },
+        [
+            ("causal_p", "yes"),
+            ("custom_mask_p", torch.ones(5, dtype=torch.bool)),
+            ("paged_kv_cache_p", None),
+            ("use_fp16_qk_reduction", True),
+        ],
+    ),
+    plan_mixed: (
+        {"q": _Q, "kv_cache": _CACHE},
+        [
+            ("logits_soft_cap", 3.0),
+            ("profiler_buffer", LONG),
+            ("kv_cache_sf", LONG),
+            ("kv_cache", [1, 2, 3]),
+            ("k_scale", torch.ones(2)),
+            ("v_scale", float("nan")),
+            ("q", None),
+        ],
+    ),
+    plan_sinks: (
+        {"q": _Q, "paged_kv_cache": _CACHE, "sinks": torch.ones(8)},
+        [("sinks", None), ("sinks", 1.0), ("kv_cache_sf", LONG), ("q_scale", "1")],
+    ),
+    plan_cascade: ({"q": half(2, 8, 64), "paged_kv_cache": _CACHE}, [("q", "query")]),
+}
+_CALLS = [(plan, name, value) for plan, (_, bad) in _RUNS.items() for name, value in bad]
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "value"),
+    _CALLS,
+    ids=[f"{p.__name__}-{n}-{i}" for i, (p, n, _) in enumerate(_CALLS)],
+)
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_run_refuses(plan, name, value, by_reference):
+    """By the function's own checks, and by those of the reference backend."""
+    with reference_backend():
+        wrapper = plan()
+        arguments = {**_RUNS[plan][0], name: value}
+        if by_reference:
+            with pytest.raises((TypeError, ValueError), match=name):
+                wrapper.run(**arguments)
+            return
+    with pytest.raises((TypeError, ValueError), match=name):
+        wrapper.run(**arguments)
+
+
+@pytest.mark.parametrize("plan", _RUNS, ids=lambda plan: plan.__name__)
+def test_run_before_plan(plan):
+    with reference_backend():
+        made = type(plan())
+    if made is flashinfer.BatchAttention:
+        wrapper = made(device="cpu")
+    elif made is flashinfer.MultiLevelCascadeAttentionWrapper:
+        wrapper = made(2, workspace())
+    else:
+        wrapper = made(workspace())
+    with pytest.raises(ValueError, match="plan"):
+        wrapper.run(**_RUNS[plan][0])
+
+
+def test_new_workspaces_need_a_new_plan():
+    with reference_backend():
+        wrapper = plan_bsr()
+    wrapper.reset_workspace_buffer(workspace(), workspace())
+    with pytest.raises(ValueError, match="plan"):
+        wrapper.run(**_RUNS[plan_bsr][0])
