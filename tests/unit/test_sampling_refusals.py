@@ -29,7 +29,8 @@ def cpu_tensors_reach_the_binding(monkeypatch):
                 raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
 
     monkeypatch.setattr(_kernels, "check_cuda_tensors", check_types_only)
-    monkeypatch.setattr(sampling, "check_cuda_tensors", check_types_only)
+    for module in (sampling.draws, sampling.speculative):
+        monkeypatch.setattr(module, "check_cuda_tensors", check_types_only)
 
 
 def _probs() -> torch.Tensor:
