@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +87,12 @@ def read_kernels(path: Path | str) -> list[Kernel]:
     return kernels
 
 
-def count_opcodes(path: Path | str) -> dict[tuple[str, str], Counter[int]]:
-    """Count the instructions of each kernel by opcode.
+def read_opcodes(path: Path | str) -> dict[tuple[str, str], list[int]]:
+    """List the instructions of each kernel by opcode.
 
     An instruction of compute capability 7.0 and later has 16 bytes, and its lowest 12 bits are the
-    opcode: 0x23c is HMMA, 0xfae LDGSTS (cp.async), 0x83b LDSM (ldmatrix).
+    opcode: 0x23c is HMMA, 0xfae LDGSTS (cp.async), 0x83b LDSM (ldmatrix), 0x983 and 0x387 are LDL
+    and STL (local memory).
 
     Parameters
     ----------
@@ -101,18 +101,16 @@ def count_opcodes(path: Path | str) -> dict[tuple[str, str], Counter[int]]:
 
     Returns
     -------
-    dict of (str, str) to Counter
-        By mangled name and architecture.
+    dict of (str, str) to list of int
+        By mangled name and architecture, in the order of the code.
     """
-    counts = {}
+    found = {}
     for arch, _, elf in _device_elfs(Path(path).read_bytes()):
-        sections = _sections(elf)
-        for name, (*_, offset, size) in sections.items():
+        for name, (*_, offset, size) in _sections(elf).items():
             if name.startswith(".text."):
                 words = struct.unpack_from(f"<{size // 8}Q", elf, offset)
-                opcodes = Counter(word & 0xFFF for word in words[::2])
-                counts[name.removeprefix(".text."), arch] = opcodes
-    return counts
+                found[name.removeprefix(".text."), arch] = [word & 0xFFF for word in words[::2]]
+    return found
 
 
 def _device_elfs(data: bytes) -> Iterator[tuple[str, bool, bytes]]:
