@@ -176,16 +176,25 @@ class AttentionPlanner {
   }
 
   // Walks all tiles in order and closes a column when its cost reaches `share`. Returns the number
-  // of columns. No part of a cut tile is shorter than min_piece.
+  // of columns. No part of a cut tile is shorter than min_piece. Records the pieces for a share
+  // with which the columns of the GPU suffice.
   template <bool kRecord>
   int64_t walk(int64_t share) {
     const TileCost cost(*config_);
     int64_t column = 0, room = share;
     const int32_t num_tiles = static_cast<int32_t>(tiles_.size());
+    if constexpr (kRecord) pieces_.resize(num_tiles + gpu_columns_);  // a border cuts one tile
+    Piece* next = pieces_.data();
+    const auto record = [&](int32_t tile, int64_t begin, int64_t end, int64_t piece_cost) {
+      if constexpr (kRecord) {
+        *next++ = {tile, static_cast<int32_t>(begin),  static_cast<int32_t>(end),
+                   -1,   static_cast<int32_t>(column), piece_cost};
+      }
+    };
     for (int32_t i = 0; i < num_tiles; ++i) {
       const Tile& tile = tiles_[i];
       if (tile.cost <= room) {
-        if constexpr (kRecord) add_piece(i, tile.kv_begin, tile.kv_end, column, tile.cost);
+        record(i, tile.kv_begin, tile.kv_end, tile.cost);
         room -= tile.cost;
         continue;
       }
@@ -196,16 +205,18 @@ class AttentionPlanner {
         const int64_t take = std::min(cost.kv_tiles_for(kind, room), left - min_piece);
         if (take >= min_piece) {
           const int64_t end = begin + (take << config_->tile_kv_log2);
-          if constexpr (kRecord) add_piece(i, begin, end, column, cost.of(kind, take));
+          record(i, begin, end, cost.of(kind, take));
           begin = end;
           left -= take;
         }
         ++column;
         room = share;
       }
-      if constexpr (kRecord) add_piece(i, begin, tile.kv_end, column, cost.of(kind, left));
+      record(i, begin, tile.kv_end, cost.of(kind, left));
       room -= cost.of(kind, left);
     }
+    if constexpr (kRecord) pieces_.resize(next - pieces_.data());
+    walked_cost_ = column * share + share - room;
     return column + 1;
   }
 
@@ -221,22 +232,36 @@ class AttentionPlanner {
     return std::max(least_share(), ceil_div(total_cost_ + cuts, gpu_columns_));
   }
 
-  // The smallest share, to about 1/256, with which the columns of the GPU suffice.
+  // The smallest share, to about 1/256, with which the columns of the GPU suffice. All costs are
+  // multiples of one unit, and so are the shares that can make a difference.
   int64_t smallest_share() {
-    int64_t low = std::max(least_share(), ceil_div(total_cost_, gpu_columns_)) - 1;  // too small
-    int64_t high = expected_share();
+    const TileCost cost(*config_);
+    const int64_t unit = config_->tile_q_second > 0 ? std::min(cost.per_piece(0), cost.per_piece(1))
+                                                    : cost.per_piece(0);
+    const int64_t lowest = std::max(least_share(), ceil_div(total_cost_, gpu_columns_));
+    int64_t low = ceil_div(lowest, unit) - 1;  // too small; in units, as what follows
+    int64_t high = std::max(low + 1, ceil_div(expected_share(), unit));
     int64_t step = std::max<int64_t>(1, high / 64);
-    while (walk<false>(high) > gpu_columns_) {
+    while (!is_enough(high * unit)) {
       low = high;
       high += step;
       step *= 2;
     }
+    // What cutting costs hardly depends on the share: what the columns held now tells where the
+    // search is likely to end, and two tries spare most of the bisection.
+    const int64_t likely = ceil_div(walked_cost_, gpu_columns_ * unit);
+    const int64_t margin = high / 512;
+    for (const int64_t guess : {likely + margin, likely - margin - 1}) {
+      if (low < guess && guess < high) (is_enough(guess * unit) ? high : low) = guess;
+    }
     while (high - low > std::max<int64_t>(1, high / 256)) {
       const int64_t middle = low + (high - low) / 2;
-      (walk<false>(middle) > gpu_columns_ ? low : high) = middle;
+      (is_enough(middle * unit) ? high : low) = middle;
     }
-    return high;
+    return high * unit;
   }
+
+  bool is_enough(int64_t share) { return walk<false>(share) <= gpu_columns_; }
 
   void cut_into_shares(int64_t share) {
     num_columns_ = walk<true>(share);
@@ -470,6 +495,7 @@ class AttentionPlanner {
   const RequestGroup* groups_[2] = {};
   int64_t gpu_columns_ = 0;
   int64_t total_cost_ = 0, max_cost_ = 0, min_cost_ = 0;
+  int64_t walked_cost_ = 0;  // of the latest walk, with what closed columns left empty
   int64_t num_columns_ = 0, num_slots_ = 0, num_merges_ = 0, max_cut_rows_ = 0;
   PlanLayout layout_ = {};
 
