@@ -85,7 +85,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._base: AttentionProblem | None = None  # the batch, as planned
-        self._non_blocking = True
+        self._non_blocking, self._is_captured = True, False
         self._pages = [torch.empty(0, dtype=torch.int32, device=self.device)]
         if not use_cuda_graph:
             return
@@ -159,7 +159,10 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
             names=POD_DECODE,
             **options,
         )
-        before, self._base, self._problems, self._key = self._problems, None, None, None
+        before, key = self._problems, self._key
+        if before is not None and self._is_captured:
+            self._check_unchanged(before[1], problem)
+        self._base = self._problems = self._key = None
         self._executor.check(problem)
         buffer = None if self._buffers is None else self._buffers[1]
         problem.kv_indices = page_numbers("indices", indices, self.device, buffer)
@@ -167,8 +170,9 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
             keep("indptr", indptr, self._buffers[0])
             keep("last_page_len", last_page_len, self._buffers[2])
         self._base, self._non_blocking = problem, non_blocking
-        if self._buffers is not None and before is not None:
+        if before is not None and self._is_captured:
             self._plan_run((before[0], problem))  # a graph is replayed without coming to run()
+            self._key = key
 
     begin_forward = plan
 
@@ -272,6 +276,8 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         if key != self._key or any(mask is not None for mask in masks):
             self._plan_run(self._run_problems(q_p, k_p, *key[2:], *masks))
             self._key = key
+        if self._use_cuda_graph and torch.cuda.is_current_stream_capturing():
+            self._is_captured = True
         return self._launch_pair(
             (q_p, k_p, v_p),
             (q_d, *cache_d),

@@ -13,7 +13,7 @@ from ..jit.attention.config import TILES
 from .arguments import check_pos_encoding, check_window, logits_scale, positive, scalar
 from .masks import add_mask
 from .problem import AttentionProblem
-from .wrapper import AttentionWrapper
+from .wrapper import FROZEN, AttentionWrapper
 
 Pair = tuple[AttentionProblem, AttentionProblem]
 Options = tuple[Any, Any, Any, Any, Any]
@@ -57,6 +57,15 @@ class PairWrapper(AttentionWrapper):
         )
         self._problems = problems
 
+    def _check_unchanged(self, before: AttentionProblem, now: AttentionProblem) -> None:
+        """Refuse options that a captured graph would not see."""
+        for name in FROZEN:
+            if getattr(before, name) != getattr(now, name):
+                raise ValueError(
+                    f"`{name}` must stay what it was when a CUDA graph was captured, "
+                    f"{getattr(before, name)}, got {getattr(now, name)}: the graph would not see it"
+                )
+
     def _launch_pair(
         self,
         first: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
@@ -74,8 +83,10 @@ class PairWrapper(AttentionWrapper):
         if scales[2] is not None:
             v_scale = scalar("v_scale", scales[2])
         results = [
-            empty_results(q, prefill, lse)
-            for (q, _, _), lse in zip((first, second), return_lse, strict=True)
+            _empty_results(name, q, prefill, lse)
+            for name, (q, _, _), lse in zip(
+                ("q_p", "q_d"), (first, second), return_lse, strict=True
+            )
         ]
         self._executor.set_second(*second, *results[1], v_scale)
         self._executor.run(
@@ -88,10 +99,12 @@ class PairWrapper(AttentionWrapper):
         return out_p, out_d
 
 
-def empty_results(
-    q: torch.Tensor, problem: AttentionProblem, lse: bool
+def _empty_results(
+    name: str, q: torch.Tensor, problem: AttentionProblem, lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Room for an output and, if it is wanted, its log-sum-exps."""
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(q).__name__}")
     shape = (*q.shape[:-1], problem.head_dim_vo)
     out = torch.empty(shape, dtype=problem.o_data_type, device=q.device)
     return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse else None

@@ -364,7 +364,7 @@ class AttentionWrapper:
         executor = self._executor
         tensors = ("kv_indices", "custom_mask", "mask_indptr", "alibi_slopes", "prefix_len_ptr")
         return {
-            **{name: getattr(problem, name) for name in _FROZEN},
+            **{name: getattr(problem, name) for name in FROZEN},
             **{
                 name: None if (t := getattr(problem, name)) is None else t.data_ptr()
                 for name in tensors
@@ -387,7 +387,7 @@ class AttentionWrapper:
             )
 
 
-_FROZEN = (
+FROZEN = (
     *("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "kv_layout"),
     *("q_data_type", "kv_data_type", "o_data_type", "sm_scale", "window_left"),
     *("logits_soft_cap", "pos_encoding_mode", "rope_scale", "rope_theta", "variant"),
