@@ -29,8 +29,9 @@ def host_page_table(
     Lengths come from `last_page_len`, or from `seq_lens` if only these are on the host: fetching
     makes the host wait for the GPU. Pages of one token say the lengths themselves.
     """
-    if qo_indptr is None and seq_lens is None and _is_ready(indptr) and _is_ready(last_page_len):
-        return None, indptr, None, last_page_len  # nothing to do in the usual case of decoding
+    ready = seq_lens is None and _is_ready(indptr) and _is_ready(last_page_len)
+    if ready and (qo_indptr is None or _is_ready(qo_indptr)):
+        return qo_indptr, indptr, None, last_page_len  # nothing to do in the usual case
     qo_name, indptr_name, last_name = names
     wanted: dict[str, Any] = {}
     if qo_indptr is not None:
