@@ -379,8 +379,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
   extern __shared__ __align__(16) char shared[];
   const uint32_t kv_head = params.num_ctas.divide(blockIdx.x);
   const uint32_t cta_idx = blockIdx.x - kv_head * params.num_ctas.divisor;
-  // Ahead of the plan too: a grid launched behind a copy may start before the copy has ended (seen
-  // on an H200).
+  // Ahead of reading the plan too, which a copy in the same stream may just be writing.
   ptx::grid_dependency_wait();
   WorkItem item = params.items[cta_idx];
   while (true) {
