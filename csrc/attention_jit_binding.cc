@@ -166,6 +166,7 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   variant.window_left = static_cast<int32_t>(args.integer("window_left"));
   const Tensor sinks = args.optional_tensor("sinks");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  if (sinks) ffi::check_shape(sinks, {variant.num_qo_heads});
   variant.sinks = option_data<float>(sinks, ffi::dtype::float32, variant.num_qo_heads);
   if (!launch.has_second) params.tensors[1] = params.tensors[0];
 #if FLASHINFER_CFG_CUSTOM_VARIANT

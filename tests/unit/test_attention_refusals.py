@@ -1,21 +1,24 @@
 """Bad calls of attention are refused by name, at plan() or at the call, on a machine without GPU.
 
 With the reference backend every fault of the fuzzer is met on every path that it concerns; without
-it, what plan() and constructors check comes before the complaint that the tensors are not on a
-GPU.
+it, what plan(), constructors and the real binding check comes before the complaint that the tensors
+are not on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import flashinfer
+from flashinfer.jit.attention.modules import AttentionModule
 from flashinfer.reference_backend import reference_backend
 from tests.attention.batches import BF16, E4M3, Batch, indptr
-from tests.attention.calls import FUNCTIONS, WRAPPERS, Call, make_call, refusal_of
+from tests.attention.calls import FUNCTIONS, WRAPPERS, Call, keys, make_call, refusal_of
 from tests.attention.faults import FAULTS
 
 pytestmark = pytest.mark.compiler  # the planner is compiled, by the host's compiler
@@ -101,8 +104,76 @@ def test_fault_is_refused_before_the_missing_gpu(path, fault):
     assert "cuda" not in message.lower()
 
 
+OF_RUN = [(path, fault) for path, fault in APPLICABLE if path in WRAPPERS]
+OF_RUN = [(path, fault) for path, fault in OF_RUN if not _is_of_plan(path, fault)]
+
+
+@pytest.fixture(scope="module")
+def bound() -> Callable[[str], Any]:
+    """Wrappers as on a GPU: with a module, its checks, and a work list that nobody will read."""
+    wrappers: dict[str, Any] = {}
+
+    def wrapper_of(path: str) -> Any:
+        if path not in wrappers:
+            call = usual(path)
+            wrappers[path] = getattr(flashinfer, WRAPPERS[path])(**call.make)
+            wrappers[path]._executor.device = torch.device("cuda")
+            with mock.patch.object(AttentionModule, "cta_slots", lambda *_: 264):
+                wrappers[path].plan(**call.plan)
+        return wrappers[path]
+
+    return wrapper_of
+
+
+@pytest.mark.parametrize("path", WRAPPERS)
+def test_the_binding_lacks_only_the_gpu(path, bound):
+    with pytest.raises(ValueError, match="(?i)cuda"):
+        bound(path).run(**usual(path).run)
+
+
+def _message_of(wrapper: Any, call: Call) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        wrapper.run(**call.run)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("path", "fault"), OF_RUN)
+def test_fault_is_refused_by_the_binding(path, fault, bound):
+    message = _message_of(bound(path), _changed(path, fault))
+    assert any(name in message for name in FAULTS[fault].names), message
+    assert "cuda" not in message.lower()
+
+
+def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same 8 bytes further: rows must begin at multiples of 16."""
+    moved = tensor.new_zeros(tensor.numel() + 16)[4:]
+    return moved[: tensor.numel()].view(tensor.shape)
+
+
+@pytest.mark.parametrize("path", WRAPPERS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_rows_at_other_addresses(path, name, bound):
+    call = usual(path).with_run(out=torch.empty_like(usual(path).run["q"]))
+    if name in ("q", "out"):
+        call = call.with_run(**{name: _misaligned(call.run[name])})
+    else:
+        call = keys(_misaligned, "kv".index(name))(call)
+    message = _message_of(bound(path), call)
+    assert "16" in message and "cuda" not in message.lower()
+
+
+@pytest.mark.parametrize("path", WRAPPERS)
+def test_outputs_over_inputs_and_over_themselves(path, bound):
+    q = usual(path).run["q"]
+    twice = torch.zeros_like(q[:1]).expand_as(q)
+    lse = q.view(-1).view(torch.float32)[: q.shape[0] * q.shape[1]].view(q.shape[:2])
+    for changes, name in (({"out": q}, "out"), ({"out": twice}, "out"), ({"lse": lse}, "lse")):
+        message = _message_of(bound(path), usual(path).with_run(q=q, **changes))
+        assert name in message and "cuda" not in message.lower()
+
+
 def test_there_are_enough_of_them():
-    assert len(APPLICABLE) >= 150 and len(OF_PLAN) >= 60
+    assert len(APPLICABLE) >= 150 and len(OF_PLAN) >= 60 and len(OF_RUN) >= 40
     assert {fault for _, fault in APPLICABLE} == set(FAULTS), "a fault that never applies"
 
 
