@@ -1,5 +1,5 @@
 // Softmax, in one of two ways that give the same bits: sums of weights per tile of 4096 elements
-// (stream.cuh), then out = weight / total.
+// (tiles.cuh), then out = weight / total.
 //
 //   by clusters   a cluster keeps a row in registers and exchanges its tiles' sums
 //   by tiles      a CTA per tile reads the row twice. Rows are taken in blocks that stay in L2
@@ -8,7 +8,7 @@
 
 #include <flashinfer/ptx/cluster_exchange.cuh>
 #include <flashinfer/ptx/prefetch.cuh>
-#include <flashinfer/sampling/stream.cuh>
+#include <flashinfer/sampling/tiles.cuh>
 
 namespace flashinfer {
 
@@ -89,10 +89,20 @@ __global__ void __launch_bounds__(kTileThreads<Traits>)
   }
 }
 
+namespace detail {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kSoftmaxThreadsPerSm = 1024;  // sm_75 has no more
+#else
+constexpr int kSoftmaxThreadsPerSm = 1280;
+#endif
+
+}  // namespace detail
+
 // One cluster per row, whose CTAs keep it in registers: 32 elements per thread, a tile per 128
 // threads. Sums are those of softmax_kernel, bit for bit.
 template <typename Traits, int kThreads>
-__global__ void __launch_bounds__(kThreads, 1280 / kThreads)
+__global__ void __launch_bounds__(kThreads, detail::kSoftmaxThreadsPerSm / kThreads)
     softmax_cluster_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   using TOut = typename Traits::TOut;
