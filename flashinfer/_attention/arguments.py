@@ -28,14 +28,14 @@ def resolve_dtype(name: str, dtype: Any) -> torch.dtype:
 
 
 def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Element types of queries, caches and outputs; by default the first's.
+    """Element types of queries (float16 if None), caches and outputs; by default the first's.
 
     Raises
     ------
     ValueError
         If there is no kernel for them.
     """
-    q_dtype = resolve_dtype("q_data_type", q)
+    q_dtype = resolve_dtype("q_data_type", "float16" if q is None else q)
     kv_dtype = q_dtype if kv is None else resolve_dtype("kv_data_type", kv)
     o_dtype = q_dtype if o is None else resolve_dtype("o_data_type", o)
     for name, dtype, allowed in (
