@@ -43,14 +43,15 @@ __device__ __forceinline__ bool is_visible(const WorkItem& item, const QueryRow&
     const uint8_t* mask = params.custom_mask + params.mask_indptr[item.request];
     return mask[bit / 8] >> (bit % 8) & 1;
   } else if constexpr (kMask == MaskMode::multi_item) {
-    // Items follow a common prefix: an item's token sees the prefix and its own item's past.
+    // Items follow a common prefix, each behind a delimiter of position 0: an item's token sees the
+    // prefix and its own item's past without the delimiter, as if there were no other items.
     const int prefix_len = static_cast<int>(params.prefix_len_ptr[item.request]);
     const int position = row.qo_idx + item.kv_len - item.qo_len;
     const int in_items = position - prefix_len;
     if (kv_idx < prefix_len || in_items < 0) return true;
     if (in_items >= static_cast<int>(params.token_pos_in_items_len)) return false;
     const int64_t entry = int64_t{item.request} * params.token_pos_in_items_len + in_items;
-    return position - kv_idx <= static_cast<int>(params.token_pos_in_items_ptr[entry]);
+    return position - kv_idx < static_cast<int>(params.token_pos_in_items_ptr[entry]);
   } else {
     return true;
   }
