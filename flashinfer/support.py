@@ -34,6 +34,8 @@ _ON_HOPPER = (
     "quantization",
     "rope",
     "rope_quantize",
+    "sampling",
+    "topk",
 )
 TESTED = {("9.0a", family) for family in _ON_HOPPER}
 """Architecture and family whose GPU tests have been run there: 9.0a is an H200."""
