@@ -21,9 +21,9 @@ from tests.attention.calls import FUNCTIONS, WRAPPERS, Call, make_call, refusal_
 from tests.attention.faults import FAULTS
 from tests.fuzzing import fuzz_settings
 
-MODULES, CASES_PER_MODULE = 20, 20
+MODULES, CASES_PER_MODULE = 20, 25
 FULL_MODULES, FULL_CASES_PER_MODULE = 125, 80
-CPU_CASES_PER_MODULE = 25
+CPU_CASES_PER_MODULE = 5
 PATHS = (*WRAPPERS, *FUNCTIONS)
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 300, 511, 900)
 MAX_LOGITS = 2**20  # of all heads and requests
