@@ -6,19 +6,14 @@ the row attends to; what is not attended to is neither read nor computed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ._attention.arguments import check_count, check_flag, host_indices, refuse
+from ._attention.arguments import check_flag, host_indices, refuse
 from ._attention.block_sparse import (
-    SparseTable,
     bits_by_row_of_blocks,
     bsr_table,
     variable_block_table,
 )
-from ._attention.masks import add_mask
-from ._attention.problem import AttentionProblem
 from ._attention.sparse_arguments import (
     check_bsr,
     check_mask,
@@ -26,11 +21,9 @@ from ._attention.sparse_arguments import (
     check_result,
     check_shape,
     check_variable_blocks,
-    refuse_positions,
 )
-from ._attention.wrapper import AttentionWrapper
+from ._attention.sparse_wrapper import SparseWrapper, deliver, grouped, in_place
 from .api_logging import flashinfer_api
-from .jit.attention.plan import PREFILL
 from .trace.templates.sparse import (
     block_sparse_run_trace,
     convert_bsr_mask_layout_trace,
@@ -82,69 +75,7 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
     return bits_by_row_of_blocks(mask, host_indptr)
 
 
-class _SparseWrapper(AttentionWrapper):
-    """What the two kinds of blocks share."""
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        super().__init__(float_workspace_buffer, "NHD", False, backend, None)
-
-    def _plan_table(
-        self,
-        table: SparseTable,
-        mask: tuple[torch.Tensor | None, torch.Tensor | None],
-        non_blocking: bool,
-        options: dict[str, Any],
-    ) -> None:
-        """`mask`: bools by row of blocks, or packed bits."""
-        problem = AttentionProblem(
-            qo_indptr=table.qo_indptr,
-            kv_indptr=table.kv_indptr,
-            kv_len=table.kv_len,
-            kv_indices=table.kv_indices,
-            page_size=table.page_size,
-            causal=table.causal,
-            names=PREFILL,
-            **options,
-        )
-        if table.packed_mask is not None:
-            mask = (None, table.packed_mask)
-        if mask != (None, None):
-            add_mask(problem, *mask, self.device)
-        self._plan(problem, None, False, non_blocking, None)
-
-    def _sparse_options(
-        self,
-        heads: tuple[int, int, int],
-        pos_encoding_mode: str,
-        use_fp16_qk_reduction: bool,
-        options: tuple[float | None, float | None, float | None, float | None],
-        dtypes: tuple[Any, Any, Any],
-    ) -> dict[str, Any]:
-        """`options`: logits_soft_cap, sm_scale, rope_scale, rope_theta."""
-        refuse_positions(pos_encoding_mode)
-        refuse("sums are in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
-        num_qo_heads, num_kv_heads, head_dim = heads
-        check_count("head_dim", head_dim)
-        sizes = (num_qo_heads, num_kv_heads, head_dim, head_dim)
-        return self._options(*sizes, pos_encoding_mode, -1, *options, dtypes)
-
-    def _override_sparse(
-        self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, options: tuple[Any, ...]
-    ) -> None:
-        """Of forward(); `options`: logits_soft_cap, sm_scale, rope_scale, rope_theta."""
-        refuse_positions(pos_encoding_mode)
-        refuse("sums are in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
-        names = ("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")
-        named = dict(zip(names, options, strict=True))
-        self._override(pos_encoding_mode=pos_encoding_mode, window_left=-1, **named)
-
-    def _planned(self) -> AttentionProblem:
-        if self._problem is None:
-            raise ValueError("plan() must be called before run(), and again after new workspaces")
-        return self._problem
-
-
-class BlockSparseAttentionWrapper(_SparseWrapper):
+class BlockSparseAttentionWrapper(SparseWrapper):
     r"""Attention whose logits are a matrix in block compressed sparse rows (BSR).
 
     The matrix has M rows (queries) and N columns (keys), in blocks of R by C. Row of blocks ``i``
@@ -378,7 +309,7 @@ class BlockSparseAttentionWrapper(_SparseWrapper):
         return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
-class VariableBlockSparseAttentionWrapper(_SparseWrapper):
+class VariableBlockSparseAttentionWrapper(SparseWrapper):
     """Attention whose logits are sparse in blocks of any sizes, for each KV head others.
 
     The matrix of KV head h, which all of its query heads share, has rows (queries) in blocks of
@@ -529,24 +460,22 @@ class VariableBlockSparseAttentionWrapper(_SparseWrapper):
         check_result("out", out, (qo_heads, queries, dim), problem.o_data_type, q.device)
         check_result("lse", lse, (qo_heads, queries), torch.float32, q.device)
         pages = (kv_heads * keys // problem.page_size, problem.page_size, 1, dim)
-        mine_out, mine_lse = self._launch(
-            _grouped(q, kv_heads),
-            k.reshape(pages),
-            v.reshape(pages),
-            (),
-            *(None, None, None),
-            None if out is None else _in_place(out, kv_heads),
-            None if lse is None else _in_place(lse[..., None], kv_heads),
-            True,
-            None,
-            None,
-            enable_pdl,
+        # Destinations in the order of the kernel, where that is a view of them.
+        out_rows = None if out is None else in_place(out, kv_heads)
+        lse_rows = None if lse is None else in_place(lse[..., None], kv_heads)
+        own_out, own_lse = self._launch(
+            *(grouped(q, kv_heads), k.reshape(pages), v.reshape(pages), (), None, None, None),
+            *(out_rows, None if lse_rows is None else lse_rows[..., 0], True),
+            *(None, None, enable_pdl),
         )
-        result = _deliver(mine_out, out, self._heads)
-        result_lse = _deliver(
-            mine_lse[..., None], None if lse is None else lse[..., None], self._heads
-        )
-        return (result, result_lse[..., 0]) if return_lse else result
+        result = deliver(own_out, out, self._heads)
+        if not return_lse and lse is None:
+            return result
+        own_lse = own_lse[..., None]
+        if lse is None:
+            return result, deliver(own_lse, None, self._heads)[..., 0]
+        deliver(own_lse, lse[..., None], self._heads)
+        return (result, lse) if return_lse else result
 
     def forward(
         self,
@@ -564,26 +493,3 @@ class VariableBlockSparseAttentionWrapper(_SparseWrapper):
         options = (logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._override_sparse(pos_encoding_mode, use_fp16_qk_reduction, options)
         return self.run(q, k, v)
-
-
-def _grouped(tensor: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """``[num_qo_heads, rows, dim]`` as ``[num_kv_heads * rows, group, dim]``, best a view."""
-    return tensor.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1)
-
-
-def _in_place(result: torch.Tensor | None, num_kv_heads: int) -> torch.Tensor | None:
-    """The result as the kernel writes it, if that is a view."""
-    if result is None or result.shape[0] != num_kv_heads or not result.is_contiguous():
-        return None
-    return _grouped(result, num_kv_heads)
-
-
-def _deliver(
-    mine: torch.Tensor, result: torch.Tensor | None, heads: tuple[int, int]
-) -> torch.Tensor:
-    """What the kernel wrote in the caller's order, and where the caller wants it."""
-    num_qo_heads, num_kv_heads = heads
-    if result is not None and mine.data_ptr() == result.data_ptr():
-        return result
-    ordered = mine.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1)
-    return ordered if result is None else result.copy_(ordered)
