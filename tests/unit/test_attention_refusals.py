@@ -7,7 +7,7 @@ are not on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -109,7 +109,7 @@ OF_RUN = [(path, fault) for path, fault in OF_RUN if not _is_of_plan(path, fault
 
 
 @pytest.fixture(scope="module")
-def bound() -> Callable[[str], Any]:
+def bound() -> Iterator[Callable[[str], Any]]:
     """Wrappers as on a GPU: with a module, its checks, and a work list that nobody will read."""
     wrappers: dict[str, Any] = {}
 
@@ -122,7 +122,10 @@ def bound() -> Callable[[str], Any]:
                 wrappers[path].plan(**call.plan)
         return wrappers[path]
 
-    return wrapper_of
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+        yield wrapper_of
 
 
 @pytest.mark.parametrize("path", WRAPPERS)
