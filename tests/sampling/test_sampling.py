@@ -58,6 +58,15 @@ def test_softmax(vocab_size, dtype, device):
         torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=1e-30)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 8192, 8193, 40000, 128256, 140000])
+def test_softmax_of_a_row_does_not_depend_on_its_batch(vocab_size, device):
+    """One row is taken by tiles, several by clusters where they fit: the same bits."""
+    logits = _logits(6, vocab_size, device)
+    together = flashinfer.softmax(logits, 0.7)
+    for i in range(6):
+        assert torch.equal(flashinfer.softmax(logits[i : i + 1], 0.7)[0], together[i])
+
+
 def test_softmax_limits(device):
     inf, nan = math.inf, math.nan
     logits = torch.tensor(
@@ -166,6 +175,26 @@ def test_a_row_does_not_depend_on_its_batch(draw, device, full):
     assert torch.equal(draw(shifted, seed=seed, offset=offset), usual)
 
 
+@pytest.mark.parametrize("rows", [3, 12])
+def test_top_p_tokens_of_awkward_rows(rows, device):
+    """Nuclei that end among thousands of equal elements, among denormals, or very deep."""
+    vocab_size = 12007
+    probs = _probs(rows, vocab_size, device)
+    probs[0] = 1.0
+    probs[1] = (_probs(1, vocab_size, device, 0.1) * 1e5).round()
+    probs[2] = 1e-40 * torch.arange(vocab_size, device=device)
+    if rows > 3:
+        probs[3] = torch.exp2(-torch.arange(vocab_size, device=device) / 300.0)
+        probs[4, 5] = 1e30
+        probs[5] = -1.0
+        probs[5, 100:9000] = 0.25
+    for p in (-1.0, 0.3, 0.9, 0.99999, 1.0 - 2.0**-24):
+        for seed in (1, 2, 3):
+            assert_matches_reference(
+                flashinfer.top_p_sampling_from_probs, probs=probs, top_p=p, seed=seed
+            )
+
+
 def test_seeds_of_a_list_differ(device):
     probs = torch.full((4, 1000), 1e-3, device=device)
     different = flashinfer.sampling_from_probs(
@@ -251,6 +280,10 @@ def test_per_row_filters_beyond_their_range(device):
     p = torch.tensor([0.0, -1.0, 1.0, 7.0, math.inf, -math.inf], device=device)
     kept = (flashinfer.top_p_renorm_probs(probs, p) > 0).sum(-1)
     assert kept.tolist() == [1, 1, 5003, 5003, 5003, 1]
+    flat = torch.ones(2, 5003, device=device)
+    for share in (-1.0, -math.inf):
+        p = torch.full((2,), share, device=device)
+        assert (flashinfer.top_p_renorm_probs(flat, p) > 0).all()
     nan = torch.full((6,), math.nan, device=device)
     tokens, valid = flashinfer.top_p_sampling_from_probs(probs, nan, seed=1, return_valid=True)
     assert not tokens.any() and not valid.any()

@@ -48,6 +48,24 @@ def test_special_values(device):
     )
 
 
+@pytest.mark.parametrize("tie_break", list(TopKTieBreak))
+@pytest.mark.parametrize("k", [1, 300, 2048])
+def test_long_rows_that_mislead_a_sample(k, tie_break, device):
+    """Rows of 20,000 to 130,000 columns are chosen from by a bound that a sample gives."""
+    size = 20_003
+    rows = torch.randn(7, size, device=device)
+    rows[0] = 1.0
+    rows[1, 200:] = -math.inf
+    rows[2] = rows[2].mul(3).round()
+    rows[3] = torch.arange(size, device=device)
+    rows[4].view(-1)[::64] += 100.0
+    rows[5, : size // 2] = math.nan
+    rows[6, 10_000:] = 0.0
+    assert_matches_reference(flashinfer.top_k, input=rows, k=k, tie_break=tie_break)
+    wide = torch.randn(2, 130_000, device=device).bfloat16()
+    assert_matches_reference(flashinfer.top_k, input=wide, k=k, tie_break=tie_break)
+
+
 @pytest.mark.parametrize("k", [1, 64, 2048])
 def test_page_table_transform(k, device):
     generator = torch.Generator(device).manual_seed(1)
