@@ -20,13 +20,30 @@ from ._attention.problem import AttentionProblem
 from ._attention.wrapper import split_cache
 from ._layout import is_hnd
 from .api_logging import flashinfer_api
+from .jit.attention.customize import gen_batch_pod_module, gen_pod_module
+from .jit.attention.modules import AttentionModule
 from .jit.attention.plan import POD_DECODE, POD_PREFILL
 from .trace.templates.pod import batch_pod_run_trace, pod_run_trace
 
-__all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+__all__ = [
+    "BatchPODWithPagedKVCacheWrapper",
+    "PODWithPagedKVCacheWrapper",
+    "get_batch_pod_module",
+    "get_pod_module",
+]
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def get_pod_module(*args: Any) -> AttentionModule:
+    """The loaded module of ``flashinfer.jit.attention.gen_pod_module(*args)``."""
+    return gen_pod_module(*args).build_and_load()
+
+
+def get_batch_pod_module(*args: Any) -> AttentionModule:
+    """The loaded module of ``flashinfer.jit.attention.gen_batch_pod_module(*args)``."""
+    return gen_batch_pod_module(*args).build_and_load()
 
 
 class PODWithPagedKVCacheWrapper(PairWrapper):
