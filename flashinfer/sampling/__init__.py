@@ -19,11 +19,12 @@ What holds for every function here:
 - A row with a NaN, with a NaN parameter, or without positive weight has no distribution. Its token
   is 0 and its `valid` flag is False; other rows are not affected.
 
-Random numbers: one draw of Philox4x32-10 per row, keyed by ``(seed, offset)``. With a seed per row
-nothing else enters: the row's token does not depend on where it is in the batch. One seed for all
-rows is combined with the row's number. Without `seed`, seed and offset come from `generator` (the
-device's default one), which is advanced. Tensors are read when the kernel runs, so a captured CUDA
-graph draws anew when their contents change.
+Random numbers: one draw of Philox4x32-10 per row, for top-p at most two, keyed by
+``(seed, offset)``. With a seed per row nothing else enters: the row's token does not depend on
+where it is in the batch. One seed for all rows is combined with the row's number. Without `seed`,
+seed and offset come from `generator` (the device's default one), which is advanced. Tensors are
+read when the kernel runs, so a captured CUDA graph draws anew when their contents
+change.
 """
 
 from ..jit.sampling import gen_sampling_module as gen_sampling_module

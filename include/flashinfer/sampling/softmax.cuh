@@ -291,9 +291,13 @@ inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable
   }
   if (num_clusters == 0) return detail::launch_softmax_by_tiles<Traits>(params, enable_pdl, stream);
   params.rows_ahead = num_clusters * 2 / 5;
-  return launch_kernel(softmax_cluster_kernel<Traits, detail::kSoftmaxThreads>,
-                       dim3(params.num_rows * num_ranks), dim3(detail::kSoftmaxThreads), 0, stream,
-                       enable_pdl, params, num_ranks);
+  const cudaError_t status = launch_kernel(
+      softmax_cluster_kernel<Traits, detail::kSoftmaxThreads>, dim3(params.num_rows * num_ranks),
+      dim3(detail::kSoftmaxThreads), 0, stream, enable_pdl, params, num_ranks);
+  if (status == cudaSuccess) return status;
+  // A part of the device, which the stream is confined to, may have less room than was asked for.
+  cudaGetLastError();
+  return detail::launch_softmax_by_tiles<Traits>(params, enable_pdl, stream);
 }
 
 #endif  // __CUDACC_RTC__
