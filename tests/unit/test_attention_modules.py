@@ -130,7 +130,7 @@ def test_public_generators_describe_modules_of_their_calls():
     assert both.config.tile_q_second == 16 and both.config.pos_encoding == "alibi"
     pod = (*types, 128, 0, False, False, False, torch.int32, 0, False, False)
     assert gen_pod_module(*pod).name == get_pod_uri(*pod)
-    assert not gen_pod_module(*pod).config.paged
+    assert gen_pod_module(*pod).config.tile_q_second == 16
 
 
 @pytest.mark.parametrize(

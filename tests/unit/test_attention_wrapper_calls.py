@@ -6,14 +6,17 @@ replaced by one that reads pages as the kernel does, and compared with the refer
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention import masks, pair
+from flashinfer._attention import executor, masks, pair
 from flashinfer._attention.executor import AttentionExecutor
+from flashinfer.jit import attention as attention_jit
 from flashinfer.reference_backend import reference_backend
 from flashinfer.testing.tensors import iter_tensors
 from flashinfer.trace.templates.attention_arguments import problem_arguments
@@ -235,3 +238,34 @@ def test_cascade(launches, monkeypatch):
         expected = wrapper.run(**run)
     torch.testing.assert_close(wrapper.run(**run), expected, rtol=2**-8, atol=2**-10)
     assert launches.count("run") == 2
+
+
+def test_generators_describe_the_modules_of_the_wrappers():
+    types = (torch.float16,) * 3
+    pod = (*types, 64, 0, False, False, False, torch.int32, 0, False, False)
+    with reference_backend():
+        single, batch, mixed = plan_pod(), plan_batch_pod(), plan_mixed(causal=True)
+        single.run(**_RUNS[plan_pod][0], causal_p=True)
+        batch.run(**_RUNS[plan_batch_pod][0], causal_p=True)
+        pairs = [single._run_problems(**_prefill(single)), batch._run_problems(True, None, None)]
+    for (prefill, decode), make in zip(
+        pairs, (attention_jit.gen_pod_module, attention_jit.gen_batch_pod_module), strict=True
+    ):
+        key = single._executor._module_key(prefill, decode, 16, None, None)
+        assert _without_tile(executor._config(key)) == _without_tile(make(*pod).config)
+    key = mixed._executor._module_key(mixed._problem, None, 16, None, None)
+    generated = attention_jit.gen_batch_attention_module(
+        *types, torch.int32, 64, 64, 0, False, False
+    )
+    assert _without_tile(executor._config(key)) == _without_tile(generated.config)
+
+
+def _prefill(wrapper: Any) -> dict[str, Any]:
+    defaults = inspect.signature(type(wrapper).run).parameters
+    names = inspect.signature(wrapper._run_problems).parameters
+    given = {**_RUNS[plan_pod][0], "causal_p": True}
+    return {name: given.get(name, defaults[name].default) for name in names}
+
+
+def _without_tile(config: Any) -> Any:
+    return dataclasses.replace(config, tile_q=64)

@@ -180,7 +180,7 @@ def gen_batch_attention_module(
         raise ValueError("`use_profiler` must be False: kernels do not record their phases")
     types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     options = (pos_encoding_mode, False, use_logits_soft_cap)
-    return gen_attention_module(_two_shapes(types, head_dims, options, paged=True))
+    return gen_attention_module(_two_shapes(types, head_dims, options, "causal"))
 
 
 def gen_pod_module(
@@ -202,8 +202,7 @@ def gen_pod_module(
     options = (pos_encoding_mode_p, use_sliding_window_p, use_logits_soft_cap_p)
     _check_same_options(options, (pos_encoding_mode_d, use_sliding_window_d, use_logits_soft_cap_d))
     types = (dtype_q, dtype_kv, dtype_o)
-    config = _two_shapes(types, (head_dim, head_dim), options, paged=False)
-    return gen_attention_module(config)
+    return gen_attention_module(_two_shapes(types, (head_dim, head_dim), options, "none"))
 
 
 def gen_batch_pod_module(
@@ -225,17 +224,18 @@ def gen_batch_pod_module(
     options = (pos_encoding_mode_p, use_sliding_window_p, use_logits_soft_cap_p)
     _check_same_options(options, (pos_encoding_mode_d, use_sliding_window_d, use_logits_soft_cap_d))
     types = (dtype_q, dtype_kv, dtype_o)
-    return gen_attention_module(_two_shapes(types, (head_dim, head_dim), options, paged=True))
+    return gen_attention_module(_two_shapes(types, (head_dim, head_dim), options, "none"))
 
 
 def _two_shapes(
     types: tuple[torch.dtype, torch.dtype, torch.dtype],
     head_dims: tuple[int, int],
     options: tuple[int, bool, bool],
-    paged: bool,
+    mask_second: str,
 ) -> AttentionConfig:
-    mask = "causal" if paged else "none"
-    return _config(types, head_dims, *options, paged=paged, tile_q_second=16, mask_mode_second=mask)
+    return _config(
+        types, head_dims, *options, paged=True, tile_q_second=16, mask_mode_second=mask_second
+    )
 
 
 def _check_same_options(prefill: tuple[Any, ...], decode: tuple[Any, ...]) -> None:
