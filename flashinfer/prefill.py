@@ -310,11 +310,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
         if capacity is not None:
             self._max_qo_tokens = capacity[1]
-            self._keep(name, paged_kv_indices, self._indices_buf)
-            self._keep("qo_indptr", qo_indptr, self._qo_indptr_buf)
-            self._keep("paged_kv_indptr", paged_kv_indptr, self._indptr_buf)
-            name = "paged_kv_last_page_len"
-            self._keep(name, paged_kv_last_page_len, self._last_page_len_buf)
+            self._keep(
+                (name, paged_kv_indices, self._indices_buf),
+                ("qo_indptr", qo_indptr, self._qo_indptr_buf),
+                ("paged_kv_indptr", paged_kv_indptr, self._indptr_buf),
+                ("paged_kv_last_page_len", paged_kv_last_page_len, self._last_page_len_buf),
+            )
 
     begin_forward = plan
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..quantization.packbits import segment_packbits
-from .paged import keep
+from .paged import check_fits
 from .problem import AttentionProblem
 
 
@@ -19,8 +19,13 @@ def add_mask(
     device: torch.device,
     mask_buffer: torch.Tensor | None = None,
     indptr_buffer: torch.Tensor | None = None,
-) -> None:
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Put a mask of bools or of packed bits into `problem`.
+
+    Returns
+    -------
+    list of tuple
+        With buffers (of a CUDA graph): what `keep` has to copy to them once the plan is made.
 
     Raises
     ------
@@ -39,10 +44,14 @@ def add_mask(
         raise ValueError(f"`custom_mask` must have less than 2^31 bytes, got {offsets[-1]}")
     packed = _vector("packed_custom_mask", packed, torch.uint8, int(offsets[-1])).to(device)
     indptr = torch.from_numpy(offsets.astype(np.int32)).to(device)
-    if mask_buffer is not None and indptr_buffer is not None:
-        packed = keep("custom_mask", packed, mask_buffer)
-        indptr = keep("mask_indptr", indptr, indptr_buffer)
-    problem.custom_mask, problem.mask_indptr = packed, indptr
+    if mask_buffer is None or indptr_buffer is None:
+        problem.custom_mask, problem.mask_indptr = packed, indptr
+        return []
+    problem.custom_mask, problem.mask_indptr = mask_buffer, indptr_buffer
+    pending = [("custom_mask", packed, mask_buffer), ("mask_indptr", indptr, indptr_buffer)]
+    for name, values, buffer in pending:
+        check_fits(name, values, buffer)
+    return pending
 
 
 def add_items(

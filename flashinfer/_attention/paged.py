@@ -62,6 +62,15 @@ def _is_ready(tensor: Any) -> bool:
     )
 
 
+def check_fits(name: str, values: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Refuse what a CUDA graph's buffer has no room for."""
+    if values.numel() > buffer.numel():
+        raise ValueError(
+            f"`{name}` must have at most the {buffer.numel()} elements of its buffer, got "
+            f"{values.numel()}: a CUDA graph cannot grow"
+        )
+
+
 def keep(name: str, values: Any, buffer: torch.Tensor) -> torch.Tensor:
     """Copy `values` to the front of a CUDA graph's buffer; returns the buffer.
 
@@ -70,14 +79,9 @@ def keep(name: str, values: Any, buffer: torch.Tensor) -> torch.Tensor:
     ValueError
         If they do not fit.
     """
-    count = values.numel()
-    if count > buffer.numel():
-        raise ValueError(
-            f"`{name}` must have at most the {buffer.numel()} elements of its buffer, got {count}: "
-            "a CUDA graph cannot grow"
-        )
-    if values.data_ptr() != buffer.data_ptr() and count:
-        buffer[:count].copy_(values, non_blocking=True)
+    check_fits(name, values, buffer)
+    if values.data_ptr() != buffer.data_ptr() and values.numel():
+        buffer[: values.numel()].copy_(values, non_blocking=True)
     return buffer
 
 

@@ -76,6 +76,7 @@ class PrefillWrapper(AttentionWrapper):
         self._variant_owns_mask = variant_owns_mask
         self._qo_indptr_buf = self._custom_mask_buf = self._mask_indptr_buf = None
         self._max_qo_tokens = 0
+        self._pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # for buffers of a graph
         if not use_cuda_graph:
             return
         self._qo_indptr_buf = check_buffer("qo_indptr_buf", qo_indptr_buf, torch.int32, self.device)
@@ -137,6 +138,7 @@ class PrefillWrapper(AttentionWrapper):
         return problem
 
     def _add_masks(self, problem: AttentionProblem, a: PrefillArguments) -> None:
+        self._pending = []
         has_mask = a.custom_mask is not None or a.packed_custom_mask is not None
         has_items = not (
             a.prefix_len_ptr is None
@@ -156,7 +158,8 @@ class PrefillWrapper(AttentionWrapper):
                     "`custom_mask` needs `custom_mask_buf` and `mask_indptr_buf` with CUDA graphs"
                 )
             masks = (a.custom_mask, a.packed_custom_mask)
-            add_mask(problem, *masks, self.device, self._custom_mask_buf, self._mask_indptr_buf)
+            buffers = (self._custom_mask_buf, self._mask_indptr_buf)
+            self._pending = add_mask(problem, *masks, self.device, *buffers)
         elif self._custom_mask_buf is not None:
             raise ValueError("`custom_mask` must be given: the wrapper has `custom_mask_buf`")
         if has_items:
@@ -175,9 +178,11 @@ class PrefillWrapper(AttentionWrapper):
             return None
         return self._qo_indptr_buf.numel() - 1, self._max_qo_tokens or problem.num_qo_tokens
 
-    def _keep(self, name: str, values: Any, buffer: torch.Tensor | None) -> None:
-        if buffer is not None:
-            keep(name, values, buffer)
+    def _keep(self, *copies: tuple[str, Any, torch.Tensor | None]) -> None:
+        """Fill the buffers of a CUDA graph, when its plan has succeeded."""
+        for name, values, buffer in (*copies, *self._pending):
+            if buffer is not None:
+                keep(name, values, buffer)
 
     def _override_prefill(
         self,

@@ -241,8 +241,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
         if capacity is not None:
             self._max_qo_tokens = capacity[1]
-            self._keep("qo_indptr", qo_indptr, self._qo_indptr_buf)
-            self._keep("kv_indptr", kv_indptr, self._kv_indptr_buf)
+            self._keep(
+                ("qo_indptr", qo_indptr, self._qo_indptr_buf),
+                ("kv_indptr", kv_indptr, self._kv_indptr_buf),
+            )
 
     begin_forward = plan
 
