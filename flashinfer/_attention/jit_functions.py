@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -150,6 +151,7 @@ def get_batch_prefill_module(backend: str, *args: Any) -> AttentionModule:
     return gen_batch_prefill_module(backend, *args).build_and_load()
 
 
-def get_customize_batch_prefill_module(backend: str, *args: Any, **kwargs: Any) -> AttentionModule:
-    """The loaded module of ``gen_customize_batch_prefill_module(backend, *args, **kwargs)``."""
-    return gen_customize_batch_prefill_module(backend, *args, **kwargs).build_and_load()
+@functools.wraps(gen_customize_batch_prefill_module, assigned=())
+def get_customize_batch_prefill_module(*args: Any, **kwargs: Any) -> AttentionModule:
+    """The loaded module of ``gen_customize_batch_prefill_module`` with the same arguments."""
+    return gen_customize_batch_prefill_module(*args, **kwargs).build_and_load()
