@@ -1,0 +1,171 @@
+"""Arguments of the attention wrappers: index tensors, lengths, scales, helper functions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import utils
+from flashinfer._attention.arguments import host_indices, scalar
+from flashinfer._attention.paged import host_page_table
+from flashinfer.reference_backend import reference_backend
+
+BF16 = torch.bfloat16
+HEADS = (8, 2, 64, 4)  # query heads, key heads, head size, page size
+NAMES = ("qo_indptr", "indptr", "last_page_len")
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# ---- Index tensors ----
+
+
+def test_index_tensors_become_contiguous_int32():
+    strided = torch.arange(10, dtype=torch.int32)[::2]
+    first, second, third = host_indices(
+        {"a": torch.tensor([1, 2**31 - 1]), "b": strided, "c": int32(7)}
+    )
+    assert first.dtype == torch.int32 and first.tolist() == [1, 2**31 - 1]
+    assert second.is_contiguous() and second.tolist() == [0, 2, 4, 6, 8]
+    assert third.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "tensor, error, message",
+    [
+        (torch.tensor([0, 2**31]), ValueError, "`x` must have values that fit int32"),
+        (torch.tensor([0, -(2**31) - 1]), ValueError, "`x` must have values that fit int32"),
+        (torch.tensor([0.0, 1.0]), ValueError, "`x` must have dtype int32 or int64, got float32"),
+        (torch.tensor([[0, 1]]), ValueError, "`x` must have 1 dimension"),
+        ([0, 1], TypeError, "`x` must be a torch.Tensor, got list"),
+    ],
+)
+def test_other_index_tensors_are_refused(tensor: Any, error: type, message: str):
+    with pytest.raises(error, match=message):
+        host_indices({"x": tensor})
+
+
+def test_lengths_come_from_what_is_given():
+    indptr, last, lens = int32(0, 2, 2), int32(3, 0), int32(7, 0)
+    usual = host_page_table(None, indptr, last, None, 4, NAMES)
+    assert usual[1] is indptr and usual[3] is last and usual[0] is usual[2] is None
+    qo, starts, kv_len, last_len = host_page_table(int32(0, 1, 1), indptr, last, lens, 4, NAMES)
+    assert qo.tolist() == [0, 1, 1] and starts is indptr
+    assert kv_len.tolist() == [7, 0] and last_len.tolist() == [3, 0]
+
+
+# ---- Plans of decoding ----
+
+
+def planned(plan: Any, *args: Any, **kwargs: Any) -> Any:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    with reference_backend():
+        plan(wrapper)(*args, **kwargs)
+    return wrapper._problem
+
+
+def test_fast_decode_plan_is_the_plan_with_lengths_of_the_host():
+    table = (int32(0, 2, 5), torch.arange(5), int32(4, 1))
+    options = {"window_left": 3, "sm_scale": 0.5, "fixed_split_size": 64, "q_len_per_req": 2}
+    slow = planned(lambda w: w.plan, *table, *HEADS, q_data_type=BF16, **options)
+    fast = planned(
+        lambda w: functools.partial(flashinfer.fast_decode_plan, w),
+        *(torch.zeros(3, dtype=torch.int32), *table[1:], *HEADS),  # the host's indptr counts
+        data_type=BF16,
+        global_override_indptr_cpu=table[0],
+        **options,
+    )
+    assert fast.kv_lengths().tolist() == slow.kv_lengths().tolist() == [8, 9]
+    for name in ("q_data_type", "kv_data_type", "window_left", "sm_scale", "tokens_per_request"):
+        assert getattr(fast, name) == getattr(slow, name)
+    assert fast.causal and slow.tokens_per_request == 2
+    default = planned(lambda w: functools.partial(flashinfer.fast_decode_plan, w), *table, *HEADS)
+    assert default.q_data_type == default.kv_data_type == torch.float16
+    with pytest.raises(TypeError, match="`self`"):
+        flashinfer.fast_decode_plan(None, *table, *HEADS)
+
+
+def test_positional_options_keep_their_old_order():
+    table = (int32(0, 2), torch.arange(2), int32(4))
+    problem = planned(lambda w: w.plan, *table, *HEADS, "ALIBI", 5, 2.0, BF16, torch.float8_e5m2)
+    assert (problem.pos_encoding_mode, problem.window_left) == ("ALIBI", 5)
+    assert problem.logits_soft_cap == 2.0 and problem.kv_data_type == torch.float8_e5m2
+    assert torch.equal(problem.alibi_slopes, utils.get_alibi_slopes(8))
+
+
+def test_a_plan_that_fails_leaves_none():
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    table = (int32(0, 2), torch.arange(2), int32(4))
+    with reference_backend():
+        wrapper.plan(*table, *HEADS)
+        with pytest.raises(ValueError, match="`window_left`"):
+            wrapper.plan(*table, *HEADS, window_left=-2)
+    with pytest.raises(ValueError, match=r"plan\(\) must be called"):
+        wrapper.run(torch.zeros(1, 8, 64), torch.zeros(2, 2, 4, 2, 64))
+
+
+# ---- Scales ----
+
+
+def test_scales_are_numbers_of_the_host():
+    assert scalar("k_scale", 2) == scalar("k_scale", torch.tensor([2.0])) == 2.0
+    meta = torch.ones(1, device="meta")
+    for value, error in (
+        (torch.ones(2), ValueError),
+        (meta, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        ("1", TypeError),
+        (True, TypeError),
+    ):
+        with pytest.raises(error, match="`k_scale`"):
+            scalar("k_scale", value)
+
+
+# ---- Questions of serving engines ----
+
+
+def test_backends():
+    options = (0, False, False, BF16, BF16)
+    assert utils.determine_attention_backend(torch.device("cuda"), *options) == "fa2"
+    assert not utils.is_fa3_backend_supported(*options)
+    assert not utils.is_cutlass_backend_supported(*options)
+    for wrapper in (
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+    ):
+        assert wrapper.is_backend_supported("fa2") and wrapper.is_backend_supported("auto", 90)
+        assert wrapper.is_backend_supported("fa2", (8, 0))
+        assert not wrapper.is_backend_supported("fa2", 75)
+        assert not wrapper.is_backend_supported("fa3", 90)
+        with pytest.raises(ValueError, match="`backend`.*Hopper"):
+            wrapper(torch.empty(1024), backend="fa3")
+
+
+def test_alibi_slopes():
+    assert utils.get_alibi_slopes(4).tolist() == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+    # Six heads: those of four, then every other one of eight.
+    assert utils.get_alibi_slopes(6)[4:].tolist() == [2.0**-1, 2.0**-3]
+    assert utils.get_alibi_slopes(1).tolist() == [2.0**-8]
+
+
+def test_additional_arguments_of_variants():
+    names = ["maybe_custom_mask", "bias", "table"]
+    found = utils.prepare_jit_additional_args(names, {"maybe_custom_mask": None}, (1, 2, 0.5))
+    assert found == [None, 1, 2, 0.5]
+    with pytest.raises(ValueError, match="`user_args`"):
+        utils.prepare_jit_additional_args(names, {}, (1, 2))
+
+
+@pytest.mark.parametrize("check, good", [("check_lse_base", "ln"), ("check_lse_layout", "HN")])
+def test_forms_of_log_sum_exps(check: str, good: str):
+    getattr(utils, check)(good)
+    with pytest.raises(ValueError, match=f"`{check.removeprefix('check_')}`"):
+        getattr(utils, check)("NHD")
