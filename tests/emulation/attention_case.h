@@ -1,0 +1,281 @@
+// One random attention problem: lengths, tensors of random strides, options, and the kernel's
+// arguments for them.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <memory>
+
+#include "attention.cu"  // with what it is configured for
+
+namespace flashinfer {
+
+using Q = dtype::FLASHINFER_CFG_DTYPE_Q;
+using KV = dtype::FLASHINFER_CFG_DTYPE_KV;
+using O = dtype::FLASHINFER_CFG_DTYPE_O;
+using Params = AttentionParams<ConfiguredVariantParams>;
+
+inline constexpr int kHeadDimQK = FLASHINFER_CFG_HEAD_DIM_QK;
+inline constexpr int kHeadDimVO = FLASHINFER_CFG_HEAD_DIM_VO;
+inline constexpr int kTileQ = FLASHINFER_CFG_TILE_Q;
+inline constexpr int kTileQSecond = FLASHINFER_CFG_TILE_Q_SECOND;
+inline constexpr bool kPaged = FLASHINFER_CFG_PAGED;
+inline constexpr bool kAlibi = PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::alibi;
+inline constexpr bool kSoftCap = FLASHINFER_CFG_LOGITS_SOFT_CAP;
+inline constexpr bool kSinks = FLASHINFER_CFG_SINKS;
+inline constexpr bool kCustomVariant = FLASHINFER_CFG_CUSTOM_VARIANT;
+inline constexpr MaskMode kMask = MaskMode::FLASHINFER_CFG_MASK_MODE;
+inline constexpr MaskMode kMaskSecond = MaskMode::FLASHINFER_CFG_MASK_MODE_SECOND;
+
+class Random {
+ public:
+  explicit Random(uint32_t seed) : engine_(seed) {}
+  // From `low` to `high`, both included.
+  int integer(int low, int high) { return low + static_cast<int>(engine_() % (high - low + 1)); }
+  bool one_in(int n) { return integer(1, n) == 1; }
+  float normal() { return normal_(engine_); }
+  template <typename T>
+  void shuffle(std::vector<T>& values) {
+    std::shuffle(values.begin(), values.end(), engine_);
+  }
+
+ private:
+  std::mt19937 engine_;
+  std::normal_distribution<float> normal_;
+};
+
+// Rows of `dim` elements by three strides. Memory is reserved, and real only where it is touched:
+// strides may be of any size.
+template <typename T>
+class Rows {
+ public:
+  // `gap`: elements between rows; `outer_stride`: if not 0, elements from page to page, or from
+  // token to token where there are no pages.
+  Rows(int pages, int tokens, int heads, int dim, bool heads_first, int gap, int64_t outer_stride)
+      : dim(dim) {
+    const int64_t row = dim + gap;
+    stride_token = heads_first ? row : row * heads;
+    stride_head = heads_first ? row * tokens : row;
+    stride_page = row * heads * tokens;
+    if (outer_stride != 0) (pages > 1 ? stride_page : stride_token) = outer_stride;
+    bytes_ = (pages * stride_page + tokens * stride_token + heads * stride_head) * sizeof(T) + 16;
+    void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+      std::printf("cannot reserve %lld bytes\n", static_cast<long long>(bytes_));
+      std::exit(77);  // skipped
+    }
+    data = static_cast<T*>(memory);
+  }
+  Rows(const Rows&) = delete;
+  Rows& operator=(const Rows&) = delete;
+  ~Rows() { munmap(data, bytes_); }
+
+  T* row(int page, int token, int head) const {
+    return data + page * stride_page + token * stride_token + head * stride_head;
+  }
+  template <typename Value>
+  void fill(int pages, int tokens, int heads, const Value& value) {
+    for (int p = 0; p < pages; ++p) {
+      for (int t = 0; t < tokens; ++t) {
+        for (int h = 0; h < heads; ++h) {
+          for (int i = 0; i < dim; ++i) row(p, t, h)[i] = value();
+        }
+      }
+    }
+  }
+
+  T* data;
+  int dim;
+  int64_t stride_page, stride_token, stride_head;
+
+ private:
+  int64_t bytes_;
+};
+
+// Requests that share tensors and masks.
+struct Group {
+  RequestGroup plan;
+  MaskMode mask;
+  bool paged;
+  int page_size, num_pages;
+  std::vector<int32_t> pages;  // of all requests
+  std::unique_ptr<Rows<Q>> q;
+  std::unique_ptr<Rows<KV>> k, v;
+  std::unique_ptr<Rows<O>> o;
+  std::vector<float> lse;  // empty: not wanted
+  float v_scale;
+
+  const KV* kv_row(const Rows<KV>& rows, const PlanRequest& request, int kv_idx, int head) const {
+    if (!paged) return rows.row(0, request.kv_base + kv_idx, head);
+    return rows.row(pages[request.kv_base + kv_idx / page_size], kv_idx % page_size, head);
+  }
+
+  AttentionTensors tensors() {
+    AttentionTensors t = {};
+    t.q = q->data, t.k = k->data, t.v = v->data, t.o = o->data;
+    t.lse = lse.empty() ? nullptr : lse.data();
+    t.kv_indices = paged ? pages.data() : nullptr;
+    t.q_stride_token = q->stride_token, t.q_stride_head = q->stride_head;
+    t.o_stride_token = o->stride_token, t.o_stride_head = o->stride_head;
+    t.k_stride_page = k->stride_page, t.v_stride_page = v->stride_page;
+    t.k_stride_token = k->stride_token, t.v_stride_token = v->stride_token;
+    t.k_stride_head = k->stride_head, t.v_stride_head = v->stride_head;
+    t.num_pages = paged ? num_pages : 0;
+    t.v_scale = v_scale;
+    return t;
+  }
+};
+
+class Case {
+ public:
+  Case(uint32_t seed, bool huge_strides) : random_(seed), huge_strides_(huge_strides) {
+    group_size = random_.integer(1, kTileQ == 16 ? 8 : 5);
+    num_kv_heads = random_.integer(1, 2);
+    num_qo_heads = group_size * num_kv_heads;
+    page_size = random_.one_in(2) ? 16 * random_.integer(1, 3) : random_.integer(1, 20);
+    draw_options();
+    // Two shapes: by length among the requests of one group, or a group each.
+    const bool two_groups =
+        kTileQSecond != 0 && (!kPaged || kMask != kMaskSecond || random_.one_in(2));
+    groups.push_back(draw_group(kPaged, kMask, kTileQ, kTileQSecond != 0 && !two_groups));
+    if (two_groups) groups.push_back(draw_group(true, kMaskSecond, kTileQSecond, false));
+  }
+
+  // Of which the plan and the workspaces are yet to come.
+  Params params() {
+    Params p = {};
+    p.tensors[0] = groups.front().tensors();
+    p.tensors[1] = groups.back().tensors();
+    p.variant = variant;
+    p.num_kv_heads = FastDivisor(num_kv_heads);
+    p.group_size = FastDivisor(group_size);
+    p.page_size = FastDivisor(page_size);
+    return p;
+  }
+
+  int group_size, num_kv_heads, num_qo_heads, page_size;
+  ConfiguredVariantParams variant = {};
+  std::vector<Group> groups;
+
+ private:
+  void draw_options() {
+    VariantParams& options = variant;
+    const float sign = random_.one_in(5) ? -1.f : 1.f;
+    const float sharpness = random_.one_in(4) ? 8.f : 1.f;
+    options.sm_scale = sign * sharpness / std::sqrt(static_cast<float>(kHeadDimQK));
+    options.logits_soft_cap = 5.f;
+    options.window_left = FLASHINFER_CFG_SLIDING_WINDOW ? random_.integer(-1, 90) : -1;
+    options.num_qo_heads = num_qo_heads;
+    options.num_kv_heads = num_kv_heads;
+    options.rope_scale_rcp = 0.5f;
+    options.rope_theta_rcp_log2 = -std::log2(10000.f) * 2 / kHeadDimQK;
+    for (int i = 0; i < num_qo_heads; ++i) {
+      slopes_.push_back(random_.normal() * 0.1f);
+      sinks_.push_back(random_.normal());
+      temperatures_.push_back(0.5f + 0.25f * (i % 4));
+    }
+    options.alibi_slopes = slopes_.data();
+    options.sinks = sinks_.data();
+#if FLASHINFER_CFG_CUSTOM_VARIANT
+    variant.temperature = temperatures_.data();
+    variant.extra_logits = sinks_.data();
+    variant.bias = 0.25f;
+#endif
+  }
+
+  Group draw_group(bool paged, MaskMode mask, int tile_q, bool mixed) {
+    Group group = {};
+    group.mask = mask;
+    group.paged = paged;
+    group.page_size = page_size;
+    group.plan.causal = mask == MaskMode::causal || mask == MaskMode::multi_item;
+    group.plan.window_left = variant.window_left;
+    group.v_scale = random_.one_in(2) ? 0.7f : 1.f;
+    const int batch_size = random_.integer(1, 4);
+    const int longest = tile_q == 16 ? 16 / group_size : tile_q == 64 ? 40 : 70;
+    int tokens = 0, entries = 0;  // of q, and of K/V or of its pages
+    for (int i = 0; i < batch_size; ++i) {
+      PlanRequest request;
+      request.qo_begin = tokens;
+      request.qo_len = random_.integer(0, mixed && i % 2 == 0 ? 3 : longest);
+      request.kv_base = entries;
+      request.kv_len = random_.one_in(6) ? random_.integer(0, 3) : random_.integer(0, 300);
+      tokens += request.qo_len;
+      entries += paged ? ceil_div(request.kv_len, page_size) : request.kv_len;
+      group.plan.requests.push_back(request);
+    }
+    for (int i = 0; i < entries + 1; ++i) group.pages.push_back(i);
+    random_.shuffle(group.pages);
+    group.num_pages = entries + 1;
+    draw_tensors(group, tokens + 1, entries + 1);
+    if (mask == MaskMode::custom) draw_custom_mask(group);
+    if (mask == MaskMode::multi_item) draw_items(group);
+    return group;
+  }
+
+  void draw_tensors(Group& group, int tokens, int entries) {
+    const auto normal = [&](auto type) {
+      return [&] { return from_float<decltype(type)>(random_.normal()); };
+    };
+    const auto gap = [&] { return random_.one_in(2) ? 0 : 16; };
+    const int64_t huge_token = huge_strides_ ? (int64_t{1} << 28) + 16 : 0;
+    const int64_t huge_outer = huge_strides_ ? (int64_t{1} << 31) + 16 : 0;
+    const auto make_q = [&](auto type, int dim) {
+      // Heads first needs the token stride; a huge one replaces it.
+      const bool heads_first = !huge_strides_ && random_.one_in(2);
+      return std::make_unique<Rows<decltype(type)>>(1, tokens, num_qo_heads, dim, heads_first,
+                                                    gap(), huge_token);
+    };
+    const int pages = group.paged ? entries : 1, slots = group.paged ? page_size : entries;
+    const auto make_kv = [&](int dim) {
+      const bool heads_first = (group.paged || !huge_strides_) && random_.one_in(2);
+      auto rows = std::make_unique<Rows<KV>>(pages, slots, num_kv_heads, dim, heads_first, gap(),
+                                             group.paged && pages > 1 ? huge_outer : huge_token);
+      rows->fill(pages, slots, num_kv_heads, normal(KV{}));
+      return rows;
+    };
+    group.q = make_q(Q{}, kHeadDimQK);
+    group.q->fill(1, tokens, num_qo_heads, normal(Q{}));
+    group.k = make_kv(kHeadDimQK);
+    group.v = make_kv(kHeadDimVO);
+    group.o = make_q(O{}, kHeadDimVO);
+    group.o->fill(1, tokens, num_qo_heads, [] { return O{0xffff}; });
+    if (!random_.one_in(4)) group.lse.assign(tokens * num_qo_heads, math::nan);
+  }
+
+  void draw_custom_mask(const Group& group) {
+    mask_indptr_ = {0};
+    for (const PlanRequest& r : group.plan.requests) {
+      mask_indptr_.push_back(mask_indptr_.back() + ceil_div(r.qo_len * r.kv_len, 8));
+    }
+    for (int i = 0; i <= mask_indptr_.back(); ++i) mask_.push_back(random_.integer(0, 255));
+    variant.VariantParams::custom_mask = mask_.data();
+    variant.VariantParams::mask_indptr = mask_indptr_.data();
+  }
+
+  // Items of random lengths from a random prefix on.
+  void draw_items(const Group& group) {
+    constexpr int kLength = 400;
+    for (const PlanRequest& r : group.plan.requests) {
+      prefix_lens_.push_back(random_.integer(0, std::max(r.kv_len, 1)));
+      for (int i = 0, position = 0; i < kLength; ++i) {
+        item_positions_.push_back(position);
+        position = random_.one_in(10) ? 0 : position + 1;
+      }
+    }
+    variant.VariantParams::prefix_len_ptr = prefix_lens_.data();
+    variant.VariantParams::token_pos_in_items_ptr = item_positions_.data();
+    variant.VariantParams::token_pos_in_items_len = kLength;
+  }
+
+  Random random_;
+  bool huge_strides_;
+  std::vector<float> slopes_, sinks_, temperatures_;
+  std::vector<uint8_t> mask_;
+  std::vector<int32_t> mask_indptr_;
+  std::vector<uint32_t> prefix_lens_;
+  std::vector<uint16_t> item_positions_;
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,198 @@
+// Random attention problems through the planner and the kernels of csrc/attention.cu, emulated on
+// the CPU, against a reference in double precision.
+//
+//   attention_emulation <seed> <cases> [huge]    huge: strides beyond 32 bits
+//
+// Prints what is wrong and exits with 1; 77: cannot run here.
+#include "cuda_emulation.h"
+// The order matters: the builtins come first.
+#include <flashinfer/scheduler/attention_plan.h>
+
+#include "attention_reference.h"
+
+namespace flashinfer {
+namespace {
+
+// Logits of 8 times the usual size turn roundings of rotated or transformed keys into 2 %. Weights
+// that no softmax divides by their sum add up the roundings of hundreds of them.
+constexpr double kTolerance = !Variant::use_softmax                  ? 0.06
+                              : kRotate || Variant::kHasKeyTransform ? 0.03
+                                                                     : 0.012;
+
+PlanConfig draw_plan_config(const Case& problem, Random& random) {
+  PlanConfig config = {};
+  config.num_kv_heads = problem.num_kv_heads;
+  config.group_size = problem.group_size;
+  config.head_dim_vo = kHeadDimVO;
+  config.tile_q = kTileQ;
+  config.tile_q_second = kTileQSecond;
+  config.tile_kv_log2 = 6;
+  config.cta_slots = random.integer(1, 12);
+  if (random.one_in(3)) {
+    config.fixed_split_size = 64 * random.integer(1, 2);
+  } else {
+    config.disable_split_kv = random.one_in(4);
+  }
+  config.graph_batch_size = -1;
+  if (random.one_in(4)) {
+    config.graph_batch_size = 8;
+    config.graph_qo_tokens = 8 * 70;
+  }
+  return config;
+}
+
+// Plans and runs `groups` of the problem; `params` are the problem's.
+void run(const PlanConfig& config, const std::vector<RequestGroup>& groups, Params params) {
+  AttentionPlanner planner;
+  const RequestGroup* second = groups.size() > 1 ? &groups[1] : nullptr;
+  const PlanLayout& layout = planner.plan(config, groups[0], second, -1);
+  if (layout.num_ctas == 0) return;
+  std::vector<uint4> plan(layout.int_bytes / 16 + 1);
+  planner.write(plan.data());
+  // NaN, so that a part that nobody writes is seen.
+  std::vector<float4> workspace(layout.float_bytes / 16 + 1,
+                                float4{math::nan, math::nan, math::nan, math::nan});
+  params.items =
+      reinterpret_cast<WorkItem*>(reinterpret_cast<char*>(plan.data()) + layout.items_offset);
+  params.merges =
+      reinterpret_cast<MergeItem*>(reinterpret_cast<char*>(plan.data()) + layout.merges_offset);
+  params.partial_o = reinterpret_cast<float*>(workspace.data());
+  params.partial_sums =
+      reinterpret_cast<float2*>(reinterpret_cast<char*>(workspace.data()) + layout.sums_offset);
+  params.num_ctas = FastDivisor(layout.num_ctas);
+  params.num_merges = layout.num_merges;
+  params.rows_per_slot = layout.rows_per_slot;
+  if (attention(params, false, nullptr) != cudaSuccess) emulation::fail("no launch");
+}
+
+struct Errors {
+  double output = 0, lse = 0;
+  int invalid = 0;  // results that should be a number, or not
+
+  void compare(double& worst, double actual, double expected, double unit) {
+    if (actual == expected || (std::isnan(actual) && std::isnan(expected))) return;
+    const double error = std::fabs(actual - expected) / unit;
+    if (std::isfinite(error)) {
+      worst = std::max(worst, error);
+    } else {
+      ++invalid;
+    }
+  }
+  bool are_too_large() const { return invalid > 0 || output > kTolerance || lse > kTolerance; }
+};
+
+Errors compare(const Case& problem, const Group& group) {
+  Errors errors;
+  for (size_t i = 0; i < group.plan.requests.size(); ++i) {
+    const PlanRequest& request = group.plan.requests[i];
+    for (int kv_head = 0; request.qo_len > 0 && kv_head < problem.num_kv_heads; ++kv_head) {
+      Reference reference(problem, group, static_cast<int>(i), kv_head);
+      for (int row = 0; row < request.qo_len * problem.group_size; ++row) {
+        const int qo_idx = row / problem.group_size;
+        const int head = kv_head * problem.group_size + row % problem.group_size;
+        const int token = request.qo_begin + qo_idx;
+        reference.run(qo_idx, head);
+        const O* output = group.o->row(0, token, head);
+        for (int j = 0; j < kHeadDimVO; ++j) {
+          const double expected = reference.output[j];
+          errors.compare(errors.output, to_float(output[j]), expected, 1 + std::fabs(expected));
+        }
+        if (!group.lse.empty()) {
+          const double lse = group.lse[token * problem.num_qo_heads + head];
+          errors.compare(errors.lse, lse, reference.lse, 1);
+        }
+      }
+    }
+  }
+  return errors;
+}
+
+// What the kernel wrote for a request, as bits.
+std::vector<uint16_t> result_of(const Case& problem, const Group& group,
+                                const PlanRequest& request) {
+  std::vector<uint16_t> bits;
+  for (int token = request.qo_begin; token < request.qo_begin + request.qo_len; ++token) {
+    for (int head = 0; head < problem.num_qo_heads; ++head) {
+      const O* row = group.o->row(0, token, head);
+      for (int i = 0; i < kHeadDimVO; ++i) bits.push_back(row[i].bits);
+      if (group.lse.empty()) continue;
+      const uint32_t lse = __float_as_uint(group.lse[token * problem.num_qo_heads + head]);
+      bits.push_back(static_cast<uint16_t>(lse));
+      bits.push_back(static_cast<uint16_t>(lse >> 16));
+    }
+  }
+  return bits;
+}
+
+// Whether each request alone, with another number of CTAs, has bit for bit the result that it had
+// in the batch: what a fixed split size promises.
+bool is_batch_invariant(Case& problem, PlanConfig config, Random& random) {
+  Group& group = problem.groups[0];
+  config.cta_slots = random.integer(1, 12);
+  config.graph_batch_size = -1;
+  for (size_t i = 0; i < group.plan.requests.size(); ++i) {
+    const PlanRequest& request = group.plan.requests[i];
+    const std::vector<uint16_t> before = result_of(problem, group, request);
+    Params params = problem.params();
+    VariantParams& options = params.variant;  // of what is now request 0
+    options.mask_indptr += i;
+    options.prefix_len_ptr += i;
+    options.token_pos_in_items_ptr += i * options.token_pos_in_items_len;
+    RequestGroup alone = group.plan;
+    alone.requests = {request};
+    run(config, {alone}, params);
+    if (result_of(problem, group, request) != before) return false;
+  }
+  return true;
+}
+
+void print(const Case& problem, const PlanConfig& config, const Group& group) {
+  std::printf("  %d x %d heads, pages of %d, window %d, scale %g, ", problem.num_kv_heads,
+              problem.group_size, group.paged ? problem.page_size : 0, problem.variant.window_left,
+              double{problem.variant.sm_scale});
+  std::printf("split %lld%s, %lld CTA slots%s; qo/kv:", (long long)config.fixed_split_size,
+              config.disable_split_kv ? " disabled" : "", (long long)config.cta_slots,
+              config.is_graph() ? ", graph" : "");
+  for (const PlanRequest& r : group.plan.requests) std::printf(" %d/%d", r.qo_len, r.kv_len);
+  std::printf("\n");
+}
+
+bool check(uint32_t seed, bool huge_strides) {
+  Case problem(seed, huge_strides);
+  Random random(seed + 1);
+  const PlanConfig config = draw_plan_config(problem, random);
+  std::vector<RequestGroup> groups;
+  for (const Group& group : problem.groups) groups.push_back(group.plan);
+  run(config, groups, problem.params());
+  bool good = true;
+  for (const Group& group : problem.groups) {
+    const Errors errors = compare(problem, group);
+    std::printf("seed %u: errors of output %.5f, of LSE %.5f\n", seed, errors.output, errors.lse);
+    if (!errors.are_too_large()) continue;
+    good = false;
+    std::printf("WRONG, %d values not numbers or not as expected:\n", errors.invalid);
+    print(problem, config, group);
+  }
+  if (good && config.fixed_split_size > 0 && groups.size() == 1) {
+    good = is_batch_invariant(problem, config, random);
+    if (!good) {
+      std::printf("WRONG, a request alone has another result than in the batch:\n");
+      print(problem, config, problem.groups[0]);
+    }
+  }
+  return good;
+}
+
+}  // namespace
+}  // namespace flashinfer
+
+int main(int argc, char** argv) {
+  if (argc < 3) return 2;
+  const uint32_t seed = std::atoi(argv[1]);
+  const bool huge_strides = argc > 3 && std::strcmp(argv[3], "huge") == 0;
+  bool good = true;
+  for (int i = 0; i < std::atoi(argv[2]); ++i) {
+    good = flashinfer::check(seed + 1000 * i, huge_strides) && good;
+  }
+  return good ? 0 : 1;
+}

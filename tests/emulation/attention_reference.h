@@ -1,0 +1,139 @@
+// Attention of one query row in double precision, straight from its definition.
+#pragma once
+
+#include "attention_case.h"
+
+namespace flashinfer {
+
+class Reference {
+ public:
+  Reference(const Case& problem, const Group& group, int request_idx, int kv_head)
+      : problem_(problem),
+        group_(group),
+        request_idx_(request_idx),
+        request_(group.plan.requests[request_idx]) {
+    for (int i = 0; i < request_.kv_len; ++i) {
+      keys_.push_back(read(group.kv_row(*group.k, request_, i, kv_head), kHeadDimQK));
+      values_.push_back(read(group.kv_row(*group.v, request_, i, kv_head), kHeadDimVO));
+      if (kRotate) rotate(keys_.back(), i);
+      if (Variant::kHasKeyTransform) {
+        for (double& x : keys_.back()) x += 0.25;
+      }
+    }
+  }
+
+  // Sets `output` and `lse` (base 2).
+  void run(int qo_idx, int head) {
+    std::vector<double> q = read(group_.q->row(0, request_.qo_begin + qo_idx, head), kHeadDimQK);
+    const int position = qo_idx + request_.kv_len - request_.qo_len;
+    if (kRotate) rotate(q, position);
+    if (Variant::kHasQueryTransform) {
+      for (double& x : q) x *= 0.5;
+    }
+    std::vector<double> weights(request_.kv_len, 0.);
+    double sum = 0;
+    if constexpr (Variant::use_softmax) {
+      const double minus_infinity = -std::numeric_limits<double>::infinity();
+      const double extra = extra_logit(head);
+      double largest = extra;
+      for (int i = 0; i < request_.kv_len; ++i) {
+        const bool visible = sees(qo_idx, position, i);
+        weights[i] = visible ? logit(dot(q, keys_[i]), head, i - position) : minus_infinity;
+        largest = std::max(largest, weights[i]);
+      }
+      if (largest == minus_infinity) {
+        output.assign(kHeadDimVO, 0.);
+        lse = minus_infinity;
+        return;
+      }
+      sum = std::exp(extra - largest);
+      for (double& weight : weights) sum += weight = std::exp(weight - largest);
+      lse = (largest + std::log(sum)) / std::log(2.);
+    } else {
+      for (int i = 0; i < request_.kv_len; ++i) {
+        if (!sees(qo_idx, position, i)) continue;
+        weights[i] = 1 / (1 + std::exp(-logit(dot(q, keys_[i]), head, i - position)));
+      }
+      sum = 1;
+      lse = std::nan("");
+    }
+    output.assign(kHeadDimVO, 0.);
+    for (int i = 0; i < request_.kv_len; ++i) {
+      for (int j = 0; j < kHeadDimVO; ++j) output[j] += weights[i] * values_[i][j];
+    }
+    const double gate = Variant::kHasOutputTransform ? 1. + head : 1.;
+    for (double& x : output) x *= gate * group_.v_scale / sum;
+  }
+
+  std::vector<double> output;
+  double lse;
+
+ private:
+  template <typename T>
+  static std::vector<double> read(const T* row, int dim) {
+    std::vector<double> result(dim);
+    for (int i = 0; i < dim; ++i) result[i] = to_float(row[i]);
+    return result;
+  }
+
+  static double dot(const std::vector<double>& a, const std::vector<double>& b) {
+    double sum = 0;
+    for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+    return sum;
+  }
+
+  void rotate(std::vector<double>& row, int position) const {
+    const int half = kHeadDimQK / 2;
+    for (int i = 0; i < half; ++i) {
+      const double angle = position * 0.5 * std::pow(10000., -2. * i / kHeadDimQK);
+      const double a = row[i], b = row[i + half];
+      row[i] = a * std::cos(angle) - b * std::sin(angle);
+      row[i + half] = b * std::cos(angle) + a * std::sin(angle);
+    }
+  }
+
+  double logit(double product, int head, int distance) const {
+    double x = product * problem_.variant.sm_scale;
+#if FLASHINFER_CFG_CUSTOM_VARIANT
+    x /= problem_.variant.temperature[head];
+    if (!Variant::use_softmax) x += problem_.variant.bias;
+#endif
+    if (kAlibi) x += problem_.variant.alibi_slopes[head] * distance;
+    const double cap = problem_.variant.logits_soft_cap;
+    return kSoftCap ? cap * std::tanh(x / cap) : x;
+  }
+
+  // In the denominator besides those of the keys.
+  double extra_logit(int head) const {
+    const bool exists = kSinks || Variant::kHasMDUpdate;
+    return exists ? problem_.variant.sinks[head] : -std::numeric_limits<double>::infinity();
+  }
+
+  bool sees(int qo_idx, int position, int kv_idx) const {
+    const VariantParams& options = problem_.variant;
+    if (Variant::kHasLogitsMask && kCustomVariant && (position + kv_idx) % 3 == 0) return false;
+    if (options.window_left >= 0 && kv_idx < position - options.window_left) return false;
+    if (group_.plan.causal && kv_idx > position) return false;
+    if (group_.mask == MaskMode::custom) {
+      const int64_t bit = int64_t{qo_idx} * request_.kv_len + kv_idx;
+      const uint8_t* mask = options.custom_mask + options.mask_indptr[request_idx_];
+      return mask[bit / 8] >> (bit % 8) & 1;
+    }
+    if (group_.mask == MaskMode::multi_item) {
+      const int prefix_len = options.prefix_len_ptr[request_idx_];
+      if (kv_idx < prefix_len || position < prefix_len) return true;
+      const int64_t begin = int64_t{request_idx_} * options.token_pos_in_items_len;
+      const int in_item = options.token_pos_in_items_ptr[begin + position - prefix_len];
+      return kv_idx > position - in_item;
+    }
+    return true;
+  }
+
+  const Case& problem_;
+  const Group& group_;
+  const int request_idx_;
+  const PlanRequest& request_;
+  std::vector<std::vector<double>> keys_, values_;
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,126 @@
+// CUDA C++ as far as the attention kernels use it, for a host compiler: kernels become functions
+// that emulation::Block runs thread by thread. Included ahead of all of the product's headers.
+//
+// What is checked beyond results: barriers and warp collectives that not all threads reach,
+// misaligned asynchronous copies, copies past the launch's shared memory, copies that nobody waits
+// for, and, because shared memory begins as NaN, reads of what was not written.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include <vector_types.h>
+
+#include "fibers.h"
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) alignas(n)
+#define __shared__ static  // the CTAs take turns
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulation {
+
+inline constexpr size_t kMaxSharedBytes = 227 << 10;
+inline size_t shared_bytes = 0;  // of the launch
+
+template <typename To, typename From>
+inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// cvt.f32.f16 and cvt.rn.f16.f32.
+inline float half_to_float(uint16_t bits) {
+  const uint32_t magnitude = bits & 0x7fffu;
+  const float value = magnitude >= 0x7c00u
+                          ? bit_cast<float>(0x7f800000u | (magnitude & 0x3ffu) << 13)
+                          : bit_cast<float>(magnitude << 13) * 0x1p112f;
+  return bits & 0x8000u ? -value : value;
+}
+
+inline uint16_t float_to_half(float x) {
+  const uint16_t sign = std::signbit(x) ? 0x8000u : 0;
+  const float magnitude = std::fabs(x);
+  if (std::isnan(x)) return 0x7fff;
+  if (magnitude >= 65520.f) return sign | 0x7c00u;
+  const int exponent = magnitude < 0x1p-14f ? -14 : std::ilogb(magnitude);
+  // In units of the last place; those of a full mantissa carry into the exponent.
+  const float units = std::nearbyint(std::ldexp(magnitude, 10 - exponent));
+  return sign | static_cast<uint16_t>(((exponent + 14) << 10) + static_cast<int>(units));
+}
+
+}  // namespace emulation
+
+alignas(128) inline char dynamic_shared[emulation::kMaxSharedBytes];
+
+inline void __syncthreads() { emulation::block.wait(emulation::State::at_block_barrier); }
+inline void __syncwarp() { emulation::block.wait(emulation::State::at_warp_barrier); }
+
+template <typename T>
+inline T __shfl_sync(unsigned, T value, int lane) {
+  return emulation::block.exchange(value)[lane % 32];
+}
+
+template <typename T>
+inline T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulation::block.exchange(value)[emulation::block.thread() % 32 ^ mask];
+}
+
+inline bool __any_sync(unsigned, bool predicate) {
+  const bool* all = emulation::block.exchange(predicate);
+  return std::any_of(all, all + 32, [](bool x) { return x; });
+}
+
+inline uint32_t __float_as_uint(float x) { return emulation::bit_cast<uint32_t>(x); }
+inline float __uint_as_float(uint32_t x) { return emulation::bit_cast<float>(x); }
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = x | static_cast<uint64_t>(y) << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int byte = selector >> (4 * i) & 7;
+    result |= static_cast<uint32_t>(bytes >> (8 * byte) & 0xff) << (8 * i);
+  }
+  return result;
+}
+
+inline void sincospif(float x, float* sine, float* cosine) {
+  constexpr double kPi = 3.14159265358979323846;
+  *sine = static_cast<float>(std::sin(kPi * x));
+  *cosine = static_cast<float>(std::cos(kPi * x));
+}
+
+template <typename T>
+inline T __ldcs(const T* address) {
+  return *address;
+}
+template <typename T>
+inline void __stcs(T* address, T value) {
+  *address = value;
+}
+
+template <typename T>
+inline T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <typename T>
+inline T max(T a, T b) {
+  return a < b ? b : a;
+}
+
+// Conversions in their portable forms, and no waiting for other grids: as for an old architecture.
+#define __CUDA_ARCH__ 750
+#include <flashinfer/attention/float8_mma.cuh>
+#include <flashinfer/common/dtype.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#undef __CUDA_ARCH__
+#define __CUDA_ARCH__ EMULATION_ARCH

@@ -1,0 +1,30 @@
+// In place of the product's header: the CTAs of a launch run one after the other, each with shared
+// memory full of NaN.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <flashinfer/ptx/cp_async.cuh>
+
+namespace flashinfer {
+
+template <typename Params>
+inline cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, dim3 block, size_t smem_bytes,
+                                 cudaStream_t, bool, const Params& params) {
+  if (smem_bytes > emulation::kMaxSharedBytes) emulation::fail("too much shared memory");
+  emulation::shared_bytes = smem_bytes;
+  gridDim = grid;
+  blockDim = block;
+  const std::function<void(int)> enter = [](int thread) { threadIdx = dim3(thread, 0, 0); };
+  for (unsigned y = 0; y < grid.y; ++y) {
+    for (unsigned x = 0; x < grid.x; ++x) {
+      blockIdx = dim3(x, y, 0);
+      std::memset(dynamic_shared, 0xff, smem_bytes);
+      emulation::block.run(block.x, x + y * grid.x, [&] { kernel(params); }, enter);
+      ptx::check_no_copy_is_left();
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace flashinfer

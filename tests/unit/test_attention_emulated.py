@@ -1,0 +1,202 @@
+"""The attention kernel, planner and launcher on the CPU: tests/emulation says how.
+
+Each test compiles csrc/attention.cu for one configuration with the host compiler, against headers
+that emulate what only a GPU has, and runs random problems against a reference in double precision.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashinfer.jit.attention.config import AttentionConfig
+from flashinfer.jit.attention.variant import make_variant
+from flashinfer.jit.toolchain import find_host_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATION = ROOT / "tests" / "emulation"
+CANNOT_RUN = 77
+
+# Statements of the product's headers that no host compiler takes. They change in a copy of the
+# file; everything else is compiled as it is.
+SUBSTITUTIONS = {
+    "flashinfer/common/dtype.cuh": {
+        'asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));': (
+            "result = emulation::half_to_float(x.bits);"
+        ),
+        'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(low_bits) : "f"(low));': (
+            "low_bits = emulation::float_to_half(low);"
+        ),
+        'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(high_bits) : "f"(high));': (
+            "high_bits = emulation::float_to_half(high);"
+        ),
+    },
+    "flashinfer/attention/math.cuh": {
+        'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = exp2f(x);",
+        'asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = log2f(x);",
+        'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.f / x;",
+    },
+    "flashinfer/attention/attention.cuh": {
+        "extern __shared__ __align__(16) char shared[];": "char* const shared = dynamic_shared;",
+    },
+}
+
+F16, BF16 = torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(scope="session")
+def portable_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with copies of the headers of which statements must change."""
+    folder = tmp_path_factory.mktemp("portable_headers")
+    for name, statements in SUBSTITUTIONS.items():
+        text = (ROOT / "include" / name).read_text()
+        for statement, portable in statements.items():
+            assert text.count(statement) == 1, f"{name}: expected once: {statement}"
+            text = text.replace(statement, portable)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+class Emulator:
+    """Compiles and runs tests/emulation/attention_emulation.cc."""
+
+    def __init__(self, headers: Path, folder: Path) -> None:
+        compiler = find_host_compiler()
+        if compiler is None:
+            pytest.skip("needs a host C++ compiler: none of g++, c++, clang++ in PATH")
+        self.compiler = compiler.path
+        self.includes = [headers, EMULATION / "include", ROOT / "include", ROOT / "csrc"]
+        self.folder = folder
+
+    def run(
+        self,
+        config: AttentionConfig,
+        *,
+        cases: int = 3,
+        arch: int = 900,
+        variant_headers: Path | None = None,
+        huge_strides: bool = False,
+    ) -> None:
+        """Fail if any of the random `cases` of this configuration goes wrong."""
+        program = self.folder / "attention_emulation"
+        includes = self.includes + ([variant_headers] if variant_headers else [])
+        # -w: hints to nvcc are not known here. Jumps between stacks are what fortification forbids.
+        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-DEMULATION_ARCH={arch}"]
+        options += [*config.define_flags, *(f"-I{folder}" for folder in includes)]
+        source = EMULATION / "attention_emulation.cc"
+        self._call([self.compiler, *options, str(source), "-o", str(program)], "does not compile")
+        arguments = ["1", str(cases), *(["huge"] if huge_strides else [])]
+        self._call([str(program), *arguments], "goes wrong")
+
+    def _call(self, command: list[str], failure: str) -> None:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        output = f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+        if result.returncode == CANNOT_RUN:
+            pytest.skip(result.stdout)
+        if result.returncode != 0:
+            pytest.fail(f"{failure} ({result.returncode}):\n{output}", pytrace=False)
+
+
+@pytest.fixture
+def emulator(portable_headers: Path, tmp_path: Path) -> Emulator:
+    return Emulator(portable_headers, tmp_path)
+
+
+# (name, head_dim_qk, head_dim_vo, tile_q, the rest of AttentionConfig); q, k, v and o are bfloat16
+# unless it says otherwise.
+CONFIGS = [
+    ("decode", 128, 128, 16, {}),
+    ("decode-causal-16", 16, 16, 16, {"mask_mode": "causal"}),
+    ("decode-ragged-window", 48, 48, 16, {"paged": False, "sliding_window": True}),
+    ("decode-e4m3", 64, 64, 16, {"dtype_kv": E4M3}),
+    ("decode-e5m2-f16", 80, 80, 16, {"dtype_q": F16, "dtype_kv": E5M2, "dtype_o": F16}),
+    (
+        "decode-alibi-cap-sinks",
+        128,
+        128,
+        16,
+        {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True},
+    ),
+    ("decode-rope", 64, 64, 16, {"pos_encoding": "rope_llama", "mask_mode": "causal"}),
+    ("decode-512", 512, 512, 16, {"mask_mode": "causal"}),
+    ("64-f16", 64, 64, 64, {"dtype_q": F16, "dtype_kv": F16, "mask_mode": "causal"}),
+    ("64-192-128-ragged", 192, 128, 64, {"paged": False, "mask_mode": "causal"}),
+    ("64-256", 256, 256, 64, {"mask_mode": "causal"}),
+    ("64-custom-rope", 48, 48, 64, {"mask_mode": "custom", "pos_encoding": "rope_llama"}),
+    ("64-items-window", 32, 32, 64, {"mask_mode": "multi_item", "sliding_window": True}),
+    (
+        "64-e4m3-sinks-cap",
+        112,
+        112,
+        64,
+        {"dtype_kv": E4M3, "paged": False, "sinks": True, "logits_soft_cap": True},
+    ),
+    ("128-causal", 64, 64, 128, {"mask_mode": "causal"}),
+    ("128-window", 128, 128, 128, {"mask_mode": "causal", "sliding_window": True}),
+    ("128-e5m2", 80, 80, 128, {"dtype_kv": E5M2, "mask_mode": "causal"}),
+    ("128-custom-ragged", 32, 32, 128, {"mask_mode": "custom", "paged": False}),
+    ("128-rope-alone", 64, 64, 128, {"pos_encoding": "rope_llama", "paged": False}),
+]
+
+
+def make_config(
+    head_dim_qk: int, head_dim_vo: int, tile_q: int, fields: dict[str, object]
+) -> AttentionConfig:
+    types = {"dtype_q": BF16, "dtype_kv": BF16, "dtype_o": BF16}
+    heads = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
+    return AttentionConfig(**{**types, **heads, "tile_q": tile_q, **fields})
+
+
+@pytest.mark.parametrize("sizes_and_fields", [c[1:] for c in CONFIGS], ids=[c[0] for c in CONFIGS])
+def test_configuration(emulator: Emulator, sizes_and_fields: tuple[int, int, int, dict]):
+    emulator.run(make_config(*sizes_and_fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"mask_mode": "causal", "mask_mode_second": "causal"}, id="by_length"),
+        pytest.param({"mask_mode": "causal", "mask_mode_second": "none"}, id="prefill_and_decode"),
+        pytest.param({"mask_mode": "custom", "paged": False, "sinks": True}, id="ragged_and_paged"),
+    ],
+)
+@pytest.mark.parametrize("tile_q", [64, 128])
+def test_two_shapes(emulator: Emulator, tile_q: int, fields: dict[str, object]):
+    """Items of both kinds in one launch."""
+    emulator.run(make_config(64, 64, tile_q, {"tile_q_second": 16, **fields}))
+
+
+@pytest.mark.parametrize("name", ["Sigmoid", "EveryHook"])
+@pytest.mark.parametrize("tile_q", [16, 64])
+def test_variant(
+    emulator: Emulator, name: str, tile_q: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A user's variant, in the headers that a module of it is compiled from."""
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    file = {"Sigmoid": "sigmoid.cuh", "EveryHook": "every_hook.cuh"}[name]
+    declaration = (EMULATION / "variants" / file).read_text()
+    tensors = ["temperature", "extra_logits"]
+    variant = make_variant(
+        "emulated", tensors, ["float", "float"], ["bias"], ["float"], name, declaration
+    )
+    config = make_config(64, 64, tile_q, {"mask_mode": "causal", "custom_variant": True})
+    emulator.run(config, variant_headers=variant.write_headers())
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "ragged"])
+@pytest.mark.parametrize("tile_q", [16, 64])
+def test_huge_strides(emulator: Emulator, tile_q: int, paged: bool):
+    """Offsets beyond 32 bits in every tensor."""
+    emulator.run(make_config(64, 64, tile_q, {"paged": paged}), cases=2, huge_strides=True)
+
+
+@pytest.mark.parametrize("tile_q, head_dim", [(64, 256), (16, 512)])
+def test_fewer_stages(emulator: Emulator, tile_q: int, head_dim: int):
+    """Where shared memory is small (sm_86), K and V have fewer stages."""
+    config = make_config(head_dim, head_dim, tile_q, {"mask_mode": "causal"})
+    emulator.run(config, cases=1, arch=860)
