@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,32 +49,36 @@ F16, BF16 = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@pytest.fixture(scope="session")
-def portable_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with copies of the headers of which statements must change."""
-    folder = tmp_path_factory.mktemp("portable_headers")
-    for name, statements in SUBSTITUTIONS.items():
-        text = (ROOT / "include" / name).read_text()
-        for statement, portable in statements.items():
-            assert text.count(statement) == 1, f"{name}: expected once: {statement}"
-            text = text.replace(statement, portable)
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
 class Emulator:
-    """Compiles and runs tests/emulation/attention_emulation.cc."""
+    """Compiles and runs tests/emulation/attention_emulation.cc in a folder."""
 
-    def __init__(self, headers: Path, folder: Path) -> None:
+    def __init__(self, folder: Path, rounds: int) -> None:
+        """`rounds`: that many times the cases that a test asks for."""
         compiler = find_host_compiler()
         if compiler is None:
             pytest.skip("needs a host C++ compiler: none of g++, c++, clang++ in PATH")
         self.compiler = compiler.path
-        self.includes = [headers, EMULATION / "include", ROOT / "include", ROOT / "csrc"]
         self.folder = folder
+        self.rounds = rounds
+        self.headers = folder / "headers"  # before those of the product
+        for name, statements in SUBSTITUTIONS.items():
+            for statement, portable in statements.items():
+                self.substitute(name, statement, portable)
 
-    def run(
+    def substitute(self, name: str, statement: str, other: str) -> None:
+        """Change a statement in what is compiled of a header of the product."""
+        changed = self.headers / name
+        text = (changed if changed.is_file() else ROOT / "include" / name).read_text()
+        assert text.count(statement) == 1, f"{name}: expected once: {statement}"
+        changed.parent.mkdir(parents=True, exist_ok=True)
+        changed.write_text(text.replace(statement, other))
+
+    def run(self, config: AttentionConfig, **options: Any) -> None:
+        """Fail if any random case of this configuration goes wrong; options of `find_fault`."""
+        if fault := self.find_fault(config, **options):
+            pytest.fail(fault, pytrace=False)
+
+    def find_fault(
         self,
         config: AttentionConfig,
         *,
@@ -81,30 +86,35 @@ class Emulator:
         arch: int = 900,
         variant_headers: Path | None = None,
         huge_strides: bool = False,
-    ) -> None:
-        """Fail if any of the random `cases` of this configuration goes wrong."""
+    ) -> str:
+        """What goes wrong in the random `cases`; empty if nothing does."""
         program = self.folder / "attention_emulation"
-        includes = self.includes + ([variant_headers] if variant_headers else [])
+        includes = [self.headers, EMULATION / "include", ROOT / "include", ROOT / "csrc"]
+        includes += [variant_headers] if variant_headers else []
         # -w: hints to nvcc are not known here. Jumps between stacks are what fortification forbids.
         options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-DEMULATION_ARCH={arch}"]
         options += [*config.define_flags, *(f"-I{folder}" for folder in includes)]
         source = EMULATION / "attention_emulation.cc"
-        self._call([self.compiler, *options, str(source), "-o", str(program)], "does not compile")
-        arguments = ["1", str(cases), *(["huge"] if huge_strides else [])]
-        self._call([str(program), *arguments], "goes wrong")
+        compiled = self._call([self.compiler, *options, str(source), "-o", str(program)])
+        if compiled.returncode != 0:
+            pytest.fail(f"does not compile:\n{compiled.stderr[:4000]}", pytrace=False)
+        done = self._call(
+            [str(program), "1", str(cases * self.rounds), *(["huge"] if huge_strides else [])]
+        )
+        if done.returncode == CANNOT_RUN:
+            pytest.skip(done.stdout)
+        if done.returncode == 0:
+            return ""
+        return f"exit status {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
-    def _call(self, command: list[str], failure: str) -> None:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        output = f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
-        if result.returncode == CANNOT_RUN:
-            pytest.skip(result.stdout)
-        if result.returncode != 0:
-            pytest.fail(f"{failure} ({result.returncode}):\n{output}", pytrace=False)
+    @staticmethod
+    def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
-def emulator(portable_headers: Path, tmp_path: Path) -> Emulator:
-    return Emulator(portable_headers, tmp_path)
+def emulator(tmp_path: Path, full: bool) -> Emulator:
+    return Emulator(tmp_path, rounds=10 if full else 1)
 
 
 # (name, head_dim_qk, head_dim_vo, tile_q, the rest of AttentionConfig); q, k, v and o are bfloat16
@@ -200,3 +210,65 @@ def test_fewer_stages(emulator: Emulator, tile_q: int, head_dim: int):
     """Where shared memory is small (sm_86), K and V have fewer stages."""
     config = make_config(head_dim, head_dim, tile_q, {"mask_mode": "causal"})
     emulator.run(config, cases=1, arch=860)
+
+
+# (name, header, statement, what stands there instead, tile_q, huge strides)
+FAULTS = [
+    (
+        "copies_not_waited_for",
+        "attention/attention.cuh",
+        "ptx::cp_async_wait<kAhead - 1>();\n      synchronize();",
+        "synchronize();",
+        16,
+        False,
+    ),
+    (
+        "tile_without_barrier",
+        "attention/attention.cuh",
+        "ptx::cp_async_wait<kAhead - 1>();\n      synchronize();",
+        "ptx::cp_async_wait<kAhead - 1>();",
+        64,
+        False,
+    ),
+    (
+        "items_without_barrier",
+        "attention/attention.cuh",
+        "__syncthreads();  // the next item takes the shared memory",
+        "",
+        16,
+        False,
+    ),
+    (
+        "warps_merge_too_early",
+        "attention/output.cuh",
+        "__syncthreads();  // every warp has read its last K and V",
+        "",
+        16,
+        False,
+    ),
+    (
+        "parts_of_a_tile_weigh_the_same",
+        "attention/finalize.cuh",
+        ": math::ptx_exp2(part.x - largest);",
+        ": 1.f;",
+        64,
+        False,
+    ),
+    (
+        "offsets_of_32_bits",
+        "attention/loader.cuh",
+        "k_offset = (page_ * tensors_.k_stride_page + slot",
+        "k_offset = (static_cast<int32_t>(page_ * tensors_.k_stride_page) + slot",
+        16,
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
+def test_faults_are_found(emulator: Emulator, fault: tuple[str, str, str, int, bool]):
+    """The emulation itself: a kernel with a fault does not pass."""
+    header, statement, other, tile_q, huge_strides = fault
+    emulator.substitute(f"flashinfer/{header}", statement, other)
+    config = make_config(64, 64, tile_q, {"mask_mode": "causal"})
+    assert emulator.find_fault(config, cases=6, huge_strides=huge_strides)
