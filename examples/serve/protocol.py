@@ -1,0 +1,237 @@
+"""OpenAI's completion requests and answers, as far as the engine has what they ask for.
+
+A field that would have no effect is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .engine import SamplingParams
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served, with the field it is about and an HTTP status."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request.
+
+    Attributes
+    ----------
+    prompt : str, list of int or list of dict
+        Text, token ids, or the messages of a chat.
+    params : SamplingParams
+        How to sample.
+    stream, include_usage : bool
+        Answer token by token; with the counts of tokens at the end.
+    """
+
+    prompt: Any
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+
+
+def _integer(low: int, high: float = math.inf) -> tuple[Callable[[Any], bool], str]:
+    text = f"an integer of at least {low}" if high == math.inf else f"an integer from {low} to 2^63"
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v < high, text
+
+
+def _number(low: float, high: float) -> tuple[Callable[[Any], bool], str]:
+    def check(value: Any) -> bool:
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        )
+
+    return check, f"a number from {low} to {high}"
+
+
+def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
+    # `1 == True`, but a client that sends one for the other is mistaken.
+    text = " or ".join(json.dumps(v) for v in values)
+    return lambda v: any(
+        v == a and isinstance(v, bool) == isinstance(a, bool) for a in values
+    ), text
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(_integer(0)[0](v) for v in value)
+
+
+def _is_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(
+            isinstance(m, dict)
+            and set(m) == {"role", "content"}
+            and m["role"] in ("system", "user", "assistant")
+            and isinstance(m["content"], str)
+            for m in value
+        )
+    )
+
+
+# Field -> its check and what is allowed. `null` counts as absent.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda v: isinstance(v, str), "a string"),
+    "max_tokens": _integer(1),
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1),
+    "top_k": _integer(0),
+    "min_p": _number(0, 1),
+    "seed": _integer(0, 2**63),
+    "stop_token_ids": (_is_ids, "a list of token ids"),
+    "ignore_eos": _one_of(False, True),
+    "stream": _one_of(False, True),
+    "stream_options": (
+        lambda v: isinstance(v, dict) and set(v) <= {"include_usage"}
+        and all(isinstance(x, bool) for x in v.values()),
+        '{"include_usage": true or false}',
+    ),
+    "user": (lambda v: isinstance(v, str), "a string"),
+    # Of these, only the values that change nothing.
+    "n": _one_of(1),
+    "frequency_penalty": _one_of(0),
+    "presence_penalty": _one_of(0),
+}  # fmt: skip
+_COMPLETION = _FIELDS | {
+    "prompt": (lambda v: isinstance(v, str) or _is_ids(v), "a string or a list of token ids"),
+    "echo": _one_of(False),
+    "best_of": _one_of(1),
+}
+_CHAT = _FIELDS | {
+    "messages": (
+        _is_messages,
+        'a list of {"role": "system", "user" or "assistant", "content": a string}, at least one',
+    ),
+    "max_completion_tokens": _integer(1),
+    "logprobs": _one_of(False),
+}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+
+
+def parse(body: bytes, *, chat: bool) -> Request:
+    """Check the body of a request.
+
+    Parameters
+    ----------
+    body : bytes
+        JSON.
+    chat : bool
+        Of `/v1/chat/completions` (`messages`), else of `/v1/completions` (`prompt`).
+
+    Returns
+    -------
+    Request
+        What it asks for. `max_tokens` is 16 unless told, in a chat as well.
+
+    Raises
+    ------
+    BadRequest
+        What is wrong, and with which field.
+    """
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body must be JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise BadRequest(f"the body must be a JSON object, got {type(content).__name__}")
+    allowed = _CHAT if chat else _COMPLETION
+    given = {name: value for name, value in content.items() if value is not None}
+    for name, value in given.items():
+        if name not in allowed:
+            raise BadRequest(f"{name[:40]} is not supported", name[:40])
+        check, text = allowed[name]
+        if not check(value):
+            raise BadRequest(f"{name} must be {text}, got {json.dumps(value)[:80]}", name)
+    source = "messages" if chat else "prompt"
+    if not given.get(source):
+        raise BadRequest(f"{source} is required and must not be empty", source)
+    if "stream_options" in given and not given.get("stream"):
+        raise BadRequest("stream_options is only allowed with stream", "stream_options")
+    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    try:
+        params = SamplingParams(
+            max_tokens=given.get("max_completion_tokens", given.get("max_tokens", 16)),
+            stop_token_ids=tuple(given.get("stop_token_ids", ())),
+            **sampling,
+        )
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    usage = given.get("stream_options", {}).get("include_usage", False)
+    return Request(given[source], params, given.get("stream", False), usage)
+
+
+def error_body(message: str, kind: str, param: str | None = None) -> dict:
+    """JSON of an error as OpenAI's clients expect it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+class Answer:
+    """The JSON objects that answer one request.
+
+    Parameters
+    ----------
+    request_id, model : str
+        As they appear in the answer.
+    prompt_tokens : int
+        Length of the prompt.
+    chat : bool
+        In the form of a chat completion.
+    """
+
+    def __init__(self, request_id: str, model: str, prompt_tokens: int, *, chat: bool):
+        self.chat = chat
+        self.prompt_tokens = prompt_tokens
+        self.tokens = 0
+        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+
+    def _body(self, kind: str, choices: list[dict], usage: bool = False) -> dict:
+        body = {**self._head, "object": kind, "choices": choices}
+        if usage:
+            body["usage"] = {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.tokens,
+                "total_tokens": self.prompt_tokens + self.tokens,
+            }
+        return body
+
+    def whole(self, text: str, reason: str | None) -> dict:
+        """The whole answer."""
+        choice: dict = {"index": 0, "finish_reason": reason, "logprobs": None}
+        if self.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        kind = "chat.completion" if self.chat else "text_completion"
+        return self._body(kind, [choice], usage=True)
+
+    def chunk(self, text: str, reason: str | None, *, first: bool) -> dict:
+        """A piece of a streamed answer."""
+        choice: dict = {"index": 0, "finish_reason": reason, "logprobs": None}
+        if self.chat:
+            choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
+        else:
+            choice["text"] = text
+        return self._body(self._stream_kind, [choice])
+
+    def usage(self) -> dict:
+        """The last piece of a stream, which counts the tokens."""
+        return self._body(self._stream_kind, [], usage=True)
+
+    @property
+    def _stream_kind(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
