@@ -3,7 +3,7 @@
 
 #include <vector_types.h>
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidDevice = 101 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidDevice = 101 };
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
@@ -22,9 +22,11 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
+// The one attribute: shared memory that a CTA may have, 227 KiB on 9.0, 163 on 8.0, 99 on 8.6.
 template <typename Kernel>
-inline cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
-  return cudaSuccess;
+inline cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
+  constexpr int kLimit = EMULATION_ARCH >= 900 ? 227 : EMULATION_ARCH == 800 ? 163 : 99;
+  return bytes <= kLimit << 10 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <typename Kernel>
