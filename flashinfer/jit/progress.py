@@ -13,6 +13,12 @@ from .log import logger
 
 _ANNOUNCE_AFTER = 0.3  # seconds; a build longer than a second has to say so within that second
 _STATUS = re.compile(r"^\[(\d+)/(\d+)\] ")
+_compile_seconds = 0.0
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent on compiling modules, successfully or not."""
+    return _compile_seconds
 
 
 class Progress:
@@ -59,10 +65,12 @@ class Progress:
 
     def done(self, succeeded: bool) -> None:
         """Report the end, if the start was reported."""
+        global _compile_seconds
+        seconds = time.monotonic() - self._start
+        _compile_seconds += seconds
         if self._bar is not None:
             self._bar.close()
         if self._announced:
-            seconds = time.monotonic() - self._start
             end = "Compiled" if succeeded else "Failed to compile"
             logger.info("%s %s in %.1f s", end, self._what, seconds)
 

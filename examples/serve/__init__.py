@@ -1,0 +1,1 @@
+"""A small continuous-batching engine: `flashinfer` between the matrix products."""

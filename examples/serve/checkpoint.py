@@ -1,0 +1,155 @@
+"""Reads and writes models in Hugging Face's format."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from .config import ModelConfig
+from .model import Model
+from .tokens import (
+    BYTE_LEVEL_EOS,
+    BYTE_LEVEL_FILE,
+    BYTE_LEVEL_VOCABULARY,
+    Tokenizer,
+    load_tokenizer,
+)
+
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": BYTE_LEVEL_VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32768,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": BYTE_LEVEL_EOS,
+}
+"""Configuration of the checkpoint that stands in where none is given."""
+
+
+def load(
+    path: str | Path | None, device: str | torch.device, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Model, Tokenizer]:
+    """A model and its tokenizer.
+
+    Parameters
+    ----------
+    path : path, optional
+        Folder with ``config.json``, ``*.safetensors`` and a tokenizer. None writes a small model of
+        random weights into a temporary folder and loads that.
+    device : str or torch.device
+        ``"cuda"`` (or with an index), or ``"cpu"`` for the reference backend.
+    dtype : torch.dtype
+        Of weights and activations, bfloat16 or float16.
+
+    Raises
+    ------
+    ValueError
+        If something is missing in the folder, or not implemented here, or left over: a tensor that
+        the model does not use would change the result.
+    """
+    if path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            write_random_checkpoint(folder)
+            return load(folder, device, dtype)
+    folder = Path(path)
+    config = ModelConfig.from_folder(folder)
+    model = Model(config, read_tensors(folder, device, dtype), device, dtype)
+    return model, load_tokenizer(folder)
+
+
+def read_tensors(
+    folder: Path, device: str | torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Every tensor of every ``*.safetensors`` file, by name."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"`model` must have *.safetensors files, got {str(folder)!r}")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt", device=str(device)) as content:
+            for name in content.keys():  # noqa: SIM118 - not a dict
+                tensors[name] = content.get_tensor(name).to(dtype)
+    return tensors
+
+
+def write_random_checkpoint(
+    folder: str | Path, config: Mapping[str, Any] = SMALL, seed: int = 0
+) -> Path:
+    """Write a model of random bfloat16 weights with the byte-level tokenizer.
+
+    Parameters
+    ----------
+    folder : path
+        Where; made if need be.
+    config : mapping
+        Content of ``config.json``, of a model that `Model` can load; biases are those that its
+        architecture has.
+    seed : int
+        Of the weights.
+
+    Returns
+    -------
+    Path
+        `folder`.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2))
+    (folder / BYTE_LEVEL_FILE).write_text(json.dumps({"eos": BYTE_LEVEL_EOS}))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in _shapes(ModelConfig.from_dict(config)).items():
+        values = torch.randn(shape, generator=generator)
+        # Products keep the variance of their input; norms scale by about 1.
+        values = 1 + 0.1 * values if len(shape) == 1 else values * shape[-1] ** -0.5
+        tensors[name] = values.bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors."""
+    hidden, inner, dim = c.hidden_size, c.intermediate_size, c.head_dim
+    q, kv = c.num_heads * dim, c.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, hidden)}
+    for layer in range(c.num_layers):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            f"{at}input_layernorm.weight": (hidden,),
+            f"{at}self_attn.q_proj.weight": (q, hidden),
+            f"{at}self_attn.k_proj.weight": (kv, hidden),
+            f"{at}self_attn.v_proj.weight": (kv, hidden),
+            f"{at}self_attn.o_proj.weight": (hidden, q),
+            f"{at}post_attention_layernorm.weight": (hidden,),
+            f"{at}mlp.gate_proj.weight": (inner, hidden),
+            f"{at}mlp.up_proj.weight": (inner, hidden),
+            f"{at}mlp.down_proj.weight": (hidden, inner),
+        }
+        if c.architecture == "Qwen2ForCausalLM":
+            shapes |= {f"{at}self_attn.{name}_proj.bias": (n,) for name, n in _qkv(q, kv)}
+        if c.architecture == "Qwen3ForCausalLM":
+            shapes |= {f"{at}self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    shapes["model.norm.weight"] = (hidden,)
+    if not c.tied_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, hidden)
+    return shapes
+
+
+def _qkv(q: int, kv: int) -> tuple[tuple[str, int], ...]:
+    return ("q", q), ("k", kv), ("v", kv)

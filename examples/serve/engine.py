@@ -1,0 +1,364 @@
+"""Continuous batching: who is served in a step, with which pages, and what comes of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashinfer.jit.progress import compile_seconds
+
+from .cache import PagePool, page_keys
+from .checkpoint import load as load
+from .model import Model
+from .runner import Chunk, Runner
+from .sampling import SamplingParams as SamplingParams
+from .sampling import sample
+from .tokens import TextStream, Tokenizer
+
+
+@dataclass
+class Output:
+    """A new token of a request.
+
+    Attributes
+    ----------
+    request_id : str
+        Whose.
+    token_id : int
+        The token.
+    text : str
+        Text that became final, possibly empty; of a token that stops the request, what was held
+        back before it.
+    finished : bool
+        Whether it is the request's last.
+    reason : str or None
+        Then: "stop" (end-of-text or a stop token) or "length".
+    """
+
+    request_id: str
+    token_id: int
+    text: str
+    finished: bool
+    reason: str | None
+
+
+@dataclass(eq=False)
+class _Request:
+    """`tokens` are prompt and generated; the first `computed` have keys and values in `pages`."""
+
+    id: str
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    seed: int
+    stops: frozenset[int]
+    text: TextStream
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # of the pages that are published
+
+    @property
+    def drawn(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+class Engine:
+    """Serves requests, batching prompts and decoding together; one thread at a time.
+
+    Parameters
+    ----------
+    model : Model
+        From `load`.
+    tokenizer : Tokenizer or None
+        From `load`. None: prompts are token ids, and outputs have no text.
+    num_pages, page_size : int
+        Of the KV cache: pages of all requests, and tokens of a page.
+    max_batch_size : int
+        Most requests of a step.
+    max_batch_tokens : int
+        Most new tokens of a step; longer prompts take several.
+    kv_dtype : torch.dtype, optional
+        Of the cache: the model's (default), torch.float8_e4m3fn or torch.float8_e5m2.
+    use_cuda_graph : bool
+        Replay steps in which every request decodes from CUDA graphs.
+    max_waiting : int, optional
+        Most requests that wait; more are refused. None: any number.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        *,
+        num_pages: int,
+        page_size: int = 16,
+        max_batch_size: int = 64,
+        max_batch_tokens: int = 2048,
+        kv_dtype: torch.dtype | None = None,
+        use_cuda_graph: bool = False,
+        max_waiting: int | None = None,
+    ) -> None:
+        for name, value in (
+            ("num_pages", num_pages),
+            ("page_size", page_size),
+            ("max_batch_size", max_batch_size),
+        ):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}")
+        if max_batch_tokens < max_batch_size:
+            raise ValueError(
+                f"`max_batch_tokens` must be at least `max_batch_size` {max_batch_size}, "
+                f"got {max_batch_tokens}"
+            )
+        kv_dtype = model.dtype if kv_dtype is None else kv_dtype
+        if kv_dtype not in (model.dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+            raise ValueError(
+                f"`kv_dtype` must be {model.dtype}, torch.float8_e4m3fn or torch.float8_e5m2, "
+                f"got {kv_dtype}"
+            )
+        if use_cuda_graph and model.device.type != "cuda":
+            raise ValueError(f"`use_cuda_graph` needs a GPU, the model is on {model.device}")
+        self._model, self._tokenizer = model, tokenizer
+        self._page_size, self._max_waiting = page_size, max_waiting
+        self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
+        self._runner = Runner(model, num_pages, page_size, kv_dtype, max_batch_size, use_cuda_graph)
+        self._pool = PagePool(num_pages)
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Request] = []  # in the order of their arrival
+        self._live: dict[str, _Request] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._live)
+
+    def stats(self) -> dict[str, Any]:
+        """Pages (in all, and free), requests (running, waiting), seconds of compilation so far."""
+        return {
+            "pages_total": self._pool.num_pages,
+            "pages_free": self._pool.num_free,
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "compile_seconds": compile_seconds(),
+        }
+
+    def add_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams
+    ) -> None:
+        """Queue a request.
+
+        Parameters
+        ----------
+        request_id : str
+            A name that no request in the engine has.
+        prompt : str or list of int
+            Text, or token ids.
+        params : SamplingParams
+            How to draw, and how many tokens.
+
+        Raises
+        ------
+        ValueError
+            If the prompt is empty, has ids outside the vocabulary or is too long, a parameter is
+            out of its range, or too many wait. Nothing is queued then.
+        """
+        params.check()
+        if request_id in self._live:
+            raise ValueError(f"`request_id` must be new, {request_id!r} is being served")
+        tokens = self._tokens(prompt)
+        self._check_length(len(tokens), params.max_tokens)
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise ValueError(f"over capacity: {len(self._waiting)} requests wait, try again later")
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self._model.config.eos_token_ids
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        text = TextStream(self._tokenizer)
+        request = _Request(request_id, tokens, len(tokens), params, seed, stops, text)
+        self._waiting.append(request)
+        self._live[request_id] = request
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request and free its pages; False if there is none of this name."""
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        self._forget(request)
+        return True
+
+    def step(self) -> list[Output]:
+        """Serve the requests that fit for one forward pass; their new tokens."""
+        if not self._live:
+            return []
+        with self._runner.backend():
+            scheduled = self._schedule()
+            logits = self._runner.run([chunk for _, chunk in scheduled])
+            rows, ready = [], []
+            for row, (request, chunk) in enumerate(scheduled):
+                request.computed += len(chunk.tokens)
+                self._publish(request)
+                if request.computed == len(request.tokens):
+                    rows.append(row)
+                    ready.append(request)
+            if not ready:
+                return []  # parts of long prompts
+            if len(rows) < len(scheduled):
+                logits = logits[torch.tensor(rows).to(logits.device)]
+            tokens = sample(
+                logits,
+                [request.params for request in ready],
+                [request.seed for request in ready],
+                [request.drawn for request in ready],
+            )
+        return [self._accept(request, token) for request, token in zip(ready, tokens, strict=True)]
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("`prompt` must be token ids: the engine has no tokenizer")
+            tokens = self._tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
+        vocabulary = self._model.config.vocab_size
+        if not tokens:
+            raise ValueError("`prompt` must not be empty")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                raise ValueError(f"`prompt` must have ids from 0 to {vocabulary - 1}, got {token}")
+        return tokens
+
+    def _check_length(self, prompt: int, generated: int) -> None:
+        positions = self._model.config.max_positions
+        if prompt + generated > positions:
+            raise ValueError(
+                f"too long: {prompt} tokens of `prompt` and {generated} of `max_tokens` are more "
+                f"than the model's {positions} positions"
+            )
+        # The last token is not computed.
+        pages = -(-(prompt + generated - 1) // self._page_size)
+        if pages > self._pool.num_pages:
+            raise ValueError(
+                f"too long: {prompt} tokens of `prompt` and {generated} of `max_tokens` need "
+                f"{pages} pages of the KV cache, which has {self._pool.num_pages}"
+            )
+
+    def _schedule(self) -> list[tuple[_Request, Chunk]]:
+        """Chunks of this step: running requests first, then new ones while there is room."""
+        budget = self._max_batch_tokens
+        chunks: list[tuple[_Request, Chunk]] = []
+        # Those that decode need one token each; a prompt in progress takes what they leave.
+        decoding = sum(len(r.tokens) - r.computed == 1 for r in self._running)
+        for request in list(self._running):
+            if request not in self._running:
+                continue  # preempted by an older one
+            missing = len(request.tokens) - request.computed
+            if missing == 1:
+                decoding -= 1
+            count = min(missing, budget - decoding)
+            if count > 0 and self._grow(request, request.computed + count):
+                chunks.append(self._chunk(request, count))
+                budget -= count
+        while self._waiting and len(self._running) < self._max_batch_size and budget > 0:
+            request = self._waiting[0]
+            self._share_prefix(request)
+            count = min(len(request.tokens) - request.computed, budget)
+            if not self._admit(request, count):
+                break
+            self._running.append(self._waiting.popleft())
+            chunks.append(self._chunk(request, count))
+            budget -= count
+        return chunks
+
+    def _chunk(self, request: _Request, count: int) -> tuple[_Request, Chunk]:
+        start = request.computed
+        return request, Chunk(request.tokens[start : start + count], start, request.pages)
+
+    def _grow(self, request: _Request, length: int) -> bool:
+        """Pages for `length` tokens, at the cost of younger requests; False if it had to yield."""
+        while len(request.pages) * self._page_size < length:
+            page = self._pool.allocate()
+            if page is not None:
+                request.pages.append(page)
+                continue
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _preempt(self, request: _Request) -> None:
+        """Back to the head of the queue; it starts again with what the cache still has of it."""
+        self._release(request)
+        self._running.remove(request)
+        self._waiting.appendleft(request)
+
+    def _admit(self, request: _Request, count: int) -> bool:
+        """Pages for a waiting request's first chunk, if they are there without preemption.
+
+        A page is left for each running request, else it could be thrown out at the next step.
+        """
+        needed = -(-(request.computed + count) // self._page_size) - len(request.pages)
+        if needed + len(self._running) > self._pool.num_free and self._running:
+            self._release(request)
+            return False
+        for _ in range(needed):
+            page = self._pool.allocate()
+            assert page is not None, "add_request refuses what does not fit an empty cache"
+            request.pages.append(page)
+        return True
+
+    def _share_prefix(self, request: _Request) -> None:
+        """Take the pages that are in the cache; the last token is left, for its logits."""
+        for key in page_keys(request.tokens[:-1], self._page_size):
+            page = self._pool.share(key)
+            if page is None:
+                break
+            request.pages.append(page)
+            request.keys.append(key)
+        request.computed = len(request.pages) * self._page_size
+
+    def _publish(self, request: _Request) -> None:
+        """Let later requests share the pages that have become full."""
+        done = len(request.keys)
+        parent = request.keys[-1] if done else b""
+        new = request.tokens[done * self._page_size : request.computed]
+        for key in page_keys(new, self._page_size, parent):
+            self._pool.publish(request.pages[len(request.keys)], key)
+            request.keys.append(key)
+
+    def _accept(self, request: _Request, token: int) -> Output:
+        request.tokens.append(token)
+        reason = None
+        if token in request.stops:
+            reason = "stop"
+        elif request.drawn >= request.params.max_tokens:
+            reason = "length"
+        text = ""
+        if self._tokenizer is not None:
+            stream = request.text
+            text = stream.flush() if reason == "stop" else stream.push(token, reason is not None)
+        if reason is not None:
+            self._forget(request)
+        return Output(request.id, token, text, reason is not None, reason)
+
+    def _release(self, request: _Request) -> None:
+        self._pool.release(request.pages)
+        request.pages, request.keys, request.computed = [], [], 0
+
+    def _forget(self, request: _Request) -> None:
+        self._release(request)
+        del self._live[request.id]
+        if request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)

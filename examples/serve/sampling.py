@@ -1,0 +1,112 @@
+"""The sampling chain: temperature, top-k, top-p, min-p, a draw; each request with its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import flashinfer
+
+
+@dataclass
+class SamplingParams:
+    """How a request's tokens are drawn, and when it ends.
+
+    Attributes
+    ----------
+    temperature : float
+        Divides the logits; 0: always the most probable token, the lowest id of equal ones.
+    top_k : int
+        How many of the most probable tokens are kept; 0: all.
+    top_p : float
+        Then: the most probable tokens that together have this probability, in (0, 1].
+    min_p : float
+        Then: tokens of at least this share of the largest probability, in [0, 1].
+    seed : int, optional
+        Equal seeds give equal tokens, whatever else is served. None: a random one.
+    max_tokens : int
+        Tokens to generate, at least 1.
+    stop_token_ids : sequence of int
+        Further tokens that end the request, as end-of-text does; their text is left out.
+    ignore_eos : bool
+        Go on after end-of-text.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError, naming the parameter, if one is out of its range."""
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"`temperature` must be finite and >= 0, got {self.temperature}")
+        if type(self.top_k) is not int or not 0 <= self.top_k < 1 << 31:
+            raise ValueError(f"`top_k` must be an int, 0 (all) or more, got {self.top_k!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"`min_p` must be in [0, 1], got {self.min_p}")
+        seed = self.seed
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 63):
+            raise ValueError(f"`seed` must be an int from 0 to 2^63 - 1, got {seed!r}")
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
+            raise ValueError(f"`max_tokens` must be an int of at least 1, got {self.max_tokens!r}")
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], drawn: list[int]
+) -> list[int]:
+    """One token for each row.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        ``[rows, vocab]`` float32.
+    params : sequence of SamplingParams
+        Of each row.
+    seeds, drawn : sequence of int
+        Seed of each row's request, and how many tokens it has drawn: together, the key of the
+        random numbers, which therefore do not depend on the batch.
+
+    Returns
+    -------
+    list of int
+        Token ids.
+    """
+    device = logits.device
+    greedy = [p.temperature == 0 for p in params]
+    best = None
+    if any(greedy):
+        # Not temperature 0, which draws among equal logits.
+        lowest = flashinfer.TopKTieBreak.SMALL
+        best = flashinfer.top_k(logits, 1, tie_break=lowest)[1][:, 0].int()
+        if all(greedy):
+            return best.tolist()
+
+    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    temperature = column([p.temperature or 1.0 for p in params], torch.float32)
+    probs = flashinfer.softmax(logits, temperature)
+    if any(p.top_k for p in params):
+        probs = flashinfer.top_k_renorm_probs(probs, column([p.top_k for p in params], torch.int32))
+    if any(p.top_p < 1 for p in params):
+        top_p = column([p.top_p for p in params], torch.float32)
+        probs = flashinfer.top_p_renorm_probs(probs, top_p)
+    keys = {"seed": column(seeds, torch.int64), "offset": column(drawn, torch.int64)}
+    if any(p.min_p for p in params):
+        min_p = column([p.min_p for p in params], torch.float32)
+        tokens = flashinfer.min_p_sampling_from_probs(probs, min_p, **keys)
+    else:
+        tokens = flashinfer.sampling_from_probs(probs, **keys)
+    if best is not None:
+        tokens = torch.where(column(greedy, torch.bool), best, tokens)
+    return tokens.tolist()

@@ -1,0 +1,103 @@
+"""Between text and tokens: the tokenizer of a folder, or bytes; text of a stream as it grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+BYTE_LEVEL_EOS = 256
+BYTE_LEVEL_VOCABULARY = 257
+BYTE_LEVEL_FILE = "byte_level.json"
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special ones left out."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are tokens 0 to 255; others have no text."""
+
+    def encode(self, text: str) -> list[int]:
+        """One token per byte."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Bytes that are no UTF-8 become U+FFFD."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class FileTokenizer:
+    """``tokenizer.json``, read by the `tokenizers` library."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as HuggingFaceTokenizer
+        except ImportError as error:
+            raise ValueError(f"{path} needs the tokenizers library: pip install tokenizers") from (
+                error
+            )
+        self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the file adds to a prompt."""
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Special tokens are left out."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder.
+
+    Raises
+    ------
+    ValueError
+        If there is none that can be read.
+    """
+    path = folder / BYTE_LEVEL_FILE
+    if path.is_file():
+        if json.loads(path.read_text()) != {"eos": BYTE_LEVEL_EOS}:
+            raise ValueError(f"{path} must be {{'eos': {BYTE_LEVEL_EOS}}}")
+        return ByteTokenizer()
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return FileTokenizer(path)
+    raise ValueError(f"`model` must have a tokenizer.json or {BYTE_LEVEL_FILE}, got {folder}")
+
+
+class TextStream:
+    """Text of a growing list of tokens, in pieces that never have to be taken back.
+
+    A token may be part of a character, and its text may depend on the one before it. Only the
+    tokens after the last piece, and that piece's, are decoded again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # tokens of the last piece, then those without text so far
+        self._said = 0  # tokens of the last piece
+
+    def push(self, token: int, last: bool = False) -> str:
+        """Text that `token` completes; if it is the last, whatever is left."""
+        self._window.append(token)
+        before = self._tokenizer.decode(self._window[: self._said])
+        text = self._tokenizer.decode(self._window)
+        if text.endswith("\ufffd") and not last and len(self._window) - self._said < 8:
+            return ""  # perhaps the beginning of a character, which has at most 4 bytes
+        del self._window[: self._said]
+        self._said = len(self._window)
+        return text[len(before) :]
+
+    def flush(self) -> str:
+        """Text of tokens that were held back."""
+        before = self._tokenizer.decode(self._window[: self._said])
+        return self._tokenizer.decode(self._window)[len(before) :]
