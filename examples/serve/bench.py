@@ -273,7 +273,7 @@ def plot(path: Path, recordings: dict[str, Recording]) -> None:
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path), help="Hugging Face folder.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-@click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16", "float32"]))
+@click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16"]))
 @click.option("--lengths", "kinds", multiple=True, type=click.Choice(LENGTHS), help="Default: all.")
 @click.option("--requests", "count", default=64, help="Requests per trace.")
 @click.option("--rate", default=math.inf, help="Mean requests per second; default: all at once.")
@@ -294,8 +294,8 @@ def bench(
     """Replay arrival traces and print latencies and throughput."""
     from tqdm import tqdm
 
-    loaded, tokenizer = load(model, device, getattr(torch, dtype))
     try:
+        loaded, tokenizer = load(model, device, getattr(torch, dtype))
         traces = {
             kind: make_trace(
                 kind, count, rate=rate, output_tokens=output_tokens, scale=scale,
@@ -310,15 +310,17 @@ def bench(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     recordings = {}
-    for kind, trace in traces.items():
+    for number, (kind, trace) in enumerate(traces.items()):
         with tqdm(total=count, desc=kind, unit="request") as bar:
 
             def advance(ended: int, bar: tqdm = bar) -> None:
                 bar.update(ended - bar.n)
 
+            # Other prompts in every trace, else it would find its prefixes in the cache.
             recordings[kind] = replay(
-                engine, trace, vocab_size=loaded.config.vocab_size, seed=seed, progress=advance
-            )
+                engine, trace, vocab_size=loaded.config.vocab_size,
+                seed=seed * len(LENGTHS) + number, progress=advance,
+            )  # fmt: skip
     click.echo(table({kind: summarize(r) for kind, r in recordings.items()}))
     if json_path:
         write_json(json_path, recordings)

@@ -156,7 +156,7 @@ class Server:
             async for output in _until_finished(outputs):
                 answer.tokens += output.token_id >= 0
                 text, reason = text + output.text, output.reason
-            return JSONResponse(answer.whole(text, _finish_reason(reason)))
+            return JSONResponse(answer.whole(text, reason))
 
         async def leave() -> Response:
             while (await http.receive())["type"] != "http.disconnect":
@@ -185,8 +185,7 @@ async def _events(
     try:
         async for output in _until_finished(outputs):
             answer.tokens += output.token_id >= 0
-            reason = _finish_reason(output.reason) if output.finished else None
-            yield _event(answer.chunk(output.text, reason, first=first))
+            yield _event(answer.chunk(output.text, output.reason, first=first))
             first = False
         if include_usage:
             yield _event(answer.usage())
@@ -223,10 +222,6 @@ def _event(body: dict) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _finish_reason(reason: str | None) -> str | None:
-    return "stop" if reason in ("eos", "stop_token") else reason
-
-
 async def _body(http: HTTPRequest) -> bytes:
     body = b""
     async for chunk in http.stream():
@@ -245,7 +240,7 @@ async def _http_error(http: HTTPRequest, error: Exception) -> Response:
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path), help="Hugging Face folder.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-@click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16", "float32"]))
+@click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16"]))
 @click.option("--host", default="127.0.0.1")
 @click.option("--port", default=8000)
 @click.option("--num-pages", default=8192, help="Pages of the KV cache.")
@@ -257,8 +252,8 @@ def serve(
     model, device, dtype, host, port, num_pages, page_size, max_batch_size, max_requests, cuda_graph
 ):
     """Serve OpenAI's completion endpoints over HTTP."""
-    loaded, tokenizer = load(model, device, getattr(torch, dtype))
     try:
+        loaded, tokenizer = load(model, device, getattr(torch, dtype))
         engine = Engine(
             loaded, tokenizer, num_pages=num_pages, page_size=page_size,
             max_batch_size=max_batch_size, use_cuda_graph=cuda_graph,
