@@ -61,7 +61,7 @@ class Reference {
     for (int i = 0; i < request_.kv_len; ++i) {
       for (int j = 0; j < kHeadDimVO; ++j) output[j] += weights[i] * values_[i][j];
     }
-    const double gate = Variant::kHasOutputTransform ? 1. + head : 1.;
+    const double gate = Variant::kHasOutputTransform ? 1. + 0.25 * (head % 4) : 1.;
     for (double& x : output) x *= gate * group_.v_scale / sum;
   }
 
