@@ -167,18 +167,23 @@ def test_configuration(emulator: Emulator, sizes_and_fields: tuple[int, int, int
     emulator.run(make_config(*sizes_and_fields))
 
 
+BOTH_CAUSAL = {"mask_mode": "causal", "mask_mode_second": "causal"}
+RAGGED_CUSTOM = {"mask_mode": "custom", "paged": False, "sinks": True}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    "tile_q, tile_q_second, fields",
     [
-        pytest.param({"mask_mode": "causal", "mask_mode_second": "causal"}, id="by_length"),
-        pytest.param({"mask_mode": "causal", "mask_mode_second": "none"}, id="prefill_and_decode"),
-        pytest.param({"mask_mode": "custom", "paged": False, "sinks": True}, id="ragged_and_paged"),
+        pytest.param(64, 16, BOTH_CAUSAL, id="64-by_length"),
+        pytest.param(128, 16, BOTH_CAUSAL, id="128-by_length"),
+        pytest.param(128, 16, {"mask_mode": "causal"}, id="prefill-decode"),
+        pytest.param(64, 16, RAGGED_CUSTOM, id="ragged-decode"),
+        pytest.param(128, 64, RAGGED_CUSTOM, id="ragged-prefill"),
     ],
 )
-@pytest.mark.parametrize("tile_q", [64, 128])
-def test_two_shapes(emulator: Emulator, tile_q: int, fields: dict[str, object]):
-    """Items of both kinds in one launch."""
-    emulator.run(make_config(64, 64, tile_q, {"tile_q_second": 16, **fields}))
+def test_two_shapes(emulator: Emulator, tile_q: int, tile_q_second: int, fields: dict[str, object]):
+    """Items of both kinds in one launch: requests of one group by their length, or two groups."""
+    emulator.run(make_config(64, 64, tile_q, {"tile_q_second": tile_q_second, **fields}))
 
 
 @pytest.mark.parametrize("name", ["Sigmoid", "EveryHook"])
