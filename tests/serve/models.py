@@ -1,0 +1,103 @@
+"""Small random checkpoints that `transformers` writes, and its logits for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.serve.tokens import BYTE_LEVEL_EOS, BYTE_LEVEL_FILE
+
+SHAPE = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": BYTE_LEVEL_EOS,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.12,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+
+# Between them: every feature of a configuration that the loader reads.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama3": (
+        "llama",
+        {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True},
+    ),
+    "mistral": ("mistral", {"sliding_window": 9, "tie_word_embeddings": False}),
+    "qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": _LINEAR}),
+}
+
+
+def write(folder: Path, name: str) -> Path:
+    """Write a checkpoint of an architecture in bfloat16, with the byte-level tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, options = ARCHITECTURES[name]
+    config = AutoConfig.for_model(kind, **SHAPE, **options)
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms are made of ones, biases of zeros
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    # Two files, as large models have.
+    model.bfloat16().save_pretrained(folder, max_shard_size="60KB")
+    (folder / BYTE_LEVEL_FILE).write_text(json.dumps({"eos": BYTE_LEVEL_EOS}))
+    return folder
+
+
+class Reference:
+    """`transformers` in float32 on the weights of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """``[len(tokens), vocab]``."""
+        return self.model(torch.tensor([list(tokens)])).logits[0]
+
+    def check_greedy(
+        self, prompt: Sequence[int], tokens: Sequence[int], rounding: float
+    ) -> tuple[int, int]:
+        """Assert that `tokens` continue `prompt` greedily.
+
+        Where the two largest logits are within twice `rounding`, the chosen token's must be within
+        that of the largest; elsewhere it must be the largest's. Returns how many tokens were
+        decided by the latter, and how many there were.
+        """
+        logits = self.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+        chosen = torch.tensor(tokens)
+        best = logits.topk(2).values
+        decisive = best[:, 0] - best[:, 1] > 2 * rounding
+        assert torch.equal(chosen[decisive], logits.argmax(-1)[decisive])
+        behind = best[:, 0] - logits.gather(1, chosen[:, None])[:, 0]
+        assert behind.max() <= 2 * rounding
+        return int(decisive.sum()), len(tokens)
