@@ -267,6 +267,14 @@ FAULTS = [
         16,
         True,
     ),
+    (
+        "cuts_depend_on_the_gpu",
+        "scheduler/attention_plan.h",
+        "const int64_t size = config_->fixed_split_size;",
+        "const int64_t size = config_->fixed_split_size * (1 + config_->cta_slots % 2);",
+        16,
+        False,
+    ),
 ]
 
 
@@ -276,4 +284,4 @@ def test_faults_are_found(emulator: Emulator, fault: tuple[str, str, str, int, b
     header, statement, other, tile_q, huge_strides = fault
     emulator.substitute(f"flashinfer/{header}", statement, other)
     config = make_config(64, 64, tile_q, {"mask_mode": "causal"})
-    assert emulator.find_fault(config, cases=6, huge_strides=huge_strides)
+    assert emulator.find_fault(config, cases=12, huge_strides=huge_strides)
