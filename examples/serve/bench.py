@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
+from . import warmup
 from .engine import Engine, Output, SamplingParams, load
 from .traces import LENGTHS, Arrival, make_trace
 
@@ -283,17 +284,19 @@ def plot(path: Path, recordings: dict[str, Recording]) -> None:
 @click.option("--num-pages", default=8192, help="Pages of the KV cache.")
 @click.option("--page-size", default=16, help="Tokens per page.")
 @click.option("--max-batch-size", default=64, help="Requests per step.")
-@click.option("--cuda-graph/--no-cuda-graph", default=torch.cuda.is_available())
+@click.option("--cuda-graph/--no-cuda-graph", default=None, help="Default: on a GPU.")
+@click.option("--warm-up/--no-warm-up", default=None, help="Default: on a GPU.")
 @click.option("--seed", default=0)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all times.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw distributions.")
 def bench(
     model, device, dtype, kinds, count, rate, output_tokens, scale, cancel_share, num_pages,
-    page_size, max_batch_size, cuda_graph, seed, json_path, plot_path,
+    page_size, max_batch_size, cuda_graph, warm_up, seed, json_path, plot_path,
 ):  # fmt: skip
     """Replay arrival traces and print latencies and throughput."""
     from tqdm import tqdm
 
+    on_gpu = device.startswith("cuda")
     try:
         loaded, tokenizer = load(model, device, getattr(torch, dtype))
         traces = {
@@ -305,10 +308,16 @@ def bench(
         }  # fmt: skip
         engine = Engine(
             loaded, tokenizer, num_pages=num_pages, page_size=page_size,
-            max_batch_size=max_batch_size, use_cuda_graph=cuda_graph,
+            max_batch_size=max_batch_size,
+            use_cuda_graph=on_gpu if cuda_graph is None else cuda_graph,
         )  # fmt: skip
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if on_gpu if warm_up is None else warm_up:
+        start = time.perf_counter()
+        compiled = warmup.warm_up(engine, max_batch_size)
+        seconds = time.perf_counter() - start
+        click.echo(f"Warm-up: {seconds:.1f} s, of these {compiled:.1f} s in compile.")
     recordings = {}
     for number, (kind, trace) in enumerate(traces.items()):
         with tqdm(total=count, desc=kind, unit="request") as bar:

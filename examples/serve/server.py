@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 import torch
 
+from . import warmup
 from .engine import Engine, Output, load
 from .protocol import Answer, BadRequest, Request, error_body, parse
 from .worker import Overloaded, Worker
@@ -247,17 +248,32 @@ async def _http_error(http: HTTPRequest, error: Exception) -> Response:
 @click.option("--page-size", default=16, help="Tokens per page.")
 @click.option("--max-batch-size", default=64, help="Requests per step.")
 @click.option("--max-requests", default=256, help="Requests served or waiting; more get a 503.")
-@click.option("--cuda-graph/--no-cuda-graph", default=torch.cuda.is_available())
+@click.option("--cuda-graph/--no-cuda-graph", default=None, help="Default: on a GPU.")
+@click.option("--warm-up/--no-warm-up", default=None, help="Default: on a GPU.")
 def serve(
-    model, device, dtype, host, port, num_pages, page_size, max_batch_size, max_requests, cuda_graph
+    model,
+    device,
+    dtype,
+    host,
+    port,
+    num_pages,
+    page_size,
+    max_batch_size,
+    max_requests,
+    cuda_graph,
+    warm_up,
 ):
     """Serve OpenAI's completion endpoints over HTTP."""
+    on_gpu = device.startswith("cuda")
     try:
         loaded, tokenizer = load(model, device, getattr(torch, dtype))
         engine = Engine(
             loaded, tokenizer, num_pages=num_pages, page_size=page_size,
-            max_batch_size=max_batch_size, use_cuda_graph=cuda_graph,
+            max_batch_size=max_batch_size,
+            use_cuda_graph=on_gpu if cuda_graph is None else cuda_graph,
         )  # fmt: skip
+        if on_gpu if warm_up is None else warm_up:
+            warmup.warm_up(engine, max_batch_size)
         worker = Worker(engine, max_requests=max_requests)
     except ValueError as error:
         raise click.UsageError(str(error)) from error

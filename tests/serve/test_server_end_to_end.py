@@ -68,13 +68,13 @@ def test_clients_get_what_the_engine_generates():
 def test_bench_command(tmp_path):
     arguments = (
         "--device cpu --requests 6 --scale 0.02 --output-tokens 4 --num-pages 64 --rate 50 "
-        "--lengths constant --lengths uniform --cancel-share 0.3 --no-cuda-graph"
+        "--lengths constant --lengths uniform --cancel-share 0.3 --warm-up --max-batch-size 4"
     )
     result = CliRunner().invoke(
         bench.bench, [*arguments.split(), "--json", str(tmp_path / "times.json")]
     )
     assert result.exit_code == 0, result.output
-    assert "itl p99 ms" in result.output
+    assert "itl p99 ms" in result.output and "Warm-up: " in result.output
     content = json.loads((tmp_path / "times.json").read_text())
     assert list(content) == ["constant", "uniform"]
     for recording in content.values():
@@ -94,5 +94,5 @@ def test_bench_command(tmp_path):
     ],
 )
 def test_bench_command_refuses(arguments: list[str], message: str):
-    result = CliRunner().invoke(bench.bench, ["--device", "cpu", "--no-cuda-graph", *arguments])
+    result = CliRunner().invoke(bench.bench, ["--device", "cpu", *arguments])
     assert result.exit_code == 2 and message in result.output

@@ -71,7 +71,7 @@ def test_quickstart_in_a_shell(number: int):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     if number == 1:
-        columns = result.stdout.splitlines()[0].split()
+        columns = result.stdout.partition("\n---")[0].splitlines()[-1].split()
         assert columns == ["constant", "uniform", "skewed", "sharegpt"]
         assert re.search(r"^finished +4 +4 +4 +4$", result.stdout, flags=re.M)
     if number == 2:
