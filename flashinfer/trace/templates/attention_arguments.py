@@ -297,14 +297,32 @@ def gather_paged(run: Arguments, cache: str = "paged_kv_cache") -> dict[str, Any
     problem = planned(run)
     q = _tensor("q", run["q"], 3)
     k, v = pages_of(cache, run[cache], problem.kv_layout)
-    _check_planned(problem, q, k, v)
+    graph = run["self"].is_cuda_graph_enabled
+    planned_rows = q[: problem.num_qo_tokens] if graph else q
+    _check_planned(problem, planned_rows, k, v)
     if k.shape[1] != problem.page_size:
         raise ValueError(f"`{cache}` must have pages of {problem.page_size}, got {k.shape[1]}")
     listed, needed = len(problem.kv_indices), int(problem.kv_indptr[-1])
     if listed < needed:
         raise ValueError(f"`indices` of plan() must have {needed} page numbers, got {listed}")
     inputs = problem_arguments(problem, run, q.device)
+    if len(q) > len(planned_rows):
+        inputs |= _with_padding(inputs, len(q), problem.tokens_per_request)
     return {"q": q, "k_cache": k, "v_cache": v, **inputs, **destinations(run)}
+
+
+def _with_padding(inputs: Arguments, rows: int, tokens_per_request: int) -> dict[str, torch.Tensor]:
+    """A CUDA graph's rows beyond the plan, as requests without keys: their result is 0."""
+    names = ("qo_indptr", "kv_indptr", "kv_last_page_len")
+    qo_indptr, kv_indptr, last = (inputs[name] for name in names)
+    first = int(qo_indptr[-1])
+    step = tokens_per_request if (rows - first) % tokens_per_request == 0 else rows - first
+    bounds = torch.arange(first + step, rows + 1, step).to(qo_indptr)
+    return {
+        "qo_indptr": torch.cat([qo_indptr, bounds]),
+        "kv_indptr": torch.cat([kv_indptr, kv_indptr[-1:].expand(len(bounds))]),
+        "kv_last_page_len": torch.cat([last, last.new_zeros(len(bounds))]),
+    }
 
 
 def gather_paged_decode(run: Arguments) -> dict[str, Any]:
