@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,15 @@ class Request:
         Text, token ids, or the messages of a chat.
     params : SamplingParams
         How to sample.
+    stop : tuple of str
+        Texts that end the answer; they are left out.
     stream, include_usage : bool
         Answer token by token; with the counts of tokens at the end.
     """
 
     prompt: Any
     params: SamplingParams
+    stop: tuple[str, ...]
     stream: bool
     include_usage: bool
 
@@ -58,6 +61,11 @@ def _number(low: float, high: float) -> tuple[Callable[[Any], bool], str]:
     return check, f"a number from {low} to {high}"
 
 
+def _share() -> tuple[Callable[[Any], bool], str]:
+    check, _ = _number(0, 1)
+    return lambda v: check(v) and v > 0, "a number above 0, up to 1"
+
+
 def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
     # `1 == True`, but a client that sends one for the other is mistaken.
     text = " or ".join(json.dumps(v) for v in values)
@@ -68,6 +76,11 @@ def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(_integer(0)[0](v) for v in value)
+
+
+def _is_stop(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return len(texts) <= 4 and all(isinstance(t, str) and t for t in texts)
 
 
 def _is_messages(value: Any) -> bool:
@@ -89,11 +102,12 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (lambda v: isinstance(v, str), "a string"),
     "max_tokens": _integer(1),
     "temperature": _number(0, 2),
-    "top_p": _number(0, 1),
+    "top_p": _share(),
     "top_k": _integer(0),
     "min_p": _number(0, 1),
     "seed": _integer(0, 2**63),
     "stop_token_ids": (_is_ids, "a list of token ids"),
+    "stop": (_is_stop, "a string or up to 4, none of them empty"),
     "ignore_eos": _one_of(False, True),
     "stream": _one_of(False, True),
     "stream_options": (
@@ -172,7 +186,43 @@ def parse(body: bytes, *, chat: bool) -> Request:
     except ValueError as error:
         raise BadRequest(str(error)) from None
     usage = given.get("stream_options", {}).get("include_usage", False)
-    return Request(given[source], params, given.get("stream", False), usage)
+    stop = given.get("stop", [])
+    return Request(
+        prompt=given[source],
+        params=params,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stream=given.get("stream", False),
+        include_usage=usage,
+    )
+
+
+class StopText:
+    """Finds the first of some texts in text that comes in pieces.
+
+    Parameters
+    ----------
+    stops : sequence of str
+        The texts, none empty.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = stops
+        self._held = ""  # may be the beginning of one of them
+
+    def push(self, piece: str, *, last: bool) -> tuple[str, bool]:
+        """What can be shown after another piece, and whether a stop has been found behind it."""
+        text = self._held + piece
+        found = [i for i in map(text.find, self._stops) if i >= 0]
+        if found:
+            return text[: min(found)], True
+        # The longest beginning of a stop at the end of the text waits for what follows.
+        hold = max(
+            (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+            default=0,
+        )
+        shown = len(text) - (0 if last else hold)
+        self._held = text[shown:]
+        return text[:shown], False
 
 
 def error_body(message: str, kind: str, param: str | None = None) -> dict:

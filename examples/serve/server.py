@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -18,7 +19,7 @@ import torch
 
 from . import warmup
 from .engine import Engine, Output, load
-from .protocol import Answer, BadRequest, Request, error_body, parse
+from .protocol import Answer, BadRequest, Request, StopText, error_body, parse
 from .worker import Overloaded, Worker
 
 try:
@@ -118,10 +119,10 @@ class Server:
             return JSONResponse(error_body(str(error), "server_error"), status_code=500)
         answer = Answer(request_id, self.model, len(tokens), chat=chat)
         if request.stream:
-            events = _events(outputs, answer, request.include_usage)
+            events = _events(_answered(outputs, request.stop), answer, request.include_usage)
             # Of no effect on a request that has finished.
             return _Stream(events, lambda: self.worker.cancel(request_id))
-        return await self._whole(http, request_id, outputs, answer)
+        return await self._whole(http, request_id, _answered(outputs, request.stop), answer)
 
     def _tokens(self, request: Request, chat: bool) -> list[int]:
         if isinstance(request.prompt, list) and not chat:
@@ -150,11 +151,11 @@ class Server:
         return outputs
 
     async def _whole(
-        self, http: HTTPRequest, request_id: str, outputs: asyncio.Queue, answer: Answer
+        self, http: HTTPRequest, request_id: str, outputs: AsyncIterator[Output], answer: Answer
     ) -> Response:
         async def collect() -> Response:
             text, reason = "", None
-            async for output in _until_finished(outputs):
+            async for output in outputs:
                 answer.tokens += output.token_id >= 0
                 text, reason = text + output.text, output.reason
             return JSONResponse(answer.whole(text, reason))
@@ -179,12 +180,12 @@ class Server:
 
 
 async def _events(
-    outputs: asyncio.Queue, answer: Answer, include_usage: bool
+    outputs: AsyncIterator[Output], answer: Answer, include_usage: bool
 ) -> AsyncIterator[str]:
     """Server-sent events of a streamed answer."""
     first = True
     try:
-        async for output in _until_finished(outputs):
+        async for output in outputs:
             answer.tokens += output.token_id >= 0
             yield _event(answer.chunk(output.text, output.reason, first=first))
             first = False
@@ -195,12 +196,18 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-async def _until_finished(outputs: asyncio.Queue) -> AsyncIterator[Output]:
+async def _answered(outputs: asyncio.Queue, stops: Sequence[str]) -> AsyncIterator[Output]:
+    """Outputs up to the last, or to the first of the texts that end the answer."""
+    stop_text = StopText(stops)
     while True:
         output = await outputs.get()
         if isinstance(output, Exception):
             raise RuntimeError(f"generation failed: {output}")
-        yield output
+        text, stopped = stop_text.push(output.text, last=output.finished)
+        if stopped:
+            yield replace(output, text=text, finished=True, reason="stop")
+            return
+        yield replace(output, text=text)
         if output.finished:
             return
 

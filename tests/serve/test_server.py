@@ -116,6 +116,34 @@ def test_streamed_completion(site: Site):
     assert all("usage" not in p for p in pieces)
 
 
+def test_stop_texts_are_left_out_and_end_the_request(site: Site):
+    body = {"prompt": "x", "max_tokens": 20, "stop": ["zz", "efg", "fgh"]}
+    choice = site.ask("/v1/completions", body)[1]["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abcd", "stop")
+    pieces = site.stream("/v1/completions", body)
+    assert [p["choices"][0]["text"] for p in pieces] == ["a", "b", "c", "d", "", "", ""]
+    assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
+    wait_for(lambda: site.engine.pages_free == site.engine.pages_total)
+    # Held back, since a stop might follow, until it is clear that none does.
+    body = {"prompt": "x", "max_tokens": 4, "stop": "cdz"}
+    pieces = site.stream("/v1/completions", body)
+    assert [p["choices"][0]["text"] for p in pieces] == ["a", "b", "", "cd"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 30])
+def test_stop_texts_are_found_however_the_text_is_cut(size: int):
+    text = "aab aabaac, abab"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for stop in ("aabaac", "aac", "abab", "b", "nothing", "abac"):
+        filter_, shown, stopped = protocol.StopText([stop]), "", False
+        for i, piece in enumerate(pieces):
+            new, stopped = filter_.push(piece, last=i == len(pieces) - 1)
+            shown += new
+            if stopped:
+                break
+        assert (shown, stopped) == (text.partition(stop)[0], stop in text)
+
+
 def test_chat(site: Site):
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     body = {"messages": messages, "max_completion_tokens": 2}
@@ -156,9 +184,12 @@ def test_models_health_stats(site: Site):
         (b'{"prompt": "x", "temperature": NaN}', "temperature"),
         ({"prompt": "x", "temperature": True}, "temperature"),
         ({"prompt": "x", "top_p": 1.1}, "top_p"),
+        ({"prompt": "x", "top_p": 0}, "top_p"),
         ({"prompt": "x", "seed": 2**63}, "seed"),
         ({"prompt": "x", "n": 2}, "n"),
-        ({"prompt": "x", "stop": "."}, "stop"),
+        ({"prompt": "x", "stop": ["a", ""]}, "stop"),
+        ({"prompt": "x", "stop": list("abcde")}, "stop"),
+        ({"prompt": "x", "logit_bias": {}}, "logit_bias"),
         ({"prompt": "x", "echo": True}, "echo"),
         ({"prompt": "x", "stream": 1}, "stream"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
