@@ -18,6 +18,7 @@ import click
 import torch
 
 from . import warmup
+from .chat import load_chat, plain_chat
 from .engine import Engine, Output, load
 from .protocol import Answer, BadRequest, Request, StopText, error_body, parse
 from .worker import Overloaded, Worker
@@ -31,12 +32,7 @@ try:
 except ImportError as error:
     raise ImportError('the server needs pip install "flashinfer-python[serve]"') from error
 
-MAX_BODY = 8 << 20  # bytes
-
-
-def plain_chat(messages: list[dict]) -> str:
-    """A chat as text, for models without a template: a line per message, then the answer."""
-    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+MAX_BODY = 4 << 20  # bytes
 
 
 class Server:
@@ -106,7 +102,8 @@ class Server:
     async def _answer(self, http: HTTPRequest, *, chat: bool) -> Response:
         try:
             request = parse(await _body(http), chat=chat)
-            tokens = self._tokens(request, chat)
+            # In a thread: a long text takes the tokenizer a while, in which others are served.
+            tokens = await asyncio.to_thread(self._tokens, request, chat)
             request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
             outputs = await self._submit(request_id, tokens, request)
         except BadRequest as error:
@@ -274,6 +271,7 @@ def serve(
     on_gpu = device.startswith("cuda")
     try:
         loaded, tokenizer = load(model, device, getattr(torch, dtype))
+        chat = load_chat(model)
         engine = Engine(
             loaded, tokenizer, num_pages=num_pages, page_size=page_size,
             max_batch_size=max_batch_size,
@@ -285,5 +283,5 @@ def serve(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     name = Path(model).name if model else "demo"
-    app = Server(worker, tokenizer.encode, model=name).app()
+    app = Server(worker, tokenizer.encode, chat, model=name).app()
     uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=5)
