@@ -290,9 +290,10 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
             *(causal_p, causal_d, pos_encoding_mode_p, pos_encoding_mode_d, sm_scale_p, sm_scale_d),
             *(window_left_p, window_left_d, rope_scale_p, rope_scale_d, rope_theta_p, rope_theta_d),
         )
-        if key != self._key or any(mask is not None for mask in masks):
+        is_masked = any(mask is not None for mask in masks)
+        if key != self._key or is_masked:
             self._plan_run(self._run_problems(q_p, k_p, *key[2:], *masks))
-            self._key = key
+            self._key = () if is_masked else key  # a plan with a mask serves its own call only
         if self._use_cuda_graph and torch.cuda.is_current_stream_capturing():
             self._is_captured = True
         return self._launch_pair(
