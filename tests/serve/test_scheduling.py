@@ -1,0 +1,147 @@
+"""20,000 requests through the scheduler, with a model that costs nothing.
+
+In the model's place, a hash of the tokens that a request's pages hold: what a request gets then
+shows whether batching, preemption, sharing or a cancellation ever touched pages of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import zlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.serve import checkpoint, engine
+from examples.serve.engine import Engine, SamplingParams
+from examples.serve.runner import Chunk
+
+PAGES, PAGE_SIZE, BATCH, BATCH_TOKENS, WAITING = 90, 4, 16, 64, 40
+
+
+def _next(tokens: Sequence[int]) -> int:
+    return zlib.crc32(array("H", tokens).tobytes()) % 256
+
+
+class _Pages:
+    """Writes tokens to pages as a model writes keys and values, and reads them back."""
+
+    def __init__(self, served: Engine) -> None:
+        self.pool = served._pool
+        self.content: list[list[int]] = [[] for _ in range(PAGES)]
+        self.computed = 0
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        assert 1 <= len(chunks) <= BATCH
+        assert sum(len(chunk.tokens) for chunk in chunks) <= BATCH_TOKENS
+        for chunk in chunks:
+            self._write(chunk)
+        # Read after all have written, as the layers do.
+        return torch.tensor([[_next(self._read(chunk))] for chunk in chunks])
+
+    def _write(self, chunk: Chunk) -> None:
+        for position, token in enumerate(chunk.tokens, chunk.start):
+            page, slot = chunk.pages[position // PAGE_SIZE], position % PAGE_SIZE
+            assert self.pool._users[page] == 1, "a page that others read is written"
+            del self.content[page][slot:]
+            self.content[page].append(token)
+        self.computed += len(chunk.tokens)
+
+    def _read(self, chunk: Chunk) -> list[int]:
+        length = chunk.start + len(chunk.tokens)
+        return [token for page in chunk.pages for token in self.content[page]][:length]
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, _Pages]:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 16}
+    folder = checkpoint.write_random_checkpoint(tmp_path, {**checkpoint.SMALL, **shape})
+    result = Engine(
+        *checkpoint.load(folder, "cpu"),
+        num_pages=PAGES,
+        page_size=PAGE_SIZE,
+        max_batch_size=BATCH,
+        max_batch_tokens=BATCH_TOKENS,
+        max_waiting=WAITING,
+    )
+    pages = _Pages(result)
+    monkeypatch.setattr(result._runner, "run", pages.run)
+    monkeypatch.setattr(result._runner, "backend", contextlib.nullcontext)
+    monkeypatch.setattr(engine, "sample", lambda logits, *others: logits[:, 0].tolist())
+    return result, pages
+
+
+def test_20000_requests(served: tuple[Engine, _Pages]):
+    """Every request is answered with its own tokens, cancelled, or refused with a reason."""
+    engine, pages = served
+    rng = random.Random(0)
+    prefixes = [[rng.randrange(256) for _ in range(30)] for _ in range(5)]
+    tokens: dict[str, list[int]] = {}  # of requests in the engine, prompts included
+    wanted: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    finished_tokens = preemptions = 0
+
+    def end(reason: str) -> None:
+        reasons[reason] = reasons.get(reason, 0) + 1
+
+    def receive() -> None:
+        nonlocal preemptions, finished_tokens
+        before = {request.id for request in engine._running}
+        for output in engine.step():
+            name = output.request_id
+            assert output.token_id == _next(tokens[name])
+            tokens[name].append(output.token_id)
+            wanted[name] -= 1
+            assert output.finished == (wanted[name] == 0)
+            if output.finished:
+                finished_tokens += len(tokens.pop(name))
+                end(str(output.reason))
+        preemptions += len(before & {request.id for request in engine._waiting})
+        used = {page for request in engine._running for page in request.pages}
+        assert engine.stats()["pages_free"] == PAGES - len(used)
+
+    for number in range(20000):
+        name, size = str(number), rng.randint(1, 40)
+        prompt = rng.choice(prefixes)[: rng.randint(0, 30)] + rng.choices(range(256), k=size)
+        # A few do not fit the cache at all.
+        count = rng.randint(1, 20) if rng.random() > 0.01 else 10 * PAGES
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        try:
+            engine.add_request(name, prompt, params)
+        except ValueError as refusal:
+            end(str(refusal).split(":")[0])
+        else:
+            tokens[name], wanted[name] = list(prompt), count
+        if tokens and rng.random() < 0.1:
+            victim = rng.choice(list(tokens))
+            assert engine.cancel(victim)
+            del tokens[victim]
+            end("cancelled")
+        # Sometimes faster than it can be served, sometimes slower.
+        for _ in range(2 if number // 500 % 2 else rng.random() < 0.2):
+            receive()
+    while engine.has_work:
+        receive()
+    assert not tokens and sum(reasons.values()) == 20000
+    assert set(reasons) == {"length", "cancelled", "too long", "over capacity"}
+    assert min(reasons.values()) > 100 and preemptions > 30
+    # Shared prefixes save more than preempted and cancelled requests cost.
+    assert pages.computed < finished_tokens
+    stats = engine.stats()
+    assert stats["pages_free"] == PAGES and stats["running"] == stats["waiting"] == 0
+
+
+def test_the_oldest_request_is_served_first(served: tuple[Engine, _Pages]):
+    """Requests that together take three times the cache end in the order of their arrival."""
+    engine, _ = served
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    for number in range(15):
+        engine.add_request(str(number), [number] * 32, params)
+    ended = []
+    while engine.has_work:
+        ended += [int(o.request_id) for o in engine.step() if o.finished]
+    assert ended == sorted(ended) and len(ended) == 15
