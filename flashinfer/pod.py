@@ -293,7 +293,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         is_masked = any(mask is not None for mask in masks)
         if key != self._key or is_masked:
             self._plan_run(self._run_problems(q_p, k_p, *key[2:], *masks))
-            self._key = () if is_masked else key  # a plan with a mask serves its own call only
+            self._key = None if is_masked else key  # a plan with a mask serves its own call only
         if self._use_cuda_graph and torch.cuda.is_current_stream_capturing():
             self._is_captured = True
         return self._launch_pair(
