@@ -64,9 +64,8 @@ def load(
         the model does not use would change the result.
     """
     if path is None:
-        with tempfile.TemporaryDirectory() as folder:
-            write_random_checkpoint(folder)
-            return load(folder, device, dtype)
+        with tempfile.TemporaryDirectory() as temporary:
+            return load(write_random_checkpoint(temporary), device, dtype)
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
     model = Model(config, read_tensors(folder, device, dtype), device, dtype)

@@ -57,7 +57,7 @@ class _Request:
     params: SamplingParams
     seed: int
     stops: frozenset[int]
-    text: TextStream
+    text: TextStream | None
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the pages that are published
@@ -183,7 +183,7 @@ class Engine:
         if not params.ignore_eos:
             stops |= self._model.config.eos_token_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        text = TextStream(self._tokenizer)
+        text = None if self._tokenizer is None else TextStream(self._tokenizer)
         request = _Request(request_id, tokens, len(tokens), params, seed, stops, text)
         self._waiting.append(request)
         self._live[request_id] = request
@@ -344,8 +344,7 @@ class Engine:
         elif request.drawn >= request.params.max_tokens:
             reason = "length"
         text = ""
-        if self._tokenizer is not None:
-            stream = request.text
+        if (stream := request.text) is not None:
             text = stream.flush() if reason == "stop" else stream.push(token, reason is not None)
         if reason is not None:
             self._forget(request)

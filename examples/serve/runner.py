@@ -230,10 +230,8 @@ class Runner:
                 paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=last,
             )
-        batch = Batch(
-            *(buffer(capacity), buffer(capacity), buffer(capacity)),
-            *(indices, indptr, last, wrappers),
-        )
+        tokens, batch_indices, positions = (buffer(capacity) for _ in range(3))
+        batch = Batch(tokens, batch_indices, positions, indices, indptr, last, wrappers)
         return _Graph(capacity, batch, buffer(capacity + 1), buffer(capacity))
 
     def _fill(self, graph: _Graph, table: _Table, count: int) -> None:
