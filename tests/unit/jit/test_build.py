@@ -19,7 +19,7 @@ from flashinfer import aot, jit
 from flashinfer.jit import cache as store
 from flashinfer.jit import registry
 from flashinfer.jit.config import ModuleConfig
-from flashinfer.jit.progress import Progress
+from flashinfer.jit.progress import Progress, compile_seconds
 
 
 @pytest.fixture
@@ -78,6 +78,20 @@ def test_short_build_is_silent(project, messages):
     progress.tick()
     progress.done(True)
     assert messages == []
+
+
+def test_time_of_builds_is_summed(project, messages):
+    progress = Progress(["answer"], "sm_90a", project.root)
+    before = compile_seconds()
+    time.sleep(0.02)
+    progress.done(False)
+    assert compile_seconds() - before >= 0.02
+    before = compile_seconds()
+    project.spec().build_and_load()
+    after = compile_seconds()
+    assert after > before
+    project.spec().build_and_load()
+    assert compile_seconds() == after  # it was there
 
 
 def test_waiting_is_reported(project, script, monkeypatch, messages):
