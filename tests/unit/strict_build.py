@@ -15,7 +15,7 @@ from flashinfer.jit.binary import read_kernels
 MAY_USE_STACK = {
     "attention_kernel": "128 rows take all registers; what is spilled waits for the end of the loop"
     " over keys (test_attention_compile.py looks into it)",
-    "softmax_cluster_kernel": "8 bytes on sm_90a buy a fifth CTA per multiprocessor, 3 % of its time",
+    "softmax_cluster_kernel": "8 bytes on sm_90a buy a fifth CTA per SM, 3 % of its time",
     "settle_kernel": "16 bytes on sm_75, in the search for a token that was replaced",
 }
 

@@ -10,9 +10,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Copies 16 bytes, or writes zeros where `valid` is false (`source` is then not read). By way of L2
-// only (.cg), in lines of 128 bytes: on an H200, 3 % faster than without for K/V in pages, lines of
-// 256 bytes are 1.5 % slower. An evict_first policy gave 1 % more, but ptxas 13.0 makes of some such
-// copies (shared address + uniform register) an instruction that the GPU refuses.
+// only (.cg), in lines of 128 bytes: on an H200, 3 % faster than without for K/V in pages; lines of
+// 256 bytes are 1.5 % slower. An evict_first policy gave 1 % more, but ptxas 13.0 makes some such
+// copies (shared address + uniform register) into an instruction that the GPU refuses.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* source, bool valid) {
   const uint32_t source_bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(source),
