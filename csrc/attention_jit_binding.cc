@@ -44,7 +44,17 @@ FLASHINFER_FFI_EXPORT(attention_capacity, args) {
   ffi::check_cuda(workspace);
   const ffi::DeviceGuard guard(workspace);
   int ctas = 0;
-  ffi::check_launch(attention_ctas_per_sm(&ctas));
+  const cudaError_t status = attention_ctas_per_sm(&ctas);
+  if (status == cudaErrorInvalidValue) {
+    cudaGetLastError();  // said here, not at the next call of somebody else
+    const int cc = ffi::device_info(workspace).compute_capability;
+    ffi::raise(
+        "ValueError",
+        "`head_dim_qk` %d and `head_dim_vo` %d take more shared memory than a GPU of compute "
+        "capability %d.%d has",
+        FLASHINFER_CFG_HEAD_DIM_QK, FLASHINFER_CFG_HEAD_DIM_VO, cc / 10, cc % 10);
+  }
+  ffi::check_launch(status);
   static_cast<int32_t*>(info.data())[0] = ctas;
   static_cast<int32_t*>(info.data())[1] = ffi::device_info(workspace).num_sms;
 }
