@@ -219,12 +219,12 @@ def gen_batch_pod_module(
     use_sliding_window_d: bool,
     use_logits_soft_cap_d: bool,
 ) -> JitSpec:
-    """The module of ``BatchPODWithPagedKVCacheWrapper``; both halves have the same options."""
-    _check(dtype_idx, use_fp16_qk_reduction=use_fp16_qk_reduction)
-    options = (pos_encoding_mode_p, use_sliding_window_p, use_logits_soft_cap_p)
-    _check_same_options(options, (pos_encoding_mode_d, use_sliding_window_d, use_logits_soft_cap_d))
-    types = (dtype_q, dtype_kv, dtype_o)
-    return gen_attention_module(_two_shapes(types, (head_dim, head_dim), options, "none"))
+    """The module of ``BatchPODWithPagedKVCacheWrapper``, which is that of the other."""
+    return gen_pod_module(
+        *(dtype_q, dtype_kv, dtype_o, head_dim),
+        *(pos_encoding_mode_p, use_sliding_window_p, use_logits_soft_cap_p, use_fp16_qk_reduction),
+        *(dtype_idx, pos_encoding_mode_d, use_sliding_window_d, use_logits_soft_cap_d),
+    )
 
 
 def _two_shapes(
