@@ -11,6 +11,8 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from .tokens import Tokenizer
+
 Messages = list[dict[str, str]]
 
 
@@ -19,7 +21,7 @@ def plain_chat(messages: Messages) -> str:
     return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
 
 
-def load_chat(folder: str | Path | None) -> Callable[[Messages], str]:
+def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Callable[[Messages], list[int]]:
     """What turns messages into a prompt.
 
     Parameters
@@ -27,13 +29,15 @@ def load_chat(folder: str | Path | None) -> Callable[[Messages], str]:
     folder : path, optional
         Of a model in Hugging Face's format. Its template is ``chat_template.jinja``, or the
         ``chat_template`` of ``tokenizer_config.json`` (of several, the one named "default").
+    tokenizer : Tokenizer
+        Of that model.
 
     Returns
     -------
     callable
-        Messages (dicts with "role" and "content") to text without the token that begins every
-        prompt, which the tokenizer adds; ValueError if the template refuses them. `plain_chat`
-        where there is no template.
+        Messages (dicts with "role" and "content") to token ids; ValueError if the template refuses
+        them. A template writes the special tokens of a prompt itself, and the tokenizer adds none;
+        without a template it is `plain_chat`, encoded as any prompt.
 
     Raises
     ------
@@ -42,7 +46,7 @@ def load_chat(folder: str | Path | None) -> Callable[[Messages], str]:
     """
     source, special = _find(Path(folder)) if folder else (None, {})
     if source is None:
-        return plain_chat
+        return lambda messages: tokenizer.encode(plain_chat(messages))
     # A template is part of a downloaded file: it can compute, but reach nothing of this process.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -57,13 +61,15 @@ def load_chat(folder: str | Path | None) -> Callable[[Messages], str]:
     except TemplateError as error:
         raise ValueError(f"the chat template of {folder} is wrong: {error}") from error
 
-    def chat(messages: Messages) -> str:
+    def chat(messages: Messages) -> list[int]:
+        # Templates may ask if there are tools or documents, and take undefined ones for some.
+        absent = {"tools": None, "documents": None}
+        names = special | absent | {"messages": messages, "add_generation_prompt": True}
         try:
-            return template.render(
-                special | {"messages": messages, "add_generation_prompt": True, "bos_token": ""}
-            )
+            text = template.render(names)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the model's chat template refuses `messages`: {error}") from None
+        return tokenizer.encode(text, special=False)
 
     return chat
 
@@ -73,7 +79,9 @@ def _find(folder: Path) -> tuple[str | None, dict[str, Any]]:
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
     special = {}
-    for name, value in config.items():
+    older = folder / "special_tokens_map.json"
+    known = json.loads(older.read_text()) if older.is_file() else {}
+    for name, value in {**known, **config}.items():
         if name.endswith("_token") and value is not None:
             special[name] = value["content"] if isinstance(value, dict) else value
     file = folder / "chat_template.jinja"

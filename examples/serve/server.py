@@ -44,8 +44,8 @@ class Server:
         Runs the engine.
     encode : callable
         Text to token ids.
-    chat : callable
-        Messages (dicts with "role" and "content") to text.
+    chat : callable, optional
+        Messages (dicts with "role" and "content") to token ids; default: `plain_chat`, encoded.
     model : str
         Name to answer with.
     """
@@ -54,12 +54,12 @@ class Server:
         self,
         worker: Worker,
         encode: Callable[[str], list[int]],
-        chat: Callable[[list[dict]], str] = plain_chat,
+        chat: Callable[[list[dict]], list[int]] | None = None,
         model: str = "model",
     ):
         self.worker = worker
         self.encode = encode
-        self.chat = chat
+        self.chat = chat or (lambda messages: encode(plain_chat(messages)))
         self.model = model
 
     def app(self) -> Starlette:
@@ -125,7 +125,7 @@ class Server:
         if isinstance(request.prompt, list) and not chat:
             return request.prompt
         try:
-            return self.encode(self.chat(request.prompt) if chat else request.prompt)
+            return (self.chat if chat else self.encode)(request.prompt)
         except ValueError as error:  # such as half of a surrogate pair
             raise BadRequest(str(error), "messages" if chat else "prompt") from None
 
@@ -271,7 +271,7 @@ def serve(
     on_gpu = device.startswith("cuda")
     try:
         loaded, tokenizer = load(model, device, getattr(torch, dtype))
-        chat = load_chat(model)
+        chat = load_chat(model, tokenizer)
         engine = Engine(
             loaded, tokenizer, num_pages=num_pages, page_size=page_size,
             max_batch_size=max_batch_size,

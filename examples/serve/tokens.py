@@ -15,8 +15,8 @@ BYTE_LEVEL_FILE = "byte_level.json"
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; `special`: with what the model has around a prompt, such as BOS."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
@@ -25,8 +25,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes are tokens 0 to 255; others have no text."""
 
-    def encode(self, text: str) -> list[int]:
-        """One token per byte."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """One token per byte, nothing around them."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -46,9 +46,9 @@ class FileTokenizer:
             )
         self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
 
-    def encode(self, text: str) -> list[int]:
-        """With the special tokens that the file adds to a prompt."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """`special`: with the tokens that the file adds to a prompt. Those in the text count too."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Special tokens are left out."""

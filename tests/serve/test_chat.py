@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.serve.chat import load_chat, plain_chat
+from examples.serve.chat import load_chat
+from examples.serve.tokens import ByteTokenizer, load_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <b>"}]
 TEMPLATE = """{{ bos_token }}
@@ -18,7 +19,9 @@ TEMPLATE = """{{ bos_token }}
 {% if add_generation_prompt %}
 <|assistant|>
 {%- endif %}"""
-EXPECTED = "<|system|>Be kind.</s>\n<|user|>Hi <b></s>\n<|assistant|>"
+EXPECTED = "<s><|system|>Be kind.</s>\n<|user|>Hi <b></s>\n<|assistant|>"
+PLAIN = "system: Be kind.\nuser: Hi <b>\nassistant:"
+BYTES = ByteTokenizer()
 
 
 def configure(folder: Path, **content: object) -> None:
@@ -37,22 +40,74 @@ def test_the_template_of_the_model(tmp_path: Path, where: str):
     else:
         configure(tmp_path, **tokens, chat_template="{{ older }}")
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    chat = load_chat(tmp_path)
-    assert chat(MESSAGES).strip() == EXPECTED
+    chat = load_chat(tmp_path, BYTES)
+    assert BYTES.decode(chat(MESSAGES)) == EXPECTED
     with pytest.raises(ValueError, match="no answers"):
         chat([{"role": "assistant", "content": "x"}])
 
 
 def test_without_a_template(tmp_path: Path):
-    assert load_chat(None) is plain_chat and load_chat(tmp_path) is plain_chat
+    assert load_chat(None, BYTES)(MESSAGES) == BYTES.encode(PLAIN)
     configure(tmp_path, bos_token="<s>")
-    assert load_chat(tmp_path)(MESSAGES) == "system: Be kind.\nuser: Hi <b>\nassistant:"
+    assert load_chat(tmp_path, BYTES)(MESSAGES) == BYTES.encode(PLAIN)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Bytes, and a BOS token 0 that the tokenizer puts before every text, as that of Llama does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=258,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator([], trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    "template, begins",
+    [
+        (TEMPLATE, [0]),
+        (TEMPLATE.replace("{{ bos_token }}", "<s>"), [0]),
+        (TEMPLATE.replace("{{ bos_token }}", "{% if tools is not none %}x{% endif %}"), []),
+        (None, [0]),
+    ],
+    ids=["named", "spelled out", "without", "no template"],
+)
+def test_a_prompt_begins_once(tmp_path: Path, template: str | None, begins: list[int]):
+    """The template or the tokenizer begins a prompt, never both: the ids of `transformers`."""
+    pytest.importorskip("tokenizers")
+    write_tokenizer(tmp_path)
+    options = {} if template is None else {"chat_template": template}
+    configure(tmp_path, tokenizer_class="PreTrainedTokenizerFast", **options)
+    # Where older files name them.
+    special = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("Hi")[0] == 0
+    got = load_chat(tmp_path, tokenizer)(MESSAGES)
+    assert got[: len(begins)] == begins and got.count(0) == len(begins)
+    if template is None:
+        assert tokenizer.decode(got) == PLAIN
+        return
+    transformers = pytest.importorskip("transformers")
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_dict=False
+    )
+    assert got == expected
 
 
 def test_a_template_reaches_nothing(tmp_path: Path):
     configure(tmp_path, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ValueError, match="unsafe"):
-        load_chat(tmp_path)(MESSAGES)
+        load_chat(tmp_path, BYTES)(MESSAGES)
     configure(tmp_path, chat_template="{% for %}")
     with pytest.raises(ValueError, match="wrong"):
-        load_chat(tmp_path)
+        load_chat(tmp_path, BYTES)
