@@ -47,7 +47,7 @@ class FileTokenizer:
         self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """`special`: with the tokens that the file adds to a prompt. Those in the text count too."""
+        """`special`: with the tokens that the file adds to a prompt. Those in `text` count too."""
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
