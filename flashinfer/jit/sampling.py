@@ -69,7 +69,16 @@ def _aot_configs() -> Iterator[SamplingConfig]:
         yield SamplingConfig(dtype, dtype, True, Filter.TOP_K, Output.MASK)
 
 
-@register_generator(aot=_aot_configs)
+def _llama_configs() -> Iterator[SamplingConfig]:
+    f32 = torch.float32
+    yield SamplingConfig(f32, f32, True, Filter.NONE, Output.PROBS)
+    for filter in (Filter.TOP_K, Filter.TOP_P):
+        yield SamplingConfig(f32, f32, False, filter, Output.PROBS)
+    for filter in (Filter.NONE, Filter.MIN_P, Filter.TOP_K_TOP_P):
+        yield SamplingConfig(f32, f32, False, filter, Output.TOKEN)
+
+
+@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
 def gen_sampling_module(config: SamplingConfig) -> JitSpec:
     """The module with ``sampling``, for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

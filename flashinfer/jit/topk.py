@@ -43,7 +43,11 @@ def _aot_configs() -> Iterator[TopKConfig]:
             yield TopKConfig(dtype, output)
 
 
-@register_generator(aot=_aot_configs)
+def _llama_configs() -> Iterator[TopKConfig]:
+    yield TopKConfig(torch.float32, TopKOutput.VALUES)
+
+
+@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
 def gen_topk_module(config: TopKConfig) -> JitSpec:
     """The module with ``top_k``, for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

@@ -11,7 +11,7 @@ import torch
 from .. import env as jit_env
 from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
-from .config import AttentionConfig
+from .config import TILES, AttentionConfig
 from .variant import AttentionVariant
 
 
@@ -58,7 +58,7 @@ def _aot_configs() -> Iterator[AttentionConfig]:
         for dtype_kv in (dtype, torch.float8_e4m3fn):
             yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q=16)
         for paged in (False, True):
-            for tile_q in (64, 128):
+            for tile_q in TILES:
                 yield AttentionConfig(
                     dtype, dtype, dtype, 128, 128, tile_q, paged=paged, mask_mode="causal"
                 )
