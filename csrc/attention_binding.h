@@ -134,6 +134,7 @@ inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned
   tensors.q = q.data();
   tensors.q_stride_token = q.stride(0);
   tensors.q_stride_head = q.stride(1);
+  tensors.num_qo_tokens = q.dim(0);
   tensors.o = o.data();
   tensors.o_stride_token = o.stride(0);
   tensors.o_stride_head = o.stride(1);
@@ -199,6 +200,7 @@ inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned,
   check_rows(v);
   tensors.k = k.data();
   tensors.v = v.data();
+  tensors.num_kv_tokens = tokens;
   tensors.k_stride_token = k.stride(token);
   tensors.k_stride_head = k.stride(head);
   tensors.v_stride_token = v.stride(token);

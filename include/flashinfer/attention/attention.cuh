@@ -9,10 +9,10 @@
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
-#include <flashinfer/attention/mask.cuh>
 #include <flashinfer/attention/output.cuh>
 #include <flashinfer/attention/products.cuh>
 #include <flashinfer/attention/query.cuh>
+#include <flashinfer/attention/rows.cuh>
 #include <flashinfer/attention/tile.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/ptx/pdl.cuh>
@@ -38,7 +38,6 @@ template <typename Traits, typename Params>
 class TileWorker {
   using Tile = typename Traits::Tile;
   using Variant = typename Traits::Variant;
-  using View = RequestParams<typename Params::Variant>;
 
  public:
   __device__ __forceinline__ TileWorker(const Params& params, const AttentionTensors& tensors,
@@ -47,8 +46,7 @@ class TileWorker {
         tensors_(tensors),
         item_(item),
         kv_head_(kv_head),
-        view_(params.variant, item.qo_len, item.kv_len),
-        variant_(view_, item.request, reinterpret_cast<uint8_t*>(shared)),
+        rows_(params, item, kv_head, shared),
         shared_(shared) {
     const uint32_t num_packed = item.qo_len * params.group_size.divisor;
     num_rows_ = min(static_cast<int>(num_packed) - item.row_begin, Tile::kTileQ);
@@ -58,56 +56,17 @@ class TileWorker {
   }
 
   __device__ __forceinline__ void run() {
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        state_.largest[i][h] = kNothingSeen;
-        state_.sum[i][h] = 0.f;
-        const int packed = item_.row_begin + first_row<Tile>() + 16 * i + 8 * h;
-        rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
-            item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
-      }
-#pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; ++j) {
-        state_.output[i][j][0] = state_.output[i][j][1] = 0.f;
-        state_.output[i][j][2] = state_.output[i][j][3] = 0.f;
-      }
-    }
+    rows_.begin(state_);
     stream();
     // Not before: the merge's CTAs would wait where other items could run.
     ptx::grid_launch_dependents();
-    // A row's sum is spread over the four lanes that hold its columns.
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (state_.largest[i][h] == kNothingSeen) state_.largest[i][h] = -math::inf;
-        for (int offset = 1; offset <= 2; offset *= 2) {
-          state_.sum[i][h] += __shfl_xor_sync(0xffffffffu, state_.sum[i][h], offset);
-        }
-      }
-    }
-    OutputWriter<Traits, Params>(params_, tensors_, item_, kv_head_, num_rows_, variant_, view_,
-                                 shared_, stages_)
+    rows_.end(state_);
+    OutputWriter<Traits, Params>(params_, tensors_, item_, kv_head_, num_rows_, rows_.variant,
+                                 rows_.view, shared_, stages_)
         .write(state_);
   }
 
  private:
-  // Exponent of a row without visible keys so far: finite, so that a hidden logit of -inf weighs
-  // 2^(-inf) against it, and below that of any visible one.
-  static constexpr float kNothingSeen = -3.4028234663852886e38f;
-
-  // A scale of zero would make NaN of a masked logit's minus infinity; a negative one is applied to
-  // q or to the logits, so that the largest stays the largest.
-  __device__ __forceinline__ float scale_log2() const {
-    if constexpr (Variant::use_softmax) {
-      return fmaxf(fabsf(variant_.sm_scale_log2), 1e-30f);
-    } else {
-      return 1.f;  // such a variant has no scale
-    }
-  }
-
   static constexpr bool kCopyQuery =
       !Traits::kRotate && !Variant::kHasQueryTransform && !Tile::kFloat8;
 
@@ -124,7 +83,7 @@ class TileWorker {
       uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4]) {
     if constexpr (!kCopyQuery) {
       load_query<Tile, Traits::kRotate>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
-                                        variant_, view_, shared_, row_scale_);
+                                        rows_.variant, rows_.view, shared_, row_scale_);
     } else if (Variant::kNegatesQuery && params_.variant.sm_scale < 0.f) {
       constexpr int kRows = Tile::kTileQ / kAttentionWarps;
       __syncwarp();
@@ -200,12 +159,12 @@ class TileWorker {
         constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
         transform_keys<Tile, Traits::kRotate>(
             stages_ + stage * Tile::kBytesK + warp_token * Tile::kPitchK, first_token,
-            Tile::kWarpKV, threadIdx.x % kThreads, kThreads, variant_, view_);
+            Tile::kWarpKV, threadIdx.x % kThreads, kThreads, rows_.variant, rows_.view);
         synchronize();
       }
       const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
       const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
-      if (has_hidden_keys(first_token)) {
+      if (rows_.has_hidden_keys(first_token)) {
         attend<true>(query, tile_k, tile_v, first_token);
       } else {
         attend<false>(query, tile_k, tile_v, first_token);
@@ -220,25 +179,6 @@ class TileWorker {
 #endif
   }
 
-  static constexpr bool kReadsMask = Traits::kMask == MaskMode::custom ||
-                                     Traits::kMask == MaskMode::multi_item ||
-                                     Variant::kHasLogitsMask;
-
-  // Whether any of the warp's rows may not see all of its tokens from `first_token` on. Rows ascend
-  // with position: the first has the least end, the last the greatest beginning.
-  __device__ __forceinline__ bool has_hidden_keys(int first_token) const {
-    if constexpr (kReadsMask) return true;
-    const int last_token = first_token + Tile::kWarpKV - 1;
-    bool hidden = last_token >= item_.kv_end;
-    if constexpr (Traits::kMask == MaskMode::causal) {
-      hidden |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
-    }
-    if constexpr (Traits::kWindow) {
-      hidden |= first_token < __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv, 31);
-    }
-    return hidden;
-  }
-
   // One tile: logits, one step of the online softmax, output. Without branches but for the rare one
   // that scales the output down, so that exponentials and products may overlap.
   template <bool kMasked>
@@ -247,128 +187,33 @@ class TileWorker {
       uint32_t tile_v, int first_token) {
     float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
     multiply_qk<Tile>(logits, shared_q(), query, tile_k);
-    transform_logits<kMasked>(logits, first_token);
-    const float scale = scale_log2();
-    if constexpr (Variant::use_softmax) update_largest(logits, scale);
+    rows_.template transform<kMasked>(logits, first_token, inverse_scale_);
+    const float scale = rows_.scale_log2();
+    if constexpr (Variant::use_softmax) {
+      float shrink[Tile::kRowTiles][2];
+      if (rows_.update_largest(state_, logits, scale, shrink)) {
+        rows_.shrink_sums(state_, shrink);
+        rows_.shrink_output(state_, shrink);
+      }
+    }
 #pragma unroll
     for (int step = 0; step < Tile::kTokenTiles / 2; ++step) {
       uint32_t p[Tile::kRowTiles][4];
-#pragma unroll
-      for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          float (&tile)[4] = logits[i][2 * step + r / 2];
-          const int h = r % 2;
-          float &a = tile[2 * h], &b = tile[2 * h + 1];
-          if constexpr (Variant::use_softmax) {
-            a = math::ptx_exp2(fmaf(a, scale, -state_.largest[i][h]));
-            b = math::ptx_exp2(fmaf(b, scale, -state_.largest[i][h]));
-            state_.sum[i][h] += a + b;
-          }
-          p[i][r] = PackedPair<typename Tile::Mma>::pack(a, b);
-        }
-      }
+      rows_.weigh(state_, logits, step, scale, p);
       multiply_pv<Tile>(state_, p, tile_v + step * 16 * Tile::kPitchV);
     }
-  }
-
-  // The largest exponent of each row, give or take 8: the sums have room for 2^8, and so most tiles
-  // of a long row change nothing. Where it grows, the earlier sums are scaled down.
-  __device__ __forceinline__ void update_largest(
-      const float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], float scale) {
-    constexpr float kSlack = 8.f;
-    float shrink[Tile::kRowTiles][2];
-    bool changes = false;
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float largest = fmaxf(logits[i][0][2 * h], logits[i][0][2 * h + 1]);
-#pragma unroll
-        for (int j = 1; j < Tile::kTokenTiles; ++j) {
-          largest = fmaxf(largest, fmaxf(logits[i][j][2 * h], logits[i][j][2 * h + 1]));
-        }
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const float previous = state_.largest[i][h];
-        const bool grows = largest * scale > previous + kSlack;
-        if (grows) state_.largest[i][h] = largest * scale;
-        shrink[i][h] = math::ptx_exp2(previous - state_.largest[i][h]);
-        changes |= grows;
-      }
-    }
-    if (__any_sync(0xffffffffu, changes)) {
-#pragma unroll
-      for (int i = 0; i < Tile::kRowTiles; ++i) {
-        state_.sum[i][0] *= shrink[i][0];
-        state_.sum[i][1] *= shrink[i][1];
-#pragma unroll
-        for (int j = 0; j < Tile::kOutputTiles; ++j) {
-          state_.output[i][j][0] *= shrink[i][0];
-          state_.output[i][j][1] *= shrink[i][0];
-          state_.output[i][j][2] *= shrink[i][1];
-          state_.output[i][j][3] *= shrink[i][1];
-        }
-      }
-    }
-  }
-
-  template <bool kMasked>
-  __device__ __forceinline__ void transform_logits(
-      float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], int first_token) {
-    const int column = first_token + threadIdx.x % 4 * 2;
-    const bool negate =
-        Variant::use_softmax && !Variant::kNegatesQuery && variant_.sm_scale_log2 < 0.f;
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& logit = logits[i][j][e];
-          const QueryRow& row = rows_[i][e / 2];
-          const int kv_idx = column + j * 8 + e % 2;
-          if constexpr (Tile::kScaledQ) logit *= inverse_scale_[i][e / 2];
-          if constexpr (Variant::kHasLogitsTransform) {
-            logit = variant_.LogitsTransform(view_, logit, item_.request, row.qo_idx, kv_idx,
-                                             row.qo_head_idx, kv_head_);
-          }
-          if constexpr (!Variant::kNegatesQuery) logit = negate ? -logit : logit;
-          if constexpr (kMasked) {
-            if (!sees(row, kv_idx)) logit = Variant::use_softmax ? -math::inf : 0.f;
-          }
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ bool sees(const QueryRow& row, int kv_idx) const {
-    bool visible = kv_idx <= row.last_kv;
-    if constexpr (Traits::kWindow) visible = visible && kv_idx >= row.first_kv;
-    if constexpr (kReadsMask) {
-      // Rows past the tile's end have no mask to read.
-      visible = visible && row.qo_idx < item_.qo_len;
-      visible = visible && is_visible<Traits::kMask>(item_, row, kv_idx, params_.variant);
-      if constexpr (Variant::kHasLogitsMask) {
-        visible = visible && variant_.LogitsMask(view_, item_.request, row.qo_idx, kv_idx,
-                                                 row.qo_head_idx, kv_head_);
-      }
-    }
-    return visible;
   }
 
   const Params& params_;
   const AttentionTensors& tensors_;
   const WorkItem& item_;
   const uint32_t kv_head_;
-  const View view_;
-  Variant variant_;
   char* const shared_;
   char* stages_;
   float* row_scale_;
   int num_rows_, num_tiles_;
   WarpState<Tile> state_;
-  QueryRow rows_[Tile::kRowTiles][2];
+  TileRows<Traits, Params> rows_;
   float inverse_scale_[Tile::kRowTiles][2];
 };
 

@@ -41,8 +41,9 @@ struct AttentionTensors {
   int64_t o_stride_token, o_stride_head;
   int64_t k_stride_page, k_stride_token, k_stride_head;  // page stride unused for ragged
   int64_t v_stride_page, v_stride_token, v_stride_head;
-  uint32_t num_pages;  // of the cache; a page number outside is never followed
-  float v_scale;       // multiplies the output
+  uint32_t num_pages;                    // of the cache; a page number outside is never followed
+  int64_t num_qo_tokens, num_kv_tokens;  // of q, and of ragged k and v
+  float v_scale;                         // multiplies the output
 };
 
 // `Variant`: VariantParams or what derives from it.

@@ -1,0 +1,225 @@
+// The query rows that a thread holds: what variants and masks make of their logits, and their
+// online softmax. Logits lie in registers as the C fragments of mma.
+#pragma once
+
+#include <flashinfer/attention/mask.cuh>
+#include <flashinfer/attention/products.cuh>
+#include <flashinfer/attention/variant.cuh>
+#include <flashinfer/common/vec.cuh>
+
+namespace flashinfer {
+
+template <typename Traits, typename Params>
+class TileRows {
+  using Tile = typename Traits::Tile;
+  using Logits = float[Tile::kRowTiles][Tile::kTokenTiles][4];
+
+ public:
+  using Variant = typename Traits::Variant;
+  using View = RequestParams<typename Params::Variant>;
+
+  // What there is of each row before any key.
+  __device__ __forceinline__ TileRows(const Params& params, const WorkItem& item, uint32_t kv_head,
+                                      char* shared)
+      : params_(params),
+        item_(item),
+        kv_head_(kv_head),
+        view(params.variant, item.qo_len, item.kv_len),
+        variant(view, item.request, reinterpret_cast<uint8_t*>(shared)) {}
+
+  __device__ __forceinline__ void begin(WarpState<Tile>& state) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        state.largest[i][h] = kNothingSeen;
+        state.sum[i][h] = 0.f;
+        const int packed = item_.row_begin + first_row<Tile>() + 16 * i + 8 * h;
+        rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
+            item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
+      }
+#pragma unroll
+      for (int j = 0; j < Tile::kOutputTiles; ++j) {
+        state.output[i][j][0] = state.output[i][j][1] = 0.f;
+        state.output[i][j][2] = state.output[i][j][3] = 0.f;
+      }
+    }
+  }
+
+  // When all keys went by: a row's sum is spread over the four lanes that hold its columns.
+  __device__ __forceinline__ static void end(WarpState<Tile>& state) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (state.largest[i][h] == kNothingSeen) state.largest[i][h] = -math::inf;
+        for (int offset = 1; offset <= 2; offset *= 2) {
+          state.sum[i][h] += __shfl_xor_sync(0xffffffffu, state.sum[i][h], offset);
+        }
+      }
+    }
+  }
+
+  // Whether any of the warp's rows may not see all of its tokens from `first_token` on. Rows ascend
+  // with position: the first has the least end, the last the greatest beginning.
+  __device__ __forceinline__ bool has_hidden_keys(int first_token) const {
+    if constexpr (kReadsMask) return true;
+    const int last_token = first_token + Tile::kWarpKV - 1;
+    bool hidden = last_token >= item_.kv_end;
+    if constexpr (Traits::kMask == MaskMode::causal) {
+      hidden |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
+    }
+    if constexpr (Traits::kWindow) {
+      hidden |= first_token < __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv, 31);
+    }
+    return hidden;
+  }
+
+  // Applies the variant's transform and, if `kMasked`, hides keys. `inverse_scale`: of each row's
+  // query, where tiles have one.
+  template <bool kMasked>
+  __device__ __forceinline__ void transform(
+      Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
+    const int column = first_token + threadIdx.x % 4 * 2;
+    const bool negate =
+        Variant::use_softmax && !Variant::kNegatesQuery && variant.sm_scale_log2 < 0.f;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& logit = logits[i][j][e];
+          const QueryRow& row = rows_[i][e / 2];
+          const int kv_idx = column + j * 8 + e % 2;
+          if constexpr (Tile::kScaledQ) logit *= inverse_scale[i][e / 2];
+          if constexpr (Variant::kHasLogitsTransform) {
+            logit = variant.LogitsTransform(view, logit, item_.request, row.qo_idx, kv_idx,
+                                            row.qo_head_idx, kv_head_);
+          }
+          if constexpr (!Variant::kNegatesQuery) logit = negate ? -logit : logit;
+          if constexpr (kMasked) {
+            if (!sees(row, kv_idx)) logit = Variant::use_softmax ? -math::inf : 0.f;
+          }
+        }
+      }
+    }
+  }
+
+  // A scale of zero would make NaN of a masked logit's minus infinity; a negative one is applied to
+  // q or to the logits, so that the largest stays the largest.
+  __device__ __forceinline__ float scale_log2() const {
+    if constexpr (Variant::use_softmax) {
+      return fmaxf(fabsf(variant.sm_scale_log2), 1e-30f);
+    } else {
+      return 1.f;  // such a variant has no scale
+    }
+  }
+
+  // The largest exponent of each row, give or take 8: the sums have room for 2^8, and so most tiles
+  // of a long row change nothing. Where it grows in any of the warp's rows, returns true: what was
+  // summed so far is to be multiplied by `shrink`.
+  __device__ __forceinline__ static bool update_largest(WarpState<Tile>& state,
+                                                        const Logits& logits, float scale,
+                                                        float (&shrink)[Tile::kRowTiles][2]) {
+    constexpr float kSlack = 8.f;
+    bool changes = false;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float largest = fmaxf(logits[i][0][2 * h], logits[i][0][2 * h + 1]);
+#pragma unroll
+        for (int j = 1; j < Tile::kTokenTiles; ++j) {
+          largest = fmaxf(largest, fmaxf(logits[i][j][2 * h], logits[i][j][2 * h + 1]));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        const float previous = state.largest[i][h];
+        const bool grows = largest * scale > previous + kSlack;
+        if (grows) state.largest[i][h] = largest * scale;
+        shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
+        changes |= grows;
+      }
+    }
+    return __any_sync(0xffffffffu, changes);
+  }
+
+  __device__ __forceinline__ static void shrink_sums(WarpState<Tile>& state,
+                                                     const float (&shrink)[Tile::kRowTiles][2]) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+      state.sum[i][0] *= shrink[i][0];
+      state.sum[i][1] *= shrink[i][1];
+    }
+  }
+
+  __device__ __forceinline__ static void shrink_output(WarpState<Tile>& state,
+                                                       const float (&shrink)[Tile::kRowTiles][2]) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kOutputTiles; ++j) {
+        state.output[i][j][0] *= shrink[i][0];
+        state.output[i][j][1] *= shrink[i][0];
+        state.output[i][j][2] *= shrink[i][1];
+        state.output[i][j][3] *= shrink[i][1];
+      }
+    }
+  }
+
+  // The weights of tokens 16 * step ... + 15 as A fragments; adds them to the sums.
+  __device__ __forceinline__ static void weigh(WarpState<Tile>& state, Logits& logits, int step,
+                                               float scale, uint32_t (&p)[Tile::kRowTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float (&tile)[4] = logits[i][2 * step + r / 2];
+        const int h = r % 2;
+        float &a = tile[2 * h], &b = tile[2 * h + 1];
+        if constexpr (Variant::use_softmax) {
+          a = math::ptx_exp2(fmaf(a, scale, -state.largest[i][h]));
+          b = math::ptx_exp2(fmaf(b, scale, -state.largest[i][h]));
+          state.sum[i][h] += a + b;
+        }
+        p[i][r] = PackedPair<typename Tile::Mma>::pack(a, b);
+      }
+    }
+  }
+
+ private:
+  // Exponent of a row without visible keys so far: finite, so that a hidden logit of -inf weighs
+  // 2^(-inf) against it, and below that of any visible one.
+  static constexpr float kNothingSeen = -3.4028234663852886e38f;
+
+  static constexpr bool kReadsMask = Traits::kMask == MaskMode::custom ||
+                                     Traits::kMask == MaskMode::multi_item ||
+                                     Variant::kHasLogitsMask;
+
+  __device__ __forceinline__ bool sees(const QueryRow& row, int kv_idx) const {
+    bool visible = kv_idx <= row.last_kv;
+    if constexpr (Traits::kWindow) visible = visible && kv_idx >= row.first_kv;
+    if constexpr (kReadsMask) {
+      // Rows past the tile's end have no mask to read.
+      visible = visible && row.qo_idx < item_.qo_len;
+      visible = visible && is_visible<Traits::kMask>(item_, row, kv_idx, params_.variant);
+      if constexpr (Variant::kHasLogitsMask) {
+        visible = visible && variant.LogitsMask(view, item_.request, row.qo_idx, kv_idx,
+                                                row.qo_head_idx, kv_head_);
+      }
+    }
+    return visible;
+  }
+
+  const Params& params_;
+  const WorkItem& item_;
+  const uint32_t kv_head_;
+  QueryRow rows_[Tile::kRowTiles][2];
+
+ public:
+  const View view;
+  Variant variant;
+};
+
+}  // namespace flashinfer
