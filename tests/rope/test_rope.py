@@ -7,6 +7,7 @@ import torch
 
 from flashinfer import rope
 from flashinfer.testing import CheckOptions, assert_matches_reference, error_bound
+from flashinfer.trace.templates.rope import apply_rope_with_cos_sin_cache_trace
 
 BOUND = CheckOptions(bound=error_bound(torch.float32, 8, magnitude=8.0))
 
@@ -89,6 +90,18 @@ def test_position_outside_the_cache_gives_nan(is_neox, device):
         assert heads[0].isfinite().all()
         assert heads[1:, :, :32].isnan().all()
         assert torch.equal(heads[..., 32:], before[..., 32:]), "what is not rotated is copied"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2**40])
+def test_the_reference_converts_the_rows_it_needs(rows):
+    """No other row of a cache, which may be that of a long context, and may be empty."""
+    cache = torch.tensor([[0.5, 0.25]]).expand(rows, 2)
+    positions, query = torch.tensor([0, 2**40 - 1, 2**40]), torch.ones(3, 2)
+    reference = apply_rope_with_cos_sin_cache_trace().reference
+    out, _ = reference(positions, query, query, 2, cache)
+    inside = positions < rows
+    assert out[inside].tolist() == [[0.25, 0.75]] * int(inside.sum())
+    assert out[~inside].isnan().all()
 
 
 def test_slices_of_a_fused_projection_are_rotated_in_place(device):

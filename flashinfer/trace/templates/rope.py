@@ -40,8 +40,9 @@ def _cached_angles(cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.
     """Cosines and sines of each token; NaN where the cache has no such row."""
     positions = positions.long()
     valid = (positions >= 0) & (positions < cache.shape[0])
-    padded = torch.cat([cache.double(), torch.full_like(cache[:1], float("nan")).double()])
-    rows = padded[positions.where(valid, len(padded) - 1)]
+    # The rows first, as a cache of a long context has far more than are needed.
+    rows = (cache if len(cache) else cache.new_zeros(1, cache.shape[1]))[positions.where(valid, 0)]
+    rows = rows.double().where(valid[:, None], float("nan"))
     half = cache.shape[1] // 2
     return rows[:, :half], rows[:, half:]
 
