@@ -61,7 +61,7 @@ def main() -> None:
 @click.option("--num-pages", default=2048, help="Pages of the KV cache.")
 @click.option("--page-size", default=16, help="Tokens per page.")
 @click.option("--fp8-kv", is_flag=True, help="Keep keys and values as float8_e4m3fn.")
-@click.option("--cuda-graph/--no-cuda-graph", default=torch.cuda.is_available())
+@click.option("--cuda-graph/--no-cuda-graph", default=None, help="Default: on a GPU.")
 def generate(
     prompts, path, model, device, dtype, max_tokens, temperature, top_k, top_p, min_p, seed,
     num_pages, page_size, fp8_kv, cuda_graph,
@@ -80,7 +80,7 @@ def generate(
             num_pages=num_pages,
             page_size=page_size,
             kv_dtype=torch.float8_e4m3fn if fp8_kv else None,
-            use_cuda_graph=cuda_graph,
+            use_cuda_graph=device.startswith("cuda") if cuda_graph is None else cuda_graph,
         )
         for number, text in enumerate(texts):
             params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_tokens)

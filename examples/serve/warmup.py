@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from .engine import Engine, SamplingParams
 
-# What selects a kernel: the length of prompts (attention's tiles) and the filters of a batch.
-_PROMPTS = (2, 40, 200, 1000)
+# What selects a kernel: the rows of attention (tokens times heads per KV head: powers of two meet
+# every tile, of up to 32 heads) and the filters of a batch.
+PROMPTS = (2, 4, 8, 16, 32, 64, 128, 1000)
 _SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=2),
     SamplingParams(max_tokens=2),
@@ -35,8 +36,9 @@ def warm_up(engine: Engine, max_batch_size: int) -> float:
     before = engine.stats()["compile_seconds"]
     for params in _SAMPLING:
         _serve(engine, [[0]], params)
-    for length in _PROMPTS:
-        _serve(engine, [[0] * length], _SAMPLING[0])
+    for token, length in enumerate(PROMPTS, start=1):
+        # Each of a token of its own: what a prompt shares with an earlier one is not computed.
+        _serve(engine, [[token] * length], _SAMPLING[0])
     size = 1
     while size < max_batch_size:
         size = min(2 * size, max_batch_size)

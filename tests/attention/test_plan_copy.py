@@ -50,10 +50,11 @@ def test_the_copy_is_on_the_current_stream():
     workspace = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
     gpu, group = planner(), Requests(1, (8192,) * 4).group()
     gpu.plan(workspace, -1, group)  # buffers are there now
+    assert workspace.any().item()  # its kernel is loaded: loading would wait for `side`
     workspace.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(10 * BUSY)
+        torch.cuda._sleep(50 * BUSY)
         gpu.plan(workspace, -1, group)
     early = workspace.any().item()  # by the default stream, which does not wait for `side`
     assert not side.query(), "the stream was not busy for long enough to tell"
