@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 128,  # as large models have: the same attention modules
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 32768,

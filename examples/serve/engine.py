@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from flashinfer.jit import build_jit_specs
 from flashinfer.jit.progress import compile_seconds
 
 from .cache import PagePool, page_keys
 from .checkpoint import load as load
 from .model import Model
+from .modules import modules
 from .runner import Chunk, Runner
 from .sampling import SamplingParams as SamplingParams
 from .sampling import sample
@@ -141,6 +143,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._live)
+
+    def build(self) -> None:
+        """Compile all modules that requests may need, in parallel; without a GPU, nothing."""
+        if self._model.device.type == "cuda":
+            config, runner = self._model.config, self._runner
+            build_jit_specs(modules(config, self._model.dtype, runner.kv_dtype))
 
     def stats(self) -> dict[str, Any]:
         """Pages (in all, and free), requests (running, waiting), seconds of compilation so far."""
@@ -281,7 +289,8 @@ class Engine:
 
     def _chunk(self, request: _Request, count: int) -> tuple[_Request, Chunk]:
         start = request.computed
-        return request, Chunk(request.tokens[start : start + count], start, request.pages)
+        tokens = request.tokens[start : start + count]
+        return request, Chunk(tokens, start, request.pages, self._rotation_of(request))
 
     def _grow(self, request: _Request, length: int) -> bool:
         """Pages for `length` tokens, at the cost of younger requests; False if it had to yield."""
@@ -319,7 +328,7 @@ class Engine:
 
     def _share_prefix(self, request: _Request) -> None:
         """Take the pages that are in the cache; the last token is left, for its logits."""
-        for key in page_keys(request.tokens[:-1], self._page_size):
+        for key in page_keys(request.tokens[:-1], self._page_size, self._root(request)):
             page = self._pool.share(key)
             if page is None:
                 break
@@ -330,13 +339,14 @@ class Engine:
     def _publish(self, request: _Request) -> None:
         """Let later requests share the pages that have become full."""
         done = len(request.keys)
-        parent = request.keys[-1] if done else b""
+        parent = request.keys[-1] if done else self._root(request)
         new = request.tokens[done * self._page_size : request.computed]
         for key in page_keys(new, self._page_size, parent):
             self._pool.publish(request.pages[len(request.keys)], key)
             request.keys.append(key)
 
     def _accept(self, request: _Request, token: int) -> Output:
+        rotation = self._rotation_of(request)
         request.tokens.append(token)
         reason = None
         if token in request.stops:
@@ -348,7 +358,16 @@ class Engine:
             text = stream.flush() if reason == "stop" else stream.push(token, reason is not None)
         if reason is not None:
             self._forget(request)
+        elif self._rotation_of(request) != rotation:
+            self._release(request)  # its keys have the other frequencies: computed again
         return Output(request.id, token, text, reason is not None, reason)
+
+    def _rotation_of(self, request: _Request) -> int:
+        return self._model.config.rotation(len(request.tokens))
+
+    def _root(self, request: _Request) -> bytes:
+        """Parent of a request's first page: equal tokens of other frequencies are not shared."""
+        return self._rotation_of(request).to_bytes(8, "big")
 
     def _release(self, request: _Request) -> None:
         self._pool.release(request.pages)

@@ -19,7 +19,7 @@ _SAMPLING = (
 
 
 def warm_up(engine: Engine, max_batch_size: int) -> float:
-    """Serve requests of every kind, then batches of every size that a CUDA graph is captured for.
+    """Build, then serve requests of every kind, then batches of every size that graphs are for.
 
     Parameters
     ----------
@@ -34,6 +34,7 @@ def warm_up(engine: Engine, max_batch_size: int) -> float:
         Seconds of compilation.
     """
     before = engine.stats()["compile_seconds"]
+    engine.build()  # in parallel; what is called first would be compiled one after the other
     for params in _SAMPLING:
         _serve(engine, [[0]], params)
     for token, length in enumerate(PROMPTS, start=1):

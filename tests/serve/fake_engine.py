@@ -36,6 +36,9 @@ class FakeEngine:
         self.compile_seconds = 1.5
         self.threads: set[str] = set()
 
+    def build(self) -> None:
+        """Nothing is compiled."""
+
     def _pages(self, prompt: list[int], params: SamplingParams) -> int:
         return -(-(len(prompt) + params.max_tokens) // self.page_size)
 

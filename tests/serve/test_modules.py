@@ -1,0 +1,95 @@
+"""The modules that an engine names are those its requests use; a preset has those of Llama."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.serve import checkpoint
+from examples.serve.config import ModelConfig
+from examples.serve.engine import Engine, SamplingParams, load
+from examples.serve.modules import modules
+from examples.serve.runner import Runner
+from examples.serve.warmup import warm_up
+from flashinfer import _kernels, activation
+from flashinfer._attention.executor import AttentionExecutor
+from flashinfer.jit import JitSpec, current_compilation_context, registry
+from flashinfer.jit.attention import AttentionConfig
+
+LLAMA = {**checkpoint.SMALL, "num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN = {
+    **checkpoint.SMALL,
+    "architectures": ["Qwen2ForCausalLM"],
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "max_window_layers": 1,
+    "head_dim": 64,
+}
+
+
+class _Kernels:
+    """In place of a compiled module: results, the first tensors, become zeros."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: [a.zero_() for a in arguments[:2] if isinstance(a, torch.Tensor)]
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the modules that calls ask for from here on; the calls compute nothing."""
+    names: set[str] = set()
+
+    def gen_act_and_load(name: str, dtype: torch.dtype) -> Any:
+        return activation.gen_act_and_mul_module(name, dtype).build_and_load()
+
+    def load_module(spec: JitSpec) -> _Kernels:
+        names.add(spec.name)
+        return _Kernels()
+
+    def plan(self: AttentionExecutor, problem: Any, *, graph_capacity: Any = None, **_: Any):
+        key = self._module_key(problem, None, 0, None, graph_capacity)
+        names.update((AttentionConfig(*key[:-1]).uri, "attention_plan"))
+
+    def kernel_of(table: _kernels.KernelTable, key: Any) -> Any:
+        return table._get_kernel(*(key if isinstance(key, tuple) else (key,)))
+
+    monkeypatch.setattr(JitSpec, "build_and_load", load_module)
+    # Neither found nor kept in what outlives the test.
+    monkeypatch.setattr(activation, "get_act_and_mul_module", gen_act_and_load)
+    monkeypatch.setattr(_kernels.KernelTable, "__getitem__", kernel_of, raising=False)
+    monkeypatch.setattr(AttentionExecutor, "plan", plan)
+    monkeypatch.setattr(AttentionExecutor, "run", lambda *_: None)
+    monkeypatch.setattr(Runner, "backend", lambda self: contextlib.nullcontext())
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    current_compilation_context.reset()
+    return names
+
+
+@pytest.mark.parametrize(
+    "config, kv_dtype", [(LLAMA, None), (QWEN, None), (QWEN, torch.float8_e4m3fn)]
+)
+def test_all_and_only_what_requests_use(
+    tmp_path: Path, used: set[str], config: dict[str, Any], kv_dtype: torch.dtype | None
+):
+    folder = checkpoint.write_random_checkpoint(tmp_path, config)
+    model, tokenizer = load(folder, "cpu", torch.float16)
+    engine = Engine(model, tokenizer, num_pages=128, kv_dtype=kv_dtype)
+    warm_up(engine, 4)
+    for number in range(4):  # a short prompt among requests that decode
+        engine.add_request(str(number), [number] * 3, SamplingParams(max_tokens=4))
+        engine.step()
+    named = modules(model.config, torch.float16, kv_dtype or torch.float16)
+    assert used == {spec.name for spec in named}
+
+
+def test_the_preset_has_what_llama_needs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    current_compilation_context.reset()
+    built = {spec.name for spec in registry.preset_specs("llama-bf16")}
+    for config in (LLAMA, checkpoint.SMALL):
+        named = modules(ModelConfig.from_dict(config), torch.bfloat16, torch.bfloat16)
+        assert {spec.name for spec in named} <= built
