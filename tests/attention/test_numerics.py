@@ -24,6 +24,8 @@ from tests.attention.batches import (
     workspace,
 )
 
+LOG2E = 1.4426950408889634
+
 
 def _exact(wrapper, **run) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = {"self": wrapper, "return_lse": True, **run}
@@ -82,7 +84,8 @@ def test_logits_of_a_million(path, sign, dtype, device):
     plan = plan_decode if path == "decode" else plan_paged
     q = batch.query(device)
     # |q.k| reaches about 50 here.
-    wrapper = plan(batch, device, sm_scale=sign * 2e4)
+    scale = sign * 2e4
+    wrapper = plan(batch, device, sm_scale=scale)
     cache = batch.cache(device)
     out, lse = wrapper.run(q, cache, return_lse=True)
     exact, exact_lse = _exact(wrapper, q=q, paged_kv_cache=cache)
@@ -90,7 +93,12 @@ def test_logits_of_a_million(path, sign, dtype, device):
     # Two keys within a float32 unit of each other may trade places, which is rare.
     close = (out.double() - exact).abs() <= 0.02 + 0.02 * exact.abs()
     assert close.double().mean() > 0.98
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
+    # A product is summed in 128 / 16 steps, each cut to 24 bits of a partial sum, which is at most
+    # the product of the norms. Relative are the roundings of log2(e), the scale, the logit and LSE.
+    longest = torch.nan_to_num(cache[0]).double().norm(dim=-1).max()
+    of_products = 8 * 2.0**-23 * q.double().norm(dim=-1) * longest
+    allowed = abs(scale) * LOG2E * of_products + 4 * 2.0**-24 * exact_lse.abs()
+    assert ((lse.double() - exact_lse).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("value", [1e6, -1e6])
@@ -105,7 +113,7 @@ def test_equal_logits_of_a_million_average_the_values(value, device):
     out, lse = wrapper.run(q, k, v, return_lse=True)
     expected = v.double().mean(0).repeat_interleave(4, 0)[None]
     torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=2e-3)
-    expected_lse = value * 1.4426950408889634 + 8
+    expected_lse = value * LOG2E + 8
     torch.testing.assert_close(lse, torch.full_like(lse, expected_lse), rtol=1e-6, atol=0.0)
 
 

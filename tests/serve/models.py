@@ -73,16 +73,23 @@ class Reference:
     """`transformers` in float32 on the weights of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        self.folder = folder
+        self.models: dict[torch.dtype, Any] = {}
 
     @torch.no_grad()
-    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """``[len(tokens), vocab]``."""
-        return self.model(torch.tensor([list(tokens)])).logits[0]
+    def logits(self, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """``[len(tokens), vocab]`` float32, with activations of `dtype`."""
+        from transformers import AutoModelForCausalLM
+
+        if dtype not in self.models:
+            self.models[dtype] = AutoModelForCausalLM.from_pretrained(
+                self.folder, dtype=dtype, attn_implementation="eager"
+            ).eval()
+        return self.models[dtype](torch.tensor([list(tokens)])).logits[0].float()
+
+    def errors(self, tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What `transformers` itself loses with activations of `dtype`, logit by logit."""
+        return self.logits(tokens, dtype) - self.logits(tokens)
 
     def check_greedy(
         self, prompt: Sequence[int], tokens: Sequence[int], rounding: float
