@@ -199,7 +199,8 @@ class TileWorker {
 #pragma unroll
     for (int step = 0; step < Tile::kTokenTiles / 2; ++step) {
       uint32_t p[Tile::kRowTiles][4];
-      rows_.weigh(state_, logits, step, scale, p);
+      rows_.weigh(state_, logits, step, scale);
+      rows_.pack(logits, step, p);
       multiply_pv<Tile>(state_, p, tile_v + step * 16 * Tile::kPitchV);
     }
   }

@@ -168,22 +168,34 @@ class TileRows {
     }
   }
 
-  // The weights of tokens 16 * step ... + 15 as A fragments; adds them to the sums.
+  // Turns the logits of tokens 16 * step ... + 15 into weights, and adds these to the sums.
   __device__ __forceinline__ static void weigh(WarpState<Tile>& state, Logits& logits, int step,
-                                               float scale, uint32_t (&p)[Tile::kRowTiles][4]) {
+                                               float scale) {
+    if constexpr (Variant::use_softmax) {
 #pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float (&tile)[4] = logits[i][2 * step + r / 2];
-        const int h = r % 2;
-        float &a = tile[2 * h], &b = tile[2 * h + 1];
-        if constexpr (Variant::use_softmax) {
+        for (int r = 0; r < 4; ++r) {
+          float (&tile)[4] = logits[i][2 * step + r / 2];
+          const int h = r % 2;
+          float &a = tile[2 * h], &b = tile[2 * h + 1];
           a = math::ptx_exp2(fmaf(a, scale, -state.largest[i][h]));
           b = math::ptx_exp2(fmaf(b, scale, -state.largest[i][h]));
           state.sum[i][h] += a + b;
         }
-        p[i][r] = PackedPair<typename Tile::Mma>::pack(a, b);
+      }
+    }
+  }
+
+  // The weights of these tokens as A fragments.
+  __device__ __forceinline__ static void pack(const Logits& logits, int step,
+                                              uint32_t (&p)[Tile::kRowTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float (&tile)[4] = logits[i][2 * step + r / 2];
+        p[i][r] = PackedPair<typename Tile::Mma>::pack(tile[r % 2 * 2], tile[r % 2 * 2 + 1]);
       }
     }
   }

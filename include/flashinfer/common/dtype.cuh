@@ -138,10 +138,16 @@ template <>
 struct PackedPair<dtype::float16> {
   using Bits = uint32_t;
   __device__ __forceinline__ static Bits pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+#else
     uint16_t low_bits, high_bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(low_bits) : "f"(low));
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(high_bits) : "f"(high));
     return low_bits | (static_cast<uint32_t>(high_bits) << 16);
+#endif
   }
 };
 
