@@ -27,6 +27,7 @@ _BATCH = [
     Flag(
         "random_actual_seq_len", bool, False, "lengths drawn from 1 to --s_qo and --s_kv, not those"
     ),
+    Flag("longer_request", positive, 1, "one request has this many times as many keys"),
 ]
 _QO = Flag("s_qo", positive, 1024, "query tokens of a request")
 _KV = Flag("s_kv", positive, 1024, "tokens of keys and values of a request, queries included")
@@ -48,13 +49,15 @@ _CAUSAL = Flag("causal", bool, False, "a query sees no key behind it; aligned to
 def lengths(case: Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key tokens of each request, int32 on the CPU; a function of the flags alone."""
     count, s_qo = getattr(case, "batch_size", 1), getattr(case, "s_qo", 1)
+    times = torch.ones(count, dtype=torch.int32)
+    times[count // 2] = getattr(case, "longer_request", 1)
     if not getattr(case, "random_actual_seq_len", False):
-        return _int32([s_qo] * count), _int32([case.s_kv] * count)
+        return _int32([s_qo] * count), _int32([case.s_kv] * count) * times
     generator = torch.Generator().manual_seed(case.random_seed)
     fractions = torch.rand(2, count, generator=generator, dtype=torch.float64)
     qo = 1 + (fractions[0] * s_qo).int()
     shortest = qo.clamp(max=case.s_kv)  # the queries are the newest of the keys where there is room
-    return qo, shortest + (fractions[1] * (case.s_kv - shortest + 1)).int()
+    return qo, (shortest + (fractions[1] * (case.s_kv - shortest + 1)).int()) * times
 
 
 def _int32(values: list[int]) -> torch.Tensor:

@@ -48,6 +48,18 @@ def test_random_lengths_stay_below_the_flags_and_repeat():
     assert (qo.max(), kv.min(), kv.max()) == (20, 1, 5)
 
 
+def test_one_request_may_be_longer():
+    flags = ("--batch_size", "5", "--s_kv", "30", "--longer_request", "64")
+    qo, kv = lengths(DECODE, *flags)
+    assert sorted(kv.tolist()) == [30, 30, 30, 30, 1920] and qo.tolist() == [1] * 5
+    tokens = 2040 * 2 * 2 * 32 * 2
+    assert ROUTINES[DECODE].nbytes(build(DECODE, *flags)) == 2 * 5 * 6 * 32 * 2 + tokens
+    even, longer = (
+        lengths(PAGED, *flags[:4], *f, "--random_actual_seq_len")[1] for f in ((), flags[4:])
+    )
+    assert (longer // even).tolist() == [1, 1, 64, 1, 1]
+
+
 def test_the_plan_has_the_lengths():
     flags = ("--batch_size", "9", "--s_qo", "5", "--s_kv", "99", "--random_actual_seq_len")
     qo, kv = lengths(PAGED, *flags)
