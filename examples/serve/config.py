@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from .rope import read_rope, switch_length
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+)
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
 )
 
 
@@ -27,6 +33,8 @@ class ModelConfig:
     ----------
     windows : tuple of int
         One per layer: how many keys before its own position a query sees; -1: all.
+    max_positions : int
+        Longest text.
     rope : mapping
         ``rope_type``, ``rope_theta`` and the parameters of that type.
     eos_token_ids : frozenset of int
@@ -86,7 +94,17 @@ class ModelConfig:
             raise ValueError(f"`hidden_act` must be 'silu', got {activation!r}")
         if values.get("quantization_config"):
             raise ValueError("`quantization_config` must be absent: weights are 16-bit here")
+        for name in _REQUIRED:
+            if type(values.get(name)) is not int or values[name] < 1:
+                raise ValueError(f"`{name}` must be an int of at least 1, got {values.get(name)!r}")
         heads = values["num_attention_heads"]
+        head_dim = values.get("head_dim") or values["hidden_size"] // heads
+        positions = values.get("max_position_embeddings") or 2048
+        rope = read_rope(values, head_dim, positions)
+        if rope["rope_type"] == "yarn":
+            # Some state the original length here, others that after scaling.
+            scaled = int(rope["factor"] * rope["original_max_position_embeddings"])
+            positions = max(positions, scaled)
         eos = values.get("eos_token_id")
         return cls(
             architecture=architecture,
@@ -96,14 +114,19 @@ class ModelConfig:
             num_layers=values["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+            head_dim=head_dim,
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            max_positions=values.get("max_position_embeddings", 2048),
+            max_positions=positions,
             tied_embeddings=values.get("tie_word_embeddings", False),
             windows=_windows(architecture, values),
-            rope=_rope(values),
+            rope=rope,
             eos_token_ids=frozenset([] if eos is None else eos if isinstance(eos, list) else [eos]),
         )
+
+    def rotation(self, length: int) -> int:
+        """First row, in the cosines and sines, of a text of this length: see `rope_cache`."""
+        switch = switch_length(self.rope, self.max_positions)
+        return self.max_positions if switch is not None and length > switch else 0
 
 
 def _windows(architecture: str, values: Mapping[str, Any]) -> tuple[int, ...]:
@@ -120,35 +143,3 @@ def _windows(architecture: str, values: Mapping[str, Any]) -> tuple[int, ...]:
         full = values.get("max_window_layers", layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     return tuple(size - 1 if kind == "sliding_attention" else -1 for kind in kinds[:layers])
-
-
-def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", values.get("rope_theta", 10000.0))
-    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"`rope_type` must be 'default', 'linear' or 'llama3', got {kind!r}")
-    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ValueError(f"`partial_rotary_factor` must be 1, got {partial}")
-    return rope
-
-
-def rope_cache(config: ModelConfig) -> torch.Tensor:
-    """Cosines and sines of every position, ``[max_positions, head_dim]`` float32.
-
-    ``llama3`` divides frequencies of few periods in the original context by `factor`, keeps those
-    of many, and interpolates between ("The Llama 3 Herd of Models", 2024).
-    """
-    rope, dim = config.rope, config.head_dim
-    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    frequency = float(rope["rope_theta"]) ** -exponent
-    if rope["rope_type"] == "linear":
-        frequency = frequency / rope["factor"]
-    elif rope["rope_type"] == "llama3":
-        periods = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((periods - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / rope["factor"])
-    angle = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * frequency
-    return torch.cat([angle.cos(), angle.sin()], -1).float()

@@ -10,7 +10,8 @@ from torch.nn.functional import embedding, linear
 
 import flashinfer
 
-from .config import ModelConfig, rope_cache
+from .config import ModelConfig
+from .rope import rope_cache
 
 
 @dataclass
@@ -23,6 +24,9 @@ class Batch:
         ``[nnz]`` int32: the new tokens of all requests, one request after the other.
     batch_indices, positions : torch.Tensor
         ``[nnz]`` int32: request of each token (-1: padding) and its position in that request.
+    rotations : torch.Tensor
+        ``[nnz]`` int32: row of each token in the cosines and sines; `positions` itself for models
+        that have no other frequencies for long texts.
     kv_indices, kv_indptr, kv_last_page_len : torch.Tensor
         Page table, int32, as in `flashinfer.append_paged_kv_cache`.
     attention : dict
@@ -32,6 +36,7 @@ class Batch:
     tokens: torch.Tensor
     batch_indices: torch.Tensor
     positions: torch.Tensor
+    rotations: torch.Tensor
     kv_indices: torch.Tensor
     kv_indptr: torch.Tensor
     kv_last_page_len: torch.Tensor
@@ -98,7 +103,7 @@ class Model:
             raise ValueError("the checkpoint must have 'lm_head.weight', it has not")
         self.head = self.embedding if config.tied_embeddings else head
         take.finish()
-        self.cos_sin = rope_cache(config).to(self.device)
+        self.cos_sin = rope_cache(config.rope, config.head_dim, config.max_positions).to(device)
 
     def forward(self, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         """Append the keys and values of a batch to the cache.
@@ -145,7 +150,7 @@ class Model:
             q = flashinfer.rmsnorm(q, layer.q_norm, config.rms_norm_eps)
             k = flashinfer.rmsnorm(k, layer.k_norm, config.rms_norm_eps)
         flashinfer.apply_rope_with_cos_sin_cache_inplace(
-            batch.positions, q, k, dim, self.cos_sin, is_neox=True
+            batch.rotations, q, k, dim, self.cos_sin, is_neox=True
         )
         flashinfer.append_paged_kv_cache(
             _as_cached(k, cache.dtype),

@@ -19,11 +19,15 @@ WORKSPACE_BYTES = 128 << 20
 
 @dataclass
 class Chunk:
-    """The part of a request that a step computes: its tokens ``[start, start + len(tokens))``."""
+    """The part of a request that a step computes: its tokens ``[start, start + len(tokens))``.
+
+    `rotation`: from `ModelConfig.rotation`, of the request's length.
+    """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
+    rotation: int = 0
 
 
 @dataclass
@@ -36,6 +40,7 @@ class _Table:
     kv_indices: torch.Tensor
     last_page_len: torch.Tensor
     lengths: torch.Tensor
+    rotations: torch.Tensor | None  # of each token; None: its position
 
 
 @dataclass
@@ -86,6 +91,8 @@ class Runner:
         # Wrappers of one stream run one after the other and may share the workspace.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._windows = sorted(set(config.windows))
+        # Rows of cosines and sines beyond those of the positions: frequencies of long texts.
+        self._switches = len(self.model.cos_sin) > config.max_positions
         with self.backend():
             self._prefill = {
                 w: flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace)
@@ -138,6 +145,9 @@ class Runner:
             kv_indices=ints(pages),
             last_page_len=ints([(length - 1) % self.page_size + 1 for length in lengths]),
             lengths=ints(lengths),
+            rotations=ints([c.rotation + c.start + i for c in chunks for i in range(len(c.tokens))])
+            if self._switches
+            else None,
         )
 
     def _on_device(self, table: _Table) -> Batch:
@@ -151,6 +161,7 @@ class Runner:
             tokens=move(table.tokens),
             batch_indices=batch_indices,
             positions=positions,
+            rotations=positions if table.rotations is None else move(table.rotations),
             kv_indices=move(table.kv_indices),
             kv_indptr=move(table.kv_indptr),
             kv_last_page_len=move(table.last_page_len),
@@ -231,12 +242,15 @@ class Runner:
                 paged_kv_last_page_len_buffer=last,
             )
         tokens, batch_indices, positions = (buffer(capacity) for _ in range(3))
-        batch = Batch(tokens, batch_indices, positions, indices, indptr, last, wrappers)
+        rotations = buffer(capacity) if self._switches else positions
+        batch = Batch(tokens, batch_indices, positions, rotations, indices, indptr, last, wrappers)
         return _Graph(capacity, batch, buffer(capacity + 1), buffer(capacity))
 
     def _fill(self, graph: _Graph, table: _Table, count: int) -> None:
         self._plan_decode(graph.batch.attention, table)
         graph.batch.tokens[:count].copy_(table.tokens, non_blocking=True)
+        if table.rotations is not None:
+            graph.batch.rotations[:count].copy_(table.rotations, non_blocking=True)
         # Requests beyond the batch have no tokens: their rows belong to no request.
         graph.qo_indptr.fill_(count)
         graph.qo_indptr[: count + 1].copy_(table.qo_indptr, non_blocking=True)

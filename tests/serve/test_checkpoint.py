@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from examples.serve.__main__ import main
 from examples.serve.checkpoint import SMALL, load, write_random_checkpoint
-from examples.serve.config import ModelConfig, rope_cache
+from examples.serve.config import ModelConfig
+from examples.serve.rope import rope_cache
 from examples.serve.tokens import BYTE_LEVEL_FILE, TextStream, load_tokenizer
 
 TINY = {**SMALL, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
@@ -78,7 +79,8 @@ def test_frequencies_of_old_checkpoints_are_left_out(tmp_path: Path):
         ({"architectures": ["GPT2LMHeadModel"]}, "`architectures`.*got 'GPT2LMHeadModel'"),
         ({"hidden_act": "gelu"}, "`hidden_act`.*got 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "`rope_type`.*got 'yarn'"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "`rope_type`.*got 'mrope'"),
+        ({"num_hidden_layers": None}, "`num_hidden_layers`.*got None"),
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor`.*got 0.5"),
     ],
 )
@@ -108,7 +110,7 @@ def test_configurations_of_the_previous_format():
     parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
     new = ModelConfig.from_dict({**TINY, "rope_parameters": parameters})
     assert old == new
-    cos_sin = rope_cache(old)
+    cos_sin = rope_cache(old.rope, old.head_dim, old.max_positions)
     # Position 8 divided by 4 turns the first pair by 2, the last by 2 / 100^(7/8).
     angle = torch.tensor([2.0, 2 / 100 ** (7 / 8)])
     assert torch.allclose(cos_sin[8, [0, 7]], angle.cos())
