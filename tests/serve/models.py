@@ -48,20 +48,6 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0],
     "original_max_position_embeddings": 64,
 }
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-}
-_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 2.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.8, 2.0, 2.5],
-    "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0],
-    "original_max_position_embeddings": 64,
-}
 
 # Between them: every feature of a configuration that the loader reads.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,9 +62,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": _LINEAR}),
-    "yarn": ("qwen2", {"rope_parameters": _YARN}),
-    "dynamic": ("llama", {"rope_parameters": _DYNAMIC}),
-    "longrope": ("llama", {"rope_parameters": LONGROPE}),
     "yarn": ("mistral", {"sliding_window": None, "rope_parameters": _YARN}),
     "dynamic": ("llama", {"rope_parameters": _DYNAMIC}),
     "longrope": ("llama", {"rope_parameters": LONGROPE}),
