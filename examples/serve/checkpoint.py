@@ -41,6 +41,31 @@ SMALL: dict[str, Any] = {
 }
 """Configuration of the checkpoint that stands in where none is given."""
 
+LARGE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "eos_token_id": [128001, 128008, 128009],
+}
+"""Configuration of Llama 3.1 with 8 billion parameters, for measurements with random weights."""
+
 
 def load(
     path: str | Path | None, device: str | torch.device, dtype: torch.dtype = torch.bfloat16
@@ -111,15 +136,25 @@ def write_random_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2))
     (folder / BYTE_LEVEL_FILE).write_text(json.dumps({"eos": BYTE_LEVEL_EOS}))
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in _shapes(ModelConfig.from_dict(config)).items():
-        values = torch.randn(shape, generator=generator)
-        # Products keep the variance of their input; norms scale by about 1.
-        values = 1 + 0.1 * values if len(shape) == 1 else values * shape[-1] ** -0.5
-        tensors[name] = values.bfloat16()
+    tensors = random_tensors(ModelConfig.from_dict(config), seed=seed)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def random_tensors(
+    config: ModelConfig, device: str | torch.device = "cpu", seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint with random bfloat16 values, by name, made on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for name, shape in _shapes(config).items():
+        values = torch.randn(shape, generator=generator, device=device)
+        if len(shape) == 1:
+            values.mul_(0.1).add_(1)  # norms scale by about 1
+        else:
+            values.mul_(shape[-1] ** -0.5)  # products keep the variance of their input
+        tensors[name] = values.bfloat16()
+    return tensors
 
 
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:

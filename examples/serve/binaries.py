@@ -1,0 +1,31 @@
+"""What the compilers made of modules, read back from the built libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from flashinfer.jit import JitSpec
+from flashinfer.jit.binary import Kernel, read_kernels
+
+
+def kernels_of(spec: JitSpec) -> dict[tuple[str, str], list[Kernel]]:
+    """Kernels of a built module, by name and architecture: the instances of each template."""
+    found: dict[tuple[str, str], list[Kernel]] = {}
+    for kernel in read_kernels(spec.get_library_path()):
+        found.setdefault((kernel.short_name, kernel.arch), []).append(kernel)
+    return found
+
+
+def kernel_table(specs: Sequence[JitSpec]) -> str:
+    """Resources of every kernel as text; modules by their number in `specs`, from 1."""
+    rows = []
+    for number, spec in enumerate(specs, 1):
+        for (name, arch), kernels in kernels_of(spec).items():
+            registers = sorted({kernel.registers for kernel in kernels})
+            stack = max(kernel.stack_bytes for kernel in kernels)
+            span = "-".join(map(str, (registers[0], registers[-1])[: len(registers)]))
+            rows.append((number, name, len(kernels), arch, span, f"{stack} B" if stack else "none"))
+    headers = ["module", "kernel", "instances", "arch", "registers", "spills or stack"]
+    return tabulate(rows, headers, disable_numparse=True)
