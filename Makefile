@@ -46,7 +46,7 @@ $(VENV)/.installed: pyproject.toml version.txt build_backend.py
 	@touch $@
 
 demo: $(INSTALLED)
-	$(PY) -m examples.demo
+	$(PY) -m examples.serve.demo
 
 test: $(INSTALLED)
 	$(PY) -m pytest $(PYTEST_ARGS) $(if $(JOBS),-n $(JOBS)) $(TESTS)

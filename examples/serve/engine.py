@@ -144,6 +144,11 @@ class Engine:
         """Whether a request waits or runs."""
         return bool(self._live)
 
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the KV cache."""
+        return self._page_size
+
     def build(self) -> None:
         """Compile all modules that requests may need, in parallel; without a GPU, nothing."""
         if self._model.device.type == "cuda":

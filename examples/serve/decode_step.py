@@ -1,0 +1,304 @@
+"""Measures a decode step: how long it takes, what the memory would allow, where the time goes."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tabulate import tabulate
+
+from flashinfer.jit import JitSpec
+
+from .binaries import kernels_of
+from .engine import Engine, SamplingParams
+from .model import Model
+
+MEMORY_TB_PER_S = 4.3  # what one H200 reads
+
+ATTENTION, GEMM, LAYER = "attention", "matrix products", "norm, activation, RoPE, append"
+SAMPLING, OTHER, GAPS = "sampling", "other kernels and copies", "between kernels"
+HOST = "host (the GPU waits)"
+_PART_OF_MODULE = {
+    "attention": ATTENTION,
+    "norm": LAYER,
+    "act_and_mul": LAYER,
+    "rope": LAYER,
+    "page": LAYER,
+    "topk": SAMPLING,
+    "sampling": SAMPLING,
+}
+_GEMM_NAMES = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma", re.IGNORECASE)
+# Kernels of one graph follow each other within a few microseconds; a host takes longer.
+_LONGEST_GAP = 20.0
+
+SETTLE, STEPS, RECORDED = 5, 40, 5
+# More tokens than a request generates here, some of them while the prompts of others are read.
+GENERATED = 256
+# About as many as that, for the longest context not to exceed what is asked for.
+_FEWER = 64
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel or copy on the GPU, from `start` to `end` microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class DecodeStep:
+    """A measurement.
+
+    Attributes
+    ----------
+    milliseconds : list of float
+        Of each step, from one batch of tokens on the host to the next.
+    contexts : list of int
+        Keys of each request, in the middle of the measurement.
+    weight_bytes, kv_bytes : int
+        What a step must read: weights, and keys and values.
+    spans : list of Span
+        What ran on the GPU in `RECORDED` further steps; empty if they could not be recorded.
+    parts : mapping
+        Part of each kernel of ours, by its name.
+    """
+
+    milliseconds: list[float]
+    contexts: list[int]
+    weight_bytes: int
+    kv_bytes: int
+    spans: list[Span]
+    parts: Mapping[str, str]
+
+    @property
+    def step_ms(self) -> float:
+        return float(np.median(self.milliseconds))
+
+    @property
+    def floor_ms(self) -> float:
+        return _floor_ms(self.weight_bytes + self.kv_bytes)
+
+    def shares(self) -> dict[str, float]:
+        """Milliseconds of each part in a step; what no kernel accounts for is the host's."""
+        if not self.spans:
+            return {}
+        busy = busy_time(self.spans, self.parts)
+        times = {part: 1e-3 * us / RECORDED for part, us in busy.items()}
+        # Not from the recorded steps, whose host is slower.
+        return times | {HOST: max(0.0, self.step_ms - sum(times.values()))}
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers for a file; of the kernels, milliseconds in a step by name."""
+        kernels: dict[str, float] = {}
+        for span in self.spans:
+            ms = 1e-3 * (span.end - span.start) / RECORDED
+            kernels[span.name] = kernels.get(span.name, 0.0) + ms
+        return {
+            "step_ms": self.step_ms,
+            "step_p99_ms": float(np.percentile(self.milliseconds, 99)),
+            "floor_ms": self.floor_ms,
+            "ratio": self.step_ms / self.floor_ms,
+            "batch_size": len(self.contexts),
+            "contexts": self.contexts,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes": self.kv_bytes,
+            "shares_ms": self.shares(),
+            "kernels": [
+                {"name": name, "part": part_of(name, self.parts), "ms": ms}
+                for name, ms in sorted(kernels.items(), key=lambda item: -item[1])
+            ],
+            "milliseconds": self.milliseconds,
+        }
+
+    def __str__(self) -> str:
+        contexts = self.contexts
+        lines = [
+            f"Decode step of {len(contexts)} requests with {min(contexts):,} to "
+            f"{max(contexts):,} tokens: {self.step_ms:.2f} ms (median of {len(self.milliseconds)}, "
+            f"p99 {np.percentile(self.milliseconds, 99):.2f}),",
+            f"{self.step_ms / self.floor_ms:.3f} times the {self.floor_ms:.2f} ms of reading "
+            f"{self.weight_bytes / 1e9:.1f} GB of weights and {self.kv_bytes / 1e9:.1f} GB of keys "
+            f"and values once, at {MEMORY_TB_PER_S} TB/s.",
+        ]
+        shares = self.shares()
+        if not shares:
+            return "\n".join([*lines, "No shares: the profiler recorded no kernel."])
+        floors = {ATTENTION: _floor_ms(self.kv_bytes), GEMM: _floor_ms(self.weight_bytes)}
+        rows = [
+            (part, f"{ms:.3f}", f"{100 * ms / self.step_ms:.1f} %", f"{floor:.2f}" if floor else "")
+            for part, ms in shares.items()
+            for floor in (floors.get(part),)
+        ]
+        rows.append(("step", f"{self.step_ms:.3f}", "", f"{self.floor_ms:.2f}"))
+        headers = ["part", "ms", "share", "floor ms"]
+        return "\n".join([*lines, "", tabulate(rows, headers, disable_numparse=True)])
+
+
+def _floor_ms(nbytes: int) -> float:
+    return nbytes / MEMORY_TB_PER_S / 1e9
+
+
+def kernel_parts(specs: Sequence[JitSpec]) -> dict[str, str]:
+    """Part of the step that each kernel of built modules belongs to, by the kernel's name."""
+    return {
+        name: _PART_OF_MODULE[spec.config.module]
+        for spec in specs
+        for name, _ in kernels_of(spec)
+        if spec.config is not None
+    }
+
+
+def part_of(name: str, parts: Mapping[str, str]) -> str:
+    """Part of a kernel or copy by its demangled name."""
+    if "flashinfer::" in name:
+        return next((parts[word] for word in re.findall(r"\w+", name) if word in parts), OTHER)
+    return GEMM if _GEMM_NAMES.search(name) else OTHER
+
+
+def busy_time(spans: Sequence[Span], parts: Mapping[str, str]) -> dict[str, float]:
+    """Microseconds of each part; what overlaps counts once, for the kernel that began first."""
+    times = dict.fromkeys((ATTENTION, GEMM, LAYER, SAMPLING, OTHER, GAPS), 0.0)
+    ordered = sorted(spans, key=lambda span: span.start)
+    until = ordered[0].start if ordered else 0.0
+    for span in ordered:
+        if 0 < span.start - until < _LONGEST_GAP:
+            times[GAPS] += span.start - until
+        times[part_of(span.name, parts)] += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return times
+
+
+def record_on_gpu(run: Callable[[], None]) -> list[Span]:
+    """What `run` does on the GPU, by PyTorch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return read_trace(path.read_text(errors="replace"))
+
+
+def read_trace(text: str) -> list[Span]:
+    """Kernels, copies and fills of a trace in Chrome's format."""
+    return [
+        Span(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in json.loads(text, strict=False)["traceEvents"]
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
+    ]
+
+
+def bytes_per_token(model: Model, kv_dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    config = model.config
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
+
+
+def weight_bytes(model: Model) -> int:
+    """Weights that a step reads: not the embedding, of which it takes a row per token."""
+    of_layers = [t for layer in model.layers for t in vars(layer).values()]
+    read = [*of_layers, model.norm, model.head]
+    return sum(tensor.nbytes for tensor in read if isinstance(tensor, torch.Tensor))
+
+
+def measure(
+    engine: Engine,
+    model: Model,
+    parts: Mapping[str, str],
+    *,
+    batch_size: int = 64,
+    contexts: tuple[int, int] = (2048, 4096),
+    record: Callable[[Callable[[], None]], list[Span]] = record_on_gpu,
+) -> DecodeStep:
+    """Serve a batch of random prompts greedily until all decode; time steps, then record some.
+
+    Parameters
+    ----------
+    engine : Engine
+        Without work, with a cache of the model's dtype and room for the batch: see `pages_needed`.
+    model : Model
+        The engine's.
+    parts : mapping
+        From `kernel_parts`.
+    batch_size : int
+        Requests, at most the engine's batch.
+    contexts : tuple of int
+        Shortest and longest context; the requests lie evenly between.
+    record : callable
+        Runs what it is given and returns what the GPU did.
+
+    Returns
+    -------
+    DecodeStep
+
+    Raises
+    ------
+    ValueError
+        If the contexts are too short or the engine has too few pages.
+    """
+    lengths = _prompt_lengths(batch_size, contexts)
+    needed = pages_needed(batch_size, contexts, engine.page_size)
+    if needed > engine.stats()["pages_free"]:
+        free = engine.stats()["pages_free"]
+        raise ValueError(f"`engine` must have {needed} free pages, got {free}")
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=GENERATED, ignore_eos=True)
+    generated: dict[str, int] = {}
+    for number, length in enumerate(lengths):
+        prompt = rng.integers(0, model.config.vocab_size, size=length).tolist()
+        generated[f"decode-{number}"] = 0
+        engine.add_request(f"decode-{number}", prompt, params)
+
+    def step() -> int:
+        outputs = engine.step()
+        for output in outputs:
+            generated[output.request_id] += 1
+        return len(outputs)
+
+    def more_steps() -> None:
+        for _ in range(RECORDED):
+            step()
+
+    try:
+        while min(generated.values()) == 0:
+            step()
+        for _ in range(SETTLE):  # the first captures the graph
+            step()
+        milliseconds = []
+        for number in range(STEPS):
+            if number == STEPS // 2:
+                tokens = [n + g for n, g in zip(lengths, generated.values(), strict=True)]
+            start = time.perf_counter()  # tokens have come to the host: the GPU is idle
+            count = step()
+            milliseconds.append(1e3 * (time.perf_counter() - start))
+            assert count == batch_size, f"{count} of {batch_size} requests decoded"
+        spans = record(more_steps)
+    finally:
+        for name in generated:
+            engine.cancel(name)
+    kv_bytes = sum(tokens) * bytes_per_token(model, model.dtype)
+    return DecodeStep(milliseconds, tokens, weight_bytes(model), kv_bytes, spans, parts)
+
+
+def _prompt_lengths(batch_size: int, contexts: tuple[int, int]) -> list[int]:
+    low, high = contexts
+    high -= _FEWER
+    if not 1 <= low <= high:
+        raise ValueError(f"`contexts` must be two lengths, {_FEWER} apart or more, got {contexts}")
+    return np.linspace(low, high, batch_size).round().astype(int).tolist()
+
+
+def pages_needed(batch_size: int, contexts: tuple[int, int], page_size: int) -> int:
+    """Pages of the cache that `measure` needs."""
+    lengths = _prompt_lengths(batch_size, contexts)
+    return sum(-(-(length + GENERATED) // page_size) for length in lengths)
