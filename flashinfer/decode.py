@@ -95,6 +95,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     torch.Size([2, 32, 128])
     """
 
+    _backends = ("auto", "fa2")
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

@@ -76,7 +76,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         With `use_cuda_graph`, if every plan has a custom mask: uint8 of the most bytes that the
         packed masks of a batch take, and int32 of ``capacity + 1`` elements.
     backend : str
-        ``"auto"`` or ``"fa2"``.
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; see docs/attention.md.
     jit_args : list, optional
         A variant: ``[uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo,
         additional_tensor_names, additional_tensor_dtypes, additional_scalar_names,

@@ -87,7 +87,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         For partial results of rows that are split over several CTAs; contiguous, any dtype, on the
         GPU. 128 MiB suffice for every matrix.
     backend : str
-        ``"auto"`` or ``"fa2"``.
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; see docs/attention.md.
 
     Raises
     ------

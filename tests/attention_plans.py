@@ -74,6 +74,7 @@ class Options:
     tile_q: int = 16
     cta_slots: int = 396
     tile_q_second: int = 0
+    tile_kv: int = TILE_KV
     fixed_split_size: int = 0
     disable_split_kv: bool = False
     graph_batch_size: int = -1
@@ -165,24 +166,23 @@ def check_covers(options: Options, plan: Plan, *groups: Requests) -> None:
                 tokens = {x // options.group_size for x in range(row, min(row + tile_q, rows))}
                 seen = [visible(group, qo_len, kv_len, token) for token in tokens]
                 seen = [(a, b) for a, b in seen if a < b] or [(0, 0)]
-                check_ranges(
-                    rows_of[kind, r, row], min(a for a, _ in seen), max(b for _, b in seen)
-                )
+                low, high = min(a for a, _ in seen), max(b for _, b in seen)
+                check_ranges(rows_of[kind, r, row], low, high, options.tile_kv)
     assert rows_of.keys() == expected
 
 
-def check_ranges(items: list[np.void], low: int, high: int) -> None:
+def check_ranges(items: list[np.void], low: int, high: int, tile_kv: int = TILE_KV) -> None:
     """The items of a tile join end to end, cut at KV tiles, and hold the visible keys [low, high).
 
     A tile whose last rows see nothing may end a little later than its rows can see.
     """
     items = sorted(items, key=lambda item: (item["kv_begin"], item["kv_end"]))
     for a, b in zip(items, items[1:], strict=False):
-        assert a["kv_end"] == b["kv_begin"] and a["kv_end"] % TILE_KV == 0
+        assert a["kv_end"] == b["kv_begin"] and a["kv_end"] % tile_kv == 0
         assert b["slot"] == a["slot"] + 1, "slots must be consecutive in order of KV"
     begin, end = int(items[0]["kv_begin"]), int(items[-1]["kv_end"])
-    assert begin % TILE_KV == 0
-    assert begin == low - low % TILE_KV and end == high if high else begin == end == 0
+    assert begin % tile_kv == 0
+    assert begin == low - low % tile_kv and end == high if high else begin == end == 0
     assert len(items) == 1 or all(item["kv_begin"] < item["kv_end"] for item in items)
     assert (items[0]["slot"] >= 0) == (len(items) > 1)
 
@@ -241,6 +241,7 @@ def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
         tile_q=draw(st.sampled_from([16, 64, 128])),
         cta_slots=draw(st.sampled_from([1, 20, 132, 264, 396])),
         tile_q_second=draw(st.sampled_from([0, 16, 64])),
+        tile_kv=draw(st.sampled_from([64, 64, 128])),
         fixed_split_size=split,
         disable_split_kv=split == 0 and draw(st.booleans()),
     )

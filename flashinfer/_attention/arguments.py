@@ -136,20 +136,22 @@ def check_stride_variant(variant: Any) -> None:
         raise ValueError(f"`variant` must be 'independent', 'equal' or 'runtime', got {variant!r}")
 
 
-def check_backend(backend: Any) -> None:
-    """The backends of the attention wrappers."""
-    if backend in ("auto", "fa2"):
+def check_backend(backend: Any, allowed: Sequence[str] = ("auto", "fa2", "fa3")) -> None:
+    """The backends of the attention wrappers, or those that one of them has."""
+    if backend in allowed:
         return
     if not isinstance(backend, str):
         raise TypeError(f"`backend` must be a str, got {backend!r}")
     missing = {
-        "fa3": "there are no kernels for Hopper alone yet",
+        "fa3": "its tiles are for prefill",
         "cutlass": "there are no CUTLASS kernels",
         "cudnn": "cuDNN is not called",
         "trtllm-gen": "its kernels are for Blackwell only",
     }
     reason = f": {missing[backend]}" if backend in missing else ""
-    raise ValueError(f"`backend` must be 'auto' or 'fa2', got {backend!r}{reason}")
+    named = [repr(name) for name in allowed]
+    choice = f"{', '.join(named[:-1])} or {named[-1]}"
+    raise ValueError(f"`backend` must be {choice}, got {backend!r}{reason}")
 
 
 def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:

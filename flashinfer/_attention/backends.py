@@ -2,12 +2,87 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-_PORTABLE_CAPABILITY = 80
+from ..arch import is_sm90a_supported
+from ..jit.attention import hopper
+from ..jit.attention.config import FLOAT16, POS_ENCODINGS
+from .problem import AttentionProblem
+
+BACKENDS = ("auto", "fa2", "fa3")
+_PORTABLE_CAPABILITY, _HOPPER_CAPABILITY = 80, 90
+
+
+class Profit(NamedTuple):
+    """From where on the kernel for Hopper is faster than the portable one."""
+
+    mean_rows: int  # packed query rows (tokens times group size) of a request, on average
+    mean_tokens: int  # query tokens of a request, on average
+
+
+# By head sizes, of the tiles' geometry: below half a tile of 128 rows most products are of nothing,
+# and decode is bound by the bytes of the keys, which the portable kernel streams as fast.
+PROFITS = {head_dims: Profit(mean_rows=64, mean_tokens=2) for head_dims in hopper.HEAD_DIMS}
+
+
+def choose_backend(
+    problem: AttentionProblem,
+    device: torch.device,
+    *,
+    two_shapes: bool = False,
+    fixed_split_size: bool = False,
+) -> str:
+    """The backend of a plan: what the caller forces, or the one that pays.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        The requests; its `backend` is what the caller wants.
+    device : torch.device
+        Of the plan. One that is no GPU (with the reference backend) lacks no architecture.
+    two_shapes : bool
+        Whether the launch has tiles of two shapes.
+    fixed_split_size : bool
+        Whether results must not depend on the batch, as the choice would.
+
+    Raises
+    ------
+    ValueError
+        If ``"fa3"`` is wanted where it does not run; the message says what is missing.
+    """
+    wanted = problem.backend
+    if wanted == "fa2" or (wanted == "auto" and not (hopper.AUTO_IS_ON and is_hopper(device))):
+        return "fa2"
+    missing = hopper.missing_on_hopper(
+        problem.q_data_type,
+        problem.kv_data_type,
+        problem.head_dim_qk,
+        problem.head_dim_vo,
+        problem.pos_encoding_mode.lower(),
+        two_shapes,
+        problem.variant is not None and problem.variant.transforms_operands,
+    )
+    if wanted == "fa3":
+        hopper.check_hopper(missing)
+        if device.type == "cuda" and not is_hopper(device):
+            hopper.check_hopper(f"a GPU of compute capability 9.0: {device} is none")
+        return "fa3"
+    if missing is not None or fixed_split_size:
+        return "fa2"
+    profit = PROFITS[problem.head_dim_qk, problem.head_dim_vo]
+    tokens = problem.num_qo_tokens / max(problem.batch_size, 1)
+    rows = tokens * problem.group_size
+    return "fa3" if tokens >= profit.mean_tokens and rows >= profit.mean_rows else "fa2"
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the kernel for Hopper runs on a device."""
+    return device.type == "cuda" and is_sm90a_supported(device)
 
 
 def determine_attention_backend(
@@ -39,10 +114,17 @@ def determine_attention_backend(
     Returns
     -------
     str
-        ``"fa3"`` where `is_fa3_backend_supported` says so and the device is Hopper; else ``"fa2"``.
+        ``"fa3"`` where `is_fa3_backend_supported` says so, the device is Hopper and there are
+        kernels for the head sizes, if these are given; else ``"fa2"``. A plan takes ``"fa2"`` also
+        where queries are too few for the tiles of the other.
     """
     options = (pos_encoding_mode, use_fp16_qk_reductions, use_custom_mask, dtype_q, dtype_kv)
-    return "fa3" if is_fa3_backend_supported(*options) else "fa2"
+    if not (hopper.AUTO_IS_ON and is_fa3_backend_supported(*options) and is_hopper(device)):
+        return "fa2"
+    known = [size for size in (head_dim_qk, head_dim_vo) if size is not None]
+    if known and not is_fa3_prefill_head_dim_supported(known[0], known[-1]):
+        return "fa2"
+    return "fa3"
 
 
 def is_fa3_backend_supported(
@@ -52,13 +134,18 @@ def is_fa3_backend_supported(
     dtype_q: torch.dtype,
     dtype_kv: torch.dtype,
 ) -> bool:
-    """False: there are no kernels for Hopper alone yet."""
-    return False
+    """Whether the kernel for Hopper has these options; parameters of `determine_attention_backend`.
+
+    It has every mask, and ALiBi. It does not rotate queries and keys; both are of 16 bits.
+    """
+    modes = [mode for mode, name in enumerate(POS_ENCODINGS) if name != "rope_llama"]
+    types = dtype_q in FLOAT16 and dtype_kv == dtype_q
+    return types and not use_fp16_qk_reductions and pos_encoding_mode in modes
 
 
 def is_fa3_prefill_head_dim_supported(head_dim_qk: int, head_dim_vo: int) -> bool:
-    """False: there are no kernels for Hopper alone yet."""
-    return False
+    """Whether the kernel for Hopper has heads of these sizes."""
+    return (head_dim_qk, head_dim_vo) in hopper.HEAD_DIMS
 
 
 def is_cutlass_backend_supported(
@@ -78,14 +165,16 @@ def is_backend_supported(backend: str, cc: int | tuple[int, int] | None = None) 
     Parameters
     ----------
     backend : str
-        Such as ``"fa2"``.
+        Such as ``"fa2"``. ``"fa3"`` is for prefill, on Hopper alone.
     cc : int or tuple of int, optional
         Such as 90 or ``(9, 0)``.
     """
-    if backend not in ("auto", "fa2"):
+    if backend not in BACKENDS:
         return False
     if isinstance(cc, tuple):
         cc = 10 * cc[0] + cc[1]
+    if backend == "fa3":
+        return cc is None or cc == _HOPPER_CAPABILITY
     return cc is None or cc >= _PORTABLE_CAPABILITY
 
 

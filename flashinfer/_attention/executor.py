@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-from ..jit.attention.config import AttentionConfig, choose_tile_q
+from ..jit.attention.config import AttentionConfig
+from ..jit.attention.hopper import TILE_Q, hopper_tile_kv
 from ..jit.attention.modules import AttentionModule, get_attention_module
 from ..jit.attention.plan import AttentionPlan, Group
 from ..jit.errors import ToolchainError
 from ..reference_backend import is_active
+from .backends import choose_backend
 from .problem import AttentionProblem
+from .tiles import tile_q_of
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 100,000 tiles."""
@@ -21,6 +24,8 @@ _STATE_BYTES = (
     4096  # of AttentionLaunch in csrc/attention_binding.h, whose size depends on variants
 )
 _NOMINAL_CTA_SLOTS = 264  # for plans without a GPU
+_TILE_Q, _BACKEND = 5, 15  # positions in the key of a module
+_PORTABLE_TILE_KV = 64
 
 Pair = tuple[AttentionProblem, AttentionProblem]
 
@@ -57,7 +62,7 @@ class AttentionExecutor:
         self._key: tuple[Any, ...] = ()
         self._has_window = False
         self._run: Any = _plan_first
-        self._graph_tile_q = 0
+        self._graph_choice: tuple[int, str] | None = None
         self._settings: tuple[int | None, bool, tuple[int, int] | None] = (None, False, None)
         self.set_workspaces(float_workspace_buffer, int_workspace_buffer)
 
@@ -157,7 +162,7 @@ class AttentionExecutor:
         self._has_window = problem.window_left >= 0
         self._run = module.run
         if graph_capacity is not None:
-            self._graph_tile_q = key[5]
+            self._graph_choice = (key[_TILE_Q], key[_BACKEND])
 
     def change_options(self, problem: AttentionProblem) -> None:
         """Launch the planned requests with other options from now on.
@@ -178,22 +183,23 @@ class AttentionExecutor:
             return
         if problem.group() != planned.group():
             if not torch.cuda.is_current_stream_capturing():
-                fixed_split_size, disable_split_kv, capacity = settings
-                self.plan(
-                    problem,
-                    fixed_split_size=fixed_split_size,
-                    disable_split_kv=disable_split_kv,
-                    graph_capacity=capacity,
-                )
+                self._plan_again(problem)
                 return
             if not covers(planned, problem):
                 raise ValueError(
                     "`causal` and `window_left` of forward() must not show more keys than those "
                     "of plan() while a CUDA graph is captured"
                 )
-        fixed = settings[0] is not None
-        key = (*self._module_key(problem, None, 0, 64 if fixed else None, settings[2]),)
-        key = (*key[:5], self._key[5], *key[6:])
+        key = self._module_key(problem, None, 0, settings[0], settings[2])
+        if key[_BACKEND] != self._key[_BACKEND]:
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "`pos_encoding_mode` of forward() must not need another kernel than that of "
+                    "plan() while a CUDA graph is captured"
+                )
+            self._plan_again(problem)
+            return
+        key = (*key[:_TILE_Q], self._key[_TILE_Q], *key[_TILE_Q + 1 :])
         module = self._modules.get(key)
         if module is None:
             module = self._modules[key] = get_attention_module(_config(key), problem.variant)
@@ -201,6 +207,16 @@ class AttentionExecutor:
         self._bind(module, problem, None, self._planner.info, settings[2] is not None)
         self._key, self._run, self._has_window = key, module.run, problem.window_left >= 0
         self.problem = problem
+
+    def _plan_again(self, problem: AttentionProblem) -> None:
+        """`plan` with the settings of the latest one."""
+        fixed_split_size, disable_split_kv, capacity = self._settings
+        self.plan(
+            problem,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            graph_capacity=capacity,
+        )
 
     def run(
         self,
@@ -319,11 +335,15 @@ class AttentionExecutor:
         graph_capacity: tuple[int, int] | None,
     ) -> tuple[Any, ...]:
         """The fields of AttentionConfig, as a tuple: building the dataclass takes longer."""
-        if graph_capacity is not None and self._graph_tile_q:
-            tile_q = self._graph_tile_q  # a captured launch keeps its tile
+        fixed = fixed_split_size is not None
+        if graph_capacity is not None and self._graph_choice:
+            tile_q, backend = self._graph_choice  # a captured launch keeps its kernel
         else:
             small = tile_q_second if second is None else 0
-            tile_q = _tile_q(problem, fixed_split_size is not None, small)
+            backend = choose_backend(
+                problem, self.device, two_shapes=tile_q_second > 0, fixed_split_size=fixed
+            )
+            tile_q = TILE_Q if backend == "fa3" else tile_q_of(problem, fixed, small)
         mask_second = second.mask_mode if second is not None else problem.mask_mode
         return (
             problem.q_data_type,
@@ -341,6 +361,7 @@ class AttentionExecutor:
             tile_q_second,
             mask_second if tile_q_second else "none",
             problem.variant is not None,
+            backend,
             problem.variant,
         )
 
@@ -358,10 +379,10 @@ class AttentionExecutor:
             problem.num_kv_heads,
             problem.num_qo_heads // problem.num_kv_heads,
             problem.head_dim_vo,
-            key[5],
+            key[_TILE_Q],
             cta_slots,
             key[12],
-            64,
+            _tile_kv(key),
             fixed_split_size or 0,
             disable_split_kv,
             *((-1, 0) if capacity is None else capacity),
@@ -444,6 +465,10 @@ def _plan_first(*_: Any) -> None:
     raise ValueError("plan() must be called before run(), and again after new workspaces")
 
 
+def _tile_kv(key: tuple[Any, ...]) -> int:
+    return hopper_tile_kv(key[3], key[4]) if key[_BACKEND] == "fa3" else _PORTABLE_TILE_KV
+
+
 def _config(key: tuple[Any, ...]) -> AttentionConfig:
     return AttentionConfig(*key[:-1])
 
@@ -456,28 +481,6 @@ def check_heads(problem: AttentionProblem) -> None:
             "`num_qo_heads` must be 1 to 64 times `num_kv_heads`, got "
             f"num_qo_heads={q_heads}, num_kv_heads={kv_heads}"
         )
-
-
-def _tile_q(problem: AttentionProblem, fixed_split_size: bool, small: int) -> int:
-    """Tile of the requests that have more than `small` packed rows."""
-    group = problem.num_qo_heads // problem.num_kv_heads
-    if problem.qo_indptr is None:
-        rows = problem.tokens_per_request * group
-        return choose_tile_q(rows, rows, problem.head_dim_vo)
-    indptr = problem.qo_indptr.numpy()
-    if len(indptr) < 2:
-        return choose_tile_q(0, 0, problem.head_dim_vo, fixed_split_size)
-    mean = int(indptr[-1]) * group / (len(indptr) - 1)
-    if not small and mean > 16:  # the longest would decide nothing more
-        return choose_tile_q(mean, mean, problem.head_dim_vo, fixed_split_size)
-    lengths = indptr[1:] - indptr[:-1]
-    if small:
-        lengths = lengths[lengths > small // group]
-        if not len(lengths):
-            return small
-        mean = int(lengths.sum()) * group / len(lengths)
-    longest = int(lengths.max()) * group
-    return choose_tile_q(longest, mean, problem.head_dim_vo, fixed_split_size)
 
 
 def _check_workspace(name: str, buffer: Any) -> None:

@@ -124,7 +124,7 @@ def _run(
     wanted_args = [*variant.tensor_names, *variant.scalar_names]
     if len(args) != len(wanted_args):
         raise TypeError(f"the variant needs {wanted_args} after `v`, got {len(args)} values")
-    problem.causal, problem.variant = causal, variant
+    problem.causal, problem.variant, problem.backend = causal, variant, config.backend
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=config.dtype_o, device=q.device)
     lse = new_lse(q) if check_flag("return_lse", return_lse) else None
     run_single(problem, q, k, v, out, lse, q.shape[-1] ** -0.5, 1.0, args)

@@ -32,6 +32,7 @@ def add_mask(
     TypeError, ValueError
         If it is of another dtype or has not one element for each pair of query and key.
     """
+    _check_counts(problem)
     bits = problem.qo_lengths().numpy().astype(np.int64) * problem.kv_lengths().numpy()
     if packed_custom_mask is None:
         offsets = np.concatenate([[0], np.cumsum(bits)])
@@ -52,6 +53,19 @@ def add_mask(
     for name, values, buffer in pending:
         check_fits(name, values, buffer)
     return pending
+
+
+def _check_counts(problem: AttentionProblem) -> None:
+    """The planner checks lengths, but a mask's size is needed before that."""
+    batch_size = problem.batch_size
+    for name, tensor, count in (
+        ("qo_indptr", problem.qo_indptr, batch_size + 1),
+        ("paged_kv_last_page_len", problem.last_page_len, batch_size),
+    ):
+        if tensor is not None and len(tensor) != count:
+            raise ValueError(
+                f"`{name}` must have {count} elements for {batch_size} requests, got {len(tensor)}"
+            )
 
 
 def add_items(

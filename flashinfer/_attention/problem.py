@@ -54,6 +54,8 @@ class AttentionProblem:
         The user's variant.
     names : int
         What errors of the planner call the index tensors.
+    backend : str
+        That the caller wants: ``"auto"``, ``"fa2"`` or ``"fa3"``.
     """
 
     kv_indptr: torch.Tensor
@@ -88,6 +90,7 @@ class AttentionProblem:
     max_item_len_ptr: torch.Tensor | None = None
     variant: AttentionVariant | None = None
     names: int = DECODE
+    backend: str = "auto"
 
     @property
     def batch_size(self) -> int:

@@ -36,7 +36,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         With `use_cuda_graph`, if every plan has a custom mask: uint8 of the most bytes that the
         packed masks of a batch take, and int32 of ``capacity + 1`` elements.
     backend : str
-        ``"auto"`` or ``"fa2"``.
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; see docs/attention.md.
     jit_args, jit_kwargs, variant_owns_mask
         As for ``BatchPrefillWithPagedKVCacheWrapper``.
 

@@ -146,7 +146,7 @@ def run_single(
         *(q.shape, k.shape, problem.head_dim_vo, problem.kv_layout),
         *(q.dtype, k.dtype, problem.o_data_type, problem.mask_mode, problem.window_left),
         *(problem.logits_soft_cap, problem.pos_encoding_mode),
-        *(problem.rope_scale, problem.rope_theta, problem.variant),
+        *(problem.rope_scale, problem.rope_theta, problem.variant, problem.backend),
     )
     executor = planned(key, problem, q.device)
     if problem.custom_mask is not None:

@@ -181,7 +181,7 @@ def single_prefill_with_kv_cache(
         For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of the
         second (10,000).
     backend : str
-        ``"auto"`` or ``"fa2"``.
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; see docs/attention.md.
     return_lse : bool
         Whether the log-sum-exps are returned.
     kv_cache_sf : None
@@ -224,7 +224,7 @@ def single_prefill_with_kv_cache(
         q, k, v, kv_layout, o_dtype, pos_encoding_mode, window_left, logits_soft_cap, rope_scale,
         rope_theta,
     )  # fmt: skip
-    problem.causal = check_flag("causal", causal)
+    problem.causal, problem.backend = check_flag("causal", causal), backend
     if custom_mask is not None or packed_custom_mask is not None:
         _add_mask(problem, len(q), custom_mask, packed_custom_mask, q.device)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=problem.o_data_type, device=q.device)

@@ -25,7 +25,7 @@ from .arguments import (
     soft_cap,
     variant_from_jit_args,
 )
-from .backends import is_backend_supported, prepare_jit_additional_args
+from .backends import BACKENDS, is_backend_supported, prepare_jit_additional_args
 from .executor import AttentionExecutor, covers
 from .problem import AttentionProblem
 
@@ -36,6 +36,7 @@ class AttentionWrapper:
     """Base of the wrappers. Not thread-safe; different wrappers share nothing."""
 
     is_backend_supported = staticmethod(is_backend_supported)
+    _backends: tuple[str, ...] = BACKENDS
 
     def __init__(
         self,
@@ -47,7 +48,8 @@ class AttentionWrapper:
         jit_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         is_hnd(kv_layout)
-        check_backend(backend)
+        check_backend(backend, self._backends)
+        self._backend = backend
         self._kv_layout = kv_layout
         self._use_cuda_graph = check_flag("use_cuda_graph", use_cuda_graph)
         self._variant = variant_from_jit_args(jit_args, jit_kwargs)
@@ -165,6 +167,7 @@ class AttentionWrapper:
             rope_theta=positive("rope_theta", rope_theta, 1e4),
             kv_layout=self._kv_layout,
             variant=self._variant,
+            backend=self._backend,
         )
         if pos_encoding_mode == "ALIBI":
             options["alibi_slopes"] = self._alibi_slopes(num_qo_heads)

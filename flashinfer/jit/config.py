@@ -33,6 +33,11 @@ class ModuleConfig:
     supported_major_versions: ClassVar[tuple[int, ...] | None] = None
 
     @property
+    def majors(self) -> tuple[int, ...] | None:
+        """`supported_major_versions`, for this specialisation."""
+        return self.supported_major_versions
+
+    @property
     def uri(self) -> str:
         """Name of the specialised module: ``norm_op_rmsnorm_dtype_bf16_...``."""
         parts = [self.module]

@@ -162,7 +162,7 @@ class JitSpec:
 
     @property
     def _majors(self) -> list[int] | None:
-        majors = self.config.supported_major_versions if self.config else None
+        majors = self.config.majors if self.config else None
         return None if majors is None else list(majors)
 
     def has_target(self) -> bool:

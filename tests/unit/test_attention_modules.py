@@ -56,12 +56,15 @@ def test_every_field_is_in_the_name_and_in_the_defines():
     changed = [dataclasses.replace(BASE, **{name: value}) for name, value in OTHER.items()]
     changed.append(dataclasses.replace(two_shapes, mask_mode_second="causal"))
     changed.append(AttentionConfig(F16, F16, BF16, 128, 128, 64))  # dtype_q
+    changed.append(dataclasses.replace(BASE, tile_q=128))
+    changed.append(dataclasses.replace(BASE, tile_q=128, backend="fa3"))
     assert len({config.uri for config in [BASE, *changed]}) == len(changed) + 1
     assert len({tuple(c.defines.items()) for c in [BASE, *changed]}) == len(changed) + 1
     assert {f.name for f in dataclasses.fields(AttentionConfig)} == {
         *OTHER,
         "dtype_q",
         "mask_mode_second",
+        "backend",
     }
 
 
@@ -142,7 +145,7 @@ def test_public_generators_describe_modules_of_their_calls():
             "pos_encoding_mode",
         ),
         (
-            lambda t: gen_single_prefill_module("fa3", *t, 128, 128, 0, False, False, False),
+            lambda t: gen_single_prefill_module("fa3", *t, 128, 64, 0, False, False, False),
             "backend",
         ),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import heapq
 import random
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_cuts_are_where_they_were_asked_for(launch):
     if options.disable_split_kv:
         assert (pieces["slot"] < 0).all() and plan.info[p.FLOAT_BYTES] == 0
     if options.fixed_split_size:
-        size = -(-options.fixed_split_size // TILE_KV) * TILE_KV
+        size = -(-options.fixed_split_size // options.tile_kv) * options.tile_kv
         assert (pieces["kv_begin"] // size == np.maximum(pieces["kv_end"] - 1, 0) // size).all()
         last = {int(merge["slot_end"]) - 1 for merge in plan.merges}
         inner = [piece for piece in pieces if piece["slot"] >= 0 and piece["slot"] not in last]
@@ -109,9 +110,9 @@ def test_fixed_split_size_cuts_a_request_the_same_in_every_batch(one, other, siz
 # ---- balance ----
 
 
-def kv_tiles(plan: Plan) -> list[int]:
+def kv_tiles(plan: Plan, tile_kv: int = TILE_KV) -> list[int]:
     """KV tiles of each column."""
-    tiles = -(-(plan.items["kv_end"] - plan.items["kv_begin"]) // TILE_KV)
+    tiles = -(-(plan.items["kv_end"] - plan.items["kv_begin"]) // tile_kv)
     return [int(tiles[column].sum()) for column in plan.columns]
 
 
@@ -205,6 +206,45 @@ def test_a_long_chunk_over_few_rows_is_cut():
     assert len(loads) == 33 and max(loads) <= 1.05 * sum(loads) / 33
 
 
+HOPPER = Options(tile_q=128, tile_kv=128, cta_slots=132)  # one CTA on each multiprocessor
+LONG_PROMPTS = {
+    "1 x 16384": [16384],
+    "8 x 2048": [2048] * 8,
+    "32 x 512": [512] * 32,
+    "1 x 2048": [2048],
+    "mixed": [MIXED.randint(600, 9000) for _ in range(12)],
+}
+
+
+def makespan(plan: Plan, num_kv_heads: int, ctas: int) -> tuple[int, float]:
+    """When the last of some CTAs ends that take columns in order, and the ideal, in KV tiles.
+
+    Heads of a column follow each other; each item counts as one tile more.
+    """
+    loads = kv_tiles(plan, HOPPER.tile_kv)
+    costs = [load + len(column) for load, column in zip(loads, plan.columns, strict=True)]
+    free = [0] * ctas
+    for cost in (cost for cost in costs for _ in range(num_kv_heads)):
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free), num_kv_heads * sum(costs) / ctas
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
+@pytest.mark.parametrize("name", LONG_PROMPTS)
+def test_prompts_fill_a_gpu_of_one_cta_per_multiprocessor(name, num_kv_heads, causal):
+    """Whole tiles wherever these are balanced, and equal shares where they are not."""
+    lengths = tuple(LONG_PROMPTS[name])
+    options = dataclasses.replace(HOPPER, num_kv_heads=num_kv_heads)
+    plan = make_plan(options, Requests(lengths, lengths, page_size=0, causal=causal))
+    last, ideal = makespan(plan, num_kv_heads, options.cta_slots)
+    assert last <= 1.05 * ideal + 4
+    if plan.info[p.NUM_MERGES] == 0:
+        assert [len(column) for column in plan.columns] == [1] * len(plan.items)
+        loads = kv_tiles(plan, options.tile_kv)
+        assert loads == sorted(loads, reverse=True)
+
+
 def test_a_grid_has_at_most_32767_columns():
     """What does not fit stands in the lists of the first columns."""
     options = Options(num_kv_heads=1, group_size=1, disable_split_kv=True)
@@ -219,11 +259,17 @@ FIXED = (p.NUM_CTAS, p.NUM_MERGES, p.ROWS_PER_SLOT, p.ITEMS_OFFSET, p.MERGES_OFF
 
 
 @FUZZ
-@given(st.data(), st.sampled_from([16, 64, 128]), st.sampled_from([0, 0, 64, 1024]), st.booleans())
-def test_a_graph_replays_for_every_batch_within_its_capacity(data, tile_q, split, disable):
+@given(
+    st.data(),
+    st.sampled_from([(16, 64), (64, 64), (128, 64), (128, 128)]),
+    st.sampled_from([0, 0, 64, 1024]),
+    st.booleans(),
+)
+def test_a_graph_replays_for_every_batch_within_its_capacity(data, tiles, split, disable):
     """What the captured launches were made from never changes, and the first workspaces suffice."""
     options = Options(
-        tile_q=tile_q,
+        tile_q=tiles[0],
+        tile_kv=tiles[1],
         fixed_split_size=split,
         disable_split_kv=disable and not split,
         graph_batch_size=12,

@@ -187,7 +187,6 @@ CONSTRUCTORS: list[tuple[dict[str, Any], str]] = [
     ({"kv_layout": "DNH"}, "kv_layout"),
     ({"kv_layout": 1}, "kv_layout"),
     ({"kv_layout": None}, "kv_layout"),
-    ({"backend": "fa3"}, "backend"),
     ({"backend": "cudnn"}, "backend"),
     ({"backend": "trtllm-gen"}, "backend"),
     ({"backend": "fa7"}, "backend"),

@@ -284,7 +284,7 @@ def test_without_a_gpu_a_plan_says_so(plan):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: flashinfer.BlockSparseAttentionWrapper(workspace(), backend="fa3"),
+        lambda: flashinfer.BlockSparseAttentionWrapper(workspace(), backend="cutlass"),
         lambda: flashinfer.VariableBlockSparseAttentionWrapper(workspace(), backend="vsa"),
         lambda: flashinfer.BlockSparseAttentionWrapper([1]),
         lambda: flashinfer.PODWithPagedKVCacheWrapper(workspace(), "HDN"),

@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def is_supported(spec: JitSpec, arch: str) -> bool:
-    majors = spec.config.supported_major_versions if spec.config else None
+    majors = spec.config.majors if spec.config else None
     return majors is None or int(arch.split(".")[0]) in majors
 
 

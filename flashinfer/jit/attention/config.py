@@ -9,11 +9,13 @@ import torch
 
 from ...dtypes import FLOAT8, check_dtype, short_name
 from ..config import ModuleConfig
+from .hopper import TILE_Q, check_hopper, missing_on_hopper
 
 FLOAT16 = (torch.float16, torch.bfloat16)
 MASK_MODES = ("none", "causal", "custom", "multi_item")
 POS_ENCODINGS = ("none", "rope_llama", "alibi")
 TILES = (16, 64, 128)
+BACKENDS = ("fa2", "fa3")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class AttentionConfig(ModuleConfig):
         Mask of these.
     custom_variant : bool
         Whether rendered headers replace the built-in variant.
+    backend : str
+        ``"fa2"``: csrc/attention.cu, for every architecture; ``"fa3"``: csrc/attention_hopper.cu,
+        for SM90a alone.
     """
 
     module: ClassVar[str] = "attention"
@@ -62,6 +67,7 @@ class AttentionConfig(ModuleConfig):
     tile_q_second: int = 0
     mask_mode_second: str = "none"
     custom_variant: bool = False
+    backend: str = "fa2"
 
     def __post_init__(self) -> None:
         check_dtype("q_data_type", self.dtype_q, FLOAT16)
@@ -80,6 +86,17 @@ class AttentionConfig(ModuleConfig):
                 f"{short_name(self.dtype_kv)}: 8 bits cannot hold rotated keys; rotate them before "
                 "they are appended to the cache"
             )
+        _check("backend", self.backend, BACKENDS)
+        if self.backend == "fa3":
+            types, head_dims = (self.dtype_q, self.dtype_kv), (self.head_dim_qk, self.head_dim_vo)
+            two_shapes = self.tile_q_second > 0
+            check_hopper(missing_on_hopper(*types, *head_dims, self.pos_encoding, two_shapes))
+            _check("tile_q", self.tile_q, (TILE_Q,))
+
+    @property
+    def majors(self) -> tuple[int, ...]:
+        """Major compute capabilities that the kernel is written for."""
+        return (9,) if self.backend == "fa3" else self.supported_major_versions
 
     @property
     def uri(self) -> str:
@@ -93,6 +110,8 @@ class AttentionConfig(ModuleConfig):
         parts += [option for option in options if getattr(self, option)]
         if self.tile_q_second:
             parts.append(f"second{self.tile_q_second}_{self.mask_mode_second}")
+        if self.backend != "fa2":
+            parts.append(self.backend)
         return "_".join(parts)
 
 

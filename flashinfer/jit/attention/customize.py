@@ -15,6 +15,7 @@ import torch
 
 from ..core import JitSpec
 from .config import POS_ENCODINGS, AttentionConfig
+from .hopper import TILE_Q
 from .modules import gen_attention_module
 from .variant import make_variant
 
@@ -41,6 +42,8 @@ def _config(
     """`decode`: one query token per request; else many, causal."""
     large = head_dims[1] > 128
     tile_q = 16 if decode or head_dims[1] > 256 else 64 if large else 128
+    if fields.get("backend") == "fa3":
+        tile_q = TILE_Q
     return AttentionConfig(
         *(*types, *head_dims),
         tile_q=tile_q,
@@ -60,13 +63,18 @@ def _check(
 ) -> None:
     if idtype != torch.int32:
         raise ValueError(f"`idtype` must be torch.int32, got {idtype}")
-    if backend not in ("auto", "fa2"):
-        raise ValueError(f"`backend` must be 'auto' or 'fa2', got {backend!r}")
+    if backend not in ("auto", "fa2", "fa3"):
+        raise ValueError(f"`backend` must be 'auto', 'fa2' or 'fa3', got {backend!r}")
     if use_fp16_qk_reduction or fp8_enabled:
         raise ValueError(
             "`use_fp16_qk_reduction` and `fp8_enabled` must be False: logits are summed in "
             "float32, of queries of 16 bits"
         )
+
+
+def _named(backend: str) -> str:
+    """The backend of a module that is asked for by name: one that runs everywhere, for auto."""
+    return "fa3" if backend == "fa3" else "fa2"
 
 
 # --- Built-in options ---------------------------------------------------------------------------
@@ -122,7 +130,9 @@ def gen_single_prefill_module(
     _check(backend=backend, use_fp16_qk_reduction=use_fp16_qk_reduction)
     types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     options = (pos_encoding_mode, use_sliding_window, use_logits_soft_cap)
-    return gen_attention_module(_config(types, head_dims, *options, paged=False))
+    return gen_attention_module(
+        _config(types, head_dims, *options, paged=False, backend=_named(backend))
+    )
 
 
 def gen_batch_prefill_module(
@@ -142,7 +152,7 @@ def gen_batch_prefill_module(
     _check(dtype_idx, backend, use_fp16_qk_reduction)
     types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     options = (pos_encoding_mode, use_sliding_window, use_logits_soft_cap)
-    return gen_attention_module(_config(types, head_dims, *options))
+    return gen_attention_module(_config(types, head_dims, *options, backend=_named(backend)))
 
 
 def gen_batch_prefill_attention_sink_module(
@@ -160,7 +170,9 @@ def gen_batch_prefill_attention_sink_module(
     _check(dtype_idx, backend)
     types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     options = (pos_encoding_mode, use_sliding_window, False)
-    return gen_attention_module(_config(types, head_dims, *options, sinks=True))
+    return gen_attention_module(
+        _config(types, head_dims, *options, sinks=True, backend=_named(backend))
+    )
 
 
 def gen_batch_attention_module(
@@ -367,7 +379,9 @@ def gen_customize_single_prefill_module(
     )
     types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     options = _custom_options(pos_encoding_mode, use_sliding_window, use_logits_soft_cap)
-    config = _config(types, head_dims, *options, paged=False, custom_variant=True)
+    config = _config(
+        types, head_dims, *options, paged=False, custom_variant=True, backend=_named(backend)
+    )
     return gen_attention_module(config, variant)
 
 
@@ -419,7 +433,7 @@ def gen_customize_batch_prefill_module(
     )
     types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     options = _custom_options(pos_encoding_mode, use_sliding_window, use_logits_soft_cap)
-    config = _config(types, head_dims, *options, custom_variant=True)
+    config = _config(types, head_dims, *options, custom_variant=True, backend=_named(backend))
     return gen_attention_module(config, variant)
 
 

@@ -12,6 +12,7 @@ from .. import env as jit_env
 from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
 from .config import TILES, AttentionConfig
+from .hopper import AUTO_IS_ON, TARGET_FLAGS, TILE_Q, check_hopper, missing_on_hopper
 from .variant import AttentionVariant
 
 
@@ -62,6 +63,13 @@ def _aot_configs() -> Iterator[AttentionConfig]:
                 yield AttentionConfig(
                     dtype, dtype, dtype, 128, 128, tile_q, paged=paged, mask_mode="causal"
                 )
+            if AUTO_IS_ON:
+                yield AttentionConfig(
+                    *(dtype, dtype, dtype, 128, 128, TILE_Q),
+                    paged=paged,
+                    mask_mode="causal",
+                    backend="fa3",
+                )
 
 
 def _llama_configs() -> Iterator[AttentionConfig]:
@@ -74,7 +82,7 @@ def _llama_configs() -> Iterator[AttentionConfig]:
 def gen_attention_module(
     config: AttentionConfig, variant: AttentionVariant | None = None
 ) -> JitSpec:
-    """The module of csrc/attention.cu for one configuration.
+    """The module of csrc/attention.cu or csrc/attention_hopper.cu for one configuration.
 
     Parameters
     ----------
@@ -87,18 +95,31 @@ def gen_attention_module(
         raise ValueError("`variant` must be given if and only if `config.custom_variant` is set")
     csrc = jit_env.FLASHINFER_CSRC_DIR
     name, folders = config.uri, []
+    is_hopper = config.backend == "fa3"
     if variant is not None:
+        if is_hopper:
+            check_hopper(_missing(config, variant))
         folder = variant.write_headers()
         # The hash in the folder's name tells variants of one uri apart.
         name, folders = f"{folder.name}_{config.uri}", [folder]
     return gen_jit_spec(
         name,
-        [csrc / "attention.cu", csrc / "attention_jit_binding.cc"],
+        [
+            csrc / ("attention_hopper.cu" if is_hopper else "attention.cu"),
+            csrc / "attention_jit_binding.cc",
+        ],
+        extra_cuda_cflags=list(TARGET_FLAGS) if is_hopper else None,
         extra_include_paths=folders,
         use_fast_math=False,
         post_load_adapter=lambda module: AttentionModule(module, config, variant),
         config=config,
     )
+
+
+def _missing(config: AttentionConfig, variant: AttentionVariant) -> str | None:
+    types, head_dims = (config.dtype_q, config.dtype_kv), (config.head_dim_qk, config.head_dim_vo)
+    transforms = variant.transforms_operands
+    return missing_on_hopper(*types, *head_dims, transforms_operands=transforms)
 
 
 @functools.cache

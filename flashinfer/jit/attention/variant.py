@@ -78,6 +78,12 @@ class AttentionVariant:
         if twice := sorted({name for name in both if both.count(name) > 1}):
             raise ValueError(f"`additional_tensor_names` and scalars name {twice} more than once")
 
+    @property
+    def transforms_operands(self) -> bool:
+        """Whether hooks change queries or keys before they are multiplied."""
+        hook = r"\b(REGISTER_(QUERY|KEY)_TRANSFORM|(Query|Key)Transform)\b"
+        return re.search(hook, self.declaration) is not None
+
     def write_headers(self) -> Path:
         """Render the headers, unless they are there. Returns their folder, named by content."""
         texts = {name: self._render(name) for name in ("params.h", "cuh")}

@@ -129,7 +129,7 @@ def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
     mask = _single_mask(arguments, len(q), len(k))
     causal = arguments.get("causal", False)
     check_option("causal", (False, True), causal)
-    check_option("backend", ("auto", "fa2"), arguments.get("backend", "auto"))
+    check_option("backend", ("auto", "fa2", "fa3"), arguments.get("backend", "auto"))
     fp16_sums = arguments.get("use_fp16_qk_reduction", False)
     check_option("use_fp16_qk_reduction", (False,), fp16_sums)
     for name in ("scale_q", "scale_k", "scale_v", "kv_cache_sf"):

@@ -53,15 +53,15 @@ struct Tile {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Time in sixteenths of what a tile of few rows takes for one KV tile, which is the time of its
-// loads. With 128 rows arithmetic takes about twice that. To start and to end a piece costs about
-// one KV tile more: the pipeline fills and drains.
+// loads. With 128 rows arithmetic takes about twice that, which matters beside a second shape. To
+// start and to end a piece costs about one KV tile more: the pipeline fills and drains.
 class TileCost {
  public:
   explicit TileCost(const PlanConfig& config) {
     const int64_t tile_q[2] = {config.tile_q, config.tile_q_second};
     for (int kind = 0; kind < 2; ++kind) {
       shift_[kind] = tile_q[kind] >= 128 ? 5 : 4;
-      min_piece_[kind] = std::max<int64_t>(2, tile_q[kind] / 16);
+      min_piece_[kind] = std::max<int64_t>(2, config.kv_tiles(4 * tile_q[kind]));
     }
   }
   int64_t per_piece(int kind) const { return int64_t{1} << shift_[kind]; }
@@ -69,7 +69,7 @@ class TileCost {
   // KV tiles that can be had for a cost; negative if not even a piece without any.
   int64_t kv_tiles_for(int kind, int64_t cost) const { return (cost >> shift_[kind]) - 1; }
   // The fewest KV tiles of a part of a cut tile. Each part writes its rows in fp32, and the merge
-  // reads them: for 16 rows that is little, for 128 as much as two KV tiles.
+  // reads them: for 16 rows that is little, for 128 as much as two KV tiles of 64 tokens.
   int64_t min_piece(int kind) const { return min_piece_[kind]; }
   // What it must save in time to cut anything: the launch that merges.
   int64_t of_merging() const { return of(0, min_piece_[0] / 2) - per_piece(0); }

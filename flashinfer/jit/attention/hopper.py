@@ -1,0 +1,74 @@
+"""The attention kernel for Hopper (backend ``"fa3"``): what it serves, and its tiles."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ...dtypes import short_name
+
+AUTO_IS_ON = False
+"""Whether ``backend="auto"`` may take the kernel, and ahead-of-time builds have it."""
+
+TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
+"""wgmma and TMA multicasts exist for this target alone, whatever list of targets there is."""
+
+TILE_Q = 128
+"""Packed query rows of a tile: 64 for each of two warpgroups."""
+
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+"""Sizes (qk, vo) of the heads there are instructions' shapes and shared memory for."""
+
+
+def hopper_tile_kv(head_dim_qk: int, head_dim_vo: int) -> int:
+    """Tokens of a KV tile: as many as leave room for two stages of K and V (hopper_tile.cuh)."""
+    return 64 if head_dim_qk > 192 or head_dim_vo > 128 else 128
+
+
+@functools.cache
+def missing_on_hopper(
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    pos_encoding: str = "none",
+    two_shapes: bool = False,
+    transforms_operands: bool = False,
+) -> str | None:
+    """What of a configuration the kernel does not serve; None if it serves all of it.
+
+    Parameters
+    ----------
+    dtype_q, dtype_kv : torch.dtype
+        Of queries, and of keys and values.
+    head_dim_qk, head_dim_vo : int
+        Head sizes.
+    pos_encoding : str
+        As in ``AttentionConfig``.
+    two_shapes : bool
+        Whether the launch has tiles of a second shape.
+    transforms_operands : bool
+        Whether a user's variant has hooks that change queries or keys.
+    """
+    if dtype_kv != dtype_q:
+        return (
+            f"`kv_data_type` {short_name(dtype_kv)} with `q_data_type` {short_name(dtype_q)}: they "
+            "must be the same"
+        )
+    if (head_dim_qk, head_dim_vo) not in HEAD_DIMS:
+        served = ", ".join(f"{qk}/{vo}" for qk, vo in HEAD_DIMS)
+        return f"`head_dim_qk`/`head_dim_vo` {head_dim_qk}/{head_dim_vo}: there are {served}"
+    if pos_encoding == "rope_llama":
+        return "`pos_encoding_mode` ROPE_LLAMA: rotate queries and keys before"
+    if two_shapes:
+        return "launches of prefill and decode together"
+    if transforms_operands:
+        return "a variant with QueryTransform or KeyTransform"
+    return None
+
+
+def check_hopper(missing: str | None) -> None:
+    """Refuse backend ``"fa3"`` for what `missing_on_hopper` found."""
+    if missing is not None:
+        raise ValueError(f"`backend` must be 'auto' or 'fa2', got 'fa3', which lacks {missing}")

@@ -1,0 +1,374 @@
+"""Which attention kernel a plan takes: what is served, what is refused, what ``auto`` picks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import utils
+from flashinfer._attention import backends
+from flashinfer._attention.backends import PROFITS, choose_backend
+from flashinfer._attention.executor import AttentionExecutor
+from flashinfer._attention.problem import AttentionProblem
+from flashinfer.jit import current_compilation_context
+from flashinfer.jit.attention import (
+    AttentionConfig,
+    gen_attention_module,
+    gen_customize_batch_prefill_module,
+    gen_single_prefill_module,
+    hopper,
+    make_variant,
+)
+from flashinfer.jit.attention.plan import NUM_MERGES
+from flashinfer.reference_backend import reference_backend
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+CUDA = torch.device("cuda", 0)
+SERVED = AttentionConfig(BF16, BF16, BF16, 128, 128, hopper.TILE_Q, backend="fa3")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch):
+    """Every device counts as a GPU of compute capability 9.0, and ``auto`` is free to choose."""
+    monkeypatch.setattr(backends, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "AUTO_IS_ON", True)
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0 9.0")
+    current_compilation_context.reset()
+
+
+def variant(hook: str = "") -> Any:
+    declaration = f"struct Mine : AttentionVariantBase {{ {hook} }};"
+    return make_variant("mine", [], [], [], [], "Mine", declaration)
+
+
+QUERY_HOOK = "REGISTER_QUERY_TRANSFORM(params, q, { return q; })"
+KEY_HOOK = "template <typename P, typename T> T KeyTransform(const P& params, T k) const;"
+
+
+# ---- Modules ----
+
+
+@pytest.mark.usefixtures("target")
+def test_a_module_for_hopper_is_of_its_own_source_and_target():
+    spec = gen_attention_module(SERVED)
+    assert [path.name for path in spec.sources][0] == "attention_hopper.cu"
+    assert spec.name == "attention_bf16_bf16_bf16_qk128_vo128_tile128_paged_fa3"
+    assert SERVED.majors == (9,) and SERVED.defines["FLASHINFER_CFG_BACKEND"] == "fa3"
+    # wgmma is not in sm_90, and there is nothing of it in sm_80.
+    assert spec.extra_cuda_cflags == ["-gencode=arch=compute_90a,code=sm_90a"]
+    portable = gen_attention_module(dataclasses.replace(SERVED, backend="fa2"))
+    assert [path.name for path in portable.sources][0] == "attention.cu"
+    assert portable.name == spec.name.removesuffix("_fa3") and not portable.extra_cuda_cflags
+
+
+def test_targets_without_hopper_have_no_module_for_it(monkeypatch: pytest.MonkeyPatch):
+    for archs, expected in (("8.0 12.0a", False), ("8.0 9.0a", True)):
+        monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", archs)
+        current_compilation_context.reset()
+        assert gen_attention_module(SERVED).has_target() == expected
+
+
+@pytest.mark.usefixtures("target")
+def test_generators_take_the_backend_by_name():
+    types = (BF16, BF16, BF16)
+    spec = gen_single_prefill_module("fa3", *types, 256, 256, 0, False, True, False)
+    assert spec.config == AttentionConfig(
+        *(*types, 256, 256, 128, False, "causal"), logits_soft_cap=True, backend="fa3"
+    )
+    for backend in ("auto", "fa2"):
+        named = gen_single_prefill_module(backend, *types, 128, 128, 0, False, False, False)
+        assert named.config.backend == "fa2"
+    custom = ("mine", *types, torch.int32, 128, 128, [], [], [], [], "Mine")
+    declaration = "struct Mine : AttentionVariantBase {};"
+    spec = gen_customize_batch_prefill_module("fa3", *custom, declaration)
+    assert spec.config.backend == "fa3" and spec.config.custom_variant
+    with pytest.raises(ValueError, match="`backend`.*QueryTransform"):
+        gen_customize_batch_prefill_module("fa3", *custom, variant(QUERY_HOOK).declaration)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype_kv": E4M3}, "`backend`.*`kv_data_type` e4m3"),
+        ({"head_dim_qk": 80, "head_dim_vo": 80}, "`backend`.*80/80.* 192/128"),
+        ({"head_dim_qk": 128, "head_dim_vo": 64}, "`backend`.*128/64"),
+        ({"head_dim_qk": 512, "head_dim_vo": 512}, "`backend`.*512/512"),
+        ({"pos_encoding": "rope_llama"}, "`backend`.*ROPE_LLAMA"),
+        ({"tile_q_second": 16}, "`backend`.*prefill and decode"),
+        ({"tile_q": 64}, "`tile_q`"),
+        ({"backend": "fa4"}, "`backend`"),
+    ],
+)
+def test_a_configuration_without_a_kernel_is_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SERVED, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype_q": FP16, "dtype_kv": FP16},
+        *({"head_dim_qk": qk, "head_dim_vo": vo} for qk, vo in hopper.HEAD_DIMS),
+        *({"mask_mode": mode} for mode in ("causal", "custom", "multi_item")),
+        {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True, "sliding_window": True},
+        {"paged": False, "custom_variant": True},
+    ],
+)
+def test_configurations_with_a_kernel(fields: dict[str, Any]):
+    assert dataclasses.replace(SERVED, **fields).uri.endswith("_fa3")
+
+
+def test_kv_tiles_are_powers_of_two_that_fit():
+    for qk, vo in hopper.HEAD_DIMS:
+        tile = hopper.hopper_tile_kv(qk, vo)
+        assert tile & (tile - 1) == 0
+        query_and_two_stages = 2 * (hopper.TILE_Q * qk + 2 * tile * (qk + vo))
+        assert query_and_two_stages <= 227 << 10
+
+
+# ---- What auto takes ----
+
+
+def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProblem:
+    indptr = torch.tensor([0, *qo_lens]).cumsum(0).int()
+    fields: dict[str, Any] = dict(
+        qo_indptr=indptr,
+        kv_indptr=indptr,
+        num_qo_heads=2 * group,
+        num_kv_heads=2,
+        head_dim_qk=128,
+        head_dim_vo=128,
+        q_data_type=BF16,
+        kv_data_type=BF16,
+        o_data_type=BF16,
+        sm_scale=1.0,
+    )
+    return AttentionProblem(**{**fields, **options})
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("qo_lens", "options", "expected"),
+    [
+        ([2048], {}, "fa3"),
+        ([16], {}, "fa3"),  # 64 packed rows
+        ([15], {}, "fa2"),
+        ([64], {"group": 1}, "fa3"),
+        ([1] * 7, {"group": 64}, "fa2"),  # decode, however many heads
+        ([2048, *[1] * 300], {}, "fa2"),  # decode with a prompt among it
+        ([], {}, "fa2"),
+        ([0], {}, "fa2"),
+        ([2048], {"causal": True, "window_left": 100, "logits_soft_cap": 3.0}, "fa3"),
+        ([2048], {"pos_encoding_mode": "ALIBI"}, "fa3"),
+        ([2048], {"pos_encoding_mode": "ROPE_LLAMA"}, "fa2"),
+        ([2048], {"kv_data_type": E4M3}, "fa2"),
+        ([2048], {"head_dim_qk": 192}, "fa3"),
+        ([2048], {"head_dim_qk": 80, "head_dim_vo": 80}, "fa2"),
+        ([2048], {"variant": variant()}, "fa3"),
+        ([2048], {"variant": variant(QUERY_HOOK)}, "fa2"),
+        ([2048], {"variant": variant(KEY_HOOK)}, "fa2"),
+        ([2048], {"backend": "fa2"}, "fa2"),
+        ([1], {"backend": "fa3"}, "fa3"),
+    ],
+)
+def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: str):
+    assert choose_backend(problem(qo_lens, **options), CUDA) == expected
+
+
+def test_there_is_a_rule_for_every_head_size():
+    assert set(PROFITS) == set(hopper.HEAD_DIMS)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_depends_on_the_batch_is_not_chosen_for_results_that_must_not():
+    assert choose_backend(problem([2048]), CUDA, fixed_split_size=True) == "fa2"
+    assert choose_backend(problem([2048], backend="fa3"), CUDA, fixed_split_size=True) == "fa3"
+    assert choose_backend(problem([2048]), CUDA, two_shapes=True) == "fa2"
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"kv_data_type": E4M3}, "`kv_data_type` e4m3"),
+        ({"head_dim_vo": 80}, "128/80"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA"),
+        ({"variant": variant(KEY_HOOK)}, "KeyTransform"),
+    ],
+)
+@pytest.mark.usefixtures("on_hopper")
+def test_forcing_what_is_not_served_says_what_is_missing(options: dict[str, Any], missing: str):
+    with pytest.raises(ValueError, match=f"`backend` must be 'auto' or 'fa2'.*{missing}"):
+        choose_backend(problem([2048], backend="fa3", **options), CUDA)
+    with pytest.raises(ValueError, match="prefill and decode together"):
+        choose_backend(problem([2048], backend="fa3"), CUDA, two_shapes=True)
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU of a compute capability, of which only that is asked."""
+    index = 63  # what is remembered of it disturbs nobody
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: index + 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(hopper, "AUTO_IS_ON", True)
+    device = torch.device("cuda", index)
+    yield device
+    backends.is_hopper.cache_clear()
+    flashinfer.arch._CAPABILITIES.pop(device, None)
+
+
+@pytest.mark.parametrize("gpu", [(8, 0), (9, 0), (10, 0), (12, 0)], indirect=True)
+def test_only_hopper_has_it(gpu: torch.device, request: pytest.FixtureRequest):
+    is_hopper = request.node.callspec.params["gpu"] == (9, 0)
+    expected = "fa3" if is_hopper else "fa2"
+    assert choose_backend(problem([2048]), gpu) == expected
+    options = (0, False, False, BF16, BF16)
+    assert utils.determine_attention_backend(gpu, *options) == expected
+    assert utils.determine_attention_backend(gpu, *options, head_dim_qk=192, head_dim_vo=128) == (
+        expected
+    )
+    assert utils.determine_attention_backend(gpu, *options, head_dim_qk=80) == "fa2"
+    assert utils.determine_attention_backend(gpu, 1, *options[1:]) == "fa2"
+    if not is_hopper:
+        with pytest.raises(ValueError, match="`backend`.*compute capability 9.0"):
+            choose_backend(problem([2048], backend="fa3"), gpu)
+
+
+def test_questions_of_serving_engines():
+    served = (0, False, True, BF16, BF16)
+    assert utils.is_fa3_backend_supported(*served)
+    assert utils.is_fa3_backend_supported(2, False, False, FP16, FP16)
+    for changes in ((1, False, True, BF16, BF16), (0, True, True, BF16, BF16)):
+        assert not utils.is_fa3_backend_supported(*changes)
+    assert not utils.is_fa3_backend_supported(0, False, False, BF16, E4M3)
+    assert not utils.is_fa3_backend_supported(0, False, False, E4M3, E4M3)
+    assert utils.is_fa3_prefill_head_dim_supported(192, 128)
+    assert not utils.is_fa3_prefill_head_dim_supported(128, 192)
+    no_gpu = utils.determine_attention_backend(torch.device("cpu"), *served)
+    assert no_gpu == "fa2"
+
+
+# ---- Plans ----
+
+HEADS = (8, 2, 128)
+
+
+def workspace() -> torch.Tensor:
+    return torch.empty(1 << 23, dtype=torch.uint8)
+
+
+def planned(backend: str, tokens: int = 256, ragged: bool = False, **options: Any) -> Any:
+    """A wrapper after the plan of two requests; there is no launch."""
+    indptr = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
+    with reference_backend():
+        if ragged:
+            wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend=backend)
+            wrapper.plan(indptr, indptr, *HEADS, q_data_type=BF16, **options)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend)
+            pages = torch.arange(2 * tokens, dtype=torch.int32)
+            last = torch.ones(2, dtype=torch.int32)
+            wrapper.plan(indptr, indptr, pages, last, *HEADS, 1, q_data_type=BF16, **options)
+    return wrapper
+
+
+def configured(executor: AttentionExecutor, **arguments: Any) -> AttentionConfig:
+    """Of the module that a plan for the same problem takes."""
+    values = {"second": None, "tile_q_second": 0, "fixed_split_size": None, "graph_capacity": None}
+    values.update(arguments)
+    return AttentionConfig(*executor._module_key(executor.problem, *values.values())[:-1])
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_plans_take_what_is_forced(backend: str, ragged: bool):
+    executor = planned(backend, tokens=1, ragged=ragged)._executor
+    config = configured(executor)
+    assert config.backend == backend and config.tile_q == (128 if backend == "fa3" else 16)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.usefixtures("on_hopper")
+def test_auto_follows_the_batch(ragged: bool):
+    assert configured(planned("auto", ragged=ragged)._executor).backend == "fa3"
+    assert configured(planned("auto", 1, ragged)._executor).backend == "fa2"
+    rotated = planned("auto", ragged=ragged, pos_encoding_mode="ROPE_LLAMA")
+    assert configured(rotated._executor).backend == "fa2"
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("on_hopper")
+def test_a_graph_keeps_its_kernel():
+    """The launch that was captured is that of the first plan, whatever comes later."""
+    executor = planned("auto")._executor
+    executor._graph_choice = (128, "fa3")
+    executor.problem = dataclasses.replace(executor.problem, qo_indptr=torch.tensor([0, 1, 2]))
+    assert configured(executor).backend == "fa2"
+    assert configured(executor, graph_capacity=(2, 512)).backend == "fa3"
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("backend", "merges"), [("fa2", 2 * 16), ("fa3", 0)])
+def test_plans_are_cut_by_the_kernels_own_tiles(backend: str, merges: int):
+    """256 tokens in parts of 129: in KV tiles of 64 tokens these are 192, in those of 128, 256."""
+    executor = planned(backend, fixed_split_size=129)._executor
+    assert executor._planner.info[NUM_MERGES] == merges
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"kv_data_type": E4M3}, "kv_data_type"),
+        ({"head_dim_vo": 64}, "head_dim_vo"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA"),
+    ],
+)
+def test_a_forced_plan_says_what_is_missing(ragged: bool, options: dict[str, Any], missing: str):
+    planned("fa2", ragged=ragged, **options)
+    with pytest.raises(ValueError, match=f"`backend`.*{missing}"):
+        planned("fa3", ragged=ragged, **options)
+
+
+@pytest.mark.compiler
+def test_sparse_plans_take_it():
+    indptr, indices = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 1]).int()
+    for head_dim in (128, 80):
+        wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(), backend="fa3")
+        arguments = (indptr, indices, 256, 256, 128, 128, 8, 2, head_dim)
+        with reference_backend():
+            if head_dim == 80:
+                with pytest.raises(ValueError, match="`backend`.*80/80"):
+                    wrapper.plan(*arguments, q_data_type=BF16)
+                continue
+            wrapper.plan(*arguments, q_data_type=BF16)
+        assert configured(wrapper._executor).backend == "fa3"
+
+
+def test_wrappers_of_decode_do_not_have_it():
+    with pytest.raises(ValueError, match="`backend` must be 'auto' or 'fa2', got 'fa3'.*prefill"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend="fa3")
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("on_hopper")
+def test_launches_of_two_shapes_take_the_portable_kernel():
+    indptr = torch.tensor([0, 256], dtype=torch.int32)
+    with reference_backend():
+        wrapper = flashinfer.BatchAttention(device="cpu")
+        wrapper.plan(
+            indptr, indptr, torch.arange(256).int(), torch.tensor([256]).int(), *HEADS, 128, 1
+        )
+    config = configured(wrapper._executor, tile_q_second=16)
+    assert config.backend == "fa2" and config.tile_q_second == 16
