@@ -20,6 +20,7 @@ WRAPPERS = {
     "paged": "BatchPrefillWithPagedKVCacheWrapper",
     "ragged": "BatchPrefillWithRaggedKVCacheWrapper",
 }
+MIXED = {"mixed": "BatchAttention"}
 FUNCTIONS = {
     "single_decode": "single_decode_with_kv_cache",
     "single_prefill": "single_prefill_with_kv_cache",
@@ -36,7 +37,7 @@ class Call:
     run: dict[str, Any]
 
     def planned(self) -> Any:
-        wrapper = getattr(flashinfer, WRAPPERS[self.path])(**self.make)
+        wrapper = getattr(flashinfer, {**WRAPPERS, **MIXED}[self.path])(**self.make)
         wrapper.plan(**self.plan)
         return wrapper
 
@@ -83,8 +84,16 @@ def make_call(path: str, batch: Batch, device: torch.device, **options: Any) -> 
         plan = {**lengths, **heads, **dims, **batch.dtypes(), **options}
         return Call(path, make, plan, {"q": q, "k": k, "v": v})
     starts, indices, last, _ = batch.table()
-    run = {"q": q, "paged_kv_cache": batch.cache(device)}
     indices = indices.to(device)
+    if path == "mixed":
+        lengths = torch.tensor(batch.kv_lens, dtype=torch.int32)
+        table = {"qo_indptr": indptr(batch.qo_lens), "kv_indptr": starts, "kv_indices": indices}
+        dims = {"head_dim_qk": batch.head_dim_qk, "head_dim_vo": batch.head_dim_vo}
+        plan = {**table, "kv_len_arr": lengths, **heads, **dims, "page_size": batch.page_size}
+        make = {"kv_layout": batch.kv_layout, "device": str(device)}
+        run = {"q": q, "kv_cache": batch.cache(device)}
+        return Call(path, make, {**plan, **batch.dtypes(), **options}, run)
+    run = {"q": q, "paged_kv_cache": batch.cache(device)}
     if path == "decode":
         table = {"indptr": starts, "indices": indices, "last_page_len": last}
         dims = {"head_dim": batch.head_dim_qk, "page_size": batch.page_size}

@@ -32,6 +32,7 @@ class NamedFault:
 _INDPTR = ("indptr", "paged_kv_indptr", "kv_indptr")
 _LAST = ("last_page_len", "paged_kv_last_page_len")
 _INDICES = ("indices", "paged_kv_indices")
+_MASK = ("custom_mask",)  # its size is that of the lengths
 _DIM = ("head_dim", "head_dim_qk")
 _KEYS = ("`k`", "k_cache", "paged_kv_cache", "kv_cache")
 _VALUES = ("`v`", "v_cache", "paged_kv_cache", "kv_cache")
@@ -95,9 +96,14 @@ def _sinks(dtype: torch.dtype, more: int) -> Fault:
     return fault
 
 
+def _has_bits(call: Call) -> bool:
+    """Whether there is a packed mask, beside which a mask of bools is not looked at."""
+    return "packed_custom_mask" in {**call.plan, **call.run}
+
+
 def _mask_of_size(more: int) -> Fault:
     def fault(call: Call) -> Call | None:
-        if "decode" in call.path:
+        if "decode" in call.path or _has_bits(call):
             return None
         mask = torch.ones(10**6 + more, dtype=torch.bool, device=call.run["q"].device)
         return option_is("custom_mask", mask)(call)
@@ -131,8 +137,10 @@ FAULTS: dict[str, NamedFault] = {
     "indptr of bytes": _of(plan_tensor(lambda t: t.to(torch.uint8), *_INDPTR), *_INDPTR),
     "indptr as list": _of(lambda c: plan_is(_first(c, _INDPTR), [0, 1])(c), *_INDPTR),
     "indptr with two dimensions": _of(plan_tensor(lambda t: t[None], *_INDPTR), *_INDPTR),
-    "indptr not monotone": _of(plan_tensor(_decreasing, *_INDPTR), *_INDPTR, *_LAST),
-    "indptr beyond the page numbers": _of(_last_entry(100), *_INDPTR, *_INDICES, *_LAST, *_KEYS),
+    "indptr not monotone": _of(plan_tensor(_decreasing, *_INDPTR), *_INDPTR, *_LAST, *_MASK),
+    "indptr beyond the page numbers": _of(
+        _last_entry(100), *_INDPTR, *_INDICES, *_LAST, *_KEYS, *_MASK
+    ),
     "page numbers of floats": _of(plan_tensor(lambda t: t.float(), *_INDICES), *_INDICES),
     "page numbers in a matrix": _of(plan_tensor(lambda t: t[None], *_INDICES), *_INDICES),
     "last page of floats": _of(plan_tensor(lambda t: t.float(), *_LAST), *_LAST),
@@ -164,7 +172,7 @@ FAULTS: dict[str, NamedFault] = {
     "mask of floats": _of(
         lambda c: (
             None
-            if "decode" in c.path
+            if "decode" in c.path or _has_bits(c)
             else option_is("custom_mask", torch.ones(4, device=c.run["q"].device))(c)
         ),
         "custom_mask",

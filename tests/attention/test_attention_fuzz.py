@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.batches import BF16, E4M3, E5M2, FP16, Batch, randn
-from tests.attention.calls import FUNCTIONS, WRAPPERS, Call, make_call, refusal_of
+from tests.attention.calls import FUNCTIONS, MIXED, WRAPPERS, Call, make_call, refusal_of
 from tests.attention.faults import FAULTS
 from tests.fuzzing import fuzz_settings
 
-MODULES, CASES_PER_MODULE = 20, 25
-FULL_MODULES, FULL_CASES_PER_MODULE = 125, 80
+MODULES, CASES_PER_MODULE = 24, 25
+FULL_MODULES, FULL_CASES_PER_MODULE = 126, 80
 CPU_CASES_PER_MODULE = 5
-PATHS = (*WRAPPERS, *FUNCTIONS)
+PATHS = (*WRAPPERS, *MIXED, *FUNCTIONS)
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 300, 511, 900)
 MAX_LOGITS = 2**20  # of all heads and requests
 
@@ -38,7 +38,7 @@ class Kernel:
     kv_dtype: torch.dtype
     o_dtype: torch.dtype
     head_dims: tuple[int, int]
-    mask: str  # "none", "causal", "custom"
+    mask: str  # "none", "causal", "custom", "packed" (bits of a custom mask), "items" (multi-item)
     encoding: str
     window: bool
     soft_cap: bool
@@ -53,19 +53,23 @@ def draw_kernel(index: int) -> Kernel:
     dtype = rng.choice([BF16, FP16])
     head_dim = rng.choice([16, 32, 48, 64, 64, 80, 96, 112, 128, 128, 128, 160, 192, 256, 512])
     pairs = [(head_dim, head_dim)]
-    if path in ("paged", "ragged") and head_dim < 512:
+    if path in ("paged", "ragged", "mixed") and head_dim < 512:
         pairs += [(192, 128), (head_dim, rng.choice([16, 64, 128, 208]))]
-    encoding = rng.choice(["NONE", "NONE", "ROPE_LLAMA", "ALIBI"])
-    masks = ["none"] if "decode" in path else ["none", "causal", "causal", "custom"]
+    encoding = rng.choice(["NONE", "NONE", "ROPE_LLAMA", "ALIBI"]) if path != "mixed" else "NONE"
+    masks = ["none"] if "decode" in path else ["none", "causal", "causal"]
+    if path in ("paged", "ragged", "single_prefill"):
+        masks += ["custom", "packed"]
+    if path in ("paged", "ragged"):
+        masks += ["items"]
     return Kernel(
         path=path,
         dtype=dtype,
         kv_dtype=rng.choice([dtype, dtype, E4M3, E5M2]) if encoding != "ROPE_LLAMA" else dtype,
-        o_dtype=rng.choice([dtype, dtype, BF16, FP16]) if path not in FUNCTIONS else dtype,
+        o_dtype=rng.choice([dtype, dtype, BF16, FP16]) if path in WRAPPERS else dtype,
         head_dims=rng.choice(pairs),
         mask=rng.choice(masks),
         encoding=encoding,
-        window=rng.random() < 0.3,
+        window=rng.random() < 0.3 and path != "mixed",
         soft_cap=rng.random() < 0.3,
         sinks=rng.random() < 0.3 and path in ("decode", "paged"),
         rows=rng.choice(["few", "some", "many"]),
@@ -142,11 +146,16 @@ def _plan_options(draw: st.DrawFn, kernel: Kernel, per_request: int) -> dict[str
     root = kernel.head_dims[0] ** -0.5
     scales = [None, root, 2 * root, -root, 0.0]
     options: dict[str, Any] = {"sm_scale": draw(st.sampled_from(scales))}
+    if kernel.path == "mixed":
+        options["causal"] = kernel.mask == "causal"
+        if kernel.soft_cap:
+            options["logits_soft_cap"] = draw(st.sampled_from([0.5, 5.0, 30.0]))
+        return options
     options["pos_encoding_mode"] = kernel.encoding
     if kernel.encoding == "ROPE_LLAMA" or draw(st.booleans()):
         options["rope_scale"] = draw(st.sampled_from([None, 1.0, 4.0, 0.5]))
         options["rope_theta"] = draw(st.sampled_from([None, 1e4, 5e5]))
-    if kernel.mask == "causal":
+    if kernel.mask in ("causal", "items"):
         options["causal"] = True
     if kernel.window:
         options["window_left"] = draw(st.sampled_from([0, 1, 5, 63, 64, 100, 1000]))
@@ -167,7 +176,7 @@ def _plan_options(draw: st.DrawFn, kernel: Kernel, per_request: int) -> dict[str
 def _run_options(draw: st.DrawFn, kernel: Kernel) -> dict[str, Any]:
     scale = st.sampled_from([None, 1.0, 0.5, 2.0])
     options: dict[str, Any] = {"k_scale": draw(scale), "v_scale": draw(scale)}
-    if kernel.path != "single_prefill":
+    if kernel.path not in ("single_prefill", "mixed"):
         options["q_scale"] = draw(scale)
     if kernel.path in WRAPPERS:
         options["enable_pdl"] = draw(st.sampled_from([None, True, False]))
@@ -177,14 +186,15 @@ def _run_options(draw: st.DrawFn, kernel: Kernel) -> dict[str, Any]:
 def build(kernel: Kernel, case: Case, device: torch.device) -> Call:
     """The call of a case."""
     batch, plan, run = case.batch, dict(case.plan), dict(case.run)
-    run["return_lse"] = case.return_lse
+    if kernel.path == "mixed":
+        run["logits_soft_cap"] = plan.get("logits_soft_cap", 0.0)
+    else:
+        run["return_lse"] = case.return_lse
     tokens = sum(batch.qo_lens)
-    if kernel.mask == "custom":
-        size = sum(q * k for q, k in zip(batch.qo_lens, batch.kv_lens, strict=True))
-        mask = randn((size,), torch.float32, device, case.seed) > 0
-        if kernel.path in FUNCTIONS:
-            mask = mask.view(tokens, batch.kv_lens[0])
-        plan["custom_mask"] = mask
+    if kernel.mask in ("custom", "packed"):
+        plan |= _mask(kernel, case, device)
+    if kernel.mask == "items":
+        plan |= _items(case, device)
     if kernel.sinks:
         run["sinks"] = 2 * randn((batch.num_qo_heads,), torch.float32, device, case.seed)
     if case.with_out:
@@ -197,6 +207,43 @@ def build(kernel: Kernel, case: Case, device: torch.device) -> Call:
         wider = {n: t.long() for n, t in call.plan.items() if _is_int32(t)}
         call = call.with_plan(**wider)
     return call.with_run(**run)
+
+
+def _mask(kernel: Kernel, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    """A random mask, as bools or as bits."""
+    batch = case.batch
+    sizes = [q * k for q, k in zip(batch.qo_lens, batch.kv_lens, strict=True)]
+    mask = randn((sum(sizes),), torch.float32, device, case.seed) > 0
+    if kernel.mask == "custom":
+        single = kernel.path in FUNCTIONS
+        return {"custom_mask": mask.view(*batch.qo_lens, *batch.kv_lens) if single else mask}
+    bits = torch.zeros(sum(-(-size // 8) * 8 for size in sizes), dtype=torch.uint8, device=device)
+    to = 0
+    for size, part in zip(sizes, mask.split(sizes), strict=True):
+        bits[to : to + size] = part
+        to += -(-size // 8) * 8
+    weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device)
+    return {"packed_custom_mask": (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)}
+
+
+def _items(case: Case, device: torch.device) -> dict[str, Any]:
+    """Items of random lengths, with a delimiter before each, behind random prefixes."""
+    rng, rows, prefixes = random.Random(case.seed), [], []
+    for kv_len in case.batch.kv_lens:
+        prefixes.append(rng.randint(0, kv_len))
+        row: list[int] = []
+        while len(row) < kv_len - prefixes[-1]:
+            row += range(rng.randint(1, 80))
+        rows.append(row[: kv_len - prefixes[-1]])
+    length = max([len(row) for row in rows] + [0]) + rng.randint(1, 5)
+    table = torch.tensor([row + [0] * (length - len(row)) for row in rows]).view(-1)
+    longest = torch.tensor([max(row, default=0) for row in rows])
+    return {
+        "prefix_len_ptr": torch.tensor(prefixes, device=device).to(torch.uint32),
+        "token_pos_in_items_ptr": table.to(device=device, dtype=torch.uint16),
+        "token_pos_in_items_len": length,
+        "max_item_len_ptr": longest.to(device=device, dtype=torch.uint16),
+    }
 
 
 def _is_int32(value: Any) -> bool:
@@ -221,7 +268,7 @@ def test_attention_is_right_or_refused(index, device, full):
     def run(case: Case, fault: str | None) -> None:
         call = build(kernel, case, device)
         changed = FAULTS[fault].change(call) if fault is not None else None
-        if fault is None or changed is None:
+        if fault is None or changed is None or kernel.path == "mixed":  # has tests of its own
             call.check()
             tally["right"] += 1
         else:
