@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class _Request:
     stops: frozenset[int]
     text: TextStream | None
     computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))  # cheap to put together
     keys: list[bytes] = field(default_factory=list)  # of the pages that are published
 
     @property
@@ -376,7 +377,7 @@ class Engine:
 
     def _release(self, request: _Request) -> None:
         self._pool.release(request.pages)
-        request.pages, request.keys, request.computed = [], [], 0
+        request.pages, request.keys, request.computed = array("i"), [], 0
 
     def _forget(self, request: _Request) -> None:
         self._release(request)
