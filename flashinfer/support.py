@@ -26,6 +26,7 @@ ARCHITECTURES = (
 
 _ON_HOPPER = (
     "activation",
+    "attention",
     "cascade",
     "fused_norm",
     "norm",
