@@ -1,0 +1,56 @@
+// Attention for Hopper (sm_90a): the copy engine feeds shared memory, warpgroups multiply from it,
+// and persistent CTAs, one per SM, take the plan's lists of items one after the other.
+//
+// One warpgroup loads (hopper_producer.cuh), two multiply (hopper_consumer.cuh); what they share is
+// in hopper_tile.cuh. Variants, masks, the softmax of a row and the merge of cut rows are those of
+// the portable kernel (attention.cuh). Sums run in a fixed order: results repeat bit for bit,
+// whichever CTA takes an item.
+#pragma once
+
+#include <flashinfer/attention/hopper_consumer.cuh>
+#include <flashinfer/attention/hopper_producer.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/setmaxnreg.cuh>
+
+namespace flashinfer {
+
+template <typename Tile>
+__device__ __forceinline__ void init_barriers(HopperControl& control) {
+  constexpr int kConsumerWarps = Tile::kConsumerThreads / 32;
+  const auto init = [](uint64_t& barrier, int arrivals) {
+    ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+  };
+  init(control.q_full, 1);
+  init(control.q_empty, kConsumerWarps);
+  for (int i = 0; i < 2; ++i) {
+    init(control.work_full[i], 1);
+    init(control.work_empty[i], kConsumerWarps + 4);
+    init(control.k_full[i], 1);
+    init(control.k_empty[i], kConsumerWarps);
+    init(control.v_full[i], 1);
+    init(control.v_empty[i], kConsumerWarps);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+template <typename Traits, typename Params>
+__global__ void __launch_bounds__(Traits::Tile::kThreads, 1)
+    hopper_attention_kernel(const __grid_constant__ HopperParams<Params> params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Tile = typename Traits::Tile;
+  extern __shared__ __align__(1024) char shared[];
+  HopperControl& control = *reinterpret_cast<HopperControl*>(shared + Tile::kOffsetControl);
+  if (threadIdx.x == 0) init_barriers<Tile>(control);
+  __syncthreads();
+  ptx::grid_dependency_wait();
+  if (threadIdx.x >= Tile::kConsumerThreads) {
+    ptx::decrease_registers<Tile::kProducerRegisters>();
+    HopperProducer<Traits, Params>(params, shared, control).run();
+  } else {
+    ptx::increase_registers<Tile::kConsumerRegisters>();
+    HopperConsumer<Traits, Params>(params, shared, control).run();
+  }
+#endif
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,141 @@
+// Host side of the attention kernel for Hopper.
+#pragma once
+
+#include <flashinfer/attention/finalize.cuh>
+#include <flashinfer/attention/hopper.cuh>
+#include <flashinfer/common/launch.cuh>
+
+#ifndef __CUDACC_RTC__
+
+namespace flashinfer {
+
+// cuTensorMapEncodeTiled of the driver, which nothing here links to; null if it has none.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                                12000, cudaEnableDefault, &found);
+    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
+}
+
+// One dimension of a tensor: its length, the elements between neighbours, and the box's share.
+struct MapDim {
+  uint64_t length;
+  int64_t stride;
+  uint32_t box;
+};
+
+// Boxes of 64 columns with the 128-byte swizzle; `dims` behind the contiguous one of `columns`.
+// Leaves `box_rows` 0 where the tensor cannot be described: then threads copy it.
+template <typename T, int kDims>
+inline void encode_map(TensorMap& map, const void* data, uint64_t columns,
+                       const MapDim (&dims)[kDims], uint32_t box_rows) {
+  constexpr int64_t kSize = static_cast<int64_t>(sizeof(T));
+  map.box_rows = 0;
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr || box_rows == 0) return;
+  cuuint64_t lengths[kDims + 1] = {columns}, strides[kDims];
+  cuuint32_t box[kDims + 1] = {64}, steps[kDims + 1] = {1};
+  for (int i = 0; i < kDims; ++i) {
+    lengths[i + 1] = dims[i].length;
+    // The stride of a dimension of one element is anything: it is never walked.
+    strides[i] = static_cast<cuuint64_t>(dims[i].length <= 1 ? kSize * 64 : dims[i].stride * kSize);
+    box[i + 1] = dims[i].box;
+    steps[i + 1] = 1;
+  }
+  const CUtensorMapDataType type = std::is_same_v<T, dtype::bfloat16>
+                                       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUresult status =
+      encode(&map.map, type, kDims + 1, const_cast<void*>(data), lengths, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status == CUDA_SUCCESS) map.box_rows = box_rows;
+}
+
+// Rows of a K or V tile that one box covers: whole groups of eight rows, within a page.
+template <typename Tile>
+inline uint32_t kv_box_rows(uint32_t page_size, bool paged) {
+  constexpr uint32_t kTile = Tile::kTileKV;
+  if (!paged || page_size % kTile == 0) return kTile;
+  return page_size % 8 == 0 && kTile % page_size == 0 ? page_size : 0;
+}
+
+template <typename Traits, typename Params>
+inline void encode_maps(HopperParams<Params>& hopper) {
+  using Tile = typename Traits::Tile;
+  const Params& params = hopper.attention;
+  const AttentionTensors& t = params.tensors[0];
+  const uint32_t heads = params.num_kv_heads.divisor, group = params.group_size.divisor;
+  encode_map<typename Tile::Q>(
+      hopper.q, t.q, Tile::kHeadDimQK,
+      {{uint64_t{heads} * group, t.q_stride_head, group},
+       {static_cast<uint64_t>(t.num_qo_tokens), t.q_stride_token, Tile::kTileQ / group}},
+      Tile::kTileQ % group == 0 ? Tile::kTileQ : 0);
+  const uint32_t page_size = params.page_size.divisor;
+  const uint32_t rows = kv_box_rows<Tile>(page_size, Traits::kPaged);
+  const auto encode_kv = [&](TensorMap& map, const void* data, int columns, int64_t page,
+                             int64_t token, int64_t head) {
+    if constexpr (Traits::kPaged) {
+      encode_map<typename Tile::KV>(
+          map, data, columns, {{page_size, token, rows}, {heads, head, 1}, {t.num_pages, page, 1}},
+          rows);
+    } else {
+      encode_map<typename Tile::KV>(
+          map, data, columns,
+          {{static_cast<uint64_t>(t.num_kv_tokens), token, rows}, {heads, head, 1}}, rows);
+    }
+  };
+  encode_kv(hopper.k, t.k, Tile::kHeadDimQK, t.k_stride_page, t.k_stride_token, t.k_stride_head);
+  encode_kv(hopper.v, t.v, Tile::kHeadDimVO, t.v_stride_page, t.v_stride_token, t.v_stride_head);
+}
+
+// SMs of the current device, which must be a Hopper; also raises the kernel's limit of shared
+// memory, once per device.
+template <typename Traits, typename Params>
+inline cudaError_t prepare_hopper_attention(int* num_sms) {
+  constexpr int kMaxDevices = 64;
+  static int prepared[kMaxDevices] = {};
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
+  if (prepared[device] == 0) {
+    status = cudaFuncSetAttribute(hopper_attention_kernel<Traits, Params>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  kHopperSharedBytes<typename Traits::Tile>);
+    if (status != cudaSuccess) return status;
+    status = cudaDeviceGetAttribute(&prepared[device], cudaDevAttrMultiProcessorCount, device);
+    if (status != cudaSuccess) return status;
+  }
+  *num_sms = prepared[device];
+  return cudaSuccess;
+}
+
+template <typename Traits, typename Params>
+inline cudaError_t launch_hopper_attention(const Params& params, bool enable_pdl,
+                                           cudaStream_t stream) {
+  using Tile = typename Traits::Tile;
+  int num_sms = 0;
+  cudaError_t status = prepare_hopper_attention<Traits, Params>(&num_sms);
+  if (status != cudaSuccess) return status;
+  HopperParams<Params> hopper;
+  hopper.attention = params;
+  encode_maps<Traits>(hopper);
+  const uint32_t num_lists = params.num_ctas.divisor * params.num_kv_heads.divisor;
+  const dim3 grid(num_lists < static_cast<uint32_t>(num_sms) ? num_lists : num_sms);
+  status = launch_kernel(hopper_attention_kernel<Traits, Params>, grid, dim3(Tile::kThreads),
+                         kHopperSharedBytes<Tile>, stream, enable_pdl, hopper);
+  if (status != cudaSuccess || params.num_merges == 0) return status;
+  const dim3 merge_grid(params.num_merges * params.num_kv_heads.divisor, params.rows_per_slot);
+  return launch_kernel(
+      merge_kernel<typename Traits::Variant, typename Tile::O, Tile::kHeadDimVO, Params>,
+      merge_grid, dim3(kMergeThreads), 0, stream, enable_pdl, params);
+}
+
+}  // namespace flashinfer
+#endif  // __CUDACC_RTC__

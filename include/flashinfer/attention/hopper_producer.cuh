@@ -1,0 +1,293 @@
+// The warpgroup that feeds the others: takes items, loads q, K and V.
+//
+// Boxes of the copy engine where a tile lies in the request's keys and pages are whole groups of
+// eight rows; else each thread copies 16 bytes at a time, by which rows past the end become zeros:
+// what a cache holds there may be NaN, and 0 * NaN is not 0.
+#pragma once
+
+#include <cuda.h>
+#include <flashinfer/attention/hopper_tile.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
+#include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/tma.cuh>
+
+namespace flashinfer {
+
+// How the copy engine reads a tensor; `box_rows` 0: it cannot.
+struct TensorMap {
+  CUtensorMap map;
+  uint32_t box_rows;
+};
+
+template <typename Params_>
+struct HopperParams {
+  using Params = Params_;
+  Params attention;
+  TensorMap q, k, v;
+};
+
+template <typename Traits, typename Params>
+class HopperProducer {
+  using Tile = typename Traits::Tile;
+  static constexpr int kElement = 2;  // bytes
+  static constexpr int kBarrier = 1;  // of the producer's warps
+
+ public:
+  __device__ __forceinline__ HopperProducer(const HopperParams<Params>& params, char* shared,
+                                            HopperControl& control)
+      : params_(params.attention),
+        maps_(params),
+        tensors_(params.attention.tensors[0]),
+        control_(control),
+        shared_(ptx::shared_address(shared)) {
+    thread_idx_ = threadIdx.x - Tile::kConsumerThreads;
+    lane_idx_ = thread_idx_ % 32;
+    warp_idx_ = thread_idx_ / 32;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (thread_idx_ == 0) publish(-1, 0);
+    while (true) {
+      const auto& slot = control_.work[work_.stage];
+      ptx::mbarrier_wait(address(control_.work_full[work_.stage]), work_.phase);
+      if (slot.item.request < 0) return;
+      load_item(slot.item, slot.kv_head);
+      // While the consumers still have two tiles to work on.
+      if (thread_idx_ == 0) publish(slot.item.next, slot.kv_head);
+      __syncwarp();
+      if (lane_idx_ == 0) ptx::mbarrier_arrive(address(control_.work_empty[work_.stage]));
+      work_.advance();
+    }
+  }
+
+ private:
+  template <typename T>
+  __device__ __forceinline__ static uint32_t address(T& in_shared) {
+    return ptx::shared_address(&in_shared);
+  }
+
+  // Tells all warps the item that follows: `next` of the list at hand, else the first of a list
+  // that no CTA has taken, or that there is none.
+  __device__ __forceinline__ void publish(int next, uint32_t kv_head) {
+    if (next < 0) next = take_list(kv_head);
+    auto& slot = control_.work[published_.stage];
+    ptx::mbarrier_wait(address(control_.work_empty[published_.stage]), published_.phase ^ 1);
+    if (next < 0) {
+      slot.item.request = -1;
+    } else {
+      slot.item = params_.items[next];
+      slot.kv_head = kv_head;
+    }
+    ptx::mbarrier_arrive(address(control_.work_full[published_.stage]));
+    published_.advance();
+  }
+
+  // The lists of one KV head come together, so that what runs at a time shares K and V in L2. Each
+  // CTA asks once in vain; the last of them sets the counter back for the next launch.
+  __device__ __forceinline__ int take_list(uint32_t& kv_head) {
+    int32_t* const counter = const_cast<int32_t*>(&params_.items[0].reserved);
+    const uint32_t num_lists = params_.num_ctas.divisor * params_.num_kv_heads.divisor;
+    while (true) {
+      const uint32_t list = static_cast<uint32_t>(atomicAdd(counter, 1));
+      if (list == num_lists + gridDim.x - 1) atomicExch(counter, 0);
+      if (list >= num_lists) return -1;
+      kv_head = params_.num_ctas.divide(list);
+      const int first = static_cast<int>(list - kv_head * params_.num_ctas.divisor);
+      if (params_.items[first].request >= 0) return first;  // else a graph's list without items
+    }
+  }
+
+  __device__ __forceinline__ void load_item(const WorkItem& item, uint32_t kv_head) {
+    const int num_tiles = ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
+    // In the order in which consumers need them, from the last keys to the first.
+    for (int tile = num_tiles - 1; tile >= 0; --tile) {
+      load_tile<true>(item, kv_head, tile);
+      if (tile == num_tiles - 1) {
+        load_query(item, kv_head);
+      } else {
+        load_tile<false>(item, kv_head, tile + 1);
+      }
+    }
+    if (num_tiles > 0) {
+      load_tile<false>(item, kv_head, 0);
+    } else {
+      load_query(item, kv_head);  // in vain, so that consumers always have one to give back
+    }
+    announce();
+  }
+
+  // ---- Queries ----
+
+  __device__ __forceinline__ void load_query(const WorkItem& item, uint32_t kv_head) {
+    const uint32_t full = address(control_.q_full);
+    ptx::mbarrier_wait(address(control_.q_empty), q_phase_ ^ 1);
+    q_phase_ ^= 1;
+    const uint32_t group_size = params_.group_size.divisor;
+    if (maps_.q.box_rows != 0) {
+      announce();
+      if (warp_idx_ != 0) return;
+      if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, Tile::kBytesQ);
+      __syncwarp();
+      if (lane_idx_ < Tile::kChunksQK) {
+        ptx::tma_load(shared_ + lane_idx_ * Tile::kTileQ * 128, &maps_.q.map, full, lane_idx_ * 64,
+                      kv_head * group_size,
+                      item.qo_begin + params_.group_size.divide(item.row_begin));
+      }
+      return;
+    }
+    // Lane i knows where row i of the warp's share is.
+    constexpr int kRows = Tile::kTileQ / 4;
+    const uint32_t packed = item.row_begin + warp_idx_ * kRows + lane_idx_;
+    int64_t offset = -1;
+    if (packed < item.qo_len * group_size) {
+      const uint32_t token = params_.group_size.divide(packed);
+      const uint32_t head = kv_head * group_size + packed - token * group_size;
+      offset = (item.qo_begin + int64_t{token}) * tensors_.q_stride_token +
+               head * tensors_.q_stride_head;
+    }
+    copy_rows<kRows, Tile::kTileQ, Tile::kHeadDimQK>(shared_, tensors_.q, offset);
+    complete_later(full);
+  }
+
+  // ---- Keys and values ----
+
+  template <bool kKeys>
+  __device__ __forceinline__ void load_tile(const WorkItem& item, uint32_t kv_head, int tile) {
+    Ring<Tile::kStages>& ring = kKeys ? k_ring_ : v_ring_;
+    const uint32_t full =
+        kKeys ? address(control_.k_full[ring.stage]) : address(control_.v_full[ring.stage]);
+    const uint32_t empty =
+        kKeys ? address(control_.k_empty[ring.stage]) : address(control_.v_empty[ring.stage]);
+    const TensorMap& map = kKeys ? maps_.k : maps_.v;
+    const uint32_t target = shared_ + (kKeys ? Tile::kOffsetK + ring.stage * Tile::kBytesK
+                                             : Tile::kOffsetV + ring.stage * Tile::kBytesV);
+    const int first_token = item.kv_begin + tile * Tile::kTileKV;
+    if (map.box_rows != 0 && first_token + Tile::kTileKV <= item.kv_len) {
+      constexpr int kBytes = kKeys ? Tile::kBytesK : Tile::kBytesV;
+      constexpr int kChunks = kKeys ? Tile::kChunksQK : Tile::kChunksVO;
+      announce();
+      if (warp_idx_ == 0) {
+        load_boxes<kChunks, kBytes>(item, kv_head, first_token, map, target, full, empty,
+                                    ring.phase);
+      }
+    } else {
+      constexpr int kDim = kKeys ? Tile::kHeadDimQK : Tile::kHeadDimVO;
+      constexpr int kRows = Tile::kTileKV / 4;
+      const int64_t offset = token_offset<kKeys>(
+          item, kv_head, first_token + warp_idx_ * kRows + min(lane_idx_, kRows - 1));
+      ptx::mbarrier_wait(empty, ring.phase ^ 1);
+      copy_rows<kRows, Tile::kTileKV, kDim>(target, kKeys ? tensors_.k : tensors_.v, offset);
+      complete_later(full);
+    }
+    ring.advance();
+  }
+
+  // By one warp, a box per lane: 64 columns of a page, or of the whole tile.
+  template <int kChunks, int kBytes>
+  __device__ __forceinline__ void load_boxes(const WorkItem& item, uint32_t kv_head,
+                                             int first_token, const TensorMap& map, uint32_t target,
+                                             uint32_t full, uint32_t empty, uint32_t phase) {
+    const int box_rows = map.box_rows;
+    const int num_boxes = Tile::kTileKV / box_rows * kChunks;
+    const auto expect = [&] {
+      ptx::mbarrier_wait(empty, phase ^ 1);
+      if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, kBytes);
+      __syncwarp();
+    };
+    if constexpr (!Traits::kPaged) {
+      expect();
+      if (lane_idx_ < kChunks) {
+        ptx::tma_load(target + lane_idx_ * Tile::kTileKV * 128, &map.map, full, lane_idx_ * 64,
+                      item.kv_base + first_token, kv_head);
+      }
+    } else {
+      bool ready = false;
+      for (int box = lane_idx_; box - lane_idx_ < num_boxes; box += 32) {
+        const int chunk = box % kChunks, row = box / kChunks * box_rows;
+        uint32_t page = 0, slot = 0;
+        if (box < num_boxes) {
+          const uint32_t token = first_token + row;
+          const uint32_t number = params_.page_size.divide(token);
+          slot = token - number * params_.page_size.divisor;
+          page = static_cast<uint32_t>(tensors_.kv_indices[item.kv_base + number]);
+        }
+        if (!ready) expect();
+        ready = true;
+        if (box < num_boxes) {
+          ptx::tma_load(target + chunk * Tile::kTileKV * 128 + row * 128, &map.map, full,
+                        chunk * 64, slot, kv_head, min(page, tensors_.num_pages));
+        }
+      }
+    }
+  }
+
+  // In elements; negative if the request has no such token.
+  template <bool kKeys>
+  __device__ __forceinline__ int64_t token_offset(const WorkItem& item, uint32_t kv_head,
+                                                  int token) const {
+    const int64_t stride_token = kKeys ? tensors_.k_stride_token : tensors_.v_stride_token;
+    const int64_t head = kv_head * (kKeys ? tensors_.k_stride_head : tensors_.v_stride_head);
+    if (token >= item.kv_len) return -1;
+    if constexpr (!Traits::kPaged) return (int64_t{item.kv_base} + token) * stride_token + head;
+    const uint32_t number = params_.page_size.divide(token);
+    const uint32_t page = static_cast<uint32_t>(tensors_.kv_indices[item.kv_base + number]);
+    if (page >= tensors_.num_pages) return -1;
+    const int64_t stride_page = kKeys ? tensors_.k_stride_page : tensors_.v_stride_page;
+    return page * stride_page + (token - number * params_.page_size.divisor) * stride_token + head;
+  }
+
+  // The warp's `kRows` of an operand's `kOperandRows` rows; lane i gives the offset of row i.
+  template <int kRows, int kOperandRows, int kDim>
+  __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int64_t offset) {
+    constexpr int kColumns = kDim / 8;  // of 16 bytes
+#pragma unroll 4
+    for (int i = 0; i < kRows * kColumns / 32; ++i) {
+      const int index = i * 32 + lane_idx_;
+      const int row = index / kColumns, column = index % kColumns;
+      const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
+      const bool exists = row_offset >= 0;
+      const char* source = static_cast<const char*>(base);
+      if (exists) source += row_offset * kElement + column * 16;
+      ptx::cp_async_16(target + swizzled_offset<kOperandRows>(warp_idx_ * kRows + row, column),
+                       source, exists);
+    }
+  }
+
+  // Copies by threads are announced one behind, so that two are under way. Before anything is
+  // waited for that needs more than the copies up to the one before, announce() catches up.
+  __device__ __forceinline__ void complete_later(uint32_t full) {
+    ptx::cp_async_commit();
+    const uint32_t earlier = pending_;
+    pending_ = full;
+    if (earlier != 0) {
+      ptx::cp_async_wait<1>();
+      announce(earlier);
+    }
+  }
+
+  __device__ __forceinline__ void announce() {
+    if (pending_ == 0) return;
+    ptx::cp_async_wait<0>();
+    announce(pending_);
+    pending_ = 0;
+  }
+
+  __device__ __forceinline__ void announce(uint32_t full) {
+    ptx::async_proxy_fence();
+    ptx::named_barrier_sync(kBarrier, 128);
+    if (thread_idx_ == 0) ptx::mbarrier_arrive(full);
+  }
+
+  const Params& params_;
+  const HopperParams<Params>& maps_;
+  const AttentionTensors& tensors_;
+  HopperControl& control_;
+  const uint32_t shared_;
+  int thread_idx_, warp_idx_, lane_idx_;
+  Ring<2> work_, published_;
+  Ring<Tile::kStages> k_ring_, v_ring_;
+  uint32_t q_phase_ = 0;
+  uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,109 @@
+// Shapes and shared memory of the attention kernel for Hopper (attention/hopper.cuh).
+//
+// A CTA holds kTileQ packed query rows, 64 per consumer warpgroup, and streams K and V in tiles of
+// kTileKV tokens through rings of two stages each. Operands lie in shared memory as the tensor
+// cores read them: chunks of 64 columns, in each rows of 128 bytes with the 128-byte swizzle.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <flashinfer/attention/attention_params.h>
+#include <flashinfer/common/dtype.cuh>
+#include <flashinfer/common/math.cuh>
+
+namespace flashinfer {
+
+// Where an operand of `kRows` rows keeps its 16-byte chunk `column` of row `row`.
+template <int kRows>
+__device__ __forceinline__ uint32_t swizzled_offset(int row, int column) {
+  return (column / 8 * kRows + row) * 128 + ((column ^ row) % 8) * 16;
+}
+
+template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_>
+struct HopperTile {
+  using Q = Q_;
+  using KV = KV_;
+  using O = O_;
+  using Mma = Q_;
+  static_assert(std::is_same_v<Q, KV> && sizeof(Q) == 2, "q, k and v are of one 16-bit type");
+
+  static constexpr int kHeadDimQK = kHeadDimQK_;
+  static constexpr int kHeadDimVO = kHeadDimVO_;
+  static_assert(kHeadDimQK % 16 == 0 && kHeadDimQK <= 256);
+  static_assert(kHeadDimVO == 64 || kHeadDimVO == 96 || kHeadDimVO % 128 == 0);
+
+  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kTileQ = 64 * kConsumers;
+  // The registers of a consumer hold the output, the logits and their weights; shared memory holds
+  // two stages of 256 columns for 64 tokens, of fewer columns for 128.
+  static constexpr int kTileKV = kHeadDimQK > 192 || kHeadDimVO > 128 ? 64 : 128;
+  static constexpr int kStages = 2;
+  static constexpr int kConsumerThreads = 128 * kConsumers;
+  static constexpr int kThreads = kConsumerThreads + 128;  // the last warpgroup produces
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+
+  // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
+  static constexpr bool kFloat8 = false;
+  static constexpr bool kScaledQ = false;
+  static constexpr bool kSplitKV = false;
+  static constexpr int kWarpRows = 16;
+  static constexpr int kRowTiles = 1;
+  static constexpr int kWarpKV = kTileKV;
+  static constexpr int kTokenTiles = kTileKV / 8;
+  static constexpr int kOutputDim = kHeadDimVO;
+  static constexpr int kNumOutputParts = 1;
+  static constexpr int kOutputTiles = kHeadDimVO / 8;
+  static constexpr int kPitchQ = (kHeadDimVO * 2 / 16 | 1) * 16;  // of finished rows on their way
+
+  static constexpr int kChunksQK = ceil_div(kHeadDimQK, 64);  // of 64 columns
+  static constexpr int kChunksVO = ceil_div(kHeadDimVO, 64);
+  static constexpr int kBytesQ = kTileQ * kChunksQK * 128;
+  static constexpr int kBytesK = kTileKV * kChunksQK * 128;
+  static constexpr int kBytesV = kTileKV * kChunksVO * 128;
+  static constexpr int kBytesOutput = kTileQ * kPitchQ;
+  static constexpr int kBytesStages = kStages * (kBytesK + kBytesV);
+  // Finished rows take the place of q where there is no room for both; then the next q has to wait.
+  static constexpr int kMaxBytes = 226 << 10;
+  static constexpr bool kOutputOverQ = kBytesQ + kBytesStages + kBytesOutput > kMaxBytes;
+  static constexpr int kOffsetK =
+      kOutputOverQ && kBytesOutput > kBytesQ ? round_up(kBytesOutput, 1024) : kBytesQ;
+  static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
+  static constexpr int kOffsetOutput = kOutputOverQ ? 0 : kOffsetV + kStages * kBytesV;
+  static constexpr int kOffsetControl =
+      kOutputOverQ ? kOffsetV + kStages * kBytesV : kOffsetOutput + kBytesOutput;
+};
+
+// An item on its way from the producer to the consumers, and what they tell each other.
+struct HopperControl {
+  struct alignas(16) Work {
+    WorkItem item;
+    uint32_t kv_head;
+  };
+  static constexpr int kStages = 2;
+  Work work[2];
+  uint64_t work_full[2], work_empty[2];
+  uint64_t q_full, q_empty;
+  uint64_t k_full[kStages], k_empty[kStages];
+  uint64_t v_full[kStages], v_empty[kStages];
+};
+
+template <typename Tile>
+inline constexpr int kHopperSharedBytes =
+    Tile::kOffsetControl + static_cast<int>(sizeof(HopperControl));
+
+// Position in a ring of barriers. Waiting for the parity of the phase gives a full stage to
+// consumers; producers wait for the other parity, which a new barrier counts as complete.
+template <int kStages>
+struct Ring {
+  uint32_t stage = 0, phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,39 @@
+// The copy engine of sm_90: boxes of a tensor in global memory to shared memory, by a tensor map
+// that the host encodes. What lies outside the tensor arrives as zeros.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer::ptx {
+
+// `map` in parameter or global memory; coordinates in elements, the contiguous dimension first. The
+// bytes of the box count towards the phase of `barrier`.
+__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int x,
+                                         int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%3, %4, %5}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int x,
+                                         int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%3, %4, %5, %6}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Between this thread's ordinary accesses of shared memory and later ones by the copy engine or the
+// tensor cores (of other threads too, after a barrier).
+__device__ __forceinline__ void async_proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace flashinfer::ptx
