@@ -44,6 +44,7 @@ class Kernel:
     soft_cap: bool
     sinks: bool
     rows: str  # query rows of a tile: "few" (up to 16), "some" (up to 64), "many"
+    backend: str  # "auto", or "fa2" where there is more than that
 
 
 def draw_kernel(index: int) -> Kernel:
@@ -73,6 +74,7 @@ def draw_kernel(index: int) -> Kernel:
         soft_cap=rng.random() < 0.3,
         sinks=rng.random() < 0.3 and path in ("decode", "paged"),
         rows=rng.choice(["few", "some", "many"]),
+        backend=rng.choice(["auto", "auto", "fa2"]),
     )
 
 
@@ -203,6 +205,10 @@ def build(kernel: Kernel, case: Case, device: torch.device) -> Call:
     if case.with_lse:
         run["lse"] = torch.empty(tokens, batch.num_qo_heads, device=device)
     call = make_call(kernel.path, batch, device, **plan)
+    if kernel.path in ("paged", "ragged"):
+        call = call.with_make(backend=kernel.backend)
+    elif kernel.path == "single_prefill":
+        run["backend"] = kernel.backend
     if case.int64:
         wider = {n: t.long() for n, t in call.plan.items() if _is_int32(t)}
         call = call.with_plan(**wider)
