@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+import flashinfer
 from flashinfer.jit.attention import plan as p
+from tests.attention.batches import BF16, Batch, indptr, workspace
 from tests.attention_plans import Options, Requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
@@ -61,6 +63,32 @@ def test_the_copy_is_on_the_current_stream():
     assert not early
     side.synchronize()
     assert workspace.any().item()
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_plan_and_run_wait_for_nothing_on_the_gpu(path, device):
+    """With lengths on the host nothing is fetched, and no synchronisation hides in a step."""
+    batch = Batch((1, 1, 1) if path == "decode" else (30, 1, 700), (5000, 64, 700))
+    starts, indices, last, _ = batch.table()
+    arguments = (starts, indices.to(device), last, 8, 2, 128, 16)
+    if path == "prefill":
+        arguments = (indptr(batch.qo_lens), *arguments)
+    name = "BatchDecode" if path == "decode" else "BatchPrefill"
+    wrapper = getattr(flashinfer, f"{name}WithPagedKVCacheWrapper")(workspace(device))
+    q, cache = batch.query(device), batch.cache(device)
+    out = torch.empty_like(q)
+
+    def step() -> None:
+        wrapper.plan(*arguments, q_data_type=BF16)
+        wrapper.run(q, cache, out=out)
+
+    for _ in range(4):  # compiled, loaded, and each staging buffer used once
+        step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50 * BUSY)
+    step()
+    assert not torch.cuda.current_stream().query(), "the step waited for the GPU"
+    torch.cuda.synchronize()
 
 
 def test_a_plan_within_a_capture_is_refused():
