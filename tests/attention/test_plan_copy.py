@@ -9,7 +9,7 @@ import torch
 
 import flashinfer
 from flashinfer.jit.attention import plan as p
-from tests.attention.batches import BF16, Batch, indptr, workspace
+from tests.attention.batches import BF16, WORKSPACE_BYTES, Batch, indptr
 from tests.attention_plans import Options, Requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
@@ -74,7 +74,8 @@ def test_plan_and_run_wait_for_nothing_on_the_gpu(path, device):
     if path == "prefill":
         arguments = (indptr(batch.qo_lens), *arguments)
     name = "BatchDecode" if path == "decode" else "BatchPrefill"
-    wrapper = getattr(flashinfer, f"{name}WithPagedKVCacheWrapper")(workspace(device))
+    floats = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = getattr(flashinfer, f"{name}WithPagedKVCacheWrapper")(floats)
     q, cache = batch.query(device), batch.cache(device)
     out = torch.empty_like(q)
 
