@@ -21,6 +21,7 @@ import torch
 
 import flashinfer
 from flashinfer.jit import JitSpec, current_compilation_context, toolchain
+from flashinfer.jit.resources import default_jobs
 
 from . import decode_step, warmup
 from .bench import replay, summarize, table
@@ -42,11 +43,16 @@ SPARE_BYTES = 8 << 30  # activations, graphs, workspaces
 
 @click.command()
 @click.option("--decode-step", "only_step", is_flag=True, help="Measure a decode step, no trace.")
-@click.option("--batch-size", default=64, help="Requests of a step.")
+@click.option("--batch-size", default=64, type=click.IntRange(1), help="Requests of a step.")
 @click.option("--context", "contexts", nargs=2, default=(2048, 4096), help="Shortest and longest.")
-@click.option("--layers", default=LARGE["num_hidden_layers"], help="Fewer need less memory.")
-@click.option("--requests", default=48, help="Requests of the trace.")
-@click.option("--rate", default=8.0, help="Mean requests per second of the trace.")
+@click.option("--layers", default=32, type=click.IntRange(1), help="Fewer need less memory.")
+@click.option("--requests", default=48, type=click.IntRange(1), help="Requests of the trace.")
+@click.option(
+    "--rate",
+    default=8.0,
+    type=click.FloatRange(0, min_open=True),
+    help="Mean requests per second of the trace.",
+)
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write all numbers.")
 def main(only_step, batch_size, contexts, layers, requests, rate, path) -> None:
     """Build from an empty cache, serve, measure and check."""
@@ -129,7 +135,7 @@ def first_token(model: Model, pages: int, batch_size: int) -> tuple[Engine, dict
     # No tokenizer: the ids of random weights have no text.
     engine = Engine(
         model, None, num_pages=pages, page_size=PAGE_SIZE, max_batch_size=batch_size,
-        max_batch_tokens=max(2048, batch_size), use_cuda_graph=True,
+        max_batch_tokens=max(2048, 32 * batch_size), use_cuda_graph=True,
     )  # fmt: skip
     engine.build()
     engine.add_request("first", list(range(128)), SamplingParams(temperature=0.0, max_tokens=1))
@@ -139,7 +145,7 @@ def first_token(model: Model, pages: int, batch_size: int) -> tuple[Engine, dict
     compiling = engine.stats()["compile_seconds"]
     print(
         f"From an empty JIT cache to the first token: {seconds:.1f} s, of these {compiling:.1f} s "
-        f"in compile ({len(os.sched_getaffinity(0))} cores)"
+        f"in compile ({default_jobs()} jobs)"
     )
     return engine, {"seconds": seconds, "compile_seconds": compiling}
 
@@ -191,7 +197,7 @@ def build(specs: list[JitSpec]) -> dict[str, float]:
         spec.build()
         seconds[spec.name] = time.perf_counter() - start
         print(f"{seconds[spec.name]:5.1f} s", flush=True)
-    print(f"  {sum(seconds.values()):.1f} s in all ({len(os.sched_getaffinity(0))} cores)")
+    print(f"  {sum(seconds.values()):.1f} s in all ({default_jobs()} jobs)")
     return seconds
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from flashinfer.jit import JitSpec
+from flashinfer.jit import JitSpec, current_compilation_context
 from flashinfer.jit.activation import gen_act_and_mul_module
 from flashinfer.jit.attention import (
     AttentionConfig,
     choose_tile_q,
     gen_attention_module,
     gen_attention_plan_module,
+    hopper,
 )
 from flashinfer.jit.norm import NormConfig, gen_norm_module
 from flashinfer.jit.page import gen_page_module
@@ -74,3 +75,17 @@ def _attention(
             yield AttentionConfig(
                 dtype, kv_dtype, dtype, dim, dim, tile, mask_mode=mask, sliding_window=window
             )
+        if _takes_hopper(dtype, kv_dtype, dim):
+            yield AttentionConfig(
+                *(dtype, kv_dtype, dtype, dim, dim, hopper.TILE_Q),
+                mask_mode="causal",
+                sliding_window=window,
+                backend="fa3",
+            )
+
+
+def _takes_hopper(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether long prompts go to the kernel for Hopper."""
+    is_target = any(major == 9 for major, _ in current_compilation_context.TARGET_CUDA_ARCHS)
+    missing = hopper.missing_on_hopper(dtype, kv_dtype, head_dim, head_dim)
+    return hopper.AUTO_IS_ON and is_target and missing is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -9,7 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+import torch
+
+from examples.serve import decode_step, demo, warmup
+from examples.serve.checkpoint import LARGE, random_tensors
+from examples.serve.config import ModelConfig
+from examples.serve.engine import Engine
+from examples.serve.model import Model
+from examples.serve.traces import make_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,3 +56,35 @@ def test_demo_without_a_gpu(tmp_path: Path):
 def test_the_decode_step_needs_a_gpu():
     result = run("--decode-step")
     assert result.returncode == 2 and "--decode-step needs a GPU" in result.stderr
+
+
+def test_the_part_for_gpus_with_the_engine_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys):
+    """What it does around the measurements of the GPU."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 199}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = ModelConfig.from_dict({**LARGE, **small, **heads, "max_position_embeddings": 4096})
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
+    monkeypatch.setattr(demo, "Model", lambda c, t, device, dtype: Model(c, t, "cpu", dtype))
+    monkeypatch.setattr(demo, "random_tensors", lambda config, device: random_tensors(config))
+    without_graphs = {"use_cuda_graph": False}
+    monkeypatch.setattr(demo, "Engine", lambda *args, **k: Engine(*args, **(k | without_graphs)))
+    monkeypatch.setattr(demo, "make_trace", functools.partial(make_trace, scale=0.005))
+    monkeypatch.setattr(demo, "OUTPUT_TOKENS", 3)
+    monkeypatch.setattr(warmup, "PROMPTS", (2,))
+    monkeypatch.setattr(decode_step, "kernel_parts", lambda specs: {"norm_kernel": "norm"})
+    monkeypatch.setattr(decode_step, "STEPS", 2)
+    monkeypatch.setitem(decode_step.measure.__kwdefaults__, "record", lambda run: run() or [])
+    results = demo.on_gpu(config, (2, 50.0), 2, (20, 120))
+    out = capsys.readouterr().out
+    assert "a GPU: 1 layers" in out and "From an empty JIT cache to the first token: " in out
+    assert "ttft median ms" in out and "2 requests, 50/s" in out and "2.0 GB" in out
+    assert "Decode step of 2 requests" in out and "profiler recorded no kernel" in out
+    assert results["trace"]["finished"] == 2 and results["trace"]["pages_leaked"] == 0
+    assert results["decode_step"]["batch_size"] == 2
+    json.dumps(results, allow_nan=False)
+    with pytest.raises(click.UsageError, match="lower --batch-size"):
+        demo.on_gpu(config, None, 9999, (2048, 99999))
