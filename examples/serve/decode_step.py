@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tempfile
@@ -39,6 +40,7 @@ _GEMM_NAMES = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma", re.IGNOR
 # Kernels of one graph follow each other within a few microseconds; a host takes longer.
 _LONGEST_GAP = 20.0
 
+GREEDY = SamplingParams(temperature=0.0)
 SETTLE, STEPS, RECORDED = 5, 40, 5
 # More tokens than a request generates here, some of them while the prompts of others are read.
 GENERATED = 256
@@ -218,9 +220,10 @@ def measure(
     *,
     batch_size: int = 64,
     contexts: tuple[int, int] = (2048, 4096),
+    sampling: SamplingParams = GREEDY,
     record: Callable[[Callable[[], None]], list[Span]] = record_on_gpu,
 ) -> DecodeStep:
-    """Serve a batch of random prompts greedily until all decode; time steps, then record some.
+    """Serve a batch of random prompts until all decode; time steps, then record some.
 
     Parameters
     ----------
@@ -234,6 +237,8 @@ def measure(
         Requests, at most the engine's batch.
     contexts : tuple of int
         Shortest and longest context; the requests lie evenly between.
+    sampling : SamplingParams
+        How tokens are drawn.
     record : callable
         Runs what it is given and returns what the GPU did.
 
@@ -252,7 +257,7 @@ def measure(
         free = engine.stats()["pages_free"]
         raise ValueError(f"`engine` must have {needed} free pages, got {free}")
     rng = np.random.default_rng(0)
-    params = SamplingParams(temperature=0.0, max_tokens=GENERATED, ignore_eos=True)
+    params = dataclasses.replace(sampling, max_tokens=GENERATED, ignore_eos=True)
     generated: dict[str, int] = {}
     for number, length in enumerate(lengths):
         prompt = rng.integers(0, model.config.vocab_size, size=length).tolist()

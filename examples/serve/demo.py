@@ -38,6 +38,7 @@ BF16 = torch.bfloat16
 HOPPER = {(9, "0a")}
 PAGE_SIZE = 16
 OUTPUT_TOKENS = 128
+SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
 SPARE_BYTES = 8 << 30  # activations, graphs, workspaces
 
 
@@ -45,6 +46,7 @@ SPARE_BYTES = 8 << 30  # activations, graphs, workspaces
 @click.option("--decode-step", "only_step", is_flag=True, help="Measure a decode step, no trace.")
 @click.option("--batch-size", default=64, type=click.IntRange(1), help="Requests of a step.")
 @click.option("--context", "contexts", nargs=2, default=(2048, 4096), help="Shortest and longest.")
+@click.option("--sampled", is_flag=True, help="Decode with top-k and top-p, not greedily.")
 @click.option("--layers", default=32, type=click.IntRange(1), help="Fewer need less memory.")
 @click.option("--requests", default=48, type=click.IntRange(1), help="Requests of the trace.")
 @click.option(
@@ -54,7 +56,7 @@ SPARE_BYTES = 8 << 30  # activations, graphs, workspaces
     help="Mean requests per second of the trace.",
 )
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write all numbers.")
-def main(only_step, batch_size, contexts, layers, requests, rate, path) -> None:
+def main(only_step, batch_size, contexts, sampled, layers, requests, rate, path) -> None:
     """Build from an empty cache, serve, measure and check."""
     print(f"FlashInfer {flashinfer.__version__}, PyTorch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="flashinfer-demo-") as cache:
@@ -65,7 +67,7 @@ def main(only_step, batch_size, contexts, layers, requests, rate, path) -> None:
             config = ModelConfig.from_dict({**LARGE, "num_hidden_layers": layers})
             trace = None if only_step else (requests, rate)
             try:
-                results = on_gpu(config, trace, batch_size, contexts)
+                results = on_gpu(config, trace, batch_size, contexts, sampled)
             except torch.cuda.OutOfMemoryError as error:
                 raise click.ClickException(
                     f"too little GPU memory, try --layers: {error}"
@@ -89,6 +91,7 @@ def on_gpu(
     trace: tuple[int, float] | None,
     batch_size: int,
     contexts: tuple[int, int],
+    sampled: bool = False,
 ) -> dict[str, Any]:
     """Serve a model of random weights; `trace` has the number of requests and their rate."""
     gpu = torch.cuda.get_device_name()
@@ -105,7 +108,10 @@ def on_gpu(
     if trace is not None:
         results["trace"] = serve_trace(engine, model, batch_size, *trace)
     parts = decode_step.kernel_parts(modules(config, BF16, BF16))
-    step = decode_step.measure(engine, model, parts, batch_size=batch_size, contexts=contexts)
+    step = decode_step.measure(
+        engine, model, parts, batch_size=batch_size, contexts=contexts,
+        sampling=SAMPLED if sampled else decode_step.GREEDY,
+    )  # fmt: skip
     print(f"\n{step}")
     memory = torch.cuda.max_memory_allocated() / 1e9
     print(f"\nMost GPU memory in use: {memory:.1f} GB")

@@ -12,7 +12,7 @@ from examples.serve import decode_step
 from examples.serve.checkpoint import SMALL, load, random_tensors, write_random_checkpoint
 from examples.serve.config import ModelConfig
 from examples.serve.decode_step import ATTENTION, GAPS, GEMM, HOST, LAYER, OTHER, SAMPLING, Span
-from examples.serve.engine import Engine
+from examples.serve.engine import Engine, SamplingParams
 from examples.serve.model import Model
 from examples.serve.modules import modules
 
@@ -113,7 +113,9 @@ def test_on_a_gpu():
     engine = Engine(model, None, num_pages=256, max_batch_size=4, use_cuda_graph=True)
     engine.build()
     parts = decode_step.kernel_parts(modules(model.config, model.dtype, model.dtype))
-    step = decode_step.measure(engine, model, parts, batch_size=4, contexts=(200, 600))
+    sampling = SamplingParams(top_k=50, top_p=0.9, seed=0)
+    options = {"batch_size": 4, "contexts": (200, 600), "sampling": sampling}
+    step = decode_step.measure(engine, model, parts, **options)
     shares = step.shares()
     assert all(shares[part] > 0 for part in (ATTENTION, GEMM, LAYER, SAMPLING))
     ours = [kernel for kernel in step.as_json()["kernels"] if "flashinfer::" in kernel["name"]]
