@@ -9,6 +9,7 @@ import click
 import torch
 
 from .engine import Engine, SamplingParams, load
+from .mistakes import lacking, reported
 
 # Imported when named: the server needs an extra, and `--help` no library of theirs.
 _COMMANDS = {"bench": "bench", "serve": "server"}
@@ -67,12 +68,12 @@ def generate(
     num_pages, page_size, fp8_kv, cuda_graph,
 ):  # fmt: skip
     """Continue one prompt, streaming its text, or several at once, with a progress bar."""
-    texts = [*prompts]
-    if path:
-        texts += [line for line in path.read_text().splitlines() if line]
-    if not texts:
-        raise click.UsageError("give a prompt, or --file with some")
-    try:
+    with reported():
+        texts = [*prompts]
+        if path:
+            texts += [line for line in path.read_text().splitlines() if line]
+        if not texts:
+            raise ValueError("give a prompt, or --file with some")
         loaded, tokenizer = load(model, device, getattr(torch, dtype))
         engine = Engine(
             loaded,
@@ -85,12 +86,11 @@ def generate(
         for number, text in enumerate(texts):
             params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_tokens)
             engine.add_request(str(number), text, params)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    if len(texts) == 1:
-        _stream(engine)
-    else:
-        _collect(engine, texts, max_tokens)
+    with lacking():
+        if len(texts) == 1:
+            _stream(engine)
+        else:
+            _collect(engine, texts, max_tokens)
 
 
 def _stream(engine: Engine) -> None:

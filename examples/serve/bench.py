@@ -16,6 +16,7 @@ from tabulate import tabulate
 
 from . import warmup
 from .engine import Engine, Output, SamplingParams, load
+from .mistakes import check_writable, lacking, reported
 from .traces import LENGTHS, Arrival, make_trace
 
 
@@ -246,14 +247,22 @@ def write_json(path: Path, recordings: dict[str, Recording]) -> None:
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def plot(path: Path, recordings: dict[str, Recording]) -> None:
-    """Distributions of TTFT and ITL, and KV use over the steps, with matplotlib."""
+def _check_format(path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise click.ClickException(
-            'a plot needs matplotlib: pip install "flashinfer-python[serve]"'
-        ) from error
+        raise ValueError('`--plot` needs matplotlib: pip install "flashinfer-python[serve]"') from (
+            error
+        )
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ValueError(f"`--plot` must end with one of .{', .'.join(formats)}, got {path.name!r}")
+
+
+def plot(path: Path, recordings: dict[str, Recording]) -> None:
+    """Distributions of TTFT and ITL, and KV use over the steps, with matplotlib."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     ttft, itl, use = figure.subplots(1, 3)
     for name, recording in recordings.items():
@@ -294,10 +303,12 @@ def bench(
     page_size, max_batch_size, cuda_graph, warm_up, seed, json_path, plot_path,
 ):  # fmt: skip
     """Replay arrival traces and print latencies and throughput."""
-    from tqdm import tqdm
-
     on_gpu = device.startswith("cuda")
-    try:
+    with reported():
+        check_writable("--json", json_path)
+        check_writable("--plot", plot_path)
+        if plot_path:
+            _check_format(plot_path)
         loaded, tokenizer = load(model, device, getattr(torch, dtype))
         traces = {
             kind: make_trace(
@@ -308,30 +319,42 @@ def bench(
         }  # fmt: skip
         engine = Engine(
             loaded, tokenizer, num_pages=num_pages, page_size=page_size,
-            max_batch_size=max_batch_size,
+            max_batch_size=max_batch_size, max_batch_tokens=max(2048, max_batch_size),
             use_cuda_graph=on_gpu if cuda_graph is None else cuda_graph,
         )  # fmt: skip
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    if on_gpu if warm_up is None else warm_up:
-        start = time.perf_counter()
-        compiled = warmup.warm_up(engine, max_batch_size)
-        seconds = time.perf_counter() - start
-        click.echo(f"Warm-up: {seconds:.1f} s, of these {compiled:.1f} s in compile.")
+    with lacking():
+        if on_gpu if warm_up is None else warm_up:
+            start = time.perf_counter()
+            compiled = warmup.warm_up(engine, max_batch_size)
+            seconds = time.perf_counter() - start
+            click.echo(f"Warm-up: {seconds:.1f} s, of these {compiled:.1f} s in compile.")
+        recordings = _replay_all(engine, traces, loaded.config.vocab_size, seed)
+    click.echo(table({kind: summarize(r) for kind, r in recordings.items()}))
+    for kind, recording in recordings.items():
+        refused = [r.reason for r in recording.requests if r.reason.startswith("refused")]
+        if refused:
+            click.echo(f"{kind}: {len(refused)} requests were refused, the first: {refused[0]}")
+    if json_path:
+        write_json(json_path, recordings)
+    if plot_path:
+        plot(plot_path, recordings)
+
+
+def _replay_all(
+    engine: Engine, traces: dict[str, list[Arrival]], vocab_size: int, seed: int
+) -> dict[str, Recording]:
+    from tqdm import tqdm
+
     recordings = {}
     for number, (kind, trace) in enumerate(traces.items()):
-        with tqdm(total=count, desc=kind, unit="request") as bar:
+        with tqdm(total=len(trace), desc=kind, unit="request") as bar:
 
             def advance(ended: int, bar: tqdm = bar) -> None:
                 bar.update(ended - bar.n)
 
             # Other prompts in every trace, else it would find its prefixes in the cache.
             recordings[kind] = replay(
-                engine, trace, vocab_size=loaded.config.vocab_size,
+                engine, trace, vocab_size=vocab_size,
                 seed=seed * len(LENGTHS) + number, progress=advance,
             )  # fmt: skip
-    click.echo(table({kind: summarize(r) for kind, r in recordings.items()}))
-    if json_path:
-        write_json(json_path, recordings)
-    if plot_path:
-        plot(plot_path, recordings)
+    return recordings

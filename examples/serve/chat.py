@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from .files import read_json
 from .tokens import Tokenizer
 
 Messages = list[dict[str, str]]
@@ -77,10 +78,10 @@ def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Callable[[Mess
 def _find(folder: Path) -> tuple[str | None, dict[str, Any]]:
     """Template, and the special tokens that it may name."""
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     special = {}
     older = folder / "special_tokens_map.json"
-    known = json.loads(older.read_text()) if older.is_file() else {}
+    known = read_json(older) if older.is_file() else {}
     for name, value in {**known, **config}.items():
         if name.endswith("_token") and value is not None:
             special[name] = value["content"] if isinstance(value, dict) else value

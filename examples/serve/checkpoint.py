@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .config import ModelConfig
@@ -88,6 +88,7 @@ def load(
         If something is missing in the folder, or not implemented here, or left over: a tensor that
         the model does not use would change the result.
     """
+    _check_device(device)
     if path is None:
         with tempfile.TemporaryDirectory() as temporary:
             return load(write_random_checkpoint(temporary), device, dtype)
@@ -95,6 +96,22 @@ def load(
     config = ModelConfig.from_folder(folder)
     model = Model(config, read_tensors(folder, device, dtype), device, dtype)
     return model, load_tokenizer(folder)
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ValueError(f"`device` must be 'cpu', 'cuda' or 'cuda:<number>', got {str(device)!r}")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            raise ValueError(
+                f"`device` must be 'cpu' or one of the {count} GPUs that torch {torch.__version__} "
+                f"sees, got {str(device)!r}"
+            )
 
 
 def read_tensors(
@@ -106,9 +123,12 @@ def read_tensors(
         raise ValueError(f"`model` must have *.safetensors files, got {str(folder)!r}")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        with safe_open(file, framework="pt", device=str(device)) as content:
-            for name in content.keys():  # noqa: SIM118 - not a dict
-                tensors[name] = content.get_tensor(name).to(dtype)
+        try:
+            with safe_open(file, framework="pt", device=str(device)) as content:
+                for name in content.keys():  # noqa: SIM118 - not a dict
+                    tensors[name] = content.get_tensor(name).to(dtype)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} must be a safetensors file: {error}") from error
     return tensors
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .files import read_json
 from .rope import read_rope, switch_length
 
 ARCHITECTURES = (
@@ -68,10 +68,10 @@ class ModelConfig:
         path = folder / "config.json"
         if not path.is_file():
             raise ValueError(f"`model` must be a folder with a config.json, got {str(folder)!r}")
-        values = json.loads(path.read_text())
+        values = read_json(path)
         generation = folder / "generation_config.json"
         if generation.is_file():
-            eos = json.loads(generation.read_text()).get("eos_token_id")
+            eos = read_json(generation).get("eos_token_id")
             values["eos_token_id"] = values.get("eos_token_id") if eos is None else eos
         return cls.from_dict(values)
 
@@ -100,6 +100,14 @@ class ModelConfig:
         heads = values["num_attention_heads"]
         head_dim = values.get("head_dim") or values["hidden_size"] // heads
         positions = values.get("max_position_embeddings") or 2048
+        kv_heads = values.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(
+                f"`num_attention_heads` must be a multiple of `num_key_value_heads` {kv_heads}, "
+                f"got {heads}"
+            )
+        if head_dim % 16 or head_dim > 256:
+            raise ValueError(f"`head_dim` must be a multiple of 16 up to 256, got {head_dim}")
         rope = read_rope(values, head_dim, positions)
         if rope["rope_type"] == "yarn":
             # Some state the original length here, others that after scaling.
@@ -113,7 +121,7 @@ class ModelConfig:
             intermediate_size=values["intermediate_size"],
             num_layers=values["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=values.get("num_key_value_heads") or heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
             max_positions=positions,

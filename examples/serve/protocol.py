@@ -30,6 +30,8 @@ class Request:
 
     Attributes
     ----------
+    model : str or None
+        Name of the model that is meant.
     prompt : str, list of int or list of dict
         Text, token ids, or the messages of a chat.
     params : SamplingParams
@@ -40,6 +42,7 @@ class Request:
         Answer token by token; with the counts of tokens at the end.
     """
 
+    model: str | None
     prompt: Any
     params: SamplingParams
     stop: tuple[str, ...]
@@ -188,6 +191,7 @@ def parse(body: bytes, *, chat: bool) -> Request:
     usage = given.get("stream_options", {}).get("include_usage", False)
     stop = given.get("stop", [])
     return Request(
+        model=given.get("model"),
         prompt=given[source],
         params=params,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -108,7 +107,7 @@ class Runner:
         """Where operations run: the GPU's kernels, or their references on the CPU."""
         if self.model.device.type == "cpu":
             return flashinfer.reference_backend()
-        return contextlib.nullcontext()
+        return torch.cuda.device(self.model.device)  # streams and graphs are those of this GPU
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:

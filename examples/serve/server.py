@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,6 +21,7 @@ import torch
 from . import warmup
 from .chat import load_chat, plain_chat
 from .engine import Engine, Output, load
+from .mistakes import bind, reported
 from .protocol import Answer, BadRequest, Request, StopText, error_body, parse
 from .worker import Overloaded, Worker
 
@@ -102,6 +104,9 @@ class Server:
     async def _answer(self, http: HTTPRequest, *, chat: bool) -> Response:
         try:
             request = parse(await _body(http), chat=chat)
+            if request.model not in (None, self.model):
+                message = f"model must be {self.model!r} or absent, got {request.model[:40]!r}"
+                raise BadRequest(message, "model", status=404)
             # In a thread: a long text takes the tokenizer a while, in which others are served.
             tokens = await asyncio.to_thread(self._tokens, request, chat)
             request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -247,7 +252,7 @@ async def _http_error(http: HTTPRequest, error: Exception) -> Response:
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16"]))
 @click.option("--host", default="127.0.0.1")
-@click.option("--port", default=8000)
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0: a free one.")
 @click.option("--num-pages", default=8192, help="Pages of the KV cache.")
 @click.option("--page-size", default=16, help="Tokens per page.")
 @click.option("--max-batch-size", default=64, help="Requests per step.")
@@ -269,19 +274,21 @@ def serve(
 ):
     """Serve OpenAI's completion endpoints over HTTP."""
     on_gpu = device.startswith("cuda")
-    try:
+    with reported():
+        # First: nobody waits for a model to learn that the port is taken.
+        address = bind(host, port)
         loaded, tokenizer = load(model, device, getattr(torch, dtype))
         chat = load_chat(model, tokenizer)
         engine = Engine(
             loaded, tokenizer, num_pages=num_pages, page_size=page_size,
-            max_batch_size=max_batch_size,
+            max_batch_size=max_batch_size, max_batch_tokens=max(2048, max_batch_size),
             use_cuda_graph=on_gpu if cuda_graph is None else cuda_graph,
         )  # fmt: skip
         if on_gpu if warm_up is None else warm_up:
             warmup.warm_up(engine, max_batch_size)
         worker = Worker(engine, max_requests=max_requests)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    name = Path(model).name if model else "demo"
+    name = Path(model).resolve().name if model else "demo"
     app = Server(worker, tokenizer.encode, chat, model=name).app()
-    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=5)
+    click.echo(f"Serving {name!r} on http://{host}:{address.getsockname()[1]}/v1")
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5)).run(sockets=[address])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from .files import read_json
 
 BYTE_LEVEL_EOS = 256
 BYTE_LEVEL_VOCABULARY = 257
@@ -44,7 +45,10 @@ class FileTokenizer:
             raise ValueError(f"{path} needs the tokenizers library: pip install tokenizers") from (
                 error
             )
-        self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
+        try:
+            self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
+        except Exception as error:  # the library has no other class for it
+            raise ValueError(f"{path} must be a tokenizer: {error}") from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """`special`: with the tokens that the file adds to a prompt. Those in `text` count too."""
@@ -65,7 +69,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / BYTE_LEVEL_FILE
     if path.is_file():
-        if json.loads(path.read_text()) != {"eos": BYTE_LEVEL_EOS}:
+        if read_json(path) != {"eos": BYTE_LEVEL_EOS}:
             raise ValueError(f"{path} must be {{'eos': {BYTE_LEVEL_EOS}}}")
         return ByteTokenizer()
     path = folder / "tokenizer.json"

@@ -81,6 +81,8 @@ def test_frequencies_of_old_checkpoints_are_left_out(tmp_path: Path):
         ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "`rope_type`.*got 'mrope'"),
         ({"num_hidden_layers": None}, "`num_hidden_layers`.*got None"),
+        ({"num_key_value_heads": 3}, "`num_attention_heads` must be a multiple of .* 3, got 4"),
+        ({"head_dim": 40}, "`head_dim` must be a multiple of 16 up to 256, got 40"),
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor`.*got 0.5"),
     ],
 )
