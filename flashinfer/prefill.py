@@ -215,7 +215,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             sees. Takes the place of `causal`.
         packed_custom_mask : torch.Tensor, optional
             The same as bits, uint8, each request beginning with a byte of its own, as
-            ``segment_packbits(..., bitorder="little")`` packs them.
+            ``segment_packbits(..., bitorder="little")`` packs them. Takes the place of
+            `custom_mask`.
         causal : bool
             Query i of a request sees keys up to ``i + kv_len - qo_len``.
         pos_encoding_mode : str

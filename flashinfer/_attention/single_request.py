@@ -162,7 +162,7 @@ def single_prefill_with_kv_cache(
         ``[qo_len, kv_len]`` bool: which keys each query sees. Takes the place of `causal`.
     packed_custom_mask : torch.Tensor, optional
         The same row by row as bits, ``[ceil(qo_len * kv_len / 8)]`` uint8, as
-        ``packbits(..., bitorder="little")`` packs them.
+        ``packbits(..., bitorder="little")`` packs them. Takes the place of `custom_mask`.
     causal : bool
         Query i sees keys up to ``i + kv_len - qo_len``.
     kv_layout : str
