@@ -41,7 +41,7 @@ SUBSTITUTIONS = {
         'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.f / x;",
     },
     "flashinfer/attention/attention.cuh": {
-        "extern __shared__ __align__(16) char shared[];": "char* const shared = dynamic_shared;",
+        "extern __shared__ __align__(128) char shared[];": "char* const shared = dynamic_shared;",
     },
 }
 

@@ -147,8 +147,8 @@ class TileWorker {
     end_query(query);
 
     const int warp_token = Tile::kSplitKV ? threadIdx.x / 32 * kWarpTokens : 0;
-    const uint32_t warp_k = shared_k + warp_token * Tile::kPitchK;
-    const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_token * Tile::kPitchV;
+    const uint32_t warp_k = shared_k + warp_token * Tile::RowsK::kPitch;
+    const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_token * Tile::RowsV::kPitch;
     int stage = 0;
     for (int tile = 0; tile < num_tiles_; ++tile) {
       ptx::cp_async_wait<kAhead - 1>();
@@ -158,7 +158,7 @@ class TileWorker {
       if constexpr (Traits::kTransformK) {
         constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
         transform_keys<Tile, Traits::kRotate>(
-            stages_ + stage * Tile::kBytesK + warp_token * Tile::kPitchK, first_token,
+            stages_ + stage * Tile::kBytesK + warp_token * Tile::RowsK::kPitch, first_token,
             Tile::kWarpKV, threadIdx.x % kThreads, kThreads, rows_.variant, rows_.view);
         synchronize();
       }
@@ -201,7 +201,7 @@ class TileWorker {
       uint32_t p[Tile::kRowTiles][4];
       rows_.weigh(state_, logits, step, scale);
       rows_.pack(logits, step, p);
-      multiply_pv<Tile>(state_, p, tile_v + step * 16 * Tile::kPitchV);
+      multiply_pv<Tile>(state_, p, tile_v, step);
     }
   }
 
@@ -222,7 +222,7 @@ class TileWorker {
 template <typename First, typename Second, typename Params>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_kernel(const __grid_constant__ Params params) {
-  extern __shared__ __align__(16) char shared[];
+  extern __shared__ __align__(128) char shared[];
   const uint32_t kv_head = params.num_ctas.divide(blockIdx.x);
   const uint32_t cta_idx = blockIdx.x - kv_head * params.num_ctas.divisor;
   // Ahead of reading the plan too, which a copy in the same stream may just be writing.

@@ -6,19 +6,28 @@
 
 namespace flashinfer {
 
-// Two 8-bit floats to two float16, exactly, NaN and infinities included.
+// Four 8-bit floats to four float16, exactly, NaN and infinities included: `low` gets the first
+// two.
 template <typename T>
-__device__ __forceinline__ uint32_t float8_pair_to_half2(uint16_t pair) {
+__device__ __forceinline__ void float8_to_half2(uint32_t bytes, uint32_t& low, uint32_t& high) {
   if constexpr (std::is_same_v<T, dtype::float8_e5m2>) {
-    return __byte_perm(pair, 0, 0x1404);  // the upper bytes of two float16
+    low = __byte_perm(bytes, 0, 0x1404);  // the upper bytes of two float16
+    high = __byte_perm(bytes, 0, 0x3424);
   } else {
 #if __CUDA_ARCH__ >= 890
-    uint32_t result;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(pair));
-    return result;
+    // Unpacked in PTX, the upper half needs no shift: the instruction can name it.
+    asm("{\n"
+        ".reg .b16 first, second;\n"
+        "mov.b32 {first, second}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+        "}"
+        : "=r"(low), "=r"(high)
+        : "r"(bytes));
 #else
-    const auto value = [](uint32_t code) { return to_float(T{static_cast<uint8_t>(code)}); };
-    return PackedPair<dtype::float16>::pack(value(pair & 0xffu), value(pair >> 8));
+    const auto value = [&](int i) { return to_float(T{static_cast<uint8_t>(bytes >> 8 * i)}); };
+    low = PackedPair<dtype::float16>::pack(value(0), value(1));
+    high = PackedPair<dtype::float16>::pack(value(2), value(3));
 #endif
   }
 }
@@ -26,17 +35,14 @@ __device__ __forceinline__ uint32_t float8_pair_to_half2(uint16_t pair) {
 // Four values of one K row: the B fragment {b0, b1} for the columns that float8_column names.
 template <typename T>
 __device__ __forceinline__ void float8_keys(uint32_t bytes, uint32_t& b0, uint32_t& b1) {
-  b0 = float8_pair_to_half2<T>(static_cast<uint16_t>(bytes));
-  b1 = float8_pair_to_half2<T>(static_cast<uint16_t>(bytes >> 16));
+  float8_to_half2<T>(bytes, b0, b1);
 }
 
 // Two columns of two V rows, as a transposing ldmatrix of byte pairs leaves them: the rows' values
 // of the even column and of the odd one.
 template <typename T>
 __device__ __forceinline__ void float8_values(uint32_t bytes, uint32_t& even, uint32_t& odd) {
-  const uint32_t columns = __byte_perm(bytes, 0, 0x3120);
-  even = float8_pair_to_half2<T>(static_cast<uint16_t>(columns));
-  odd = float8_pair_to_half2<T>(static_cast<uint16_t>(columns >> 16));
+  float8_to_half2<T>(__byte_perm(bytes, 0, 0x3120), even, odd);
 }
 
 }  // namespace flashinfer

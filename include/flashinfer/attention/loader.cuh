@@ -6,41 +6,42 @@
 
 namespace flashinfer {
 
-// Copies `kRows` rows of `kRowBytes` to shared memory. Lane i gives the `offset` of row i in bytes
-// from `base`; negative: no such row, zeros.
-template <int kRows, int kRowBytes, int kPitch>
-__device__ __forceinline__ void copy_rows_async(uint32_t shared, const char* base, int64_t offset,
-                                                int lane_idx) {
+// Copies `kRows` rows of `kRowBytes` to shared memory: chunk `column` of row `row` goes to
+// `target(row, column)`. Lane i gives the `offset` of row i in bytes from `base`; negative: no such
+// row, zeros.
+template <int kRows, int kRowBytes, typename Target>
+__device__ __forceinline__ void copy_rows_async(const Target& target, const char* base,
+                                                int64_t offset, int lane_idx) {
   constexpr int kChunks = kRowBytes / 16;
   constexpr int kTotal = kRows * kChunks;
 #pragma unroll
   for (int i = 0; i < ceil_div(kTotal, 32); ++i) {
     const int chunk = i * 32 + lane_idx;
-    const int row = chunk / kChunks % kRows, column = chunk % kChunks;
+    const int row = chunk / kChunks % kRows, column = chunk % kChunks * 16;
     const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
     const bool exists = row_offset >= 0;
     if (kTotal % 32 == 0 || chunk < kTotal) {
-      ptx::cp_async_16(shared + row * kPitch + column * 16,
-                       base + (exists ? row_offset + column * 16 : 0), exists);
+      ptx::cp_async_16(target(row, column), base + (exists ? row_offset + column : 0), exists);
     }
   }
 }
 
 // The same where row i is at `base` + i * `stride` bytes and the first `num_rows` rows exist. A few
 // instructions per copy less than by offsets, of which prefill has no time to spare.
-template <int kRows, int kRowBytes, int kPitch>
+template <int kRows, int kRowBytes>
 __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char* base,
                                                      int64_t stride, int num_rows, int lane_idx) {
+  using Rows = SharedRows<kRowBytes>;
   constexpr int kChunks = kRowBytes / 16;
   constexpr int kRowsPerStep = 32 / kChunks;
   static_assert(32 % kChunks == 0 && kRows % kRowsPerStep == 0);
   const int row = lane_idx / kChunks, column = lane_idx % kChunks * 16;
   const char* source = base + row * stride + column;
-  uint32_t target = shared + row * kPitch + column;
+  const uint32_t target = shared + Rows::offset(row, column);
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsPerStep) {
     const bool exists = row + i < num_rows;
-    ptx::cp_async_16(target + i * kPitch, exists ? source : base, exists);
+    ptx::cp_async_16(Rows::move(target, i, 0), exists ? source : base, exists);
     source += kRowsPerStep * stride;
   }
 }
@@ -71,8 +72,9 @@ class TileLoader {
     k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize;
     v_ = static_cast<const char*>(tensors.v) +
          (kv_head * tensors.v_stride_head + output_part * Traits::kOutputDim) * kSize;
-    shared_k_ = shared_k + warp_idx * kWarpTokens * Traits::kPitchK;
-    shared_v_ = shared_k + num_stages * Traits::kBytesK + warp_idx * kWarpTokens * Traits::kPitchV;
+    shared_k_ = shared_k + warp_idx * kWarpTokens * Traits::RowsK::kPitch;
+    shared_v_ =
+        shared_k + num_stages * Traits::kBytesK + warp_idx * kWarpTokens * Traits::RowsV::kPitch;
     look_up();
   }
 
@@ -97,16 +99,22 @@ class TileLoader {
     if constexpr (kEvenSteps) {
       if (is_even_) {
         if (num_rows <= 0) k_offset = v_offset = 0;
-        copy_even_rows_async<kWarpTokens, kRowBytesK, Traits::kPitchK>(
+        copy_even_rows_async<kWarpTokens, kRowBytesK>(
             shared_k, k_ + k_offset, tensors_.k_stride_token * kSize, num_rows, lane_idx_);
-        copy_even_rows_async<kWarpTokens, kRowBytesV, Traits::kPitchV>(
+        copy_even_rows_async<kWarpTokens, kRowBytesV>(
             shared_v, v_ + v_offset, tensors_.v_stride_token * kSize, num_rows, lane_idx_);
         return;
       }
     }
     if (num_rows <= 0) k_offset = v_offset = -1;
-    copy_rows_async<kWarpTokens, kRowBytesK, Traits::kPitchK>(shared_k, k_, k_offset, lane_idx_);
-    copy_rows_async<kWarpTokens, kRowBytesV, Traits::kPitchV>(shared_v, v_, v_offset, lane_idx_);
+    const auto target_k = [&](int row, int column) {
+      return shared_k + Traits::RowsK::offset(row, column);
+    };
+    const auto target_v = [&](int row, int column) {
+      return shared_v + Traits::RowsV::offset(row, column);
+    };
+    copy_rows_async<kWarpTokens, kRowBytesK>(target_k, k_, k_offset, lane_idx_);
+    copy_rows_async<kWarpTokens, kRowBytesV>(target_v, v_, v_offset, lane_idx_);
   }
 
  private:

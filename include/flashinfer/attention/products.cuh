@@ -36,6 +36,7 @@ __device__ __forceinline__ void multiply_qk(
     float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], uint32_t shared_q,
     const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t shared_k) {
   using Mma = typename Tile::Mma;
+  using RowsK = typename Tile::RowsK;
   const int lane_idx = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < Tile::kRowTiles; ++i) {
@@ -59,7 +60,9 @@ __device__ __forceinline__ void multiply_qk(
   if constexpr (Tile::kFloat8) {
     // A matrix of 8 tokens x 16 bytes is a whole step for 8 tokens: two steps per load where there
     // are two, else both loads of the pair read the same step.
-    const uint32_t lane_k = shared_k + (lane_idx % 8 + lane_idx / 8 % 2 * 8) * Tile::kPitchK;
+    const auto lane_k = [&](bool has_second) {
+      return shared_k + RowsK::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
+    };
 #pragma unroll
     for (int step = 0; step < Tile::kStepsQK; step += 2) {
       const bool has_second = step + 1 < Tile::kStepsQK;
@@ -69,8 +72,7 @@ __device__ __forceinline__ void multiply_qk(
 #pragma unroll
       for (int j = 0; j < Tile::kTokenTiles; j += 2) {
         uint32_t bytes[4];
-        ptx::ldmatrix_x4(
-            bytes, lane_k + j * 8 * Tile::kPitchK + (step + (has_second ? lane_idx / 16 : 0)) * 16);
+        ptx::ldmatrix_x4(bytes, RowsK::move(lane_k(has_second), j * 8, step * 16));
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
           if (s == 1 && !has_second) continue;
@@ -88,7 +90,7 @@ __device__ __forceinline__ void multiply_qk(
     }
   } else {
     const uint32_t lane_k =
-        shared_k + (lane_idx % 8 + lane_idx / 16 * 8) * Tile::kPitchK + lane_idx / 8 % 2 * 16;
+        shared_k + RowsK::offset(lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2 * 16);
 #pragma unroll
     for (int step = 0; step < Tile::kStepsQK; ++step) {
       uint32_t a[Tile::kRowTiles][4];
@@ -96,7 +98,7 @@ __device__ __forceinline__ void multiply_qk(
 #pragma unroll
       for (int j = 0; j < Tile::kTokenTiles; j += 2) {
         uint32_t b[4];
-        ptx::ldmatrix_x4(b, lane_k + j * 8 * Tile::kPitchK + step * 32);
+        ptx::ldmatrix_x4(b, RowsK::move(lane_k, j * 8, step * 32));
 #pragma unroll
         for (int i = 0; i < Tile::kRowTiles; ++i) {
           ptx::mma_m16n8k16<Mma>(logits[i][j], a[i], b[0], b[1]);
@@ -107,22 +109,25 @@ __device__ __forceinline__ void multiply_qk(
   }
 }
 
-// output += p v for 16 tokens: `p` holds their weights as the A fragments of the row tiles,
-// `shared_v` is the first token's row.
+// output += p v for tokens 16 * token_step ... + 15 of those at `shared_v`: `p` holds their weights
+// as the A fragments of the row tiles.
 template <typename Tile>
 __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
                                             const uint32_t (&p)[Tile::kRowTiles][4],
-                                            uint32_t shared_v) {
+                                            uint32_t shared_v, int token_step) {
   using Mma = typename Tile::Mma;
+  using RowsV = typename Tile::RowsV;
   const int lane_idx = threadIdx.x % 32;
-  const uint32_t row = shared_v + lane_idx % 16 * Tile::kPitchV;
+  const auto lane_v = [&](bool has_second) {
+    return shared_v + RowsV::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
+  };
   // 16 bytes hold 16 columns of 8 bits, else 8: lanes 16-31 address the next ones.
   if constexpr (Tile::kFloat8) {
 #pragma unroll
     for (int j = 0; j < Tile::kOutputTiles; j += 4) {
       const bool has_second = j + 2 < Tile::kOutputTiles;
       uint32_t bytes[4];
-      ptx::ldmatrix_x4_trans(bytes, row + (j / 2 + (has_second ? lane_idx / 16 : 0)) * 16);
+      ptx::ldmatrix_x4_trans(bytes, RowsV::move(lane_v(has_second), token_step * 16, j / 2 * 16));
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         if (s == 1 && !has_second) continue;
@@ -140,7 +145,7 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
 #pragma unroll
     for (int j = 0; j < Tile::kOutputTiles; j += 2) {
       uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, row + (j + lane_idx / 16) * 16);
+      ptx::ldmatrix_x4_trans(b, RowsV::move(lane_v(true), token_step * 16, j * 16));
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
         ptx::mma_m16n8k16<Mma>(state.output[i][j], p[i], b[0], b[1]);

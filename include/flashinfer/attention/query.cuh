@@ -49,9 +49,11 @@ __device__ __forceinline__ void copy_query(const AttentionTensors& tensors, cons
   const int64_t offset =
       ((item.qo_begin + int64_t{token}) * tensors.q_stride_token + head * tensors.q_stride_head) *
       2;
-  copy_rows_async<kRowsPerWarp, Traits::kHeadDimQK * 2, Traits::kPitchQ>(
-      shared + first_row * Traits::kPitchQ, static_cast<const char*>(tensors.q),
-      row < num_rows ? offset : -1, lane_idx);
+  const auto target = [&](int row, int column) {
+    return shared + (first_row + row) * Traits::kPitchQ + column;
+  };
+  copy_rows_async<kRowsPerWarp, Traits::kHeadDimQK * 2>(target, static_cast<const char*>(tensors.q),
+                                                        row < num_rows ? offset : -1, lane_idx);
 }
 
 // Flips the sign of `kRows` query rows of shared memory, with one warp: for a negative scale, so
@@ -187,11 +189,14 @@ __device__ __forceinline__ void transform_keys(char* shared, int first_position,
                                                int thread_idx, int num_threads,
                                                const Variant& variant, const Params& params) {
   using KV = typename Traits::KV;
+  using Rows = typename Traits::RowsK;
   constexpr int kHalves = Traits::kHeadDimQK / 16;  // chunks of 8 elements in half a row
   for (int i = thread_idx; i < num_rows * kHalves; i += num_threads) {
     const int row = i / kHalves, chunk = i % kHalves;
-    KV* const low_address = reinterpret_cast<KV*>(shared + row * Traits::kPitchK) + chunk * 8;
-    KV* const high_address = low_address + Traits::kHeadDimQK / 2;
+    const int half_bytes = Traits::kHeadDimQK / 2 * static_cast<int>(sizeof(KV));
+    KV* const low_address = reinterpret_cast<KV*>(shared + Rows::offset(row, chunk * 16));
+    KV* const high_address =
+        reinterpret_cast<KV*>(shared + Rows::offset(row, half_bytes + chunk * 16));
     Vector<KV, 8> low_chunk, high_chunk;
     low_chunk.load(low_address);
     high_chunk.load(high_address);
