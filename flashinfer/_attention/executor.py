@@ -66,6 +66,10 @@ class AttentionExecutor:
         self._settings: tuple[int | None, bool, tuple[int, int] | None] = (None, False, None)
         self.set_workspaces(float_workspace_buffer, int_workspace_buffer)
 
+    @property
+    def config(self) -> AttentionConfig:
+        return _config(self._key)
+
     def set_workspaces(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None
     ) -> None:
@@ -409,7 +413,7 @@ class AttentionExecutor:
             raise ValueError(
                 f"`float_workspace_buffer` must be a CUDA tensor, got one on {self.device}"
             )
-        self.problem = problem
+        self.problem, self._key = problem, key
 
     def _bind(
         self,

@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import flashinfer
+from flashinfer._attention.backends import is_hopper
+from flashinfer.jit.attention import hopper
 from flashinfer.testing import assert_matches_reference
 from flashinfer.testing.attention import attention_check_options
 from flashinfer.trace.template import resolve_template
@@ -21,6 +24,16 @@ FLOAT8 = (E4M3, E5M2)
 
 def workspace(device: torch.device) -> torch.Tensor:
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def need_backend(backend: str, device: torch.device) -> None:
+    """Skip a test of the kernel for Hopper on another GPU; without one, the reference is both."""
+    if backend != "fa3" or device.type != "cuda":
+        return
+    if not is_hopper(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("needs a GPU of compute capability 9.0 for backend fa3")
+    if not hopper.AUTO_IS_ON:
+        pytest.skip("the kernel of backend fa3 is switched off: AUTO_IS_ON")
 
 
 def randn(
@@ -134,8 +147,10 @@ def plan_decode(batch: Batch, device: torch.device, **options: Any) -> Any:
     return wrapper
 
 
-def plan_paged(batch: Batch, device: torch.device, **options: Any) -> Any:
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), batch.kv_layout)
+def plan_paged(batch: Batch, device: torch.device, backend: str = "auto", **options: Any) -> Any:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace(device), batch.kv_layout, backend=backend
+    )
     starts, indices, last, _ = batch.table()
     wrapper.plan(
         *(indptr(batch.qo_lens), starts, indices.to(device), last),
@@ -147,8 +162,10 @@ def plan_paged(batch: Batch, device: torch.device, **options: Any) -> Any:
     return wrapper
 
 
-def plan_ragged(batch: Batch, device: torch.device, **options: Any) -> Any:
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), batch.kv_layout)
+def plan_ragged(batch: Batch, device: torch.device, backend: str = "auto", **options: Any) -> Any:
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        workspace(device), batch.kv_layout, backend=backend
+    )
     wrapper.plan(
         *(indptr(batch.qo_lens), indptr(batch.kv_lens)),
         *(batch.num_qo_heads, batch.num_kv_heads, batch.head_dim_qk),

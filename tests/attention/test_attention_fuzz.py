@@ -6,6 +6,7 @@ compile, batches milliseconds to run.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.batches import BF16, E4M3, E5M2, FP16, Batch, randn
+from flashinfer.jit.attention import hopper
+from tests.attention.batches import BF16, E4M3, E5M2, FP16, Batch, need_backend, randn
 from tests.attention.calls import FUNCTIONS, MIXED, WRAPPERS, Call, make_call, refusal_of
 from tests.attention.faults import FAULTS
 from tests.fuzzing import fuzz_settings
 
 MODULES, CASES_PER_MODULE = 24, 25
 FULL_MODULES, FULL_CASES_PER_MODULE = 126, 80
+HOPPER_MODULES, FULL_HOPPER_MODULES = 12, 126
 CPU_CASES_PER_MODULE = 5
 PATHS = (*WRAPPERS, *MIXED, *FUNCTIONS)
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 300, 511, 900)
@@ -44,7 +47,7 @@ class Kernel:
     soft_cap: bool
     sinks: bool
     rows: str  # query rows of a tile: "few" (up to 16), "some" (up to 64), "many"
-    backend: str  # "auto", or "fa2" where there is more than that
+    backend: str  # "auto", or another where there is more than that
 
 
 def draw_kernel(index: int) -> Kernel:
@@ -75,6 +78,21 @@ def draw_kernel(index: int) -> Kernel:
         sinks=rng.random() < 0.3 and path in ("decode", "paged"),
         rows=rng.choice(["few", "some", "many"]),
         backend=rng.choice(["auto", "auto", "fa2"]),
+    )
+
+
+def draw_hopper_kernel(index: int) -> Kernel:
+    """The same for backend fa3: what it lacks is replaced by what it has."""
+    paths = ("paged", "ragged", "single_prefill")
+    path = PATHS.index(paths[index % len(paths)])
+    kernel = draw_kernel((FULL_MODULES + index) * len(PATHS) + path)
+    rng = random.Random(f"kernel for Hopper {index}")
+    return dataclasses.replace(
+        kernel,
+        kv_dtype=kernel.dtype,
+        head_dims=rng.choice(hopper.HEAD_DIMS),
+        encoding=kernel.encoding.replace("ROPE_LLAMA", "NONE"),
+        backend="fa3",
     )
 
 
@@ -260,7 +278,19 @@ def _is_int32(value: Any) -> bool:
 def test_attention_is_right_or_refused(index, device, full):
     if index >= MODULES and not full:
         pytest.skip("more kernels under --full")
-    kernel = draw_kernel(index)
+    fuzz(draw_kernel(index), device, full)
+
+
+@pytest.mark.parametrize("index", range(FULL_HOPPER_MODULES))
+def test_the_kernel_for_hopper_is_right_or_refused(index, device, full):
+    if index >= HOPPER_MODULES and not full:
+        pytest.skip("more kernels under --full")
+    need_backend("fa3", device)
+    fuzz(draw_hopper_kernel(index), device, full)
+
+
+def fuzz(kernel: Kernel, device: torch.device, full: bool) -> None:
+    """Random batches for one module."""
     tally: Counter[str] = Counter()
     examples = FULL_CASES_PER_MODULE if full else CASES_PER_MODULE
     if device.type == "cpu":

@@ -71,6 +71,7 @@ def check_cascade(wrapper: Any, q: torch.Tensor, cache: Any) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.usefixtures("auto_backend")
 def test_levels(levels, dtype, causal, device):
     cascade = Cascade(LEVELS[levels], device)
     check_cascade(cascade.plan(dtype, causal=causal), *cascade.tensors(dtype))

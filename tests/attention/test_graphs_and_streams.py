@@ -6,7 +6,15 @@ import pytest
 import torch
 
 import flashinfer
-from tests.attention.batches import BF16, Batch, indptr, plan_decode, plan_paged, workspace
+from tests.attention.batches import (
+    BF16,
+    Batch,
+    indptr,
+    need_backend,
+    plan_decode,
+    plan_paged,
+    workspace,
+)
 
 CAPACITY = 8
 PAGES = 400
@@ -68,7 +76,7 @@ def test_one_decode_graph_serves_every_batch(device):
 
 
 @pytest.mark.gpu
-def test_one_prefill_graph_serves_every_batch(device):
+def test_one_prefill_graph_serves_every_batch(backend, device):
     tokens = 128
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         workspace(device),
@@ -77,6 +85,7 @@ def test_one_prefill_graph_serves_every_batch(device):
         paged_kv_indptr_buf=_int32(CAPACITY + 1, device),
         paged_kv_indices_buf=_int32(PAGES, device),
         paged_kv_last_page_len_buf=_int32(CAPACITY, device),
+        backend=backend,
     )
 
     def plan(batch: Batch) -> None:
@@ -102,7 +111,7 @@ def test_one_prefill_graph_serves_every_batch(device):
         q[:n] = batch.query(device)
         plan(batch)
         graph.replay()
-        expected = plan_paged(batch, device, causal=True).run(q[:n], cache)
+        expected = plan_paged(batch, device, backend, causal=True).run(q[:n], cache)
         torch.testing.assert_close(out[:n].float(), expected.float(), rtol=0.01, atol=2e-3)
 
 
@@ -174,18 +183,20 @@ def test_steady_state_allocates_nothing_but_the_output(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", ["decode", "prefill"])
+@pytest.mark.parametrize("path", ["decode", "prefill", "hopper"])
 def test_workspace_size_is_exact(path, device):
     """Enough is enough, one byte less is refused with both numbers."""
+    backend = "fa3" if path == "hopper" else "fa2"
+    need_backend(backend, device)
     lengths = (20000, 64)
     batch = Batch((1, 1) if path == "decode" else (30, 7), lengths)
     starts, indices, last, _ = batch.table()
     wrapper_type = flashinfer.BatchDecodeWithPagedKVCacheWrapper
     arguments = (starts, indices.to(device), last, 8, 2, 128, 16)
-    if path == "prefill":
+    if path != "decode":
         wrapper_type = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         arguments = (indptr(batch.qo_lens), *arguments)
-    wrapper = wrapper_type(workspace(device))
+    wrapper = wrapper_type(workspace(device), backend=backend)
     wrapper.plan(*arguments, q_data_type=BF16)
     q, cache = batch.query(device), batch.cache(device)
     expected = wrapper.run(q, cache)

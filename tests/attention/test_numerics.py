@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.attention.batches import (
     FP16,
     Batch,
     indptr,
+    need_backend,
     plan_decode,
     plan_paged,
     plan_ragged,
@@ -25,6 +27,14 @@ from tests.attention.batches import (
 )
 
 LOG2E = 1.4426950408889634
+
+
+def plan_hopper(batch: Batch, device: torch.device, **options: Any) -> Any:
+    need_backend("fa3", device)
+    return plan_paged(batch, device, "fa3", **options)
+
+
+PLANS = {"decode": plan_decode, "prefill": plan_paged, "hopper": plan_hopper}
 
 
 def _exact(wrapper, **run) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,12 +59,12 @@ def _rms(x: torch.Tensor) -> float:
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [64, 512, 2048])
-def test_error_is_at_most_twice_that_of_pytorch(length, causal, spread, device):
+def test_error_is_at_most_twice_that_of_pytorch(length, causal, spread, backend, device):
     batch = Batch((length,), (length,), group=2, num_kv_heads=1)
     if device.type == "cpu" and length > 512:
         pytest.skip("large for the reference on a CPU")
     q, (k, v) = batch.query(device) * spread, ragged_kv(batch, device)
-    wrapper = plan_ragged(batch, device, causal=causal)
+    wrapper = plan_ragged(batch, device, backend, causal=causal)
     exact, _ = _exact(wrapper, q=q, k=k, v=v)
     ours = wrapper.run(q, k, v).double() - exact
     theirs = _sdpa(q, k, v, causal).double() - exact
@@ -75,17 +85,16 @@ def test_decode_error_is_at_most_twice_that_of_pytorch(device):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("path", ["decode", "prefill"])
+@pytest.mark.parametrize("path", PLANS)
 def test_logits_of_a_million(path, sign, dtype, device):
     """One key wins by far, or all lose alike; nothing overflows."""
     lengths = (1, 65, 700)
     qo = (1, 1, 1) if path == "decode" else (1, 65, 40)
     batch = Batch(qo, lengths, dtype=dtype)
-    plan = plan_decode if path == "decode" else plan_paged
     q = batch.query(device)
     # |q.k| reaches about 50 here.
     scale = sign * 2e4
-    wrapper = plan(batch, device, sm_scale=scale)
+    wrapper = PLANS[path](batch, device, sm_scale=scale)
     cache = batch.cache(device)
     out, lse = wrapper.run(q, cache, return_lse=True)
     exact, exact_lse = _exact(wrapper, q=q, paged_kv_cache=cache)
@@ -129,12 +138,12 @@ def test_large_queries_against_small_keys(kv_dtype, device):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=2e-3)
 
 
-def test_a_row_that_is_masked_gives_zero_and_minus_infinity(device):
+def test_a_row_that_is_masked_gives_zero_and_minus_infinity(backend, device):
     batch = Batch((4, 70), (300, 64))
     masks = [torch.ones(q, k, dtype=torch.bool) for q, k in zip((4, 70), (300, 64), strict=True)]
     masks[0][2], masks[1][::7] = False, False
     mask = torch.cat([m.flatten() for m in masks]).to(device)
-    wrapper = plan_paged(batch, device, custom_mask=mask)
+    wrapper = plan_paged(batch, device, backend, custom_mask=mask)
     out, lse = wrapper.run(batch.query(device), batch.cache(device), return_lse=True)
     hidden = torch.cat([~m.any(1) for m in masks]).to(device)
     assert out[hidden].eq(0).all() and lse[hidden].eq(float("-inf")).all()
@@ -177,12 +186,12 @@ def test_split_and_unsplit_agree(fixed_split_size, device):
     torch.testing.assert_close(parts[0].float(), whole[0].float(), rtol=0.008, atol=1e-3)
 
 
-@pytest.mark.parametrize("path", ["decode", "prefill"])
+@pytest.mark.parametrize("path", PLANS)
 def test_repeats_are_equal_bit_for_bit(path, device, full):
     lengths = (3000, 17, 600, 0, 64)
     qo = (1,) * 5 if path == "decode" else (30, 17, 1, 5, 64)
     batch = Batch(qo, lengths)
-    wrapper = (plan_decode if path == "decode" else plan_paged)(batch, device)
+    wrapper = PLANS[path](batch, device)
     q, cache = batch.query(device), batch.cache(device)
     out, lse = wrapper.run(q, cache, return_lse=True)
     for _ in range(1000 if full else 3 if device.type == "cpu" else 20):

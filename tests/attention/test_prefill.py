@@ -28,24 +28,24 @@ USUAL = Batch(QO, KV)
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 20, 64])
-def test_group_sizes(group, causal, device):
+def test_group_sizes(group, causal, backend, device):
     batch = Batch(QO, KV, group=group, num_kv_heads=1 if group > 8 else 3)
-    check_paged(plan_paged(batch, device, causal=causal), batch, device)
+    check_paged(plan_paged(batch, device, backend, causal=causal), batch, device)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 5, 16, 64])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
-def test_caches(page_size, kv_layout, form, device):
+def test_caches(page_size, kv_layout, form, backend, device):
     batch = Batch(QO, KV, page_size=page_size, kv_layout=kv_layout, form=form)
-    check_paged(plan_paged(batch, device, causal=True), batch, device)
+    check_paged(plan_paged(batch, device, backend, causal=True), batch, device)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_ragged(kv_layout, causal, device):
+def test_ragged(kv_layout, causal, backend, device):
     batch = Batch(QO, KV, kv_layout=kv_layout)
-    check_ragged(plan_ragged(batch, device, causal=causal), batch, device)
+    check_ragged(plan_ragged(batch, device, backend, causal=causal), batch, device)
 
 
 PAIRS = [(64, 64), (80, 80), (192, 128), (256, 256), (512, 512), (48, 112)]
@@ -71,20 +71,29 @@ def test_dtypes_and_scales(dtype, kv_dtype, device):
     check_paged(wrapper, batch, device, q_scale=0.5, k_scale=3.0, v_scale=1.5)
 
 
-def test_ragged_scales(device):
-    wrapper = plan_ragged(USUAL, device, causal=True)
+def test_ragged_scales(backend, device):
+    wrapper = plan_ragged(USUAL, device, backend, causal=True)
     check_ragged(wrapper, USUAL, device, q_scale=0.5, k_scale=3.0, v_scale=1.5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("qo_len", "kv_len"), [(1, 1), (64, 64), (200, 333), (100, 30), (130, 0)])
-def test_single(qo_len, kv_len, causal, device):
+def test_single(qo_len, kv_len, causal, backend, device):
     q = randn((qo_len, 6, 64), BF16, device, 1)
     k, v = randn((2, kv_len, 2, 64), BF16, device, 2)
     function = flashinfer.single_prefill_with_kv_cache
-    check(function, q=q, k=k, v=v, causal=causal, return_lse=True)
+    check(function, q=q, k=k, v=v, causal=causal, backend=backend, return_lse=True)
     heads_first = {name: x.transpose(0, 1).contiguous() for name, x in (("k", k), ("v", v))}
-    check(function, q=q, **heads_first, causal=causal, kv_layout="HND", v_scale=0.5, k_scale=2.0)
+    check(
+        function,
+        q=q,
+        **heads_first,
+        causal=causal,
+        backend=backend,
+        kv_layout="HND",
+        v_scale=0.5,
+        k_scale=2.0,
+    )
 
 
 def test_single_returns_the_lse_under_its_other_name(device):
@@ -94,18 +103,18 @@ def test_single_returns_the_lse_under_its_other_name(device):
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-def test_queries_before_the_first_key_see_nothing(device):
+def test_queries_before_the_first_key_see_nothing(backend, device):
     """Causal, aligned to the end: of 7 queries against 4 keys the first three see no key."""
     batch = Batch((7,), (4,), group=1)
-    out, lse = plan_paged(batch, device, causal=True).run_return_lse(
+    out, lse = plan_paged(batch, device, backend, causal=True).run_return_lse(
         batch.query(device), batch.cache(device)
     )
     assert out[:3].eq(0).all() and lse[:3].eq(float("-inf")).all()
     assert lse[3:].isfinite().all()
 
 
-def test_out_and_lse_receive_the_results(device):
-    wrapper = plan_paged(USUAL, device, causal=True)
+def test_out_and_lse_receive_the_results(backend, device):
+    wrapper = plan_paged(USUAL, device, backend, causal=True)
     q, cache = USUAL.query(device), USUAL.cache(device)
     expected, expected_lse = wrapper.run(q, cache, return_lse=True)
     out = torch.full_like(q, float("nan"))
@@ -115,13 +124,13 @@ def test_out_and_lse_receive_the_results(device):
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
-def test_strided_rows(device):
+def test_strided_rows(backend, device):
     """q, k and v as columns of one matrix, as a fused projection leaves them."""
     tokens = sum(QO)
     both = Batch(QO, QO)
     mixed = randn((tokens, 8 + 2 + 2, 128), BF16, device, 3)
     q, k, v = mixed.split([8, 2, 2], 1)
-    wrapper = plan_ragged(both, device, causal=True)
+    wrapper = plan_ragged(both, device, backend, causal=True)
     out = torch.empty(tokens, 8, 256, dtype=BF16, device=device)[..., 128:]
     check(type(wrapper).run, self=wrapper, q=q, k=k, v=v, out=out, return_lse=True)
 
@@ -137,7 +146,7 @@ def test_int64_tables_are_converted(device):
     assert torch.equal(wrapper.run(USUAL.query(device), USUAL.cache(device)), expected)
 
 
-def test_ragged_and_paged_agree(device):
+def test_ragged_and_paged_agree(backend, device):
     batch = Batch(QO, KV, page_size=1)
     k, v = (torch.randn(sum(KV), 2, 128, device=device).to(BF16) for _ in range(2))
     starts, indices, _, num_pages = batch.table()
@@ -145,6 +154,6 @@ def test_ragged_and_paged_agree(device):
     for pages, rows in zip(cache, (k, v), strict=True):
         pages[indices.long().to(device), 0] = rows
     q = batch.query(device)
-    paged = plan_paged(batch, device, causal=True).run(q, cache)
-    ragged = plan_ragged(batch, device, causal=True).run(q, k, v)
+    paged = plan_paged(batch, device, backend, causal=True).run(q, cache)
+    ragged = plan_ragged(batch, device, backend, causal=True).run(q, k, v)
     assert torch.equal(paged, ragged)

@@ -32,11 +32,12 @@ def plan_bsr(
     heads: tuple[int, int, int] = (8, 2, 128),
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype | None = None,
+    backend: str = "auto",
     **options: Any,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """A planned wrapper and the tensors of a run; `sizes`: M, N, R, C."""
     M, N, R, C = sizes
-    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device), backend)
     indptr, indices = random_bsr(M // R, N // C, density)
     if options.get("mask") is True:
         generator = torch.Generator().manual_seed(1)
@@ -64,8 +65,8 @@ SHAPES = [
 
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_bsr(sizes, causal, device):
-    check_bsr(*plan_bsr(sizes, device, causal=causal))
+def test_bsr(sizes, causal, backend, device):
+    check_bsr(*plan_bsr(sizes, device, causal=causal, backend=backend))
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 64), (4, 4, 80), (14, 2, 128), (6, 2, 256)])
@@ -75,8 +76,8 @@ def test_bsr_heads(heads, device):
 
 @pytest.mark.parametrize("options", [{"mask": True}, {"logits_soft_cap": 2.0}, {"sm_scale": 0.3}])
 @pytest.mark.parametrize("sizes", [(64, 256, 16, 16), (33, 35, 3, 5)])
-def test_bsr_options(sizes, options, device):
-    check_bsr(*plan_bsr(sizes, device, **options))
+def test_bsr_options(sizes, options, backend, device):
+    check_bsr(*plan_bsr(sizes, device, backend=backend, **options))
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(FP16, FP16), (BF16, E4M3), (FP16, E4M3)])
@@ -148,6 +149,7 @@ def plan_variable(
     rows: tuple[int, ...] = (10, 0, 64, 6),
     columns: tuple[int, ...] = (64, 16, 0, 128, 48),
     dtype: torch.dtype = BF16,
+    backend: str = "auto",
     **options: Any,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Each head has the same sizes in another order."""
@@ -158,7 +160,7 @@ def plan_variable(
         torch.stack([torch.tensor(s)[torch.randperm(len(s), generator=generator)] for _ in blocks])
         for s in (rows, columns)
     ]
-    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace(device))
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace(device), backend)
     wrapper.plan(blocks, *sizes, *heads, q_data_type=dtype, **options)
     q = randn((qo_heads, sum(rows), dim), dtype, device, 1)
     k, v = (randn((kv_heads, sum(columns), dim), dtype, device, seed) for seed in (2, 3))
@@ -168,8 +170,9 @@ def plan_variable(
 @pytest.mark.parametrize("heads", [(2, 2, 128), (6, 2, 64), (5, 1, 128)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("columns", [(64, 16, 0, 128, 48), (7, 30, 1, 50)])
-def test_variable_blocks(heads, causal, columns, device):
-    wrapper, tensors = plan_variable(device, heads=heads, causal=causal, columns=columns)
+def test_variable_blocks(heads, causal, columns, backend, device):
+    options = {"heads": heads, "causal": causal, "columns": columns, "backend": backend}
+    wrapper, tensors = plan_variable(device, **options)
     check(type(wrapper).run, self=wrapper, return_lse=True, **tensors)
 
 

@@ -1,0 +1,209 @@
+"""What is particular about the kernel for Hopper: tiles of 128 rows, boxes of pages, its schedule.
+
+Masks, options and the wrappers are tested with both kernels, where `backend` is a parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.jit.attention import hopper
+from tests.attention.batches import (
+    BF16,
+    E4M3,
+    FP16,
+    Batch,
+    check,
+    check_paged,
+    check_ragged,
+    indptr,
+    need_backend,
+    plan_paged,
+    plan_ragged,
+    ragged_kv,
+    randn,
+    workspace,
+)
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 400)
+
+
+@pytest.fixture(autouse=True)
+def hopper_only(device):
+    need_backend("fa3", device)
+
+
+def both(batch: Batch, device: torch.device, **plan: Any) -> None:
+    check_paged(plan_paged(batch, device, "fa3", **plan), batch, device)
+    check_ragged(plan_ragged(batch, device, "fa3", **plan), batch, device)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("qk", "vo"), hopper.HEAD_DIMS)
+def test_head_dims(qk, vo, dtype, causal, device):
+    batch = Batch((129, 0, 40, 1), (300, 70, 0, 515), head_dim_qk=qk, head_dim_vo=vo, dtype=dtype)
+    both(batch, device, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_lengths_around_the_tiles(group, causal, device):
+    """Every pair of numbers of packed rows and keys that end just before, at and behind a tile."""
+    qo = tuple(max(1, n // group) for n in LENGTHS)
+    for shift in range(len(qo)):
+        kv = LENGTHS[shift:] + LENGTHS[:shift]
+        batch = Batch(qo, kv, group=group, num_kv_heads=1, page_size=32)
+        both(batch, device, causal=causal)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 3, 8, 12, 16, 32, 64, 100, 128, 256, 384])
+def test_page_sizes(page_size, kv_layout, device):
+    """Pages that boxes divide, that divide a tile, and that do neither."""
+    for form in ("tuple", "strided"):
+        batch = Batch((200, 5), (777, 129), page_size=page_size, kv_layout=kv_layout, form=form)
+        check_paged(plan_paged(batch, device, "fa3", causal=True), batch, device)
+
+
+@pytest.mark.parametrize("disable_split_kv", [False, True])
+def test_few_rows_against_many_keys_are_cut(disable_split_kv, device):
+    """Parts of two tiles and of many, merged."""
+    batch = Batch((100, 3, 31), (5000, 9000, 200), num_kv_heads=1)
+    plan = {"causal": True, "disable_split_kv": disable_split_kv}
+    wrapper = plan_paged(batch, device, "fa3", **plan)
+    assert wrapper._executor._planner.info[1] > 0 or disable_split_kv
+    check_paged(wrapper, batch, device)
+
+
+@pytest.mark.parametrize("size", [1, 128, 300])
+def test_fixed_splits(size, device):
+    batch = Batch((130, 9), (1000, 700), num_kv_heads=1)
+    both(batch, device, causal=True, fixed_split_size=size)
+
+
+def test_more_tiles_than_the_gpu_takes_at_a_time(device):
+    """A CTA works off many items, of all lengths, of several heads, some of them empty."""
+    count = 300
+    qo = tuple((37 * i) % 90 for i in range(count))
+    kv = tuple((53 * i) % 400 if i % 7 else 0 for i in range(count))
+    batch = Batch(qo, kv, num_kv_heads=3, group=5)
+    both(batch, device, causal=True)
+    both(batch, device, window_left=100)
+
+
+def test_launches_in_a_row_do_not_meet(device):
+    """With programmatic launches a kernel begins before the one that writes its queries ends."""
+    batch = Batch((200, 60, 7), (900, 60, 2000))
+    wrapper = plan_ragged(batch, device, "fa3", causal=True)
+    q, (k, v) = batch.query(device), ragged_kv(batch, device)
+    expected = wrapper.run(q, k, v, enable_pdl=False)
+    later = torch.empty_like(q)
+    for _ in range(20):
+        later.fill_(float("nan"))
+        later.copy_(q)
+        assert torch.equal(wrapper.run(later, k, v, enable_pdl=True), expected)
+
+
+def test_page_numbers_outside_the_cache_are_not_followed(device):
+    """Their tokens count as zeros, whichever way their neighbours come to shared memory."""
+    for page_size in (1, 16, 128):
+        batch = Batch((150,), (5 * 128,), page_size=page_size, num_kv_heads=1)
+        starts, indices, last, num_pages = batch.table()
+        q, (k, v) = batch.query(device), batch.cache(device)
+        bad = indices.clone()
+        bad[len(bad) // 2], bad[0] = num_pages, -1
+        outs = []
+        for pages, keys, values in (
+            (bad, k, v),
+            (indices, _without(k, indices, bad), _without(v, indices, bad)),
+        ):
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace(device), backend="fa3"
+            )
+            heads = (batch.num_qo_heads, 1, 128, page_size)
+            wrapper.plan(indptr((150,)), starts, pages.to(device), last, *heads, q_data_type=BF16)
+            outs.append(wrapper.run(q, (keys, values)))
+        assert torch.equal(*outs)
+
+
+def _without(part: torch.Tensor, indices: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+    """The cache with zeros in the pages that the other table does not reach."""
+    part = part.clone()
+    part[indices[indices != bad].long().to(part.device)] = 0
+    return part
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [((600, 900), "fa3"), ((1, 1), "fa2"), ((16, 16), "fa3")]
+)
+def test_auto_takes_what_the_rules_say(tokens, expected, device):
+    batch = Batch(tokens, tuple(n + 100 for n in tokens))
+    wrapper = plan_paged(batch, device, causal=True)
+    assert wrapper._executor.config.backend == expected
+    check_paged(wrapper, batch, device)
+
+
+def test_forcing_it_where_it_lacks_something_is_refused(device):
+    batch = Batch((40,), (40,))
+    q, (k, v) = batch.query(device), ragged_kv(batch, device)
+    single = flashinfer.single_prefill_with_kv_cache
+    with pytest.raises(ValueError, match="`backend`.*ROPE_LLAMA"):
+        single(q, k, v, pos_encoding_mode="ROPE_LLAMA", backend="fa3")
+    with pytest.raises(ValueError, match="`backend`.*kv_data_type"):
+        single(q, k.to(E4M3), v.to(E4M3), backend="fa3")
+    with pytest.raises(ValueError, match="`backend`.*80/80"):
+        single(q[..., :80], k[..., :80], v[..., :80], backend="fa3")
+    check(single, q=q, k=k, v=v, causal=True, return_lse=True)
+
+
+def test_both_kernels_agree(device):
+    """To the rounding of the weights and of the output."""
+    batch = Batch((300, 70), (1000, 333))
+    q, (k, v) = batch.query(device), ragged_kv(batch, device)
+    outs = [
+        plan_ragged(batch, device, name, causal=True).run(q, k, v, return_lse=True)
+        for name in ("fa2", "fa3")
+    ]
+    torch.testing.assert_close(outs[0][0].float(), outs[1][0].float(), rtol=0.016, atol=4e-3)
+    torch.testing.assert_close(outs[0][1], outs[1][1], rtol=1e-5, atol=1e-4)
+
+
+def test_a_users_variant(device):
+    """Hooks on logits and masks are those of the portable kernel."""
+    declaration = """
+struct Shifted : AttentionVariantBase {
+  float sm_scale_log2;
+  template <typename Params>
+  __device__ Shifted(const Params& params, uint32_t, uint8_t*) {
+    sm_scale_log2 = params.sm_scale * math::log2e;
+  }
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    return logits + params.bias[qo_head_idx] * float(kv_idx % 7);
+  })
+  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    return (qo_idx + kv_idx) % 3 != 0;
+  })
+};
+"""
+    batch = Batch((150, 40), (300, 257))
+    q, (k, v) = batch.query(device), ragged_kv(batch, device)
+    bias = randn((batch.num_qo_heads,), torch.float32, device, 3)
+    args = ["shifted", BF16, BF16, BF16, torch.int32, 128, 128]
+    args += [["bias"], ["float"], ["sm_scale"], ["double"], "Shifted", declaration]
+    outs = []
+    for name in ("fa2", "fa3"):
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            workspace(device), backend=name, jit_args=args
+        )
+        lengths = indptr(batch.qo_lens), indptr(batch.kv_lens)
+        wrapper.plan(*lengths, 8, 2, 128, causal=True, **batch.dtypes())
+        outs.append(wrapper.run(q, k, v, bias, 128**-0.5, return_lse=True))
+    torch.testing.assert_close(outs[0][0].float(), outs[1][0].float(), rtol=0.016, atol=4e-3)
+    torch.testing.assert_close(outs[0][1], outs[1][1], rtol=1e-5, atol=1e-4)
