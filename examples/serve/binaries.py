@@ -11,7 +11,8 @@ from flashinfer.jit.binary import Kernel, read_kernels
 
 
 def kernels_of(spec: JitSpec) -> dict[tuple[str, str], list[Kernel]]:
-    """Kernels of a built module, by name and architecture: the instances of each template."""
+    """Kernels of a module, by name and architecture: the instances of each template."""
+    spec.build()  # nothing to do, unless a source has been edited meanwhile
     found: dict[tuple[str, str], list[Kernel]] = {}
     for kernel in read_kernels(spec.get_library_path()):
         found.setdefault((kernel.short_name, kernel.arch), []).append(kernel)
