@@ -128,6 +128,7 @@ def run_case(
         repro_command=repro,
     )
     row |= {flag.name: getattr(case, flag.name) for flag in routine.flags}
+    case = Namespace(**{**vars(case), "backend": backend_name})  # some have inputs of their own
     try:
         return row | _measured(routine, routine.backends[backend_name], case, timer), ""
     except AssertionError as error:

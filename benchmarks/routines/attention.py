@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from flashinfer.testing.flops import attention_flops_with_actual_seq_lens
 
 from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
 
+PREFILL_BACKENDS = ("auto", "fa2", "fa3")
 _WORKSPACE_BYTES = 256 << 20  # more than any plan of a benchmark needs
 
 _BATCH = [
@@ -97,6 +98,12 @@ def _queries(case: Namespace, tokens: int, device: str) -> Arguments:
     return {"q": q, "out": q.new_empty(tokens, case.num_qo_heads, case.head_dim_vo)}
 
 
+def _backend(case: Namespace) -> str:
+    """What the wrapper or function is told; nothing where a peer is timed."""
+    wanted = getattr(case, "backend", "auto")
+    return wanted if wanted in PREFILL_BACKENDS else "auto"
+
+
 def _dims(case: Namespace) -> dict[str, int]:
     return {
         "num_qo_heads": case.num_qo_heads,
@@ -166,6 +173,7 @@ def _build_paged(case: Namespace, device: str) -> Arguments:
             "BatchPrefillWithPagedKVCacheWrapper",
             float_workspace_buffer=_workspace(device),
             kv_layout=pages.kv_layout,
+            backend=_backend(case),
         ),
         device,
         qo_indptr=_indptr(qo_len),
@@ -207,6 +215,7 @@ def _build_ragged(case: Namespace, device: str) -> Arguments:
             "prefill",
             "BatchPrefillWithRaggedKVCacheWrapper",
             float_workspace_buffer=_workspace(device),
+            backend=_backend(case),
         ),
         device,
         qo_indptr=_indptr(qo_len),
@@ -230,7 +239,8 @@ def _keys(case: Namespace, tokens: int, device: str) -> Arguments:
 
 def _build_single_prefill(case: Namespace, device: str) -> Arguments:
     q = _queries(case, case.s_qo, device)["q"]
-    return {"q": q, **_keys(case, case.s_kv, device), "causal": case.causal}
+    options = {"causal": case.causal, "backend": _backend(case)}
+    return {"q": q, **_keys(case, case.s_kv, device), **options}
 
 
 def _build_single_decode(case: Namespace, device: str) -> Arguments:
@@ -276,6 +286,7 @@ def _register_wrapper(
     flags: list[Flag],
     cache: str | None,
     flops: Callable[[Namespace], int] | None = _flops,
+    backends: Sequence[str] = ("fa2",),
 ) -> None:
     """The `run` of a wrapper; `cache` is what it calls a paged cache."""
     api = f"flashinfer.{module}:{name}.run"
@@ -290,7 +301,7 @@ def _register_wrapper(
             fresh=_cache_bytes(cache) if cache else None,
             flops=flops,
             check_options=attention_check_options,
-            backends={"fa2": Backend(api)},
+            backends={backend: Backend(api) for backend in backends},
         )
     )
 
@@ -301,6 +312,7 @@ def _register_single(
     build: Callable[[Namespace, str], Arguments],
     flags: list[Flag],
     flops: Callable[[Namespace], int] | None = None,
+    backends: Sequence[str] = ("fa2",),
     peers: Mapping[str, Backend] | None = None,
 ) -> None:
     api = f"flashinfer.{module}:{name}"
@@ -315,7 +327,7 @@ def _register_single(
             fresh=_result_bytes,
             flops=flops,
             check_options=attention_check_options,
-            backends={"fa2": Backend(api), **(peers or {})},
+            backends={**{backend: Backend(api) for backend in backends}, **(peers or {})},
         )
     )
 
@@ -330,7 +342,12 @@ _register_wrapper(
     flops=None,
 )
 _register_wrapper(
-    "prefill", "BatchPrefillWithPagedKVCacheWrapper", _build_paged, _PAGED, "paged_kv_cache"
+    "prefill",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    _build_paged,
+    _PAGED,
+    "paged_kv_cache",
+    backends=PREFILL_BACKENDS,
 )
 _register_wrapper(
     "prefill",
@@ -338,6 +355,7 @@ _register_wrapper(
     _build_ragged,
     [*_BATCH, _QO, _KV, *_HEADS, _CAUSAL],
     None,
+    backends=PREFILL_BACKENDS,
 )
 _register_wrapper("attention", "BatchAttention", _build_mixed, _PAGED, "kv_cache")
 _register_single("decode", "single_decode_with_kv_cache", _build_single_decode, [_KV, *_HEADS])
@@ -347,5 +365,6 @@ _register_single(
     _build_single_prefill,
     [_QO, _KV, *_HEADS, _CAUSAL],
     flops=_flops,
-    peers={"torch": Backend(torch_attention)},
+    backends=PREFILL_BACKENDS,
+    peers={"torch": Backend(torch_attention, omits=["backend"])},
 )
