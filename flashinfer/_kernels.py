@@ -65,6 +65,9 @@ def check_cuda_tensors(**tensors: Any) -> None:
                 f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}"
             ) from None
         if not tensor.is_cuda:
+            hint = (
+                "" if torch.cuda.is_available() else "; without a GPU: FLASHINFER_BACKEND=reference"
+            )
             raise ValueError(
-                f"`{name}` must be a CUDA tensor, got one on {tensor.device}"
+                f"`{name}` must be a CUDA tensor, got one on {tensor.device}{hint}"
             ) from None

@@ -14,6 +14,7 @@ import torch
 
 import flashinfer
 from flashinfer import _kernels
+from flashinfer._kernels import check_cuda_tensors
 from tests.activation import test_activation_fuzz as activation
 from tests.fuzzing import Layout, assert_refused
 from tests.norm import test_norm_fuzz as norm
@@ -75,3 +76,11 @@ def test_bad_call_is_refused_by_name(function, fault):
     arguments = all_faults[fault](CALLS[function](function))
     error = assert_refused(getattr(flashinfer, function), arguments, fault.split()[0])
     assert "CUDA tensor" not in error, "the fault itself was not seen"
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_without_a_gpu_the_reference_backend_is_named(monkeypatch: pytest.MonkeyPatch, gpu: bool):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(ValueError, match="`input` must be a CUDA tensor, got one on cpu") as error:
+        check_cuda_tensors(input=torch.ones(1))
+    assert ("FLASHINFER_BACKEND=reference" in str(error.value)) == (not gpu)
