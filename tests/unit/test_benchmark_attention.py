@@ -126,3 +126,19 @@ def test_host_times_of_plans(capsys):
         "prefill plan",
     ]
     assert all(name in out for name in multiples) and min(multiples.values()) > 0
+
+
+def test_the_grid_of_prefill_has_both_kernels_of_200_shapes(monkeypatch):
+    import bench_prefill_backends as grid
+
+    assert len(set(grid.SHAPES)) == 200
+    built = []
+    monkeypatch.setattr(grid, "build_jit_specs", built.extend)
+    grid.compile_all(grid.SHAPES)
+    kernels = {(spec.config.head_dim_qk, spec.config.backend) for spec in built}
+    assert kernels == {(dim, name) for dim in (64, 128, 192, 256) for name in ("fa2", "fa3")}
+    times = {"fa2": 2.0, "fa3": 1.0, "auto": 1.06}
+    row = {**grid.dataclasses.asdict(grid.KINDS[0]), "batch": 1, "qo_len": 5, "kv_len": 9}
+    row |= {"rows": 20, "us": times, "tflops": times, "auto": "fa3", "auto_behind": 1.06}
+    table = grid.report([row, {**row, "auto_behind": 1.04}])
+    assert table.count("<--") == 1 and "1 of 2 shapes; at worst 1.060" in table
