@@ -4,10 +4,10 @@
 //   (x_a, x_b) <- (x_a cos - x_b sin, x_b cos + x_a sin)        angle = position * frequency_j
 //
 // Pair j is (x_j, x_{j + rope_dim / 2}), or (x_{2j}, x_{2j + 1}) when interleaved. A thread takes
-// kVecSize pairs of one head of one token, that is two vectors ("unit"). A CTA works on one segment
-// (the heads of Q, of K, ...), over which threads are counted off: unit, then head, then token.
-// Each element is read and written by one thread, after all of that thread's reads: the kernel
-// works in place.
+// kVecSize pairs, that is two vectors ("unit"), of one token and of one or two heads, which share
+// the angles. A CTA works on one segment (the heads of Q, of K, ...), over which threads are
+// counted off: unit, then head, then token. Each element is read and written by one thread, after
+// all of that thread's reads: the kernel works in place.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -180,19 +180,23 @@ __device__ __forceinline__ T* rope_row(const RopeRows& rows, uint32_t token, uin
 
 }  // namespace detail
 
-// Measured on an H200 (bf16, 8192 tokens of 32 + 8 heads of 128, in place; a copy of as much
-// takes 41.6 us): 128 threads 42.9 us, 96 the same, 160 43.6, 256 46.1, 512 50.0, 64 50.2. Stores
-// that do not stream cost 5 to 6 us; forcing more CTAs onto an SM spills registers (80 us).
-// What the first wave reads goes to L2 while the grid before it ends, and a long grid lets the next
-// one come when its last CTAs write: 42.7 -> 42.2 us; a short one at once (one token 1.42 -> 1.17).
-inline constexpr int kRopeThreads = 128;
+// Measured on an H200 (bf16, 32768 | 8192 tokens of 32 + 8 heads of 128, in place, after L2 was
+// flushed; without rotating 167 | 48 us): two heads per thread 176 | 49.7 us with 64 threads, 178 |
+// 50.2 with 96, 181 | 50.3 with 128; one head 201 | 52.6 with 128 threads (256: 222); four heads
+// 184 | 50.6. Angles that are loaded ahead of the data gain 1 us. In a graph that repeats, stores
+// that do not stream cost 2 to 3 us. What the first wave reads goes to L2 while the grid before it
+// ends, and a long grid lets the next one come when its last CTAs write: 42.7 -> 42.2 us; a short
+// one at once (one token 1.42 -> 1.17).
+template <int kHeads>
+inline constexpr int kRopeThreads = 128 / kHeads;
 inline constexpr uint32_t kRopePrefetchCtas = 2048;
 
-template <typename Traits, int kVecSize>
-__global__ void __launch_bounds__(kRopeThreads)
+template <typename Traits, int kVecSize, int kHeads>
+__global__ void __launch_bounds__(kRopeThreads<kHeads>)
     rope_kernel(const __grid_constant__ typename Traits::Params params) {
   using T = typename Traits::T;
   using TOut = typename Traits::TOut;
+  constexpr int kThreads = kRopeThreads<kHeads>;
   extern __shared__ float2 rotations[];
   int which = 0;
   while (which + 1 < static_cast<int>(params.num_segments) &&
@@ -201,44 +205,50 @@ __global__ void __launch_bounds__(kRopeThreads)
   }
   const RopeSegment& segment = params.segments[which];
   const uint32_t cta = blockIdx.x - segment.first_cta;
-  const uint32_t index = cta * kRopeThreads + threadIdx.x;
+  const uint32_t index = cta * kThreads + threadIdx.x;
   const uint32_t row = segment.units.divide(index);
   const uint32_t unit_idx = index - row * segment.units.divisor;
-  const uint32_t token_in_chunk = segment.heads.divide(row);
-  const uint32_t head = row - token_in_chunk * segment.heads.divisor;
+  const uint32_t token_in_chunk = segment.head_groups.divide(row);
+  const uint32_t head = (row - token_in_chunk * segment.head_groups.divisor) * kHeads;
   const uint32_t chunk = blockIdx.y * params.tokens_per_chunk;
   const uint32_t token = chunk + token_in_chunk;
   const detail::RopeUnit unit = detail::rope_unit<Traits, kVecSize>(segment, unit_idx);
   const bool is_valid = token_in_chunk < params.tokens_per_chunk && token < params.num_tokens;
+  const auto has_head = [&](int h) { return h == 0 || head + h < segment.num_heads; };
   const T* in = detail::rope_row<const T>(segment.in, token, head);
   if (blockIdx.x < kRopePrefetchCtas && is_valid) {
-    ptx::prefetch_l2(in + unit.first);
-    if (unit.has_second) ptx::prefetch_l2(in + unit.second);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      const T* in_head = in + h * segment.in.stride_head;
+      if (has_head(h)) ptx::prefetch_l2(in_head + unit.first);
+      if (has_head(h) && unit.has_second) ptx::prefetch_l2(in_head + unit.second);
+    }
   }
   ptx::grid_dependency_wait();
   const bool is_long = gridDim.x > kRopePrefetchCtas;
   if (!is_long) ptx::grid_launch_dependents();
 
-  uint32_t first_token = 0;
+  Vector<T, kVecSize> a[kHeads], b[kHeads];
+  const auto load = [&] {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      const T* in_head = in + h * segment.in.stride_head;
+      if (has_head(h)) a[h].load_streaming(in_head + unit.first);
+      if (has_head(h) && unit.has_second) b[h].load_streaming(in_head + unit.second);
+    }
+  };
+  detail::Rotation<kVecSize> rotation;
   if constexpr (Traits::kComputed) {
+    if (is_valid) load();
     if (segment.rotates) {
       const auto token_of = [&](uint32_t thread) {
-        const uint32_t row = segment.units.divide(cta * kRopeThreads + thread);
-        const uint32_t token = chunk + segment.heads.divide(row);
+        const uint32_t row = segment.units.divide(cta * kThreads + thread);
+        const uint32_t token = chunk + segment.head_groups.divide(row);
         return token < params.num_tokens ? token : params.num_tokens - 1;
       };
-      first_token = token_of(0);
-      detail::compute_rotations(params, first_token, token_of(kRopeThreads - 1), rotations);
-    }
-  }
-  if (!is_valid) return;
-  Vector<T, kVecSize> a, b;
-  a.load_streaming(in + unit.first);
-  if (unit.has_second) b.load_streaming(in + unit.second);
-
-  detail::Rotation<kVecSize> rotation;
-  if (segment.rotates) {
-    if constexpr (Traits::kComputed) {
+      const uint32_t first_token = token_of(0);
+      detail::compute_rotations(params, first_token, token_of(kThreads - 1), rotations);
+      if (!is_valid) return;
       const float2* row_of_token = rotations + (token - first_token) * (params.rope_dim / 2);
 #pragma unroll
       for (int j = 0; j < kVecSize; ++j) {
@@ -248,10 +258,15 @@ __global__ void __launch_bounds__(kRopeThreads)
         rotation.cos[j] = cos_sin.x;
         rotation.sin[j] = cos_sin.y;
       }
-    } else {
+    }
+    if (!is_valid) return;
+  } else {
+    if (!is_valid) return;
+    if (segment.rotates) {
       detail::load_rotation<typename Traits::TCache>(
           params, detail::rope_position(params, token, 0), unit, rotation);
     }
+    load();
   }
   TOut* out;
   if (Traits::kAppend && segment.appends) {
@@ -263,26 +278,31 @@ __global__ void __launch_bounds__(kRopeThreads)
     out = detail::rope_row<TOut>(segment.out, token, head);
   }
 
-  float y_a[kVecSize], y_b[kVecSize];
+  if (is_long) ptx::grid_launch_dependents();
 #pragma unroll
-  for (int j = 0; j < kVecSize; ++j) {
-    y_a[j] = a[j];
-    y_b[j] = b[j];
-  }
-  if (segment.rotates) detail::rotate<Traits>(y_a, y_b, rotation);
-  if constexpr (Traits::kScaleOutput) {
+  for (int h = 0; h < kHeads; ++h) {
+    if (!has_head(h)) break;
+    float y_a[kVecSize], y_b[kVecSize];
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) {
-      y_a[j] *= segment.scale;
-      y_b[j] *= segment.scale;
+      y_a[j] = a[h][j];
+      y_b[j] = b[h][j];
     }
+    if (segment.rotates) detail::rotate<Traits>(y_a, y_b, rotation);
+    if constexpr (Traits::kScaleOutput) {
+#pragma unroll
+      for (int j = 0; j < kVecSize; ++j) {
+        y_a[j] *= segment.scale;
+        y_b[j] *= segment.scale;
+      }
+    }
+    Vector<TOut, kVecSize> out_a, out_b;
+    out_a.from_floats(y_a);
+    out_b.from_floats(y_b);
+    TOut* out_head = out + h * segment.out.stride_head;
+    out_a.store_streaming(out_head + unit.first);
+    if (unit.has_second) out_b.store_streaming(out_head + unit.second);
   }
-  Vector<TOut, kVecSize> out_a, out_b;
-  out_a.from_floats(y_a);
-  out_b.from_floats(y_b);
-  if (is_long) ptx::grid_launch_dependents();
-  out_a.store_streaming(out + unit.first);
-  if (unit.has_second) out_b.store_streaming(out + unit.second);
 }
 
 #ifndef __CUDACC_RTC__
@@ -293,17 +313,20 @@ inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable
                                cudaStream_t stream) {
   constexpr uint32_t kVecSize = 16 / sizeof(typename Traits::T);
   constexpr uint32_t kMaxIndex = 1u << 30;  // of a thread: FastDivisor takes 31 bits
-  const uint32_t vec_size = vectorizable ? kVecSize : 1;
+  constexpr int kHeads = Traits::kComputed ? 1 : 2;
+  const uint32_t vec_size = vectorizable ? kVecSize : 1, heads = vectorizable ? kHeads : 1;
+  const uint32_t threads = vectorizable ? kRopeThreads<kHeads> : kRopeThreads<1>;
   uint64_t max_threads_per_token = 1;
   uint32_t max_tokens_per_cta = 0;
   for (uint32_t i = 0; i < params.num_segments; ++i) {
     RopeSegment& segment = params.segments[i];
     segment.units = FastDivisor(ceil_div(segment.dim, 2 * vec_size));
-    segment.heads = FastDivisor(segment.num_heads);
-    const uint64_t threads_per_token = uint64_t{segment.units.divisor} * segment.num_heads;
+    segment.head_groups = FastDivisor(ceil_div(segment.num_heads, heads));
+    const uint64_t threads_per_token =
+        uint64_t{segment.units.divisor} * segment.head_groups.divisor;
     if (threads_per_token > kMaxIndex) return cudaErrorInvalidValue;
     if (threads_per_token > max_threads_per_token) max_threads_per_token = threads_per_token;
-    const uint32_t tokens = ceil_div<uint64_t>(kRopeThreads - 1, threads_per_token) + 1;
+    const uint32_t tokens = ceil_div<uint64_t>(threads - 1, threads_per_token) + 1;
     if (segment.rotates && tokens > max_tokens_per_cta) max_tokens_per_cta = tokens;
   }
   const uint32_t max_tokens = static_cast<uint32_t>(kMaxIndex / max_threads_per_token);
@@ -313,13 +336,14 @@ inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable
     RopeSegment& segment = params.segments[i];
     segment.first_cta = num_ctas;
     num_ctas += ceil_div<uint32_t>(
-        params.tokens_per_chunk * segment.units.divisor * segment.num_heads, kRopeThreads);
+        params.tokens_per_chunk * segment.units.divisor * segment.head_groups.divisor, threads);
   }
   const dim3 grid(num_ctas, ceil_div(params.num_tokens, params.tokens_per_chunk));
   const size_t smem_bytes =
       Traits::kComputed ? max_tokens_per_cta * (params.rope_dim / 2) * sizeof(float2) : 0;
-  const auto kernel = vectorizable ? rope_kernel<Traits, kVecSize> : rope_kernel<Traits, 1>;
-  return launch_kernel(kernel, grid, dim3(kRopeThreads), smem_bytes, stream, enable_pdl, params);
+  const auto kernel =
+      vectorizable ? rope_kernel<Traits, kVecSize, kHeads> : rope_kernel<Traits, 1, 1>;
+  return launch_kernel(kernel, grid, dim3(threads), smem_bytes, stream, enable_pdl, params);
 }
 
 #endif  // __CUDACC_RTC__

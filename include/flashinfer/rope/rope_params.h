@@ -23,9 +23,9 @@ struct RopeSegment {
   bool rotates = false;
   bool appends = false;  // `out` is a paged cache
   float scale = 1.f;     // 8-bit outputs are multiplied by it
-  // Set at launch: how threads are counted off over (token, head, unit), and the segment's first
-  // CTA.
-  FastDivisor units, heads;
+  // Set at launch: how threads are counted off over (token, group of heads, unit), and the
+  // segment's first CTA.
+  FastDivisor units, head_groups;
   uint32_t first_cta = 0;
 };
 
