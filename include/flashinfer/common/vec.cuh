@@ -75,6 +75,22 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
 
   __device__ __forceinline__ float operator[](int i) const { return to_float(elements[i]); }
 
+  // All elements. After from_floats this takes fewer instructions than one by one: the compiler
+  // keeps the words whole.
+  __device__ __forceinline__ void to_floats(float (&values)[N]) const {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+      const auto* pairs = reinterpret_cast<const uint32_t*>(elements);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        values[2 * i] = to_float(T{static_cast<uint16_t>(pairs[i])});
+        values[2 * i + 1] = to_float(T{static_cast<uint16_t>(pairs[i] >> 16)});
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[i] = to_float(elements[i]);
+    }
+  }
+
   __device__ __forceinline__ void from_floats(const float (&values)[N]) {
     if constexpr (sizeof(T) == 4 || N == 1) {
 #pragma unroll

@@ -148,8 +148,9 @@ __device__ __forceinline__ void finish_norm(const FusedRmsnormParams& params, ui
       static_cast<typename Output::Scale::Stored*>(params.scale)[offset] = scale.stored;
     }
     CodeVector<typename Output::Code, N> codes;
+    rounded.to_floats(y);
 #pragma unroll
-    for (int j = 0; j < N; ++j) y[j] = scale.template apply<T>(rounded[j]);
+    for (int j = 0; j < N; ++j) y[j] = scale.template apply<T>(y[j]);
     codes.from_floats(y);
     reinterpret_cast<decltype(codes.word)*>(out)[col / N] = codes.word;
   }
@@ -197,6 +198,7 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
     }
   };
 
+  const float inv_hidden_size = 1.f / static_cast<float>(params.hidden_size);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   uint32_t first_row = blockIdx.x * blockDim.y;
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
     sum = blockDim.x == 32
               ? warp_reduce_sum(sum)
               : block_reduce_sum(sum, scratch[parity], static_cast<int>(blockDim.x) / 32);
-    const float inv_rms = rsqrtf(sum / static_cast<float>(params.hidden_size) + params.eps);
+    const float inv_rms = rsqrtf(sum * inv_hidden_size + params.eps);
     if constexpr (Traits::kGroups) {
       if (row >= params.num_rows && row < num_rows) detail::zero_scales<Traits>(params, row);
     }

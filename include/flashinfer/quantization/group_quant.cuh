@@ -139,8 +139,9 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = 0; i < kChunksPerLane; ++i) {
     float scaled[kChunkSize];
+    x[i].to_floats(scaled);
 #pragma unroll
-    for (int j = 0; j < kChunkSize; ++j) scaled[j] = scale.template apply<T>(x[i][j]);
+    for (int j = 0; j < kChunkSize; ++j) scaled[j] = scale.template apply<T>(scaled[j]);
     Codes codes;
     codes.from_floats(scaled);
     out[i * kLanes] = codes.word;
