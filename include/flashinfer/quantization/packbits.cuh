@@ -2,8 +2,10 @@
 // * byte + i of x is not zero; bits past the end are 0. In the segmented form each segment of x
 // starts a new output byte.
 //
-// A thread makes aligned words of the output from 32 bytes of x each, which it reads as aligned
-// vectors and shifts into place as bits, so that a segment may start anywhere.
+// A thread makes aligned words of the output. Without segments it reads the 32 bytes of x of a word
+// as aligned vectors and shifts them into place as bits. With segments, whose bits may come from
+// any address, a warp makes bits of the aligned vectors that its part of x lies in, in shared
+// memory, and takes its words from there.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -28,42 +30,29 @@ __device__ __forceinline__ uint32_t nonzero_bits(uint4 v) {
          nonzero_bits(v.w) << 12;
 }
 
-// 32 bytes of x from any address on, on their way as the two or three aligned vectors around them.
-struct PackedWord {
-  uint4 vectors[3];
-  uint32_t shift;
-  bool in_bounds;  // else nothing was loaded: the vectors would reach beyond x
+// Bytes begin ... end - 1 of x, at most 32, as bits, the first one lowest.
+__device__ __forceinline__ uint32_t pack_bytes(const PackBitsParams& params, int64_t begin,
+                                               int64_t end) {
+  uint32_t word = 0;
+#pragma unroll 1
+  for (int64_t i = begin; i < end; ++i) word |= (params.x[i] ? 1u : 0u) << (i - begin);
+  return word;
+}
 
-  __device__ __forceinline__ void load(const PackBitsParams& params, int64_t begin) {
-    const uint8_t* address = params.x + begin;
-    shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address) % 16);
-    const uint8_t* aligned = address - shift;
-    in_bounds = aligned >= params.x && aligned + (shift ? 48 : 32) <= params.x + params.num_x;
-    if (!in_bounds) return;
-    const auto* source = reinterpret_cast<const uint4*>(aligned);
-    vectors[0] = source[0];
-    vectors[1] = source[1];
-    if (shift) vectors[2] = source[2];
-  }
-
-  // The first `count` <= 32 bytes as bits, the first one lowest.
-  __device__ __forceinline__ uint32_t bits(uint32_t count) const {
-    uint64_t all = nonzero_bits(vectors[0]) | nonzero_bits(vectors[1]) << 16;
-    if (shift) all |= static_cast<uint64_t>(nonzero_bits(vectors[2])) << 32;
-    const uint32_t word = static_cast<uint32_t>(all >> shift);
-    return count < 32 ? word & ((1u << count) - 1) : word;
-  }
-};
-
-// The first `count` <= 32 bytes from x[begin] on as bits, the first one lowest.
+// The same for `count` bytes from `begin`, from the two or three aligned vectors around them.
 __device__ __forceinline__ uint32_t pack_word(const PackBitsParams& params, int64_t begin,
                                               uint32_t count) {
-  PackedWord packed;
-  packed.load(params, begin);
-  if (packed.in_bounds) return packed.bits(count);
-  uint32_t word = 0;
-  for (uint32_t i = 0; i < count; ++i) word |= (params.x[begin + i] ? 1u : 0u) << i;
-  return word;
+  const uint8_t* address = params.x + begin;
+  const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address) % 16);
+  const uint8_t* aligned = address - shift;
+  if (aligned < params.x || aligned + (shift ? 48 : 32) > params.x + params.num_x) {
+    return pack_bytes(params, begin, begin + count);
+  }
+  const auto* source = reinterpret_cast<const uint4*>(aligned);
+  uint64_t all = nonzero_bits(source[0]) | nonzero_bits(source[1]) << 16;
+  if (shift) all |= static_cast<uint64_t>(nonzero_bits(source[2])) << 32;
+  const uint32_t word = static_cast<uint32_t>(all >> shift);
+  return count < 32 ? word & ((1u << count) - 1) : word;
 }
 
 __device__ __forceinline__ uint32_t in_bit_order(uint32_t word, bool big_endian) {
@@ -87,55 +76,98 @@ __device__ __forceinline__ void store_word(const PackBitsParams& params, int64_t
   }
 }
 
-// The last segment that starts at or before the output byte `position` of the CTA's first thread:
-// all threads look at once, so that few loads follow each other.
-template <typename Index>
-__device__ __forceinline__ uint32_t find_first_segment(const Index* out_indptr,
-                                                       uint32_t num_segments, int64_t position) {
-  uint32_t low = 0, high = num_segments;  // out_indptr[low] <= position < out_indptr[high]
-  while (high - low > 1) {
-    const uint32_t step = ceil_div(high - low, blockDim.x);
-    const uint64_t probe = low + static_cast<uint64_t>(threadIdx.x + 1) * step;
-    const bool is_before = probe < high && out_indptr[probe] <= position;
-    low += static_cast<uint32_t>(__syncthreads_count(is_before)) * step;
-    high = high - low > step ? low + step : high;
-  }
-  return low;
+}  // namespace detail
+
+inline constexpr int kPackThreads = 256;
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    packbits_kernel(const __grid_constant__ PackBitsParams params) {
+  const int64_t position = 4 * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if (position >= params.num_out) return;
+  const uint32_t count = detail::at_most(params.num_x - 8 * position, 32);
+  detail::store_word(params, position, detail::pack_word(params, 8 * position, count));
 }
 
-// The last of entries[low .. high) that is at most `position`; the first of them is.
-template <typename Index>
-__device__ __forceinline__ uint32_t last_at_most(const Index* entries, uint32_t low, uint32_t high,
-                                                 int64_t position) {
-  while (high - low > 1) {
-    const uint32_t middle = low + (high - low) / 2;
-    (entries[middle] <= position ? low : high) = middle;
-  }
-  return low;
-}
+// A warp's part of the output: a word less than as many vectors of x hold, so that they hold it
+// wherever it begins. 2^28 bytes on an H200, segments of 2^20 | 1001 | 64: 72.8 | 86.9 | 141 us;
+// with six vectors per lane 77 | 91 | 96, four 87 | 98 | 102, sixteen 74 | 95 | 206. A CTA instead
+// of a warp, with its barriers: 97 | 136 | 237.
+inline constexpr int kPackVectors = 8;  // of a lane
+inline constexpr uint32_t kPackWarpWords = 32 * kPackVectors / 2 - 1;
+inline constexpr uint32_t kPackWarpBytes = 4 * kPackWarpWords;
 
-// Entries `base` ... of the indptr arrays in shared memory, one per thread; the last one repeats.
-template <typename Index, int kThreads>
+namespace detail {
+
+inline constexpr uint32_t kWarpMask = 0xffffffffu;
+
+// 64 entries of the indptr arrays from `base` on, two per lane; the last one of all repeats.
+template <typename Index>
 struct SegmentWindow {
-  Index begins[kThreads], out_begins[kThreads];
+  Index begins[2], out_begins[2];
+  // Output bytes first ... last are in the window's segments from `low` to before `high`.
+  uint32_t low, high;
 
-  // Whether output bytes first ... last are all in segments that begin and end in the window; if
-  // so, in those from `low` to before `high`. For the whole CTA.
-  __device__ __forceinline__ bool load(const PackBitsParams& params, uint32_t base, int64_t first,
-                                       int64_t last, uint32_t& low, uint32_t& high) {
-    const uint32_t room = params.num_segments - base;
-    const uint32_t i = base + (threadIdx.x < room ? threadIdx.x : room);
-    const Index out_begin = static_cast<const Index*>(params.out_indptr)[i];
-    begins[threadIdx.x] = static_cast<const Index*>(params.indptr)[i];
-    out_begins[threadIdx.x] = out_begin;
-    const int begun = __syncthreads_count(out_begin <= first);
-    high = static_cast<uint32_t>(__syncthreads_count(out_begin <= last));
-    low = static_cast<uint32_t>(begun - 1);
-    return begun > 0 && high < kThreads;
+  __device__ __forceinline__ static Index get(const Index (&entries)[2], uint32_t i) {
+    const Index a = __shfl_sync(kWarpMask, entries[0], i % 32);
+    const Index b = __shfl_sync(kWarpMask, entries[1], i % 32);
+    return i < 32 ? a : b;
+  }
+
+  __device__ __forceinline__ static uint32_t count_at_most(const Index (&entries)[2], int64_t x) {
+    return __popc(__ballot_sync(kWarpMask, entries[0] <= x)) +
+           __popc(__ballot_sync(kWarpMask, entries[1] <= x));
+  }
+
+  __device__ __forceinline__ void load(const PackBitsParams& params, uint32_t base, int64_t first,
+                                       int64_t last) {
+    const uint32_t lane = threadIdx.x % 32, room = params.num_segments - base;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t i = lane + 32 * k;
+      begins[k] = static_cast<const Index*>(params.indptr)[base + (i < room ? i : room)];
+      out_begins[k] = static_cast<const Index*>(params.out_indptr)[base + (i < room ? i : room)];
+    }
+    low = count_at_most(out_begins, first) - 1;
+    high = count_at_most(out_begins, last);
+  }
+
+  // Finds the output bytes, in a window that begins at `base`, which has low = 0 if high = 64: more
+  // segments than it takes. The first guess is from the mean length of segments, others from what a
+  // window shows. For the whole warp.
+  __device__ __forceinline__ uint32_t find(const PackBitsParams& params, int64_t first,
+                                           int64_t last) {
+    constexpr int64_t kMargin = 12;
+    const float rate = static_cast<float>(params.num_segments) / static_cast<float>(params.num_out);
+    int64_t base = static_cast<int64_t>(static_cast<float>(first) * rate) - kMargin;
+#pragma unroll 1
+    for (int tries = 0; tries < 6; ++tries) {
+      base = base < 0 ? 0 : base < params.num_segments ? base : params.num_segments;
+      load(params, static_cast<uint32_t>(base), first, last);
+      if (low < 64 && (high < 64 || low == 0)) return static_cast<uint32_t>(base);
+      if (low < 63) {
+        base += low;
+      } else {
+        const auto ahead = static_cast<float>(first - get(out_begins, 0)) * rate;
+        const int64_t next = base + static_cast<int64_t>(ahead) - kMargin;
+        base = low == 63 && next < base + 48 ? base + 48 : next;
+      }
+    }
+    const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
+    uint32_t lowest = 0, end = params.num_segments;
+    while (end - lowest > 1) {
+      const uint32_t middle = lowest + (end - lowest) / 2;
+      (out_indptr[middle] <= first ? lowest : end) = middle;
+    }
+    load(params, lowest, first, last);
+    return lowest;
   }
 };
 
-// The same for a position further on, by strides that double: it is not far.
+// The last segment from `low` on that starts at or before `position`, which is not far, by strides
+// that double.
 template <typename Index>
 __device__ __forceinline__ uint32_t find_segment_from(const Index* out_indptr,
                                                       uint32_t num_segments, uint32_t low,
@@ -153,113 +185,141 @@ __device__ __forceinline__ uint32_t find_segment_from(const Index* out_indptr,
   return low;
 }
 
-// The output word at byte `position` where segments may end inside of it. `segment`, which holds
-// its first byte, counts entries of the two arrays.
-template <typename Index>
-__device__ __forceinline__ uint32_t pack_segments(const PackBitsParams& params, const Index* begins,
-                                                  const Index* out_begins, uint32_t segment,
-                                                  int64_t position) {
+// The last of the segments from `low` to before `high` that begins at or before `position`; `low`
+// does.
+template <typename Index, typename Position>
+__device__ __forceinline__ uint32_t last_at_most(const Index* entries, uint32_t low, uint32_t high,
+                                                 Position position) {
+  while (high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    (entries[middle] <= position ? low : high) = middle;
+  }
+  return low;
+}
+
+// The output word at byte `position`, whose first byte is in `segment`, which counts entries of the
+// two arrays; nothing after byte `end`. `pack(begin, count)` makes bits of `count` bytes of x.
+template <typename Index, typename Position, typename Pack>
+__device__ __forceinline__ uint32_t pack_segments(const Index* begins, const Index* out_begins,
+                                                  uint32_t segment, Position position, Position end,
+                                                  const Pack& pack) {
   uint32_t word = 0;
-  for (int64_t i = 0; i < 4 && position + i < params.num_out;) {
+  for (uint32_t i = 0; i < 4 && position + i < end;) {
     while (position + i >= out_begins[segment + 1]) ++segment;
-    const int64_t begin = begins[segment] + 8 * (position + i - out_begins[segment]);
+    const Position begin = begins[segment] + 8 * (position + i - out_begins[segment]);
     const uint32_t bytes = at_most(out_begins[segment + 1] - position - i, 4 - i);
-    word |= pack_word(params, begin, at_most(begins[segment + 1] - begin, 8 * bytes)) << (8 * i);
+    word |= pack(begin, at_most(begins[segment + 1] - begin, 8 * bytes)) << (8 * i);
     i += bytes;
   }
   return word;
 }
 
+// A warp's part in shared memory: bits of the vectors that it lies in, and its segments, counted
+// from the first of these bits and from the first byte of output.
+struct PackTile {
+  union {
+    uint16_t halves[32 * kPackVectors];
+    uint32_t words[32 * kPackVectors / 2 + 1];  // two are read for 32 bits
+  };
+  int32_t begins[64], out_begins[64];
+
+  // From where in x the vectors are, and how many.
+  __device__ __forceinline__ void load(const PackBitsParams& params, int64_t base,
+                                       uint32_t num_vectors) {
+    const uint32_t lane = threadIdx.x % 32;
+    const auto* source = reinterpret_cast<const uint4*>(params.x + base);
+    if (base < 0 || base + 16 * num_vectors > params.num_x) {
+      // x begins or ends in a vector.
+#pragma unroll 1
+      for (uint32_t i = lane; i < num_vectors; i += 32) {
+        const int64_t first = base + 16 * i, from = first < 0 ? 0 : first;
+        const int64_t to = first + 16 < params.num_x ? first + 16 : params.num_x;
+        halves[i] = static_cast<uint16_t>(pack_bytes(params, from, to) << (from - first));
+      }
+      return;
+    }
+    uint4 vectors[kPackVectors];
+#pragma unroll
+    for (int k = 0; k < kPackVectors; ++k) {
+      if (lane + 32 * k < num_vectors) vectors[k] = source[lane + 32 * k];
+    }
+#pragma unroll
+    for (int k = 0; k < kPackVectors; ++k) {
+      if (lane + 32 * k < num_vectors) {
+        halves[lane + 32 * k] = static_cast<uint16_t>(nonzero_bits(vectors[k]));
+      }
+    }
+  }
+
+  // `count` <= 32 bits from the one at `first`.
+  __device__ __forceinline__ uint32_t bits(uint32_t first, uint32_t count) const {
+    const uint32_t word = __funnelshift_r(words[first / 32], words[first / 32 + 1], first % 32);
+    return count < 32 ? word & ((1u << count) - 1) : word;
+  }
+};
+
 }  // namespace detail
-
-inline constexpr int kPackThreads = 256;
-
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
-    packbits_kernel(const __grid_constant__ PackBitsParams params) {
-  const int64_t position = 4 * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-  if (position >= params.num_out) return;
-  const uint32_t count = detail::at_most(params.num_x - 8 * position, 32);
-  detail::store_word(params, position, detail::pack_word(params, 8 * position, count));
-}
 
 // Index is the type of the indptr arrays.
 template <typename Index>
 __global__ void __launch_bounds__(kPackThreads)
     segment_packbits_kernel(const __grid_constant__ PackBitsParams params) {
-  const int64_t first = 4 * static_cast<int64_t>(blockIdx.x) * kPackThreads;
-  const int64_t position = first + 4 * threadIdx.x;
+  __shared__ detail::PackTile tiles[kPackThreads / 32];
+  detail::PackTile& tile = tiles[threadIdx.x / 32];
+  const uint32_t lane = threadIdx.x % 32;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * (kPackThreads / 32) + threadIdx.x / 32;
+  const int64_t first = warp * kPackWarpBytes;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
-  uint32_t segment = detail::find_first_segment(out_indptr, params.num_segments, first);
-  if (position >= params.num_out) return;
-  segment = detail::find_segment_from(out_indptr, params.num_segments, segment, position);
-  const auto* indptr = static_cast<const Index*>(params.indptr);
-  const uint32_t word = detail::pack_segments(params, indptr, out_indptr, segment, position);
-  detail::store_word(params, position, word);
-}
-
-// For long segments. The CTA guesses where its own are, and each thread loads several words before
-// it uses one: the look-up takes longer than the data. 2^28 bytes on an H200, without and with:
-// segments of 2^20 85 and 76 us, of 2^20 + 3 92 and 81, of 1001 171 and 176, of 64 193 and 345.
-inline constexpr int kPackWords = 4;
-
-template <typename Index>
-__global__ void __launch_bounds__(kPackThreads)
-    long_segment_packbits_kernel(const __grid_constant__ PackBitsParams params) {
-  constexpr int kBytes = 4 * kPackWords * kPackThreads;
-  __shared__ detail::SegmentWindow<Index, kPackThreads> window;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBytes;
-  const int64_t last = (params.num_out - first > kBytes ? first + kBytes : params.num_out) - 1;
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-
-  // Where the segments would be if all were as long, and a few before; else by search.
-  const float place = static_cast<float>(first) / static_cast<float>(params.num_out);
-  auto guess = static_cast<uint32_t>(place * static_cast<float>(params.num_segments));
-  guess = guess < params.num_segments ? guess : params.num_segments;
-  const uint32_t base = guess < 32 ? 0 : guess - 32;
-  uint32_t low, high;
-  if (!window.load(params, base, first, last, low, high)) {
+  if (first >= params.num_out) return;
+  const uint32_t num_bytes = detail::at_most(params.num_out - first, kPackWarpBytes);
+  detail::SegmentWindow<Index> window;
+  const uint32_t segment = window.find(params, first, first + num_bytes - 1);
+  if (window.high == 64) {
+    const auto pack = [&](int64_t begin, uint32_t count) {
+      return detail::pack_word(params, begin, count);
+    };
     const auto* indptr = static_cast<const Index*>(params.indptr);
     const auto* out_indptr = static_cast<const Index*>(params.out_indptr);
-    const uint32_t begun = detail::find_first_segment(out_indptr, params.num_segments, first);
-    for (int64_t position = first + 4 * threadIdx.x; position <= last;
-         position += 4 * kPackThreads) {
-      const uint32_t segment =
-          detail::find_segment_from(out_indptr, params.num_segments, begun, position);
-      const uint32_t word = detail::pack_segments(params, indptr, out_indptr, segment, position);
-      detail::store_word(params, position, word);
+#pragma unroll 1
+    for (int64_t position = first + 4 * lane; position < first + num_bytes; position += 128) {
+      const uint32_t its =
+          detail::find_segment_from(out_indptr, params.num_segments, segment, position);
+      detail::store_word(
+          params, position,
+          detail::pack_segments(indptr, out_indptr, its, position, params.num_out, pack));
     }
     return;
   }
 
-  detail::PackedWord words[kPackWords];
-  uint32_t segments[kPackWords], counts[kPackWords];
+  const auto begin_of = [&](uint32_t i) { return int64_t{window.get(window.begins, i)}; };
+  const auto out_begin_of = [&](uint32_t i) { return int64_t{window.get(window.out_begins, i)}; };
+  const int64_t begin = begin_of(window.low) + 8 * (first - out_begin_of(window.low));
+  const int64_t end_of_last = begin_of(window.high);
+  int64_t end = begin_of(window.high - 1) + 8 * (first + num_bytes - out_begin_of(window.high - 1));
+  end = end < end_of_last ? end : end_of_last;
+  const int64_t base =
+      begin - static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.x + begin) % 16);
+  constexpr uint32_t kFar = 1u << 30;
 #pragma unroll
-  for (int i = 0; i < kPackWords; ++i) {
-    const int64_t position = first + 4 * (threadIdx.x + i * kPackThreads);
-    words[i].in_bounds = false;
-    if (position > last) continue;
-    segments[i] = detail::last_at_most(window.out_begins, low, high, position);
-    const int64_t begin =
-        window.begins[segments[i]] + 8 * (position - window.out_begins[segments[i]]);
-    counts[i] = detail::at_most(window.begins[segments[i] + 1] - begin, 32);
-    // The word is the segment's alone.
-    if (window.out_begins[segments[i] + 1] - position >= 4) words[i].load(params, begin);
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t i = lane + 32 * k;
+    const bool is_first = i == window.low;
+    tile.begins[i] = is_first ? begin - base : detail::at_most(window.begins[k] - base, kFar);
+    tile.out_begins[i] = is_first ? 0 : detail::at_most(window.out_begins[k] - first, kFar);
   }
+  tile.load(params, base, static_cast<uint32_t>(ceil_div<int64_t>(end - base, 16)));
+  __syncwarp();
+  const auto pack = [&](int32_t from, uint32_t count) { return tile.bits(from, count); };
 #pragma unroll
-  for (int i = 0; i < kPackWords; ++i) {
-    const int64_t position = first + 4 * (threadIdx.x + i * kPackThreads);
-    if (position > last) continue;
-    const uint32_t word = words[i].in_bounds
-                              ? words[i].bits(counts[i])
-                              : detail::pack_segments(params, window.begins, window.out_begins,
-                                                      segments[i], position);
-    detail::store_word(params, position, word);
+  for (int k = 0; k < ceil_div<int>(kPackWarpWords, 32); ++k) {
+    const uint32_t position = 4 * (lane + 32 * k);
+    if (position >= num_bytes) break;
+    const auto p = static_cast<int32_t>(position);
+    const uint32_t its = detail::last_at_most(tile.out_begins, window.low, window.high, p);
+    detail::store_word(params, first + position,
+                       detail::pack_segments(tile.begins, tile.out_begins, its, p,
+                                             static_cast<int32_t>(num_bytes), pack));
   }
 }
 
@@ -269,17 +329,13 @@ __global__ void __launch_bounds__(kPackThreads)
 template <typename Index>
 inline cudaError_t launch_packbits(const PackBitsParams& params, bool enable_pdl,
                                    cudaStream_t stream) {
-  int64_t words = 1;
-  void (*kernel)(PackBitsParams);
-  if constexpr (std::is_same_v<Index, void>) {
-    kernel = packbits_kernel<kPackThreads>;
-  } else if (params.num_out >= int64_t{16384} * params.num_segments) {
-    kernel = long_segment_packbits_kernel<Index>;
-    words = kPackWords;
-  } else {
+  void (*kernel)(PackBitsParams) = packbits_kernel<kPackThreads>;
+  int64_t bytes = 4 * kPackThreads;  // of a CTA
+  if constexpr (!std::is_same_v<Index, void>) {
     kernel = segment_packbits_kernel<Index>;
+    bytes = kPackThreads / 32 * kPackWarpBytes;
   }
-  const auto ctas = static_cast<uint32_t>(ceil_div(params.num_out, 4 * words * kPackThreads));
+  const auto ctas = static_cast<uint32_t>(ceil_div(params.num_out, bytes));
   return launch_kernel(kernel, dim3(ctas), dim3(kPackThreads), 0, stream, enable_pdl, params);
 }
 
