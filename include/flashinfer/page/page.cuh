@@ -1,9 +1,9 @@
 // Appending rows to a paged cache: a copy whose destination each token looks up.
 //
 // The copy knows no element type, only units of 16 bytes (or of what sizes and alignment allow). A
-// thread moves one unit. A CTA works on one of the two tensors, over which threads are counted off:
-// unit, then head, then token. A thread loads its unit before it looks the slot up, so that the two
-// latencies overlap.
+// thread moves one unit or two of a row. A CTA works on one of the two tensors, over which threads
+// are counted off: unit, then head, then token. A thread loads its units before it looks the slot
+// up, so that the two latencies overlap.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -15,42 +15,58 @@
 
 namespace flashinfer {
 
-// Measured on an H200 (bf16, 8192 tokens of 8 heads of 128, pages of 16): 192 and 256 threads 16.8
-// us, 320 17.0, 512 17.3, 128 20.7. A source that streams leaves L2 to the cache: without, 20.4 us.
-// K and V of a token in one CTA took 17.5 us. What the first wave reads goes to L2 while the grid
-// before it ends: 16.7 -> 16.5 us; later triggers of the next grid lose (17.2).
-// An append beyond L2 had better stream there too: 65536 tokens 149 -> 138 us.
-inline constexpr int kAppendThreads = 256;
+// Measured on an H200 (bf16, 8192 | 65536 tokens of 8 heads of 128, pages of 16, in a graph; a
+// source that streams leaves L2 to the cache, but beyond L2 it is the cache that had better
+// stream): two units per thread, 128 threads 16.7 | 137.8 us (142 after L2 was flushed), 96 the
+// same, 160 16.8 | 141; one unit, 256 threads 16.8 | 139 (150); four units 17.7 | 148; a unit of K
+// and one of V 16.9 | 137. The other kind of streaming: 17.4 | 140 to 150. What the first wave
+// reads goes to L2 while the grid before it ends: 16.7 -> 16.5 us; later triggers of the next grid
+// lose (17.2).
+template <int kUnits>
+inline constexpr int kAppendThreads = 256 / kUnits;
 inline constexpr uint64_t kAppendStreamBytes = uint64_t{64} << 20;
 inline constexpr uint32_t kAppendPrefetchCtas = 1024;
 
-template <typename Unit>
-__global__ void __launch_bounds__(kAppendThreads)
+template <typename Unit, int kUnits>
+__global__ void __launch_bounds__(kAppendThreads<kUnits>)
     append_kernel(const __grid_constant__ AppendParams params) {
   const AppendOperand& operand = params.operands[blockIdx.x < params.operands[1].first_cta ? 0 : 1];
-  const uint32_t index = (blockIdx.x - operand.first_cta) * kAppendThreads + threadIdx.x;
+  const uint32_t index = (blockIdx.x - operand.first_cta) * kAppendThreads<kUnits> + threadIdx.x;
   const uint32_t row = operand.units.divide(index);
   const int64_t offset = (index - row * operand.units.divisor) * sizeof(Unit);
+  const int64_t step = operand.units.divisor * sizeof(Unit);
   const uint32_t token_in_chunk = params.heads.divide(row);
   const uint32_t head = row - token_in_chunk * params.heads.divisor;
   const uint32_t token = blockIdx.y * params.tokens_per_chunk + token_in_chunk;
   const bool is_valid = token_in_chunk < params.tokens_per_chunk && token < params.num_tokens;
   const char* source = static_cast<const char*>(operand.source) +
-                       token * operand.source_stride_token + head * operand.source_stride_head;
-  if (blockIdx.x < kAppendPrefetchCtas && is_valid) ptx::prefetch_l2(source + offset);
+                       token * operand.source_stride_token + head * operand.source_stride_head +
+                       offset;
+  if (blockIdx.x < kAppendPrefetchCtas && is_valid) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) ptx::prefetch_l2(source + i * step);
+  }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (!is_valid) return;
-  const Unit unit = __ldcs(reinterpret_cast<const Unit*>(source + offset));
+  Unit units[kUnits];
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const auto* unit = reinterpret_cast<const Unit*>(source + i * step);
+    units[i] = params.streams ? *unit : __ldcs(unit);
+  }
   const PageSlot slot = find_slot(params.table, token);
   if (!slot.exists) return;
   char* cache = static_cast<char*>(operand.cache) + slot.page * operand.cache_stride_page +
-                slot.slot * operand.cache_stride_slot + head * operand.cache_stride_head;
-  auto* destination = reinterpret_cast<Unit*>(cache + offset);
-  if (params.streams) {
-    __stcs(destination, unit);
-  } else {
-    *destination = unit;
+                slot.slot * operand.cache_stride_slot + head * operand.cache_stride_head + offset;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    auto* unit = reinterpret_cast<Unit*>(cache + i * step);
+    if (params.streams) {
+      __stcs(unit, units[i]);
+    } else {
+      *unit = units[i];
+    }
   }
 }
 
@@ -123,9 +139,13 @@ __global__ void __launch_bounds__(kThreads)
 inline cudaError_t launch_append(AppendParams params, uint32_t unit_bytes, bool enable_pdl,
                                  cudaStream_t stream) {
   constexpr uint32_t kMaxIndex = 1u << 30;  // of a thread: FastDivisor takes 31 bits
+  const bool is_paired = unit_bytes == 16 && params.operands[0].row_bytes % 32 == 0 &&
+                         params.operands[1].row_bytes % 32 == 0;
+  const uint32_t thread_bytes = is_paired ? 32 : unit_bytes;
+  const uint32_t threads = is_paired ? kAppendThreads<2> : kAppendThreads<1>;
   uint64_t max_threads_per_token = 1, bytes_per_token = 0;
   for (AppendOperand& operand : params.operands) {
-    const uint32_t units = operand.row_bytes / unit_bytes;
+    const uint32_t units = operand.row_bytes / thread_bytes;
     bytes_per_token += uint64_t{operand.row_bytes} * params.heads.divisor;
     operand.units = FastDivisor(units < 1 ? 1 : units);
     const uint64_t threads_per_token = uint64_t{units} * params.heads.divisor;
@@ -139,15 +159,16 @@ inline cudaError_t launch_append(AppendParams params, uint32_t unit_bytes, bool 
   for (AppendOperand& operand : params.operands) {
     operand.first_cta = num_ctas;
     num_ctas += ceil_div<uint32_t>(
-        params.tokens_per_chunk * (operand.row_bytes / unit_bytes) * params.heads.divisor,
-        kAppendThreads);
+        params.tokens_per_chunk * (operand.row_bytes / thread_bytes) * params.heads.divisor,
+        threads);
   }
   const dim3 grid(num_ctas, ceil_div(params.num_tokens, params.tokens_per_chunk));
-  void (*kernel)(AppendParams) = unit_bytes == 16  ? append_kernel<uint4>
-                                 : unit_bytes == 4 ? append_kernel<uint32_t>
-                                 : unit_bytes == 2 ? append_kernel<uint16_t>
-                                                   : append_kernel<uint8_t>;
-  return launch_kernel(kernel, grid, dim3(kAppendThreads), 0, stream, enable_pdl, params);
+  void (*kernel)(AppendParams) = is_paired          ? append_kernel<uint4, 2>
+                                 : unit_bytes == 16 ? append_kernel<uint4, 1>
+                                 : unit_bytes == 4  ? append_kernel<uint32_t, 1>
+                                 : unit_bytes == 2  ? append_kernel<uint16_t, 1>
+                                                    : append_kernel<uint8_t, 1>;
+  return launch_kernel(kernel, grid, dim3(threads), 0, stream, enable_pdl, params);
 }
 
 inline cudaError_t launch_batch_indices(const BatchIndicesParams& params, bool enable_pdl,

@@ -16,7 +16,7 @@ struct AppendOperand {
   int64_t cache_stride_slot;
   int64_t cache_stride_head;
   uint32_t row_bytes;
-  FastDivisor units;       // set at launch: units of a row
+  FastDivisor units;       // set at launch: threads of a row
   uint32_t first_cta = 0;  // set at launch
 };
 
