@@ -92,8 +92,8 @@ def _errors(template: TraceTemplate, gathered: Any) -> tuple[torch.Tensor, torch
     if gathered[keys].dtype in FLOAT8:
         unit = unit_roundoff(torch.float16)
     logit_error = _rotated_error(gathered, keys)
-    factor = (8 * unit + 4 * logit_error) * abs(gathered.get("v_scale", 1.0))
-    return factor * deviation, torch.full_like(lse, 2 * logit_error)
+    factor = (8 * unit + 2 * logit_error) * abs(gathered.get("v_scale", 1.0))
+    return factor * deviation, torch.full_like(lse, logit_error)
 
 
 def _both_results(template: TraceTemplate, gathered: Any) -> Any:
@@ -104,10 +104,24 @@ def _both_results(template: TraceTemplate, gathered: Any) -> Any:
 
 
 def _rotated_error(gathered: Any, keys: str) -> float:
-    """Deviation of a logit when q and k are rounded again after rotation."""
+    """What a logit is off by when q and k are rounded again after rotation.
+
+    Errors of the products q_i k_i are independent, of a deviation below half of u |q_i k_i|. The
+    root of the sum of their squares is at most the product of the vectors' 4-norms, here of the
+    lengths of the pairs that are rotated; a row of large entries is off by several times the
+    average. The largest of them bounds the deviation, and twice the deviation is returned.
+    """
     if gathered.get("pos_encoding_mode") != "ROPE_LLAMA":
         return 0.0
     q, k = gathered["q"], gathered[keys]
+    if not q.numel() or not k.numel():
+        return 0.0
     units = [unit_roundoff(q.dtype), unit_roundoff(k.dtype)]
-    # Entries are near N(0, 1): a product's rounding errors add up over sqrt(head_dim).
-    return abs(gathered["sm_scale"]) * q.shape[-1] ** 0.5 * (units[0] ** 2 + units[1] ** 2) ** 0.5
+    unit = (units[0] ** 2 + units[1] ** 2) ** 0.5
+    return abs(gathered["sm_scale"]) * unit * _largest_norm(q) * _largest_norm(k)
+
+
+def _largest_norm(x: torch.Tensor) -> float:
+    """The largest (sum over i of |(x_i, x_{i + d/2})|^4)^(1/4) of all vectors."""
+    low, high = x.double().nan_to_num(0.0).chunk(2, dim=-1)
+    return float((low.square() + high.square()).square().sum(-1).max()) ** 0.25
