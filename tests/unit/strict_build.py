@@ -15,6 +15,8 @@ from flashinfer.jit.binary import read_kernels
 MAY_USE_STACK = {
     "attention_kernel": "128 rows take all registers; what is spilled waits for the end of the loop"
     " over keys (test_attention_compile.py looks into it)",
+    "hopper_attention_kernel": "the addresses of a producer that serves every kind of page; never"
+    " where it multiplies (test_attention_hopper_compile.py)",
     "softmax_cluster_kernel": "8 bytes on sm_90a buy a fifth CTA per SM, 3 % of its time",
     "settle_kernel": "16 bytes on sm_75, in the search for a token that was replaced",
     "propose_kernel": "up to 40 bytes on sm_75, where two CTAs of 512 threads leave 64 registers",

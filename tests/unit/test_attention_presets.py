@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer._attention import backends
 from flashinfer.jit import current_compilation_context, registry
-from flashinfer.jit.attention import AttentionConfig
 
 HEADS = (32, 8, 128)
 
@@ -27,8 +27,7 @@ def chosen(wrapper, *arguments, **options) -> str:
     """Name of the module that a plan needs."""
     with flashinfer.reference_backend():
         wrapper.plan(*arguments, q_data_type=torch.bfloat16, **options)
-    key = wrapper._executor._module_key(wrapper._problem, None, 0, None, None)
-    return AttentionConfig(*key[:-1]).uri
+    return wrapper._executor.config.uri
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -40,15 +39,19 @@ def test_decode_of_llama(kv_dtype: torch.dtype):
     assert chosen(wrapper, *arguments, kv_data_type=kv_dtype) in names
 
 
-@pytest.mark.parametrize("tokens", [16, 2048])
-def test_prefill_of_llama(tokens: int):
-    """Short prompts have tiles of 64 rows, long ones of 128."""
+@pytest.mark.parametrize("on_hopper", [False, True])
+@pytest.mark.parametrize("tokens", [15, 2048])
+def test_prefill_of_llama(tokens: int, on_hopper: bool, monkeypatch: pytest.MonkeyPatch):
+    """Short prompts have tiles of 64 rows, long ones of 128, of Hopper's kernel where it is."""
+    monkeypatch.setattr(backends, "is_hopper", lambda device: on_hopper)
+    monkeypatch.setattr(backends.hopper, "AUTO_IS_ON", True)
     names = {spec.name for spec in registry.preset_specs("llama-bf16")}
     workspace = torch.empty(1 << 24, dtype=torch.uint8)
     indptr = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
-    arguments = (indptr, *pages(2, tokens), *HEADS, 16)
+    arguments = (indptr, *pages(2, max(tokens, 16)), *HEADS, 16)
     assert chosen(paged, *arguments, causal=True) in names
+    assert paged._executor.config.backend == ("fa3" if on_hopper and tokens > 15 else "fa2")
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace)
     assert chosen(ragged, indptr, indptr, *HEADS, causal=True) in names
     assert "attention_plan" in names

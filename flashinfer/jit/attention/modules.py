@@ -11,8 +11,8 @@ import torch
 from .. import env as jit_env
 from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
+from . import hopper
 from .config import TILES, AttentionConfig
-from .hopper import AUTO_IS_ON, TARGET_FLAGS, TILE_Q, check_hopper, missing_on_hopper
 from .variant import AttentionVariant
 
 
@@ -63,9 +63,9 @@ def _aot_configs() -> Iterator[AttentionConfig]:
                 yield AttentionConfig(
                     dtype, dtype, dtype, 128, 128, tile_q, paged=paged, mask_mode="causal"
                 )
-            if AUTO_IS_ON:
+            if hopper.AUTO_IS_ON:
                 yield AttentionConfig(
-                    *(dtype, dtype, dtype, 128, 128, TILE_Q),
+                    *(dtype, dtype, dtype, 128, 128, hopper.TILE_Q),
                     paged=paged,
                     mask_mode="causal",
                     backend="fa3",
@@ -98,7 +98,7 @@ def gen_attention_module(
     is_hopper = config.backend == "fa3"
     if variant is not None:
         if is_hopper:
-            check_hopper(_missing(config, variant))
+            hopper.check_hopper(_missing(config, variant))
         folder = variant.write_headers()
         # The hash in the folder's name tells variants of one uri apart.
         name, folders = f"{folder.name}_{config.uri}", [folder]
@@ -108,7 +108,7 @@ def gen_attention_module(
             csrc / ("attention_hopper.cu" if is_hopper else "attention.cu"),
             csrc / "attention_jit_binding.cc",
         ],
-        extra_cuda_cflags=list(TARGET_FLAGS) if is_hopper else None,
+        extra_cuda_cflags=list(hopper.TARGET_FLAGS) if is_hopper else None,
         extra_include_paths=folders,
         use_fast_math=False,
         post_load_adapter=lambda module: AttentionModule(module, config, variant),
@@ -119,7 +119,7 @@ def gen_attention_module(
 def _missing(config: AttentionConfig, variant: AttentionVariant) -> str | None:
     types, head_dims = (config.dtype_q, config.dtype_kv), (config.head_dim_qk, config.head_dim_vo)
     transforms = variant.transforms_operands
-    return missing_on_hopper(*types, *head_dims, transforms_operands=transforms)
+    return hopper.missing_on_hopper(*types, *head_dims, transforms_operands=transforms)
 
 
 @functools.cache

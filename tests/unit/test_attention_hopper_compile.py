@@ -1,0 +1,127 @@
+"""The attention kernel for Hopper compiles, multiplies by warpgroups and does not spill there."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+from strict_build import strict_build as strict_build
+
+from flashinfer.jit import JitSpec
+from flashinfer.jit.attention import AttentionConfig, gen_attention_module, hopper, make_variant
+from flashinfer.jit.binary import read_kernels, read_opcodes
+
+pytestmark = pytest.mark.compiler
+
+BF16, FP16 = torch.bfloat16, torch.float16
+HMMA, LDL, STL, UTMALDG, LDGSTS = 0x23C, 0x983, 0x387, 0x5B4, 0xFAE
+HGMMA = (0x9F0, 0xDF0)  # the second waits for what came before
+KERNEL = "hopper_attention_kernel"
+
+
+def config(dims: tuple[int, int] = (128, 128), **fields) -> AttentionConfig:
+    dtype = fields.pop("dtype", BF16)
+    return AttentionConfig(dtype, dtype, dtype, *dims, hopper.TILE_Q, backend="fa3", **fields)
+
+
+# What engines call all the time.
+COMMON = [
+    config(mask_mode="causal", paged=False),
+    config(mask_mode="causal"),
+    config((64, 64), mask_mode="causal", dtype=FP16),
+    config((192, 128), mask_mode="causal", paged=False),
+    config((256, 256), mask_mode="causal"),
+]
+OTHERS = [
+    config((96, 96), mask_mode="custom", sliding_window=True, logits_soft_cap=True, sinks=True),
+    config(mask_mode="multi_item", pos_encoding="alibi", dtype=FP16),
+    config(paged=False),
+]
+
+
+def ids(value: AttentionConfig) -> str:
+    return value.uri.removeprefix("attention_")
+
+
+def build(spec: JitSpec) -> float:
+    """CPU seconds of the compilers."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spec.build()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def code_of(spec: JitSpec) -> list[int]:
+    (found,) = (
+        (arch, code)
+        for (name, arch), code in read_opcodes(spec.get_library_path()).items()
+        if KERNEL in name
+    )
+    assert found[0] == "sm_90a"
+    return found[1]
+
+
+def matrix_products(value: AttentionConfig) -> int:
+    """Instructions of 64 rows, up to 256 columns and 16 terms for a KV tile: both products."""
+    tile_kv = hopper.hopper_tile_kv(value.head_dim_qk, value.head_dim_vo)
+    return value.head_dim_qk // 16 + tile_kv // 16
+
+
+def loop(code: list[int]) -> list[int]:
+    """From the first to the last product."""
+    places = [i for i, opcode in enumerate(code) if opcode in HGMMA]
+    return code[places[0] : places[-1] + 1]
+
+
+@pytest.mark.parametrize("value", [*COMMON, *OTHERS], ids=ids)
+def test_it_multiplies_by_warpgroups_without_spills(
+    value: AttentionConfig, strict_build: pytest.MonkeyPatch
+):
+    """Also where the list of targets has no `sm_90a`: wgmma is in no other."""
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0")
+    spec = gen_attention_module(value)
+    spec.build()
+    kernels = {kernel.short_name: kernel for kernel in read_kernels(spec.get_library_path())}
+    assert set(kernels) == {KERNEL, "merge_kernel"}
+    code = code_of(spec)
+    products = sum(map(code.count, HGMMA))
+    assert products >= matrix_products(value)
+    assert HMMA not in code
+    assert UTMALDG in code, "queries and whole pages come through TMA"
+    assert (LDGSTS in code) or not value.paged, "rows of small pages are gathered by threads"
+    assert not {LDL, STL} & set(loop(code)), "spills where it multiplies"
+
+
+def test_it_compiles_about_as_fast_as_the_portable_kernel(strict_build: pytest.MonkeyPatch):
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    fields = {"mask_mode": "causal", "paged": False}
+    portable = AttentionConfig(BF16, BF16, BF16, 128, 128, 128, **fields)
+    allowed = 3 * build(gen_attention_module(portable))
+    assert build(gen_attention_module(config(**fields))) < allowed
+
+
+VARIANT = """
+struct Shifted : AttentionVariantBase {
+  float sm_scale_log2;
+  template <typename Params>
+  __device__ __host__ Shifted(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
+    sm_scale_log2 = params.sm_scale * math::log2e;
+  }
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    return logits + params.bias[qo_head_idx];
+  })
+  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    return kv_idx % 3 != 0;
+  })
+};
+"""
+
+
+def test_it_takes_a_users_variant(strict_build: pytest.MonkeyPatch):
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    members = (["bias"], ["float"], ["scale"], ["double"])
+    variant = make_variant("shifted", *members, "Shifted", VARIANT)
+    spec = gen_attention_module(config(custom_variant=True), variant)
+    spec.build()
+    assert any(opcode in HGMMA for opcode in code_of(spec))
