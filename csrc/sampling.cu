@@ -17,7 +17,7 @@ cudaError_t sampling(const SamplingParams& params, int device, int num_sms, bool
     return launch_softmax<Traits>(params, device, enable_pdl, stream);
   } else if constexpr (Traits::kFilter == SamplingFilter::kTopP && !Traits::kLogits &&
                        Traits::kOutput == SamplingOutput::kToken) {
-    return launch_nucleus_sampling<Traits>(params, enable_pdl, stream);
+    return launch_nucleus_sampling<Traits>(params, device, enable_pdl, stream);
   } else if constexpr (samples_by_stream(Traits::kFilter, Traits::kOutput, Traits::kLogits)) {
     return launch_stream_sampling<Traits>(params, enable_pdl, stream);
   } else {

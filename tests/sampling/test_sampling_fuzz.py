@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -149,10 +149,11 @@ def check(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@fuzz_settings(1500)
+@pytest.mark.parametrize("function", FILTERS)
+@fuzz_settings(150)
 @given(case=CASES)
-def test_accepted_calls_are_right(case: Case):
-    check(case, torch.device("cuda"))
+def test_accepted_calls_are_right(function: str, case: Case):
+    check(replace(case, function=function), torch.device("cuda"))
 
 
 @fuzz_settings(CPU_EXAMPLES // 2)

@@ -84,6 +84,16 @@ __device__ __forceinline__ uint64_t cluster_load_u64(uint32_t address) {
   return value;
 }
 
+// Adds to a number, and returns what it was.
+__device__ __forceinline__ uint32_t cluster_add(uint32_t address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom." FLASHINFER_SHARED_CLUSTER ".add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
 #undef FLASHINFER_SHARED_CLUSTER
 
 }  // namespace flashinfer::ptx

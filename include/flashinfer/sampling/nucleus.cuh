@@ -13,7 +13,8 @@
 //   list kernel      the pivot's elements, of the rows whose token is in it      reads those rows
 //   settle kernel    accepts or replaces the tokens of these rows
 //
-// With few rows, or very many, the propose kernel does alone what the last two do.
+// With few rows, or very many, the propose kernel does alone what the last two do. Few rows have a
+// cluster each: its CTAs propose the same, and list the elements together.
 #pragma once
 
 #include <flashinfer/sampling/nucleus_settle.cuh>
@@ -24,17 +25,23 @@
 
 namespace flashinfer {
 
-// Grid: output rows; 512 threads. Dynamic shared memory with kAlone: the row's list.
+// Grid: output rows, with kAlone times the CTAs of a cluster; 512 threads. Dynamic shared memory
+// with kAlone: the row's list.
 template <typename Traits, bool kAlone>
 __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
     propose_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   __shared__ NucleusStorage storage;
   if (threadIdx.x == 0) storage.list_size = 0;
+  // The first CTA's list may be written to once it runs: waited for before that.
+  if constexpr (kAlone) ptx::cluster_arrive();
+  const uint32_t rank = kAlone ? ptx::cluster_rank() : 0;
+  const uint32_t num_ranks = kAlone ? ptx::cluster_size() : 1;
+  const bool is_writer = rank == 0 && threadIdx.x == 0;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
-  const uint32_t out_row = blockIdx.x;
+  const uint32_t out_row = blockIdx.x / num_ranks;
   const uint64_t input_row = detail::input_row_of(params, out_row);
   const bool exists = input_row < params.num_input_rows;
   const float p = params.top_p[exists ? static_cast<uint32_t>(input_row) : 0];
@@ -42,7 +49,7 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
   halves.load(storage, workspace, exists ? input_row : 0, exists ? workspace.num_tiles : 0);
   const uint64_t bits = detail::row_bits(params, out_row);
   const bool valid = detail::has_distribution<false>(halves.max) && p == p;
-  if (threadIdx.x == 0) {
+  if (is_writer) {
     if (params.valid) params.valid[out_row] = valid;
     if (!valid) detail::write_token(params, out_row, 0);
   }
@@ -82,7 +89,7 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
     pending.token = storage.token;
     pending.value = storage.value;
     if (keeps_all || detail::half_of(pending.value) > pending.half) {
-      if (threadIdx.x == 0) detail::write_token(params, out_row, pending.token);
+      if (is_writer) detail::write_token(params, out_row, pending.token);
       return;
     }
     // In mantissas of the pivot.
@@ -95,17 +102,21 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
     constexpr int kTiles = NucleusLayout::kTilesPerList;
     uint32_t list_size = NucleusLayout::kCapacity + 1;
     if (!is_too_deep) {
+      const detail::ClusterList list(&storage.list_size, own_list);
       float x[kTiles * StreamLayout::kTileSize / 512];
+      ptx::cluster_wait();
 #pragma unroll 1
-      for (uint32_t tile = 0; tile < workspace.num_tiles; tile += kTiles) {
+      for (uint32_t tile = kTiles * rank; tile < workspace.num_tiles; tile += kTiles * num_ranks) {
         detail::load_tiles<kTiles, 512>(row, params.vocab_size, tile, x);
-        detail::append_half<StreamLayout::kTileSize / 512>(x, pending.half, tile,
-                                                           &storage.list_size, own_list);
+        detail::append_half<StreamLayout::kTileSize / 512>(x, pending.half, tile, list);
       }
-      __syncthreads();
+      ptx::cluster_arrive();
+      if (rank != 0) return;
+      ptx::cluster_wait();
       list_size = storage.list_size;
       __syncthreads();
     }
+    if (rank != 0) return;
     detail::settle<Traits>(params, storage, workspace, pending, list_size, own_list);
   } else if (threadIdx.x == 0) {
     pending.list_size = is_too_deep ? NucleusLayout::kCapacity + 1 : 0;
@@ -131,8 +142,8 @@ __global__ void __launch_bounds__(512)
                    detail::input_row_of(params, pending.row) * params.input_stride;
     float x[kTiles * kPerTile];
     detail::load_tiles<kTiles, 512>(row, params.vocab_size, blockIdx.x * kTiles, x);
-    detail::append_half<kPerTile>(x, pending.half, blockIdx.x * kTiles,
-                                  &workspace.pending[i].list_size, workspace.list(i));
+    const detail::GlobalList list{&workspace.pending[i].list_size, workspace.list(i)};
+    detail::append_half<kPerTile>(x, pending.half, blockIdx.x * kTiles, list);
   }
 }
 
@@ -156,18 +167,48 @@ __global__ void __launch_bounds__(512, 1)
 
 #ifndef __CUDACC_RTC__
 
+namespace detail {
+
+// Clusters for few rows, if the device can run them.
 template <typename Traits>
-inline cudaError_t launch_nucleus_sampling(const SamplingParams& params, bool enable_pdl,
-                                           cudaStream_t stream) {
+inline cudaError_t launch_propose_alone(const SamplingParams& params, int device, bool enable_pdl,
+                                        cudaStream_t stream) {
+  constexpr auto kKernel = propose_kernel<Traits, true>;
+  constexpr size_t kListBytes = NucleusLayout::kCapacity * sizeof(uint32_t);
+  constexpr uint32_t kFewRows = 8, kMaxRanks = 8;
+  const uint32_t groups =
+      ceil_div(StreamLayout::num_tiles(params.vocab_size), NucleusLayout::kTilesPerList);
+  const uint32_t num_ranks = params.num_rows < kFewRows ? std::min(groups, kMaxRanks) : 1;
+  const dim3 threads(512);
+  if (num_ranks > 1) {
+    int num_clusters = 0;
+    cudaError_t status =
+        count_active_clusters<kKernel>(device, threads.x, kListBytes, num_ranks, &num_clusters);
+    if (status != cudaSuccess) return status;
+    if (num_clusters > 0) {
+      status = launch_kernel(kKernel, dim3(params.num_rows * num_ranks), threads, kListBytes,
+                             stream, enable_pdl, params, num_ranks);
+      if (status == cudaSuccess) return status;
+      // A part of the device, which the stream is confined to, may have less room.
+      cudaGetLastError();
+    }
+  }
+  return launch_kernel(kKernel, dim3(params.num_rows), threads, kListBytes, stream, enable_pdl,
+                       params);
+}
+
+}  // namespace detail
+
+template <typename Traits>
+inline cudaError_t launch_nucleus_sampling(const SamplingParams& params, int device,
+                                           bool enable_pdl, cudaStream_t stream) {
   cudaError_t status = launch_tiles(halves_kernel<Traits>, kHalvesThreads, params.num_input_rows,
                                     params, enable_pdl, stream);
-  const dim3 rows(params.num_rows), threads(512);
   if (status != cudaSuccess) return status;
   if (!NucleusLayout::lists_pending(params.num_rows) || params.num_input_rows == 0) {
-    constexpr size_t kListBytes = NucleusLayout::kCapacity * sizeof(uint32_t);
-    return launch_kernel(propose_kernel<Traits, true>, rows, threads, kListBytes, stream,
-                         enable_pdl, params);
+    return detail::launch_propose_alone<Traits>(params, device, enable_pdl, stream);
   }
+  const dim3 rows(params.num_rows), threads(512);
   status =
       launch_kernel(propose_kernel<Traits, false>, rows, threads, 0, stream, enable_pdl, params);
   // CTAs that find nothing to do cost time as well: about one for each multiprocessor.

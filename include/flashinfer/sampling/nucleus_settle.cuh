@@ -44,11 +44,39 @@ __device__ __forceinline__ void draw_by_tiles(NucleusStorage& storage, const Sam
                  });
 }
 
+// A list in global memory that CTAs append to.
+struct GlobalList {
+  uint32_t* size;
+  uint32_t* entries;
+
+  __device__ __forceinline__ uint32_t reserve(uint32_t count) const {
+    return atomicAdd(size, count);
+  }
+  __device__ __forceinline__ void store(uint32_t slot, uint32_t entry) const {
+    entries[slot] = entry;
+  }
+};
+
+// A list in the shared memory of the first CTA of a cluster.
+struct ClusterList {
+  uint32_t size, entries;
+
+  __device__ __forceinline__ ClusterList(const uint32_t* own_size, const uint32_t* own_entries)
+      : size(ptx::cluster_address(own_size, 0)), entries(ptx::cluster_address(own_entries, 0)) {}
+
+  __device__ __forceinline__ uint32_t reserve(uint32_t count) const {
+    return ptx::cluster_add(size, count);
+  }
+  __device__ __forceinline__ void store(uint32_t slot, uint32_t entry) const {
+    ptx::cluster_store(entries + 4 * slot, entry);
+  }
+};
+
 // Appends the elements of one half to a list, as mantissa << 7 | tile; `x` are those of a
 // thread, kPerTile of each of consecutive tiles.
-template <int kPerTile, int N>
+template <int kPerTile, int N, typename List>
 __device__ __forceinline__ void append_half(const float (&x)[N], uint32_t half, uint32_t tile,
-                                            uint32_t* count, uint32_t* list) {
+                                            const List& list) {
   static_assert(N <= 32 && StreamLayout::kMaxTiles <= 128);
   uint32_t mask = 0;
 #pragma unroll
@@ -59,13 +87,14 @@ __device__ __forceinline__ void append_half(const float (&x)[N], uint32_t half, 
   if (!__any_sync(0xffffffffu, mine)) return;
   const auto inclusive = static_cast<uint32_t>(warp_inclusive_sum(mine));
   uint32_t base = 0;
-  if (threadIdx.x % 32 == 31) base = atomicAdd(count, inclusive);
+  if (threadIdx.x % 32 == 31) base = list.reserve(inclusive);
   uint32_t slot = __shfl_sync(0xffffffffu, base, 31) + inclusive - mine;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     if (!(mask >> j & 1)) continue;
-    if (slot < NucleusLayout::kCapacity)
-      list[slot] = mantissa_of(x[j]) << 7 | (tile + j / kPerTile);
+    if (slot < NucleusLayout::kCapacity) {
+      list.store(slot, mantissa_of(x[j]) << 7 | (tile + j / kPerTile));
+    }
     ++slot;
   }
 }

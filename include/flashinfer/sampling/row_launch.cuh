@@ -57,6 +57,45 @@ inline cudaError_t query_cluster_limits(void (*kernel)(Params), int device, Clus
   return cudaSuccess;
 }
 
+// How many clusters of `num_ranks` CTAs run at a time on `device`, the current one; 0: none can.
+template <auto kKernel>
+inline cudaError_t count_active_clusters(int device, unsigned threads, size_t smem_bytes,
+                                         uint32_t num_ranks, int* num_clusters) {
+  // Asked of the driver once. A race between threads writes the same values twice.
+  constexpr int kMaxDevices = 64, kMaxRanks = 16, kUnknown = 0;
+  static int known[kMaxDevices][kMaxRanks + 1] = {};
+  *num_clusters = 0;
+  if (device < 0 || device >= kMaxDevices || num_ranks > kMaxRanks) return cudaSuccess;
+  int& entry = known[device][num_ranks];
+  if (entry == kUnknown) {
+    int count = 0, major = 0;
+    const auto function = reinterpret_cast<const void*>(kKernel);
+    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (status != cudaSuccess) return status;
+    if (major >= 9) {
+      status = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      if (status != cudaSuccess) return status;
+      cudaLaunchAttribute attribute;
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = num_ranks;
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(num_ranks);
+      config.blockDim = dim3(threads);
+      config.dynamicSmemBytes = smem_bytes;
+      config.attrs = &attribute;
+      config.numAttrs = 1;
+      if (cudaOccupancyMaxActiveClusters(&count, function, &config) != cudaSuccess) {
+        cudaGetLastError();
+        count = 0;
+      }
+    }
+    entry = count > 0 ? count : -1;
+  }
+  *num_clusters = entry > 0 ? entry : 0;
+  return cudaSuccess;
+}
+
 struct RowSchedule {
   unsigned cluster_size;
   unsigned threads;

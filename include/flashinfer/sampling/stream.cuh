@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(512, 1)
   }
   detail::TileSums<typename Traits::Weight> tiles;
   tiles.load(stats + (exists ? input_row * num_tiles : 0), exists ? num_tiles : 0);
+  const uint64_t bits = detail::row_bits(params, out_row);
 
   const uint32_t param_row = exists ? static_cast<uint32_t>(input_row) : 0;
   float p = 1.f;
@@ -58,7 +59,6 @@ __global__ void __launch_bounds__(512, 1)
     return;
   }
   const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
-  const uint64_t bits = detail::row_bits(params, out_row);
   const bool filtered = (k >= 1 && static_cast<uint32_t>(k) < params.vocab_size) || p < 1.f;
   if (!filtered) {
     uint64_t target;

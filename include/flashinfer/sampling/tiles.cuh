@@ -173,24 +173,23 @@ struct TileSums {
   // the units of that tile's weight.
   __device__ __forceinline__ uint32_t find(uint64_t target, uint64_t* local,
                                            float* tile_max) const {
-    uint64_t before = 0, inside = 0, last = 0;
+    uint64_t inside = 0, last = 0;
     float found_max = 0.f;
     uint32_t tile = 0;
-    bool found = false;
     const Weight weight(max, 1.f);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const uint64_t inclusive = before + warp_inclusive_sum(sums[i]);
+      const uint64_t inclusive = warp_inclusive_sum(sums[i]);
       const uint32_t passed = __ballot_sync(0xffffffffu, inclusive > target);
-      if (!found && passed) {
-        found = true;
+      if (passed) {
         const int lane = __ffs(static_cast<int>(passed)) - 1;
         tile = 32 * i + lane;
         inside = __shfl_sync(0xffffffffu, target - (inclusive - sums[i]), lane);
         last = __shfl_sync(0xffffffffu, stats[i].sum - 1, lane);
         found_max = __shfl_sync(0xffffffffu, stats[i].max, lane);
+        break;
       }
-      before = __shfl_sync(0xffffffffu, inclusive, 31);
+      target -= __shfl_sync(0xffffffffu, inclusive, 31);
     }
     const float unit = weight.relative(found_max);
     const auto scaled = static_cast<uint64_t>(static_cast<double>(inside) * __fdividef(1.f, unit));
