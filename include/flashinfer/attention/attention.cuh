@@ -2,10 +2,11 @@
 // online softmax of M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
 // 2018, tiled as in T. Dao, "FlashAttention-2", 2023.
 //
-// Grid (num_kv_heads * num_ctas, output parts), 128 threads; lists fastest, so that what runs at a
-// time shares few heads, whose K and V stay in L2. A CTA works off its
-// list of items, each a tile of packed query rows against a range of K/V (scheduler/work.h). What
-// tiles and warps hold is in tile.cuh. Sums run in a fixed order: results repeat bit for bit.
+// Grid (num_kv_heads * num_ctas, output parts), 128 threads. Long query tiles: lists fastest, so
+// that what runs at a time shares few heads, whose K and V stay in L2. Decode reads each key once:
+// heads fastest, so that neighbours in memory are read at the same time. A CTA works off its list
+// of items, each a tile of packed query rows against a range of K/V (scheduler/work.h). What tiles
+// and warps hold is in tile.cuh. Sums run in a fixed order: results repeat bit for bit.
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
@@ -16,6 +17,7 @@
 #include <flashinfer/attention/tile.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/prefetch.cuh>
 
 namespace flashinfer {
 
@@ -140,7 +142,7 @@ class TileWorker {
       }
     };
     begin_query();
-#pragma unroll
+#pragma unroll 1
     for (int tile = 0; tile < kAhead; ++tile) fetch(tile, tile);
     uint32_t query[Tile::kQInRegisters ? Tile::kStepsQK : 1][4];
     ptx::cp_async_wait<kAhead - 1>();
@@ -164,11 +166,7 @@ class TileWorker {
       }
       const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
       const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
-      if (rows_.has_hidden_keys(first_token)) {
-        attend<true>(query, tile_k, tile_v, first_token);
-      } else {
-        attend<false>(query, tile_k, tile_v, first_token);
-      }
+      attend(query, tile_k, tile_v, first_token);
       if constexpr (kAhead == kStages) {
         synchronize();
         fetch(tile + kStages, stage);
@@ -179,15 +177,20 @@ class TileWorker {
 #endif
   }
 
-  // One tile: logits, one step of the online softmax, output. Without branches but for the rare one
-  // that scales the output down, so that exponentials and products may overlap.
-  template <bool kMasked>
+  // One tile: logits, one step of the online softmax, output. Without branches behind the largest
+  // logit but for the rare one that scales the output down, so that exponentials and products may
+  // overlap. The masks are a branch, not a copy of all this: a CTA of a short prompt masks one tile
+  // of a few, and what runs once has to come through the instruction cache.
   __device__ __forceinline__ void attend(
       const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t tile_k,
       uint32_t tile_v, int first_token) {
     float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
     multiply_qk<Tile>(logits, shared_q(), query, tile_k);
-    rows_.template transform<kMasked>(logits, first_token, inverse_scale_);
+    if (rows_.has_hidden_keys(first_token)) {
+      rows_.template transform<true>(logits, first_token, inverse_scale_);
+    } else {
+      rows_.template transform<false>(logits, first_token, inverse_scale_);
+    }
     const float scale = rows_.scale_log2();
     if constexpr (Variant::use_softmax) {
       float shrink[Tile::kRowTiles][2];
@@ -223,11 +226,21 @@ template <typename First, typename Second, typename Params>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char shared[];
-  const uint32_t kv_head = params.num_ctas.divide(blockIdx.x);
-  const uint32_t cta_idx = blockIdx.x - kv_head * params.num_ctas.divisor;
-  // Ahead of reading the plan too, which a copy in the same stream may just be writing.
+  constexpr bool kHeadsFastest = First::Tile::kSplitKV;
+  const uint32_t outer = (kHeadsFastest ? params.num_kv_heads : params.num_ctas).divide(blockIdx.x);
+  const uint32_t inner =
+      blockIdx.x - outer * (kHeadsFastest ? params.num_kv_heads : params.num_ctas).divisor;
+  const uint32_t kv_head = kHeadsFastest ? inner : outer;
+  // The plan was written by a copy, which every grid behind it waits for, PDL or not. Page numbers
+  // an earlier grid may just be writing: they are brought to L2 meanwhile, and read afterwards.
+  WorkItem item = params.items[kHeadsFastest ? outer : inner];
+  if (threadIdx.x == 0 && item.kv_begin < item.kv_end) {
+    const int32_t* const pages = params.tensors[item.kind].kv_indices;
+    if (pages != nullptr) {
+      ptx::prefetch_l2(pages + item.kv_base + params.page_size.divide(item.kv_begin));
+    }
+  }
   ptx::grid_dependency_wait();
-  WorkItem item = params.items[cta_idx];
   while (true) {
     if (item.request < 0) return;
     if constexpr (std::is_void_v<Second>) {

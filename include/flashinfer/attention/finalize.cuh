@@ -88,10 +88,21 @@ struct FinishedRow {
   }
 };
 
+__device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float weight) {
+  sum.x = fmaf(x.x, weight, sum.x), sum.y = fmaf(x.y, weight, sum.y);
+  sum.z = fmaf(x.z, weight, sum.z), sum.w = fmaf(x.w, weight, sum.w);
+}
+
 inline constexpr int kMergeThreads = 256;
 
-// One row of one cut tile per CTA: grid (num_merges * num_kv_heads, rows_per_slot). The warps take
-// every eighth part; what they have meets in shared memory in order of the warps.
+// Rows that a CTA merges: one while these CTAs run at a time, since a row's parts are then spread
+// over eight warps; else four, since each CTA costs more than its few parts.
+inline uint32_t merge_rows_per_cta(uint32_t num_tiles, uint32_t rows_per_slot) {
+  return num_tiles * rows_per_slot <= 64 ? 1 : rows_per_slot < 4 ? rows_per_slot : 4;
+}
+
+// Grid (num_merges * num_kv_heads, rows_per_slot / rows per CTA). The warps of a row take its parts
+// in turn; what they have meets in shared memory in order of the warps.
 template <typename Variant, typename O, int kHeadDimVO, typename Params>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ Params params) {
@@ -102,55 +113,64 @@ __global__ void __launch_bounds__(kMergeThreads)
   const uint32_t merge_idx = params.num_kv_heads.divide(blockIdx.x);
   const uint32_t kv_head = blockIdx.x - merge_idx * params.num_kv_heads.divisor;
   const MergeItem item = params.merges[merge_idx];  // of the plan: ready before the grid ahead
+  const int rows_per_cta = ceil_div(params.rows_per_slot, gridDim.y);
+  const int warps_per_row = kWarps / rows_per_cta;
+  const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+  const int row = blockIdx.y * rows_per_cta + warp_idx / warps_per_row;
+  const int row_warp = warp_idx % warps_per_row;
+  const bool exists = warp_idx < rows_per_cta * warps_per_row && row < item.num_rows;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const int row = blockIdx.y;
-  if (row >= item.num_rows) return;
-  const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-  const auto partial_row = [&](int slot) {
-    return (int64_t{slot} * params.num_kv_heads.divisor + kv_head) * params.rows_per_slot + row;
-  };
 
-  float largest = -math::inf;
-  for (int slot = item.slot_begin + lane_idx; slot < item.slot_end; slot += 32) {
-    largest = fmaxf(largest, params.partial_sums[partial_row(slot)].x);
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-  }
-  float sum = 0.f;
+  // Parts and their sums are loaded at once, so that there is one wait for a batch.
+  constexpr int kBatch = kVectors == 1 ? 4 : 2;
+  float largest = -math::inf, sum = 0.f;
   float4 output[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) output[i] = float4{0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-  for (int slot = item.slot_begin + warp_idx; slot < item.slot_end; slot += kWarps) {
-    const int64_t partial = partial_row(slot);
-    const float2 part = params.partial_sums[partial];
-    const float weight = !Variant::use_softmax  ? 1.f
-                         : part.x == -math::inf ? 0.f
-                                                : math::ptx_exp2(part.x - largest);
-    sum = fmaf(part.y, weight, sum);
+  const int slot_end = exists ? item.slot_end : 0;
+  for (int first = item.slot_begin + row_warp; first < slot_end; first += kBatch * warps_per_row) {
+    float2 sums[kBatch + 1];
+    float4 values[kBatch][kVectors];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int slot = first + b * warps_per_row;
+      const int64_t partial =
+          (int64_t{slot} * params.num_kv_heads.divisor + kv_head) * params.rows_per_slot + row;
+      sums[b] = slot < slot_end ? params.partial_sums[partial] : float2{-math::inf, 0.f};
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int column = (i * 32 + lane_idx) * 4;
+        values[b][i] =
+            slot < slot_end && column < kHeadDimVO
+                ? *reinterpret_cast<const float4*>(params.partial_o + partial * kHeadDimVO + column)
+                : float4{0.f, 0.f, 0.f, 0.f};
+      }
+    }
+    sums[kBatch] = float2{largest, sum};
+    float weights[kBatch + 1];
+    largest = -math::inf, sum = 0.f;
+    combine_sums<Variant::use_softmax>([&](int b) { return sums[b]; }, weights, largest, sum);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int column = (i * 32 + lane_idx) * 4;
-      if (column >= kHeadDimVO) continue;
-      const float4 value =
-          *reinterpret_cast<const float4*>(params.partial_o + partial * kHeadDimVO + column);
-      output[i].x = fmaf(value.x, weight, output[i].x);
-      output[i].y = fmaf(value.y, weight, output[i].y);
-      output[i].z = fmaf(value.z, weight, output[i].z);
-      output[i].w = fmaf(value.w, weight, output[i].w);
+      float4 merged = {0.f, 0.f, 0.f, 0.f};
+      add_scaled(merged, output[i], weights[kBatch]);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) add_scaled(merged, values[b][i], weights[b]);
+      output[i] = merged;
     }
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) shared_output[warp_idx][i * 32 + lane_idx] = output[i];
   if (lane_idx == 0) shared_sum[warp_idx] = float2{largest, sum};
   __syncthreads();
+  if (!exists || row_warp != 0) return;
 
-  sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) sum += shared_sum[w].y;
+  float weights[kWarps];
+  largest = -math::inf, sum = 0.f;
+  combine_sums<Variant::use_softmax>(
+      [&](int w) { return w < warps_per_row ? shared_sum[warp_idx + w] : float2{-math::inf, 0.f}; },
+      weights, largest, sum);
   const AttentionTensors& tensors = params.tensors[item.kind];
   const uint32_t packed = item.row_begin + row;
   const uint32_t qo_idx = params.group_size.divide(packed);
@@ -159,20 +179,20 @@ __global__ void __launch_bounds__(kMergeThreads)
   const RequestParams<typename Params::Variant> view(params.variant, item.qo_len, item.kv_len);
   Variant variant(view, item.request, reinterpret_cast<uint8_t*>(shared_output));
   const int64_t token = item.qo_begin + int64_t{qo_idx};
-  float* const lse = threadIdx.x == 0 && tensors.lse != nullptr
+  float* const lse = lane_idx == 0 && tensors.lse != nullptr
                          ? tensors.lse + token * params.variant.num_qo_heads + qo_head_idx
                          : nullptr;
   FinishedRow<O, Variant, RequestParams<typename Params::Variant>> target(
       static_cast<O*>(tensors.o) + token * tensors.o_stride_token +
           qo_head_idx * tensors.o_stride_head,
       lse, variant, view, item.request, qo_idx, qo_head_idx, largest, sum, tensors.v_scale);
-  for (int vector = threadIdx.x; vector < kHeadDimVO / 4; vector += kMergeThreads) {
-    float values[4] = {0.f, 0.f, 0.f, 0.f};
+  for (int vector = lane_idx; vector < kHeadDimVO / 4; vector += 32) {
+    float4 merged = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float4 part = shared_output[w][vector];
-      values[0] += part.x, values[1] += part.y, values[2] += part.z, values[3] += part.w;
+      if (w < warps_per_row) add_scaled(merged, shared_output[warp_idx + w][vector], weights[w]);
     }
+    const float values[4] = {merged.x, merged.y, merged.z, merged.w};
     target.store(vector * 4, values);
   }
 }

@@ -107,10 +107,12 @@ class HopperConsumer {
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(logits[0]);
     release_keys();
-    weigh(rows, state, logits, scale, item.kv_begin + (num_tiles - 1) * Tile::kTileKV, shrink);
+    int first_token = item.kv_begin + (num_tiles - 1) * Tile::kTileKV;
+    weigh(rows, state, logits, scale, first_token, shrink);
     pack(logits, p);
 
     for (int tile = num_tiles - 2; tile >= 0; --tile) {
+      first_token -= Tile::kTileKV;
       ptx::mbarrier_wait(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
       await_turn();
       ptx::wgmma_fence();
@@ -124,8 +126,7 @@ class HopperConsumer {
       ptx::wgmma_wait<1>();
       ptx::wgmma_done(logits[0]);
       release_keys();
-      const bool shrinks =
-          weigh(rows, state, logits, scale, item.kv_begin + tile * Tile::kTileKV, shrink);
+      const bool shrinks = weigh(rows, state, logits, scale, first_token, shrink);
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(state.output[0]);
       release_values();
@@ -199,14 +200,57 @@ class HopperConsumer {
     } else {
       rows.template transform<false>(logits, first_token, kUnscaled);
     }
-    bool shrinks = false;
-    if constexpr (Variant::use_softmax) {
-      shrinks = rows.update_largest(state, logits, scale, shrink);
-      if (shrinks) rows.shrink_sums(state, shrink);
-    }
+    if constexpr (!Variant::use_softmax) return false;
+    // In halves, so that the exponentials of one overlap with the maxima of the other.
+    constexpr int kHalf = Tile::kTokenTiles / 2;
+    float first[2], second[2], first_sum[2] = {0.f, 0.f}, second_sum[2] = {0.f, 0.f};
+    bool changes = false;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) rows.weigh(state, logits, step, scale);
+    for (int h = 0; h < 2; ++h) {
+      first[h] = Rows::template grown<0, kHalf>(state.largest[0][h], logits[0], h, scale);
+    }
+    exponentials<0>(logits[0], scale, first, first_sum);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      second[h] = Rows::template grown<kHalf, 2 * kHalf>(first[h], logits[0], h, scale);
+      changes |= second[h] != state.largest[0][h];
+    }
+    exponentials<kHalf>(logits[0], scale, second, second_sum);
+    const bool shrinks = __any_sync(0xffffffffu, changes);
+    if (shrinks) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = math::ptx_exp2(first[h] - second[h]);
+        first_sum[h] *= factor;
+#pragma unroll
+        for (int j = 0; j < kHalf; ++j) {
+          logits[0][j][2 * h] *= factor;
+          logits[0][j][2 * h + 1] *= factor;
+        }
+        shrink[0][h] = math::ptx_exp2(state.largest[0][h] - second[h]);
+        state.sum[0][h] *= shrink[0][h];
+        state.largest[0][h] = second[h];
+      }
+    }
+    state.sum[0][0] += first_sum[0] + second_sum[0];
+    state.sum[0][1] += first_sum[1] + second_sum[1];
     return shrinks;
+  }
+
+  // Of half a tile, from token tile kBegin on.
+  template <int kBegin>
+  __device__ __forceinline__ static void exponentials(float (&logits)[Tile::kTokenTiles][4],
+                                                      float scale, const float (&largest)[2],
+                                                      float (&sum)[2]) {
+#pragma unroll
+    for (int j = kBegin; j < kBegin + Tile::kTokenTiles / 2; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        logits[j][e] = math::ptx_exp2(fmaf(logits[j][e], scale, -largest[e / 2]));
+      }
+      sum[0] += logits[j][0] + logits[j][1];
+      sum[1] += logits[j][2] + logits[j][3];
+    }
   }
 
   __device__ __forceinline__ static void pack(const float (&logits)[1][Tile::kTokenTiles][4],

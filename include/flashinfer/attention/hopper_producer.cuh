@@ -1,8 +1,9 @@
-// The warpgroup that feeds the others: takes items, loads q, K and V.
+// The warpgroup that feeds the others: takes items, loads q, K and V. Each of its warps has one of
+// these to do, so that none waits for what another needs.
 //
 // Boxes of the copy engine where a tile lies in the request's keys and pages are whole groups of
-// eight rows; else each thread copies 16 bytes at a time, by which rows past the end become zeros:
-// what a cache holds there may be NaN, and 0 * NaN is not 0.
+// eight rows; else all four warps copy 16 bytes per thread at a time, by which rows past the end
+// become zeros: what a cache holds there may be NaN, and 0 * NaN is not 0.
 #pragma once
 
 #include <cuda.h>
@@ -24,6 +25,7 @@ struct HopperParams {
   using Params = Params_;
   Params attention;
   TensorMap q, k, v;
+  bool heads_first;  // all heads' first lists, then all heads' second lists, ...
 };
 
 template <typename Traits, typename Params>
@@ -31,6 +33,7 @@ class HopperProducer {
   using Tile = typename Traits::Tile;
   static constexpr int kElement = 2;  // bytes
   static constexpr int kBarrier = 1;  // of the producer's warps
+  enum Warp { kKeyWarp, kValueWarp, kQueryWarp, kListWarp };
 
  public:
   __device__ __forceinline__ HopperProducer(const HopperParams<Params>& params, char* shared,
@@ -46,14 +49,14 @@ class HopperProducer {
   }
 
   __device__ __forceinline__ void run() {
-    if (thread_idx_ == 0) publish(-1, 0);
+    if (warp_idx_ == kListWarp && lane_idx_ == 0) publish(-1, 0);
     while (true) {
       const auto& slot = control_.work[work_.stage];
       ptx::mbarrier_wait(address(control_.work_full[work_.stage]), work_.phase);
       if (slot.item.request < 0) return;
+      if (warp_idx_ == kListWarp && lane_idx_ == 0) publish(slot.item.next, slot.kv_head);
+      __syncwarp();
       load_item(slot.item, slot.kv_head);
-      // While the consumers still have two tiles to work on.
-      if (thread_idx_ == 0) publish(slot.item.next, slot.kv_head);
       __syncwarp();
       if (lane_idx_ == 0) ptx::mbarrier_arrive(address(control_.work_empty[work_.stage]));
       work_.advance();
@@ -82,8 +85,9 @@ class HopperProducer {
     published_.advance();
   }
 
-  // The lists of one KV head come together, so that what runs at a time shares K and V in L2. Each
-  // CTA asks once in vain; the last of them sets the counter back for the next launch.
+  // Either the lists of one KV head come together, so that what runs at a time shares K and V in
+  // L2, or the longest lists of all heads, so that CTAs end together. Each CTA asks once in vain;
+  // the last of them sets the counter back for the next launch.
   __device__ __forceinline__ int take_list(uint32_t& kv_head) {
     int32_t* const counter = const_cast<int32_t*>(&params_.items[0].reserved);
     const uint32_t num_lists = params_.num_ctas.divisor * params_.num_kv_heads.divisor;
@@ -91,9 +95,16 @@ class HopperProducer {
       const uint32_t list = static_cast<uint32_t>(atomicAdd(counter, 1));
       if (list == num_lists + gridDim.x - 1) atomicExch(counter, 0);
       if (list >= num_lists) return -1;
-      kv_head = params_.num_ctas.divide(list);
-      const int first = static_cast<int>(list - kv_head * params_.num_ctas.divisor);
-      if (params_.items[first].request >= 0) return first;  // else a graph's list without items
+      uint32_t first;
+      if (maps_.heads_first) {
+        first = params_.num_kv_heads.divide(list);
+        kv_head = list - first * params_.num_kv_heads.divisor;
+      } else {
+        kv_head = params_.num_ctas.divide(list);
+        first = list - kv_head * params_.num_ctas.divisor;
+      }
+      if (params_.items[first].request >= 0)
+        return static_cast<int>(first);  // else a graph's list without items
     }
   }
 
@@ -119,13 +130,13 @@ class HopperProducer {
   // ---- Queries ----
 
   __device__ __forceinline__ void load_query(const WorkItem& item, uint32_t kv_head) {
-    const uint32_t full = address(control_.q_full);
-    ptx::mbarrier_wait(address(control_.q_empty), q_phase_ ^ 1);
+    const uint32_t full = address(control_.q_full), empty = address(control_.q_empty);
     q_phase_ ^= 1;
     const uint32_t group_size = params_.group_size.divisor;
     if (maps_.q.box_rows != 0) {
       announce();
-      if (warp_idx_ != 0) return;
+      if (warp_idx_ != kQueryWarp) return;
+      ptx::mbarrier_wait(empty, q_phase_);
       if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, Tile::kBytesQ);
       __syncwarp();
       if (lane_idx_ < Tile::kChunksQK) {
@@ -145,6 +156,7 @@ class HopperProducer {
       offset = (item.qo_begin + int64_t{token}) * tensors_.q_stride_token +
                head * tensors_.q_stride_head;
     }
+    await_all(kQueryWarp, empty, q_phase_);
     copy_rows<kRows, Tile::kTileQ, Tile::kHeadDimQK>(shared_, tensors_.q, offset);
     complete_later(full);
   }
@@ -166,7 +178,7 @@ class HopperProducer {
       constexpr int kBytes = kKeys ? Tile::kBytesK : Tile::kBytesV;
       constexpr int kChunks = kKeys ? Tile::kChunksQK : Tile::kChunksVO;
       announce();
-      if (warp_idx_ == 0) {
+      if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) {
         load_boxes<kChunks, kBytes>(item, kv_head, first_token, map, target, full, empty,
                                     ring.phase);
       }
@@ -175,48 +187,39 @@ class HopperProducer {
       constexpr int kRows = Tile::kTileKV / 4;
       const int64_t offset = token_offset<kKeys>(
           item, kv_head, first_token + warp_idx_ * kRows + min(lane_idx_, kRows - 1));
-      ptx::mbarrier_wait(empty, ring.phase ^ 1);
+      await_all(kKeys ? kKeyWarp : kValueWarp, empty, ring.phase ^ 1);
       copy_rows<kRows, Tile::kTileKV, kDim>(target, kKeys ? tensors_.k : tensors_.v, offset);
       complete_later(full);
     }
     ring.advance();
   }
 
-  // By one warp, a box per lane: 64 columns of a page, or of the whole tile.
+  // By one warp: a lane per page, or one for the whole tile.
   template <int kChunks, int kBytes>
   __device__ __forceinline__ void load_boxes(const WorkItem& item, uint32_t kv_head,
                                              int first_token, const TensorMap& map, uint32_t target,
                                              uint32_t full, uint32_t empty, uint32_t phase) {
-    const int box_rows = map.box_rows;
-    const int num_boxes = Tile::kTileKV / box_rows * kChunks;
-    const auto expect = [&] {
-      ptx::mbarrier_wait(empty, phase ^ 1);
-      if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, kBytes);
-      __syncwarp();
-    };
-    if constexpr (!Traits::kPaged) {
-      expect();
-      if (lane_idx_ < kChunks) {
-        ptx::tma_load(target + lane_idx_ * Tile::kTileKV * 128, &map.map, full, lane_idx_ * 64,
-                      item.kv_base + first_token, kv_head);
-      }
-    } else {
-      bool ready = false;
-      for (int box = lane_idx_; box - lane_idx_ < num_boxes; box += 32) {
-        const int chunk = box % kChunks, row = box / kChunks * box_rows;
-        uint32_t page = 0, slot = 0;
-        if (box < num_boxes) {
-          const uint32_t token = first_token + row;
-          const uint32_t number = params_.page_size.divide(token);
-          slot = token - number * params_.page_size.divisor;
-          page = static_cast<uint32_t>(tensors_.kv_indices[item.kv_base + number]);
-        }
-        if (!ready) expect();
-        ready = true;
-        if (box < num_boxes) {
-          ptx::tma_load(target + chunk * Tile::kTileKV * 128 + row * 128, &map.map, full,
-                        chunk * 64, slot, kv_head, min(page, tensors_.num_pages));
-        }
+    static_assert(Tile::kTileKV / 8 <= 32, "a lane per page");
+    const int row = lane_idx_ * map.box_rows;
+    const bool has_box = row < Tile::kTileKV;
+    uint32_t page = 0, slot = 0;
+    if (Traits::kPaged && has_box) {
+      const uint32_t number = params_.page_size.divide(first_token + row);
+      slot = first_token + row - number * params_.page_size.divisor;
+      page = static_cast<uint32_t>(tensors_.kv_indices[item.kv_base + number]);
+      page = min(page, tensors_.num_pages);  // outside are zeros
+    }
+    ptx::mbarrier_wait(empty, phase ^ 1);
+    if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, kBytes);
+    __syncwarp();
+    if (!has_box) return;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const uint32_t box = target + chunk * Tile::kTileKV * 128 + row * 128;
+      if constexpr (Traits::kPaged) {
+        ptx::tma_load(box, &map.map, full, chunk * 64, slot, kv_head, page);
+      } else {
+        ptx::tma_load(box, &map.map, full, chunk * 64, item.kv_base + first_token, kv_head);
       }
     }
   }
@@ -251,6 +254,13 @@ class HopperProducer {
       ptx::cp_async_16(target + swizzled_offset<kOperandRows>(warp_idx_ * kRows + row, column),
                        source, exists);
     }
+  }
+
+  // Only the warp that loads an operand follows its barrier through all phases: parity tells no
+  // more than the last two apart.
+  __device__ __forceinline__ void await_all(Warp owner, uint32_t empty, uint32_t parity) const {
+    if (warp_idx_ == owner) ptx::mbarrier_wait(empty, parity);
+    ptx::named_barrier_sync(kBarrier, 128);
   }
 
   // Copies by threads are announced one behind, so that two are under way. Before anything is

@@ -19,7 +19,8 @@ __device__ __forceinline__ uint32_t swizzled_offset(int row, int column) {
   return (column / 8 * kRows + row) * 128 + ((column ^ row) % 8) * 16;
 }
 
-template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_>
+template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_,
+          int kConsumers_ = 2>
 struct HopperTile {
   using Q = Q_;
   using KV = KV_;
@@ -32,7 +33,7 @@ struct HopperTile {
   static_assert(kHeadDimQK % 16 == 0 && kHeadDimQK <= 256);
   static_assert(kHeadDimVO == 64 || kHeadDimVO == 96 || kHeadDimVO % 128 == 0);
 
-  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kConsumers = kConsumers_;  // warpgroups
   static constexpr int kTileQ = 64 * kConsumers;
   // The registers of a consumer hold the output, the logits and their weights; shared memory holds
   // two stages of 256 columns for 64 tokens, of fewer columns for 128.
@@ -40,8 +41,8 @@ struct HopperTile {
   static constexpr int kStages = 2;
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = kConsumerThreads + 128;  // the last warpgroup produces
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 160;
 
   // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
   static constexpr bool kFloat8 = false;

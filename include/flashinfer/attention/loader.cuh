@@ -21,7 +21,7 @@ __device__ __forceinline__ void copy_rows_async(const Target& target, const char
     const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
     const bool exists = row_offset >= 0;
     if (kTotal % 32 == 0 || chunk < kTotal) {
-      ptx::cp_async_16(target(row, column), base + (exists ? row_offset + column : 0), exists);
+      ptx::cp_async_16(target(row, column), base + row_offset + column, exists);
     }
   }
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsPerStep) {
     const bool exists = row + i < num_rows;
-    ptx::cp_async_16(Rows::move(target, i, 0), exists ? source : base, exists);
+    ptx::cp_async_16(Rows::move(target, i, 0), source, exists);
     source += kRowsPerStep * stride;
   }
 }

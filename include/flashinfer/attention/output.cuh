@@ -42,16 +42,20 @@ class OutputWriter {
   }
 
  private:
-  // `finish(row)` or `keep(partial output)` is called with the place of the row's values.
+  // `finish(row)` or `keep(partial output)` is called with the place of the row's values; finished
+  // rows go to `staged` if that is not null.
   template <typename Finish, typename Keep>
   __device__ __forceinline__ void write_row(int row, const QueryRow& query_row, float largest,
-                                            float sum, bool writes_lse, const Finish& finish,
-                                            const Keep& keep) const {
+                                            float sum, bool writes_lse, O* staged,
+                                            const Finish& finish, const Keep& keep) const {
     const int output_part = blockIdx.y;
     if (item_.partial_slot < 0) {
       const int64_t token = item_.qo_begin + int64_t{query_row.qo_idx};
-      O* output = static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
-                  query_row.qo_head_idx * tensors_.o_stride_head + output_part * Tile::kOutputDim;
+      O* output = staged != nullptr
+                      ? staged
+                      : static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
+                            query_row.qo_head_idx * tensors_.o_stride_head +
+                            output_part * Tile::kOutputDim;
       float* lse = writes_lse && output_part == 0 && tensors_.lse != nullptr
                        ? tensors_.lse + token * params_.variant.num_qo_heads + query_row.qo_head_idx
                        : nullptr;
@@ -90,10 +94,8 @@ class OutputWriter {
             item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
         write_row(
             row, query_row, state.largest[i][h], state.sum[i][h], threadIdx.x % 4 == 0,
+            kStageOutput ? reinterpret_cast<O*>(shared_ + row * Tile::kPitchQ) : nullptr,
             [&](auto& target) {
-              if constexpr (kStageOutput) {
-                target.output = reinterpret_cast<typename Tile::O*>(shared_ + row * Tile::kPitchQ);
-              }
               for_each_value(state, i, h,
                              [&](int column, const auto& values) { target.store(column, values); });
             },
@@ -204,7 +206,7 @@ class OutputWriter {
       const QueryRow query_row = make_query_row<MaskMode::none, false>(
           item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
       write_row(
-          row, query_row, largest, sum, lane_idx == 0,
+          row, query_row, largest, sum, lane_idx == 0, nullptr,
           [&](auto& target) {
             for_each_vector([&](int column, const auto& values) { target.store(column, values); });
           },

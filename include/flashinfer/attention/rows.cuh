@@ -24,6 +24,7 @@ class TileRows {
       : params_(params),
         item_(item),
         kv_head_(kv_head),
+        kv_end_(item.kv_end),
         view(params.variant, item.qo_len, item.kv_len),
         variant(view, item.request, reinterpret_cast<uint8_t*>(shared)) {}
 
@@ -65,7 +66,7 @@ class TileRows {
   __device__ __forceinline__ bool has_hidden_keys(int first_token) const {
     if constexpr (kReadsMask) return true;
     const int last_token = first_token + Tile::kWarpKV - 1;
-    bool hidden = last_token >= item_.kv_end;
+    bool hidden = last_token >= kv_end_;
     if constexpr (Traits::kMask == MaskMode::causal) {
       hidden |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
     }
@@ -122,27 +123,34 @@ class TileRows {
   __device__ __forceinline__ static bool update_largest(WarpState<Tile>& state,
                                                         const Logits& logits, float scale,
                                                         float (&shrink)[Tile::kRowTiles][2]) {
-    constexpr float kSlack = 8.f;
     bool changes = false;
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float largest = fmaxf(logits[i][0][2 * h], logits[i][0][2 * h + 1]);
-#pragma unroll
-        for (int j = 1; j < Tile::kTokenTiles; ++j) {
-          largest = fmaxf(largest, fmaxf(logits[i][j][2 * h], logits[i][j][2 * h + 1]));
-        }
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
         const float previous = state.largest[i][h];
-        const bool grows = largest * scale > previous + kSlack;
-        if (grows) state.largest[i][h] = largest * scale;
+        state.largest[i][h] = grown<0, Tile::kTokenTiles>(previous, logits[i], h, scale);
         shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
-        changes |= grows;
+        changes |= state.largest[i][h] != previous;
       }
     }
     return __any_sync(0xffffffffu, changes);
+  }
+
+  // `previous`, or what the largest exponent becomes by token tiles kBegin ... kEnd - 1.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ static float grown(float previous,
+                                                const float (&logits)[Tile::kTokenTiles][4], int h,
+                                                float scale) {
+    constexpr float kSlack = 8.f;
+    float largest = fmaxf(logits[kBegin][2 * h], logits[kBegin][2 * h + 1]);
+#pragma unroll
+    for (int j = kBegin + 1; j < kEnd; ++j) {
+      largest = fmaxf(largest, fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2)) * scale;
+    return largest > previous + kSlack ? largest : previous;
   }
 
   __device__ __forceinline__ static void shrink_sums(WarpState<Tile>& state,
@@ -227,6 +235,7 @@ class TileRows {
   const Params& params_;
   const WorkItem& item_;
   const uint32_t kv_head_;
+  const int kv_end_;
   QueryRow rows_[Tile::kRowTiles][2];
 
  public:

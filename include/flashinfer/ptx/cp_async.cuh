@@ -14,10 +14,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // 256 bytes are 1.5 % slower. An evict_first policy gave 1 % more, but ptxas 13.0 makes some such
 // copies (shared address + uniform register) into an instruction that the GPU refuses.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* source, bool valid) {
-  const uint32_t source_bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(source),
-               "r"(source_bytes)
-               : "memory");
+  // Not a size of 0 in a register: that takes seven instructions, for sizes that nobody asks for.
+  asm volatile(
+      "{\n"
+      ".reg .pred ignored;\n"
+      "setp.eq.u32 ignored, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignored;\n"
+      "}" ::"r"(shared),
+      "l"(source), "r"(static_cast<uint32_t>(valid))
+      : "memory");
 }
 
 // Closes the group of this thread's copies since the last one.

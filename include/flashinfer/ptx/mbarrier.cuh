@@ -27,18 +27,20 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
                : "memory");
 }
 
-// Waits until the phase of this parity (0 for the first) is complete.
+// Waits until the phase of this parity (0 for the first) is complete. The hint keeps waiting warps
+// from polling: they would take issue slots from those that work.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  constexpr uint32_t kSleepNanoseconds = 10'000'000;
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
       "@done bra finished;\n"
       "bra again;\n"
       "finished:\n"
       "}" ::"r"(barrier),
-      "r"(parity)
+      "r"(parity), "r"(kSleepNanoseconds)
       : "memory");
 }
 
