@@ -59,16 +59,16 @@ def _aot_configs() -> Iterator[AttentionConfig]:
         for dtype_kv in (dtype, torch.float8_e4m3fn):
             yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q=16)
         for paged in (False, True):
-            for tile_q in TILES:
-                yield AttentionConfig(
-                    dtype, dtype, dtype, 128, 128, tile_q, paged=paged, mask_mode="causal"
-                )
             if hopper.AUTO_IS_ON:
                 yield AttentionConfig(
                     *(dtype, dtype, dtype, 128, 128, hopper.TILE_Q),
                     paged=paged,
                     mask_mode="causal",
                     backend="fa3",
+                )
+            for tile_q in TILES:
+                yield AttentionConfig(
+                    dtype, dtype, dtype, 128, 128, tile_q, paged=paged, mask_mode="causal"
                 )
 
 
