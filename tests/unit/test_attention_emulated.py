@@ -254,7 +254,7 @@ FAULTS = [
     (
         "parts_of_a_tile_weigh_the_same",
         "attention/finalize.cuh",
-        ": math::ptx_exp2(part.x - largest);",
+        ": math::ptx_exp2(parts[i].x - largest);",
         ": 1.f;",
         64,
         False,

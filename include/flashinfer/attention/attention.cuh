@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
   // The plan was written by a copy, which every grid behind it waits for, PDL or not. Page numbers
   // an earlier grid may just be writing: they are brought to L2 meanwhile, and read afterwards.
   WorkItem item = params.items[kHeadsFastest ? outer : inner];
-  if (threadIdx.x == 0 && item.kv_begin < item.kv_end) {
+  if (kHeadsFastest && threadIdx.x == 0 && item.kv_begin < item.kv_end) {
     const int32_t* const pages = params.tensors[item.kind].kv_indices;
     if (pages != nullptr) {
       ptx::prefetch_l2(pages + item.kv_base + params.page_size.divide(item.kv_begin));

@@ -64,7 +64,7 @@ struct FinishedRow {
         *lse = largest == -math::inf ? -math::inf : largest + log2f(sum);
       }
       // No key was seen: 0, not 0 / 0.
-      factor = largest == -math::inf ? 0.f : scale / sum * v_scale;
+      factor = largest == -math::inf ? 0.f : scale * math::ptx_rcp(sum) * v_scale;
       if constexpr (Variant::kHasOutputTransform) factor = v_scale;
     }
   }
