@@ -200,7 +200,7 @@ def test_repeats_are_equal_bit_for_bit(path, device, full):
 
 
 @pytest.mark.parametrize("qo_len", [1, 5])
-def test_a_request_alone_and_in_random_batches(qo_len, device, full):
+def test_a_request_alone_and_in_random_batches(qo_len, backend, device, full):
     """With a fixed split, a request's result does not depend on its neighbours, bit for bit."""
     rng = random.Random(7)
     one = Batch((qo_len,), (1777,), seed=4)
@@ -210,7 +210,7 @@ def test_a_request_alone_and_in_random_batches(qo_len, device, full):
 
     def run(order: list[tuple[int, int, torch.Tensor]]) -> list[torch.Tensor]:
         """Output of each request, of which there are (qo_len, kv_len, pages)."""
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
         qo_lens = [qo for qo, _, _ in order]
         lens = [kv for _, kv, _ in order]
         counts = [len(p) for _, _, p in order]

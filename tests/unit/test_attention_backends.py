@@ -363,12 +363,18 @@ def test_wrappers_of_decode_do_not_have_it():
 
 @pytest.mark.compiler
 @pytest.mark.usefixtures("on_hopper")
-def test_launches_of_two_shapes_take_the_portable_kernel():
-    indptr = torch.tensor([0, 256], dtype=torch.int32)
+@pytest.mark.parametrize(
+    ("tokens", "second", "expected"),
+    [([256, 40], 0, "fa3"), ([256, 1], 16, "fa2"), ([1], 0, "fa2")],
+)
+def test_batches_of_prefill_and_decode_take_the_portable_kernel(
+    tokens: list[int], second: int, expected: str
+):
+    """Such a launch has tiles of two shapes."""
+    indptr = torch.tensor([0, *tokens]).cumsum(0).int()
     with reference_backend():
         wrapper = flashinfer.BatchAttention(device="cpu")
-        wrapper.plan(
-            indptr, indptr, torch.arange(256).int(), torch.tensor([256]).int(), *HEADS, 128, 1
-        )
-    config = configured(wrapper._executor, tile_q_second=16)
-    assert config.backend == "fa2" and config.tile_q_second == 16
+        pages = torch.arange(sum(tokens)).int()
+        wrapper.plan(indptr, indptr, pages, torch.tensor(tokens).int(), *HEADS, 128, 1)
+    config = wrapper._executor.config
+    assert (config.backend, config.tile_q_second) == (expected, second)
