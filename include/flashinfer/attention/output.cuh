@@ -42,37 +42,37 @@ class OutputWriter {
   }
 
  private:
-  // `finish(row)` or `keep(partial output)` is called with the place of the row's values; finished
-  // rows go to `staged` if that is not null.
-  template <typename Finish, typename Keep>
-  __device__ __forceinline__ void write_row(int row, const QueryRow& query_row, float largest,
-                                            float sum, bool writes_lse, O* staged,
-                                            const Finish& finish, const Keep& keep) const {
-    const int output_part = blockIdx.y;
-    if (item_.partial_slot < 0) {
-      const int64_t token = item_.qo_begin + int64_t{query_row.qo_idx};
-      O* output = staged != nullptr
-                      ? staged
-                      : static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
-                            query_row.qo_head_idx * tensors_.o_stride_head +
-                            output_part * Tile::kOutputDim;
-      float* lse = writes_lse && output_part == 0 && tensors_.lse != nullptr
-                       ? tensors_.lse + token * params_.variant.num_qo_heads + query_row.qo_head_idx
-                       : nullptr;
-      FinishedRow<O, Variant, View> target(output, lse, variant_, view_, item_.request,
-                                           query_row.qo_idx, query_row.qo_head_idx, largest, sum,
-                                           tensors_.v_scale);
-      finish(target);
-    } else {
-      const int64_t partial =
-          (int64_t{item_.partial_slot} * params_.num_kv_heads.divisor + kv_head_) *
-              params_.rows_per_slot +
-          row;
-      if (writes_lse && output_part == 0) {
-        params_.partial_sums[partial] = float2{largest, sum};
-      }
-      keep(params_.partial_o + partial * Tile::kHeadDimVO + output_part * Tile::kOutputDim);
+  __device__ __forceinline__ bool is_finished() const { return item_.partial_slot < 0; }
+
+  // First of the item's columns of a row in o.
+  __device__ __forceinline__ O* output_row(const QueryRow& row) const {
+    const int64_t token = item_.qo_begin + int64_t{row.qo_idx};
+    return static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
+           row.qo_head_idx * tensors_.o_stride_head + blockIdx.y * Tile::kOutputDim;
+  }
+
+  __device__ __forceinline__ FinishedRow<O, Variant, View> finish(O* output, const QueryRow& row,
+                                                                  float largest, float sum,
+                                                                  bool writes_lse) const {
+    float* lse = nullptr;
+    if (tensors_.lse != nullptr && writes_lse && blockIdx.y == 0) {
+      const int64_t token = item_.qo_begin + int64_t{row.qo_idx};
+      lse = tensors_.lse + token * params_.variant.num_qo_heads + row.qo_head_idx;
     }
+    using Row = FinishedRow<O, Variant, View>;
+    return Row(output, lse, variant_, view_, item_.request, row.qo_idx, row.qo_head_idx, largest,
+               sum, tensors_.v_scale);
+  }
+
+  // Where the sums of a row of the tile go in the workspace; writes its softmax sums.
+  __device__ __forceinline__ float* keep(int row, float largest, float sum,
+                                         bool writes_sums) const {
+    const int64_t partial =
+        (int64_t{item_.partial_slot} * params_.num_kv_heads.divisor + kv_head_) *
+            params_.rows_per_slot +
+        row;
+    if (writes_sums && blockIdx.y == 0) params_.partial_sums[partial] = float2{largest, sum};
+    return params_.partial_o + partial * Tile::kHeadDimVO + blockIdx.y * Tile::kOutputDim;
   }
 
   // Finished rows of 16-bit outputs leave by way of the warp's own query rows in shared memory, as
@@ -89,25 +89,31 @@ class OutputWriter {
       for (int h = 0; h < 2; ++h) {
         const int row = first_row<Tile>() + 16 * i + 8 * h;
         if (row >= num_rows_) continue;
-        // Made anew, so that the loop need not keep it.
-        const QueryRow query_row = make_query_row<MaskMode::none, false>(
-            item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
-        write_row(
-            row, query_row, state.largest[i][h], state.sum[i][h], threadIdx.x % 4 == 0,
-            kStageOutput ? reinterpret_cast<O*>(shared_ + row * Tile::kPitchQ) : nullptr,
-            [&](auto& target) {
-              for_each_value(state, i, h,
-                             [&](int column, const auto& values) { target.store(column, values); });
-            },
-            [&](float* partial) {
-              for_each_value(state, i, h, [&](int column, const auto& values) {
-                store_floats(partial + column, values);
-              });
-            });
+        const bool is_first_lane = threadIdx.x % 4 == 0;
+        const float largest = state.largest[i][h], sum = state.sum[i][h];
+        if (is_finished()) {
+          // Made anew, so that the loop need not keep it.
+          const QueryRow query_row = make_query_row<MaskMode::none, false>(
+              item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
+          O* output;
+          if constexpr (kStageOutput) {
+            output = reinterpret_cast<O*>(shared_ + row * Tile::kPitchQ);
+          } else {
+            output = output_row(query_row);
+          }
+          auto target = finish(output, query_row, largest, sum, is_first_lane);
+          for_each_value(state, i, h,
+                         [&](int column, const auto& values) { target.store(column, values); });
+        } else {
+          float* const partial = keep(row, largest, sum, is_first_lane);
+          for_each_value(state, i, h, [&](int column, const auto& values) {
+            store_floats(partial + column, values);
+          });
+        }
       }
     }
     if constexpr (kStageOutput) {
-      if (item_.partial_slot < 0) copy_staged_rows();
+      if (is_finished()) copy_staged_rows();
     }
   }
 
@@ -119,18 +125,16 @@ class OutputWriter {
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
     const QueryRow own = make_query_row<MaskMode::none, false>(
         item_, item_.row_begin + warp_row + lane_idx, params_.group_size, kv_head_, -1);
-    const int64_t own_offset = (item_.qo_begin + int64_t{own.qo_idx}) * tensors_.o_stride_token +
-                               own.qo_head_idx * tensors_.o_stride_head +
-                               blockIdx.y * Tile::kOutputDim;
-#pragma unroll 4
+    const int64_t own_offset = output_row(own) - static_cast<O*>(tensors_.o);
+#pragma unroll
     for (int i = 0; i < Tile::kWarpRows * kChunks / 32; ++i) {
       const int chunk = i * 32 + lane_idx;
       const int row = chunk / kChunks, column = chunk % kChunks * 8;
       const int64_t offset = __shfl_sync(0xffffffffu, own_offset, row);
+      const uint4 values =
+          *reinterpret_cast<const uint4*>(shared_ + (warp_row + row) * Tile::kPitchQ + column * 2);
       if (warp_row + row < num_rows_) {
-        *reinterpret_cast<uint4*>(static_cast<O*>(tensors_.o) + offset + column) =
-            *reinterpret_cast<const uint4*>(shared_ + (warp_row + row) * Tile::kPitchQ +
-                                            column * 2);
+        *reinterpret_cast<uint4*>(static_cast<O*>(tensors_.o) + offset + column) = values;
       }
     }
   }
@@ -205,15 +209,14 @@ class OutputWriter {
       };
       const QueryRow query_row = make_query_row<MaskMode::none, false>(
           item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
-      write_row(
-          row, query_row, largest, sum, lane_idx == 0, nullptr,
-          [&](auto& target) {
-            for_each_vector([&](int column, const auto& values) { target.store(column, values); });
-          },
-          [&](float* partial) {
-            for_each_vector(
-                [&](int column, const auto& values) { store_floats(partial + column, values); });
-          });
+      if (is_finished()) {
+        auto target = finish(output_row(query_row), query_row, largest, sum, lane_idx == 0);
+        for_each_vector([&](int column, const auto& values) { target.store(column, values); });
+      } else {
+        float* const partial = keep(row, largest, sum, lane_idx == 0);
+        for_each_vector(
+            [&](int column, const auto& values) { store_floats(partial + column, values); });
+      }
     }
   }
 
