@@ -26,13 +26,13 @@ static_assert(!Variant::kHasQueryTransform && !Variant::kHasKeyTransform,
 struct Traits {
   using Tile = HopperTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
                           dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
-                          FLASHINFER_CFG_HEAD_DIM_VO>;
+                          FLASHINFER_CFG_HEAD_DIM_VO, FLASHINFER_CFG_TILE_Q / 64>;
   using Variant = flashinfer::Variant;
   static constexpr bool kPaged = FLASHINFER_CFG_PAGED;
   static constexpr MaskMode kMask = MaskMode::FLASHINFER_CFG_MASK_MODE;
   static constexpr bool kWindow = FLASHINFER_CFG_SLIDING_WINDOW;
 };
-static_assert(FLASHINFER_CFG_TILE_Q == Traits::Tile::kTileQ);
+static_assert(FLASHINFER_CFG_TILE_Q == Traits::Tile::kTileQ, "64 rows per warpgroup");
 
 }  // namespace
 

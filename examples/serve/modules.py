@@ -77,7 +77,7 @@ def _attention(
             )
         if _takes_hopper(dtype, kv_dtype, dim):
             yield AttentionConfig(
-                *(dtype, kv_dtype, dtype, dim, dim, hopper.TILE_Q),
+                *(dtype, kv_dtype, dtype, dim, dim, hopper.hopper_tile_q(dim, dim)),
                 mask_mode="causal",
                 sliding_window=window,
                 backend="fa3",

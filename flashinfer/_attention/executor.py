@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..jit.attention.config import AttentionConfig
-from ..jit.attention.hopper import TILE_Q, hopper_tile_kv
+from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q
 from ..jit.attention.modules import AttentionModule, get_attention_module
 from ..jit.attention.plan import AttentionPlan, Group
 from ..jit.errors import ToolchainError
@@ -347,7 +347,10 @@ class AttentionExecutor:
             backend = choose_backend(
                 problem, self.device, two_shapes=tile_q_second > 0, fixed_split_size=fixed
             )
-            tile_q = TILE_Q if backend == "fa3" else tile_q_of(problem, fixed, small)
+            if backend == "fa3":
+                tile_q = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
+            else:
+                tile_q = tile_q_of(problem, fixed, small)
         mask_second = second.mask_mode if second is not None else problem.mask_mode
         return (
             problem.q_data_type,

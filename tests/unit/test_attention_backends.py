@@ -28,7 +28,7 @@ from flashinfer.reference_backend import reference_backend
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CUDA = torch.device("cuda", 0)
-SERVED = AttentionConfig(BF16, BF16, BF16, 128, 128, hopper.TILE_Q, backend="fa3")
+SERVED = AttentionConfig(BF16, BF16, BF16, 128, 128, 128, backend="fa3")
 
 
 @pytest.fixture
@@ -116,7 +116,10 @@ def test_a_configuration_without_a_kernel_is_refused(fields: dict[str, Any], mes
     "fields",
     [
         {"dtype_q": FP16, "dtype_kv": FP16},
-        *({"head_dim_qk": qk, "head_dim_vo": vo} for qk, vo in hopper.HEAD_DIMS),
+        *(
+            {"head_dim_qk": qk, "head_dim_vo": vo, "tile_q": hopper.hopper_tile_q(qk, vo)}
+            for qk, vo in hopper.HEAD_DIMS
+        ),
         *({"mask_mode": mode} for mode in ("causal", "custom", "multi_item")),
         {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True, "sliding_window": True},
         {"paged": False, "custom_variant": True},
@@ -130,7 +133,7 @@ def test_kv_tiles_are_powers_of_two_that_fit():
     for qk, vo in hopper.HEAD_DIMS:
         tile = hopper.hopper_tile_kv(qk, vo)
         assert tile & (tile - 1) == 0
-        query_and_two_stages = 2 * (hopper.TILE_Q * qk + 2 * tile * (qk + vo))
+        query_and_two_stages = 2 * (hopper.hopper_tile_q(qk, vo) * qk + 2 * tile * (qk + vo))
         assert query_and_two_stages <= 227 << 10
 
 

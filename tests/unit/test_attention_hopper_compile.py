@@ -22,7 +22,9 @@ KERNEL = "hopper_attention_kernel"
 
 def config(dims: tuple[int, int] = (128, 128), **fields) -> AttentionConfig:
     dtype = fields.pop("dtype", BF16)
-    return AttentionConfig(dtype, dtype, dtype, *dims, hopper.TILE_Q, backend="fa3", **fields)
+    return AttentionConfig(
+        dtype, dtype, dtype, *dims, hopper.hopper_tile_q(*dims), backend="fa3", **fields
+    )
 
 
 # What engines call all the time.

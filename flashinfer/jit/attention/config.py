@@ -9,7 +9,7 @@ import torch
 
 from ...dtypes import FLOAT8, check_dtype, short_name
 from ..config import ModuleConfig
-from .hopper import TILE_Q, check_hopper, missing_on_hopper
+from .hopper import check_hopper, hopper_tile_q, missing_on_hopper
 
 FLOAT16 = (torch.float16, torch.bfloat16)
 MASK_MODES = ("none", "causal", "custom", "multi_item")
@@ -28,7 +28,8 @@ class AttentionConfig(ModuleConfig):
     Attributes
     ----------
     tile_q : int
-        Packed query rows (token and head of the group) of a tile: 16, 64 or 128.
+        Packed query rows (token and head of the group) of a tile: 16, 64 or 128; for ``"fa3"``
+        what `hopper.hopper_tile_q` says.
     paged : bool
         Keys and values in pages; False for ragged tensors.
     mask_mode : str
@@ -74,7 +75,6 @@ class AttentionConfig(ModuleConfig):
         check_dtype("kv_data_type", self.dtype_kv, (self.dtype_q, *FLOAT8))
         check_dtype("o_data_type", self.dtype_o, FLOAT16)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
-        _check("tile_q", self.tile_q, TILES)
         _check("tile_q_second", self.tile_q_second, (0, 16, 64))
         _check("mask_mode", self.mask_mode, MASK_MODES)
         modes = MASK_MODES if self.tile_q_second else ("none",)
@@ -91,7 +91,9 @@ class AttentionConfig(ModuleConfig):
             types, head_dims = (self.dtype_q, self.dtype_kv), (self.head_dim_qk, self.head_dim_vo)
             two_shapes = self.tile_q_second > 0
             check_hopper(missing_on_hopper(*types, *head_dims, self.pos_encoding, two_shapes))
-            _check("tile_q", self.tile_q, (TILE_Q,))
+            _check("tile_q", self.tile_q, (hopper_tile_q(*head_dims),))
+        else:
+            _check("tile_q", self.tile_q, TILES)
 
     @property
     def majors(self) -> tuple[int, ...]:

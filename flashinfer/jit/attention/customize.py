@@ -15,7 +15,7 @@ import torch
 
 from ..core import JitSpec
 from .config import POS_ENCODINGS, AttentionConfig
-from .hopper import TILE_Q
+from .hopper import hopper_tile_q
 from .modules import gen_attention_module
 from .variant import make_variant
 
@@ -43,7 +43,7 @@ def _config(
     large = head_dims[1] > 128
     tile_q = 16 if decode or head_dims[1] > 256 else 64 if large else 128
     if fields.get("backend") == "fa3":
-        tile_q = TILE_Q
+        tile_q = hopper_tile_q(*head_dims)
     return AttentionConfig(
         *(*types, *head_dims),
         tile_q=tile_q,

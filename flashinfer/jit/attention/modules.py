@@ -61,7 +61,7 @@ def _aot_configs() -> Iterator[AttentionConfig]:
         for paged in (False, True):
             if hopper.AUTO_IS_ON:
                 yield AttentionConfig(
-                    *(dtype, dtype, dtype, 128, 128, hopper.TILE_Q),
+                    *(dtype, dtype, dtype, 128, 128, hopper.hopper_tile_q(128, 128)),
                     paged=paged,
                     mask_mode="causal",
                     backend="fa3",

@@ -5,7 +5,6 @@
 #include <flashinfer/attention/hopper.cuh>
 #include <flashinfer/common/launch.cuh>
 
-#include <cstdlib>
 #ifndef __CUDACC_RTC__
 
 namespace flashinfer {
@@ -128,7 +127,9 @@ inline cudaError_t launch_hopper_attention(const Params& params, bool enable_pdl
   hopper.attention = params;
   encode_maps<Traits>(hopper);
   const uint32_t num_lists = params.num_ctas.divisor * params.num_kv_heads.divisor;
-  hopper.heads_first = getenv("HF") ? atoi(getenv("HF")) : num_lists < 16u * num_sms;
+  // Many lists per SM end together however they are dealt; then what matters is that K and V of the
+  // heads at work stay in L2.
+  hopper.heads_first = num_lists < 8u * num_sms;
   const dim3 grid(num_lists < static_cast<uint32_t>(num_sms) ? num_lists : num_sms);
   status = launch_kernel(hopper_attention_kernel<Traits, Params>, grid, dim3(Tile::kThreads),
                          kHopperSharedBytes<Tile>, stream, enable_pdl, hopper);

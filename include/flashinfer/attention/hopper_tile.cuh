@@ -19,8 +19,7 @@ __device__ __forceinline__ uint32_t swizzled_offset(int row, int column) {
   return (column / 8 * kRows + row) * 128 + ((column ^ row) % 8) * 16;
 }
 
-template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_,
-          int kConsumers_ = 2>
+template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_, int kConsumers_>
 struct HopperTile {
   using Q = Q_;
   using KV = KV_;
