@@ -16,6 +16,17 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 #endif
 }
 
+// Number of the cluster in a grid of one dimension.
+__device__ __forceinline__ uint32_t cluster_index() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+#else
+  return blockIdx.x;
+#endif
+}
+
 __device__ __forceinline__ uint32_t cluster_size() {
 #if __CUDA_ARCH__ >= 900
   uint32_t size;

@@ -36,12 +36,11 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
   // The first CTA's list may be written to once it runs: waited for before that.
   if constexpr (kAlone) ptx::cluster_arrive();
   const uint32_t rank = kAlone ? ptx::cluster_rank() : 0;
-  const uint32_t num_ranks = kAlone ? ptx::cluster_size() : 1;
   const bool is_writer = rank == 0 && threadIdx.x == 0;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
-  const uint32_t out_row = blockIdx.x / num_ranks;
+  const uint32_t out_row = kAlone ? ptx::cluster_index() : blockIdx.x;
   const uint64_t input_row = detail::input_row_of(params, out_row);
   const bool exists = input_row < params.num_input_rows;
   const float p = params.top_p[exists ? static_cast<uint32_t>(input_row) : 0];
@@ -106,7 +105,8 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
       float x[kTiles * StreamLayout::kTileSize / 512];
       ptx::cluster_wait();
 #pragma unroll 1
-      for (uint32_t tile = kTiles * rank; tile < workspace.num_tiles; tile += kTiles * num_ranks) {
+      for (uint32_t tile = kTiles * rank; tile < workspace.num_tiles;
+           tile += kTiles * ptx::cluster_size()) {
         detail::load_tiles<kTiles, 512>(row, params.vocab_size, tile, x);
         detail::append_half<StreamLayout::kTileSize / 512>(x, pending.half, tile, list);
       }

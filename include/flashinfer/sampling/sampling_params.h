@@ -123,7 +123,8 @@ struct SamplingParams {
   bool seed_is_shared;    // one seed for all rows: rows then draw from different random streams
   bool offset_is_shared;  // one offset for all rows
   void* workspace;        // of draws by stream.cuh: see StreamLayout
-  uint32_t rows_ahead;    // of a softmax by clusters: rows to prefetch, 0: none; set by the launch
+  uint32_t paced_rows;    // of a softmax by clusters: rows that start in turn; set by the launch
+  uint32_t pace;          // clock cycles between them
   uint32_t max_cluster;   // CTAs per row; 0: no limit but the device's
   uint32_t max_vecs;      // vectors of a row that a CTA has shared memory for; set by the launch
 };

@@ -177,8 +177,10 @@ struct TileSums {
     float found_max = 0.f;
     uint32_t tile = 0;
     const Weight weight(max, 1.f);
+    bool found = false;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
+      if (found) continue;
       const uint64_t inclusive = warp_inclusive_sum(sums[i]);
       const uint32_t passed = __ballot_sync(0xffffffffu, inclusive > target);
       if (passed) {
@@ -187,7 +189,7 @@ struct TileSums {
         inside = __shfl_sync(0xffffffffu, target - (inclusive - sums[i]), lane);
         last = __shfl_sync(0xffffffffu, stats[i].sum - 1, lane);
         found_max = __shfl_sync(0xffffffffu, stats[i].max, lane);
-        break;
+        found = true;
       }
       target -= __shfl_sync(0xffffffffu, inclusive, 31);
     }
