@@ -20,6 +20,7 @@ MAY_USE_STACK = {
     "softmax_cluster_kernel": "8 bytes on sm_90a buy a fifth CTA per SM, 3 % of its time",
     "settle_kernel": "16 bytes on sm_75, in the search for a token that was replaced",
     "propose_kernel": "up to 40 bytes on sm_75, where two CTAs of 512 threads leave 64 registers",
+    "segment_packbits_kernel": "up to 16 bytes on sm_80 to sm_89, where nvcc stops at 48 registers",
     "top_k_choose_kernel": "up to 40 bytes: two CTAs of 512 threads leave 64 registers",
 }
 

@@ -198,7 +198,6 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
     }
   };
 
-  const float inv_hidden_size = 1.f / static_cast<float>(params.hidden_size);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   uint32_t first_row = blockIdx.x * blockDim.y;
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
     sum = blockDim.x == 32
               ? warp_reduce_sum(sum)
               : block_reduce_sum(sum, scratch[parity], static_cast<int>(blockDim.x) / 32);
-    const float inv_rms = rsqrtf(sum * inv_hidden_size + params.eps);
+    const float inv_rms = rsqrtf(sum * params.inv_hidden_size + params.eps);
     if constexpr (Traits::kGroups) {
       if (row >= params.num_rows && row < num_rows) detail::zero_scales<Traits>(params, row);
     }
@@ -262,7 +261,7 @@ __global__ void __launch_bounds__(1024)
     for (int j = 0; j < kVecSize; ++j) sum += h[j] * h[j];
   }
   sum = block_reduce_sum(sum, scratch, static_cast<int>(blockDim.x) / 32);
-  const float inv_rms = rsqrtf(sum / static_cast<float>(params.hidden_size) + params.eps);
+  const float inv_rms = rsqrtf(sum * params.inv_hidden_size + params.eps);
   // Whole warps go round together, for the shuffles of a group.
   for (uint32_t first = 0; first < num_vecs; first += blockDim.x) {
     const uint32_t i = first + threadIdx.x;
@@ -291,9 +290,10 @@ inline auto fused_rmsnorm_kernel_for(int vecs_per_thread) -> void (*)(FusedRmsno
 
 // Groups ask for vectorizable rows.
 template <typename Traits>
-inline cudaError_t launch_fused_rmsnorm(const FusedRmsnormParams& params, int num_sms,
-                                        bool enable_pdl, cudaStream_t stream) {
+inline cudaError_t launch_fused_rmsnorm(FusedRmsnormParams params, int num_sms, bool enable_pdl,
+                                        cudaStream_t stream) {
   constexpr uint32_t kVecSize = Traits::kVecSize;
+  params.inv_hidden_size = 1.f / static_cast<float>(params.hidden_size);
   const uint32_t num_rows = Traits::kGroups ? params.scale_rows : params.num_rows;
   const uint32_t num_vecs = params.hidden_size / kVecSize;
   if (!params.vectorizable || params.hidden_size * sizeof(typename Traits::T) > 16384) {

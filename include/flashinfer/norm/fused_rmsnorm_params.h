@@ -23,7 +23,8 @@ struct FusedRmsnormParams {
   uint32_t scale_rows;  // >= num_rows: padding of the layout gets a scale of zero
   uint32_t hidden_size;
   float eps;
-  bool vectorizable;  // hidden_size is whole vectors, every row starts at one
+  float inv_hidden_size;  // set at launch: a division in the kernel is on the way of every row
+  bool vectorizable;      // hidden_size is whole vectors, every row starts at one
 };
 
 }  // namespace flashinfer
