@@ -238,7 +238,7 @@ def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
         num_kv_heads=draw(st.sampled_from([1, 2, 5, 8, 32, 300])),
         group_size=draw(st.sampled_from([1, 3, 4, 7, 64])),
         head_dim_vo=draw(st.sampled_from([16, 80, 128])),
-        tile_q=draw(st.sampled_from([16, 64, 128])),
+        tile_q=draw(st.sampled_from([16, 64, 128, 192])),
         cta_slots=draw(st.sampled_from([1, 20, 132, 264, 396])),
         tile_q_second=draw(st.sampled_from([0, 16, 64])),
         tile_kv=draw(st.sampled_from([64, 64, 128])),

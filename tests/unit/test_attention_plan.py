@@ -261,7 +261,7 @@ FIXED = (p.NUM_CTAS, p.NUM_MERGES, p.ROWS_PER_SLOT, p.ITEMS_OFFSET, p.MERGES_OFF
 @FUZZ
 @given(
     st.data(),
-    st.sampled_from([(16, 64), (64, 64), (128, 64), (128, 128)]),
+    st.sampled_from([(16, 64), (64, 64), (128, 64), (128, 128), (192, 128)]),
     st.sampled_from([0, 0, 64, 1024]),
     st.booleans(),
 )
