@@ -185,7 +185,15 @@ class TileWorker {
       const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t tile_k,
       uint32_t tile_v, int first_token) {
     float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
-    multiply_qk<Tile>(logits, shared_q(), query, tile_k);
+    // What ends in the first half of its last tile, as every other tile of a causal prompt does in
+    // groups of four: 3 % of the time of 512 tokens.
+    constexpr bool kHalves = !Tile::kSplitKV;
+    const bool half = kHalves && item_.kv_end - first_token <= Tile::kWarpKV / 2;
+    if (half) {
+      multiply_qk<Tile, Tile::kWarpKV / 2>(logits, shared_q(), query, tile_k);
+    } else {
+      multiply_qk<Tile, Tile::kWarpKV>(logits, shared_q(), query, tile_k);
+    }
     if (rows_.has_hidden_keys(first_token)) {
       rows_.template transform<true>(logits, first_token, inverse_scale_);
     } else {
@@ -201,6 +209,7 @@ class TileWorker {
     }
 #pragma unroll
     for (int step = 0; step < Tile::kTokenTiles / 2; ++step) {
+      if (kHalves && step == Tile::kTokenTiles / 4 && half) break;
       uint32_t p[Tile::kRowTiles][4];
       rows_.weigh(state_, logits, step, scale);
       rows_.pack(logits, step, p);

@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const bool exists = warp_idx < rows_per_cta * warps_per_row && row < item.num_rows;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
+  if (static_cast<int>(blockIdx.y) * rows_per_cta >= item.num_rows) return;
 
   // Parts and their sums are loaded at once, so that there is one wait for a batch.
   constexpr int kBatch = kVectors == 1 ? 4 : 2;

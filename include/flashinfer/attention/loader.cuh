@@ -26,23 +26,28 @@ __device__ __forceinline__ void copy_rows_async(const Target& target, const char
   }
 }
 
-// The same where row i is at `base` + i * `stride` bytes and the first `num_rows` rows exist. A few
-// instructions per copy less than by offsets, of which prefill has no time to spare.
+// Which chunk of each 512 bytes a lane copies where steps of the warp are whole rows.
+template <int kRowBytes>
+struct LaneChunk {
+  static constexpr int kRowsPerStep = 512 / kRowBytes;
+  static_assert(512 % kRowBytes == 0);
+  static __device__ __forceinline__ int row() { return threadIdx.x % 32 / (kRowBytes / 16); }
+  static __device__ __forceinline__ int column() { return threadIdx.x % (kRowBytes / 16) * 16; }
+};
+
+// The same where rows are `stride` bytes apart, the lane's first one begins its chunk at `source`,
+// and rows from the lane's first on exist while there are `num_rows`. Far fewer instructions than
+// by offsets, of which prefill has no time to spare.
 template <int kRows, int kRowBytes>
-__device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char* base,
-                                                     int64_t stride, int num_rows, int lane_idx) {
+__device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char* source,
+                                                     int64_t stride, int num_rows) {
   using Rows = SharedRows<kRowBytes>;
-  constexpr int kChunks = kRowBytes / 16;
-  constexpr int kRowsPerStep = 32 / kChunks;
-  static_assert(32 % kChunks == 0 && kRows % kRowsPerStep == 0);
-  const int row = lane_idx / kChunks, column = lane_idx % kChunks * 16;
-  const char* source = base + row * stride + column;
-  const uint32_t target = shared + Rows::offset(row, column);
+  using Lane = LaneChunk<kRowBytes>;
+  const uint32_t target = shared + Rows::offset(Lane::row(), Lane::column());
 #pragma unroll
-  for (int i = 0; i < kRows; i += kRowsPerStep) {
-    const bool exists = row + i < num_rows;
-    ptx::cp_async_16(Rows::move(target, i, 0), source, exists);
-    source += kRowsPerStep * stride;
+  for (int i = 0; i < kRows; i += Lane::kRowsPerStep) {
+    ptx::cp_async_16(Rows::move(target, i, 0), source, i < num_rows);
+    source += Lane::kRowsPerStep * stride;
   }
 }
 
@@ -56,6 +61,9 @@ class TileLoader {
   // Whether a step of the warp is whole rows.
   static constexpr bool kEvenSteps =
       512 % kRowBytesK == 0 && 512 % kRowBytesV == 0 && kRowBytesK >= 32 && kRowBytesV >= 32;
+
+  using LaneK = LaneChunk<kEvenSteps ? kRowBytesK : 512>;
+  using LaneV = LaneChunk<kEvenSteps ? kRowBytesV : 512>;
 
  public:
   __device__ __forceinline__ TileLoader(const AttentionTensors& tensors,
@@ -72,6 +80,10 @@ class TileLoader {
     k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize;
     v_ = static_cast<const char*>(tensors.v) +
          (kv_head * tensors.v_stride_head + output_part * Traits::kOutputDim) * kSize;
+    if constexpr (kEvenSteps) {
+      k_ += LaneK::column() + (is_even_ ? LaneK::row() * tensors.k_stride_token * kSize : 0);
+      v_ += LaneV::column() + (is_even_ ? LaneV::row() * tensors.v_stride_token * kSize : 0);
+    }
     shared_k_ = shared_k + warp_idx * kWarpTokens * Traits::RowsK::kPitch;
     shared_v_ =
         shared_k + num_stages * Traits::kBytesK + warp_idx * kWarpTokens * Traits::RowsV::kPitch;
@@ -98,11 +110,10 @@ class TileLoader {
     look_up();
     if constexpr (kEvenSteps) {
       if (is_even_) {
-        if (num_rows <= 0) k_offset = v_offset = 0;
         copy_even_rows_async<kWarpTokens, kRowBytesK>(
-            shared_k, k_ + k_offset, tensors_.k_stride_token * kSize, num_rows, lane_idx_);
+            shared_k, k_ + k_offset, tensors_.k_stride_token * kSize, num_rows - LaneK::row());
         copy_even_rows_async<kWarpTokens, kRowBytesV>(
-            shared_v, v_ + v_offset, tensors_.v_stride_token * kSize, num_rows, lane_idx_);
+            shared_v, v_ + v_offset, tensors_.v_stride_token * kSize, num_rows - LaneV::row());
         return;
       }
     }
@@ -113,8 +124,10 @@ class TileLoader {
     const auto target_v = [&](int row, int column) {
       return shared_v + Traits::RowsV::offset(row, column);
     };
-    copy_rows_async<kWarpTokens, kRowBytesK>(target_k, k_, k_offset, lane_idx_);
-    copy_rows_async<kWarpTokens, kRowBytesV>(target_v, v_, v_offset, lane_idx_);
+    const int column_k = kEvenSteps ? LaneK::column() : 0;
+    const int column_v = kEvenSteps ? LaneV::column() : 0;
+    copy_rows_async<kWarpTokens, kRowBytesK>(target_k, k_ - column_k, k_offset, lane_idx_);
+    copy_rows_async<kWarpTokens, kRowBytesV>(target_v, v_ - column_v, v_offset, lane_idx_);
   }
 
  private:

@@ -30,8 +30,9 @@ __device__ __forceinline__ int first_row() {
   return (Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows) + threadIdx.x % 32 / 4;
 }
 
-// logits = q k^T for the warp's rows and tokens. `shared_k`: the warp's first token.
-template <typename Tile>
+// logits = q k^T for the warp's rows and its first kTokens tokens; 0 for the others. `shared_k`:
+// the warp's first token.
+template <typename Tile, int kTokens>
 __device__ __forceinline__ void multiply_qk(
     float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], uint32_t shared_q,
     const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t shared_k) {
@@ -70,7 +71,7 @@ __device__ __forceinline__ void multiply_qk(
       load_query(a[0], step);
       if (has_second) load_query(a[1], step + 1);
 #pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; j += 2) {
+      for (int j = 0; j < kTokens / 8; j += 2) {
         uint32_t bytes[4];
         ptx::ldmatrix_x4(bytes, RowsK::move(lane_k(has_second), j * 8, step * 16));
 #pragma unroll
@@ -96,7 +97,7 @@ __device__ __forceinline__ void multiply_qk(
       uint32_t a[Tile::kRowTiles][4];
       load_query(a, step);
 #pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; j += 2) {
+      for (int j = 0; j < kTokens / 8; j += 2) {
         uint32_t b[4];
         ptx::ldmatrix_x4(b, RowsK::move(lane_k, j * 8, step * 32));
 #pragma unroll
