@@ -19,10 +19,12 @@ namespace flashinfer {
 
 // Measured on an H200 (bf16, 4096 tokens of 32 heads of 128), us of 16 states | 2 states: many
 // states with 64 threads 132.7, 128 133.9, 256 137.5; two states with 128 threads 26.3, 256 27.2,
-// 64 40.6 (CTAs cannot be launched that fast). Loads and stores that do not stream cost 1.5 % each;
-// two or four tokens per thread change nothing.
+// 64 40.6 (CTAs cannot be launched that fast); two or four tokens per thread change nothing. Loads
+// and stores that do not stream cost 1.5 % each; but not those of two states that are far beyond L2
+// (16384 tokens: 101 us either way, after L2 was flushed 104 without and 110 with).
 inline constexpr int kMergeStatesThreads = 64;
 inline constexpr int kMergePairThreads = 128;
+inline constexpr uint64_t kMergeStreamBytes = uint64_t{128} << 20;  // of two states and their merge
 
 namespace detail {
 
@@ -155,8 +157,13 @@ __global__ void __launch_bounds__(kMergePairThreads)
     s_b = *detail::state_s(params.other, token, head);
     for (uint32_t vec = threadIdx.x; vec < num_vecs; vec += blockDim.x) {
       Vec a, b;
-      a.load_streaming(row_a + vec * kVecSize);
-      b.load_streaming(row_b + vec * kVecSize);
+      if (params.streams) {
+        a.load_streaming(row_a + vec * kVecSize);
+        b.load_streaming(row_b + vec * kVecSize);
+      } else {
+        a.load(row_a + vec * kVecSize);
+        b.load(row_b + vec * kVecSize);
+      }
       const float max = fmaxf(s_a, s_b);
       float weight_a = detail::merge_weight(s_a, max), weight_b = detail::merge_weight(s_b, max);
       const float sum = weight_a + weight_b;
@@ -171,7 +178,12 @@ __global__ void __launch_bounds__(kMergePairThreads)
       }
       Vec out;
       out.from_floats(y);
-      out.store_streaming(detail::merged_row<T>(params, token, head) + vec * kVecSize);
+      T* row = detail::merged_row<T>(params, token, head) + vec * kVecSize;
+      if (params.streams) {
+        out.store_streaming(row);
+      } else {
+        out.store(row);
+      }
     }
   }
   // In place, the head's other threads must have read its s before it is overwritten.
@@ -206,6 +218,8 @@ inline cudaError_t launch_merge_states(MergeStatesParams params, bool vectorizab
       is_pair = false;
     }
   }
+  const uint64_t row_bytes = uint64_t{params.num_heads} * params.head_dim * sizeof(T);
+  params.streams = 3 * row_bytes * params.num_tokens <= kMergeStreamBytes;
   HeadGrid shape = make_head_grid(params.num_tokens, params.num_heads, num_vecs, threads);
   if (is_pair) shape = heads_first(shape);
   return launch_kernel(kernel, shape.grid, shape.block, 0, stream, enable_pdl, params);

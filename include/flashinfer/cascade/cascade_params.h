@@ -31,6 +31,7 @@ struct MergeStatesParams {
   uint32_t num_states;
   uint32_t num_heads;
   uint32_t head_dim;
+  bool streams;  // set at launch; two states only: reads and writes are the first to leave L2
 };
 
 }  // namespace flashinfer
