@@ -150,12 +150,6 @@ __device__ __forceinline__ float sum_of_squares(const Vector<T, kVecSize> (&x)[2
   return sum;
 }
 
-__device__ __forceinline__ float inv_rms_of(float sum, const QkNormRopeParams& params,
-                                            const QkNormRopePart& part) {
-  const float width = static_cast<float>(part.num_heads * params.head_dim);
-  return rsqrtf(sum / width + params.eps);
-}
-
 }  // namespace detail
 
 inline constexpr int kQkNormRopeThreads = 512;
@@ -163,7 +157,7 @@ inline constexpr int kQkNormRopeThreads = 512;
 // Rows that the CTA's threads hold, kUnits units each. Grid: Q, K and V of a token one after the
 // other, for as many tokens as go round together; shared memory: two tables of rotations.
 template <typename Traits, int kUnits>
-__global__ void __launch_bounds__(kQkNormRopeThreads)
+__global__ void __launch_bounds__(kQkNormRopeThreads, kUnits == 1 ? 2 : 1)
     qk_norm_rope_kernel(const __grid_constant__ QkNormRopeParams params) {
   using T = typename Traits::T;
   using TOut = typename Traits::TOut;
@@ -199,6 +193,8 @@ __global__ void __launch_bounds__(kQkNormRopeThreads)
       detail::load_unit(weight[i], static_cast<const T*>(part.weight), units[i]);
     }
   }
+  auto* tables = reinterpret_cast<float2*>(rotation_tables);
+  if (!is_v && token < params.num_tokens) detail::compute_rotations(params, token, tables);
   for (uint32_t parity = 0; token < params.num_tokens; token += token_step, parity ^= 1) {
     Vector<T, kVecSize> x[kUnits][2];
     float sum = 0.f;
@@ -208,19 +204,22 @@ __global__ void __launch_bounds__(kQkNormRopeThreads)
       x[i][1] = next[i][1];
     }
     if (token + token_step < params.num_tokens) load_row(token + token_step);
-    auto* table = reinterpret_cast<float2*>(rotation_tables) + parity * (params.head_dim / 2);
+    const float2* table = tables + parity * (params.head_dim / 2);
     if (!is_v) {
-      // The barrier of the sum is that of the table too. A table is written again two rows on, and
-      // the barrier between has then seen every thread read it.
-      detail::compute_rotations(params, token, table);
       if constexpr (Traits::kNorm) {
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) sum += detail::sum_of_squares(x[i]);
         sum = block_reduce_sum(sum, scratch[parity], static_cast<int>(blockDim.x) / 32);
       }
       if (!Traits::kNorm || blockDim.x == 32) __syncthreads();
+      // The next token's table, behind this barrier, which has seen every thread read what was in
+      // its place, and ahead of the next one.
+      if (token + token_step < params.num_tokens) {
+        detail::compute_rotations(params, token + token_step,
+                                  tables + (parity ^ 1) * (params.head_dim / 2));
+      }
     }
-    const float inv_rms = detail::inv_rms_of(sum, params, part);
+    const float inv_rms = rsqrtf(sum * part.inv_width + params.eps);
     TOut* out = static_cast<TOut*>(part.out) + token * out_stride;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
@@ -259,7 +258,7 @@ __global__ void __launch_bounds__(1024)
     if (Traits::kNorm) sum = block_reduce_sum(sum, scratch, static_cast<int>(blockDim.x) / 32);
     if (!Traits::kNorm || blockDim.x == 32) __syncthreads();
   }
-  const float inv_rms = detail::inv_rms_of(sum, params, part);
+  const float inv_rms = rsqrtf(sum * part.inv_width + params.eps);
   TOut* out = static_cast<TOut*>(part.out) + token * (int64_t{part.num_heads} * params.head_dim);
   for (uint32_t i = threadIdx.x; i < num_units; i += blockDim.x) {
     const detail::QkUnit unit = detail::qk_unit<Traits, kVecSize>(params, part, i);
@@ -276,13 +275,14 @@ __global__ void __launch_bounds__(1024)
 // `vectorizable`: half a head, every row of every tensor and the first columns are whole, aligned
 // vectors.
 template <typename Traits>
-inline cudaError_t launch_qk_norm_rope(const QkNormRopeParams& params, bool vectorizable,
-                                       int num_sms, bool enable_pdl, cudaStream_t stream) {
+inline cudaError_t launch_qk_norm_rope(QkNormRopeParams params, bool vectorizable, int num_sms,
+                                       bool enable_pdl, cudaStream_t stream) {
   constexpr uint32_t kParts = QkNormRopeParams::kNumParts;
   constexpr uint32_t kVecSize = Traits::kVecSize;
   uint32_t num_heads = 0;
-  for (const QkNormRopePart& part : params.parts) {
+  for (QkNormRopePart& part : params.parts) {
     if (part.num_heads > num_heads) num_heads = part.num_heads;
+    part.inv_width = 1.f / static_cast<float>(part.num_heads * params.head_dim);
   }
   const uint32_t num_units = num_heads * (params.head_dim / 2 / (vectorizable ? kVecSize : 1));
   const size_t table_bytes = params.head_dim / 2 * sizeof(float2);
@@ -296,8 +296,10 @@ inline cudaError_t launch_qk_norm_rope(const QkNormRopeParams& params, bool vect
   const bool is_wide = num_units > kQkNormRopeThreads;
   const uint32_t threads = round_up(is_wide ? ceil_div(num_units, 2u) : num_units, 32u);
   // Few tokens go round in as many CTAs as the SMs hold, many only six times. 8192 tokens of 40
-  // heads of 128 on an H200, bf16 | 8-bit results: 129.6 | 106.8 us, once 145 | 136, twice 134 |
-  // 117, four times 129.9 | 108.8, persistent 133 | 116. Loads and stores that stream: 178.
+  // heads of 128 on an H200, bf16 | 8-bit results: 129.1 | 101.9 us. With the table of angles made
+  // ahead of the barrier instead of one token early, and a division behind it, 130.0 | 106.9, and
+  // then once 145 | 136, twice 134 | 117, four times 129.9 | 108.8, persistent 133 | 116. Loads and
+  // stores that stream: 178.
   uint32_t steps = ceil_div<uint32_t>(kParts * params.num_tokens, num_sms * (1024 / threads));
   if (steps >= 32) steps = 6;
   const auto kernel = is_wide ? qk_norm_rope_kernel<Traits, 2> : qk_norm_rope_kernel<Traits, 1>;

@@ -14,7 +14,8 @@ struct QkNormRopePart {
   void* out;              // [num_tokens, num_heads, head_dim], contiguous
   uint32_t first_column;  // in a row of qkv
   uint32_t num_heads;
-  float scale;  // 8-bit outputs are multiplied by it
+  float scale;      // 8-bit outputs are multiplied by it
+  float inv_width;  // set at launch: 1 / (num_heads * head_dim)
 };
 
 struct QkNormRopeParams {

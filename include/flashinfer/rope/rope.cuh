@@ -184,19 +184,22 @@ __device__ __forceinline__ T* rope_row(const RopeRows& rows, uint32_t token, uin
 // flushed; without rotating 167 | 48 us): two heads per thread 176 | 49.7 us with 64 threads, 178 |
 // 50.2 with 96, 181 | 50.3 with 128; one head 201 | 52.6 with 128 threads (256: 222); four heads
 // 184 | 50.6. Angles that are loaded ahead of the data gain 1 us. In a graph that repeats, stores
-// that do not stream cost 2 to 3 us. What the first wave reads goes to L2 while the grid before it
-// ends, and a long grid lets the next one come when its last CTAs write: 42.7 -> 42.2 us; a short
-// one at once (one token 1.42 -> 1.17).
-template <int kHeads>
-inline constexpr int kRopeThreads = 128 / kHeads;
+// that do not stream cost 2 to 3 us. Angles that are computed, 32768 tokens: two heads 176 us with
+// 128 threads, 180 with 256; four heads with 64 177; one head 192; two heads with the data under
+// way while the CTA computes 186.
+//
+// What the first wave reads goes to L2 while the grid before it ends, and a long grid lets the next
+// one come when its last CTAs write: 42.7 -> 42.2 us; a short one at once (one token 1.42 -> 1.17).
+template <typename Traits, int kHeads>
+inline constexpr int kRopeThreads = kHeads == 1 || Traits::kComputed ? 128 : 64;
 inline constexpr uint32_t kRopePrefetchCtas = 2048;
 
 template <typename Traits, int kVecSize, int kHeads>
-__global__ void __launch_bounds__(kRopeThreads<kHeads>)
+__global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
     rope_kernel(const __grid_constant__ typename Traits::Params params) {
   using T = typename Traits::T;
   using TOut = typename Traits::TOut;
-  constexpr int kThreads = kRopeThreads<kHeads>;
+  constexpr int kThreads = kRopeThreads<Traits, kHeads>;
   extern __shared__ float2 rotations[];
   int which = 0;
   while (which + 1 < static_cast<int>(params.num_segments) &&
@@ -238,17 +241,22 @@ __global__ void __launch_bounds__(kRopeThreads<kHeads>)
     }
   };
   detail::Rotation<kVecSize> rotation;
+  uint32_t first_token = 0;
   if constexpr (Traits::kComputed) {
-    if (is_valid) load();
     if (segment.rotates) {
       const auto token_of = [&](uint32_t thread) {
         const uint32_t row = segment.units.divide(cta * kThreads + thread);
         const uint32_t token = chunk + segment.head_groups.divide(row);
         return token < params.num_tokens ? token : params.num_tokens - 1;
       };
-      const uint32_t first_token = token_of(0);
+      first_token = token_of(0);
       detail::compute_rotations(params, first_token, token_of(kThreads - 1), rotations);
-      if (!is_valid) return;
+    }
+  }
+  if (!is_valid) return;
+  if constexpr (Traits::kComputed) {
+    load();
+    if (segment.rotates) {
       const float2* row_of_token = rotations + (token - first_token) * (params.rope_dim / 2);
 #pragma unroll
       for (int j = 0; j < kVecSize; ++j) {
@@ -259,9 +267,7 @@ __global__ void __launch_bounds__(kRopeThreads<kHeads>)
         rotation.sin[j] = cos_sin.y;
       }
     }
-    if (!is_valid) return;
   } else {
-    if (!is_valid) return;
     if (segment.rotates) {
       detail::load_rotation<typename Traits::TCache>(
           params, detail::rope_position(params, token, 0), unit, rotation);
@@ -313,9 +319,8 @@ inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable
                                cudaStream_t stream) {
   constexpr uint32_t kVecSize = 16 / sizeof(typename Traits::T);
   constexpr uint32_t kMaxIndex = 1u << 30;  // of a thread: FastDivisor takes 31 bits
-  constexpr int kHeads = Traits::kComputed ? 1 : 2;
-  const uint32_t vec_size = vectorizable ? kVecSize : 1, heads = vectorizable ? kHeads : 1;
-  const uint32_t threads = vectorizable ? kRopeThreads<kHeads> : kRopeThreads<1>;
+  const uint32_t vec_size = vectorizable ? kVecSize : 1, heads = vectorizable ? 2 : 1;
+  const uint32_t threads = vectorizable ? kRopeThreads<Traits, 2> : kRopeThreads<Traits, 1>;
   uint64_t max_threads_per_token = 1;
   uint32_t max_tokens_per_cta = 0;
   for (uint32_t i = 0; i < params.num_segments; ++i) {
@@ -341,8 +346,7 @@ inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable
   const dim3 grid(num_ctas, ceil_div(params.num_tokens, params.tokens_per_chunk));
   const size_t smem_bytes =
       Traits::kComputed ? max_tokens_per_cta * (params.rope_dim / 2) * sizeof(float2) : 0;
-  const auto kernel =
-      vectorizable ? rope_kernel<Traits, kVecSize, kHeads> : rope_kernel<Traits, 1, 1>;
+  const auto kernel = vectorizable ? rope_kernel<Traits, kVecSize, 2> : rope_kernel<Traits, 1, 1>;
   return launch_kernel(kernel, grid, dim3(threads), smem_bytes, stream, enable_pdl, params);
 }
 
