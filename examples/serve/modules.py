@@ -88,4 +88,4 @@ def _takes_hopper(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> b
     """Whether long prompts go to the kernel for Hopper."""
     is_target = any(major == 9 for major, _ in current_compilation_context.TARGET_CUDA_ARCHS)
     missing = hopper.missing_on_hopper(dtype, kv_dtype, head_dim, head_dim)
-    return hopper.AUTO_IS_ON and is_target and missing is None
+    return is_target and missing is None

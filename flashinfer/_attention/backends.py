@@ -21,12 +21,13 @@ class Profit(NamedTuple):
     """From where on the kernel for Hopper is faster than the portable one."""
 
     mean_rows: int  # packed query rows (tokens times group size) of a request, on average
-    mean_tokens: int  # query tokens of a request, on average
+    mean_keys: int  # of a request, on average
 
 
-# By head sizes, of the tiles' geometry: below half a tile of 128 rows most products are of nothing,
-# and decode is bound by the bytes of the keys, which the portable kernel streams as fast.
-PROFITS = {head_dims: Profit(mean_rows=64, mean_tokens=2) for head_dims in hopper.HEAD_DIMS}
+# By head sizes. With half a tile of rows the portable kernel's tiles of 64 were 1.2 to 1.3 times as
+# fast on an H200, from a whole one on the kernel for Hopper was 1.2 to 2 times as fast, unless keys
+# are so few that its longer way from launch to first product (3 us) decides.
+PROFITS = {head_dims: Profit(mean_rows=128, mean_keys=128) for head_dims in hopper.HEAD_DIMS}
 
 
 def choose_backend(
@@ -55,7 +56,7 @@ def choose_backend(
         If ``"fa3"`` is wanted where it does not run; the message says what is missing.
     """
     wanted = problem.backend
-    if wanted == "fa2" or (wanted == "auto" and not (hopper.AUTO_IS_ON and is_hopper(device))):
+    if wanted == "fa2" or (wanted == "auto" and not is_hopper(device)):
         return "fa2"
     missing = hopper.missing_on_hopper(
         problem.q_data_type,
@@ -74,9 +75,11 @@ def choose_backend(
     if missing is not None or fixed_split_size:
         return "fa2"
     profit = PROFITS[problem.head_dim_qk, problem.head_dim_vo]
-    tokens = problem.num_qo_tokens / max(problem.batch_size, 1)
-    rows = tokens * problem.group_size
-    return "fa3" if tokens >= profit.mean_tokens and rows >= profit.mean_rows else "fa2"
+    requests = max(problem.batch_size, 1)
+    rows = problem.num_qo_tokens * problem.group_size / requests
+    indptr = problem.kv_indptr
+    keys = int(indptr[-1] - indptr[0]) * max(problem.page_size, 1) / requests  # whole pages
+    return "fa3" if rows >= profit.mean_rows and keys >= profit.mean_keys else "fa2"
 
 
 @functools.cache
@@ -119,7 +122,7 @@ def determine_attention_backend(
         where queries are too few for the tiles of the other.
     """
     options = (pos_encoding_mode, use_fp16_qk_reductions, use_custom_mask, dtype_q, dtype_kv)
-    if not (hopper.AUTO_IS_ON and is_fa3_backend_supported(*options) and is_hopper(device)):
+    if not (is_fa3_backend_supported(*options) and is_hopper(device)):
         return "fa2"
     known = [size for size in (head_dim_qk, head_dim_vo) if size is not None]
     if known and not is_fa3_prefill_head_dim_supported(known[0], known[-1]):

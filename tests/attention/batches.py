@@ -11,7 +11,6 @@ import torch
 
 import flashinfer
 from flashinfer._attention.backends import is_hopper
-from flashinfer.jit.attention import hopper
 from flashinfer.testing import assert_matches_reference
 from flashinfer.testing.attention import attention_check_options
 from flashinfer.trace.template import resolve_template
@@ -32,8 +31,6 @@ def need_backend(backend: str, device: torch.device) -> None:
         return
     if not is_hopper(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("needs a GPU of compute capability 9.0 for backend fa3")
-    if not hopper.AUTO_IS_ON:
-        pytest.skip("the kernel of backend fa3 is switched off: AUTO_IS_ON")
 
 
 def randn(

@@ -26,5 +26,5 @@ def auto_backend(
         always = {head_dims: backends.Profit(0, 0) for head_dims in backends.PROFITS}
         monkeypatch.setattr(backends, "PROFITS", always)
     else:
-        monkeypatch.setattr(backends.hopper, "AUTO_IS_ON", False)
+        monkeypatch.setattr(backends, "is_hopper", lambda device: False)
     return request.param

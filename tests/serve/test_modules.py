@@ -18,7 +18,7 @@ from examples.serve.warmup import warm_up
 from flashinfer import _kernels, activation
 from flashinfer._attention.executor import AttentionExecutor
 from flashinfer.jit import JitSpec, current_compilation_context, registry
-from flashinfer.jit.attention import AttentionConfig, hopper
+from flashinfer.jit.attention import AttentionConfig
 
 LLAMA = {**checkpoint.SMALL, "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN = {
@@ -89,7 +89,6 @@ def test_all_and_only_what_requests_use(
 
 @pytest.mark.parametrize("arch, count", [("9.0a", 1), ("8.0", 0)])
 def test_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch, arch: str, count: int):
-    monkeypatch.setattr(hopper, "AUTO_IS_ON", True)
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", arch)
     current_compilation_context.reset()
     config, bf16 = ModelConfig.from_dict(LLAMA), torch.bfloat16

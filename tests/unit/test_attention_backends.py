@@ -35,7 +35,6 @@ SERVED = AttentionConfig(BF16, BF16, BF16, 128, 128, 128, backend="fa3")
 def on_hopper(monkeypatch: pytest.MonkeyPatch):
     """Every device counts as a GPU of compute capability 9.0, and ``auto`` is free to choose."""
     monkeypatch.setattr(backends, "is_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "AUTO_IS_ON", True)
 
 
 @pytest.fixture
@@ -162,10 +161,12 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
     ("qo_lens", "options", "expected"),
     [
         ([2048], {}, "fa3"),
-        ([16], {}, "fa3"),  # 64 packed rows
-        ([15], {}, "fa2"),
-        ([64], {"group": 1}, "fa3"),
-        ([1] * 7, {"group": 64}, "fa2"),  # decode, however many heads
+        ([32], {"kv_indptr": torch.tensor([0, 500])}, "fa3"),  # 128 packed rows
+        ([31], {"kv_indptr": torch.tensor([0, 500])}, "fa2"),
+        ([128], {"group": 1}, "fa3"),
+        ([127], {}, "fa2"),  # too few keys
+        ([100], {"kv_indptr": torch.tensor([0, 8]), "page_size": 16}, "fa3"),
+        ([1] * 7, {"group": 64, "kv_indptr": torch.arange(8) * 999}, "fa2"),  # decode
         ([2048, *[1] * 300], {}, "fa2"),  # decode with a prompt among it
         ([], {}, "fa2"),
         ([0], {}, "fa2"),
@@ -221,7 +222,6 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: index + 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(hopper, "AUTO_IS_ON", True)
     device = torch.device("cuda", index)
     yield device
     backends.is_hopper.cache_clear()

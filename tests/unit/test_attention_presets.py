@@ -44,7 +44,6 @@ def test_decode_of_llama(kv_dtype: torch.dtype):
 def test_prefill_of_llama(tokens: int, on_hopper: bool, monkeypatch: pytest.MonkeyPatch):
     """Short prompts have tiles of 64 rows, long ones of 128, of Hopper's kernel where it is."""
     monkeypatch.setattr(backends, "is_hopper", lambda device: on_hopper)
-    monkeypatch.setattr(backends.hopper, "AUTO_IS_ON", True)
     names = {spec.name for spec in registry.preset_specs("llama-bf16")}
     workspace = torch.empty(1 << 24, dtype=torch.uint8)
     indptr = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)

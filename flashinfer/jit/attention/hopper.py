@@ -8,9 +8,6 @@ import torch
 
 from ...dtypes import short_name
 
-AUTO_IS_ON = False
-"""Whether ``backend="auto"`` may take the kernel, and ahead-of-time builds have it."""
-
 TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 """wgmma and TMA multicasts exist for this target alone, whatever list of targets there is."""
 

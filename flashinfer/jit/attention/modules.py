@@ -59,13 +59,12 @@ def _aot_configs() -> Iterator[AttentionConfig]:
         for dtype_kv in (dtype, torch.float8_e4m3fn):
             yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q=16)
         for paged in (False, True):
-            if hopper.AUTO_IS_ON:
-                yield AttentionConfig(
-                    *(dtype, dtype, dtype, 128, 128, hopper.hopper_tile_q(128, 128)),
-                    paged=paged,
-                    mask_mode="causal",
-                    backend="fa3",
-                )
+            yield AttentionConfig(
+                *(dtype, dtype, dtype, 128, 128, hopper.hopper_tile_q(128, 128)),
+                paged=paged,
+                mask_mode="causal",
+                backend="fa3",
+            )
             for tile_q in TILES:
                 yield AttentionConfig(
                     dtype, dtype, dtype, 128, 128, tile_q, paged=paged, mask_mode="causal"

@@ -146,18 +146,22 @@ class HopperProducer {
       }
       return;
     }
-    // Lane i knows where row i of the warp's share is.
-    constexpr int kRows = Tile::kTileQ / 4;
-    const uint32_t packed = item.row_begin + warp_idx_ * kRows + lane_idx_;
-    int64_t offset = -1;
-    if (packed < item.qo_len * group_size) {
-      const uint32_t token = params_.group_size.divide(packed);
-      const uint32_t head = kv_head * group_size + packed - token * group_size;
-      offset = (item.qo_begin + int64_t{token}) * tensors_.q_stride_token +
-               head * tensors_.q_stride_head;
-    }
+    // Lane i knows where row i of the warp's share is, in two halves: there may be more than 32.
+    constexpr int kRows = Tile::kTileQ / 8;
     await_all(kQueryWarp, empty, q_phase_);
-    copy_rows<kRows, Tile::kTileQ, Tile::kHeadDimQK>(shared_, tensors_.q, offset);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first_row = (warp_idx_ * 2 + half) * kRows;
+      const uint32_t packed = item.row_begin + first_row + min(lane_idx_, kRows - 1);
+      int64_t offset = -1;
+      if (packed < item.qo_len * group_size) {
+        const uint32_t token = params_.group_size.divide(packed);
+        const uint32_t head = kv_head * group_size + packed - token * group_size;
+        offset = (item.qo_begin + int64_t{token}) * tensors_.q_stride_token +
+                 head * tensors_.q_stride_head;
+      }
+      copy_rows<kRows, Tile::kTileQ, Tile::kHeadDimQK>(shared_, tensors_.q, first_row, offset);
+    }
     complete_later(full);
   }
 
@@ -178,9 +182,14 @@ class HopperProducer {
       constexpr int kBytes = kKeys ? Tile::kBytesK : Tile::kBytesV;
       constexpr int kChunks = kKeys ? Tile::kChunksQK : Tile::kChunksVO;
       announce();
+      // Keys are needed sooner: the warp that waits for no more than the next query helps.
+      constexpr int kParts = kKeys && Traits::kPaged ? 2 : 1;
       if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) {
-        load_boxes<kChunks, kBytes>(item, kv_head, first_token, map, target, full, empty,
-                                    ring.phase);
+        load_boxes<kChunks, kBytes, 0, kParts>(item, kv_head, first_token, map, target, full, empty,
+                                               ring.phase);
+      } else if (kParts == 2 && warp_idx_ == kQueryWarp) {
+        load_boxes<kChunks, kBytes, 1, kParts>(item, kv_head, first_token, map, target, full, empty,
+                                               ring.phase);
       }
     } else {
       constexpr int kDim = kKeys ? Tile::kHeadDimQK : Tile::kHeadDimVO;
@@ -188,19 +197,21 @@ class HopperProducer {
       const int64_t offset = token_offset<kKeys>(
           item, kv_head, first_token + warp_idx_ * kRows + min(lane_idx_, kRows - 1));
       await_all(kKeys ? kKeyWarp : kValueWarp, empty, ring.phase ^ 1);
-      copy_rows<kRows, Tile::kTileKV, kDim>(target, kKeys ? tensors_.k : tensors_.v, offset);
+      copy_rows<kRows, Tile::kTileKV, kDim>(target, kKeys ? tensors_.k : tensors_.v,
+                                            warp_idx_ * kRows, offset);
       complete_later(full);
     }
     ring.advance();
   }
 
-  // By one warp: a lane per page, or one for the whole tile.
-  template <int kChunks, int kBytes>
+  // By one warp: a lane per page of every `kParts`, or one for the whole tile. The bytes of all
+  // parts are announced by the first.
+  template <int kChunks, int kBytes, int kPart, int kParts>
   __device__ __forceinline__ void load_boxes(const WorkItem& item, uint32_t kv_head,
                                              int first_token, const TensorMap& map, uint32_t target,
                                              uint32_t full, uint32_t empty, uint32_t phase) {
     static_assert(Tile::kTileKV / 8 <= 32, "a lane per page");
-    const int row = lane_idx_ * map.box_rows;
+    const int row = (lane_idx_ * kParts + kPart) * map.box_rows;
     const bool has_box = row < Tile::kTileKV;
     uint32_t page = 0, slot = 0;
     if (Traits::kPaged && has_box) {
@@ -210,7 +221,7 @@ class HopperProducer {
       page = min(page, tensors_.num_pages);  // outside are zeros
     }
     ptx::mbarrier_wait(empty, phase ^ 1);
-    if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, kBytes);
+    if (kPart == 0 && lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, kBytes);
     __syncwarp();
     if (!has_box) return;
 #pragma unroll
@@ -239,9 +250,12 @@ class HopperProducer {
     return page * stride_page + (token - number * params_.page_size.divisor) * stride_token + head;
   }
 
-  // The warp's `kRows` of an operand's `kOperandRows` rows; lane i gives the offset of row i.
+  // `kRows` of an operand's `kOperandRows` rows; lane i gives the offset of row `first_row` + i.
   template <int kRows, int kOperandRows, int kDim>
-  __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int64_t offset) {
+  __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int first_row,
+                                            int64_t offset) {
+    static_assert(kRows <= 32 && kRows * kDim % 256 == 0,
+                  "a lane per row, whole steps of the warp");
     constexpr int kColumns = kDim / 8;  // of 16 bytes
 #pragma unroll 4
     for (int i = 0; i < kRows * kColumns / 32; ++i) {
@@ -251,8 +265,8 @@ class HopperProducer {
       const bool exists = row_offset >= 0;
       const char* source = static_cast<const char*>(base);
       if (exists) source += row_offset * kElement + column * 16;
-      ptx::cp_async_16(target + swizzled_offset<kOperandRows>(warp_idx_ * kRows + row, column),
-                       source, exists);
+      ptx::cp_async_16(target + swizzled_offset<kOperandRows>(first_row + row, column), source,
+                       exists);
     }
   }
 
