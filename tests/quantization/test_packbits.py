@@ -63,9 +63,19 @@ def test_many_random_segments(device):
     assert_matches_reference(segment_packbits, x=x, indptr=indptr, bitorder="little")
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_segments_that_no_mean_length_finds(index, device):
+    """A warp looks for its segments where they would be if all were as long: here they are not."""
+    empty, short, long = [0] * 5000, [3, 9, 1] * 400, [50_001] * 9
+    for lengths in (empty + long + short, long + empty + short + long, short + long + empty):
+        indptr = torch.tensor([0, *lengths], device=device).cumsum(0).to(index)
+        x = _mask(sum(lengths), device)
+        assert_matches_reference(segment_packbits, x=x, indptr=indptr, bitorder="big")
+
+
 @pytest.mark.parametrize("bitorder", ORDERS)
 def test_long_segments(bitorder, device):
-    """Long enough on average for CTAs that are in one segment, with short ones between."""
+    """Long enough for warps that are in one segment, with short ones between."""
     lengths = torch.tensor([1_000_003, 0, 5, 131_072, 700_001, 1, 262_147], device=device)
     indptr = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
     for offset in (0, 3):
