@@ -65,7 +65,7 @@ class AttentionPlanner {
       min_cost_ = std::min(min_cost_, tile.cost);
     }
     num_slots_ = num_merges_ = max_cut_rows_ = num_columns_ = 0;
-    gpu_columns_ = gpu_columns(config);
+    gpu_columns_ = share_columns_ = gpu_columns(config);
 
     if (config.fixed_split_size > 0) {
       cut_at_multiples();
@@ -74,6 +74,7 @@ class AttentionPlanner {
       if (order_.empty()) take_whole_tiles();
       deal_longest_first();
     } else {
+      share_columns_ = columns_of_shares();
       cut_into_shares(smallest_share());
     }
     decide_layout(float_bytes);
@@ -226,10 +227,19 @@ class AttentionPlanner {
     return std::max(cost.of(0, 2 * cost.min_piece(0) - 1), cost.of(1, 2 * cost.min_piece(1) - 1));
   }
 
+  // Few tiles of one cost are cut into as many parts each where that leaves hardly a column empty:
+  // 16 tiles take 32 of 33 columns, two each, instead of two or three each (1 % faster on an H200).
+  int64_t columns_of_shares() const {
+    const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
+    if (min_cost_ != max_cost_ || num_tiles > gpu_columns_) return gpu_columns_;
+    const int64_t columns = gpu_columns_ / num_tiles * num_tiles;
+    return 32 * columns >= 31 * gpu_columns_ ? columns : gpu_columns_;
+  }
+
   // What each column gets if every border between columns cuts a tile.
   int64_t expected_share() const {
-    const int64_t cuts = (gpu_columns_ - 1) * TileCost(*config_).per_piece(0);
-    return std::max(least_share(), ceil_div(total_cost_ + cuts, gpu_columns_));
+    const int64_t cuts = (share_columns_ - 1) * TileCost(*config_).per_piece(0);
+    return std::max(least_share(), ceil_div(total_cost_ + cuts, share_columns_));
   }
 
   // The smallest share, to about 1/256, with which the columns of the GPU suffice. All costs are
@@ -238,7 +248,7 @@ class AttentionPlanner {
     const TileCost cost(*config_);
     const int64_t unit = config_->tile_q_second > 0 ? std::min(cost.per_piece(0), cost.per_piece(1))
                                                     : cost.per_piece(0);
-    const int64_t lowest = std::max(least_share(), ceil_div(total_cost_, gpu_columns_));
+    const int64_t lowest = std::max(least_share(), ceil_div(total_cost_, share_columns_));
     int64_t low = ceil_div(lowest, unit) - 1;  // too small; in units, as what follows
     int64_t high = std::max(low + 1, ceil_div(expected_share(), unit));
     int64_t step = std::max<int64_t>(1, high / 64);
@@ -249,7 +259,7 @@ class AttentionPlanner {
     }
     // What cutting costs hardly depends on the share: what the columns held now tells where the
     // search is likely to end, and two tries spare most of the bisection.
-    const int64_t likely = ceil_div(walked_cost_, gpu_columns_ * unit);
+    const int64_t likely = ceil_div(walked_cost_, share_columns_ * unit);
     const int64_t margin = high / 512;
     for (const int64_t guess : {likely + margin, likely - margin - 1}) {
       if (low < guess && guess < high) (is_enough(guess * unit) ? high : low) = guess;
@@ -261,7 +271,7 @@ class AttentionPlanner {
     return high * unit;
   }
 
-  bool is_enough(int64_t share) { return walk<false>(share) <= gpu_columns_; }
+  bool is_enough(int64_t share) { return walk<false>(share) <= share_columns_; }
 
   void cut_into_shares(int64_t share) {
     num_columns_ = walk<true>(share);
@@ -494,6 +504,7 @@ class AttentionPlanner {
   const PlanConfig* config_ = nullptr;
   const RequestGroup* groups_[2] = {};
   int64_t gpu_columns_ = 0;
+  int64_t share_columns_ = 0;  // of these, that equal shares take
   int64_t total_cost_ = 0, max_cost_ = 0, min_cost_ = 0;
   int64_t walked_cost_ = 0;  // of the latest walk, with what closed columns left empty
   int64_t num_columns_ = 0, num_slots_ = 0, num_merges_ = 0, max_cut_rows_ = 0;
