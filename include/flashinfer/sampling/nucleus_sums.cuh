@@ -88,8 +88,8 @@ __device__ __forceinline__ void add_to_halves(uint32_t (&sums)[NucleusLayout::kH
 
 }  // namespace detail
 
-// Measured on an H200, 64 and 256 rows of 128256 float32: the whole draw takes 28.5 and 70 us with
-// 128 threads, 29 and 73 with 256.
+// Measured on an H200, 64 and 256 rows of 128256 float32: this kernel takes 12.3 and 35.3 us with
+// 128 threads, 12.1 and 39.4 with 256.
 inline constexpr int kHalvesThreads = 128;
 
 // Grid (tiles, input rows from first_row on), kHalvesThreads threads.

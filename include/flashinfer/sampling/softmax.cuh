@@ -8,7 +8,12 @@
 
 #include <flashinfer/ptx/cluster_exchange.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
+#include <flashinfer/ptx/prefetch.cuh>
 #include <flashinfer/sampling/tiles.cuh>
+
+#ifndef __CUDACC_RTC__
+#include <algorithm>
+#endif
 
 namespace flashinfer {
 
@@ -161,11 +166,17 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
   const T* row = static_cast<const T*>(params.input) + row_idx * params.input_stride;
   TOut* out = static_cast<TOut*>(params.out) + row_idx * params.out_stride;
   const bool aligned = detail::row_is_aligned(row), out_aligned = detail::row_is_aligned(out);
+  if (threadIdx.x == 0 && row_idx < params.early_rows) {
+    constexpr uint32_t kMine = Split::kElementsPerCta;
+    const uint32_t bytes = min(kMine, params.vocab_size - rank * kMine) * sizeof(T) / 16 * 16;
+    if (aligned && bytes != 0) ptx::prefetch_bulk_l2(row + rank * kMine, bytes);
+  }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (row_idx < params.paced_rows) {
     // So that some rows are read while others are exchanged or written.
-    const uint32_t start = clock(), delay = row_idx * params.pace;
+    const uint32_t start = clock(), delay = row_idx * params.pace -
+                                            min(row_idx, params.early_rows) * params.pace / 2;
     while (static_cast<uint32_t>(clock()) - start < delay) continue;
   }
 
@@ -305,13 +316,13 @@ inline cudaError_t launch_softmax_by_tiles(SamplingParams params, bool enable_pd
 
 }  // namespace detail
 
-// Rows of 128256 float32 on an H200, 4, 64 and 256 of them: 4.8, 20.6 and 67.4 us; if all rows that
-// fit start at once 4.7, 21.2 and 69.7, as then memory idles while they exchange their sums. A pace
-// slower or faster by a fifth takes 68 us, by two fifths 69. With half of the row in registers and
-// six CTAs to a multiprocessor 20.1 and 69.1; with clusters of 8 CTAs of 64 elements per thread,
-// of which 32 or 24 are in registers, 22.8 and 67.5, or 20.1 and 68.7; with all in registers and
-// five CTAs 22.9 and 73.7 (ptxas spills, which costs traffic). By tiles 3.4 for one row, 26.5 and
-// 101.
+// Rows of 128256 float32 on an H200, 16, 64 and 256 of them: 6.7, 20.4 and 66.5 us. Nothing read
+// early, and all rows at one pace: 6.7, 20.8 and 67.2. A pace slower or faster by a fifth, then:
+// 68, by two fifths 69; all rows that fit at once 69.7, as then memory idles while they exchange
+// their sums. All rows that fit read early 69. With half of the row in registers and six CTAs to
+// a multiprocessor 20.1 and 69.1; with clusters of 8 CTAs of 64 elements per thread, of which 32 or
+// 24 are in registers, 22.8 and 67.5, or 20.1 and 68.7; with all in registers, five CTAs and all
+// rows at once 22.9 and 73.7, of which 2 for spills. By tiles 3.5 for one row, 26.5 and 101.
 template <typename Traits>
 inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable_pdl,
                                   cudaStream_t stream) {
@@ -327,11 +338,16 @@ inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable
   }
   if (num_clusters == 0) return detail::launch_softmax_by_tiles<Traits>(params, enable_pdl, stream);
   // At the speed of memory: 4 KiB read or written per cycle of 2 GHz, twice what it really is, as
-  // the first rows are only read for a while.
+  // the first rows are only read for a while. Those that are in L2 by then start at twice the pace.
   constexpr uint32_t kBytesPerCycle = 4096;
   constexpr size_t kBytes = sizeof(typename Traits::T) + sizeof(typename Traits::TOut);
   params.paced_rows = static_cast<uint32_t>(num_clusters);
   params.pace = static_cast<uint32_t>(params.vocab_size * kBytes / kBytesPerCycle);
+  // To read these before the grid ahead has ended.
+  constexpr uint32_t kEarlyBytes = 8 << 20;
+  params.early_rows =
+      std::min(kEarlyBytes / static_cast<uint32_t>(params.vocab_size * sizeof(typename Traits::T)),
+               params.paced_rows);
   const cudaError_t status =
       launch_kernel(kKernel, dim3(params.num_rows * num_ranks), dim3(Split::kThreads), 0, stream,
                     enable_pdl, params, num_ranks);
