@@ -77,6 +77,8 @@ def _check(routine: Routine, backend: Backend, arguments: dict[str, Any]) -> Non
 
 def _measured(routine: Routine, backend: Backend, case: Namespace, timer: Timer) -> Row:
     set_seed(case.random_seed)
+    if not routine.captures:
+        case = Namespace(**{**vars(case), "no_cuda_graph": True})
     arguments = routine.build(case, timer.device)
     if case.refcheck:
         _check(routine, backend, arguments)

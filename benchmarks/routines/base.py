@@ -138,6 +138,8 @@ class Routine:
         off by as many roundings as the backend says.
     flops : Callable[[Namespace], int], optional
         Floating-point operations of a call, where arithmetic is what limits it.
+    captures : bool
+        Whether a CUDA graph can hold the call; one that copies from the host's memory cannot.
     backends : Mapping[str, Backend]
         By name; the first one is the default.
     """
@@ -152,6 +154,7 @@ class Routine:
     flops: Callable[[Namespace], int] | None = None
     fresh: Callable[[Arguments], int] | None = None
     check_options: Callable[[Any, Arguments], CheckOptions] | None = None
+    captures: bool = True
 
     def nbytes(self, arguments: Mapping[str, Any]) -> int:
         """Bytes that a call must move, from its arguments."""

@@ -151,6 +151,7 @@ for _name, _flags, _build in (
             writes=[],
             fresh=lambda arguments: arguments["x"].numel() // 8,
             backends={"cuda": Backend(f"flashinfer.quantization:{_name}")},
+            captures=_name == "packbits",
         )
     )
 

@@ -169,6 +169,13 @@ def test_a_failed_refcheck_exits_with_1_and_gives_no_time(monkeypatch, capsys, t
     assert cli.main(argv, timer) == cli.OK, "without --refcheck it is only timed"
 
 
+def test_what_a_graph_cannot_hold_is_timed_without(timer):
+    assert cli.main(["--routine", "packbits", "--num_elements", "64"], timer) == cli.OK
+    flags = ["--num_elements", "64", "--segment_length", "9"]
+    assert cli.main(["--routine", "segment_packbits", *flags], timer) == cli.OK
+    assert [case.no_cuda_graph for _, _, case in timer.timed] == [False, True]
+
+
 def test_the_same_seed_draws_the_same_inputs(timer):
     for seed in ("3", "3", "4"):
         cli.main(["--routine", "rmsnorm", *SMALL, "--random_seed", seed], timer)
