@@ -20,7 +20,7 @@ def struct(*names: str) -> np.dtype:
 # include/flashinfer/scheduler/work.h
 ITEM = struct(
     *("request", "kind", "qo_begin", "qo_len", "kv_len", "kv_base", "row_begin"),
-    *("kv_begin", "kv_end", "slot", "next", "reserved"),
+    *("kv_begin", "kv_end", "slot", "next", "lists_taken"),
 )
 MERGE = struct(
     *("kind", "request", "qo_begin", "qo_len", "row_begin", "num_rows"),

@@ -89,7 +89,7 @@ class HopperProducer {
   // L2, or the longest lists of all heads, so that CTAs end together. Each CTA asks once in vain;
   // the last of them sets the counter back for the next launch.
   __device__ __forceinline__ int take_list(uint32_t& kv_head) {
-    int32_t* const counter = const_cast<int32_t*>(&params_.items[0].reserved);
+    int32_t* const counter = const_cast<int32_t*>(&params_.items[0].lists_taken);
     const uint32_t num_lists = params_.num_ctas.divisor * params_.num_kv_heads.divisor;
     while (true) {
       const uint32_t list = static_cast<uint32_t>(atomicAdd(counter, 1));

@@ -465,7 +465,7 @@ class AttentionPlanner {
       item.kv_end = piece.kv_end;
       item.partial_slot = piece.slot;
       item.next = -1;
-      item.reserved = 0;
+      item.lists_taken = 0;
       items[index] = item;
     }
     for (int32_t column = 0; column < num_ctas; ++column) {

@@ -26,7 +26,9 @@ struct alignas(16) WorkItem {
   int32_t kv_end;     // [tokens]
   int32_t partial_slot;  // negative: write o itself
   int32_t next;          // index of the CTA's next item; negative: none
-  int32_t reserved;
+  // Of items[0], in launches whose CTAs take lists as they come: how many were taken. 0 between
+  // launches.
+  int32_t lists_taken;
 };
 static_assert(sizeof(WorkItem) == 48, "three 16-byte loads");
 
