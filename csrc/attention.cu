@@ -1,30 +1,17 @@
 #include <flashinfer/attention/launch.cuh>
 
-#include "attention.h"
-
-#if FLASHINFER_CFG_CUSTOM_VARIANT
-#include "attention_variant.cuh"  // UserVariant
-#endif
+#include "attention_config.cuh"
 
 namespace flashinfer {
 namespace {
-
-enum class PosEncoding { none, rope_llama, alibi };
-constexpr bool kRotate = PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::rope_llama;
-#if FLASHINFER_CFG_CUSTOM_VARIANT
-using Variant = UserVariant;
-#else
-using Variant = DefaultAttention<FLASHINFER_CFG_LOGITS_SOFT_CAP,
-                                 PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::alibi,
-                                 FLASHINFER_CFG_SINKS>;
-#endif
 
 template <int kTileQ, bool kPaged, MaskMode kMask>
 using Traits =
     AttentionTraits<TileTraits<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
                                dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
                                FLASHINFER_CFG_HEAD_DIM_VO, kTileQ>,
-                    Variant, kPaged, kMask, FLASHINFER_CFG_SLIDING_WINDOW, kRotate>;
+                    ConfiguredVariant, kPaged, kMask, FLASHINFER_CFG_SLIDING_WINDOW,
+                    kPosEncoding == PosEncoding::rope_llama>;
 
 using First =
     Traits<FLASHINFER_CFG_TILE_Q, FLASHINFER_CFG_PAGED, MaskMode::FLASHINFER_CFG_MASK_MODE>;

@@ -1,33 +1,21 @@
 #include <flashinfer/attention/hopper_launch.cuh>
 
-#include "attention.h"
-
-#if FLASHINFER_CFG_CUSTOM_VARIANT
-#include "attention_variant.cuh"  // UserVariant
-#endif
+#include "attention_config.cuh"
 
 namespace flashinfer {
 namespace {
 
-enum class PosEncoding { none, rope_llama, alibi };
-static_assert(PosEncoding::FLASHINFER_CFG_POS_ENCODING != PosEncoding::rope_llama,
+static_assert(kPosEncoding != PosEncoding::rope_llama,
               "keys are multiplied as they come from memory");
 static_assert(FLASHINFER_CFG_TILE_Q_SECOND == 0, "one shape of tiles");
-#if FLASHINFER_CFG_CUSTOM_VARIANT
-using Variant = UserVariant;
-#else
-using Variant = DefaultAttention<FLASHINFER_CFG_LOGITS_SOFT_CAP,
-                                 PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::alibi,
-                                 FLASHINFER_CFG_SINKS>;
-#endif
-static_assert(!Variant::kHasQueryTransform && !Variant::kHasKeyTransform,
+static_assert(!ConfiguredVariant::kHasQueryTransform && !ConfiguredVariant::kHasKeyTransform,
               "queries and keys are multiplied as they come from memory");
 
 struct Traits {
   using Tile = HopperTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
                           dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
                           FLASHINFER_CFG_HEAD_DIM_VO, FLASHINFER_CFG_TILE_Q / 64>;
-  using Variant = flashinfer::Variant;
+  using Variant = ConfiguredVariant;
   static constexpr bool kPaged = FLASHINFER_CFG_PAGED;
   static constexpr MaskMode kMask = MaskMode::FLASHINFER_CFG_MASK_MODE;
   static constexpr bool kWindow = FLASHINFER_CFG_SLIDING_WINDOW;

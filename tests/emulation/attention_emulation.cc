@@ -17,8 +17,9 @@ namespace {
 // rounded once more, by which large logits move; weights that no softmax divides by their sum add
 // up the roundings of hundreds of them.
 double tolerance(const Case& problem) {
-  if (!Variant::use_softmax) return 0.06;
-  if (!kRotate && !Variant::kHasKeyTransform) return 0.012;
+  if (!ConfiguredVariant::use_softmax) return 0.06;
+  if (!(kPosEncoding == PosEncoding::rope_llama) && !ConfiguredVariant::kHasKeyTransform)
+    return 0.012;
   const double sharpness = std::fabs(problem.variant.sm_scale) * std::sqrt(kHeadDimQK);
   return 0.016 * std::max(1., sharpness);
 }

@@ -15,8 +15,8 @@ class Reference {
     for (int i = 0; i < request_.kv_len; ++i) {
       keys_.push_back(read(group.kv_row(*group.k, request_, i, kv_head), kHeadDimQK));
       values_.push_back(read(group.kv_row(*group.v, request_, i, kv_head), kHeadDimVO));
-      if (kRotate) rotate(keys_.back(), i);
-      if (Variant::kHasKeyTransform) {
+      if ((kPosEncoding == PosEncoding::rope_llama)) rotate(keys_.back(), i);
+      if (ConfiguredVariant::kHasKeyTransform) {
         for (double& x : keys_.back()) x += 0.25;
       }
     }
@@ -26,13 +26,13 @@ class Reference {
   void run(int qo_idx, int head) {
     std::vector<double> q = read(group_.q->row(0, request_.qo_begin + qo_idx, head), kHeadDimQK);
     const int position = qo_idx + request_.kv_len - request_.qo_len;
-    if (kRotate) rotate(q, position);
-    if (Variant::kHasQueryTransform) {
+    if ((kPosEncoding == PosEncoding::rope_llama)) rotate(q, position);
+    if (ConfiguredVariant::kHasQueryTransform) {
       for (double& x : q) x *= 0.5;
     }
     std::vector<double> weights(request_.kv_len, 0.);
     double sum = 0;
-    if constexpr (Variant::use_softmax) {
+    if constexpr (ConfiguredVariant::use_softmax) {
       const double minus_infinity = -std::numeric_limits<double>::infinity();
       const double extra = extra_logit(head);
       double largest = extra;
@@ -61,7 +61,7 @@ class Reference {
     for (int i = 0; i < request_.kv_len; ++i) {
       for (int j = 0; j < kHeadDimVO; ++j) output[j] += weights[i] * values_[i][j];
     }
-    const double gate = Variant::kHasOutputTransform ? 1. + 0.25 * (head % 4) : 1.;
+    const double gate = ConfiguredVariant::kHasOutputTransform ? 1. + 0.25 * (head % 4) : 1.;
     for (double& x : output) x *= gate * group_.v_scale / sum;
   }
 
@@ -96,7 +96,7 @@ class Reference {
     double x = product * problem_.variant.sm_scale;
 #if FLASHINFER_CFG_CUSTOM_VARIANT
     x /= problem_.variant.temperature[head];
-    if (!Variant::use_softmax) x += problem_.variant.bias;
+    if (!ConfiguredVariant::use_softmax) x += problem_.variant.bias;
 #endif
     if (kAlibi) x += problem_.variant.alibi_slopes[head] * distance;
     const double cap = problem_.variant.logits_soft_cap;
@@ -105,13 +105,14 @@ class Reference {
 
   // In the denominator besides those of the keys.
   double extra_logit(int head) const {
-    const bool exists = kSinks || Variant::kHasMDUpdate;
+    const bool exists = kSinks || ConfiguredVariant::kHasMDUpdate;
     return exists ? problem_.variant.sinks[head] : -std::numeric_limits<double>::infinity();
   }
 
   bool sees(int qo_idx, int position, int kv_idx) const {
     const VariantParams& options = problem_.variant;
-    if (Variant::kHasLogitsMask && kCustomVariant && (position + kv_idx) % 3 == 0) return false;
+    if (ConfiguredVariant::kHasLogitsMask && kCustomVariant && (position + kv_idx) % 3 == 0)
+      return false;
     if (options.window_left >= 0 && kv_idx < position - options.window_left) return false;
     if (group_.plan.causal && kv_idx > position) return false;
     if (group_.mask == MaskMode::custom) {

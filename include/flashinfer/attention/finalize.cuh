@@ -5,6 +5,7 @@
 #include <flashinfer/attention/mask.cuh>
 #include <flashinfer/attention/math.cuh>
 #include <flashinfer/attention/variant.cuh>
+#include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 
@@ -94,12 +95,6 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float w
 }
 
 inline constexpr int kMergeThreads = 256;
-
-// Rows that a CTA merges: one while these CTAs run at a time, since a row's parts are then spread
-// over eight warps; else four, since each CTA costs more than its few parts.
-inline uint32_t merge_rows_per_cta(uint32_t num_tiles, uint32_t rows_per_slot) {
-  return num_tiles * rows_per_slot <= 64 ? 1 : rows_per_slot < 4 ? rows_per_slot : 4;
-}
 
 // Grid (num_merges * num_kv_heads, rows_per_slot / rows per CTA). The warps of a row take its parts
 // in turn; what they have meets in shared memory in order of the warps.
@@ -197,5 +192,23 @@ __global__ void __launch_bounds__(kMergeThreads)
     target.store(vector * 4, values);
   }
 }
+
+#ifndef __CUDACC_RTC__
+
+// Merges what a launch of attention left in the workspace, if anything.
+template <typename Variant, typename O, int kHeadDimVO, typename Params>
+inline cudaError_t launch_merge(const Params& params, bool enable_pdl, cudaStream_t stream) {
+  const uint32_t num_tiles = params.num_merges * params.num_kv_heads.divisor;
+  const uint32_t rows = params.rows_per_slot;
+  if (num_tiles == 0) return cudaSuccess;
+  // One row per CTA while these run at a time, since its parts are then spread over eight warps;
+  // else four, since each CTA costs more than its few parts.
+  const uint32_t rows_per_cta = num_tiles * rows <= 64 ? 1 : rows < 4 ? rows : 4;
+  return launch_kernel(merge_kernel<Variant, O, kHeadDimVO, Params>,
+                       dim3(num_tiles, ceil_div(rows, rows_per_cta)), dim3(kMergeThreads), 0,
+                       stream, enable_pdl, params);
+}
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

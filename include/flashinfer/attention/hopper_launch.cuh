@@ -138,11 +138,9 @@ inline cudaError_t launch_hopper_attention(const Params& params, bool enable_pdl
   const dim3 grid(num_lists < static_cast<uint32_t>(num_sms) ? num_lists : num_sms);
   status = launch_kernel(hopper_attention_kernel<Traits, Params>, grid, dim3(Tile::kThreads),
                          kHopperSharedBytes<Tile>, stream, enable_pdl, hopper);
-  if (status != cudaSuccess || params.num_merges == 0) return status;
-  const dim3 merge_grid(params.num_merges * params.num_kv_heads.divisor, params.rows_per_slot);
-  return launch_kernel(
-      merge_kernel<typename Traits::Variant, typename Tile::O, Tile::kHeadDimVO, Params>,
-      merge_grid, dim3(kMergeThreads), 0, stream, enable_pdl, params);
+  if (status != cudaSuccess) return status;
+  return launch_merge<typename Traits::Variant, typename Tile::O, Tile::kHeadDimVO>(
+      params, enable_pdl, stream);
 }
 
 }  // namespace flashinfer

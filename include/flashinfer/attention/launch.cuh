@@ -56,14 +56,9 @@ inline cudaError_t launch_attention(const Params& params, bool enable_pdl, cudaS
   const dim3 grid(params.num_ctas.divisor * params.num_kv_heads.divisor, Tile::kNumOutputParts);
   status = launch_kernel(attention_kernel<First, Second, Params>, grid, dim3(kAttentionThreads),
                          shared_bytes, stream, enable_pdl, params);
-  if (status != cudaSuccess || params.num_merges == 0) return status;
-  const uint32_t rows_per_cta =
-      merge_rows_per_cta(params.num_merges * params.num_kv_heads.divisor, params.rows_per_slot);
-  const dim3 merge_grid(params.num_merges * params.num_kv_heads.divisor,
-                        ceil_div(params.rows_per_slot, rows_per_cta));
-  return launch_kernel(
-      merge_kernel<typename First::Variant, typename Tile::O, Tile::kHeadDimVO, Params>, merge_grid,
-      dim3(kMergeThreads), 0, stream, enable_pdl, params);
+  if (status != cudaSuccess) return status;
+  return launch_merge<typename First::Variant, typename Tile::O, Tile::kHeadDimVO>(
+      params, enable_pdl, stream);
 }
 
 }  // namespace flashinfer
