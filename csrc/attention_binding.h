@@ -32,6 +32,7 @@ enum PlanInfo {
   kSecondBatchSize,
   kSecondKvEntries,
   kPartialSumsOffset,  // [bytes] of the float workspace; partial_o comes first
+  kMergedRows,         // by one CTA of the merge
   kPlanInfoLength
 };
 

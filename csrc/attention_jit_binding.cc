@@ -82,6 +82,7 @@ FLASHINFER_FFI_EXPORT(attention_bind, args) {
   params.num_ctas.divisor = num_ctas;
   params.num_merges = static_cast<uint32_t>(info[kNumMerges]);
   params.rows_per_slot = static_cast<uint32_t>(info[kRowsPerSlot]);
+  params.merged_rows = static_cast<uint32_t>(info[kMergedRows]);
   params.num_kv_heads = FastDivisor(params.variant.num_kv_heads);
   params.group_size = FastDivisor(params.variant.num_qo_heads / params.variant.num_kv_heads);
   params.page_size = FastDivisor(page_size == 0 ? 1 : page_size);

@@ -12,12 +12,12 @@
 //     every request has tokens_per_request tokens. With a second group its requests are of kind 1.
 //   int_workspace: a CUDA tensor is filled by one asynchronous copy on the current stream, a CPU
 //     tensor in place; None: only plan_info is wanted.
-//   plan_info, int64 [16]:
+//   plan_info, int64 [17]:
 //     0 num_ctas  1 num_merges  2 rows_per_slot  3 offset of the items  4 offset of the merges
 //     5 num_slots  6 bytes needed of the int workspace  7 and of the float workspace
 //     8 tokens in q  9 batch_size  10 entries needed in kv_indices (ragged: rows of k and v)
 //     11 tile_q  12, 13, 14 as 8, 9, 10 for the second group  15 offset of partial_sums in the
-//     float workspace, where partial_o is at 0
+//     float workspace, where partial_o is at 0  16 rows that one CTA of the merge takes
 #include <flashinfer/scheduler/attention_plan.h>
 
 #include "index_binding.h"
@@ -28,7 +28,7 @@ namespace {
 
 using ffi::Tensor;
 
-constexpr int kInfoSize = 16;
+constexpr int kInfoSize = 17;
 
 // What a wrapper calls these arguments, by `naming`.
 struct Names {
@@ -338,10 +338,11 @@ FLASHINFER_FFI_EXPORT(attention_plan, args) {
                         [&](void* staged) { plan.planner.write(staged); });
     }
   }
-  const int64_t info[kInfoSize] = {
-      layout.num_ctas,      layout.num_merges,    layout.rows_per_slot, layout.items_offset,
-      layout.merges_offset, layout.num_slots,     layout.int_bytes,     layout.float_bytes,
-      totals[0].qo_tokens,  totals[0].batch_size, totals[0].kv_entries, config.tile_q,
-      totals[1].qo_tokens,  totals[1].batch_size, totals[1].kv_entries, layout.sums_offset};
+  const int64_t info[kInfoSize] = {layout.num_ctas,      layout.num_merges,    layout.rows_per_slot,
+                                   layout.items_offset,  layout.merges_offset, layout.num_slots,
+                                   layout.int_bytes,     layout.float_bytes,   totals[0].qo_tokens,
+                                   totals[0].batch_size, totals[0].kv_entries, config.tile_q,
+                                   totals[1].qo_tokens,  totals[1].batch_size, totals[1].kv_entries,
+                                   layout.sums_offset,   layout.merged_rows};
   std::copy(info, info + kInfoSize, static_cast<int64_t*>(plan_info.data()));
 }

@@ -67,6 +67,7 @@ void run(const PlanConfig& config, const std::vector<RequestGroup>& groups, Para
   params.num_ctas = FastDivisor(layout.num_ctas);
   params.num_merges = layout.num_merges;
   params.rows_per_slot = layout.rows_per_slot;
+  params.merged_rows = layout.merged_rows;
   if (attention(params, false, nullptr) != cudaSuccess) emulation::fail("no launch");
 }
 

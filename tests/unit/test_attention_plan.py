@@ -83,7 +83,7 @@ def test_cuts_are_where_they_were_asked_for(launch):
 @settings(FUZZ, max_examples=100)
 @given(requests(max_batch=6), requests(max_batch=6), st.sampled_from([64, 192, 1000]), st.data())
 def test_fixed_split_size_cuts_a_request_the_same_in_every_batch(one, other, size, data):
-    """The ranges, and which parts are merged, do not depend on the rest of the batch."""
+    """The ranges, which parts are merged and how do not depend on the rest of the batch."""
     options = Options(tile_q=64, fixed_split_size=size)
     other = dataclasses.replace(
         other, page_size=one.page_size, causal=one.causal, window_left=one.window_left
@@ -104,7 +104,9 @@ def test_fixed_split_size_cuts_a_request_the_same_in_every_batch(one, other, siz
             if first <= piece["request"] < first + len(lens)
         ]
 
-    assert ranges(make_plan(options, alone), 0) == ranges(make_plan(options, batch), at)
+    plans = make_plan(options, alone), make_plan(options, batch)
+    assert ranges(plans[0], 0) == ranges(plans[1], at)
+    assert plans[0].info[p.MERGED_ROWS] == plans[1].info[p.MERGED_ROWS]
 
 
 # ---- balance ----
@@ -283,7 +285,7 @@ def test_a_graph_replays_for_every_batch_within_its_capacity(data, tiles, split,
     for _ in range(3):
         group = data.draw(requests())
         plan = make_plan(options, group, float_bytes=float_bytes)
-        for position in (*FIXED, p.SUMS_OFFSET):
+        for position in (*FIXED, p.SUMS_OFFSET, p.MERGED_ROWS):
             assert plan.info[position] == captured.info[position]
         assert plan.info[p.INT_BYTES] <= int_bytes
         check_covers(options, plan, group)

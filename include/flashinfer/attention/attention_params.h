@@ -62,6 +62,7 @@ struct AttentionParams {
   FastDivisor num_ctas;  // lists of items; each is worked off once per KV head
   uint32_t num_merges;   // 0: nothing was cut
   uint32_t rows_per_slot;
+  uint32_t merged_rows;  // by one CTA of the merge
   FastDivisor num_kv_heads;
   FastDivisor group_size;  // num_qo_heads / num_kv_heads
   FastDivisor page_size;

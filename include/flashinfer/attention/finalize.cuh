@@ -198,15 +198,11 @@ __global__ void __launch_bounds__(kMergeThreads)
 // Merges what a launch of attention left in the workspace, if anything.
 template <typename Variant, typename O, int kHeadDimVO, typename Params>
 inline cudaError_t launch_merge(const Params& params, bool enable_pdl, cudaStream_t stream) {
-  const uint32_t num_tiles = params.num_merges * params.num_kv_heads.divisor;
-  const uint32_t rows = params.rows_per_slot;
-  if (num_tiles == 0) return cudaSuccess;
-  // One row per CTA while these run at a time, since its parts are then spread over eight warps;
-  // else four, since each CTA costs more than its few parts.
-  const uint32_t rows_per_cta = num_tiles * rows <= 64 ? 1 : rows < 4 ? rows : 4;
+  if (params.num_merges == 0) return cudaSuccess;
   return launch_kernel(merge_kernel<Variant, O, kHeadDimVO, Params>,
-                       dim3(num_tiles, ceil_div(rows, rows_per_cta)), dim3(kMergeThreads), 0,
-                       stream, enable_pdl, params);
+                       dim3(params.num_merges * params.num_kv_heads.divisor,
+                            ceil_div(params.rows_per_slot, params.merged_rows)),
+                       dim3(kMergeThreads), 0, stream, enable_pdl, params);
 }
 
 #endif  // __CUDACC_RTC__

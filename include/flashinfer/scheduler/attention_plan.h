@@ -28,6 +28,7 @@ struct PlanLayout {
   int64_t num_ctas;  // columns; 0: nothing to do
   int64_t num_merges;
   int64_t rows_per_slot;
+  int64_t merged_rows;  // by one CTA of the merge
   int64_t num_slots;
   int64_t merges_offset;  // in the int workspace
   int64_t items_offset;
@@ -399,12 +400,22 @@ class AttentionPlanner {
       used_items += gpu_columns_;  // an empty column keeps its first item
       max_items = std::max(used_items, reserve_for_graph(float_bytes));
     }
+    layout.merged_rows = merged_rows();
     layout.merges_offset = 0;
     layout.items_offset = ceil_div(layout.num_merges * sizeof(MergeItem), 128) * 128;
     layout.int_bytes = layout.items_offset + max_items * sizeof(WorkItem);
     layout.used_bytes = layout.items_offset + used_items * sizeof(WorkItem);
     layout.sums_offset = sums_offset(layout.num_slots);
     layout.float_bytes = layout.sums_offset + layout.num_slots * slot_rows() * kSumsBytes;
+  }
+
+  // One row per CTA while these run at a time, since its parts are then spread over eight warps;
+  // else four, since each CTA costs more than its few parts. How many warps a row has decides in
+  // which order its parts are added: with fixed splits nothing of the batch may.
+  int64_t merged_rows() const {
+    const int64_t rows = layout_.rows_per_slot;
+    const bool at_a_time = layout_.num_merges * config_->num_kv_heads * rows <= 64;
+    return config_->fixed_split_size > 0 || at_a_time ? 1 : std::min<int64_t>(rows, 4);
   }
 
   // What a captured launch and its kernels' arguments are made from must be the same for every
