@@ -16,7 +16,7 @@ namespace flashinfer {
 
 template <typename Tile>
 __device__ __forceinline__ void init_barriers(HopperControl& control) {
-  constexpr int kConsumerWarps = Tile::kConsumerThreads / 32;
+  constexpr int kConsumerWarps = Tile::kConsumerThreads / 32, kProducerWarps = 4;
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   };
@@ -24,11 +24,15 @@ __device__ __forceinline__ void init_barriers(HopperControl& control) {
   init(control.q_empty, kConsumerWarps);
   for (int i = 0; i < 2; ++i) {
     init(control.work_full[i], 1);
-    init(control.work_empty[i], kConsumerWarps + 4);
+    init(control.work_empty[i], kConsumerWarps + kProducerWarps);
+  }
+  for (int i = 0; i < Tile::kStages; ++i) {
     init(control.k_full[i], 1);
     init(control.k_empty[i], kConsumerWarps);
-    init(control.v_full[i], 1);
+    init(control.v_full[i], Tile::kTransposedV ? kProducerWarps : 1);
     init(control.v_empty[i], kConsumerWarps);
+    init(control.loaded_v_full[i], 1);
+    init(control.loaded_v_empty[i], kProducerWarps);
   }
   ptx::mbarrier_init_fence();
 }

@@ -18,7 +18,7 @@ class HopperConsumer {
   using Variant = typename Traits::Variant;
   using Rows = TileRows<Traits, Params>;
   using Mma = typename Tile::Mma;
-  static constexpr int kSteps = Tile::kTileKV / 16;
+  static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
 
  public:
   __device__ __forceinline__ HopperConsumer(const HopperParams<Params>& params, char* shared,
@@ -156,7 +156,7 @@ class HopperConsumer {
     const uint32_t q = address(*shared_) + group_idx_ * 64 * 128;
     const uint32_t k = address(*shared_) + Tile::kOffsetK + k_ring_.stage * Tile::kBytesK;
 #pragma unroll
-    for (int step = 0; step < Tile::kHeadDimQK / 16; ++step) {
+    for (int step = 0; step < Tile::kHeadDimQK * Tile::kElement / 32; ++step) {
       const int chunk = step / 4, within = step % 4 * 32;
       ptx::wgmma<Mma, false>(logits, ptx::wgmma_operand(q + chunk * Tile::kTileQ * 128 + within),
                              ptx::wgmma_operand(k + chunk * Tile::kTileKV * 128 + within),
@@ -174,11 +174,15 @@ class HopperConsumer {
 #pragma unroll
       for (int part = 0; part < Tile::kHeadDimVO / kPart; ++part) {
         auto& sums = reinterpret_cast<float (&)[kPart / 8][4]>(state.output[0][part * kPart / 8]);
-        ptx::wgmma<Mma, true>(
-            sums, p[step][0],
-            ptx::wgmma_operand(v + part * 2 * Tile::kTileKV * 128 + step * 16 * 128,
-                               Tile::kTileKV * 128),
-            true);
+        uint64_t operand;
+        if constexpr (Tile::kTransposedV) {
+          operand = ptx::wgmma_operand(v + step / 4 * Tile::kHeadDimVO * 128 + part * kPart * 128 +
+                                       step % 4 * 32);
+        } else {
+          operand = ptx::wgmma_operand(v + part * 2 * Tile::kTileKV * 128 + step * 16 * 128,
+                                       Tile::kTileKV * 128);
+        }
+        ptx::wgmma<Mma, !Tile::kTransposedV>(sums, p[step][0], operand, true);
       }
     }
   }

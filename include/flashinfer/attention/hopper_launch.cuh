@@ -34,7 +34,7 @@ struct MapDim {
   uint32_t box;
 };
 
-// Boxes of 64 columns with the 128-byte swizzle; `dims` behind the contiguous one of `columns`.
+// Boxes of 128 bytes of columns with the 128-byte swizzle; `dims` behind the contiguous one of `columns`.
 // Leaves `box_rows` 0 where the tensor cannot be described: then threads copy it.
 template <typename T, int kDims>
 inline void encode_map(TensorMap& map, const void* data, uint64_t columns,
@@ -44,17 +44,16 @@ inline void encode_map(TensorMap& map, const void* data, uint64_t columns,
   const auto encode = tensor_map_encoder();
   if (encode == nullptr || box_rows == 0) return;
   cuuint64_t lengths[kDims + 1] = {columns}, strides[kDims];
-  cuuint32_t box[kDims + 1] = {64}, steps[kDims + 1] = {1};
+  cuuint32_t box[kDims + 1] = {static_cast<cuuint32_t>(128 / kSize)}, steps[kDims + 1] = {1};
   for (int i = 0; i < kDims; ++i) {
     lengths[i + 1] = dims[i].length;
     // The stride of a dimension of one element is anything: it is never walked.
-    strides[i] = static_cast<cuuint64_t>(dims[i].length <= 1 ? kSize * 64 : dims[i].stride * kSize);
+    strides[i] = static_cast<cuuint64_t>(dims[i].length <= 1 ? 128 : dims[i].stride * kSize);
     box[i + 1] = dims[i].box;
     steps[i + 1] = 1;
   }
-  const CUtensorMapDataType type = std::is_same_v<T, dtype::bfloat16>
-                                       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapDataType type =
+      kSize == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   const CUresult status =
       encode(&map.map, type, kDims + 1, const_cast<void*>(data), lengths, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

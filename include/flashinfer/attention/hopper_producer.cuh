@@ -9,6 +9,7 @@
 #include <cuda.h>
 #include <flashinfer/attention/hopper_tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
+#include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/tma.cuh>
 
@@ -31,7 +32,7 @@ struct HopperParams {
 template <typename Traits, typename Params>
 class HopperProducer {
   using Tile = typename Traits::Tile;
-  static constexpr int kElement = 2;  // bytes
+  static constexpr int kElement = Tile::kElement;
   static constexpr int kBarrier = 1;  // of the producer's warps
   enum Warp { kKeyWarp, kValueWarp, kQueryWarp, kListWarp };
 
@@ -113,14 +114,20 @@ class HopperProducer {
     // In the order in which consumers need them, from the last keys to the first.
     for (int tile = num_tiles - 1; tile >= 0; --tile) {
       load_tile<true>(item, kv_head, tile);
-      if (tile == num_tiles - 1) {
-        load_query(item, kv_head);
+      if (tile == num_tiles - 1) load_query(item, kv_head);
+      if constexpr (Tile::kTransposedV) {
+        load_tile<false>(item, kv_head, tile);
+        if (tile < num_tiles - 1) transpose_values();
       } else {
-        load_tile<false>(item, kv_head, tile + 1);
+        if (tile < num_tiles - 1) load_tile<false>(item, kv_head, tile + 1);
       }
     }
     if (num_tiles > 0) {
-      load_tile<false>(item, kv_head, 0);
+      if constexpr (Tile::kTransposedV) {
+        transpose_values();
+      } else {
+        load_tile<false>(item, kv_head, 0);
+      }
     } else {
       load_query(item, kv_head);  // in vain, so that consumers always have one to give back
     }
@@ -140,7 +147,8 @@ class HopperProducer {
       if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, Tile::kBytesQ);
       __syncwarp();
       if (lane_idx_ < Tile::kChunksQK) {
-        ptx::tma_load(shared_ + lane_idx_ * Tile::kTileQ * 128, &maps_.q.map, full, lane_idx_ * 64,
+        ptx::tma_load(shared_ + lane_idx_ * Tile::kTileQ * 128, &maps_.q.map, full,
+                      lane_idx_ * Tile::kChunkColumns,
                       kv_head * group_size,
                       item.qo_begin + params_.group_size.divide(item.row_begin));
       }
@@ -170,16 +178,19 @@ class HopperProducer {
   template <bool kKeys>
   __device__ __forceinline__ void load_tile(const WorkItem& item, uint32_t kv_head, int tile) {
     Ring<Tile::kStages>& ring = kKeys ? k_ring_ : v_ring_;
-    const uint32_t full =
-        kKeys ? address(control_.k_full[ring.stage]) : address(control_.v_full[ring.stage]);
-    const uint32_t empty =
-        kKeys ? address(control_.k_empty[ring.stage]) : address(control_.v_empty[ring.stage]);
+    const uint32_t full = address(kKeys                ? control_.k_full[ring.stage]
+                                  : Tile::kTransposedV ? control_.loaded_v_full[ring.stage]
+                                                       : control_.v_full[ring.stage]);
+    const uint32_t empty = address(kKeys                ? control_.k_empty[ring.stage]
+                                   : Tile::kTransposedV ? control_.loaded_v_empty[ring.stage]
+                                                        : control_.v_empty[ring.stage]);
     const TensorMap& map = kKeys ? maps_.k : maps_.v;
-    const uint32_t target = shared_ + (kKeys ? Tile::kOffsetK + ring.stage * Tile::kBytesK
-                                             : Tile::kOffsetV + ring.stage * Tile::kBytesV);
+    const uint32_t target =
+        shared_ + (kKeys ? Tile::kOffsetK + ring.stage * Tile::kBytesK
+                         : Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV);
     const int first_token = item.kv_begin + tile * Tile::kTileKV;
     if (map.box_rows != 0 && first_token + Tile::kTileKV <= item.kv_len) {
-      constexpr int kBytes = kKeys ? Tile::kBytesK : Tile::kBytesV;
+      constexpr int kBytes = kKeys ? Tile::kBytesK : Tile::kBytesLoadedV;
       constexpr int kChunks = kKeys ? Tile::kChunksQK : Tile::kChunksVO;
       announce();
       // Keys are needed sooner: the warp that waits for no more than the next query helps.
@@ -228,11 +239,52 @@ class HopperProducer {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const uint32_t box = target + chunk * Tile::kTileKV * 128 + row * 128;
       if constexpr (Traits::kPaged) {
-        ptx::tma_load(box, &map.map, full, chunk * 64, slot, kv_head, page);
+        ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns, slot, kv_head, page);
       } else {
-        ptx::tma_load(box, &map.map, full, chunk * 64, item.kv_base + first_token, kv_head);
+        ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns,
+                      item.kv_base + first_token, kv_head);
       }
     }
+  }
+
+  // Makes of the next tile of 8-bit values, [token][column], what the tensor cores read, [column][
+  // token]. In each 32 tokens and 16 columns they end up in the order that costs least: tokens 2t,
+  // 2t + 1, 2t + 8, 2t + 9 in a row, as a lane has their weights (TileRows::pack), and even columns
+  // before odd ones (output_column<true>).
+  __device__ __forceinline__ void transpose_values() {
+    Ring<Tile::kStages>& ring = transposed_ring_;
+    const uint32_t full = address(control_.loaded_v_full[ring.stage]);
+    if (pending_ == full) announce();
+    ptx::mbarrier_wait(full, ring.phase);
+    ptx::mbarrier_wait(address(control_.v_empty[ring.stage]), ring.phase ^ 1);
+    const uint32_t source = shared_ + Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV;
+    const uint32_t target = shared_ + Tile::kOffsetV + ring.stage * Tile::kBytesV;
+    // Four matrices of 8 tokens and 16 columns at a time: lane i has the address of a row of one.
+    const int matrix = lane_idx_ / 8, matrix_row = lane_idx_ % 8;
+    constexpr int kTokenGroups = Tile::kTileKV / 16, kColumnGroups = Tile::kHeadDimVO / 32;
+    static_assert(kTokenGroups * kColumnGroups % 4 == 0);
+#pragma unroll 4
+    for (int i = warp_idx_; i < kTokenGroups * kColumnGroups; i += 4) {
+      const int tokens = i % kTokenGroups, columns = i / kTokenGroups * 2;
+      uint32_t pairs[4], rows[4];
+      ptx::ldmatrix_x4_trans(
+          pairs, source + swizzled_offset<Tile::kTileKV>(
+                              tokens * 16 + matrix % 2 * 8 + matrix_row, columns + matrix / 2));
+#pragma unroll
+      for (int c = 0; c < 4; c += 2) {
+        rows[c] = __byte_perm(pairs[c], pairs[c + 1], 0x6420);
+        rows[c + 1] = __byte_perm(pairs[c], pairs[c + 1], 0x7531);
+      }
+      ptx::stmatrix_x4(target + swizzled_offset<Tile::kHeadDimVO>(columns * 16 + lane_idx_, tokens),
+                       rows);
+    }
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (lane_idx_ == 0) {
+      ptx::mbarrier_arrive(address(control_.v_full[ring.stage]));
+      ptx::mbarrier_arrive(address(control_.loaded_v_empty[ring.stage]));
+    }
+    ring.advance();
   }
 
   // In elements; negative if the request has no such token.
@@ -254,9 +306,9 @@ class HopperProducer {
   template <int kRows, int kOperandRows, int kDim>
   __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int first_row,
                                             int64_t offset) {
-    static_assert(kRows <= 32 && kRows * kDim % 256 == 0,
+    static_assert(kRows <= 32 && kRows * kDim * kElement % 512 == 0,
                   "a lane per row, whole steps of the warp");
-    constexpr int kColumns = kDim / 8;  // of 16 bytes
+    constexpr int kColumns = kDim * kElement / 16;  // of 16 bytes
 #pragma unroll 4
     for (int i = 0; i < kRows * kColumns / 32; ++i) {
       const int index = i * 32 + lane_idx_;
@@ -309,7 +361,7 @@ class HopperProducer {
   const uint32_t shared_;
   int thread_idx_, warp_idx_, lane_idx_;
   Ring<2> work_, published_;
-  Ring<Tile::kStages> k_ring_, v_ring_;
+  Ring<Tile::kStages> k_ring_, v_ring_, transposed_ring_;
   uint32_t q_phase_ = 0;
   uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
 };

@@ -1,8 +1,11 @@
 // Shapes and shared memory of the attention kernel for Hopper (attention/hopper.cuh).
 //
 // A CTA holds kTileQ packed query rows, 64 per consumer warpgroup, and streams K and V in tiles of
-// kTileKV tokens through rings of two stages each. Operands lie in shared memory as the tensor
-// cores read them: chunks of 64 columns, in each rows of 128 bytes with the 128-byte swizzle.
+// kTileKV tokens through rings of stages. Operands lie in shared memory as the tensor cores read
+// them: chunks of 128 bytes of columns, in each rows of 128 bytes with the 128-byte swizzle.
+//
+// 8-bit operands have to be contiguous along what is summed, and v along tokens is not: of v that
+// arrives, the producer makes a ring of transposed tiles, a row per column of v.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +28,10 @@ struct HopperTile {
   using KV = KV_;
   using O = O_;
   using Mma = Q_;
-  static_assert(std::is_same_v<Q, KV> && sizeof(Q) == 2, "q, k and v are of one 16-bit type");
+  static constexpr int kElement = sizeof(Q);  // bytes
+  static_assert(std::is_same_v<Q, KV> && (kElement == 2 || std::is_same_v<Q, dtype::float8_e4m3fn>),
+                "q, k and v are of one type of 16 bits, or e4m3");
+  static_assert(sizeof(O) == 2);
 
   static constexpr int kHeadDimQK = kHeadDimQK_;
   static constexpr int kHeadDimVO = kHeadDimVO_;
@@ -37,14 +43,16 @@ struct HopperTile {
   // The registers of a consumer hold the output, the logits and their weights; shared memory holds
   // two stages of 256 columns for 64 tokens, of fewer columns for 128.
   static constexpr int kTileKV = kHeadDimQK > 192 || kHeadDimVO > 128 ? 64 : 128;
-  static constexpr int kStages = 2;
+  static constexpr bool kTransposedV = kElement == 1;
+  static constexpr int kStages = kElement == 2 || kTileKV == 64 ? 2 : 3;
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = kConsumerThreads + 128;  // the last warpgroup produces
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 160;
+  // A multiprocessor has 512 for a thread of each warpgroup; transposing takes more than loading.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTransposedV ? 96 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTransposedV ? 208 : 224;
 
   // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
-  static constexpr bool kFloat8 = false;
+  static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
   static constexpr bool kScaledQ = false;
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;
@@ -56,22 +64,28 @@ struct HopperTile {
   static constexpr int kOutputTiles = kHeadDimVO / 8;
   static constexpr int kPitchQ = (kHeadDimVO * 2 / 16 | 1) * 16;  // of finished rows on their way
 
-  static constexpr int kChunksQK = ceil_div(kHeadDimQK, 64);  // of 64 columns
-  static constexpr int kChunksVO = ceil_div(kHeadDimVO, 64);
+  static constexpr int kChunkColumns = 128 / kElement;
+  static constexpr int kStepTokens = 32 / kElement;  // that one instruction sums over
+  static constexpr int kChunksQK = ceil_div(kHeadDimQK, kChunkColumns);
+  static constexpr int kChunksVO = ceil_div(kHeadDimVO, kChunkColumns);
   static constexpr int kBytesQ = kTileQ * kChunksQK * 128;
   static constexpr int kBytesK = kTileKV * kChunksQK * 128;
-  static constexpr int kBytesV = kTileKV * kChunksVO * 128;
+  static constexpr int kBytesLoadedV = kTileKV * kChunksVO * 128;
+  static constexpr int kBytesV =
+      kTransposedV ? kHeadDimVO * ceil_div(kTileKV, 128) * 128 : kBytesLoadedV;
   static constexpr int kBytesOutput = kTileQ * kPitchQ;
-  static constexpr int kBytesStages = kStages * (kBytesK + kBytesV);
+  static constexpr int kBytesStages =
+      kStages * (kBytesK + kBytesV + (kTransposedV ? kBytesLoadedV : 0));
   // Finished rows take the place of q where there is no room for both; then the next q has to wait.
   static constexpr int kMaxBytes = 226 << 10;
   static constexpr bool kOutputOverQ = kBytesQ + kBytesStages + kBytesOutput > kMaxBytes;
   static constexpr int kOffsetK =
       kOutputOverQ && kBytesOutput > kBytesQ ? round_up(kBytesOutput, 1024) : kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
-  static constexpr int kOffsetOutput = kOutputOverQ ? 0 : kOffsetV + kStages * kBytesV;
-  static constexpr int kOffsetControl =
-      kOutputOverQ ? kOffsetV + kStages * kBytesV : kOffsetOutput + kBytesOutput;
+  static constexpr int kOffsetLoadedV = kTransposedV ? kOffsetV + kStages * kBytesV : kOffsetV;
+  static constexpr int kOffsetEnd = kOffsetK + kBytesStages;
+  static constexpr int kOffsetOutput = kOutputOverQ ? 0 : kOffsetEnd;
+  static constexpr int kOffsetControl = kOutputOverQ ? kOffsetEnd : kOffsetOutput + kBytesOutput;
 };
 
 // An item on its way from the producer to the consumers, and what they tell each other.
@@ -80,12 +94,13 @@ struct HopperControl {
     WorkItem item;
     uint32_t kv_head;
   };
-  static constexpr int kStages = 2;
+  static constexpr int kMaxStages = 3;
   Work work[2];
   uint64_t work_full[2], work_empty[2];
   uint64_t q_full, q_empty;
-  uint64_t k_full[kStages], k_empty[kStages];
-  uint64_t v_full[kStages], v_empty[kStages];
+  uint64_t k_full[kMaxStages], k_empty[kMaxStages];
+  uint64_t v_full[kMaxStages], v_empty[kMaxStages];
+  uint64_t loaded_v_full[kMaxStages], loaded_v_empty[kMaxStages];  // v that is to be transposed
 };
 
 template <typename Tile>

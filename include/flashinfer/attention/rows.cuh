@@ -143,6 +143,8 @@ class TileRows {
                                                 const float (&logits)[Tile::kTokenTiles][4], int h,
                                                 float scale) {
     constexpr float kSlack = 8.f;
+    // 8-bit weights have 2^-9 to 448: those of the first keys shall not begin at the upper end's 1.
+    constexpr float kHeadroom = sizeof(typename Tile::Mma) == 1 ? 5.f : 0.f;
     float largest = fmaxf(logits[kBegin][2 * h], logits[kBegin][2 * h + 1]);
 #pragma unroll
     for (int j = kBegin + 1; j < kEnd; ++j) {
@@ -150,7 +152,7 @@ class TileRows {
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2)) * scale;
-    return largest > previous + kSlack ? largest : previous;
+    return largest > previous + kSlack ? largest - kHeadroom : previous;
   }
 
   __device__ __forceinline__ static void shrink_sums(WarpState<Tile>& state,
@@ -195,15 +197,25 @@ class TileRows {
     }
   }
 
-  // The weights of these tokens as A fragments.
+  // The weights of these tokens as A fragments. 8 bits: of tokens 32 * step ... + 31; a register has
+  // four tokens in a row of the order in which v is transposed (transpose_values).
   __device__ __forceinline__ static void pack(const Logits& logits, int step,
                                               uint32_t (&p)[Tile::kRowTiles][4]) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float (&tile)[4] = logits[i][2 * step + r / 2];
-        p[i][r] = PackedPair<typename Tile::Mma>::pack(tile[r % 2 * 2], tile[r % 2 * 2 + 1]);
+        using Pair = PackedPair<typename Tile::Mma>;
+        const int first = r % 2 * 2;
+        if constexpr (sizeof(typename Tile::Mma) == 1) {
+          const float (&a)[4] = logits[i][4 * step + r / 2 * 2];
+          const float (&b)[4] = logits[i][4 * step + r / 2 * 2 + 1];
+          p[i][r] = Pair::pack(a[first], a[first + 1]) |
+                    static_cast<uint32_t>(Pair::pack(b[first], b[first + 1])) << 16;
+        } else {
+          const float (&tile)[4] = logits[i][2 * step + r / 2];
+          p[i][r] = Pair::pack(tile[first], tile[first + 1]);
+        }
       }
     }
   }

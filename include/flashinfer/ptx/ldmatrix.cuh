@@ -1,4 +1,4 @@
-// ldmatrix (sm_75): four 8x8 matrices of 16-bit elements from shared memory to the register layout
+// ldmatrix (sm_75) and back, stmatrix (sm_90): four 8x8 matrices of 16-bit elements from shared memory to the register layout
 // of mma. Lane i gives the address of row i % 8 of matrix i / 8; rows are 16 bytes, 16-byte
 // aligned.
 #pragma once
@@ -20,6 +20,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
+               : "memory");
+}
+
+// r[i] of lane l becomes elements (l / 4, 2 * (l % 4) + {0, 1}) of matrix i.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 

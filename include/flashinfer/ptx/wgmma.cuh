@@ -36,7 +36,7 @@ __device__ __forceinline__ void wgmma_done(float (&d)[kTiles][4]) {
 // Describes an operand in shared memory whose rows are 128 bytes with the 128-byte swizzle: chunk c
 // of 16 bytes of row r lies at chunk c ^ (r % 8), from a multiple of 1024 bytes on. `address` moves
 // on by 32 bytes (K-major) or 2048 (MN-major) per step of 16 along k. `chunk_stride`: bytes from 64
-// columns to the next 64 of an MN-major operand.
+// columns to the next 64 of an MN-major operand. 8-bit operands are K-major, 32 bytes per step of 32.
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t chunk_stride = 0) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = 1024;
   return kSwizzle128 | (kEightRows >> 4) << 32 | static_cast<uint64_t>(chunk_stride >> 4) << 16 |
@@ -70,46 +70,52 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t chu
   FLASHINFER_SUM(d, 8), FLASHINFER_SUM(d, 9), FLASHINFER_SUM(d, 10), FLASHINFER_SUM(d, 11), \
   FLASHINFER_SUM(d, 12), FLASHINFER_SUM(d, 13), FLASHINFER_SUM(d, 14), FLASHINFER_SUM(d, 15)
 
+// Only 16-bit operands may be MN-major.
+#define FLASHINFER_MAJOR_k16(text) ", " text
+#define FLASHINFER_MAJOR_k32(text) ""
+
 // Operands behind the sums: A, B, whether to add to the sums, whether B is MN-major.
-#define FLASHINFER_WGMMA(n, type, a_text, b_text, flag_text, major_text, ...)                  \
+#define FLASHINFER_WGMMA(n, k, type, a_text, b_text, flag_text, major_text, ...)               \
   asm volatile("{\n"                                                                            \
                ".reg .pred accumulate;\n"                                                       \
                "setp.ne.b32 accumulate, %" flag_text ", 0;\n"                                   \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                  \
-               " {" FLASHINFER_SUMS_##n "}, " a_text ", %" b_text ", accumulate, 1, 1, "         \
-               major_text ";\n"                                                                 \
+               "wgmma.mma_async.sync.aligned.m64n" #n #k ".f32." type "." type                  \
+               " {" FLASHINFER_SUMS_##n "}, " a_text ", %" b_text ", accumulate, 1, 1"           \
+               FLASHINFER_MAJOR_##k(major_text) ";\n"                                                            \
                "}"                                                                              \
                : FLASHINFER_OUTPUTS_##n(d)                                                      \
                : __VA_ARGS__, "l"(b), "r"(static_cast<int>(accumulate)), "n"(int{kTransposeB}))
 
-#define FLASHINFER_WGMMA_OF(n, type, a0, a1, a2, a3, a4, a5, a6)                               \
+#define FLASHINFER_WGMMA_OF(n, k, type, a0, a1, a2, a3, a4, a5, a6)                               \
   if constexpr (std::is_same_v<A, uint64_t>) {                                                 \
-    FLASHINFER_WGMMA(n, type, "%" a0, a1, a2, "0, %" a3, "l"(a));                               \
+    FLASHINFER_WGMMA(n, k, type, "%" a0, a1, a2, "0, %" a3, "l"(a));                               \
   } else {                                                                                     \
-    FLASHINFER_WGMMA(n, type, "{%" a0 ", %" a1 ", %" a2 ", %" a3 "}", a4, a5, "%" a6,           \
+    FLASHINFER_WGMMA(n, k, type, "{%" a0 ", %" a1 ", %" a2 ", %" a3 "}", a4, a5, "%" a6,           \
                      "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                               \
   }
 
-#define FLASHINFER_WGMMA_SIZES(type)                                                           \
+#define FLASHINFER_WGMMA_SIZES(k, type)                                                           \
   if constexpr (kTiles == 8) {                                                                 \
-    FLASHINFER_WGMMA_OF(64, type, "32", "33", "34", "35", "36", "37", "38")                     \
+    FLASHINFER_WGMMA_OF(64, k, type, "32", "33", "34", "35", "36", "37", "38")                     \
   } else if constexpr (kTiles == 12) {                                                         \
-    FLASHINFER_WGMMA_OF(96, type, "48", "49", "50", "51", "52", "53", "54")                     \
+    FLASHINFER_WGMMA_OF(96, k, type, "48", "49", "50", "51", "52", "53", "54")                     \
   } else {                                                                                     \
     static_assert(kTiles == 16);                                                               \
-    FLASHINFER_WGMMA_OF(128, type, "64", "65", "66", "67", "68", "69", "70")                    \
+    FLASHINFER_WGMMA_OF(128, k, type, "64", "65", "66", "67", "68", "69", "70")                    \
   }
 
-// d = a b, or d + a b, over 16 of k. `A`: a descriptor of K-major rows, or uint32_t[4], an A
-// fragment of mma.m16n8k16 for the warp's 16 rows. d[j] is C fragment j of mma.m16n8.
+// d = a b, or d + a b, over 32 bytes of k. `A`: a descriptor of K-major rows, or uint32_t[4], an A
+// fragment of mma.m16n8k16 (8 bits: k32) for the warp's 16 rows. d[j] is C fragment j of mma.m16n8.
 template <typename T, bool kTransposeB, int kTiles, typename A>
 __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], const A& a, uint64_t b,
                                       bool accumulate) {
   if constexpr (std::is_same_v<T, dtype::bfloat16>) {
-    FLASHINFER_WGMMA_SIZES("bf16")
+    FLASHINFER_WGMMA_SIZES(k16, "bf16")
+  } else if constexpr (std::is_same_v<T, dtype::float16>) {
+    FLASHINFER_WGMMA_SIZES(k16, "f16")
   } else {
-    static_assert(std::is_same_v<T, dtype::float16>);
-    FLASHINFER_WGMMA_SIZES("f16")
+    static_assert(std::is_same_v<T, dtype::float8_e4m3fn> && !kTransposeB);
+    FLASHINFER_WGMMA_SIZES(k32, "e4m3")
   }
 }
 // clang-format on
@@ -121,6 +127,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], const A& a, uint64_
 #undef FLASHINFER_OUTPUTS_64
 #undef FLASHINFER_OUTPUTS_96
 #undef FLASHINFER_OUTPUTS_128
+#undef FLASHINFER_MAJOR_k16
+#undef FLASHINFER_MAJOR_k32
 #undef FLASHINFER_WGMMA
 #undef FLASHINFER_WGMMA_OF
 #undef FLASHINFER_WGMMA_SIZES
