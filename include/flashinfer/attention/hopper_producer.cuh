@@ -111,25 +111,16 @@ class HopperProducer {
 
   __device__ __forceinline__ void load_item(const WorkItem& item, uint32_t kv_head) {
     const int num_tiles = ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
-    // In the order in which consumers need them, from the last keys to the first.
-    for (int tile = num_tiles - 1; tile >= 0; --tile) {
-      load_tile<true>(item, kv_head, tile);
+    // In the order in which consumers need them, from the last keys to the first. Without keys, a
+    // query in vain, so that consumers always have one to give back.
+    for (int tile = num_tiles - 1; tile >= -1; --tile) {
+      if (tile >= 0) load_tile<true>(item, kv_head, tile);
       if (tile == num_tiles - 1) load_query(item, kv_head);
+      const int value_tile = Tile::kTransposedV ? tile : tile + 1;
+      if (value_tile >= 0 && value_tile < num_tiles) load_tile<false>(item, kv_head, value_tile);
       if constexpr (Tile::kTransposedV) {
-        load_tile<false>(item, kv_head, tile);
         if (tile < num_tiles - 1) transpose_values();
-      } else {
-        if (tile < num_tiles - 1) load_tile<false>(item, kv_head, tile + 1);
       }
-    }
-    if (num_tiles > 0) {
-      if constexpr (Tile::kTransposedV) {
-        transpose_values();
-      } else {
-        load_tile<false>(item, kv_head, 0);
-      }
-    } else {
-      load_query(item, kv_head);  // in vain, so that consumers always have one to give back
     }
     announce();
   }
@@ -257,26 +248,27 @@ class HopperProducer {
     if (pending_ == full) announce();
     ptx::mbarrier_wait(full, ring.phase);
     ptx::mbarrier_wait(address(control_.v_empty[ring.stage]), ring.phase ^ 1);
-    const uint32_t source = shared_ + Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV;
-    const uint32_t target = shared_ + Tile::kOffsetV + ring.stage * Tile::kBytesV;
     // Four matrices of 8 tokens and 16 columns at a time: lane i has the address of a row of one.
     const int matrix = lane_idx_ / 8, matrix_row = lane_idx_ % 8;
-    constexpr int kTokenGroups = Tile::kTileKV / 16, kColumnGroups = Tile::kHeadDimVO / 32;
-    static_assert(kTokenGroups * kColumnGroups % 4 == 0);
-#pragma unroll 4
-    for (int i = warp_idx_; i < kTokenGroups * kColumnGroups; i += 4) {
-      const int tokens = i % kTokenGroups, columns = i / kTokenGroups * 2;
-      uint32_t pairs[4], rows[4];
-      ptx::ldmatrix_x4_trans(
-          pairs, source + swizzled_offset<Tile::kTileKV>(
-                              tokens * 16 + matrix % 2 * 8 + matrix_row, columns + matrix / 2));
+    constexpr int kTokenGroups = Tile::kTileKV / 16;
+#pragma unroll 1
+    for (int tokens = warp_idx_; tokens < kTokenGroups; tokens += 4) {
+      const uint32_t source = shared_ + Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV;
+      const uint32_t target = shared_ + Tile::kOffsetV + ring.stage * Tile::kBytesV +
+                              swizzled_offset<Tile::kHeadDimVO>(lane_idx_, tokens);
 #pragma unroll
-      for (int c = 0; c < 4; c += 2) {
-        rows[c] = __byte_perm(pairs[c], pairs[c + 1], 0x6420);
-        rows[c + 1] = __byte_perm(pairs[c], pairs[c + 1], 0x7531);
+      for (int columns = 0; columns < Tile::kHeadDimVO / 16; columns += 2) {
+        uint32_t pairs[4], rows[4];
+        ptx::ldmatrix_x4_trans(
+            pairs, source + swizzled_offset<Tile::kTileKV>(
+                                tokens * 16 + matrix % 2 * 8 + matrix_row, columns + matrix / 2));
+#pragma unroll
+        for (int c = 0; c < 4; c += 2) {
+          rows[c] = __byte_perm(pairs[c], pairs[c + 1], 0x6420);
+          rows[c + 1] = __byte_perm(pairs[c], pairs[c + 1], 0x7531);
+        }
+        ptx::stmatrix_x4(target + columns * 16 * 128, rows);
       }
-      ptx::stmatrix_x4(target + swizzled_offset<Tile::kHeadDimVO>(columns * 16 + lane_idx_, tokens),
-                       rows);
     }
     ptx::async_proxy_fence();
     __syncwarp();

@@ -47,9 +47,12 @@ struct HopperTile {
   static constexpr int kStages = kElement == 2 || kTileKV == 64 ? 2 : 3;
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = kConsumerThreads + 128;  // the last warpgroup produces
-  // A multiprocessor has 512 for a thread of each warpgroup; transposing takes more than loading.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTransposedV ? 96 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTransposedV ? 208 : 224;
+  // Launched with 168 (128 with three consumers) each, of which producers give some to consumers.
+  // Transposing takes more than loading.
+  static constexpr int kProducerRegisters =
+      kTransposedV ? (kConsumers == 3 ? 80 : 88) : (kConsumers == 3 ? 32 : 56);
+  static constexpr int kConsumerRegisters =
+      kTransposedV ? (kConsumers == 3 ? 144 : 208) : (kConsumers == 3 ? 160 : 224);
 
   // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
   static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
