@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..dtypes import FLOAT8
-from ..jit.attention.config import FLOAT16
+from ..jit.attention.config import FLOAT16, QUERIES
 from ..jit.attention.variant import AttentionVariant, make_variant
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -30,6 +30,8 @@ def resolve_dtype(name: str, dtype: Any) -> torch.dtype:
 def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Element types of queries (float16 if None), caches and outputs; by default the first's.
 
+    Queries of 8 bits have keys and values of the same type, and an output of 16 bits.
+
     Raises
     ------
     ValueError
@@ -39,8 +41,8 @@ def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, t
     kv_dtype = q_dtype if kv is None else resolve_dtype("kv_data_type", kv)
     o_dtype = q_dtype if o is None else resolve_dtype("o_data_type", o)
     for name, dtype, allowed in (
-        ("q_data_type", q_dtype, FLOAT16),
-        ("kv_data_type", kv_dtype, (q_dtype, *FLOAT8)),
+        ("q_data_type", q_dtype, QUERIES),
+        ("kv_data_type", kv_dtype, (q_dtype, *(FLOAT8 if q_dtype in FLOAT16 else ()))),
         ("o_data_type", o_dtype, FLOAT16),
     ):
         if dtype not in allowed:

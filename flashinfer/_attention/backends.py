@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arch import is_sm90a_supported
+from ..dtypes import torch_name
 from ..jit.attention import hopper
 from ..jit.attention.config import FLOAT16, POS_ENCODINGS
 from .problem import AttentionProblem
@@ -53,10 +54,13 @@ def choose_backend(
     Raises
     ------
     ValueError
-        If ``"fa3"`` is wanted where it does not run; the message says what is missing.
+        If ``"fa3"`` is wanted, or needed, where it does not run; the message says what is missing.
     """
     wanted = problem.backend
-    if wanted == "fa2" or (wanted == "auto" and not is_hopper(device)):
+    is_needed = problem.q_data_type not in FLOAT16  # the other has no queries of 8 bits
+    if is_needed and wanted == "fa2":
+        _refuse_queries(problem, "backend 'fa2'")
+    if wanted == "fa2" or (wanted == "auto" and not is_needed and not is_hopper(device)):
         return "fa2"
     missing = hopper.missing_on_hopper(
         problem.q_data_type,
@@ -67,10 +71,12 @@ def choose_backend(
         two_shapes,
         problem.variant is not None and problem.variant.transforms_operands,
     )
-    if wanted == "fa3":
+    if wanted == "fa3" or is_needed:
+        if missing is None and device.type == "cuda" and not is_hopper(device):
+            missing = f"a GPU of compute capability 9.0: {device} is none"
+        if missing is not None and is_needed:
+            _refuse_queries(problem, f"backend 'fa3', which lacks {missing}")
         hopper.check_hopper(missing)
-        if device.type == "cuda" and not is_hopper(device):
-            hopper.check_hopper(f"a GPU of compute capability 9.0: {device} is none")
         return "fa3"
     if missing is not None or fixed_split_size:
         return "fa2"
@@ -80,6 +86,11 @@ def choose_backend(
     indptr = problem.kv_indptr
     keys = int(indptr[-1] - indptr[0]) * max(problem.page_size, 1) / requests  # whole pages
     return "fa3" if rows >= profit.mean_rows and keys >= profit.mean_keys else "fa2"
+
+
+def _refuse_queries(problem: AttentionProblem, reason: str) -> None:
+    name = torch_name(problem.q_data_type)
+    raise ValueError(f"`q_data_type` must be float16 or bfloat16, got {name} with {reason}")
 
 
 @functools.cache
@@ -139,10 +150,11 @@ def is_fa3_backend_supported(
 ) -> bool:
     """Whether the kernel for Hopper has these options; parameters of `determine_attention_backend`.
 
-    It has every mask, and ALiBi. It does not rotate queries and keys; both are of 16 bits.
+    It has every mask, and ALiBi. It does not rotate queries and keys; both are of one type of 16
+    bits, or float8_e4m3fn.
     """
     modes = [mode for mode, name in enumerate(POS_ENCODINGS) if name != "rope_llama"]
-    types = dtype_q in FLOAT16 and dtype_kv == dtype_q
+    types = dtype_q in hopper.DTYPES and dtype_kv == dtype_q
     return types and not use_fp16_qk_reductions and pos_encoding_mode in modes
 
 

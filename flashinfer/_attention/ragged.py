@@ -168,7 +168,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of
             the second (10,000).
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
-            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for keys and values. By
+            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for keys and values. On
+            Hopper also float8_e4m3fn for all three, with a 16-bit `o_data_type`. By
             default float16, and the first's for the others.
         non_blocking : bool
             False waits until the plan is on the GPU.

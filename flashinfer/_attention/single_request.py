@@ -148,16 +148,16 @@ def single_prefill_with_kv_cache(
     Parameters
     ----------
     q : torch.Tensor
-        ``[qo_len, num_qo_heads, head_dim_qk]``, float16 or bfloat16; last dimension contiguous,
-        rows at multiples of 16 bytes.
+        ``[qo_len, num_qo_heads, head_dim_qk]``, float16 or bfloat16, on Hopper also float8_e4m3fn
+        (backend ``"fa3"``); last dimension contiguous, rows at multiples of 16 bytes.
     k, v : torch.Tensor
         ``[kv_len, num_kv_heads, head_dim]`` (``"NHD"``) or ``[num_kv_heads, kv_len, head_dim]``
-        (``"HND"``), dtype of `q`, float8_e4m3fn or float8_e5m2; strides as for `q`. Values may have
-        another head size than keys.
+        (``"HND"``), dtype of `q`, with 16-bit queries also float8_e4m3fn or float8_e5m2; strides as
+        for `q`. Values may have another head size than keys.
     scale_q, scale_k, scale_v : None
-        Must be None: they belong to queries of 8 bits.
+        Must be None: scales are per tensor, those of `q` and `k` factors of `sm_scale`.
     o_dtype : torch.dtype, optional
-        float16 or bfloat16; that of `q` by default.
+        float16 or bfloat16; that of `q` by default, required with 8-bit queries.
     custom_mask : torch.Tensor, optional
         ``[qo_len, kv_len]`` bool: which keys each query sees. Takes the place of `causal`.
     packed_custom_mask : torch.Tensor, optional
@@ -213,7 +213,7 @@ def single_prefill_with_kv_cache(
     torch.Size([40, 32, 128])
     """
     check_backend(backend)
-    reason = "queries of 8 bits and keys of 4 bits have no kernels"
+    reason = "there are no scales per head, and keys of 4 bits have no kernels"
     refuse(reason, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     if check_flag("use_fp16_qk_reduction", use_fp16_qk_reduction):
         raise ValueError(

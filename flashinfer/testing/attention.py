@@ -89,9 +89,9 @@ def _errors(template: TraceTemplate, gathered: Any) -> tuple[torch.Tensor, torch
     deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
 
     unit = unit_roundoff(gathered["q"].dtype)
-    if gathered[keys].dtype in FLOAT8:
+    if gathered[keys].dtype in FLOAT8 and gathered["q"].dtype not in FLOAT8:
         unit = unit_roundoff(torch.float16)
-    logit_error = _rotated_error(gathered, keys)
+    logit_error = _rotated_error(gathered, keys) + _summing_error(gathered, keys)
     factor = (8 * unit + 2 * logit_error) * abs(gathered.get("v_scale", 1.0))
     return factor * deviation, torch.full_like(lse, logit_error)
 
@@ -119,6 +119,19 @@ def _rotated_error(gathered: Any, keys: str) -> float:
     units = [unit_roundoff(q.dtype), unit_roundoff(k.dtype)]
     unit = (units[0] ** 2 + units[1] ** 2) ** 0.5
     return abs(gathered["sm_scale"]) * unit * _largest_norm(q) * _largest_norm(k)
+
+
+def _summing_error(gathered: Any, keys: str) -> float:
+    """What a logit is off by where 8-bit queries and keys are multiplied as they are.
+
+    The tensor cores of Hopper keep 13 bits behind the largest of the products that they sum:
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
+    """
+    q, k = gathered["q"], gathered[keys]
+    if q.dtype not in FLOAT8 or not q.numel() or not k.numel():
+        return 0.0
+    largest = [float(x.double().nan_to_num(0.0).abs().max()) for x in (q, k)]
+    return abs(gathered["sm_scale"]) * 2.0**-13 * q.shape[-1] * largest[0] * largest[1]
 
 
 def _largest_norm(x: torch.Tensor) -> float:

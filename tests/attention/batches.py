@@ -57,6 +57,7 @@ class Batch:
     head_dim_vo: int = 128
     dtype: torch.dtype = BF16
     kv_dtype: torch.dtype | None = None
+    o_dtype: torch.dtype | None = None
     page_size: int = 16
     kv_layout: str = "NHD"
     form: str = "tuple"  # of the cache: "tuple", "fused", or "strided" parts of one wider tensor
@@ -75,7 +76,8 @@ class Batch:
         return randn(shape, self.dtype, device, self.seed)
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        return {"q_data_type": self.dtype, "kv_data_type": self.stored}
+        types = {"q_data_type": self.dtype, "kv_data_type": self.stored}
+        return types if self.o_dtype is None else {**types, "o_data_type": self.o_dtype}
 
     # ---- pages ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Masks, options and the wrappers are tested with both kernels, where `backend` is
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -50,6 +51,43 @@ def both(batch: Batch, device: torch.device, **plan: Any) -> None:
 def test_head_dims(qk, vo, dtype, causal, device):
     batch = Batch((129, 0, 40, 1), (300, 70, 0, 515), head_dim_qk=qk, head_dim_vo=vo, dtype=dtype)
     both(batch, device, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("o_dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("qk", "vo"), hopper.HEAD_DIMS)
+def test_head_dims_of_8_bits(qk, vo, o_dtype, causal, device):
+    batch = Batch(
+        *((129, 0, 40, 1), (300, 70, 0, 515)),
+        head_dim_qk=qk,
+        head_dim_vo=vo,
+        dtype=E4M3,
+        o_dtype=o_dtype,
+    )
+    both(batch, device, causal=causal)
+
+
+@pytest.mark.parametrize(
+    "options", [{"window_left": 70}, {"logits_soft_cap": 5.0}, {"causal": True}]
+)
+@pytest.mark.parametrize("page_size", [1, 16, 24, 128])
+def test_pages_and_options_of_8_bits(page_size, options, device):
+    batch = Batch((200, 5, 31), (777, 129, 5000), page_size=page_size, dtype=E4M3, o_dtype=BF16)
+    scales = {"q_scale": 0.5, "k_scale": 1.5, "v_scale": 3.0}
+    check_paged(plan_paged(batch, device, "fa3", **options), batch, device, **scales)
+
+
+def test_every_value_of_8_bits_comes_from_its_token(device):
+    """Each query sees one key: its value is the output, exactly, wherever in a tile it lies."""
+    count = 300
+    values = torch.arange(count * 128, device=device).view(count, 1, 128) * 7 % 127 - 63
+    v = (values / 16).to(E4M3)
+    k = torch.zeros_like(v)
+    mask = torch.eye(count, dtype=torch.bool, device=device)
+    for order in (torch.arange(count), torch.arange(count).flip(0)):
+        seen = mask[order.to(device)]
+        out = flashinfer.single_prefill_with_kv_cache(k, k, v, custom_mask=seen, o_dtype=FP16)
+        assert torch.equal(out.float(), v[order.to(device)].float())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -161,6 +199,20 @@ def test_forcing_it_where_it_lacks_something_is_refused(device):
     with pytest.raises(ValueError, match="`backend`.*80/80"):
         single(q[..., :80], k[..., :80], v[..., :80], backend="fa3")
     check(single, q=q, k=k, v=v, causal=True, return_lse=True)
+
+
+def test_queries_of_8_bits_are_refused_where_there_is_no_kernel(device):
+    batch = Batch((40,), (40,), dtype=E4M3)
+    q, (k, v) = batch.query(device), ragged_kv(batch, device)
+    single = functools.partial(flashinfer.single_prefill_with_kv_cache, o_dtype=BF16)
+    with pytest.raises(ValueError, match="`q_data_type`.*float8_e4m3fn.*'fa2'"):
+        single(q, k, v, backend="fa2")
+    with pytest.raises(ValueError, match="`q_data_type`.*ROPE_LLAMA"):
+        single(q, k, v, pos_encoding_mode="ROPE_LLAMA")
+    with pytest.raises(ValueError, match="`kv_data_type`"):
+        single(q, k.to(BF16), v.to(BF16))
+    with pytest.raises(ValueError, match="`o_data_type`.*float8_e4m3fn"):
+        single(q, k, v, o_dtype=None)
 
 
 def test_both_kernels_agree(device):

@@ -26,7 +26,8 @@ from flashinfer.jit.attention import (
 from flashinfer.jit.attention.plan import NUM_MERGES
 from flashinfer.reference_backend import reference_backend
 
-BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CUDA = torch.device("cuda", 0)
 SERVED = AttentionConfig(BF16, BF16, BF16, 128, 128, 128, backend="fa3")
 
@@ -97,6 +98,9 @@ def test_generators_take_the_backend_by_name():
     ("fields", "message"),
     [
         ({"dtype_kv": E4M3}, "`backend`.*`kv_data_type` e4m3"),
+        ({"dtype_q": E5M2, "dtype_kv": E5M2}, "`q_data_type`.*e5m2"),
+        ({"dtype_q": E4M3}, "`kv_data_type`"),
+        ({"dtype_q": E4M3, "dtype_kv": E4M3, "backend": "fa2"}, "`q_data_type`.*e4m3"),
         ({"head_dim_qk": 80, "head_dim_vo": 80}, "`backend`.*80/80.* 192/128"),
         ({"head_dim_qk": 128, "head_dim_vo": 64}, "`backend`.*128/64"),
         ({"head_dim_qk": 512, "head_dim_vo": 512}, "`backend`.*512/512"),
@@ -115,6 +119,7 @@ def test_a_configuration_without_a_kernel_is_refused(fields: dict[str, Any], mes
     "fields",
     [
         {"dtype_q": FP16, "dtype_kv": FP16},
+        {"dtype_q": E4M3, "dtype_kv": E4M3},
         *(
             {"head_dim_qk": qk, "head_dim_vo": vo, "tile_q": hopper.hopper_tile_q(qk, vo)}
             for qk, vo in hopper.HEAD_DIMS
@@ -181,6 +186,7 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
         ([2048], {"variant": variant(KEY_HOOK)}, "fa2"),
         ([2048], {"backend": "fa2"}, "fa2"),
         ([1], {"backend": "fa3"}, "fa3"),
+        ([1], {"q_data_type": E4M3, "kv_data_type": E4M3}, "fa3"),
     ],
 )
 def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: str):
@@ -252,7 +258,8 @@ def test_questions_of_serving_engines():
     for changes in ((1, False, True, BF16, BF16), (0, True, True, BF16, BF16)):
         assert not utils.is_fa3_backend_supported(*changes)
     assert not utils.is_fa3_backend_supported(0, False, False, BF16, E4M3)
-    assert not utils.is_fa3_backend_supported(0, False, False, E4M3, E4M3)
+    assert utils.is_fa3_backend_supported(0, False, False, E4M3, E4M3)
+    assert not utils.is_fa3_backend_supported(0, False, False, E5M2, E5M2)
     assert utils.is_fa3_prefill_head_dim_supported(192, 128)
     assert not utils.is_fa3_prefill_head_dim_supported(128, 192)
     no_gpu = utils.determine_attention_backend(torch.device("cpu"), *served)

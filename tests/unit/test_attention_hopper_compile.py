@@ -14,16 +14,18 @@ from flashinfer.jit.binary import read_kernels, read_opcodes
 
 pytestmark = pytest.mark.compiler
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HMMA, LDL, STL, UTMALDG, LDGSTS = 0x23C, 0x983, 0x387, 0x5B4, 0xFAE
 HGMMA = (0x9F0, 0xDF0)  # the second waits for what came before
+QGMMA = (0x9F3, 0xDF3)  # of 8 bits
 KERNEL = "hopper_attention_kernel"
 
 
 def config(dims: tuple[int, int] = (128, 128), **fields) -> AttentionConfig:
     dtype = fields.pop("dtype", BF16)
+    o_dtype = BF16 if dtype == E4M3 else dtype
     return AttentionConfig(
-        dtype, dtype, dtype, *dims, hopper.hopper_tile_q(*dims), backend="fa3", **fields
+        dtype, dtype, o_dtype, *dims, hopper.hopper_tile_q(*dims), backend="fa3", **fields
     )
 
 
@@ -39,6 +41,9 @@ OTHERS = [
     config((96, 96), mask_mode="custom", sliding_window=True, logits_soft_cap=True, sinks=True),
     config(mask_mode="multi_item", pos_encoding="alibi", dtype=FP16),
     config(paged=False),
+    config(mask_mode="causal", dtype=E4M3, paged=False),
+    config((64, 64), mask_mode="causal", dtype=E4M3),
+    config((256, 256), sliding_window=True, dtype=E4M3),
 ]
 
 
@@ -65,14 +70,15 @@ def code_of(spec: JitSpec) -> list[int]:
 
 
 def matrix_products(value: AttentionConfig) -> int:
-    """Instructions of 64 rows, up to 256 columns and 16 terms for a KV tile: both products."""
+    """Instructions of 64 rows, 32 bytes of terms, for a KV tile: both products."""
+    terms = 32 // value.dtype_q.itemsize
     tile_kv = hopper.hopper_tile_kv(value.head_dim_qk, value.head_dim_vo)
-    return value.head_dim_qk // 16 + tile_kv // 16
+    return value.head_dim_qk // terms + tile_kv // terms
 
 
 def loop(code: list[int]) -> list[int]:
     """From the first to the last product."""
-    places = [i for i, opcode in enumerate(code) if opcode in HGMMA]
+    places = [i for i, opcode in enumerate(code) if opcode in HGMMA + QGMMA]
     return code[places[0] : places[-1] + 1]
 
 
@@ -87,7 +93,7 @@ def test_it_multiplies_by_warpgroups_without_spills(
     kernels = {kernel.short_name: kernel for kernel in read_kernels(spec.get_library_path())}
     assert set(kernels) == {KERNEL, "merge_kernel"}
     code = code_of(spec)
-    products = sum(map(code.count, HGMMA))
+    products = sum(map(code.count, QGMMA if value.dtype_q == E4M3 else HGMMA))
     assert products >= matrix_products(value)
     assert HMMA not in code
     assert UTMALDG in code, "queries and whole pages come through TMA"

@@ -12,6 +12,7 @@ from ..config import ModuleConfig
 from .hopper import check_hopper, hopper_tile_q, missing_on_hopper
 
 FLOAT16 = (torch.float16, torch.bfloat16)
+QUERIES = (*FLOAT16, torch.float8_e4m3fn)  # of 8 bits for "fa3" alone
 MASK_MODES = ("none", "causal", "custom", "multi_item")
 POS_ENCODINGS = ("none", "rope_llama", "alibi")
 TILES = (16, 64, 128)
@@ -71,7 +72,7 @@ class AttentionConfig(ModuleConfig):
     backend: str = "fa2"
 
     def __post_init__(self) -> None:
-        check_dtype("q_data_type", self.dtype_q, FLOAT16)
+        check_dtype("q_data_type", self.dtype_q, QUERIES if self.backend == "fa3" else FLOAT16)
         check_dtype("kv_data_type", self.dtype_kv, (self.dtype_q, *FLOAT8))
         check_dtype("o_data_type", self.dtype_o, FLOAT16)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)

@@ -11,6 +11,9 @@ from ...dtypes import short_name
 TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 """wgmma and TMA multicasts exist for this target alone, whatever list of targets there is."""
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+"""Of queries, keys and values."""
+
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """Sizes (qk, vo) of the heads there are instructions' shapes and shared memory for."""
 
@@ -59,6 +62,8 @@ def missing_on_hopper(
             f"`kv_data_type` {short_name(dtype_kv)} with `q_data_type` {short_name(dtype_q)}: they "
             "must be the same"
         )
+    if dtype_q not in DTYPES:
+        return f"`q_data_type` {short_name(dtype_q)}"
     if (head_dim_qk, head_dim_vo) not in HEAD_DIMS:
         served = ", ".join(f"{qk}/{vo}" for qk, vo in HEAD_DIMS)
         return f"`head_dim_qk`/`head_dim_vo` {head_dim_qk}/{head_dim_vo}: there are {served}"

@@ -33,6 +33,7 @@ from .attention_reference import (
 
 _FLOAT16 = ("bfloat16", "float16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_QUERIES = (*_FLOAT16, "float8_e4m3fn")  # of prefill on Hopper
 
 
 _HEADS: dict[str, Axis] = {
@@ -92,6 +93,11 @@ _LSE = "Base-2 logarithm of the sum of exponentials; -inf: no key in sight."
 
 def indices(axis: str, description: str) -> Tensor:
     return Tensor([axis], dtype="int32", description=description)
+
+
+def _queries(*tokens: str, decode: bool = False) -> Tensor:
+    dtypes = _FLOAT16 if decode else _QUERIES
+    return Tensor([*tokens, "num_qo_heads", "head_dim_qk"], dtypes=dtypes, layout="rows")
 
 
 def kv_tensor(dims: list[str], like: str | None = None) -> Tensor:
@@ -158,7 +164,7 @@ def paged_template(
         description=description,
         axes=axes,
         inputs={
-            "q": Tensor([tokens, "num_qo_heads", "head_dim_qk"], dtypes=_FLOAT16, layout="rows"),
+            "q": _queries(tokens, decode=decode),
             "k_cache": kv_tensor(page),
             "v_cache": kv_tensor(page, "k_cache"),
             **qo_indptr,
@@ -200,7 +206,7 @@ def ragged_template(
             **_BATCH,
         },
         inputs={
-            "q": Tensor(["total_q", "num_qo_heads", "head_dim_qk"], dtypes=_FLOAT16, layout="rows"),
+            "q": _queries("total_q"),
             "k": kv_tensor(["total_kv"]),
             "v": kv_tensor(["total_kv"], "k"),
             "qo_indptr": indices("len_indptr", "First query of each request."),
@@ -235,7 +241,7 @@ def _single_template(name: str, init: Any, *, lse: bool, decode: bool) -> TraceT
         description="Attention of one request.",
         axes={**axes, "kv_len": Var("Keys."), **_HEADS},
         inputs={
-            "q": Tensor([*tokens, "num_qo_heads", "head_dim_qk"], dtypes=_FLOAT16, layout="rows"),
+            "q": _queries(*tokens, decode=decode),
             "k": kv_tensor(["kv_len"]),
             "v": kv_tensor(["kv_len"], "k"),
             **_SCALARS,

@@ -49,8 +49,11 @@ def _tensor(name: str, value: Any, ndim: int) -> torch.Tensor:
 
 
 def _check_kv_dtype(q: Any, name: str, kv: torch.Tensor) -> None:
-    allowed = (q.dtype, torch.float8_e4m3fn, torch.float8_e5m2)
-    if isinstance(q, torch.Tensor) and kv.dtype not in allowed:
+    if not isinstance(q, torch.Tensor):
+        return
+    float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    allowed = (q.dtype,) if q.dtype in float8 else (q.dtype, *float8)
+    if kv.dtype not in allowed:
         choices = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise ValueError(f"`{name}` must have dtype {choices}, got {kv.dtype}")
 

@@ -18,6 +18,7 @@ class HopperConsumer {
   using Variant = typename Traits::Variant;
   using Rows = TileRows<Traits, Params>;
   using Mma = typename Tile::Mma;
+  static_assert(Variant::use_softmax || Tile::kElement == 2, "8 bits hold weights, not logits");
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
 
  public:

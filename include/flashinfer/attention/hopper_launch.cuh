@@ -34,8 +34,8 @@ struct MapDim {
   uint32_t box;
 };
 
-// Boxes of 128 bytes of columns with the 128-byte swizzle; `dims` behind the contiguous one of `columns`.
-// Leaves `box_rows` 0 where the tensor cannot be described: then threads copy it.
+// Boxes of 128 bytes of columns with the 128-byte swizzle; `dims` behind the contiguous one of
+// `columns`. Leaves `box_rows` 0 where the tensor cannot be described: then threads copy it.
 template <typename T, int kDims>
 inline void encode_map(TensorMap& map, const void* data, uint64_t columns,
                        const MapDim (&dims)[kDims], uint32_t box_rows) {

@@ -139,8 +139,7 @@ class HopperProducer {
       __syncwarp();
       if (lane_idx_ < Tile::kChunksQK) {
         ptx::tma_load(shared_ + lane_idx_ * Tile::kTileQ * 128, &maps_.q.map, full,
-                      lane_idx_ * Tile::kChunkColumns,
-                      kv_head * group_size,
+                      lane_idx_ * Tile::kChunkColumns, kv_head * group_size,
                       item.qo_begin + params_.group_size.divide(item.row_begin));
       }
       return;
@@ -232,16 +231,16 @@ class HopperProducer {
       if constexpr (Traits::kPaged) {
         ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns, slot, kv_head, page);
       } else {
-        ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns,
-                      item.kv_base + first_token, kv_head);
+        ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns, item.kv_base + first_token,
+                      kv_head);
       }
     }
   }
 
-  // Makes of the next tile of 8-bit values, [token][column], what the tensor cores read, [column][
-  // token]. In each 32 tokens and 16 columns they end up in the order that costs least: tokens 2t,
-  // 2t + 1, 2t + 8, 2t + 9 in a row, as a lane has their weights (TileRows::pack), and even columns
-  // before odd ones (output_column<true>).
+  // Turns the next tile of 8-bit values from rows of a token to rows of a column, which the tensor
+  // cores read. They end up in the order that costs least: of 16 tokens 2t, 2t + 1, 2t + 8, 2t + 9
+  // in a row, as a lane has their weights (TileRows::pack); of 16 columns the even before the odd
+  // ones (output_column<true>).
   __device__ __forceinline__ void transpose_values() {
     Ring<Tile::kStages>& ring = transposed_ring_;
     const uint32_t full = address(control_.loaded_v_full[ring.stage]);

@@ -143,7 +143,8 @@ class TileRows {
                                                 const float (&logits)[Tile::kTokenTiles][4], int h,
                                                 float scale) {
     constexpr float kSlack = 8.f;
-    // 8-bit weights have 2^-9 to 448: those of the first keys shall not begin at the upper end's 1.
+    // 8-bit weights are 2^-9 to 448: the largest begins at 2^5 and may grow to 2^8, so that small
+    // ones are not lost below.
     constexpr float kHeadroom = sizeof(typename Tile::Mma) == 1 ? 5.f : 0.f;
     float largest = fmaxf(logits[kBegin][2 * h], logits[kBegin][2 * h + 1]);
 #pragma unroll
@@ -197,8 +198,8 @@ class TileRows {
     }
   }
 
-  // The weights of these tokens as A fragments. 8 bits: of tokens 32 * step ... + 31; a register has
-  // four tokens in a row of the order in which v is transposed (transpose_values).
+  // The weights of these tokens as A fragments. 8 bits: of tokens 32 * step ... + 31; a register
+  // has four tokens in a row of the order in which v is transposed (transpose_values).
   __device__ __forceinline__ static void pack(const Logits& logits, int step,
                                               uint32_t (&p)[Tile::kRowTiles][4]) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// ldmatrix (sm_75) and back, stmatrix (sm_90): four 8x8 matrices of 16-bit elements from shared memory to the register layout
-// of mma. Lane i gives the address of row i % 8 of matrix i / 8; rows are 16 bytes, 16-byte
-// aligned.
+// ldmatrix (sm_75) and back, stmatrix (sm_90): four 8x8 matrices of 16-bit elements from shared
+// memory to the register layout of mma. Lane i gives the address of row i % 8 of matrix i / 8; rows
+// are 16 bytes, 16-byte aligned.
 #pragma once
 
 #include <cstdint>

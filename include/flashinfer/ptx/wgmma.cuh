@@ -36,7 +36,8 @@ __device__ __forceinline__ void wgmma_done(float (&d)[kTiles][4]) {
 // Describes an operand in shared memory whose rows are 128 bytes with the 128-byte swizzle: chunk c
 // of 16 bytes of row r lies at chunk c ^ (r % 8), from a multiple of 1024 bytes on. `address` moves
 // on by 32 bytes (K-major) or 2048 (MN-major) per step of 16 along k. `chunk_stride`: bytes from 64
-// columns to the next 64 of an MN-major operand. 8-bit operands are K-major, 32 bytes per step of 32.
+// columns to the next 64 of an MN-major operand. 8-bit operands are K-major, 32 bytes per step
+// of 32.
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t chunk_stride = 0) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = 1024;
   return kSwizzle128 | (kEightRows >> 4) << 32 | static_cast<uint64_t>(chunk_stride >> 4) << 16 |
