@@ -74,6 +74,8 @@ def choose_backend(
     if wanted == "fa3" or is_needed:
         if missing is None and device.type == "cuda" and not is_hopper(device):
             missing = f"a GPU of compute capability 9.0: {device} is none"
+        if missing is None and is_needed and problem.qo_indptr is None:
+            missing = "decode wrappers"
         if missing is not None and is_needed:
             _refuse_queries(problem, f"backend 'fa3', which lacks {missing}")
         hopper.check_hopper(missing)

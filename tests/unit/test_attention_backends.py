@@ -193,6 +193,28 @@ def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: s
     assert choose_backend(problem(qo_lens, **options), CUDA) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "fa2"}, "backend 'fa2'"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA"),
+        ({"qo_indptr": None}, "decode"),
+        ({"head_dim_qk": 80, "head_dim_vo": 80}, "80/80"),
+    ],
+)
+@pytest.mark.usefixtures("on_hopper")
+def test_queries_of_8_bits_without_a_kernel_are_refused(options: dict[str, Any], message: str):
+    types = {"q_data_type": E4M3, "kv_data_type": E4M3}
+    with pytest.raises(ValueError, match=f"`q_data_type`.*float8_e4m3fn with.*{message}"):
+        choose_backend(problem([2048], **types, **options), CUDA)
+
+
+def test_queries_of_8_bits_need_a_hopper(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backends, "is_hopper", lambda device: False)
+    with pytest.raises(ValueError, match="`q_data_type`.*compute capability 9.0"):
+        choose_backend(problem([2048], q_data_type=E4M3, kv_data_type=E4M3), CUDA)
+
+
 def test_there_is_a_rule_for_every_head_size():
     assert set(PROFITS) == set(hopper.HEAD_DIMS)
 
