@@ -290,10 +290,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
             *(causal_p, causal_d, pos_encoding_mode_p, pos_encoding_mode_d, sm_scale_p, sm_scale_d),
             *(window_left_p, window_left_d, rope_scale_p, rope_scale_d, rope_theta_p, rope_theta_d),
         )
-        is_masked = any(mask is not None for mask in masks)
-        if key != self._key or is_masked:
-            self._plan_run(self._run_problems(q_p, k_p, *key[2:], *masks))
-            self._key = None if is_masked else key  # a plan with a mask serves its own call only
+        self._plan_for(key, masks, lambda: self._run_problems(q_p, k_p, *key[2:], *masks))
         if self._use_cuda_graph and torch.cuda.is_current_stream_capturing():
             self._is_captured = True
         return self._launch_pair(
@@ -576,11 +573,8 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
             split_cache(paged_kv_cache_p, "paged_kv_cache_p"),
             split_cache(paged_kv_cache_d, "paged_kv_cache_d"),
         )
-        masked = any(mask is not None for mask in masks)
-        if causal_p != self._key or masked:
-            self._plan_pair(self._run_problems(causal_p, *masks), self._non_blocking)
-            self._key = None if masked else causal_p
-            self._causal = causal_p
+        self._plan_for(causal_p, masks, lambda: self._run_problems(causal_p, *masks))
+        self._causal = causal_p
         return self._launch_pair(
             (q_p, *caches[0]),
             (q_d, *caches[1]),
@@ -588,6 +582,9 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
             (return_lse, return_lse),
             enable_pdl,
         )
+
+    def _plan_run(self, problems: Pair) -> None:
+        self._plan_pair(problems, self._non_blocking)
 
     def _run_problems(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,22 @@ class PairWrapper(AttentionWrapper):
         """As for every wrapper; the next `run` plans the launch again."""
         super().reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         self._problems = self._key = None
+
+    def _plan_for(
+        self, key: Any, masks: tuple[torch.Tensor | None, ...], problems: Callable[[], Pair]
+    ) -> None:
+        """Plan a run's problems, unless the latest plan is for what `key` says.
+
+        A plan with a mask serves its own call only.
+        """
+        is_masked = any(mask is not None for mask in masks)
+        if key != self._key or is_masked:
+            self._plan_run(problems())
+            self._key = None if is_masked else key
+
+    def _plan_run(self, problems: Pair) -> None:
+        """Plan the two parts of a run."""
+        raise NotImplementedError
 
     def _plan_pair(
         self, problems: Pair, non_blocking: bool, capacity: tuple[int, int] | None = None
