@@ -107,8 +107,12 @@ def test_multiplies_on_the_tensor_cores(value: AttentionConfig, strict_build: py
     spec = gen_attention_module(value)
     spec.build()
     ((_, code),) = opcodes(spec)
-    # The loop is there once, or twice: with and without the compares of a mask.
-    assert code.count(HMMA) in (matrix_products(value), 2 * matrix_products(value))
+    # Once, and with tiles of 64 rows and more the logits of half a KV tile again: of the last tile
+    # of a causal mask, the second half is often hidden.
+    expected = matrix_products(value)
+    if value.tile_q > 16:
+        expected += value.tile_q // 64 * (32 // 8) * (value.head_dim_qk // 16)
+    assert code.count(HMMA) == expected
     assert LDGSTS in code and LDSM in code
     ((_, merge),) = opcodes(spec, "merge_kernel")
     assert HMMA not in merge
