@@ -70,6 +70,7 @@ def choose_backend(
         problem.pos_encoding_mode.lower(),
         two_shapes,
         problem.variant is not None and problem.variant.transforms_operands,
+        problem.variant is None or problem.variant.has_softmax,
     )
     if wanted == "fa3" or is_needed:
         if missing is None and device.type == "cuda" and not is_hopper(device):

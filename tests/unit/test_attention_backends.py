@@ -50,6 +50,7 @@ def variant(hook: str = "") -> Any:
 
 
 QUERY_HOOK = "REGISTER_QUERY_TRANSFORM(params, q, { return q; })"
+NO_SOFTMAX = "static constexpr bool use_softmax = false;"
 KEY_HOOK = "template <typename P, typename T> T KeyTransform(const P& params, T k) const;"
 
 
@@ -182,6 +183,7 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
         ([2048], {"head_dim_qk": 192}, "fa3"),
         ([2048], {"head_dim_qk": 80, "head_dim_vo": 80}, "fa2"),
         ([2048], {"variant": variant()}, "fa3"),
+        ([2048], {"variant": variant(NO_SOFTMAX)}, "fa3"),
         ([2048], {"variant": variant(QUERY_HOOK)}, "fa2"),
         ([2048], {"variant": variant(KEY_HOOK)}, "fa2"),
         ([2048], {"backend": "fa2"}, "fa2"),
@@ -200,6 +202,7 @@ def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: s
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA"),
         ({"qo_indptr": None}, "decode"),
         ({"head_dim_qk": 80, "head_dim_vo": 80}, "80/80"),
+        ({"variant": variant(NO_SOFTMAX)}, "without softmax"),
     ],
 )
 @pytest.mark.usefixtures("on_hopper")

@@ -41,6 +41,7 @@ def missing_on_hopper(
     pos_encoding: str = "none",
     two_shapes: bool = False,
     transforms_operands: bool = False,
+    has_softmax: bool = True,
 ) -> str | None:
     """What of a configuration the kernel does not serve; None if it serves all of it.
 
@@ -56,6 +57,8 @@ def missing_on_hopper(
         Whether the launch has tiles of a second shape.
     transforms_operands : bool
         Whether a user's variant has hooks that change queries or keys.
+    has_softmax : bool
+        Whether it leaves ``use_softmax`` on.
     """
     if dtype_kv != dtype_q:
         return (
@@ -73,6 +76,8 @@ def missing_on_hopper(
         return "launches of prefill and decode together"
     if transforms_operands:
         return "a variant with QueryTransform or KeyTransform"
+    if not has_softmax and dtype_q.itemsize == 1:
+        return "a variant without softmax of 8-bit queries: 8 bits hold weights, not logits"
     return None
 
 

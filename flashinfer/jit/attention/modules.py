@@ -117,8 +117,11 @@ def gen_attention_module(
 
 def _missing(config: AttentionConfig, variant: AttentionVariant) -> str | None:
     types, head_dims = (config.dtype_q, config.dtype_kv), (config.head_dim_qk, config.head_dim_vo)
-    transforms = variant.transforms_operands
-    return hopper.missing_on_hopper(*types, *head_dims, transforms_operands=transforms)
+    return hopper.missing_on_hopper(
+        *(*types, *head_dims),
+        transforms_operands=variant.transforms_operands,
+        has_softmax=variant.has_softmax,
+    )
 
 
 @functools.cache

@@ -84,6 +84,11 @@ class AttentionVariant:
         hook = r"\b(REGISTER_(QUERY|KEY)_TRANSFORM|(Query|Key)Transform)\b"
         return re.search(hook, self.declaration) is not None
 
+    @property
+    def has_softmax(self) -> bool:
+        """Whether weights are exponentials of logits, not the logits themselves."""
+        return re.search(r"\buse_softmax\s*[={]\s*false\b", self.declaration) is None
+
     def write_headers(self) -> Path:
         """Render the headers, unless they are there. Returns their folder, named by content."""
         texts = {name: self._render(name) for name in ("params.h", "cuh")}
