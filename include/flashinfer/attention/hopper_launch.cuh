@@ -4,6 +4,7 @@
 #include <flashinfer/attention/finalize.cuh>
 #include <flashinfer/attention/hopper.cuh>
 #include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/once_per_device.h>
 
 #ifndef __CUDACC_RTC__
 
@@ -102,22 +103,13 @@ inline void encode_maps(HopperParams<Params>& hopper) {
 // memory, once per device.
 template <typename Traits, typename Params>
 inline cudaError_t prepare_hopper_attention(int* num_sms) {
-  constexpr int kMaxDevices = 64;
-  static int prepared[kMaxDevices] = {};
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  if (prepared[device] == 0) {
-    status = cudaFuncSetAttribute(hopper_attention_kernel<Traits, Params>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  kHopperSharedBytes<typename Traits::Tile>);
+  return once_per_device(num_sms, [](int device, int* count) {
+    const cudaError_t status = cudaFuncSetAttribute(hopper_attention_kernel<Traits, Params>,
+                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    kHopperSharedBytes<typename Traits::Tile>);
     if (status != cudaSuccess) return status;
-    status = cudaDeviceGetAttribute(&prepared[device], cudaDevAttrMultiProcessorCount, device);
-    if (status != cudaSuccess) return status;
-  }
-  *num_sms = prepared[device];
-  return cudaSuccess;
+    return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  });
 }
 
 template <typename Traits, typename Params>

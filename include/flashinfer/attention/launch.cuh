@@ -3,6 +3,7 @@
 
 #include <flashinfer/attention/attention.cuh>
 #include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/once_per_device.h>
 
 #ifndef __CUDACC_RTC__
 
@@ -12,30 +13,20 @@ namespace flashinfer {
 // device: the attribute stays.
 template <typename First, typename Second, typename Params>
 inline cudaError_t prepare_attention(int* shared_bytes) {
-  constexpr int kMaxDevices = 64;
-  static int prepared[kMaxDevices] = {};
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  if (prepared[device] == 0) {
+  return once_per_device(shared_bytes, [](int device, int* bytes) {
     int major = 0, minor = 0;
-    status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (status != cudaSuccess) return status;
     status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     if (status != cudaSuccess) return status;
-    int bytes = First::Tile::shared_bytes(10 * major + minor);
+    *bytes = First::Tile::shared_bytes(10 * major + minor);
     if constexpr (!std::is_void_v<Second>) {
       const int second = Second::Tile::shared_bytes(10 * major + minor);
-      bytes = bytes > second ? bytes : second;
+      *bytes = *bytes > second ? *bytes : second;
     }
-    status = cudaFuncSetAttribute(attention_kernel<First, Second, Params>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (status != cudaSuccess) return status;
-    prepared[device] = bytes;
-  }
-  *shared_bytes = prepared[device];
-  return cudaSuccess;
+    return cudaFuncSetAttribute(attention_kernel<First, Second, Params>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, *bytes);
+  });
 }
 
 template <typename First, typename Second, typename Params>
