@@ -96,7 +96,7 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float w
 
 inline constexpr int kMergeThreads = 256;
 
-// Grid (num_merges * num_kv_heads, rows_per_slot / rows per CTA). The warps of a row take its parts
+// Grid (num_merges * num_kv_heads, rows_per_slot / merged_rows). The warps of a row take its parts
 // in turn; what they have meets in shared memory in order of the warps.
 template <typename Variant, typename O, int kHeadDimVO, typename Params>
 __global__ void __launch_bounds__(kMergeThreads)
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const uint32_t merge_idx = params.num_kv_heads.divide(blockIdx.x);
   const uint32_t kv_head = blockIdx.x - merge_idx * params.num_kv_heads.divisor;
   const MergeItem item = params.merges[merge_idx];  // of the plan: ready before the grid ahead
-  const int rows_per_cta = ceil_div(params.rows_per_slot, gridDim.y);
+  const int rows_per_cta = params.merged_rows;
   const int warps_per_row = kWarps / rows_per_cta;
   const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
   const int row = blockIdx.y * rows_per_cta + warp_idx / warps_per_row;

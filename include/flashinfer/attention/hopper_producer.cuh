@@ -104,8 +104,8 @@ class HopperProducer {
         kv_head = params_.num_ctas.divide(list);
         first = list - kv_head * params_.num_ctas.divisor;
       }
-      if (params_.items[first].request >= 0)
-        return static_cast<int>(first);  // else a graph's list without items
+      // Else a graph's list without items.
+      if (params_.items[first].request >= 0) return static_cast<int>(first);
     }
   }
 
