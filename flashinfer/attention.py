@@ -41,10 +41,10 @@ _DECODE_ROWS = 16  # packed query rows that the kernel's decode tile takes
 class BatchAttention(AttentionWrapper):
     r"""Attention of a batch in which some requests decode and others prefill, in one launch.
 
-    Requests of up to 16 packed query rows (query tokens times query heads per KV head) are computed
-    by the tile that decoding has, the others by one for prefill; both share the GPU from the
-    beginning to the end of the launch. The wrapper has workspaces of its own, which grow with the
-    plans.
+    With ``"fa2"`` requests of up to 16 packed query rows (query tokens times query heads per KV
+    head) are computed by the tile that decoding has, the others by one for prefill; both share the
+    GPU from the beginning to the end of the launch. With ``"fa3"`` all have the tile of prefill.
+    The wrapper has workspaces of its own, which grow with the plans.
 
     Parameters
     ----------
@@ -52,11 +52,13 @@ class BatchAttention(AttentionWrapper):
         ``"NHD"`` or ``"HND"``.
     device : str
         The GPU.
+    backend : str
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; see docs/attention.md.
 
     Raises
     ------
     TypeError, ValueError
-        If `kv_layout` is another one, or `device` names none.
+        If `kv_layout` or `backend` is another one, or `device` names none.
 
     Examples
     --------
@@ -71,9 +73,9 @@ class BatchAttention(AttentionWrapper):
     >>> out, lse = wrapper.run(q, cache)
     """
 
-    def __init__(self, kv_layout: str = "NHD", device: str = "cuda") -> None:
+    def __init__(self, kv_layout: str = "NHD", device: str = "cuda", backend: str = "auto") -> None:
         workspace = torch.empty(_FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        super().__init__(workspace, kv_layout, False, "auto", None)
+        super().__init__(workspace, kv_layout, False, backend, None)
 
     @flashinfer_api
     def plan(

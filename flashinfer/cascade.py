@@ -212,6 +212,8 @@ class MultiLevelCascadeAttentionWrapper:
     qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, \
 paged_kv_last_page_len_buf_arr : list of torch.Tensor
         With `use_cuda_graph`: the buffers of each level, as of that wrapper.
+    backend : str
+        Of every level: ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; see docs/attention.md.
 
     Raises
     ------
@@ -248,6 +250,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
         paged_kv_indptr_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
+        backend: str = "auto",
     ) -> None:
         check_count("num_levels", num_levels)
         buffers = {
@@ -262,7 +265,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
             of_levels = [(None,) * len(buffers)] * num_levels
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace_buffer, kv_layout, use_cuda_graph, *level
+                float_workspace_buffer, kv_layout, use_cuda_graph, *level, backend=backend
             )
             for level in of_levels
         ]

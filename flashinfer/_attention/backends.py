@@ -35,7 +35,7 @@ def choose_backend(
     problem: AttentionProblem,
     device: torch.device,
     *,
-    two_shapes: bool = False,
+    two_parts: bool = False,
     fixed_split_size: bool = False,
 ) -> str:
     """The backend of a plan: what the caller forces, or the one that pays.
@@ -46,8 +46,8 @@ def choose_backend(
         The requests; its `backend` is what the caller wants.
     device : torch.device
         Of the plan. One that is no GPU (with the reference backend) lacks no architecture.
-    two_shapes : bool
-        Whether the launch has tiles of two shapes.
+    two_parts : bool
+        Whether the launch has two sets of tensors.
     fixed_split_size : bool
         Whether results must not depend on the batch, as the choice would.
 
@@ -68,7 +68,7 @@ def choose_backend(
         problem.head_dim_qk,
         problem.head_dim_vo,
         problem.pos_encoding_mode.lower(),
-        two_shapes,
+        two_parts,
         problem.variant is not None and problem.variant.transforms_operands,
         problem.variant is None or problem.variant.has_softmax,
     )

@@ -121,7 +121,7 @@ class AttentionExecutor:
             one of the two has a custom mask.
         tile_q_second : int
             Tile of a second shape in the launch; without `second`, for the requests of `problem`
-            that fit it. 0: one shape.
+            that fit it, unless the kernel is the one for Hopper. 0: one shape.
         fixed_split_size : int, optional
             Cut keys at multiples of this many tokens and nowhere else.
         disable_split_kv : bool
@@ -345,10 +345,11 @@ class AttentionExecutor:
         else:
             small = tile_q_second if second is None else 0
             backend = choose_backend(
-                problem, self.device, two_shapes=tile_q_second > 0, fixed_split_size=fixed
+                problem, self.device, two_parts=second is not None, fixed_split_size=fixed
             )
             if backend == "fa3":
                 tile_q = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
+                tile_q_second = 0  # it has one shape, for requests of any number of rows
             else:
                 tile_q = tile_q_of(problem, fixed, small)
         mask_second = second.mask_mode if second is not None else problem.mask_mode

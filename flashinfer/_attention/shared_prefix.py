@@ -11,7 +11,7 @@ from ..prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     single_prefill_with_kv_cache_return_lse,
 )
-from .arguments import check_count, check_stride_variant, host_indices
+from .arguments import check_backend, check_count, check_stride_variant, host_indices
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -35,6 +35,9 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         For partial results of requests that are split; contiguous, any dtype.
     kv_layout : str
         ``"NHD"`` or ``"HND"``, of the prefix and of the cache.
+    backend : str
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``, for the prefix; see docs/attention.md. The
+        pages of a request, which one query sees, are always ``"fa2"``.
 
     Raises
     ------
@@ -46,9 +49,16 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     Source as for :class:`flashinfer.MultiLevelCascadeAttentionWrapper`.
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        backend: str = "auto",
+    ) -> None:
+        check_backend(backend)
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
+        self._backend = backend
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -120,7 +130,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         """
         out, lse = self._unique.run(q, unique_kv_cache, return_lse=True)
         shared = single_prefill_with_kv_cache_return_lse(
-            q, k_shared, v_shared, kv_layout=self._kv_layout
+            q, k_shared, v_shared, kv_layout=self._kv_layout, backend=self._backend
         )
         _merge_into(out, lse, *shared)
         return out
@@ -138,6 +148,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
     ----------
     float_workspace_buffer, kv_layout
         As for :class:`BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
+    backend : str
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``, for the prefix and for the pages.
 
     Raises
     ------
@@ -149,9 +161,17 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
     Source as for :class:`flashinfer.MultiLevelCascadeAttentionWrapper`.
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        backend: str = "auto",
+    ) -> None:
+        self._unique = BatchPrefillWithPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout, backend=backend
+        )
         self._kv_layout = kv_layout
+        self._backend = backend
         self._table: tuple[Any, ...] | None = None
         self._planned: tuple[Any, ...] | None = None
 
@@ -265,7 +285,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
             self._planned = planned
         out, lse = self._unique.run(q, unique_kv_cache, return_lse=True)
         shared = single_prefill_with_kv_cache_return_lse(
-            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale
+            *(q, k_shared, v_shared),
+            kv_layout=self._kv_layout,
+            sm_scale=sm_scale,
+            backend=self._backend,
         )
         _merge_into(out, lse, *shared)
         return out

@@ -226,7 +226,7 @@ def test_there_is_a_rule_for_every_head_size():
 def test_what_depends_on_the_batch_is_not_chosen_for_results_that_must_not():
     assert choose_backend(problem([2048]), CUDA, fixed_split_size=True) == "fa2"
     assert choose_backend(problem([2048], backend="fa3"), CUDA, fixed_split_size=True) == "fa3"
-    assert choose_backend(problem([2048]), CUDA, two_shapes=True) == "fa2"
+    assert choose_backend(problem([2048]), CUDA, two_parts=True) == "fa2"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_forcing_what_is_not_served_says_what_is_missing(options: dict[str, Any]
     with pytest.raises(ValueError, match=f"`backend` must be 'auto' or 'fa2'.*{missing}"):
         choose_backend(problem([2048], backend="fa3", **options), CUDA)
     with pytest.raises(ValueError, match="prefill and decode together"):
-        choose_backend(problem([2048], backend="fa3"), CUDA, two_shapes=True)
+        choose_backend(problem([2048], backend="fa3"), CUDA, two_parts=True)
 
 
 @pytest.fixture
@@ -400,12 +400,10 @@ def test_wrappers_of_decode_do_not_have_it():
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("tokens", "second", "expected"),
-    [([256, 40], 0, "fa3"), ([256, 1], 16, "fa2"), ([1], 0, "fa2")],
+    [([256, 40], 0, "fa3"), ([256, 1], 0, "fa3"), ([256, *[1] * 99], 16, "fa2"), ([1], 0, "fa2")],
 )
-def test_batches_of_prefill_and_decode_take_the_portable_kernel(
-    tokens: list[int], second: int, expected: str
-):
-    """Such a launch has tiles of two shapes."""
+def test_batches_of_prefill_and_decode(tokens: list[int], second: int, expected: str):
+    """The portable kernel has tiles of two shapes for them, the other one for all."""
     indptr = torch.tensor([0, *tokens]).cumsum(0).int()
     with reference_backend():
         wrapper = flashinfer.BatchAttention(device="cpu")

@@ -138,7 +138,10 @@ def test_the_grid_of_prefill_has_both_kernels_of_200_shapes(monkeypatch):
     kernels = {(spec.config.head_dim_qk, spec.config.backend) for spec in built}
     assert kernels == {(dim, name) for dim in (64, 128, 192, 256) for name in ("fa2", "fa3")}
     times = {"fa2": 2.0, "fa3": 1.0, "auto": 1.06}
-    row = {**grid.dataclasses.asdict(grid.KINDS[0]), "batch": 1, "qo_len": 5, "kv_len": 9}
-    row |= {"rows": 20, "us": times, "tflops": times, "auto": "fa3", "auto_behind": 1.06}
-    table = grid.report([row, {**row, "auto_behind": 1.04}])
-    assert table.count("<--") == 1 and "1 of 2 shapes; at worst 1.060" in table
+    row = {**grid.dataclasses.asdict(grid.KINDS[0]), "lengths": [[1, 5, 9], [2, 1, 70]]}
+    row |= {"us": times, "tflops": times, "auto": "fa3", "auto_behind": 1.06}
+    slow = {**row, "us": {**times, "fa3": 2.0, "fa2": 1.0}, "auto_behind": 2.0}
+    text = grid.report([row, {**row, "auto_behind": 1.04}, slow])
+    assert text.count("1x5x9 + 2x1x70") == 5  # three shapes, two of them again as behind
+    assert "in 2 of 3 shapes (1 by its choice); at worst 2.000" in text
+    assert grid.per_request(((1, 5, 9), (2, 1, 70)))[0].tolist() == [5, 1, 1]
