@@ -265,7 +265,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
             of_levels = [(None,) * len(buffers)] * num_levels
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace_buffer, kv_layout, use_cuda_graph, *level, backend=backend
+                *(float_workspace_buffer, kv_layout, use_cuda_graph, *level, None, None, backend)
             )
             for level in of_levels
         ]
