@@ -8,7 +8,18 @@ import pytest
 import torch
 
 import flashinfer
-from tests.attention.batches import BF16, E4M3, FP16, Batch, check, indptr, randn, workspace
+from flashinfer.jit.attention import hopper
+from tests.attention.batches import (
+    BF16,
+    E4M3,
+    FP16,
+    Batch,
+    check,
+    indptr,
+    need_backend,
+    randn,
+    workspace,
+)
 
 # Decodes, prefills, empty queries and empty keys.
 QO = (1, 40, 0, 1, 130, 2, 1, 17)
@@ -16,8 +27,8 @@ KV = (400, 200, 50, 64, 130, 9, 0, 17)
 MIXED = Batch(QO, KV)
 
 
-def plan_mixed(batch: Batch, device: torch.device, **options: Any) -> Any:
-    wrapper = flashinfer.BatchAttention(batch.kv_layout, device=str(device))
+def plan_mixed(batch: Batch, device: torch.device, backend: str = "auto", **options: Any) -> Any:
+    wrapper = flashinfer.BatchAttention(batch.kv_layout, str(device), backend)
     starts, indices, _, _ = batch.table()
     wrapper.plan(
         *(indptr(batch.qo_lens), starts, indices.to(device)),
@@ -37,17 +48,17 @@ def check_mixed(wrapper: Any, batch: Batch, device: torch.device, **run: Any) ->
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("group", [1, 4, 7, 16, 20, 64])
-def test_groups(group, causal, device):
+def test_groups(group, causal, backend, device):
     batch = Batch(QO, KV, group=group, num_kv_heads=2 if group < 16 else 1)
-    check_mixed(plan_mixed(batch, device, causal=causal), batch, device)
+    check_mixed(plan_mixed(batch, device, backend, causal=causal), batch, device)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
-def test_caches(page_size, kv_layout, form, device):
+def test_caches(page_size, kv_layout, form, backend, device):
     batch = Batch(QO, KV, page_size=page_size, kv_layout=kv_layout, form=form)
-    check_mixed(plan_mixed(batch, device, causal=True), batch, device)
+    check_mixed(plan_mixed(batch, device, backend, causal=True), batch, device)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +78,25 @@ def test_batches(batch, device):
     check_mixed(plan_mixed(batch, device, causal=True), batch, device)
 
 
-def test_options(device):
-    wrapper = plan_mixed(MIXED, device, causal=True, logits_soft_cap=3.0, sm_scale=0.2)
+@pytest.mark.parametrize(("qk", "vo"), hopper.HEAD_DIMS)
+def test_both_kernels_agree(qk, vo, device):
+    """Two shapes of tiles and one: to the rounding of the weights and of the output."""
+    need_backend("fa3", device)
+    batch = Batch(QO, KV, head_dim_qk=qk, head_dim_vo=vo)
+    q, cache = batch.query(device), batch.cache(device)
+    outs = [plan_mixed(batch, device, name, causal=True).run(q, cache) for name in ("fa2", "fa3")]
+    torch.testing.assert_close(outs[0][0].float(), outs[1][0].float(), rtol=0.016, atol=4e-3)
+    torch.testing.assert_close(outs[0][1], outs[1][1], rtol=1e-5, atol=1e-4)
+
+
+def test_options(backend, device):
+    options = {"causal": True, "logits_soft_cap": 3.0, "sm_scale": 0.2}
+    wrapper = plan_mixed(MIXED, device, backend, **options)
     check_mixed(wrapper, MIXED, device, k_scale=0.5, v_scale=2.0, logits_soft_cap=3.0)
 
 
-def test_one_wrapper_serves_every_batch(device):
-    wrapper = flashinfer.BatchAttention(device=str(device))
+def test_one_wrapper_serves_every_batch(backend, device):
+    wrapper = flashinfer.BatchAttention(device=str(device), backend=backend)
     for qo_lens, kv_lens in ((QO, KV), ((1, 1), (5000, 9)), ((600,), (800,)), (QO, KV)):
         batch = Batch(qo_lens, kv_lens)
         starts, indices, _, _ = batch.table()
@@ -87,13 +110,16 @@ def test_one_wrapper_serves_every_batch(device):
 # ---- sinks -------------------------------------------------------------------------------------
 
 
-def plan_sinks(batch: Batch, device: torch.device, window: int = -1, **options: Any) -> Any:
+def plan_sinks(
+    batch: Batch, device: torch.device, window: int = -1, backend: str = "auto", **options: Any
+) -> Any:
     wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(
         workspace(device),
         batch.kv_layout,
         head_dim_qk=batch.head_dim_qk,
         head_dim_vo=batch.head_dim_vo,
         window_left=window,
+        backend=backend,
         **batch.dtypes(),
     )
     starts, indices, last, _ = batch.table()
@@ -109,8 +135,8 @@ def plan_sinks(batch: Batch, device: torch.device, window: int = -1, **options: 
 
 @pytest.mark.parametrize("window", [-1, 0, 20])
 @pytest.mark.parametrize("batch", [MIXED, Batch((1,) * 4, (700, 3, 0, 64), group=8)])
-def test_sinks(batch, window, device):
-    wrapper = plan_sinks(batch, device, window, causal=True)
+def test_sinks(batch, window, backend, device):
+    wrapper = plan_sinks(batch, device, window, backend, causal=True)
     sinks = 3 * randn((batch.num_qo_heads,), torch.float32, device, 6)
     run = {"q": batch.query(device), "paged_kv_cache": batch.cache(device), "sinks": sinks}
     check(type(wrapper).run, self=wrapper, return_lse=True, **run)

@@ -41,9 +41,15 @@ class Cascade:
     def tables(self) -> tuple[Any, ...]:
         return self.qo_indptr, self.kv_indptr, self.indices, self.last
 
-    def plan(self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, **options: Any) -> Any:
+    def plan(
+        self,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        **options: Any,
+    ) -> Any:
         wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
-            len(self.qo_indptr), workspace(self.device)
+            len(self.qo_indptr), workspace(self.device), backend=backend
         )
         dtypes = {"q_data_type": dtype, "kv_data_type": kv_dtype}
         sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
@@ -71,16 +77,16 @@ def check_cascade(wrapper: Any, q: torch.Tensor, cache: Any) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.usefixtures("auto_backend")
-def test_levels(levels, dtype, causal, device):
+def test_levels(levels, dtype, causal, backend, device):
     cascade = Cascade(LEVELS[levels], device)
-    check_cascade(cascade.plan(dtype, causal=causal), *cascade.tensors(dtype))
+    check_cascade(cascade.plan(dtype, backend=backend, causal=causal), *cascade.tensors(dtype))
 
 
 @pytest.mark.parametrize("options", [{"logits_soft_cap": 3.0}, {"sm_scale": 0.2}], ids=str)
-def test_options(options, device):
+def test_options(options, backend, device):
     cascade = Cascade(LEVELS["three"], device)
-    check_cascade(cascade.plan(FP16, causal=True, **options), *cascade.tensors(FP16))
+    wrapper = cascade.plan(FP16, backend=backend, causal=True, **options)
+    check_cascade(wrapper, *cascade.tensors(FP16))
 
 
 def test_8_bit_keys(device):
@@ -89,10 +95,10 @@ def test_8_bit_keys(device):
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_one_level_has_all_options(window, device):
+def test_one_level_has_all_options(window, backend, device):
     cascade = Cascade(LEVELS["one"], device)
     options = {"window_left": window, "pos_encoding_mode": "ALIBI", "causal": True}
-    check_cascade(cascade.plan(FP16, **options), *cascade.tensors(FP16))
+    check_cascade(cascade.plan(FP16, backend=backend, **options), *cascade.tensors(FP16))
 
 
 def test_levels_agree_with_the_whole(device):
@@ -117,7 +123,7 @@ def test_levels_agree_with_the_whole(device):
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_shared_prefix(kv_layout, device):
+def test_shared_prefix(kv_layout, backend, device):
     """The deprecated wrappers do what two levels do; the prefix is rows in place of pages."""
     cascade = Cascade([[(4, 48)], [(1, 30), (1, 0), (1, 65), (1, 16)]], device)
     q, cache = cascade.tensors(FP16)
@@ -129,11 +135,13 @@ def test_shared_prefix(kv_layout, device):
     sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
     table = (cascade.kv_indptr[1], cascade.indices[1], cascade.last[1])
     close = {"rtol": 2**-8, "atol": 2**-9}
-    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout)
+    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(
+        workspace(device), kv_layout, backend
+    )
     decode.begin_forward(*table, *sizes)
     torch.testing.assert_close(decode.forward(q, k, v, cache), expected, **close)
     prefill = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
-        workspace(device), kv_layout
+        workspace(device), kv_layout, backend
     )
     prefill.begin_forward(cascade.qo_indptr[1], *table, *sizes)
     torch.testing.assert_close(prefill.forward(q, k, v, cache), expected, **close)
@@ -154,7 +162,7 @@ def test_causal_shared_prefix(device):
 
 
 @pytest.mark.gpu
-def test_one_graph_serves_every_cascade(device):
+def test_one_graph_serves_every_cascade(backend, device):
     requests, pages = 6, 64
 
     def zeros(count: int) -> torch.Tensor:
@@ -162,7 +170,7 @@ def test_one_graph_serves_every_cascade(device):
 
     buffers = [[zeros(n) for _ in range(2)] for n in (requests + 1, requests + 1, pages, requests)]
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
-        2, workspace(device), "NHD", True, *buffers
+        2, workspace(device), "NHD", True, *buffers, backend=backend
     )
     shape = (pages, PAGE, KV_HEADS, HEAD_DIM)
     cache = tuple(randn(shape, FP16, device, seed) for seed in (1, 2))
