@@ -83,14 +83,20 @@ def draw_kernel(index: int) -> Kernel:
 
 def draw_hopper_kernel(index: int) -> Kernel:
     """The same for backend fa3: what it lacks is replaced by what it has."""
-    paths = ("paged", "ragged", "single_prefill")
-    path = PATHS.index(paths[index % len(paths)])
-    kernel = draw_kernel((FULL_MODULES + index) * len(PATHS) + path)
+    paths = ("paged", "ragged", "single_prefill", "mixed")
+    path = paths[index % len(paths)]
+    kernel = draw_kernel((FULL_MODULES + index) * len(PATHS) + PATHS.index(path))
     rng = random.Random(f"kernel for Hopper {index}")
+    head_dims = rng.choice(hopper.HEAD_DIMS)
+    of_8_bits = path in ("paged", "ragged") and rng.random() < 0.3
+    dtype = E4M3 if of_8_bits else kernel.dtype
+    served = [kv for kv in (dtype, E4M3) if hopper.missing_on_hopper(dtype, kv, *head_dims) is None]
     return dataclasses.replace(
         kernel,
-        kv_dtype=kernel.dtype,
-        head_dims=rng.choice(hopper.HEAD_DIMS),
+        dtype=dtype,
+        kv_dtype=rng.choice(served),
+        o_dtype=rng.choice([BF16, FP16]) if of_8_bits else kernel.o_dtype,
+        head_dims=head_dims,
         encoding=kernel.encoding.replace("ROPE_LLAMA", "NONE"),
         backend="fa3",
     )
@@ -223,7 +229,7 @@ def build(kernel: Kernel, case: Case, device: torch.device) -> Call:
     if case.with_lse:
         run["lse"] = torch.empty(tokens, batch.num_qo_heads, device=device)
     call = make_call(kernel.path, batch, device, **plan)
-    if kernel.path in ("paged", "ragged"):
+    if kernel.path in ("paged", "ragged", "mixed"):
         call = call.with_make(backend=kernel.backend)
     elif kernel.path == "single_prefill":
         run["backend"] = kernel.backend
