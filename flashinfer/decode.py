@@ -17,6 +17,8 @@ from ._attention.arguments import (
     check_stride_variant,
     device_indices,
     refuse,
+    resolve_dtype,
+    split_size,
 )
 from ._attention.jit_functions import (
     get_batch_decode_module,
@@ -111,22 +113,22 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         check_flag("use_tensor_cores", use_tensor_cores)
-        self._indptr_buffer: torch.Tensor | None = None
-        self._indices_buffer: torch.Tensor | None = None
-        self._last_page_len_buffer: torch.Tensor | None = None
+        self._paged_kv_indptr_buf: torch.Tensor | None = None
+        self._paged_kv_indices_buf: torch.Tensor | None = None
+        self._paged_kv_last_page_len_buf: torch.Tensor | None = None
         if not use_cuda_graph:
             return
         name = "paged_kv_last_page_len_buffer"
         last = check_buffer(name, paged_kv_last_page_len_buffer, torch.int32, self.device)
-        self._last_page_len_buffer = last
-        self._indptr_buffer = check_buffer(
+        self._paged_kv_last_page_len_buf = last
+        self._paged_kv_indptr_buf = check_buffer(
             "paged_kv_indptr_buffer",
             paged_kv_indptr_buffer,
             torch.int32,
             self.device,
             last.numel() + 1,
         )
-        self._indices_buffer = check_buffer(
+        self._paged_kv_indices_buf = check_buffer(
             "paged_kv_indices_buffer", paged_kv_indices_buffer, torch.int32, self.device
         )
 
@@ -176,7 +178,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for the cache. By default
             float16, and the first's for the others.
         data_type : torch.dtype or str, optional
-            Another name for `q_data_type` and `kv_data_type` together.
+            Stands in for those of `q_data_type` and `kv_data_type` that are left out; one of 8 bits
+            is the cache's alone.
         sm_scale : float, optional
             Scale of the logits, ``1 / sqrt(head_dim)`` by default.
         rope_scale, rope_theta : float, optional
@@ -189,7 +192,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             spare fetching it; given both on the host, they must agree.
         fixed_split_size : int, optional
             Cut every request at multiples of this many tokens (rounded up to 64) and nowhere else:
-            a request's result then does not depend on the batch it is in.
+            a request's result then does not depend on the batch it is in. None or -1: wherever it
+            is fastest.
         disable_split_kv : bool
             Cut no request.
         q_len_per_req : int
@@ -238,8 +242,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     ) -> None:
         self._problem = None  # whatever becomes of this plan
         refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
-        if data_type is not None:
-            q_data_type = kv_data_type = data_type
+        q_data_type, kv_data_type = _with_data_type(q_data_type, kv_data_type, data_type)
         problem = self._problem_of(
             *(indptr, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
             *(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
@@ -248,18 +251,19 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             q_len_per_req,
         )
         capacity = self._graph_capacity(problem)
-        if self._indices_buffer is None:
+        if self._paged_kv_indices_buf is None:
             problem.kv_indices = device_indices("indices", indices, self.device)
         else:
             problem.kv_indices = check_page_numbers(
-                "indices", indices, self._indices_buffer, int(problem.kv_indptr[-1])
+                "indices", indices, self._paged_kv_indices_buf, int(problem.kv_indptr[-1])
             )
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
-        if self._indices_buffer is not None:
-            assert self._indptr_buffer is not None and self._last_page_len_buffer is not None
-            keep("indices", indices, self._indices_buffer)
-            keep("indptr", indptr, self._indptr_buffer)
-            keep("last_page_len", last_page_len, self._last_page_len_buffer)
+        if self._paged_kv_indices_buf is not None:
+            assert self._paged_kv_indptr_buf is not None
+            assert self._paged_kv_last_page_len_buf is not None
+            keep("indices", indices, self._paged_kv_indices_buf)
+            keep("indptr", indptr, self._paged_kv_indptr_buf)
+            keep("last_page_len", last_page_len, self._paged_kv_last_page_len_buf)
 
     def _problem_of(
         self,
@@ -309,9 +313,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         )
 
     def _graph_capacity(self, problem: AttentionProblem) -> tuple[int, int] | None:
-        if self._last_page_len_buffer is None:
+        if self._paged_kv_last_page_len_buf is None:
             return None
-        capacity = self._last_page_len_buffer.numel()
+        capacity = self._paged_kv_last_page_len_buf.numel()
         return capacity, capacity * problem.tokens_per_request
 
     def workspace_size(
@@ -347,8 +351,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             Of the float and of the int workspace.
         """
         refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
-        if data_type is not None:
-            q_data_type = kv_data_type = data_type
+        q_data_type, kv_data_type = _with_data_type(q_data_type, kv_data_type, data_type)
         problem = self._problem_of(
             *(indptr, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
             *(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
@@ -358,8 +361,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         )
         return self._executor.workspace_size(
             problem,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
+            fixed_split_size=split_size(fixed_split_size),
+            disable_split_kv=check_flag("disable_split_kv", disable_split_kv),
             graph_capacity=self._graph_capacity(problem),
         )
 
@@ -516,6 +519,21 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         )
 
 
+def _with_data_type(q: Any, kv: Any, both: Any) -> tuple[Any, Any]:
+    """`q_data_type` and `kv_data_type` where `data_type` stands in for those left out."""
+    if both is None:
+        return q, kv
+    dtype = resolve_dtype("data_type", both)
+    if kv is None:
+        kv = dtype
+    elif resolve_dtype("kv_data_type", kv) != dtype:
+        raise ValueError(f"`data_type` must be left out or the `kv_data_type` {kv}, got {both}")
+    # The string "float16" is what a plan says that says nothing.
+    if q is None or (isinstance(q, str) and q == "float16" and dtype.itemsize == 2):
+        q = dtype if dtype.itemsize == 2 else "float16"
+    return q, kv
+
+
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
     """``BatchDecodeWithPagedKVCacheWrapper`` with ``use_cuda_graph=True``.
 
@@ -595,9 +613,7 @@ def fast_decode_plan(
         raise TypeError(
             "`self` must be a BatchDecodeWithPagedKVCacheWrapper, got " + type(self).__name__
         )
-    if data_type is not None:
-        q_data_type = q_data_type or data_type
-        kv_data_type = kv_data_type or data_type
+    q_data_type, kv_data_type = _with_data_type(q_data_type, kv_data_type, data_type)
     self._decode_plan(
         indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
         indices,

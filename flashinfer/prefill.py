@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import check_count, check_stride_variant, device_indices, refuse
+from ._attention.arguments import (
+    check_count,
+    check_flag,
+    check_stride_variant,
+    device_indices,
+    refuse,
+    split_size,
+)
 from ._attention.jit_functions import (
     get_batch_prefill_module,
     get_customize_batch_prefill_module,
@@ -135,17 +142,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             jit_kwargs,
             variant_owns_mask,
         )
-        self._indptr_buf = self._indices_buf = self._last_page_len_buf = None
+        self._paged_kv_indptr_buf = self._paged_kv_indices_buf = None
+        self._paged_kv_last_page_len_buf = None
         if self._qo_indptr_buf is None:
             return
         length = self._qo_indptr_buf.numel()
         int32, device = torch.int32, self.device
         name = "paged_kv_indptr_buf"
-        self._indptr_buf = check_buffer(name, paged_kv_indptr_buf, int32, device, length)
+        self._paged_kv_indptr_buf = check_buffer(name, paged_kv_indptr_buf, int32, device, length)
         name = "paged_kv_indices_buf"
-        self._indices_buf = check_buffer(name, paged_kv_indices_buf, int32, device)
+        self._paged_kv_indices_buf = check_buffer(name, paged_kv_indices_buf, int32, device)
         name = "paged_kv_last_page_len_buf"
-        self._last_page_len_buf = check_buffer(
+        self._paged_kv_last_page_len_buf = check_buffer(
             name, paged_kv_last_page_len_buf, int32, device, length - 1
         )
 
@@ -211,8 +219,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         head_dim_vo : int, optional
             Of values and outputs; `head_dim_qk` by default.
         custom_mask : torch.Tensor, optional
-            ``[sum of qo_len * kv_len]`` bool: for each request, row by row, which keys a query
-            sees. Takes the place of `causal`.
+            ``[sum of qo_len * kv_len]`` bool, or uint8 with 0 for False: for each request, row by
+            row, which keys a query sees. Takes the place of `causal`.
         packed_custom_mask : torch.Tensor, optional
             The same as bits, uint8, each request beginning with a byte of its own, as
             ``segment_packbits(..., bitorder="little")`` packs them. Takes the place of
@@ -255,7 +263,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             Must be None: pages are given by the index tensors.
         fixed_split_size : int, optional
             Cut every request at multiples of this many keys (rounded up to 64) and nowhere else:
-            a request's result then does not depend on the batch it is in.
+            a request's result then does not depend on the batch it is in. None or -1: wherever it
+            is fastest.
         disable_split_kv : bool
             Cut no request.
         seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len : optional
@@ -302,21 +311,22 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             block_tables,
         )
         name = "paged_kv_indices"
-        if self._indices_buf is None:
+        if self._paged_kv_indices_buf is None:
             problem.kv_indices = device_indices(name, paged_kv_indices, self.device)
         else:
             problem.kv_indices = check_page_numbers(
-                name, paged_kv_indices, self._indices_buf, int(problem.kv_indptr[-1])
+                name, paged_kv_indices, self._paged_kv_indices_buf, int(problem.kv_indptr[-1])
             )
         capacity = self._graph_capacity(problem)
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
         if capacity is not None:
             self._max_qo_tokens = capacity[1]
+            last_page_len = paged_kv_last_page_len
             self._keep(
-                (name, paged_kv_indices, self._indices_buf),
+                (name, paged_kv_indices, self._paged_kv_indices_buf),
                 ("qo_indptr", qo_indptr, self._qo_indptr_buf),
-                ("paged_kv_indptr", paged_kv_indptr, self._indptr_buf),
-                ("paged_kv_last_page_len", paged_kv_last_page_len, self._last_page_len_buf),
+                ("paged_kv_indptr", paged_kv_indptr, self._paged_kv_indptr_buf),
+                ("paged_kv_last_page_len", last_page_len, self._paged_kv_last_page_len_buf),
             )
 
     begin_forward = plan
@@ -400,8 +410,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         capacity = self._graph_capacity(problem)
         return self._executor.workspace_size(
             problem,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
+            fixed_split_size=split_size(fixed_split_size),
+            disable_split_kv=check_flag("disable_split_kv", disable_split_kv),
             graph_capacity=capacity,
         )
 

@@ -69,6 +69,13 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
+def split_size(value: Any) -> int | None:
+    """`fixed_split_size`: tokens, or None; -1, which engines pass for none, is None too."""
+    if value is None or (type(value) is int and value == -1):
+        return None
+    return check_count("fixed_split_size", value)
+
+
 def check_window(value: Any) -> int:
     """`window_left`: -1 for none, or how many keys before the query's own are seen."""
     return check_count("window_left", value, -1)

@@ -36,7 +36,7 @@ def add_mask(
     bits = problem.qo_lengths().numpy().astype(np.int64) * problem.kv_lengths().numpy()
     if packed_custom_mask is None:
         offsets = np.concatenate([[0], np.cumsum(bits)])
-        mask = _vector("custom_mask", custom_mask, torch.bool, int(offsets[-1]))
+        mask = _vector("custom_mask", as_bools(custom_mask), torch.bool, int(offsets[-1]))
         packed, _ = segment_packbits(mask.to(device), torch.from_numpy(offsets), "little")
     else:
         packed = packed_custom_mask
@@ -53,6 +53,12 @@ def add_mask(
     for name, values, buffer in pending:
         check_fits(name, values, buffer)
     return pending
+
+
+def as_bools(mask: Any) -> Any:
+    """A mask of uint8, as engines write them, as bools: what is not 0 is seen."""
+    is_bytes = isinstance(mask, torch.Tensor) and mask.dtype == torch.uint8
+    return mask != 0 if is_bytes else mask
 
 
 def _check_counts(problem: AttentionProblem) -> None:

@@ -13,7 +13,7 @@ from .backends import check_lse_base, check_lse_layout
 from .masks import add_items, add_mask
 from .paged import check_buffer, keep
 from .problem import AttentionProblem
-from .wrapper import AttentionWrapper
+from .wrapper import AttentionWrapper, planned
 
 LN_2 = math.log(2.0)
 
@@ -49,6 +49,8 @@ class PrefillArguments:
 
 class PrefillWrapper(AttentionWrapper):
     """Base of the prefill wrappers."""
+
+    _causal = planned("causal")
 
     def __init__(
         self,

@@ -146,8 +146,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         head_dim_vo : int, optional
             Of values and outputs; `head_dim_qk` by default.
         custom_mask : torch.Tensor, optional
-            ``[sum of qo_len * kv_len]`` bool: for each request, row by row, which keys a query
-            sees. Takes the place of `causal`.
+            ``[sum of qo_len * kv_len]`` bool, or uint8 with 0 for False: for each request, row by
+            row, which keys a query sees. Takes the place of `causal`.
         packed_custom_mask : torch.Tensor, optional
             The same as bits, uint8, each request beginning with a byte of its own, as
             ``segment_packbits(..., bitorder="little")`` packs them. Takes the place of
@@ -185,7 +185,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             ``[batch_size]`` uint16 (or int16): length of the longest item.
         fixed_split_size : int, optional
             Cut every request at multiples of this many keys (rounded up to 64) and nowhere else:
-            a request's result then does not depend on the batch it is in.
+            a request's result then does not depend on the batch it is in. None or -1: wherever it
+            is fastest.
         disable_split_kv : bool
             Cut no request.
         seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len : optional

@@ -26,6 +26,7 @@ from .arguments import (
     soft_cap,
 )
 from .executor import check_heads
+from .masks import as_bools
 from .problem import AttentionProblem
 from .single import run_single
 
@@ -159,7 +160,8 @@ def single_prefill_with_kv_cache(
     o_dtype : torch.dtype, optional
         float16 or bfloat16; that of `q` by default, required with 8-bit queries.
     custom_mask : torch.Tensor, optional
-        ``[qo_len, kv_len]`` bool: which keys each query sees. Takes the place of `causal`.
+        ``[qo_len, kv_len]`` bool, or uint8 with 0 for False: which keys each query sees. Takes
+        the place of `causal`.
     packed_custom_mask : torch.Tensor, optional
         The same row by row as bits, ``[ceil(qo_len * kv_len / 8)]`` uint8, as
         ``packbits(..., bitorder="little")`` packs them. Takes the place of `custom_mask`.
@@ -314,6 +316,7 @@ def _add_mask(
     assert problem.qo_indptr is not None
     kv_len = int(problem.kv_indptr[1])
     if packed is None:
+        mask = as_bools(mask)
         check_tensor("custom_mask", mask, 2)
         if mask.dtype != torch.bool or mask.shape != (qo_len, kv_len):
             raise ValueError(

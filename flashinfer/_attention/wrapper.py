@@ -23,6 +23,7 @@ from .arguments import (
     resolve_dtypes,
     scalar,
     soft_cap,
+    split_size,
     variant_from_jit_args,
 )
 from .backends import BACKENDS, is_backend_supported, prepare_jit_additional_args
@@ -32,11 +33,19 @@ from .problem import AttentionProblem
 LN_2 = math.log(2.0)
 
 
+def planned(name: str) -> property:
+    """An option of the latest plan, None before the first: engines assert these."""
+    return property(lambda self: self._problem and getattr(self._problem, name))
+
+
 class AttentionWrapper:
     """Base of the wrappers. Not thread-safe; different wrappers share nothing."""
 
     is_backend_supported = staticmethod(is_backend_supported)
     _backends: tuple[str, ...] = BACKENDS
+    _window_left = planned("window_left")
+    _logits_soft_cap = planned("logits_soft_cap")
+    _sm_scale = planned("sm_scale")
 
     def __init__(
         self,
@@ -68,6 +77,19 @@ class AttentionWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         """Whether the wrapper was made for CUDA graphs."""
         return self._use_cuda_graph
+
+    @property
+    def _float_workspace_buffer(self) -> torch.Tensor:
+        return self._executor.float_workspace
+
+    @property
+    def _int_workspace_buffer(self) -> torch.Tensor:
+        return self._executor.int_workspace
+
+    @_int_workspace_buffer.setter
+    def _int_workspace_buffer(self, buffer: torch.Tensor) -> None:
+        """Engines share one among wrappers that are planned anew before each run."""
+        self.reset_workspace_buffer(self._executor.float_workspace, buffer)
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -226,8 +248,7 @@ class AttentionWrapper:
     ) -> None:
         check_flag("disable_split_kv", disable_split_kv)
         check_flag("non_blocking", non_blocking)
-        if fixed_split_size is not None:
-            check_count("fixed_split_size", fixed_split_size)
+        fixed_split_size = split_size(fixed_split_size)
         self._split = (fixed_split_size, disable_split_kv)
         self._problem = self._overrides = None
         if self._captured is not None:

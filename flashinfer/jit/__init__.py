@@ -1,5 +1,6 @@
 """Just-in-time compilation: describe a module, find it in the cache or compile it, load it."""
 
+from .activation import gen_act_and_mul_module
 from .attention import (
     gen_batch_attention_module,
     gen_batch_decode_module,
@@ -56,6 +57,7 @@ __all__ = [
     "check_cuda_arch",
     "clear_cache_dir",
     "current_compilation_context",
+    "gen_act_and_mul_module",
     "gen_batch_attention_module",
     "gen_batch_decode_module",
     "gen_batch_pod_module",

@@ -96,10 +96,10 @@ def test_plans_of_a_graph_differ_in_their_work_lists_only(launches):
         info = wrapper._executor._planner.info
         assert info[: NUM_MERGES + 1].tolist() == first[: NUM_MERGES + 1].tolist()
         assert info[NUM_CTAS] > 0
-        assert wrapper._indptr_buffer[: batch_size + 1].tolist() == [
+        assert wrapper._paged_kv_indptr_buf[: batch_size + 1].tolist() == [
             i * pages for i in range(batch_size + 1)
         ]
-        assert wrapper._indices_buffer[: batch_size * pages].tolist() == [
+        assert wrapper._paged_kv_indices_buf[: batch_size * pages].tolist() == [
             *range(batch_size * pages)
         ]
         wrapper.run(query(CAPACITY), CACHE)
@@ -112,12 +112,12 @@ def test_plans_of_a_graph_differ_in_their_work_lists_only(launches):
 def test_growing_past_the_capacity_is_refused(launches, batch_size, pages, named):
     wrapper = graph_decode()
     plan_decode(wrapper)
-    kept = wrapper._indices_buffer.clone(), wrapper._indptr_buffer.clone()
+    kept = wrapper._paged_kv_indices_buf.clone(), wrapper._paged_kv_indptr_buf.clone()
     with pytest.raises(ValueError, match=named):
         plan_decode(wrapper, batch_size, pages)
     # The buffers, which a captured graph reads, are still those of the last plan that succeeded.
-    assert torch.equal(wrapper._indices_buffer, kept[0])
-    assert torch.equal(wrapper._indptr_buffer, kept[1])
+    assert torch.equal(wrapper._paged_kv_indices_buf, kept[0])
+    assert torch.equal(wrapper._paged_kv_indptr_buf, kept[1])
     with pytest.raises(ValueError, match=r"plan\(\) must be called"):
         wrapper.run(query(CAPACITY), CACHE)
 

@@ -164,12 +164,12 @@ def _single_mask(arguments: Arguments, qo_len: int, kv_len: int) -> torch.Tensor
         return None
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"`custom_mask` must be a torch.Tensor, got {type(mask).__name__}")
-    if mask.dtype != torch.bool or mask.numel() != qo_len * kv_len:
+    if mask.dtype not in (torch.bool, torch.uint8) or mask.numel() != qo_len * kv_len:
         raise ValueError(
             f"`custom_mask` must be bool of shape [{qo_len}, {kv_len}], got {mask.dtype} of shape "
             f"{list(mask.shape)}"
         )
-    return mask.reshape(qo_len, kv_len)
+    return mask.reshape(qo_len, kv_len) != 0
 
 
 def _bits(packed: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,164 @@
+"""Calls, buffers and attributes that serving engines use, on the reference backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.reference_backend import reference_backend
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+LENGTHS = torch.tensor([5, 1, 7], dtype=torch.int32)
+INDPTR = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
+LAST = torch.ones(3, dtype=torch.int32)
+PAGES = torch.arange(13, dtype=torch.int32).flip(0)
+HEAD_COUNTS = (HEADS, KV_HEADS, HEAD_DIM, 1)
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu() -> Iterator[None]:
+    with reference_backend():
+        yield
+
+
+@pytest.fixture
+def q() -> torch.Tensor:
+    return torch.randn(3, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def cache() -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (16, 1, KV_HEADS, HEAD_DIM)
+    return torch.randn(shape).to(torch.float8_e4m3fn), torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+def _workspace() -> torch.Tensor:
+    return torch.empty(1 << 20, dtype=torch.uint8)
+
+
+def _decode(**options: Any) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
+    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", **options)
+
+
+def _planned(**dtypes: Any) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
+    wrapper = _decode()
+    wrapper.plan(INDPTR, PAGES, LAST, *HEAD_COUNTS, **dtypes)
+    return wrapper
+
+
+def test_data_type_is_the_caches_beside_a_q_data_type(q: torch.Tensor, cache: Any) -> None:
+    dtypes = {"data_type": torch.float8_e4m3fn, "q_data_type": torch.bfloat16}
+    expected = _planned(q_data_type="bfloat16", kv_data_type="float8_e4m3fn").run(q, cache)
+    assert torch.equal(_planned(**dtypes).run(q, cache), expected)
+    sizes = _decode().workspace_size(INDPTR, PAGES, LAST, *HEAD_COUNTS, **dtypes)
+    assert sizes == _decode().workspace_size(
+        *(INDPTR, PAGES, LAST, *HEAD_COUNTS), q_data_type="bfloat16", kv_data_type="float8_e4m3fn"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "q_dtype", "kv_dtype"),
+    [
+        ({"data_type": "bfloat16"}, torch.bfloat16, torch.bfloat16),
+        ({"data_type": "float8_e4m3fn"}, torch.float16, torch.float8_e4m3fn),
+        ({"data_type": torch.float16, "kv_data_type": "float16"}, torch.float16, torch.float16),
+    ],
+)
+def test_data_type_alone(given: dict[str, Any], q_dtype: Any, kv_dtype: Any) -> None:
+    wrapper = _planned(**given)
+    k = torch.randn(16, 1, KV_HEADS, HEAD_DIM).to(kv_dtype)
+    assert wrapper.run(torch.randn(3, HEADS, HEAD_DIM, dtype=q_dtype), (k, k)).dtype == q_dtype
+
+
+def test_data_type_that_contradicts() -> None:
+    with pytest.raises(ValueError, match="`data_type` must be left out or the `kv_data_type`"):
+        _planned(data_type="bfloat16", kv_data_type="float8_e4m3fn")
+
+
+def test_a_fast_plan_in_place_of_begin_forward(q: torch.Tensor, cache: Any) -> None:
+    wrapper: Any = _decode(
+        use_cuda_graph=True,
+        paged_kv_indptr_buffer=torch.zeros(4, dtype=torch.int32),
+        paged_kv_indices_buffer=torch.zeros(100, dtype=torch.int32),
+        paged_kv_last_page_len_buffer=torch.ones(3, dtype=torch.int32),
+    )
+    buffer = wrapper._paged_kv_indices_buf
+    buffer[:13] = PAGES  # engines write page numbers where the graph reads them
+    dtypes = {"data_type": torch.float8_e4m3fn, "q_data_type": torch.bfloat16}
+    wrapper.begin_forward(INDPTR, buffer, LAST, *HEAD_COUNTS, **dtypes)
+    wrapper.begin_forward = functools.partial(flashinfer.fast_decode_plan, wrapper)
+    wrapper.begin_forward(
+        *(INDPTR, buffer, LAST, *HEAD_COUNTS),
+        non_blocking=True,
+        fixed_split_size=None,
+        global_override_indptr_cpu=INDPTR.clone(),
+        **dtypes,
+    )
+    out = wrapper.forward(q, cache, sm_scale=0.1, logits_soft_cap=0.0, k_scale=1.0, v_scale=1.0)
+    plain = _planned(sm_scale=0.1, **dtypes)
+    assert torch.equal(out, plain.run(q, cache))
+    assert torch.equal(wrapper._paged_kv_indptr_buf, INDPTR)
+    assert torch.equal(wrapper._paged_kv_last_page_len_buf, LAST)
+
+
+def test_no_fixed_split_size_is_also_minus_one(q: torch.Tensor, cache: Any) -> None:
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.float8_e4m3fn}
+    wrapper = _planned(fixed_split_size=-1, disable_split_kv=False, **dtypes)
+    assert torch.equal(wrapper.run(q, cache), _planned(**dtypes).run(q, cache))
+    with pytest.raises(ValueError, match="`fixed_split_size` must be from 1"):
+        _planned(fixed_split_size=-2, **dtypes)
+    with pytest.raises(ValueError, match="`fixed_split_size` must be from 1"):
+        wrapper.workspace_size(INDPTR, PAGES, LAST, *HEAD_COUNTS, fixed_split_size=0)
+
+
+def test_planned_options_that_engines_assert() -> None:
+    wrapper = _planned(sm_scale=0.25, window_left=3, logits_soft_cap=None)
+    assert (wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap) == (0.25, 3, 0.0)
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace())
+    assert prefill._causal is None
+    options = {"causal": True, "sm_scale": 0.5, "logits_soft_cap": 30.0}
+    prefill.plan(torch.arange(4).int(), INDPTR, PAGES, LAST, *HEAD_COUNTS, **options)
+    assert prefill._causal and prefill._window_left == -1
+    assert (prefill._sm_scale, prefill._logits_soft_cap) == (0.5, 30.0)
+
+
+def test_an_int_workspace_that_wrappers_share() -> None:
+    first, second = _decode(), _decode()
+    second._int_workspace_buffer = first._int_workspace_buffer
+    assert second._int_workspace_buffer is first._int_workspace_buffer
+    assert first._float_workspace_buffer is not second._float_workspace_buffer
+    with pytest.raises(TypeError, match="int_workspace_buffer"):
+        second._int_workspace_buffer = "8 MiB"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("layout", ["ragged", "paged", "single"])
+def test_a_mask_of_bytes_is_one_of_bools(layout: str) -> None:
+    qo_indptr, kv_indptr = torch.tensor([0, 4]), torch.tensor([0, 6])
+    q = torch.randn(4, HEADS, HEAD_DIM, dtype=torch.float16)
+    kv = torch.randn(6, KV_HEADS, HEAD_DIM, dtype=torch.float16)
+    mask = torch.rand(4, 6) < 0.7
+
+    def attend(mask: torch.Tensor) -> Any:
+        if layout == "single":
+            return flashinfer.single_prefill_with_kv_cache(q, kv, kv, custom_mask=mask)
+        wrapper: Any
+        if layout == "ragged":
+            wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace())
+            arguments = (qo_indptr, kv_indptr, HEADS, KV_HEADS, HEAD_DIM)
+            wrapper.plan(*arguments, custom_mask=mask.flatten())
+            return wrapper.run(q, kv, kv)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace())
+        pages, last = torch.arange(6), torch.ones(1, dtype=torch.int32)
+        wrapper.plan(qo_indptr, kv_indptr, pages, last, *HEAD_COUNTS, custom_mask=mask.flatten())
+        # Engines say `causal` to every layer; the mask takes its place.
+        return wrapper.forward(q, (kv[:, None], kv[:, None]), causal=True)
+
+    assert torch.equal(attend(mask.to(torch.uint8) * 3), attend(mask))
+    assert not torch.equal(attend(mask), attend(~mask))
+    with pytest.raises(ValueError, match="`custom_mask` must"):
+        attend(mask.int())
