@@ -5,9 +5,10 @@
     python -m tests.attention.sanitize memcheck racecheck [--shares 6] [--seconds 60]
 
 Compiles first, then runs every case under each of the tools, dealt to some processes per tool that
-run at a time, and prints what they found. A case has few rows and keys, since a tool makes a kernel some thousand
-times slower, but each of the ways that data take: TMA and copies by threads, of queries and of
-keys, every ring of buffers longer than it is deep, cut rows and their merge, masks, 8 bits.
+run at a time, and prints what they found. A case has few rows and keys, since a tool makes a kernel
+some thousand times slower, but each of the ways that data take: TMA and copies by threads, of
+queries and of keys, every ring of buffers longer than it is deep, cut rows and their merge, masks,
+8 bits.
 """
 
 from __future__ import annotations
