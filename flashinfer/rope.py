@@ -89,11 +89,11 @@ def _apply(
     q_out, k_out = (q, k) if inplace else (_like(q), _like(k))
     where = (pos_ids, indptr, offsets)
     try:
-        dim = q.shape[-1] if rotary_dim is None else rotary_dim
+        dim = (q.shape or (0,))[-1] if rotary_dim is None else rotary_dim
         table[q.dtype](q_out, k_out, q, k, *where, dim, *factors)
     except UNUSUAL as error:
         kernel = table.load(error, q=q)
-        dim = q.shape[-1] if rotary_dim is None else rotary_dim
+        dim = (q.shape or (0,))[-1] if rotary_dim is None else rotary_dim
         kernel(q_out, k_out, q, k, *where, dim, *factors)
     return q_out, k_out
 

@@ -46,7 +46,10 @@ def _sample(
         kernel = kernels.load(error, **{kernels.name: rows})
     check_flag("deterministic", deterministic)
     if check_nan:
+        check_flag("check_nan", check_nan)
         refuse_nan(kernels.name, rows)
+    if return_valid:
+        check_flag("return_valid", return_valid)
     device = rows.device
     if indices is None:
         samples = torch.empty(rows.shape[:1], dtype=torch.int32, device=device)
@@ -56,7 +59,7 @@ def _sample(
     valid = torch.empty(samples.shape, dtype=torch.bool, device=device) if return_valid else None
     outputs: tuple[Any, ...] = (samples, valid)
     if kernels.leaves_statistics:
-        nbytes = workspace_bytes(kernels.filter, rows, len(samples))
+        nbytes = workspace_bytes(kernels.filter, rows, samples.numel())
         outputs += (torch.empty(nbytes, dtype=torch.uint8, device=device),)
     seed, offset = resolve_seed(seed, offset, generator, device)
     kernel(*outputs, rows, indices, *parameters, seed, offset, None)

@@ -169,6 +169,7 @@ FAULTS: dict[str, Fault] = {
     "q strided": replace("q", strided),
     "q integer": replace("q", with_dtype(torch.int32)),
     "q double": replace("q", with_dtype(torch.float64)),
+    "q of no dimension": replace("q", lambda t: t.flatten()[0] if t.numel() else None),
     "q two-dimensional": replace("q", lambda t: t[:, 0] if t.shape[1] else None),
     "q missing": put("q", None),
     "k strided": replace("k", strided),

@@ -73,6 +73,7 @@ CALLS: dict[str, dict[str, Any]] = {
 ROWS = [
     _probs().double(),
     _probs()[0],
+    _probs()[0, 0],
     torch.full((4, 200), 0.01)[:, ::2],
     torch.empty(4, 0),
     [0.5, 0.5],
@@ -86,7 +87,7 @@ INT_ROWS = [_numbers(4, torch.int64), _numbers(3, torch.int32), [1, 1, 1, 1]]
 FAULTS: dict[str, list[Any]] = {
     "logits": ROWS,
     "probs": ROWS,
-    "input": ROWS[:3] + ROWS[4:],
+    "input": ROWS[:4] + ROWS[5:],
     "temperature": [*FLOATS, -1.0],
     "top_p": FLOATS,
     "min_p": FLOATS,
@@ -104,8 +105,10 @@ FAULTS: dict[str, list[Any]] = {
 OPTIONAL: dict[str, dict[str, list[Any]]] = {
     "softmax": {"enable_pdl": ["yes", 1]},
     "sampling_from_probs": {
-        "indices": [_numbers(4, torch.float32), torch.ones(4, 1).int(), [1, 2]],
+        "indices": [_numbers(4, torch.float32), torch.ones(4, 1).int(), torch.tensor(1), [1, 2]],
         "deterministic": ["yes", 1],
+        "check_nan": ["no", 2],
+        "return_valid": ["no", 2],
     },
     "top_k_top_p_sampling_from_probs": {"filter_apply_order": ["both", None, 1]},
     "top_k": {"tie_break": [3, "small", None], "sorted": ["yes", 2]},

@@ -163,14 +163,6 @@ def _draw(
     return samples, torch.tensor(valid, dtype=torch.bool, device=rows.device)
 
 
-def _filtered_row(
-    row: torch.Tensor, weights: torch.Tensor, filters: dict[str, Any]
-) -> torch.Tensor:
-    """The kept weights of a row divided by their sum."""
-    kept = weights * (row >= _row_threshold(row, weights, **filters))
-    return kept.double() / float(kept.sum())
-
-
 def _softmax_reference(
     logits: torch.Tensor,
     temperature: torch.Tensor | float | None = None,
