@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -132,7 +131,6 @@ def test_serve(folder: Path):
         stderr=subprocess.STDOUT,
         text=True,
         cwd=Path(__file__).parents[2],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     try:
         assert server.stdout is not None
