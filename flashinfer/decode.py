@@ -17,8 +17,8 @@ from ._attention.arguments import (
     check_stride_variant,
     device_indices,
     refuse,
-    resolve_dtype,
     split_size,
+    with_data_type,
 )
 from ._attention.jit_functions import (
     get_batch_decode_module,
@@ -186,7 +186,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of
             the second (10,000).
         non_blocking : bool
-            False waits until the plan is on the GPU.
+            False waits until the plan and a graph's buffers are on the GPU; else index tensors in
+            pinned memory must stay as they are until then.
         seq_lens : torch.Tensor, optional
             ``[batch_size]``: lengths in tokens. On the host, with `last_page_len` on the GPU, they
             spare fetching it; given both on the host, they must agree.
@@ -242,7 +243,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     ) -> None:
         self._problem = None  # whatever becomes of this plan
         refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
-        q_data_type, kv_data_type = _with_data_type(q_data_type, kv_data_type, data_type)
+        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
         problem = self._problem_of(
             *(indptr, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
             *(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
@@ -261,9 +262,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         if self._paged_kv_indices_buf is not None:
             assert self._paged_kv_indptr_buf is not None
             assert self._paged_kv_last_page_len_buf is not None
-            keep("indices", indices, self._paged_kv_indices_buf)
-            keep("indptr", indptr, self._paged_kv_indptr_buf)
-            keep("last_page_len", last_page_len, self._paged_kv_last_page_len_buf)
+            keep("indices", indices, self._paged_kv_indices_buf, non_blocking)
+            keep("indptr", indptr, self._paged_kv_indptr_buf, non_blocking)
+            keep("last_page_len", last_page_len, self._paged_kv_last_page_len_buf, non_blocking)
 
     def _problem_of(
         self,
@@ -351,7 +352,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             Of the float and of the int workspace.
         """
         refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
-        q_data_type, kv_data_type = _with_data_type(q_data_type, kv_data_type, data_type)
+        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
         problem = self._problem_of(
             *(indptr, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
             *(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
@@ -519,21 +520,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         )
 
 
-def _with_data_type(q: Any, kv: Any, both: Any) -> tuple[Any, Any]:
-    """`q_data_type` and `kv_data_type` where `data_type` stands in for those left out."""
-    if both is None:
-        return q, kv
-    dtype = resolve_dtype("data_type", both)
-    if kv is None:
-        kv = dtype
-    elif resolve_dtype("kv_data_type", kv) != dtype:
-        raise ValueError(f"`data_type` must be left out or the `kv_data_type` {kv}, got {both}")
-    # The string "float16" is what a plan says that says nothing.
-    if q is None or (isinstance(q, str) and q == "float16" and dtype.itemsize == 2):
-        q = dtype if dtype.itemsize == 2 else "float16"
-    return q, kv
-
-
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
     """``BatchDecodeWithPagedKVCacheWrapper`` with ``use_cuda_graph=True``.
 
@@ -613,7 +599,7 @@ def fast_decode_plan(
         raise TypeError(
             "`self` must be a BatchDecodeWithPagedKVCacheWrapper, got " + type(self).__name__
         )
-    q_data_type, kv_data_type = _with_data_type(q_data_type, kv_data_type, data_type)
+    q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
     self._decode_plan(
         indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
         indices,

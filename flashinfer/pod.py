@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import check_count, check_flag, device_indices, host_indices, refuse
+from ._attention.arguments import (
+    check_count,
+    check_flag,
+    device_indices,
+    host_indices,
+    refuse,
+    with_data_type,
+)
 from ._attention.paged import check_buffer, host_page_table, keep, page_numbers
 from ._attention.pair import Pair, PairWrapper, add_pair_mask, check_pair_options, naming
 from ._attention.problem import AttentionProblem
@@ -148,17 +155,17 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
             float16 or bfloat16; that, float8_e4m3fn or float8_e5m2. Also of the prefill. Outputs
             have `q_data_type`.
         data_type : str or torch.dtype, optional
-            Both in one.
+            Stands in for those of the two that are left out; one of 8 bits is the cache's alone.
         non_blocking : bool
-            Whether to return before the work list is on the GPU.
+            Whether to return before work list and index tensors are on the GPU; what lies in pinned
+            memory must then stay as it is until they are.
 
         Raises
         ------
         TypeError, ValueError
             If an argument is not as described, naming it.
         """
-        if data_type is not None:
-            q_data_type = kv_data_type = data_type
+        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
         check_count("page_size", page_size)
         check_count("head_dim", head_dim)
         check_flag("non_blocking", non_blocking)
@@ -182,10 +189,10 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         self._base = self._problems = self._key = None
         self._executor.check(problem)
         buffer = None if self._buffers is None else self._buffers[1]
-        problem.kv_indices = page_numbers("indices", indices, self.device, buffer)
+        problem.kv_indices = page_numbers("indices", indices, self.device, buffer, non_blocking)
         if self._buffers is not None:
-            keep("indptr", indptr, self._buffers[0])
-            keep("last_page_len", last_page_len, self._buffers[2])
+            keep("indptr", indptr, self._buffers[0], non_blocking)
+            keep("last_page_len", last_page_len, self._buffers[2], non_blocking)
         self._base, self._non_blocking = problem, non_blocking
         if before is not None and self._is_captured:
             self._plan_run((before[0], problem))  # a graph is replayed without coming to run()
@@ -460,17 +467,17 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
         q_data_type, kv_data_type : str or torch.dtype, optional
             float16 or bfloat16; that, float8_e4m3fn or float8_e5m2. Outputs have `q_data_type`.
         data_type : str or torch.dtype, optional
-            Both in one.
+            Stands in for those of the two that are left out; one of 8 bits is the cache's alone.
         non_blocking : bool
-            Whether to return before the work list is on the GPU.
+            Whether to return before work list and index tensors are on the GPU; what lies in pinned
+            memory must then stay as it is until they are.
 
         Raises
         ------
         TypeError, ValueError
             If an argument is not as described, naming it.
         """
-        if data_type is not None:
-            q_data_type = kv_data_type = data_type
+        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
         check_count("page_size", page_size)
         check_count("head_dim", head_dim)
         check_flag("non_blocking", non_blocking)

@@ -245,7 +245,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             Hopper also float8_e4m3fn for all three, with a 16-bit `o_data_type`. By
             default float16, and the first's for the others.
         non_blocking : bool
-            False waits until the plan is on the GPU.
+            False waits until the plan and a graph's buffers are on the GPU; else index tensors in
+            pinned memory must stay as they are until then.
         prefix_len_ptr : torch.Tensor, optional
             Multi-item scoring: ``[batch_size]`` uint32 (int32 is taken for it), tokens of the
             prefix that all items of a request share. With the next three.
@@ -323,6 +324,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             self._max_qo_tokens = capacity[1]
             last_page_len = paged_kv_last_page_len
             self._keep(
+                non_blocking,
                 (name, paged_kv_indices, self._paged_kv_indices_buf),
                 ("qo_indptr", qo_indptr, self._qo_indptr_buf),
                 ("paged_kv_indptr", paged_kv_indptr, self._paged_kv_indptr_buf),

@@ -53,6 +53,21 @@ def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, t
     return q_dtype, kv_dtype, o_dtype
 
 
+def with_data_type(q: Any, kv: Any, both: Any) -> tuple[Any, Any]:
+    """`q_data_type` and `kv_data_type` where `data_type` stands in for those left out."""
+    if both is None:
+        return q, kv
+    dtype = resolve_dtype("data_type", both)
+    if kv is None:
+        kv = dtype
+    elif resolve_dtype("kv_data_type", kv) != dtype:
+        raise ValueError(f"`data_type` must be left out or the `kv_data_type` {kv}, got {both}")
+    # The string "float16" is what a plan says that says nothing.
+    if q is None or (isinstance(q, str) and q == "float16" and dtype.itemsize == 2):
+        q = dtype if dtype.itemsize == 2 else "float16"
+    return q, kv
+
+
 def check_count(name: str, value: Any, low: int = 1, high: int = 2**31 - 1) -> int:
     """An int within bounds."""
     if isinstance(value, bool) or not isinstance(value, int):

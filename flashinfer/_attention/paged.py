@@ -71,8 +71,10 @@ def check_fits(name: str, values: torch.Tensor, buffer: torch.Tensor) -> None:
         )
 
 
-def keep(name: str, values: Any, buffer: torch.Tensor) -> torch.Tensor:
+def keep(name: str, values: Any, buffer: torch.Tensor, non_blocking: bool = True) -> torch.Tensor:
     """Copy `values` to the front of a CUDA graph's buffer; returns the buffer.
+
+    With `non_blocking`, values in pinned memory must stay what they are until the copy has run.
 
     Raises
     ------
@@ -81,7 +83,7 @@ def keep(name: str, values: Any, buffer: torch.Tensor) -> torch.Tensor:
     """
     check_fits(name, values, buffer)
     if values.data_ptr() != buffer.data_ptr() and values.numel():
-        buffer[: values.numel()].copy_(values, non_blocking=True)
+        buffer[: values.numel()].copy_(values, non_blocking=non_blocking)
     return buffer
 
 
@@ -117,10 +119,14 @@ def check_page_numbers(name: str, indices: Any, buffer: torch.Tensor, needed: in
 
 
 def page_numbers(
-    name: str, indices: Any, device: torch.device, buffer: torch.Tensor | None
+    name: str,
+    indices: Any,
+    device: torch.device,
+    buffer: torch.Tensor | None,
+    non_blocking: bool = True,
 ) -> torch.Tensor:
     """Page numbers on the device, in a graph's buffer if there is one."""
     if buffer is None:
         return device_indices(name, indices, device)
     check_index_vector(name, indices)
-    return keep(name, indices, buffer)
+    return keep(name, indices, buffer, non_blocking)

@@ -180,11 +180,11 @@ class PrefillWrapper(AttentionWrapper):
             return None
         return self._qo_indptr_buf.numel() - 1, self._max_qo_tokens or problem.num_qo_tokens
 
-    def _keep(self, *copies: tuple[str, Any, torch.Tensor | None]) -> None:
+    def _keep(self, non_blocking: bool, *copies: tuple[str, Any, torch.Tensor | None]) -> None:
         """Fill the buffers of a CUDA graph, when its plan has succeeded."""
         for name, values, buffer in (*copies, *self._pending):
             if buffer is not None:
-                keep(name, values, buffer)
+                keep(name, values, buffer, non_blocking)
 
     def _override_prefill(
         self,

@@ -172,7 +172,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             Hopper also float8_e4m3fn for all three, with a 16-bit `o_data_type`. By
             default float16, and the first's for the others.
         non_blocking : bool
-            False waits until the plan is on the GPU.
+            False waits until the plan and a graph's buffers are on the GPU; else index tensors in
+            pinned memory must stay as they are until then.
         prefix_len_ptr : torch.Tensor, optional
             Multi-item scoring: ``[batch_size]`` uint32 (int32 is taken for it), tokens of the
             prefix that all items of a request share. With the next three.
@@ -245,6 +246,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         if capacity is not None:
             self._max_qo_tokens = capacity[1]
             self._keep(
+                non_blocking,
                 ("qo_indptr", qo_indptr, self._qo_indptr_buf),
                 ("kv_indptr", kv_indptr, self._kv_indptr_buf),
             )

@@ -4,6 +4,7 @@ memory of the CPU and launches recorded in place of run."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -104,6 +105,29 @@ def test_plans_of_a_graph_differ_in_their_work_lists_only(launches):
         ]
         wrapper.run(query(CAPACITY), CACHE)
     assert len(launches) == 3
+
+
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_blocking_plans_wait_for_the_buffers(launches, monkeypatch, non_blocking):
+    """What the caller's pinned tensors hold may change once a plan that blocks has returned."""
+    wrapper, copies = graph_decode(), []
+    copy = torch.Tensor.copy_
+
+    def record(self, source, non_blocking=False):
+        copies.append((self.data_ptr(), non_blocking))
+        return copy(self, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", record)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: stream)
+    plan_decode(wrapper, non_blocking=non_blocking)
+    buffers = {
+        wrapper._paged_kv_indptr_buf.data_ptr(),
+        wrapper._paged_kv_indices_buf.data_ptr(),
+        wrapper._paged_kv_last_page_len_buf.data_ptr(),
+    }
+    assert {to for to, _ in copies} >= buffers
+    assert all(flag == non_blocking for to, flag in copies if to in buffers)
 
 
 @pytest.mark.parametrize(
