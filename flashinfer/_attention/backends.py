@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,22 +13,10 @@ from ..dtypes import torch_name
 from ..jit.attention import hopper
 from ..jit.attention.config import FLOAT16, POS_ENCODINGS
 from .problem import AttentionProblem
+from .speeds import predicted_us
 
 BACKENDS = ("auto", "fa2", "fa3")
 _PORTABLE_CAPABILITY, _HOPPER_CAPABILITY = 80, 90
-
-
-class Profit(NamedTuple):
-    """From where on the kernel for Hopper is faster than the portable one."""
-
-    mean_rows: int  # packed query rows (tokens times group size) of a request, on average
-    mean_keys: int  # of a request, on average
-
-
-# By head sizes. With half a tile of rows the portable kernel's tiles of 64 were 1.2 to 1.3 times as
-# fast on an H200, from a whole one on the kernel for Hopper was 1.2 to 2 times as fast, unless keys
-# are so few that its longer way from launch to first product (3 us) decides.
-PROFITS = {head_dims: Profit(mean_rows=128, mean_keys=128) for head_dims in hopper.HEAD_DIMS}
 
 
 def choose_backend(
@@ -36,6 +24,7 @@ def choose_backend(
     device: torch.device,
     *,
     two_parts: bool = False,
+    tile_q_second: int = 0,
     fixed_split_size: bool = False,
 ) -> str:
     """The backend of a plan: what the caller forces, or the one that pays.
@@ -48,6 +37,8 @@ def choose_backend(
         Of the plan. One that is no GPU (with the reference backend) lacks no architecture.
     two_parts : bool
         Whether the launch has two sets of tensors.
+    tile_q_second : int
+        Second tile of the portable kernel, for the requests that fit it.
     fixed_split_size : bool
         Whether results must not depend on the batch, as the choice would.
 
@@ -83,12 +74,10 @@ def choose_backend(
         return "fa3"
     if missing is not None or fixed_split_size:
         return "fa2"
-    profit = PROFITS[problem.head_dim_qk, problem.head_dim_vo]
-    requests = max(problem.batch_size, 1)
-    rows = problem.num_qo_tokens * problem.group_size / requests
-    indptr = problem.kv_indptr
-    keys = int(indptr[-1] - indptr[0]) * max(problem.page_size, 1) / requests  # whole pages
-    return "fa3" if rows >= profit.mean_rows and keys >= profit.mean_keys else "fa2"
+    if problem.qo_indptr is None:  # decode: a tile would be empty but for a row or two
+        return "fa2"
+    portable_us, hopper_us = predicted_us(problem, tile_q_second)
+    return "fa3" if hopper_us < portable_us else "fa2"
 
 
 def _refuse_queries(problem: AttentionProblem, reason: str) -> None:

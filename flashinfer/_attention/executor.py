@@ -345,7 +345,11 @@ class AttentionExecutor:
         else:
             small = tile_q_second if second is None else 0
             backend = choose_backend(
-                problem, self.device, two_parts=second is not None, fixed_split_size=fixed
+                problem,
+                self.device,
+                two_parts=second is not None,
+                tile_q_second=small,
+                fixed_split_size=fixed,
             )
             if backend == "fa3":
                 tile_q = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)

@@ -11,9 +11,10 @@ import torch
 import flashinfer
 from flashinfer import utils
 from flashinfer._attention import backends
-from flashinfer._attention.backends import PROFITS, choose_backend
+from flashinfer._attention.backends import choose_backend
 from flashinfer._attention.executor import AttentionExecutor
 from flashinfer._attention.problem import AttentionProblem
+from flashinfer._attention.speeds import SPEEDS
 from flashinfer.jit import current_compilation_context
 from flashinfer.jit.attention import (
     AttentionConfig,
@@ -167,16 +168,18 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
     ("qo_lens", "options", "expected"),
     [
         ([2048], {}, "fa3"),
-        ([32], {"kv_indptr": torch.tensor([0, 500])}, "fa3"),  # 128 packed rows
-        ([31], {"kv_indptr": torch.tensor([0, 500])}, "fa2"),
-        ([128], {"group": 1}, "fa3"),
-        ([127], {}, "fa2"),  # too few keys
-        ([100], {"kv_indptr": torch.tensor([0, 8]), "page_size": 16}, "fa3"),
-        ([1] * 7, {"group": 64, "kv_indptr": torch.arange(8) * 999}, "fa2"),  # decode
-        ([2048, *[1] * 300], {}, "fa2"),  # decode with a prompt among it
+        ([128], {"kv_indptr": torch.tensor([0, 4000])}, "fa3"),  # 512 packed rows
+        ([2], {"kv_indptr": torch.tensor([0, 4000])}, "fa2"),
+        ([16], {}, "fa2"),  # too few keys for the longer way from launch to first product
+        ([2048], {"kv_indptr": torch.tensor([0, 128]), "page_size": 16}, "fa3"),
+        ([2048], {"page_size": 1}, "fa2"),  # copied by threads
+        ([1] * 7, {"kv_indptr": torch.arange(8) * 999}, "fa2"),  # decode
+        ([1] * 300, {"kv_indptr": torch.arange(301) * 999}, "fa2"),
+        ([2048, *[1] * 300], {}, "fa3"),  # decode with a prompt among it
         ([], {}, "fa2"),
+        ([1], {"qo_indptr": None}, "fa2"),
         ([0], {}, "fa2"),
-        ([2048], {"causal": True, "window_left": 100, "logits_soft_cap": 3.0}, "fa3"),
+        ([2048], {"causal": True, "window_left": 900, "logits_soft_cap": 3.0}, "fa3"),
         ([2048], {"pos_encoding_mode": "ALIBI"}, "fa3"),
         ([2048], {"pos_encoding_mode": "ROPE_LLAMA"}, "fa2"),
         ([2048], {"kv_data_type": E4M3}, "fa2"),
@@ -219,7 +222,7 @@ def test_queries_of_8_bits_need_a_hopper(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_there_is_a_rule_for_every_head_size():
-    assert set(PROFITS) == set(hopper.HEAD_DIMS)
+    assert set(SPEEDS) == set(hopper.HEAD_DIMS)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -297,10 +300,12 @@ HEADS = (8, 2, 128)
 
 
 def workspace() -> torch.Tensor:
-    return torch.empty(1 << 23, dtype=torch.uint8)
+    return torch.empty(1 << 24, dtype=torch.uint8)
 
 
-def planned(backend: str, tokens: int = 256, ragged: bool = False, **options: Any) -> Any:
+def planned(
+    backend: str, tokens: int = 256, ragged: bool = False, page_size: int = 1, **options: Any
+) -> Any:
     """A wrapper after the plan of two requests; there is no launch."""
     indptr = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
     with reference_backend():
@@ -310,8 +315,9 @@ def planned(backend: str, tokens: int = 256, ragged: bool = False, **options: An
         else:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend)
             pages = torch.arange(2 * tokens, dtype=torch.int32)
-            last = torch.ones(2, dtype=torch.int32)
-            wrapper.plan(indptr, indptr, pages, last, *HEADS, 1, q_data_type=BF16, **options)
+            last = torch.full((2,), page_size, dtype=torch.int32)
+            sizes = (*HEADS, page_size)
+            wrapper.plan(indptr, indptr, pages, last, *sizes, q_data_type=BF16, **options)
     return wrapper
 
 
@@ -335,9 +341,10 @@ def test_plans_take_what_is_forced(backend: str, ragged: bool):
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.usefixtures("on_hopper")
 def test_auto_follows_the_batch(ragged: bool):
-    assert configured(planned("auto", ragged=ragged)._executor).backend == "fa3"
-    assert configured(planned("auto", 1, ragged)._executor).backend == "fa2"
-    rotated = planned("auto", ragged=ragged, pos_encoding_mode="ROPE_LLAMA")
+    boxes = {"ragged": ragged, "page_size": 16}
+    assert configured(planned("auto", **boxes)._executor).backend == "fa3"
+    assert configured(planned("auto", 1, **boxes)._executor).backend == "fa2"
+    rotated = planned("auto", **boxes, pos_encoding_mode="ROPE_LLAMA")
     assert configured(rotated._executor).backend == "fa2"
 
 
@@ -400,7 +407,7 @@ def test_wrappers_of_decode_do_not_have_it():
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("tokens", "second", "expected"),
-    [([256, 40], 0, "fa3"), ([256, 1], 0, "fa3"), ([256, *[1] * 99], 16, "fa2"), ([1], 0, "fa2")],
+    [([900, 40], 0, "fa3"), ([900, 1], 0, "fa3"), ([5, *[1] * 9], 16, "fa2"), ([1], 0, "fa2")],
 )
 def test_batches_of_prefill_and_decode(tokens: list[int], second: int, expected: str):
     """The portable kernel has tiles of two shapes for them, the other one for all."""
@@ -408,6 +415,6 @@ def test_batches_of_prefill_and_decode(tokens: list[int], second: int, expected:
     with reference_backend():
         wrapper = flashinfer.BatchAttention(device="cpu")
         pages = torch.arange(sum(tokens)).int()
-        wrapper.plan(indptr, indptr, pages, torch.tensor(tokens).int(), *HEADS, 128, 1)
+        wrapper.plan(indptr, indptr, pages, torch.tensor(tokens).int(), *HEADS, 128, 16)
     config = wrapper._executor.config
     assert (config.backend, config.tile_q_second) == (expected, second)

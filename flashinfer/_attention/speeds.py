@@ -1,0 +1,155 @@
+"""How long each attention kernel would take on Hopper: measurements as data, and a model of them.
+
+A kernel cuts a batch into tiles of query rows; a tile goes over the keys that its rows see, and the
+planner gives every SM an equal share of all of it, down to the shortest piece of a tile that is
+worth cutting. So a launch takes::
+
+    start + per_128_keys * max(sum over an SM's share, one piece alone * alone)
+
+where each tile counts its keys / 128 and `ends`. The numbers are fitted to the times of
+``benchmarks/bench_prefill_backends.py`` on an H200 (docs/performance.md). What counts is which of
+two times is smaller: both kernels have the same masks and options, which are left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q
+from .problem import AttentionProblem
+from .tiles import tile_q_of
+
+Lengths = npt.NDArray[np.float64]
+
+_NUM_SMS = 132  # of an H100 and an H200
+_PORTABLE_TILE_KV = 64
+
+
+class TileSpeed(NamedTuple):
+    """Of tiles of one number of rows."""
+
+    per_128_keys: float  # microseconds, with as many CTAs on the SM as fit
+    ends: float  # to begin and to end a tile, in 128 keys
+    alone: float  # factor for a CTA whose SM has no other work
+
+
+class Speeds(NamedTuple):
+    """Of the kernels for one pair of head sizes."""
+
+    start: float  # microseconds, of the portable kernel
+    tiles: dict[int, TileSpeed]  # of the portable kernel, by rows
+    hopper_start: float
+    hopper: TileSpeed
+    gathered: float  # factor for pages that threads copy instead of TMA
+
+
+def _speeds(
+    start: float,
+    per_128_keys: tuple[float, float, float],
+    hopper_start: float,
+    hopper_per_128_keys: float,
+    gathered: float,
+) -> Speeds:
+    ends, alone = (0.0, 0.34, 0.51), (1.99, 1.76, 1.47)
+    columns = zip((16, 64, 128), per_128_keys, ends, alone, strict=True)
+    tiles = {rows: TileSpeed(*speed) for rows, *speed in columns}
+    return Speeds(start, tiles, hopper_start, TileSpeed(hopper_per_128_keys, 0.85, 0.66), gathered)
+
+
+SPEEDS = {
+    (64, 64): _speeds(0.47, (1.95, 2.0, 2.13), 5.77, 1.97, 1.6),
+    (96, 96): _speeds(0.8, (2.1, 2.3, 2.7), 6.5, 2.03, 1.6),
+    (128, 128): _speeds(1.15, (2.32, 2.63, 3.31), 7.16, 2.1, 1.65),
+    (192, 128): _speeds(1.33, (2.82, 3.83, 6.54), 6.75, 2.64, 1.6),
+    (256, 256): _speeds(0.98, (4.42, 4.66, 6.8), 12.88, 3.6, 1.6),
+}
+"""By head sizes (qk, vo)."""
+
+
+class _Share(NamedTuple):
+    """What the tiles of some requests are for one SM; keys in units of 128."""
+
+    tiles: float
+    keys: float
+    piece: float  # the shortest that the longest tile is cut into
+
+
+def predicted_us(problem: AttentionProblem, tile_q_second: int = 0) -> tuple[float, float]:
+    """Microseconds that a batch would take on an H200, by the portable kernel and by Hopper's.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Requests with query lengths of their own, of head sizes in ``SPEEDS``.
+    tile_q_second : int
+        Tile of the requests that fit it, of the portable kernel; 0: there is one shape.
+    """
+    speeds = SPEEDS[problem.head_dim_qk, problem.head_dim_vo]
+    assert problem.qo_indptr is not None
+    qo_lens = np.diff(problem.qo_indptr.numpy()).astype(np.float64)
+    kv_lens = np.diff(problem.kv_indptr.numpy()).astype(np.float64) * max(problem.page_size, 1)
+    present = qo_lens > 0
+    if not present.all():
+        qo_lens, kv_lens = qo_lens[present], kv_lens[present]
+    if not len(qo_lens):
+        return speeds.start, speeds.hopper_start
+    tile_kv = hopper_tile_kv(problem.head_dim_qk, problem.head_dim_vo)
+    tile_q = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
+    share = _share(problem, qo_lens, kv_lens, tile_q, tile_kv)
+    factor = speeds.gathered if _are_gathered(problem.page_size, tile_kv) else 1.0
+    hopper_us = speeds.hopper_start + factor * _busy_us([(share, speeds.hopper)])
+
+    tile_q = tile_q_of(problem, False, tile_q_second)
+    parts = []
+    if tile_q_second > 0:
+        are_few = qo_lens * problem.group_size <= tile_q_second
+        few = _share(problem, qo_lens[are_few], kv_lens[are_few], tile_q_second, _PORTABLE_TILE_KV)
+        parts.append((few, speeds.tiles[tile_q_second]))
+        qo_lens, kv_lens = qo_lens[~are_few], kv_lens[~are_few]
+    share = _share(problem, qo_lens, kv_lens, tile_q, _PORTABLE_TILE_KV)
+    parts.append((share, speeds.tiles[tile_q]))
+    return speeds.start + _busy_us(parts), hopper_us
+
+
+def _share(
+    problem: AttentionProblem, qo_lens: Lengths, kv_lens: Lengths, tile_q: int, tile_kv: int
+) -> _Share:
+    if not len(qo_lens):
+        return _Share(0.0, 0.0, 0.0)
+    tokens = tile_q / problem.group_size  # of a tile
+    tiles = np.ceil(qo_lens / tokens)
+    seen = longest = kv_lens
+    if problem.mask_mode in ("causal", "multi_item"):
+        # The last tile sees all keys, each one before it `tokens` fewer.
+        seen = np.maximum(kv_lens - np.maximum(qo_lens - tokens, 0) / 2, kv_lens / 2)
+    if problem.window_left >= 0:
+        seen = np.minimum(seen, problem.window_left + tokens)
+        longest = np.minimum(longest, problem.window_left + tokens)
+    # attention_tiles.h: no part of a tile is shorter than this, so that none is twice as long.
+    least = max(2 * tile_kv, 4 * tile_q)
+    return _Share(
+        tiles=float(tiles.sum()) * problem.num_kv_heads / _NUM_SMS,
+        keys=float(tiles @ seen) * problem.num_kv_heads / _NUM_SMS / 128,
+        piece=min(float(longest.max()), 2 * least - tile_kv) / 128,
+    )
+
+
+def _busy_us(parts: list[tuple[_Share, TileSpeed]]) -> float:
+    """From the first key to the last, of the busiest SM."""
+    shared = alone = 0.0
+    for share, speed in parts:
+        shared += speed.per_128_keys * (share.tiles * speed.ends + share.keys)
+        if share.tiles:
+            one = speed.per_128_keys * (share.piece + speed.ends) * speed.alone
+            alone = max(alone, one)
+    return max(shared, alone)
+
+
+def _are_gathered(page_size: int, tile_kv: int) -> bool:
+    """Whether no box of TMA fits the pages (kv_box_rows in hopper_launch.cuh)."""
+    if page_size == 0 or page_size % tile_kv == 0:
+        return False
+    return page_size % 8 != 0 or tile_kv % page_size != 0
