@@ -13,7 +13,7 @@ two times is smaller: both kernels have the same masks and options, which are le
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q
 from .problem import AttentionProblem
 from .tiles import tile_q_of
 
-Lengths = npt.NDArray[np.float64]
+Numbers = npt.NDArray[Any]
 
 _NUM_SMS = 132  # of an H100 and an H200
 _PORTABLE_TILE_KV = 64
@@ -89,51 +89,51 @@ def predicted_us(problem: AttentionProblem, tile_q_second: int = 0) -> tuple[flo
     """
     speeds = SPEEDS[problem.head_dim_qk, problem.head_dim_vo]
     assert problem.qo_indptr is not None
-    qo_lens = np.diff(problem.qo_indptr.numpy()).astype(np.float64)
-    kv_lens = np.diff(problem.kv_indptr.numpy()).astype(np.float64) * max(problem.page_size, 1)
-    present = qo_lens > 0
-    if not present.all():
-        qo_lens, kv_lens = qo_lens[present], kv_lens[present]
-    if not len(qo_lens):
+    qo_indptr, kv_indptr = problem.qo_indptr.numpy(), problem.kv_indptr.numpy()
+    if qo_indptr[-1] == 0:
         return speeds.start, speeds.hopper_start
+    rows = (qo_indptr[1:] - qo_indptr[:-1]) * problem.group_size
+    kv_lens = (kv_indptr[1:] - kv_indptr[:-1]) * max(problem.page_size, 1)
     tile_kv = hopper_tile_kv(problem.head_dim_qk, problem.head_dim_vo)
     tile_q = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
-    share = _share(problem, qo_lens, kv_lens, tile_q, tile_kv)
+    share = _share(problem, rows, kv_lens, tile_q, tile_kv)
     factor = speeds.gathered if _are_gathered(problem.page_size, tile_kv) else 1.0
     hopper_us = speeds.hopper_start + factor * _busy_us([(share, speeds.hopper)])
 
     tile_q = tile_q_of(problem, False, tile_q_second)
     parts = []
     if tile_q_second > 0:
-        are_few = qo_lens * problem.group_size <= tile_q_second
-        few = _share(problem, qo_lens[are_few], kv_lens[are_few], tile_q_second, _PORTABLE_TILE_KV)
+        are_few = rows <= tile_q_second
+        few = _share(problem, rows[are_few], kv_lens[are_few], tile_q_second, _PORTABLE_TILE_KV)
         parts.append((few, speeds.tiles[tile_q_second]))
-        qo_lens, kv_lens = qo_lens[~are_few], kv_lens[~are_few]
-    share = _share(problem, qo_lens, kv_lens, tile_q, _PORTABLE_TILE_KV)
+        rows, kv_lens = rows[~are_few], kv_lens[~are_few]
+    share = _share(problem, rows, kv_lens, tile_q, _PORTABLE_TILE_KV)
     parts.append((share, speeds.tiles[tile_q]))
     return speeds.start + _busy_us(parts), hopper_us
 
 
 def _share(
-    problem: AttentionProblem, qo_lens: Lengths, kv_lens: Lengths, tile_q: int, tile_kv: int
+    problem: AttentionProblem, rows: Numbers, kv_lens: Numbers, tile_q: int, tile_kv: int
 ) -> _Share:
-    if not len(qo_lens):
+    if not len(rows):
         return _Share(0.0, 0.0, 0.0)
+    tiles = np.ceil(rows * (1 / tile_q))
+    count = float(tiles.sum())
+    longest = float(kv_lens.max())
     tokens = tile_q / problem.group_size  # of a tile
-    tiles = np.ceil(qo_lens / tokens)
-    seen = longest = kv_lens
-    if problem.mask_mode in ("causal", "multi_item"):
-        # The last tile sees all keys, each one before it `tokens` fewer.
-        seen = np.maximum(kv_lens - np.maximum(qo_lens - tokens, 0) / 2, kv_lens / 2)
     if problem.window_left >= 0:
-        seen = np.minimum(seen, problem.window_left + tokens)
-        longest = np.minimum(longest, problem.window_left + tokens)
+        longest = min(longest, problem.window_left + tokens)
+        kv_lens = np.minimum(kv_lens, longest)
+    keys = float(tiles @ kv_lens)
+    if problem.mask_mode in ("causal", "multi_item"):
+        # The last tile of a request sees all its keys, each one before it `tokens` fewer.
+        keys -= min(0.5 * tokens * (float(tiles @ tiles) - count), 0.5 * keys)
     # attention_tiles.h: no part of a tile is shorter than this, so that none is twice as long.
     least = max(2 * tile_kv, 4 * tile_q)
     return _Share(
-        tiles=float(tiles.sum()) * problem.num_kv_heads / _NUM_SMS,
-        keys=float(tiles @ seen) * problem.num_kv_heads / _NUM_SMS / 128,
-        piece=min(float(longest.max()), 2 * least - tile_kv) / 128,
+        tiles=count * problem.num_kv_heads / _NUM_SMS,
+        keys=keys * problem.num_kv_heads / _NUM_SMS / 128,
+        piece=min(longest, 2 * least - tile_kv) / 128,
     )
 
 
