@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -9,6 +10,13 @@ import pytest
 import torch
 
 SEED = 20240229
+
+# Threads of torch for each test process, and for what it starts: more threads than cores wait for
+# each other actively, which took four times the time of the attention tests.
+_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_THREADS = max(1, len(os.sched_getaffinity(0)) // _PROCESSES)
+os.environ.setdefault("OMP_NUM_THREADS", str(_THREADS))
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
