@@ -163,6 +163,7 @@ def tensors(shape: Shape) -> dict[str, Any]:
 
 def captured(run: Callable[[], Any], count: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # on which the plan is on its way
     with torch.cuda.stream(stream):
         run()
     stream.synchronize()
