@@ -12,6 +12,7 @@
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
+#include <flashinfer/ptx/parameter.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/rope/qk_norm_rope_params.h>
 #include <flashinfer/rope/rope.cuh>
@@ -64,7 +65,7 @@ __device__ __forceinline__ void compute_rotations(const QkNormRopeParams& params
     const uint32_t position = pair < params.frame_pairs ? frame
                               : pair < params.row_end   ? row
                                                         : column;
-    const uint64_t turn = position * params.frequencies.turns[pair];
+    const uint64_t turn = position * ptx::load_parameter(&params.frequencies.turns[pair]);
     // The upper half as a signed number is in [-1/2, 1/2) turns, which is [-1, 1) pi.
     const float half_turns = static_cast<float>(static_cast<int32_t>(turn >> 32)) * 0x1p-31f;
     float2 cos_sin;

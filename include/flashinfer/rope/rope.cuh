@@ -14,6 +14,7 @@
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/layout/page_table.cuh>
+#include <flashinfer/ptx/parameter.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/prefetch.cuh>
 #include <flashinfer/rope/rope_params.h>
@@ -77,13 +78,13 @@ __device__ __forceinline__ int64_t rope_position(const RopeParams& params, uint3
 }
 
 // Number of entries of indptr[1 .. batch_size] that are at most `token`: the request of `token`, or
-// batch_size. For the whole CTA at once.
+// batch_size. For the whole warp at once.
 __device__ __forceinline__ uint32_t request_of(const RopeParams& params, uint32_t token) {
   uint32_t count = 0;
-  for (uint32_t first = 0; first < params.batch_size; first += blockDim.x) {
-    const uint32_t i = first + threadIdx.x;
-    count += __syncthreads_count(i < params.batch_size &&
-                                 params.indptr[i + 1] <= static_cast<int32_t>(token));
+  for (uint32_t first = 0; first < params.batch_size; first += 32) {
+    const uint32_t i = first + threadIdx.x % 32;
+    count += __popc(__ballot_sync(
+        ~0u, i < params.batch_size && params.indptr[i + 1] <= static_cast<int32_t>(token)));
   }
   return count;
 }
@@ -122,20 +123,18 @@ __device__ __forceinline__ void load_rotation(const RopeParams& params, int64_t 
   }
 }
 
-// Cosines and sines of tokens first_token ... last_token, [tokens][num_pairs]: every head needs
-// them, so they are computed once for the CTA.
+// Cosines and sines of tokens first_token ... last_token, [tokens][num_pairs]: all heads of the
+// warp need them, so its lanes share the pairs among them.
 __device__ __forceinline__ void compute_rotations(const ComputedRopeParams& params,
                                                   uint32_t first_token, uint32_t last_token,
                                                   float2* table) {
   const uint32_t num_pairs = params.rope_dim / 2;
   uint32_t request = 0;
   if (params.pos_ids == nullptr) request = request_of(params, first_token);
-  // A warp takes a token, its lanes the pairs.
-  for (uint32_t token = first_token + threadIdx.x / 32; token <= last_token;
-       token += blockDim.x / 32) {
+  for (uint32_t token = first_token; token <= last_token; ++token) {
     const uint64_t position = static_cast<uint64_t>(rope_position(params, token, request));
     for (uint32_t pair = threadIdx.x % 32; pair < num_pairs; pair += 32) {
-      const uint64_t turn = position * params.frequencies.turns[pair];
+      const uint64_t turn = position * ptx::load_parameter(&params.frequencies.turns[pair]);
       // The upper half as a signed number is in [-1/2, 1/2) turns, which is [-1, 1) pi.
       const float half_turns = static_cast<float>(static_cast<int32_t>(turn >> 32)) * 0x1p-31f;
       float2 cos_sin;
@@ -143,7 +142,7 @@ __device__ __forceinline__ void compute_rotations(const ComputedRopeParams& para
       table[(token - first_token) * num_pairs + pair] = cos_sin;
     }
   }
-  __syncthreads();
+  __syncwarp();
 }
 
 template <typename Traits, int kVecSize>
@@ -184,14 +183,14 @@ __device__ __forceinline__ T* rope_row(const RopeRows& rows, uint32_t token, uin
 // flushed; without rotating 167 | 48 us): two heads per thread 176 | 49.7 us with 64 threads, 178 |
 // 50.2 with 96, 181 | 50.3 with 128; one head 201 | 52.6 with 128 threads (256: 222); four heads
 // 184 | 50.6. Angles that are loaded ahead of the data gain 1 us. In a graph that repeats, stores
-// that do not stream cost 2 to 3 us. Angles that are computed, 32768 tokens: two heads 176 us with
-// 128 threads, 180 with 256; four heads with 64 177; one head 192; two heads with the data under
-// way while the CTA computes 186.
+// that do not stream cost 2 to 3 us. Angles that are computed, 32768 tokens: a table per warp 164
+// us with 64 threads, 166 with 128; a table per CTA of 128 167; with the data under way meanwhile
+// 166 to 172; frequencies from the constant bank, whose lanes are served one by one, 180 to 192.
 //
 // What the first wave reads goes to L2 while the grid before it ends, and a long grid lets the next
 // one come when its last CTAs write: 42.7 -> 42.2 us; a short one at once (one token 1.42 -> 1.17).
 template <typename Traits, int kHeads>
-inline constexpr int kRopeThreads = kHeads == 1 || Traits::kComputed ? 128 : 64;
+inline constexpr int kRopeThreads = kHeads == 1 ? 128 : 64;
 inline constexpr uint32_t kRopePrefetchCtas = 2048;
 
 template <typename Traits, int kVecSize, int kHeads>
@@ -241,7 +240,8 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
     }
   };
   detail::Rotation<kVecSize> rotation;
-  uint32_t first_token = 0;
+  uint32_t first_token = 0;  // of the warp
+  float2* table = rotations + threadIdx.x / 32 * params.rotations_per_warp;
   if constexpr (Traits::kComputed) {
     if (segment.rotates) {
       const auto token_of = [&](uint32_t thread) {
@@ -249,15 +249,16 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
         const uint32_t token = chunk + segment.head_groups.divide(row);
         return token < params.num_tokens ? token : params.num_tokens - 1;
       };
-      first_token = token_of(0);
-      detail::compute_rotations(params, first_token, token_of(kThreads - 1), rotations);
+      const uint32_t first_thread = threadIdx.x / 32 * 32;
+      first_token = token_of(first_thread);
+      detail::compute_rotations(params, first_token, token_of(first_thread + 31), table);
     }
   }
   if (!is_valid) return;
   if constexpr (Traits::kComputed) {
     load();
     if (segment.rotates) {
-      const float2* row_of_token = rotations + (token - first_token) * (params.rope_dim / 2);
+      const float2* row_of_token = table + (token - first_token) * (params.rope_dim / 2);
 #pragma unroll
       for (int j = 0; j < kVecSize; ++j) {
         const float2 cos_sin =
@@ -322,7 +323,7 @@ inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable
   const uint32_t vec_size = vectorizable ? kVecSize : 1, heads = vectorizable ? 2 : 1;
   const uint32_t threads = vectorizable ? kRopeThreads<Traits, 2> : kRopeThreads<Traits, 1>;
   uint64_t max_threads_per_token = 1;
-  uint32_t max_tokens_per_cta = 0;
+  uint32_t max_tokens_per_warp = 0;
   for (uint32_t i = 0; i < params.num_segments; ++i) {
     RopeSegment& segment = params.segments[i];
     segment.units = FastDivisor(ceil_div(segment.dim, 2 * vec_size));
@@ -331,8 +332,8 @@ inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable
         uint64_t{segment.units.divisor} * segment.head_groups.divisor;
     if (threads_per_token > kMaxIndex) return cudaErrorInvalidValue;
     if (threads_per_token > max_threads_per_token) max_threads_per_token = threads_per_token;
-    const uint32_t tokens = ceil_div<uint64_t>(threads - 1, threads_per_token) + 1;
-    if (segment.rotates && tokens > max_tokens_per_cta) max_tokens_per_cta = tokens;
+    const uint32_t tokens = ceil_div<uint64_t>(31, threads_per_token) + 1;
+    if (segment.rotates && tokens > max_tokens_per_warp) max_tokens_per_warp = tokens;
   }
   const uint32_t max_tokens = static_cast<uint32_t>(kMaxIndex / max_threads_per_token);
   params.tokens_per_chunk = params.num_tokens < max_tokens ? params.num_tokens : max_tokens;
@@ -344,8 +345,8 @@ inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable
         params.tokens_per_chunk * segment.units.divisor * segment.head_groups.divisor, threads);
   }
   const dim3 grid(num_ctas, ceil_div(params.num_tokens, params.tokens_per_chunk));
-  const size_t smem_bytes =
-      Traits::kComputed ? max_tokens_per_cta * (params.rope_dim / 2) * sizeof(float2) : 0;
+  params.rotations_per_warp = Traits::kComputed ? max_tokens_per_warp * (params.rope_dim / 2) : 0;
+  const size_t smem_bytes = threads / 32 * params.rotations_per_warp * sizeof(float2);
   const auto kernel = vectorizable ? rope_kernel<Traits, kVecSize, 2> : rope_kernel<Traits, 1, 1>;
   return launch_kernel(kernel, grid, dim3(threads), smem_bytes, stream, enable_pdl, params);
 }
