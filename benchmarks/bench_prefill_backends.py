@@ -71,6 +71,13 @@ class Kind:
     causal: bool = True
     window_left: int = -1
     mixed: bool = False  # BatchAttention, else the wrappers for prefill
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def kv_data_type(self) -> torch.dtype:
+        dtype = getattr(torch, self.kv_dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
 
 KINDS = (
@@ -107,7 +114,8 @@ def planned(shape: Shape, backend: str, workspace: torch.Tensor) -> Any:
     kind, lengths = shape
     qo_lens, kv_lens = per_request(lengths)
     heads = (kind.qo_heads, kind.kv_heads, kind.head_dim_qk)
-    options: dict[str, Any] = dict(causal=kind.causal, q_data_type=torch.bfloat16)
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": kind.kv_data_type}
+    options: dict[str, Any] = dict(causal=kind.causal, **dtypes)
     if not kind.mixed:
         options |= {"head_dim_vo": kind.head_dim_vo, "window_left": kind.window_left}
     if kind.page_size == 0:
@@ -145,10 +153,10 @@ def tensors(shape: Shape) -> dict[str, Any]:
     kind, lengths = shape
     qo_lens, kv_lens = per_request(lengths)
 
-    def make(*sizes: int) -> torch.Tensor:
-        return make_tensor(*sizes, dtype=torch.bfloat16, device="cuda")
+    def make(*sizes: int, dtype: torch.dtype = kind.kv_data_type) -> torch.Tensor:
+        return make_tensor(*sizes, dtype=dtype, device="cuda")
 
-    q = make(int(qo_lens.sum()), kind.qo_heads, kind.head_dim_qk)
+    q = make(int(qo_lens.sum()), kind.qo_heads, kind.head_dim_qk, dtype=torch.bfloat16)
     out = torch.empty_like(q[..., : kind.head_dim_vo]).contiguous()
     rows: tuple[int, ...] = (int(kv_lens.sum()), kind.kv_heads)
     if kind.page_size:
@@ -228,7 +236,8 @@ def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
             "BatchAttention" if r["mixed"] else "prefill",
             f"{r['qo_heads']}/{r['kv_heads']}",
             f"{r['head_dim_qk']}/{r['head_dim_vo']}",
-            f"page {r['page_size']}" if r["page_size"] else "ragged",
+            (f"page {r['page_size']}" if r["page_size"] else "ragged")
+            + (f" {r['kv_dtype']}" if r["kv_dtype"] != "bfloat16" else ""),
             "causal" if r["causal"] else "full",
             r["window_left"],
             " + ".join("x".join(map(str, part)) for part in r["lengths"]),
