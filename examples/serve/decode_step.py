@@ -64,7 +64,8 @@ class DecodeStep:
     Attributes
     ----------
     milliseconds : list of float
-        Of each step, from one batch of tokens on the host to the next.
+        Of each step, from one batch of tokens on the host to the next. The host prepares a step
+        while the GPU computes the one before.
     contexts : list of int
         Keys of each request, in the middle of the measurement.
     weight_bytes, kv_bytes : int
@@ -182,6 +183,7 @@ def busy_time(spans: Sequence[Span], parts: Mapping[str, str]) -> dict[str, floa
 
 def record_on_gpu(run: Callable[[], None]) -> list[Span]:
     """What `run` does on the GPU, by PyTorch's profiler."""
+    torch.cuda.synchronize()  # a step that was launched ahead: as many are launched in `run`
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -283,7 +285,7 @@ def measure(
         for number in range(STEPS):
             if number == STEPS // 2:
                 tokens = [n + g for n, g in zip(lengths, generated.values(), strict=True)]
-            start = time.perf_counter()  # tokens have come to the host: the GPU is idle
+            start = time.perf_counter()  # the tokens of the step before have just arrived
             count = step()
             milliseconds.append(1e3 * (time.perf_counter() - start))
             assert count == batch_size, f"{count} of {batch_size} requests decoded"

@@ -18,7 +18,7 @@ from .cache import PagePool, page_keys
 from .checkpoint import load as load
 from .model import Model
 from .modules import modules
-from .runner import Chunk, Runner
+from .runner import UNKNOWN, Chunk, Runner
 from .sampling import SamplingParams as SamplingParams
 from .sampling import sample
 from .tokens import TextStream, Tokenizer
@@ -70,8 +70,28 @@ class _Request:
         return len(self.tokens) - self.prompt_length
 
 
+@dataclass
+class _Step:
+    """What the device is computing: these requests get these tokens."""
+
+    requests: list[_Request]
+    tokens: torch.Tensor  # on the device, for the next step
+    arriving: torch.Tensor  # on the host, valid after `arrived`
+    arrived: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.arriving.tolist()
+
+
 class Engine:
     """Serves requests, batching prompts and decoding together; one thread at a time.
+
+    While the device computes a step, the host prepares and launches the next one, if that follows
+    whatever the tokens are: the same requests decode on, nobody waits. A request that a token ends
+    is in that next step for nothing. What it writes there goes to a page that no other request has
+    before the step after, since the device takes them in order.
 
     Parameters
     ----------
@@ -139,6 +159,7 @@ class Engine:
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []  # in the order of their arrival
         self._live: dict[str, _Request] = {}
+        self._ahead: _Step | None = None  # launched before the tokens of the one before are known
 
     @property
     def has_work(self) -> bool:
@@ -213,28 +234,68 @@ class Engine:
     def step(self) -> list[Output]:
         """Serve the requests that fit for one forward pass; their new tokens."""
         if not self._live:
+            self._ahead = None
             return []
         with self._runner.backend():
-            scheduled = self._schedule()
-            logits = self._runner.run([chunk for _, chunk in scheduled])
-            rows, ready = [], []
-            for row, (request, chunk) in enumerate(scheduled):
-                request.computed += len(chunk.tokens)
-                self._publish(request)
-                if request.computed == len(request.tokens):
-                    rows.append(row)
-                    ready.append(request)
-            if not ready:
+            step, self._ahead = self._ahead, None
+            if step is None or not any(map(self._is_served, step.requests)):
+                step = self._launch(self._schedule())
+            if step is None:
                 return []  # parts of long prompts
-            if len(rows) < len(scheduled):
-                logits = logits[torch.tensor(rows).to(logits.device)]
-            tokens = sample(
-                logits,
-                [request.params for request in ready],
-                [request.seed for request in ready],
-                [request.drawn for request in ready],
-            )
-        return [self._accept(request, token) for request, token in zip(ready, tokens, strict=True)]
+            following = self._foresee(step)
+            if following is not None:
+                self._ahead = self._launch(following, step.tokens)
+            tokens = step.wait()
+        return [
+            self._accept(request, token)
+            for request, token in zip(step.requests, tokens, strict=True)
+            if self._is_served(request)
+        ]
+
+    def _launch(
+        self, scheduled: Sequence[tuple[_Request, Chunk]], tokens: torch.Tensor | None = None
+    ) -> _Step | None:
+        """Start a step; None if no request gets a token from it. `tokens`: see `Runner.run`."""
+        logits = self._runner.run([chunk for _, chunk in scheduled], tokens)
+        rows, ready = [], []
+        for row, (request, chunk) in enumerate(scheduled):
+            request.computed += len(chunk.tokens)
+            self._publish(request)
+            if request.computed >= len(request.tokens):
+                rows.append(row)
+                ready.append(request)
+        if not ready:
+            return None
+        if len(rows) < len(scheduled):
+            logits = logits[torch.tensor(rows).to(logits.device)]
+        drawn = sample(
+            logits,
+            [request.params for request in ready],
+            [request.seed for request in ready],
+            [request.computed - request.prompt_length for request in ready],
+        )
+        arriving = drawn.to("cpu", non_blocking=True)
+        arrived = None
+        if drawn.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Step(ready, drawn, arriving, arrived)
+
+    def _foresee(self, step: _Step) -> list[tuple[_Request, Chunk]] | None:
+        """The next step's chunks, of tokens that `step` draws; None if they depend on these."""
+        if self._waiting or step.requests != self._running:
+            return None
+        pages = 0
+        for request in step.requests:
+            length = len(request.tokens) + 1  # with the token that `step` draws
+            if length - request.prompt_length >= request.params.max_tokens:
+                return None
+            if self._rotation(length) != self._rotation(length - 1):
+                return None  # computed again
+            pages += self._missing_pages(request, length)
+        if pages > self._pool.num_free:
+            return None
+        return [self._next_chunk(request) for request in step.requests]
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -298,9 +359,18 @@ class Engine:
         tokens = request.tokens[start : start + count]
         return request, Chunk(tokens, start, request.pages, self._rotation_of(request))
 
+    def _next_chunk(self, request: _Request) -> tuple[_Request, Chunk]:
+        """The token that is being drawn."""
+        start = request.computed
+        self._grow(request, start + 1)
+        return request, Chunk(UNKNOWN, start, request.pages, self._rotation(start + 1))
+
+    def _missing_pages(self, request: _Request, length: int) -> int:
+        return -(-length // self._page_size) - len(request.pages)
+
     def _grow(self, request: _Request, length: int) -> bool:
         """Pages for `length` tokens, at the cost of younger requests; False if it had to yield."""
-        while len(request.pages) * self._page_size < length:
+        while self._missing_pages(request, length) > 0:
             page = self._pool.allocate()
             if page is not None:
                 request.pages.append(page)
@@ -322,7 +392,7 @@ class Engine:
 
         A page is left for each running request, else it could be thrown out at the next step.
         """
-        needed = -(-(request.computed + count) // self._page_size) - len(request.pages)
+        needed = self._missing_pages(request, request.computed + count)
         if needed + len(self._running) > self._pool.num_free and self._running:
             self._release(request)
             return False
@@ -363,13 +433,21 @@ class Engine:
         if (stream := request.text) is not None:
             text = stream.flush() if reason == "stop" else stream.push(token, reason is not None)
         if reason is not None:
+            self._publish(request)
             self._forget(request)
         elif self._rotation_of(request) != rotation:
             self._release(request)  # its keys have the other frequencies: computed again
         return Output(request.id, token, text, reason is not None, reason)
 
+    def _rotation(self, length: int) -> int:
+        return self._model.config.rotation(length)
+
     def _rotation_of(self, request: _Request) -> int:
-        return self._model.config.rotation(len(request.tokens))
+        return self._rotation(len(request.tokens))
+
+    def _is_served(self, request: _Request) -> bool:
+        """Whether it has neither ended nor been cancelled, even if its name has come back."""
+        return self._live.get(request.id) is request
 
     def _root(self, request: _Request) -> bytes:
         """Parent of a request's first page: equal tokens of other frequencies are not shared."""

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import flashinfer
 from .model import Batch, Model
 
 WORKSPACE_BYTES = 128 << 20
+UNKNOWN = (-1,)  # tokens of a chunk whose token is still being drawn
 
 
 @dataclass
@@ -32,15 +34,27 @@ class Chunk:
 
 @dataclass
 class _Table:
-    """Index tensors of a step, on the host."""
+    """Index arrays of a step, int32: parts of one tensor, so that one copy moves all of them."""
 
+    packed: torch.Tensor
     tokens: torch.Tensor
+    rotations: torch.Tensor  # of each token; without switches of frequencies unused
     qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    last_page_len: torch.Tensor
     lengths: torch.Tensor
-    rotations: torch.Tensor | None  # of each token; None: its position
+    kv_indptr: torch.Tensor
+    last_page_len: torch.Tensor
+    kv_indices: torch.Tensor
+
+    @staticmethod
+    def divide(packed: torch.Tensor, requests: int, tokens: int) -> _Table:
+        """Parts for so many requests and tokens; what is left is for page numbers."""
+        sizes = [tokens, tokens, requests + 1, requests, requests + 1, requests]
+        return _Table(packed, *packed.split([*sizes, len(packed) - sum(sizes)]))
+
+    @staticmethod
+    def length(requests: int, tokens: int, pages: int) -> int:
+        """Elements of the whole."""
+        return 2 * tokens + 4 * requests + 2 + pages
 
 
 @dataclass
@@ -48,9 +62,8 @@ class _Graph:
     """A captured decode step for up to `capacity` requests, with the buffers it reads."""
 
     capacity: int
-    batch: Batch
-    qo_indptr: torch.Tensor
-    lengths: torch.Tensor
+    table: _Table
+    wrappers: dict[int, Any]
     graph: Any = None
     rows: torch.Tensor | None = None  # logits, after the capture
 
@@ -110,30 +123,30 @@ class Runner:
         return torch.cuda.device(self.model.device)  # streams and graphs are those of this GPU
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute the chunks; logits after the last token of each, ``[chunks, vocab]`` float32."""
-        table = self._table(chunks)
+    def run(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the chunks; logits after the last token of each, ``[chunks, vocab]`` float32.
+
+        Nothing waits for the device. `tokens`, on the device, take the place of the chunks' if
+        the host does not know these yet.
+        """
         decodes = all(len(chunk.tokens) == 1 for chunk in chunks)
         if decodes and self.use_cuda_graph:
-            return self._replay(table)
-        batch = self._on_device(table)
+            return self._replay(chunks, tokens)
+        host = self._table(chunks, len(chunks), sum(len(chunk.tokens) for chunk in chunks))
+        table, batch = self._on_device(host)
+        if tokens is not None:
+            table.tokens.copy_(tokens)
         if decodes:
-            self._plan_decode(self._decode, table)
+            self._plan_decode(self._decode, host, table.kv_indices, len(chunks))
             batch.attention = self._decode
         else:
-            self._plan_prefill(table, batch.kv_indices)
+            self._plan_prefill(host, table.kv_indices)
             batch.attention = self._prefill
-        last = table.qo_indptr[1:].long() - 1
         rows = self.model.forward(batch, self.cache)
-        return self.model.logits(rows[last.to(rows.device)])
+        return self.model.logits(rows[table.qo_indptr[1:].long() - 1])
 
-    def _table(self, chunks: Sequence[Chunk]) -> _Table:
-        def ints(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32)
-
-        def indptr(counts: Sequence[int]) -> torch.Tensor:
-            return torch.cat([ints([0]), ints(counts).cumsum(0, dtype=torch.int32)])
-
+    def _table(self, chunks: Sequence[Chunk], requests: int, tokens: int) -> _Table:
+        """On the host, with room for so many requests and tokens: those beyond have none."""
         lengths = [chunk.start + len(chunk.tokens) for chunk in chunks]
         # A request may have more pages than this chunk reaches.
         used = [-(-length // self.page_size) for length in lengths]
@@ -141,45 +154,62 @@ class Runner:
         pages = array("i")
         for chunk, count in zip(chunks, used, strict=True):
             pages.extend(chunk.pages[:count])
-        return _Table(
-            tokens=ints([token for chunk in chunks for token in chunk.tokens]),
-            qo_indptr=indptr([len(chunk.tokens) for chunk in chunks]),
-            kv_indptr=indptr(used),
-            kv_indices=torch.frombuffer(pages, dtype=torch.int32),
-            last_page_len=ints([(length - 1) % self.page_size + 1 for length in lengths]),
-            lengths=ints(lengths),
-            rotations=ints([c.rotation + c.start + i for c in chunks for i in range(len(c.tokens))])
-            if self._switches
-            else None,
+        # Pinned: copies from other memory wait for the device. PyTorch takes a tensor's memory
+        # again only when copies from it have ended.
+        packed = torch.empty(
+            _Table.length(requests, tokens, len(pages)),
+            dtype=torch.int32,
+            pin_memory=self.model.device.type == "cuda",
         )
+        table = _Table.divide(packed, requests, tokens)
 
-    def _on_device(self, table: _Table) -> Batch:
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(self.model.device, non_blocking=True)
+        def fill(part: torch.Tensor, values: list[int], rest: int = 0) -> None:
+            part.copy_(torch.tensor(values + [rest] * (len(part) - len(values))))
 
+        fill(table.tokens, [token for chunk in chunks for token in chunk.tokens])
+        fill(
+            table.rotations,
+            [c.rotation + c.start + i for c in chunks for i in range(len(c.tokens))]
+            if self._switches
+            else [],
+        )
+        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
+        fill(table.qo_indptr, [0, *ends], ends[-1])
+        fill(table.lengths, lengths)
+        fill(table.kv_indptr, [0, *accumulate(used)], len(pages))
+        fill(table.last_page_len, [(length - 1) % self.page_size + 1 for length in lengths])
+        table.kv_indices.copy_(torch.frombuffer(pages, dtype=torch.int32))
+        return table
+
+    def _on_device(self, host: _Table) -> tuple[_Table, Batch]:
+        packed = host.packed.to(self.model.device, non_blocking=True)
+        table = _Table.divide(packed, len(host.lengths), len(host.tokens))
+        return table, self._batch(table)
+
+    def _batch(self, table: _Table) -> Batch:
         batch_indices, positions = flashinfer.get_batch_indices_positions(
-            move(table.qo_indptr), move(table.lengths), len(table.tokens)
+            table.qo_indptr, table.lengths, len(table.tokens)
         )
         return Batch(
-            tokens=move(table.tokens),
+            tokens=table.tokens,
             batch_indices=batch_indices,
             positions=positions,
-            rotations=positions if table.rotations is None else move(table.rotations),
-            kv_indices=move(table.kv_indices),
-            kv_indptr=move(table.kv_indptr),
-            kv_last_page_len=move(table.last_page_len),
+            rotations=table.rotations if self._switches else positions,
+            kv_indices=table.kv_indices,
+            kv_indptr=table.kv_indptr,
+            kv_last_page_len=table.last_page_len,
             attention={},
         )
 
-    def _plan_prefill(self, table: _Table, kv_indices: torch.Tensor) -> None:
-        """Once a step: index tensors that the planner reads stay on the host."""
+    def _plan_prefill(self, host: _Table, kv_indices: torch.Tensor) -> None:
+        """Once a step; what the planner reads is on the host, page numbers are on the device."""
         config = self.model.config
         for window, wrapper in self._prefill.items():
             wrapper.plan(
-                table.qo_indptr,
-                table.kv_indptr,
+                host.qo_indptr,
+                host.kv_indptr,
                 kv_indices,
-                table.last_page_len,
+                host.last_page_len,
                 config.num_heads,
                 config.num_kv_heads,
                 config.head_dim,
@@ -191,13 +221,15 @@ class Runner:
                 o_data_type=self.model.dtype,
             )
 
-    def _plan_decode(self, wrappers: dict[int, Any], table: _Table) -> None:
+    def _plan_decode(
+        self, wrappers: dict[int, Any], host: _Table, kv_indices: torch.Tensor, count: int
+    ) -> None:
         config = self.model.config
         for window, wrapper in wrappers.items():
             wrapper.plan(
-                table.kv_indptr,
-                table.kv_indices,
-                table.last_page_len,
+                host.kv_indptr[: count + 1],
+                kv_indices,
+                host.last_page_len[:count],
                 config.num_heads,
                 config.num_kv_heads,
                 config.head_dim,
@@ -208,19 +240,24 @@ class Runner:
                 o_data_type=self.model.dtype,
             )
 
-    def _replay(self, table: _Table) -> torch.Tensor:
+    def _replay(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None) -> torch.Tensor:
         """A decode step from the smallest graph that takes it, captured when first needed.
 
         One graph serves every batch up to its capacity and every length: the plan lies in the
         wrappers' buffers, and rows beyond the batch have batch index -1, for which nothing is
         written or attended to.
         """
-        count = len(table.tokens)
+        count = len(chunks)
         capacity = min(1 << (count - 1).bit_length(), self.max_batch_size)
         if capacity not in self._graphs:
             self._graphs[capacity] = self._new_graph(capacity)
         graph = self._graphs[capacity]
-        self._fill(graph, table, count)
+        host = self._table(chunks, capacity, capacity)
+        graph.table.packed[: len(host.packed)].copy_(host.packed, non_blocking=True)
+        if tokens is not None:
+            graph.table.tokens[:count].copy_(tokens)
+        pages = graph.table.kv_indices[: len(host.kv_indices)]  # where the wrappers want them
+        self._plan_decode(graph.wrappers, host, pages, count)
         if graph.graph is None:
             return self._capture(graph)[:count]
         graph.graph.replay()
@@ -228,43 +265,34 @@ class Runner:
         return graph.rows[:count]
 
     def _new_graph(self, capacity: int) -> _Graph:
-        def buffer(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=self.model.device)
-
         longest = min(self.num_pages, -(-self.model.config.max_positions // self.page_size))
-        indices = buffer(capacity * longest)  # more than there are pages: prefixes are shared
-        wrappers: dict[int, Any] = {}
+        pages = capacity * longest  # more than there are: prefixes are shared
+        table = _Table.divide(
+            torch.zeros(
+                _Table.length(capacity, capacity, pages),
+                dtype=torch.int32,
+                device=self.model.device,
+            ),
+            capacity,
+            capacity,
+        )
         # The wrappers of the windows have the same page table, hence the same buffers.
-        indptr, last = buffer(capacity + 1), buffer(capacity)
-        for window in self._windows:
-            wrappers[window] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        wrappers: dict[int, Any] = {
+            window: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace,
                 use_cuda_graph=True,
-                paged_kv_indptr_buffer=indptr,
-                paged_kv_indices_buffer=indices,
-                paged_kv_last_page_len_buffer=last,
+                paged_kv_indptr_buffer=table.kv_indptr,
+                paged_kv_indices_buffer=table.kv_indices,
+                paged_kv_last_page_len_buffer=table.last_page_len,
             )
-        tokens, batch_indices, positions = (buffer(capacity) for _ in range(3))
-        rotations = buffer(capacity) if self._switches else positions
-        batch = Batch(tokens, batch_indices, positions, rotations, indices, indptr, last, wrappers)
-        return _Graph(capacity, batch, buffer(capacity + 1), buffer(capacity))
+            for window in self._windows
+        }
+        return _Graph(capacity, table, wrappers)
 
-    def _fill(self, graph: _Graph, table: _Table, count: int) -> None:
-        self._plan_decode(graph.batch.attention, table)
-        graph.batch.tokens[:count].copy_(table.tokens, non_blocking=True)
-        if table.rotations is not None:
-            graph.batch.rotations[:count].copy_(table.rotations, non_blocking=True)
-        # Requests beyond the batch have no tokens: their rows belong to no request.
-        graph.qo_indptr.fill_(count)
-        graph.qo_indptr[: count + 1].copy_(table.qo_indptr, non_blocking=True)
-        graph.lengths[:count].copy_(table.lengths, non_blocking=True)
-        flashinfer.get_batch_indices_positions(
-            graph.qo_indptr,
-            graph.lengths,
-            graph.capacity,
-            batch_indices=graph.batch.batch_indices,
-            positions=graph.batch.positions,
-        )
+    def _compute(self, graph: _Graph) -> torch.Tensor:
+        batch = self._batch(graph.table)
+        batch.attention = graph.wrappers
+        return self.model.logits(self.model.forward(batch, self.cache))
 
     def _capture(self, graph: _Graph) -> torch.Tensor:
         # The first run compiles what is missing, and its result is this step's. A capture only
@@ -272,10 +300,10 @@ class Runner:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            logits = self.model.logits(self.model.forward(graph.batch, self.cache))
+            logits = self._compute(graph)
         torch.cuda.current_stream().wait_stream(stream)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            graph.rows = self.model.logits(self.model.forward(graph.batch, self.cache))
+            graph.rows = self._compute(graph)
         graph.graph = captured
         return logits

@@ -62,9 +62,12 @@ class SamplingParams:
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], drawn: list[int]
-) -> list[int]:
-    """One token for each row.
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    drawn: Sequence[int],
+) -> torch.Tensor:
+    """One token for each row; nothing waits for the device.
 
     Parameters
     ----------
@@ -78,8 +81,8 @@ def sample(
 
     Returns
     -------
-    list of int
-        Token ids.
+    torch.Tensor
+        ``[rows]`` int32, on the device.
     """
     device = logits.device
     greedy = [p.temperature == 0 for p in params]
@@ -89,10 +92,11 @@ def sample(
         lowest = flashinfer.TopKTieBreak.SMALL
         best = flashinfer.top_k(logits, 1, tie_break=lowest)[1][:, 0].int()
         if all(greedy):
-            return best.tolist()
+            return best
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+        return pinned.to(device, non_blocking=True)
 
     temperature = column([p.temperature or 1.0 for p in params], torch.float32)
     probs = flashinfer.softmax(logits, temperature)
@@ -109,4 +113,4 @@ def sample(
         tokens = flashinfer.sampling_from_probs(probs, **keys)
     if best is not None:
         tokens = torch.where(column(greedy, torch.bool), best, tokens)
-    return tokens.tolist()
+    return tokens

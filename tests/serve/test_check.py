@@ -27,7 +27,7 @@ def test_agrees(importable: bool, monkeypatch: pytest.MonkeyPatch):
 
 def test_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch):
     def second_best(logits, params, seeds, drawn):
-        return logits.topk(2).indices[:, 1].tolist()
+        return logits.topk(2).indices[:, 1].int()
 
     monkeypatch.setattr(engine, "sample", second_best)
     result = check.check_greedy(DEVICE, prompts=2, tokens=6)

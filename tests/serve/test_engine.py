@@ -209,9 +209,9 @@ def test_a_prefix_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch
     computed: list[int] = []
     run = engine._runner.run
 
-    def spy(chunks):
+    def spy(chunks, *tokens):
         computed.extend(len(chunk.tokens) for chunk in chunks)
-        return run(chunks)
+        return run(chunks, *tokens)
 
     monkeypatch.setattr(engine._runner, "run", spy)
     one = replace(GREEDY, max_tokens=1)
@@ -229,6 +229,7 @@ def test_requests_at_the_same_time_share_pages(model: Model):
     engine.step()
     assert engine.stats()["pages_free"] == 32 - 5
     engine.add_request("b", "x" * 17, GREEDY)
+    engine.step()  # was under way before b came
     engine.step()
     assert engine.stats()["pages_free"] == 32 - 6
     assert engine.cancel("a") and not engine.cancel("a")

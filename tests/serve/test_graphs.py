@@ -22,8 +22,7 @@ class _RepeatedOnCPU:
         self.replays = 0
 
     def __call__(self) -> torch.Tensor:
-        runner, batch = self._runner, self._graph.batch
-        return runner.model.logits(runner.model.forward(batch, runner.cache))
+        return self._runner._compute(self._graph)
 
     def replay(self) -> None:
         assert self._graph.rows is not None

@@ -192,9 +192,9 @@ def _count_replays(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[None
     replays: list[None] = []
     replay = runner._replay
 
-    def counted(table: object) -> torch.Tensor:
+    def counted(*args: object) -> torch.Tensor:
         replays.append(None)
-        return replay(table)
+        return replay(*args)
 
     monkeypatch.setattr(runner, "_replay", counted)
     return replays

@@ -11,6 +11,7 @@ import random
 import zlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,13 @@ class _Pages:
     def __init__(self, served: Engine) -> None:
         self.pool = served._pool
         self.content: list[list[int]] = [[] for _ in range(PAGES)]
-        self.computed = 0
+        self.computed = self.ahead = 0
 
-    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def run(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None = None) -> torch.Tensor:
+        if tokens is not None:
+            self.ahead += 1
+            drawn = tokens.tolist()
+            chunks = [replace(c, tokens=[t]) for c, t in zip(chunks, drawn, strict=True)]
         assert 1 <= len(chunks) <= BATCH
         assert sum(len(chunk.tokens) for chunk in chunks) <= BATCH_TOKENS
         for chunk in chunks:
@@ -71,7 +76,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, _Pa
     pages = _Pages(result)
     monkeypatch.setattr(result._runner, "run", pages.run)
     monkeypatch.setattr(result._runner, "backend", contextlib.nullcontext)
-    monkeypatch.setattr(engine, "sample", lambda logits, *others: logits[:, 0].tolist())
+    monkeypatch.setattr(engine, "sample", lambda logits, *others: logits[:, 0])
     return result, pages
 
 
@@ -129,6 +134,7 @@ def test_20000_requests(served: tuple[Engine, _Pages]):
     assert not tokens and sum(reasons.values()) == 20000
     assert set(reasons) == {"length", "cancelled", "too long", "over capacity"}
     assert min(reasons.values()) > 100 and preemptions > 30
+    assert pages.ahead > 1000
     # Shared prefixes save more than preempted and cancelled requests cost.
     assert pages.computed < finished_tokens
     stats = engine.stats()
