@@ -4,7 +4,8 @@
 
     python benchmarks/bench_prefill_backends.py grid.json [--csv grid.csv] [--seconds 60]
 
-This is what the rules of ``flashinfer/_attention/backends.py`` are made from. The kernels of a
+``prefill_backends_h200.csv`` is the table of one run, which the unit tests hold the rules against.
+This is what the rules of ``flashinfer/_attention/speeds.py`` are made from. The kernels of a
 shape are timed in turns, each as a CUDA graph of several runs, so that clocks and neighbours are
 the same for all; the median round counts. Keys stay in the L2 cache where they fit.
 """
@@ -37,6 +38,7 @@ BACKENDS = ("fa2", "fa3", "auto")
 ROUNDS, ROUND_US, MOST_RUNS = 5, 600.0, 30
 WORKSPACE_BYTES = 512 << 20
 ALLOWED = 1.05  # of the time of the better kernel
+MEASURED = Path(__file__).parent / "prefill_backends_h200.csv"
 
 Lengths = tuple[tuple[int, int, int], ...]
 """Parts of a batch: requests, query tokens of each, tokens of keys of each."""
@@ -241,13 +243,36 @@ def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
             "causal" if r["causal"] else "full",
             r["window_left"],
             " + ".join("x".join(map(str, part)) for part in r["lengths"]),
-            *(round(r["us"][name], 1) for name in BACKENDS),
+            *(round(r["us"][name], 2) for name in BACKENDS),
             round(r["tflops"]["fa3"], 1),
             round(r["us"]["fa2"] / r["us"]["fa3"], 3),
             r["auto"],
         ]
         for r in rows
     ]
+
+
+def read(path: Path) -> list[tuple[Shape, dict[str, float]]]:
+    """Shapes and microseconds by backend of a CSV that `main` wrote."""
+    found = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            words = row["keys"].split()  # "ragged" or "page 16", and perhaps a dtype
+            kind = Kind(
+                *map(int, row["heads"].split("/")),
+                *map(int, row["head sizes"].split("/")),
+                page_size=int(words[1]) if words[0] == "page" else 0,
+                causal=row["mask"] == "causal",
+                window_left=int(row["window"]),
+                mixed=row["wrapper"] == "BatchAttention",
+                kv_dtype=words[-1] if "float" in words[-1] else "bfloat16",
+            )
+            parts = row["requests x queries x keys"].split(" + ")
+            qo_kv = [tuple(map(int, part.split("x"))) for part in parts]
+            lengths = tuple((count, qo, kv) for count, qo, kv in qo_kv)
+            us = {name: float(row[f"{name} us"]) for name in BACKENDS}
+            found.append(((kind, lengths), us))
+    return found
 
 
 def report(rows: list[dict[str, Any]]) -> str:

@@ -5,6 +5,8 @@ import torch
 from simulated_benchmark import cli, read_csv, routines
 from simulated_benchmark import timer as timer
 
+import flashinfer
+from flashinfer._attention import backends
 from flashinfer.testing import attention_flops
 
 ROUTINES = routines.ROUTINES
@@ -145,3 +147,22 @@ def test_the_grid_of_prefill_has_both_kernels_of_200_shapes(monkeypatch):
     assert text.count("1x5x9 + 2x1x70") == 5  # three shapes, two of them again as behind
     assert "in 2 of 3 shapes (1 by its choice); at worst 2.000" in text
     assert grid.per_request(((1, 5, 9), (2, 1, 70)))[0].tolist() == [5, 1, 1]
+
+
+@pytest.mark.compiler
+def test_auto_takes_the_better_kernel_of_the_measured_grid(monkeypatch: pytest.MonkeyPatch):
+    """Plans as on the H200 that the times are of."""
+    import bench_prefill_backends as grid
+
+    monkeypatch.setattr(backends, "is_hopper", lambda device: True)
+    workspace = torch.empty(grid.WORKSPACE_BYTES, dtype=torch.uint8)
+    behind = {}
+    measured = grid.read(grid.MEASURED)
+    with flashinfer.reference_backend():
+        for shape, us in measured:
+            taken = grid.planned(shape, "auto", workspace)._executor.config.backend
+            loss = us[taken] / min(us["fa2"], us["fa3"])
+            if loss > grid.ALLOWED:
+                behind[shape] = loss
+    assert [shape for shape, _ in measured] == grid.SHAPES
+    assert len(behind) <= 6 and max(behind.values()) < 1.25, behind
