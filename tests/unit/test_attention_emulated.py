@@ -92,7 +92,7 @@ class Emulator:
         includes = [self.headers, EMULATION / "include", ROOT / "include", ROOT / "csrc"]
         includes += [variant_headers] if variant_headers else []
         # -w: hints to nvcc are not known here. Jumps between stacks are what fortification forbids.
-        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-DEMULATION_ARCH={arch}"]
+        options = ["-std=c++17", "-Og", "-w", "-U_FORTIFY_SOURCE", f"-DEMULATION_ARCH={arch}"]
         options += [*config.define_flags, *(f"-I{folder}" for folder in includes)]
         source = EMULATION / "attention_emulation.cc"
         compiled = self._call([self.compiler, *options, str(source), "-o", str(program)])
