@@ -122,13 +122,13 @@ class AttentionPlanner {
     int32_t column;
     int64_t cost;
   };
-  struct Load {
-    int64_t cost;
-    int32_t column;
-    bool operator>(const Load& other) const {
-      return cost != other.cost ? cost > other.cost : column > other.column;
-    }
-  };
+  // A column and its cost so far in one number, which orders columns by cost, then by index. Costs
+  // are multiples of 16, and those of a plan add up to less than 2^52; indices are below 2^15.
+  static uint64_t load_of(int64_t cost, int64_t column) {
+    return static_cast<uint64_t>(cost << 11 | column);
+  }
+  static int64_t cost_of(uint64_t load) { return static_cast<int64_t>(load >> 15 << 4); }
+  static int32_t column_of(uint64_t load) { return static_cast<int32_t>(load & 0x7fff); }
 
   bool is_cut(const Tile& tile, const Piece& piece) const {
     return piece.kv_begin != tile.kv_begin || piece.kv_end != tile.kv_end;
@@ -305,6 +305,7 @@ class AttentionPlanner {
     const int64_t at_least = std::max(max_cost_, ceil_div(num_tiles, gpu_columns_) * min_cost_);
     if (at_least > allowed) return false;
     if (num_tiles <= gpu_columns_ || even + max_cost_ <= allowed) return true;
+    if (min_cost_ == max_cost_) return true;  // what is dealt is what at_least says
     // So many that the short ones at the end fill every gap; dealing them out would take long.
     if (num_tiles >= 32 * gpu_columns_ && max_cost_ <= even) return true;
     take_whole_tiles();
@@ -341,29 +342,30 @@ class AttentionPlanner {
     int64_t longest = 0;
     for (const int32_t index : order_) {
       Piece& piece = pieces_[index];
-      Load load{piece.cost, static_cast<int32_t>(loads_.size())};
+      int64_t cost = piece.cost;
       if (static_cast<int64_t>(loads_.size()) < gpu_columns_) {
-        loads_.push_back(load);
+        piece.column = static_cast<int32_t>(loads_.size());
+        loads_.push_back(load_of(cost, piece.column));
         if (static_cast<int64_t>(loads_.size()) == gpu_columns_) {
-          std::make_heap(loads_.begin(), loads_.end(), std::greater<Load>());
+          std::make_heap(loads_.begin(), loads_.end(), std::greater<uint64_t>());
         }
       } else {
-        load = loads_.front();
-        load.cost += piece.cost;
-        replace_least(load);
+        piece.column = column_of(loads_.front());
+        cost += cost_of(loads_.front());
+        replace_least(load_of(cost, piece.column));
       }
-      piece.column = load.column;
-      longest = std::max(longest, load.cost);
+      longest = std::max(longest, cost);
     }
     return longest;
   }
 
-  void replace_least(const Load& load) {
+  // Which child is less is a sum and not a branch, as nobody can predict it.
+  void replace_least(uint64_t load) {
     const size_t size = loads_.size();
     size_t hole = 0;
     for (size_t child = 1; child < size; child = 2 * hole + 1) {
-      if (child + 1 < size && loads_[child] > loads_[child + 1]) ++child;
-      if (!(load > loads_[child])) break;
+      if (child + 1 < size) child += loads_[child + 1] < loads_[child];
+      if (load < loads_[child]) break;
       loads_[hole] = loads_[child];
       hole = child;
     }
@@ -525,7 +527,7 @@ class AttentionPlanner {
   std::vector<Piece> pieces_;   // by tile, then by KV
   std::vector<int32_t> order_;  // in which pieces are written; empty: as they are
   std::vector<int32_t> sort_starts_, last_of_column_;
-  std::vector<Load> loads_;
+  std::vector<uint64_t> loads_;
 };
 
 }  // namespace flashinfer
