@@ -74,8 +74,11 @@ def choose_backend(
         return "fa3"
     if missing is not None or fixed_split_size:
         return "fa2"
-    if problem.qo_indptr is None:  # decode: a tile would be empty but for a row or two
+    qo_indptr = problem.qo_indptr
+    if qo_indptr is None:  # decode: a tile would be empty but for a row or two
         return "fa2"
+    if qo_indptr.shape != problem.kv_indptr.shape or problem.batch_size < 1:
+        return "fa2"  # no requests, or no batch: the planner says by name what is wrong with it
     portable_us, hopper_us = predicted_us(problem, tile_q_second)
     return "fa3" if hopper_us < portable_us else "fa2"
 

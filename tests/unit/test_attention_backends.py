@@ -350,6 +350,17 @@ def test_auto_follows_the_batch(ragged: bool):
 
 @pytest.mark.compiler
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("qo", [[0, 5], [], [0, 9, 5], [0, -4, 8]], ids=str)
+def test_what_is_no_batch_is_refused_by_name(qo: list[int]):
+    """Auto looks at the lengths before the planner does."""
+    kv_indptr = torch.tensor([0, 4000, 8000], dtype=torch.int32)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    with reference_backend(), pytest.raises(ValueError, match="indptr"):
+        wrapper.plan(torch.tensor(qo, dtype=torch.int32), kv_indptr, *HEADS, q_data_type=BF16)
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("on_hopper")
 def test_a_graph_keeps_its_kernel():
     """The launch that was captured is that of the first plan, whatever comes later."""
     executor = planned("auto")._executor
