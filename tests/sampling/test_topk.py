@@ -19,13 +19,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("size", [1, 100, 4097, 65536, 300_001])
 def test_chosen_elements(size, tie_break, dtype, device):
     rows = torch.randn(5, size, device=device).to(dtype)
+    keys = rows.float()
+    if tie_break == TopKTieBreak.LARGE:
+        order = size - 1 - keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    else:
+        order = keys.sort(dim=-1, descending=True, stable=True).indices
     for k in sorted({1, min(7, size), min(50, size), min(2048, size), size}):
         values, indices = flashinfer.top_k(rows, k, tie_break=tie_break)
-        keys = rows.float()
-        if tie_break == TopKTieBreak.LARGE:
-            order = size - 1 - keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-        else:
-            order = keys.sort(dim=-1, descending=True, stable=True).indices
         assert torch.equal(indices, order[:, :k].sort(-1).values)
         assert torch.equal(values, rows.gather(-1, indices))
 
