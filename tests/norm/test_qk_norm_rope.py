@@ -52,6 +52,8 @@ def call(device, sizes, *, videos=2, dtype=torch.bfloat16, **options) -> dict[st
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_agrees_with_the_reference(sizes, dtype, interleave, device):
+    if sizes == SIZES[-1] and device.type != "cuda":
+        pytest.skip("needs a GPU: the reference would be compared with itself, for long")
     arguments = call(device, sizes_of(*sizes), dtype=dtype, interleave=interleave)
     assert_matches_reference(flashinfer.fused_qk_rmsnorm_rope, **arguments)
     assert_matches_reference(flashinfer.fused_qk_rmsnorm_rope, **arguments, is_qk_norm=False)
