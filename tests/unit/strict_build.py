@@ -17,6 +17,7 @@ MAY_USE_STACK = {
     " over keys (test_attention_compile.py looks into it)",
     "hopper_attention_kernel": "the addresses of a producer that serves every kind of page; never"
     " where it multiplies (test_attention_hopper_compile.py)",
+    "rope_kernel": "16 bytes on sm_90a where angles are computed, in the fastest form measured",
     "softmax_cluster_kernel": "8 bytes on sm_90a buy a fifth CTA per SM, 3 % of its time",
     "settle_kernel": "16 bytes on sm_75, in the search for a token that was replaced",
     "propose_kernel": "up to 40 bytes on sm_75, where two CTAs of 512 threads leave 64 registers",
