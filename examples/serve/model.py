@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 import flashinfer
 
@@ -45,7 +45,11 @@ class Batch:
 
 @dataclass
 class _Layer:
-    """Weights of a layer; products of the same input are one product. Biases may be None."""
+    """Weights of a layer; products of the same input are one product. Biases may be None.
+
+    Matrices are ``[inputs, outputs]``, the other way round than in checkpoints: for few rows cuBLAS
+    has faster kernels for these (docs/performance.md).
+    """
 
     window: int
     input_norm: torch.Tensor
@@ -99,9 +103,12 @@ class Model:
         self.norm = take("model.norm.weight", hidden)
         # Some files repeat a tied matrix; it is the embedding's.
         head = take.optional("lm_head.weight", vocabulary, hidden)
-        if head is None and not config.tied_embeddings:
+        if config.tied_embeddings:
+            self.head = self.embedding.t()
+        elif head is not None:
+            self.head = head.t().contiguous()
+        else:
             raise ValueError("the checkpoint must have 'lm_head.weight', it has not")
-        self.head = self.embedding if config.tied_embeddings else head
         take.finish()
         self.cos_sin = rope_cache(config.rope, config.head_dim, config.max_positions).to(device)
 
@@ -127,8 +134,8 @@ class Model:
             x = self._attention(layer, x, batch, cache[number])
             # In place: residual += x, x = norm(residual).
             flashinfer.fused_add_rmsnorm(x, residual, layer.mlp_norm, eps)
-            x = flashinfer.silu_and_mul(linear(x, layer.gate_up, layer.gate_up_bias))
-            x = linear(x, layer.down, layer.down_bias)
+            x = flashinfer.silu_and_mul(_product(x, layer.gate_up, layer.gate_up_bias))
+            x = _product(x, layer.down, layer.down_bias)
             last = number + 1 == config.num_layers
             norm = self.norm if last else self.layers[number + 1].input_norm
             flashinfer.fused_add_rmsnorm(x, residual, norm, eps)
@@ -136,15 +143,14 @@ class Model:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab_size]`` float32 of rows of `forward`."""
-        assert self.head is not None
-        return linear(x, self.head).float()
+        return (x @ self.head).float()
 
     def _attention(
         self, layer: _Layer, x: torch.Tensor, batch: Batch, cache: torch.Tensor
     ) -> torch.Tensor:
         config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), heads + 2 * kv_heads, dim)
+        qkv = _product(x, layer.qkv, layer.qkv_bias).view(len(x), heads + 2 * kv_heads, dim)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = flashinfer.rmsnorm(q, layer.q_norm, config.rms_norm_eps)
@@ -163,7 +169,11 @@ class Model:
             batch.kv_last_page_len,
         )
         out = batch.attention[layer.window].run(q, cache)
-        return linear(out.reshape(len(x), heads * dim), layer.o, layer.o_bias)
+        return _product(out.reshape(len(x), heads * dim), layer.o, layer.o_bias)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
 def _as_cached(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -212,9 +222,7 @@ def _read_layer(config: ModelConfig, take: _Taker, number: int) -> _Layer:
         have = [bias for bias in biases if bias is not None]
         if have and len(have) != len(parts):
             raise ValueError(f"{at}: all or none of {[n for n, _ in parts]} must have a bias")
-        if len(parts) == 1:
-            return weights[0], biases[0]
-        return torch.cat(weights), torch.cat(have) if have else None
+        return torch.cat(weights).t().contiguous(), torch.cat(have) if have else None
 
     qkv, qkv_bias = fused(
         (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)), hidden
