@@ -70,19 +70,21 @@ struct FinishedRow {
     }
   }
 
+  __device__ __forceinline__ float value(float sum_of_values) const {
+    if constexpr (Variant::kHasOutputTransform) {
+      return variant.OutputTransform(view, sum_of_values, request, qo_idx, qo_head_idx, largest,
+                                     sum, scale) *
+             factor;
+    } else {
+      return sum_of_values * factor;
+    }
+  }
+
   template <int N>
   __device__ __forceinline__ void store(int column, const float (&values)[N]) {
     float finished[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if constexpr (Variant::kHasOutputTransform) {
-        finished[i] = variant.OutputTransform(view, values[i], request, qo_idx, qo_head_idx,
-                                              largest, sum, scale) *
-                      factor;
-      } else {
-        finished[i] = values[i] * factor;
-      }
-    }
+    for (int i = 0; i < N; ++i) finished[i] = value(values[i]);
     Vector<O, N> vector;
     vector.from_floats(finished);
     vector.store(output + column);

@@ -20,9 +20,11 @@ __device__ __forceinline__ void init_barriers(HopperControl& control) {
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   };
-  init(control.q_full, 1);
-  init(control.q_empty, kConsumerWarps);
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < Tile::kStagesQ; ++i) {
+    init(control.q_full[i], 1);
+    init(control.q_empty[i], kConsumerWarps);
+  }
+  for (int i = 0; i < HopperControl::kWorkStages; ++i) {
     init(control.work_full[i], 1);
     init(control.work_empty[i], kConsumerWarps + kProducerWarps);
   }

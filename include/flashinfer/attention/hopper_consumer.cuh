@@ -5,10 +5,11 @@
 // "FlashAttention-3", 2024.
 #pragma once
 
+#include <flashinfer/attention/hopper_output.cuh>
 #include <flashinfer/attention/hopper_producer.cuh>
-#include <flashinfer/attention/output.cuh>
 #include <flashinfer/attention/rows.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
+#include <new>
 
 namespace flashinfer {
 
@@ -18,13 +19,19 @@ class HopperConsumer {
   using Variant = typename Traits::Variant;
   using Rows = TileRows<Traits, Params>;
   using Mma = typename Tile::Mma;
+  using KeyRows = HopperRows<Traits, Tile::kHeadDimQK>;
+  using ValueRows = HopperRows<Traits, Tile::kHeadDimVO>;
   static_assert(Variant::use_softmax || Tile::kElement == 2, "8 bits hold weights, not logits");
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
+  static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
+  using Logits = float[1][Tile::kTokenTiles][4];
+  using Weights = uint32_t[kSteps][1][4];
 
  public:
   __device__ __forceinline__ HopperConsumer(const HopperParams<Params>& params, char* shared,
                                             HopperControl& control)
       : params_(params.attention),
+        output_map_(params.o),
         tensors_(params.attention.tensors[0]),
         control_(control),
         shared_(shared) {
@@ -35,14 +42,8 @@ class HopperConsumer {
   __device__ __forceinline__ void run() {
     // The last group gives the first its first turn.
     if (group_idx_ == Tile::kConsumers - 1) pass_turn();
-    while (true) {
-      ptx::mbarrier_wait(address(control_.work_full[work_.stage]), work_.phase);
-      const HopperControl::Work& work = control_.work[work_.stage];
-      if (work.item.request < 0) break;
-      attend(work.item, work.kv_head);
-      arrive(control_.work_empty[work_.stage]);
-      work_.advance();
-    }
+    await_work();
+    while (work(item_).item.request >= 0) attend();
     ptx::grid_launch_dependents();
   }
 
@@ -66,165 +67,300 @@ class HopperConsumer {
     ptx::named_barrier_arrive(group_idx_ + 1 == Tile::kConsumers ? 2 : 3 + group_idx_, 256);
   }
 
-  __device__ __forceinline__ void attend(const WorkItem& item, uint32_t kv_head) {
-    Rows rows(params_, item, kv_head, shared_ + Tile::kOffsetOutput);
+  // Items are numbered; rings of them have powers of two of stages.
+  __device__ __forceinline__ const HopperControl::Work& work(uint32_t number) const {
+    return control_.work[number % HopperControl::kWorkStages];
+  }
+  __device__ __forceinline__ void await_work() const {
+    constexpr uint32_t kStages = HopperControl::kWorkStages;
+    ptx::mbarrier_wait(address(control_.work_full[item_ % kStages]), item_ / kStages % 2);
+  }
+  __device__ __forceinline__ void await_query() const {
+    ptx::mbarrier_wait(address(control_.q_full[item_ % Tile::kStagesQ]),
+                       item_ / Tile::kStagesQ % 2);
+  }
+
+  __device__ __forceinline__ static int num_tiles(const WorkItem& item) {
+    return ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
+  }
+
+  // From an item that nothing of is done yet, one item after the other while each gives the tensor
+  // cores its first tile together with the last p v of the one before. Leaves the item that is to
+  // begin anew; the last one has no request.
+  __device__ __forceinline__ void attend() {
+    const WorkItem& item = work(item_).item;
+    Rows rows(params_, item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
     WarpState<Tile> state;
     rows.begin(state);
-    const int num_tiles = ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
-    ptx::mbarrier_wait(address(control_.q_full), q_phase_);
-    q_phase_ ^= 1;
-    if (num_tiles > 0) stream(rows, state, item, num_tiles);
-    if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty);
-    rows.end(state);
+    int tile = num_tiles(item) - 1;
+    if (tile < 0) {
+      await_query();
+      release_query();
+      finish(item_, state);
+      ++item_;
+      return await_work();
+    }
 
+    Logits logits;
+    Weights p;
+    float scale = rows.scale_log2();
+    int first_token = item.kv_begin + tile * Tile::kTileKV;
+    await_query();
+    await_keys();
+    const uint64_t q = query_operand(), k = key_operand();
+    await_turn();
+    ptx::wgmma_fence();
+    multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
+    ptx::wgmma_commit();
+    pass_turn();
+    KeyRange plain = plain_range(rows);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_done(logits[0]);
+    release_keys(tile == 0);
+    bool has_keys =
+        weigh<true, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token, plain, [] {});
+
+    while (true) {
+      for (--tile; tile >= 0; --tile) {
+        first_token -= Tile::kTileKV;
+        if (!has_keys) await_keys();
+        multiply_both<Tile::kTokenTiles>(logits, state, p);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_done(logits[0]);
+        release_keys(tile == 0);
+        has_keys = weigh<false, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token,
+                                                   plain, [&] { finish_values(state, p, 2); });
+      }
+      ++item_;
+      await_work();
+      const WorkItem& next_item = work(item_).item;
+      const int next_tiles = num_tiles(next_item);
+      if (!Tile::kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
+        const Ring<Tile::kStages> values = k_ring_.before(1);
+        ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
+        ptx::wgmma_fence();
+        multiply_pv(state, p, value_operand(values));
+        ptx::wgmma_commit();
+        finish_values(state, p, 1);
+        finish(item_ - 1, state);
+        return;
+      }
+      tile = next_tiles - 1;
+      first_token = next_item.kv_begin + tile * Tile::kTileKV;
+      await_query();
+      if (!has_keys) await_keys();
+      multiply_both<Tile::kTokenTiles>(logits, state, p);
+      WarpState<Tile> next_state;
+      new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
+      rows.begin(next_state);
+      scale = rows.scale_log2();
+      plain = plain_range(rows);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_done(logits[0]);
+      release_keys(tile == 0);
+      const auto finish_last = [&] { finish_values(state, p, 2); };
+      if (has_half(next_item, first_token)) {
+        has_keys = weigh<true, kHalfTile>(rows, next_state, logits, p, scale, first_token, plain,
+                                          finish_last);
+#pragma unroll
+        for (int step = kSteps / 2; step < kSteps; ++step) {
+#pragma unroll
+          for (uint32_t& weights : p[step][0]) weights = 0;
+        }
+      } else {
+        has_keys = weigh<true, Tile::kTokenTiles>(rows, next_state, logits, p, scale, first_token,
+                                                  plain, finish_last);
+      }
+      finish(item_ - 1, state);
+      state = next_state;
+    }
+  }
+
+  __device__ __forceinline__ void await_keys() const {
+    ptx::mbarrier_wait(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
+  }
+  // Asked ahead of the time, so that nothing waits for the answer.
+  __device__ __forceinline__ bool test_keys() const {
+    return ptx::mbarrier_test(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
+  }
+
+  // Whether only the first half of an item's first tile is multiplied with q and weighed; its other
+  // weights are 0.
+  __device__ __forceinline__ static bool has_half(const WorkItem& item, int first_token) {
+    return Tile::kHalvesTiles && item.kv_end - first_token <= Tile::kTileKV / 2;
+  }
+
+  // The next q k^T and p v of the tile before.
+  template <int kTiles>
+  __device__ __forceinline__ void multiply_both(Logits& logits, WarpState<Tile>& state,
+                                                const Weights& p) {
+    const Ring<Tile::kStages> values = k_ring_.before(1);
+    const uint64_t q = query_operand(), k = key_operand(), v = value_operand(values);
+    await_turn();
+    ptx::wgmma_fence();
+    multiply_qk<kTiles>(logits[0], q, k);
+    ptx::wgmma_commit();
+    ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
+    ptx::wgmma_fence();
+    multiply_pv(state, p, v);
+    ptx::wgmma_commit();
+    pass_turn();
+  }
+
+  // Waits for p v of the tile `age` ahead of the next keys.
+  __device__ __forceinline__ void finish_values(WarpState<Tile>& state, Weights& p, int age) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_done(state.output[0]);
+    ptx::wgmma_done(p);
+    arrive(control_.v_empty[k_ring_.before(age).stage]);
+  }
+
+  // Writes what an item's keys summed up to, and gives the item back.
+  __device__ __forceinline__ void finish(uint32_t number, WarpState<Tile>& state) {
+    Rows::end(state);
+    const WorkItem& item = work(number).item;
     const int num_packed = item.qo_len * static_cast<int>(params_.group_size.divisor);
     const int num_rows = min(num_packed - item.row_begin, Tile::kTileQ);
+    char* const shared = shared_ + Tile::kOffsetOutput;
+    // Made anew, so that the loop need not keep them.
+    const typename Rows::View view(params_.variant, item.qo_len, item.kv_len);
+    Variant variant(view, item.request, reinterpret_cast<uint8_t*>(shared));
     if constexpr (Tile::kOutputOverQ) {
       ptx::named_barrier_sync(kOutputBarrier, Tile::kConsumerThreads);  // all have read q
     }
-    OutputWriter<Traits, Params>(params_, tensors_, item, kv_head, num_rows, rows.variant,
-                                 rows.view, shared_ + Tile::kOffsetOutput, nullptr)
-        .write(state);
+    HopperOutput<Traits, Params>(params_, tensors_, item, work(number).kv_head, num_rows, variant,
+                                 view, shared, nullptr)
+        .write(state, output_map_);
     if constexpr (Tile::kOutputOverQ) {
       ptx::async_proxy_fence();
-      arrive(control_.q_empty);
+      arrive(control_.q_empty[0]);
     }
+    arrive(control_.work_empty[number % HopperControl::kWorkStages]);
   }
 
-  // From the last tile to the first: where rows see different keys comes first.
-  __device__ __forceinline__ void stream(Rows& rows, WarpState<Tile>& state, const WorkItem& item,
-                                         int num_tiles) {
-    float logits[1][Tile::kTokenTiles][4];
-    float shrink[1][2];
-    uint32_t p[kSteps][1][4];
-    const float scale = rows.scale_log2();
-
-    ptx::mbarrier_wait(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
-    await_turn();
-    ptx::wgmma_fence();
-    multiply_qk(logits[0]);
-    ptx::wgmma_commit();
-    pass_turn();
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_done(logits[0]);
-    release_keys();
-    int first_token = item.kv_begin + (num_tiles - 1) * Tile::kTileKV;
-    weigh(rows, state, logits, scale, first_token, shrink);
-    pack(logits, p);
-
-    for (int tile = num_tiles - 2; tile >= 0; --tile) {
-      first_token -= Tile::kTileKV;
-      ptx::mbarrier_wait(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
-      await_turn();
-      ptx::wgmma_fence();
-      multiply_qk(logits[0]);
-      ptx::wgmma_commit();
-      ptx::mbarrier_wait(address(control_.v_full[v_ring_.stage]), v_ring_.phase);
-      ptx::wgmma_fence();
-      multiply_pv(state, p);
-      ptx::wgmma_commit();
-      pass_turn();
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_done(logits[0]);
-      release_keys();
-      const bool shrinks = weigh(rows, state, logits, scale, first_token, shrink);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_done(state.output[0]);
-      release_values();
-      if (shrinks) rows.shrink_output(state, shrink);
-      pack(logits, p);
-    }
-    ptx::mbarrier_wait(address(control_.v_full[v_ring_.stage]), v_ring_.phase);
-    ptx::wgmma_fence();
-    multiply_pv(state, p);
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_done(state.output[0]);
-    release_values();
-  }
-
-  __device__ __forceinline__ void release_keys() {
+  // `last`: of the item; then its queries, too, have been read.
+  __device__ __forceinline__ void release_keys(bool last) {
     arrive(control_.k_empty[k_ring_.stage]);
     k_ring_.advance();
+    if (last) release_query();
   }
-  __device__ __forceinline__ void release_values() {
-    arrive(control_.v_empty[v_ring_.stage]);
-    v_ring_.advance();
+  __device__ __forceinline__ void release_query() {
+    if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty[item_ % Tile::kStagesQ]);
   }
 
-  // logits = q k^T for the group's rows.
-  __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kTokenTiles][4]) const {
-    const uint32_t q = address(*shared_) + group_idx_ * 64 * 128;
-    const uint32_t k = address(*shared_) + Tile::kOffsetK + k_ring_.stage * Tile::kBytesK;
+  // Operands at the rings' stages, shuffled, so that the compiler knows them to be the same in all
+  // lanes: computed in vector registers they held up each product by 30 clocks.
+  __device__ __forceinline__ uint64_t query_operand() const {
+    return operand(item_ % Tile::kStagesQ * Tile::kBytesQ + group_idx_ * 64 * 128);
+  }
+  __device__ __forceinline__ uint64_t key_operand() const {
+    return operand(Tile::kOffsetK + k_ring_.stage * Tile::kBytesK, 0, KeyRows::kGroupBytes);
+  }
+  __device__ __forceinline__ uint64_t value_operand(const Ring<Tile::kStages>& values) const {
+    return operand(Tile::kOffsetV + values.stage * Tile::kBytesV,
+                   Tile::kTransposedV ? 0 : ValueRows::kChunkBytes, ValueRows::kGroupBytes);
+  }
+  __device__ __forceinline__ uint64_t operand(uint32_t offset, uint32_t chunk_stride = 0,
+                                              uint32_t group_stride = 1024) const {
+    const uint64_t described =
+        ptx::wgmma_operand(address(*shared_) + offset, chunk_stride, group_stride);
+    const uint32_t low = static_cast<uint32_t>(described);
+    return (described >> 32 << 32) | __shfl_sync(0xffffffffu, low, 0);
+  }
+
+  // logits = q k^T for the group's rows and the first `kTiles` of tokens.
+  template <int kTiles>
+  __device__ __forceinline__ static void multiply_qk(float (&all_logits)[Tile::kTokenTiles][4],
+                                                     uint64_t q, uint64_t k) {
+    auto& logits = reinterpret_cast<float (&)[kTiles][4]>(all_logits);
 #pragma unroll
     for (int step = 0; step < Tile::kHeadDimQK * Tile::kElement / 32; ++step) {
       const int chunk = step / 4, within = step % 4 * 32;
-      ptx::wgmma<Mma, false>(logits, ptx::wgmma_operand(q + chunk * Tile::kTileQ * 128 + within),
-                             ptx::wgmma_operand(k + chunk * Tile::kTileKV * 128 + within),
+      ptx::wgmma<Mma, false>(logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
+                             ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within),
                              step > 0);
     }
   }
 
   // output += p v
-  __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
-                                              const uint32_t (&p)[kSteps][1][4]) const {
+  __device__ __forceinline__ static void multiply_pv(WarpState<Tile>& state, const Weights& p,
+                                                     uint64_t v) {
     constexpr int kPart = Tile::kHeadDimVO < 128 ? Tile::kHeadDimVO : 128;  // columns
-    const uint32_t v = address(*shared_) + Tile::kOffsetV + v_ring_.stage * Tile::kBytesV;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int part = 0; part < Tile::kHeadDimVO / kPart; ++part) {
         auto& sums = reinterpret_cast<float (&)[kPart / 8][4]>(state.output[0][part * kPart / 8]);
-        uint64_t operand;
-        if constexpr (Tile::kTransposedV) {
-          operand = ptx::wgmma_operand(v + step / 4 * Tile::kHeadDimVO * 128 + part * kPart * 128 +
-                                       step % 4 * 32);
-        } else {
-          operand = ptx::wgmma_operand(v + part * 2 * Tile::kTileKV * 128 + step * 16 * 128,
-                                       Tile::kTileKV * 128);
-        }
-        ptx::wgmma<Mma, !Tile::kTransposedV>(sums, p[step][0], operand, true);
+        const int offset =
+            Tile::kTransposedV
+                ? step / 4 * Tile::kHeadDimVO * 128 + part * kPart * 128 + step % 4 * 32
+                : part * 2 * ValueRows::kChunkBytes + step * 2 * ValueRows::kGroupBytes;
+        ptx::wgmma<Mma, !Tile::kTransposedV>(sums, p[step][0], ptx::wgmma_advance(v, offset), true);
       }
     }
   }
 
-  // Makes weights of logits; `shrink` is what the output is to be multiplied by if it says so.
-  __device__ __forceinline__ bool weigh(Rows& rows, WarpState<Tile>& state,
-                                        float (&logits)[1][Tile::kTokenTiles][4], float scale,
-                                        int first_token, float (&shrink)[1][2]) const {
-    if (Variant::kNegatesQuery && params_.variant.sm_scale < 0.f) {
-#pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) logits[0][j][e] = -logits[0][j][e];
-      }
-    }
+  __device__ __forceinline__ bool negates() const {
+    return Variant::kNegatesQuery && params_.variant.sm_scale < 0.f;
+  }
+  // The tokens of which the warp's logits are used as they come.
+  __device__ __forceinline__ KeyRange plain_range(const Rows& rows) const {
+    const KeyRange range = rows.common_range();
+    return {range.begin, negates() ? range.begin : range.end};
+  }
+
+  // Makes weights of logits; returns whether the next keys have come. Tiles within `plain` hide
+  // nothing. Between the halves `finish_values` waits for the p v that is under way, so that one
+  // half's weights are packed while the other's exponentials are computed, and the output may be
+  // shrunk; an item's first tile has none yet.
+  template <bool kFirst, int kTiles, typename FinishValues>
+  __device__ __forceinline__ bool weigh(Rows& rows, WarpState<Tile>& state, Logits& logits,
+                                        Weights& p, float scale, int first_token, KeyRange plain,
+                                        const FinishValues& finish_values) const {
+    constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
     constexpr float kUnscaled[1][2] = {{1.f, 1.f}};
-    if (rows.has_hidden_keys(first_token)) {
-      rows.template transform<true>(logits, first_token, kUnscaled);
+    if (__builtin_expect(first_token < plain.begin || first_token + kTiles * 8 > plain.end,
+                         kFirst)) {
+      if (negates()) {
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) logits[0][j][e] = -logits[0][j][e];
+        }
+      }
+      rows.template transform<true, kTiles>(logits, first_token, kUnscaled);
     } else {
-      rows.template transform<false>(logits, first_token, kUnscaled);
+      rows.template transform<false, kTiles>(logits, first_token, kUnscaled);
     }
-    if constexpr (!Variant::use_softmax) return false;
+    const bool has_keys = test_keys();
+    if constexpr (!Variant::use_softmax) {
+      finish_values();
+      pack<0, kTileSteps>(logits, p);
+      return has_keys;
+    }
     // In halves, so that the exponentials of one overlap with the maxima of the other.
-    constexpr int kHalf = Tile::kTokenTiles / 2;
+    constexpr int kHalf = kTiles / 2;
     float first[2], second[2], first_sum[2] = {0.f, 0.f}, second_sum[2] = {0.f, 0.f};
-    bool changes = false;
+    grow<0, kHalf>(kFirst, logits[0], scale, state.largest[0], first);
+    exponentials<0, kHalf>(logits[0], scale, first, first_sum);
+    float largest[2];
+    bool grows = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      first[h] = Rows::template grown<0, kHalf>(state.largest[0][h], logits[0], h, scale);
+      second[h] = first[h];
+      largest[h] = Rows::template lane_largest<kHalf, 2 * kHalf>(logits[0], h);
+      grows |= Rows::grows(first[h], largest[h], scale);
+      if constexpr (!kFirst) grows |= first[h] != state.largest[0][h];
+      // Never, but it keeps what follows, the wait, behind the exponentials.
+      grows |= first_sum[h] < 0.f;
     }
-    exponentials<0>(logits[0], scale, first, first_sum);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      second[h] = Rows::template grown<kHalf, 2 * kHalf>(first[h], logits[0], h, scale);
-      changes |= second[h] != state.largest[0][h];
-    }
-    exponentials<kHalf>(logits[0], scale, second, second_sum);
-    const bool shrinks = __any_sync(0xffffffffu, changes);
-    if (shrinks) {
+    const bool any_grows = __any_sync(0xffffffffu, grows);
+    finish_values();
+    if (__builtin_expect(any_grows, false)) {
+      float shrink[1][2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        second[h] = Rows::grown(first[h], largest[h], scale);
         const float factor = math::ptx_exp2(first[h] - second[h]);
         first_sum[h] *= factor;
 #pragma unroll
@@ -236,19 +372,47 @@ class HopperConsumer {
         state.sum[0][h] *= shrink[0][h];
         state.largest[0][h] = second[h];
       }
+      if constexpr (!kFirst) Rows::shrink_output(state, shrink);
     }
+    if constexpr (kFirst) {
+      state.largest[0][0] = second[0];
+      state.largest[0][1] = second[1];
+    }
+    pack<0, kTileSteps / 2>(logits, p);
+    exponentials<kHalf, 2 * kHalf>(logits[0], scale, second, second_sum);
+    pack<kTileSteps / 2, kTileSteps>(logits, p);
     state.sum[0][0] += first_sum[0] + second_sum[0];
     state.sum[0][1] += first_sum[1] + second_sum[1];
-    return shrinks;
+    return has_keys;
   }
 
-  // Of half a tile, from token tile kBegin on.
-  template <int kBegin>
+  // The rows' largest exponents with token tiles kBegin ... kEnd - 1. They seldom change: what all
+  // lanes have found is compared only if one has found a larger one.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ static void grow(bool changes,
+                                              const float (&logits)[Tile::kTokenTiles][4],
+                                              float scale, const float (&previous)[2],
+                                              float (&grown)[2]) {
+    float largest[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      grown[h] = previous[h];
+      largest[h] = Rows::template lane_largest<kBegin, kEnd>(logits, h);
+      changes |= Rows::grows(previous[h], largest[h], scale);
+    }
+    if (__builtin_expect(__any_sync(0xffffffffu, changes), false)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) grown[h] = Rows::grown(previous[h], largest[h], scale);
+    }
+  }
+
+  // Of token tiles kBegin ... kEnd - 1.
+  template <int kBegin, int kEnd>
   __device__ __forceinline__ static void exponentials(float (&logits)[Tile::kTokenTiles][4],
                                                       float scale, const float (&largest)[2],
                                                       float (&sum)[2]) {
 #pragma unroll
-    for (int j = kBegin; j < kBegin + Tile::kTokenTiles / 2; ++j) {
+    for (int j = kBegin; j < kEnd; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         logits[j][e] = math::ptx_exp2(fmaf(logits[j][e], scale, -largest[e / 2]));
@@ -258,22 +422,22 @@ class HopperConsumer {
     }
   }
 
-  __device__ __forceinline__ static void pack(const float (&logits)[1][Tile::kTokenTiles][4],
-                                              uint32_t (&p)[kSteps][1][4]) {
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ static void pack(const Logits& logits, Weights& p) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) Rows::pack(logits, step, p[step]);
+    for (int step = kBegin; step < kEnd; ++step) Rows::pack(logits, step, p[step]);
   }
 
   static constexpr int kOutputBarrier = 1 + 1 + Tile::kConsumers;
 
   const Params& params_;
+  const TensorMap& output_map_;
   const AttentionTensors& tensors_;
   HopperControl& control_;
   char* const shared_;
   int group_idx_;
-  Ring<2> work_;
-  Ring<Tile::kStages> k_ring_, v_ring_;
-  uint32_t q_phase_ = 0;
+  uint32_t item_ = 0;
+  Ring<Tile::kStages> k_ring_;  // values follow their keys
 };
 
 }  // namespace flashinfer

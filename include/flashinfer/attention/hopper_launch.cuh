@@ -81,22 +81,42 @@ inline void encode_maps(HopperParams<Params>& hopper) {
       {{uint64_t{heads} * group, t.q_stride_head, group},
        {static_cast<uint64_t>(t.num_qo_tokens), t.q_stride_token, Tile::kTileQ / group}},
       Tile::kTileQ % group == 0 ? Tile::kTileQ : 0);
+  // A warp's 16 rows: whole groups, or heads of one group.
+  encode_map<typename Tile::O>(
+      hopper.o, t.o, Tile::kHeadDimVO,
+      {{uint64_t{heads} * group, t.o_stride_head, group < 16 ? group : 16},
+       {static_cast<uint64_t>(t.num_qo_tokens), t.o_stride_token, group < 16 ? 16 / group : 1}},
+      16 % group == 0 || group % 16 == 0 ? 16 : 0);
   const uint32_t page_size = params.page_size.divisor;
   const uint32_t rows = kv_box_rows<Tile>(page_size, Traits::kPaged);
-  const auto encode_kv = [&](TensorMap& map, const void* data, int columns, int64_t page,
+  const auto encode_kv = [&](TensorMap& map, const void* data, auto dim, int64_t page,
                              int64_t token, int64_t head) {
-    if constexpr (Traits::kPaged) {
-      encode_map<typename Tile::KV>(
-          map, data, columns, {{page_size, token, rows}, {heads, head, 1}, {t.num_pages, page, 1}},
-          rows);
+    constexpr int kColumns = dim.value;
+    using KV = typename Tile::KV;
+    if constexpr (HopperRows<Traits, kColumns>::kByPage) {
+      // Groups of eight tokens of chunks of 64 columns. Heads and pages have one dimension of five.
+      const int64_t unit = heads == 1 ? page : head;
+      map.page_units = unit > 0 && page % unit == 0 ? static_cast<uint32_t>(page / unit) : 0;
+      const uint64_t units = uint64_t{map.page_units} * (t.num_pages + 1);
+      encode_map<KV>(map, data, 64,
+                     {{8, token, 8},
+                      {kColumns / 64, 64, kColumns / 64},
+                      {page_size / 8, 8 * token, rows / 8},
+                      {uint64_t{map.page_units} * t.num_pages, unit, 1}},
+                     0 < units && units < (1u << 31) ? rows : 0);
+    } else if constexpr (Traits::kPaged) {
+      encode_map<KV>(map, data, kColumns,
+                     {{page_size, token, rows}, {heads, head, 1}, {t.num_pages, page, 1}}, rows);
     } else {
-      encode_map<typename Tile::KV>(
-          map, data, columns,
-          {{static_cast<uint64_t>(t.num_kv_tokens), token, rows}, {heads, head, 1}}, rows);
+      encode_map<KV>(map, data, kColumns,
+                     {{static_cast<uint64_t>(t.num_kv_tokens), token, rows}, {heads, head, 1}},
+                     rows);
     }
   };
-  encode_kv(hopper.k, t.k, Tile::kHeadDimQK, t.k_stride_page, t.k_stride_token, t.k_stride_head);
-  encode_kv(hopper.v, t.v, Tile::kHeadDimVO, t.v_stride_page, t.v_stride_token, t.v_stride_head);
+  const std::integral_constant<int, Tile::kHeadDimQK> dim_qk;
+  const std::integral_constant<int, Tile::kHeadDimVO> dim_vo;
+  encode_kv(hopper.k, t.k, dim_qk, t.k_stride_page, t.k_stride_token, t.k_stride_head);
+  encode_kv(hopper.v, t.v, dim_vo, t.v_stride_page, t.v_stride_token, t.v_stride_head);
 }
 
 // SMs of the current device, which must be a Hopper; also raises the kernel's limit of shared

@@ -11,7 +11,7 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
-#include <flashinfer/ptx/tma.cuh>
+#include <flashinfer/ptx/tma_boxes.cuh>
 
 namespace flashinfer {
 
@@ -19,13 +19,14 @@ namespace flashinfer {
 struct TensorMap {
   CUtensorMap map;
   uint32_t box_rows;
+  uint32_t page_units;  // of pages that come as one box each: from one to the next, in heads
 };
 
 template <typename Params_>
 struct HopperParams {
   using Params = Params_;
   Params attention;
-  TensorMap q, k, v;
+  TensorMap q, k, v, o;
   bool heads_first;  // all heads' first lists, then all heads' second lists, ...
 };
 
@@ -33,7 +34,8 @@ template <typename Traits, typename Params>
 class HopperProducer {
   using Tile = typename Traits::Tile;
   static constexpr int kElement = Tile::kElement;
-  static constexpr int kBarrier = 1;  // of the producer's warps
+  static constexpr int kBarrier = 1;          // of the producer's warps
+  static constexpr uint32_t kEarlyLists = 3;  // per CTA that there have to be left
   enum Warp { kKeyWarp, kValueWarp, kQueryWarp, kListWarp };
 
  public:
@@ -55,9 +57,9 @@ class HopperProducer {
       const auto& slot = control_.work[work_.stage];
       ptx::mbarrier_wait(address(control_.work_full[work_.stage]), work_.phase);
       if (slot.item.request < 0) return;
-      if (warp_idx_ == kListWarp && lane_idx_ == 0) publish(slot.item.next, slot.kv_head);
-      __syncwarp();
       load_item(slot.item, slot.kv_head);
+      // Behind the item's loads, of which some need all warps.
+      if (warp_idx_ == kListWarp && lane_idx_ == 0) publish(slot.item.next, slot.kv_head);
       __syncwarp();
       if (lane_idx_ == 0) ptx::mbarrier_arrive(address(control_.work_empty[work_.stage]));
       work_.advance();
@@ -73,7 +75,15 @@ class HopperProducer {
   // Tells all warps the item that follows: `next` of the list at hand, else the first of a list
   // that no CTA has taken, or that there is none.
   __device__ __forceinline__ void publish(int next, uint32_t kv_head) {
-    if (next < 0) next = take_list(kv_head);
+    if (next < 0) {
+      // Of the last lists none is taken before the item ahead of the one at hand has ended: another
+      // CTA may be free to begin it sooner.
+      if (taken_late_) {
+        const auto done = published_.before(2);
+        ptx::mbarrier_wait(address(control_.work_empty[done.stage]), done.phase);
+      }
+      next = take_list(kv_head);
+    }
     auto& slot = control_.work[published_.stage];
     ptx::mbarrier_wait(address(control_.work_empty[published_.stage]), published_.phase ^ 1);
     if (next < 0) {
@@ -95,6 +105,7 @@ class HopperProducer {
     while (true) {
       const uint32_t list = static_cast<uint32_t>(atomicAdd(counter, 1));
       if (list == num_lists + gridDim.x - 1) atomicExch(counter, 0);
+      taken_late_ = list + kEarlyLists * gridDim.x >= num_lists;
       if (list >= num_lists) return -1;
       uint32_t first;
       if (maps_.heads_first) {
@@ -128,17 +139,20 @@ class HopperProducer {
   // ---- Queries ----
 
   __device__ __forceinline__ void load_query(const WorkItem& item, uint32_t kv_head) {
-    const uint32_t full = address(control_.q_full), empty = address(control_.q_empty);
-    q_phase_ ^= 1;
+    const uint32_t full = address(control_.q_full[q_ring_.stage]);
+    const uint32_t empty = address(control_.q_empty[q_ring_.stage]);
+    const uint32_t parity = q_ring_.phase ^ 1;
+    const uint32_t target = shared_ + q_ring_.stage * Tile::kBytesQ;
+    q_ring_.advance();
     const uint32_t group_size = params_.group_size.divisor;
     if (maps_.q.box_rows != 0) {
       announce();
       if (warp_idx_ != kQueryWarp) return;
-      ptx::mbarrier_wait(empty, q_phase_);
+      ptx::mbarrier_wait(empty, parity);
       if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, Tile::kBytesQ);
       __syncwarp();
       if (lane_idx_ < Tile::kChunksQK) {
-        ptx::tma_load(shared_ + lane_idx_ * Tile::kTileQ * 128, &maps_.q.map, full,
+        ptx::tma_load(target + lane_idx_ * Tile::kTileQ * 128, &maps_.q.map, full,
                       lane_idx_ * Tile::kChunkColumns, kv_head * group_size,
                       item.qo_begin + params_.group_size.divide(item.row_begin));
       }
@@ -146,7 +160,7 @@ class HopperProducer {
     }
     // Lane i knows where row i of the warp's share is, in two halves: there may be more than 32.
     constexpr int kRows = Tile::kTileQ / 8;
-    await_all(kQueryWarp, empty, q_phase_);
+    await_all(kQueryWarp, empty, parity);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first_row = (warp_idx_ * 2 + half) * kRows;
@@ -158,7 +172,12 @@ class HopperProducer {
         offset = (item.qo_begin + int64_t{token}) * tensors_.q_stride_token +
                  head * tensors_.q_stride_head;
       }
-      copy_rows<kRows, Tile::kTileQ, Tile::kHeadDimQK>(shared_, tensors_.q, first_row, offset);
+      struct Rows {
+        __device__ __forceinline__ static uint32_t offset(int row, int column) {
+          return swizzled_offset<Tile::kTileQ>(row, column);
+        }
+      };
+      copy_rows<kRows, Rows, Tile::kHeadDimQK>(target, tensors_.q, first_row, offset);
     }
     complete_later(full);
   }
@@ -179,27 +198,26 @@ class HopperProducer {
         shared_ + (kKeys ? Tile::kOffsetK + ring.stage * Tile::kBytesK
                          : Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV);
     const int first_token = item.kv_begin + tile * Tile::kTileKV;
+    constexpr int kDim = kKeys ? Tile::kHeadDimQK : Tile::kHeadDimVO;
     if (map.box_rows != 0 && first_token + Tile::kTileKV <= item.kv_len) {
       constexpr int kBytes = kKeys ? Tile::kBytesK : Tile::kBytesLoadedV;
-      constexpr int kChunks = kKeys ? Tile::kChunksQK : Tile::kChunksVO;
       announce();
       // Keys are needed sooner: the warp that waits for no more than the next query helps.
       constexpr int kParts = kKeys && Traits::kPaged ? 2 : 1;
       if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) {
-        load_boxes<kChunks, kBytes, 0, kParts>(item, kv_head, first_token, map, target, full, empty,
-                                               ring.phase);
+        load_boxes<kDim, kBytes, 0, kParts>(item, kv_head, first_token, map, target, full, empty,
+                                            ring.phase);
       } else if (kParts == 2 && warp_idx_ == kQueryWarp) {
-        load_boxes<kChunks, kBytes, 1, kParts>(item, kv_head, first_token, map, target, full, empty,
-                                               ring.phase);
+        load_boxes<kDim, kBytes, 1, kParts>(item, kv_head, first_token, map, target, full, empty,
+                                            ring.phase);
       }
     } else {
-      constexpr int kDim = kKeys ? Tile::kHeadDimQK : Tile::kHeadDimVO;
       constexpr int kRows = Tile::kTileKV / 4;
       const int64_t offset = token_offset<kKeys>(
           item, kv_head, first_token + warp_idx_ * kRows + min(lane_idx_, kRows - 1));
       await_all(kKeys ? kKeyWarp : kValueWarp, empty, ring.phase ^ 1);
-      copy_rows<kRows, Tile::kTileKV, kDim>(target, kKeys ? tensors_.k : tensors_.v,
-                                            warp_idx_ * kRows, offset);
+      copy_rows<kRows, HopperRows<Traits, kDim>, kDim>(target, kKeys ? tensors_.k : tensors_.v,
+                                                       warp_idx_ * kRows, offset);
       complete_later(full);
     }
     ring.advance();
@@ -207,7 +225,7 @@ class HopperProducer {
 
   // By one warp: a lane per page of every `kParts`, or one for the whole tile. The bytes of all
   // parts are announced by the first.
-  template <int kChunks, int kBytes, int kPart, int kParts>
+  template <int kDim, int kBytes, int kPart, int kParts>
   __device__ __forceinline__ void load_boxes(const WorkItem& item, uint32_t kv_head,
                                              int first_token, const TensorMap& map, uint32_t target,
                                              uint32_t full, uint32_t empty, uint32_t phase) {
@@ -225,14 +243,20 @@ class HopperProducer {
     if (kPart == 0 && lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, kBytes);
     __syncwarp();
     if (!has_box) return;
+    using Rows = HopperRows<Traits, kDim>;
+    if constexpr (Rows::kByPage) {
+      ptx::tma_load(target + row / 8 * Rows::kGroupBytes, &map.map, full, 0, 0, 0, slot / 8,
+                    page * map.page_units + kv_head);
+    } else {
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const uint32_t box = target + chunk * Tile::kTileKV * 128 + row * 128;
-      if constexpr (Traits::kPaged) {
-        ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns, slot, kv_head, page);
-      } else {
-        ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns, item.kv_base + first_token,
-                      kv_head);
+      for (int chunk = 0; chunk < Rows::kChunks; ++chunk) {
+        const uint32_t box = target + chunk * Tile::kTileKV * 128 + row * 128;
+        if constexpr (Traits::kPaged) {
+          ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns, slot, kv_head, page);
+        } else {
+          ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns,
+                        item.kv_base + first_token, kv_head);
+        }
       }
     }
   }
@@ -293,8 +317,8 @@ class HopperProducer {
     return page * stride_page + (token - number * params_.page_size.divisor) * stride_token + head;
   }
 
-  // `kRows` of an operand's `kOperandRows` rows; lane i gives the offset of row `first_row` + i.
-  template <int kRows, int kOperandRows, int kDim>
+  // `kRows` of an operand's rows; lane i gives the offset of row `first_row` + i.
+  template <int kRows, typename Rows, int kDim>
   __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int first_row,
                                             int64_t offset) {
     static_assert(kRows <= 32 && kRows * kDim * kElement % 512 == 0,
@@ -308,8 +332,7 @@ class HopperProducer {
       const bool exists = row_offset >= 0;
       const char* source = static_cast<const char*>(base);
       if (exists) source += row_offset * kElement + column * 16;
-      ptx::cp_async_16(target + swizzled_offset<kOperandRows>(first_row + row, column), source,
-                       exists);
+      ptx::cp_async_16(target + Rows::offset(first_row + row, column), source, exists);
     }
   }
 
@@ -351,9 +374,10 @@ class HopperProducer {
   HopperControl& control_;
   const uint32_t shared_;
   int thread_idx_, warp_idx_, lane_idx_;
-  Ring<2> work_, published_;
+  Ring<HopperControl::kWorkStages> work_, published_;
+  Ring<Tile::kStagesQ> q_ring_;
   Ring<Tile::kStages> k_ring_, v_ring_, transposed_ring_;
-  uint32_t q_phase_ = 0;
+  bool taken_late_ = true;
   uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
 };
 

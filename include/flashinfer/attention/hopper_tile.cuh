@@ -22,6 +22,22 @@ __device__ __forceinline__ uint32_t swizzled_offset(int row, int column) {
   return (column / 8 * kRows + row) * 128 + ((column ^ row) % 8) * 16;
 }
 
+// How rows of K or V of `kDim` columns lie in a stage. Pages come as one box each, in which a group
+// of eight rows has its chunks together; else a chunk has all rows together.
+template <typename Traits, int kDim>
+struct HopperRows {
+  using Tile = typename Traits::Tile;
+  static constexpr bool kByPage = Traits::kPaged && Tile::kElement == 2 && kDim % 64 == 0;
+  static constexpr int kChunks = ceil_div(kDim, Tile::kChunkColumns);
+  static constexpr int kChunkBytes = kByPage ? 1024 : Tile::kTileKV * 128;  // from one to the next
+  static constexpr int kGroupBytes = kByPage ? kChunks * 1024 : 1024;       // of eight rows
+
+  __device__ __forceinline__ static uint32_t offset(int row, int column) {
+    return column / 8 * kChunkBytes + row / 8 * kGroupBytes + row % 8 * 128 +
+           ((column ^ row) % 8) * 16;
+  }
+};
+
 template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_, int kConsumers_>
 struct HopperTile {
   using Q = Q_;
@@ -43,6 +59,9 @@ struct HopperTile {
   // The registers of a consumer hold the output, the logits and their weights; shared memory holds
   // two stages of 256 columns for 64 tokens, of fewer columns for 128.
   static constexpr int kTileKV = kHeadDimQK > 192 || kHeadDimVO > 128 ? 64 : 128;
+  // Packed rows of a group of heads are few tokens: an item's first tile, its last tokens, often
+  // has no more than half of them.
+  static constexpr bool kHalvesTiles = kElement == 2 && kTileKV == 128;
   static constexpr bool kTransposedV = kElement == 1;
   static constexpr int kStages = kElement == 2 || kTileKV == 64 ? 2 : 3;
   static constexpr int kConsumerThreads = 128 * kConsumers;
@@ -57,6 +76,7 @@ struct HopperTile {
   // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
   static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
   static constexpr bool kScaledQ = false;
+  static constexpr bool kStoresMatrices = kElement == 2;  // see hopper_output.cuh
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;
   static constexpr int kRowTiles = 1;
@@ -76,14 +96,20 @@ struct HopperTile {
   static constexpr int kBytesLoadedV = kTileKV * kChunksVO * 128;
   static constexpr int kBytesV =
       kTransposedV ? kHeadDimVO * ceil_div(kTileKV, 128) * 128 : kBytesLoadedV;
-  static constexpr int kBytesOutput = kTileQ * kPitchQ;
+  static constexpr int kBytesOutput =
+      kTileQ * (kStoresMatrices ? ceil_div(kHeadDimVO, 64) * 128 : kPitchQ);
   static constexpr int kBytesStages =
       kStages * (kBytesK + kBytesV + (kTransposedV ? kBytesLoadedV : 0));
   // Finished rows take the place of q where there is no room for both; then the next q has to wait.
   static constexpr int kMaxBytes = 226 << 10;
   static constexpr bool kOutputOverQ = kBytesQ + kBytesStages + kBytesOutput > kMaxBytes;
+  // An item begins while the one before ends: with the last p v goes the next first q k^T. Where
+  // the output lies over q that cannot be, and where registers are few it would spill.
+  static constexpr bool kPipelinesItems =
+      !kOutputOverQ && kHeadDimVO <= 128 && (kElement == 2 || kConsumers == 2);
+  static constexpr int kStagesQ = 2 * kBytesQ + kBytesStages + kBytesOutput > kMaxBytes ? 1 : 2;
   static constexpr int kOffsetK =
-      kOutputOverQ && kBytesOutput > kBytesQ ? round_up(kBytesOutput, 1024) : kBytesQ;
+      kOutputOverQ && kBytesOutput > kBytesQ ? round_up(kBytesOutput, 1024) : kStagesQ * kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
   static constexpr int kOffsetLoadedV = kTransposedV ? kOffsetV + kStages * kBytesV : kOffsetV;
   static constexpr int kOffsetEnd = kOffsetK + kBytesStages;
@@ -98,9 +124,11 @@ struct HopperControl {
     uint32_t kv_head;
   };
   static constexpr int kMaxStages = 3;
-  Work work[2];
-  uint64_t work_full[2], work_empty[2];
-  uint64_t q_full, q_empty;
+  // One that ends, one that begins, one that is loaded; a power of two.
+  static constexpr int kWorkStages = 4;
+  Work work[kWorkStages];
+  uint64_t work_full[kWorkStages], work_empty[kWorkStages];
+  uint64_t q_full[2], q_empty[2];
   uint64_t k_full[kMaxStages], k_empty[kMaxStages];
   uint64_t v_full[kMaxStages], v_empty[kMaxStages];
   uint64_t loaded_v_full[kMaxStages], loaded_v_empty[kMaxStages];  // v that is to be transposed
@@ -121,6 +149,12 @@ struct Ring {
       stage = 0;
       phase ^= 1;
     }
+  }
+
+  // Where it was `steps` ago, at most a round.
+  __device__ __forceinline__ Ring before(uint32_t steps) const {
+    const bool earlier_round = stage < steps;
+    return {stage + (earlier_round ? kStages : 0) - steps, phase ^ earlier_round};
   }
 };
 

@@ -41,7 +41,7 @@ class OutputWriter {
     }
   }
 
- private:
+ protected:
   __device__ __forceinline__ bool is_finished() const { return item_.partial_slot < 0; }
 
   // First of the item's columns of a row in o.
@@ -77,8 +77,9 @@ class OutputWriter {
 
   // Finished rows of 16-bit outputs leave by way of the warp's own query rows in shared memory, as
   // whole lines: the mma layout has 16 bytes of a row at a time.
-  static constexpr bool kStageOutput =
-      !Tile::kSplitKV && sizeof(typename Tile::O) == 2 && Tile::kOutputDim <= Tile::kHeadDimQK;
+  static constexpr bool kStageOutput = !Tile::kSplitKV && sizeof(typename Tile::O) == 2 &&
+                                       Tile::kOutputDim <= Tile::kHeadDimQK &&
+                                       !Tile::kStoresMatrices;
 
   // Each warp has its own rows.
   __device__ __forceinline__ void write_rows(const WarpState<Tile>& state) {
@@ -91,7 +92,7 @@ class OutputWriter {
         if (row >= num_rows_) continue;
         const bool is_first_lane = threadIdx.x % 4 == 0;
         const float largest = state.largest[i][h], sum = state.sum[i][h];
-        if (is_finished()) {
+        if (!Tile::kStoresMatrices && is_finished()) {
           // Made anew, so that the loop need not keep it.
           const QueryRow query_row = make_query_row<MaskMode::none, false>(
               item_, item_.row_begin + row, params_.group_size, kv_head_, -1);

@@ -9,6 +9,11 @@
 
 namespace flashinfer {
 
+// Tokens begin ... end - 1.
+struct KeyRange {
+  int begin, end;
+};
+
 template <typename Traits, typename Params>
 class TileRows {
   using Tile = typename Traits::Tile;
@@ -76,9 +81,24 @@ class TileRows {
     return hidden;
   }
 
-  // Applies the variant's transform and, if `kMasked`, hides keys. `inverse_scale`: of each row's
+  // Tokens that all of the warp's rows see: has_hidden_keys for who asks often. Reductions, since
+  // the compiler knows their results to be the same in all lanes.
+  __device__ __forceinline__ KeyRange common_range() const {
+    if constexpr (kReadsMask) return KeyRange{0, 0};
+    KeyRange range = {0, kv_end_};
+    if constexpr (Traits::kMask == MaskMode::causal) {
+      range.end = __reduce_min_sync(0xffffffffu, rows_[0][0].last_kv) + 1;
+    }
+    if constexpr (Traits::kWindow) {
+      range.begin = __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv);
+    }
+    return range;
+  }
+
+  // Applies the variant's transform and, if `kMasked`, hides keys, of the first
+  // `kTiles` tiles of tokens. `inverse_scale`: of each row's
   // query, where tiles have one.
-  template <bool kMasked>
+  template <bool kMasked, int kTiles = Tile::kTokenTiles>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
     const int column = first_token + threadIdx.x % 4 * 2;
@@ -87,7 +107,7 @@ class TileRows {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+      for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& logit = logits[i][j][e];
@@ -142,18 +162,31 @@ class TileRows {
   __device__ __forceinline__ static float grown(float previous,
                                                 const float (&logits)[Tile::kTokenTiles][4], int h,
                                                 float scale) {
-    constexpr float kSlack = 8.f;
+    return grown(previous, lane_largest<kBegin, kEnd>(logits, h), scale);
+  }
+  // The same of what each of the row's four lanes has found.
+  __device__ __forceinline__ static float grown(float previous, float largest, float scale) {
     // 8-bit weights are 2^-9 to 448: the largest begins at 2^5 and may grow to 2^8, so that small
     // ones are not lost below.
     constexpr float kHeadroom = sizeof(typename Tile::Mma) == 1 ? 5.f : 0.f;
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    return grows(previous, largest, scale) ? largest * scale - kHeadroom : previous;
+  }
+  __device__ __forceinline__ static bool grows(float previous, float largest, float scale) {
+    constexpr float kSlack = 8.f;
+    return largest * scale > previous + kSlack;
+  }
+  // Of this lane's logits.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ static float lane_largest(const float (&logits)[Tile::kTokenTiles][4],
+                                                       int h) {
     float largest = fmaxf(logits[kBegin][2 * h], logits[kBegin][2 * h + 1]);
 #pragma unroll
     for (int j = kBegin + 1; j < kEnd; ++j) {
       largest = fmaxf(largest, fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
     }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2)) * scale;
-    return largest > previous + kSlack ? largest - kHeadroom : previous;
+    return largest;
   }
 
   __device__ __forceinline__ static void shrink_sums(WarpState<Tile>& state,

@@ -75,6 +75,7 @@ struct TileTraits {
 
   static constexpr int kTileQ = kTileQ_;
   static constexpr bool kSplitKV = kTileQ == 16;  // between the warps
+  static constexpr bool kStoresMatrices = false;
   static constexpr int kWarpRows = kTileQ == 128 ? 32 : 16;
   static constexpr int kRowTiles = kWarpRows / 16;                  // of mma, per warp
   static constexpr int kWarpKV = kSplitKV ? kWarpTokens : kTileKV;  // tokens a warp multiplies

@@ -33,15 +33,32 @@ __device__ __forceinline__ void wgmma_done(float (&d)[kTiles][4]) {
   }
 }
 
+// The same for fragments of A, whose registers the compiler would else give to others ahead of the
+// wait, and move the wait up to there.
+template <int kSteps>
+__device__ __forceinline__ void wgmma_done(uint32_t (&a)[kSteps][1][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    asm volatile("" : "+r"(a[i][0][0]), "+r"(a[i][0][1]), "+r"(a[i][0][2]), "+r"(a[i][0][3]));
+  }
+}
+
 // Describes an operand in shared memory whose rows are 128 bytes with the 128-byte swizzle: chunk c
 // of 16 bytes of row r lies at chunk c ^ (r % 8), from a multiple of 1024 bytes on. `address` moves
-// on by 32 bytes (K-major) or 2048 (MN-major) per step of 16 along k. `chunk_stride`: bytes from 64
-// columns to the next 64 of an MN-major operand. 8-bit operands are K-major, 32 bytes per step
-// of 32.
-__device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t chunk_stride = 0) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = 1024;
-  return kSwizzle128 | (kEightRows >> 4) << 32 | static_cast<uint64_t>(chunk_stride >> 4) << 16 |
-         (address & 0x3ffff) >> 4;
+// on by 32 bytes (K-major) or two groups (MN-major) per step of 16 along k. `chunk_stride`: bytes
+// from 64 columns to the next 64 of an MN-major operand; `group_stride`: from eight rows to the
+// next. 8-bit operands are K-major, 32 bytes per step of 32.
+__device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t chunk_stride = 0,
+                                                  uint32_t group_stride = 1024) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | static_cast<uint64_t>(group_stride >> 4) << 32 |
+         static_cast<uint64_t>(chunk_stride >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// The same operand `bytes` further on: an addition to its address alone.
+__device__ __forceinline__ uint64_t wgmma_advance(uint64_t operand, uint32_t bytes) {
+  const uint32_t low = static_cast<uint32_t>(operand) + (bytes >> 4);
+  return (operand >> 32 << 32) | low;
 }
 
 // clang-format off

@@ -1,0 +1,96 @@
+// Finished rows of the attention kernel for Hopper: 16 per warp, by way of its part of shared
+// memory, which stmatrix fills and the copy engine empties while the warp goes on with its next
+// item.
+#pragma once
+
+#include <flashinfer/attention/hopper_producer.cuh>
+#include <flashinfer/attention/output.cuh>
+#include <flashinfer/ptx/ldmatrix.cuh>
+#include <flashinfer/ptx/tma_boxes.cuh>
+
+namespace flashinfer {
+
+template <typename Traits, typename Params>
+class HopperOutput : public OutputWriter<Traits, Params> {
+  using Base = OutputWriter<Traits, Params>;
+  using Tile = typename Traits::Tile;
+  using O = typename Tile::O;
+  static constexpr int kRows = 16;
+  static constexpr int kChunks = ceil_div(Tile::kHeadDimVO, 64);  // of 128 bytes
+  // Else the next query waits for the rows to be gone.
+  static constexpr bool kStoresBoxes = !Tile::kOutputOverQ;
+
+ public:
+  using Base::Base;
+
+  __device__ __forceinline__ void write(const WarpState<Tile>& state, const TensorMap& map) {
+    if constexpr (Tile::kStoresMatrices) {
+      if (this->is_finished()) return write_finished(state, map);
+    }
+    Base::write(state);
+  }
+
+ private:
+  // Without a branch around any computation: rows past the last are computed as the last.
+  __device__ __forceinline__ void write_finished(const WarpState<Tile>& state,
+                                                 const TensorMap& map) {
+    const auto finished_row = [&](int h) {
+      const int row = first_row<Tile>() + 8 * h;
+      return this->finish(nullptr, query_row(min(row, this->num_rows_ - 1)), state.largest[0][h],
+                          state.sum[0][h], threadIdx.x % 4 == 0 && row < this->num_rows_);
+    };
+    auto first = finished_row(0), second = finished_row(1);
+    const int lane_idx = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kRows;
+    char* const rows = this->shared_ + warp_row * kChunks * 128;
+    const uint32_t staged = ptx::shared_address(rows);
+    if constexpr (kStoresBoxes) ptx::tma_store_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < Tile::kOutputTiles; j += 2) {
+      uint32_t matrices[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float (&sums)[4] = state.output[0][j + i];
+        matrices[2 * i] = PackedPair<O>::pack(first.value(sums[0]), first.value(sums[1]));
+        matrices[2 * i + 1] = PackedPair<O>::pack(second.value(sums[2]), second.value(sums[3]));
+      }
+      ptx::stmatrix_x4(staged + swizzled_offset<kRows>(lane_idx % 16, j + lane_idx / 16), matrices);
+    }
+    if (kStoresBoxes && map.box_rows != 0 && warp_row + kRows <= this->num_rows_) {
+      ptx::async_proxy_fence();
+      __syncwarp();
+      const QueryRow row = query_row(warp_row);
+      if (lane_idx < kChunks) {
+        ptx::tma_store(&map.map, staged + lane_idx * kRows * 128, lane_idx * 64, row.qo_head_idx,
+                       this->item_.qo_begin + row.qo_idx);
+        ptx::tma_store_commit();
+      }
+    } else {
+      __syncwarp();
+      copy_rows(rows, warp_row);
+    }
+  }
+
+  __device__ __forceinline__ void copy_rows(const char* rows, int warp_row) const {
+    const int lane_idx = threadIdx.x % 32;
+    O* const output = static_cast<O*>(this->tensors_.o);
+    const int64_t own_offset = this->output_row(query_row(warp_row + lane_idx)) - output;
+    constexpr int kVectors = Tile::kHeadDimVO / 8;  // of a row
+#pragma unroll 2
+    for (int i = 0; i < kRows * kVectors / 32; ++i) {
+      const int index = i * 32 + lane_idx;
+      const int row = index / kVectors, column = index % kVectors;
+      const int64_t offset = __shfl_sync(0xffffffffu, own_offset, row) + column * 8;
+      const uint4 values =
+          *reinterpret_cast<const uint4*>(rows + swizzled_offset<kRows>(row, column));
+      if (warp_row + row < this->num_rows_) *reinterpret_cast<uint4*>(output + offset) = values;
+    }
+  }
+
+  __device__ __forceinline__ QueryRow query_row(int row) const {
+    return make_query_row<MaskMode::none, false>(this->item_, this->item_.row_begin + row,
+                                                 this->params_.group_size, this->kv_head_, -1);
+  }
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,36 @@
+// More boxes of the copy engine of sm_90 (tma.cuh): of five dimensions, and back to global memory.
+#pragma once
+
+#include <flashinfer/ptx/tma.cuh>
+
+namespace flashinfer::ptx {
+
+__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int x,
+                                         int y, int z, int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%3, %4, %5, %6, %7}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
+// From shared memory to the box; what lies outside the tensor is not written. The stores of a thread
+// up to its tma_store_commit() are one group.
+__device__ __forceinline__ void tma_store(const void* map, uint32_t shared, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+          map),
+      "r"(shared), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until this thread's groups have read shared memory.
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+}  // namespace flashinfer::ptx
