@@ -80,10 +80,10 @@ def planned(name: str, device: torch.device) -> Any:
     return (plan_paged if paged else plan_ragged)(batch, device, "fa3", **options)
 
 
-def compile_cases() -> None:
+def compile_cases(names: list[str]) -> None:
     cpu = torch.device("cpu")
     with reference_backend():
-        configs = {planned(name, cpu)._executor.config for name in served()}
+        configs = {planned(name, cpu)._executor.config for name in names}
     build_jit_specs([gen_attention_module(config) for config in configs])
 
 
@@ -131,8 +131,8 @@ def main() -> int:
         for name in arguments.cases:
             run_case(name)
         return 0
-    compile_cases()
     names = [name for name in served() if arguments.only in name]
+    compile_cases(names)
     shares = [share for i in range(arguments.shares) if (share := names[i :: arguments.shares])]
     jobs = [(tool, share) for tool in arguments.tools for share in shares]
     with ThreadPoolExecutor(max(len(jobs), 1)) as pool:
