@@ -253,7 +253,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def read(path: Path) -> list[tuple[Shape, dict[str, float]]]:
-    """Shapes and microseconds by backend of a CSV that `main` wrote."""
+    """Shapes and microseconds by kernel of a CSV that `main` wrote."""
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -270,7 +270,7 @@ def read(path: Path) -> list[tuple[Shape, dict[str, float]]]:
             parts = row["requests x queries x keys"].split(" + ")
             qo_kv = [tuple(map(int, part.split("x"))) for part in parts]
             lengths = tuple((count, qo, kv) for count, qo, kv in qo_kv)
-            us = {name: float(row[f"{name} us"]) for name in BACKENDS}
+            us = {name: float(row[f"{name} us"]) for name in ("fa2", "fa3")}
             found.append(((kind, lengths), us))
     return found
 
@@ -294,7 +294,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="JSON file for the results")
-    parser.add_argument("--csv", type=Path, help="file for the table")
+    parser.add_argument("--csv", type=Path, help="file for the table, of both kernels")
     parser.add_argument("--part", default="1/1", help="such as 2/4: every fourth shape")
     parser.add_argument("--seconds", type=float, help="begin no shape after this time")
     arguments = parser.parse_args()
@@ -321,7 +321,9 @@ def main() -> int:
     arguments.output.write_text(json.dumps({**facts, "shapes": rows}, indent=1))
     if arguments.csv is not None:
         with arguments.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([HEADERS, *table(rows)])
+            kept = [i for i, name in enumerate(HEADERS) if "auto" not in name]
+            lines = [HEADERS, *table(rows)]
+            csv.writer(file).writerows([line[i] for i in kept] for line in lines)
     print(report(rows))
     print(f"{len(rows)} of {len(shapes)} shapes, {time.monotonic() - begun:.1f} s")
     return 0
