@@ -79,6 +79,15 @@ class _Step:
     arriving: torch.Tensor  # on the host, valid after `arrived`
     arrived: torch.cuda.Event | None
 
+    @staticmethod
+    def of(requests: list[_Request], tokens: torch.Tensor) -> _Step:
+        arriving = tokens.to("cpu", non_blocking=True)
+        arrived = None
+        if tokens.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Step(requests, tokens, arriving, arrived)
+
     def wait(self) -> list[int]:
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -242,9 +251,9 @@ class Engine:
                 step = self._launch(self._schedule())
             if step is None:
                 return []  # parts of long prompts
+            self._ahead = step  # if the launch fails, its tokens are still there to be taken
             following = self._foresee(step)
-            if following is not None:
-                self._ahead = self._launch(following, step.tokens)
+            self._ahead = None if following is None else self._launch(following, step.tokens)
             tokens = step.wait()
         return [
             self._accept(request, token)
@@ -257,29 +266,28 @@ class Engine:
     ) -> _Step | None:
         """Start a step; None if no request gets a token from it. `tokens`: see `Runner.run`."""
         logits = self._runner.run([chunk for _, chunk in scheduled], tokens)
-        rows, ready = [], []
-        for row, (request, chunk) in enumerate(scheduled):
-            request.computed += len(chunk.tokens)
+        ends = [chunk.start + len(chunk.tokens) for _, chunk in scheduled]
+        # Prompts in parts draw nothing before their end.
+        rows = [
+            row for row, (request, _) in enumerate(scheduled) if ends[row] >= len(request.tokens)
+        ]
+        ready = [scheduled[row][0] for row in rows]
+        step = None
+        if ready:
+            if len(rows) < len(scheduled):
+                logits = logits[torch.tensor(rows).to(logits.device)]
+            drawn = sample(
+                logits,
+                [request.params for request in ready],
+                [request.seed for request in ready],
+                [ends[row] - scheduled[row][0].prompt_length for row in rows],
+            )
+            step = _Step.of(ready, drawn)
+        # Last: a step that failed can be tried again.
+        for (request, _), end in zip(scheduled, ends, strict=True):
+            request.computed = end
             self._publish(request)
-            if request.computed >= len(request.tokens):
-                rows.append(row)
-                ready.append(request)
-        if not ready:
-            return None
-        if len(rows) < len(scheduled):
-            logits = logits[torch.tensor(rows).to(logits.device)]
-        drawn = sample(
-            logits,
-            [request.params for request in ready],
-            [request.seed for request in ready],
-            [request.computed - request.prompt_length for request in ready],
-        )
-        arriving = drawn.to("cpu", non_blocking=True)
-        arrived = None
-        if drawn.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return _Step(ready, drawn, arriving, arrived)
+        return step
 
     def _foresee(self, step: _Step) -> list[tuple[_Request, Chunk]] | None:
         """The next step's chunks, of tokens that `step` draws; None if they depend on these."""

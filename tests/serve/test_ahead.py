@@ -141,3 +141,34 @@ def test_pages_of_others_are_not_taken_ahead(model: Model, events: list):
             tokens[output.request_id].append(output.token_id)
         preempted |= served.stats()["waiting"] > 0 and before == 2
     assert tokens == expected and preempted and events.count("ahead") > 10
+
+
+@pytest.mark.parametrize("what", ["run", "sample"])
+def test_no_token_is_lost_when_a_launch_fails(
+    model: Model, what: str, monkeypatch: pytest.MonkeyPatch
+):
+    expected = {"a": _alone(model, [1, 2, 3]), "b": _alone(model, [7] * 6)}
+    served = _engine(model)
+    served.add_request("a", [1, 2, 3], PARAMS)
+    served.add_request("b", [7] * 6, PARAMS)
+    holder = served._runner if what == "run" else engine
+    works, calls = getattr(holder, what), 0
+
+    def fails_at_times(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise RuntimeError("out of something")
+        return works(*args)
+
+    monkeypatch.setattr(holder, what, fails_at_times)
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    failures = 0
+    while served.has_work:
+        try:
+            for output in served.step():
+                tokens[output.request_id].append(output.token_id)
+        except RuntimeError:
+            failures += 1
+    assert tokens == expected and failures > 4
+    assert served.stats()["pages_free"] == served.stats()["pages_total"]
