@@ -4,7 +4,7 @@
 // attention_plan_destroy(handle)
 // attention_plan_configure(handle, num_kv_heads, group_size, head_dim_vo, tile_q, cta_slots,
 //     tile_q_second, tile_kv, fixed_split_size, disable_split_kv, graph_batch_size,
-//     graph_qo_tokens, graph_qo_len)               the fields of PlanConfig
+//     graph_qo_tokens, graph_qo_len, lone_speed)   the fields of PlanConfig
 // attention_plan(handle, plan_info, int_workspace | None, float_workspace_bytes, group[, group])
 //   group: naming, qo_indptr | None, kv_indptr, kv_len | None, last_page_len | None, page_size,
 //     causal, window_left, tokens_per_request
@@ -283,6 +283,7 @@ FLASHINFER_FFI_EXPORT(attention_plan_configure, args) {
   config.graph_batch_size = integer_in(args, "graph_batch_size", -1, INT32_MAX);
   config.graph_qo_tokens = integer_in(args, "graph_qo_tokens", 0, INT32_MAX);
   config.graph_qo_len = integer_in(args, "graph_qo_len", 0, INT32_MAX);
+  config.lone_speed = integer_in(args, "lone_speed", 1, 64);
   plan.config = config;
 }
 

@@ -80,6 +80,7 @@ class Options:
     graph_batch_size: int = -1
     graph_qo_tokens: int = 0
     graph_qo_len: int = 0
+    lone_speed: int = 1
 
 
 @dataclass
@@ -240,6 +241,7 @@ def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
         head_dim_vo=draw(st.sampled_from([16, 80, 128])),
         tile_q=draw(st.sampled_from([16, 64, 128, 192])),
         cta_slots=draw(st.sampled_from([1, 20, 132, 264, 396])),
+        lone_speed=draw(st.sampled_from([1, 1, 2, 5])),
         tile_q_second=draw(st.sampled_from([0, 16, 64])),
         tile_kv=draw(st.sampled_from([64, 64, 128])),
         fixed_split_size=split,

@@ -23,7 +23,7 @@ INT_WORKSPACE_BYTES = 8 << 20
 _STATE_BYTES = (
     4096  # of AttentionLaunch in csrc/attention_binding.h, whose size depends on variants
 )
-_NOMINAL_CTA_SLOTS = 264  # for plans without a GPU
+_NOMINAL_CTA_SLOTS = (264, 1)  # AttentionModule.cta_slots for plans without a GPU
 _TILE_Q, _BACKEND = 5, 15  # positions in the key of a module
 _PORTABLE_TILE_KV = 64
 
@@ -381,7 +381,7 @@ class AttentionExecutor:
         self,
         problem: AttentionProblem,
         key: tuple[Any, ...],
-        cta_slots: int,
+        cta_slots: tuple[int, int],
         settings: tuple[int | None, bool, tuple[int, int] | None],
     ) -> None:
         fixed_split_size, disable_split_kv, capacity = settings
@@ -392,13 +392,14 @@ class AttentionExecutor:
             problem.num_qo_heads // problem.num_kv_heads,
             problem.head_dim_vo,
             key[_TILE_Q],
-            cta_slots,
+            cta_slots[0],
             key[12],
             _tile_kv(key),
             fixed_split_size or 0,
             disable_split_kv,
             *((-1, 0) if capacity is None else capacity),
             problem.tokens_per_request if capacity and problem.qo_indptr is None else 0,
+            cta_slots[1],
         )
 
     def _plan_without_gpu(

@@ -38,7 +38,7 @@ def launches(monkeypatch) -> Iterator[Launches]:
     def init(self: Any, *args: Any) -> None:
         original(self, *args)
         self.run = lambda *arguments: recorded.append((self.config, arguments))
-        self.cta_slots = lambda _: 264
+        self.cta_slots = lambda _: (264, 1)
 
     original = AttentionModule.__init__
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded.capturing)

@@ -185,6 +185,56 @@ def test_no_column_is_far_above_an_equal_share(lengths, heads_and_columns):
     assert len(loads) <= columns and max(loads) <= max(5, 1.04 * share + 3)
 
 
+def test_what_fills_the_memory_without_a_cut_is_not_cut():
+    """16 requests with 8 heads are one CTA on each multiprocessor that would hold two."""
+    requests = Requests(1, (8192,) * 16)
+    cut = make_plan(Options(cta_slots=264), requests)
+    assert cut.info[p.NUM_MERGES] == 16 and len(cut.columns) == 32
+    whole = make_plan(Options(cta_slots=264, lone_speed=2), requests)
+    assert whole.info[p.NUM_MERGES] == 0 and len(whole.columns) == 16
+
+
+def test_a_long_request_has_no_more_parts_than_fill_the_memory():
+    for tokens, parts in ((131072, 16), (16384, 32)):
+        plan = make_plan(Options(cta_slots=264, lone_speed=2), Requests(1, (tokens,)))
+        assert len(plan.columns) == parts
+
+
+def memory_time(loads: list[int], columns: int, lone_speed: int) -> float:
+    """When the last column ends of those that `columns` take in order, in KV tiles.
+
+    The memory serves all that run alike, and none more than `lone_speed` times as fast as among
+    `columns`.
+    """
+    waiting, running, time = list(loads), [], 0.0
+    while waiting or running:
+        taken = columns - len(running)
+        running = sorted([*running, *waiting[:taken]])
+        waiting = waiting[taken:]
+        speed = min(lone_speed, columns / len(running))
+        time += running[0] / speed
+        running = [left - running[0] for left in running if left > running[0]]
+    return time
+
+
+@FUZZ
+@given(
+    st.lists(st.integers(0, 20_000), min_size=1, max_size=120),
+    st.sampled_from([(1, 132), (8, 33), (24, 11)]),
+    st.sampled_from([2, 3]),
+)
+def test_whole_tiles_share_the_memory(lengths, heads_and_columns, lone_speed):
+    """Whatever the lengths, the last column ends within 5 % and 4 KV tiles of an equal share."""
+    num_kv_heads, columns = heads_and_columns
+    options = Options(
+        num_kv_heads=num_kv_heads, cta_slots=num_kv_heads * columns, lone_speed=lone_speed
+    )
+    plan = make_plan(options, Requests(1, tuple(lengths)))
+    loads = [load + len(c) for load, c in zip(kv_tiles(plan), plan.columns, strict=True)]
+    share = (sum(-(-n // TILE_KV) + 1 for n in lengths) + columns) / columns
+    assert memory_time(loads, columns, lone_speed) <= max(5, 1.05 * share + 4)
+
+
 def test_long_tiles_come_first():
     """Causal prefill: one tile per column, by falling cost, ties in order of requests."""
     options = Options(tile_q=128, cta_slots=264)

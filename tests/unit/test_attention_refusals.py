@@ -118,7 +118,7 @@ def bound() -> Iterator[Callable[[str], Any]]:
             call = usual(path)
             wrappers[path] = getattr(flashinfer, WRAPPERS[path])(**call.make)
             wrappers[path]._executor.device = torch.device("cuda")
-            with mock.patch.object(AttentionModule, "cta_slots", lambda *_: 264):
+            with mock.patch.object(AttentionModule, "cta_slots", lambda *_: (264, 1)):
                 wrappers[path].plan(**call.plan)
         return wrappers[path]
 

@@ -42,15 +42,25 @@ class AttentionModule:
         self.second: Callable[..., None] = module.attention_second
         self.run: Callable[..., None] = module.attention_run
         self._capacity: Callable[..., None] = module.attention_capacity
-        self._cta_slots: dict[int, int] = {}
+        self._cta_slots: dict[int, tuple[int, int]] = {}
 
-    def cta_slots(self, workspace: torch.Tensor) -> int:
-        """CTAs of the kernel that the device of `workspace` holds at a time."""
+    def cta_slots(self, workspace: torch.Tensor) -> tuple[int, int]:
+        """CTAs that the device of `workspace` holds at a time, and a plan's ``lone_speed``.
+
+        Decode with keys of 256 bytes has 96 KiB under way in a CTA: one on each multiprocessor
+        keeps the memory of an H200 busy. With fewer bytes the products are what a CTA alone waits
+        for.
+        """
         device = workspace.device.index
         if device not in self._cta_slots:
             info = torch.zeros(2, dtype=torch.int32)
             self._capacity(info, workspace)
-            self._cta_slots[device] = int(info[0] * info[1])
+            config, per_sm = self.config, int(info[0])
+            key_bytes = config.head_dim_qk * config.dtype_kv.itemsize
+            is_bound_by_memory = (config.tile_q, config.tile_q_second) == (TILES[0], 0)
+            is_bound_by_memory &= key_bytes >= 256 and config.dtype_kv.itemsize == 2
+            lone_speed = per_sm if is_bound_by_memory else 1
+            self._cta_slots[device] = (per_sm * int(info[1]), lone_speed)
         return self._cta_slots[device]
 
 

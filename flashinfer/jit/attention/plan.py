@@ -116,6 +116,7 @@ class AttentionPlan:
         graph_batch_size: int = -1,
         graph_qo_tokens: int = 0,
         graph_qo_len: int = 0,
+        lone_speed: int = 1,
     ) -> None:
         """Say what does not depend on the batch; nothing happens if it is what was said last.
 
@@ -146,6 +147,8 @@ class AttentionPlan:
         graph_qo_len : int
             Most query tokens of one request in a CUDA graph, which saves workspace and merging;
             0 means up to `graph_qo_tokens`.
+        lone_speed : int
+            How many times as fast a CTA is that has a multiprocessor to itself.
 
         Raises
         ------
@@ -165,6 +168,7 @@ class AttentionPlan:
             graph_batch_size,
             graph_qo_tokens,
             graph_qo_len,
+            lone_speed,
         )
         if configuration != self._configuration:
             self._configure(self._handle, *configuration)

@@ -35,6 +35,9 @@ struct PlanConfig {
   int64_t graph_batch_size;  // capacity of a CUDA graph; negative: no graph
   int64_t graph_qo_tokens;
   int64_t graph_qo_len;  // most tokens of one request; 0: all of them
+  // How many times as fast a CTA is with a multiprocessor to itself, where the memory is what CTAs
+  // wait for: then half of two CTAs per multiprocessor read as much as all.
+  int64_t lone_speed = 1;
 
   int64_t tile_kv() const { return int64_t{1} << tile_kv_log2; }
   int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv() - 1) >> tile_kv_log2; }
