@@ -44,6 +44,7 @@ class HopperConsumer {
     if (group_idx_ == Tile::kConsumers - 1) pass_turn();
     await_work();
     while (work(item_).item.request >= 0) attend();
+    ptx::tma_store_wait_read();  // shared memory is read until then
     ptx::grid_launch_dependents();
   }
 
