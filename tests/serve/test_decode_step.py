@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,24 @@ def test_bytes_of_a_step(tied: bool):
     model = Model(config, tensors, "cpu", torch.bfloat16)
     assert decode_step.weight_bytes(model) == every - (0 if tied else table)
     assert decode_step.bytes_per_token(model, torch.bfloat16) == 2 * 2 * 2 * 16 * 2
+
+
+def test_products_are_those_of_cublaslt():
+    """Where the example is imported before PyTorch, as by `python -m`, unless the user says no."""
+    code = "import examples.serve, torch; print(torch.backends.cuda.preferred_blas_library())"
+    for choice, expected in (({}, True), ({"TORCH_BLAS_PREFER_CUBLASLT": "0"}, False)):
+        env = {**os.environ, **choice}
+        if not choice:
+            env.pop("TORCH_BLAS_PREFER_CUBLASLT", None)
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[2],
+        ).stdout
+        assert out.strip().endswith(".Cublaslt") == expected, out
 
 
 def test_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
