@@ -93,8 +93,8 @@ class HopperConsumer {
     Rows rows(params_, item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
     WarpState<Tile> state;
     rows.begin(state);
-    int tile = num_tiles(item) - 1;
-    if (tile < 0) {
+    const int tiles = num_tiles(item);
+    if (tiles == 0) {
       await_query();
       release_query();
       finish(item_, state);
@@ -105,7 +105,7 @@ class HopperConsumer {
     Logits logits;
     Weights p;
     float scale = rows.scale_log2();
-    int first_token = item.kv_begin + tile * Tile::kTileKV;
+    int first_token = item.kv_begin + (tiles - 1) * Tile::kTileKV;
     await_query();
     await_keys();
     const uint64_t q = query_operand(), k = key_operand();
@@ -117,18 +117,18 @@ class HopperConsumer {
     KeyRange plain = plain_range(rows);
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(logits[0]);
-    release_keys(tile == 0);
+    bool is_last = release_keys(first_token);
     bool has_keys =
         weigh<true, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token, plain, [] {});
 
     while (true) {
-      for (--tile; tile >= 0; --tile) {
+      while (!is_last) {
         first_token -= Tile::kTileKV;
         if (!has_keys) await_keys();
         multiply_both<Tile::kTokenTiles>(logits, state, p);
         ptx::wgmma_wait<1>();
         ptx::wgmma_done(logits[0]);
-        release_keys(tile == 0);
+        is_last = release_keys(first_token);
         has_keys = weigh<false, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token,
                                                    plain, [&] { finish_values(state, p, 2); });
       }
@@ -146,8 +146,7 @@ class HopperConsumer {
         finish(item_ - 1, state);
         return;
       }
-      tile = next_tiles - 1;
-      first_token = next_item.kv_begin + tile * Tile::kTileKV;
+      first_token = next_item.kv_begin + (next_tiles - 1) * Tile::kTileKV;
       await_query();
       if (!has_keys) await_keys();
       multiply_both<Tile::kTokenTiles>(logits, state, p);
@@ -158,7 +157,7 @@ class HopperConsumer {
       plain = plain_range(rows);
       ptx::wgmma_wait<1>();
       ptx::wgmma_done(logits[0]);
-      release_keys(tile == 0);
+      is_last = release_keys(first_token);
       const auto finish_last = [&] { finish_values(state, p, 2); };
       if (has_half(next_item, first_token)) {
         has_keys = weigh<true, kHalfTile>(rows, next_state, logits, p, scale, first_token, plain,
@@ -218,6 +217,7 @@ class HopperConsumer {
 
   // Writes what an item's keys summed up to, and gives the item back.
   __device__ __forceinline__ void finish(uint32_t number, WarpState<Tile>& state) {
+    asm volatile("" : "+r"(number));  // else what is made of it takes registers of the loop
     Rows::end(state);
     const WorkItem& item = work(number).item;
     const int num_packed = item.qo_len * static_cast<int>(params_.group_size.divisor);
@@ -239,11 +239,14 @@ class HopperConsumer {
     arrive(control_.work_empty[number % HopperControl::kWorkStages]);
   }
 
-  // `last`: of the item; then its queries, too, have been read.
-  __device__ __forceinline__ void release_keys(bool last) {
+  // With the item's last keys its queries, too, have been read.
+  // Returns whether they were the last.
+  __device__ __forceinline__ bool release_keys(int first_token) {
     arrive(control_.k_empty[k_ring_.stage]);
     k_ring_.advance();
-    if (last) release_query();
+    const bool is_last = first_token <= work(item_).item.kv_begin;
+    if (is_last) release_query();
+    return is_last;
   }
   __device__ __forceinline__ void release_query() {
     if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty[item_ % Tile::kStagesQ]);
@@ -341,9 +344,10 @@ class HopperConsumer {
     }
     // In halves, so that the exponentials of one overlap with the maxima of the other.
     constexpr int kHalf = kTiles / 2;
-    float first[2], second[2], first_sum[2] = {0.f, 0.f}, second_sum[2] = {0.f, 0.f};
-    grow<0, kHalf>(kFirst, logits[0], scale, state.largest[0], first);
-    exponentials<0, kHalf>(logits[0], scale, first, first_sum);
+    float first[2], second[2];
+    float (&sum)[2] = state.sum[0];
+    grow<0, kHalf>(kFirst, logits[0], scale, state.largest[0], first, sum);
+    exponentials<0, kHalf>(logits[0], scale, first, sum);
     float largest[2];
     bool grows = false;
 #pragma unroll
@@ -353,7 +357,7 @@ class HopperConsumer {
       grows |= Rows::grows(first[h], largest[h], scale);
       if constexpr (!kFirst) grows |= first[h] != state.largest[0][h];
       // Never, but it keeps what follows, the wait, behind the exponentials.
-      grows |= first_sum[h] < 0.f;
+      grows |= sum[h] < 0.f;
     }
     const bool any_grows = __any_sync(0xffffffffu, grows);
     finish_values();
@@ -363,14 +367,13 @@ class HopperConsumer {
       for (int h = 0; h < 2; ++h) {
         second[h] = Rows::grown(first[h], largest[h], scale);
         const float factor = math::ptx_exp2(first[h] - second[h]);
-        first_sum[h] *= factor;
+        sum[h] *= factor;
 #pragma unroll
         for (int j = 0; j < kHalf; ++j) {
           logits[0][j][2 * h] *= factor;
           logits[0][j][2 * h + 1] *= factor;
         }
         shrink[0][h] = math::ptx_exp2(state.largest[0][h] - second[h]);
-        state.sum[0][h] *= shrink[0][h];
         state.largest[0][h] = second[h];
       }
       if constexpr (!kFirst) Rows::shrink_output(state, shrink);
@@ -380,10 +383,8 @@ class HopperConsumer {
       state.largest[0][1] = second[1];
     }
     pack<0, kTileSteps / 2>(logits, p);
-    exponentials<kHalf, 2 * kHalf>(logits[0], scale, second, second_sum);
+    exponentials<kHalf, 2 * kHalf>(logits[0], scale, second, sum);
     pack<kTileSteps / 2, kTileSteps>(logits, p);
-    state.sum[0][0] += first_sum[0] + second_sum[0];
-    state.sum[0][1] += first_sum[1] + second_sum[1];
     return has_keys;
   }
 
@@ -393,7 +394,7 @@ class HopperConsumer {
   __device__ __forceinline__ static void grow(bool changes,
                                               const float (&logits)[Tile::kTokenTiles][4],
                                               float scale, const float (&previous)[2],
-                                              float (&grown)[2]) {
+                                              float (&grown)[2], float (&sum)[2]) {
     float largest[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -403,7 +404,10 @@ class HopperConsumer {
     }
     if (__builtin_expect(__any_sync(0xffffffffu, changes), false)) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) grown[h] = Rows::grown(previous[h], largest[h], scale);
+      for (int h = 0; h < 2; ++h) {
+        grown[h] = Rows::grown(previous[h], largest[h], scale);
+        sum[h] *= math::ptx_exp2(previous[h] - grown[h]);
+      }
     }
   }
 
