@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..jit.attention.config import AttentionConfig
-from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q
+from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
 from ..jit.attention.modules import AttentionModule, get_attention_module
 from ..jit.attention.plan import AttentionPlan, Group
 from ..jit.errors import ToolchainError
@@ -479,7 +479,9 @@ def _plan_first(*_: Any) -> None:
 
 
 def _tile_kv(key: tuple[Any, ...]) -> int:
-    return hopper_tile_kv(key[3], key[4]) if key[_BACKEND] == "fa3" else _PORTABLE_TILE_KV
+    if key[_BACKEND] != "fa3":
+        return _PORTABLE_TILE_KV
+    return hopper_tile_kv(key[3], key[4], is_widened(key[0], key[1]))
 
 
 def _config(key: tuple[Any, ...]) -> AttentionConfig:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q
+from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
 from .problem import AttentionProblem
 from .tiles import tile_q_of
 
@@ -44,6 +44,7 @@ class Speeds(NamedTuple):
     hopper_start: float
     hopper: TileSpeed
     gathered: float  # factor for pages that threads copy instead of TMA
+    widened: float  # factor for 8-bit keys of 16-bit queries
 
 
 def _speeds(
@@ -52,19 +53,21 @@ def _speeds(
     hopper_start: float,
     hopper_per_128_keys: float,
     gathered: float,
+    widened: float,
 ) -> Speeds:
     ends, alone = (0.0, 0.34, 0.51), (1.99, 1.76, 1.47)
     columns = zip((16, 64, 128), per_128_keys, ends, alone, strict=True)
     tiles = {rows: TileSpeed(*speed) for rows, *speed in columns}
-    return Speeds(start, tiles, hopper_start, TileSpeed(hopper_per_128_keys, 0.85, 0.66), gathered)
+    hopper = TileSpeed(hopper_per_128_keys, 0.85, 0.66)
+    return Speeds(start, tiles, hopper_start, hopper, gathered, widened)
 
 
 SPEEDS = {
-    (64, 64): _speeds(0.47, (1.95, 2.0, 2.13), 5.77, 1.97, 1.6),
-    (96, 96): _speeds(0.8, (2.1, 2.3, 2.7), 6.5, 2.03, 1.6),
-    (128, 128): _speeds(1.15, (2.32, 2.63, 3.31), 7.16, 2.1, 1.65),
-    (192, 128): _speeds(1.33, (2.82, 3.83, 6.54), 6.75, 2.64, 1.6),
-    (256, 256): _speeds(0.98, (4.42, 4.66, 6.8), 12.88, 3.6, 1.6),
+    (64, 64): _speeds(0.47, (1.95, 2.0, 2.13), 5.77, 1.97, 1.6, 1.32),
+    (96, 96): _speeds(0.8, (2.1, 2.3, 2.7), 6.5, 2.03, 1.6, 1.2),
+    (128, 128): _speeds(1.15, (2.32, 2.63, 3.31), 7.16, 2.1, 1.65, 1.17),
+    (192, 128): _speeds(1.33, (2.82, 3.83, 6.54), 6.75, 2.64, 1.6, 1.5),
+    (256, 256): _speeds(0.98, (4.42, 4.66, 6.8), 12.88, 3.6, 1.6, 1.27),
 }
 """By head sizes (qk, vo)."""
 
@@ -94,10 +97,13 @@ def predicted_us(problem: AttentionProblem, tile_q_second: int = 0) -> tuple[flo
         return speeds.start, speeds.hopper_start
     rows = (qo_indptr[1:] - qo_indptr[:-1]) * problem.group_size
     kv_lens = (kv_indptr[1:] - kv_indptr[:-1]) * float(max(problem.page_size, 1))
-    tile_kv = hopper_tile_kv(problem.head_dim_qk, problem.head_dim_vo)
+    widens = is_widened(problem.q_data_type, problem.kv_data_type)
+    tile_kv = hopper_tile_kv(problem.head_dim_qk, problem.head_dim_vo, widens)
     tile_q = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
     share = _share(problem, rows, kv_lens, tile_q, tile_kv)
-    factor = speeds.gathered if _are_gathered(problem.page_size, tile_kv) else 1.0
+    factor = speeds.widened if widens else 1.0
+    if _are_gathered(problem.page_size, tile_kv):
+        factor *= speeds.gathered
     hopper_us = speeds.hopper_start + factor * _busy_us([(share, speeds.hopper)])
 
     tile_q = tile_q_of(problem, False, tile_q_second)

@@ -90,7 +90,7 @@ def draw_hopper_kernel(index: int) -> Kernel:
     head_dims = rng.choice(hopper.HEAD_DIMS)
     of_8_bits = path in ("paged", "ragged") and rng.random() < 0.3
     dtype = E4M3 if of_8_bits else kernel.dtype
-    served = [kv for kv in (dtype, E4M3) if hopper.missing_on_hopper(dtype, kv, *head_dims) is None]
+    served = [kv for kv in (dtype, E4M3, E5M2) if hopper.serves_dtypes(dtype, kv)]
     return dataclasses.replace(
         kernel,
         dtype=dtype,

@@ -99,7 +99,7 @@ def test_generators_take_the_backend_by_name():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dtype_kv": E4M3}, "`backend`.*`kv_data_type` e4m3"),
+        ({"dtype_kv": FP16}, "`kv_data_type`"),
         ({"dtype_q": E5M2, "dtype_kv": E5M2}, "`q_data_type`.*e5m2"),
         ({"dtype_q": E4M3}, "`kv_data_type`"),
         ({"dtype_q": E4M3, "dtype_kv": E4M3, "backend": "fa2"}, "`q_data_type`.*e4m3"),
@@ -122,6 +122,8 @@ def test_a_configuration_without_a_kernel_is_refused(fields: dict[str, Any], mes
     [
         {"dtype_q": FP16, "dtype_kv": FP16},
         {"dtype_q": E4M3, "dtype_kv": E4M3},
+        {"dtype_kv": E4M3},
+        {"dtype_q": FP16, "dtype_kv": E5M2, "paged": False},
         *(
             {"head_dim_qk": qk, "head_dim_vo": vo, "tile_q": hopper.hopper_tile_q(qk, vo)}
             for qk, vo in hopper.HEAD_DIMS
@@ -182,7 +184,8 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
         ([2048], {"causal": True, "window_left": 900, "logits_soft_cap": 3.0}, "fa3"),
         ([2048], {"pos_encoding_mode": "ALIBI"}, "fa3"),
         ([2048], {"pos_encoding_mode": "ROPE_LLAMA"}, "fa2"),
-        ([2048], {"kv_data_type": E4M3}, "fa2"),
+        ([2048], {"kv_data_type": E4M3}, "fa3"),
+        ([1], {"kv_data_type": E4M3}, "fa2"),
         ([2048], {"head_dim_qk": 192}, "fa3"),
         ([2048], {"head_dim_qk": 80, "head_dim_vo": 80}, "fa2"),
         ([2048], {"variant": variant()}, "fa3"),
@@ -235,8 +238,8 @@ def test_what_depends_on_the_batch_is_not_chosen_for_results_that_must_not():
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
-        ({"kv_data_type": E4M3}, "`kv_data_type` e4m3"),
         ({"head_dim_vo": 80}, "128/80"),
+        ({"head_dim_vo": 80, "kv_data_type": E4M3}, "128/80"),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA"),
         ({"variant": variant(KEY_HOOK)}, "KeyTransform"),
     ],
@@ -285,7 +288,10 @@ def test_questions_of_serving_engines():
     assert utils.is_fa3_backend_supported(2, False, False, FP16, FP16)
     for changes in ((1, False, True, BF16, BF16), (0, True, True, BF16, BF16)):
         assert not utils.is_fa3_backend_supported(*changes)
-    assert not utils.is_fa3_backend_supported(0, False, False, BF16, E4M3)
+    assert utils.is_fa3_backend_supported(0, False, False, BF16, E4M3)
+    assert utils.is_fa3_backend_supported(0, False, False, FP16, E5M2)
+    assert not utils.is_fa3_backend_supported(0, False, False, BF16, FP16)
+    assert not utils.is_fa3_backend_supported(0, False, False, E4M3, E5M2)
     assert utils.is_fa3_backend_supported(0, False, False, E4M3, E4M3)
     assert not utils.is_fa3_backend_supported(0, False, False, E5M2, E5M2)
     assert utils.is_fa3_prefill_head_dim_supported(192, 128)
@@ -383,7 +389,6 @@ def test_plans_are_cut_by_the_kernels_own_tiles(backend: str, merges: int):
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
-        ({"kv_data_type": E4M3}, "kv_data_type"),
         ({"head_dim_vo": 64}, "head_dim_vo"),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA"),
     ],

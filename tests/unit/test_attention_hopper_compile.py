@@ -14,7 +14,8 @@ from flashinfer.jit.binary import read_kernels, read_opcodes
 
 pytestmark = pytest.mark.compiler
 
-BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HMMA, LDL, STL, UTMALDG, LDGSTS = 0x23C, 0x983, 0x387, 0x5B4, 0xFAE
 HGMMA = (0x9F0, 0xDF0)  # the second waits for what came before
 QGMMA = (0x9F3, 0xDF3)  # of 8 bits
@@ -23,10 +24,8 @@ KERNEL = "hopper_attention_kernel"
 
 def config(dims: tuple[int, int] = (128, 128), **fields) -> AttentionConfig:
     dtype = fields.pop("dtype", BF16)
-    o_dtype = BF16 if dtype == E4M3 else dtype
-    return AttentionConfig(
-        dtype, dtype, o_dtype, *dims, hopper.hopper_tile_q(*dims), backend="fa3", **fields
-    )
+    types = (dtype, fields.pop("kv_dtype", dtype), BF16 if dtype == E4M3 else dtype)
+    return AttentionConfig(*types, *dims, hopper.hopper_tile_q(*dims), backend="fa3", **fields)
 
 
 # What engines call all the time.
@@ -44,6 +43,11 @@ OTHERS = [
     config(mask_mode="causal", dtype=E4M3, paged=False),
     config((64, 64), mask_mode="causal", dtype=E4M3),
     config((256, 256), sliding_window=True, dtype=E4M3),
+    config(mask_mode="causal", kv_dtype=E4M3),
+    config((64, 64), kv_dtype=E4M3, paged=False),
+    config((96, 96), mask_mode="custom", sinks=True, dtype=FP16, kv_dtype=E5M2),
+    config((192, 128), mask_mode="causal", kv_dtype=E4M3),
+    config((256, 256), sliding_window=True, kv_dtype=E4M3),
 ]
 
 
@@ -72,7 +76,8 @@ def code_of(spec: JitSpec) -> list[int]:
 def matrix_products(value: AttentionConfig) -> int:
     """Instructions of 64 rows, 32 bytes of terms, for a KV tile: both products."""
     terms = 32 // value.dtype_q.itemsize
-    tile_kv = hopper.hopper_tile_kv(value.head_dim_qk, value.head_dim_vo)
+    widens = hopper.is_widened(value.dtype_q, value.dtype_kv)
+    tile_kv = hopper.hopper_tile_kv(value.head_dim_qk, value.head_dim_vo, widens)
     return value.head_dim_qk // terms + tile_kv // terms
 
 

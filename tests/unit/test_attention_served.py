@@ -73,7 +73,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "float16, bfloat16": [
         {"q_data_type": FP16, "kv_data_type": FP16, "o_data_type": o} for o in (FP16, BF16)
     ],
-    "float8_e5m2 keys": [{"kv_data_type": E5M2}],
+    "float8_e4m3fn or float8_e5m2 keys of 16-bit queries": [
+        {"kv_data_type": E4M3},
+        {"kv_data_type": E5M2},
+    ],
     "head sizes 64, 96, 128, 192/128, 256": [
         {"head_dim_qk": qk, "head_dim_vo": vo} for qk, vo in hopper.HEAD_DIMS
     ],
@@ -206,7 +209,7 @@ def test_wrappers_take_what_is_forced(name: str):
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
-        ({"q_data_type": BF16, "kv_data_type": E5M2}, "`kv_data_type`"),
+        ({"q_data_type": BF16, "kv_data_type": FP16}, "`kv_data_type`"),
         ({"q_data_type": E4M3, "kv_data_type": E4M3}, "`o_data_type`"),  # that of the queries
     ],
 )

@@ -6,13 +6,13 @@ import functools
 
 import torch
 
-from ...dtypes import short_name
+from ...dtypes import FLOAT8, short_name
 
 TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 """wgmma and TMA multicasts exist for this target alone, whatever list of targets there is."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-"""Of queries, keys and values."""
+"""Of queries; keys and values are of the same, or of 8 bits."""
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """Sizes (qk, vo) of the heads there are instructions' shapes and shared memory for."""
@@ -27,9 +27,24 @@ def hopper_tile_q(head_dim_qk: int, head_dim_vo: int) -> int:
     return 192 if head_dim_qk == head_dim_vo == 64 else 128
 
 
-def hopper_tile_kv(head_dim_qk: int, head_dim_vo: int) -> int:
-    """Tokens of a KV tile: as many as leave room for two stages of K and V (hopper_tile.cuh)."""
+def hopper_tile_kv(head_dim_qk: int, head_dim_vo: int, widens: bool = False) -> int:
+    """Tokens of a KV tile: as many as leave room for two stages of K and V (hopper_tile.cuh).
+
+    `widens`: whether keys and values of 8 bits become 16.
+    """
+    if widens and (head_dim_qk > 128 or hopper_tile_q(head_dim_qk, head_dim_vo) > 128):
+        return 64
     return 64 if head_dim_qk > 192 or head_dim_vo > 128 else 128
+
+
+def is_widened(dtype_q: torch.dtype, dtype_kv: torch.dtype) -> bool:
+    """Whether keys and values of 8 bits become 16 on their way to the tensor cores."""
+    return dtype_kv in FLOAT8 and dtype_q.itemsize == 2
+
+
+def serves_dtypes(dtype_q: torch.dtype, dtype_kv: torch.dtype) -> bool:
+    """Whether there is a kernel for queries of one type, and keys and values of another."""
+    return dtype_q in DTYPES and (dtype_kv == dtype_q or is_widened(dtype_q, dtype_kv))
 
 
 @functools.cache
@@ -60,13 +75,13 @@ def missing_on_hopper(
     has_softmax : bool
         Whether it leaves ``use_softmax`` on.
     """
-    if dtype_kv != dtype_q:
-        return (
-            f"`kv_data_type` {short_name(dtype_kv)} with `q_data_type` {short_name(dtype_q)}: they "
-            "must be the same"
-        )
     if dtype_q not in DTYPES:
         return f"`q_data_type` {short_name(dtype_q)}"
+    if not serves_dtypes(dtype_q, dtype_kv):
+        return (
+            f"`kv_data_type` {short_name(dtype_kv)} with `q_data_type` {short_name(dtype_q)}: it "
+            "must be the same, or of 8 bits where queries are of 16"
+        )
     if (head_dim_qk, head_dim_vo) not in HEAD_DIMS:
         served = ", ".join(f"{qk}/{vo}" for qk, vo in HEAD_DIMS)
         return f"`head_dim_qk`/`head_dim_vo` {head_dim_qk}/{head_dim_vo}: there are {served}"

@@ -9,6 +9,7 @@
 
 #include <flashinfer/attention/hopper_consumer.cuh>
 #include <flashinfer/attention/hopper_producer.cuh>
+#include <flashinfer/attention/hopper_widening.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/setmaxnreg.cuh>
 
@@ -17,6 +18,7 @@ namespace flashinfer {
 template <typename Tile>
 __device__ __forceinline__ void init_barriers(HopperControl& control) {
   constexpr int kConsumerWarps = Tile::kConsumerThreads / 32, kProducerWarps = 4;
+  constexpr int kWidenerWarps = Tile::kWidens ? 4 : 0;
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   };
@@ -26,15 +28,17 @@ __device__ __forceinline__ void init_barriers(HopperControl& control) {
   }
   for (int i = 0; i < HopperControl::kWorkStages; ++i) {
     init(control.work_full[i], 1);
-    init(control.work_empty[i], kConsumerWarps + kProducerWarps);
+    init(control.work_empty[i], kConsumerWarps + kProducerWarps + kWidenerWarps);
   }
   for (int i = 0; i < Tile::kStages; ++i) {
-    init(control.k_full[i], 1);
+    init(control.k_full[i], Tile::kWidens ? kWidenerWarps : 1);
     init(control.k_empty[i], kConsumerWarps);
-    init(control.v_full[i], Tile::kTransposedV ? kProducerWarps : 1);
+    init(control.v_full[i], Tile::kTransposedV || Tile::kWidens ? 4 : 1);
     init(control.v_empty[i], kConsumerWarps);
+    init(control.loaded_k_full[i], 1);
+    init(control.loaded_k_empty[i], 4);
     init(control.loaded_v_full[i], 1);
-    init(control.loaded_v_empty[i], kProducerWarps);
+    init(control.loaded_v_empty[i], 4);
   }
   ptx::mbarrier_init_fence();
 }
@@ -49,7 +53,10 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, 1)
   if (threadIdx.x == 0) init_barriers<Tile>(control);
   __syncthreads();
   ptx::grid_dependency_wait();
-  if (threadIdx.x >= Tile::kConsumerThreads) {
+  if (Tile::kWidens && threadIdx.x >= Tile::kConsumerThreads + 128) {
+    ptx::decrease_registers<Tile::kWidenerRegisters>();
+    if constexpr (Tile::kWidens) HopperWidener<Tile>(shared, control).run();
+  } else if (threadIdx.x >= Tile::kConsumerThreads) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
     HopperProducer<Traits, Params>(params, shared, control).run();
   } else {

@@ -280,9 +280,9 @@ class HopperConsumer {
 #pragma unroll
     for (int step = 0; step < Tile::kHeadDimQK * Tile::kElement / 32; ++step) {
       const int chunk = step / 4, within = step % 4 * 32;
-      ptx::wgmma<Mma, false>(logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
-                             ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within),
-                             step > 0);
+      ptx::wgmma<typename Tile::Q, false>(
+          logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
+          ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within), step > 0);
     }
   }
 

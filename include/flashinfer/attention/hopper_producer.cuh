@@ -33,7 +33,7 @@ struct HopperParams {
 template <typename Traits, typename Params>
 class HopperProducer {
   using Tile = typename Traits::Tile;
-  static constexpr int kElement = Tile::kElement;
+  static constexpr int kElement = sizeof(typename Tile::Q), kElementKV = sizeof(typename Tile::KV);
   static constexpr int kBarrier = 1;          // of the producer's warps
   static constexpr uint32_t kEarlyLists = 3;  // per CTA that there have to be left
   enum Warp { kKeyWarp, kValueWarp, kQueryWarp, kListWarp };
@@ -169,15 +169,16 @@ class HopperProducer {
       if (packed < item.qo_len * group_size) {
         const uint32_t token = params_.group_size.divide(packed);
         const uint32_t head = kv_head * group_size + packed - token * group_size;
-        offset = (item.qo_begin + int64_t{token}) * tensors_.q_stride_token +
-                 head * tensors_.q_stride_head;
+        offset = ((item.qo_begin + int64_t{token}) * tensors_.q_stride_token +
+                  head * tensors_.q_stride_head) *
+                 kElement;
       }
       struct Rows {
         __device__ __forceinline__ static uint32_t offset(int row, int column) {
           return swizzled_offset<Tile::kTileQ>(row, column);
         }
       };
-      copy_rows<kRows, Rows, Tile::kHeadDimQK>(target, tensors_.q, first_row, offset);
+      copy_rows<kRows, Rows, Tile::kHeadDimQK * kElement>(target, tensors_.q, first_row, offset);
     }
     complete_later(full);
   }
@@ -186,21 +187,21 @@ class HopperProducer {
 
   template <bool kKeys>
   __device__ __forceinline__ void load_tile(const WorkItem& item, uint32_t kv_head, int tile) {
-    Ring<Tile::kStages>& ring = kKeys ? k_ring_ : v_ring_;
-    const uint32_t full = address(kKeys                ? control_.k_full[ring.stage]
-                                  : Tile::kTransposedV ? control_.loaded_v_full[ring.stage]
-                                                       : control_.v_full[ring.stage]);
-    const uint32_t empty = address(kKeys                ? control_.k_empty[ring.stage]
-                                   : Tile::kTransposedV ? control_.loaded_v_empty[ring.stage]
-                                                        : control_.v_empty[ring.stage]);
+    Ring<Tile::kLoadedStages>& ring = kKeys ? k_ring_ : v_ring_;
+    constexpr bool kChanges = Tile::kWidens || (Tile::kTransposedV && !kKeys);
+    auto& fulls = kKeys ? (kChanges ? control_.loaded_k_full : control_.k_full)
+                        : (kChanges ? control_.loaded_v_full : control_.v_full);
+    auto& empties = kKeys ? (kChanges ? control_.loaded_k_empty : control_.k_empty)
+                          : (kChanges ? control_.loaded_v_empty : control_.v_empty);
+    const uint32_t full = address(fulls[ring.stage]), empty = address(empties[ring.stage]);
     const TensorMap& map = kKeys ? maps_.k : maps_.v;
     const uint32_t target =
-        shared_ + (kKeys ? Tile::kOffsetK + ring.stage * Tile::kBytesK
+        shared_ + (kKeys ? Tile::kOffsetLoadedK + ring.stage * Tile::kBytesLoadedK
                          : Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV);
     const int first_token = item.kv_begin + tile * Tile::kTileKV;
     constexpr int kDim = kKeys ? Tile::kHeadDimQK : Tile::kHeadDimVO;
     if (map.box_rows != 0 && first_token + Tile::kTileKV <= item.kv_len) {
-      constexpr int kBytes = kKeys ? Tile::kBytesK : Tile::kBytesLoadedV;
+      constexpr int kBytes = kKeys ? Tile::kBytesLoadedK : Tile::kBytesLoadedV;
       announce();
       // Keys are needed sooner: the warp that waits for no more than the next query helps.
       constexpr int kParts = kKeys && Traits::kPaged ? 2 : 1;
@@ -215,9 +216,10 @@ class HopperProducer {
       constexpr int kRows = Tile::kTileKV / 4;
       const int64_t offset = token_offset<kKeys>(
           item, kv_head, first_token + warp_idx_ * kRows + min(lane_idx_, kRows - 1));
+      if (pending_ == full) announce();  // a ring of one stage, which is to be emptied first
       await_all(kKeys ? kKeyWarp : kValueWarp, empty, ring.phase ^ 1);
-      copy_rows<kRows, HopperRows<Traits, kDim>, kDim>(target, kKeys ? tensors_.k : tensors_.v,
-                                                       warp_idx_ * kRows, offset);
+      copy_rows<kRows, HopperRows<Traits, kDim>, kDim * kElementKV>(
+          target, kKeys ? tensors_.k : tensors_.v, warp_idx_ * kRows, offset * kElementKV);
       complete_later(full);
     }
     ring.advance();
@@ -249,13 +251,13 @@ class HopperProducer {
                     page * map.page_units + kv_head);
     } else {
 #pragma unroll
-      for (int chunk = 0; chunk < Rows::kChunks; ++chunk) {
+      for (int chunk = 0; chunk < ceil_div(kDim, Tile::kLoadedColumns); ++chunk) {
         const uint32_t box = target + chunk * Tile::kTileKV * 128 + row * 128;
+        const int column = chunk * Tile::kLoadedColumns;
         if constexpr (Traits::kPaged) {
-          ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns, slot, kv_head, page);
+          ptx::tma_load(box, &map.map, full, column, slot, kv_head, page);
         } else {
-          ptx::tma_load(box, &map.map, full, chunk * Tile::kChunkColumns,
-                        item.kv_base + first_token, kv_head);
+          ptx::tma_load(box, &map.map, full, column, item.kv_base + first_token, kv_head);
         }
       }
     }
@@ -317,13 +319,13 @@ class HopperProducer {
     return page * stride_page + (token - number * params_.page_size.divisor) * stride_token + head;
   }
 
-  // `kRows` of an operand's rows; lane i gives the offset of row `first_row` + i.
-  template <int kRows, typename Rows, int kDim>
+  // `kRows` of an operand's rows; lane i gives the offset in bytes of row `first_row` + i.
+  template <int kRows, typename Rows, int kRowBytes>
   __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int first_row,
                                             int64_t offset) {
-    static_assert(kRows <= 32 && kRows * kDim * kElement % 512 == 0,
+    static_assert(kRows <= 32 && kRows * kRowBytes % 512 == 0,
                   "a lane per row, whole steps of the warp");
-    constexpr int kColumns = kDim * kElement / 16;  // of 16 bytes
+    constexpr int kColumns = kRowBytes / 16;  // of 16 bytes
 #pragma unroll 4
     for (int i = 0; i < kRows * kColumns / 32; ++i) {
       const int index = i * 32 + lane_idx_;
@@ -331,7 +333,7 @@ class HopperProducer {
       const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
       const bool exists = row_offset >= 0;
       const char* source = static_cast<const char*>(base);
-      if (exists) source += row_offset * kElement + column * 16;
+      if (exists) source += row_offset + column * 16;
       ptx::cp_async_16(target + Rows::offset(first_row + row, column), source, exists);
     }
   }
@@ -376,7 +378,8 @@ class HopperProducer {
   int thread_idx_, warp_idx_, lane_idx_;
   Ring<HopperControl::kWorkStages> work_, published_;
   Ring<Tile::kStagesQ> q_ring_;
-  Ring<Tile::kStages> k_ring_, v_ring_, transposed_ring_;
+  Ring<Tile::kLoadedStages> k_ring_, v_ring_;
+  Ring<Tile::kStages> transposed_ring_;
   bool taken_late_ = true;
   uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
 };

@@ -27,7 +27,8 @@ __device__ __forceinline__ uint32_t swizzled_offset(int row, int column) {
 template <typename Traits, int kDim>
 struct HopperRows {
   using Tile = typename Traits::Tile;
-  static constexpr bool kByPage = Traits::kPaged && Tile::kElement == 2 && kDim % 64 == 0;
+  static constexpr bool kByPage =
+      Traits::kPaged && sizeof(typename Tile::KV) == 2 && kDim % 64 == 0;
   static constexpr int kChunks = ceil_div(kDim, Tile::kChunkColumns);
   static constexpr int kChunkBytes = kByPage ? 1024 : Tile::kTileKV * 128;  // from one to the next
   static constexpr int kGroupBytes = kByPage ? kChunks * 1024 : 1024;       // of eight rows
@@ -43,10 +44,13 @@ struct HopperTile {
   using Q = Q_;
   using KV = KV_;
   using O = O_;
-  using Mma = Q_;
-  static constexpr int kElement = sizeof(Q);  // bytes
-  static_assert(std::is_same_v<Q, KV> && (kElement == 2 || std::is_same_v<Q, dtype::float8_e4m3fn>),
-                "q, k and v are of one type of 16 bits, or e4m3");
+  // K and V of 8 bits become 16 between being loaded and being multiplied (hopper_widening.cuh).
+  static constexpr bool kWidens = sizeof(Q) == 2 && dtype::kIsFloat8<KV>;
+  using Mma = std::conditional_t<kWidens, dtype::float16, Q>;  // of weights and values
+  static constexpr int kElement = sizeof(Q);                   // bytes, where they are multiplied
+  static_assert(kWidens || (std::is_same_v<Q, KV> &&
+                            (kElement == 2 || std::is_same_v<Q, dtype::float8_e4m3fn>)),
+                "q, k and v are of one type of 16 bits, or e4m3, or k and v of 8 bits");
   static_assert(sizeof(O) == 2);
 
   static constexpr int kHeadDimQK = kHeadDimQK_;
@@ -57,21 +61,36 @@ struct HopperTile {
   static constexpr int kConsumers = kConsumers_;  // warpgroups
   static constexpr int kTileQ = 64 * kConsumers;
   // The registers of a consumer hold the output, the logits and their weights; shared memory holds
-  // two stages of 256 columns for 64 tokens, of fewer columns for 128.
-  static constexpr int kTileKV = kHeadDimQK > 192 || kHeadDimVO > 128 ? 64 : 128;
+  // two stages of 256 columns for 64 tokens, of fewer columns for 128. With tiles of 8 bits beside
+  // there is room for less, and with a warpgroup more there are fewer registers.
+  static constexpr int kTileKV =
+      kHeadDimQK > (kWidens ? 128 : 192) || kHeadDimVO > 128 || (kWidens && kConsumers == 3) ? 64
+                                                                                             : 128;
   // Packed rows of a group of heads are few tokens: an item's first tile, its last tokens, often
   // has no more than half of them.
   static constexpr bool kHalvesTiles = kElement == 2 && kTileKV == 128;
   static constexpr bool kTransposedV = kElement == 1;
   static constexpr int kStages = kElement == 2 || kTileKV == 64 ? 2 : 3;
   static constexpr int kConsumerThreads = 128 * kConsumers;
-  static constexpr int kThreads = kConsumerThreads + 128;  // the last warpgroup produces
+  // One warpgroup more produces, the last one widens.
+  static constexpr int kThreads = kConsumerThreads + (kWidens ? 256 : 128);
   // Launched with 168 (128 with three consumers) each, of which producers give some to consumers.
   // Transposing takes more than loading.
-  static constexpr int kProducerRegisters =
-      kTransposedV ? (kConsumers == 3 ? 80 : 88) : (kConsumers == 3 ? 32 : 56);
-  static constexpr int kConsumerRegisters =
-      kTransposedV ? (kConsumers == 3 ? 144 : 208) : (kConsumers == 3 ? 160 : 224);
+  static constexpr bool kThree = kConsumers == 3, kWide = kHeadDimVO > 128;
+  static constexpr bool kSmall = kTileKV == 64 && !kWide;
+  static constexpr int kProducerRegisters = kWidens        ? (kThree   ? 56
+                                                              : kSmall ? 80
+                                                              : kWide  ? 40
+                                                                       : 48)
+                                            : kTransposedV ? (kThree ? 80 : 88)
+                                                           : (kThree ? 32 : 56);
+  static constexpr int kWidenerRegisters = kThree ? 64 : kSmall ? 80 : kWide ? 56 : 64;
+  static constexpr int kConsumerRegisters = kWidens        ? (kThree   ? 120
+                                                              : kSmall ? 176
+                                                              : kWide  ? 208
+                                                                       : 200)
+                                            : kTransposedV ? (kThree ? 144 : 208)
+                                                           : (kThree ? 160 : 224);
 
   // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
   static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
@@ -93,25 +112,36 @@ struct HopperTile {
   static constexpr int kChunksVO = ceil_div(kHeadDimVO, kChunkColumns);
   static constexpr int kBytesQ = kTileQ * kChunksQK * 128;
   static constexpr int kBytesK = kTileKV * kChunksQK * 128;
-  static constexpr int kBytesLoadedV = kTileKV * kChunksVO * 128;
+  // As they are loaded: 8 bits before they are widened or transposed.
+  static constexpr int kLoadedStages = kWidens ? 1 : kStages;
+  static constexpr int kLoadedColumns = 128 / static_cast<int>(sizeof(KV));  // of a chunk
+  static constexpr int kLoadedChunksQK = ceil_div(kHeadDimQK, kLoadedColumns);
+  static constexpr int kLoadedChunksVO = ceil_div(kHeadDimVO, kLoadedColumns);
+  static constexpr int kBytesLoadedK = kTileKV * kLoadedChunksQK * 128;
+  static constexpr int kBytesLoadedV = kTileKV * kLoadedChunksVO * 128;
   static constexpr int kBytesV =
-      kTransposedV ? kHeadDimVO * ceil_div(kTileKV, 128) * 128 : kBytesLoadedV;
+      kTransposedV ? kHeadDimVO * ceil_div(kTileKV, 128) * 128 : kTileKV * kChunksVO * 128;
   static constexpr int kBytesOutput =
       kTileQ * (kStoresMatrices ? ceil_div(kHeadDimVO, 64) * 128 : kPitchQ);
   static constexpr int kBytesStages =
-      kStages * (kBytesK + kBytesV + (kTransposedV ? kBytesLoadedV : 0));
+      kStages * (kBytesK + kBytesV) +
+      kLoadedStages *
+          ((kWidens ? kBytesLoadedK : 0) + (kTransposedV || kWidens ? kBytesLoadedV : 0));
   // Finished rows take the place of q where there is no room for both; then the next q has to wait.
   static constexpr int kMaxBytes = 226 << 10;
   static constexpr bool kOutputOverQ = kBytesQ + kBytesStages + kBytesOutput > kMaxBytes;
   // An item begins while the one before ends: with the last p v goes the next first q k^T. Where
   // the output lies over q that cannot be, and where registers are few it would spill.
   static constexpr bool kPipelinesItems =
-      !kOutputOverQ && kHeadDimVO <= 128 && (kElement == 2 || kConsumers == 2);
+      !kOutputOverQ && kHeadDimVO <= 128 && !kWidens && (kElement == 2 || kConsumers == 2);
   static constexpr int kStagesQ = 2 * kBytesQ + kBytesStages + kBytesOutput > kMaxBytes ? 1 : 2;
   static constexpr int kOffsetK =
       kOutputOverQ && kBytesOutput > kBytesQ ? round_up(kBytesOutput, 1024) : kStagesQ * kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
-  static constexpr int kOffsetLoadedV = kTransposedV ? kOffsetV + kStages * kBytesV : kOffsetV;
+  static constexpr int kOffsetLoadedV =
+      kTransposedV || kWidens ? kOffsetV + kStages * kBytesV : kOffsetV;
+  static constexpr int kOffsetLoadedK =
+      kWidens ? kOffsetLoadedV + kLoadedStages * kBytesLoadedV : kOffsetK;
   static constexpr int kOffsetEnd = kOffsetK + kBytesStages;
   static constexpr int kOffsetOutput = kOutputOverQ ? 0 : kOffsetEnd;
   static constexpr int kOffsetControl = kOutputOverQ ? kOffsetEnd : kOffsetOutput + kBytesOutput;
@@ -131,7 +161,9 @@ struct HopperControl {
   uint64_t q_full[2], q_empty[2];
   uint64_t k_full[kMaxStages], k_empty[kMaxStages];
   uint64_t v_full[kMaxStages], v_empty[kMaxStages];
-  uint64_t loaded_v_full[kMaxStages], loaded_v_empty[kMaxStages];  // v that is to be transposed
+  // What is to be widened, and v that is to be transposed.
+  uint64_t loaded_k_full[kMaxStages], loaded_k_empty[kMaxStages];
+  uint64_t loaded_v_full[kMaxStages], loaded_v_empty[kMaxStages];
 };
 
 template <typename Tile>

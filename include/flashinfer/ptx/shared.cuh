@@ -1,0 +1,24 @@
+// Accesses of 16 bytes of shared memory by its address, in the order in which they are written
+// down.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer::ptx {
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(shared)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t shared, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+}  // namespace flashinfer::ptx
