@@ -4,11 +4,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <flashinfer/common/device_info.h>
 #include <flashinfer/norm/fused_rmsnorm_params.h>
 
 namespace flashinfer {
 
-cudaError_t fused_rmsnorm(const FusedRmsnormParams& params, int num_sms, bool enable_pdl,
-                          cudaStream_t stream);
+cudaError_t fused_rmsnorm(const FusedRmsnormParams& params, const DeviceInfo& device,
+                          bool enable_pdl, cudaStream_t stream);
 
 }  // namespace flashinfer

@@ -130,7 +130,7 @@ void run(ffi::Args& args) {
     ffi::raise("ValueError", "`weight` must be aligned to 16 bytes");
   }
   const ffi::DeviceGuard guard(input);
-  ffi::check_launch(fused_rmsnorm(params, ffi::device_info(input).num_sms,
+  ffi::check_launch(fused_rmsnorm(params, ffi::device_info(input),
                                   ffi::resolve_pdl(enable_pdl, input), ffi::current_stream(input)));
 }
 

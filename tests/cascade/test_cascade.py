@@ -54,6 +54,26 @@ def test_a_state_without_keys_changes_nothing(device):
         assert torch.equal(merged, v) and torch.equal(lse, s)
 
 
+@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_with_and_without_gaps_merge_alike(heads, masked, device):
+    v = torch.randn(2, 37, heads, 128, dtype=torch.bfloat16, device=device)
+    s = torch.randn(2, 37, heads, device=device)
+    s[0, ::3] = s[1, ::2] = -torch.inf
+    apart = torch.zeros(2, 37, heads, 136, dtype=torch.bfloat16, device=device)[..., :128].copy_(v)
+    first = v[0].clone()
+    merged, lse = flashinfer.merge_state(v[0], s[0], v[1], s[1])
+    for states in (v, apart):
+        actual, actual_lse = flashinfer.merge_state(states[0], s[0], states[1], s[1])
+        assert torch.equal(actual, merged) and torch.equal(actual_lse, lse)
+        mask = torch.rand(37, device=device) < 0.5 if masked else None
+        keep = torch.zeros(37, dtype=torch.bool, device=device) if mask is None else ~mask
+        out, out_s = states[0], s[0].clone()
+        flashinfer.merge_state_in_place(out, out_s, states[1], s[1], mask=mask)
+        assert torch.equal(out, torch.where(keep[:, None, None], first, merged))
+        assert torch.equal(out_s, torch.where(keep[:, None], s[0], lse))
+
+
 def test_nan_is_not_lost(device):
     v = torch.randn(1, 2, 1, 64, device=device)
     for bad in (torch.nan, torch.inf):

@@ -16,8 +16,9 @@ from flashinfer.testing import assert_matches_reference, make_tensor
 
 pytestmark = pytest.mark.gpu
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
-# A warp a row with rows left over, few rows, a CTA a row, rows that do not fit in registers.
-SHAPES = [(5, 128), (7, 512), (3, 7168), (300, 1024), (600, 7168), (2, 40960)]
+# A warp a row with rows left over, few rows, a CTA a row, rows that the copy engine brings, rows
+# that do not fit in registers.
+SHAPES = [(5, 128), (7, 512), (3, 7168), (300, 1024), (600, 7168), (1501, 3200), (2, 40960)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,10 +15,11 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # Per-head rows, a lone row, whole warps and parts of them, several vectors per thread, CTAs that
-# loop, rows that clusters hold, rows that nothing holds, and rows of no whole number of vectors.
+# loop, rows that clusters hold, rows that nothing holds, rows of no whole number of vectors, and
+# many rows that the copy engine brings.
 SHAPES = [
     *[(1, 1), (3, 7), (1, 4096), (5, 96), (130, 128), (33, 1000), (7, 8192), (9, 8192), (3, 16392)],
-    *[(2, 40000), (1, 131072), (2, 140000), (2, 33001), (3000, 1024)],
+    *[(2, 40000), (1, 131072), (2, 140000), (2, 33001), (3000, 1024), (1200, 4104)],
 ]
 SHAPES_3D = [(1, 1, 64), (5, 32, 128), (3, 7, 80)]
 

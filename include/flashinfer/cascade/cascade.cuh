@@ -136,11 +136,55 @@ __global__ void __launch_bounds__(kMergeStatesThreads)
   }
 }
 
+namespace detail {
+
+// Reads, merges and writes a vector of two states, whose s arrive meanwhile.
+template <typename T, int kVecSize>
+__device__ __forceinline__ void merge_pair_vector(bool streams, const T* address_a,
+                                                  const T* address_b, const float* address_s_a,
+                                                  const float* address_s_b, T* address_out,
+                                                  float& s_a, float& s_b) {
+  Vector<T, kVecSize> a, b, out;
+  if (streams) {
+    a.load_streaming(address_a);
+    b.load_streaming(address_b);
+  } else {
+    a.load(address_a);
+    b.load(address_b);
+  }
+  s_a = *address_s_a;
+  s_b = *address_s_b;
+  const float max = fmaxf(s_a, s_b);
+  float weight_a = merge_weight(s_a, max), weight_b = merge_weight(s_b, max);
+  const float sum = weight_a + weight_b;
+  const float inv_sum = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+  weight_a *= inv_sum;
+  weight_b *= inv_sum;
+  float y[kVecSize];
+#pragma unroll
+  for (int j = 0; j < kVecSize; ++j) {
+    const float x_a = s_a == -INFINITY ? 0.f : a[j], x_b = s_b == -INFINITY ? 0.f : b[j];
+    y[j] = weight_a * x_a + weight_b * x_b;
+  }
+  out.from_floats(y);
+  if (streams) {
+    out.store_streaming(address_out);
+  } else {
+    out.store(address_out);
+  }
+}
+
+__device__ __forceinline__ float merged_pair_s(float s_a, float s_b) {
+  const float max = fmaxf(s_a, s_b);
+  return merged_s(max, merge_weight(s_a, max) + merge_weight(s_b, max));
+}
+
+}  // namespace detail
+
 // Two states, of which the first may be overwritten.
 template <typename T, int kVecSize>
 __global__ void __launch_bounds__(kMergePairThreads)
     merge_pair_kernel(const __grid_constant__ MergeStatesParams params) {
-  using Vec = Vector<T, kVecSize>;
   const uint32_t token = heads_first_token_block() * blockDim.z + threadIdx.z;
   const uint32_t head = blockIdx.x * blockDim.y + threadIdx.y;
   const uint32_t num_vecs = params.head_dim / kVecSize;
@@ -153,49 +197,67 @@ __global__ void __launch_bounds__(kMergePairThreads)
   if (is_merged) {
     const T* row_a = detail::state_row<T>(params.states, token, head);
     const T* row_b = detail::state_row<T>(params.other, token, head);
-    s_a = *detail::state_s(params.states, token, head);
-    s_b = *detail::state_s(params.other, token, head);
     for (uint32_t vec = threadIdx.x; vec < num_vecs; vec += blockDim.x) {
-      Vec a, b;
-      if (params.streams) {
-        a.load_streaming(row_a + vec * kVecSize);
-        b.load_streaming(row_b + vec * kVecSize);
-      } else {
-        a.load(row_a + vec * kVecSize);
-        b.load(row_b + vec * kVecSize);
-      }
-      const float max = fmaxf(s_a, s_b);
-      float weight_a = detail::merge_weight(s_a, max), weight_b = detail::merge_weight(s_b, max);
-      const float sum = weight_a + weight_b;
-      const float inv_sum = sum == 0.f ? 0.f : __fdividef(1.f, sum);
-      weight_a *= inv_sum;
-      weight_b *= inv_sum;
-      float y[kVecSize];
-#pragma unroll
-      for (int j = 0; j < kVecSize; ++j) {
-        const float x_a = s_a == -INFINITY ? 0.f : a[j], x_b = s_b == -INFINITY ? 0.f : b[j];
-        y[j] = weight_a * x_a + weight_b * x_b;
-      }
-      Vec out;
-      out.from_floats(y);
-      T* row = detail::merged_row<T>(params, token, head) + vec * kVecSize;
-      if (params.streams) {
-        out.store_streaming(row);
-      } else {
-        out.store(row);
-      }
+      const uint32_t offset = vec * kVecSize;
+      detail::merge_pair_vector<T, kVecSize>(
+          params.streams, row_a + offset, row_b + offset,
+          detail::state_s(params.states, token, head), detail::state_s(params.other, token, head),
+          detail::merged_row<T>(params, token, head) + offset, s_a, s_b);
     }
   }
   // In place, the head's other threads must have read its s before it is overwritten.
   if (params.s_out == params.states.s) __syncthreads();
   if (is_merged && threadIdx.x == 0) {
-    const float max = fmaxf(s_a, s_b);
     params.s_out[token * params.s_out_stride_token + head * params.s_out_stride_head] =
-        detail::merged_s(max, detail::merge_weight(s_a, max) + detail::merge_weight(s_b, max));
+        detail::merged_pair_s(s_a, s_b);
+  }
+}
+
+// The same where the heads of a token follow each other without gaps, so that a thread has fewer
+// addresses to find before it reads. H200, bfloat16, 32 heads of 128, after a flush of L2: 4096
+// tokens 28.5 -> 27.5 us, 16384 103.5 -> 98.7. CTAs have whole heads of one token.
+template <typename T, int kVecSize>
+__global__ void __launch_bounds__(kMergePairThreads)
+    merge_pair_dense_kernel(const __grid_constant__ MergeStatesParams params) {
+  const uint32_t token = heads_first_token_block();
+  const uint32_t unit = blockIdx.x * kMergePairThreads + threadIdx.x;
+  const uint32_t head = params.units_per_head.divide(unit);
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  const bool is_merged =
+      token < params.num_tokens && (params.mask == nullptr || params.mask[token] != 0);
+  float s_a = 0.f, s_b = 0.f;
+  if (is_merged) {
+    const auto row = [&](const AttentionStates& states) {
+      return static_cast<const T*>(states.v) + token * states.v_stride_token + unit * kVecSize;
+    };
+    const auto s = [&](const AttentionStates& states) {
+      return states.s + token * states.s_stride_token + head;
+    };
+    detail::merge_pair_vector<T, kVecSize>(
+        params.streams, row(params.states), row(params.other), s(params.states), s(params.other),
+        static_cast<T*>(params.v_out) + token * params.v_out_stride_token + unit * kVecSize, s_a,
+        s_b);
+  }
+  if (params.s_out == params.states.s) __syncthreads();  // as above
+  if (is_merged && unit == head * params.units_per_head.divisor) {
+    params.s_out[token * params.s_out_stride_token + head] = detail::merged_pair_s(s_a, s_b);
   }
 }
 
 #ifndef __CUDACC_RTC__
+
+namespace detail {
+
+inline bool heads_are_dense(const MergeStatesParams& params) {
+  const auto are_dense = [&](const AttentionStates& states) {
+    return states.v_stride_head == params.head_dim && states.s_stride_head == 1;
+  };
+  return are_dense(params.states) && are_dense(params.other) &&
+         params.v_out_stride_head == params.head_dim && params.s_out_stride_head == 1;
+}
+
+}  // namespace detail
 
 // `vectorizable`: head_dim and every row of v are whole, aligned 16-byte vectors. kPair: two
 // states, in `states` and `other`.
@@ -220,6 +282,16 @@ inline cudaError_t launch_merge_states(MergeStatesParams params, bool vectorizab
   }
   const uint64_t row_bytes = uint64_t{params.num_heads} * params.head_dim * sizeof(T);
   params.streams = 3 * row_bytes * params.num_tokens <= kMergeStreamBytes;
+  const uint32_t units = params.num_heads * num_vecs;  // of a token
+  if (is_pair && vectorizable && kMergePairThreads % num_vecs == 0 &&
+      units % kMergePairThreads == 0 && detail::heads_are_dense(params)) {
+    params.units_per_head = FastDivisor(num_vecs);
+    const HeadGrid tokens = {dim3(params.num_tokens, units / kMergePairThreads),
+                             dim3(kMergePairThreads)};
+    const HeadGrid dense = heads_first(tokens);
+    return launch_kernel(merge_pair_dense_kernel<T, kVecSize>, dense.grid, dense.block, 0, stream,
+                         enable_pdl, params);
+  }
   HeadGrid shape = make_head_grid(params.num_tokens, params.num_heads, num_vecs, threads);
   if (is_pair) shape = heads_first(shape);
   return launch_kernel(kernel, shape.grid, shape.block, 0, stream, enable_pdl, params);

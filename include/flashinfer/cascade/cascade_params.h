@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/fast_divisor.h>
 
 namespace flashinfer {
 
@@ -31,6 +32,7 @@ struct MergeStatesParams {
   uint32_t num_states;
   uint32_t num_heads;
   uint32_t head_dim;
+  FastDivisor units_per_head;  // set at launch: vectors of a head
   bool streams;  // set at launch; two states only: reads and writes are the first to leave L2
 };
 

@@ -9,6 +9,7 @@ struct DeviceInfo {
 
   bool has_clusters() const { return compute_capability >= 90; }
   bool has_pdl() const { return compute_capability >= 90; }
+  bool has_copy_engine() const { return compute_capability >= 90; }
 };
 
 }  // namespace flashinfer

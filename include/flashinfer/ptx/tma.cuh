@@ -26,6 +26,16 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint3
       : "memory");
 }
 
+// A stretch of global memory instead of a box of a tensor; addresses and size are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* source, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
