@@ -47,27 +47,66 @@ class Speeds(NamedTuple):
     widened: float  # factor for 8-bit keys of 16-bit queries
 
 
-def _speeds(
-    start: float,
-    per_128_keys: tuple[float, float, float],
-    hopper_start: float,
-    hopper_per_128_keys: float,
-    gathered: float,
-    widened: float,
-) -> Speeds:
-    ends, alone = (0.0, 0.34, 0.51), (1.99, 1.76, 1.47)
-    columns = zip((16, 64, 128), per_128_keys, ends, alone, strict=True)
-    tiles = {rows: TileSpeed(*speed) for rows, *speed in columns}
-    hopper = TileSpeed(hopper_per_128_keys, 0.85, 0.66)
-    return Speeds(start, tiles, hopper_start, hopper, gathered, widened)
-
-
 SPEEDS = {
-    (64, 64): _speeds(0.47, (1.95, 2.0, 2.13), 5.77, 1.97, 1.6, 1.25),
-    (96, 96): _speeds(0.8, (2.1, 2.3, 2.7), 6.5, 2.03, 1.6, 1.2),
-    (128, 128): _speeds(1.15, (2.32, 2.63, 3.31), 7.16, 2.1, 1.65, 1.18),
-    (192, 128): _speeds(1.33, (2.82, 3.83, 6.54), 6.75, 2.64, 1.6, 1.28),
-    (256, 256): _speeds(0.98, (4.42, 4.66, 6.8), 12.88, 3.6, 1.6, 1.4),
+    (64, 64): Speeds(
+        start=2.08,
+        tiles={
+            16: TileSpeed(1.24, 0.3, 1.32),
+            64: TileSpeed(1.44, 0.39, 1.73),
+            128: TileSpeed(1.58, 0.46, 1.63),
+        },
+        hopper_start=6.64,
+        hopper=TileSpeed(1.44, 1.07, 0.67),
+        gathered=1.68,
+        widened=1.25,
+    ),
+    (96, 96): Speeds(
+        start=2.0,
+        tiles={
+            16: TileSpeed(1.7, 0.3, 1.28),
+            64: TileSpeed(1.77, 0.39, 1.49),
+            128: TileSpeed(2.42, 0.47, 1.52),
+        },
+        hopper_start=7.01,
+        hopper=TileSpeed(1.73, 0.98, 0.74),
+        gathered=1.6,
+        widened=1.2,
+    ),
+    (128, 128): Speeds(
+        start=2.07,
+        tiles={
+            16: TileSpeed(1.87, 0.33, 1.66),
+            64: TileSpeed(2.54, 0.27, 2.06),
+            128: TileSpeed(3.45, 0.54, 1.47),
+        },
+        hopper_start=6.99,
+        hopper=TileSpeed(2.12, 1.01, 0.81),
+        gathered=1.69,
+        widened=1.18,
+    ),
+    (192, 128): Speeds(
+        start=2.04,
+        tiles={
+            16: TileSpeed(2.68, 0.28, 1.28),
+            64: TileSpeed(3.63, 0.36, 1.26),
+            128: TileSpeed(6.3, 0.59, 1.3),
+        },
+        hopper_start=6.49,
+        hopper=TileSpeed(2.68, 0.99, 0.74),
+        gathered=1.6,
+        widened=1.28,
+    ),
+    (256, 256): Speeds(
+        start=2.12,
+        tiles={
+            16: TileSpeed(4.34, 0.44, 1.1),
+            64: TileSpeed(5.41, 0.46, 0.8),
+        },
+        hopper_start=7.25,
+        hopper=TileSpeed(4.03, 0.75, 0.44),
+        gathered=1.68,
+        widened=1.4,
+    ),
 }
 """By head sizes (qk, vo)."""
 
