@@ -115,6 +115,18 @@ inline void check_on_device(const Tensor& tensor, int32_t device_id) {
   }
 }
 
+// A factor of each of `heads` heads, or one of all of them.
+inline HeadScale read_head_scale(ffi::Args& args, const char* name, int64_t heads,
+                                 int32_t device_id) {
+  const Tensor scale = args.optional_tensor(name);
+  if (!scale) return {nullptr, 0};
+  ffi::check_dtype(scale, ffi::dtype::float32);
+  const bool is_one = scale.numel() == 1 && scale.ndim() < 2;
+  if (!is_one) ffi::check_shape(scale, {heads});
+  check_on_device(scale, device_id);
+  return {static_cast<const float*>(scale.data()), is_one ? 0 : scale.stride(0)};
+}
+
 // The query and the output of one run.
 inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned, int64_t heads,
                         const Tensor& q, const Tensor& o, const Tensor& lse) {

@@ -19,7 +19,7 @@ using ConfiguredVariant = UserVariant;
 #else
 using ConfiguredVariant =
     DefaultAttention<FLASHINFER_CFG_LOGITS_SOFT_CAP, kPosEncoding == PosEncoding::alibi,
-                     FLASHINFER_CFG_SINKS>;
+                     FLASHINFER_CFG_SINKS, FLASHINFER_CFG_HEAD_SCALES>;
 #endif
 
 }  // namespace flashinfer

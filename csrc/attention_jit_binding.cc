@@ -9,6 +9,7 @@
 // attention_items(state, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
 //                 max_item_len_ptr)
 // attention_second(state, q, k, v | None, o, lse | None, v_scale)
+// attention_head_scales(state, q_scale | None, k_scale | None, v_scale | None)
 // attention_run(state, q, k, v | None, o, lse | None, sm_scale, v_scale, window_left, sinks | None,
 //               enable_pdl, <additional tensors>, <additional scalars>)
 //
@@ -164,6 +165,14 @@ FLASHINFER_FFI_EXPORT(attention_second, args) {
   const RunTensors given = read_tensors(args, launch, 1, true, tensors);
   tensors.v_scale = static_cast<float>(args.number("v_scale"));
   given.check_device(launch.device_id);
+}
+
+FLASHINFER_FFI_EXPORT(attention_head_scales, args) {
+  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  VariantParams& variant = launch.params.variant;
+  variant.q_scale = read_head_scale(args, "q_scale", variant.num_qo_heads, launch.device_id);
+  variant.k_scale = read_head_scale(args, "k_scale", variant.num_kv_heads, launch.device_id);
+  variant.v_scale = read_head_scale(args, "v_scale", variant.num_kv_heads, launch.device_id);
 }
 
 FLASHINFER_FFI_EXPORT(attention_run, args) {

@@ -212,9 +212,9 @@ class BatchAttention(AttentionWrapper):
         lse : torch.Tensor, optional
             Log-sum-exps of the logits, base 2, ``[qo_indptr[-1], num_qo_heads]``, float32,
             contiguous; -inf where no key is seen.
-        k_scale, v_scale : float, optional
+        k_scale, v_scale : float or torch.Tensor, optional
             Scales of a quantised cache: the first multiplies the logits, the second the output.
-            One-element tensors on the CPU will do.
+            As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
         logits_soft_cap : float
             0, or what was planned.
         profiler_buffer, kv_cache_sf : None
@@ -436,8 +436,11 @@ window_left, kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax,
             If an argument is not as described, or there are no sinks.
         """
         sinks, factor = sink_arguments(self._problem, args, sinks)
-        if q_scale is not None or factor != 1.0:
-            q_scale = factor * (1.0 if q_scale is None else scalar("q_scale", q_scale))
+        if q_scale is None:
+            q_scale = factor
+        elif factor != 1.0:
+            is_tensor = isinstance(q_scale, torch.Tensor)
+            q_scale = factor * (q_scale if is_tensor else scalar("q_scale", q_scale))
         return super().run(
             q,
             paged_kv_cache,

@@ -373,9 +373,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         q: torch.Tensor,
         paged_kv_cache: Cache,
         *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -400,9 +400,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             dimension of 2 after the first. Last dimension contiguous, rows at multiples of 16
             bytes, other strides free.
         *args
-            Additional tensors, then scalars, of `jit_args`.
-        q_scale, k_scale, v_scale : float, optional
-            Scales of quantised tensors: the first two multiply the logits, the last the output.
+            Additional tensors, then scalars, of `jit_args`; without these `q_scale`, `k_scale` and
+            `v_scale`.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
         out : torch.Tensor, optional
             Where the output goes: shape of `q` with `o_data_type`.
         lse : torch.Tensor, optional

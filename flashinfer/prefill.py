@@ -478,10 +478,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             dimension of 2 after the first. Last dimension contiguous, rows at multiples of 16
             bytes, other strides free.
         *args
-            Additional tensors, then scalars, of `jit_args`.
-        q_scale, k_scale, v_scale : float, optional
-            Scales of quantised tensors: the first two multiply the logits, the last the output.
-            A tensor of one element must be on the CPU.
+            Additional tensors, then scalars, of `jit_args`; without these `q_scale`, `k_scale` and
+            `v_scale`.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            Scales of quantised tensors: the first two multiply
+            the logits, the last the output. A number (also a tensor of one on the CPU), or float32
+            on the device of `q`, which the host does not wait for and a CUDA graph reads at each
+            replay: ``[num_qo_heads]`` for queries, ``[num_kv_heads]`` for keys and values, or one
+            value for all heads. Those on the device must be positive.
         out : torch.Tensor, optional
             Where the output goes: ``[tokens, num_qo_heads, head_dim_vo]`` of `o_data_type`.
         lse : torch.Tensor, optional

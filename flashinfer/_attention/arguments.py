@@ -12,6 +12,7 @@ from ..dtypes import FLOAT8
 from ..jit.attention.config import FLOAT16, QUERIES
 from ..jit.attention.variant import AttentionVariant, make_variant
 
+Scale = torch.Tensor | None
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
 
@@ -120,6 +121,67 @@ def scalar(name: str, value: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"`{name}` must be finite, got {value}")
     return float(value)
+
+
+def split_scales(
+    device: torch.device,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    names: tuple[str, str, str] = ("q_scale", "k_scale", "v_scale"),
+) -> tuple[float, float, tuple[Scale, Scale, Scale] | None]:
+    """Scales of queries, keys and values as numbers that the host has and tensors of the device.
+
+    Returns
+    -------
+    tuple
+        Product of the numbers among those of `q` and `k`, that of `v`, and, if there are any, the
+        tensors: a value per head, or one.
+    """
+    factors: list[float] = []
+    tensors: list[Scale] = []
+    counts = (num_qo_heads, num_kv_heads, num_kv_heads)
+    for name, count, value in zip(names, counts, (q, k, v), strict=True):
+        if isinstance(value, torch.Tensor) and not (value.is_cpu and value.numel() == 1):
+            tensors.append(_head_scale(name, value, count, device))
+            factors.append(1.0)
+        else:
+            tensors.append(None)
+            factors.append(1.0 if value is None else scalar(name, value))
+    any_tensor = any(tensor is not None for tensor in tensors)
+    of_heads = (tensors[0], tensors[1], tensors[2]) if any_tensor else None
+    return factors[0] * factors[1], factors[2], of_heads
+
+
+def scales_by_position(args: tuple[Any, ...], q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """`q_scale`, `k_scale` and `v_scale` of ``run(q, k, v, q_scale, k_scale, v_scale)``."""
+    if len(args) != 3:
+        raise TypeError(
+            "run() takes no arguments by position behind the tensors but `q_scale`, `k_scale` and "
+            f"`v_scale` where there is no `jit_args`, got {len(args)}"
+        )
+    for name, named in (("q_scale", q), ("k_scale", k), ("v_scale", v)):
+        if named is not None:
+            raise TypeError(f"run() got `{name}` both by position and by name")
+    return args[0], args[1], args[2]
+
+
+def _head_scale(name: str, scale: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
+    if scale.dtype is not torch.float32:
+        raise ValueError(
+            f"`{name}` must be a number or have dtype float32, got "
+            f"{str(scale.dtype).removeprefix('torch.')}"
+        )
+    if scale.shape not in ((), (1,), (count,)):
+        raise ValueError(
+            f"`{name}` must be one number or a value for each of {count} heads, got shape "
+            f"{list(scale.shape)}"
+        )
+    if scale.device != device:
+        raise ValueError(f"`{name}` must be on {device} as `q` is, got {scale.device}")
+    return scale
 
 
 def positive(name: str, value: Any, default: float) -> float:

@@ -28,6 +28,8 @@ _TILE_Q, _BACKEND = 5, 15  # positions in the key of a module
 _PORTABLE_TILE_KV = 64
 
 Pair = tuple[AttentionProblem, AttentionProblem]
+HeadScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Factors of each head, of queries, keys and values: float32, a value per head or one."""
 
 
 class AttentionExecutor:
@@ -235,6 +237,7 @@ class AttentionExecutor:
         sinks: torch.Tensor | None,
         enable_pdl: bool | None,
         additional: Sequence[Any] = (),
+        head_scales: HeadScales | None = None,
     ) -> None:
         """Launch what was planned.
 
@@ -253,9 +256,15 @@ class AttentionExecutor:
             None: where the device has it.
         additional : sequence
             Tensors, then scalars, of a user's variant.
+        head_scales : tuple, optional
+            Factors of each head besides, of queries, keys and values.
         """
         run = self._run
-        if sinks is not None or (window_left >= 0 and not self._has_window):
+        if head_scales is not None:
+            module = self._module_with(sinks is not None, window_left >= 0, True)
+            module.head_scales(self._state, *head_scales)
+            run = module.run
+        elif sinks is not None or (window_left >= 0 and not self._has_window):
             run = self._module_with(sinks is not None, window_left >= 0).run
         run(
             *(self._state, q, k, v, out, lse, sm_scale, v_scale),
@@ -374,6 +383,7 @@ class AttentionExecutor:
             mask_second if tile_q_second else "none",
             problem.variant is not None,
             backend,
+            False,
             problem.variant,
         )
 
@@ -455,11 +465,15 @@ class AttentionExecutor:
                 *(problem.token_pos_in_items_len, problem.max_item_len_ptr),
             )
 
-    def _module_with(self, sinks: bool, window: bool) -> AttentionModule:
+    def _module_with(self, sinks: bool, window: bool, head_scales: bool = False) -> AttentionModule:
         """The planned module with options that a run adds; it reads the same state."""
         if self.problem is None:
             _plan_first()
-        key = (*self._key[:9], self._key[9] or window, self._key[10], sinks, *self._key[12:])
+        planned = self._key
+        key = (
+            *(*planned[:9], planned[9] or window, planned[10], sinks),
+            *(*planned[12:-2], head_scales, planned[-1]),
+        )
         module = self._modules.get(key)
         if module is None:
             assert self.problem is not None

@@ -260,9 +260,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         k: torch.Tensor,
         v: torch.Tensor,
         *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         o_scale: float | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -284,9 +284,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             ``[tokens, num_kv_heads, head_dim]``, or the first two dimensions exchanged for
             ``"HND"``, at least ``kv_indptr[-1]`` tokens; strides as for `q`.
         *args
-            Additional tensors, then scalars, of `jit_args`.
-        q_scale, k_scale, v_scale : float, optional
-            Scales of quantised tensors: the first two multiply the logits, the last the output.
+            Additional tensors, then scalars, of `jit_args`; without these `q_scale`, `k_scale` and
+            `v_scale`.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
         o_scale : None
             Must be None: outputs are not quantised.
         out : torch.Tensor, optional

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .executor import AttentionExecutor
+from .executor import AttentionExecutor, HeadScales
 from .problem import AttentionProblem
 
 _PLANS_PER_STREAM = 8
@@ -122,6 +122,7 @@ def run_single(
     sm_scale: float,
     v_scale: float,
     args: tuple[Any, ...] = (),
+    head_scales: HeadScales | None = None,
 ) -> None:
     """Plan, if need be, and launch.
 
@@ -139,6 +140,8 @@ def run_single(
         All scales folded in.
     args : tuple
         Additional tensors, then scalars, of a variant.
+    head_scales : tuple, optional
+        Factors of each head besides, of queries, keys and values.
     """
     if not q.is_cuda:
         raise ValueError(f"`q` must be a CUDA tensor, got one on {q.device}")
@@ -152,4 +155,7 @@ def run_single(
     if problem.custom_mask is not None:
         assert problem.mask_indptr is not None
         executor.set_mask(problem.custom_mask, problem.mask_indptr)
-    executor.run(q, k, v, out, lse, sm_scale, v_scale, problem.window_left, None, None, args)
+    executor.run(
+        *(q, k, v, out, lse, sm_scale, v_scale, problem.window_left, None, None, args),
+        head_scales,
+    )

@@ -22,8 +22,8 @@ from .arguments import (
     positive,
     refuse,
     resolve_dtypes,
-    scalar,
     soft_cap,
+    split_scales,
 )
 from .executor import check_heads
 from .masks import as_bools
@@ -39,9 +39,9 @@ def single_decode_with_kv_cache(
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
     use_tensor_cores: bool = False,
-    q_scale: float | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
@@ -65,8 +65,8 @@ def single_decode_with_kv_cache(
         ``"NONE"``; ``"ROPE_LLAMA"``: rotate queries and keys in the kernel; ``"ALIBI"``.
     use_tensor_cores : bool
         Accepted; there is one kernel, and it uses them.
-    q_scale, k_scale, v_scale : float, optional
-        Scales of quantised tensors: the first two multiply the logits, the last the output.
+    q_scale, k_scale, v_scale : float or torch.Tensor, optional
+        As `scale_q`, `scale_k` and `scale_v` of :func:`single_prefill_with_kv_cache`.
     window_left : int
         How many keys before the last one are seen; -1: all.
     logits_soft_cap : float, optional
@@ -111,10 +111,9 @@ def single_decode_with_kv_cache(
     out = torch.empty((1, *q.shape[:1], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = new_lse(q[None]) if check_flag("return_lse", return_lse) else None
     scale = logits_scale(sm_scale, q.shape[-1])
-    for name, factor in (("q_scale", q_scale), ("k_scale", k_scale)):
-        scale *= 1.0 if factor is None else scalar(name, factor)
-    v_factor = 1.0 if v_scale is None else scalar("v_scale", v_scale)
-    run_single(problem, q[None], k, v, out, lse, scale, v_factor)
+    heads = (q.shape[0], problem.num_kv_heads)
+    factor, v_factor, head_scales = split_scales(q.device, *heads, q_scale, k_scale, v_scale)
+    run_single(problem, q[None], k, v, out, lse, scale * factor, v_factor, head_scales=head_scales)
     return out[0] if lse is None else (out[0], lse[0])
 
 
@@ -123,9 +122,9 @@ def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale_q: torch.Tensor | None = None,
-    scale_k: torch.Tensor | None = None,
-    scale_v: torch.Tensor | None = None,
+    scale_q: float | torch.Tensor | None = None,
+    scale_k: float | torch.Tensor | None = None,
+    scale_v: float | torch.Tensor | None = None,
     o_dtype: torch.dtype | None = None,
     custom_mask: torch.Tensor | None = None,
     packed_custom_mask: torch.Tensor | None = None,
@@ -141,8 +140,8 @@ def single_prefill_with_kv_cache(
     backend: str = "auto",
     return_lse: bool = False,
     kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     r"""Attention of the queries of one request to its keys.
 
@@ -155,8 +154,11 @@ def single_prefill_with_kv_cache(
         ``[kv_len, num_kv_heads, head_dim]`` (``"NHD"``) or ``[num_kv_heads, kv_len, head_dim]``
         (``"HND"``), dtype of `q`, with 16-bit queries also float8_e4m3fn or float8_e5m2; strides as
         for `q`. Values may have another head size than keys.
-    scale_q, scale_k, scale_v : None
-        Must be None: scales are per tensor, those of `q` and `k` factors of `sm_scale`.
+    scale_q, scale_k, scale_v : float or torch.Tensor, optional
+        Scales of quantised `q`, `k` and `v`: the first two multiply the logits, the last the
+        output. A number (also a tensor of one on the CPU), or float32 on the device of `q`, which
+        the host does not wait for: ``[num_qo_heads]`` for `q`, ``[num_kv_heads]`` for `k` and `v`,
+        or one value for all heads. Those on the device must be positive.
     o_dtype : torch.dtype, optional
         float16 or bfloat16; that of `q` by default, required with 8-bit queries.
     custom_mask : torch.Tensor, optional
@@ -188,8 +190,8 @@ def single_prefill_with_kv_cache(
         Whether the log-sum-exps are returned.
     kv_cache_sf : None
         Must be None: it belongs to keys of 4 bits.
-    k_scale, v_scale : float, optional
-        Scales of quantised keys and values: the first multiplies the logits, the other the output.
+    k_scale, v_scale : float or torch.Tensor, optional
+        Other names of `scale_k` and `scale_v`.
 
     Returns
     -------
@@ -215,8 +217,7 @@ def single_prefill_with_kv_cache(
     torch.Size([40, 32, 128])
     """
     check_backend(backend)
-    reason = "there are no scales per head, and keys of 4 bits have no kernels"
-    refuse(reason, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
+    refuse("keys of 4 bits have no kernels", kv_cache_sf=kv_cache_sf)
     if check_flag("use_fp16_qk_reduction", use_fp16_qk_reduction):
         raise ValueError(
             "`use_fp16_qk_reduction` must be False, got True: logits are summed in float32"
@@ -232,9 +233,20 @@ def single_prefill_with_kv_cache(
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=problem.o_data_type, device=q.device)
     lse = new_lse(q) if check_flag("return_lse", return_lse) else None
     scale = logits_scale(sm_scale, q.shape[-1])
-    scale *= 1.0 if k_scale is None else scalar("k_scale", k_scale)
-    v_factor = 1.0 if v_scale is None else scalar("v_scale", v_scale)
-    run_single(problem, q, k, v, out, lse, scale, v_factor)
+    for name, named, other in (("k", k_scale, scale_k), ("v", v_scale, scale_v)):
+        if named is not None and other is not None:
+            raise ValueError(f"`scale_{name}` and `{name}_scale` are the same: give one of them")
+    factor, v_factor, head_scales = split_scales(
+        *(q.device, q.shape[1], problem.num_kv_heads),
+        *(scale_q, k_scale if scale_k is None else scale_k),
+        v_scale if scale_v is None else scale_v,
+        names=(
+            "scale_q",
+            "k_scale" if scale_k is None else "scale_k",
+            "v_scale" if scale_v is None else "scale_v",
+        ),
+    )
+    run_single(problem, q, k, v, out, lse, scale * factor, v_factor, head_scales=head_scales)
     return out if lse is None else (out, lse)
 
 

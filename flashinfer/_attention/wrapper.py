@@ -21,13 +21,14 @@ from .arguments import (
     positive,
     resolve_dtype,
     resolve_dtypes,
-    scalar,
+    scales_by_position,
     soft_cap,
+    split_scales,
     split_size,
     variant_from_jit_args,
 )
 from .backends import BACKENDS, is_backend_supported, prepare_jit_additional_args
-from .executor import AttentionExecutor, covers
+from .executor import AttentionExecutor, HeadScales, covers
 from .problem import AttentionProblem
 
 LN_2 = math.log(2.0)
@@ -311,12 +312,13 @@ class AttentionWrapper:
         problem = self._problem
         if problem is None:
             raise ValueError("plan() must be called before run(), and again after new workspaces")
-        sm_scale = problem.sm_scale
-        if q_scale is not None:
-            sm_scale *= scalar("q_scale", q_scale)
-        if k_scale is not None:
-            sm_scale *= scalar("k_scale", k_scale)
-        v_factor = 1.0 if v_scale is None else scalar("v_scale", v_scale)
+        sm_scale, v_factor, head_scales = problem.sm_scale, 1.0, None
+        if args and problem.variant is None:
+            q_scale, k_scale, v_scale = scales_by_position(args, q_scale, k_scale, v_scale)
+            args = ()
+        if not (q_scale is None and k_scale is None and v_scale is None):
+            factor, v_factor, head_scales = self._scales(problem, q_scale, k_scale, v_scale)
+            sm_scale *= factor
         if window_left is None:
             window_left = problem.window_left
         elif window_left != problem.window_left:
@@ -335,14 +337,25 @@ class AttentionWrapper:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         if problem.variant is not None:
             args = self._additional(problem, args, sinks)
-        elif args:
-            raise TypeError(f"run() takes {len(args)} arguments too many: there is no `jit_args`")
         if self._use_cuda_graph and torch.cuda.is_current_stream_capturing():
             self._capture(problem)
         self._executor.run(
-            q, k, v, out, lse, sm_scale, v_factor, window_left, sinks, enable_pdl, args
+            *(q, k, v, out, lse, sm_scale, v_factor, window_left, sinks, enable_pdl, args),
+            head_scales,
         )
         return (out, lse) if return_lse else out
+
+    def _scales(
+        self, problem: AttentionProblem, q_scale: Any, k_scale: Any, v_scale: Any
+    ) -> tuple[float, float, HeadScales | None]:
+        heads = (problem.num_qo_heads, problem.num_kv_heads)
+        scales = split_scales(self.device, *heads, q_scale, k_scale, v_scale)
+        if scales[2] is not None and problem.variant is not None:
+            raise ValueError(
+                "`q_scale`, `k_scale` and `v_scale` must be numbers with `jit_args`: hooks read "
+                "own tensors"
+            )
+        return scales
 
     def _additional(
         self, problem: AttentionProblem, args: tuple[Any, ...], sinks: torch.Tensor | None

@@ -275,12 +275,28 @@ def masks(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
         operation.api(**{**arguments, name: chosen[:-1]})
 
 
+def scales_heads(heads: int) -> Case:
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        if operation.template.op_type.startswith("block_sparse"):
+            return is_left_out(operation, name, arguments)
+        becomes(2.0)(operation, name, arguments)
+        device = arguments["q"].device
+        ascending = 1 + torch.arange(heads, device=device) / heads
+        becomes(ascending)(operation, name, arguments)
+        becomes(torch.full((1,), 2.0, device=device))(operation, name, arguments)
+        for wrong in (ascending.repeat(2), ascending.double(), ascending[:, None]):
+            with pytest.raises(ValueError, match=name):
+                operation.api(**{**arguments, name: wrong})
+
+    return case
+
+
 CASES: dict[str, Case] = {
     "backend": names_a_backend,
     "causal": becomes(False),
     "custom_mask": masks,
     "enable_pdl": has_no_effect,
-    "k_scale": becomes(2.0),
+    "k_scale": scales_heads(KV_HEADS),
     "kv_cache_sf": is_left_out,
     "kv_layout": heads_first,
     "logits_soft_cap": becomes(0.5),
@@ -293,13 +309,13 @@ CASES: dict[str, Case] = {
     "packed_custom_mask": masks,
     "pos_encoding_mode": encodes,
     "q_len_per_req": is_what_was_planned,
-    "q_scale": becomes(2.0),
+    "q_scale": scales_heads(HEADS),
     "return_lse": adds_the_lse,
     "rope_scale": becomes(2.0, pos_encoding_mode="ROPE_LLAMA"),
     "rope_theta": becomes(100.0, pos_encoding_mode="ROPE_LLAMA"),
-    "scale_k": is_left_out,
-    "scale_q": is_left_out,
-    "scale_v": is_left_out,
+    "scale_k": scales_heads(KV_HEADS),
+    "scale_q": scales_heads(HEADS),
+    "scale_v": scales_heads(KV_HEADS),
     "sinks": becomes(lambda arguments: torch.ones(HEADS, device=arguments["q"].device)),
     "skip_softmax_threshold_scale_factor": is_left_out,
     "sm_scale": becomes(0.05),
@@ -307,6 +323,6 @@ CASES: dict[str, Case] = {
     "use_fp16_softmax": is_left_out,
     "use_tensor_cores": has_no_effect,
     "uses_spcompress": is_left_out,
-    "v_scale": becomes(2.0),
+    "v_scale": scales_heads(KV_HEADS),
     "window_left": becomes(1),
 }

@@ -48,6 +48,8 @@ OTHERS = [
     config((96, 96), mask_mode="custom", sinks=True, dtype=FP16, kv_dtype=E5M2),
     config((192, 128), mask_mode="causal", kv_dtype=E4M3),
     config((256, 256), sliding_window=True, kv_dtype=E4M3),
+    config(mask_mode="causal", dtype=E4M3, head_scales=True),
+    config(mask_mode="causal", logits_soft_cap=True, dtype=E4M3, head_scales=True),
 ]
 
 

@@ -45,6 +45,7 @@ OTHER: dict[str, Any] = {
     "sinks": True,
     "tile_q_second": 16,
     "custom_variant": True,
+    "head_scales": True,
 }
 
 

@@ -90,10 +90,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         self.second_tensors = (q, k, v, out, lse), v_scale
 
     def run(
-        self, q, k, v, out, lse, sm_scale, v_scale, window_left, sinks, enable_pdl, additional=()
-    ):
+        self, q, k, v, out, lse, sm_scale, v_scale, window_left, sinks, enable_pdl, additional=(),
+        head_scales=None,
+    ):  # fmt: skip
         happened.append("run")
         options = {"sm_scale": sm_scale, "v_scale": v_scale, "sinks": sinks}
+        for operand, scale in zip("qkv", head_scales or (), strict=False):
+            heads = self.problem.num_qo_heads if operand == "q" else self.problem.num_kv_heads
+            options[f"{operand}_head_scale"] = None if scale is None else scale.expand(heads)
         _launch(self.problem, q, k, v, out, lse, window_left=window_left, **options)
         if self.second_problem is not None:
             tensors, options["v_scale"] = self.second_tensors
@@ -210,12 +214,16 @@ def test_batch_attention(tokens, launches):
     run = {"q": half(tokens[-1], 8, 64), "kv_cache": half(5, 2, 16, 2, 64)}
     _same_as_reference(wrapper, **run)
     _same_as_reference(wrapper, **run, k_scale=2.0, v_scale=0.5)
+    _same_as_reference(wrapper, **run, k_scale=torch.tensor([2.0, 0.5]), v_scale=0.5)
+    _same_as_reference(wrapper, **run, v_scale=torch.tensor([3.0, 0.25]))
 
 
 def test_sinks(launches):
     wrapper = plan_with(plan_sinks, causal=True, window_left=4)
     run = _RUNS[plan_sinks][0]
     _same_as_reference(wrapper, **run, return_lse=True, q_scale=0.5)
+    of_heads = torch.arange(1, 9) / 4
+    _same_as_reference(wrapper, **run, return_lse=True, q_scale=of_heads)
     q, cache, sinks = run["q"], run["paged_kv_cache"], run["sinks"]
     planned = wrapper.run(q, cache, sinks)
     assert torch.equal(wrapper.run(q, cache, sinks, 64**-0.5), planned)

@@ -37,7 +37,7 @@ class AttentionConfig(ModuleConfig):
         One of ``MASK_MODES``.
     pos_encoding : str
         One of ``POS_ENCODINGS``.
-    sliding_window, logits_soft_cap, sinks : bool
+    sliding_window, logits_soft_cap, sinks, head_scales : bool
         Whether the option is compiled in.
     tile_q_second : int
         Tile of the work items of kind 1 in launches of two shapes (16 or 64); 0 without.
@@ -70,6 +70,7 @@ class AttentionConfig(ModuleConfig):
     mask_mode_second: str = "none"
     custom_variant: bool = False
     backend: str = "fa2"
+    head_scales: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("q_data_type", self.dtype_q, QUERIES if self.backend == "fa3" else FLOAT16)
@@ -109,7 +110,7 @@ class AttentionConfig(ModuleConfig):
         parts += [f"qk{self.head_dim_qk}", f"vo{self.head_dim_vo}", f"tile{self.tile_q}"]
         parts.append("paged" if self.paged else "ragged")
         parts += [part for part in (self.mask_mode, self.pos_encoding) if part != "none"]
-        options = ("sliding_window", "logits_soft_cap", "sinks", "custom_variant")
+        options = ("sliding_window", "logits_soft_cap", "sinks", "head_scales", "custom_variant")
         parts += [option for option in options if getattr(self, option)]
         if self.tile_q_second:
             parts.append(f"second{self.tile_q_second}_{self.mask_mode_second}")

@@ -25,7 +25,7 @@ class AttentionModule:
         What it was compiled for.
     variant : AttentionVariant or None
         The user's variant in it.
-    bind, bind_second, options, mask, items, second, run : callable
+    bind, bind_second, options, mask, items, second, head_scales, run : callable
         Exports of csrc/attention_jit_binding.cc, which says what they take.
     """
 
@@ -40,6 +40,7 @@ class AttentionModule:
         self.mask: Callable[..., None] = module.attention_mask
         self.items: Callable[..., None] = module.attention_items
         self.second: Callable[..., None] = module.attention_second
+        self.head_scales: Callable[..., None] = module.attention_head_scales
         self.run: Callable[..., None] = module.attention_run
         self._capacity: Callable[..., None] = module.attention_capacity
         self._cta_slots: dict[int, tuple[int, int]] = {}

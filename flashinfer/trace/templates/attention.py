@@ -58,6 +58,15 @@ _SCALARS: dict[str, Value] = {
     "rope_theta": Scalar("float32", optional=True, above=0, description="Base of frequencies."),
 }
 _SINKS = Tensor(["num_qo_heads"], dtype="float32", optional=True, description="Logit of no key.")
+_HEAD_SCALES: dict[str, Value] = {
+    f"{operand}_head_scale": Tensor(
+        [f"num_{heads}_heads"],
+        dtype="float32",
+        optional=True,
+        description=f"Factor of each head of {what}.",
+    )
+    for operand, heads, what in (("q", "qo", "queries"), ("k", "kv", "keys"), ("v", "kv", "values"))
+}
 _ITEMS: dict[str, Value] = {
     "prefix_len_ptr": Tensor(
         ["batch_size"], dtype="int32", optional=True, description="Keys in front of the items."
@@ -175,6 +184,7 @@ def paged_template(
             "custom_mask": _MASK,
             "sinks": _SINKS,
             **_ITEMS,
+            **_HEAD_SCALES,
         },
         outputs=results([tokens], lse=lse, destination=True, heads_first=heads_first),
         constraints=["len_indptr == batch_size + 1", *_HEAD_RULES],
@@ -215,6 +225,7 @@ def ragged_template(
             "custom_mask": _MASK,
             "sinks": _SINKS,
             **_ITEMS,
+            **_HEAD_SCALES,
         },
         outputs=results(["total_q"], lse=lse, destination=True, heads_first=heads_first),
         constraints=["len_indptr >= 1", *_HEAD_RULES],
@@ -230,7 +241,7 @@ def ragged_template(
 def _single_template(name: str, init: Any, *, lse: bool, decode: bool) -> TraceTemplate:
     tokens = [] if decode else ["qo_len"]
     axes: dict[str, Axis] = {} if decode else {"qo_len": Var("Queries.")}
-    mask = {
+    mask: dict[str, Value] = {
         "custom_mask": Tensor(
             ["qo_len", "kv_len"], dtype="bool", optional=True, description="Which keys are seen."
         )
@@ -246,6 +257,7 @@ def _single_template(name: str, init: Any, *, lse: bool, decode: bool) -> TraceT
             "v": kv_tensor(["kv_len"], "k"),
             **_SCALARS,
             **({} if decode else mask),
+            **_HEAD_SCALES,
         },
         outputs=results(tokens, lse=lse, destination=False, o_dtype=not decode),
         constraints=_HEAD_RULES,

@@ -40,6 +40,35 @@ def _scale(name: str, value: Any) -> float:
     return float(value)
 
 
+_SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+def _split_scales(
+    values: Arguments, q: torch.Tensor, num_kv_heads: int
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Numbers for the logits and the output, and factors of each head.
+
+    `values`: scales of queries, keys and values, in this order, by their names; `q`: [..., heads,
+    head_dim].
+    """
+    counts = (q.shape[-2], num_kv_heads, num_kv_heads)
+    numbers, of_heads = [], {}
+    for operand, count, (name, value) in zip("qkv", counts, values.items(), strict=True):
+        if not isinstance(value, torch.Tensor) or (value.is_cpu and value.numel() == 1):
+            numbers.append(_scale(name, value))
+            continue
+        numbers.append(1.0)
+        if value.dtype != torch.float32 or value.shape not in ((), (1,), (count,)):
+            raise ValueError(
+                f"`{name}` must be one number or float32 of shape [{count}], got {value.dtype} of "
+                f"shape {list(value.shape)}"
+            )
+        if value.device != q.device:
+            raise ValueError(f"`{name}` must be on {q.device}, got {value.device}")
+        of_heads[f"{operand}_head_scale"] = value.expand(count)
+    return numbers[0] * numbers[1], numbers[2], of_heads
+
+
 def _tensor(name: str, value: Any, ndim: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
@@ -80,18 +109,17 @@ def _window(value: Any) -> int:
     return value
 
 
-def _single_options(arguments: Arguments, head_dim: int) -> dict[str, Any]:
-    """Scalars and flags of a function without plan."""
+def _single_options(
+    arguments: Arguments, head_dim: int, factor: float, v_scale: float
+) -> dict[str, Any]:
+    """Scalars and flags of a function without plan; `factor` joins `sm_scale`."""
     mode = arguments.get("pos_encoding_mode", "NONE")
     check_option("pos_encoding_mode", POS_ENCODINGS, mode)
-    q_scale, k_scale, v_scale = (
-        _scale(name, arguments.get(name)) for name in ("q_scale", "k_scale", "v_scale")
-    )
     sm_scale = _number("sm_scale", arguments.get("sm_scale"), 1 / math.sqrt(max(head_dim, 1)))
     window = _window(arguments.get("window_left"))
     soft_cap = _number("logits_soft_cap", arguments.get("logits_soft_cap"), 0.0)
     options: dict[str, Any] = {
-        "sm_scale": sm_scale * q_scale * k_scale,
+        "sm_scale": sm_scale * factor,
         "pos_encoding_mode": mode,
         **_in_use(
             v_scale=(v_scale, 1.0),
@@ -121,7 +149,10 @@ def gather_single_decode(arguments: Arguments) -> dict[str, Any]:
     k, v = (_keys(name, arguments[name], kv_layout) for name in ("k", "v"))
     _check_kv_dtype(q, "k", k)
     check_option("use_tensor_cores", (False, True), arguments.get("use_tensor_cores", False))
-    return {"q": q, "k": k, "v": v, **_single_options(arguments, q.shape[-1])}
+    scales = {name: arguments.get(name) for name in _SCALES}
+    factor, v_scale, of_heads = _split_scales(scales, q, k.shape[1])
+    options = _single_options(arguments, q.shape[-1], factor, v_scale)
+    return {"q": q, "k": k, "v": v, **of_heads, **options}
 
 
 def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
@@ -135,8 +166,16 @@ def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
     check_option("backend", ("auto", "fa2", "fa3"), arguments.get("backend", "auto"))
     fp16_sums = arguments.get("use_fp16_qk_reduction", False)
     check_option("use_fp16_qk_reduction", (False,), fp16_sums)
-    for name in ("scale_q", "scale_k", "scale_v", "kv_cache_sf"):
-        check_option(name, (None,), arguments.get(name))
+    check_option("kv_cache_sf", (None,), arguments.get("kv_cache_sf"))
+    scales = {"scale_q": arguments.get("scale_q")}
+    for operand in "kv":
+        names = (f"scale_{operand}", f"{operand}_scale")
+        given = [name for name in names if arguments.get(name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"`{given[0]}` and `{given[1]}` exclude each other")
+        name = given[0] if given else names[0]
+        scales[name] = arguments.get(name)
+    factor, v_scale, of_heads = _split_scales(scales, q, k.shape[1])
     o_dtype = arguments.get("o_dtype") or q.dtype
     return {
         "q": q,
@@ -145,7 +184,8 @@ def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
         "causal": causal and mask is None,
         "custom_mask": mask,
         "o_dtype": o_dtype,
-        **_single_options(arguments, q.shape[-1]),
+        **of_heads,
+        **_single_options(arguments, q.shape[-1], factor, v_scale),
     }
 
 
@@ -178,7 +218,12 @@ def _bits(packed: torch.Tensor) -> torch.Tensor:
     return (packed[:, None] >> places & 1).flatten().bool()
 
 
-def problem_arguments(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any]:
+def problem_arguments(
+    problem: Any,
+    run: Arguments,
+    device: torch.device,
+    scales: tuple[float, float] | None = None,
+) -> dict[str, Any]:
     """Inputs of a definition that a plan fixed, for tensors on `device`.
 
     Parameters
@@ -189,10 +234,14 @@ def problem_arguments(problem: Any, run: Arguments, device: torch.device) -> dic
         Arguments of `run`: scales, a window and sinks override or join the plan's.
     device : torch.device
         Of the queries.
+    scales : tuple of float, optional
+        Factors of the logits and of the output, if not all scales of `run` are numbers.
     """
     if problem.variant is not None:
         raise NotImplementedError("there is no reference of a user's attention variant")
-    scales = [_scale(name, run.get(name)) for name in ("q_scale", "k_scale", "v_scale")]
+    if scales is None:
+        q_scale, k_scale, v_scale = (_scale(name, run.get(name)) for name in _SCALES)
+        scales = (q_scale * k_scale, v_scale)
     window = _number("window_left", run.get("window_left"), problem.window_left)
     if problem.window_left >= 0 and not 0 <= window <= problem.window_left:
         raise ValueError(
@@ -201,13 +250,13 @@ def problem_arguments(problem: Any, run: Arguments, device: torch.device) -> dic
         )
     soft_cap = _number("logits_soft_cap", run.get("logits_soft_cap") or None, 0.0)
     inputs: dict[str, Any] = {
-        "sm_scale": problem.sm_scale * scales[0] * scales[1],
+        "sm_scale": problem.sm_scale * scales[0],
         "causal": problem.causal and problem.custom_mask is None,
         "pos_encoding_mode": problem.pos_encoding_mode,
         "o_dtype": problem.o_data_type,
         "sinks": run.get("sinks"),
         **_in_use(
-            v_scale=(scales[2], 1.0),
+            v_scale=(scales[1], 1.0),
             window_left=(-1 if window < 0 else window, -1),
             logits_soft_cap=(soft_cap or problem.logits_soft_cap, 0.0),
         ),
@@ -236,6 +285,21 @@ def problem_arguments(problem: Any, run: Arguments, device: torch.device) -> dic
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
+
+
+def _run_arguments(
+    problem: Any, run: Arguments, q: torch.Tensor, args: tuple[Any, ...] | None
+) -> dict[str, Any]:
+    """`problem_arguments` of a `run` that takes scales of each head."""
+    named = [run.get(name) for name in _SCALES]
+    if args and (len(args) != 3 or named != [None] * 3):
+        raise TypeError(
+            f"run() takes three scales by position, or by name, got {len(args)} by position and "
+            f"{named} by name"
+        )
+    scales = dict(zip(_SCALES, args or named, strict=True))
+    factor, v_scale, of_heads = _split_scales(scales, q, problem.num_kv_heads)
+    return {**problem_arguments(problem, run, q.device, (factor, v_scale)), **of_heads}
 
 
 def _mask_of(problem: Any, sizes: torch.Tensor) -> torch.Tensor:
@@ -295,8 +359,10 @@ def _check_planned(problem: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
             raise ValueError(f"`{name}` must have dtype {dtype} as planned, got {tensor.dtype}")
 
 
-def gather_paged(run: Arguments, cache: str = "paged_kv_cache") -> dict[str, Any]:
-    """Of `run(q, paged_kv_cache, ...)`."""
+def gather_paged(
+    run: Arguments, cache: str = "paged_kv_cache", args: tuple[Any, ...] | None = None
+) -> dict[str, Any]:
+    """Of `run(q, paged_kv_cache, ...)`; `args`: its scales by position, None: its own."""
     problem = planned(run)
     q = _tensor("q", run["q"], 3)
     k, v = pages_of(cache, run[cache], problem.kv_layout)
@@ -308,7 +374,7 @@ def gather_paged(run: Arguments, cache: str = "paged_kv_cache") -> dict[str, Any
     listed, needed = len(problem.kv_indices), int(problem.kv_indptr[-1])
     if listed < needed:
         raise ValueError(f"`indices` of plan() must have {needed} page numbers, got {listed}")
-    inputs = problem_arguments(problem, run, q.device)
+    inputs = _run_arguments(problem, run, q, run.get("args") if args is None else args)
     if len(q) > len(planned_rows):
         inputs |= _with_padding(inputs, len(q), problem.tokens_per_request)
     return {"q": q, "k_cache": k, "v_cache": v, **inputs, **destinations(run)}
@@ -347,7 +413,7 @@ def gather_ragged(run: Arguments) -> dict[str, Any]:
     needed = int(problem.kv_indptr[-1])
     if len(k) < needed or len(v) != len(k):
         raise ValueError(f"`k` and `v` must have {needed} rows, got {len(k)} and {len(v)}")
-    inputs = problem_arguments(problem, run, q.device)
+    inputs = _run_arguments(problem, run, q, run.get("args"))
     return {"q": q, "k": k, "v": v, **inputs, **destinations(run)}
 
 

@@ -8,7 +8,8 @@ For one request with queries q_i at positions P_i = kv_len - qo_len + i and keys
     lse_i = log2(sum_j exp(l_ij) + exp(sink))
 
 where j runs over the keys that query i may see. A query that sees none has o_i = 0 and, without a
-sink, lse_i = -inf. Query head h uses KV head h // (num_qo_heads / num_kv_heads).
+sink, lse_i = -inf. Query head h uses KV head h // (num_qo_heads / num_kv_heads). Scales of heads
+multiply q, k and v beforehand.
 
 Sources: A. Vaswani et al., "Attention Is All You Need", 2017; J. Su et al., "RoFormer", 2021;
 O. Press et al., "Train Short, Test Long", 2021 (slopes of ALiBi); G. Xiao et al., "Efficient
@@ -89,10 +90,16 @@ def _attend(
     rope_scale: float,
     rope_theta: float,
     sinks: torch.Tensor | None,
+    q_head_scale: torch.Tensor | None = None,
+    k_head_scale: torch.Tensor | None = None,
+    v_head_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One request: q[qo_len, heads, d], k and v[kv_len, kv_heads, d], seen[qo_len, kv_len]."""
     qo_len, kv_len = seen.shape
     q, k, v = q.double(), k.double(), v.double()
+    q = q if q_head_scale is None else q * q_head_scale[:, None]
+    k = k if k_head_scale is None else k * k_head_scale[:, None]
+    v = v if v_head_scale is None else v * v_head_scale[:, None]
     position = torch.arange(qo_len, device=q.device) + (kv_len - qo_len)
     key = torch.arange(kv_len, device=q.device)
     if pos_encoding_mode == "ROPE_LLAMA":
@@ -188,6 +195,9 @@ def _single_attention_reference(
     rope_theta: float = 1e4,
     custom_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    q_head_scale: torch.Tensor | None = None,
+    k_head_scale: torch.Tensor | None = None,
+    v_head_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(sm_scale q k^T + mask) v of one request: q[qo_len, heads, d] (or one query
     [heads, d]), k and v[kv_len, kv_heads, d].
@@ -211,6 +221,9 @@ def _single_attention_reference(
         rope_theta=rope_theta,
         custom_mask=None if custom_mask is None else custom_mask.reshape(-1),
         sinks=sinks,
+        q_head_scale=q_head_scale,
+        k_head_scale=k_head_scale,
+        v_head_scale=v_head_scale,
     )
     return (o[0], lse[0]) if one else (o, lse)
 
@@ -233,6 +246,9 @@ def _ragged_attention_reference(
     sinks: torch.Tensor | None = None,
     prefix_len_ptr: torch.Tensor | None = None,
     token_pos_in_items_ptr: torch.Tensor | None = None,
+    q_head_scale: torch.Tensor | None = None,
+    k_head_scale: torch.Tensor | None = None,
+    v_head_scale: torch.Tensor | None = None,
     lse_base: str = "log2",
     lse_layout: str = "NH",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,6 +274,9 @@ def _ragged_attention_reference(
         rope_theta=rope_theta,
         custom_mask=custom_mask,
         sinks=sinks,
+        q_head_scale=q_head_scale,
+        k_head_scale=k_head_scale,
+        v_head_scale=v_head_scale,
         prefix_len_ptr=prefix_len_ptr,
         token_pos_in_items_ptr=token_pos_in_items_ptr,
     )
@@ -284,6 +303,9 @@ def _paged_attention_reference(
     sinks: torch.Tensor | None = None,
     prefix_len_ptr: torch.Tensor | None = None,
     token_pos_in_items_ptr: torch.Tensor | None = None,
+    q_head_scale: torch.Tensor | None = None,
+    k_head_scale: torch.Tensor | None = None,
+    v_head_scale: torch.Tensor | None = None,
     lse_base: str = "log2",
     lse_layout: str = "NH",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,6 +334,9 @@ def _paged_attention_reference(
         rope_theta=rope_theta,
         custom_mask=custom_mask,
         sinks=sinks,
+        q_head_scale=q_head_scale,
+        k_head_scale=k_head_scale,
+        v_head_scale=v_head_scale,
         prefix_len_ptr=prefix_len_ptr,
         token_pos_in_items_ptr=token_pos_in_items_ptr,
     )

@@ -121,7 +121,7 @@ def _gather_batch_attention(run: Arguments) -> dict[str, Any]:
 
 def _gather_sinks(run: Arguments) -> dict[str, Any]:
     sinks, factor = sink_arguments(planned(run), run.get("args", ()), run.get("sinks"))
-    inputs = gather_paged(run)
+    inputs = gather_paged(run, args=())
     return {**inputs, "sinks": sinks, "sm_scale": inputs["sm_scale"] * factor}
 
 

@@ -199,7 +199,8 @@ class TileWorker {
     } else {
       rows_.template transform<false>(logits, first_token, inverse_scale_);
     }
-    const float scale = rows_.scale_log2();
+    float scale[Tile::kRowTiles][2];
+    rows_.scales_log2(scale);
     if constexpr (Variant::use_softmax) {
       float shrink[Tile::kRowTiles][2];
       if (rows_.update_largest(state_, logits, scale, shrink)) {

@@ -8,6 +8,12 @@
 
 namespace flashinfer {
 
+// A factor of each head; `stride` 0: one for all of them. Without data it is 1.
+struct HeadScale {
+  const float* data;
+  int64_t stride;
+};
+
 // What the built-in variant options read. A user's variant derives from it and adds its own tensors
 // and scalars; a name of its own hides the one here.
 struct VariantParams {
@@ -20,6 +26,8 @@ struct VariantParams {
   float rope_theta_rcp_log2;       // -log2(theta) * 2 / head_dim: frequency i is exp2(i * this)
   const float* alibi_slopes;       // [num_qo_heads]; null without ALiBi
   const float* sinks;              // [num_qo_heads] logits; null without
+  HeadScale q_scale;               // of query heads; this and the next multiply the logits
+  HeadScale k_scale, v_scale;      // of KV heads; the second multiplies the output
   const uint8_t* custom_mask;      // packed little-endian bits, qo_len x kv_len per request
   const int32_t* mask_indptr;      // [batch_size + 1] first byte of each request's mask
   const uint32_t* prefix_len_ptr;  // [batch_size] multi-item scoring

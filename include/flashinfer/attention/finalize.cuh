@@ -31,6 +31,17 @@ __device__ __forceinline__ void combine_sums(const Part& part, float (&weights)[
   }
 }
 
+// What outputs of a KV head are multiplied by.
+template <typename Variant, typename Params>
+__device__ __forceinline__ float output_scale(const AttentionTensors& tensors, const Params& params,
+                                              uint32_t kv_head) {
+  if constexpr (Variant::kHasHeadScales) {
+    return tensors.v_scale * head_scale(params.v_scale, kv_head);
+  } else {
+    return tensors.v_scale;
+  }
+}
+
 // Where a finished row of the output goes, and what its values are multiplied by.
 template <typename O, typename Variant, typename View>
 struct FinishedRow {
@@ -183,7 +194,8 @@ __global__ void __launch_bounds__(kMergeThreads)
   FinishedRow<O, Variant, RequestParams<typename Params::Variant>> target(
       static_cast<O*>(tensors.o) + token * tensors.o_stride_token +
           qo_head_idx * tensors.o_stride_head,
-      lse, variant, view, item.request, qo_idx, qo_head_idx, largest, sum, tensors.v_scale);
+      lse, variant, view, item.request, qo_idx, qo_head_idx, largest, sum,
+      output_scale<Variant>(tensors, params.variant, kv_head));
   for (int vector = lane_idx; vector < kHeadDimVO / 4; vector += 32) {
     float4 merged = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll

@@ -104,7 +104,8 @@ class HopperConsumer {
 
     Logits logits;
     Weights p;
-    float scale = rows.scale_log2();
+    float scale[2];
+    row_scales(rows, scale);
     int first_token = item.kv_begin + (tiles - 1) * Tile::kTileKV;
     await_query();
     await_keys();
@@ -153,7 +154,7 @@ class HopperConsumer {
       WarpState<Tile> next_state;
       new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
       rows.begin(next_state);
-      scale = rows.scale_log2();
+      row_scales(rows, scale);
       plain = plain_range(rows);
       ptx::wgmma_wait<1>();
       ptx::wgmma_done(logits[0]);
@@ -304,6 +305,10 @@ class HopperConsumer {
     }
   }
 
+  __device__ __forceinline__ static void row_scales(const Rows& rows, float (&scale)[2]) {
+    scale[0] = rows.scale_log2(0, 0);
+    scale[1] = rows.scale_log2(0, 1);
+  }
   __device__ __forceinline__ bool negates() const {
     return Variant::kNegatesQuery && params_.variant.sm_scale < 0.f;
   }
@@ -319,8 +324,8 @@ class HopperConsumer {
   // shrunk; an item's first tile has none yet.
   template <bool kFirst, int kTiles, typename FinishValues>
   __device__ __forceinline__ bool weigh(Rows& rows, WarpState<Tile>& state, Logits& logits,
-                                        Weights& p, float scale, int first_token, KeyRange plain,
-                                        const FinishValues& finish_values) const {
+                                        Weights& p, const float (&scale)[2], int first_token,
+                                        KeyRange plain, const FinishValues& finish_values) const {
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
     constexpr float kUnscaled[1][2] = {{1.f, 1.f}};
     if (__builtin_expect(first_token < plain.begin || first_token + kTiles * 8 > plain.end,
@@ -354,7 +359,7 @@ class HopperConsumer {
     for (int h = 0; h < 2; ++h) {
       second[h] = first[h];
       largest[h] = Rows::template lane_largest<kHalf, 2 * kHalf>(logits[0], h);
-      grows |= Rows::grows(first[h], largest[h], scale);
+      grows |= Rows::grows(first[h], largest[h], scale[h]);
       if constexpr (!kFirst) grows |= first[h] != state.largest[0][h];
       // Never, but it keeps what follows, the wait, behind the exponentials.
       grows |= sum[h] < 0.f;
@@ -365,7 +370,7 @@ class HopperConsumer {
       float shrink[1][2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        second[h] = Rows::grown(first[h], largest[h], scale);
+        second[h] = Rows::grown(first[h], largest[h], scale[h]);
         const float factor = math::ptx_exp2(first[h] - second[h]);
         sum[h] *= factor;
 #pragma unroll
@@ -393,19 +398,19 @@ class HopperConsumer {
   template <int kBegin, int kEnd>
   __device__ __forceinline__ static void grow(bool changes,
                                               const float (&logits)[Tile::kTokenTiles][4],
-                                              float scale, const float (&previous)[2],
+                                              const float (&scale)[2], const float (&previous)[2],
                                               float (&grown)[2], float (&sum)[2]) {
     float largest[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       grown[h] = previous[h];
       largest[h] = Rows::template lane_largest<kBegin, kEnd>(logits, h);
-      changes |= Rows::grows(previous[h], largest[h], scale);
+      changes |= Rows::grows(previous[h], largest[h], scale[h]);
     }
     if (__builtin_expect(__any_sync(0xffffffffu, changes), false)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        grown[h] = Rows::grown(previous[h], largest[h], scale);
+        grown[h] = Rows::grown(previous[h], largest[h], scale[h]);
         sum[h] *= math::ptx_exp2(previous[h] - grown[h]);
       }
     }
@@ -414,13 +419,13 @@ class HopperConsumer {
   // Of token tiles kBegin ... kEnd - 1.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ static void exponentials(float (&logits)[Tile::kTokenTiles][4],
-                                                      float scale, const float (&largest)[2],
-                                                      float (&sum)[2]) {
+                                                      const float (&scale)[2],
+                                                      const float (&largest)[2], float (&sum)[2]) {
 #pragma unroll
     for (int j = kBegin; j < kEnd; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        logits[j][e] = math::ptx_exp2(fmaf(logits[j][e], scale, -largest[e / 2]));
+        logits[j][e] = math::ptx_exp2(fmaf(logits[j][e], scale[e / 2], -largest[e / 2]));
       }
       sum[0] += logits[j][0] + logits[j][1];
       sum[1] += logits[j][2] + logits[j][3];

@@ -61,7 +61,7 @@ class OutputWriter {
     }
     using Row = FinishedRow<O, Variant, View>;
     return Row(output, lse, variant_, view_, item_.request, row.qo_idx, row.qo_head_idx, largest,
-               sum, tensors_.v_scale);
+               sum, output_scale<Variant>(tensors_, params_.variant, kv_head_));
   }
 
   // Where the sums of a row of the tile go in the workspace; writes its softmax sums.

@@ -18,6 +18,7 @@ template <typename Traits, typename Params>
 class TileRows {
   using Tile = typename Traits::Tile;
   using Logits = float[Tile::kRowTiles][Tile::kTokenTiles][4];
+  using Scales = float[Tile::kRowTiles][2];
 
  public:
   using Variant = typename Traits::Variant;
@@ -43,6 +44,13 @@ class TileRows {
         const int packed = item_.row_begin + first_row<Tile>() + 16 * i + 8 * h;
         rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
             item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
+        if constexpr (Variant::kHasHeadScales) {
+          const auto& variant = params_.variant;
+          // Rows past the tile's end may be of heads past the last.
+          const uint32_t head = min(rows_[i][h].qo_head_idx, variant.num_qo_heads - 1);
+          head_scale_[i][h] =
+              head_scale(variant.q_scale, head) * head_scale(variant.k_scale, kv_head_);
+        }
       }
 #pragma unroll
       for (int j = 0; j < Tile::kOutputTiles; ++j) {
@@ -115,6 +123,7 @@ class TileRows {
           const int kv_idx = column + j * 8 + e % 2;
           if constexpr (Tile::kScaledQ) logit *= inverse_scale[i][e / 2];
           if constexpr (Variant::kHasLogitsTransform) {
+            if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
             logit = variant.LogitsTransform(view, logit, item_.request, row.qo_idx, kv_idx,
                                             row.qo_head_idx, kv_head_);
           }
@@ -127,13 +136,23 @@ class TileRows {
     }
   }
 
-  // A scale of zero would make NaN of a masked logit's minus infinity; a negative one is applied to
-  // q or to the logits, so that the largest stays the largest.
-  __device__ __forceinline__ float scale_log2() const {
-    if constexpr (Variant::use_softmax) {
-      return fmaxf(fabsf(variant.sm_scale_log2), 1e-30f);
-    } else {
-      return 1.f;  // such a variant has no scale
+  // Of row h of row tile i. A scale of zero would make NaN of a masked logit's minus infinity; a
+  // negative one is applied to q or to the logits, so that the largest stays the largest.
+  __device__ __forceinline__ float scale_log2(int i, int h) const {
+    if constexpr (!Variant::use_softmax) return 1.f;  // such a variant has no scale
+    float scale = variant.sm_scale_log2;
+    // Transforms have applied it.
+    if constexpr (Variant::kHasHeadScales && !Variant::kHasLogitsTransform) {
+      scale *= head_scale_[i][h];
+    }
+    return fmaxf(fabsf(scale), 1e-30f);
+  }
+
+  __device__ __forceinline__ void scales_log2(Scales& scale) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+      scale[i][0] = scale_log2(i, 0);
+      scale[i][1] = scale_log2(i, 1);
     }
   }
 
@@ -141,7 +160,7 @@ class TileRows {
   // of a long row change nothing. Where it grows in any of the warp's rows, returns true: what was
   // summed so far is to be multiplied by `shrink`.
   __device__ __forceinline__ static bool update_largest(WarpState<Tile>& state,
-                                                        const Logits& logits, float scale,
+                                                        const Logits& logits, const Scales& scale,
                                                         float (&shrink)[Tile::kRowTiles][2]) {
     bool changes = false;
 #pragma unroll
@@ -149,7 +168,7 @@ class TileRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float previous = state.largest[i][h];
-        state.largest[i][h] = grown<0, Tile::kTokenTiles>(previous, logits[i], h, scale);
+        state.largest[i][h] = grown<0, Tile::kTokenTiles>(previous, logits[i], h, scale[i][h]);
         shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
         changes |= state.largest[i][h] != previous;
       }
@@ -214,7 +233,7 @@ class TileRows {
 
   // Turns the logits of tokens 16 * step ... + 15 into weights, and adds these to the sums.
   __device__ __forceinline__ static void weigh(WarpState<Tile>& state, Logits& logits, int step,
-                                               float scale) {
+                                               const Scales& scale) {
     if constexpr (Variant::use_softmax) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
@@ -223,8 +242,8 @@ class TileRows {
           float (&tile)[4] = logits[i][2 * step + r / 2];
           const int h = r % 2;
           float &a = tile[2 * h], &b = tile[2 * h + 1];
-          a = math::ptx_exp2(fmaf(a, scale, -state.largest[i][h]));
-          b = math::ptx_exp2(fmaf(b, scale, -state.largest[i][h]));
+          a = math::ptx_exp2(fmaf(a, scale[i][h], -state.largest[i][h]));
+          b = math::ptx_exp2(fmaf(b, scale[i][h], -state.largest[i][h]));
           state.sum[i][h] += a + b;
         }
       }
@@ -283,6 +302,7 @@ class TileRows {
   const uint32_t kv_head_;
   const int kv_end_;
   QueryRow rows_[Tile::kRowTiles][2];
+  Scales head_scale_;  // of logits, where the variant has such
 
  public:
   const View view;

@@ -83,7 +83,13 @@ struct AttentionVariantBase {
   // Whether a negative params.sm_scale is the kernel's to apply, to q; the variant then scales by
   // its magnitude.
   static constexpr bool kNegatesQuery = false;
+  // Whether the kernel reads params.q_scale, k_scale and v_scale.
+  static constexpr bool kHasHeadScales = false;
 };
+
+__device__ __forceinline__ float head_scale(const HeadScale& scale, uint32_t head) {
+  return scale.data == nullptr ? 1.f : scale.data[head * scale.stride];
+}
 
 // The params that a variant sees: the launch's own, and the lengths of the request at hand.
 template <typename Params>
@@ -98,7 +104,8 @@ struct RequestParams : Params {
 
 // The built-in options. `kSoftCap`: logits <- c * tanh(logits / c). `kAlibi`: logits + slope *
 // (kv - qo position). `kSinks`: one more logit per head in the denominator, with no value.
-template <bool kSoftCap, bool kAlibi, bool kSinks>
+// `kHeadScales`: factors of each head for logits and outputs.
+template <bool kSoftCap, bool kAlibi, bool kSinks, bool kHeadScales = false>
 struct DefaultAttention;
 
 namespace detail {
@@ -149,16 +156,20 @@ struct LogitsOf<false, false> {
 
 }  // namespace detail
 
-template <bool kSoftCap, bool kAlibi>
-struct DefaultAttention<kSoftCap, kAlibi, false> : detail::LogitsOf<kSoftCap, kAlibi>::type {
+template <bool kSoftCap, bool kAlibi, bool kHeadScales>
+struct DefaultAttention<kSoftCap, kAlibi, false, kHeadScales>
+    : detail::LogitsOf<kSoftCap, kAlibi>::type {
   using Logits = typename detail::LogitsOf<kSoftCap, kAlibi>::type;
   using Logits::Logits;
+  static constexpr bool kHasHeadScales = kHeadScales;
 };
 
-template <bool kSoftCap, bool kAlibi>
-struct DefaultAttention<kSoftCap, kAlibi, true> : detail::LogitsOf<kSoftCap, kAlibi>::type {
+template <bool kSoftCap, bool kAlibi, bool kHeadScales>
+struct DefaultAttention<kSoftCap, kAlibi, true, kHeadScales>
+    : detail::LogitsOf<kSoftCap, kAlibi>::type {
   using Logits = typename detail::LogitsOf<kSoftCap, kAlibi>::type;
   using Logits::Logits;
+  static constexpr bool kHasHeadScales = kHeadScales;
 
   REGISTER_M_D_UPDATE(params, kv_tile_idx, qo_head_idx, m, d, scale, {
     const float sink = params.sinks[qo_head_idx] * math::log2e;
