@@ -180,7 +180,12 @@ def test_refusals(kernel, name, device):
 
 
 def test_a_users_variant_has_its_own(device):
-    declaration = "struct Plain : flashinfer::DefaultAttention<false, false, false> {};"
+    declaration = """
+struct Plain : flashinfer::DefaultAttention<false, false, false> {
+  using Base = flashinfer::DefaultAttention<false, false, false>;
+  using Base::Base;
+};
+"""
     batch = Batch((40,), (70,))
     args = ["plain_scales", BF16, BF16, BF16, torch.int32, 128, 128]
     args += [[], [], [], [], "Plain", declaration]
