@@ -60,7 +60,9 @@ __device__ __forceinline__ void multiply_qk(
   };
   if constexpr (Tile::kFloat8) {
     // A matrix of 8 tokens x 16 bytes is a whole step for 8 tokens: two steps per load where there
-    // are two, else both loads of the pair read the same step.
+    // are two, else both loads of the pair read the same step. With few tokens, even and odd steps
+    // have sums of their own: a chain of dependent products half as long.
+    float odd[Tile::kRowTiles][Tile::kTokenTiles][4] = {};
     const auto lane_k = [&](bool has_second) {
       return shared_k + RowsK::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
     };
@@ -83,11 +85,17 @@ __device__ __forceinline__ void multiply_qk(
             float8_keys<typename Tile::KV>(bytes[2 * s + t], b0, b1);
 #pragma unroll
             for (int i = 0; i < Tile::kRowTiles; ++i) {
-              ptx::mma_m16n8k16<Mma>(logits[i][j + t], a[s][i], b0, b1);
+              ptx::mma_m16n8k16<Mma>(Tile::kSplitKV && s ? odd[i][j + t] : logits[i][j + t],
+                                     a[s][i], b0, b1);
             }
           }
         }
       }
+    }
+    if constexpr (Tile::kSplitKV) {
+#pragma unroll
+      for (int i = 0; i < Tile::kTokenTiles * 4; ++i)
+        logits[0][i / 4][i % 4] += odd[0][i / 4][i % 4];
     }
   } else {
     const uint32_t lane_k =
