@@ -14,8 +14,8 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint3
       : "memory");
 }
 
-// From shared memory to the box; what lies outside the tensor is not written. The stores of a thread
-// up to its tma_store_commit() are one group.
+// From shared memory to the box; what lies outside the tensor is not written. The stores of a
+// thread up to its tma_store_commit() are one group.
 __device__ __forceinline__ void tma_store(const void* map, uint32_t shared, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(

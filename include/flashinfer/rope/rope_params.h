@@ -35,8 +35,8 @@ struct RopeParams {
   uint32_t num_segments;
   uint32_t num_tokens;
   uint32_t rope_dim;
-  uint32_t tokens_per_chunk;  // set at launch: threads are counted off over so many tokens per
-                              // blockIdx.y
+  uint32_t tokens_per_chunk;    // set at launch: threads are counted off over so many tokens per
+                                // blockIdx.y
   uint32_t rotations_per_warp;  // set at launch: entries of a warp's table of computed angles
   // Positions come from `pos_ids`, or from `indptr` and `offsets`: token i of request b is at
   // offsets[b] + i - indptr[b].
