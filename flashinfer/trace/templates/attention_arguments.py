@@ -237,8 +237,7 @@ def problem_arguments(
     scales : tuple of float, optional
         Factors of the logits and of the output, if not all scales of `run` are numbers.
     """
-    if problem.variant is not None:
-        raise NotImplementedError("there is no reference of a user's attention variant")
+    _check_not_a_users(problem.variant)
     if scales is None:
         q_scale, k_scale, v_scale = (_scale(name, run.get(name)) for name in _SCALES)
         scales = (q_scale * k_scale, v_scale)
@@ -291,6 +290,7 @@ def _run_arguments(
     problem: Any, run: Arguments, q: torch.Tensor, args: tuple[Any, ...] | None
 ) -> dict[str, Any]:
     """`problem_arguments` of a `run` that takes scales of each head."""
+    _check_not_a_users(problem.variant)  # whose `args` are its own
     named = [run.get(name) for name in _SCALES]
     if args and (len(args) != 3 or named != [None] * 3):
         raise TypeError(
@@ -300,6 +300,11 @@ def _run_arguments(
     scales = dict(zip(_SCALES, args or named, strict=True))
     factor, v_scale, of_heads = _split_scales(scales, q, problem.num_kv_heads)
     return {**problem_arguments(problem, run, q.device, (factor, v_scale)), **of_heads}
+
+
+def _check_not_a_users(variant: Any) -> None:
+    if variant is not None:
+        raise NotImplementedError("there is no reference of a user's attention variant")
 
 
 def _mask_of(problem: Any, sizes: torch.Tensor) -> torch.Tensor:
