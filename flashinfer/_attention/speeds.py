@@ -111,6 +111,14 @@ SPEEDS = {
 """By head sizes (qk, vo)."""
 
 
+class _Work(NamedTuple):
+    """The tiles of some requests, of one KV head."""
+
+    tiles: float
+    keys: float  # of all tiles
+    longest: float  # keys of a tile
+
+
 class _Share(NamedTuple):
     """What the tiles of some requests are for one SM; keys in units of 128."""
 
@@ -138,8 +146,9 @@ def predicted_us(problem: AttentionProblem, tile_q_second: int = 0) -> tuple[flo
     kv_lens = (kv_indptr[1:] - kv_indptr[:-1]) * float(max(problem.page_size, 1))
     widens = is_widened(problem.q_data_type, problem.kv_data_type)
     tile_kv = hopper_tile_kv(problem.head_dim_qk, problem.head_dim_vo, widens)
-    tile_q = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
-    share = _share(problem, rows, kv_lens, tile_q, tile_kv)
+    hopper_rows = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
+    work = _work(problem, rows, kv_lens, hopper_rows)
+    share = _share(problem, work, hopper_rows, tile_kv)
     factor = speeds.widened if widens else 1.0
     if _are_gathered(problem.page_size, tile_kv):
         factor *= speeds.gathered
@@ -149,19 +158,20 @@ def predicted_us(problem: AttentionProblem, tile_q_second: int = 0) -> tuple[flo
     parts = []
     if tile_q_second > 0:
         are_few = rows <= tile_q_second
-        few = _share(problem, rows[are_few], kv_lens[are_few], tile_q_second, _PORTABLE_TILE_KV)
-        parts.append((few, speeds.tiles[tile_q_second]))
-        rows, kv_lens = rows[~are_few], kv_lens[~are_few]
-    share = _share(problem, rows, kv_lens, tile_q, _PORTABLE_TILE_KV)
+        few = _work(problem, rows[are_few], kv_lens[are_few], tile_q_second)
+        few_share = _share(problem, few, tile_q_second, _PORTABLE_TILE_KV)
+        parts.append((few_share, speeds.tiles[tile_q_second]))
+        work = _work(problem, rows[~are_few], kv_lens[~are_few], tile_q)
+    elif tile_q != hopper_rows:  # else it is the same work
+        work = _work(problem, rows, kv_lens, tile_q)
+    share = _share(problem, work, tile_q, _PORTABLE_TILE_KV)
     parts.append((share, speeds.tiles[tile_q]))
     return speeds.start + _busy_us(parts), hopper_us
 
 
-def _share(
-    problem: AttentionProblem, rows: Numbers, kv_lens: Numbers, tile_q: int, tile_kv: int
-) -> _Share:
+def _work(problem: AttentionProblem, rows: Numbers, kv_lens: Numbers, tile_q: int) -> _Work:
     if not len(rows):
-        return _Share(0.0, 0.0, 0.0)
+        return _Work(0.0, 0.0, 0.0)
     tiles = np.ceil(rows * (1 / tile_q))
     count = float(np.add.reduce(tiles))  # the methods take three times as long
     longest = float(np.maximum.reduce(kv_lens))
@@ -173,12 +183,16 @@ def _share(
     if problem.mask_mode in ("causal", "multi_item"):
         # The last tile of a request sees all its keys, each one before it `tokens` fewer.
         keys -= min(0.5 * tokens * (float(tiles.dot(tiles)) - count), 0.5 * keys)
+    return _Work(count, keys, longest)
+
+
+def _share(problem: AttentionProblem, work: _Work, tile_q: int, tile_kv: int) -> _Share:
     # attention_tiles.h: no part of a tile is shorter than this, so that none is twice as long.
     least = max(2 * tile_kv, 4 * tile_q)
     return _Share(
-        tiles=count * problem.num_kv_heads / _NUM_SMS,
-        keys=keys * problem.num_kv_heads / _NUM_SMS / 128,
-        piece=min(longest, 2 * least - tile_kv) / 128,
+        tiles=work.tiles * problem.num_kv_heads / _NUM_SMS,
+        keys=work.keys * problem.num_kv_heads / _NUM_SMS / 128,
+        piece=min(work.longest, 2 * least - tile_kv) / 128,
     )
 
 
