@@ -313,3 +313,24 @@ struct Shifted : AttentionVariantBase {
         outs.append(wrapper.run(q, k, v, bias, 128**-0.5, return_lse=True))
     torch.testing.assert_close(outs[0][0].float(), outs[1][0].float(), rtol=0.016, atol=4e-3)
     torch.testing.assert_close(outs[0][1], outs[1][1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv_len", [40, 64, 65, 128 + 40])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("of_8_bits", [False, True], ids=["bf16", "e4m3"])
+def test_an_item_gives_the_same_bits_wherever_it_runs(kv_len, head_dim, of_8_bits, device):
+    """The same request many times over: some begin anew in a CTA, most as another one ends."""
+    count, qo_len = 300, 32
+    dtype = E4M3 if of_8_bits else BF16
+    q, k, v = (
+        randn((tokens, heads, head_dim), BF16, device, tokens + heads).to(dtype)
+        for tokens, heads in ((qo_len, 8), (kv_len, 2), (kv_len, 2))
+    )
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend="fa3")
+    starts = (indptr([tokens] * count) for tokens in (qo_len, kv_len))
+    types = {"q_data_type": dtype, "o_data_type": BF16}
+    wrapper.plan(*starts, 8, 2, head_dim, causal=True, disable_split_kv=True, **types)
+    out, lse = wrapper.run(*(x.repeat(count, 1, 1) for x in (q, k, v)), return_lse=True)
+    for found in (out.view(torch.int16), lse.view(torch.int32)):
+        requests = found.unflatten(0, (count, qo_len))
+        assert (requests == requests[:1]).all()

@@ -347,18 +347,23 @@ class HopperConsumer {
       pack<0, kTileSteps>(logits, p);
       return has_keys;
     }
-    // In halves, so that the exponentials of one overlap with the maxima of the other.
-    constexpr int kHalf = kTiles / 2;
+    // In halves, so that the exponentials of one overlap with the maxima of the other. Half a tile
+    // is one part, and so has the bits of a whole one whose other half is hidden, which an item's
+    // first tile is where the item begins anew: results do not depend on what a CTA did before.
+    constexpr bool kIsWhole = kTiles == Tile::kTokenTiles;
+    constexpr int kPart = kIsWhole ? kTiles / 2 : kTiles;
+    constexpr int kPartSteps = kPart * 8 / Tile::kStepTokens;
     float first[2], second[2];
     float (&sum)[2] = state.sum[0];
-    grow<0, kHalf>(kFirst, logits[0], scale, state.largest[0], first, sum);
-    exponentials<0, kHalf>(logits[0], scale, first, sum);
+    grow<0, kPart>(kFirst, logits[0], scale, state.largest[0], first, sum);
+    exponentials<0, kPart>(logits[0], scale, first, sum);
     float largest[2];
     bool grows = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       second[h] = first[h];
-      largest[h] = Rows::template lane_largest<kHalf, 2 * kHalf>(logits[0], h);
+      largest[h] = -math::inf;
+      if constexpr (kIsWhole) largest[h] = Rows::template lane_largest<kPart, kTiles>(logits[0], h);
       grows |= Rows::grows(first[h], largest[h], scale[h]);
       if constexpr (!kFirst) grows |= first[h] != state.largest[0][h];
       // Never, but it keeps what follows, the wait, behind the exponentials.
@@ -374,7 +379,7 @@ class HopperConsumer {
         const float factor = math::ptx_exp2(first[h] - second[h]);
         sum[h] *= factor;
 #pragma unroll
-        for (int j = 0; j < kHalf; ++j) {
+        for (int j = 0; j < kPart; ++j) {
           logits[0][j][2 * h] *= factor;
           logits[0][j][2 * h + 1] *= factor;
         }
@@ -387,9 +392,9 @@ class HopperConsumer {
       state.largest[0][0] = second[0];
       state.largest[0][1] = second[1];
     }
-    pack<0, kTileSteps / 2>(logits, p);
-    exponentials<kHalf, 2 * kHalf>(logits[0], scale, second, sum);
-    pack<kTileSteps / 2, kTileSteps>(logits, p);
+    pack<0, kPartSteps>(logits, p);
+    exponentials<kPart, kTiles>(logits[0], scale, second, sum);
+    pack<kPartSteps, kTileSteps>(logits, p);
     return has_keys;
   }
 
