@@ -8,21 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from examples.serve import checkpoint, engine
+from examples.serve import engine
 from examples.serve.engine import Engine, SamplingParams
 from examples.serve.model import Model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 DRAWN = replace(PARAMS, temperature=1.0, top_p=0.95, seed=3)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-    config = {**checkpoint.SMALL, **shape, "max_position_embeddings": 128}
-    folder = checkpoint.write_random_checkpoint(tmp_path_factory.mktemp("small"), config)
-    return checkpoint.load(folder, DEVICE)[0]
 
 
 def _engine(model: Model, **options: Any) -> Engine:

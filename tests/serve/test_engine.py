@@ -10,21 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from examples.serve import checkpoint
 from examples.serve.engine import Engine, Output, SamplingParams
 from examples.serve.model import Model
 from examples.serve.tokens import ByteTokenizer, TextStream
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-    config = {**checkpoint.SMALL, **shape, "max_position_embeddings": 128}
-    folder = checkpoint.write_random_checkpoint(tmp_path_factory.mktemp("small"), config)
-    return checkpoint.load(folder, DEVICE)[0]
 
 
 def _engine(model: Model, **options: Any) -> Engine:
