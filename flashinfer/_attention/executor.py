@@ -15,7 +15,7 @@ from ..jit.errors import ToolchainError
 from ..reference_backend import is_active
 from .backends import choose_backend
 from .problem import AttentionProblem
-from .tiles import tile_q_of
+from .tiles import PORTABLE_TILE_KV, tile_q_of
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 100,000 tiles."""
@@ -25,7 +25,6 @@ _STATE_BYTES = (
 )
 _NOMINAL_CTA_SLOTS = (264, 1)  # AttentionModule.cta_slots for plans without a GPU
 _TILE_Q, _BACKEND = 5, 15  # positions in the key of a module
-_PORTABLE_TILE_KV = 64
 
 Pair = tuple[AttentionProblem, AttentionProblem]
 HeadScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -494,7 +493,7 @@ def _plan_first(*_: Any) -> None:
 
 def _tile_kv(key: tuple[Any, ...]) -> int:
     if key[_BACKEND] != "fa3":
-        return _PORTABLE_TILE_KV
+        return PORTABLE_TILE_KV
     return hopper_tile_kv(key[3], key[4], is_widened(key[0], key[1]))
 
 

@@ -20,12 +20,11 @@ import numpy.typing as npt
 
 from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
 from .problem import AttentionProblem
-from .tiles import tile_q_of
+from .tiles import PORTABLE_TILE_KV, tile_q_of
 
 Numbers = npt.NDArray[Any]
 
 _NUM_SMS = 132  # of an H100 and an H200
-_PORTABLE_TILE_KV = 64
 
 
 class TileSpeed(NamedTuple):
@@ -159,12 +158,12 @@ def predicted_us(problem: AttentionProblem, tile_q_second: int = 0) -> tuple[flo
     if tile_q_second > 0:
         are_few = rows <= tile_q_second
         few = _work(problem, rows[are_few], kv_lens[are_few], tile_q_second)
-        few_share = _share(problem, few, tile_q_second, _PORTABLE_TILE_KV)
+        few_share = _share(problem, few, tile_q_second, PORTABLE_TILE_KV)
         parts.append((few_share, speeds.tiles[tile_q_second]))
         work = _work(problem, rows[~are_few], kv_lens[~are_few], tile_q)
     elif tile_q != hopper_rows:  # else it is the same work
         work = _work(problem, rows, kv_lens, tile_q)
-    share = _share(problem, work, tile_q, _PORTABLE_TILE_KV)
+    share = _share(problem, work, tile_q, PORTABLE_TILE_KV)
     parts.append((share, speeds.tiles[tile_q]))
     return speeds.start + _busy_us(parts), hopper_us
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..jit.attention.config import choose_tile_q
 from .problem import AttentionProblem
 
+PORTABLE_TILE_KV = 64  # tokens
+
 
 def tile_q_of(problem: AttentionProblem, fixed_split_size: bool, small: int) -> int:
     """Tile of the requests that have more than `small` packed rows."""
