@@ -103,9 +103,8 @@ class TileRows {
     return range;
   }
 
-  // Applies the variant's transform and, if `kMasked`, hides keys, of the first
-  // `kTiles` tiles of tokens. `inverse_scale`: of each row's
-  // query, where tiles have one.
+  // Applies the variant's transform and, if `kMasked`, hides keys, of the first `kTiles` tiles of
+  // tokens. `inverse_scale`: of each row's query, where tiles have one.
   template <bool kMasked, int kTiles = Tile::kTokenTiles>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {

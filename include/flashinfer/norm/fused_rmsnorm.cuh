@@ -12,7 +12,7 @@
 
 #include <flashinfer/activation/activation.cuh>
 #include <flashinfer/collective/block_reduce.cuh>
-#include <flashinfer/collective/copied_rows.cuh>
+#include <flashinfer/collective/copied_row.cuh>
 #include <flashinfer/collective/group_max.cuh>
 #include <flashinfer/common/device_info.h>
 #include <flashinfer/common/launch.cuh>
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kCopiedThreads)
     }
   }
   const void* input = static_cast<const T*>(params.input) + row * params.input_stride;
-  copy_rows({input}, num_chunks * 16, copies, &arrival);
+  copy_row(input, num_chunks * 16, copies, &arrival);
 
   float sum = 0.f;
 #pragma unroll

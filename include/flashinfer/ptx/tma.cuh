@@ -36,10 +36,6 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* source, u
       : "memory");
 }
 
-__device__ __forceinline__ void tma_prefetch_map(const void* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Between this thread's ordinary accesses of shared memory and later ones by the copy engine or the
 // tensor cores (of other threads too, after a barrier).
 __device__ __forceinline__ void async_proxy_fence() {

@@ -1,0 +1,26 @@
+// A row that the copy engine brings to a CTA's shared memory (sm_90).
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/ptx/cp_async.cuh>
+#include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/tma.cuh>
+
+namespace flashinfer {
+
+// Copies `bytes` of the row to `shared`; addresses and size are multiples of 16. All threads call,
+// once; when it returns, each sees the row. `arrival` is in shared memory.
+__device__ __forceinline__ void copy_row(const void* row, uint32_t bytes, uint4* shared,
+                                         uint64_t* arrival) {
+  const uint32_t barrier = ptx::shared_address(arrival);
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier, 1);
+    ptx::mbarrier_init_fence();
+    ptx::mbarrier_arrive_expect(barrier, bytes);
+    ptx::bulk_load(ptx::shared_address(shared), row, bytes, barrier);
+  }
+  __syncthreads();  // the others wait for a barrier that is there
+  ptx::mbarrier_wait(barrier, 0);
+}
+
+}  // namespace flashinfer
