@@ -18,6 +18,11 @@
 //     8 tokens in q  9 batch_size  10 entries needed in kv_indices (ragged: rows of k and v)
 //     11 tile_q  12, 13, 14 as 8, 9, 10 for the second group  15 offset of partial_sums in the
 //     float workspace, where partial_o is at 0  16 rows that one CTA of the merge takes
+// attention_choose(choice, model, group)
+//   choice, float64 [3]: rows of a tile of the portable kernel, microseconds that this kernel would
+//     take, and that Hopper's would
+//   model, float64 [15 + 6 n]: the fields of KernelModel in their order, then of its n tiles
+#include <flashinfer/scheduler/attention_choice.h>
 #include <flashinfer/scheduler/attention_plan.h>
 
 #include "index_binding.h"
@@ -210,6 +215,63 @@ GroupTotals read_group(const GroupArguments& arguments, int64_t group_size, Requ
           batch_size ? longest : 0};
 }
 
+// Takes the numbers of a model one by one.
+class ModelReader {
+ public:
+  static constexpr int64_t kFields = 15, kTileFields = 6;
+
+  explicit ModelReader(const Tensor& model) {
+    ffi::check_dtype(model, ffi::dtype::float64);
+    ffi::check_ndim(model, 1, 1);
+    ffi::check_last_dim_contiguous(model);
+    const int64_t size = model.dim(0);
+    if (size < kFields + kTileFields || (size - kFields) % kTileFields != 0) {
+      ffi::raise("ValueError", "`model` must have %lld numbers and %lld of each tile, got %lld",
+                 static_cast<long long>(kFields), static_cast<long long>(kTileFields),
+                 static_cast<long long>(size));
+    }
+    next_ = static_cast<const double*>(model.data());
+    end_ = next_ + size;
+  }
+
+  void read(KernelModel& model) {
+    model.num_kv_heads = integer();
+    model.group_size = integer();
+    model.num_sms = integer();
+    model.portable_tile_kv = integer();
+    model.portable_start = *next_++;
+    model.tile_q_second = integer(0);
+    model.second_speed = speed();
+    model.hopper_tile_q = integer();
+    model.hopper_tile_kv = integer();
+    model.hopper_start = *next_++;
+    model.hopper_speed = speed();
+    model.tiles.clear();
+    while (next_ < end_) {
+      const int64_t tile_q = integer();
+      const double most_rows = *next_++, mean_rows = *next_++;
+      model.tiles.push_back({tile_q, most_rows, mean_rows, speed()});
+    }
+  }
+
+ private:
+  int64_t integer(int64_t least = 1) {
+    const double value = *next_++;
+    if (!(value >= least && value <= INT32_MAX)) {
+      ffi::raise("ValueError", "`model` must have counts from %lld on, got %g",
+                 static_cast<long long>(least), value);
+    }
+    return static_cast<int64_t>(value);
+  }
+  TileSpeed speed() {
+    const double per_128_keys = *next_++, ends = *next_++;
+    return {per_128_keys, ends, *next_++};
+  }
+
+  const double* next_;
+  const double* end_;
+};
+
 void check_capacity(const PlanConfig& config, const GroupTotals& first, const GroupTotals& second) {
   const int64_t batch_size = first.batch_size + second.batch_size;
   const int64_t qo_tokens = first.qo_tokens + second.qo_tokens;
@@ -346,4 +408,21 @@ FLASHINFER_FFI_EXPORT(attention_plan, args) {
                                    totals[1].qo_tokens,  totals[1].batch_size, totals[1].kv_entries,
                                    layout.sums_offset,   layout.merged_rows};
   std::copy(info, info + kInfoSize, static_cast<int64_t*>(plan_info.data()));
+}
+
+FLASHINFER_FFI_EXPORT(attention_choose, args) {
+  using namespace flashinfer;
+  const ffi::Tensor choice = args.tensor("choice");
+  ffi::check_dtype(choice, ffi::dtype::float64);
+  ffi::check_shape(choice, {3});
+  thread_local KernelModel model;
+  thread_local RequestGroup group;  // not freed, as a plan's scratch is not
+  ModelReader(args.tensor("model")).read(model);
+  const GroupArguments arguments = take_group(args, group);
+  read_group(arguments, model.group_size, group);
+  const KernelChoice found = KernelChooser(model, group).choose();
+  double* values = static_cast<double*>(choice.data());
+  values[0] = static_cast<double>(found.tile_q);
+  values[1] = found.portable_us;
+  values[2] = found.hopper_us;
 }

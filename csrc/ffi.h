@@ -47,6 +47,7 @@ struct Error {
 }
 
 namespace dtype {
+inline constexpr DLDataType float64{kDLFloat, 64, 1};
 inline constexpr DLDataType float32{kDLFloat, 32, 1};
 inline constexpr DLDataType float16{kDLFloat, 16, 1};
 inline constexpr DLDataType bfloat16{kDLBfloat, 16, 1};

@@ -11,23 +11,27 @@ import torch
 from ..arch import is_sm90a_supported
 from ..dtypes import torch_name
 from ..jit.attention import hopper
-from ..jit.attention.config import FLOAT16, POS_ENCODINGS
+from ..jit.attention.config import FLOAT16, POS_ENCODINGS, choose_tile_q
+from ..jit.attention.hopper import hopper_tile_q
+from ..jit.attention.plan import estimate_kernels
+from ..jit.errors import ToolchainError
+from ..reference_backend import is_active
 from .problem import AttentionProblem
-from .speeds import predicted_us
+from .speeds import kernel_model
 
 BACKENDS = ("auto", "fa2", "fa3")
 _PORTABLE_CAPABILITY, _HOPPER_CAPABILITY = 80, 90
 
 
-def choose_backend(
+def choose_kernel(
     problem: AttentionProblem,
     device: torch.device,
     *,
     two_parts: bool = False,
     tile_q_second: int = 0,
     fixed_split_size: bool = False,
-) -> str:
-    """The backend of a plan: what the caller forces, or the one that pays.
+) -> tuple[str, int]:
+    """Backend and query tile of a plan: what the caller forces, or what takes less time.
 
     Parameters
     ----------
@@ -46,7 +50,35 @@ def choose_backend(
     ------
     ValueError
         If ``"fa3"`` is wanted, or needed, where it does not run; the message says what is missing.
+        Of index tensors that are no batch, the message of the planner.
     """
+    backend = _possible_backend(problem, device, two_parts, fixed_split_size)
+    if backend == "fa3":
+        return backend, hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
+    group_size = problem.group_size
+    if problem.qo_indptr is None:
+        rows = problem.tokens_per_request * group_size
+        return "fa2", choose_tile_q(rows, rows, problem.head_dim_vo)
+    model = kernel_model(
+        *(problem.num_kv_heads, group_size, problem.head_dim_qk, problem.head_dim_vo),
+        *(problem.q_data_type, problem.kv_data_type, problem.page_size),
+        *(tile_q_second, fixed_split_size, backend == "auto"),
+    )
+    try:
+        tile_q, portable_us, hopper_us = estimate_kernels(model, problem.group())
+    except ToolchainError:
+        if not is_active():
+            raise
+        return "fa2", choose_tile_q(0, 0, problem.head_dim_vo, fixed_split_size)
+    if hopper_us < portable_us:
+        return "fa3", hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
+    return "fa2", int(tile_q)
+
+
+def _possible_backend(
+    problem: AttentionProblem, device: torch.device, two_parts: bool, fixed_split_size: bool
+) -> str:
+    """The only one, or ``"auto"`` where the batch decides; parameters of `choose_kernel`."""
     wanted = problem.backend
     is_needed = problem.q_data_type not in FLOAT16  # the other has no queries of 8 bits
     if is_needed and wanted == "fa2":
@@ -72,15 +104,9 @@ def choose_backend(
             _refuse_queries(problem, f"backend 'fa3', which lacks {missing}")
         hopper.check_hopper(missing)
         return "fa3"
-    if missing is not None or fixed_split_size:
-        return "fa2"
-    qo_indptr = problem.qo_indptr
-    if qo_indptr is None:  # decode: a tile would be empty but for a row or two
-        return "fa2"
-    if qo_indptr.shape != problem.kv_indptr.shape or problem.batch_size < 1:
-        return "fa2"  # no requests, or no batch: the planner says by name what is wrong with it
-    portable_us, hopper_us = predicted_us(problem, tile_q_second)
-    return "fa3" if hopper_us < portable_us else "fa2"
+    # Tiles of Hopper's would be empty but for a row or two where requests only decode.
+    serves = missing is None and not fixed_split_size and problem.qo_indptr is not None
+    return "auto" if serves else "fa2"
 
 
 def _refuse_queries(problem: AttentionProblem, reason: str) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ..jit.attention.config import AttentionConfig
-from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
+from ..jit.attention.hopper import hopper_tile_kv, is_widened
 from ..jit.attention.modules import AttentionModule, get_attention_module
 from ..jit.attention.plan import AttentionPlan, Group
 from ..jit.errors import ToolchainError
 from ..reference_backend import is_active
-from .backends import choose_backend
+from .backends import choose_kernel
 from .problem import AttentionProblem
-from .tiles import PORTABLE_TILE_KV, tile_q_of
+from .tiles import PORTABLE_TILE_KV
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 100,000 tiles."""
@@ -351,19 +351,15 @@ class AttentionExecutor:
         if graph_capacity is not None and self._graph_choice:
             tile_q, backend = self._graph_choice  # a captured launch keeps its kernel
         else:
-            small = tile_q_second if second is None else 0
-            backend = choose_backend(
+            backend, tile_q = choose_kernel(
                 problem,
                 self.device,
                 two_parts=second is not None,
-                tile_q_second=small,
+                tile_q_second=tile_q_second if second is None else 0,
                 fixed_split_size=fixed,
             )
             if backend == "fa3":
-                tile_q = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
                 tile_q_second = 0  # it has one shape, for requests of any number of rows
-            else:
-                tile_q = tile_q_of(problem, fixed, small)
         mask_second = second.mask_mode if second is not None else problem.mask_mode
         return (
             problem.q_data_type,

@@ -1,28 +1,21 @@
-"""How long each attention kernel would take on Hopper: measurements as data, and a model of them.
+"""How long each attention kernel takes on Hopper: measurements, and the rest of what chooses one.
 
-A kernel cuts a batch into tiles of query rows; a tile goes over the keys that its rows see, and the
-planner gives every SM an equal share of all of it, down to the shortest piece of a tile that is
-worth cutting. So a launch takes::
-
-    start + per_128_keys * max(sum over an SM's share, one piece alone * alone)
-
-where each tile counts its keys / 128 and `ends`. The numbers are fitted to the times of
-``benchmarks/bench_prefill_backends.py`` on an H200 (docs/performance.md). What counts is which of
-two times is smaller: both kernels have the same masks and options, which are left out.
+The model that they are the numbers of is ``include/flashinfer/scheduler/attention_choice.h``. They
+are fitted to the times of ``benchmarks/bench_prefill_backends.py`` on an H200
+(docs/performance.md).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import math
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
+from ..jit.attention.config import tile_rules
 from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
-from .problem import AttentionProblem
-from .tiles import PORTABLE_TILE_KV, tile_q_of
-
-Numbers = npt.NDArray[Any]
+from .tiles import PORTABLE_TILE_KV
 
 _NUM_SMS = 132  # of an H100 and an H200
 
@@ -110,100 +103,67 @@ SPEEDS = {
 """By head sizes (qk, vo)."""
 
 
-class _Work(NamedTuple):
-    """The tiles of some requests, of one KV head."""
-
-    tiles: float
-    keys: float  # of all tiles
-    longest: float  # keys of a tile
+_UNKNOWN = TileSpeed(0.0, 0.0, 0.0)
 
 
-class _Share(NamedTuple):
-    """What the tiles of some requests are for one SM; keys in units of 128."""
-
-    tiles: float
-    keys: float
-    piece: float  # the shortest that the longest tile is cut into
-
-
-def predicted_us(problem: AttentionProblem, tile_q_second: int = 0) -> tuple[float, float]:
-    """Microseconds that a batch would take on an H200, by the portable kernel and by Hopper's.
+@functools.cache
+def kernel_model(
+    num_kv_heads: int,
+    group_size: int,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    page_size: int,
+    tile_q_second: int,
+    fixed_split_size: bool,
+    with_hopper: bool,
+) -> torch.Tensor:
+    """The numbers of ``KernelModel`` for launches of one kind.
 
     Parameters
     ----------
-    problem : AttentionProblem
-        Requests with query lengths of their own, of head sizes in ``SPEEDS``.
+    num_kv_heads, group_size : int
+        KV heads, and query heads of each.
+    head_dim_qk, head_dim_vo : int
+        Head sizes.
+    dtype_q, dtype_kv : torch.dtype
+        Of queries, and of keys and values.
+    page_size : int
+        Tokens of a page; 0 for ragged keys.
     tile_q_second : int
         Tile of the requests that fit it, of the portable kernel; 0: there is one shape.
+    fixed_split_size : bool
+        Whether the portable tile must not depend on the batch.
+    with_hopper : bool
+        Whether the kernel for Hopper serves the launch, which is then of head sizes in ``SPEEDS``.
+
+    Returns
+    -------
+    torch.Tensor
+        float64 on the CPU, as ``attention_choose`` takes it.
     """
-    speeds = SPEEDS[problem.head_dim_qk, problem.head_dim_vo]
-    assert problem.qo_indptr is not None
-    qo_indptr, kv_indptr = problem.qo_indptr.numpy(), problem.kv_indptr.numpy()
-    if qo_indptr[-1] == 0:
-        return speeds.start, speeds.hopper_start
-    rows = (qo_indptr[1:] - qo_indptr[:-1]) * problem.group_size
-    kv_lens = (kv_indptr[1:] - kv_indptr[:-1]) * float(max(problem.page_size, 1))
-    widens = is_widened(problem.q_data_type, problem.kv_data_type)
-    tile_kv = hopper_tile_kv(problem.head_dim_qk, problem.head_dim_vo, widens)
-    hopper_rows = hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
-    work = _work(problem, rows, kv_lens, hopper_rows)
-    share = _share(problem, work, hopper_rows, tile_kv)
-    factor = speeds.widened if widens else 1.0
-    if _are_gathered(problem.page_size, tile_kv):
-        factor *= speeds.gathered
-    hopper_us = speeds.hopper_start + factor * _busy_us([(share, speeds.hopper)])
-
-    tile_q = tile_q_of(problem, False, tile_q_second)
-    parts = []
-    if tile_q_second > 0:
-        are_few = rows <= tile_q_second
-        few = _work(problem, rows[are_few], kv_lens[are_few], tile_q_second)
-        few_share = _share(problem, few, tile_q_second, PORTABLE_TILE_KV)
-        parts.append((few_share, speeds.tiles[tile_q_second]))
-        work = _work(problem, rows[~are_few], kv_lens[~are_few], tile_q)
-    elif tile_q != hopper_rows:  # else it is the same work
-        work = _work(problem, rows, kv_lens, tile_q)
-    share = _share(problem, work, tile_q, PORTABLE_TILE_KV)
-    parts.append((share, speeds.tiles[tile_q]))
-    return speeds.start + _busy_us(parts), hopper_us
-
-
-def _work(problem: AttentionProblem, rows: Numbers, kv_lens: Numbers, tile_q: int) -> _Work:
-    if not len(rows):
-        return _Work(0.0, 0.0, 0.0)
-    tiles = np.ceil(rows * (1 / tile_q))
-    count = float(np.add.reduce(tiles))  # the methods take three times as long
-    longest = float(np.maximum.reduce(kv_lens))
-    tokens = tile_q / problem.group_size  # of a tile
-    if problem.window_left >= 0:
-        longest = min(longest, problem.window_left + tokens)
-        kv_lens = np.minimum(kv_lens, longest)
-    keys = float(tiles.dot(kv_lens))
-    if problem.mask_mode in ("causal", "multi_item"):
-        # The last tile of a request sees all its keys, each one before it `tokens` fewer.
-        keys -= min(0.5 * tokens * (float(tiles.dot(tiles)) - count), 0.5 * keys)
-    return _Work(count, keys, longest)
-
-
-def _share(problem: AttentionProblem, work: _Work, tile_q: int, tile_kv: int) -> _Share:
-    # attention_tiles.h: no part of a tile is shorter than this, so that none is twice as long.
-    least = max(2 * tile_kv, 4 * tile_q)
-    return _Share(
-        tiles=work.tiles * problem.num_kv_heads / _NUM_SMS,
-        keys=work.keys * problem.num_kv_heads / _NUM_SMS / 128,
-        piece=min(work.longest, 2 * least - tile_kv) / 128,
-    )
-
-
-def _busy_us(parts: list[tuple[_Share, TileSpeed]]) -> float:
-    """From the first key to the last, of the busiest SM."""
-    shared = alone = 0.0
-    for share, speed in parts:
-        shared += speed.per_128_keys * (share.tiles * speed.ends + share.keys)
-        if share.tiles:
-            one = speed.per_128_keys * (share.piece + speed.ends) * speed.alone
-            alone = max(alone, one)
-    return max(shared, alone)
+    speeds = SPEEDS[head_dim_qk, head_dim_vo] if with_hopper else None
+    hopper, hopper_start = _UNKNOWN, math.inf
+    tile_kv = PORTABLE_TILE_KV
+    if speeds is not None:
+        widens = is_widened(dtype_q, dtype_kv)
+        tile_kv = hopper_tile_kv(head_dim_qk, head_dim_vo, widens)
+        factor = speeds.widened if widens else 1.0
+        if _are_gathered(page_size, tile_kv):
+            factor *= speeds.gathered
+        hopper_start = speeds.hopper_start
+        hopper = speeds.hopper._replace(per_128_keys=factor * speeds.hopper.per_128_keys)
+    known = speeds.tiles if speeds is not None else {}
+    numbers: list[float] = [
+        *(num_kv_heads, group_size, _NUM_SMS, PORTABLE_TILE_KV),
+        speeds.start if speeds is not None else 0.0,
+        *(tile_q_second, *known.get(tile_q_second, _UNKNOWN)),
+        *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, hopper_start, *hopper),
+    ]
+    for rule in tile_rules(head_dim_vo, fixed_split_size):
+        numbers += [*rule, *known.get(rule.tile_q, _UNKNOWN)]
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _are_gathered(page_size: int, tile_kv: int) -> bool:

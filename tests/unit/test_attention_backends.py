@@ -11,7 +11,7 @@ import torch
 import flashinfer
 from flashinfer import utils
 from flashinfer._attention import backends
-from flashinfer._attention.backends import choose_backend
+from flashinfer._attention.backends import choose_kernel
 from flashinfer._attention.executor import AttentionExecutor
 from flashinfer._attention.problem import AttentionProblem
 from flashinfer._attention.speeds import SPEEDS
@@ -148,11 +148,17 @@ def test_kv_tiles_are_powers_of_two_that_fit():
 # ---- What auto takes ----
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProblem:
     indptr = torch.tensor([0, *qo_lens]).cumsum(0).int()
+    page_size = options.get("page_size", 0)
     fields: dict[str, Any] = dict(
         qo_indptr=indptr,
         kv_indptr=indptr,
+        last_page_len=torch.full((len(qo_lens),), page_size).int() if page_size else None,
         num_qo_heads=2 * group,
         num_kv_heads=2,
         head_dim_qk=128,
@@ -165,18 +171,19 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
     return AttentionProblem(**{**fields, **options})
 
 
+@pytest.mark.compiler
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("qo_lens", "options", "expected"),
     [
         ([2048], {}, "fa3"),
-        ([128], {"kv_indptr": torch.tensor([0, 4000])}, "fa3"),  # 512 packed rows
-        ([2], {"kv_indptr": torch.tensor([0, 4000])}, "fa2"),
+        ([128], {"kv_indptr": int32(0, 4000)}, "fa3"),  # 512 packed rows
+        ([2], {"kv_indptr": int32(0, 4000)}, "fa2"),
         ([16], {}, "fa2"),  # too few keys for the longer way from launch to first product
-        ([2048], {"kv_indptr": torch.tensor([0, 128]), "page_size": 16}, "fa3"),
+        ([2048], {"kv_indptr": int32(0, 128), "page_size": 16}, "fa3"),
         ([2048], {"page_size": 1}, "fa2"),  # copied by threads
-        ([1] * 7, {"kv_indptr": torch.arange(8) * 999}, "fa2"),  # decode
-        ([1] * 300, {"kv_indptr": torch.arange(301) * 999}, "fa2"),
+        ([1] * 7, {"kv_indptr": int32(*range(0, 7000, 999))}, "fa2"),  # decode
+        ([1] * 300, {"kv_indptr": int32(*range(0, 300 * 999 + 1, 999))}, "fa2"),
         ([2048, *[1] * 300], {}, "fa3"),  # decode with a prompt among it
         ([], {}, "fa2"),
         ([1], {"qo_indptr": None}, "fa2"),
@@ -198,7 +205,8 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
     ],
 )
 def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: str):
-    assert choose_backend(problem(qo_lens, **options), CUDA) == expected
+    backend, tile_q = choose_kernel(problem(qo_lens, **options), CUDA)
+    assert backend == expected and (backend == "fa2" or tile_q == 128)
 
 
 @pytest.mark.parametrize(
@@ -215,24 +223,25 @@ def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: s
 def test_queries_of_8_bits_without_a_kernel_are_refused(options: dict[str, Any], message: str):
     types = {"q_data_type": E4M3, "kv_data_type": E4M3}
     with pytest.raises(ValueError, match=f"`q_data_type`.*float8_e4m3fn with.*{message}"):
-        choose_backend(problem([2048], **types, **options), CUDA)
+        choose_kernel(problem([2048], **types, **options), CUDA)
 
 
 def test_queries_of_8_bits_need_a_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backends, "is_hopper", lambda device: False)
     with pytest.raises(ValueError, match="`q_data_type`.*compute capability 9.0"):
-        choose_backend(problem([2048], q_data_type=E4M3, kv_data_type=E4M3), CUDA)
+        choose_kernel(problem([2048], q_data_type=E4M3, kv_data_type=E4M3), CUDA)
 
 
 def test_there_is_a_rule_for_every_head_size():
     assert set(SPEEDS) == set(hopper.HEAD_DIMS)
 
 
+@pytest.mark.compiler
 @pytest.mark.usefixtures("on_hopper")
 def test_what_depends_on_the_batch_is_not_chosen_for_results_that_must_not():
-    assert choose_backend(problem([2048]), CUDA, fixed_split_size=True) == "fa2"
-    assert choose_backend(problem([2048], backend="fa3"), CUDA, fixed_split_size=True) == "fa3"
-    assert choose_backend(problem([2048]), CUDA, two_parts=True) == "fa2"
+    assert choose_kernel(problem([2048]), CUDA, fixed_split_size=True)[0] == "fa2"
+    assert choose_kernel(problem([2048], backend="fa3"), CUDA, fixed_split_size=True)[0] == "fa3"
+    assert choose_kernel(problem([2048]), CUDA, two_parts=True)[0] == "fa2"
 
 
 @pytest.mark.parametrize(
@@ -247,9 +256,9 @@ def test_what_depends_on_the_batch_is_not_chosen_for_results_that_must_not():
 @pytest.mark.usefixtures("on_hopper")
 def test_forcing_what_is_not_served_says_what_is_missing(options: dict[str, Any], missing: str):
     with pytest.raises(ValueError, match=f"`backend` must be 'auto' or 'fa2'.*{missing}"):
-        choose_backend(problem([2048], backend="fa3", **options), CUDA)
+        choose_kernel(problem([2048], backend="fa3", **options), CUDA)
     with pytest.raises(ValueError, match="prefill and decode together"):
-        choose_backend(problem([2048], backend="fa3"), CUDA, two_parts=True)
+        choose_kernel(problem([2048], backend="fa3"), CUDA, two_parts=True)
 
 
 @pytest.fixture
@@ -265,11 +274,12 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torc
     flashinfer.arch._CAPABILITIES.pop(device, None)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("gpu", [(8, 0), (9, 0), (10, 0), (12, 0)], indirect=True)
 def test_only_hopper_has_it(gpu: torch.device, request: pytest.FixtureRequest):
     is_hopper = request.node.callspec.params["gpu"] == (9, 0)
     expected = "fa3" if is_hopper else "fa2"
-    assert choose_backend(problem([2048]), gpu) == expected
+    assert choose_kernel(problem([2048]), gpu) == (expected, 128)
     options = (0, False, False, BF16, BF16)
     assert utils.determine_attention_backend(gpu, *options) == expected
     assert utils.determine_attention_backend(gpu, *options, head_dim_qk=192, head_dim_vo=128) == (
@@ -279,7 +289,7 @@ def test_only_hopper_has_it(gpu: torch.device, request: pytest.FixtureRequest):
     assert utils.determine_attention_backend(gpu, 1, *options[1:]) == "fa2"
     if not is_hopper:
         with pytest.raises(ValueError, match="`backend`.*compute capability 9.0"):
-            choose_backend(problem([2048], backend="fa3"), gpu)
+            choose_kernel(problem([2048], backend="fa3"), gpu)
 
 
 def test_questions_of_serving_engines():
@@ -371,7 +381,7 @@ def test_a_graph_keeps_its_kernel():
     """The launch that was captured is that of the first plan, whatever comes later."""
     executor = planned("auto")._executor
     executor._graph_choice = (128, "fa3")
-    executor.problem = dataclasses.replace(executor.problem, qo_indptr=torch.tensor([0, 1, 2]))
+    executor.problem = dataclasses.replace(executor.problem, qo_indptr=int32(0, 1, 2))
     assert configured(executor).backend == "fa2"
     assert configured(executor, graph_capacity=(2, 512)).backend == "fa3"
 

@@ -11,7 +11,7 @@ import torch
 
 import flashinfer
 from flashinfer._attention import backends
-from flashinfer._attention.backends import choose_backend
+from flashinfer._attention.backends import choose_kernel
 from flashinfer.jit.attention import hopper
 from flashinfer.reference_backend import reference_backend
 from tests.unit.test_attention_backends import (
@@ -38,6 +38,7 @@ def pages_of(size: int) -> dict[str, Any]:
         "kv_indptr": torch.tensor([0, count], dtype=torch.int32),
         "kv_indices": torch.arange(count, dtype=torch.int32),
         "kv_len": torch.tensor([2048], dtype=torch.int32),
+        "last_page_len": None,
         "page_size": size,
     }
 
@@ -98,6 +99,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backends, "is_hopper", lambda device: True)
 
 
+@pytest.mark.compiler
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_document_says_what_auto_takes_for_an_option(name: str):
@@ -105,14 +107,14 @@ def test_the_document_says_what_auto_takes_for_an_option(name: str):
     expected = documented("| option | `auto` on long prompts |")[name]
     is_served = expected != "`fa2`"
     for fields in OPTIONS[name]:
-        chosen = choose_backend(problem([2048], **fields), CUDA)
+        chosen, _ = choose_kernel(problem([2048], **fields), CUDA)
         assert expected.startswith(f"`{chosen}`"), fields
         forced = problem([2048], backend="fa3", **fields)
         if is_served:
-            assert choose_backend(forced, CUDA) == "fa3"
+            assert choose_kernel(forced, CUDA)[0] == "fa3"
             continue
         with pytest.raises(ValueError, match="`backend` must be .*'fa2', got 'fa3', which lacks"):
-            choose_backend(forced, CUDA)
+            choose_kernel(forced, CUDA)
 
 
 def test_every_option_of_the_document_is_tested():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -137,17 +139,20 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
             )
 
 
-def choose_tile_q(
-    max_rows: float, mean_rows: float, head_dim_vo: int, fixed_split_size: bool = False
-) -> int:
-    """Packed query rows of a tile.
+class TileRule(NamedTuple):
+    """A tile, and the batches that it is for."""
+
+    tile_q: int
+    most_rows: float = math.inf  # of any request: for batches within this ...
+    mean_rows: float = math.inf  # ... or with a mean within this
+
+
+@functools.cache
+def tile_rules(head_dim_vo: int, fixed_split_size: bool = False) -> tuple[TileRule, ...]:
+    """Tiles of the portable kernel, and which batches take them: the first that is for a batch.
 
     Parameters
     ----------
-    max_rows : float
-        Largest product of query length and group size in the batch.
-    mean_rows : float
-        Its mean over the requests.
     head_dim_vo : int
         Large heads leave registers for small tiles only.
     fixed_split_size : bool
@@ -159,11 +164,34 @@ def choose_tile_q(
     16 rows split the keys over the warps, which decode needs; from 65 rows on 128 of them halve
     the reads of keys, worth it where most tiles are full.
     """
-    if head_dim_vo > 256 or (max_rows <= 16 and not fixed_split_size):
-        return 16
-    if max_rows <= 64 or mean_rows <= 64 or fixed_split_size or head_dim_vo > 128:
-        return 64
-    return 128
+    if head_dim_vo > 256:
+        return (TileRule(16),)
+    if fixed_split_size:
+        return (TileRule(64),)
+    if head_dim_vo > 128:
+        return TileRule(16, 16.0, -1.0), TileRule(64)
+    return TileRule(16, 16.0, -1.0), TileRule(64, 64.0, 64.0), TileRule(128)
+
+
+def choose_tile_q(
+    max_rows: float, mean_rows: float, head_dim_vo: int, fixed_split_size: bool = False
+) -> int:
+    """Packed query rows of a tile, by `tile_rules`.
+
+    Parameters
+    ----------
+    max_rows : float
+        Largest product of query length and group size in the batch.
+    mean_rows : float
+        Its mean over the requests.
+    head_dim_vo, fixed_split_size
+        As for `tile_rules`.
+    """
+    return next(
+        rule.tile_q
+        for rule in tile_rules(head_dim_vo, fixed_split_size)
+        if max_rows <= rule.most_rows or mean_rows <= rule.mean_rows
+    )
 
 
 def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -80,6 +80,35 @@ def get_attention_plan_module() -> Any:
     return gen_attention_plan_module().build_and_load()
 
 
+def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, float]:
+    """What ``attention_choice.h`` says of the kernels for a batch.
+
+    Parameters
+    ----------
+    model : torch.Tensor
+        ``[15 + 6 n]`` float64 on the CPU: the fields of ``KernelModel``, for n tiles of the
+        portable kernel.
+    group : tuple
+        The requests, as for `AttentionPlan.plan`.
+
+    Returns
+    -------
+    tuple of float
+        Packed query rows of a tile of the portable kernel, and the microseconds of a launch with
+        it and of one of the kernel for Hopper; if the model says that the latter's start is
+        infinite, the former's is not computed either.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an index tensor is not as described there, or lengths contradict each other.
+    """
+    choice = torch.empty(3, dtype=torch.float64)
+    get_attention_plan_module().attention_choose(choice, model, *group)
+    tile_q, portable_us, hopper_us = choice.tolist()
+    return tile_q, portable_us, hopper_us
+
+
 class AttentionPlan:
     """A plan, with scratch and staging memory of its own. One thread at a time may use it.
 

@@ -1,0 +1,203 @@
+"""What the planner predicts of the attention kernels, against the model written plainly."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flashinfer._attention.speeds import SPEEDS, Speeds, TileSpeed, kernel_model
+from flashinfer.jit.attention.config import choose_tile_q
+from flashinfer.jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
+from flashinfer.jit.attention.plan import estimate_kernels
+from tests.attention_plans import Requests
+
+pytestmark = pytest.mark.compiler
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+NUM_SMS = 132
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a batch is launched with."""
+
+    num_kv_heads: int = 8
+    group_size: int = 4
+    head_dims: tuple[int, int] = (128, 128)
+    kv_dtype: torch.dtype = BF16
+    tile_q_second: int = 0
+    fixed_split_size: bool = False
+    with_hopper: bool = True
+
+    def model(self, page_size: int) -> torch.Tensor:
+        return kernel_model(
+            *(self.num_kv_heads, self.group_size, *self.head_dims, BF16, self.kv_dtype),
+            *(page_size, self.tile_q_second, self.fixed_split_size, self.with_hopper),
+        )
+
+
+def estimated(launch: Launch, batch: Requests) -> tuple[float, float, float]:
+    return estimate_kernels(launch.model(batch.page_size), batch.group())
+
+
+# ---- The model, request by request ----
+
+
+def busy_us(
+    launch: Launch, batch: Requests, parts: list[tuple[list[tuple[int, int]], int, int, TileSpeed]]
+) -> float:
+    """Time of the busiest SM; a part: rows and keys of its requests, tile, KV tile, speed."""
+    shared = alone = 0.0
+    for requests, tile_q, tile_kv, speed in parts:
+        tokens = tile_q / launch.group_size
+        keys = tiles = hidden = longest = 0.0
+        for rows, kv_len in requests:
+            seen = min(kv_len, batch.window_left + tokens) if batch.window_left >= 0 else kv_len
+            count = math.ceil(rows / tile_q)
+            tiles += count
+            keys += count * seen
+            longest = max(longest, seen)
+            # The tile in front of the last one sees `tokens` fewer keys, and so on.
+            hidden += sum(tokens * behind for behind in range(count))
+        if batch.causal:
+            keys -= min(hidden, keys / 2)
+        scale = launch.num_kv_heads / NUM_SMS
+        shared += speed.per_128_keys * scale * (tiles * speed.ends + keys / 128)
+        piece = min(longest, 2 * max(2 * tile_kv, 4 * tile_q) - tile_kv)
+        if tiles:
+            one = speed.per_128_keys * (piece / 128 + speed.ends)
+            alone = max(alone, one * speed.alone)
+    return max(shared, alone)
+
+
+def factor(launch: Launch, speeds: Speeds, page_size: int) -> float:
+    """Of keys that threads widen, and of pages that threads copy."""
+    widens = is_widened(BF16, launch.kv_dtype)
+    tile_kv = hopper_tile_kv(*launch.head_dims, widens)
+    boxes = page_size in (0, 8, 16, 32, 64, 128) or page_size % tile_kv == 0
+    return (speeds.widened if widens else 1.0) * (1.0 if boxes else speeds.gathered)
+
+
+def expected(launch: Launch, batch: Requests) -> tuple[float, float, float]:
+    speeds = SPEEDS[launch.head_dims]
+    group, second = launch.group_size, launch.tile_q_second
+    requests = [(q * group, k) for q, k in zip(batch.qo_lens(), batch.kv_len, strict=True)]
+    few = [r for r in requests if r[0] <= second] if second else []
+    rest = [r for r in requests if r[0] > second] if second else requests
+    rows = [r[0] for r in rest]
+    tile_q = second
+    if rows or not second:
+        mean = sum(rows) / len(rows) if rows else 0
+        tile_q = choose_tile_q(
+            max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size
+        )
+    parts = [(rest, tile_q, 64, speeds.tiles[tile_q])]
+    if second:
+        parts.append((few, second, 64, speeds.tiles[second]))
+    widens = is_widened(BF16, launch.kv_dtype)
+    tile_kv = hopper_tile_kv(*launch.head_dims, widens)
+    hopper = [(requests, hopper_tile_q(*launch.head_dims), tile_kv, speeds.hopper)]
+    slower = factor(launch, speeds, batch.page_size)
+    return (
+        tile_q,
+        speeds.start + busy_us(launch, batch, parts),
+        speeds.hopper_start + slower * busy_us(launch, batch, hopper),
+    )
+
+
+def lengths(most: int) -> st.SearchStrategy[int]:
+    """As many short ones as long ones."""
+    return st.integers(0, most.bit_length()).flatmap(lambda bits: st.integers(0, most >> bits))
+
+
+@st.composite
+def batches(draw: Any) -> Requests:
+    pairs = draw(st.lists(st.tuples(lengths(9000), lengths(20_000)), min_size=0, max_size=40))
+    return Requests(
+        qo_len=tuple(q for q, _ in pairs),
+        kv_len=tuple(k for _, k in pairs),
+        page_size=draw(st.sampled_from([0, 1, 3, 8, 16, 64, 100, 128, 256])),
+        causal=draw(st.booleans()),
+        window_left=draw(st.sampled_from([-1, -1, 0, 700])),
+        first_entry=draw(st.sampled_from([0, 7])),
+    )
+
+
+LAUNCHES = st.builds(
+    Launch,
+    num_kv_heads=st.sampled_from([1, 2, 8, 32]),
+    group_size=st.sampled_from([1, 4, 7, 64]),
+    head_dims=st.sampled_from(sorted(SPEEDS)),
+    kv_dtype=st.sampled_from([BF16, E4M3]),
+    tile_q_second=st.sampled_from([0, 0, 16, 64]),
+)
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(LAUNCHES, batches())
+def test_the_estimate_is_the_model(launch: Launch, batch: Requests):
+    assert estimated(launch, batch) == pytest.approx(expected(launch, batch), rel=1e-12)
+
+
+# ---- What must hold whatever the numbers are ----
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (256, 256), (512, 512)])
+def test_without_the_kernel_for_hopper_only_the_tile_is_estimated(head_dims, fixed):
+    launch = Launch(head_dims=head_dims, fixed_split_size=fixed, with_hopper=False)
+    for tokens in itertools.product([0, 1, 4, 5, 16, 17, 300], repeat=2):
+        tile_q, _, hopper_us = estimated(launch, Requests(tokens, (64, 64)))
+        rows = [4 * n for n in tokens]
+        assert tile_q == choose_tile_q(max(rows), sum(rows) / 2, head_dims[1], fixed)
+        assert hopper_us == math.inf
+
+
+def test_lengths_and_not_pages_count():
+    """A page of 1024 tokens with one in it is one key."""
+    short, page = Requests((1,) * 400, (1,) * 400, 1024), Requests((1,) * 400, (1024,) * 400, 1024)
+    assert estimated(Launch(), short)[1] < estimated(Launch(), page)[1]
+
+
+def test_no_rows_cost_no_more_than_the_start():
+    speeds = SPEEDS[128, 128]
+    for batch in (Requests((), ()), Requests((0, 0), (5000, 10))):
+        assert estimated(Launch(), batch) == (16, speeds.start, speeds.hopper_start)
+
+
+def test_counts_are_beyond_32_bits():
+    """2^31 - 1024 rows of a request, against 2^31 - 1 keys: nothing wraps around."""
+    launch = Launch(num_kv_heads=1, group_size=1)
+    keys = 2**31 - 1
+    batch = Requests((2**31 - 1025,), (keys,), page_size=0)
+    found = estimated(launch, batch)
+    speed = SPEEDS[128, 128].tiles[128]
+    tiles = math.ceil((2**31 - 1025) / 128)
+    shared = speed.per_128_keys * tiles * (keys / 128 + speed.ends) / NUM_SMS
+    assert found[1] == pytest.approx(SPEEDS[128, 128].start + shared, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model[:20], "`model` must have 15 numbers and 6 of each tile, got 20"),
+        (lambda model: model.float(), "`model`.*float64"),
+        (lambda model: model * 0, "`model` must have counts from 1 on, got 0"),
+    ],
+)
+def test_what_is_no_model_is_refused(change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        estimate_kernels(change(Launch().model(16)), Requests((1,), (1,)).group())
