@@ -256,7 +256,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             problem.kv_indices = device_indices("indices", indices, self.device)
         else:
             problem.kv_indices = check_page_numbers(
-                "indices", indices, self._paged_kv_indices_buf, int(problem.kv_indptr[-1])
+                "indices", indices, self._paged_kv_indices_buf, problem.kv_indptr
             )
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
         if self._paged_kv_indices_buf is not None:

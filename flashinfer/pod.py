@@ -21,7 +21,13 @@ from ._attention.arguments import (
     refuse,
     with_data_type,
 )
-from ._attention.paged import check_buffer, host_page_table, keep, page_numbers
+from ._attention.paged import (
+    check_buffer,
+    check_fits,
+    check_page_numbers,
+    host_page_table,
+    keep,
+)
 from ._attention.pair import Pair, PairWrapper, add_pair_mask, check_pair_options, naming
 from ._attention.problem import AttentionProblem
 from ._attention.wrapper import split_cache
@@ -68,7 +74,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
     use_cuda_graph : bool
         Whether ``run`` will be captured: the graph then serves every batch of up to
         ``len(paged_kv_last_page_len_buffer)`` requests by planning anew, with the prefill's
-        lengths of the run that was captured.
+        lengths of the run that was captured; the wrapper then runs with no others.
     paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : torch.Tensor
         With `use_cuda_graph`: int32 buffers on the device, of ``capacity + 1`` elements, of the
         most page numbers a batch can have, and of ``capacity``. ``plan`` fills them.
@@ -109,7 +115,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._base: AttentionProblem | None = None  # the batch, as planned
-        self._non_blocking, self._is_captured = True, False
+        self._non_blocking = True
         self._pages = [torch.empty(0, dtype=torch.int32, device=self.device)]
         if not use_cuda_graph:
             return
@@ -165,6 +171,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         TypeError, ValueError
             If an argument is not as described, naming it.
         """
+        self._base = self._problems = self._key = None  # whatever becomes of this plan
         q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
         check_count("page_size", page_size)
         check_count("head_dim", head_dim)
@@ -174,8 +181,11 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
             *(sm_scale, rope_scale, rope_theta),
             ("float16" if q_data_type is None else q_data_type, kv_data_type, None),
         )
-        names = ("qo_indptr", "indptr", "last_page_len")
-        _, starts, _, last = host_page_table(None, indptr, last_page_len, None, page_size, names)
+        names = ("indptr", "indices", "last_page_len")
+        table_names = ("qo_indptr", "indptr", "last_page_len")
+        _, starts, _, last = host_page_table(
+            None, indptr, last_page_len, None, page_size, table_names
+        )
         problem = AttentionProblem(
             kv_indptr=starts,
             last_page_len=last,
@@ -183,20 +193,24 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
             names=POD_DECODE,
             **options,
         )
-        before, key = self._problems, self._key
-        if before is not None and self._is_captured:
-            self._check_unchanged(before[1], problem)
-        self._base = self._problems = self._key = None
+        self._check_unchanged(problem)
         self._executor.check(problem)
-        buffer = None if self._buffers is None else self._buffers[1]
-        problem.kv_indices = page_numbers("indices", indices, self.device, buffer, non_blocking)
-        if self._buffers is not None:
-            keep("indptr", indptr, self._buffers[0], non_blocking)
-            keep("last_page_len", last_page_len, self._buffers[2], non_blocking)
-        self._base, self._non_blocking = problem, non_blocking
-        if before is not None and self._is_captured:
-            self._plan_run((before[0], problem))  # a graph is replayed without coming to run()
+        if self._buffers is None:
+            problem.kv_indices = device_indices("indices", indices, self.device)
+        else:
+            problem.kv_indices = check_page_numbers("indices", indices, self._buffers[1], starts)
+            check_fits("indptr", indptr, self._buffers[0])
+        self._non_blocking = non_blocking
+        if self._captured_run is not None:  # a graph is replayed without coming to run()
+            (prefill, _), key, _ = self._captured_run
+            self._plan_run((prefill, problem))
             self._key = key
+        if self._buffers is not None:
+            for name, values, buffer in zip(
+                names, (indptr, indices, last_page_len), self._buffers, strict=True
+            ):
+                keep(name, values, buffer, non_blocking)
+        self._base = problem
 
     begin_forward = plan
 
@@ -299,7 +313,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         )
         self._plan_for(key, masks, lambda: self._run_problems(q_p, k_p, *key[2:], *masks))
         if self._use_cuda_graph and torch.cuda.is_current_stream_capturing():
-            self._is_captured = True
+            self._note_capture()
         return self._launch_pair(
             (q_p, k_p, v_p),
             (q_d, *cache_d),
@@ -477,6 +491,7 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
         TypeError, ValueError
             If an argument is not as described, naming it.
         """
+        self._bases = self._key = None  # whatever becomes of this plan
         q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
         check_count("page_size", page_size)
         check_count("head_dim", head_dim)
@@ -511,7 +526,6 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
                 ("d", POD_DECODE, kv_indices_d, indices[3:]),
             )
         ]
-        self._bases = self._key = None
         self._non_blocking = non_blocking
         bases[0].causal = self._causal
         self._plan_pair((bases[0], bases[1]), non_blocking)

@@ -316,7 +316,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             problem.kv_indices = device_indices(name, paged_kv_indices, self.device)
         else:
             problem.kv_indices = check_page_numbers(
-                name, paged_kv_indices, self._paged_kv_indices_buf, int(problem.kv_indptr[-1])
+                name, paged_kv_indices, self._paged_kv_indices_buf, problem.kv_indptr
             )
         capacity = self._graph_capacity(problem)
         self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .arguments import check_index_vector, device_indices, host_indices
+from .arguments import check_index_vector, host_indices
 
 
 def host_page_table(
@@ -107,26 +107,15 @@ def check_buffer(
     return buffer
 
 
-def check_page_numbers(name: str, indices: Any, buffer: torch.Tensor, needed: int) -> torch.Tensor:
+def check_page_numbers(
+    name: str, indices: Any, buffer: torch.Tensor, indptr: torch.Tensor
+) -> torch.Tensor:
     """The buffer that `keep` will copy `indices` to, once all of a plan is known to be right."""
     check_index_vector(name, indices)
+    needed = int(indptr[-1]) if len(indptr) else 0  # an empty one is refused by the planner
     if not needed <= indices.numel() <= buffer.numel():
         raise ValueError(
             f"`{name}` must have from the {needed} elements of the indptr to the "
             f"{buffer.numel()} of its buffer, got {indices.numel()}"
         )
     return buffer
-
-
-def page_numbers(
-    name: str,
-    indices: Any,
-    device: torch.device,
-    buffer: torch.Tensor | None,
-    non_blocking: bool = True,
-) -> torch.Tensor:
-    """Page numbers on the device, in a graph's buffer if there is one."""
-    if buffer is None:
-        return device_indices(name, indices, device)
-    check_index_vector(name, indices)
-    return keep(name, indices, buffer, non_blocking)

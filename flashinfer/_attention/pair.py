@@ -30,6 +30,8 @@ class PairWrapper(AttentionWrapper):
         super().__init__(float_workspace_buffer, kv_layout, graph, "auto", None)
         self._problems: Pair | None = None  # of the latest run
         self._key: Any = None  # what they depend on
+        # Problems and key of the run that a CUDA graph holds, and its workspaces.
+        self._captured_run: tuple[Pair, Any, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -47,7 +49,13 @@ class PairWrapper(AttentionWrapper):
         """
         is_masked = any(mask is not None for mask in masks)
         if key != self._key or is_masked:
-            self._plan_run(problems())
+            planned = problems()
+            if self._captured_run is not None:
+                raise ValueError(
+                    "run() must keep the lengths and options it had when a CUDA graph was "
+                    "captured, which reads this wrapper's plan: use another wrapper for others"
+                )
+            self._plan_run(planned)
             self._key = None if is_masked else key
 
     def _plan_run(self, problems: Pair) -> None:
@@ -73,14 +81,33 @@ class PairWrapper(AttentionWrapper):
         )
         self._problems = problems
 
-    def _check_unchanged(self, before: AttentionProblem, now: AttentionProblem) -> None:
-        """Refuse options that a captured graph would not see."""
+    def _note_capture(self) -> None:
+        """The run that is captured now: later plans have to be for it."""
+        assert self._problems is not None
+        self._captured_run = self._problems, self._key, self._workspaces()
+
+    def _check_unchanged(self, now: AttentionProblem) -> None:
+        """Refuse options and workspaces that a captured graph would not see."""
+        if self._captured_run is None:
+            return
+        problems, _, workspaces = self._captured_run
         for name in FROZEN:
-            if getattr(before, name) != getattr(now, name):
+            if getattr(problems[1], name) != getattr(now, name):
                 raise ValueError(
                     f"`{name}` must stay what it was when a CUDA graph was captured, "
-                    f"{getattr(before, name)}, got {getattr(now, name)}: the graph would not see it"
+                    f"{getattr(problems[1], name)}, got {getattr(now, name)}: the graph would not "
+                    "see it"
                 )
+        names = ("float_workspace_buffer", "int_workspace_buffer")
+        for name, old, new in zip(names, workspaces, self._workspaces(), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                raise ValueError(
+                    f"`{name}` must stay what it was when a CUDA graph was captured: the graph "
+                    "would not see another"
+                )
+
+    def _workspaces(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._executor.float_workspace, self._executor.int_workspace
 
     def _launch_pair(
         self,
