@@ -169,12 +169,13 @@ class AttentionExecutor:
         if graph_capacity is not None:
             self._graph_choice = (key[_TILE_Q], key[_BACKEND])
 
-    def change_options(self, problem: AttentionProblem) -> None:
+    def change_options(self, problem: AttentionProblem, keep_plan: bool = False) -> None:
         """Launch the planned requests with other options from now on.
 
         `problem` differs from the planned one in options only. If other keys are visible the
-        requests are planned anew, except while a CUDA graph is captured: then the plan must cover
-        the keys that are visible now, and visits the others for nothing.
+        requests are planned anew, except with `keep_plan`, for a CUDA graph that was captured, and
+        while one is: then the plan must cover the keys that are visible now, and visits the others
+        for nothing.
 
         Raises
         ------
@@ -186,21 +187,22 @@ class AttentionExecutor:
         if self.device.type != "cuda":
             self.problem = problem
             return
+        keep_plan = keep_plan or torch.cuda.is_current_stream_capturing()
         if problem.group() != planned.group():
-            if not torch.cuda.is_current_stream_capturing():
+            if not keep_plan:
                 self._plan_again(problem)
                 return
             if not covers(planned, problem):
                 raise ValueError(
                     "`causal` and `window_left` of forward() must not show more keys than those "
-                    "of plan() while a CUDA graph is captured"
+                    "of plan() with a CUDA graph, which reads the plan"
                 )
         key = self._module_key(problem, None, 0, settings[0], settings[2])
         if key[_BACKEND] != self._key[_BACKEND]:
-            if torch.cuda.is_current_stream_capturing():
+            if keep_plan:
                 raise ValueError(
                     "`pos_encoding_mode` of forward() must not need another kernel than that of "
-                    "plan() while a CUDA graph is captured"
+                    "plan() with a CUDA graph, which reads the plan"
                 )
             self._plan_again(problem)
             return

@@ -283,11 +283,11 @@ class AttentionWrapper:
         }
         if "causal" in options:
             changed["causal"] = check_flag("causal", options["causal"])
-        if changed["pos_encoding_mode"] == "ALIBI":
-            changed["alibi_slopes"] = self._alibi_slopes(problem.num_qo_heads)
         if any(getattr(problem, name) != value for name, value in changed.items()):
+            if changed["pos_encoding_mode"] == "ALIBI":
+                changed["alibi_slopes"] = self._alibi_slopes(problem.num_qo_heads)
             problem = dataclasses.replace(problem, **changed)
-            self._executor.change_options(problem)
+            self._executor.change_options(problem, keep_plan=self._captured is not None)
             self._problem = problem
         self._overrides = options
 
@@ -399,7 +399,10 @@ class AttentionWrapper:
     def _frozen(self, problem: AttentionProblem) -> dict[str, Any]:
         """What a captured launch contains and a plan cannot change."""
         executor = self._executor
-        tensors = ("kv_indices", "custom_mask", "mask_indptr", "alibi_slopes", "prefix_len_ptr")
+        tensors = (
+            *("kv_indices", "custom_mask", "mask_indptr", "alibi_slopes", "prefix_len_ptr"),
+            *("token_pos_in_items_ptr", "max_item_len_ptr"),
+        )
         return {
             **{name: getattr(problem, name) for name in FROZEN},
             **{

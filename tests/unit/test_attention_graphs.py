@@ -38,6 +38,7 @@ def launches(monkeypatch) -> Iterator[Launches]:
     def init(self: Any, *args: Any) -> None:
         original(self, *args)
         self.run = lambda *arguments: recorded.append((self.config, arguments))
+        self.second = lambda *arguments: None
         self.cta_slots = lambda _: (264, 1)
 
     original = AttentionModule.__init__
@@ -80,8 +81,9 @@ def graph_decode() -> Any:
 def plan_decode(wrapper: Any, batch_size: int = 3, pages: int = 4, **options: Any) -> None:
     indptr = torch.arange(batch_size + 1, dtype=torch.int32) * pages
     indices = torch.arange(batch_size * pages, dtype=torch.int32)
-    options = {"q_data_type": BF16, **options}
-    wrapper.plan(indptr, indices, torch.full((batch_size,), 5), *HEADS, **options)
+    sizes = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim", "page_size"), HEADS, strict=True))
+    options = {"q_data_type": BF16, **sizes, **options}
+    wrapper.plan(indptr, indices, torch.full((batch_size,), 5), **options)
 
 
 def query(tokens: int) -> torch.Tensor:
@@ -235,6 +237,35 @@ def test_masks_of_a_prefill_graph(launches):
     assert torch.equal(buffers["custom_mask_buf"][:29], packed)
 
 
+def captured(launches: Launches, run: Any) -> None:
+    launches.capturing = True
+    run()
+    launches.capturing = False
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("prefix_len_ptr", torch.int32),
+        ("token_pos_in_items_ptr", torch.int16),
+        ("max_item_len_ptr", torch.int16),
+    ],
+)
+def test_tensors_of_items_stay_where_a_graph_reads_them(launches, name, dtype):
+    wrapper = graph_prefill()
+    items: dict[str, Any] = {
+        "prefix_len_ptr": int32(20),
+        "token_pos_in_items_ptr": torch.zeros(40, dtype=torch.int16),
+        "token_pos_in_items_len": 40,
+        "max_item_len_ptr": torch.tensor([9], dtype=torch.int16),
+    }
+    plan_prefill(wrapper, 37, **items)
+    captured(launches, lambda: wrapper.run(query(37), CACHE))
+    plan_prefill(wrapper, 30, **items)
+    with pytest.raises(ValueError, match=f"`{name}` must stay"):
+        plan_prefill(wrapper, 30, **{**items, name: items[name].clone()})
+
+
 # ---- The deprecated forward() ----
 
 
@@ -256,6 +287,30 @@ def test_forward_plans_anew_only_if_other_keys_are_visible(launches):
     wrapper.end_forward()
 
 
+def test_forward_with_the_slopes_that_were_planned(launches):
+    wrapper = pretend_gpu(flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace()))
+    plan_prefill(wrapper, 30, pos_encoding_mode="ALIBI")
+    wrapper.forward(query(30), CACHE, pos_encoding_mode="ALIBI")
+    wrapper.forward(query(30), CACHE)
+    wrapper.forward(query(30), CACHE, pos_encoding_mode="ALIBI", sm_scale=0.5)
+    assert [config.pos_encoding for config, _ in launches] == ["alibi", "none", "alibi"]
+
+
+def test_forward_beside_a_graph_keeps_its_plan(launches):
+    wrapper = graph_prefill()
+    plan_prefill(wrapper, 30, 40, begin="begin_forward")
+    captured(launches, lambda: wrapper.forward(query(70), CACHE))
+    planner = wrapper._executor._planner
+    with mock.patch.object(planner, "plan", wraps=planner.plan) as plan:
+        wrapper.forward(query(70), CACHE, causal=True, window_left=5)
+        assert plan.call_count == 0  # the graph would see the narrower plan
+    other = graph_prefill()
+    plan_prefill(other, 30, 40, causal=True, begin="begin_forward")
+    captured(launches, lambda: other.forward(query(70), CACHE, causal=True))
+    with pytest.raises(ValueError, match="`causal` and `window_left`"):
+        other.forward(query(70), CACHE, causal=False)
+
+
 def test_forward_while_a_graph_is_captured(launches):
     wrapper = graph_prefill()
     plan_prefill(wrapper, 30, 40, begin="begin_forward")
@@ -270,7 +325,7 @@ def test_forward_while_a_graph_is_captured(launches):
     with pytest.raises(ValueError, match="`causal` and `window_left`"):
         other.forward(query(70), CACHE, causal=False)
     launches.capturing = False
-    other.forward(query(70), CACHE, causal=False)  # plans anew
+    other.forward(query(70), CACHE, causal=False)  # plans anew: nothing is captured
     launches.capturing = True
     with pytest.raises(ValueError, match="later plans would leave them out"):
         other.forward(query(70), CACHE, causal=False)
