@@ -135,6 +135,7 @@ class BatchAttention(AttentionWrapper):
         TypeError, ValueError
             If an argument is not as listed above, naming it.
         """
+        self._problem = None  # whatever becomes of this plan
         refuse("the kernels write no profile", use_profiler=use_profiler)
         check_count("page_size", page_size)
         options = self._options(
@@ -154,7 +155,6 @@ class BatchAttention(AttentionWrapper):
             names=BATCH_ATTENTION,
             **options,
         )
-        self._problem = None
         self._plan_mixed(problem)
         self._problem = self._plan_problem = problem
 

@@ -351,6 +351,8 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
             "paged_kv_indices_arr": paged_kv_indices_arr,
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
+        for wrapper in self._wrappers:
+            wrapper._problem = None  # whatever becomes of this plan
         check_flag("causal", causal)
         num_levels = len(self._wrappers)
         levels = list(zip(*_per_level(num_levels, named), strict=True))

@@ -202,6 +202,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             If an argument is not as listed above, naming it; if the workspace is too small, with
             the bytes that it needs.
         """
+        self._problem = None  # whatever becomes of this plan
         refuse(
             _BLACKWELL,
             block_mask=block_mask,
@@ -227,9 +228,9 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         if mask is not None and packed_mask is None:
             check_mask(mask, int(rows[-1]), R, C)
             bits = bits_by_row_of_blocks(mask, rows)
+        self._plan_table(table, (bits, packed_mask), non_blocking, options)
         self._shape, self._block = (M, N), (R, C)
         self._blocks, self._causal = (rows, columns), causal
-        self._plan_table(table, (bits, packed_mask), non_blocking, options)
 
     begin_forward = plan
 
@@ -389,6 +390,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         TypeError, ValueError
             As for :meth:`BlockSparseAttentionWrapper.plan`.
         """
+        self._problem = None  # whatever becomes of this plan
         options = self._sparse_options(
             (num_qo_heads, num_kv_heads, head_dim),
             pos_encoding_mode,
@@ -406,10 +408,10 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         table = variable_block_table(*blocks, causal, self.device)
         # The heads' matrices lie behind each other: one KV head with the queries of its group.
         options |= {"num_qo_heads": num_qo_heads // num_kv_heads, "num_kv_heads": 1}
+        self._plan_table(table, (None, None), non_blocking, options)
         self._heads = num_qo_heads, num_kv_heads
         self._lengths = int(blocks[1][0].sum()), int(blocks[2][0].sum())
         self._blocks, self._causal = blocks, causal
-        self._plan_table(table, (None, None), non_blocking, options)
 
     begin_forward = plan
 

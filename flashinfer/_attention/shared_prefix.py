@@ -208,6 +208,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         TypeError, ValueError
             If an argument is not as described.
         """
+        self._table = self._planned = None  # whatever becomes of this plan
         names = {
             "qo_indptr": qo_indptr,
             "paged_kv_indptr": paged_kv_indptr,
@@ -222,7 +223,6 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         }
         heads = [check_count(name, size) for name, size in sizes.items()]
         self._table = (host_qo_indptr, host_indptr, paged_kv_indices, last, *heads)
-        self._planned = None
 
     def forward(
         self,
