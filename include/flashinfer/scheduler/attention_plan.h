@@ -17,8 +17,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <flashinfer/scheduler/attention_tiles.h>
+#include <flashinfer/scheduler/longest_first.h>
 #include <flashinfer/scheduler/work.h>
-#include <functional>
 #include <vector>
 
 namespace flashinfer {
@@ -55,25 +55,20 @@ class AttentionPlanner {
     groups_[1] = second;
     tiles_.clear();
     pieces_.clear();
-    order_.clear();
-    append_tiles(config, first, second ? 0 : -1, tiles_);
-    if (second) append_tiles(config, *second, 1, tiles_);
-    total_cost_ = max_cost_ = 0;
-    min_cost_ = INT64_MAX;
-    for (const Tile& tile : tiles_) {
-      total_cost_ += tile.cost;
-      max_cost_ = std::max(max_cost_, tile.cost);
-      min_cost_ = std::min(min_cost_, tile.cost);
-    }
+    sorted_.clear();
+    totals_ = {};
+    append_tiles(config, first, second ? 0 : -1, tiles_, totals_);
+    if (second) append_tiles(config, *second, 1, tiles_, totals_);
     num_slots_ = num_merges_ = max_cut_rows_ = num_columns_ = 0;
     gpu_columns_ = share_columns_ = gpu_columns(config);
 
+    are_whole_ = false;
     if (config.fixed_split_size > 0) {
       cut_at_multiples();
-      deal_longest_first();
+      deal_longest_first(pieces_);
     } else if (config.disable_split_kv || whole_tiles_are_balanced()) {
-      if (order_.empty()) take_whole_tiles();
-      deal_longest_first();
+      are_whole_ = true;
+      deal_longest_first(tiles_);
     } else {
       share_columns_ = columns_of_shares();
       cut_into_shares(smallest_share());
@@ -118,18 +113,10 @@ class AttentionPlanner {
     int32_t tile;
     int32_t kv_begin;
     int32_t kv_end;
-    int32_t slot;  // negative: the tile is not cut
-    int32_t column;
+    int32_t slot;    // negative: the tile is not cut
+    int32_t column;  // of equal shares
     int64_t cost;
   };
-  // A column and its cost so far in one number, which orders columns by cost, then by index. Costs
-  // are multiples of 16, and those of a plan add up to less than 2^52; indices are below 2^15.
-  static uint64_t load_of(int64_t cost, int64_t column) {
-    return static_cast<uint64_t>(cost << 11 | column);
-  }
-  static int64_t cost_of(uint64_t load) { return static_cast<int64_t>(load >> 15 << 4); }
-  static int32_t column_of(uint64_t load) { return static_cast<int32_t>(load & 0x7fff); }
-
   bool is_cut(const Tile& tile, const Piece& piece) const {
     return piece.kv_begin != tile.kv_begin || piece.kv_end != tile.kv_end;
   }
@@ -145,19 +132,6 @@ class AttentionPlanner {
 
   // ---- Cutting ----
 
-  void add_piece(int32_t tile, int64_t kv_begin, int64_t kv_end, int64_t column, int64_t cost) {
-    pieces_.push_back({tile, static_cast<int32_t>(kv_begin), static_cast<int32_t>(kv_end), -1,
-                       static_cast<int32_t>(column), cost});
-  }
-
-  void take_whole_tiles() {
-    pieces_.reserve(tiles_.size());
-    for (size_t i = 0; i < tiles_.size(); ++i) {
-      const Tile& tile = tiles_[i];
-      add_piece(static_cast<int32_t>(i), tile.kv_begin, tile.kv_end, 0, tile.cost);
-    }
-  }
-
   // Cuts are multiples of the size in the request's own positions, so that neither the query's
   // position nor the window moves them.
   void cut_at_multiples() {
@@ -168,8 +142,9 @@ class AttentionPlanner {
       int64_t begin = tile.kv_begin;
       do {
         const int64_t end = std::min<int64_t>(tile.kv_end, (begin / size + 1) * size);
-        add_piece(static_cast<int32_t>(i), begin, end, 0,
-                  cost.of(tile.kind, config_->kv_tiles(end - begin)));
+        pieces_.push_back({static_cast<int32_t>(i), static_cast<int32_t>(begin),
+                           static_cast<int32_t>(end), -1, 0,
+                           cost.of(tile.kind, config_->kv_tiles(end - begin))});
         begin = end;
         if (static_cast<int64_t>(pieces_.size()) > kMaxPieces) return;
       } while (begin < tile.kv_end);
@@ -233,8 +208,8 @@ class AttentionPlanner {
   // Long ones take the fewest columns that keep the memory busy: there is less to merge (1 %).
   int64_t columns_of_shares() const {
     const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
-    if (min_cost_ != max_cost_ || num_tiles > gpu_columns_) return gpu_columns_;
-    const bool is_long = total_cost_ >= gpu_columns_ * TileCost(*config_).of(0, 24);
+    if (totals_.least != totals_.most || num_tiles > gpu_columns_) return gpu_columns_;
+    const bool is_long = totals_.cost >= gpu_columns_ * TileCost(*config_).of(0, 24);
     const int64_t most = is_long ? gpu_columns_ / config_->lone_speed : gpu_columns_;
     const int64_t columns = most / num_tiles * num_tiles;
     return 32 * columns >= 31 * most && columns > 0 ? columns : gpu_columns_;
@@ -243,7 +218,7 @@ class AttentionPlanner {
   // What each column gets if every border between columns cuts a tile.
   int64_t expected_share() const {
     const int64_t cuts = (share_columns_ - 1) * TileCost(*config_).per_piece(0);
-    return std::max(least_share(), ceil_div(total_cost_ + cuts, share_columns_));
+    return std::max(least_share(), ceil_div(totals_.cost + cuts, share_columns_));
   }
 
   // The smallest share, to about 1/256, with which the columns of the GPU suffice. All costs are
@@ -252,7 +227,7 @@ class AttentionPlanner {
     const TileCost cost(*config_);
     const int64_t unit = config_->tile_q_second > 0 ? std::min(cost.per_piece(0), cost.per_piece(1))
                                                     : cost.per_piece(0);
-    const int64_t lowest = std::max(least_share(), ceil_div(total_cost_, share_columns_));
+    const int64_t lowest = std::max(least_share(), ceil_div(totals_.cost, share_columns_));
     int64_t low = ceil_div(lowest, unit) - 1;  // too small; in units, as what follows
     int64_t high = std::max(low + 1, ceil_div(expected_share(), unit));
     int64_t step = std::max<int64_t>(1, high / 64);
@@ -304,21 +279,19 @@ class AttentionPlanner {
     if (num_tiles == 0) return true;
     const int64_t share = expected_share();
     const int64_t allowed = share + share / 32 + TileCost(*config_).of_merging();
-    const int64_t even = ceil_div(total_cost_, gpu_columns_);
-    if (max_cost_ > allowed * config_->lone_speed) return false;
-    if (min_cost_ == max_cost_) {
+    const int64_t even = ceil_div(totals_.cost, gpu_columns_);
+    if (totals_.most > allowed * config_->lone_speed) return false;
+    if (totals_.least == totals_.most) {
       const int64_t rounds = num_tiles / gpu_columns_, rest = num_tiles % gpu_columns_;
-      return rounds * max_cost_ + time_of(max_cost_, rest) <= allowed;
+      return rounds * totals_.most + time_of(totals_.most, rest) <= allowed;
     }
-    if (num_tiles <= gpu_columns_ && max_cost_ <= allowed) return true;
-    if (even + max_cost_ <= allowed) return true;
+    if (num_tiles <= gpu_columns_ && totals_.most <= allowed) return true;
+    if (even + totals_.most <= allowed) return true;
     // So many that the short ones at the end fill every gap; dealing them out would take long.
-    if (num_tiles >= 32 * gpu_columns_ && max_cost_ <= even) return true;
-    take_whole_tiles();
-    sort_longest_first();
-    if (deal_to_least_loaded() <= allowed || end_of_columns() <= allowed) return true;
-    pieces_.clear();
-    order_.clear();
+    if (num_tiles >= 32 * gpu_columns_ && totals_.most <= even) return true;
+    sorted_.sort(tiles_, totals_.least, totals_.most);
+    if (sorted_.deal(tiles_, gpu_columns_) <= allowed || end_of_columns() <= allowed) return true;
+    sorted_.clear();
     return false;
   }
 
@@ -331,83 +304,28 @@ class AttentionPlanner {
 
   // When the last of the columns that were dealt ends.
   int64_t end_of_columns() {
-    std::sort(loads_.begin(), loads_.end());
     int64_t end = 0, done = 0;  // done: cost of the columns that have ended by then
-    for (size_t i = 0; i < loads_.size(); ++i) {
-      end += time_of(cost_of(loads_[i]) - done, loads_.size() - i);
-      done = cost_of(loads_[i]);
-    }
+    int64_t running = std::min<int64_t>(tiles_.size(), gpu_columns_);
+    sorted_.visit_loads([&](int64_t cost) {
+      end += time_of(cost - done, running--);
+      done = cost;
+    });
     return end;
   }
 
-  // Sorts by cost, to 1/1024 of the range of costs; ties stay in order of the tiles.
-  void sort_longest_first() {
-    int64_t low = INT64_MAX, high = 0;
-    for (const Piece& piece : pieces_) {
-      low = std::min(low, piece.cost);
-      high = std::max(high, piece.cost);
+  template <typename Part>
+  void deal_longest_first(const std::vector<Part>& parts) {
+    if (parts.empty()) return;
+    if (!sorted_.is_sorted()) {
+      TileTotals totals;
+      for (const Part& part : parts) totals.add(part.cost);
+      sorted_.sort(parts, totals.least, totals.most);
     }
-    int shift = 0;
-    while ((high - low) >> shift >= kSortBuckets) ++shift;
-    order_.resize(pieces_.size());
-    std::vector<int32_t>& starts = sort_starts_;
-    const int64_t buckets = ((high - low) >> shift) + 1;
-    starts.assign(buckets + 1, 0);
-    for (const Piece& piece : pieces_) ++starts[((high - piece.cost) >> shift) + 1];
-    for (int64_t i = 0; i < buckets; ++i) starts[i + 1] += starts[i];
-    for (size_t i = 0; i < pieces_.size(); ++i) {
-      order_[starts[(high - pieces_[i].cost) >> shift]++] = static_cast<int32_t>(i);
-    }
-  }
-
-  // Each piece in turn goes to the column with the least cost so far. Returns the largest cost.
-  int64_t deal_to_least_loaded() {
-    loads_.clear();
-    int64_t longest = 0;
-    for (const int32_t index : order_) {
-      Piece& piece = pieces_[index];
-      int64_t cost = piece.cost;
-      if (static_cast<int64_t>(loads_.size()) < gpu_columns_) {
-        piece.column = static_cast<int32_t>(loads_.size());
-        loads_.push_back(load_of(cost, piece.column));
-        if (static_cast<int64_t>(loads_.size()) == gpu_columns_) {
-          std::make_heap(loads_.begin(), loads_.end(), std::greater<uint64_t>());
-        }
-      } else {
-        piece.column = column_of(loads_.front());
-        cost += cost_of(loads_.front());
-        replace_least(load_of(cost, piece.column));
-      }
-      longest = std::max(longest, cost);
-    }
-    return longest;
-  }
-
-  // Which child is less is a sum and not a branch, as nobody can predict it.
-  void replace_least(uint64_t load) {
-    const size_t size = loads_.size();
-    size_t hole = 0;
-    for (size_t child = 1; child < size; child = 2 * hole + 1) {
-      if (child + 1 < size) child += loads_[child + 1] < loads_[child];
-      if (load < loads_[child]) break;
-      loads_[hole] = loads_[child];
-      hole = child;
-    }
-    loads_[hole] = load;
-  }
-
-  void deal_longest_first() {
-    if (pieces_.empty()) return;
-    if (order_.empty()) sort_longest_first();
-    if (config_->is_graph()) {
-      deal_to_least_loaded();
-      return;
-    }
-    num_columns_ = std::min<int64_t>(pieces_.size(), kMaxColumns);
-    int64_t column = 0;
-    for (const int32_t index : order_) {
-      pieces_[index].column = static_cast<int32_t>(column);
-      if (++column == num_columns_) column = 0;
+    if (!config_->is_graph()) {
+      sorted_.forget_columns();
+      num_columns_ = std::min<int64_t>(parts.size(), kMaxColumns);
+    } else if (!sorted_.is_dealt()) {
+      sorted_.deal(parts, gpu_columns_);
     }
   }
 
@@ -415,7 +333,7 @@ class AttentionPlanner {
 
   void decide_layout(int64_t float_bytes) {
     PlanLayout& layout = layout_;
-    const int64_t num_pieces = static_cast<int64_t>(pieces_.size());
+    const int64_t num_pieces = are_whole_ ? tiles_.size() : pieces_.size();
     layout.is_too_long = num_pieces > kMaxPieces;
     layout.num_ctas = num_columns_;
     layout.num_merges = num_merges_;
@@ -478,39 +396,63 @@ class AttentionPlanner {
   // The first item of column c is items[c]; those that follow in a column come behind all first
   // ones, in the order in which they are dealt.
   void write_items(WorkItem* items) {
-    const int32_t num_ctas = static_cast<int32_t>(layout_.num_ctas);
-    last_of_column_.assign(num_ctas, -1);
-    int32_t unused = num_ctas;
-    const size_t num_pieces = pieces_.size();
-    for (size_t i = 0; i < num_pieces; ++i) {
-      const Piece& piece = pieces_[order_.empty() ? i : order_[i]];
-      int32_t& last = last_of_column_[piece.column];
-      const int32_t index = last < 0 ? piece.column : unused++;
-      if (last >= 0) items[last].next = index;
-      last = index;
-      const Tile& tile = tiles_[piece.tile];
-      const PlanRequest& request = groups_[group_of(tile)]->requests[tile.request];
-      WorkItem item;
-      item.request = tile.request;
-      item.kind = tile.kind;
-      item.qo_begin = request.qo_begin;
-      item.qo_len = request.qo_len;
-      item.kv_len = request.kv_len;
-      item.kv_base = request.kv_base;
-      item.row_begin = tile.row_begin;
-      item.kv_begin = piece.kv_begin;
-      item.kv_end = piece.kv_end;
-      item.partial_slot = piece.slot;
-      item.next = -1;
-      item.lists_taken = 0;
-      items[index] = item;
+    last_of_column_.assign(layout_.num_ctas, -1);
+    num_written_ = static_cast<int32_t>(layout_.num_ctas);
+    if (are_whole_) {
+      write_sorted(tiles_, items);
+    } else if (sorted_.is_sorted()) {
+      write_sorted(pieces_, items);
+    } else {
+      for (const Piece& piece : pieces_) write_item(piece, next_item(items, piece.column));
     }
-    for (int32_t column = 0; column < num_ctas; ++column) {
+    for (int64_t column = 0; column < layout_.num_ctas; ++column) {
       if (last_of_column_[column] < 0) {
         items[column] = WorkItem{};
         items[column].request = items[column].partial_slot = items[column].next = -1;
       }
     }
+  }
+
+  template <typename Part>
+  void write_sorted(const std::vector<Part>& parts, WorkItem* items) {
+    const bool is_dealt = sorted_.is_dealt();
+    int32_t column = 0;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const Part& part = parts[sorted_.part(i)];
+      write_item(part, next_item(items, is_dealt ? sorted_.column(i) : column));
+      if (++column == layout_.num_ctas) column = 0;
+    }
+  }
+
+  WorkItem& next_item(WorkItem* items, int32_t column) {
+    int32_t& last = last_of_column_[column];
+    const int32_t index = last < 0 ? column : num_written_++;
+    if (last >= 0) items[last].next = index;
+    last = index;
+    return items[index];
+  }
+
+  void write_item(const Tile& tile, WorkItem& item) const {
+    write_item(tile, tile.kv_begin, tile.kv_end, -1, item);
+  }
+  void write_item(const Piece& piece, WorkItem& item) const {
+    write_item(tiles_[piece.tile], piece.kv_begin, piece.kv_end, piece.slot, item);
+  }
+  void write_item(const Tile& tile, int32_t kv_begin, int32_t kv_end, int32_t slot,
+                  WorkItem& item) const {
+    const PlanRequest& request = groups_[group_of(tile)]->requests[tile.request];
+    item.request = tile.request;
+    item.kind = tile.kind;
+    item.qo_begin = request.qo_begin;
+    item.qo_len = request.qo_len;
+    item.kv_len = request.kv_len;
+    item.kv_base = request.kv_base;
+    item.row_begin = tile.row_begin;
+    item.kv_begin = kv_begin;
+    item.kv_end = kv_end;
+    item.partial_slot = slot;
+    item.next = -1;
+    item.lists_taken = 0;
   }
 
   // In order of the tiles. A graph's merges that this plan does not need have no rows.
@@ -536,22 +478,21 @@ class AttentionPlanner {
     std::fill(merge, merges + layout_.num_merges, MergeItem{});
   }
 
-  static constexpr int64_t kSortBuckets = 1024;
-
   const PlanConfig* config_ = nullptr;
   const RequestGroup* groups_[2] = {};
   int64_t gpu_columns_ = 0;
   int64_t share_columns_ = 0;  // of these, that equal shares take
-  int64_t total_cost_ = 0, max_cost_ = 0, min_cost_ = 0;
-  int64_t walked_cost_ = 0;  // of the latest walk, with what closed columns left empty
+  int64_t walked_cost_ = 0;    // of the latest walk, with what closed columns left empty
   int64_t num_columns_ = 0, num_slots_ = 0, num_merges_ = 0, max_cut_rows_ = 0;
   PlanLayout layout_ = {};
 
   std::vector<Tile> tiles_;
-  std::vector<Piece> pieces_;   // by tile, then by KV
-  std::vector<int32_t> order_;  // in which pieces are written; empty: as they are
-  std::vector<int32_t> sort_starts_, last_of_column_;
-  std::vector<uint64_t> loads_;
+  TileTotals totals_;
+  bool are_whole_ = false;               // no tile is cut, and there are no pieces
+  std::vector<Piece> pieces_;            // by tile, then by KV
+  LongestFirst sorted_;                  // of whole tiles, or of pieces of a fixed size
+  std::vector<int32_t> last_of_column_;  // items, while they are written
+  int32_t num_written_ = 0;              // and first ones that are still to be
 };
 
 }  // namespace flashinfer

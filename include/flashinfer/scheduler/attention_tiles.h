@@ -90,42 +90,93 @@ inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t q
   return std::min(rows / tile_q + batch_size, rows);
 }
 
+struct TileTotals {
+  int64_t cost = 0, most = 0, least = INT64_MAX;  // of all tiles, and of one
+
+  void add(int64_t tile_cost) {
+    cost += tile_cost;
+    most = std::max(most, tile_cost);
+    least = std::min(least, tile_cost);
+  }
+};
+
+// The token and the head of a packed row; steps from row to row need no division.
+struct PackedRow {
+  int32_t token, head;
+
+  static PackedRow of(int64_t row, int64_t group_size) {
+    return {static_cast<int32_t>(row / group_size), static_cast<int32_t>(row % group_size)};
+  }
+  void move(PackedRow by, int32_t group_size) {
+    head += by.head;
+    const int32_t carry = head >= group_size;
+    head -= carry * group_size;
+    token += by.token + carry;
+  }
+};
+
 // Appends the tiles of a group, by request and by row. `group_kind`: negative gives kind 1 to those
 // requests that fit one tile of the second shape, if there is one.
 inline void append_tiles(const PlanConfig& config, const RequestGroup& group, int group_kind,
-                         std::vector<Tile>& tiles) {
+                         std::vector<Tile>& tiles, TileTotals& all_totals) {
   const TileCost cost(config);
   const int32_t group_size = static_cast<int32_t>(config.group_size);
   const int32_t batch_size = static_cast<int32_t>(group.requests.size());
+  const int64_t tile_qs[2] = {config.tile_q, std::max<int64_t>(1, config.tile_q_second)};
+  const auto kind_of = [&](int64_t rows) {
+    return group_kind >= 0 ? group_kind : static_cast<int>(rows <= config.tile_q_second);
+  };
+
+  PackedRow steps[2], last_rows[2];  // of one tile to the next, and of the first tile
+  for (int kind = 0; kind < 2; ++kind) {
+    steps[kind] = PackedRow::of(tile_qs[kind], group_size);
+    last_rows[kind] = PackedRow::of(tile_qs[kind] - 1, group_size);
+  }
+  size_t count = 0;
+  for (const PlanRequest& r : group.requests) {
+    const int64_t rows = int64_t{r.qo_len} * group_size;
+    const int64_t tile_q = tile_qs[kind_of(rows)];
+    count += rows > tile_q ? ceil_div(rows, tile_q) : rows > 0;
+  }
+  tiles.resize(tiles.size() + count);
+  Tile* tile = tiles.data() + tiles.size() - count;
+
+  // Copies, since the compiler cannot know that writing tiles leaves them alone.
+  const bool causal = group.causal;
+  const int64_t window_left = group.window_left, tile_kv = config.tile_kv();
+  const int tile_kv_log2 = config.tile_kv_log2;
+  TileTotals totals = all_totals;
   for (int32_t request = 0; request < batch_size; ++request) {
-    const PlanRequest& r = group.requests[request];
-    const int32_t rows = r.qo_len * group_size;
-    const int kind = group_kind >= 0 ? group_kind : rows <= config.tile_q_second;
-    const int32_t tile_q = static_cast<int32_t>(kind ? config.tile_q_second : config.tile_q);
-    const int64_t shift = static_cast<int64_t>(r.kv_len) - r.qo_len;
+    const PlanRequest r = group.requests[request];
+    const int64_t rows = int64_t{r.qo_len} * group_size;
+    const int kind = kind_of(rows);
+    const int64_t tile_q = tile_qs[kind];
+    const PackedRow step = steps[kind];
+    PackedRow first = {0, 0}, last = last_rows[kind];
+    const int64_t shift = int64_t{r.kv_len} - r.qo_len;
     for (int64_t row = 0; row < rows; row += tile_q) {
       int64_t kv_begin = 0, kv_end = r.kv_len;
-      if (group.causal) {
-        const int64_t last_row = std::min<int64_t>(row + tile_q, rows) - 1;
-        const int64_t last_token = static_cast<int32_t>(last_row) / group_size;
+      if (causal) {
+        const int64_t last_token = std::min(last.token, r.qo_len - 1);
         kv_end = std::min(kv_end, last_token + shift + 1);
+        last.move(step, group_size);
       }
-      if (group.window_left >= 0) {
-        const int64_t first_token = static_cast<int32_t>(row) / group_size;
-        kv_begin = std::max<int64_t>(0, first_token + shift - group.window_left);
-        kv_begin &= -config.tile_kv();
+      if (window_left >= 0) {
+        kv_begin = std::max<int64_t>(0, first.token + shift - window_left) & -tile_kv;
+        first.move(step, group_size);
       }
       if (kv_begin >= kv_end) kv_begin = kv_end = 0;
-      Tile tile;
-      tile.request = request;
-      tile.kind = kind;
-      tile.row_begin = static_cast<int32_t>(row);
-      tile.kv_begin = static_cast<int32_t>(kv_begin);
-      tile.kv_end = static_cast<int32_t>(kv_end);
-      tile.cost = cost.of(kind, config.kv_tiles(kv_end - kv_begin));
-      tiles.push_back(tile);
+      tile->request = request;
+      tile->kind = kind;
+      tile->row_begin = static_cast<int32_t>(row);
+      tile->kv_begin = static_cast<int32_t>(kv_begin);
+      tile->kv_end = static_cast<int32_t>(kv_end);
+      tile->cost = cost.of(kind, (kv_end - kv_begin + tile_kv - 1) >> tile_kv_log2);
+      totals.add(tile->cost);
+      ++tile;
     }
   }
+  all_totals = totals;
 }
 
 }  // namespace flashinfer
