@@ -232,6 +232,17 @@ class Args {
   int32_t used_ = 0;
 };
 
+// `value` as the float32 that a kernel takes, finite there too: positive, and not so small that
+// its reciprocal is infinite, or at least zero.
+inline float check_float(const char* name, double value, bool may_be_zero) {
+  const auto rounded = static_cast<float>(value);
+  if (!(may_be_zero ? value >= 0. : rounded >= 0x1p-126f) || std::isinf(rounded)) {
+    raise("ValueError", "`%s` must be %s and finite in float32, got %g", name,
+          may_be_zero ? "not negative" : "positive", value);
+  }
+  return rounded;
+}
+
 inline void check_dtype(const Tensor& tensor, std::initializer_list<DLDataType> allowed) {
   for (const DLDataType& type : allowed) {
     if (tensor.dtype() == type) return;

@@ -52,7 +52,7 @@ void run(ffi::Args& args) {
   const ffi::Tensor input = args.tensor("input");
   if (kAddResidual) residual = args.tensor("residual");
   const ffi::Tensor weight = args.tensor("weight");
-  const double eps = args.number("eps");
+  const float eps = ffi::check_float("eps", args.number("eps"), true);
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
 
   ffi::check_dtype(input, kDtype);
@@ -88,9 +88,6 @@ void run(ffi::Args& args) {
     if (normed) ffi::check_disjoint(residual, normed);
     if (scale) ffi::check_disjoint(residual, scale);
   }
-  if (!(eps >= 0.) || std::isinf(eps)) {
-    ffi::raise("ValueError", "`eps` must be finite and not negative, got %g", eps);
-  }
   if (rows > INT32_MAX - 4 || hidden_size > INT32_MAX) {
     ffi::raise("ValueError", "`input` must have fewer than 2^31 rows and columns, got shape %s",
                input.shape_text().c_str());
@@ -120,7 +117,7 @@ void run(ffi::Args& args) {
   params.num_rows = static_cast<uint32_t>(rows);
   params.scale_rows = kGroups ? static_cast<uint32_t>(scale.dim(1)) : params.num_rows;
   params.hidden_size = static_cast<uint32_t>(hidden_size);
-  params.eps = static_cast<float>(eps);
+  params.eps = eps;
   const int64_t out_vec_bytes = kVecSize * out.itemsize();
   params.vectorizable = hidden_size % kVecSize == 0 && rows_are_aligned(input, 16) &&
                         (!residual || rows_are_aligned(residual, 16)) &&

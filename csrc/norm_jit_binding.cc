@@ -52,15 +52,15 @@ void run(ffi::Args& args, float weight_offset) {
   const ffi::Tensor weight = args.tensor(kSubtractMean ? "gemma" : "weight");
   const ffi::Tensor bias = kSubtractMean ? args.tensor("beta") : ffi::Tensor{};
   ffi::Tensor scale;
-  double scale_value = 1.;
+  float scale_value = 1.f;
   if (kScaleOutput) {
     if (args.next_is_tensor()) {
       scale = args.tensor("scale");
     } else {
-      scale_value = args.number("scale");
+      scale_value = ffi::check_float("scale", args.number("scale"), false);
     }
   }
-  const double eps = args.number("eps");
+  const float eps = ffi::check_float("eps", args.number("eps"), true);
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
 
   ffi::check_dtype(input, kDtype);
@@ -98,11 +98,6 @@ void run(ffi::Args& args, float weight_offset) {
                  scale.shape_text().c_str());
     }
     ffi::check_disjoint(out, scale);
-  } else if (!(scale_value > 0.) || std::isinf(scale_value)) {
-    ffi::raise("ValueError", "`scale` must be positive and finite, got %g", scale_value);
-  }
-  if (!(eps >= 0.) || std::isinf(eps)) {
-    ffi::raise("ValueError", "`eps` must be finite and not negative, got %g", eps);
   }
   const int64_t num_rows = input.ndim() == 3 ? input.dim(0) * input.dim(1) : input.dim(0);
   if (num_rows > INT32_MAX || hidden_size > INT32_MAX) {
@@ -133,8 +128,8 @@ void run(ffi::Args& args, float weight_offset) {
   params.weight = weight.data();
   params.bias = bias ? bias.data() : nullptr;
   params.out_scale = scale ? static_cast<const float*>(scale.data()) : nullptr;
-  params.out_scale_value = static_cast<float>(scale_value);
-  params.eps = static_cast<float>(eps);
+  params.out_scale_value = scale_value;
+  params.eps = eps;
   params.weight_offset = weight_offset;
   params.num_rows = static_cast<uint32_t>(num_rows);
   params.hidden_size = static_cast<uint32_t>(hidden_size);

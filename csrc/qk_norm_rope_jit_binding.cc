@@ -116,7 +116,10 @@ int64_t take_sizes(ffi::Args& args, QkNormRopeParams& params, FrequencyKey& key)
 }
 
 void take_numbers(ffi::Args& args, QkNormRopeParams& params, FrequencyKey& key) {
-  params.eps = static_cast<float>(number_from(args, "eps", true));
+  const auto float_from = [&](const char* name, bool may_be_zero) {
+    return ffi::check_float(name, args.number(name), may_be_zero);
+  };
+  params.eps = float_from("eps", true);
   key.base = number_from(args, "base", false);
   key.factor = number_from(args, "factor", false);
   key.low = number_from(args, "low", true);
@@ -124,10 +127,10 @@ void take_numbers(ffi::Args& args, QkNormRopeParams& params, FrequencyKey& key) 
   if (key.low > key.high) {
     ffi::raise("ValueError", "`low` must be at most `high`, %g, got %g", key.high, key.low);
   }
-  params.attention_factor = static_cast<float>(number_from(args, "attention_factor", false));
-  const auto scale = static_cast<float>(number_from(args, "output_quant_scale", false));
+  params.attention_factor = float_from("attention_factor", false);
+  const float scale = float_from("output_quant_scale", false);
   params.parts[0].scale = params.parts[1].scale = scale;
-  params.parts[2].scale = static_cast<float>(number_from(args, "v_quant_scale", false));
+  params.parts[2].scale = float_from("v_quant_scale", false);
 }
 
 // q_out and its like have the shape of qkv, but [heads, head_dim] in place of the columns.

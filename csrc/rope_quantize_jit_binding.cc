@@ -30,11 +30,7 @@ struct Inputs {
 };
 
 float positive_scale(ffi::Args& args, const char* name) {
-  const double scale = args.number(name);
-  if (!(scale > 0.) || std::isinf(scale)) {
-    ffi::raise("ValueError", "`%s` must be positive and finite, got %g", name, scale);
-  }
-  return static_cast<float>(scale);
+  return ffi::check_float(name, args.number(name), false);
 }
 
 void check_rows(const Tensor& tensor, int64_t num_tokens) {

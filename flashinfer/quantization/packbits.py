@@ -80,7 +80,7 @@ def _segment_offsets(indptr: object, length: int) -> tuple[torch.Tensor, torch.T
             f"{str(indptr.dtype).removeprefix('torch.')} of shape {list(indptr.shape)}"
         )
     offsets = indptr.cpu()
-    lengths = offsets.diff()
+    lengths = offsets.long().diff()  # differences of int32 may not fit
     if offsets[0] != 0 or offsets[-1] != length or bool((lengths < 0).any()):
         raise ValueError(
             f"`indptr` must rise from 0 to the length of `x`, {length}; it begins with "

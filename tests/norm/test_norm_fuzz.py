@@ -168,6 +168,7 @@ FAULTS: dict[str, Fault] = {
     "eps negative": put("eps", -1e-6),
     "eps not a number": put("eps", float("nan")),
     "eps infinite": put("eps", float("inf")),
+    "eps beyond float32": put("eps", 1e39),
     "eps text": put("eps", "1e-6"),
     "eps missing": put("eps", None),
     "enable_pdl text": put("enable_pdl", "yes"),
@@ -175,6 +176,7 @@ FAULTS: dict[str, Fault] = {
     "scale zero": put("scale", 0.0),
     "scale negative": put("scale", -1.0),
     "scale not a number": put("scale", float("nan")),
+    "scale below float32": put("scale", 1e-39),
     "scale missing": put("scale", None),
 }
 

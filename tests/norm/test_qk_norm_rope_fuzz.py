@@ -175,6 +175,7 @@ FAULTS: dict[str, Fault] = {
     "output_fp8 number": _set("output_fp8", 1),
     "output_quant_scale zero": _set("output_quant_scale", 0.0),
     "output_quant_scale text": _set("output_quant_scale", "1"),
+    "output_quant_scale beyond float32": _set("output_quant_scale", 1e39),
     "v_quant_scale negative": _set("v_quant_scale", -1.0),
     "v_quant_scale not a number": _set("v_quant_scale", float("nan")),
 }

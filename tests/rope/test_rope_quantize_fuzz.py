@@ -203,6 +203,7 @@ FAULTS: dict[str, Fault] = {
     "is_neox number": put("is_neox", 0),
     "quant_scale_q zero": put("quant_scale_q", 0.0),
     "quant_scale_q not a number": put("quant_scale_q", float("nan")),
+    "quant_scale_q below float32": put("quant_scale_q", 1e-50),
     "quant_scale_kv negative": put("quant_scale_kv", -1.0),
     "quant_scale_kv missing": put("quant_scale_kv", None),
     "quantize_dtype not an 8-bit float": put("quantize_dtype", torch.float16),

@@ -6,6 +6,7 @@ same call without gets as far as the complaint that the tensor is not on a GPU.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -84,6 +85,7 @@ NORM_FAULTS: dict[str, Fault] = {
     "block_scale strided": replace("block_scale", strided),
     "eps negative": put("eps", -1.0),
     "eps not a number": put("eps", float("nan")),
+    "eps beyond float32": put("eps", 1e39),
     "eps text": put("eps", "1e-6"),
     "enable_pdl text": put("enable_pdl", "yes"),
 }
@@ -152,3 +154,12 @@ def test_bad_norm_is_refused_by_name(function, fault):
     arguments = _norm_applies(fault, _norm(function))
     error = assert_refused(getattr(norm, function), arguments, fault.split()[0])
     assert "CUDA tensor" not in error, "the fault itself was not seen"
+
+
+def test_segments_whose_differences_int32_does_not_hold():
+    indptr = torch.tensor([0, 2**31 - 1, -2, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="`indptr` must rise .* falls in between"):
+        quantization.segment_packbits(torch.zeros(5, dtype=torch.bool), indptr)
+    module = importlib.import_module("flashinfer.quantization.packbits")  # its function hides it
+    _, packed = module._segment_offsets(indptr[:2], 2**31 - 1)
+    assert packed.tolist() == [0, 2**28] and packed.dtype == torch.int32
