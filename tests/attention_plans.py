@@ -104,9 +104,14 @@ def indptr(lengths: list[int]) -> torch.Tensor:
     return int32(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).tolist())
 
 
-def make_plan(options: Options, *groups: Requests, float_bytes: int = -1) -> Plan:
+def make_plan(
+    options: Options,
+    *groups: Requests,
+    float_bytes: int = -1,
+    planner: p.AttentionPlan | None = None,
+) -> Plan:
     """Plans into a buffer of exactly the size that is asked for, filled with poison."""
-    planner = p.AttentionPlan()
+    planner = planner or p.AttentionPlan()
     planner.configure(**dataclasses.asdict(options))
     arguments = [group.group() for group in groups]
     planned_bytes = planner.plan(None, float_bytes, *arguments).tolist()[p.INT_BYTES]

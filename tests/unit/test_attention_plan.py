@@ -57,11 +57,24 @@ def test_every_row_and_key_is_covered_once(launch):
 @given(launches())
 def test_the_same_batch_gives_the_same_plan(launch):
     options, groups = launch
-    plan, again = make_plan(options, *groups), make_plan(options, *groups)
+    check_same(make_plan(options, *groups), make_plan(options, *groups))
+
+
+def check_same(plan: Plan, again: Plan) -> None:
     assert again.info == plan.info and again.columns == plan.columns
     for column in plan.columns:
         assert np.array_equal(again.items[column], plan.items[column])
     assert np.array_equal(again.merges, plan.merges)
+
+
+@settings(FUZZ, max_examples=100)
+@given(st.lists(launches(), min_size=2, max_size=4))
+def test_what_a_planner_planned_before_does_not_matter(batches):
+    """Its memory is kept from plan to plan, and nothing of what is in it."""
+    planner = p.AttentionPlan()
+    for options, groups in batches:
+        plan = make_plan(options, *groups)
+        check_same(plan, make_plan(options, *groups, planner=planner))
 
 
 @FUZZ

@@ -115,7 +115,7 @@ class AttentionPlan:
     Attributes
     ----------
     info : torch.Tensor
-        ``[16]`` int64 on the CPU: sizes and offsets of the latest plan, by the positions
+        ``[17]`` int64 on the CPU: sizes and offsets of the latest plan, by the positions
         ``NUM_CTAS``, ``NUM_MERGES``, ... of this file. The same tensor for the life of the object.
     """
 
