@@ -293,14 +293,16 @@ def topk_clusters_exact(
     output_values: bool = False,
     out_dtype: torch.dtype = torch.int32,
     pdl: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the `top_k` largest elements in `out_dtype`; with `output_values` values first.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Indices of the `top_k` largest elements, and their values if `output_values`, else None.
 
-    As `top_k`, which it calls.
+    `out_dtype` is that of the indices: int32 or int64. As `top_k`, which it calls, but for the
+    order of what it returns.
     """
+    if out_dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"`out_dtype` must be torch.int32 or torch.int64, got {out_dtype}")
     values, indices = topk(logits, top_k)
-    indices = indices.to(out_dtype)
-    return (values, indices) if output_values else indices
+    return indices.to(out_dtype), values if output_values else None
 
 
 def topk_clusters_page_table_transform(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .fusion_rules import FusionRule, get_default_fusion_rules
 from .op import Op
-from .operators import ProbsTopKOp
+from .operators import LogitsTopKOp, ProbsTopKOp
 from .types import TensorType
 
 ValidityCheck = Callable[[list[Op]], None]
@@ -67,7 +67,7 @@ class Compiler:
         if len(joined) < len(ops):
             return self.compile(joined)
         _check_chain(joined)
-        _check_joint_is_fused(joined)
+        check_joint_is_fused(joined)
         return joined
 
     def _fuse_at(self, ops: list[Op], position: int) -> tuple[Op, int]:
@@ -78,10 +78,12 @@ class Compiler:
         return ops[position], 1
 
 
-def _check_joint_is_fused(ops: list[Op]) -> None:
+def check_joint_is_fused(ops: list[Op]) -> None:
     """An option that would be ignored is refused."""
     for op in ops:
-        if isinstance(op, ProbsTopKOp) and op.default_params.get("joint_topk_topp"):
+        if not isinstance(op, (LogitsTopKOp, ProbsTopKOp)):
+            continue
+        if op.default_params.get("joint_topk_topp"):
             raise CompileError(
                 "TopK(joint_topk_topp=True) needs TopP and Sample right behind it, on probabilities"
             )

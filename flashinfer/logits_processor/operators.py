@@ -85,11 +85,13 @@ class TopPOp(_FilterOp):
 
 
 def _min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor | float) -> torch.Tensor:
-    """What is at least `min_p` times the row's largest, renormalised."""
-    limit = torch.as_tensor(min_p, device=probs.device, dtype=torch.float32).clamp(max=1)
-    largest = probs.float().amax(dim=-1, keepdim=True)
-    kept = probs.float().where(probs.float() >= limit.reshape(-1, 1) * largest, 0)
-    return (kept / kept.sum(dim=-1, keepdim=True)).to(probs.dtype)
+    """What is at least `min_p` times the row's largest, renormalised; rows of zeros stay zero."""
+    share = torch.as_tensor(min_p, device=probs.device, dtype=torch.float32).clamp(0, 1)
+    weights = probs.float().clamp(min=0)
+    least = share.reshape(-1, 1) * weights.amax(dim=-1, keepdim=True)
+    kept = weights.masked_fill(weights < least, 0) + 0 * least  # NaN if the row or `min_p` is
+    total = kept.sum(dim=-1, keepdim=True)
+    return (kept / total.masked_fill(total == 0, 1)).to(probs.dtype)
 
 
 class MinPOp(_FilterOp):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .compiler import compile_pipeline
+from .compiler import check_joint_is_fused, compile_pipeline
 from .fusion_rules import FusionRule
 from .legalization import legalize_processors
 from .op import Op
@@ -57,6 +57,8 @@ class LogitsPipe:
         self.compiled_ops: list[Op] | None = None
         if compile:
             self.compile(custom_fusion_rules, custom_validity_checks)
+        else:
+            check_joint_is_fused(self.ops)
 
     def __repr__(self) -> str:
         return f"LogitsPipe({' -> '.join(type(op).__name__ for op in self._running())})"

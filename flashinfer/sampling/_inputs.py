@@ -82,9 +82,10 @@ def row_floats(value: Any) -> Any:
 
 def row_ints(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype != torch.int32:
-        if value.is_floating_point():
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"`top_k` must have an integer dtype, got {value.dtype}")
-        return value.clamp(-1, 2**31 - 1).to(torch.int32)
+        # Narrow and unsigned dtypes cannot be clamped to this range as they are.
+        return value.to(torch.int64).clamp(-1, 2**31 - 1).to(torch.int32)
     return value
 
 

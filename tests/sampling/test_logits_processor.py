@@ -88,8 +88,26 @@ def test_joint_filters(device):
     assert "Joint" in repr(joint)
     tokens = joint(logits, top_k=50, top_p=0.9, seed=2)
     assert tokens.shape == (4,)
-    with pytest.raises(CompileError, match="joint_topk_topp"):
-        LogitsPipe([Softmax(), TopK(joint_topk_topp=True)])
+    top_k = TopK(joint_topk_topp=True)
+    for processors, compile in (
+        ([Softmax(), top_k], True),
+        ([Softmax(), top_k, MinP(), TopP(), Sample()], True),
+        ([top_k, Softmax(), TopP(), Sample()], True),
+        ([Softmax(), top_k, TopP(), Sample()], False),
+    ):
+        with pytest.raises(CompileError, match="joint_topk_topp"):
+            LogitsPipe(processors, compile=compile)
+
+
+def test_min_p_without_a_draw(device):
+    nan = float("nan")
+    rows = [[0.5, 0.3, 0.2], [0, 0, 0], [nan, 1, 0], [0.5, -0.5, 0.1], [0.5, 0.5, 0]]
+    pipe = LogitsPipe([MinP()], input_type=TensorType.PROBS)
+    shares = torch.tensor([0.5, 0.5, 0.5, -1.0, nan], device=device)
+    kept = pipe(torch.tensor(rows, device=device), min_p=shares)
+    torch.testing.assert_close(kept[0], torch.tensor([0.625, 0.375, 0], device=device))
+    assert kept[1].tolist() == [0, 0, 0] and kept[[2, 4]].isnan().all()
+    torch.testing.assert_close(kept[3], torch.tensor([5 / 6, 0, 1 / 6], device=device))
 
 
 def test_refusals(device):

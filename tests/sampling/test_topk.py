@@ -10,6 +10,11 @@ import torch
 import flashinfer
 from flashinfer import TopKTieBreak
 from flashinfer.testing import assert_matches_reference
+from flashinfer.topk import (
+    topk_clusters_exact,
+    topk_clusters_page_table_transform,
+    topk_clusters_ragged_transform,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -113,6 +118,23 @@ def test_algorithms_agree(algorithm, monkeypatch):
     rows = torch.randn(3, 128256, device="cuda")
     indices = flashinfer.top_k(rows, 2048)[1]
     assert torch.equal(indices, rows.topk(2048).indices.sort(-1).values)
+
+
+def test_names_of_the_cluster_variants(device):
+    rows = torch.randn(3, 40, device=device)
+    values, wanted = flashinfer.top_k(rows, 7)
+    indices, nothing = topk_clusters_exact(rows, 7)
+    assert indices.dtype == torch.int32 and torch.equal(indices.long(), wanted) and nothing is None
+    indices, got = topk_clusters_exact(rows, 7, output_values=True, out_dtype=torch.int64)
+    assert torch.equal(indices, wanted) and torch.equal(got, values)
+    with pytest.raises(ValueError, match="`out_dtype`"):
+        topk_clusters_exact(rows, 7, out_dtype=torch.float32)
+    lengths = torch.tensor([40, 3, 20], device=device).int()
+    table = torch.arange(120, device=device).int().view(3, 40)
+    slots = topk_clusters_page_table_transform(rows, lengths, table, 7)
+    assert torch.equal(slots, flashinfer.top_k_page_table_transform(rows, table, lengths, 7))
+    positions = topk_clusters_ragged_transform(rows, lengths, lengths, 7)
+    assert torch.equal(positions, flashinfer.top_k_ragged_transform(rows, lengths, lengths, 7))
 
 
 def test_refusals_of_python(device):

@@ -13,6 +13,7 @@ import torch
 
 import flashinfer
 from flashinfer import _kernels, sampling, topk
+from flashinfer.sampling import _inputs
 
 pytestmark = pytest.mark.compiler
 
@@ -164,6 +165,17 @@ def test_unsigned_seeds_pass():
     for seed in (2**64 - 1, torch.ones(4, dtype=torch.uint64), -1):
         with pytest.raises(ValueError, match="must be a CUDA tensor"):
             flashinfer.sampling_from_probs(_probs(), seed=seed)
+
+
+def test_top_k_of_every_integer_dtype():
+    for bits in (8, 16, 32, 64):
+        for kind in ("int", "uint"):
+            values = torch.tensor([0, 3, 100]).to(getattr(torch, f"{kind}{bits}"))
+            assert _inputs.row_ints(values).tolist() == [0, 3, 100]
+    assert _inputs.row_ints(torch.tensor([2**40, -(2**40)])).tolist() == [2**31 - 1, -1]
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match="`top_k`"):
+            _inputs.row_ints(torch.ones(3, dtype=dtype))
 
 
 def test_modules_of_engines_exist():
