@@ -38,14 +38,15 @@ constexpr int kInfoSize = 17;
 // What a wrapper calls these arguments, by `naming`.
 struct Names {
   const char *qo_indptr, *kv_indptr, *kv_len, *last_page_len;
+  bool first_row_is_0;  // else the rows in front of the first request are others' to write
 };
 constexpr Names kNames[] = {
-    {"qo_indptr", "indptr", "seq_lens", "last_page_len"},
-    {"qo_indptr", "paged_kv_indptr", "seq_lens", "paged_kv_last_page_len"},
-    {"qo_indptr", "kv_indptr", "seq_lens", "last_page_len"},
-    {"qo_indptr", "kv_indptr", "kv_len_arr", "last_page_len"},
-    {"qo_indptr_p", "kv_indptr_p", "seq_lens_p", "last_page_len_p"},
-    {"qo_indptr_d", "kv_indptr_d", "seq_lens_d", "last_page_len_d"},
+    {"qo_indptr", "indptr", "seq_lens", "last_page_len", false},
+    {"qo_indptr", "paged_kv_indptr", "seq_lens", "paged_kv_last_page_len", true},
+    {"qo_indptr", "kv_indptr", "seq_lens", "last_page_len", true},
+    {"qo_indptr", "kv_indptr", "kv_len_arr", "last_page_len", false},
+    {"qo_indptr_p", "kv_indptr_p", "seq_lens_p", "last_page_len_p", false},
+    {"qo_indptr_d", "kv_indptr_d", "seq_lens_d", "last_page_len_d", false},
 };
 
 struct Plan {
@@ -89,6 +90,7 @@ const int32_t* host_indices(const Tensor& tensor, int64_t length) {
 struct GroupArguments {
   Tensor qo_indptr, kv_indptr, kv_len, last_page_len;
   int64_t page_size, tokens_per_request;
+  bool first_row_is_0;
 };
 
 GroupArguments take_group(ffi::Args& args, RequestGroup& group) {
@@ -97,6 +99,7 @@ GroupArguments take_group(ffi::Args& args, RequestGroup& group) {
   GroupArguments result;
   result.qo_indptr = args.optional_tensor(names.qo_indptr);
   result.kv_indptr = args.tensor(names.kv_indptr);
+  result.first_row_is_0 = names.first_row_is_0;
   result.kv_len = args.optional_tensor(names.kv_len);
   result.last_page_len = args.optional_tensor(names.last_page_len);
   result.page_size = integer_in(args, "page_size", 0, INT32_MAX);
@@ -176,6 +179,10 @@ GroupTotals read_group(const GroupArguments& arguments, int64_t group_size, Requ
   if (kv_indptr[0] < 0) raise_element(kv_name.name, 0, kv_indptr[0], "at least", 0);
   if (qo_indptr && qo_indptr[0] < 0) {
     raise_element(arguments.qo_indptr.name, 0, qo_indptr[0], "at least", 0);
+  }
+  if (qo_indptr && qo_indptr[0] > 0 && arguments.first_row_is_0) {
+    ffi::raise("ValueError", "`%s` must begin with 0, got %d", arguments.qo_indptr.name,
+               qo_indptr[0]);
   }
   const int64_t even = arguments.tokens_per_request;
   if (!qo_indptr && batch_size * even > INT32_MAX) {

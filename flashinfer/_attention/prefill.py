@@ -105,7 +105,6 @@ class PrefillWrapper(AttentionWrapper):
         """
         check_flag("causal", a.causal)
         _check_fp16_reduction(a.use_fp16_qk_reduction)
-        _check_first_query(where["qo_indptr"])
         options = self._options(
             a.num_qo_heads,
             a.num_kv_heads,
@@ -278,13 +277,6 @@ class PrefillWrapper(AttentionWrapper):
             result = result * LN_2
         result = result.contiguous() if lse is None else lse.copy_(result)
         return (out, result) if return_lse else out
-
-
-def _check_first_query(qo_indptr: torch.Tensor) -> None:
-    """Rows in front of the first request's would be left unwritten."""
-    starts = qo_indptr.numpy()
-    if len(starts) and starts[0]:
-        raise ValueError(f"`qo_indptr` must begin with 0, got {starts[0]}")
 
 
 def _check_fp16_reduction(use_fp16_qk_reduction: bool) -> None:

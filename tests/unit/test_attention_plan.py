@@ -466,6 +466,7 @@ REFUSED = {
         (int32([0, 1]), r"shape \[3\], got \[2\]"),
         (int32([0, 3, 1]), r"\[2\] must be at least 3, got 1"),
         (int32([-5, 3, 4]), r"\[0\] must be at least 0, got -5"),
+        (int32([2, 3, 5]), "must begin with 0, got 2"),
         (int32([0, LONG, LONG]), "too (many|long)"),
     ],
     "paged_kv_last_page_len": [

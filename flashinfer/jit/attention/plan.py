@@ -8,6 +8,7 @@ arguments of the functions behind this file, stand at the head of
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,9 @@ def get_attention_plan_module() -> Any:
     return gen_attention_plan_module().build_and_load()
 
 
+_of_thread = threading.local()  # what `estimate_kernels` writes to
+
+
 def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, float]:
     """What ``attention_choice.h`` says of the kernels for a batch.
 
@@ -103,7 +107,9 @@ def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, f
     TypeError, ValueError
         If an index tensor is not as described there, or lengths contradict each other.
     """
-    choice = torch.empty(3, dtype=torch.float64)
+    choice = _of_thread.__dict__.get("choice")
+    if choice is None:
+        choice = _of_thread.choice = torch.empty(3, dtype=torch.float64)
     get_attention_plan_module().attention_choose(choice, model, *group)
     tile_q, portable_us, hopper_us = choice.tolist()
     return tile_q, portable_us, hopper_us
