@@ -7,6 +7,7 @@ the order of their indices unless `sorted` asks for another: every run gives the
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -63,12 +64,17 @@ def _max_cluster() -> int:
     return 1 if env.FLASHINFER_TOPK_ALGO.get() == "cta" else 0
 
 
-def _workspace(input: Any, k: Any) -> torch.Tensor | None:
+def _width(k: Any) -> int:
+    """Columns of the result; what is no integer is refused by the binding."""
+    return max(int(k), 0) if isinstance(k, (int, Integral)) else 0
+
+
+def _workspace(input: Any, width: int) -> torch.Tensor | None:
     """What `TopKStream` in topk_params.h asks for, where it suits."""
     if not isinstance(input, torch.Tensor) or input.dim() != 2 or _max_cluster() == 1:
         return None
     rows, cols = input.shape
-    if not 16384 <= cols <= 262144 or not isinstance(k, int) or k > 2048:
+    if not 16384 <= cols <= 262144 or width > 2048:
         return None
     return torch.empty(rows * (128 + 8 * 5120), dtype=torch.uint8, device=input.device)
 
@@ -132,10 +138,11 @@ def top_k(
     kernel = _kernel_for(_top_k, input)
     _check_flags(sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     large = _prefers_large(tie_break)
-    shape = (*input.shape[:1], max(k, 0)) if isinstance(k, int) else (0, 0)
+    width = min((_width(k), *input.shape[-1:]))  # a `k` beyond is refused before it costs memory
+    shape = (*input.shape[:1], width)
     indices = torch.empty(shape, dtype=torch.int64, device=input.device)
     values = torch.empty(shape, dtype=input.dtype, device=input.device)
-    kernel(indices, values, _workspace(input, k), input, k, large, _max_cluster(), None)
+    kernel(indices, values, _workspace(input, width), input, k, large, _max_cluster(), None)
     if sorted:
         values, order = values.sort(dim=-1, descending=True, stable=True)
         indices = indices.gather(-1, order)
@@ -206,13 +213,13 @@ def top_k_page_table_transform(
     kernel = _kernel_for(_page_table, input)
     _check_flags(deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     large = _prefers_large(tie_break)
+    width = _width(k)
     if out is None:
-        width = max(k, 0) if isinstance(k, int) else 0
         out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)
     kernel(
         out,
         out_raw_indices,
-        _workspace(input, k),
+        _workspace(input, width),
         input,
         src_page_table,
         lengths,
@@ -261,9 +268,9 @@ def top_k_ragged_transform(
     kernel = _kernel_for(_ragged, input)
     _check_flags(deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     large = _prefers_large(tie_break)
-    width = max(k, 0) if isinstance(k, int) else 0
+    width = _width(k)
     out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)
-    workspace = _workspace(input, k)
+    workspace = _workspace(input, width)
     kernel(out, workspace, input, offsets, lengths, row_starts, k, large, _max_cluster(), None)
     return out
 

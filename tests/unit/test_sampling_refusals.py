@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,6 +166,17 @@ def test_unsigned_seeds_pass():
     for seed in (2**64 - 1, torch.ones(4, dtype=torch.uint64), -1):
         with pytest.raises(ValueError, match="must be a CUDA tensor"):
             flashinfer.sampling_from_probs(_probs(), seed=seed)
+
+
+def test_a_huge_k_is_refused_before_memory_is_taken():
+    with pytest.raises(ValueError, match="`k` must be .* got 1000000000000000"):
+        flashinfer.top_k(_probs(), 10**15)
+
+
+def test_integers_of_numpy_are_integers():
+    for function in ("top_k", "top_k_page_table_transform", "top_k_ragged_transform"):
+        with pytest.raises(ValueError, match="must be a CUDA tensor"):
+            getattr(flashinfer, function)(**{**CALLS[function], "k": np.int64(3)})
 
 
 def test_top_k_of_every_integer_dtype():
