@@ -233,11 +233,32 @@ def building(home: Path, on_wait: Callable[[float], None]) -> Iterator[None]:
     The lock file stays for good: to delete it would let two builders hold two different files.
     """
     home.mkdir(parents=True, exist_ok=True)
-    with open(os.open(home / ".lock", os.O_RDWR | os.O_CREAT, 0o666), "w") as lock:
-        _acquire(lock.fileno(), on_wait)
+    lock = os.open(home / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    _held.add(lock)
+    try:
+        _acquire(lock, on_wait)
         for stale in home.glob(_PRIVATE + "*"):
             shutil.rmtree(stale, ignore_errors=True)
         yield
+    finally:
+        if lock in _held:
+            _held.remove(lock)
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
+
+
+# A lock lives as long as any copy of its descriptor: a worker that another thread forks during a
+# build would keep it, and everybody who needs that module would wait for the worker's end.
+_held: set[int] = set()
+
+
+def _drop_locks() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_drop_locks)
 
 
 def _acquire(lock: int, on_wait: Callable[[float], None]) -> None:

@@ -81,6 +81,31 @@ def test_killed_builds_need_no_cleaning(project, cache, script, monkeypatch, ful
     assert interrupted > 0
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_worker_forked_during_a_build_does_not_keep_its_lock(tmp_path, killed):
+    home, forked, end = tmp_path / "home", tmp_path / "forked", tmp_path / "end"
+
+    def build():
+        with store.building(home, lambda _: None):
+            if os.fork() == 0:
+                forked.touch()
+                while not end.exists():
+                    time.sleep(0.01)
+                os._exit(0)
+            while not forked.exists():
+                time.sleep(0.01)
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    (builder,) = in_processes(1, build)
+    builder.join()
+    try:
+        with store.building(home, lambda _: pytest.fail("the worker has the lock")):
+            pass
+    finally:
+        end.touch()
+
+
 def test_compilers_die_with_the_process(project, script, monkeypatch, tmp_path):
     """A killed process leaves no compiler running behind."""
     started, survived = tmp_path / "started", tmp_path / "survived"
