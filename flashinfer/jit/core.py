@@ -205,6 +205,10 @@ class JitSpec:
             "device link": flags.device_link,
             "abi": fingerprint.system_abi(),
         }
+        # Whose headers are too many to read, and so the one place where a path counts.
+        words = [*env.FLASHINFER_EXTRA_CFLAGS.get(), *env.FLASHINFER_EXTRA_CUDAFLAGS.get()]
+        if folders := fingerprint.include_flags_of(words):
+            ingredients["folders of the environment"] = folders
         uses_cuda = self._uses_cuda(reached.external)
         compilers = toolchain.ingredients(uses_cuda) if with_toolchain else None
         return Identity(

@@ -83,6 +83,8 @@ FLIPS = {
     "header": edit_header,
     "header of a header": edit_header_of_header,
     "header that shadows an external one": new_header_shadows_external,
+    "headers of the host": set_variable("FLASHINFER_EXTRA_CFLAGS", "-I /elsewhere"),
+    "headers of the device": set_variable("FLASHINFER_EXTRA_CUDAFLAGS", "-I/elsewhere"),
     "package version": change_version,
     "abi": change_abi,
     "nvcc": change_compiler("nvcc"),
