@@ -73,6 +73,7 @@ class BatchAttention(AttentionWrapper):
     >>> out, lse = wrapper.run(q, cache)
     """
 
+    @flashinfer_api
     def __init__(self, kv_layout: str = "NHD", device: str = "cuda", backend: str = "auto") -> None:
         workspace = torch.empty(_FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         super().__init__(workspace, kv_layout, False, backend, None)
@@ -316,6 +317,7 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
     >>> out = wrapper.run(q, cache, torch.randn(64, device="cuda"))
     """
 
+    @flashinfer_api
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

@@ -240,6 +240,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
     >>> out = wrapper.run(q, cache)
     """
 
+    @flashinfer_api
     def __init__(
         self,
         num_levels: int,

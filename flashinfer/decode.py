@@ -99,6 +99,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     _backends = ("auto", "fa2")
 
+    @flashinfer_api
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -468,6 +469,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
                 f"`q_len_per_req` must be the {planned} of plan(), got {q_len_per_req}"
             )
 
+    @flashinfer_api
     def forward(
         self,
         q: torch.Tensor,
@@ -493,6 +495,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         )
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
+    @flashinfer_api
     def forward_return_lse(
         self,
         q: torch.Tensor,

@@ -101,6 +101,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
     >>> out_p, out_d = wrapper.run(q_p, k_p, v_p, q_d, cache, causal_p=True)
     """
 
+    @flashinfer_api
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -435,6 +436,7 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
     >>> out_p, out_d = wrapper.run(q_p, cache, q_d, cache, causal_p=True)
     """
 
+    @flashinfer_api
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         super().__init__(float_workspace_buffer, kv_layout, False)
         self._bases: Pair | None = None

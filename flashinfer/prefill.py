@@ -114,6 +114,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     torch.Size([57, 32, 128])
     """
 
+    @flashinfer_api
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -529,6 +530,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
+    @flashinfer_api
     def forward(
         self,
         q: torch.Tensor,
@@ -551,6 +553,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
+    @flashinfer_api
     def forward_return_lse(
         self,
         q: torch.Tensor,

@@ -289,6 +289,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         scales = (None, None, None)
         return self._launch(q, k, v, (), *scales, out, lse, return_lse, None, None, enable_pdl)
 
+    @flashinfer_api
     def forward(
         self,
         q: torch.Tensor,
@@ -479,6 +480,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         deliver(own_lse, lse[..., None], self._heads)
         return (result, lse) if return_lse else result
 
+    @flashinfer_api
     def forward(
         self,
         q: torch.Tensor,

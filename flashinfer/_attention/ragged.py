@@ -57,6 +57,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     torch.Size([57, 32, 128])
     """
 
+    @flashinfer_api
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -315,6 +316,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
+    @flashinfer_api
     def forward(
         self,
         q: torch.Tensor,
@@ -336,6 +338,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         )
         return self.run(q, k, v)
 
+    @flashinfer_api
     def forward_return_lse(
         self,
         q: torch.Tensor,

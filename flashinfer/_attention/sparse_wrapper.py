@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..api_logging import flashinfer_api
 from ..jit.attention.plan import PREFILL
 from .arguments import check_count, refuse
 from .block_sparse import SparseTable
@@ -18,6 +19,7 @@ from .wrapper import AttentionWrapper
 class SparseWrapper(AttentionWrapper):
     """What the two kinds of blocks share."""
 
+    @flashinfer_api
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend, None)
 
