@@ -3,17 +3,21 @@
     python -m flashinfer.support              print it
     python -m flashinfer.support README.md    put it between the marks of that file
 
-An operation is a public function, or a wrapper with a `run`, that has a trace template. It runs
-wherever our kernels compile, unless it declares its compute capabilities with `backend_requirement`
-or the configuration of its modules does.
+An operation is a public function, or a wrapper with a `run`, that has a trace template; those that
+`flashinfer` itself does not export stand with their module. It runs wherever our kernels compile,
+unless it declares its compute capabilities with `backend_requirement` or the configuration of its
+modules does.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .jit.attention import AttentionConfig
@@ -28,6 +32,7 @@ _ON_HOPPER = (
     "activation",
     "attention",
     "cascade",
+    "concat_ops",
     "fused_norm",
     "norm",
     "page",
@@ -57,15 +62,24 @@ def operations() -> list[tuple[str, str, list[str]]]:
     """
     import flashinfer
 
-    found = []
-    for name, value in vars(flashinfer).items():
-        function = getattr(value, "run", None) if isinstance(value, type) else value
-        if function is not None and hasattr(function, "fi_trace"):
+    found, seen = [], set()
+    for module in (flashinfer, *_public_modules(flashinfer)):
+        prefix = f"{module.__name__}.".removeprefix("flashinfer.")
+        for name, value in vars(module).items():
+            function = getattr(value, "run", None) if isinstance(value, type) else value
+            if not hasattr(function, "fi_trace") or name.startswith("_") or id(value) in seen:
+                continue
+            seen.add(id(value))
             family = _family(value)
-            found.append(
-                (family, name, [a for a in ARCHITECTURES if _runs_on(function, a, family)])
-            )
+            runs_on = [a for a in ARCHITECTURES if _runs_on(function, a, family)]
+            found.append((family, prefix + name, runs_on))
     return sorted(found)
+
+
+def _public_modules(package: ModuleType) -> Iterator[ModuleType]:
+    for info in pkgutil.iter_modules(package.__path__):
+        if not info.name.startswith("_"):
+            yield importlib.import_module(f"{package.__name__}.{info.name}")
 
 
 def _family(operation: Callable[..., Any]) -> str:
