@@ -67,7 +67,9 @@ def operations() -> list[tuple[str, str, list[str]]]:
         prefix = f"{module.__name__}.".removeprefix("flashinfer.")
         for name, value in vars(module).items():
             function = getattr(value, "run", None) if isinstance(value, type) else value
-            if not hasattr(function, "fi_trace") or name.startswith("_") or id(value) in seen:
+            if function is None or not hasattr(function, "fi_trace"):
+                continue
+            if name.startswith("_") or id(value) in seen:
                 continue
             seen.add(id(value))
             family = _family(value)
