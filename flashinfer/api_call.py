@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -64,9 +66,37 @@ def matches(call: ApiCall, patterns: str) -> bool:
     A pattern is compared with the name as logged (``Class.run``), the bare function name and the
     full path (``flashinfer.norm.rmsnorm``).
     """
-    names = (call.name, call.func.__name__, f"{call.func.__module__}.{call.func.__qualname__}")
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    if not wanted:
+        return False
+    names = (call.name, call.func.__name__, public_path(call.func))
     return any(fnmatchcase(name, pattern) for pattern in wanted for name in names)
+
+
+def public_path(func: Callable[..., Any]) -> str:
+    """Where users find a function or method, such as ``flashinfer.sampling.softmax``.
+
+    Its own module and name, unless a module next to the root of the package offers it.
+    """
+    name, _, rest = func.__qualname__.partition(".")
+    return f"{_public_module(func.__module__, name)}.{name}{'.' if rest else ''}{rest}"
+
+
+@functools.cache
+def _public_module(module: str, name: str) -> str:
+    package, _, inner = module.partition(".")
+    if package != __package__ or ("." not in inner and not inner.startswith("_")):
+        return module
+    wanted = getattr(sys.modules[module], name, None)
+    for public in sorted(list(sys.modules)):
+        _, _, inner = public.removeprefix(package).partition(".")
+        if not public.startswith(f"{package}.") or "." in inner or inner.startswith("_"):
+            continue
+        loaded = sys.modules[public]
+        offered = getattr(loaded, "__all__", vars(loaded))
+        if wanted is not None and name in offered and getattr(loaded, name, None) is wanted:
+            return public
+    return module
 
 
 def is_capturing() -> bool:

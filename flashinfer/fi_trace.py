@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import env
+from .api_call import public_path
 from .trace.template import resolve_template
 
 _logger = logging.getLogger("flashinfer.fi_trace")
@@ -112,9 +113,8 @@ def register_fi_trace(qualname: str, spec: Any) -> None:
 
 
 def qualified_name(func_or_method: Callable[..., Any]) -> str:
-    """Module and qualified name of a function or method, decorators looked through."""
-    function = inspect.unwrap(getattr(func_or_method, "__func__", func_or_method))
-    return f"{function.__module__}.{function.__qualname__}"
+    """Public module and qualified name of a function or method, decorators looked through."""
+    return public_path(inspect.unwrap(getattr(func_or_method, "__func__", func_or_method)))
 
 
 def save_definition(definition: Mapping[str, Any], save_dir: str | Path) -> Path:

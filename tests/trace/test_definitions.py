@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashinfer.fi_trace import save_definition
+from flashinfer.fi_trace import qualified_name, save_definition
 from flashinfer.testing.tensors import clone_arguments
 from flashinfer.trace.check import default_check
 from flashinfer.trace.specs import argument_of
@@ -141,8 +142,18 @@ def test_example_lists_its_files():
 def test_example_covers_every_operation():
     tags = {tag for path in COMMITTED for tag in json.loads(path.read_text())["tags"]}
     for operation in operations():
-        function = operation.function
-        assert f"fi_api:{function.__module__}.{function.__qualname__}" in tags
+        assert f"fi_api:{qualified_name(operation.function)}" in tags
+
+
+def test_tags_name_what_users_import():
+    tags = {tag for path in COMMITTED for tag in json.loads(path.read_text())["tags"]}
+    for path in (tag.removeprefix("fi_api:") for tag in tags if tag.startswith("fi_api:")):
+        package, module, *names = path.split(".")
+        assert package == "flashinfer" and not module.startswith("_")
+        found = importlib.import_module(f"flashinfer.{module}")
+        for name in names:
+            found = getattr(found, name)
+        assert callable(found)
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer.fi_trace import qualified_name
 from flashinfer.trace.specs import Const, Scalar, Tensor, Var, argument_of
 from tests.trace.calls import Operation, import_all_public_modules, operations, parameters_of
 
@@ -189,8 +190,7 @@ def test_a_call_has_a_complete_definition(operation: Operation):
     for axis, entry in definition["axes"].items():
         assert entry["type"] == ("const" if isinstance(template.axes[axis], Const) else "var")
         assert entry["type"] == "var" or entry["value"] > 0
-    api = f"{operation.function.__module__}.{operation.function.__qualname__}"
-    assert f"fi_api:{api}" in definition["tags"]
+    assert f"fi_api:{qualified_name(operation.function)}" in definition["tags"]
     ast.parse(definition["reference"])
 
 

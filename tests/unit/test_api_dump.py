@@ -6,6 +6,7 @@ once, at level 10, whatever the environment says.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import textwrap
 import pytest
 import torch
 
+import flashinfer
 from flashinfer import api_call, api_dump, api_log_text
 from flashinfer.api_logging import flashinfer_api, replay_from_dump, replay_sequence
 
@@ -361,6 +363,19 @@ def test_include_and_exclude(folder, monkeypatch, include, exclude, expected):
     scale(torch.ones(1), 1.0)
     add_in_place(torch.ones(1), torch.ones(1))
     assert [metadata(dump)["api"] for dump in dumps(folder)] == expected
+
+
+def test_patterns_are_of_public_paths():
+    """Whatever private module a function stands in."""
+    run = flashinfer.BatchPrefillWithRaggedKVCacheWrapper.run
+    call = api_call.ApiCall(run, inspect.signature(run).parameters, (None,), {})
+    path = "flashinfer.prefill.BatchPrefillWithRaggedKVCacheWrapper.run"
+    assert api_call.public_path(run) == path and api_call.matches(call, f"other, {path}")
+    assert api_call.matches(call, "flashinfer.prefill.*")
+    assert not api_call.matches(call, "flashinfer._attention.*")
+    assert api_call.public_path(flashinfer.rmsnorm) == "flashinfer.norm.rmsnorm"
+    assert api_call.public_path(flashinfer.softmax) == "flashinfer.sampling.softmax"
+    assert api_call.public_path(scale) == f"{__name__}.scale"
 
 
 def test_include_matches_class_and_method(folder, monkeypatch):
