@@ -4,7 +4,7 @@
 // attention_plan_destroy(handle)
 // attention_plan_configure(handle, num_kv_heads, group_size, head_dim_vo, tile_q, cta_slots,
 //     tile_q_second, tile_kv, fixed_split_size, disable_split_kv, graph_batch_size,
-//     graph_qo_tokens, graph_qo_len, lone_speed)   the fields of PlanConfig
+//     graph_qo_tokens, graph_qo_len, lone_speed, least_rows, most_rows)   the fields of PlanConfig
 // attention_plan(handle, plan_info, int_workspace | None, float_workspace_bytes, group[, group])
 //   group: naming, qo_indptr | None, kv_indptr, kv_len | None, last_page_len | None, page_size,
 //     causal, window_left, tokens_per_request
@@ -19,8 +19,9 @@
 //     11 tile_q  12, 13, 14 as 8, 9, 10 for the second group  15 offset of partial_sums in the
 //     float workspace, where partial_o is at 0  16 rows that one CTA of the merge takes
 // attention_choose(choice, model, group)
-//   choice, float64 [3]: rows of a tile of the portable kernel, microseconds that this kernel would
-//     take, and that Hopper's would
+//   choice, float64 [4]: rows of a tile of the portable kernel, microseconds that this kernel would
+//     take, that Hopper's would, and that two launches would: of the portable kernel for the
+//     requests that fit the second tile, of Hopper's for the others
 //   model, float64 [15 + 6 n]: the fields of KernelModel in their order, then of its n tiles
 #include <flashinfer/scheduler/attention_choice.h>
 #include <flashinfer/scheduler/attention_plan.h>
@@ -353,6 +354,8 @@ FLASHINFER_FFI_EXPORT(attention_plan_configure, args) {
   config.graph_qo_tokens = integer_in(args, "graph_qo_tokens", 0, INT32_MAX);
   config.graph_qo_len = integer_in(args, "graph_qo_len", 0, INT32_MAX);
   config.lone_speed = integer_in(args, "lone_speed", 1, 64);
+  config.least_rows = integer_in(args, "least_rows", 0, INT32_MAX);
+  config.most_rows = integer_in(args, "most_rows", 0, INT32_MAX);
   plan.config = config;
 }
 
@@ -421,7 +424,7 @@ FLASHINFER_FFI_EXPORT(attention_choose, args) {
   using namespace flashinfer;
   const ffi::Tensor choice = args.tensor("choice");
   ffi::check_dtype(choice, ffi::dtype::float64);
-  ffi::check_shape(choice, {3});
+  ffi::check_shape(choice, {4});
   thread_local KernelModel model;
   thread_local RequestGroup group;  // not freed, as a plan's scratch is not
   ModelReader(args.tensor("model")).read(model);
@@ -432,4 +435,5 @@ FLASHINFER_FFI_EXPORT(attention_choose, args) {
   values[0] = static_cast<double>(found.tile_q);
   values[1] = found.portable_us;
   values[2] = found.hopper_us;
+  values[3] = found.apart_us;
 }

@@ -1,4 +1,4 @@
-"""Attention of mixed batches: prefill and decode in one launch, and with attention sinks."""
+"""Attention of mixed batches: prefill and decode in one call, and with attention sinks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ._attention.arguments import (
     scalar,
     soft_cap,
 )
+from ._attention.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
 from ._attention.problem import AttentionProblem
 from ._attention.wrapper import AttentionWrapper, split_cache
 from .api_logging import flashinfer_api
@@ -34,17 +35,15 @@ __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-_FIRST_WORKSPACE_BYTES = 1 << 20
-_DECODE_ROWS = 16  # packed query rows that the kernel's decode tile takes
-
 
 class BatchAttention(AttentionWrapper):
-    r"""Attention of a batch in which some requests decode and others prefill, in one launch.
+    r"""Attention of a batch in which some requests decode and others prefill, in one call.
 
     With ``"fa2"`` requests of up to 16 packed query rows (query tokens times query heads per KV
     head) are computed by the tile that decoding has, the others by one for prefill; both share the
     GPU from the beginning to the end of the launch. With ``"fa3"`` all have the tile of prefill.
-    The wrapper has workspaces of its own, which grow with the plans.
+    ``"auto"`` takes what is faster, which may be a launch of ``"fa2"`` for the former and one of
+    ``"fa3"`` for the others. The wrapper has workspaces of its own, which grow with the plans.
 
     Parameters
     ----------
@@ -73,9 +72,12 @@ class BatchAttention(AttentionWrapper):
     >>> out, lse = wrapper.run(q, cache)
     """
 
+    _executor_type = MixedExecutor
+    _executor: MixedExecutor
+
     @flashinfer_api
     def __init__(self, kv_layout: str = "NHD", device: str = "cuda", backend: str = "auto") -> None:
-        workspace = torch.empty(_FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        workspace = torch.empty(FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         super().__init__(workspace, kv_layout, False, backend, None)
 
     @flashinfer_api
@@ -156,31 +158,8 @@ class BatchAttention(AttentionWrapper):
             names=BATCH_ATTENTION,
             **options,
         )
-        self._plan_mixed(problem)
+        self._executor.plan_mixed(problem)
         self._problem = self._plan_problem = problem
-
-    def _plan_mixed(self, problem: AttentionProblem) -> None:
-        second = _second_tile(problem)
-        try:
-            self._executor.plan(problem, tile_q_second=second)
-        except ValueError:
-            needed = self._executor.workspace_size(problem, tile_q_second=second)
-            if not self._grow(*needed):
-                raise
-            self._executor.plan(problem, tile_q_second=second)
-
-    def _grow(self, float_bytes: int, int_bytes: int) -> bool:
-        """Larger workspaces where they are too small; whether any was."""
-        buffers = (self._executor.float_workspace, self._executor.int_workspace)
-        if all(n <= b.nbytes for n, b in zip((float_bytes, int_bytes), buffers, strict=True)):
-            return False
-        sizes = [
-            buffer.nbytes if needed <= buffer.nbytes else 1 << (needed - 1).bit_length()
-            for needed, buffer in zip((float_bytes, int_bytes), buffers, strict=True)
-        ]
-        new = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        self._executor.set_workspaces(*new)
-        return True
 
     @flashinfer_api(trace=batch_attention_run_trace)
     def run(
@@ -258,15 +237,6 @@ class BatchAttention(AttentionWrapper):
             If `variant` is another.
         """
         check_stride_variant(variant)
-
-
-def _second_tile(problem: AttentionProblem) -> int:
-    """The decode tile where some requests fit it and others do not; 0 where one shape does."""
-    if problem.head_dim_vo > 256:
-        return 0  # that one has the decode tile only
-    rows = problem.qo_lengths() * problem.group_size
-    mixed = bool(((rows > 0) & (rows <= _DECODE_ROWS)).any()) and bool((rows > _DECODE_ROWS).any())
-    return _DECODE_ROWS if mixed else 0
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):

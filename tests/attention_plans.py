@@ -81,6 +81,8 @@ class Options:
     graph_qo_tokens: int = 0
     graph_qo_len: int = 0
     lone_speed: int = 1
+    least_rows: int = 0
+    most_rows: int = p.ANY_ROWS
 
 
 @dataclass
@@ -164,6 +166,8 @@ def check_covers(options: Options, plan: Plan, *groups: Requests) -> None:
     for number, group in enumerate(groups):
         for r, (qo_len, kv_len) in enumerate(zip(group.qo_lens(), group.kv_len, strict=True)):
             rows = qo_len * options.group_size
+            if not options.least_rows <= rows <= options.most_rows:
+                continue  # of another launch
             small = len(groups) == 1 and 0 < rows <= options.tile_q_second
             kind = int(number == 1 or small)
             tile_q = options.tile_q_second if kind else options.tile_q
@@ -249,6 +253,8 @@ def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
         lone_speed=draw(st.sampled_from([1, 1, 2, 5])),
         tile_q_second=draw(st.sampled_from([0, 16, 64])),
         tile_kv=draw(st.sampled_from([64, 64, 128])),
+        least_rows=draw(st.sampled_from([0, 0, 17])),
+        most_rows=draw(st.sampled_from([p.ANY_ROWS, p.ANY_ROWS, 16, 200])),
         fixed_split_size=split,
         disable_split_kv=split == 0 and draw(st.booleans()),
     )

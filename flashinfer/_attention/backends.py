@@ -13,7 +13,7 @@ from ..dtypes import torch_name
 from ..jit.attention import hopper
 from ..jit.attention.config import FLOAT16, POS_ENCODINGS, choose_tile_q
 from ..jit.attention.hopper import hopper_tile_q
-from ..jit.attention.plan import estimate_kernels
+from ..jit.attention.plan import ANY_ROWS, estimate_kernels
 from ..jit.errors import ToolchainError
 from ..reference_backend import is_active
 from .problem import AttentionProblem
@@ -52,20 +52,17 @@ def choose_kernel(
         If ``"fa3"`` is wanted, or needed, where it does not run; the message says what is missing.
         Of index tensors that are no batch, the message of the planner.
     """
-    backend = _possible_backend(problem, device, two_parts, fixed_split_size)
+    backend = possible_backend(problem, device, two_parts, fixed_split_size)
     if backend == "fa3":
         return backend, hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
-    group_size = problem.group_size
     if problem.qo_indptr is None:
-        rows = problem.tokens_per_request * group_size
+        rows = problem.tokens_per_request * problem.group_size
         return "fa2", choose_tile_q(rows, rows, problem.head_dim_vo)
-    model = kernel_model(
-        *(problem.num_kv_heads, group_size, problem.head_dim_qk, problem.head_dim_vo),
-        *(problem.q_data_type, problem.kv_data_type, problem.page_size),
-        *(tile_q_second, fixed_split_size, backend == "auto"),
-    )
+    if problem.most_rows < ANY_ROWS:
+        return "fa2", choose_tile_q(problem.most_rows, problem.most_rows, problem.head_dim_vo)
+    model = kernel_model_of(problem, tile_q_second, fixed_split_size, backend == "auto")
     try:
-        tile_q, portable_us, hopper_us = estimate_kernels(model, problem.group())
+        tile_q, portable_us, hopper_us, _ = estimate_kernels(model, problem.group())
     except ToolchainError:
         if not is_active():
             raise
@@ -75,8 +72,22 @@ def choose_kernel(
     return "fa2", int(tile_q)
 
 
-def _possible_backend(
-    problem: AttentionProblem, device: torch.device, two_parts: bool, fixed_split_size: bool
+def kernel_model_of(
+    problem: AttentionProblem, tile_q_second: int, fixed_split_size: bool, with_hopper: bool
+) -> torch.Tensor:
+    """`kernel_model` for launches of problems like this."""
+    return kernel_model(
+        *(problem.num_kv_heads, problem.group_size, problem.head_dim_qk, problem.head_dim_vo),
+        *(problem.q_data_type, problem.kv_data_type, problem.page_size),
+        *(tile_q_second, fixed_split_size, with_hopper),
+    )
+
+
+def possible_backend(
+    problem: AttentionProblem,
+    device: torch.device,
+    two_parts: bool = False,
+    fixed_split_size: bool = False,
 ) -> str:
     """The only one, or ``"auto"`` where the batch decides; parameters of `choose_kernel`."""
     wanted = problem.backend

@@ -407,6 +407,8 @@ class AttentionExecutor:
             *((-1, 0) if capacity is None else capacity),
             problem.tokens_per_request if capacity and problem.qo_indptr is None else 0,
             cta_slots[1],
+            problem.least_rows,
+            problem.most_rows,
         )
 
     def _plan_without_gpu(

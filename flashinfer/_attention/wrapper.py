@@ -44,6 +44,7 @@ class AttentionWrapper:
 
     is_backend_supported = staticmethod(is_backend_supported)
     _backends: tuple[str, ...] = BACKENDS
+    _executor_type: type[AttentionExecutor] = AttentionExecutor
     _window_left = planned("window_left")
     _logits_soft_cap = planned("logits_soft_cap")
     _sm_scale = planned("sm_scale")
@@ -65,7 +66,7 @@ class AttentionWrapper:
         self._variant = variant_from_jit_args(jit_args, jit_kwargs)
         self._jit_args = jit_args
         self._jit_kwargs = dict(jit_kwargs or {})
-        self._executor = AttentionExecutor(float_workspace_buffer)
+        self._executor = self._executor_type(float_workspace_buffer)
         self.device = self._executor.device
         self._problem: AttentionProblem | None = None
         self._plan_problem: AttentionProblem | None = None  # as plan() said, before forward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer._attention import mixed
 from flashinfer.jit.attention import hopper
 from tests.attention.batches import (
     BF16,
@@ -93,6 +94,38 @@ def test_options(backend, device):
     options = {"causal": True, "logits_soft_cap": 3.0, "sm_scale": 0.2}
     wrapper = plan_mixed(MIXED, device, backend, **options)
     check_mixed(wrapper, MIXED, device, k_scale=0.5, v_scale=2.0, logits_soft_cap=3.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "run"),
+    [
+        (MIXED, {"causal": True}, {}),
+        (MIXED, {"logits_soft_cap": 9.0}, {"v_scale": 0.5}),
+        (Batch(QO, KV, kv_layout="HND", page_size=7), {"causal": True}, {}),
+        (Batch(QO, KV, head_dim_qk=256, head_dim_vo=256), {"causal": True}, {}),
+        (Batch(QO, KV, kv_dtype=E4M3), {"causal": True}, {"k_scale": 0.25}),
+        (Batch((1,) * 70 + (400, 3), (3000,) * 70 + (400, 9000)), {"causal": True}, {}),
+    ],
+    ids=["causal", "soft cap", "HND", "256", "e4m3", "split"],
+)
+def test_decoding_requests_have_a_launch_of_their_own(batch, options, run, device, monkeypatch):
+    """Each launch leaves the rows of the other alone; in a CUDA graph as well."""
+    need_backend("fa3", device)
+    monkeypatch.setattr(mixed, "_is_faster_apart", lambda *arguments: True)
+    wrapper = plan_mixed(batch, device, **options)
+    executor = wrapper._executor
+    assert (executor.config.backend, executor._decoder.config.backend) == ("fa3", "fa2")
+    check_mixed(wrapper, batch, device, **run)
+    if device.type != "cuda":
+        return
+    q, cache = batch.query(device), batch.cache(device)
+    expected = wrapper.run(q, cache, **run)
+    out, lse = (torch.full_like(tensor, float("nan")) for tensor in expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, cache, out=out, lse=lse, **run)
+    graph.replay()
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
 def test_one_wrapper_serves_every_batch(backend, device):

@@ -24,7 +24,7 @@ from flashinfer.jit.attention import (
     hopper,
     make_variant,
 )
-from flashinfer.jit.attention.plan import NUM_MERGES
+from flashinfer.jit.attention.plan import NUM_MERGES, QO_TOKENS
 from flashinfer.reference_backend import reference_backend
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -444,3 +444,47 @@ def test_batches_of_prefill_and_decode(tokens: list[int], second: int, expected:
         wrapper.plan(indptr, indptr, pages, torch.tensor(tokens).int(), *HEADS, 128, 16)
     config = wrapper._executor.config
     assert (config.backend, config.tile_q_second) == (expected, second)
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("on_hopper")
+def test_requests_that_decode_for_long_have_a_launch_of_their_own():
+    """Two plans, which take every request once; the next batch may need one again."""
+    wrapper = flashinfer.BatchAttention(device="cpu")
+    executor = wrapper._executor
+    for tokens, keys, is_apart in (
+        ([1] * 100 + [1000] * 2, [2000] * 100 + [3000] * 2, True),
+        ([1] * 4 + [2048], [100] * 4 + [2048], False),
+        ([1] * 100 + [0, 1000], [4000] * 102, True),
+        ([1] * 100, [2000] * 100, False),
+    ):
+        pages = [-(-n // 16) for n in keys]
+        with reference_backend():
+            wrapper.plan(
+                *(torch.tensor([0, *n]).cumsum(0).int() for n in (tokens, pages)),
+                *(torch.zeros(sum(pages)).int(), int32(*keys), 32, 8, 128, 128, 16, True),
+            )
+        assert executor._is_apart == is_apart
+        if not is_apart:
+            continue
+        few, rest = executor._decoder, executor
+        assert (few.config.backend, few.config.tile_q) == ("fa2", 16)
+        assert (rest.config.backend, rest.config.tile_q_second) == ("fa3", 0)
+        assert (few.problem.most_rows, rest.problem.least_rows) == (16, 17)
+        for launch in (few, rest):
+            assert launch._planner.info[QO_TOKENS] == sum(tokens)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.usefixtures("on_hopper")
+def test_what_is_forced_is_one_launch(backend: str):
+    wrapper = flashinfer.BatchAttention(device="cpu", backend=backend)
+    indptr = int32(*range(0, 101), 1100)
+    pages = int32(*range(0, 102 * 200, 200))
+    with reference_backend():
+        wrapper.plan(
+            *(indptr, pages, torch.zeros(101 * 200).int(), int32(*[3200] * 101)),
+            *(32, 8, 128, 128, 16, True),
+        )
+    assert not wrapper._executor._is_apart and wrapper._executor.config.backend == backend

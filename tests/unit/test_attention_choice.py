@@ -43,7 +43,7 @@ class Launch:
         )
 
 
-def estimated(launch: Launch, batch: Requests) -> tuple[float, float, float]:
+def estimated(launch: Launch, batch: Requests) -> tuple[float, ...]:
     return estimate_kernels(launch.model(batch.page_size), batch.group())
 
 
@@ -85,7 +85,7 @@ def factor(launch: Launch, speeds: Speeds, page_size: int) -> float:
     return (speeds.widened if widens else 1.0) * (1.0 if boxes else speeds.gathered)
 
 
-def expected(launch: Launch, batch: Requests) -> tuple[float, float, float]:
+def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     speeds = SPEEDS[launch.head_dims]
     group, second = launch.group_size, launch.tile_q_second
     requests = [(q * group, k) for q, k in zip(batch.qo_lens(), batch.kv_len, strict=True)]
@@ -98,18 +98,23 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, float, float]:
         tile_q = choose_tile_q(
             max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size
         )
-    parts = [(rest, tile_q, 64, speeds.tiles[tile_q])]
-    if second:
-        parts.append((few, second, 64, speeds.tiles[second]))
     widens = is_widened(BF16, launch.kv_dtype)
     tile_kv = hopper_tile_kv(*launch.head_dims, widens)
-    hopper = [(requests, hopper_tile_q(*launch.head_dims), tile_kv, speeds.hopper)]
     slower = factor(launch, speeds, batch.page_size)
-    return (
-        tile_q,
-        speeds.start + busy_us(launch, batch, parts),
-        speeds.hopper_start + slower * busy_us(launch, batch, hopper),
-    )
+
+    def portable_us(*parts: Any) -> float:
+        return speeds.start + busy_us(
+            launch, batch, [(part, tile, 64, speeds.tiles[tile]) for part, tile in parts]
+        )
+
+    def hopper_us(part: list[tuple[int, int]]) -> float:
+        parts = [(part, hopper_tile_q(*launch.head_dims), tile_kv, speeds.hopper)]
+        return speeds.hopper_start + slower * busy_us(launch, batch, parts)
+
+    if not second:
+        return tile_q, portable_us((rest, tile_q)), hopper_us(requests), math.inf
+    apart_us = portable_us((few, second)) + hopper_us(rest)
+    return tile_q, portable_us((rest, tile_q), (few, second)), hopper_us(requests), apart_us
 
 
 def lengths(most: int) -> st.SearchStrategy[int]:
@@ -160,7 +165,7 @@ def test_the_estimate_is_the_model(launch: Launch, batch: Requests):
 def test_without_the_kernel_for_hopper_only_the_tile_is_estimated(head_dims, fixed):
     launch = Launch(head_dims=head_dims, fixed_split_size=fixed, with_hopper=False)
     for tokens in itertools.product([0, 1, 4, 5, 16, 17, 300], repeat=2):
-        tile_q, _, hopper_us = estimated(launch, Requests(tokens, (64, 64)))
+        tile_q, _, hopper_us, _ = estimated(launch, Requests(tokens, (64, 64)))
         rows = [4 * n for n in tokens]
         assert tile_q == choose_tile_q(max(rows), sum(rows) / 2, head_dims[1], fixed)
         assert hopper_us == math.inf
@@ -175,7 +180,7 @@ def test_lengths_and_not_pages_count():
 def test_no_rows_cost_no_more_than_the_start():
     speeds = SPEEDS[128, 128]
     for batch in (Requests((), ()), Requests((0, 0), (5000, 10))):
-        assert estimated(Launch(), batch) == (16, speeds.start, speeds.hopper_start)
+        assert estimated(Launch(), batch) == (16, speeds.start, speeds.hopper_start, math.inf)
 
 
 def test_counts_are_beyond_32_bits():

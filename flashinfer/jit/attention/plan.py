@@ -43,6 +43,9 @@ SUMS_OFFSET = 15
 MERGED_ROWS = 16
 PLAN_INFO_SIZE = 17
 
+ANY_ROWS = 2**31 - 1
+"""As the most rows of a request: any number."""
+
 Group = tuple[
     int,
     "torch.Tensor | None",
@@ -84,7 +87,7 @@ def get_attention_plan_module() -> Any:
 _of_thread = threading.local()  # what `estimate_kernels` writes to
 
 
-def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, float]:
+def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, float, float]:
     """What ``attention_choice.h`` says of the kernels for a batch.
 
     Parameters
@@ -98,9 +101,10 @@ def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, f
     Returns
     -------
     tuple of float
-        Packed query rows of a tile of the portable kernel, and the microseconds of a launch with
-        it and of one of the kernel for Hopper; if the model says that the latter's start is
-        infinite, the former's is not computed either.
+        Packed query rows of a tile of the portable kernel; the microseconds of a launch with it,
+        of one of the kernel for Hopper, and of two: of the former for the requests that fit the
+        second tile, infinite if there is none, and of the latter for the others. If the model says
+        that Hopper's start is infinite, the others are not computed either.
 
     Raises
     ------
@@ -109,10 +113,10 @@ def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, f
     """
     choice = _of_thread.__dict__.get("choice")
     if choice is None:
-        choice = _of_thread.choice = torch.empty(3, dtype=torch.float64)
+        choice = _of_thread.choice = torch.empty(4, dtype=torch.float64)
     get_attention_plan_module().attention_choose(choice, model, *group)
-    tile_q, portable_us, hopper_us = choice.tolist()
-    return tile_q, portable_us, hopper_us
+    tile_q, portable_us, hopper_us, apart_us = choice.tolist()
+    return tile_q, portable_us, hopper_us, apart_us
 
 
 class AttentionPlan:
@@ -152,6 +156,8 @@ class AttentionPlan:
         graph_qo_tokens: int = 0,
         graph_qo_len: int = 0,
         lone_speed: int = 1,
+        least_rows: int = 0,
+        most_rows: int = ANY_ROWS,
     ) -> None:
         """Say what does not depend on the batch; nothing happens if it is what was said last.
 
@@ -184,6 +190,8 @@ class AttentionPlan:
             0 means up to `graph_qo_tokens`.
         lone_speed : int
             How many times as fast a CTA is that has a multiprocessor to itself.
+        least_rows, most_rows : int
+            Packed query rows of the requests that are planned; the others are left out.
 
         Raises
         ------
@@ -204,6 +212,8 @@ class AttentionPlan:
             graph_qo_tokens,
             graph_qo_len,
             lone_speed,
+            least_rows,
+            most_rows,
         )
         if configuration != self._configuration:
             self._configure(self._handle, *configuration)

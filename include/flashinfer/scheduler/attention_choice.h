@@ -50,6 +50,7 @@ struct KernelModel {
 struct KernelChoice {
   int64_t tile_q;  // of the portable kernel
   double portable_us, hopper_us;
+  double apart_us;  // the portable kernel for what fits the second tile, Hopper's for the others
 };
 
 class KernelChooser {
@@ -59,21 +60,20 @@ class KernelChooser {
 
   KernelChoice choose() const {
     const PortableTile& tile = portable_tile();
-    KernelChoice choice = {tile.tile_q, model_.portable_start, model_.hopper_start};
+    KernelChoice choice = {tile.tile_q, model_.portable_start, model_.hopper_start, INFINITY};
     if (std::isinf(model_.hopper_start)) return choice;
-    Work all = work(tile.tile_q, model_.tile_q_second);
+    const int64_t second = model_.tile_q_second;
+    const Work many = work(tile.tile_q, second);
     Busy busy;
-    busy.add(share(all, tile.tile_q, model_.portable_tile_kv), tile.speed);
-    if (model_.tile_q_second > 0) {
-      const Work few = work(model_.tile_q_second, -1);
-      busy.add(share(few, model_.tile_q_second, model_.portable_tile_kv), model_.second_speed);
+    if (second > 0) {
+      busy.add(share(work(second, -1), second, model_.portable_tile_kv), model_.second_speed);
+      choice.apart_us = choice.portable_us + busy.us() + choice.hopper_us +
+                        hopper_us(work(model_.hopper_tile_q, second));
     }
+    busy.add(share(many, tile.tile_q, model_.portable_tile_kv), tile.speed);
     choice.portable_us += busy.us();
-    const bool is_same = tile.tile_q == model_.hopper_tile_q && model_.tile_q_second == 0;
-    if (!is_same) all = work(model_.hopper_tile_q, 0);
-    busy = {};
-    busy.add(share(all, model_.hopper_tile_q, model_.hopper_tile_kv), model_.hopper_speed);
-    choice.hopper_us += busy.us();
+    const bool is_same = tile.tile_q == model_.hopper_tile_q && second == 0;
+    choice.hopper_us += hopper_us(is_same ? many : work(model_.hopper_tile_q, 0));
     return choice;
   }
 
@@ -101,6 +101,12 @@ class KernelChooser {
     }
     double us() const { return std::max(shared, alone); }
   };
+
+  double hopper_us(const Work& work) const {
+    Busy busy;
+    busy.add(share(work, model_.hopper_tile_q, model_.hopper_tile_kv), model_.hopper_speed);
+    return busy.us();
+  }
 
   int64_t rows_of(const PlanRequest& request) const {
     return int64_t{request.qo_len} * model_.group_size;

@@ -38,10 +38,13 @@ struct PlanConfig {
   // How many times as fast a CTA is with a multiprocessor to itself, where the memory is what CTAs
   // wait for: then half of two CTAs per multiprocessor read as much as all.
   int64_t lone_speed = 1;
+  // Packed rows of the requests that are planned; another launch takes the others.
+  int64_t least_rows = 0, most_rows = INT64_MAX;
 
   int64_t tile_kv() const { return int64_t{1} << tile_kv_log2; }
   int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv() - 1) >> tile_kv_log2; }
   bool is_graph() const { return graph_batch_size >= 0; }
+  bool takes(int64_t rows) const { return least_rows <= rows && rows <= most_rows; }
 };
 
 struct Tile {
@@ -115,8 +118,9 @@ struct PackedRow {
   }
 };
 
-// Appends the tiles of a group, by request and by row. `group_kind`: negative gives kind 1 to those
-// requests that fit one tile of the second shape, if there is one.
+// Appends the tiles of a group, by request and by row, of the requests that the launch takes.
+// `group_kind`: negative gives kind 1 to those requests that fit one tile of the second shape, if
+// there is one.
 inline void append_tiles(const PlanConfig& config, const RequestGroup& group, int group_kind,
                          std::vector<Tile>& tiles, TileTotals& all_totals) {
   const TileCost cost(config);
@@ -136,7 +140,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
   for (const PlanRequest& r : group.requests) {
     const int64_t rows = int64_t{r.qo_len} * group_size;
     const int64_t tile_q = tile_qs[kind_of(rows)];
-    count += rows > tile_q ? ceil_div(rows, tile_q) : rows > 0;
+    if (config.takes(rows)) count += rows > tile_q ? ceil_div(rows, tile_q) : rows > 0;
   }
   tiles.resize(tiles.size() + count);
   Tile* tile = tiles.data() + tiles.size() - count;
@@ -149,6 +153,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
   for (int32_t request = 0; request < batch_size; ++request) {
     const PlanRequest r = group.requests[request];
     const int64_t rows = int64_t{r.qo_len} * group_size;
+    if (!config.takes(rows)) continue;
     const int kind = kind_of(rows);
     const int64_t tile_q = tile_qs[kind];
     const PackedRow step = steps[kind];
