@@ -1,0 +1,243 @@
+"""Two batches in one launch: ``flashinfer.pod.BatchPODWithPagedKVCacheWrapper``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..api_logging import flashinfer_api
+from ..jit.attention.plan import POD_DECODE, POD_PREFILL
+from ..trace.templates.pod import batch_pod_run_trace
+from .arguments import (
+    check_count,
+    check_flag,
+    device_indices,
+    host_indices,
+    refuse,
+    with_data_type,
+)
+from .pair import Pair, PairWrapper, add_pair_mask
+from .problem import AttentionProblem
+from .wrapper import split_cache
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class BatchPODWithPagedKVCacheWrapper(PairWrapper):
+    r"""A batch that prefills and a batch that decodes, in one launch.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        For partial results of requests that are split, contiguous, any dtype; 128 MiB are plenty.
+    kv_layout : str
+        Of both caches: ``"NHD"`` or ``"HND"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    >>> wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace)
+    >>> i32 = dict(dtype=torch.int32)
+    >>> prefill = torch.tensor([0, 40], **i32), torch.tensor([0, 3], **i32)
+    >>> decode = torch.tensor([0, 1, 2], **i32), torch.tensor([0, 1, 3], **i32)
+    >>> pages = torch.arange(6, device="cuda", **i32)
+    >>> last_p, last_d = torch.tensor([8], **i32), torch.tensor([5, 16], **i32)
+    >>> wrapper.plan(*prefill, pages[:3], last_p, *decode, pages[3:], last_d, 32, 8, 128, 16)
+    >>> cache = torch.randn(6, 2, 16, 8, 128, dtype=torch.float16, device="cuda")
+    >>> q_p = torch.randn(40, 32, 128, dtype=torch.float16, device="cuda")
+    >>> q_d = torch.randn(2, 32, 128, dtype=torch.float16, device="cuda")
+    >>> out_p, out_d = wrapper.run(q_p, cache, q_d, cache, causal_p=True)
+    """
+
+    @flashinfer_api
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(float_workspace_buffer, kv_layout, False)
+        self._bases: Pair | None = None
+        self._causal = False  # of the latest run: most plans are for another like it
+
+    @flashinfer_api
+    def plan(
+        self,
+        qo_indptr_p: torch.Tensor,
+        kv_indptr_p: torch.Tensor,
+        kv_indices_p: torch.Tensor,
+        last_page_len_p: torch.Tensor,
+        qo_indptr_d: torch.Tensor,
+        kv_indptr_d: torch.Tensor,
+        kv_indices_d: torch.Tensor,
+        last_page_len_d: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Describe both batches; any number of runs may follow.
+
+        Parameters
+        ----------
+        qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p : torch.Tensor
+            Query tokens and page table of the batch that prefills, as for
+            ``BatchPrefillWithPagedKVCacheWrapper.plan``.
+        qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d : torch.Tensor
+            The same of the batch that decodes. A query of it sees all keys of its request.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            Of both.
+        pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
+            Of both, as there.
+        q_data_type, kv_data_type : str or torch.dtype, optional
+            float16 or bfloat16; that, float8_e4m3fn or float8_e5m2. Outputs have `q_data_type`.
+        data_type : str or torch.dtype, optional
+            Stands in for those of the two that are left out; one of 8 bits is the cache's alone.
+        non_blocking : bool
+            Whether to return before work list and index tensors are on the GPU; what lies in pinned
+            memory must then stay as it is until they are.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described, naming it.
+        """
+        self._bases = self._key = None  # whatever becomes of this plan
+        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
+        check_count("page_size", page_size)
+        check_count("head_dim", head_dim)
+        check_flag("non_blocking", non_blocking)
+        options = self._options(
+            *(num_qo_heads, num_kv_heads, head_dim, head_dim, pos_encoding_mode, window_left, None),
+            *(sm_scale, rope_scale, rope_theta),
+            ("float16" if q_data_type is None else q_data_type, kv_data_type, None),
+        )
+        indices = host_indices(
+            {
+                "qo_indptr_p": qo_indptr_p,
+                "kv_indptr_p": kv_indptr_p,
+                "last_page_len_p": last_page_len_p,
+                "qo_indptr_d": qo_indptr_d,
+                "kv_indptr_d": kv_indptr_d,
+                "last_page_len_d": last_page_len_d,
+            }
+        )
+        bases = [
+            AttentionProblem(
+                qo_indptr=qo_indptr,
+                kv_indptr=kv_indptr,
+                last_page_len=last,
+                kv_indices=device_indices(f"kv_indices_{part}", pages, self.device),
+                page_size=page_size,
+                names=names,
+                **options,
+            )
+            for part, names, pages, (qo_indptr, kv_indptr, last) in (
+                ("p", POD_PREFILL, kv_indices_p, indices[:3]),
+                ("d", POD_DECODE, kv_indices_d, indices[3:]),
+            )
+        ]
+        self._non_blocking = non_blocking
+        bases[0].causal = self._causal
+        self._plan_pair((bases[0], bases[1]), non_blocking)
+        self._bases, self._key = (bases[0], bases[1]), self._causal
+
+    begin_forward = plan
+
+    @flashinfer_api(trace=batch_pod_run_trace)
+    def run(
+        self,
+        q_p: torch.Tensor,
+        paged_kv_cache_p: Cache,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: Cache,
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> tuple[Result, Result]:
+        """Attention of both batches, for one layer.
+
+        Parameters
+        ----------
+        q_p, q_d : torch.Tensor
+            Queries, ``[tokens, num_qo_heads, head_dim]``, dtype as planned; last dimension
+            contiguous, rows at multiples of 16 bytes.
+        paged_kv_cache_p, paged_kv_cache_d : torch.Tensor or tuple of torch.Tensor
+            Keys and values, as for ``BatchPrefillWithPagedKVCacheWrapper.run``; mostly one cache.
+        custom_mask_p : torch.Tensor, optional
+            Keys that the queries of the prefilling batch see: the requests' ``[qo_len, kv_len]``
+            behind each other, bool. Takes the place of `causal_p`.
+        packed_custom_mask_p : torch.Tensor, optional
+            The same as little-endian bits, each request from a new byte on, uint8.
+        causal_p : bool
+            Query i of a prefill sees keys up to ``i + kv_len - qo_len``. A run that changes it
+            plans the launch again.
+        q_scale, k_scale, v_scale : float, optional
+            Scales of quantised tensors, of both parts: the first two multiply the logits, the last
+            the outputs.
+        return_lse : bool
+            Whether log-sum-exps are returned, base 2.
+        use_fp16_qk_reduction : bool
+            False: logits are summed in float32.
+        enable_pdl : bool, optional
+            Programmatic dependent launch; None: where the GPU has it.
+
+        Returns
+        -------
+        tuple
+            ``(out_p, out_d)``, shapes of the queries, or ``((out_p, lse_p), (out_d, lse_d))`` with
+            log-sum-exps ``[tokens, num_qo_heads]`` float32.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If nothing is planned, or an argument is not as described.
+        """
+        refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
+        masks = (custom_mask_p, packed_custom_mask_p)
+        caches = (
+            split_cache(paged_kv_cache_p, "paged_kv_cache_p"),
+            split_cache(paged_kv_cache_d, "paged_kv_cache_d"),
+        )
+        self._plan_for(causal_p, masks, lambda: self._run_problems(causal_p, *masks))
+        self._causal = causal_p
+        return self._launch_pair(
+            (q_p, *caches[0]),
+            (q_d, *caches[1]),
+            (q_scale, k_scale, v_scale),
+            (return_lse, return_lse),
+            enable_pdl,
+        )
+
+    def _plan_run(self, problems: Pair) -> None:
+        self._plan_pair(problems, self._non_blocking)
+
+    def _run_problems(
+        self,
+        causal_p: bool,
+        custom_mask_p: torch.Tensor | None,
+        packed_custom_mask_p: torch.Tensor | None,
+    ) -> Pair:
+        """Both parts of a run; see `run` for the arguments."""
+        if self._bases is None:
+            raise ValueError("plan() must be called before run(), and again after new workspaces")
+        prefill = dataclasses.replace(self._bases[0], causal=check_flag("causal_p", causal_p))
+        add_pair_mask(prefill, "p", custom_mask_p, packed_custom_mask_p, self.device)
+        return prefill, self._bases[1]
