@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..decode import BatchDecodeWithPagedKVCacheWrapper
 from ..prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     single_prefill_with_kv_cache_return_lse,
 )
 from .arguments import check_backend, check_count, check_stride_variant, host_indices
+from .decode import BatchDecodeWithPagedKVCacheWrapper
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -1,0 +1,504 @@
+"""Decode attention of a batch: ``flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..api_logging import flashinfer_api
+from ..jit.attention.plan import DECODE
+from ..trace.templates.attention import paged_decode_run_trace
+from .arguments import (
+    check_count,
+    check_flag,
+    check_stride_variant,
+    device_indices,
+    refuse,
+    split_size,
+    with_data_type,
+)
+from .paged import check_buffer, check_page_numbers, host_page_table, keep
+from .problem import AttentionProblem
+from .wrapper import AttentionWrapper, split_cache
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_NAMES = ("qo_indptr", "indptr", "last_page_len")
+
+
+class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
+    r"""Decode attention of a batch over a paged cache.
+
+    ``plan`` looks at the lengths and divides the work over the GPU, ``run`` computes a layer; one
+    plan serves every layer of a step.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        For partial results of requests that are split, contiguous, any dtype; 128 MiB are
+        plenty, ``workspace_size`` says what a batch needs. Wrappers that run on different streams
+        need workspaces of their own.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    use_cuda_graph : bool
+        Whether ``run`` will be captured. One graph then serves every batch of up to
+        ``len(paged_kv_last_page_len_buffer)`` requests and every length, by planning anew.
+    use_tensor_cores : bool
+        Accepted; there is one kernel, and it uses them.
+    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : torch.Tensor
+        With `use_cuda_graph`: int32 buffers on the device, of ``capacity + 1`` elements, of the
+        most page numbers a batch can have, and of ``capacity``. ``plan`` fills them.
+    backend : str
+        ``"auto"`` or ``"fa2"``.
+    jit_args : list, optional
+        A variant: ``[uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo,
+        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names,
+        additional_scalar_dtypes, variant_name, variant_decl]``; the additional tensors, then
+        scalars, follow the cache in ``run``. See docs/variants.md.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    >>> wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    >>> indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
+    >>> pages = torch.tensor([9, 1, 4, 0, 7], dtype=torch.int32, device="cuda")
+    >>> last = torch.tensor([16, 3], dtype=torch.int32)
+    >>> wrapper.plan(indptr, pages, last, 32, 8, 128, 16, q_data_type=torch.bfloat16)
+    >>> cache = torch.randn(10, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    >>> q = torch.randn(2, 32, 128, dtype=torch.bfloat16, device="cuda")
+    >>> wrapper.run(q, cache).shape
+    torch.Size([2, 32, 128])
+    """
+
+    _backends = ("auto", "fa2")
+
+    @flashinfer_api
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        check_flag("use_tensor_cores", use_tensor_cores)
+        self._paged_kv_indptr_buf: torch.Tensor | None = None
+        self._paged_kv_indices_buf: torch.Tensor | None = None
+        self._paged_kv_last_page_len_buf: torch.Tensor | None = None
+        if not use_cuda_graph:
+            return
+        name = "paged_kv_last_page_len_buffer"
+        last = check_buffer(name, paged_kv_last_page_len_buffer, torch.int32, self.device)
+        self._paged_kv_last_page_len_buf = last
+        self._paged_kv_indptr_buf = check_buffer(
+            "paged_kv_indptr_buffer",
+            paged_kv_indptr_buffer,
+            torch.int32,
+            self.device,
+            last.numel() + 1,
+        )
+        self._paged_kv_indices_buf = check_buffer(
+            "paged_kv_indices_buffer", paged_kv_indices_buffer, torch.int32, self.device
+        )
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """True: the kernel uses them whatever was asked for."""
+        return True
+
+    @flashinfer_api
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *deprecated_positional_args: Any,
+        **kwargs: Any,
+    ) -> None:
+        r"""Divide the work of a batch over the GPU.
+
+        Parameters
+        ----------
+        indptr : torch.Tensor
+            ``[batch_size + 1]``, int32 or int64: request b has the pages
+            ``indices[indptr[b] : indptr[b + 1]]``. On the host nothing waits for the GPU; index
+            tensors on the GPU are fetched by one copy.
+        indices : torch.Tensor
+            Page numbers, int32 or int64; used where it lies if it is int32 on the device.
+        last_page_len : torch.Tensor
+            ``[batch_size]``, int32 or int64: tokens in each request's last page.
+        num_qo_heads, num_kv_heads : int
+            The first a multiple of the second, up to 64 times.
+        head_dim : int
+            A multiple of 16 from 16 to 256, or 512.
+        page_size : int
+            Tokens of a page, any number from 1.
+        pos_encoding_mode : str
+            ``"NONE"``; ``"ROPE_LLAMA"``: rotate queries and keys in the kernel; ``"ALIBI"``.
+        window_left : int
+            How many keys before the query's own are seen; -1: all.
+        logits_soft_cap : float, optional
+            c of ``c * tanh(logits / c)``; None and 0: none.
+        q_data_type, kv_data_type, o_data_type : torch.dtype or str
+            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for the cache. By default
+            float16, and the first's for the others.
+        data_type : torch.dtype or str, optional
+            Stands in for those of `q_data_type` and `kv_data_type` that are left out; one of 8 bits
+            is the cache's alone.
+        sm_scale : float, optional
+            Scale of the logits, ``1 / sqrt(head_dim)`` by default.
+        rope_scale, rope_theta : float, optional
+            For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of
+            the second (10,000).
+        non_blocking : bool
+            False waits until the plan and a graph's buffers are on the GPU; else index tensors in
+            pinned memory must stay as they are until then.
+        seq_lens : torch.Tensor, optional
+            ``[batch_size]``: lengths in tokens. On the host, with `last_page_len` on the GPU, they
+            spare fetching it; given both on the host, they must agree.
+        fixed_split_size : int, optional
+            Cut every request at multiples of this many tokens (rounded up to 64) and nowhere else:
+            a request's result then does not depend on the batch it is in. None or -1: wherever it
+            is fastest.
+        disable_split_kv : bool
+            Cut no request.
+        q_len_per_req : int
+            Query tokens of each request, 1 by default; of several, each sees the keys up to its
+            own, the last of them all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described, lengths contradict the page table, a CUDA graph's
+            capacity is exceeded, or a workspace is too small (the message says the bytes needed).
+        """
+        self._decode_plan(
+            *(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
+            *deprecated_positional_args,
+            **kwargs,
+        )
+
+    begin_forward = plan
+
+    def _decode_plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> None:
+        self._problem = None  # whatever becomes of this plan
+        refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
+        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
+        problem = self._problem_of(
+            *(indptr, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
+            *(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            (q_data_type, kv_data_type, o_data_type),
+            seq_lens,
+            q_len_per_req,
+        )
+        capacity = self._graph_capacity(problem)
+        if self._paged_kv_indices_buf is None:
+            problem.kv_indices = device_indices("indices", indices, self.device)
+        else:
+            problem.kv_indices = check_page_numbers(
+                "indices", indices, self._paged_kv_indices_buf, problem.kv_indptr
+            )
+        self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
+        if self._paged_kv_indices_buf is not None:
+            assert self._paged_kv_indptr_buf is not None
+            assert self._paged_kv_last_page_len_buf is not None
+            keep("indices", indices, self._paged_kv_indices_buf, non_blocking)
+            keep("indptr", indptr, self._paged_kv_indptr_buf, non_blocking)
+            keep("last_page_len", last_page_len, self._paged_kv_last_page_len_buf, non_blocking)
+
+    def _problem_of(
+        self,
+        indptr: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        rope_scale: float | None,
+        rope_theta: float | None,
+        dtypes: tuple[Any, Any, Any],
+        seq_lens: torch.Tensor | None,
+        q_len_per_req: int,
+    ) -> AttentionProblem:
+        check_count("page_size", page_size)
+        check_count("q_len_per_req", q_len_per_req)
+        options = self._options(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim,
+            pos_encoding_mode,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            dtypes,
+        )
+        _, host_indptr, kv_len, last = host_page_table(
+            None, indptr, last_page_len, seq_lens, page_size, _NAMES
+        )
+        return AttentionProblem(
+            kv_indptr=host_indptr,
+            kv_len=kv_len,
+            last_page_len=last,
+            page_size=page_size,
+            tokens_per_request=q_len_per_req,
+            causal=q_len_per_req > 1,
+            names=DECODE,
+            **options,
+        )
+
+    def _graph_capacity(self, problem: AttentionProblem) -> tuple[int, int] | None:
+        if self._paged_kv_last_page_len_buf is None:
+            return None
+        capacity = self._paged_kv_last_page_len_buf.numel()
+        return capacity, capacity * problem.tokens_per_request
+
+    def workspace_size(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> tuple[int, int]:
+        """Bytes of workspace that ``plan`` with these arguments needs, exactly.
+
+        Returns
+        -------
+        tuple of int
+            Of the float and of the int workspace.
+        """
+        refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
+        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
+        problem = self._problem_of(
+            *(indptr, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
+            *(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            (q_data_type, kv_data_type, o_data_type),
+            seq_lens,
+            q_len_per_req,
+        )
+        return self._executor.workspace_size(
+            problem,
+            fixed_split_size=split_size(fixed_split_size),
+            disable_split_kv=check_flag("disable_split_kv", disable_split_kv),
+            graph_capacity=self._graph_capacity(problem),
+        )
+
+    @flashinfer_api(trace=paged_decode_run_trace)
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        r"""Attention of the planned batch for one layer.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``[batch_size * q_len_per_req, num_qo_heads, head_dim]``; last dimension contiguous,
+            rows at multiples of 16 bytes. With CUDA graphs it may have more rows; those beyond the
+            plan are not computed.
+        paged_kv_cache : torch.Tensor or tuple of torch.Tensor
+            Keys and values, each ``[num_pages, page_size, num_kv_heads, head_dim]`` (``"NHD"``) or
+            ``[num_pages, num_kv_heads, page_size, head_dim]`` (``"HND"``), or one tensor with a
+            dimension of 2 after the first. Last dimension contiguous, rows at multiples of 16
+            bytes, other strides free.
+        *args
+            Additional tensors, then scalars, of `jit_args`; without these `q_scale`, `k_scale` and
+            `v_scale`.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
+        out : torch.Tensor, optional
+            Where the output goes: shape of `q` with `o_data_type`.
+        lse : torch.Tensor, optional
+            Where the log-sum-exps go: ``[tokens, num_qo_heads]`` float32, contiguous.
+        return_lse : bool
+            Whether they are returned.
+        enable_pdl : bool, optional
+            Programmatic dependent launch; None: where the device has it.
+        window_left : int, optional
+            A window for this layer, within the planned one.
+        sinks : torch.Tensor, optional
+            ``[num_qo_heads]`` float32: a logit per head that takes part in the softmax without a
+            value.
+        q_len_per_req : int, optional
+            What was planned.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            Output and, with `return_lse`, log-sum-exps (base 2).
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described.
+        """
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+            refuse(
+                "it belongs to kernels for Blackwell",
+                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+                kv_cache_sf=kv_cache_sf,
+            )
+        if q_len_per_req is not None:
+            self._check_q_len(q_len_per_req)
+        k, v = split_cache(paged_kv_cache)
+        return self._launch(
+            *(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse),
+            *(window_left, sinks, enable_pdl),
+        )
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to compile beforehand: any strides are arguments of the one kernel.
+
+        Parameters
+        ----------
+        variant : {"independent", "equal", "runtime"}
+            How strides of keys and values relate.
+
+        Raises
+        ------
+        ValueError
+            If `variant` is another.
+        """
+        check_stride_variant(variant)
+
+    def _check_q_len(self, q_len_per_req: int) -> None:
+        planned = self._problem.tokens_per_request if self._problem is not None else 1
+        if q_len_per_req != planned:
+            raise ValueError(
+                f"`q_len_per_req` must be the {planned} of plan(), got {q_len_per_req}"
+            )
+
+    @flashinfer_api
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Deprecated: ``run`` with options that take the place of the plan's."""
+        self._override(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+    @flashinfer_api
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Deprecated: ``run_return_lse`` with options that take the place of the plan's."""
+        self._override(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run_return_lse(
+            q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
+        )
