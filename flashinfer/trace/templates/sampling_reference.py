@@ -179,6 +179,7 @@ def _softmax_reference(
             continue
         limit = own == 0 or row.max() == math.inf
         weights = (row == row.max()).double() if limit else torch.exp((row - row.max()) / own)
+        weights = weights.nan_to_num()  # -inf at an infinite temperature
         out[i] = weights / weights.sum()
     return out
 

@@ -16,28 +16,19 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Weight exp((logit - max) / temperature) = 2^(logit * factor + bias). A maximum of +inf, and
-// temperature 0, give their limits: the maxima share everything.
+// Weight exp((logit - max) / temperature). The difference comes first: it is as good as exact where
+// it counts, however large the logits are or small the temperature; next to a product with a large
+// maximum, once rounded, nothing would be left of it. A maximum of +inf, and temperature 0, give
+// their limits: the maxima share everything.
 class LogitWeight {
  public:
+  // Neither 0 nor infinite, so that no product is NaN.
   __device__ __forceinline__ LogitWeight(float max, float inv_temperature)
-      : max_(max), factor_(inv_temperature * 1.44269504f) {
-    const float largest = 3.40282347e38f;
-    if (!(fabsf(max * factor_) <= largest)) {
-      // A power of two, so that max * factor is exact, and so large that what is less than the
-      // maximum weighs nothing.
-      const uint32_t exponent = __float_as_uint(max) >> 23 & 0xffu;
-      factor_ = fabsf(max) <= largest
-                    ? __uint_as_float((exponent < 126 ? 254u : 380u - exponent) << 23)
-                    : 1.f;
-    }
-    bias_ = -max * factor_;
-  }
+      : max_(max), factor_(fminf(fmaxf(inv_temperature * 1.44269504f, 0x1p-126f), 0x1p127f)) {}
 
+  // The difference of two infinities is NaN, which fminf takes for 0.
   __device__ __forceinline__ float to_float(float x) const {
-    // Not more than 0 but for rounding, or NaN for +inf under a maximum of +inf: fminf takes that
-    // for 1.
-    return exp2_approx(fminf(fmaf(x, factor_, bias_), 1.f));
+    return exp2_approx(fminf(x - max_, 0.f) * factor_);
   }
 
   __device__ __forceinline__ uint64_t operator()(float x) const { return to_fixed(to_float(x)); }
@@ -47,9 +38,7 @@ class LogitWeight {
   }
 
   // The weight of another maximum, as a share of this one's.
-  __device__ __forceinline__ float relative(float max) const {
-    return max == max_ ? 1.f : to_float(max);
-  }
+  __device__ __forceinline__ float relative(float max) const { return to_float(max); }
 
   // What to_float gives, in terms of the fixed-point weight.
   __device__ __forceinline__ float scale() const { return 0x1p43f; }
@@ -61,7 +50,7 @@ class LogitWeight {
   }
 
  private:
-  float max_, factor_, bias_;
+  float max_, factor_;
 };
 
 // Weight of a probability, which need not be normalised: scaled by the power of two that belongs to
