@@ -7,7 +7,8 @@
 ``prefill_backends_h200.csv`` is the table of one run, which the unit tests hold the rules against.
 This is what the rules of ``flashinfer/_attention/speeds.py`` are made from. The kernels of a
 shape are timed in turns, each as a CUDA graph of several runs, so that clocks and neighbours are
-the same for all; the median round counts. Keys stay in the L2 cache where they fit.
+the same for all; the median round counts. Keys stay in the L2 cache where they fit. Of mixed
+batches a launch of each kernel ("apart") is timed too.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer._attention import backends
+from flashinfer._attention import backends, mixed
 from flashinfer.jit import build_jit_specs
 from flashinfer.jit.attention import AttentionConfig, gen_attention_module
 from flashinfer.testing import make_tensor
 from flashinfer.testing.flops import attention_flops_with_actual_seq_lens
 
-BACKENDS = ("fa2", "fa3", "auto")
+FORCED, APART = ("fa2", "fa3"), "apart"
+BACKENDS = (*FORCED, "auto")
 ROUNDS, ROUND_US, MOST_RUNS = 5, 600.0, 30
 WORKSPACE_BYTES = 512 << 20
 ALLOWED = 1.05  # of the time of the better kernel
@@ -113,6 +116,9 @@ def starts(lens: torch.Tensor) -> torch.Tensor:
 
 def planned(shape: Shape, backend: str, workspace: torch.Tensor) -> Any:
     """A wrapper after its plan, with every page in a random place."""
+    if backend == APART:
+        with mock.patch.object(mixed, "_is_faster_apart", return_value=True):
+            return planned(shape, "auto", workspace)
     kind, lengths = shape
     qo_lens, kv_lens = per_request(lengths)
     heads = (kind.qo_heads, kind.kv_heads, kind.head_dim_qk)
@@ -128,14 +134,27 @@ def planned(shape: Shape, backend: str, workspace: torch.Tensor) -> Any:
     order = torch.randperm(int(counts.sum()), generator=torch.Generator().manual_seed(0))
     table = (starts(qo_lens), starts(counts), order.int().to(workspace.device))
     if kind.mixed:
-        mixed = flashinfer.BatchAttention(device=str(workspace.device), backend=backend)
+        batch = flashinfer.BatchAttention(device=str(workspace.device), backend=backend)
         sizes = (*heads, kind.head_dim_vo, kind.page_size)
-        mixed.plan(*table, kv_lens, *sizes, **options)
-        return mixed
+        batch.plan(*table, kv_lens, *sizes, **options)
+        return batch
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
     last = kv_lens - (counts - 1) * kind.page_size
     paged.plan(*table, last, *heads, kind.page_size, **options)
     return paged
+
+
+def is_mixed(shape: Shape) -> bool:
+    """Whether some requests decode and others do not, in one batch."""
+    kind, lengths = shape
+    rows = [qo * kind.qo_heads // kind.kv_heads for _, qo, _ in lengths]
+    return kind.mixed and min(rows) <= mixed.DECODE_ROWS < max(rows)
+
+
+def taken(wrapper: Any) -> str:
+    """What a plan launches: ``"fa2"``, ``"fa3"`` or a launch of each."""
+    executor = wrapper._executor
+    return APART if getattr(executor, "_is_apart", False) else executor.config.backend
 
 
 def compile_all(shapes: list[Shape]) -> None:
@@ -144,8 +163,10 @@ def compile_all(shapes: list[Shape]) -> None:
     with flashinfer.reference_backend():
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
         for shape in shapes:
-            for backend in ("fa2", "fa3"):
+            for backend in FORCED:
                 configs.add(planned(shape, backend, workspace)._executor.config)
+            if is_mixed(shape):
+                configs.add(planned(shape, APART, workspace)._executor._decoder.config)
     print(f"{len(shapes)} shapes, {len(configs)} modules", flush=True)
     build_jit_specs([gen_attention_module(config) for config in configs])
 
@@ -196,11 +217,12 @@ def elapsed_us(graph: torch.cuda.CUDAGraph) -> float:
 def measured(shape: Shape, workspaces: dict[str, torch.Tensor]) -> dict[str, Any]:
     """A row of the result: microseconds by backend, and which kernel ``auto`` took."""
     arguments = tensors(shape)
-    wrappers = {name: planned(shape, name, workspaces[name]) for name in BACKENDS}
+    names = (*BACKENDS, APART) if is_mixed(shape) else BACKENDS
+    wrappers = {name: planned(shape, name, workspaces[name]) for name in names}
     single_us = elapsed_us(captured(_run(wrappers["fa2"], arguments), 1))
     count = max(1, min(MOST_RUNS, int(ROUND_US / single_us)))
     graphs = {name: captured(_run(w, arguments), count) for name, w in wrappers.items()}
-    times: dict[str, list[float]] = {name: [] for name in BACKENDS}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for graph in graphs.values():
         graph.replay()
     for _ in range(ROUNDS):
@@ -216,8 +238,8 @@ def measured(shape: Shape, workspaces: dict[str, torch.Tensor]) -> dict[str, Any
         "lengths": [list(part) for part in lengths],
         "us": us,
         "tflops": {name: flops / time * 1e-6 for name, time in us.items()},
-        "auto": wrappers["auto"]._executor.config.backend,
-        "auto_behind": us["auto"] / min(us["fa2"], us["fa3"]),
+        "auto": taken(wrappers["auto"]),
+        "auto_behind": us["auto"] / min(us[name] for name in names if name != "auto"),
     }
 
 
@@ -227,7 +249,7 @@ def _run(wrapper: Any, arguments: dict[str, Any]) -> Callable[[], Any]:
 
 HEADERS = (
     *("wrapper", "heads", "head sizes", "keys", "mask", "window", "requests x queries x keys"),
-    *(*(f"{name} us" for name in BACKENDS), "fa3 TFLOP/s", "fa2 / fa3", "auto took"),
+    *(*(f"{name} us" for name in (*BACKENDS, APART)), "fa3 TFLOP/s", "fa2 / fa3", "auto took"),
 )
 
 
@@ -243,7 +265,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
             "causal" if r["causal"] else "full",
             r["window_left"],
             " + ".join("x".join(map(str, part)) for part in r["lengths"]),
-            *(round(r["us"][name], 2) for name in BACKENDS),
+            *(round(r["us"][name], 2) if name in r["us"] else "" for name in (*BACKENDS, APART)),
             round(r["tflops"]["fa3"], 1),
             round(r["us"]["fa2"] / r["us"]["fa3"], 3),
             r["auto"],
@@ -270,9 +292,16 @@ def read(path: Path) -> list[tuple[Shape, dict[str, float]]]:
             parts = row["requests x queries x keys"].split(" + ")
             qo_kv = [tuple(map(int, part.split("x"))) for part in parts]
             lengths = tuple((count, qo, kv) for count, qo, kv in qo_kv)
-            us = {name: float(row[f"{name} us"]) for name in ("fa2", "fa3")}
-            found.append(((kind, lengths), us))
+            us = {name: row[f"{name} us"] for name in (*FORCED, APART) if row.get(f"{name} us")}
+            found.append(((kind, lengths), {name: float(value) for name, value in us.items()}))
     return found
+
+
+def write(file: Any, rows: list[dict[str, Any]]) -> None:
+    """The table of the forced kernels, as CSV."""
+    kept = [i for i, name in enumerate(HEADERS) if "auto" not in name]
+    lines = [HEADERS, *table(rows)]
+    csv.writer(file).writerows([line[i] for i in kept] for line in lines)
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -307,7 +336,8 @@ def main() -> int:
     compile_all(shapes)
     print(f"compiled after {time.monotonic() - begun:.1f} s", flush=True)
     workspaces = {
-        name: torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda") for name in BACKENDS
+        name: torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        for name in (*BACKENDS, APART)
     }
     order = list(range(len(shapes)))
     random.Random(0).shuffle(order)  # so that what time leaves out is a bit of everything
@@ -321,9 +351,7 @@ def main() -> int:
     arguments.output.write_text(json.dumps({**facts, "shapes": rows}, indent=1))
     if arguments.csv is not None:
         with arguments.csv.open("w", newline="") as file:
-            kept = [i for i, name in enumerate(HEADERS) if "auto" not in name]
-            lines = [HEADERS, *table(rows)]
-            csv.writer(file).writerows([line[i] for i in kept] for line in lines)
+            write(file, rows)
     print(report(rows))
     print(f"{len(rows)} of {len(shapes)} shapes, {time.monotonic() - begun:.1f} s")
     return 0

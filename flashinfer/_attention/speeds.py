@@ -37,6 +37,7 @@ class Speeds(NamedTuple):
     hopper: TileSpeed
     gathered: float  # factor for pages that threads copy instead of TMA
     widened: float  # factor for 8-bit keys of 16-bit queries
+    second: TileSpeed  # of the portable tile of 16 rows, in a launch with a larger one
 
 
 SPEEDS = {
@@ -51,6 +52,7 @@ SPEEDS = {
         hopper=TileSpeed(1.44, 1.07, 0.67),
         gathered=1.68,
         widened=1.25,
+        second=TileSpeed(1.24, 0.3, 1.32),
     ),
     (96, 96): Speeds(
         start=2.0,
@@ -63,6 +65,7 @@ SPEEDS = {
         hopper=TileSpeed(1.73, 0.98, 0.74),
         gathered=1.6,
         widened=1.2,
+        second=TileSpeed(1.7, 0.3, 1.28),
     ),
     (128, 128): Speeds(
         start=2.07,
@@ -75,6 +78,7 @@ SPEEDS = {
         hopper=TileSpeed(2.12, 1.01, 0.81),
         gathered=1.69,
         widened=1.18,
+        second=TileSpeed(1.87, 0.33, 1.66),
     ),
     (192, 128): Speeds(
         start=2.04,
@@ -87,6 +91,7 @@ SPEEDS = {
         hopper=TileSpeed(2.68, 0.99, 0.74),
         gathered=1.6,
         widened=1.28,
+        second=TileSpeed(2.68, 0.28, 1.28),
     ),
     (256, 256): Speeds(
         start=2.12,
@@ -98,6 +103,7 @@ SPEEDS = {
         hopper=TileSpeed(4.03, 0.75, 0.44),
         gathered=1.68,
         widened=1.4,
+        second=TileSpeed(4.34, 0.44, 1.1),
     ),
 }
 """By head sizes (qk, vo)."""
@@ -158,7 +164,7 @@ def kernel_model(
     numbers: list[float] = [
         *(num_kv_heads, group_size, _NUM_SMS, PORTABLE_TILE_KV),
         speeds.start if speeds is not None else 0.0,
-        *(tile_q_second, *known.get(tile_q_second, _UNKNOWN)),
+        *(tile_q_second, *(_UNKNOWN if speeds is None else speeds.second)),
         *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, hopper_start, *hopper),
     ]
     for rule in tile_rules(head_dim_vo, fixed_split_size):

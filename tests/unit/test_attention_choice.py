@@ -104,17 +104,19 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
 
     def portable_us(*parts: Any) -> float:
         return speeds.start + busy_us(
-            launch, batch, [(part, tile, 64, speeds.tiles[tile]) for part, tile in parts]
+            launch, batch, [(part, tile, 64, speed) for part, tile, speed in parts]
         )
 
     def hopper_us(part: list[tuple[int, int]]) -> float:
         parts = [(part, hopper_tile_q(*launch.head_dims), tile_kv, speeds.hopper)]
         return speeds.hopper_start + slower * busy_us(launch, batch, parts)
 
+    first = (rest, tile_q, speeds.tiles[tile_q])
     if not second:
-        return tile_q, portable_us((rest, tile_q)), hopper_us(requests), math.inf
-    apart_us = portable_us((few, second)) + hopper_us(rest)
-    return tile_q, portable_us((rest, tile_q), (few, second)), hopper_us(requests), apart_us
+        return tile_q, portable_us(first), hopper_us(requests), math.inf
+    one_us = portable_us(first, (few, second, speeds.second))
+    apart_us = portable_us((few, second, speeds.tiles[second])) + hopper_us(rest)
+    return tile_q, one_us, hopper_us(requests), apart_us
 
 
 def lengths(most: int) -> st.SearchStrategy[int]:

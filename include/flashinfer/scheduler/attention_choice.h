@@ -40,7 +40,7 @@ struct KernelModel {
   int64_t portable_tile_kv;
   double portable_start;  // [us]
   int64_t tile_q_second;  // of the requests that fit it; 0: all have one tile
-  TileSpeed second_speed;
+  TileSpeed second_speed;  // beside the first tile, whose CTAs are larger
   int64_t hopper_tile_q, hopper_tile_kv;
   double hopper_start;  // [us]; infinite: the kernel does not serve the batch
   TileSpeed hopper_speed;
@@ -66,9 +66,12 @@ class KernelChooser {
     const Work many = work(tile.tile_q, second);
     Busy busy;
     if (second > 0) {
-      busy.add(share(work(second, -1), second, model_.portable_tile_kv), model_.second_speed);
+      const Share few = share(work(second, -1), second, model_.portable_tile_kv);
+      busy.add(few, speed_of(second));
       choice.apart_us = choice.portable_us + busy.us() + choice.hopper_us +
                         hopper_us(work(model_.hopper_tile_q, second));
+      busy = {};
+      busy.add(few, model_.second_speed);
     }
     busy.add(share(many, tile.tile_q, model_.portable_tile_kv), tile.speed);
     choice.portable_us += busy.us();
@@ -129,6 +132,14 @@ class KernelChooser {
       if (fit_second ? tile.tile_q == model_.tile_q_second : fit) return tile;
     }
     return model_.tiles.back();
+  }
+
+  // Of launches with this tile alone.
+  const TileSpeed& speed_of(int64_t tile_q) const {
+    for (const PortableTile& tile : model_.tiles) {
+      if (tile.tile_q == tile_q) return tile.speed;
+    }
+    return model_.second_speed;
   }
 
   // Of the requests with more rows than `few`; negative: of those that fit the tile.
