@@ -77,7 +77,7 @@ def _attention(
             )
         if _takes_hopper(dtype, kv_dtype, dim):
             yield AttentionConfig(
-                *(dtype, kv_dtype, dtype, dim, dim, hopper.hopper_tile_q(dim, dim)),
+                *(dtype, kv_dtype, dtype, dim, dim, hopper.hopper_tile_q(dim, dim, dtype)),
                 mask_mode="causal",
                 sliding_window=window,
                 backend="fa3",

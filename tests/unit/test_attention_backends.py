@@ -121,7 +121,7 @@ def test_a_configuration_without_a_kernel_is_refused(fields: dict[str, Any], mes
     "fields",
     [
         {"dtype_q": FP16, "dtype_kv": FP16},
-        {"dtype_q": E4M3, "dtype_kv": E4M3},
+        {"dtype_q": E4M3, "dtype_kv": E4M3, "tile_q": hopper.hopper_tile_q(128, 128, E4M3)},
         {"dtype_kv": E4M3},
         {"dtype_q": FP16, "dtype_kv": E5M2, "paged": False},
         *(
@@ -206,7 +206,26 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
 )
 def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: str):
     backend, tile_q = choose_kernel(problem(qo_lens, **options), CUDA)
-    assert backend == expected and (backend == "fa2" or tile_q == 128)
+    expected_tile = 192 if options.get("q_data_type") == E4M3 else 128
+    assert backend == expected and (backend == "fa2" or tile_q == expected_tile)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"causal": True, "window_left": 900}, 192),
+        ({"logits_soft_cap": 3.0}, 128),
+        ({"pos_encoding_mode": "ALIBI"}, 128),
+        ({"variant": variant()}, 128),
+        ({"head_dim_qk": 64, "head_dim_vo": 64, "logits_soft_cap": 3.0}, 192),
+        ({"head_dim_qk": 192}, 128),
+    ],
+)
+def test_tiles_of_8_bits(options: dict[str, Any], expected: int):
+    """Options that take registers leave none for a third warpgroup."""
+    types = {"q_data_type": E4M3, "kv_data_type": E4M3}
+    assert choose_kernel(problem([2048], **types, **options), CUDA) == ("fa3", expected)
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,30 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """Sizes (qk, vo) of the heads there are instructions' shapes and shared memory for."""
 
 
-def hopper_tile_q(head_dim_qk: int, head_dim_vo: int) -> int:
+def hopper_tile_q(
+    head_dim_qk: int,
+    head_dim_vo: int,
+    dtype_q: torch.dtype = torch.bfloat16,
+    is_plain: bool = True,
+) -> int:
     """Packed query rows of a tile: 64 for each warpgroup that multiplies.
 
     Three of them, where their registers suffice, keep the tensor cores busy while each makes its
-    exponentials: 64 columns took 518 instead of 386 TFLOP/s (causal, 8192 tokens, one H200).
+    exponentials: 64 columns took 518 instead of 386 TFLOP/s (causal, 8192 tokens, one H200), 128
+    columns of e4m3 890 instead of 805. `is_plain`: whether logits are used as they are, without
+    masks to read and transforms, which take registers.
     """
-    return 192 if head_dim_qk == head_dim_vo == 64 else 128
+    fits = head_dim_vo == 64 or (head_dim_vo == 128 and dtype_q.itemsize == 1 and is_plain)
+    return 192 if fits and head_dim_qk == head_dim_vo else 128
 
 
 def hopper_tile_kv(head_dim_qk: int, head_dim_vo: int, widens: bool = False) -> int:
-    """Tokens of a KV tile: as many as leave room for two stages of K and V (hopper_tile.cuh).
+    """Tokens by which plans cut keys: a KV tile (hopper_tile.cuh), or the next power of two.
 
-    `widens`: whether keys and values of 8 bits become 16.
+    Tiles have as many as leave room for two stages of K and V. `widens`: whether keys and values
+    of 8 bits become 16.
     """
-    if widens and (head_dim_qk > 128 or hopper_tile_q(head_dim_qk, head_dim_vo) > 128):
+    if widens and (head_dim_qk > 128 or head_dim_vo == 64):
         return 64
     return 64 if head_dim_qk > 192 or head_dim_vo > 128 else 128
 

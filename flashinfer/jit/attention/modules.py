@@ -71,7 +71,7 @@ def _aot_configs() -> Iterator[AttentionConfig]:
             yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q=16)
         for paged in (False, True):
             yield AttentionConfig(
-                *(dtype, dtype, dtype, 128, 128, hopper.hopper_tile_q(128, 128)),
+                *(dtype, dtype, dtype, 128, 128, hopper.hopper_tile_q(128, 128, dtype)),
                 paged=paged,
                 mask_mode="causal",
                 backend="fa3",

@@ -62,12 +62,14 @@ inline void encode_map(TensorMap& map, const void* data, uint64_t columns,
   if (status == CUDA_SUCCESS) map.box_rows = box_rows;
 }
 
-// Rows of a K or V tile that one box covers: whole groups of eight rows, within a page.
+// Rows of a K or V tile that one box covers: whole groups of eight rows, within a page. Tiles begin
+// at multiples of the largest power of two that divides their size.
 template <typename Tile>
 inline uint32_t kv_box_rows(uint32_t page_size, bool paged) {
-  constexpr uint32_t kTile = Tile::kTileKV;
-  if (!paged || page_size % kTile == 0) return kTile;
-  return page_size % 8 == 0 && kTile % page_size == 0 ? page_size : 0;
+  constexpr uint32_t kTile = Tile::kTileKV, kStep = kTile & -kTile;
+  if (!paged) return kTile;
+  if (page_size % kStep == 0) return kStep;
+  return page_size % 8 == 0 && kStep % page_size == 0 ? page_size : 0;
 }
 
 template <typename Traits, typename Params>

@@ -24,9 +24,7 @@ class HopperOutput : public OutputWriter<Traits, Params> {
   using Base::Base;
 
   __device__ __forceinline__ void write(const WarpState<Tile>& state, const TensorMap& map) {
-    if constexpr (Tile::kStoresMatrices) {
-      if (this->is_finished()) return write_finished(state, map);
-    }
+    if (this->is_finished()) return write_finished(state, map);
     Base::write(state);
   }
 
@@ -47,14 +45,28 @@ class HopperOutput : public OutputWriter<Traits, Params> {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-      uint32_t matrices[4];
+      if constexpr (Tile::kFloat8) {  // a lane has four columns in a row (output_column<true>)
+        const float (&a)[4] = state.output[0][j], (&b)[4] = state.output[0][j + 1];
+        const auto store = [&](auto& row, int i, int rows_behind) {
+          const int offset =
+              swizzled_offset<kRows>(lane_idx / 4 + rows_behind, j + lane_idx % 4 / 2);
+          *reinterpret_cast<uint2*>(rows + offset + lane_idx % 2 * 8) =
+              uint2{PackedPair<O>::pack(row.value(a[i]), row.value(b[i])),
+                    PackedPair<O>::pack(row.value(a[i + 1]), row.value(b[i + 1]))};
+        };
+        store(first, 0, 0);
+        store(second, 2, 8);
+      } else {
+        uint32_t matrices[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float (&sums)[4] = state.output[0][j + i];
-        matrices[2 * i] = PackedPair<O>::pack(first.value(sums[0]), first.value(sums[1]));
-        matrices[2 * i + 1] = PackedPair<O>::pack(second.value(sums[2]), second.value(sums[3]));
+        for (int i = 0; i < 2; ++i) {
+          const float (&sums)[4] = state.output[0][j + i];
+          matrices[2 * i] = PackedPair<O>::pack(first.value(sums[0]), first.value(sums[1]));
+          matrices[2 * i + 1] = PackedPair<O>::pack(second.value(sums[2]), second.value(sums[3]));
+        }
+        ptx::stmatrix_x4(staged + swizzled_offset<kRows>(lane_idx % 16, j + lane_idx / 16),
+                         matrices);
       }
-      ptx::stmatrix_x4(staged + swizzled_offset<kRows>(lane_idx % 16, j + lane_idx / 16), matrices);
     }
     if (kStoresBoxes && map.box_rows != 0 && warp_row + kRows <= this->num_rows_) {
       ptx::async_proxy_fence();

@@ -273,26 +273,34 @@ class HopperProducer {
     if (pending_ == full) announce();
     ptx::mbarrier_wait(full, ring.phase);
     ptx::mbarrier_wait(address(control_.v_empty[ring.stage]), ring.phase ^ 1);
-    // Four matrices of 8 tokens and 16 columns at a time: lane i has the address of a row of one.
-    const int matrix = lane_idx_ / 8, matrix_row = lane_idx_ % 8;
-    constexpr int kTokenGroups = Tile::kTileKV / 16;
-#pragma unroll 1
-    for (int tokens = warp_idx_; tokens < kTokenGroups; tokens += 4) {
-      const uint32_t source = shared_ + Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV;
-      const uint32_t target = shared_ + Tile::kOffsetV + ring.stage * Tile::kBytesV +
-                              swizzled_offset<Tile::kHeadDimVO>(lane_idx_, tokens);
+    // Two groups of 8 tokens of two chunks of 16 columns at a time: of these each warp has its own
+    // columns, so that addresses are additions to those of the first.
+    constexpr int kBlocks = Tile::kHeadDimVO / 32, kTokenGroups = Tile::kTileKV / 16;
+    constexpr int kColumnWarps = kBlocks % 4 == 0 ? 4 : kBlocks % 2 == 0 ? 2 : 1;
+    constexpr int kTokenWarps = 4 / kColumnWarps;
+    const uint32_t token = lane_idx_ % 16, column = lane_idx_;  // whose addresses the lane gives
+    const uint32_t source =
+        shared_ + Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV + token * 128;
+    const uint32_t target = shared_ + Tile::kOffsetV + ring.stage * Tile::kBytesV + column * 128;
 #pragma unroll
-      for (int columns = 0; columns < Tile::kHeadDimVO / 16; columns += 2) {
+    for (int i = 0; i < kBlocks / kColumnWarps; ++i) {
+      const uint32_t block = i * kColumnWarps + warp_idx_ % kColumnWarps;
+      const uint32_t chunk = block * 2 + lane_idx_ / 16;
+      const uint32_t from = source + chunk / 8 * (Tile::kTileKV * 128) + (chunk ^ token) % 8 * 16;
+#pragma unroll
+      for (int j = 0; j < ceil_div(kTokenGroups, kTokenWarps); ++j) {
+        const uint32_t tokens = j * kTokenWarps + warp_idx_ / kColumnWarps;
+        if (kTokenGroups % kTokenWarps != 0 && tokens >= kTokenGroups) break;
         uint32_t pairs[4], rows[4];
-        ptx::ldmatrix_x4_trans(
-            pairs, source + swizzled_offset<Tile::kTileKV>(
-                                tokens * 16 + matrix % 2 * 8 + matrix_row, columns + matrix / 2));
+        ptx::ldmatrix_x4_trans(pairs, from + tokens * 16 * 128);
 #pragma unroll
         for (int c = 0; c < 4; c += 2) {
           rows[c] = __byte_perm(pairs[c], pairs[c + 1], 0x6420);
           rows[c + 1] = __byte_perm(pairs[c], pairs[c + 1], 0x7531);
         }
-        ptx::stmatrix_x4(target + columns * 16 * 128, rows);
+        ptx::stmatrix_x4(target + block * 32 * 128 + tokens / 8 * (Tile::kHeadDimVO * 128) +
+                             (tokens ^ column) % 8 * 16,
+                         rows);
       }
     }
     ptx::async_proxy_fence();

@@ -39,6 +39,22 @@ struct HopperRows {
   }
 };
 
+// Of e4m3, by warpgroups that multiply and by columns of v.
+struct HopperFloat8Shape {
+  int tile_kv, stages, producer_registers, consumer_registers;
+};
+
+// Launched with 168 (128 with three consumers) registers each, of which producers give some to
+// consumers. Transposing takes more than loading. Tiles of 96 are the largest for which three
+// consumers have registers.
+inline constexpr HopperFloat8Shape hopper_float8_shape(int consumers, int head_dim_vo) {
+  if (consumers == 3) {
+    return head_dim_vo == 64 ? HopperFloat8Shape{128, 3, 80, 144}
+                             : HopperFloat8Shape{96, 3, 56, 152};
+  }
+  return head_dim_vo > 128 ? HopperFloat8Shape{64, 2, 88, 208} : HopperFloat8Shape{128, 3, 88, 208};
+}
+
 template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_, int kConsumers_>
 struct HopperTile {
   using Q = Q_;
@@ -63,39 +79,40 @@ struct HopperTile {
   // The registers of a consumer hold the output, the logits and their weights; shared memory holds
   // two stages of 256 columns for 64 tokens, of fewer columns for 128. With tiles of 8 bits beside
   // there is room for less, and with a warpgroup more there are fewer registers.
+  static constexpr HopperFloat8Shape kFloat8Shape = hopper_float8_shape(kConsumers, kHeadDimVO);
   static constexpr int kTileKV =
-      kHeadDimQK > (kWidens ? 128 : 192) || kHeadDimVO > 128 || (kWidens && kConsumers == 3) ? 64
-                                                                                             : 128;
+      kElement == 1 ? kFloat8Shape.tile_kv
+      : kHeadDimQK > (kWidens ? 128 : 192) || kHeadDimVO > 128 || (kWidens && kConsumers == 3)
+          ? 64
+          : 128;
   // Packed rows of a group of heads are few tokens: an item's first tile, its last tokens, often
   // has no more than half of them.
   static constexpr bool kHalvesTiles = kElement == 2 && kTileKV == 128;
   static constexpr bool kTransposedV = kElement == 1;
-  static constexpr int kStages = kElement == 2 || kTileKV == 64 ? 2 : 3;
+  static constexpr int kStages = kElement == 2 ? 2 : kFloat8Shape.stages;
   static constexpr int kConsumerThreads = 128 * kConsumers;
   // One warpgroup more produces, the last one widens.
   static constexpr int kThreads = kConsumerThreads + (kWidens ? 256 : 128);
-  // Launched with 168 (128 with three consumers) each, of which producers give some to consumers.
-  // Transposing takes more than loading.
   static constexpr bool kThree = kConsumers == 3, kWide = kHeadDimVO > 128;
   static constexpr bool kSmall = kTileKV == 64 && !kWide;
   static constexpr int kProducerRegisters = kWidens        ? (kThree   ? 56
                                                               : kSmall ? 80
                                                               : kWide  ? 40
                                                                        : 48)
-                                            : kTransposedV ? (kThree ? 80 : 88)
+                                            : kTransposedV ? kFloat8Shape.producer_registers
                                                            : (kThree ? 32 : 56);
   static constexpr int kWidenerRegisters = kThree ? 64 : kSmall ? 80 : kWide ? 56 : 64;
   static constexpr int kConsumerRegisters = kWidens        ? (kThree   ? 120
                                                               : kSmall ? 176
                                                               : kWide  ? 208
                                                                        : 200)
-                                            : kTransposedV ? (kThree ? 144 : 208)
+                                            : kTransposedV ? kFloat8Shape.consumer_registers
                                                            : (kThree ? 160 : 224);
 
   // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
   static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
   static constexpr bool kScaledQ = false;
-  static constexpr bool kStoresMatrices = kElement == 2;  // see hopper_output.cuh
+  static constexpr bool kStoresMatrices = true;  // see hopper_output.cuh
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;
   static constexpr int kRowTiles = 1;
@@ -104,7 +121,6 @@ struct HopperTile {
   static constexpr int kOutputDim = kHeadDimVO;
   static constexpr int kNumOutputParts = 1;
   static constexpr int kOutputTiles = kHeadDimVO / 8;
-  static constexpr int kPitchQ = (kHeadDimVO * 2 / 16 | 1) * 16;  // of finished rows on their way
 
   static constexpr int kChunkColumns = 128 / kElement;
   static constexpr int kStepTokens = 32 / kElement;  // that one instruction sums over
@@ -121,8 +137,7 @@ struct HopperTile {
   static constexpr int kBytesLoadedV = kTileKV * kLoadedChunksVO * 128;
   static constexpr int kBytesV =
       kTransposedV ? kHeadDimVO * ceil_div(kTileKV, 128) * 128 : kTileKV * kChunksVO * 128;
-  static constexpr int kBytesOutput =
-      kTileQ * (kStoresMatrices ? ceil_div(kHeadDimVO, 64) * 128 : kPitchQ);
+  static constexpr int kBytesOutput = kTileQ * ceil_div(kHeadDimVO, 64) * 128;
   static constexpr int kBytesStages =
       kStages * (kBytesK + kBytesV) +
       kLoadedStages *
@@ -132,8 +147,7 @@ struct HopperTile {
   static constexpr bool kOutputOverQ = kBytesQ + kBytesStages + kBytesOutput > kMaxBytes;
   // An item begins while the one before ends: with the last p v goes the next first q k^T. Where
   // the output lies over q that cannot be, and where registers are few it would spill.
-  static constexpr bool kPipelinesItems =
-      !kOutputOverQ && kHeadDimVO <= 128 && !kWidens && (kElement == 2 || kConsumers == 2);
+  static constexpr bool kPipelinesItems = !kOutputOverQ && kHeadDimVO <= 128 && !kWidens;
   static constexpr int kStagesQ = 2 * kBytesQ + kBytesStages + kBytesOutput > kMaxBytes ? 1 : 2;
   static constexpr int kOffsetK =
       kOutputOverQ && kBytesOutput > kBytesQ ? round_up(kBytesOutput, 1024) : kStagesQ * kBytesQ;
