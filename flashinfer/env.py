@@ -96,7 +96,8 @@ def _words(name: str, doc: str) -> Variable[tuple[str, ...]]:
 
 
 def _path(name: str, doc: str, shown: str | None = None) -> Variable[Path | None]:
-    return _declare(name, "path", None, lambda t: Path(t).expanduser(), doc, shown)
+    """Absolute: compilers run in other folders."""
+    return _declare(name, "path", None, lambda t: Path(t).expanduser().absolute(), doc, shown)
 
 
 def _flag(name: str, doc: str) -> Variable[bool]:

@@ -46,7 +46,7 @@ def base_dir() -> Path:
     if (configured := env.FLASHINFER_WORKSPACE_BASE.get()) is not None:
         return configured
     if home := env.HOME.get():
-        return Path(home)
+        return Path(home).absolute()
     return fallback_base("HOME is not set")
 
 

@@ -81,7 +81,8 @@ class JitSpec:
         self.extra_cflags = list(extra_cflags or ())
         self.extra_cuda_cflags = list(extra_cuda_cflags or ())
         self.extra_ldflags = list(extra_ldflags or ())
-        self.extra_include_paths = [Path(path) for path in extra_include_paths or ()]
+        # Absolute: compilers run in the folder of the build.
+        self.extra_include_paths = [Path(path).absolute() for path in extra_include_paths or ()]
         self.needs_device_linking = needs_device_linking
         self.use_fast_math = use_fast_math
         self.config = config

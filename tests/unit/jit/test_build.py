@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -171,6 +172,20 @@ def test_device_linking(project):
     project.write("other.cu", "__device__ int f() { return 1; }\n")
     spec = project.spec("linked", ("answer.cc", "store.cu", "other.cu"), needs_device_linking=True)
     assert spec.build_and_load().answer() == 42
+
+
+@pytest.mark.parametrize("variable", ["FLASHINFER_WORKSPACE_BASE", "HOME"])
+def test_relative_paths(project, monkeypatch, tmp_path, variable):
+    """They are the caller's; compilers run in folders of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FLASHINFER_WORKSPACE_BASE")
+    monkeypatch.setenv(variable, "somewhere")
+    relative = Path("project/include")
+    specs = [project.spec(name, extra_include_paths=[relative]) for name in ("one", "two")]
+    jit.build_jit_specs(specs)
+    monkeypatch.chdir("/")
+    monkeypatch.setenv(variable, str(tmp_path / "somewhere"))
+    assert [spec.try_load().answer() for spec in specs] == [42, 42]
 
 
 def test_same_file_name_in_two_folders(project):
