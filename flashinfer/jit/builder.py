@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import env
-from . import cache, toolchain
+from . import cache, cpp_ext, toolchain
 from .errors import BuildError, JitError, build_error, killed_for_memory
 from .fingerprint import Identity
 from .log import logger
@@ -165,8 +165,7 @@ def _run(jobs: list[_Job], progress: Progress, verbose: bool) -> str:
         lines = []
         for job in jobs:
             (job.private / "part.ninja").write_text(job.spec.ninja_module().text(str(job.private)))
-            escaped = str(job.private / "part.ninja").replace("$", "$$").replace(" ", "$ ")
-            lines.append(f"subninja {escaped}")
+            lines.append(f"subninja {cpp_ext.ninja_path(str(job.private / 'part.ninja'))}")
         (folder / ninja_file).write_text("\n".join(lines) + "\n")
     output, code = _ninja(folder, ninja_file, default_jobs(), len(jobs) > 1, progress, verbose)
     if code != 0 and killed_for_memory(output):

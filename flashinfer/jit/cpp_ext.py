@@ -165,20 +165,22 @@ class NinjaModule:
 
     def edges(self, folder: str = "") -> str:
         """The build statements of `build.ninja`, with the outputs in a folder."""
-        prefix = f"{_path(folder)}/" if folder else ""
+        prefix = f"{ninja_path(folder)}/" if folder else ""
         lines, objects = [], []
         for source, name in zip(self.sources, self.objects(), strict=True):
             rule = "nvcc" if source.suffix in CUDA_SUFFIXES else "cxx"
-            lines.append(f"build {prefix}{_path(name)}: {rule} {_path(os.path.abspath(source))}")
+            lines.append(
+                f"build {prefix}{ninja_path(name)}: {rule} {ninja_path(os.path.abspath(source))}"
+            )
             if more := self.flags.cuda_by_source.get(str(source)):
                 lines.append(f"  flags = {_shell(more)}")
-            objects.append(prefix + _path(name))
+            objects.append(prefix + ninja_path(name))
         if self.flags.device_link:
-            linked = f"{prefix}{_path(self.name)}.dlink.o"
+            linked = f"{prefix}{ninja_path(self.name)}.dlink.o"
             device = [o for o in objects if o.endswith(".cuda.o")]
             lines.append(f"build {linked}: dlink {' '.join(device)}")
             objects.append(linked)
-        lines.append(f"build {prefix}{_path(self.name)}.so: link {' '.join(objects)}")
+        lines.append(f"build {prefix}{ninja_path(self.name)}.so: link {' '.join(objects)}")
         return "\n".join(lines) + "\n"
 
     def text(self, folder: str = "") -> str:
@@ -210,6 +212,6 @@ def _shell(words: Sequence[str]) -> str:
     return shlex.join(words).replace("$", "$$")
 
 
-def _path(path: str) -> str:
+def ninja_path(path: str) -> str:
     """A path in a ninja build statement."""
     return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
