@@ -63,7 +63,7 @@ class AttentionExecutor:
         self._key: tuple[Any, ...] = ()
         self._has_window = False
         self._run: Any = _plan_first
-        self._graph_choice: tuple[int, str] | None = None
+        self._graph_choice: tuple[tuple[Any, ...], int, str] | None = None
         self._settings: tuple[int | None, bool, tuple[int, int] | None] = (None, False, None)
         self.set_workspaces(float_workspace_buffer, int_workspace_buffer)
 
@@ -167,7 +167,8 @@ class AttentionExecutor:
         self._has_window = problem.window_left >= 0
         self._run = module.run
         if graph_capacity is not None:
-            self._graph_choice = (key[_TILE_Q], key[_BACKEND])
+            fixed = fixed_split_size is not None
+            self._graph_choice = _choice_of(problem, fixed), key[_TILE_Q], key[_BACKEND]
 
     def change_options(self, problem: AttentionProblem, keep_plan: bool = False) -> None:
         """Launch the planned requests with other options from now on.
@@ -350,8 +351,9 @@ class AttentionExecutor:
     ) -> tuple[Any, ...]:
         """The fields of AttentionConfig, as a tuple: building the dataclass takes longer."""
         fixed = fixed_split_size is not None
-        if graph_capacity is not None and self._graph_choice:
-            tile_q, backend = self._graph_choice  # a captured launch keeps its kernel
+        known = None if graph_capacity is None else self._graph_choice
+        if known is not None and known[0] == _choice_of(problem, fixed):
+            _, tile_q, backend = known  # a captured launch keeps its kernel
         else:
             backend, tile_q = choose_kernel(
                 problem,
@@ -485,6 +487,14 @@ def covers(planned: AttentionProblem, problem: AttentionProblem) -> bool:
     """Whether a plan for `planned` visits every key that `problem` shows a query."""
     mine, its = planned.group(), problem.group()
     return (not mine[6] or its[6]) and (mine[7] < 0 or 0 <= its[7] <= mine[7])
+
+
+def _choice_of(problem: AttentionProblem, fixed_split_size: bool) -> tuple[Any, ...]:
+    """What the choice of a graph's kernel holds for, all of which a capture freezes."""
+    return (
+        *(problem.q_data_type, problem.kv_data_type, problem.head_dim_qk, problem.head_dim_vo),
+        *(problem.pos_encoding_mode, problem.variant, fixed_split_size),
+    )
 
 
 def _plan_first(*_: Any) -> None:

@@ -210,6 +210,16 @@ def test_a_prefill_graph_keeps_its_tile_and_its_tokens(launches):
     plan_prefill(wrapper, 150)
 
 
+def test_other_plans_before_a_capture_have_tiles_of_their_own(launches):
+    wrapper = graph_prefill()
+    plan_prefill(wrapper, 100, 50)
+    plan_prefill(wrapper, 100, 50, fixed_split_size=64)
+    assert wrapper._executor._planner.info[TILE_Q].item() == 64  # of any batch with such a size
+    captured(launches, lambda: wrapper.run(query(150), CACHE))
+    plan_prefill(wrapper, 1, fixed_split_size=64)
+    assert wrapper._executor._planner.info[TILE_Q].item() == 64
+
+
 def test_sizing_a_prefill_graph_fixes_nothing(launches):
     wrapper = graph_prefill()
     table = (int32(0, 4), int32(0, 1, 2, 3), int32(9))
