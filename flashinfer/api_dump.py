@@ -3,7 +3,8 @@
 ``FLASHINFER_DUMP_DIR/<time>_pid<pid>_<number>_<api>/`` holds
 
 - ``metadata.json``: function, arguments, status (``called``, ``returned``, ``raised``);
-- ``inputs.pt`` or ``inputs.safetensors``: on disk before the call starts;
+- ``inputs.pt`` or ``inputs.safetensors``: on disk before the call starts; without what workspaces
+  hold;
 - ``outputs.pt`` or ``outputs.safetensors``: what it returned, and the arguments that it changed.
 
 The limits ``FLASHINFER_DUMP_MAX_COUNT`` and ``FLASHINFER_DUMP_MAX_SIZE_GB`` are per process. A dump
@@ -34,6 +35,9 @@ FORMAT = 1
 _STARTED = datetime.datetime.now().isoformat()
 
 _GIGABYTE = 10**9
+
+# Arguments with such names are memory of hundreds of megabytes to work in, for each wrapper.
+_SCRATCH = "workspace_buffer"
 
 # Disk and CUDA errors, and values that nobody foresaw: the call itself must still run.
 _HARMLESS = (OSError, RuntimeError, ValueError, TypeError)
@@ -184,7 +188,7 @@ class Dump:
 
 
 def _describe_call(call: ApiCall) -> tuple[dict[str, Any], Encoder]:
-    inputs = Encoder()
+    inputs = Encoder(_SCRATCH)
     first = 0 if call.owner is None else 1
     names = list(call.arguments)  # in the order of the call, positional ones first
     args = [inputs.encode(v, name) for name, v in zip(names, call.args[first:], strict=False)]

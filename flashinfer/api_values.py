@@ -62,9 +62,16 @@ class _Blob:
 
 
 class Encoder:
-    """Collects the tensors of encoded values; :meth:`group` then finds their memory."""
+    """Collects the tensors of encoded values; :meth:`group` then finds their memory.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    scratch : str
+        End of the names of tensors whose content means nothing, and is left out.
+    """
+
+    def __init__(self, scratch: str = "") -> None:
+        self._scratch = scratch
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self._index_of: dict[int, int] = {}
@@ -118,7 +125,8 @@ class Encoder:
         """Blobs over all tensors with data, overlapping tensors together."""
         spans = []
         for index, tensor in enumerate(self.tensors):
-            if tensor.numel() > 0 and not tensor.is_meta:
+            is_scratch = self._scratch and self.names[index].endswith(self._scratch)
+            if tensor.numel() > 0 and not tensor.is_meta and not is_scratch:
                 reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
                 start = tensor.data_ptr()
                 spans.append(
