@@ -52,7 +52,8 @@ class CompilationContext:
     def reset(self) -> None:
         """Forget assigned targets: they are those of the environment again."""
         self._assigned = None
-        _detect.cache_clear()
+        _ask_torch.cache_clear()
+        _ask_nvml.cache_clear()
 
     def get_nvcc_flags_list(
         self, supported_major_versions: list[int] | None = None, map_sm107_to_100f: bool = False
@@ -117,16 +118,26 @@ def arch_of_capability(major: int, minor: int) -> Arch:
     return major, f"{minor}a" if major >= 9 else str(minor)
 
 
-@functools.cache
 def _detect(visible: str) -> frozenset[Arch]:
     """Architectures of the visible GPUs; empty without a driver."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        # The caller already owns a context, so this costs nothing, where NVML takes some 20 ms.
-        count = torch.cuda.device_count()
-        return frozenset(
-            arch_of_capability(*torch.cuda.get_device_capability(i)) for i in range(count)
-        )
+        # The caller already owns a context, so this costs nothing, where NVML takes some 20 ms. It
+        # also knows better: there are GPUs without NVML, and indices that NVML counts otherwise.
+        return _ask_torch()
+    return _ask_nvml(visible)
+
+
+@functools.cache
+def _ask_torch() -> frozenset[Arch]:
+    import torch
+
+    count = torch.cuda.device_count()
+    return frozenset(arch_of_capability(*torch.cuda.get_device_capability(i)) for i in range(count))
+
+
+@functools.cache
+def _ask_nvml(visible: str) -> frozenset[Arch]:
     import pynvml
 
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer import compilation_context, env
+from flashinfer import env
 from flashinfer.compilation_context import CompilationContext, parse_arch_list
 from flashinfer.jit import check_cuda_arch
 from flashinfer.jit import env as jit_env
@@ -162,19 +162,24 @@ def test_detection(monkeypatch, visible, expected):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "pynvml", FakeNvml())
-    compilation_context._detect.cache_clear()
+    CompilationContext().reset()
     assert expected == CompilationContext().TARGET_CUDA_ARCHS
-    compilation_context._detect.cache_clear()
+    CompilationContext().reset()
 
 
 def test_no_driver(monkeypatch):
     monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST")
     monkeypatch.setitem(__import__("sys").modules, "pynvml", FakeNvml(broken=True))
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
-    compilation_context._detect.cache_clear()
+    CompilationContext().reset()
     with pytest.raises(RuntimeError, match="set FLASHINFER_CUDA_ARCH_LIST"):
         CompilationContext().get_nvcc_flags_list()
-    compilation_context._detect.cache_clear()
+    # What was not found without a context may be found with one.
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 7))
+    assert {(8, "7")} == CompilationContext().TARGET_CUDA_ARCHS
+    CompilationContext().reset()
 
 
 def test_assigned_targets():
