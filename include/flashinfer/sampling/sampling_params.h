@@ -126,6 +126,7 @@ struct SamplingParams {
   uint32_t paced_rows;    // of a softmax by clusters: rows that start in turn; set by the launch
   uint32_t pace;          // clock cycles between them
   uint32_t early_rows;    // those that are fetched to L2 before the grid ahead ends
+  uint32_t kept_rows;     // those whose output is to stay in L2
   uint32_t max_cluster;   // CTAs per row; 0: no limit but the device's
   uint32_t max_vecs;      // vectors of a row that a CTA has shared memory for; set by the launch
 };

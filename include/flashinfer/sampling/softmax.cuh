@@ -6,6 +6,7 @@
 //                 between the passes: launch i normalises block i - 1 and sums block i side by side
 #pragma once
 
+#include <flashinfer/ptx/cache_hint.cuh>
 #include <flashinfer/ptx/cluster_exchange.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/prefetch.cuh>
@@ -32,11 +33,15 @@ __device__ __forceinline__ float tile_factor(float row_max, uint64_t row_total, 
 
 template <int N, typename TOut>
 __device__ __forceinline__ void store_elements(TOut* out, bool aligned, uint32_t size,
-                                               uint32_t first, const float (&y)[N]) {
+                                               uint32_t first, const float (&y)[N],
+                                               uint64_t policy) {
   if (aligned && first + N <= size) {
     Vector<TOut, N> packed;
     packed.from_floats(y);
-    packed.store(out + first);
+#pragma unroll
+    for (int i = 0; i < packed.kNumAccesses; ++i) {
+      ptx::store_16(reinterpret_cast<uint4*>(out + first) + i, packed.words[i], policy);
+    }
   } else {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -77,7 +82,8 @@ __device__ __forceinline__ void normalise_tile(const SamplingParams& params, uin
     float y[kVecSize];
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) y[j] = weight.to_float(x[i][j]) * factor;
-    detail::store_elements(out, out_aligned, params.vocab_size, first + i * kThreads * kVecSize, y);
+    detail::store_elements(out, out_aligned, params.vocab_size, first + i * kThreads * kVecSize, y,
+                           ptx::l2_policy(false));
   }
 }
 
@@ -172,7 +178,7 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
     if (aligned && bytes != 0) ptx::prefetch_bulk_l2(row + rank * kMine, bytes);
   }
   ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  if (params.num_rows <= params.paced_rows) ptx::grid_launch_dependents();
   if (row_idx < params.paced_rows) {
     // So that some rows are read while others are exchanged or written.
     const uint32_t start = clock(), delay = row_idx * params.pace -
@@ -253,6 +259,8 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
       if (warp_idx % kWarpsPerTile == 0) tile_max[own_tile] = max;
     }
   }
+  // The next grid may come once the last rows are read: what it fetches early would delay them.
+  ptx::grid_launch_dependents();
   __syncthreads();
   ptx::cluster_wait();
   if (threadIdx.x < num_ranks * kTiles) {
@@ -267,11 +275,12 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
   detail::TileSums<Weight, kMaxTiles> tiles;
   tiles.load(stats, num_ranks * kTiles, scale);
   const float factor = detail::tile_factor<Traits>(tiles.max, tiles.total, max, scale);
+  const uint64_t policy = ptx::l2_policy(row_idx < params.kept_rows);
 #pragma unroll
   for (int i = 0; i < kOwnVecs; ++i) {
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) x[i][j] *= factor;
-    detail::store_elements(out, out_aligned, params.vocab_size, first + i * kStep, x[i]);
+    detail::store_elements(out, out_aligned, params.vocab_size, first + i * kStep, x[i], policy);
   }
 #pragma unroll
   for (int i = 0; i < kSharedVecs; ++i) {
@@ -284,7 +293,8 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
       y[4 * q + 2] = quad.z * factor;
       y[4 * q + 3] = quad.w * factor;
     }
-    detail::store_elements(out, out_aligned, params.vocab_size, first + (kOwnVecs + i) * kStep, y);
+    detail::store_elements(out, out_aligned, params.vocab_size, first + (kOwnVecs + i) * kStep, y,
+                           policy);
   }
 #endif
 }
@@ -316,13 +326,15 @@ inline cudaError_t launch_softmax_by_tiles(SamplingParams params, bool enable_pd
 
 }  // namespace detail
 
-// Rows of 128256 float32 on an H200, 16, 64 and 256 of them: 6.7, 20.4 and 66.5 us. Nothing read
-// early, and all rows at one pace: 6.7, 20.8 and 67.2. A pace slower or faster by a fifth, then:
-// 68, by two fifths 69; all rows that fit at once 69.7, as then memory idles while they exchange
-// their sums. All rows that fit read early 69. With half of the row in registers and six CTAs to
-// a multiprocessor 20.1 and 69.1; with clusters of 8 CTAs of 64 elements per thread, of which 32 or
-// 24 are in registers, 22.8 and 67.5, or 20.1 and 68.7; with all in registers, five CTAs and all
-// rows at once 22.9 and 73.7, of which 2 for spills. By tiles 3.5 for one row, 26.5 and 101.
+// Rows of 128256 float32 on an H200, 16, 64 and 256 of them: 6.8, 18.4 and 64.8 us. No output kept
+// in L2: 6.8, 18.9 and 66.4. And the next grid let in from the beginning: 6.8, 20.3 and 66.6; for
+// 16 rows too only after the sums: 7.1. And nothing read early, all rows at one pace: 6.8, 20.8 and
+// 67.2. A pace slower or faster by a fifth, then: 68, by two fifths 69; all rows that fit at once
+// 69.7, as then memory idles while they exchange their sums. All rows that fit read early 69. With
+// half of the row in registers and six CTAs to a multiprocessor 20.1 and 69.1; with clusters of 8
+// CTAs of 64 elements per thread, of which 32 or 24 are in registers, 22.8 and 67.5, or 20.1 and
+// 68.7; with all in registers, five CTAs and all rows at once 22.9 and 73.7, of which 2 for spills.
+// By tiles 3.5 for one row, 26.5 and 101.
 template <typename Traits>
 inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable_pdl,
                                   cudaStream_t stream) {
@@ -348,6 +360,11 @@ inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable
   params.early_rows =
       std::min(kEarlyBytes / static_cast<uint32_t>(params.vocab_size * sizeof(typename Traits::T)),
                params.paced_rows);
+  // Output of the first rows stays in L2 while the rest passes through: a reader finds it there,
+  // and a buffer that is written again and again does not go to memory each time.
+  constexpr uint32_t kKeptBytes = 12 << 20;
+  params.kept_rows =
+      kKeptBytes / static_cast<uint32_t>(params.vocab_size * sizeof(typename Traits::TOut));
   const cudaError_t status =
       launch_kernel(kKernel, dim3(params.num_rows * num_ranks), dim3(Split::kThreads), 0, stream,
                     enable_pdl, params, num_ranks);
