@@ -54,7 +54,8 @@ def choose_kernel(
     """
     backend = possible_backend(problem, device, two_parts, fixed_split_size)
     if backend == "fa3":
-        return backend, _hopper_tile_q(problem)
+        head_dims = (problem.head_dim_qk, problem.head_dim_vo)
+        return backend, hopper_tile_q(*head_dims, problem.q_data_type)
     if problem.qo_indptr is None:
         rows = problem.tokens_per_request * problem.group_size
         return "fa2", choose_tile_q(rows, rows, problem.head_dim_vo)
@@ -70,14 +71,6 @@ def choose_kernel(
     if hopper_us < portable_us:
         return "fa3", hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
     return "fa2", int(tile_q)
-
-
-def _hopper_tile_q(problem: AttentionProblem) -> int:
-    is_plain = problem.custom_mask is None and problem.prefix_len_ptr is None
-    is_plain &= problem.pos_encoding_mode == "NONE" and problem.logits_soft_cap == 0.0
-    is_plain &= problem.variant is None
-    head_dims = (problem.head_dim_qk, problem.head_dim_vo)
-    return hopper_tile_q(*head_dims, problem.q_data_type, is_plain)
 
 
 def kernel_model_of(

@@ -210,24 +210,6 @@ def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: s
     assert backend == expected and (backend == "fa2" or tile_q == expected_tile)
 
 
-@pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"causal": True, "window_left": 900}, 192),
-        ({"logits_soft_cap": 3.0}, 128),
-        ({"pos_encoding_mode": "ALIBI"}, 128),
-        ({"variant": variant()}, 128),
-        ({"head_dim_qk": 64, "head_dim_vo": 64, "logits_soft_cap": 3.0}, 192),
-        ({"head_dim_qk": 192}, 128),
-    ],
-)
-def test_tiles_of_8_bits(options: dict[str, Any], expected: int):
-    """Options that take registers leave none for a third warpgroup."""
-    types = {"q_data_type": E4M3, "kv_data_type": E4M3}
-    assert choose_kernel(problem([2048], **types, **options), CUDA) == ("fa3", expected)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

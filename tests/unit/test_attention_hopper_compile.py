@@ -25,8 +25,7 @@ KERNEL = "hopper_attention_kernel"
 def config(dims: tuple[int, int] = (128, 128), **fields) -> AttentionConfig:
     dtype = fields.pop("dtype", BF16)
     types = (dtype, fields.pop("kv_dtype", dtype), BF16 if dtype == E4M3 else dtype)
-    is_plain = not fields.get("logits_soft_cap") and fields.get("mask_mode") != "custom"
-    tile_q = hopper.hopper_tile_q(*dims, dtype, is_plain)
+    tile_q = hopper.hopper_tile_q(*dims, dtype)
     return AttentionConfig(*types, *dims, tile_q, backend="fa3", **fields)
 
 
@@ -107,9 +106,7 @@ def test_it_multiplies_by_warpgroups_without_spills(
     assert HMMA not in code
     assert UTMALDG in code, "queries and whole pages come through TMA"
     assert (LDGSTS in code) or not value.paged, "rows of small pages are gathered by threads"
-    # With scales of heads a few where one item ends and the next begins.
-    allowed = 24 if value.dtype_q == E4M3 and value.head_scales else 0
-    assert sum(map(loop(code).count, (LDL, STL))) <= allowed, "spills where it multiplies"
+    assert not {LDL, STL} & set(loop(code)), "spills where it multiplies"
 
 
 def test_it_compiles_about_as_fast_as_the_portable_kernel(strict_build: pytest.MonkeyPatch):

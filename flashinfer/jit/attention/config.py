@@ -95,8 +95,7 @@ class AttentionConfig(ModuleConfig):
             types, head_dims = (self.dtype_q, self.dtype_kv), (self.head_dim_qk, self.head_dim_vo)
             two_shapes = self.tile_q_second > 0
             check_hopper(missing_on_hopper(*types, *head_dims, self.pos_encoding, two_shapes))
-            tiles = {hopper_tile_q(*head_dims, self.dtype_q, plain) for plain in (True, False)}
-            _check("tile_q", self.tile_q, tuple(tiles))
+            _check("tile_q", self.tile_q, (hopper_tile_q(*head_dims, self.dtype_q),))
         else:
             _check("tile_q", self.tile_q, TILES)
 

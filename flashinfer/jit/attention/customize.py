@@ -43,8 +43,7 @@ def _config(
     large = head_dims[1] > 128
     tile_q = 16 if decode or head_dims[1] > 256 else 64 if large else 128
     if fields.get("backend") == "fa3":
-        is_plain = pos_encoding_mode == 0 and not use_logits_soft_cap
-        tile_q = hopper_tile_q(*head_dims, types[0], is_plain and "custom_variant" not in fields)
+        tile_q = hopper_tile_q(*head_dims, types[0])
     return AttentionConfig(
         *(*types, *head_dims),
         tile_q=tile_q,

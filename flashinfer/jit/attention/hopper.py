@@ -18,20 +18,14 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """Sizes (qk, vo) of the heads there are instructions' shapes and shared memory for."""
 
 
-def hopper_tile_q(
-    head_dim_qk: int,
-    head_dim_vo: int,
-    dtype_q: torch.dtype = torch.bfloat16,
-    is_plain: bool = True,
-) -> int:
+def hopper_tile_q(head_dim_qk: int, head_dim_vo: int, dtype_q: torch.dtype = torch.bfloat16) -> int:
     """Packed query rows of a tile: 64 for each warpgroup that multiplies.
 
     Three of them, where their registers suffice, keep the tensor cores busy while each makes its
     exponentials: 64 columns took 518 instead of 386 TFLOP/s (causal, 8192 tokens, one H200), 128
-    columns of e4m3 890 instead of 805. `is_plain`: whether logits are used as they are, without
-    masks to read and transforms, which take registers.
+    columns of e4m3 975 instead of 926.
     """
-    fits = head_dim_vo == 64 or (head_dim_vo == 128 and dtype_q.itemsize == 1 and is_plain)
+    fits = head_dim_vo == 64 or (head_dim_vo == 128 and dtype_q.itemsize == 1)
     return 192 if fits and head_dim_qk == head_dim_vo else 128
 
 

@@ -5,6 +5,7 @@
 // "FlashAttention-3", 2024.
 #pragma once
 
+#include <flashinfer/attention/hopper_float8.cuh>
 #include <flashinfer/attention/hopper_output.cuh>
 #include <flashinfer/attention/hopper_producer.cuh>
 #include <flashinfer/attention/rows.cuh>
@@ -347,14 +348,16 @@ class HopperConsumer {
       pack<0, kTileSteps>(logits, p);
       return has_keys;
     }
-    // In parts, so that the exponentials of one overlap with the maxima of the other. Half a tile
+    if constexpr (Tile::kElement == 1) {
+      Float8Weights<Traits, Params>::template weigh<kFirst>(state, logits, scale, p, finish_values);
+      return has_keys;
+    }
+    // In halves, so that the exponentials of one overlap with the maxima of the other. Half a tile
     // is one part, and so has the bits of a whole one whose other half is hidden, which an item's
     // first tile is where the item begins anew: results do not depend on what a CTA did before.
-    // Of 8 bits a first tile is one part, since registers are few while two items overlap.
-    constexpr bool kInParts =
-        kTiles == Tile::kTokenTiles && (!kFirst || sizeof(typename Tile::Mma) == 2);
-    constexpr int kPartSteps = kInParts ? kTileSteps / 2 : kTileSteps;
-    constexpr int kPart = kPartSteps * Tile::kStepTokens / 8;
+    constexpr bool kIsWhole = kTiles == Tile::kTokenTiles;
+    constexpr int kPart = kIsWhole ? kTiles / 2 : kTiles;
+    constexpr int kPartSteps = kPart * 8 / Tile::kStepTokens;
     float first[2], second[2];
     float (&sum)[2] = state.sum[0];
     grow<0, kPart>(kFirst, logits[0], scale, state.largest[0], first, sum);
@@ -365,7 +368,7 @@ class HopperConsumer {
     for (int h = 0; h < 2; ++h) {
       second[h] = first[h];
       largest[h] = -math::inf;
-      if constexpr (kInParts) largest[h] = Rows::template lane_largest<kPart, kTiles>(logits[0], h);
+      if constexpr (kIsWhole) largest[h] = Rows::template lane_largest<kPart, kTiles>(logits[0], h);
       grows |= Rows::grows(first[h], largest[h], scale[h]);
       if constexpr (!kFirst) grows |= first[h] != state.largest[0][h];
       // Never, but it keeps what follows, the wait, behind the exponentials.

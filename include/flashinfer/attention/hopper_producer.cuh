@@ -331,17 +331,17 @@ class HopperProducer {
   template <int kRows, typename Rows, int kRowBytes>
   __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int first_row,
                                             int64_t offset) {
-    static_assert(kRows <= 32 && kRows * kRowBytes % 512 == 0,
-                  "a lane per row, whole steps of the warp");
-    constexpr int kColumns = kRowBytes / 16;  // of 16 bytes
+    static_assert(kRows <= 32, "a lane per row");
+    constexpr int kColumns = kRowBytes / 16, kChunks = kRows * kColumns;  // of 16 bytes
 #pragma unroll 4
-    for (int i = 0; i < kRows * kColumns / 32; ++i) {
+    for (int i = 0; i < ceil_div(kChunks, 32); ++i) {
       const int index = i * 32 + lane_idx_;
       const int row = index / kColumns, column = index % kColumns;
       const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
       const bool exists = row_offset >= 0;
       const char* source = static_cast<const char*>(base);
       if (exists) source += row_offset + column * 16;
+      if (kChunks % 32 != 0 && index >= kChunks) break;
       ptx::cp_async_16(target + Rows::offset(first_row + row, column), source, exists);
     }
   }
