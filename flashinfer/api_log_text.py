@@ -39,9 +39,11 @@ def write_record(text: str) -> None:
     record = f"[flashinfer {now} {os.getpid()}] {text}\n"
     destination = env.FLASHINFER_LOGDEST.get()
     if destination in ("stdout", "stderr"):
-        stream = getattr(sys, destination)
-        stream.write(record)
-        stream.flush()
+        # A daemon may have closed it or have none, and who reads a pipe may be gone.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream = getattr(sys, destination)
+            stream.write(record)
+            stream.flush()
         return
     path = os.path.expanduser(destination.replace("%i", str(os.getpid())))
     try:
@@ -55,14 +57,16 @@ def write_record(text: str) -> None:
                 os.fsync(_files[path])
     except OSError as error:
         warn_once(f"cannot write API log FLASHINFER_LOGDEST={destination}: {error}")
-        sys.stderr.write(record)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(record)
 
 
 def warn_once(message: str) -> None:
     """Print a warning about logging itself to stderr, the first time only."""
     if message not in _warned:
         _warned.add(message)
-        print(f"[flashinfer] warning: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"[flashinfer] warning: {message}", file=sys.stderr, flush=True)
 
 
 def describe_inputs(call: ApiCall, level: int) -> str:

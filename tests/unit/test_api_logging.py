@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import re
 import subprocess
@@ -204,6 +205,22 @@ def test_process_id_in_path_and_missing_folder(log, monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHINFER_LOGDEST", str(tmp_path / "deep" / "log_%i.txt"))
     log.decorate(1, add)(torch.ones(1))
     assert "add" in (tmp_path / "deep" / f"log_{os.getpid()}.txt").read_text()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("state", ["closed", "none", "broken pipe"])
+def test_a_daemon_without_streams_is_not_stopped(log, monkeypatch, stream, state):
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    logged = log.decorate(1, add)
+    broken: io.StringIO | None = Broken() if state == "broken pipe" else io.StringIO()
+    if state == "closed":
+        broken.close()
+    monkeypatch.setattr(sys, stream, None if state == "none" else broken)
+    monkeypatch.setenv("FLASHINFER_LOGDEST", stream)
+    assert logged(1) == 2.0
 
 
 def test_unwritable_destination_warns_and_does_not_stop_the_call(
