@@ -53,12 +53,11 @@ class AttentionPlanner {
     config_ = &config;
     groups_[0] = &first;
     groups_[1] = second;
-    tiles_.clear();
     pieces_.clear();
     sorted_.clear();
     totals_ = {};
-    append_tiles(config, first, second ? 0 : -1, tiles_, totals_);
-    if (second) append_tiles(config, *second, 1, tiles_, totals_);
+    append_tiles(config, first, second ? 0 : -1, 0, tiles_, totals_);
+    if (second) append_tiles(config, *second, 1, tiles_.size(), tiles_, totals_);
     num_slots_ = num_merges_ = max_cut_rows_ = num_columns_ = 0;
     gpu_columns_ = share_columns_ = gpu_columns(config);
 

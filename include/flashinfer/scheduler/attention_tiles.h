@@ -112,17 +112,19 @@ struct PackedRow {
   }
   void move(PackedRow by, int32_t group_size) {
     head += by.head;
-    const int32_t carry = head >= group_size;
-    head -= carry * group_size;
-    token += by.token + carry;
+    token += by.token;
+    if (head >= group_size) {
+      head -= group_size;
+      ++token;
+    }
   }
 };
 
-// Appends the tiles of a group, by request and by row, of the requests that the launch takes.
-// `group_kind`: negative gives kind 1 to those requests that fit one tile of the second shape, if
-// there is one.
+// Puts the tiles of a group behind the first `num_before`, by request and by row, of the requests
+// that the launch takes. `group_kind`: negative gives kind 1 to those requests that fit one tile of
+// the second shape, if there is one.
 inline void append_tiles(const PlanConfig& config, const RequestGroup& group, int group_kind,
-                         std::vector<Tile>& tiles, TileTotals& all_totals) {
+                         size_t num_before, std::vector<Tile>& tiles, TileTotals& all_totals) {
   const TileCost cost(config);
   const int32_t group_size = static_cast<int32_t>(config.group_size);
   const int32_t batch_size = static_cast<int32_t>(group.requests.size());
@@ -142,8 +144,8 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
     const int64_t tile_q = tile_qs[kind_of(rows)];
     if (config.takes(rows)) count += rows > tile_q ? ceil_div(rows, tile_q) : rows > 0;
   }
-  tiles.resize(tiles.size() + count);
-  Tile* tile = tiles.data() + tiles.size() - count;
+  tiles.resize(num_before + count);  // what the last plan had needs no zeros
+  Tile* tile = tiles.data() + num_before;
 
   // Copies, since the compiler cannot know that writing tiles leaves them alone.
   const bool causal = group.causal;
