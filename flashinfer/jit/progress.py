@@ -53,7 +53,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Take note of a line that ninja printed."""
         match = _STATUS.match(text)
-        if not match or not self._many or not sys.stderr.isatty():
+        if not match or not self._many or not _on_terminal():
             return
         if self._bar is None:
             import tqdm
@@ -73,6 +73,13 @@ class Progress:
         if self._announced:
             end = "Compiled" if succeeded else "Failed to compile"
             logger.info("%s %s in %.1f s", end, self._what, seconds)
+
+
+def _on_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # of a daemon, which has none or has closed it
+        return False
 
 
 class Waiting:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -110,6 +112,19 @@ def test_progress_bar_on_a_terminal(project, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     jit.build_jit_specs([project.spec(name) for name in ("one", "two")])
     assert "compiling: 100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_daemon_without_standard_error_builds(project, monkeypatch, is_closed):
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream if is_closed else None)
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda error: errors.append(error.exc_value))
+    specs = [project.spec("one"), project.spec("two")]
+    jit.build_jit_specs(specs)
+    assert [spec.try_load().answer() for spec in specs] == [42, 42]
+    assert errors == []
 
 
 def test_logging_level(project, script, monkeypatch, capfd, messages):
