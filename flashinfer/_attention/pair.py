@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..jit.attention.config import TILES
+from ..jit.attention.config import TILES_SECOND
 from .arguments import check_pos_encoding, check_window, logits_scale, positive, scalar
 from .masks import add_mask
 from .problem import AttentionProblem
@@ -157,7 +157,8 @@ def _second_tile(decode: AttentionProblem) -> int:
     """Tile of the decoding part: the smallest that holds each request, if there is one."""
     lengths = decode.qo_lengths()
     rows = int(lengths.max()) * decode.group_size if len(lengths) else 0
-    return TILES[0] if rows <= TILES[0] or decode.head_dim_vo > 256 else TILES[1]
+    few, more = TILES_SECOND
+    return few if rows <= few or decode.head_dim_vo > 256 else more
 
 
 def check_pair_options(base: AttentionProblem, prefill: Options, decode: Options) -> None:

@@ -1,4 +1,4 @@
-"""Small calls of the attention kernel for Hopper under compute-sanitizer.
+"""Small calls of the attention kernels under compute-sanitizer.
 
 ::
 
@@ -8,7 +8,7 @@ Compiles first, then runs every case under each of the tools, dealt to some proc
 run at a time, and prints what they found. A case has few rows and keys, since a tool makes a kernel
 some thousand times slower, but each of the ways that data take: TMA and copies by threads, of
 queries and of keys, every ring of buffers longer than it is deep, cut rows and their merge, masks,
-8 bits.
+8 bits. What begins with "decode" is the portable kernel, the rest the one for Hopper.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.attention.batches import BF16, E4M3, FP16, Batch, plan_paged, plan_ra
 
 SHORT = {"qo_lens": (70, 3), "kv_lens": (700, 129)}
 LONG = {"qo_lens": (30,), "kv_lens": (5000,), "num_kv_heads": 1}  # is cut
+DECODE = {"qo_lens": (1, 1, 1), "kv_lens": (700, 129, 5000)}  # cut, all of them
 
 # name: the batch, whether it is paged, options of plan()
 CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
@@ -49,18 +50,33 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     "e4m3 256 pages of 3": ({"head": (256, 256), "dtype": E4M3, "page_size": 3}, True, {}),
     "keys in e4m3, pages of 16": ({"kv_dtype": E4M3}, True, {"causal": True}),
     "keys in e4m3, ragged": ({"kv_dtype": E4M3, "dtype": FP16}, False, {}),
+    "decode, pages of 16": (DECODE, True, {}),
+    "decode, pages of 3": ({**DECODE, "page_size": 3}, True, {"window_left": 600}),
+    "decode, 16 rows": ({**DECODE, "group": 8, "qo_lens": (2, 1, 2)}, True, {"causal": True}),
+    "decode, ragged": ({**DECODE, "head": (64, 64), "dtype": FP16}, False, {}),
+    "decode, e4m3, pages of 16": ({**DECODE, "kv_dtype": E4M3}, True, {}),
+    "decode, e4m3, pages of 1": ({**DECODE, "kv_dtype": E4M3, "page_size": 1}, True, {}),
+    "decode, e4m3, 16 rows": (
+        {**DECODE, "kv_dtype": E4M3, "group": 8, "qo_lens": (2, 1, 2)},
+        True,
+        {"causal": True},
+    ),
 }
 
 
 def served() -> list[str]:
-    """Names of the cases that the kernel has."""
+    """Names of the cases that the kernels have."""
     names = []
     for name in CASES:
         batch = batch_of(name)
         types = (batch.dtype, batch.stored, batch.head_dim_qk, batch.head_dim_vo)
-        if hopper.missing_on_hopper(*types) is None:
+        if backend_of(name) == "fa2" or hopper.missing_on_hopper(*types) is None:
             names.append(name)
     return names
+
+
+def backend_of(name: str) -> str:
+    return "fa2" if name.startswith("decode") else "fa3"
 
 
 def batch_of(name: str) -> Batch:
@@ -77,7 +93,7 @@ def planned(name: str, device: torch.device) -> Any:
         shape = (sum(q * k for q, k in zip(batch.qo_lens, batch.kv_lens, strict=True)),)
         mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7
         options = {**options, "custom_mask": mask.to(device)}
-    return (plan_paged if paged else plan_ragged)(batch, device, "fa3", **options)
+    return (plan_paged if paged else plan_ragged)(batch, device, backend_of(name), **options)
 
 
 def compile_cases(names: list[str]) -> None:

@@ -130,7 +130,7 @@ struct Group {
 class Case {
  public:
   Case(uint32_t seed, bool huge_strides) : random_(seed), huge_strides_(huge_strides) {
-    group_size = random_.integer(1, kTileQ == 16 ? 8 : 5);
+    group_size = random_.integer(1, kTileQ <= 16 ? 8 : 5);
     num_kv_heads = random_.integer(1, 2);
     num_qo_heads = group_size * num_kv_heads;
     page_size = random_.one_in(2) ? 16 * random_.integer(1, 3) : random_.integer(1, 20);
@@ -193,7 +193,7 @@ class Case {
     group.plan.window_left = variant.window_left;
     group.v_scale = random_.one_in(2) ? 0.7f : 1.f;
     const int batch_size = random_.integer(1, 4);
-    const int longest = tile_q == 16 ? 16 / group_size : tile_q == 64 ? 40 : 70;
+    const int longest = tile_q <= 16 ? tile_q / group_size : tile_q == 64 ? 40 : 70;
     int tokens = 0, entries = 0;  // of q, and of K/V or of its pages
     for (int i = 0; i < batch_size; ++i) {
       PlanRequest request;

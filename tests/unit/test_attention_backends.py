@@ -351,7 +351,7 @@ def configured(executor: AttentionExecutor, **arguments: Any) -> AttentionConfig
 def test_plans_take_what_is_forced(backend: str, ragged: bool):
     executor = planned(backend, tokens=1, ragged=ragged)._executor
     config = configured(executor)
-    assert config.backend == backend and config.tile_q == (128 if backend == "fa3" else 16)
+    assert config.backend == backend and config.tile_q == (128 if backend == "fa3" else 8)
 
 
 @pytest.mark.compiler

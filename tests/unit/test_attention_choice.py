@@ -111,7 +111,7 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
         parts = [(part, hopper_tile_q(*launch.head_dims), tile_kv, speeds.hopper)]
         return speeds.hopper_start + slower * busy_us(launch, batch, parts)
 
-    first = (rest, tile_q, speeds.tiles[tile_q])
+    first = (rest, tile_q, speeds.tiles[max(tile_q, 16)])
     if not second:
         return tile_q, portable_us(first), hopper_us(requests), math.inf
     one_us = portable_us(first, (few, second, speeds.second))
@@ -182,7 +182,7 @@ def test_lengths_and_not_pages_count():
 def test_no_rows_cost_no_more_than_the_start():
     speeds = SPEEDS[128, 128]
     for batch in (Requests((), ()), Requests((0, 0), (5000, 10))):
-        assert estimated(Launch(), batch) == (16, speeds.start, speeds.hopper_start, math.inf)
+        assert estimated(Launch(), batch) == (8, speeds.start, speeds.hopper_start, math.inf)
 
 
 def test_counts_are_beyond_32_bits():

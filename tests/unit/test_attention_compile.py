@@ -29,7 +29,7 @@ def config(tile_q: int, dims: tuple[int, int] = (128, 128), **fields) -> Attenti
 
 # The kernels that engines call all the time, whose loop must not spill.
 COMMON = [
-    config(16),
+    config(8),
     config(64, mask_mode="causal"),
     config(128, mask_mode="causal", paged=False),
     config(128, mask_mode="causal"),
@@ -39,6 +39,7 @@ COMMON = [
 # Every option, dtype and extreme of the head sizes in some configuration.
 OTHERS = [
     config(16, dtype_kv=E4M3),
+    config(8, dtype_kv=E4M3),
     config(64, dtype_q=FP16, dtype_kv=E5M2, mask_mode="causal"),
     config(64, (64, 64), mask_mode="custom", logits_soft_cap=True, pos_encoding="rope_llama"),
     config(64, (256, 256), mask_mode="multi_item", sliding_window=True, pos_encoding="alibi"),
@@ -58,9 +59,10 @@ def ids(value: AttentionConfig) -> str:
 def matrix_products(value: AttentionConfig) -> int:
     """Instructions m16n8k16 that a warp needs for a KV tile of 64 tokens, both products."""
     rows = 2 if value.tile_q == 128 else 1  # blocks of 16 query rows per warp
-    tokens = 16 if value.tile_q == 16 else 64
+    tokens = 16 if value.tile_q <= 16 else 64
     outputs = value.head_dim_vo if value.head_dim_vo <= 256 else value.head_dim_vo // 2
-    return rows * (tokens // 8 * (value.head_dim_qk // 16) + tokens // 16 * (outputs // 8))
+    columns = 16 if value.tile_q == 8 else 8  # of the output, of one product
+    return rows * (tokens // 8 * (value.head_dim_qk // 16) + tokens // 16 * (outputs // columns))
 
 
 def opcodes(spec: JitSpec, kernel: str = "attention_kernel") -> Iterator[tuple[str, list[int]]]:
@@ -100,7 +102,7 @@ def test_compiles_for_every_target(
             assert not {LDL, STL} & set(loop(code)), f"spills in the loop for {arch}"
 
 
-@pytest.mark.parametrize("value", [COMMON[0], COMMON[2], OTHERS[0]], ids=ids)
+@pytest.mark.parametrize("value", [COMMON[0], COMMON[2], COMMON[4], *OTHERS[:2]], ids=ids)
 def test_multiplies_on_the_tensor_cores(value: AttentionConfig, strict_build: pytest.MonkeyPatch):
     """Each product is compiled once, from memory that was copied asynchronously."""
     strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")

@@ -121,6 +121,21 @@ def emulator(tmp_path: Path, full: bool) -> Emulator:
 # unless it says otherwise.
 CONFIGS = [
     ("decode", 128, 128, 16, {}),
+    ("narrow", 128, 128, 8, {}),
+    ("narrow-causal-16", 16, 16, 8, {"mask_mode": "causal"}),
+    ("narrow-ragged-window", 48, 48, 8, {"paged": False, "sliding_window": True}),
+    ("narrow-e4m3", 64, 64, 8, {"dtype_kv": E4M3}),
+    ("narrow-e4m3-128", 128, 128, 8, {"dtype_kv": E4M3}),
+    ("narrow-e5m2-f16", 80, 80, 8, {"dtype_q": F16, "dtype_kv": E5M2, "dtype_o": F16}),
+    (
+        "narrow-alibi-cap-sinks",
+        256,
+        128,
+        8,
+        {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True},
+    ),
+    ("narrow-rope", 64, 64, 8, {"pos_encoding": "rope_llama", "mask_mode": "causal"}),
+    ("narrow-custom", 192, 256, 8, {"mask_mode": "custom"}),
     ("decode-causal-16", 16, 16, 16, {"mask_mode": "causal"}),
     ("decode-ragged-window", 48, 48, 16, {"paged": False, "sliding_window": True}),
     ("decode-e4m3", 64, 64, 16, {"dtype_kv": E4M3}),

@@ -96,7 +96,8 @@ def test_what_has_no_kernel_is_refused(name: str, value: Any):
 @pytest.mark.parametrize(
     "rows, mean, head_dim, fixed, tile",
     [
-        (4, 4, 128, False, 16),
+        (8, 4, 128, False, 8),
+        (9, 4, 256, False, 16),
         (16, 1, 128, False, 16),
         (17, 1, 128, False, 64),
         (4, 4, 128, True, 64),  # the tile must not depend on the batch

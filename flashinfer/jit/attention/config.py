@@ -17,7 +17,8 @@ FLOAT16 = (torch.float16, torch.bfloat16)
 QUERIES = (*FLOAT16, torch.float8_e4m3fn)  # of 8 bits for "fa3" alone
 MASK_MODES = ("none", "causal", "custom", "multi_item")
 POS_ENCODINGS = ("none", "rope_llama", "alibi")
-TILES = (16, 64, 128)
+TILES = (8, 16, 64, 128)
+TILES_SECOND = (16, 64)
 BACKENDS = ("fa2", "fa3")
 
 
@@ -31,8 +32,8 @@ class AttentionConfig(ModuleConfig):
     Attributes
     ----------
     tile_q : int
-        Packed query rows (token and head of the group) of a tile: 16, 64 or 128; for ``"fa3"``
-        what `hopper.hopper_tile_q` says.
+        Packed query rows (token and head of the group) of a tile: one of ``TILES``; for
+        ``"fa3"`` what `hopper.hopper_tile_q` says.
     paged : bool
         Keys and values in pages; False for ragged tensors.
     mask_mode : str
@@ -42,7 +43,7 @@ class AttentionConfig(ModuleConfig):
     sliding_window, logits_soft_cap, sinks, head_scales : bool
         Whether the option is compiled in.
     tile_q_second : int
-        Tile of the work items of kind 1 in launches of two shapes (16 or 64); 0 without.
+        Tile of the work items of kind 1 in launches of two shapes, of ``TILES_SECOND``; 0 without.
     mask_mode_second : str
         Mask of these.
     custom_variant : bool
@@ -79,7 +80,7 @@ class AttentionConfig(ModuleConfig):
         check_dtype("kv_data_type", self.dtype_kv, (self.dtype_q, *FLOAT8))
         check_dtype("o_data_type", self.dtype_o, FLOAT16)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
-        _check("tile_q_second", self.tile_q_second, (0, 16, 64))
+        _check("tile_q_second", self.tile_q_second, (0, *TILES_SECOND))
         _check("mask_mode", self.mask_mode, MASK_MODES)
         modes = MASK_MODES if self.tile_q_second else ("none",)
         _check("mask_mode_second", self.mask_mode_second, modes)
@@ -161,16 +162,18 @@ def tile_rules(head_dim_vo: int, fixed_split_size: bool = False) -> tuple[TileRu
 
     Notes
     -----
-    16 rows split the keys over the warps, which decode needs; from 65 rows on 128 of them halve
-    the reads of keys, worth it where most tiles are full.
+    8 and 16 rows split the keys over the warps, which decode needs, and 8 take the fewest products
+    per key; from 65 rows on 128 of them halve the reads of keys, worth it where most tiles are
+    full.
     """
     if head_dim_vo > 256:
         return (TileRule(16),)
     if fixed_split_size:
         return (TileRule(64),)
+    small = TileRule(8, 8.0, -1.0), TileRule(16, 16.0, -1.0)
     if head_dim_vo > 128:
-        return TileRule(16, 16.0, -1.0), TileRule(64)
-    return TileRule(16, 16.0, -1.0), TileRule(64, 64.0, 64.0), TileRule(128)
+        return *small, TileRule(64)
+    return *small, TileRule(64, 64.0, 64.0), TileRule(128)
 
 
 def choose_tile_q(

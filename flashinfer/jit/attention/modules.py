@@ -58,7 +58,7 @@ class AttentionModule:
             self._capacity(info, workspace)
             config, per_sm = self.config, int(info[0])
             key_bytes = config.head_dim_qk * config.dtype_kv.itemsize
-            is_bound_by_memory = (config.tile_q, config.tile_q_second) == (TILES[0], 0)
+            is_bound_by_memory = config.tile_q <= 16 and config.tile_q_second == 0
             is_bound_by_memory &= key_bytes >= 256 and config.dtype_kv.itemsize == 2
             lone_speed = per_sm if is_bound_by_memory else 1
             self._cta_slots[device] = (per_sm * int(info[1]), lone_speed)
@@ -68,7 +68,8 @@ class AttentionModule:
 def _aot_configs() -> Iterator[AttentionConfig]:
     for dtype in (torch.float16, torch.bfloat16):
         for dtype_kv in (dtype, torch.float8_e4m3fn):
-            yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q=16)
+            for tile_q in TILES[:2]:
+                yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q)
         for paged in (False, True):
             yield AttentionConfig(
                 *(dtype, dtype, dtype, 128, 128, hopper.hopper_tile_q(128, 128, dtype)),

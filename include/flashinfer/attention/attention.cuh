@@ -81,8 +81,7 @@ class TileWorker {
   }
 
   // Second half, when the first group has arrived.
-  __device__ __forceinline__ void end_query(
-      uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4]) {
+  __device__ __forceinline__ void end_query(QueryFragments<Tile>& query) {
     if constexpr (!kCopyQuery) {
       load_query<Tile, Traits::kRotate>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
                                         rows_.variant, rows_.view, shared_, row_scale_);
@@ -96,19 +95,13 @@ class TileWorker {
     } else {
       __syncwarp();
     }
-    if constexpr (Tile::kQInRegisters) {
-      const int lane_idx = threadIdx.x % 32;
-      const uint32_t address = shared_q() + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
-#pragma unroll
-      for (int step = 0; step < Tile::kStepsQK; ++step) {
-        ptx::ldmatrix_x4(query[step], address + step * 32);
-      }
-    }
+    if constexpr (Tile::kQInRegisters) query.load(shared_q());
     if constexpr (Tile::kScaledQ) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
-        inverse_scale_[i][0] = row_scale_[first_row<Tile>() + 16 * i];
-        inverse_scale_[i][1] = row_scale_[first_row<Tile>() + 16 * i + 8];
+        for (int h = 0; h < Tile::kRowHalves; ++h) {
+          inverse_scale_[i][h] = row_scale_[first_row<Tile>() + 16 * i + 8 * h];
+        }
       }
     }
   }
@@ -144,7 +137,7 @@ class TileWorker {
     begin_query();
 #pragma unroll 1
     for (int tile = 0; tile < kAhead; ++tile) fetch(tile, tile);
-    uint32_t query[Tile::kQInRegisters ? Tile::kStepsQK : 1][4];
+    QueryFragments<Tile> query;
     ptx::cp_async_wait<kAhead - 1>();
     end_query(query);
 
@@ -181,9 +174,8 @@ class TileWorker {
   // logit but for the rare one that scales the output down, so that exponentials and products may
   // overlap. The masks are a branch, not a copy of all this: a CTA of a short prompt masks one tile
   // of a few, and what runs once has to come through the instruction cache.
-  __device__ __forceinline__ void attend(
-      const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t tile_k,
-      uint32_t tile_v, int first_token) {
+  __device__ __forceinline__ void attend(const QueryFragments<Tile>& query, uint32_t tile_k,
+                                         uint32_t tile_v, int first_token) {
     float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
     // What ends in the first half of its last tile, as every other tile of a causal prompt does in
     // groups of four: 3 % of the time of 512 tokens.

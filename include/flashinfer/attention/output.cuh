@@ -160,6 +160,12 @@ class OutputWriter {
     }
   }
 
+  // Column within 16 of the transposed output's element in the upper (0) or lower half of its rows.
+  __device__ __forceinline__ static int narrow_column(int half) {
+    const int row = threadIdx.x % 32 / 4;
+    return Tile::kFloat8 ? 2 * row + half : row + 8 * half;
+  }
+
   template <int N>
   __device__ __forceinline__ static void store_floats(float* address, const float (&values)[N]) {
     Vector<float, N> vector;
@@ -169,37 +175,49 @@ class OutputWriter {
 
   // The warps' parts of the same rows meet in shared memory, in order of the warps.
   __device__ __forceinline__ void write_merged(const WarpState<Tile>& state) {
-    constexpr int kPitch = Tile::kOutputDim;
-    float* const outputs = reinterpret_cast<float*>(stages_);  // [warps, 16, kPitch]
-    float2* const sums = reinterpret_cast<float2*>(outputs + kAttentionWarps * 16 * kPitch);
+    constexpr int kRows = Tile::kTileQ, kPitch = Tile::kPitchExchange;
+    float* const outputs = reinterpret_cast<float*>(stages_);  // [warps, kRows, kPitch]
+    float2* const sums = reinterpret_cast<float2*>(outputs + kAttentionWarps * kRows * kPitch);
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     __syncthreads();  // every warp has read its last K and V
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < Tile::kRowHalves; ++h) {
       const int row = first_row<Tile>() + 8 * h;
       if (row >= num_rows_) continue;
       if (lane_idx % 4 == 0) {
-        sums[warp_idx * 16 + row] = float2{state.largest[0][h], state.sum[0][h]};
+        sums[warp_idx * kRows + row] = float2{state.largest[0][h], state.sum[0][h]};
       }
-      float* const target = outputs + (warp_idx * 16 + row) * kPitch;
-      for_each_value(state, 0, h, [&](int column, const auto& values) {
-        store_floats(target + column, values);
-      });
+      if constexpr (!Tile::kNarrow) {
+        float* const target = outputs + (warp_idx * kRows + row) * kPitch;
+        for_each_value(state, 0, h, [&](int column, const auto& values) {
+          store_floats(target + column, values);
+        });
+      }
+    }
+    if constexpr (Tile::kNarrow) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = lane_idx % 4 * 2 + e % 2;
+        if (row >= num_rows_) continue;
+        float* const target = outputs + (warp_idx * kRows + row) * kPitch + narrow_column(e / 2);
+#pragma unroll
+        for (int j = 0; j < Tile::kOutputTiles; ++j) target[j * 16] = state.output[0][j][e];
+      }
     }
     __syncthreads();
     // One warp per row.
     for (int row = warp_idx; row < num_rows_; row += kAttentionWarps) {
       float largest = -math::inf, sum = 0.f;
       float weights[kAttentionWarps];
-      combine_sums<Variant::use_softmax>([&](int w) { return sums[w * 16 + row]; }, weights,
+      combine_sums<Variant::use_softmax>([&](int w) { return sums[w * kRows + row]; }, weights,
                                          largest, sum);
       const auto for_each_vector = [&](const auto& store) {
-        for (int column = lane_idx * 4; column < kPitch; column += 128) {
+        for (int column = lane_idx * 4; column < Tile::kOutputDim; column += 128) {
           float values[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
           for (int w = 0; w < kAttentionWarps; ++w) {
             const float4 part =
-                *reinterpret_cast<const float4*>(outputs + (w * 16 + row) * kPitch + column);
+                *reinterpret_cast<const float4*>(outputs + (w * kRows + row) * kPitch + column);
             values[0] = fmaf(part.x, weights[w], values[0]);
             values[1] = fmaf(part.y, weights[w], values[1]);
             values[2] = fmaf(part.z, weights[w], values[2]);

@@ -16,6 +16,36 @@ struct WarpState {
   float sum[Tile::kRowTiles][2];      // of this lane's columns only
 };
 
+// The query rows as A fragments, where a warp keeps them in registers. Narrow: rows 0-7 are those
+// of an even step, rows 8-15 the same queries at the odd step behind it. Either step multiplies
+// both, and half of what comes out counts.
+template <typename Tile>
+struct QueryFragments {
+  static constexpr int kSteps = Tile::kQInRegisters ? Tile::kStepsQK : 1;
+  uint32_t registers[Tile::kNarrow ? ceil_div(kSteps, 2) : kSteps][4];
+
+  __device__ __forceinline__ void load(uint32_t shared_q) {
+    const int lane_idx = threadIdx.x % 32;
+    if constexpr (Tile::kNarrow) {
+      const uint32_t address = shared_q + lane_idx % 8 * Tile::kPitchQ + lane_idx / 16 * 16;
+#pragma unroll
+      for (int step = 0; step < kSteps; step += 2) {
+        const int odd = step + 1 < kSteps ? lane_idx / 8 % 2 : 0;
+        ptx::ldmatrix_x4(registers[step / 2], address + (step + odd) * 32);
+      }
+    } else {
+      const uint32_t address = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        ptx::ldmatrix_x4(registers[step], address + step * 32);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t get(int step, int r) const {
+    return registers[Tile::kNarrow ? step / 2 : step][r];
+  }
+};
+
 // Column of the output at element `i` (0, 1) of output tile `tile`: 8-bit V comes with the even
 // columns of a block of 16 in one tile and the odd ones in the next.
 template <bool kFloat8>
@@ -33,9 +63,9 @@ __device__ __forceinline__ int first_row() {
 // logits = q k^T for the warp's rows and its first kTokens tokens; 0 for the others. `shared_k`:
 // the warp's first token.
 template <typename Tile, int kTokens>
-__device__ __forceinline__ void multiply_qk(
-    float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4], uint32_t shared_q,
-    const uint32_t (&query)[Tile::kQInRegisters ? Tile::kStepsQK : 1][4], uint32_t shared_k) {
+__device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4],
+                                            uint32_t shared_q, const QueryFragments<Tile>& query,
+                                            uint32_t shared_k) {
   using Mma = typename Tile::Mma;
   using RowsK = typename Tile::RowsK;
   const int lane_idx = threadIdx.x % 32;
@@ -46,13 +76,17 @@ __device__ __forceinline__ void multiply_qk(
       logits[i][j][0] = logits[i][j][1] = logits[i][j][2] = logits[i][j][3] = 0.f;
     }
   }
+  // With few tokens, even and odd steps have sums of their own: a chain of dependent products half
+  // as long.
+  constexpr bool kSplitSums = Tile::kNarrow || (Tile::kSplitKV && Tile::kFloat8);
+  float odd[Tile::kRowTiles][Tile::kTokenTiles][4] = {};
   const uint32_t lane_q = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
   const auto load_query = [&](uint32_t (&a)[Tile::kRowTiles][4], int step) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
       if constexpr (Tile::kQInRegisters) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) a[i][r] = query[step][r];
+        for (int r = 0; r < 4; ++r) a[i][r] = query.get(step, r);
       } else {
         ptx::ldmatrix_x4(a[i], lane_q + i * 16 * Tile::kPitchQ + step * 32);
       }
@@ -60,9 +94,7 @@ __device__ __forceinline__ void multiply_qk(
   };
   if constexpr (Tile::kFloat8) {
     // A matrix of 8 tokens x 16 bytes is a whole step for 8 tokens: two steps per load where there
-    // are two, else both loads of the pair read the same step. With few tokens, even and odd steps
-    // have sums of their own: a chain of dependent products half as long.
-    float odd[Tile::kRowTiles][Tile::kTokenTiles][4] = {};
+    // are two, else both loads of the pair read the same step.
     const auto lane_k = [&](bool has_second) {
       return shared_k + RowsK::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
     };
@@ -85,17 +117,12 @@ __device__ __forceinline__ void multiply_qk(
             float8_keys<typename Tile::KV>(bytes[2 * s + t], b0, b1);
 #pragma unroll
             for (int i = 0; i < Tile::kRowTiles; ++i) {
-              ptx::mma_m16n8k16<Mma>(Tile::kSplitKV && s ? odd[i][j + t] : logits[i][j + t],
-                                     a[s][i], b0, b1);
+              ptx::mma_m16n8k16<Mma>(kSplitSums && s ? odd[i][j + t] : logits[i][j + t], a[s][i],
+                                     b0, b1);
             }
           }
         }
       }
-    }
-    if constexpr (Tile::kSplitKV) {
-#pragma unroll
-      for (int i = 0; i < Tile::kTokenTiles * 4; ++i)
-        logits[0][i / 4][i % 4] += odd[0][i / 4][i % 4];
     }
   } else {
     const uint32_t lane_k =
@@ -110,9 +137,19 @@ __device__ __forceinline__ void multiply_qk(
         ptx::ldmatrix_x4(b, RowsK::move(lane_k, j * 8, step * 32));
 #pragma unroll
         for (int i = 0; i < Tile::kRowTiles; ++i) {
-          ptx::mma_m16n8k16<Mma>(logits[i][j], a[i], b[0], b[1]);
-          ptx::mma_m16n8k16<Mma>(logits[i][j + 1], a[i], b[2], b[3]);
+          auto& sums = kSplitSums && step % 2 ? odd : logits;
+          ptx::mma_m16n8k16<Mma>(sums[i][j], a[i], b[0], b[1]);
+          ptx::mma_m16n8k16<Mma>(sums[i][j + 1], a[i], b[2], b[3]);
         }
+      }
+    }
+  }
+  if constexpr (kSplitSums) {
+#pragma unroll
+    for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2 * Tile::kRowHalves; ++e) {
+        logits[0][j][e] += odd[0][j][Tile::kNarrow ? e + 2 : e];
       }
     }
   }
@@ -126,6 +163,7 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
                                             uint32_t shared_v, int token_step) {
   using Mma = typename Tile::Mma;
   using RowsV = typename Tile::RowsV;
+  constexpr int kColumnTiles = Tile::kOutputDim / 8;
   const int lane_idx = threadIdx.x % 32;
   const auto lane_v = [&](bool has_second) {
     return shared_v + RowsV::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
@@ -133,8 +171,8 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
   // 16 bytes hold 16 columns of 8 bits, else 8: lanes 16-31 address the next ones.
   if constexpr (Tile::kFloat8) {
 #pragma unroll
-    for (int j = 0; j < Tile::kOutputTiles; j += 4) {
-      const bool has_second = j + 2 < Tile::kOutputTiles;
+    for (int j = 0; j < kColumnTiles; j += 4) {
+      const bool has_second = j + 2 < kColumnTiles;
       uint32_t bytes[4];
       ptx::ldmatrix_x4_trans(bytes, RowsV::move(lane_v(has_second), token_step * 16, j / 2 * 16));
 #pragma unroll
@@ -143,22 +181,35 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
         uint32_t even[2], odd[2];
         float8_values<typename Tile::KV>(bytes[2 * s], even[0], odd[0]);
         float8_values<typename Tile::KV>(bytes[2 * s + 1], even[1], odd[1]);
+        if constexpr (Tile::kNarrow) {
+          const uint32_t columns[4] = {even[0], odd[0], even[1], odd[1]};
+          ptx::mma_m16n8k16<Mma>(state.output[0][j / 2 + s], columns, p[0][0], p[0][2]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < Tile::kRowTiles; ++i) {
-          ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s], p[i], even[0], even[1]);
-          ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s + 1], p[i], odd[0], odd[1]);
+          for (int i = 0; i < Tile::kRowTiles; ++i) {
+            ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s], p[i], even[0], even[1]);
+            ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s + 1], p[i], odd[0], odd[1]);
+          }
         }
       }
     }
   } else {
 #pragma unroll
-    for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, RowsV::move(lane_v(true), token_step * 16, j * 16));
+    for (int j = 0; j < kColumnTiles; j += 2) {
+      if constexpr (Tile::kNarrow) {
+        const uint32_t lane_a =
+            shared_v + RowsV::offset(lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2 * 16);
+        uint32_t a[4];
+        ptx::ldmatrix_x4_trans(a, RowsV::move(lane_a, token_step * 16, j * 16));
+        ptx::mma_m16n8k16<Mma>(state.output[0][j / 2], a, p[0][0], p[0][2]);
+      } else {
+        uint32_t b[4];
+        ptx::ldmatrix_x4_trans(b, RowsV::move(lane_v(true), token_step * 16, j * 16));
 #pragma unroll
-      for (int i = 0; i < Tile::kRowTiles; ++i) {
-        ptx::mma_m16n8k16<Mma>(state.output[i][j], p[i], b[0], b[1]);
-        ptx::mma_m16n8k16<Mma>(state.output[i][j + 1], p[i], b[2], b[3]);
+        for (int i = 0; i < Tile::kRowTiles; ++i) {
+          ptx::mma_m16n8k16<Mma>(state.output[i][j], p[i], b[0], b[1]);
+          ptx::mma_m16n8k16<Mma>(state.output[i][j + 1], p[i], b[2], b[3]);
+        }
       }
     }
   }

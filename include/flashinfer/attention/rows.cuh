@@ -38,7 +38,7 @@ class TileRows {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < Tile::kRowHalves; ++h) {
         state.largest[i][h] = kNothingSeen;
         state.sum[i][h] = 0.f;
         const int packed = item_.row_begin + first_row<Tile>() + 16 * i + 8 * h;
@@ -65,7 +65,7 @@ class TileRows {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < Tile::kRowHalves; ++h) {
         if (state.largest[i][h] == kNothingSeen) state.largest[i][h] = -math::inf;
         for (int offset = 1; offset <= 2; offset *= 2) {
           state.sum[i][h] += __shfl_xor_sync(0xffffffffu, state.sum[i][h], offset);
@@ -84,7 +84,9 @@ class TileRows {
       hidden |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
     }
     if constexpr (Traits::kWindow) {
-      hidden |= first_token < __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv, 31);
+      hidden |=
+          first_token <
+          __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][Tile::kRowHalves - 1].first_kv, 31);
     }
     return hidden;
   }
@@ -98,7 +100,8 @@ class TileRows {
       range.end = __reduce_min_sync(0xffffffffu, rows_[0][0].last_kv) + 1;
     }
     if constexpr (Traits::kWindow) {
-      range.begin = __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv);
+      range.begin =
+          __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][Tile::kRowHalves - 1].first_kv);
     }
     return range;
   }
@@ -116,7 +119,7 @@ class TileRows {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        for (int e = 0; e < 2 * Tile::kRowHalves; ++e) {
           float& logit = logits[i][j][e];
           const QueryRow& row = rows_[i][e / 2];
           const int kv_idx = column + j * 8 + e % 2;
@@ -150,8 +153,7 @@ class TileRows {
   __device__ __forceinline__ void scales_log2(Scales& scale) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
-      scale[i][0] = scale_log2(i, 0);
-      scale[i][1] = scale_log2(i, 1);
+      for (int h = 0; h < Tile::kRowHalves; ++h) scale[i][h] = scale_log2(i, h);
     }
   }
 
@@ -161,18 +163,28 @@ class TileRows {
   __device__ __forceinline__ static bool update_largest(WarpState<Tile>& state,
                                                         const Logits& logits, const Scales& scale,
                                                         float (&shrink)[Tile::kRowTiles][2]) {
+    float largest[Tile::kRowTiles][2];  // of this lane's logits
     bool changes = false;
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float previous = state.largest[i][h];
-        state.largest[i][h] = grown<0, Tile::kTokenTiles>(previous, logits[i], h, scale[i][h]);
-        shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
-        changes |= state.largest[i][h] != previous;
+      for (int h = 0; h < Tile::kRowHalves; ++h) {
+        largest[i][h] = lane_largest<0, Tile::kTokenTiles>(logits[i], h);
+        changes |= grows(state.largest[i][h], largest[i][h], scale[i][h]);
       }
     }
-    return __any_sync(0xffffffffu, changes);
+    // A row grows if any lane's part of it does: the lanes meet only then.
+    if (!__any_sync(0xffffffffu, changes)) return false;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < Tile::kRowHalves; ++h) {
+        const float previous = state.largest[i][h];
+        state.largest[i][h] = grown(previous, largest[i][h], scale[i][h]);
+        shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
+      }
+    }
+    return true;
   }
 
   // `previous`, or what the largest exponent becomes by token tiles kBegin ... kEnd - 1.
@@ -211,8 +223,7 @@ class TileRows {
                                                      const float (&shrink)[Tile::kRowTiles][2]) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
-      state.sum[i][0] *= shrink[i][0];
-      state.sum[i][1] *= shrink[i][1];
+      for (int h = 0; h < Tile::kRowHalves; ++h) state.sum[i][h] *= shrink[i][h];
     }
   }
 
@@ -220,12 +231,16 @@ class TileRows {
                                                        const float (&shrink)[Tile::kRowTiles][2]) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
+      float factor[4] = {shrink[i][0], shrink[i][0], shrink[i][1], shrink[i][1]};
+      if constexpr (Tile::kNarrow) {  // rows 2t and 2t + 1, which lanes 8t and 8t + 4 have
+        const int lane = threadIdx.x % 4 * 8;
+        factor[0] = factor[2] = __shfl_sync(0xffffffffu, shrink[0][0], lane);
+        factor[1] = factor[3] = __shfl_sync(0xffffffffu, shrink[0][0], lane + 4);
+      }
 #pragma unroll
       for (int j = 0; j < Tile::kOutputTiles; ++j) {
-        state.output[i][j][0] *= shrink[i][0];
-        state.output[i][j][1] *= shrink[i][0];
-        state.output[i][j][2] *= shrink[i][1];
-        state.output[i][j][3] *= shrink[i][1];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state.output[i][j][e] *= factor[e];
       }
     }
   }
@@ -240,6 +255,7 @@ class TileRows {
         for (int r = 0; r < 4; ++r) {
           float (&tile)[4] = logits[i][2 * step + r / 2];
           const int h = r % 2;
+          if (h >= Tile::kRowHalves) continue;
           float &a = tile[2 * h], &b = tile[2 * h + 1];
           a = math::ptx_exp2(fmaf(a, scale[i][h], -state.largest[i][h]));
           b = math::ptx_exp2(fmaf(b, scale[i][h], -state.largest[i][h]));
@@ -259,6 +275,7 @@ class TileRows {
       for (int r = 0; r < 4; ++r) {
         using Pair = PackedPair<typename Tile::Mma>;
         const int first = r % 2 * 2;
+        if (r % 2 >= Tile::kRowHalves) continue;
         if constexpr (sizeof(typename Tile::Mma) == 1) {
           const float (&a)[4] = logits[i][4 * step + r / 2 * 2];
           const float (&b)[4] = logits[i][4 * step + r / 2 * 2 + 1];
