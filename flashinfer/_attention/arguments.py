@@ -299,7 +299,12 @@ def device_indices(name: str, tensor: Any, device: torch.device) -> torch.Tensor
     check_index_vector(name, tensor)
     if tensor.dtype == torch.int32 and tensor.device == device and tensor.is_contiguous():
         return tensor
-    return tensor.to(device=device, dtype=torch.int32).contiguous()
+    return page_numbers(tensor).to(device=device, dtype=torch.int32).contiguous()
+
+
+def page_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Page numbers whose values fit int32: one beyond stays one that no cache has."""
+    return tensor.clamp(-1, 2**31 - 1) if tensor.dtype == torch.int64 else tensor
 
 
 def variant_from_jit_args(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .arguments import check_index_vector, host_indices
+from .arguments import check_index_vector, host_indices, page_numbers
 
 
 def host_page_table(
@@ -83,7 +83,7 @@ def keep(name: str, values: Any, buffer: torch.Tensor, non_blocking: bool = True
     """
     check_fits(name, values, buffer)
     if values.data_ptr() != buffer.data_ptr() and values.numel():
-        buffer[: values.numel()].copy_(values, non_blocking=non_blocking)
+        buffer[: values.numel()].copy_(page_numbers(values), non_blocking=non_blocking)
     return buffer
 
 

@@ -10,8 +10,8 @@ import torch
 
 import flashinfer
 from flashinfer import utils
-from flashinfer._attention.arguments import host_indices, scalar
-from flashinfer._attention.paged import host_page_table
+from flashinfer._attention.arguments import device_indices, host_indices, scalar
+from flashinfer._attention.paged import host_page_table, keep
 from flashinfer.reference_backend import reference_backend
 
 BF16 = torch.bfloat16
@@ -49,6 +49,15 @@ def test_index_tensors_become_contiguous_int32():
 def test_other_index_tensors_are_refused(tensor: Any, error: type, message: str):
     with pytest.raises(error, match=message):
         host_indices({"x": tensor})
+
+
+def test_page_numbers_beyond_int32_do_not_become_others():
+    """They may be on the GPU; a kernel follows none that the cache does not have."""
+    numbers = torch.tensor([3, 2**31 - 1, 2**31, 2**32 + 5, -1, -(2**32)])
+    expected = [3, *[2**31 - 1] * 3, -1, -1]
+    assert device_indices("indices", numbers, torch.device("cpu")).tolist() == expected
+    buffer = torch.zeros(8, dtype=torch.int32)
+    assert keep("indices", numbers, buffer).tolist() == [*expected, 0, 0]
 
 
 def test_lengths_come_from_what_is_given():
