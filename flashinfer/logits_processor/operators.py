@@ -15,7 +15,10 @@ _DRAW = ("indices", "generator", "check_nan", "seed", "offset")
 
 
 class TemperatureOp(ParameterizedOp):
-    """Logits divided by `temperature`."""
+    """Logits divided by `temperature`; at 0 the maxima are 0 and all else -inf.
+
+    So a softmax, whatever comes before it, gives what one with the temperature would.
+    """
 
     IN = OUT = TensorType.LOGITS
     PARAMETERS = ("temperature",)
@@ -23,11 +26,23 @@ class TemperatureOp(ParameterizedOp):
     def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
         logits = self._checked(tensor).data
         temperature = self._get_param("temperature", kwargs)
-        if isinstance(temperature, torch.Tensor):
-            temperature = temperature.reshape(-1, 1)
-        elif not temperature > 0:
-            raise ValueError(f"`temperature` must be positive, got {temperature}")
-        return TaggedTensor.logits(logits / temperature)
+        if not isinstance(temperature, torch.Tensor):
+            if not temperature >= 0:
+                raise ValueError(f"`temperature` must not be negative, got {temperature}")
+            if temperature > 0:
+                return TaggedTensor.logits(logits / temperature)
+            return TaggedTensor.logits(_only_maxima(logits))
+        temperature = temperature.reshape(-1, 1)
+        scaled = logits / temperature
+        scaled = torch.where(temperature == 0, _only_maxima(logits).to(scaled.dtype), scaled)
+        return TaggedTensor.logits(scaled.masked_fill(~(temperature >= 0), torch.nan))
+
+
+def _only_maxima(logits: torch.Tensor) -> torch.Tensor:
+    largest = logits.amax(dim=-1, keepdim=True)
+    is_less = (logits != largest) | (logits == -torch.inf)
+    kept = torch.zeros_like(logits).masked_fill(is_less, -torch.inf)
+    return kept + 0 * largest.masked_fill(largest.isinf(), 0)  # NaN if the row has one
 
 
 class SoftmaxOp(ParameterizedOp):

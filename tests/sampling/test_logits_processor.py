@@ -72,6 +72,26 @@ def test_per_row_parameters(device):
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_temperature_by_itself_is_that_of_the_softmax(dtype, device):
+    """At its limits, too: greedy rows of a batch, rows without a distribution."""
+    logits = (torch.randn(9, 517, device=device) * 3).to(dtype)
+    logits[5, 3], logits[6, 2], logits[7], logits[8] = torch.nan, torch.inf, -torch.inf, 2.0
+    temperature = torch.tensor([0, 1.0, 0.5, 0, -1, 0, 0, 0, 0], device=device)
+    fused = LogitsPipe([Temperature(), Softmax()])
+    unfused = LogitsPipe([Temperature(), Softmax()], compile=False)
+    expected = fused(logits, temperature=temperature)
+    assert expected.isnan().all(-1).nonzero().flatten().tolist() == [4, 5, 7]
+    actual = unfused(logits, temperature=temperature)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-5, equal_nan=True)
+    greedy = LogitsPipe([Temperature(), TopK(top_k=40), Sample()])
+    tokens = greedy(logits[[0, 3, 6]], temperature=temperature[[0, 3, 6]], seed=1)
+    assert tokens.tolist() == logits[[0, 3, 6]].argmax(-1).tolist()
+    torch.testing.assert_close(
+        unfused(logits[:4], temperature=0), fused(logits[:4], temperature=0), rtol=0, atol=0
+    )
+
+
 def test_pipelines_without_a_draw(device):
     logits = torch.randn(3, 517, device=device)
     probs = LogitsPipe([Softmax(), TopK(top_k=5)])(logits)
@@ -125,7 +145,7 @@ def test_refusals(device):
     with pytest.raises(ValueError, match="probs"):
         LogitsPipe([TopK()])(TaggedTensor.probs(logits), top_k=1)
     with pytest.raises(ValueError, match="temperature"):
-        LogitsPipe([Temperature()])(logits, temperature=0)
+        LogitsPipe([Temperature()])(logits, temperature=-0.5)
 
 
 class _ClampOp(Op):
