@@ -38,7 +38,9 @@ class MixedExecutor(AttentionExecutor):
         if second == 0 or not _is_faster_apart(problem, self.device, second):
             _plan_and_grow(self, problem, second)
             return
-        few = dataclasses.replace(problem, backend="fa2", most_rows=second)
+        rows = problem.qo_lengths() * problem.group_size
+        most = int(rows[rows <= second].max())  # which decides the tile
+        few = dataclasses.replace(problem, backend="fa2", most_rows=most)
         rest = dataclasses.replace(problem, backend="fa3", least_rows=second + 1)
         if self._decoder is None:
             workspace = torch.empty(FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)

@@ -12,7 +12,7 @@ import flashinfer
 from flashinfer import utils
 from flashinfer._attention import backends
 from flashinfer._attention.backends import choose_kernel
-from flashinfer._attention.executor import AttentionExecutor
+from flashinfer._attention.executor import AttentionExecutor, _choice_of
 from flashinfer._attention.problem import AttentionProblem
 from flashinfer._attention.speeds import SPEEDS
 from flashinfer.jit import current_compilation_context
@@ -381,7 +381,7 @@ def test_what_is_no_batch_is_refused_by_name(qo: list[int]):
 def test_a_graph_keeps_its_kernel():
     """The launch that was captured is that of the first plan, whatever comes later."""
     executor = planned("auto")._executor
-    executor._graph_choice = (128, "fa3")
+    executor._graph_choice = (_choice_of(executor.problem, False), 128, "fa3")
     executor.problem = dataclasses.replace(executor.problem, qo_indptr=int32(0, 1, 2))
     assert configured(executor).backend == "fa2"
     assert configured(executor, graph_capacity=(2, 512)).backend == "fa3"
@@ -469,9 +469,9 @@ def test_requests_that_decode_for_long_have_a_launch_of_their_own():
         if not is_apart:
             continue
         few, rest = executor._decoder, executor
-        assert (few.config.backend, few.config.tile_q) == ("fa2", 16)
+        assert (few.config.backend, few.config.tile_q) == ("fa2", 8)
         assert (rest.config.backend, rest.config.tile_q_second) == ("fa3", 0)
-        assert (few.problem.most_rows, rest.problem.least_rows) == (16, 17)
+        assert (few.problem.most_rows, rest.problem.least_rows) == (4, 17)
         for launch in (few, rest):
             assert launch._planner.info[QO_TOKENS] == sum(tokens)
 

@@ -38,8 +38,8 @@ struct KernelModel {
   int64_t num_kv_heads, group_size;
   int64_t num_sms;
   int64_t portable_tile_kv;
-  double portable_start;  // [us]
-  int64_t tile_q_second;  // of the requests that fit it; 0: all have one tile
+  double portable_start;   // [us]
+  int64_t tile_q_second;   // of the requests that fit it; 0: all have one tile
   TileSpeed second_speed;  // beside the first tile, whose CTAs are larger
   int64_t hopper_tile_q, hopper_tile_kv;
   double hopper_start;  // [us]; infinite: the kernel does not serve the batch
