@@ -176,6 +176,7 @@ def tile_rules(head_dim_vo: int, fixed_split_size: bool = False) -> tuple[TileRu
     return *small, TileRule(64, 64.0, 64.0), TileRule(128)
 
 
+@functools.lru_cache(maxsize=256)
 def choose_tile_q(
     max_rows: float, mean_rows: float, head_dim_vo: int, fixed_split_size: bool = False
 ) -> int:

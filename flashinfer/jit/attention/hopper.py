@@ -18,6 +18,7 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """Sizes (qk, vo) of the heads there are instructions' shapes and shared memory for."""
 
 
+@functools.cache
 def hopper_tile_q(head_dim_qk: int, head_dim_vo: int, dtype_q: torch.dtype = torch.bfloat16) -> int:
     """Packed query rows of a tile: 64 for each warpgroup that multiplies.
 
@@ -29,6 +30,7 @@ def hopper_tile_q(head_dim_qk: int, head_dim_vo: int, dtype_q: torch.dtype = tor
     return 192 if fits and head_dim_qk == head_dim_vo else 128
 
 
+@functools.cache
 def hopper_tile_kv(head_dim_qk: int, head_dim_vo: int, widens: bool = False) -> int:
     """Tokens by which plans cut keys: a KV tile (hopper_tile.cuh), or the next power of two.
 
@@ -40,6 +42,7 @@ def hopper_tile_kv(head_dim_qk: int, head_dim_vo: int, widens: bool = False) -> 
     return 64 if head_dim_qk > 192 or head_dim_vo > 128 else 128
 
 
+@functools.cache
 def is_widened(dtype_q: torch.dtype, dtype_kv: torch.dtype) -> bool:
     """Whether keys and values of 8 bits become 16 on their way to the tensor cores."""
     return dtype_kv in FLOAT8 and dtype_q.itemsize == 2
