@@ -163,28 +163,28 @@ class TileRows {
   __device__ __forceinline__ static bool update_largest(WarpState<Tile>& state,
                                                         const Logits& logits, const Scales& scale,
                                                         float (&shrink)[Tile::kRowTiles][2]) {
-    float largest[Tile::kRowTiles][2];  // of this lane's logits
+    if constexpr (Tile::kSplitKV) {
+      // A row grows if any lane's part of it does: decode does not wait for the lanes to meet.
+      bool grow = false;
+#pragma unroll
+      for (int h = 0; h < Tile::kRowHalves; ++h) {
+        const float largest = lane_largest<0, Tile::kTokenTiles>(logits[0], h);
+        grow |= grows(state.largest[0][h], largest, scale[0][h]);
+      }
+      if (!__any_sync(0xffffffffu, grow)) return false;
+    }
     bool changes = false;
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < Tile::kRowHalves; ++h) {
-        largest[i][h] = lane_largest<0, Tile::kTokenTiles>(logits[i], h);
-        changes |= grows(state.largest[i][h], largest[i][h], scale[i][h]);
-      }
-    }
-    // A row grows if any lane's part of it does: the lanes meet only then.
-    if (!__any_sync(0xffffffffu, changes)) return false;
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < Tile::kRowHalves; ++h) {
         const float previous = state.largest[i][h];
-        state.largest[i][h] = grown(previous, largest[i][h], scale[i][h]);
+        state.largest[i][h] = grown<0, Tile::kTokenTiles>(previous, logits[i], h, scale[i][h]);
         shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
+        changes |= state.largest[i][h] != previous;
       }
     }
-    return true;
+    return __any_sync(0xffffffffu, changes);
   }
 
   // `previous`, or what the largest exponent becomes by token tiles kBegin ... kEnd - 1.
