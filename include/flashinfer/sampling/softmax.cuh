@@ -31,16 +31,21 @@ __device__ __forceinline__ float tile_factor(float row_max, uint64_t row_total, 
                : __uint_as_float(0x7fc00000u);
 }
 
-template <int N, typename TOut>
+// `policy`: from ptx::l2_policy, where kHasPolicy.
+template <bool kHasPolicy, int N, typename TOut>
 __device__ __forceinline__ void store_elements(TOut* out, bool aligned, uint32_t size,
                                                uint32_t first, const float (&y)[N],
-                                               uint64_t policy) {
+                                               uint64_t policy = 0) {
   if (aligned && first + N <= size) {
     Vector<TOut, N> packed;
     packed.from_floats(y);
+    if constexpr (kHasPolicy) {
 #pragma unroll
-    for (int i = 0; i < packed.kNumAccesses; ++i) {
-      ptx::store_16(reinterpret_cast<uint4*>(out + first) + i, packed.words[i], policy);
+      for (int i = 0; i < packed.kNumAccesses; ++i) {
+        ptx::store_16(reinterpret_cast<uint4*>(out + first) + i, packed.words[i], policy);
+      }
+    } else {
+      packed.store(out + first);
     }
   } else {
 #pragma unroll
@@ -82,8 +87,8 @@ __device__ __forceinline__ void normalise_tile(const SamplingParams& params, uin
     float y[kVecSize];
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) y[j] = weight.to_float(x[i][j]) * factor;
-    detail::store_elements(out, out_aligned, params.vocab_size, first + i * kThreads * kVecSize, y,
-                           ptx::l2_policy(false));
+    detail::store_elements<false>(out, out_aligned, params.vocab_size,
+                                  first + i * kThreads * kVecSize, y);
   }
 }
 
@@ -280,7 +285,8 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
   for (int i = 0; i < kOwnVecs; ++i) {
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) x[i][j] *= factor;
-    detail::store_elements(out, out_aligned, params.vocab_size, first + i * kStep, x[i], policy);
+    detail::store_elements<true>(out, out_aligned, params.vocab_size, first + i * kStep, x[i],
+                                 policy);
   }
 #pragma unroll
   for (int i = 0; i < kSharedVecs; ++i) {
@@ -293,8 +299,8 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
       y[4 * q + 2] = quad.z * factor;
       y[4 * q + 3] = quad.w * factor;
     }
-    detail::store_elements(out, out_aligned, params.vocab_size, first + (kOwnVecs + i) * kStep, y,
-                           policy);
+    detail::store_elements<true>(out, out_aligned, params.vocab_size,
+                                 first + (kOwnVecs + i) * kStep, y, policy);
   }
 #endif
 }
