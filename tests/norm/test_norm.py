@@ -154,6 +154,30 @@ def test_strided_and_misaligned_rows(device, hidden, gap, offset):
     check(x, expect_rms(total, w, 1e-6), hidden)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["rms", "add_rms", "layer"])
+def test_many_rows(device, op):
+    """So many that rows are brought to L2 ahead of their turn; some of them are compared."""
+    rows, hidden = 13_000, 4104
+    x, r = (new(device, rows, hidden, row_stride=hidden + 8) for _ in range(2))
+    w = new(device, hidden, dtype=torch.float32 if op == "layer" else torch.bfloat16)
+    some = torch.tensor([0, 1, 254, 255, 256, 6500, rows - 256, rows - 1], device=device)
+    total = x[some].double()
+    if op == "layer":
+        out = flashinfer.layernorm(x, w, w, 1e-6)
+        magnitude = float(4 * w.abs().max())
+        check(out[some], expect_layer(total, w, w, 1e-6), hidden, magnitude=magnitude)
+        return
+    if op == "rms":
+        out = flashinfer.rmsnorm(x, w)
+    else:
+        total += r[some].double()
+        flashinfer.fused_add_rmsnorm(x, r, w)
+        check(r[some], total, 1)
+        out = x
+    check(out[some], expect_rms(total, w, 1e-6), hidden)
+
+
 def test_heads_of_a_fused_qkv(device):
     """The key heads of a packed projection: batch and head dimensions that do not fold."""
     qkv = new(device, 6, 48, 128)

@@ -85,3 +85,21 @@ def test_cache_of_more_than_2_to_the_32_elements():
         assert torch.equal(cache[-1, 0, slot], key[token])
         assert torch.equal(cache[-1, 1, slot], value[token])
     assert not cache[-1, :, 1:15].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [128, 120, 60])
+def test_append_beyond_l2(dim):
+    """So many tokens that those to come are brought to L2: whole pages, in any order."""
+    pages, page_size, heads = 1200, 16, 8
+    device = torch.device("cuda")
+    key, value = torch.randn(2, pages * page_size, heads, dim, device=device)
+    cache = torch.empty(pages, 2, page_size, heads, dim, device=device)
+    order = torch.randperm(pages, device=device)
+    position = torch.arange(pages * page_size, device=device, dtype=torch.int32)
+    table = order.int(), _i32([0, pages], device), _i32([page_size], device)
+    flashinfer.append_paged_kv_cache(
+        key, value, torch.zeros_like(position), position, cache, *table
+    )
+    for part, appended in enumerate((key, value)):
+        assert torch.equal(cache[order, part].flatten(0, 1), appended)

@@ -47,6 +47,17 @@ __device__ __forceinline__ float norm_out_scale(const NormParams& params) {
   return 1.f / (params.out_scale ? *params.out_scale : params.out_scale_value);
 }
 
+// Brings a row that a later CTA reads to L2, so that memory has work while CTAs reduce.
+template <typename Traits>
+__device__ __forceinline__ void prefetch_norm_row(const NormParams& params, uint32_t row) {
+  using T = typename Traits::T;
+  const uint32_t bytes = params.hidden_size * sizeof(T);
+  ptx::prefetch_bulk_l2(norm_row<const T>(params.input, row, params.num_heads), bytes);
+  if constexpr (Traits::kAddResidual) {
+    ptx::prefetch_bulk_l2(norm_row<const T>(params.residual, row, params.num_heads), bytes);
+  }
+}
+
 // Sum over the threads of one row. `scratch` as for block_reduce_sum.
 __device__ __forceinline__ float norm_row_sum(float x, float* scratch) {
   const int threads_per_row = static_cast<int>(blockDim.x);
@@ -264,6 +275,9 @@ __global__ void __launch_bounds__(1024)
   };
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
+  if (params.rows_ahead != 0 && threadIdx.x == 0 && row + params.rows_ahead < params.num_rows) {
+    detail::prefetch_norm_row<Traits>(params, row + params.rows_ahead);
+  }
 
   float h[kVecSize];
   const float inv_hidden_size = 1.f / static_cast<float>(params.hidden_size);
@@ -302,6 +316,11 @@ __global__ void __launch_bounds__(1024)
 
 #ifndef __CUDACC_RTC__
 
+// Of each operand, between the row that a CTA works on and the one that it brings to L2. 16384 x
+// 8192 with a residual on an H200: 1 MB 259.9 us, 2 MB 256.8, 3 MB 257.6, none 274; much more is
+// gone from L2 when its turn comes.
+inline constexpr uint32_t kNormBytesAhead = 2u << 20;
+
 // The rules below come from measurements on an NVIDIA H200 (bfloat16, launches in a CUDA graph,
 // inputs not in L2); docs/performance.md has the numbers and what lost. `vectorizable`: hidden_size
 // is a whole number of vectors and every row of every operand is aligned to its vectors.
@@ -310,6 +329,10 @@ inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size
                                          uint32_t num_sms, bool has_clusters) {
   using Spread = NormSpread;
   const uint32_t num_vecs = hidden_size / Traits::kVecSize;
+  const auto looped = [&](uint32_t threads) -> NormSchedule {
+    const auto ahead = static_cast<uint32_t>(kNormBytesAhead / (num_vecs * 16));
+    return {NormSchedule::kLooped, Spread::kOnce, threads, 1, num_rows, 1, ahead};
+  };
   if (!vectorizable) {
     const uint32_t threads = hidden_size < 1024 ? round_up(hidden_size, 32u) : 1024;
     return {NormSchedule::kElementwise, Spread::kOnce, threads, 1, num_rows, 1};
@@ -327,11 +350,14 @@ inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size
   }
 
   // Rows over 16 KiB: reading them again from L1 beats holding them in registers, which leaves a
-  // CTA alone on its SM (8192 x 16384: 143 us against 146; 16384 x 8192 of float32: 274 against
-  // 293).
+  // CTA alone on its SM (8192 x 16384: 137 us against 146; 16384 x 8192 of float32: 259 against
+  // 293). From 64 KiB on, what comes early only takes room (2048 x 65536: 195 us, without 189).
   if (num_vecs > 1024) {
-    const uint32_t threads = num_vecs > 2048 || Traits::kAddResidual ? 1024 : 512;
-    return {NormSchedule::kLooped, Spread::kOnce, threads, 1, num_rows, 1};
+    const bool is_many = num_rows >= 12 * num_sms;  // 512 x 16384: 12.2 us, as if many 13.1
+    const bool is_narrow = num_vecs <= 2048 && !Traits::kAddResidual;
+    NormSchedule schedule = looped(is_narrow && (Traits::kSubtractMean || !is_many) ? 512 : 1024);
+    if (!is_many || num_vecs > 4096) schedule.rows_ahead = 0;
+    return schedule;
   }
 
   // Rows of a warp or less: no barrier, four vectors per thread where there are enough (131072 x
@@ -356,29 +382,28 @@ inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size
 
   // A CTA per row, with two vectors per thread: 64 rows of 8192 take 2.35 us, with one vector (1024
   // threads) 2.44. CTAs loop once the rows outnumber what the chip holds at 1024 threads per SM,
-  // over equal numbers of rows each. Where there are very many, four rows per CTA are better, as
-  // the hardware then keeps closer to the order of rows, which HBM likes (16384 x 8192: 136 us; 138
-  // with persistent CTAs, 174 without the loop).
+  // over equal numbers of rows each. Where there are very many, a CTA for each that holds nothing
+  // in registers, and a row brought to L2 ahead of it, are better still: 16384 x 8192 133.3 us,
+  // with a loop over four rows 138, 32768 x 4096 133.2 and 140.3; rows of 4 KiB keep the loop.
   const uint32_t threads = round_up(ceil_div(num_vecs, 2u), 32u);
   uint32_t rows_per_loop = ceil_div(num_rows, num_sms * (1024 / threads));
   if constexpr (Traits::kSubtractMean) {
     // The weight and bias of a layer norm, in float32, are four times the bytes of a row. One
     // vector per thread leaves room for them in registers; four, in fewer threads, for several CTAs
-    // that share them in L1 (16384 x 8192: 150 us, against 160 with two vectors and 205 with one).
+    // that share them in L1 (16384 x 8192: 148.6 us, in a loop with registers 162).
     if (rows_per_loop <= 1) return {1, Spread::kOnce, round_up(num_vecs, 32u), 1, num_rows, 1};
     const uint32_t few_threads = round_up(ceil_div(num_vecs, 4u), 32u);
     rows_per_loop = ceil_div(num_rows, num_sms * (512 / few_threads));
+    if (rows_per_loop >= 32 && num_vecs > 512) return looped(few_threads);
     return {4, Spread::kLoop, few_threads, 1, ceil_div(num_rows, rows_per_loop), 1};
   }
-  if (rows_per_loop >= 32) {
-    // With 8-bit outputs persistent CTAs win (101 us against 105), without the loop if there is a
-    // residual (228 against 232). A residual and rows up to 8 KiB: from L1 again (32768 x 4096: 262
-    // us against 275).
-    if (Traits::kAddResidual && !Traits::kScaleOutput && num_vecs <= 512) {
-      return {NormSchedule::kLooped, Spread::kOnce, threads, 1, num_rows, 1};
-    }
-    if (!Traits::kScaleOutput) rows_per_loop = 4;
-    if (Traits::kScaleOutput && Traits::kAddResidual) rows_per_loop = 1;
+  // A residual: 16384 x 8192 256.8 us, in a loop 271.5, 65536 x 2048 256.6 and 281, 4096 x
+  // 4096 35.2 and 36.6, with 8-bit outputs 225.5 and 231.
+  if (Traits::kAddResidual && rows_per_loop >= 8) return looped(round_up(num_vecs, 32u));
+  // Other 8-bit outputs have persistent CTAs (16384 x 8192: 102.6 us, otherwise 111.7).
+  if (!Traits::kScaleOutput && rows_per_loop >= 32) {
+    if (num_vecs >= 512) return looped(threads);
+    rows_per_loop = 4;
   }
   return {2,
           rows_per_loop > 1 ? Spread::kLoop : Spread::kOnce,
@@ -404,8 +429,9 @@ inline auto norm_kernel_for(NormSpread spread) -> void (*)(NormParams) {
 }
 
 template <typename Traits>
-inline cudaError_t launch_norm(const NormParams& params, const NormSchedule& schedule,
-                               bool enable_pdl, cudaStream_t stream) {
+inline cudaError_t launch_norm(NormParams params, const NormSchedule& schedule, bool enable_pdl,
+                               cudaStream_t stream) {
+  params.rows_ahead = schedule.rows_ahead;
   void (*kernel)(NormParams) = nullptr;
   switch (schedule.vecs_per_thread) {
     case NormSchedule::kElementwise:

@@ -28,6 +28,7 @@ struct NormParams {
   uint32_t num_rows;
   uint32_t num_heads;  // >= 1
   uint32_t hidden_size;
+  uint32_t rows_ahead;  // set at launch: see NormSchedule
 };
 
 // How rows meet CTAs; see norm_kernel.
@@ -49,6 +50,8 @@ struct NormSchedule {
   uint32_t rows_per_cta;     // 1 where threads_per_row > 32
   uint32_t num_ctas;
   uint32_t cluster_size;  // 1 but for NormSpread::kCluster
+  // kLooped only: how far ahead of its own a CTA brings a row to L2; 0: none.
+  uint32_t rows_ahead = 0;
 };
 
 }  // namespace flashinfer

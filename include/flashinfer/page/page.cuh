@@ -26,6 +26,9 @@ template <int kUnits>
 inline constexpr int kAppendThreads = 256 / kUnits;
 inline constexpr uint64_t kAppendStreamBytes = uint64_t{64} << 20;
 inline constexpr uint32_t kAppendPrefetchCtas = 1024;
+// What a token so many bytes later reads goes to L2 too, beyond L2: 65536 tokens 140.3 -> 137.5 us,
+// with half of it 138.0.
+inline constexpr uint64_t kAppendBytesAhead = uint64_t{4} << 20;
 
 template <typename Unit, int kUnits>
 __global__ void __launch_bounds__(kAppendThreads<kUnits>)
@@ -49,6 +52,13 @@ __global__ void __launch_bounds__(kAppendThreads<kUnits>)
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (!is_valid) return;
+  constexpr uint32_t kLineUnits = 128 / sizeof(Unit);
+  if (threadIdx.x % kLineUnits == 0 && params.tokens_ahead != 0 &&
+      token + params.tokens_ahead < params.num_tokens) {
+    const char* later = source + params.tokens_ahead * operand.source_stride_token;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) ptx::prefetch_l2(later + i * step);
+  }
   Unit units[kUnits];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
@@ -153,6 +163,7 @@ inline cudaError_t launch_append(AppendParams params, uint32_t unit_bytes, bool 
     if (threads_per_token > max_threads_per_token) max_threads_per_token = threads_per_token;
   }
   params.streams = bytes_per_token * params.num_tokens > kAppendStreamBytes;
+  params.tokens_ahead = params.streams ? kAppendBytesAhead / bytes_per_token : 0;
   const uint32_t max_tokens = static_cast<uint32_t>(kMaxIndex / max_threads_per_token);
   params.tokens_per_chunk = params.num_tokens < max_tokens ? params.num_tokens : max_tokens;
   uint32_t num_ctas = 0;

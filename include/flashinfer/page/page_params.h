@@ -28,6 +28,7 @@ struct AppendParams {
   uint32_t tokens_per_chunk;  // set at launch: threads are counted off over so many tokens per
                               // blockIdx.y
   bool streams;               // set at launch: what is written does not fit in L2
+  uint32_t tokens_ahead;      // set at launch: how far ahead rows are brought to L2; 0: not
 };
 
 struct BatchIndicesParams {

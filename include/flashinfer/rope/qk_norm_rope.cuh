@@ -14,6 +14,7 @@
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/ptx/parameter.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/prefetch.cuh>
 #include <flashinfer/rope/qk_norm_rope_params.h>
 #include <flashinfer/rope/rope.cuh>
 
@@ -197,6 +198,11 @@ __global__ void __launch_bounds__(kQkNormRopeThreads, kUnits == 1 ? 2 : 1)
   auto* tables = reinterpret_cast<float2*>(rotation_tables);
   if (!is_v && token < params.num_tokens) detail::compute_rotations(params, token, tables);
   for (uint32_t parity = 0; token < params.num_tokens; token += token_step, parity ^= 1) {
+    if (params.tokens_ahead != 0 && threadIdx.x == 0 &&
+        token + params.tokens_ahead < params.num_tokens) {
+      ptx::prefetch_bulk_l2(input + (token + params.tokens_ahead) * params.qkv_stride,
+                            part.num_heads * params.head_dim * sizeof(T));
+    }
     Vector<T, kVecSize> x[kUnits][2];
     float sum = 0.f;
 #pragma unroll
@@ -280,6 +286,7 @@ inline cudaError_t launch_qk_norm_rope(QkNormRopeParams params, bool vectorizabl
                                        bool enable_pdl, cudaStream_t stream) {
   constexpr uint32_t kParts = QkNormRopeParams::kNumParts;
   constexpr uint32_t kVecSize = Traits::kVecSize;
+  using T = typename Traits::T;
   uint32_t num_heads = 0;
   for (QkNormRopePart& part : params.parts) {
     if (part.num_heads > num_heads) num_heads = part.num_heads;
@@ -296,13 +303,18 @@ inline cudaError_t launch_qk_norm_rope(QkNormRopeParams params, bool vectorizabl
   }
   const bool is_wide = num_units > kQkNormRopeThreads;
   const uint32_t threads = round_up(is_wide ? ceil_div(num_units, 2u) : num_units, 32u);
-  // Few tokens go round in as many CTAs as the SMs hold, many only six times. 8192 tokens of 40
-  // heads of 128 on an H200, bf16 | 8-bit results: 129.1 | 101.9 us. With the table of angles made
-  // ahead of the barrier instead of one token early, and a division behind it, 130.0 | 106.9, and
-  // then once 145 | 136, twice 134 | 117, four times 129.9 | 108.8, persistent 133 | 116. Loads and
-  // stores that stream: 178.
+  // Few tokens go round in as many CTAs as the SMs hold. Of many a CTA takes two, with 8-bit
+  // results four, and brings later ones to L2, 4 MB or 2 MB ahead. 8192 tokens of 40 heads of 128
+  // on an H200, bf16 | 8-bit results: 125.8 | 99.7 us; six tokens and nothing ahead 132.6 | 106.1.
+  // Before, with the table of angles made ahead of the barrier instead of one token early,
+  // persistent CTAs were 3 | 9 % slower than six tokens. Loads and stores that stream: 178.
   uint32_t steps = ceil_div<uint32_t>(kParts * params.num_tokens, num_sms * (1024 / threads));
-  if (steps >= 32) steps = 6;
+  params.tokens_ahead = 0;
+  if (steps >= 32) {
+    constexpr uint32_t kBytesAhead = (Traits::kScaleOutput ? 2u : 4u) << 20;
+    steps = Traits::kScaleOutput ? 4 : 2;
+    params.tokens_ahead = kBytesAhead / (kParts * num_heads * params.head_dim * sizeof(T));
+  }
   const auto kernel = is_wide ? qk_norm_rope_kernel<Traits, 2> : qk_norm_rope_kernel<Traits, 1>;
   return launch_kernel(kernel, dim3(kParts * ceil_div(params.num_tokens, steps)), dim3(threads),
                        2 * table_bytes, stream, enable_pdl, params);

@@ -25,6 +25,7 @@ struct QkNormRopeParams {
   int64_t qkv_stride;               // elements from one token to the next
   uint32_t num_tokens;
   uint32_t head_dim;
+  uint32_t tokens_ahead;  // set at launch: how far ahead a CTA brings a row to L2; 0: none
   // A token is a patch of a video: its number counts columns, then rows, then frames, then videos.
   FastDivisor columns, rows, frames;
   // Pairs of a head below `frame_pairs` turn with the frame, those from there below `row_end` with
