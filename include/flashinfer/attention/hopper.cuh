@@ -1,9 +1,9 @@
 // Attention for Hopper (sm_90a): the copy engine feeds shared memory, warpgroups multiply from it,
 // and persistent CTAs, one per SM, take the plan's lists of items one after the other.
 //
-// One warpgroup loads (hopper_producer.cuh), two multiply (hopper_consumer.cuh); what they share is
-// in hopper_tile.cuh. Variants, masks, the softmax of a row and the merge of cut rows are those of
-// the portable kernel (attention.cuh). Sums run in a fixed order: results repeat bit for bit,
+// One warpgroup loads (hopper_producer.cuh), two or three multiply (hopper_consumer.cuh); what they
+// share is in hopper_tile.cuh. Variants, masks, the softmax of a row and the merge of cut rows are
+// those of the portable kernel (attention.cuh). Sums run in a fixed order: results repeat bit for bit,
 // whichever CTA takes an item.
 #pragma once
 
