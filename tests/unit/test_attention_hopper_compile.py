@@ -43,6 +43,8 @@ OTHERS = [
     config(paged=False),
     config(mask_mode="causal", dtype=E4M3, paged=False),
     config((64, 64), mask_mode="causal", dtype=E4M3),
+    config((96, 96), mask_mode="causal", dtype=E4M3),
+    config((192, 128), mask_mode="causal", dtype=E4M3, paged=False),
     config((256, 256), sliding_window=True, dtype=E4M3),
     config(mask_mode="causal", kv_dtype=E4M3),
     config((64, 64), kv_dtype=E4M3, paged=False),

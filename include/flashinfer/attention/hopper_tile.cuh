@@ -39,23 +39,19 @@ struct HopperRows {
   }
 };
 
-// Of e4m3, by warpgroups that multiply and by columns of v.
+// Of e4m3.
 struct HopperFloat8Shape {
   int tile_kv, stages, producer_registers, consumer_registers;
 };
 
 // Launched with 168 (128 with three consumers) registers each, of which producers give some to
 // consumers. Transposing takes more than loading. Tiles of 96 are the largest for which three
-// consumers have registers.
-inline constexpr HopperFloat8Shape hopper_float8_shape(int consumers, int head_dim_qk,
-                                                       int head_dim_vo) {
-  if (consumers == 2) {
-    return head_dim_vo > 128 ? HopperFloat8Shape{64, 2, 88, 208}
-                             : HopperFloat8Shape{128, 3, 88, 208};
-  }
-  if (head_dim_vo == 64) return HopperFloat8Shape{128, 3, 80, 144};
-  if (head_dim_vo == 96) return HopperFloat8Shape{96, 3, 80, 144};
-  return HopperFloat8Shape{96, head_dim_qk > 128 ? 2 : 3, 56, 152};
+// consumers of 96 or 128 columns have registers.
+inline constexpr HopperFloat8Shape hopper_float8_shape(int head_dim_qk, int head_dim_vo) {
+  if (head_dim_vo > 128) return {64, 2, 88, 208};  // two consumers
+  if (head_dim_vo == 64) return {128, 3, 80, 144};
+  if (head_dim_vo == 96) return {96, 3, 80, 144};
+  return {96, head_dim_qk > 128 ? 2 : 3, 56, 152};
 }
 
 template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_, int kConsumers_>
@@ -82,8 +78,7 @@ struct HopperTile {
   // The registers of a consumer hold the output, the logits and their weights; shared memory holds
   // two stages of 256 columns for 64 tokens, of fewer columns for 128. With tiles of 8 bits beside
   // there is room for less, and with a warpgroup more there are fewer registers.
-  static constexpr HopperFloat8Shape kFloat8Shape =
-      hopper_float8_shape(kConsumers, kHeadDimQK, kHeadDimVO);
+  static constexpr HopperFloat8Shape kFloat8Shape = hopper_float8_shape(kHeadDimQK, kHeadDimVO);
   static constexpr int kTileKV =
       kElement == 1 ? kFloat8Shape.tile_kv
       : kHeadDimQK > (kWidens ? 128 : 192) || kHeadDimVO > 128 || (kWidens && kConsumers == 3)
@@ -155,7 +150,7 @@ struct HopperTile {
   // the output lies over q that cannot be, and where registers are few it would spill; of three
   // warpgroups of 8 bits, the others' tiles fill the gap.
   static constexpr bool kPipelinesItems =
-      !kOutputOverQ && kHeadDimVO <= 128 && !kWidens && (kElement == 2 || kConsumers == 2);
+      !kOutputOverQ && kHeadDimVO <= 128 && !kWidens && kElement == 2;
   static constexpr int kStagesQ = 2 * kBytesQ + kBytesStages + kBytesOutput > kMaxBytes ? 1 : 2;
   static constexpr int kOffsetK =
       kOutputOverQ && kBytesOutput > kBytesQ ? round_up(kBytesOutput, 1024) : kStagesQ * kBytesQ;
