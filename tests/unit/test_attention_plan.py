@@ -271,6 +271,14 @@ def test_a_long_chunk_over_few_rows_is_cut():
     assert len(loads) == 33 and max(loads) <= 1.05 * sum(loads) / 33
 
 
+def test_short_prompts_do_not_keep_a_long_request_in_one_piece():
+    """Only tiles that are long enough to be cut ask for columns that hold a part of them."""
+    options = Options(tile_q=128, tile_q_second=16, cta_slots=264)
+    plan = make_plan(options, Requests((1, 158), (2931, 158), causal=True))
+    loads = [load for load in kv_tiles(plan) if load > 3]
+    assert len(loads) >= 5 and max(loads) <= 10
+
+
 HOPPER = Options(tile_q=128, tile_kv=128, cta_slots=132)  # one CTA on each multiprocessor
 LONG_PROMPTS = {
     "1 x 16384": [16384],

@@ -196,10 +196,15 @@ class AttentionPlanner {
     return column + 1;
   }
 
-  // With less than this an empty column could not take a legal piece of every tile.
+  // With less than this an empty column could take neither every tile nor a legal piece of it.
   int64_t least_share() const {
     const TileCost cost(*config_);
-    return std::max(cost.of(0, 2 * cost.min_piece(0) - 1), cost.of(1, 2 * cost.min_piece(1) - 1));
+    int64_t least = 0;
+    for (int kind = 0; kind < 2; ++kind) {
+      const int64_t legal = cost.of(kind, 2 * cost.min_piece(kind) - 1);
+      least = std::max(least, std::min(legal, totals_.most_of[kind]));
+    }
+    return least;
   }
 
   // Few tiles of one cost are cut into as many parts each where that leaves hardly a column empty:

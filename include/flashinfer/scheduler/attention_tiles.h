@@ -95,6 +95,7 @@ inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t q
 
 struct TileTotals {
   int64_t cost = 0, most = 0, least = INT64_MAX;  // of all tiles, and of one
+  int64_t most_of[2] = {};                        // of one, by kind
 
   void add(int64_t tile_cost) {
     cost += tile_cost;
@@ -160,6 +161,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
     const int64_t tile_q = tile_qs[kind];
     const PackedRow step = steps[kind];
     PackedRow first = {0, 0}, last = last_rows[kind];
+    int64_t most = totals.most_of[kind];
     const int64_t shift = int64_t{r.kv_len} - r.qo_len;
     for (int64_t row = 0; row < rows; row += tile_q) {
       int64_t kv_begin = 0, kv_end = r.kv_len;
@@ -180,8 +182,10 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
       tile->kv_end = static_cast<int32_t>(kv_end);
       tile->cost = cost.of(kind, (kv_end - kv_begin + tile_kv - 1) >> tile_kv_log2);
       totals.add(tile->cost);
+      most = std::max(most, tile->cost);
       ++tile;
     }
+    totals.most_of[kind] = most;
   }
   all_totals = totals;
 }
