@@ -277,8 +277,8 @@ FAULTS = [
     (
         "offsets_of_32_bits",
         "attention/loader.cuh",
-        "k_offset = (page_ * tensors_.k_stride_page + slot",
-        "k_offset = (static_cast<int32_t>(page_ * tensors_.k_stride_page) + slot",
+        "k_offset_ = (page_ * tensors_.k_stride_page + slot",
+        "k_offset_ = (static_cast<int32_t>(page_ * tensors_.k_stride_page) + slot",
         16,
         True,
     ),

@@ -120,11 +120,17 @@ class TileWorker {
 #if defined(__CUDA_ARCH__)
     constexpr int kStages = Tile::num_stages(__CUDA_ARCH__ / 10);
     constexpr int kAhead = Tile::kSplitKV || kStages == 1 ? kStages : kStages - 1;
+    // Addresses are made in the shadow of the products: 0.5 % of decode on an H200. With 8 bits,
+    // whose copies wait for products, that costs as much.
+    constexpr bool kLocatesEarly = kAhead == kStages && !Tile::kFloat8;
     const uint32_t shared_k = ptx::shared_address(stages_);
     TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
                                             blockIdx.y, shared_k, kStages);
     const auto fetch = [&](int tile, int stage) {
-      if (tile < num_tiles_) loader.copy_tile(stage);
+      if (tile < num_tiles_) {
+        if constexpr (!kLocatesEarly) loader.locate_tile();
+        loader.copy_tile(stage);
+      }
       ptx::cp_async_commit();
     };
     const auto synchronize = [] {
@@ -136,7 +142,10 @@ class TileWorker {
     };
     begin_query();
 #pragma unroll 1
-    for (int tile = 0; tile < kAhead; ++tile) fetch(tile, tile);
+    for (int tile = 0; tile < kAhead; ++tile) {
+      if constexpr (kLocatesEarly) loader.locate_tile();
+      fetch(tile, tile);
+    }
     QueryFragments<Tile> query;
     ptx::cp_async_wait<kAhead - 1>();
     end_query(query);
@@ -157,6 +166,7 @@ class TileWorker {
             Tile::kWarpKV, threadIdx.x % kThreads, kThreads, rows_.variant, rows_.view);
         synchronize();
       }
+      if constexpr (kLocatesEarly) loader.locate_tile();
       const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
       const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
       attend(query, tile_k, tile_v, first_token);

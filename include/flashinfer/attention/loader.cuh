@@ -90,34 +90,37 @@ class TileLoader {
     look_up();
   }
 
-  // Starts the copies of the next tile.
+  // Finds the next tile, which copy_tile() then copies.
+  __device__ __forceinline__ void locate_tile() {
+    num_rows_ = kv_end_ - token_;
+    if constexpr (kPaged) {
+      const uint32_t slot = token_ - page_size_.divide(token_) * page_size_.divisor;
+      if (page_ >= tensors_.num_pages) num_rows_ = 0;
+      k_offset_ = (page_ * tensors_.k_stride_page + slot * tensors_.k_stride_token) * kSize;
+      v_offset_ = (page_ * tensors_.v_stride_page + slot * tensors_.v_stride_token) * kSize;
+    } else {
+      const int64_t row = int64_t{kv_base_} + token_;
+      k_offset_ = row * tensors_.k_stride_token * kSize;
+      v_offset_ = row * tensors_.v_stride_token * kSize;
+    }
+    token_ += kTileKV;
+  }
+
+  // Starts the copies of the tile that locate_tile() found.
   __device__ __forceinline__ void copy_tile(int stage) {
     const uint32_t shared_k = shared_k_ + stage * Traits::kBytesK;
     const uint32_t shared_v = shared_v_ + stage * Traits::kBytesV;
-    int num_rows = kv_end_ - token_;  // from this lane's token on
-    int64_t k_offset, v_offset;
-    if constexpr (kPaged) {
-      const uint32_t slot = token_ - page_size_.divide(token_) * page_size_.divisor;
-      if (page_ >= tensors_.num_pages) num_rows = 0;
-      k_offset = (page_ * tensors_.k_stride_page + slot * tensors_.k_stride_token) * kSize;
-      v_offset = (page_ * tensors_.v_stride_page + slot * tensors_.v_stride_token) * kSize;
-    } else {
-      const int64_t row = int64_t{kv_base_} + token_;
-      k_offset = row * tensors_.k_stride_token * kSize;
-      v_offset = row * tensors_.v_stride_token * kSize;
-    }
-    token_ += kTileKV;
     look_up();
     if constexpr (kEvenSteps) {
       if (is_even_) {
         copy_even_rows_async<kWarpTokens, kRowBytesK>(
-            shared_k, k_ + k_offset, tensors_.k_stride_token * kSize, num_rows - LaneK::row());
+            shared_k, k_ + k_offset_, tensors_.k_stride_token * kSize, num_rows_ - LaneK::row());
         copy_even_rows_async<kWarpTokens, kRowBytesV>(
-            shared_v, v_ + v_offset, tensors_.v_stride_token * kSize, num_rows - LaneV::row());
+            shared_v, v_ + v_offset_, tensors_.v_stride_token * kSize, num_rows_ - LaneV::row());
         return;
       }
     }
-    if (num_rows <= 0) k_offset = v_offset = -1;
+    if (num_rows_ <= 0) k_offset_ = v_offset_ = -1;
     const auto target_k = [&](int row, int column) {
       return shared_k + Traits::RowsK::offset(row, column);
     };
@@ -126,8 +129,8 @@ class TileLoader {
     };
     const int column_k = kEvenSteps ? LaneK::column() : 0;
     const int column_v = kEvenSteps ? LaneV::column() : 0;
-    copy_rows_async<kWarpTokens, kRowBytesK>(target_k, k_ - column_k, k_offset, lane_idx_);
-    copy_rows_async<kWarpTokens, kRowBytesV>(target_v, v_ - column_v, v_offset, lane_idx_);
+    copy_rows_async<kWarpTokens, kRowBytesK>(target_k, k_ - column_k, k_offset_, lane_idx_);
+    copy_rows_async<kWarpTokens, kRowBytesV>(target_v, v_ - column_v, v_offset_, lane_idx_);
   }
 
  private:
@@ -143,6 +146,8 @@ class TileLoader {
   const AttentionTensors& tensors_;
   const FastDivisor& page_size_;
   const char *k_, *v_;
+  int64_t k_offset_, v_offset_;  // of the tile that was found
+  int num_rows_;                 // of it, from this lane's token on
   uint32_t shared_k_, shared_v_;
   int32_t token_, kv_end_, kv_base_;
   uint32_t page_ = 0;
