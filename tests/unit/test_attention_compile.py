@@ -130,7 +130,7 @@ def test_an_option_that_is_off_costs_no_instruction(strict_build: pytest.MonkeyP
         {"sinks": True},
         {"pos_encoding": "rope_llama"},
     ]
-    specs = [gen_attention_module(config(16, (64, 64), **option)) for option in options]
+    specs = [gen_attention_module(config(8, (64, 64), **option)) for option in options]
     build_jit_specs(specs)
     sizes = [len(code) for spec in specs for _, code in opcodes(spec)]
     assert len(sizes) == len(options)
