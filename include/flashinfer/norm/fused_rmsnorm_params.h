@@ -24,7 +24,9 @@ struct FusedRmsnormParams {
   uint32_t hidden_size;
   float eps;
   float inv_hidden_size;  // set at launch: a division in the kernel is on the way of every row
-  bool vectorizable;      // hidden_size is whole vectors, every row starts at one
+  // Set at launch: how far ahead of its own a CTA brings a row to L2; 0: none.
+  uint32_t rows_ahead;
+  bool vectorizable;  // hidden_size is whole vectors, every row starts at one
 };
 
 }  // namespace flashinfer
