@@ -97,13 +97,16 @@ class HopperProducer {
   }
 
   // Either the lists of one KV head come together, so that what runs at a time shares K and V in
-  // L2, or the longest lists of all heads, so that CTAs end together. Each CTA asks once in vain;
-  // the last of them sets the counter back for the next launch.
+  // L2, or the longest lists of all heads, so that CTAs end together. A CTA begins with the list of
+  // its own number, for which it need not wait. Each asks once in vain; the last of them sets the
+  // counter back for the next launch.
   __device__ __forceinline__ int take_list(uint32_t& kv_head) {
     int32_t* const counter = const_cast<int32_t*>(&params_.items[0].lists_taken);
     const uint32_t num_lists = params_.num_ctas.divisor * params_.num_kv_heads.divisor;
     while (true) {
-      const uint32_t list = static_cast<uint32_t>(atomicAdd(counter, 1));
+      const uint32_t list =
+          is_first_ ? blockIdx.x : gridDim.x + static_cast<uint32_t>(atomicAdd(counter, 1));
+      is_first_ = false;
       if (list == num_lists + gridDim.x - 1) atomicExch(counter, 0);
       taken_late_ = list + kEarlyLists * gridDim.x >= num_lists;
       if (list >= num_lists) return -1;
@@ -388,7 +391,7 @@ class HopperProducer {
   Ring<Tile::kStagesQ> q_ring_;
   Ring<Tile::kLoadedStages> k_ring_, v_ring_;
   Ring<Tile::kStages> transposed_ring_;
-  bool taken_late_ = true;
+  bool is_first_ = true, taken_late_ = true;
   uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
 };
 
