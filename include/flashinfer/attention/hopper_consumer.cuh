@@ -5,7 +5,7 @@
 // "FlashAttention-3", 2024.
 #pragma once
 
-#include <flashinfer/attention/hopper_float8.cuh>
+#include <flashinfer/attention/hopper_weights.cuh>
 #include <flashinfer/attention/hopper_output.cuh>
 #include <flashinfer/attention/hopper_producer.cuh>
 #include <flashinfer/attention/rows.cuh>
@@ -320,9 +320,10 @@ class HopperConsumer {
   }
 
   // Makes weights of logits; returns whether the next keys have come. Tiles within `plain` hide
-  // nothing. Between the halves `finish_values` waits for the p v that is under way, so that one
-  // half's weights are packed while the other's exponentials are computed, and the output may be
-  // shrunk; an item's first tile has none yet.
+  // nothing. `finish_values` waits for the p v that is under way, which reads the registers of `p`,
+  // and after which the output may be shrunk; an item's first tile has none yet. Half a tile has the
+  // bits of a whole one whose other half is hidden, which an item's first tile is where the item
+  // begins anew: results do not depend on what a CTA did before.
   template <bool kFirst, int kTiles, typename FinishValues>
   __device__ __forceinline__ bool weigh(Rows& rows, WarpState<Tile>& state, Logits& logits,
                                         Weights& p, const float (&scale)[2], int first_token,
@@ -348,98 +349,9 @@ class HopperConsumer {
       pack<0, kTileSteps>(logits, p);
       return has_keys;
     }
-    if constexpr (Tile::kElement == 1) {
-      Float8Weights<Traits, Params>::template weigh<kFirst>(state, logits, scale, p, finish_values);
-      return has_keys;
-    }
-    // In halves, so that the exponentials of one overlap with the maxima of the other. Half a tile
-    // is one part, and so has the bits of a whole one whose other half is hidden, which an item's
-    // first tile is where the item begins anew: results do not depend on what a CTA did before.
-    constexpr bool kIsWhole = kTiles == Tile::kTokenTiles;
-    constexpr int kPart = kIsWhole ? kTiles / 2 : kTiles;
-    constexpr int kPartSteps = kPart * 8 / Tile::kStepTokens;
-    float first[2], second[2];
-    float (&sum)[2] = state.sum[0];
-    grow<0, kPart>(kFirst, logits[0], scale, state.largest[0], first, sum);
-    exponentials<0, kPart>(logits[0], scale, first, sum);
-    float largest[2];
-    bool grows = false;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      second[h] = first[h];
-      largest[h] = -math::inf;
-      if constexpr (kIsWhole) largest[h] = Rows::template lane_largest<kPart, kTiles>(logits[0], h);
-      grows |= Rows::grows(first[h], largest[h], scale[h]);
-      if constexpr (!kFirst) grows |= first[h] != state.largest[0][h];
-      // Never, but it keeps what follows, the wait, behind the exponentials.
-      grows |= sum[h] < 0.f;
-    }
-    const bool any_grows = __any_sync(0xffffffffu, grows);
-    finish_values();
-    if (__builtin_expect(any_grows, false)) {
-      float shrink[1][2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        second[h] = Rows::grown(first[h], largest[h], scale[h]);
-        const float factor = math::ptx_exp2(first[h] - second[h]);
-        sum[h] *= factor;
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) {
-          logits[0][j][2 * h] *= factor;
-          logits[0][j][2 * h + 1] *= factor;
-        }
-        shrink[0][h] = math::ptx_exp2(state.largest[0][h] - second[h]);
-        state.largest[0][h] = second[h];
-      }
-      if constexpr (!kFirst) Rows::shrink_output(state, shrink);
-    }
-    if constexpr (kFirst) {
-      state.largest[0][0] = second[0];
-      state.largest[0][1] = second[1];
-    }
-    pack<0, kPartSteps>(logits, p);
-    exponentials<kPart, kTiles>(logits[0], scale, second, sum);
-    pack<kPartSteps, kTileSteps>(logits, p);
+    HopperWeights<Traits, Params>::template weigh<kFirst, kTiles>(state, logits, scale, p,
+                                                                  finish_values);
     return has_keys;
-  }
-
-  // The rows' largest exponents with token tiles kBegin ... kEnd - 1. They seldom change: what all
-  // lanes have found is compared only if one has found a larger one.
-  template <int kBegin, int kEnd>
-  __device__ __forceinline__ static void grow(bool changes,
-                                              const float (&logits)[Tile::kTokenTiles][4],
-                                              const float (&scale)[2], const float (&previous)[2],
-                                              float (&grown)[2], float (&sum)[2]) {
-    float largest[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      grown[h] = previous[h];
-      largest[h] = Rows::template lane_largest<kBegin, kEnd>(logits, h);
-      changes |= Rows::grows(previous[h], largest[h], scale[h]);
-    }
-    if (__builtin_expect(__any_sync(0xffffffffu, changes), false)) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        grown[h] = Rows::grown(previous[h], largest[h], scale[h]);
-        sum[h] *= math::ptx_exp2(previous[h] - grown[h]);
-      }
-    }
-  }
-
-  // Of token tiles kBegin ... kEnd - 1.
-  template <int kBegin, int kEnd>
-  __device__ __forceinline__ static void exponentials(float (&logits)[Tile::kTokenTiles][4],
-                                                      const float (&scale)[2],
-                                                      const float (&largest)[2], float (&sum)[2]) {
-#pragma unroll
-    for (int j = kBegin; j < kEnd; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        logits[j][e] = math::ptx_exp2(fmaf(logits[j][e], scale[e / 2], -largest[e / 2]));
-      }
-      sum[0] += logits[j][0] + logits[j][1];
-      sum[1] += logits[j][2] + logits[j][3];
-    }
   }
 
   template <int kBegin, int kEnd>
