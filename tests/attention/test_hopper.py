@@ -34,6 +34,7 @@ from tests.attention.batches import (
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 400)
+LENGTHS_OF_8_BITS = (1, 31, 95, 96, 97, 191, 192, 193, 287, 288, 400)  # rows by 192, keys by 96
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def test_keys_that_are_nan_are_seen(device):
 @pytest.mark.parametrize(
     "options", [{"window_left": 70}, {"logits_soft_cap": 5.0}, {"causal": True}]
 )
-@pytest.mark.parametrize("page_size", [1, 16, 24, 128])
+@pytest.mark.parametrize("page_size", [1, 8, 16, 24, 64, 96, 128])
 def test_pages_and_options_of_8_bits(page_size, options, device):
     batch = Batch((200, 5, 31), (777, 129, 5000), page_size=page_size, dtype=E4M3, o_dtype=BF16)
     scales = {"q_scale": 0.5, "k_scale": 1.5, "v_scale": 3.0}
@@ -184,12 +185,15 @@ def test_largest_logits_change_from_tile_to_tile(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_lengths_around_the_tiles(group, causal, device):
+@pytest.mark.parametrize(
+    ("dtype", "lengths"), [(BF16, LENGTHS), (E4M3, LENGTHS_OF_8_BITS)], ids=["bf16", "8_bits"]
+)
+def test_lengths_around_the_tiles(dtype, lengths, group, causal, device):
     """Every pair of numbers of packed rows and keys that end just before, at and behind a tile."""
-    qo = tuple(max(1, n // group) for n in LENGTHS)
+    qo = tuple(max(1, n // group) for n in lengths)
+    options = {"group": group, "num_kv_heads": 1, "page_size": 32, "dtype": dtype, "o_dtype": BF16}
     for shift in range(len(qo)):
-        kv = LENGTHS[shift:] + LENGTHS[:shift]
-        batch = Batch(qo, kv, group=group, num_kv_heads=1, page_size=32)
+        batch = Batch(qo, lengths[shift:] + lengths[:shift], **options)
         both(batch, device, causal=causal)
 
 
