@@ -235,6 +235,9 @@ class HopperProducer {
                                              int first_token, const TensorMap& map, uint32_t target,
                                              uint32_t full, uint32_t empty, uint32_t phase) {
     static_assert(Tile::kTileKV / 8 <= 32, "a lane per page");
+    // A warp without a box must not wait: no phase of the barrier would wait for it, so that it
+    // could miss two and then wait for ever.
+    if (kPart * map.box_rows >= Tile::kTileKV) return;
     const int row = (lane_idx_ * kParts + kPart) * map.box_rows;
     const bool has_box = row < Tile::kTileKV;
     uint32_t page = 0, slot = 0;

@@ -21,16 +21,17 @@ class HopperWeights {
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
   // What a lane's sum may be; of 8 bits the largest number of e4m3.
   static constexpr float kMost = kFloat8 ? 448.f : 512.f;
-  // The largest weight of a row, when it has been looked for, is two to this: of 8 bits one that
-  // they hold exactly, small enough that a lane's sum of equal ones has room to grow.
-  static constexpr float kHeadroom = kFloat8 ? 3.f : 0.f;
+  // The largest weight of a row, when it has been looked for, is two to this. 8 bits hold 2^-9 to
+  // 448: more room to grow would take the small weights' last bits (3 failed the fuzzer). A lane's
+  // sum of equal ones is then too much, so that such rows ask at each tile.
+  static constexpr float kHeadroom = kFloat8 ? 5.f : 0.f;
   // A weight that is most of its row should be the one that needs no rounding. So of 16 bits the
   // largest is looked for, too, where a lane's sum is more than so many times what it had before,
   // and so much more; without it the largest error of such rows was up to 1.9 times that of weights
   // against the largest. Normal queries and keys hardly ever ask. Of 8 bits the question costs five
-  // registers more than there are, and errors of such rows are 1.6 to 2.4 times as large.
+  // registers more than there are.
   static constexpr float kPeak = 4.f, kFewLargest = 4.f;
-  static_assert(Tile::kTokenTiles * 2 * (kFloat8 ? 8 : 1) < kMost);
+  static_assert(kFloat8 || Tile::kTokenTiles * 2 < kMost);
 
  public:
   // Makes `p` of the logits of the tile's first `kTiles` of tokens and adds the weights to the
