@@ -3,8 +3,8 @@
 //
 // One warpgroup loads (hopper_producer.cuh), two or three multiply (hopper_consumer.cuh); what they
 // share is in hopper_tile.cuh. Variants, masks and the merge of cut rows are those of the portable
-// kernel (attention.cuh); weights are made in hopper_weights.cuh. Sums run in a fixed order: results
-// repeat bit for bit, whichever CTA takes an item.
+// kernel (attention.cuh); weights are made in hopper_weights.cuh. Sums run in a fixed order:
+// results repeat bit for bit, whichever CTA takes an item.
 #pragma once
 
 #include <flashinfer/attention/hopper_consumer.cuh>

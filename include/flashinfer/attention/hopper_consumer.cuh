@@ -321,9 +321,9 @@ class HopperConsumer {
 
   // Makes weights of logits; returns whether the next keys have come. Tiles within `plain` hide
   // nothing. `finish_values` waits for the p v that is under way, which reads the registers of `p`,
-  // and after which the output may be shrunk; an item's first tile has none yet. Half a tile has the
-  // bits of a whole one whose other half is hidden, which an item's first tile is where the item
-  // begins anew: results do not depend on what a CTA did before.
+  // and after which the output may be shrunk; an item's first tile has none yet. Half a tile has
+  // the bits of a whole one whose other half is hidden, which an item's first tile is where the
+  // item begins anew: results do not depend on what a CTA did before.
   template <bool kFirst, int kTiles, typename FinishValues>
   __device__ __forceinline__ bool weigh(Rows& rows, WarpState<Tile>& state, Logits& logits,
                                         Weights& p, const float (&scale)[2], int first_token,
