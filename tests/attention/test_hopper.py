@@ -89,6 +89,18 @@ def test_pages_of_8_bit_keys(page_size, kv_layout, form, device):
     check_paged(plan_paged(batch, device, "fa3", causal=True), batch, device, **scales)
 
 
+@pytest.mark.parametrize("page_size", [128, 384])
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3], ids=["bf16", "e4m3"])
+def test_many_items_of_pages_of_a_tile_end(kv_dtype, page_size, device):
+    """One box has a whole tile of keys, so that the warp that loads half of the boxes has none."""
+    lengths = (150,) * 60, tuple(range(200, 6200, 100))
+    batch = Batch(*lengths, page_size=page_size, kv_dtype=kv_dtype)
+    wrapper = plan_paged(batch, device, "fa3", causal=True)
+    q, cache = batch.query(device), batch.cache(device)
+    first = wrapper.run(q, cache)
+    assert all(torch.equal(wrapper.run(q, cache), first) for _ in range(50))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"window_left": 70}, {"logits_soft_cap": 5.0}, {"fixed_split_size": 300}, {"causal": True}],
