@@ -52,6 +52,9 @@ def _leading_dimensions_fold(tensor: torch.Tensor) -> bool:
     )
 
 
+_FLOAT32 = torch.finfo(torch.float32)
+
+
 def check_scalar(param: str, spec: Scalar, value: Any) -> None:
     """Refuse what is not a number (or tensor of one) in the range of `spec`."""
     if value is None and spec.optional:
@@ -67,10 +70,14 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
         raise TypeError(f"`{param}` must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"`{param}` must be finite, got {value}")
+    if spec.dtype == "float32" and abs(value) > _FLOAT32.max:
+        raise ValueError(f"`{param}` must be finite in float32, got {value}")
     if spec.minimum is not None and value < spec.minimum:
         raise ValueError(f"`{param}` must be at least {spec.minimum}, got {value}")
     if spec.above is not None and value <= spec.above:
         raise ValueError(f"`{param}` must be greater than {spec.above}, got {value}")
+    if spec.dtype == "float32" and spec.above == 0 and value < _FLOAT32.tiny:
+        raise ValueError(f"`{param}` must be positive in float32, got {value}")
 
 
 def check_option(param: str, allowed: tuple[Any, ...], value: Any) -> None:
