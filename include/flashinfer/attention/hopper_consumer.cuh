@@ -346,18 +346,13 @@ class HopperConsumer {
     const bool has_keys = test_keys();
     if constexpr (!Variant::use_softmax) {
       finish_values();
-      pack<0, kTileSteps>(logits, p);
+#pragma unroll
+      for (int step = 0; step < kTileSteps; ++step) Rows::pack(logits, step, p[step]);
       return has_keys;
     }
     HopperWeights<Traits, Params>::template weigh<kFirst, kTiles>(state, logits, scale, p,
                                                                   finish_values);
     return has_keys;
-  }
-
-  template <int kBegin, int kEnd>
-  __device__ __forceinline__ static void pack(const Logits& logits, Weights& p) {
-#pragma unroll
-    for (int step = kBegin; step < kEnd; ++step) Rows::pack(logits, step, p[step]);
   }
 
   static constexpr int kOutputBarrier = 1 + 1 + Tile::kConsumers;

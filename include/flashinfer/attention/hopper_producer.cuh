@@ -271,7 +271,7 @@ class HopperProducer {
 
   // Turns the next tile of 8-bit values from rows of a token to rows of a column, which the tensor
   // cores read. They end up in the order that costs least: of 16 tokens 2t, 2t + 1, 2t + 8, 2t + 9
-  // in a row, as a lane has their weights (TileRows::pack); of 16 columns the even before the odd
+  // in a row, as a lane has their weights (HopperWeights); of 16 columns the even before the odd
   // ones (output_column<true>).
   __device__ __forceinline__ void transpose_values() {
     Ring<Tile::kStages>& ring = transposed_ring_;

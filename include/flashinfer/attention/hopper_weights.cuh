@@ -95,9 +95,7 @@ class HopperWeights {
     float shrink[1][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float largest = Rows::template lane_largest<0, kTiles>(logits[0], h);
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float largest = Rows::template row_largest<kTiles>(logits[0], h);
       const float grown = fmaxf(state.largest[0][h], largest * scale[h] - kHeadroom);
       shrink[0][h] = math::ptx_exp2(state.largest[0][h] - grown);
       state.largest[0][h] = grown;

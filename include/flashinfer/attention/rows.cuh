@@ -168,7 +168,7 @@ class TileRows {
       bool grow = false;
 #pragma unroll
       for (int h = 0; h < Tile::kRowHalves; ++h) {
-        const float largest = lane_largest<0, Tile::kTokenTiles>(logits[0], h);
+        const float largest = lane_largest<Tile::kTokenTiles>(logits[0], h);
         grow |= grows(state.largest[0][h], largest, scale[0][h]);
       }
       if (!__any_sync(0xffffffffu, grow)) return false;
@@ -179,7 +179,8 @@ class TileRows {
 #pragma unroll
       for (int h = 0; h < Tile::kRowHalves; ++h) {
         const float previous = state.largest[i][h];
-        state.largest[i][h] = grown<0, Tile::kTokenTiles>(previous, logits[i], h, scale[i][h]);
+        const float largest = row_largest<Tile::kTokenTiles>(logits[i], h);
+        if (grows(previous, largest, scale[i][h])) state.largest[i][h] = largest * scale[i][h];
         shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
         changes |= state.largest[i][h] != previous;
       }
@@ -187,36 +188,28 @@ class TileRows {
     return __any_sync(0xffffffffu, changes);
   }
 
-  // `previous`, or what the largest exponent becomes by token tiles kBegin ... kEnd - 1.
-  template <int kBegin, int kEnd>
-  __device__ __forceinline__ static float grown(float previous,
-                                                const float (&logits)[Tile::kTokenTiles][4], int h,
-                                                float scale) {
-    return grown(previous, lane_largest<kBegin, kEnd>(logits, h), scale);
-  }
-  // The same of what each of the row's four lanes has found.
-  __device__ __forceinline__ static float grown(float previous, float largest, float scale) {
-    // 8-bit weights are 2^-9 to 448: the largest begins at 2^5 and may grow to 2^8, so that small
-    // ones are not lost below.
-    constexpr float kHeadroom = sizeof(typename Tile::Mma) == 1 ? 5.f : 0.f;
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    return grows(previous, largest, scale) ? largest * scale - kHeadroom : previous;
-  }
   __device__ __forceinline__ static bool grows(float previous, float largest, float scale) {
     constexpr float kSlack = 8.f;
     return largest * scale > previous + kSlack;
   }
-  // Of this lane's logits.
-  template <int kBegin, int kEnd>
+  // Of this lane's logits of the first `kTiles` tiles of tokens.
+  template <int kTiles>
   __device__ __forceinline__ static float lane_largest(const float (&logits)[Tile::kTokenTiles][4],
                                                        int h) {
-    float largest = fmaxf(logits[kBegin][2 * h], logits[kBegin][2 * h + 1]);
+    float largest = fmaxf(logits[0][2 * h], logits[0][2 * h + 1]);
 #pragma unroll
-    for (int j = kBegin + 1; j < kEnd; ++j) {
+    for (int j = 1; j < kTiles; ++j) {
       largest = fmaxf(largest, fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
     }
     return largest;
+  }
+  // Of those of the row's four lanes.
+  template <int kTiles>
+  __device__ __forceinline__ static float row_largest(const float (&logits)[Tile::kTokenTiles][4],
+                                                      int h) {
+    float largest = lane_largest<kTiles>(logits, h);
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
   }
 
   __device__ __forceinline__ static void shrink_sums(WarpState<Tile>& state,
@@ -265,26 +258,17 @@ class TileRows {
     }
   }
 
-  // The weights of these tokens as A fragments. 8 bits: of tokens 32 * step ... + 31; a register
-  // has four tokens in a row of the order in which v is transposed (transpose_values).
+  // The weights of these tokens as A fragments.
   __device__ __forceinline__ static void pack(const Logits& logits, int step,
                                               uint32_t (&p)[Tile::kRowTiles][4]) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        using Pair = PackedPair<typename Tile::Mma>;
-        const int first = r % 2 * 2;
         if (r % 2 >= Tile::kRowHalves) continue;
-        if constexpr (sizeof(typename Tile::Mma) == 1) {
-          const float (&a)[4] = logits[i][4 * step + r / 2 * 2];
-          const float (&b)[4] = logits[i][4 * step + r / 2 * 2 + 1];
-          p[i][r] = Pair::pack(a[first], a[first + 1]) |
-                    static_cast<uint32_t>(Pair::pack(b[first], b[first + 1])) << 16;
-        } else {
-          const float (&tile)[4] = logits[i][2 * step + r / 2];
-          p[i][r] = Pair::pack(tile[first], tile[first + 1]);
-        }
+        const int first = r % 2 * 2;
+        const float (&tile)[4] = logits[i][2 * step + r / 2];
+        p[i][r] = PackedPair<typename Tile::Mma>::pack(tile[first], tile[first + 1]);
       }
     }
   }
