@@ -19,9 +19,9 @@
 //     11 tile_q  12, 13, 14 as 8, 9, 10 for the second group  15 offset of partial_sums in the
 //     float workspace, where partial_o is at 0  16 rows that one CTA of the merge takes
 // attention_choose(choice, model, group)
-//   choice, float64 [4]: rows of a tile of the portable kernel, microseconds that this kernel would
+//   choice, float64 [5]: rows of a tile of the portable kernel, microseconds that this kernel would
 //     take, that Hopper's would, and that two launches would: of the portable kernel for the
-//     requests that fit the second tile, of Hopper's for the others
+//     requests that fit the second tile, of Hopper's for the others; the most rows of the former
 //   model, float64 [15 + 6 n]: the fields of KernelModel in their order, then of its n tiles
 #include <flashinfer/scheduler/attention_choice.h>
 #include <flashinfer/scheduler/attention_plan.h>
@@ -344,12 +344,9 @@ FLASHINFER_FFI_EXPORT(attention_plan_configure, args) {
                static_cast<long long>(tile_kv));
   }
   const int64_t split = integer_in(args, "fixed_split_size", 0, INT32_MAX);
-  config.fixed_split_size = ceil_div(split, tile_kv) * tile_kv;
   config.disable_split_kv = args.optional_flag("disable_split_kv") == ffi::Args::Flag::kTrue;
-  if (split > 0 && config.disable_split_kv) {
-    ffi::raise("ValueError", "`disable_split_kv` and `fixed_split_size` %lld exclude each other",
-               static_cast<long long>(split));
-  }
+  // What is not cut at all is cut alike in every batch: engines that want that ask for both.
+  config.fixed_split_size = config.disable_split_kv ? 0 : ceil_div(split, tile_kv) * tile_kv;
   config.graph_batch_size = integer_in(args, "graph_batch_size", -1, INT32_MAX);
   config.graph_qo_tokens = integer_in(args, "graph_qo_tokens", 0, INT32_MAX);
   config.graph_qo_len = integer_in(args, "graph_qo_len", 0, INT32_MAX);
@@ -424,7 +421,7 @@ FLASHINFER_FFI_EXPORT(attention_choose, args) {
   using namespace flashinfer;
   const ffi::Tensor choice = args.tensor("choice");
   ffi::check_dtype(choice, ffi::dtype::float64);
-  ffi::check_shape(choice, {4});
+  ffi::check_shape(choice, {5});
   thread_local KernelModel model;
   thread_local RequestGroup group;  // not freed, as a plan's scratch is not
   ModelReader(args.tensor("model")).read(model);
@@ -436,4 +433,5 @@ FLASHINFER_FFI_EXPORT(attention_choose, args) {
   values[1] = found.portable_us;
   values[2] = found.hopper_us;
   values[3] = found.apart_us;
+  values[4] = static_cast<double>(found.few_rows);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..dtypes import torch_name
 from ..jit.attention import hopper
 from ..jit.attention.config import FLOAT16, POS_ENCODINGS, choose_tile_q
 from ..jit.attention.hopper import hopper_tile_q
-from ..jit.attention.plan import ANY_ROWS, estimate_kernels
+from ..jit.attention.plan import Estimate, estimate_kernels
 from ..jit.errors import ToolchainError
 from ..reference_backend import is_active
 from .problem import AttentionProblem
@@ -28,7 +29,6 @@ def choose_kernel(
     device: torch.device,
     *,
     two_parts: bool = False,
-    tile_q_second: int = 0,
     fixed_split_size: bool = False,
 ) -> tuple[str, int]:
     """Backend and query tile of a plan: what the caller forces, or what takes less time.
@@ -41,8 +41,6 @@ def choose_kernel(
         Of the plan. One that is no GPU (with the reference backend) lacks no architecture.
     two_parts : bool
         Whether the launch has two sets of tensors.
-    tile_q_second : int
-        Second tile of the portable kernel, for the requests that fit it.
     fixed_split_size : bool
         Whether results must not depend on the batch, as the choice would.
 
@@ -59,29 +57,40 @@ def choose_kernel(
     if problem.qo_indptr is None:
         rows = problem.tokens_per_request * problem.group_size
         return "fa2", choose_tile_q(rows, rows, problem.head_dim_vo)
-    if problem.most_rows < ANY_ROWS:
-        return "fa2", choose_tile_q(problem.most_rows, problem.most_rows, problem.head_dim_vo)
-    model = kernel_model_of(problem, tile_q_second, fixed_split_size, backend == "auto")
-    try:
-        tile_q, portable_us, hopper_us, _ = estimate_kernels(model, problem.group())
-    except ToolchainError:
-        if not is_active():
-            raise
-        return "fa2", choose_tile_q(0, 0, problem.head_dim_vo, fixed_split_size)
-    if hopper_us < portable_us:
+    found = estimate(problem, 0, fixed_split_size, backend == "auto")
+    if found.hopper_us < found.portable_us:
         return "fa3", hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo)
-    return "fa2", int(tile_q)
+    return "fa2", int(found.tile_q)
 
 
-def kernel_model_of(
+def estimate(
     problem: AttentionProblem, tile_q_second: int, fixed_split_size: bool, with_hopper: bool
-) -> torch.Tensor:
-    """`kernel_model` for launches of problems like this."""
-    return kernel_model(
+) -> Estimate:
+    """`estimate_kernels` of a batch; with nothing to compile it, a launch of the portable kernel.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        The requests.
+    tile_q_second : int
+        Second tile of the portable kernel, for the requests that fit it; 0: there is none.
+    fixed_split_size : bool
+        Whether the tile must not depend on the batch.
+    with_hopper : bool
+        Whether the kernel for Hopper serves the launch.
+    """
+    model = kernel_model(
         *(problem.num_kv_heads, problem.group_size, problem.head_dim_qk, problem.head_dim_vo),
         *(problem.q_data_type, problem.kv_data_type, problem.page_size),
         *(tile_q_second, fixed_split_size, with_hopper),
     )
+    try:
+        return estimate_kernels(model, problem.group())
+    except ToolchainError:
+        if not is_active():
+            raise
+        tile_q = choose_tile_q(0, 0, problem.head_dim_vo, fixed_split_size)
+        return Estimate(tile_q, 0.0, math.inf, math.inf, 0)
 
 
 def possible_backend(

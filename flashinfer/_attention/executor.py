@@ -10,7 +10,7 @@ import torch
 from ..jit.attention.config import AttentionConfig
 from ..jit.attention.hopper import hopper_tile_kv, is_widened
 from ..jit.attention.modules import AttentionModule, get_attention_module
-from ..jit.attention.plan import AttentionPlan, Group
+from ..jit.attention.plan import ANY_ROWS, AttentionPlan, Group
 from ..jit.errors import ToolchainError
 from ..reference_backend import is_active
 from .backends import choose_kernel
@@ -19,6 +19,9 @@ from .tiles import PORTABLE_TILE_KV
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 100,000 tiles."""
+
+ALL_ROWS = (0, ANY_ROWS)
+"""As the least and the most rows of the requests of a launch: it computes all."""
 
 _STATE_BYTES = (
     4096  # of AttentionLaunch in csrc/attention_binding.h, whose size depends on variants
@@ -109,6 +112,8 @@ class AttentionExecutor:
         disable_split_kv: bool = False,
         graph_capacity: tuple[int, int] | None = None,
         non_blocking: bool = True,
+        kernel: tuple[str, int] | None = None,
+        rows: tuple[int, int] = ALL_ROWS,
     ) -> None:
         """Choose a module, plan, and start the copy of the work list to the GPU.
 
@@ -121,8 +126,8 @@ class AttentionExecutor:
             `tile_q_second`; heads, dtypes, page size and options are those of `problem`. At most
             one of the two has a custom mask.
         tile_q_second : int
-            Tile of a second shape in the launch; without `second`, for the requests of `problem`
-            that fit it, unless the kernel is the one for Hopper. 0: one shape.
+            Tile of a second shape in the launch of the portable kernel; without `second`, for the
+            requests of `problem` that fit it. 0: one shape.
         fixed_split_size : int, optional
             Cut keys at multiples of this many tokens and nowhere else.
         disable_split_kv : bool
@@ -131,6 +136,11 @@ class AttentionExecutor:
             Requests and query tokens that later plans of a CUDA graph may have.
         non_blocking : bool
             Whether to return before the copy has ended.
+        kernel : tuple, optional
+            Backend and query tile, where the caller has chosen; see `choose_kernel`.
+        rows : tuple of int
+            The least and the most packed query rows of the requests that are computed; another
+            launch computes the others.
 
         Raises
         ------
@@ -139,24 +149,26 @@ class AttentionExecutor:
             needed) or not on a GPU.
         """
         check_heads(problem)
-        key = self._module_key(problem, second, tile_q_second, fixed_split_size, graph_capacity)
+        key = self._module_key(
+            problem, second, tile_q_second, fixed_split_size, graph_capacity, kernel
+        )
         groups = (problem.group(), () if second is None else second.group())
         settings = (fixed_split_size, disable_split_kv, graph_capacity)
         self._settings = settings
         self.problem = None
         self._run = _plan_first
         if self.device.type != "cuda":
-            self._plan_without_gpu(problem, key, settings, groups)
+            self._plan_without_gpu(problem, key, settings, groups, rows)
             return
         module = self._modules.get(key)
         if module is None:
             config = _config(key)
             # What is wrong with the request is said before anything is compiled.
-            self._configure(problem, key, _NOMINAL_CTA_SLOTS, settings)
+            self._configure(problem, key, _NOMINAL_CTA_SLOTS, settings, rows)
             assert self._planner is not None
             self._planner.plan(None, -1, *groups)
             module = self._modules[key] = get_attention_module(config, problem.variant)
-        self._configure(problem, key, module.cta_slots(self.float_workspace), settings)
+        self._configure(problem, key, module.cta_slots(self.float_workspace), settings, rows)
         assert self._planner is not None
         info = self._planner.plan(self.int_workspace, self._float_bytes, *groups)
         self._bind(module, problem, second, info, graph_capacity is not None)
@@ -321,10 +333,14 @@ class AttentionExecutor:
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         graph_capacity: tuple[int, int] | None = None,
+        kernel: tuple[str, int] | None = None,
+        rows: tuple[int, int] = ALL_ROWS,
     ) -> tuple[int, int]:
         """Bytes of the float and the int workspace that `plan` with these arguments needs."""
         check_heads(problem)
-        key = self._module_key(problem, second, tile_q_second, fixed_split_size, graph_capacity)
+        key = self._module_key(
+            problem, second, tile_q_second, fixed_split_size, graph_capacity, kernel
+        )
         slots = _NOMINAL_CTA_SLOTS
         if self.device.type == "cuda":
             module = get_attention_module(_config(key), problem.variant)
@@ -332,7 +348,7 @@ class AttentionExecutor:
         settings = (fixed_split_size, disable_split_kv, graph_capacity)
         planner, self._planner = self._planner, None  # the plan in use stays as it is
         try:
-            self._configure(problem, key, slots, settings)
+            self._configure(problem, key, slots, settings, rows)
             assert self._planner is not None
             seconds = () if second is None else second.group()
             return self._planner.bytes_needed(problem.group(), seconds)
@@ -348,6 +364,7 @@ class AttentionExecutor:
         tile_q_second: int,
         fixed_split_size: int | None,
         graph_capacity: tuple[int, int] | None,
+        kernel: tuple[str, int] | None = None,
     ) -> tuple[Any, ...]:
         """The fields of AttentionConfig, as a tuple: building the dataclass takes longer."""
         fixed = fixed_split_size is not None
@@ -355,15 +372,9 @@ class AttentionExecutor:
         if known is not None and known[0] == _choice_of(problem, fixed):
             _, tile_q, backend = known  # a captured launch keeps its kernel
         else:
-            backend, tile_q = choose_kernel(
-                problem,
-                self.device,
-                two_parts=second is not None,
-                tile_q_second=tile_q_second if second is None else 0,
-                fixed_split_size=fixed,
+            backend, tile_q = kernel or choose_kernel(
+                problem, self.device, two_parts=second is not None, fixed_split_size=fixed
             )
-            if backend == "fa3":
-                tile_q_second = 0  # it has one shape, for requests of any number of rows
         mask_second = second.mask_mode if second is not None else problem.mask_mode
         return (
             problem.q_data_type,
@@ -392,6 +403,7 @@ class AttentionExecutor:
         key: tuple[Any, ...],
         cta_slots: tuple[int, int],
         settings: tuple[int | None, bool, tuple[int, int] | None],
+        rows: tuple[int, int] = ALL_ROWS,
     ) -> None:
         fixed_split_size, disable_split_kv, capacity = settings
         if self._planner is None:
@@ -409,8 +421,7 @@ class AttentionExecutor:
             *((-1, 0) if capacity is None else capacity),
             problem.tokens_per_request if capacity and problem.qo_indptr is None else 0,
             cta_slots[1],
-            problem.least_rows,
-            problem.most_rows,
+            *rows,
         )
 
     def _plan_without_gpu(
@@ -419,11 +430,12 @@ class AttentionExecutor:
         key: tuple[Any, ...],
         settings: tuple[int | None, bool, tuple[int, int] | None],
         groups: tuple[Group, Group | tuple[()]],
+        rows: tuple[int, int],
     ) -> None:
         """Everything but the launch: the reference backend computes from `problem`."""
         _config(key)
         try:
-            self._configure(problem, key, _NOMINAL_CTA_SLOTS, settings)
+            self._configure(problem, key, _NOMINAL_CTA_SLOTS, settings, rows)
             assert self._planner is not None
             self._planner.plan(self.int_workspace, self._float_bytes, *groups)
         except ToolchainError:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
-from ..jit.attention.plan import estimate_kernels
-from .backends import kernel_model_of, possible_backend
-from .executor import AttentionExecutor
+from ..jit.attention.config import choose_tile_q
+from ..jit.attention.hopper import hopper_tile_q
+from ..jit.attention.plan import ANY_ROWS, Estimate
+from .backends import estimate, possible_backend
+from .executor import ALL_ROWS, AttentionExecutor, check_heads
 from .problem import AttentionProblem
 
 DECODE_ROWS = 16
@@ -34,19 +35,34 @@ class MixedExecutor(AttentionExecutor):
     def plan_mixed(self, problem: AttentionProblem) -> None:
         """`plan`, of any batch whose requests have query lengths of their own."""
         self._is_apart = False
-        second = second_tile(problem)
-        if second == 0 or not _is_faster_apart(problem, self.device, second):
-            _plan_and_grow(self, problem, second)
+        check_heads(problem)
+        backend = possible_backend(problem, self.device)
+        hopper = "fa3", hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo, problem.q_data_type)
+        if backend == "fa3":
+            _plan_and_grow(self, problem, kernel=hopper)
             return
-        rows = problem.qo_lengths() * problem.group_size
-        most = int(rows[rows <= second].max())  # which decides the tile
-        few = dataclasses.replace(problem, backend="fa2", most_rows=most)
-        rest = dataclasses.replace(problem, backend="fa3", least_rows=second + 1)
+        # Heads of more than 256 have the decode tile only.
+        second = DECODE_ROWS if problem.head_dim_vo <= 256 else 0
+        found = estimate(problem, second, False, backend == "auto")
+        few_rows = int(found.few_rows)
+        if few_rows > 0 and _is_faster_apart(found):
+            self._plan_apart(problem, few_rows, hopper)
+        elif found.hopper_us < found.portable_us:
+            _plan_and_grow(self, problem, kernel=hopper)
+        else:
+            second = second if few_rows > 0 else 0
+            _plan_and_grow(self, problem, second, kernel=("fa2", int(found.tile_q)))
+
+    def _plan_apart(
+        self, problem: AttentionProblem, few_rows: int, hopper: tuple[str, int]
+    ) -> None:
+        """Two launches; `few_rows`: the most of the requests that fit the decode tile."""
         if self._decoder is None:
             workspace = torch.empty(FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
             self._decoder = AttentionExecutor(workspace)
-        _plan_and_grow(self._decoder, few, 0)
-        _plan_and_grow(self, rest, 0)
+        few = "fa2", choose_tile_q(few_rows, few_rows, problem.head_dim_vo)
+        _plan_and_grow(self._decoder, problem, kernel=few, rows=(0, few_rows))
+        _plan_and_grow(self, problem, kernel=hopper, rows=(few_rows + 1, ANY_ROWS))
         self._is_apart = True
 
     def run(self, *args: Any, **kwargs: Any) -> None:
@@ -57,31 +73,25 @@ class MixedExecutor(AttentionExecutor):
         super().run(*args, **kwargs)
 
 
-def second_tile(problem: AttentionProblem) -> int:
-    """The decode tile where some requests fit it and others do not; 0 where one shape does."""
-    if problem.head_dim_vo > 256:
-        return 0  # that one has the decode tile only
-    rows = problem.qo_lengths() * problem.group_size
-    mixed = bool(((rows > 0) & (rows <= DECODE_ROWS)).any()) and bool((rows > DECODE_ROWS).any())
-    return DECODE_ROWS if mixed else 0
+def _is_faster_apart(found: Estimate) -> bool:
+    return found.apart_us < min(found.portable_us, found.hopper_us)
 
 
-def _is_faster_apart(problem: AttentionProblem, device: torch.device, second: int) -> bool:
-    if possible_backend(problem, device) != "auto":
-        return False
-    model = kernel_model_of(problem, second, False, True)
-    _, portable_us, hopper_us, apart_us = estimate_kernels(model, problem.group())
-    return apart_us < min(portable_us, hopper_us)
-
-
-def _plan_and_grow(executor: AttentionExecutor, problem: AttentionProblem, second: int) -> None:
+def _plan_and_grow(
+    executor: AttentionExecutor,
+    problem: AttentionProblem,
+    second: int = 0,
+    *,
+    kernel: tuple[str, int],
+    rows: tuple[int, int] = ALL_ROWS,
+) -> None:
     try:
-        executor.plan(problem, tile_q_second=second)
+        executor.plan(problem, tile_q_second=second, kernel=kernel, rows=rows)
     except ValueError:
-        needed = executor.workspace_size(problem, tile_q_second=second)
+        needed = executor.workspace_size(problem, tile_q_second=second, kernel=kernel, rows=rows)
         if not _grow(executor, *needed):
             raise
-        executor.plan(problem, tile_q_second=second)
+        executor.plan(problem, tile_q_second=second, kernel=kernel, rows=rows)
 
 
 def _grow(executor: AttentionExecutor, float_bytes: int, int_bytes: int) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..jit.attention.plan import ANY_ROWS, DECODE, RAGGED, Group
+from ..jit.attention.plan import DECODE, RAGGED, Group
 from ..jit.attention.variant import AttentionVariant
 
 
@@ -56,8 +56,6 @@ class AttentionProblem:
         What errors of the planner call the index tensors.
     backend : str
         That the caller wants: ``"auto"``, ``"fa2"`` or ``"fa3"``.
-    least_rows, most_rows : int
-        Packed query rows of the requests that are computed; another launch computes the others.
     """
 
     kv_indptr: torch.Tensor
@@ -93,8 +91,6 @@ class AttentionProblem:
     variant: AttentionVariant | None = None
     names: int = DECODE
     backend: str = "auto"
-    least_rows: int = 0
-    most_rows: int = ANY_ROWS
 
     @property
     def batch_size(self) -> int:

@@ -89,15 +89,14 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     speeds = SPEEDS[launch.head_dims]
     group, second = launch.group_size, launch.tile_q_second
     requests = [(q * group, k) for q, k in zip(batch.qo_lens(), batch.kv_len, strict=True)]
-    few = [r for r in requests if r[0] <= second] if second else []
+    few = [r for r in requests if r[0] <= second]
+    few_rows = max((rows for rows, _ in few), default=0)
+    if few_rows == 0 or len(few) == len(requests):  # one tile serves all
+        few, few_rows, second = [], 0, 0
     rest = [r for r in requests if r[0] > second] if second else requests
     rows = [r[0] for r in rest]
-    tile_q = second
-    if rows or not second:
-        mean = sum(rows) / len(rows) if rows else 0
-        tile_q = choose_tile_q(
-            max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size
-        )
+    mean = sum(rows) / len(rows) if rows else 0
+    tile_q = choose_tile_q(max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size)
     widens = is_widened(BF16, launch.kv_dtype)
     tile_kv = hopper_tile_kv(*launch.head_dims, widens)
     slower = factor(launch, speeds, batch.page_size)
@@ -113,10 +112,10 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
 
     first = (rest, tile_q, speeds.tiles[max(tile_q, 16)])
     if not second:
-        return tile_q, portable_us(first), hopper_us(requests), math.inf
+        return tile_q, portable_us(first), hopper_us(requests), math.inf, 0
     one_us = portable_us(first, (few, second, speeds.second))
     apart_us = portable_us((few, second, speeds.tiles[second])) + hopper_us(rest)
-    return tile_q, one_us, hopper_us(requests), apart_us
+    return tile_q, one_us, hopper_us(requests), apart_us, few_rows
 
 
 def lengths(most: int) -> st.SearchStrategy[int]:
@@ -167,7 +166,7 @@ def test_the_estimate_is_the_model(launch: Launch, batch: Requests):
 def test_without_the_kernel_for_hopper_only_the_tile_is_estimated(head_dims, fixed):
     launch = Launch(head_dims=head_dims, fixed_split_size=fixed, with_hopper=False)
     for tokens in itertools.product([0, 1, 4, 5, 16, 17, 300], repeat=2):
-        tile_q, _, hopper_us, _ = estimated(launch, Requests(tokens, (64, 64)))
+        tile_q, _, hopper_us, *_ = estimated(launch, Requests(tokens, (64, 64)))
         rows = [4 * n for n in tokens]
         assert tile_q == choose_tile_q(max(rows), sum(rows) / 2, head_dims[1], fixed)
         assert hopper_us == math.inf
@@ -182,7 +181,7 @@ def test_lengths_and_not_pages_count():
 def test_no_rows_cost_no_more_than_the_start():
     speeds = SPEEDS[128, 128]
     for batch in (Requests((), ()), Requests((0, 0), (5000, 10))):
-        assert estimated(Launch(), batch) == (8, speeds.start, speeds.hopper_start, math.inf)
+        assert estimated(Launch(), batch) == (8, speeds.start, speeds.hopper_start, math.inf, 0)
 
 
 def test_counts_are_beyond_32_bits():

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -87,8 +87,32 @@ def get_attention_plan_module() -> Any:
 _of_thread = threading.local()  # what `estimate_kernels` writes to
 
 
-def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, float, float]:
+class Estimate(NamedTuple):
     """What ``attention_choice.h`` says of the kernels for a batch.
+
+    Attributes
+    ----------
+    tile_q : float
+        Packed query rows of a tile of the portable kernel.
+    portable_us, hopper_us : float
+        Microseconds of a launch with it, and of one of the kernel for Hopper.
+    apart_us : float
+        Of two: of the former for the requests that fit the second tile, of the latter for the
+        others. Infinite if the batch has one tile.
+    few_rows : float
+        The most packed query rows of the requests that fit the second tile; 0 if the batch has one
+        tile, as all requests fit it or none does.
+    """
+
+    tile_q: float
+    portable_us: float
+    hopper_us: float
+    apart_us: float
+    few_rows: float
+
+
+def estimate_kernels(model: torch.Tensor, group: Group) -> Estimate:
+    """What takes how long for a batch.
 
     Parameters
     ----------
@@ -100,11 +124,8 @@ def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, f
 
     Returns
     -------
-    tuple of float
-        Packed query rows of a tile of the portable kernel; the microseconds of a launch with it,
-        of one of the kernel for Hopper, and of two: of the former for the requests that fit the
-        second tile, infinite if there is none, and of the latter for the others. If the model says
-        that Hopper's start is infinite, the others are not computed either.
+    Estimate
+        If the model says that Hopper's start is infinite, the other times are not computed either.
 
     Raises
     ------
@@ -113,10 +134,9 @@ def estimate_kernels(model: torch.Tensor, group: Group) -> tuple[float, float, f
     """
     choice = _of_thread.__dict__.get("choice")
     if choice is None:
-        choice = _of_thread.choice = torch.empty(4, dtype=torch.float64)
+        choice = _of_thread.choice = torch.empty(5, dtype=torch.float64)
     get_attention_plan_module().attention_choose(choice, model, *group)
-    tile_q, portable_us, hopper_us, apart_us = choice.tolist()
-    return tile_q, portable_us, hopper_us, apart_us
+    return Estimate(*choice.tolist())
 
 
 class AttentionPlan:

@@ -39,7 +39,7 @@ struct KernelModel {
   int64_t num_sms;
   int64_t portable_tile_kv;
   double portable_start;   // [us]
-  int64_t tile_q_second;   // of the requests that fit it; 0: all have one tile
+  int64_t tile_q_second;   // of the requests that fit it, if others do not; 0: all have one tile
   TileSpeed second_speed;  // beside the first tile, whose CTAs are larger
   int64_t hopper_tile_q, hopper_tile_kv;
   double hopper_start;  // [us]; infinite: the kernel does not serve the batch
@@ -50,19 +50,30 @@ struct KernelModel {
 struct KernelChoice {
   int64_t tile_q;  // of the portable kernel
   double portable_us, hopper_us;
-  double apart_us;  // the portable kernel for what fits the second tile, Hopper's for the others
+  double apart_us;   // the portable kernel for what fits the second tile, Hopper's for the others
+  int64_t few_rows;  // the most of those that fit the second tile; 0: there is one tile for all
 };
 
 class KernelChooser {
  public:
   KernelChooser(const KernelModel& model, const RequestGroup& group)
-      : model_(model), group_(group) {}
+      : model_(model), group_(group) {
+    int64_t most = 0;
+    for (const PlanRequest& request : group.requests) {
+      const int64_t rows = rows_of(request);
+      most = std::max(most, rows);
+      if (rows <= model.tile_q_second) few_rows_ = std::max(few_rows_, rows);
+    }
+    if (most <= model.tile_q_second) few_rows_ = 0;
+    second_ = few_rows_ > 0 ? model.tile_q_second : 0;
+  }
 
   KernelChoice choose() const {
     const PortableTile& tile = portable_tile();
-    KernelChoice choice = {tile.tile_q, model_.portable_start, model_.hopper_start, INFINITY};
+    KernelChoice choice = {tile.tile_q, model_.portable_start, model_.hopper_start, INFINITY,
+                           few_rows_};
     if (std::isinf(model_.hopper_start)) return choice;
-    const int64_t second = model_.tile_q_second;
+    const int64_t second = second_;
     const Work many = work(tile.tile_q, second);
     Busy busy;
     if (second > 0) {
@@ -115,21 +126,19 @@ class KernelChooser {
     return int64_t{request.qo_len} * model_.group_size;
   }
 
-  // For the requests that have more rows than the second tile; where all fit that, the same again.
+  // For the requests that have more rows than the second tile.
   const PortableTile& portable_tile() const {
     int64_t longest = 0, rows = 0, count = 0;
     for (const PlanRequest& request : group_.requests) {
       const int64_t its = rows_of(request);
-      if (model_.tile_q_second > 0 && its <= model_.tile_q_second) continue;
+      if (second_ > 0 && its <= second_) continue;
       longest = std::max(longest, its);
       rows += its;
       ++count;
     }
-    const bool fit_second = model_.tile_q_second > 0 && count == 0;
     const double mean = count > 0 ? static_cast<double>(rows) / count : 0;
     for (const PortableTile& tile : model_.tiles) {
-      const bool fit = longest <= tile.most_rows || mean <= tile.mean_rows;
-      if (fit_second ? tile.tile_q == model_.tile_q_second : fit) return tile;
+      if (longest <= tile.most_rows || mean <= tile.mean_rows) return tile;
     }
     return model_.tiles.back();
   }
@@ -172,6 +181,8 @@ class KernelChooser {
 
   const KernelModel& model_;
   const RequestGroup& group_;
+  int64_t few_rows_ = 0;
+  int64_t second_;  // the second tile, if some requests fit it and others do not
 };
 
 }  // namespace flashinfer
