@@ -159,30 +159,36 @@ inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned
   ffi::check_disjoint(lse, o);
 }
 
-// Keys and values in pages: two caches, or one with a dimension of 2 after the pages.
+// Keys and values in pages: two caches, or one with a dimension of 2 after the pages. Pages of one
+// token need no dimension for it: engines keep [tokens, heads, dim].
 inline void set_paged(AttentionTensors& tensors, bool is_hnd, int64_t page_size, int64_t heads,
                       const Tensor& k, const Tensor& v) {
-  const ffi::CacheAxes axes = ffi::cache_axes(is_hnd);
   const int parts = v ? 0 : 1;
-  const int64_t inner[2] = {is_hnd ? heads : page_size, is_hnd ? page_size : heads};
+  const bool by_token = page_size == 1 && k.ndim() == 3 + parts;
+  const ffi::CacheAxes axes = by_token ? ffi::CacheAxes{0, 1} : ffi::cache_axes(is_hnd);
+  const int slot = by_token ? 0 : axes.slot + parts, head = axes.head + parts;
+  const auto check_part = [&](const Tensor& part, int64_t head_dim) {
+    int64_t shape[5] = {k.dim(0), 2};
+    int ndim = 1 + parts;
+    if (!by_token && !is_hnd) shape[ndim++] = page_size;
+    shape[ndim++] = heads;
+    if (!by_token && is_hnd) shape[ndim++] = page_size;
+    shape[ndim++] = head_dim;
+    ffi::check_shape(part, shape, ndim);
+    check_rows(part);
+  };
   ffi::check_dtype(k, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
-  ffi::check_ndim(k, 4 + parts, 4 + parts);
+  if (!by_token) ffi::check_ndim(k, 4 + parts, 4 + parts);
+  check_part(k, FLASHINFER_CFG_HEAD_DIM_QK);
   if (v) {
-    ffi::check_shape(k, {k.dim(0), inner[0], inner[1], FLASHINFER_CFG_HEAD_DIM_QK});
     ffi::check_dtype(v, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
-    ffi::check_shape(v, {k.dim(0), inner[0], inner[1], FLASHINFER_CFG_HEAD_DIM_VO});
-    check_rows(v);
-  } else {
-    ffi::check_shape(k, {k.dim(0), 2, inner[0], inner[1], FLASHINFER_CFG_HEAD_DIM_QK});
-    if (FLASHINFER_CFG_HEAD_DIM_QK != FLASHINFER_CFG_HEAD_DIM_VO) {
-      ffi::raise("ValueError", "`%s` must be a tuple of keys and values: head sizes differ, %d, %d",
-                 k.name, FLASHINFER_CFG_HEAD_DIM_QK, FLASHINFER_CFG_HEAD_DIM_VO);
-    }
+    check_part(v, FLASHINFER_CFG_HEAD_DIM_VO);
+  } else if (FLASHINFER_CFG_HEAD_DIM_QK != FLASHINFER_CFG_HEAD_DIM_VO) {
+    ffi::raise("ValueError", "`%s` must be a tuple of keys and values: head sizes differ, %d, %d",
+               k.name, FLASHINFER_CFG_HEAD_DIM_QK, FLASHINFER_CFG_HEAD_DIM_VO);
   }
-  check_rows(k);
   ffi::check_count(k, "pages", k.dim(0));
   const Tensor& values = v ? v : k;
-  const int slot = axes.slot + parts, head = axes.head + parts;
   tensors.k = k.data();
   tensors.v = static_cast<char*>(values.data()) + (parts ? k.stride(1) * k.itemsize() : 0);
   tensors.k_stride_page = k.stride(0);

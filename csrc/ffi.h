@@ -278,14 +278,17 @@ inline void check_same_shape(const Tensor& tensor, const Tensor& like) {
   }
 }
 
-inline void check_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
-  const int ndim = static_cast<int>(shape.size());
+inline void check_shape(const Tensor& tensor, const int64_t* shape, int ndim) {
   bool same = tensor.ndim() == ndim;
-  for (int i = 0; same && i < ndim; ++i) same = tensor.dim(i) == shape.begin()[i];
+  for (int i = 0; same && i < ndim; ++i) same = tensor.dim(i) == shape[i];
   if (!same) {
     raise("ValueError", "`%s` must have shape %s, got %s", tensor.name,
-          list_text(shape.begin(), ndim).c_str(), tensor.shape_text().c_str());
+          list_text(shape, ndim).c_str(), tensor.shape_text().c_str());
   }
+}
+
+inline void check_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
+  check_shape(tensor, shape.begin(), static_cast<int>(shape.size()));
 }
 
 inline void check_last_dim_contiguous(const Tensor& tensor) {

@@ -184,8 +184,8 @@ class BatchAttention(AttentionWrapper):
         kv_cache : torch.Tensor or tuple of torch.Tensor
             Keys and values, each ``[num_pages, page_size, num_kv_heads, head_dim]`` (``"NHD"``) or
             ``[num_pages, num_kv_heads, page_size, head_dim]`` (``"HND"``), or one tensor with a
-            dimension of 2 after the first; dtype as planned. Last dimension contiguous, rows at
-            multiples of 16 bytes, other strides free.
+            dimension of 2 after the first; pages of one token need no dimension for it; dtype as
+            planned. Last dimension contiguous, rows at multiples of 16 bytes, other strides free.
         out : torch.Tensor, optional
             The result, ``[qo_indptr[-1], num_qo_heads, head_dim_vo]``, dtype and strides as for
             `q`; overlaps no input.

@@ -221,7 +221,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             Of values and outputs; `head_dim_qk` by default.
         custom_mask : torch.Tensor, optional
             ``[sum of qo_len * kv_len]`` bool, or uint8 with 0 for False: for each request, row by
-            row, which keys a query sees. Takes the place of `causal`.
+            row, which keys a query sees. Takes the place of `causal`. With CUDA graphs it may be
+            longer; what is beyond the batch is not looked at.
         packed_custom_mask : torch.Tensor, optional
             The same as bits, uint8, each request beginning with a byte of its own, as
             ``segment_packbits(..., bitorder="little")`` packs them. Takes the place of
@@ -268,7 +269,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             a request's result then does not depend on the batch it is in. None or -1: wherever it
             is fastest.
         disable_split_kv : bool
-            Cut no request.
+            Cut no request, whatever `fixed_split_size` says; with it, a result still does not
+            depend on the batch.
         seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len : optional
             Query lengths, bounds of the lengths of queries and of keys, and the one length of all
             queries: nothing needs them, but they must be true.
@@ -476,8 +478,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         paged_kv_cache : torch.Tensor or tuple of torch.Tensor
             Keys and values, each ``[num_pages, page_size, num_kv_heads, head_dim]`` (``"NHD"``) or
             ``[num_pages, num_kv_heads, page_size, head_dim]`` (``"HND"``), or one tensor with a
-            dimension of 2 after the first. Last dimension contiguous, rows at multiples of 16
-            bytes, other strides free.
+            dimension of 2 after the first; pages of one token need no dimension for it. Last
+            dimension contiguous, rows at multiples of 16 bytes, other strides free.
         *args
             Additional tensors, then scalars, of `jit_args`; without these `q_scale`, `k_scale` and
             `v_scale`.

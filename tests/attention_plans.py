@@ -256,7 +256,7 @@ def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
         least_rows=draw(st.sampled_from([0, 0, 17])),
         most_rows=draw(st.sampled_from([p.ANY_ROWS, p.ANY_ROWS, 16, 200])),
         fixed_split_size=split,
-        disable_split_kv=split == 0 and draw(st.booleans()),
+        disable_split_kv=draw(st.sampled_from([False, False, True])),
     )
     if options.tile_q_second and draw(st.booleans()):
         groups.append(dataclasses.replace(draw(requests()), page_size=groups[0].page_size))

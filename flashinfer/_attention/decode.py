@@ -177,7 +177,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             a request's result then does not depend on the batch it is in. None or -1: wherever it
             is fastest.
         disable_split_kv : bool
-            Cut no request.
+            Cut no request, whatever `fixed_split_size` says; with it, a result still does not
+            depend on the batch.
         q_len_per_req : int
             Query tokens of each request, 1 by default; of several, each sees the keys up to its
             own, the last of them all.
@@ -378,8 +379,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_cache : torch.Tensor or tuple of torch.Tensor
             Keys and values, each ``[num_pages, page_size, num_kv_heads, head_dim]`` (``"NHD"``) or
             ``[num_pages, num_kv_heads, page_size, head_dim]`` (``"HND"``), or one tensor with a
-            dimension of 2 after the first. Last dimension contiguous, rows at multiples of 16
-            bytes, other strides free.
+            dimension of 2 after the first; pages of one token need no dimension for it. Last
+            dimension contiguous, rows at multiples of 16 bytes, other strides free.
         *args
             Additional tensors, then scalars, of `jit_args`; without these `q_scale`, `k_scale` and
             `v_scale`.

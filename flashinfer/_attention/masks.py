@@ -22,28 +22,32 @@ def add_mask(
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Put a mask of bools or of packed bits into `problem`.
 
+    With buffers (of a CUDA graph) it may be longer than the batch needs, as queries and page
+    numbers may be: engines capture with a mask of the largest batch.
+
     Returns
     -------
     list of tuple
-        With buffers (of a CUDA graph): what `keep` has to copy to them once the plan is made.
+        With buffers: what `keep` has to copy to them once the plan is made.
 
     Raises
     ------
     TypeError, ValueError
-        If it is of another dtype or has not one element for each pair of query and key.
+        If it is of another dtype or has not an element for each pair of query and key.
     """
     _check_counts(problem)
     bits = problem.qo_lengths().numpy().astype(np.int64) * problem.kv_lengths().numpy()
+    longer = mask_buffer is not None
     if packed_custom_mask is None:
         offsets = np.concatenate([[0], np.cumsum(bits)])
-        mask = _vector("custom_mask", as_bools(custom_mask), torch.bool, int(offsets[-1]))
+        mask = _vector("custom_mask", as_bools(custom_mask), torch.bool, int(offsets[-1]), longer)
         packed, _ = segment_packbits(mask.to(device), torch.from_numpy(offsets), "little")
     else:
         packed = packed_custom_mask
     offsets = np.concatenate([[0], np.cumsum((bits + 7) // 8)])
     if offsets[-1] >= 2**31:
         raise ValueError(f"`custom_mask` must have less than 2^31 bytes, got {offsets[-1]}")
-    packed = _vector("packed_custom_mask", packed, torch.uint8, int(offsets[-1])).to(device)
+    packed = _vector("packed_custom_mask", packed, torch.uint8, int(offsets[-1]), longer).to(device)
     indptr = torch.from_numpy(offsets.astype(np.int32)).to(device)
     if mask_buffer is None or indptr_buffer is None:
         problem.custom_mask, problem.mask_indptr = packed, indptr
@@ -113,7 +117,9 @@ def add_items(
         setattr(problem, name, _vector(name, tensor, dtype, length).to(device))
 
 
-def _vector(name: str, tensor: Any, dtype: torch.dtype, length: int) -> torch.Tensor:
+def _vector(
+    name: str, tensor: Any, dtype: torch.dtype, length: int, may_be_longer: bool = False
+) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != dtype:
@@ -121,6 +127,8 @@ def _vector(name: str, tensor: Any, dtype: torch.dtype, length: int) -> torch.Te
             f"`{name}` must have dtype {str(dtype).removeprefix('torch.')}, got "
             f"{str(tensor.dtype).removeprefix('torch.')}"
         )
+    if tensor.ndim == 1 and may_be_longer:
+        tensor = tensor[:length]
     if tensor.ndim != 1 or tensor.numel() != length:
         raise ValueError(
             f"`{name}` must have shape [{length}] for this batch, got {list(tensor.shape)}"

@@ -148,7 +148,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             Of values and outputs; `head_dim_qk` by default.
         custom_mask : torch.Tensor, optional
             ``[sum of qo_len * kv_len]`` bool, or uint8 with 0 for False: for each request, row by
-            row, which keys a query sees. Takes the place of `causal`.
+            row, which keys a query sees. Takes the place of `causal`. With CUDA graphs it may be
+            longer; what is beyond the batch is not looked at.
         packed_custom_mask : torch.Tensor, optional
             The same as bits, uint8, each request beginning with a byte of its own, as
             ``segment_packbits(..., bitorder="little")`` packs them. Takes the place of
@@ -190,7 +191,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             a request's result then does not depend on the batch it is in. None or -1: wherever it
             is fastest.
         disable_split_kv : bool
-            Cut no request.
+            Cut no request, whatever `fixed_split_size` says; with it, a result still does not
+            depend on the batch.
         seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len : optional
             Query lengths, bounds of the lengths of queries and of keys, and the one length of all
             queries: nothing needs them, but they must be true.

@@ -194,8 +194,7 @@ def _plan_options(draw: st.DrawFn, kernel: Kernel, per_request: int) -> dict[str
         if kernel.path == "decode":
             options["q_len_per_req"] = per_request
         if kernel.path == "decode" or kernel.rows == "some":
-            sizes = [None] if options["disable_split_kv"] else [None, 64, 100, 256]
-            options["fixed_split_size"] = draw(st.sampled_from(sizes))
+            options["fixed_split_size"] = draw(st.sampled_from([None, 64, 100, 256]))
     return options
 
 

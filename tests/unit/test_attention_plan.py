@@ -85,7 +85,7 @@ def test_cuts_are_where_they_were_asked_for(launch):
     pieces = plan.pieces()
     if options.disable_split_kv:
         assert (pieces["slot"] < 0).all() and plan.info[p.FLOAT_BYTES] == 0
-    if options.fixed_split_size:
+    elif options.fixed_split_size:
         size = -(-options.fixed_split_size // options.tile_kv) * options.tile_kv
         assert (pieces["kv_begin"] // size == np.maximum(pieces["kv_end"] - 1, 0) // size).all()
         last = {int(merge["slot_end"]) - 1 for merge in plan.merges}
@@ -344,7 +344,7 @@ def test_a_graph_replays_for_every_batch_within_its_capacity(data, tiles, split,
         tile_q=tiles[0],
         tile_kv=tiles[1],
         fixed_split_size=split,
-        disable_split_kv=disable and not split,
+        disable_split_kv=disable,
         graph_batch_size=12,
         graph_qo_tokens=5000,
     )

@@ -7,6 +7,7 @@ are not on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -109,17 +110,22 @@ OF_RUN = [(path, fault) for path, fault in OF_RUN if not _is_of_plan(path, fault
 
 
 @pytest.fixture(scope="module")
-def bound() -> Iterator[Callable[[str], Any]]:
+def bound() -> Iterator[Callable[..., Any]]:
     """Wrappers as on a GPU: with a module, its checks, and a work list that nobody will read."""
     wrappers: dict[str, Any] = {}
 
-    def wrapper_of(path: str) -> Any:
+    def planned(call: Call) -> Any:
+        wrapper = getattr(flashinfer, WRAPPERS[call.path])(**call.make)
+        wrapper._executor.device = torch.device("cuda")
+        with mock.patch.object(AttentionModule, "cta_slots", lambda *_: (264, 1)):
+            wrapper.plan(**call.plan)
+        return wrapper
+
+    def wrapper_of(path: str, call: Call | None = None) -> Any:
+        if call is not None:
+            return planned(call)
         if path not in wrappers:
-            call = usual(path)
-            wrappers[path] = getattr(flashinfer, WRAPPERS[path])(**call.make)
-            wrappers[path]._executor.device = torch.device("cuda")
-            with mock.patch.object(AttentionModule, "cta_slots", lambda *_: (264, 1)):
-                wrappers[path].plan(**call.plan)
+            wrappers[path] = planned(usual(path))
         return wrappers[path]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -145,6 +151,20 @@ def test_fault_is_refused_by_the_binding(path, fault, bound):
     message = _message_of(bound(path), _changed(path, fault))
     assert any(name in message for name in FAULTS[fault].names), message
     assert "cuda" not in message.lower()
+
+
+@pytest.mark.parametrize("path", ["decode", "paged"])
+@pytest.mark.parametrize("form", ["tuple", "fused"])
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_caches_without_a_dimension_for_pages_of_one_token(path, form, page_size, kv_layout, bound):
+    batch = Batch(*SHAPES[path], head_dim_qk=64, head_dim_vo=64, form=form, kv_layout=kv_layout)
+    call = make_call(path, dataclasses.replace(batch, page_size=page_size), CPU)
+    axis = {"NHD": -3, "HND": -2}[kv_layout]
+    cache = call.run["paged_kv_cache"]
+    by_token = cache.select(axis, 0) if form == "fused" else tuple(p.select(axis, 0) for p in cache)
+    message = _message_of(bound(path, call), call.with_run(paged_kv_cache=by_token))
+    assert "CUDA" in message if page_size == 1 else "dimensions" in message
 
 
 def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -289,7 +309,6 @@ PLANS: list[tuple[str, dict[str, Any], str]] = [
     ("decode", {"o_data_type": torch.float32}, "o_data_type"),
     ("decode", {"fixed_split_size": -64}, "fixed_split_size"),
     ("decode", {"fixed_split_size": 64.0}, "fixed_split_size"),
-    ("decode", {"fixed_split_size": 64, "disable_split_kv": True}, "fixed_split_size"),
     ("decode", {"non_blocking": "yes"}, "non_blocking"),
     ("decode", {"causal": True}, "causal"),
     ("paged", {"causal": 1}, "causal"),

@@ -116,6 +116,63 @@ def test_no_fixed_split_size_is_also_minus_one(q: torch.Tensor, cache: Any) -> N
         wrapper.workspace_size(INDPTR, PAGES, LAST, *HEAD_COUNTS, fixed_split_size=0)
 
 
+def test_cuts_that_are_switched_off_beside_a_split_size(q: torch.Tensor, cache: Any) -> None:
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.float8_e4m3fn}
+    wrapper = _planned(fixed_split_size=2048, disable_split_kv=True, **dtypes)
+    assert torch.equal(wrapper.run(q, cache), _planned(**dtypes).run(q, cache))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_cache_of_tokens_in_place_of_pages_of_one(fused: bool, layout: str) -> None:
+    """[tokens, heads, head_dim], as engines with pages of one token keep it."""
+    kv = torch.randn(16, 2, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    axis = 2 if layout == "NHD" else 3
+    tokens: Any = kv if fused else tuple(kv.unbind(1))
+    pages: Any = kv.unsqueeze(axis) if fused else tuple(kv.unsqueeze(axis).unbind(1))
+    q = torch.randn(3, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    heads, dtype = (HEADS, KV_HEADS, HEAD_DIM), {"q_data_type": torch.bfloat16}
+    wrappers: list[Any] = [
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), layout),
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), layout),
+        flashinfer.BatchAttention(layout, "cpu"),
+    ]
+    wrappers[0].begin_forward(INDPTR, PAGES, LAST, *heads, 1, **dtype)
+    wrappers[1].begin_forward(torch.arange(4), INDPTR, PAGES, LAST, *heads, 1, **dtype)
+    wrappers[2].plan(torch.arange(4), INDPTR, PAGES, LENGTHS, *heads, HEAD_DIM, 1, **dtype)
+    for wrapper in wrappers:
+        result, expected = wrapper.run(q, tokens), wrapper.run(q, pages)
+        assert all(map(torch.equal, result, expected))
+    wrappers[1].begin_forward(torch.arange(4), INDPTR, PAGES, LAST, *heads, 2, **dtype)
+    with pytest.raises(ValueError, match="`paged_kv_cache` must have pages of 2"):
+        wrappers[1].run(q, tokens)
+
+
+def test_a_mask_of_the_largest_batch_in_a_graph() -> None:
+    buffers = {
+        "qo_indptr_buf": torch.zeros(3, dtype=torch.int32),
+        "paged_kv_indptr_buf": torch.zeros(3, dtype=torch.int32),
+        "paged_kv_indices_buf": torch.zeros(50, dtype=torch.int32),
+        "paged_kv_last_page_len_buf": torch.ones(2, dtype=torch.int32),
+    }
+    masks = {"custom_mask_buf": torch.zeros(99, dtype=torch.uint8), "mask_indptr_buf": LAST.clone()}
+    graph = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        _workspace(), use_cuda_graph=True, **buffers, **masks
+    )
+    mask = torch.rand(60) < 0.5
+    table = (torch.tensor([0, 2, 4]), torch.tensor([0, 3, 7]), PAGES, LAST[:2], *HEAD_COUNTS)
+    q = torch.randn(4, HEADS, HEAD_DIM, dtype=torch.float16)
+    kv = torch.randn(13, 2, 1, KV_HEADS, HEAD_DIM, dtype=torch.float16)
+    graph.begin_forward(*table, custom_mask=mask)
+    eager = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace())
+    eager.begin_forward(*table, custom_mask=mask[: 2 * 3 + 2 * 4])
+    assert torch.equal(graph.forward(q, kv, causal=True), eager.forward(q, kv, causal=True))
+    with pytest.raises(ValueError, match=r"`custom_mask` must have shape \[14\]"):
+        graph.begin_forward(*table, custom_mask=mask[:13])
+    with pytest.raises(ValueError, match=r"`custom_mask` must have shape \[14\]"):
+        eager.begin_forward(*table, custom_mask=mask)
+
+
 def test_planned_options_that_engines_assert() -> None:
     wrapper = _planned(sm_scale=0.25, window_left=3, logits_soft_cap=None)
     assert (wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap) == (0.25, 3, 0.0)

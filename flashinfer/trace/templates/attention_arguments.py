@@ -331,21 +331,28 @@ def planned(run: Arguments) -> Any:
 
 
 def pages_of(name: str, cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as [pages, page_size, heads, dim], from a tuple or a fused cache."""
+    """Keys and values as [pages, page_size, heads, dim], from a tuple or a fused cache.
+
+    Caches of pages of one token may lack the dimension that is 1.
+    """
     if isinstance(cache, torch.Tensor):
-        both = tuple(_tensor(name, cache, 5).unbind(1))
+        both = tuple(_tensor(name, cache, 4 if cache.ndim == 4 else 5).unbind(1))
         if len(both) != 2:
             raise ValueError(
                 f"`{name}` must have shape [pages, 2, ...] with keys and values, got "
                 f"{list(cache.shape)}"
             )
     elif isinstance(cache, (tuple, list)) and len(cache) == 2:
-        both = tuple(_tensor(name, part, 4) for part in cache)
+        by_token = isinstance(cache[0], torch.Tensor) and cache[0].ndim == 3
+        both = tuple(_tensor(name, part, 3 if by_token else 4) for part in cache)
     else:
         raise TypeError(
             f"`{name}` must be a tensor or a tuple of keys and values, got {type(cache).__name__}"
         )
-    k, v = both if kv_layout == "NHD" else (part.transpose(1, 2) for part in both)
+    if both[0].ndim == 3:
+        k, v = (part.unsqueeze(1) for part in both)
+    else:
+        k, v = both if kv_layout == "NHD" else (part.transpose(1, 2) for part in both)
     return k, v
 
 
