@@ -81,7 +81,7 @@ def _declare(
     name: str, type_: str, default: T, parse: Callable[[str], T], doc: str, shown: str | None = None
 ) -> Variable[T]:
     if shown is None:
-        shown = "unset" if default in (None, "", (), False) else str(default)
+        shown = "unset" if default in (None, "", ()) or default is False else str(default)
     variable = Variable(name, type_, default, doc, parse, _group, shown)
     VARIABLES[name] = variable
     return variable
@@ -273,6 +273,18 @@ HOME = _text("HOME", "Home directory, the default cache base.")
 PATH = _text("PATH", "Where programs are looked for.", os.defpath)
 
 
+_NOT_READ = """
+## Variables of FlashInfer that are not read here
+
+| Variable | Why |
+| :-- | :-- |
+| `FLASHINFER_CUBIN_*`, `FLASHINFER_CUBINS_REPOSITORY`, `FLASHINFER_NO_DOWNLOAD` | nothing is downloaded |
+| `FLASHINFER_VALIDATE_INPUTS` | arguments are always checked |
+| `FLASHINFER_USE_CUDA_NORM` | there are no other norms |
+| `FLASHINFER_AUTOTUNER_*`, `FLASHINFER_FMHA_V2_VERBOSE`, `FLASHINFER_DSL_FMHA_LOCAL_DIR`, `FLASHINFER_ROUTING_*`, `FLASHINFER_B12X_*` | no such kernels |
+"""  # noqa: E501
+
+
 def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """A copy of the environment for a child process, with `changes` applied."""
     return {**os.environ, **(changes or {})}
@@ -296,4 +308,4 @@ def markdown() -> str:
         lines.append(
             f"| `{variable.name}` | {variable.type} | {variable.shown_default} | {variable.doc} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + _NOT_READ

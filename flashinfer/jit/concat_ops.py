@@ -23,7 +23,7 @@ def _configs() -> Iterator[ConcatMlaConfig]:
     yield ConcatMlaConfig()
 
 
-@register_generator(aot=_configs)
+@register_generator(aot=_configs, presets={"mla": _configs})
 def gen_concat_mla_module(config: ConcatMlaConfig | None = None) -> JitSpec:
     """The module with ``concat_mla_k``."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

@@ -34,15 +34,23 @@ class FusedRmsnormConfig(ModuleConfig):
             raise ValueError(f"`output` must be one of {', '.join(OUTPUTS)}, got {self.output!r}")
 
 
-def _aot_configs() -> Iterator[FusedRmsnormConfig]:
-    for dtype in (torch.float16, torch.bfloat16):
-        for add_residual in (False, True):
-            yield FusedRmsnormConfig(dtype, "e4m3_blocks", add_residual=add_residual)
+def _fp8_configs(dtype: torch.dtype = torch.bfloat16) -> Iterator[FusedRmsnormConfig]:
+    for add_residual in (False, True):
+        yield FusedRmsnormConfig(dtype, "e4m3_blocks", add_residual=add_residual)
+
+
+def _video_configs() -> Iterator[FusedRmsnormConfig]:
     for output in ("bfloat16", "float8_e4m3fn"):
         yield FusedRmsnormConfig(torch.bfloat16, output, silu=True)
 
 
-@register_generator(aot=_aot_configs)
+def _aot_configs() -> Iterator[FusedRmsnormConfig]:
+    for dtype in (torch.float16, torch.bfloat16):
+        yield from _fp8_configs(dtype)
+    yield from _video_configs()
+
+
+@register_generator(aot=_aot_configs, presets={"fp8": _fp8_configs, "video": _video_configs})
 def gen_fused_rmsnorm_module(config: FusedRmsnormConfig) -> JitSpec:
     """The module with ``fused_rmsnorm`` for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

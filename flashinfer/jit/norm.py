@@ -44,7 +44,12 @@ def _llama_configs() -> Iterator[NormConfig]:
         yield NormConfig(torch.bfloat16, torch.bfloat16, add_residual=add_residual)
 
 
-@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+def _fp8_configs() -> Iterator[NormConfig]:
+    for add_residual in (False, True):
+        yield NormConfig(torch.bfloat16, torch.float8_e4m3fn, add_residual=add_residual)
+
+
+@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs, "fp8": _fp8_configs})
 def gen_norm_module(config: NormConfig) -> JitSpec:
     """The module with ``norm`` and, for an RMS norm, ``gemma_norm``, for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

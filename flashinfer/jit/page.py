@@ -23,7 +23,7 @@ def _configs() -> Iterator[PageConfig]:
     yield PageConfig()
 
 
-@register_generator(aot=_configs, presets={"llama-bf16": _configs})
+@register_generator(aot=_configs, presets={"llama-bf16": _configs, "mla": _configs})
 def gen_page_module(config: PageConfig | None = None) -> JitSpec:
     """The module with the appends, ``get_batch_indices_positions`` and ``get_seq_lens``."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

@@ -36,7 +36,7 @@ def _aot_configs() -> Iterator[QkNormRopeConfig]:
         yield QkNormRopeConfig(torch.bfloat16, out_dtype)
 
 
-@register_generator(aot=_aot_configs)
+@register_generator(aot=_aot_configs, presets={"video": _aot_configs})
 def gen_qk_norm_rope_module(config: QkNormRopeConfig) -> JitSpec:
     """The module with ``qk_norm_rope`` for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

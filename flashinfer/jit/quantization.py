@@ -62,21 +62,30 @@ class PackBitsConfig(ModuleConfig):
             raise ValueError(f"`index` must be none, int32 or int64, got {self.index!r}")
 
 
+def _fp8_cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[GroupQuantConfig]:
+    for layout in ("linear", "column_major"):
+        for silu_and_mul in (False, True):
+            yield GroupQuantConfig(dtype, "e4m3", "float32", layout, 128, silu_and_mul)
+    yield GroupQuantConfig(dtype, "e4m3", "power_of_two_float32", "column_major", 128)
+    for layout in ("linear", "swizzled_128x4"):
+        yield GroupQuantConfig(dtype, "e4m3", "ue8m0", layout, 32)
+
+
+def _fp4_cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[GroupQuantConfig]:
+    for layout in ("linear", "swizzled_128x4"):
+        yield GroupQuantConfig(dtype, "e2m1", "ue8m0", layout, 32)
+        for silu_and_mul in (False, True):
+            yield GroupQuantConfig(dtype, "e2m1", "e4m3", layout, 16, silu_and_mul)
+
+
 def _group_quant_cases() -> Iterator[GroupQuantConfig]:
     for dtype in (torch.float16, torch.bfloat16):
-        for layout in ("linear", "column_major"):
-            for silu_and_mul in (False, True):
-                yield GroupQuantConfig(dtype, "e4m3", "float32", layout, 128, silu_and_mul)
+        yield from _fp8_cases(dtype)
+        yield from _fp4_cases(dtype)
         yield GroupQuantConfig(dtype, "int8", "float32", "linear", 128)
-        yield GroupQuantConfig(dtype, "e4m3", "power_of_two_float32", "column_major", 128)
-        for layout in ("linear", "swizzled_128x4"):
-            yield GroupQuantConfig(dtype, "e4m3", "ue8m0", layout, 32)
-            yield GroupQuantConfig(dtype, "e2m1", "ue8m0", layout, 32)
-            for silu_and_mul in (False, True):
-                yield GroupQuantConfig(dtype, "e2m1", "e4m3", layout, 16, silu_and_mul)
 
 
-@register_generator(aot=_group_quant_cases)
+@register_generator(aot=_group_quant_cases, presets={"fp8": _fp8_cases, "fp4": _fp4_cases})
 def gen_group_quant_module(config: GroupQuantConfig) -> JitSpec:
     """The module with ``group_quant`` for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR
@@ -89,7 +98,7 @@ def _packbits_cases() -> Iterator[PackBitsConfig]:
     yield PackBitsConfig("int32")
 
 
-@register_generator(aot=_packbits_cases)
+@register_generator(aot=_packbits_cases, presets={"speculative": _packbits_cases})
 def gen_packbits_module(config: PackBitsConfig) -> JitSpec:
     """The module with ``packbits``, for one array or for segments of one."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

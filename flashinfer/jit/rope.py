@@ -54,7 +54,21 @@ def _llama_configs() -> Iterator[RopeConfig]:
         yield RopeConfig(torch.bfloat16, torch.bfloat16, interleave=False, computed=computed)
 
 
-@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+def _fp8_configs() -> Iterator[RopeConfig]:
+    for append in (False, True):
+        yield RopeConfig(torch.bfloat16, torch.float8_e4m3fn, interleave=False, append=append)
+
+
+def _mla_configs() -> Iterator[RopeConfig]:
+    for interleave in (False, True):
+        for out_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            yield RopeConfig(torch.bfloat16, out_dtype, interleave)
+
+
+_presets = {"llama-bf16": _llama_configs, "fp8": _fp8_configs, "mla": _mla_configs}
+
+
+@register_generator(aot=_aot_configs, presets=_presets)
 def gen_rope_module(config: RopeConfig) -> JitSpec:
     """The module with ``rope`` or ``rope_with_cache``, or their quantising forms."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

@@ -23,7 +23,7 @@ def _aot_configs() -> Iterator[SpeculativeConfig]:
     yield SpeculativeConfig()
 
 
-@register_generator(aot=_aot_configs)
+@register_generator(aot=_aot_configs, presets={"speculative": _aot_configs})
 def gen_speculative_module(config: SpeculativeConfig) -> JitSpec:
     """The module with ``chain_speculative``."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

@@ -151,12 +151,15 @@ def test_flags_reach_the_compilers(project, monkeypatch):
     monkeypatch.setenv("FLASHINFER_EXTRA_CUDAFLAGS", "-DCUDA=$HOME")
     monkeypatch.setenv("FLASHINFER_EXTRA_LDFLAGS", "-Wl,-O1")
     monkeypatch.setenv("FLASHINFER_NVCC_THREADS", "2")
+    monkeypatch.setenv("FLASHINFER_NVCC_LAUNCHER", "env A='1 2'")
+    monkeypatch.setenv("FLASHINFER_CXX_LAUNCHER", "env")
     monkeypatch.setenv("FLASHINFER_JIT_LINEINFO", "1")
     spec = project.cuda_spec(
         extra_cuda_cflags_by_source={project.root / "store.cu": ["-DONLY_STORE"]},
         use_fast_math=True,
     )
     host, cuda = (entry["command"] for entry in spec.get_compile_commands())
+    assert host.startswith("env /") and cuda.startswith("env 'A=1 2' /")
     assert "'-DHOST=a b'" in host and "-DCUDA" not in host
     for flag in ("'-DCUDA=$HOME'", "--threads=2", "-lineinfo", "-use_fast_math", "-DONLY_STORE"):
         assert flag in cuda
@@ -273,6 +276,16 @@ def test_a_configuration_names_the_targets_of_its_kernels(project, monkeypatch, 
     assert spec not in registry.aot_specs()
     with pytest.raises(RuntimeError, match=r"major versions \[8, 9\].*\['7.5'\]"):
         spec.build()
+
+
+def test_every_generator_is_in_a_preset_and_in_the_table():
+    """`flashinfer build <preset>` reaches each operation; the cases are among those of the AOT."""
+    shipped = {spec.name for spec in registry.aot_specs()}
+    assert [name for name, g in registry.generators().items() if not g.presets] == []
+    table = (Path(jit.__file__).parents[2] / "docs/architecture.md").read_text()
+    for preset in registry.preset_names():
+        assert f"| `{preset}` |" in table
+        assert {spec.name for spec in registry.preset_specs(preset)} <= shipped
 
 
 def test_own_generators_have_cases_and_unique_names():

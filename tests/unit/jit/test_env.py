@@ -19,6 +19,12 @@ def test_documentation_is_up_to_date():
     assert (ROOT / "docs/environment.md").read_text() == env.markdown()
 
 
+def test_documented_defaults_are_what_is_read():
+    documented = {name: variable.shown_default for name, variable in env.VARIABLES.items()}
+    assert documented["FLASHINFER_LOGLEVEL"] == documented["FLASHINFER_JIT_DEBUG"] == "0"
+    assert documented["FLASHINFER_DISABLE_JIT"] == documented["FLASHINFER_AOT_DIR"] == "unset"
+
+
 def test_nobody_else_reads_the_environment():
     pattern = re.compile(r"\bos\.(environ|getenv)\b|\bgetenv\(")
     readers = [
