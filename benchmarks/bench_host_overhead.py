@@ -125,6 +125,19 @@ class Attention:
             qo_indptr, *pages, *self.HEADS, 16, causal=True, **types
         )
 
+    def mixed_plan(self, batch_size: int, tokens: int) -> Callable[[], Any]:
+        """The plan of ``BatchAttention`` for as many requests that decode, and a prompt."""
+        wrapper = flashinfer.BatchAttention(device=self.device)
+        counts = torch.full((batch_size + 1,), -(-tokens // 16), dtype=torch.int32)
+        kv_indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+        indices = torch.arange(int(kv_indptr[-1]), dtype=torch.int32, device=self.device)
+        qo_indptr = torch.arange(batch_size + 2, dtype=torch.int32)
+        qo_indptr[-1] += tokens - 1
+        kv_len = torch.full((batch_size + 1,), tokens, dtype=torch.int32)
+        heads, kv_heads, head_dim = self.HEADS
+        sizes = (heads, kv_heads, head_dim, head_dim, 16)
+        return lambda: wrapper.plan(qo_indptr, kv_indptr, indices, kv_len, *sizes, causal=True)
+
     def decode_run(self, batch_size: int) -> Callable[[], Any]:
         """`run` after a plan of one page per request."""
         wrapper, plan = self.decode_plan(batch_size, 16)
@@ -144,6 +157,8 @@ class Attention:
             name = f"batch {batch_size} x {self.TOKENS}"
             found.append((f"decode plan, {name}", self.decode_plan(batch_size, self.TOKENS)[1]))
         found.append(("prefill plan, batch 64 x 512", self.prefill_plan(64, 512)[1]))
+        name = "BatchAttention plan, batch 64 x 1 + 1 x 1024"
+        found.append((name, self.mixed_plan(64, 1024)))
         if self.device == "cuda":
             found.append(("decode run, batch 64", self.decode_run(64)))
         return found

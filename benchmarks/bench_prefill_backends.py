@@ -280,9 +280,10 @@ def read(path: Path) -> list[tuple[Shape, dict[str, float]]]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             words = row["keys"].split()  # "ragged" or "page 16", and perhaps a dtype
+            qo_heads, kv_heads = map(int, row["heads"].split("/"))
+            head_dim_qk, head_dim_vo = map(int, row["head sizes"].split("/"))
             kind = Kind(
-                *map(int, row["heads"].split("/")),
-                *map(int, row["head sizes"].split("/")),
+                *(qo_heads, kv_heads, head_dim_qk, head_dim_vo),
                 page_size=int(words[1]) if words[0] == "page" else 0,
                 causal=row["mask"] == "causal",
                 window_left=int(row["window"]),

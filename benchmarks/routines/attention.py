@@ -18,7 +18,17 @@ from flashinfer.testing import make_tensor
 from flashinfer.testing.attention import attention_check_options
 from flashinfer.testing.flops import attention_flops_with_actual_seq_lens
 
-from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
+from .base import (
+    Arguments,
+    Backend,
+    Flag,
+    Routine,
+    dtype_name,
+    not_negative,
+    positive,
+    register,
+    torch_dtype,
+)
 
 PREFILL_BACKENDS = ("auto", "fa2", "fa3")
 _WORKSPACE_BYTES = 256 << 20  # more than any plan of a benchmark needs
@@ -37,18 +47,31 @@ _HEADS = [
     Flag("num_kv_heads", positive, 8, "heads of keys and values"),
     Flag("head_dim_qk", positive, 128, "elements of a head of queries and keys"),
     Flag("head_dim_vo", positive, 128, "elements of a head of values and results"),
-    Flag("q_dtype", dtype_name, "bfloat16", "dtype of queries and results"),
+    Flag("q_dtype", dtype_name, "bfloat16", "dtype of queries; results of 8 bits are bfloat16"),
     Flag("kv_dtype", dtype_name, "bfloat16", "dtype of keys and values"),
 ]
 _PAGES = [
     Flag("page_size", positive, 16, "tokens of a page"),
     Flag("hnd", bool, False, "heads before tokens in the cache"),
 ]
+_DECODING = [
+    Flag("decode_requests", not_negative, 0, "requests more, of one query token"),
+    Flag("decode_s_kv", positive, 1024, "their tokens of keys and values"),
+]
 _CAUSAL = Flag("causal", bool, False, "a query sees no key behind it; aligned to the end")
 
 
 def lengths(case: Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key tokens of each request, int32 on the CPU; a function of the flags alone."""
+    decoding = getattr(case, "decode_requests", 0)
+    qo, kv = _lengths(case)
+    if decoding:
+        qo = torch.cat([_int32([1] * decoding), qo])
+        kv = torch.cat([_int32([case.decode_s_kv] * decoding), kv])
+    return qo, kv
+
+
+def _lengths(case: Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     count, s_qo = getattr(case, "batch_size", 1), getattr(case, "s_qo", 1)
     times = torch.ones(count, dtype=torch.int32)
     times[count // 2] = getattr(case, "longer_request", 1)
@@ -93,9 +116,14 @@ def _workspace(device: str) -> torch.Tensor:
 
 def _queries(case: Namespace, tokens: int, device: str) -> Arguments:
     """The queries and where the results go."""
+    dtype, shape = torch_dtype(case.q_dtype), (tokens, case.num_qo_heads)
+    q = make_tensor(*shape, case.head_dim_qk, dtype=dtype, device=device)
+    return {"q": q, "out": q.new_empty(*shape, case.head_dim_vo, dtype=_result_dtype(case))}
+
+
+def _result_dtype(case: Namespace) -> torch.dtype:
     dtype = torch_dtype(case.q_dtype)
-    q = make_tensor(tokens, case.num_qo_heads, case.head_dim_qk, dtype=dtype, device=device)
-    return {"q": q, "out": q.new_empty(tokens, case.num_qo_heads, case.head_dim_vo)}
+    return dtype if dtype.itemsize > 1 else torch.bfloat16
 
 
 def _backend(case: Namespace) -> str:
@@ -182,6 +210,7 @@ def _build_paged(case: Namespace, device: str) -> Arguments:
         paged_kv_last_page_len=pages.last_page_len,
         page_size=case.page_size,
         causal=case.causal,
+        o_data_type=_result_dtype(case),
         **_dims(case),
         **_dtypes(case),
     )
@@ -193,7 +222,13 @@ def _build_mixed(case: Namespace, device: str) -> Arguments:
     qo_len, kv_len = lengths(case)
     pages = _Pages(case, kv_len, device)
     wrapper = _planned(
-        _wrapper("attention", "BatchAttention", kv_layout=pages.kv_layout, device=device),
+        _wrapper(
+            "attention",
+            "BatchAttention",
+            kv_layout=pages.kv_layout,
+            device=device,
+            backend=_backend(case),
+        ),
         device,
         qo_indptr=_indptr(qo_len),
         kv_indptr=pages.indptr,
@@ -221,6 +256,7 @@ def _build_ragged(case: Namespace, device: str) -> Arguments:
         qo_indptr=_indptr(qo_len),
         kv_indptr=_indptr(kv_len),
         causal=case.causal,
+        o_data_type=_result_dtype(case),
         **_dims(case),
         **_dtypes(case),
     )
@@ -239,7 +275,7 @@ def _keys(case: Namespace, tokens: int, device: str) -> Arguments:
 
 def _build_single_prefill(case: Namespace, device: str) -> Arguments:
     q = _queries(case, case.s_qo, device)["q"]
-    options = {"causal": case.causal, "backend": _backend(case)}
+    options = {"causal": case.causal, "backend": _backend(case), "o_dtype": _result_dtype(case)}
     return {"q": q, **_keys(case, case.s_kv, device), **options}
 
 
@@ -260,9 +296,9 @@ def _cache_bytes(name: str) -> Callable[[Arguments], int]:
 
 
 def _result_bytes(arguments: Arguments) -> int:
-    """Of a function that allocates its result."""
+    """Of a function that allocates its result, whose elements have two bytes."""
     q, v = arguments["q"], arguments["v"]
-    return q.numel() // q.shape[-1] * v.shape[-1] * q.element_size()
+    return 2 * q.numel() // q.shape[-1] * v.shape[-1]
 
 
 def torch_attention(
@@ -357,7 +393,14 @@ _register_wrapper(
     None,
     backends=PREFILL_BACKENDS,
 )
-_register_wrapper("attention", "BatchAttention", _build_mixed, _PAGED, "kv_cache")
+_register_wrapper(
+    "attention",
+    "BatchAttention",
+    _build_mixed,
+    [*_PAGED, *_DECODING],
+    "kv_cache",
+    backends=PREFILL_BACKENDS,
+)
 _register_single("decode", "single_decode_with_kv_cache", _build_single_decode, [_KV, *_HEADS])
 _register_single(
     "prefill",
@@ -366,5 +409,5 @@ _register_single(
     [_QO, _KV, *_HEADS, _CAUSAL],
     flops=_flops,
     backends=PREFILL_BACKENDS,
-    peers={"torch": Backend(torch_attention, omits=["backend"])},
+    peers={"torch": Backend(torch_attention, omits=["backend", "o_dtype"])},
 )

@@ -106,7 +106,8 @@ class Backend:
         if not isinstance(self.function, str):
             return self.function
         module, name = self.function.split(":")
-        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        return found
 
     def arguments(self, arguments: Mapping[str, Any]) -> Arguments:
         """Those of ``arguments`` that it takes."""

@@ -62,6 +62,27 @@ def test_one_request_may_be_longer():
     assert (longer // even).tolist() == [1, 1, 64, 1, 1]
 
 
+def test_requests_that_decode_come_before_the_others():
+    flags = ("--batch_size", "2", "--s_qo", "7", "--s_kv", "30")
+    qo, kv = lengths("BatchAttention", *flags, "--decode_requests", "3", "--decode_s_kv", "90")
+    assert qo.tolist() == [1, 1, 1, 7, 7] and kv.tolist() == [90, 90, 90, 30, 30]
+    assert lengths("BatchAttention", *flags)[0].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("name", [PAGED, RAGGED, "single_prefill_with_kv_cache"])
+def test_results_of_8_bit_queries_are_bfloat16(name, timer):
+    flags = ("--s_qo", "9", "--s_kv", "40", "--q_dtype", "fp8_e4m3", "--kv_dtype", "fp8_e4m3")
+    flags += ("--head_dim_qk", "64", "--head_dim_vo", "64")
+    arguments = build(name, *flags)
+    assert arguments["q"].dtype == torch.float8_e4m3fn
+    requests = 1 if name.startswith("single") else 16
+    rows, tokens = requests * 9 * 6 * 64, requests * 40 * 2 * 64
+    assert ROUTINES[name].nbytes(arguments) == rows * (1 + 2) + 2 * tokens
+    with flashinfer.reference_backend():
+        argv = ["--routine", name, *SMALL, *flags, "--refcheck", "--backends", "fa3"]
+        assert cli.main(argv, timer) == cli.OK
+
+
 def test_the_plan_has_the_lengths():
     flags = ("--batch_size", "9", "--s_qo", "5", "--s_kv", "99", "--random_actual_seq_len")
     qo, kv = lengths(PAGED, *flags)
@@ -123,6 +144,7 @@ def test_host_times_of_plans(capsys):
     out = capsys.readouterr().out
     assert multiples.pop("torch.add(a, b, out=o)") == 1.0
     assert sorted(name.split(",")[0] for name in multiples) == [
+        "BatchAttention plan",
         "decode plan",
         "decode plan",
         "prefill plan",
