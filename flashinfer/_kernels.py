@@ -58,12 +58,14 @@ class KernelTable(dict[Any, Kernel]):
 
 
 def check_cuda_tensors(**tensors: Any) -> None:
-    """Refuse what is not a CUDA tensor; see `KernelTable.load`."""
+    """Refuse what is not a dense CUDA tensor; see `KernelTable.load`."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}"
             ) from None
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"`{name}` must be a dense tensor, got {tensor.layout}") from None
         if not tensor.is_cuda:
             hint = (
                 "" if torch.cuda.is_available() else "; without a GPU: FLASHINFER_BACKEND=reference"

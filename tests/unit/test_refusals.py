@@ -78,6 +78,11 @@ def test_bad_call_is_refused_by_name(function, fault):
     assert "CUDA tensor" not in error, "the fault itself was not seen"
 
 
+def test_a_sparse_tensor_is_refused_by_name():
+    with pytest.raises(ValueError, match="`input` must be a dense tensor, got torch.sparse_coo"):
+        check_cuda_tensors(input=torch.ones(1).to_sparse())
+
+
 @pytest.mark.parametrize("gpu", [True, False])
 def test_without_a_gpu_the_reference_backend_is_named(monkeypatch: pytest.MonkeyPatch, gpu: bool):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)

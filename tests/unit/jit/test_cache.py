@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,19 @@ def test_32_processes_compile_once(project, compile_count, full, tmp_path):
         process.join()
     assert [process.exitcode for process in processes] == [0] * 32
     assert compile_count() == (2 if full else 1)  # one per source
+
+
+def test_threads_of_one_process_compile_once(project, compile_count):
+    spec = project.spec()
+    barrier = threading.Barrier(8)
+
+    def load() -> int:
+        barrier.wait()
+        return spec.build_and_load().answer()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [f.result() for f in [pool.submit(load) for _ in range(8)]] == [42] * 8
+    assert compile_count() == 1
 
 
 def test_killed_builds_need_no_cleaning(project, cache, script, monkeypatch, full):
