@@ -74,8 +74,8 @@ class JitSpec:
         extra_cuda_cflags_by_source: Mapping[str | Path, Sequence[str]] | None = None,
         config: ModuleConfig | None = None,
     ) -> None:
-        self.name = _checked_name(name)
-        self.sources = [_checked_source(name, source) for source in sources]
+        self.name = cpp_ext.checked_name(name)
+        self.sources = [cpp_ext.checked_source(name, source) for source in sources]
         if not self.sources:
             raise ValueError(f"sources of module {name!r} is empty: at least one file is needed")
         self.extra_cflags = list(extra_cflags or ())
@@ -490,23 +490,3 @@ def refresh_current_compilation_context() -> CompilationContext:
     """Forget assigned targets: from now on they are those of the environment again."""
     current_compilation_context.reset()
     return current_compilation_context
-
-
-def _checked_name(name: str) -> str:
-    if not name or len(name) > 200 or not all(c.isalnum() or c in "_-." for c in name):
-        raise ValueError(
-            f"name of a module must be 1 to 200 letters, digits, '_', '-' or '.', got {name!r}"
-        )
-    if name.startswith("."):
-        raise ValueError(f"name of a module must not start with '.', got {name!r}")
-    return name
-
-
-def _checked_source(name: str, source: str | Path) -> Path:
-    path = Path(source)
-    allowed = cpp_ext.CUDA_SUFFIXES + cpp_ext.HOST_SUFFIXES
-    if path.suffix not in allowed:
-        raise ValueError(
-            f"sources of module {name!r}: {str(path)!r} must end in one of {', '.join(allowed)}"
-        )
-    return path

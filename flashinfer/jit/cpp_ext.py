@@ -18,6 +18,28 @@ CUDA_SUFFIXES = (".cu",)
 HOST_SUFFIXES = (".cc", ".cpp", ".cxx", ".c++")
 
 
+def checked_name(name: str) -> str:
+    """The name of a module, if files can be called so."""
+    if not name or len(name) > 200 or not all(c.isalnum() or c in "_-." for c in name):
+        raise ValueError(
+            f"name of a module must be 1 to 200 letters, digits, '_', '-' or '.', got {name!r}"
+        )
+    if name.startswith("."):
+        raise ValueError(f"name of a module must not start with '.', got {name!r}")
+    return name
+
+
+def checked_source(name: str, source: str | Path) -> Path:
+    """A source of module `name`, if there is a compiler for it."""
+    path = Path(source)
+    allowed = CUDA_SUFFIXES + HOST_SUFFIXES
+    if path.suffix not in allowed:
+        raise ValueError(
+            f"sources of module {name!r}: {str(path)!r} must end in one of {', '.join(allowed)}"
+        )
+    return path
+
+
 @dataclass(frozen=True)
 class Flags:
     """Everything that is said to the compilers besides search paths.

@@ -11,6 +11,16 @@ import torch
 FLOATING = ("bfloat16", "float16", "float32")
 """The dtypes of activations that kernels read."""
 
+SHORT_DTYPE = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+"""Dtypes in the names of definitions."""
+
 
 @dataclass(frozen=True)
 class Var:
@@ -161,3 +171,43 @@ def argument_of(key: str, spec: Value, arguments: Mapping[str, Any]) -> Any:
 def dtype_name(dtype: torch.dtype | str) -> str:
     """``"bfloat16"`` for `torch.bfloat16`, ``"torch.bfloat16"`` and ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
+
+
+def axis_without_tensor(
+    axis: str, kind: Axis, arguments: Mapping[str, Any], values: Mapping[str, int]
+) -> int | None:
+    """The size of an axis that no tensor of the call has; None if it may be left open."""
+    given = arguments.get(axis)
+    if type(given) is int:
+        return given
+    if given is not None and not isinstance(given, torch.Tensor):
+        raise TypeError(f"`{axis}` must be an int, got {type(given).__name__}")
+    if isinstance(kind, Const):
+        if kind.value is not None:
+            return kind.value
+        if kind.derive is not None:
+            return kind.derive(values)
+        raise ValueError(f"axis {axis} has no value in this call: no tensor and no argument has it")
+    return None
+
+
+def axis_json(axis: str, kind: Axis, values: Mapping[str, int]) -> dict[str, Any]:
+    """An entry of `axes` of a definition."""
+    entry: dict[str, Any] = {"type": "var"}
+    if isinstance(kind, Const):
+        entry = {"type": "const", "value": values[axis]}
+    if kind.description:
+        entry["description"] = kind.description
+    return entry
+
+
+def value_json(spec: Value, dtype: str) -> dict[str, Any]:
+    """An entry of `inputs` or `outputs` of a definition."""
+    shape = list(spec.dim_names) if isinstance(spec, Tensor) else None
+    # The format has no unsigned bytes; the reference of a definition takes and gives their bits.
+    is_bytes = dtype == "uint8"
+    entry: dict[str, Any] = {"shape": shape, "dtype": "int8" if is_bytes else dtype}
+    description = f"{spec.description} Unsigned.".lstrip() if is_bytes else spec.description
+    if description:
+        entry["description"] = description
+    return entry

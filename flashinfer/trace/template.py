@@ -20,17 +20,20 @@ from typing import Any
 import torch
 
 from .arguments import check_layout, check_option, check_scalar, folded_shape
-from .specs import Axis, Const, Scalar, Tensor, Value, argument_of, dtype_name
+from .specs import (
+    SHORT_DTYPE,
+    Axis,
+    Const,
+    Scalar,
+    Tensor,
+    Value,
+    argument_of,
+    axis_json,
+    axis_without_tensor,
+    dtype_name,
+    value_json,
+)
 from .standalone import required_parameters, standalone_reference
-
-_SHORT_DTYPE = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-}
 
 
 class Gathered(dict[str, Any]):
@@ -207,7 +210,7 @@ class TraceTemplate:
                     f"`{axis}` must be {values[axis]} as in `{seen_in[axis]}`, got {given}"
                 )
             if axis not in values:
-                derived = _axis_without_tensor(axis, kind, arguments, values)
+                derived = axis_without_tensor(axis, kind, arguments, values)
                 if derived is not None:
                     values[axis] = derived
         self._check_constraints(values, seen_in)
@@ -353,7 +356,7 @@ class TraceTemplate:
             if isinstance(spec, Scalar) or key not in dtypes:
                 continue
             if spec.dtype is None and dtypes[key] != usual:
-                short = _SHORT_DTYPE.get(dtypes[key], dtypes[key])
+                short = SHORT_DTYPE.get(dtypes[key], dtypes[key])
                 parts.append(short if key == next(iter(self.inputs)) else f"{key}_{short}")
             if key == next(iter(self.inputs)):
                 usual = dtypes[key]
@@ -404,10 +407,10 @@ class TraceTemplate:
             "description": self.description,
             "op_type": self.op_type,
             "tags": [f"fi_api:{fi_api}", *self.tags],
-            "axes": {axis: _axis_json(axis, kind, values) for axis, kind in self.axes.items()},
+            "axes": {axis: axis_json(axis, kind, values) for axis, kind in self.axes.items()},
             "constraints": self.constraints,
-            "inputs": {key: _value_json(spec, dtypes[key]) for key, spec in inputs.items()},
-            "outputs": {key: _value_json(spec, dtype) for key, (spec, dtype) in outputs.items()},
+            "inputs": {key: value_json(spec, dtypes[key]) for key, spec in inputs.items()},
+            "outputs": {key: value_json(spec, dtype) for key, (spec, dtype) in outputs.items()},
         }
         constants = {axis: values[axis] for axis, k in self.axes.items() if isinstance(k, Const)}
         constants |= {name: arguments.get(name, v[0]) for name, v in self.options.items()}
@@ -496,41 +499,3 @@ def templates_of(trace: Any) -> list[TraceTemplate]:
     if not hasattr(trace, "templates"):
         raise ValueError(f"dispatch function {trace!r} must list its choices in .templates")
     return list(trace.templates)
-
-
-def _axis_without_tensor(
-    axis: str, kind: Axis, arguments: Mapping[str, Any], values: Mapping[str, int]
-) -> int | None:
-    given = arguments.get(axis)
-    if type(given) is int:
-        return given
-    if given is not None and not isinstance(given, torch.Tensor):
-        raise TypeError(f"`{axis}` must be an int, got {type(given).__name__}")
-    if isinstance(kind, Const):
-        if kind.value is not None:
-            return kind.value
-        if kind.derive is not None:
-            return kind.derive(values)
-    if isinstance(kind, Const):
-        raise ValueError(f"axis {axis} has no value in this call: no tensor and no argument has it")
-    return None
-
-
-def _axis_json(axis: str, kind: Axis, values: Mapping[str, int]) -> dict[str, Any]:
-    entry: dict[str, Any] = {"type": "var"}
-    if isinstance(kind, Const):
-        entry = {"type": "const", "value": values[axis]}
-    if kind.description:
-        entry["description"] = kind.description
-    return entry
-
-
-def _value_json(spec: Value, dtype: str) -> dict[str, Any]:
-    shape = list(spec.dim_names) if isinstance(spec, Tensor) else None
-    # The format has no unsigned bytes; the reference of a definition takes and gives their bits.
-    is_bytes = dtype == "uint8"
-    entry: dict[str, Any] = {"shape": shape, "dtype": "int8" if is_bytes else dtype}
-    description = f"{spec.description} Unsigned.".lstrip() if is_bytes else spec.description
-    if description:
-        entry["description"] = description
-    return entry
