@@ -121,8 +121,15 @@ def make_plan(
     workspace = workspace[-workspace.data_ptr() % 16 :][: planned_bytes + 16]
     info = planner.plan(workspace[:planned_bytes], float_bytes, *arguments).tolist()
     assert (workspace[planned_bytes:] == POISON).all(), "written behind the workspace"
-    raw = workspace[:planned_bytes].numpy()
-    items = raw[info[p.ITEMS_OFFSET] :].view(ITEM)
+    return read_plan(info, workspace[:planned_bytes])
+
+
+def read_plan(info: list[int], workspace: torch.Tensor) -> Plan:
+    """The plan in an int workspace, with the lists of every CTA column followed to their ends."""
+    raw = workspace[: workspace.numel() // 16 * 16].numpy()
+    behind = info[p.ITEMS_OFFSET]
+    size = (len(raw) - behind) // ITEM.itemsize * ITEM.itemsize
+    items = raw[behind : behind + size].view(ITEM)
     merges = raw[info[p.MERGES_OFFSET] :][: info[p.NUM_MERGES] * MERGE.itemsize].view(MERGE)
     plan = Plan(info, items, merges)
     seen: set[int] = set()
@@ -138,6 +145,16 @@ def make_plan(
             index = int(items["next"][index])
         plan.columns.append(column)
     return plan
+
+
+def item_costs(options: Options, plan: Plan) -> list[list[int]]:
+    """Of the items of each column, in the planner's unit (TileCost in attention_tiles.h)."""
+    tiles = -(-(plan.items["kv_end"] - plan.items["kv_begin"]) // options.tile_kv)
+    per_tile = [32 if q >= 128 else 16 for q in (options.tile_q, options.tile_q_second)]
+    return [
+        [(int(tiles[i]) + 1) * per_tile[plan.items["kind"][i]] for i in column]
+        for column in plan.columns
+    ]
 
 
 def visible(request: Requests, qo_len: int, kv_len: int, token: int) -> tuple[int, int]:
