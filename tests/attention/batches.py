@@ -16,6 +16,7 @@ from flashinfer.testing.attention import attention_check_options
 from flashinfer.trace.template import resolve_template
 
 WORKSPACE_BYTES = 64 << 20
+FORMS = ("tuple", "fused", "strided")  # the last: parts of one wider tensor
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = (E4M3, E5M2)
@@ -60,7 +61,7 @@ class Batch:
     o_dtype: torch.dtype | None = None
     page_size: int = 16
     kv_layout: str = "NHD"
-    form: str = "tuple"  # of the cache: "tuple", "fused", or "strided" parts of one wider tensor
+    form: str = "tuple"  # of the cache: FORMS, or "tokens" for pages of one
     seed: int = 1
 
     @property
@@ -116,6 +117,8 @@ class Batch:
             return torch.stack(parts, 1)
         if self.form == "strided":
             return tuple(_widened(part) for part in parts)
+        if self.form == "tokens":
+            return tuple(part.squeeze(1 if self.kv_layout == "NHD" else 2) for part in parts)
         return tuple(parts)
 
 

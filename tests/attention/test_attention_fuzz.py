@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer.jit.attention import hopper
-from tests.attention.batches import BF16, E4M3, E5M2, FP16, Batch, need_backend, randn
+from tests.attention.batches import BF16, E4M3, E5M2, FORMS, FP16, Batch, need_backend, randn
 from tests.attention.calls import FUNCTIONS, MIXED, WRAPPERS, Call, make_call, refusal_of
 from tests.attention.faults import FAULTS
 from tests.fuzzing import fuzz_settings
@@ -140,6 +140,8 @@ def cases(draw: st.DrawFn, kernel: Kernel) -> Case:
     heads = draw(st.integers(1, 4))
     while sum(q * k for q, k in zip(qo_lens, kv_lens, strict=True)) * heads * group > MAX_LOGITS:
         kv_lens = [n // 2 for n in kv_lens]
+    page_size = draw(st.sampled_from([1, 2, 3, 5, 7, 8, 16, 32, 64, 100]))
+    forms = [*(FORMS if kernel.head_dims[0] == kernel.head_dims[1] else ("tuple",))]
     batch = Batch(
         tuple(qo_lens),
         tuple(kv_lens),
@@ -149,11 +151,9 @@ def cases(draw: st.DrawFn, kernel: Kernel) -> Case:
         head_dim_vo=kernel.head_dims[1],
         dtype=kernel.dtype,
         kv_dtype=kernel.kv_dtype,
-        page_size=draw(st.sampled_from([1, 2, 3, 5, 7, 8, 16, 32, 64, 100])),
+        page_size=page_size,
         kv_layout=draw(st.sampled_from(["NHD", "HND"])),
-        form=draw(st.sampled_from(["tuple", "fused", "strided"]))
-        if kernel.head_dims[0] == kernel.head_dims[1]
-        else "tuple",
+        form=draw(st.sampled_from([*forms, "tokens"] if page_size == 1 else forms)),
         seed=draw(st.integers(0, 2**20)),
     )
     return Case(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.attention.batches import (
     BF16,
     E4M3,
     E5M2,
+    FORMS,
     FP16,
     Batch,
     check,
@@ -41,9 +44,10 @@ def test_group_sizes_of_larger_tiles(group, device):
     check_paged(plan_decode(batch, device), batch, device)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 5, 16, 64])
+@pytest.mark.parametrize(
+    ("page_size", "form"), [*itertools.product([1, 3, 5, 16, 64], FORMS), (1, "tokens")]
+)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
 def test_caches(page_size, kv_layout, form, device):
     batch = _batch(page_size=page_size, kv_layout=kv_layout, form=form, group=7)
     check_paged(plan_decode(batch, device), batch, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -209,41 +210,69 @@ def test_repeats_are_equal_bit_for_bit(path, of_8_bits, device, full):
     assert int(different) == 0
 
 
-@pytest.mark.parametrize("qo_len", [1, 5])
-def test_a_request_alone_and_in_random_batches(qo_len, backend, device, full):
-    """With a fixed split, a request's result does not depend on its neighbours, bit for bit."""
+Requests = list[tuple[int, int, torch.Tensor]]  # queries, keys and pages of each
+
+
+def _check_alone_and_in_batches(
+    run: Callable[[Requests], list[torch.Tensor]], qo_lens: range, one: Batch, rounds: int
+) -> None:
+    """`run` gives the output of each request; that of `one` is the same in every batch."""
     rng = random.Random(7)
-    one = Batch((qo_len,), (1777,), seed=4)
-    cache = one.cache(device)
-    pages = cache[0].shape[0]
-    table = one.table()
-
-    def run(order: list[tuple[int, int, torch.Tensor]]) -> list[torch.Tensor]:
-        """Output of each request, of which there are (qo_len, kv_len, pages)."""
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
-        qo_lens = [qo for qo, _, _ in order]
-        lens = [kv for _, kv, _ in order]
-        counts = [len(p) for _, _, p in order]
-        last = [n - (c - 1) * 16 for n, c in zip(lens, counts, strict=True)]
-        wrapper.plan(
-            *(indptr(qo_lens), indptr(counts), torch.cat([p for _, _, p in order]).to(device)),
-            *(torch.tensor(last, dtype=torch.int32), 8, 2, 128, 16),
-            causal=True,
-            q_data_type=BF16,
-            fixed_split_size=256,
-        )
-        q = [randn((n, 8, 128), BF16, device, 100 + kv) for n, kv, _ in order]
-        return list(wrapper.run(torch.cat(q), cache).split(qo_lens))
-
-    mine = (qo_len, 1777, table[1])
+    _, table, _, num_pages = one.table()
+    mine = (one.qo_lens[0], one.kv_lens[0], table)
     (alone,) = run([mine])
-    for _ in range(500 if full else 3 if device.type == "cpu" else 20):
+    for _ in range(rounds):
         others = []
         for _ in range(rng.randrange(1, 12)):
             kv_len = rng.randrange(1, 1700)
-            count = -(-kv_len // 16)
-            chosen = torch.randint(0, pages, (count,), dtype=torch.int32)
-            others.append((rng.randrange(1, 40), kv_len, chosen))
+            chosen = torch.randint(0, num_pages, (-(-kv_len // 16),), dtype=torch.int32)
+            others.append((rng.choice(qo_lens), kv_len, chosen))
         place = rng.randrange(len(others) + 1)
         together = run([*others[:place], mine, *others[place:]])
         assert torch.equal(together[place], alone)
+
+
+def _table(requests: Requests, device: torch.device) -> tuple[torch.Tensor, ...]:
+    counts = [len(pages) for _, _, pages in requests]
+    last = [kv - (n - 1) * 16 for (_, kv, _), n in zip(requests, counts, strict=True)]
+    pages = torch.cat([pages for _, _, pages in requests])
+    return indptr(counts), pages.to(device), torch.tensor(last, dtype=torch.int32)
+
+
+def _queries(requests: Requests, device: torch.device) -> torch.Tensor:
+    return torch.cat([randn((n, 8, 128), BF16, device, 100 + kv) for n, kv, _ in requests])
+
+
+SPLITS = [{"fixed_split_size": 256}, {"fixed_split_size": 256, "disable_split_kv": True}]
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=["cut", "whole"])
+@pytest.mark.parametrize("qo_len", [1, 5, 300])
+def test_a_request_alone_and_in_random_batches(qo_len, splits, backend, device, full):
+    """With a fixed split, a request's result does not depend on its neighbours, bit for bit."""
+    one = Batch((qo_len,), (1777,), seed=4)
+    cache = one.cache(device)
+
+    def run(requests: Requests) -> list[torch.Tensor]:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
+        qo_lens = [n for n, _, _ in requests]
+        table = (indptr(qo_lens), *_table(requests, device))
+        wrapper.plan(*table, 8, 2, 128, 16, causal=True, q_data_type=BF16, **splits)
+        return list(wrapper.run(_queries(requests, device), cache).split(qo_lens))
+
+    rounds = 500 if full else 3 if device.type == "cpu" else 20
+    _check_alone_and_in_batches(run, range(1, 40), one, rounds)
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=["cut", "whole"])
+def test_a_decoding_request_alone_and_in_random_batches(splits, device, full):
+    one = Batch((1,), (1777,), seed=4)
+    cache = one.cache(device)
+
+    def run(requests: Requests) -> list[torch.Tensor]:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+        wrapper.plan(*_table(requests, device), 8, 2, 128, 16, q_data_type=BF16, **splits)
+        return list(wrapper.run(_queries(requests, device), cache).split(1))
+
+    rounds = 500 if full else 3 if device.type == "cpu" else 20
+    _check_alone_and_in_batches(run, range(1, 2), one, rounds)

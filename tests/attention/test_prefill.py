@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,14 +12,17 @@ from tests.attention.batches import (
     BF16,
     E4M3,
     E5M2,
+    FORMS,
     FP16,
     Batch,
     check,
     check_paged,
     check_ragged,
+    indptr,
     plan_paged,
     plan_ragged,
     randn,
+    workspace,
 )
 
 # Empty queries, empty keys, more queries than keys, and lengths around the tiles' sizes.
@@ -33,9 +38,10 @@ def test_group_sizes(group, causal, backend, device):
     check_paged(plan_paged(batch, device, backend, causal=causal), batch, device)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 5, 16, 64])
+@pytest.mark.parametrize(
+    ("page_size", "form"), [*itertools.product([1, 3, 5, 16, 64], FORMS), (1, "tokens")]
+)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
 def test_caches(page_size, kv_layout, form, backend, device):
     batch = Batch(QO, KV, page_size=page_size, kv_layout=kv_layout, form=form)
     check_paged(plan_paged(batch, device, backend, causal=True), batch, device)
@@ -144,6 +150,30 @@ def test_int64_tables_are_converted(device):
     tables = (indptr(QO), starts, indices.to(device), last)
     wrapper.plan(*(t.long() for t in tables), 8, 2, 128, 16, q_data_type=BF16)
     assert torch.equal(wrapper.run(USUAL.query(device), USUAL.cache(device)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages_beyond_four_billion_elements(page_size, backend, device):
+    """Page number times stride does not fit 32 bits, whichever way pages come."""
+    stride = 2**21
+    num_pages = 2**32 // stride + 100
+    if torch.cuda.mem_get_info()[0] < num_pages * stride * 2 + 2**32:
+        pytest.skip("needs 13 GB of free GPU memory")
+    batch = Batch((70, 3), (40, 33), page_size=page_size)
+    starts, indices, last, few = batch.table()
+    near, q = batch.cache(device), batch.query(device)
+    expected = plan_paged(batch, device, backend, causal=True).run(q, near)
+    storage = torch.empty(num_pages * stride, dtype=BF16, device=device)
+    shape = (num_pages, page_size, 2, 128)
+    far = [storage.as_strided(shape, (stride, 256, 128, 1), begin) for begin in (0, 8192)]
+    for part, values in zip(far, near, strict=True):
+        part[num_pages - few :].copy_(values)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
+    moved = (indices + num_pages - few).to(device)
+    table = (indptr(batch.qo_lens), starts, moved, last)
+    wrapper.plan(*table, 8, 2, 128, page_size, causal=True, q_data_type=BF16)
+    assert torch.equal(wrapper.run(q, tuple(far)), expected)
 
 
 def test_ragged_and_paged_agree(backend, device):
