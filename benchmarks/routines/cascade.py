@@ -36,6 +36,11 @@ def _build_pair(case: Namespace, device: str) -> Arguments:
     return {"v": v, "s": s, "v_other": v_other, "s_other": s_other}
 
 
+def _build_two(case: Namespace, device: str) -> Arguments:
+    (v_a, s_a), (v_b, s_b) = _state(case, device), _state(case, device)
+    return {"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b}
+
+
 def _merged_bytes(arguments: Arguments) -> int:
     v, s = arguments["v"], arguments["s"]
     return (v.nbytes + s.nbytes) // v.shape[1]
@@ -51,6 +56,18 @@ register(
         writes=[],
         fresh=_merged_bytes,
         backends={"cuda": Backend("flashinfer.cascade:merge_states")},
+    )
+)
+register(
+    Routine(
+        name="merge_state",
+        api="flashinfer.cascade:merge_state",
+        flags=[_TOKENS, *_HEADS, _DTYPE],
+        build=_build_two,
+        reads=["v_a", "s_a", "v_b", "s_b"],
+        writes=[],
+        fresh=lambda arguments: arguments["v_a"].nbytes + arguments["s_a"].nbytes,
+        backends={"cuda": Backend("flashinfer.cascade:merge_state")},
     )
 )
 register(

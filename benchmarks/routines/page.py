@@ -137,3 +137,26 @@ register(
         backends={"cuda": Backend("flashinfer.page:get_batch_indices_positions")},
     )
 )
+
+
+def _build_lengths(case: Namespace, device: str) -> Arguments:
+    requests = torch.arange(case.batch_size + 1, dtype=torch.int32, device=device)
+    return {
+        "kv_indptr": requests * -(-case.kv_len // case.page_size),
+        "kv_last_page_len": torch.full_like(requests[1:], (case.kv_len - 1) % case.page_size + 1),
+        "page_size": case.page_size,
+    }
+
+
+register(
+    Routine(
+        name="get_seq_lens",
+        api="flashinfer.page:get_seq_lens",
+        flags=[_TABLE[0], *_TABLE[2:]],
+        build=_build_lengths,
+        reads=["kv_indptr", "kv_last_page_len"],
+        writes=[],
+        fresh=lambda arguments: arguments["kv_last_page_len"].nbytes,
+        backends={"cuda": Backend("flashinfer.page:get_seq_lens")},
+    )
+)

@@ -93,11 +93,12 @@ _LAYOUT = Flag("linear_scales", bool, False, "scales in rows instead of tiles of
 def _block_quant(name: str, argument: str, block: int, bits: int, factor: int = 1) -> None:
     def build(case: Namespace, device: str) -> Arguments:
         arguments: dict[str, Any] = {argument: _input(case, device, factor)}
-        if name == "mxfp4_quantize":
+        if name not in ("mxfp4_quantize", "mxfp8_quantize"):
+            scale = "a_global_sf" if argument == "a" else "global_scale"
+            arguments[scale] = torch.full((1,), 600.0, device=device)
+        if argument == "a":
             layout = SfLayout.layout_linear if case.linear_scales else SfLayout.layout_128x4
             return arguments | {"sfLayout": layout}
-        if name != "mxfp8_quantize":
-            arguments["global_scale"] = torch.full((1,), 600.0, device=device)
         return arguments | {"is_sf_swizzled_layout": not case.linear_scales}
 
     def fresh(arguments: Arguments) -> int:
@@ -122,6 +123,7 @@ def _block_quant(name: str, argument: str, block: int, bits: int, factor: int = 
 _block_quant("mxfp8_quantize", "input", 32, 8)
 _block_quant("mxfp4_quantize", "a", 32, 4)
 _block_quant("fp4_quantize", "input", 16, 4)
+_block_quant("nvfp4_quantize", "a", 16, 4)
 _block_quant("silu_and_mul_nvfp4_quantize", "input", 16, 4, factor=2)
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: in place, out of place, and quantised."""
+"""Rotary position embedding: in place, out of place, quantised, and appended to a cache."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ _HEADS = [
     Flag("head_dim", positive, 128, "elements of a head"),
 ]
 _LAYOUT = [Flag("interleave", bool, False, "pairs are (2 j, 2 j + 1)")]
+_REQUESTS = Flag("num_requests", positive, 8, "requests that the tokens belong to")
+_PARTS = [
+    Flag("nope_dim", positive, 64, "elements of a head that are not rotated"),
+    Flag("rope_dim", positive, 64, "elements of a head that are"),
+    Flag("enable_pdl", bool, False, "programmatic dependent launch"),
+]
+_CACHE = [
+    Flag("page_size", positive, 16, "slots of a page"),
+    Flag("hnd", bool, False, "heads before slots in the cache"),
+]
 _LATENT = [
     Flag("num_heads", positive, 128, "heads of q; k has one"),
     Flag("nope_dim", positive, 512, "elements of a head that are not rotated"),
@@ -43,8 +53,15 @@ def _heads(case: Namespace, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _build_computed(case: Namespace, device: str) -> Arguments:
     q, k = _heads(case, device)
     pos_ids = torch.arange(case.batch_size, dtype=torch.int32, device=device)
-    factors = {"rope_scale": 1.0, "rope_theta": 1e4}
-    return {"q": q, "k": k, "pos_ids": pos_ids, "interleave": case.interleave, **factors}
+    return {"q": q, "k": k, "pos_ids": pos_ids, "interleave": case.interleave}
+
+
+def _build_ragged(case: Namespace, device: str) -> Arguments:
+    """Requests of as equal lengths as can be, each behind a context of 100 tokens."""
+    q, k = _heads(case, device)
+    bounds = torch.linspace(0, case.batch_size, case.num_requests + 1, device=device).int()
+    where = {"indptr": bounds, "offsets": torch.full_like(bounds[1:], 100)}
+    return {"q": q, "k": k, **where, "interleave": case.interleave}
 
 
 def _build_cached(case: Namespace, device: str) -> Arguments:
@@ -78,52 +95,102 @@ def _build_latent(case: Namespace, device: str) -> Arguments:
     }
 
 
+def _build_parts(case: Namespace, device: str) -> Arguments:
+    """The heads of queries and keys in two parts, of which one is rotated."""
+    dtype = torch_dtype(case.input_dtype)
+    parts = {
+        f"{name}_{part}": make_tensor(case.batch_size, heads, dim, dtype=dtype, device=device)
+        for part, dim in (("rope", case.rope_dim), ("nope", case.nope_dim))
+        for name, heads in (("q", case.num_qo_heads), ("k", case.num_kv_heads))
+    }
+    return {
+        **parts,
+        "cos_sin_cache": cos_sin_cache(case.batch_size, case.rope_dim, device),
+        "pos_ids": torch.arange(case.batch_size, dtype=torch.int32, device=device),
+        "enable_pdl": case.enable_pdl,
+    }
+
+
+def _build_append(case: Namespace, device: str) -> Arguments:
+    """One request, whose pages are in random places."""
+    arguments = _build_parts(case, device)
+    head_dim = case.rope_dim + case.nope_dim
+    pages = -(-case.batch_size // case.page_size)
+    inner = (case.page_size, case.num_kv_heads)
+    shape = (pages, *(inner[::-1] if case.hnd else inner), head_dim)
+    int32 = {"dtype": torch.int32, "device": device}
+    value = (case.batch_size, case.num_kv_heads, head_dim)
+    return {
+        **arguments,
+        "v": make_tensor(*value, dtype=torch_dtype(case.input_dtype), device=device),
+        "paged_kv_cache": tuple(
+            torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device) for _ in range(2)
+        ),
+        "kv_indices": torch.randperm(pages).int().to(device),
+        "kv_indptr": torch.tensor([0, pages], **int32),
+        "batch_indices": torch.zeros(case.batch_size, **int32),
+        "positions": torch.arange(case.batch_size, **int32),
+        "page_size": case.page_size,
+        "kv_layout": "HND" if case.hnd else "NHD",
+    }
+
+
 def _quantized_bytes(arguments: Arguments) -> int:
-    names = ("q_rope", "k_rope", "q_nope", "k_nope")
-    return sum(arguments[name].numel() for name in names)
+    names = ("q_rope", "k_rope", "q_nope", "k_nope", "v")
+    return sum(arguments[name].numel() for name in names if name in arguments)
 
 
-def _copied_bytes(arguments: Arguments) -> int:
-    return sum(arguments[name].nbytes for name in ("q", "k"))
+def _rotation(name: str, more: list[Flag], build, tensors: list[str], where: list[str]) -> None:
+    """A rotation of `tensors`, and the same in place."""
+
+    def copied_bytes(arguments: Arguments) -> int:
+        return sum(arguments[tensor].nbytes for tensor in tensors)
+
+    for inplace in (False, True):
+        api = f"flashinfer.rope:{name}{'_inplace' if inplace else ''}"
+        register(
+            Routine(
+                name=api.split(":")[1],
+                api=api,
+                flags=[_TOKENS, *more, *_HEADS, _DTYPE, *_LAYOUT],
+                build=build,
+                reads=[*tensors, *where],
+                writes=tensors if inplace else [],
+                fresh=None if inplace else copied_bytes,
+                backends={"cuda": Backend(api)},
+            )
+        )
 
 
-for _name, _writes in (("apply_rope_pos_ids", []), ("apply_rope_pos_ids_inplace", ["q", "k"])):
+for _name in ("apply_rope", "apply_llama31_rope"):
+    _rotation(_name, [_REQUESTS], _build_ragged, ["q", "k"], ["indptr", "offsets"])
+    _rotation(f"{_name}_pos_ids", [], _build_computed, ["q", "k"], ["pos_ids"])
+_angles = ["positions", "cos_sin_cache"]
+_rotation("apply_rope_with_cos_sin_cache", [], _build_cached, ["query", "key"], _angles)
+
+_INPUTS = ["q_rope", "k_rope", "q_nope", "k_nope", "cos_sin_cache", "pos_ids"]
+for _name, _flags, _build, _more in (
+    ("mla_rope_quantize_fp8", _LATENT, _build_latent, []),
+    ("rope_quantize_fp8", [*_HEADS[:2], *_PARTS], _build_parts, []),
+    (
+        "rope_quantize_fp8_append_paged_kv_cache",
+        [*_HEADS[:2], *_PARTS, *_CACHE],
+        _build_append,
+        ["v", "batch_indices", "positions"],
+    ),
+):
     register(
         Routine(
             name=_name,
             api=f"flashinfer.rope:{_name}",
-            flags=[_TOKENS, *_HEADS, _DTYPE, *_LAYOUT],
-            build=_build_computed,
-            reads=["q", "k", "pos_ids"],
-            writes=_writes,
-            fresh=None if _writes else _copied_bytes,
+            flags=[_TOKENS, _DTYPE, *_flags],
+            build=_build,
+            reads=[*_INPUTS, *_more],
+            writes=[],
+            fresh=_quantized_bytes,
             backends={"cuda": Backend(f"flashinfer.rope:{_name}")},
         )
     )
-_name = "apply_rope_with_cos_sin_cache_inplace"
-register(
-    Routine(
-        name=_name,
-        api=f"flashinfer.rope:{_name}",
-        flags=[_TOKENS, *_HEADS, _DTYPE, *_LAYOUT],
-        build=_build_cached,
-        reads=["query", "key", "positions", "cos_sin_cache"],
-        writes=["query", "key"],
-        backends={"cuda": Backend(f"flashinfer.rope:{_name}")},
-    )
-)
-register(
-    Routine(
-        name="mla_rope_quantize_fp8",
-        api="flashinfer.rope:mla_rope_quantize_fp8",
-        flags=[_TOKENS, _DTYPE, *_LATENT],
-        build=_build_latent,
-        reads=["q_rope", "k_rope", "q_nope", "k_nope", "cos_sin_cache", "pos_ids"],
-        writes=[],
-        fresh=_quantized_bytes,
-        backends={"cuda": Backend("flashinfer.rope:mla_rope_quantize_fp8")},
-    )
-)
 
 _CHANNELS = ("num_frame_channels", "num_height_channels", "num_width_channels")
 

@@ -1,5 +1,6 @@
 """The benchmark command line: parsing, test lists, repro commands, refusals."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from simulated_benchmark import BENCHMARKS, SMALL, cli, harness, read_csv, routi
 from simulated_benchmark import timer as timer
 
 import flashinfer
+from flashinfer import support
 
 ROUTINES = routines.ROUTINES
 
@@ -22,6 +24,18 @@ def test_every_operation_of_the_two_families_has_a_routine():
     }
     assert norms == {name for name, r in ROUTINES.items() if r.api.startswith("flashinfer.norm:")}
     assert {"silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"} <= ROUTINES.keys()
+
+
+def test_every_kernel_between_the_matrix_products_has_a_routine():
+    """All but what is written in PyTorch: the way back from codes, and the scales' order."""
+    families = ("norm", "fused_norm", "qk_norm_rope", "activation", "rope", "rope_quantize", "page")
+    families += ("cascade", "concat_ops", "quantization")
+    operations = [(family, name.split(".")[-1]) for family, name, _ in support.operations()]
+    names = {name for family, name in operations if family in families}
+    assert set(families) <= {family for family, _ in operations}
+    assert {
+        n for n in names - ROUTINES.keys() if not re.search("dequant|interleave|to_float", n)
+    } == set()
 
 
 @pytest.mark.parametrize("name", sorted(ROUTINES))
