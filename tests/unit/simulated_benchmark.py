@@ -26,6 +26,11 @@ _SMALL_SIZES = {
     "side": 4,
     "s_qo": 9,
     "s_kv": 40,
+    "s_prefix": 50,
+    "decode_s_kv": 30,
+    "block_rows": 3,
+    "block_columns": 8,
+    "blocks_per_row": 2,
 }
 
 

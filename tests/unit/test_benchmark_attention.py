@@ -187,3 +187,64 @@ def test_auto_takes_the_better_kernel_of_the_measured_grid(monkeypatch: pytest.M
                 behind[shape] = loss
     assert [shape for shape, _ in measured] == grid.SHAPES
     assert len(behind) <= 4 and max(behind.values()) < 1.27, behind
+
+
+# ---- Several sets of keys ----
+
+CASCADE, POD = "MultiLevelCascadeAttentionWrapper", "PODWithPagedKVCacheWrapper"
+SPARSE = "BlockSparseAttentionWrapper"
+HEAD = 32 * 2  # bytes of a head of one token
+
+
+def test_a_shared_prefix_counts_once():
+    flags = ("--batch_size", "5", "--s_qo", "2", "--s_kv", "33", "--s_prefix", "100")
+    tokens, rows = 100 + 5 * 33, 5 * 2
+    assert ROUTINES[CASCADE].nbytes(build(CASCADE, *flags)) == (
+        2 * tokens * 2 * HEAD + 2 * rows * 6 * HEAD
+    )
+    expected = 5 * attention_flops(1, 2, 133, 32, 32, 6, False)
+    assert ROUTINES[CASCADE].flops(parse(CASCADE, *flags)) == expected
+    assert ROUTINES[CASCADE].flops(parse(CASCADE, *flags, "--causal")) < expected
+
+
+def test_both_parts_of_pod_count():
+    flags = ("--batch_size", "5", "--s_qo", "7", "--s_kv", "9", "--decode_s_kv", "33")
+    tokens, rows = 9 + 5 * 33, 7 + 5
+    assert ROUTINES[POD].nbytes(build(POD, *flags)) == 2 * tokens * 2 * HEAD + 2 * rows * 6 * HEAD
+    prompt = attention_flops(1, 7, 9, 32, 32, 6, False)
+    expected = prompt + attention_flops(5, 1, 33, 32, 32, 6, False)
+    assert ROUTINES[POD].flops(parse(POD, *flags)) == expected
+
+
+def test_only_visible_blocks_count_as_work(timer):
+    flags = ("--s_qo", "12", "--s_kv", "40", "--block_rows", "3", "--block_columns", "8")
+    case = parse(SPARSE, *flags, "--blocks_per_row", "2")
+    assert ROUTINES[SPARSE].flops(case) == attention_flops(1, 12, 16, 32, 32, 6, False)
+    every = parse(SPARSE, *flags, "--blocks_per_row", "99")
+    assert ROUTINES[SPARSE].flops(every) == attention_flops(1, 12, 40, 32, 32, 6, False)
+    argv = ["--routine", SPARSE, *SMALL, *flags, "--s_kv", "41"]
+    assert cli.main(argv, timer) == cli.FAILED and not timer.timed
+
+
+@pytest.mark.parametrize("name", [CASCADE, POD])
+def test_a_wrong_result_gets_no_time(name, timer, capsys, monkeypatch):
+    """The bounds of these results are narrow enough to see one key more or less among 40."""
+    flags = ["--routine", name, *SMALL, "--batch_size", "3", "--s_qo", "4", "--s_kv", "20"]
+    flags += ["--s_prefix", "20"] if name == CASCADE else ["--decode_s_kv", "40"]
+    routine = ROUTINES[name]
+    run = routine.backends[next(iter(routine.backends))].resolve()
+
+    def without_the_last_key(self, q=None, paged_kv_cache=None, **others):
+        cache = paged_kv_cache if name == CASCADE else others["paged_kv_cache_d"]
+        last = self._wrappers[1]._problem if name == CASCADE else self._base
+        page = last.kv_indices[last.kv_indptr[1] - 1]
+        cache[1][page, last.last_page_len[0] - 1] += 8.0  # of the first request
+        given = {"q": q, "paged_kv_cache": paged_kv_cache} if name == CASCADE else {}
+        return run(self, **given, **others)
+
+    broken = {"broken": routines.Backend(without_the_last_key)}
+    for backends_of, expected in ((routine.backends, cli.OK), (broken, cli.FAILED)):
+        changed = routines.base.dataclasses.replace(routine, backends=backends_of)
+        monkeypatch.setitem(ROUTINES, name, changed)
+        with flashinfer.reference_backend():
+            assert cli.main([*flags, "--refcheck"], timer) == expected, capsys.readouterr()
