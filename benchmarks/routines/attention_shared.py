@@ -120,6 +120,7 @@ def _build_cascade(case: Namespace, device: str) -> Arguments:
             num_levels=2,
             float_workspace_buffer=workspace_on(device),
             kv_layout=pages.kv_layout,
+            backend=backend_of(case),
         ),
         device,
         qo_indptr_arr=[
@@ -250,10 +251,11 @@ def _sparse_flops(case: Namespace) -> int:
     return attention_flops(1, case.s_qo, seen, *heads, False)
 
 
+_CASCADE = "flashinfer.cascade:MultiLevelCascadeAttentionWrapper.run"
 register(
     Routine(
         name="MultiLevelCascadeAttentionWrapper",
-        api="flashinfer.cascade:MultiLevelCascadeAttentionWrapper.run",
+        api=_CASCADE,
         flags=[*_OWN, _PREFIX, *HEADS, *PAGES, CAUSAL],
         build=_build_cascade,
         reads=["q"],
@@ -261,7 +263,7 @@ register(
         fresh=_cascade_bytes,
         flops=_cascade_flops,
         check_options=_check_cascade,
-        backends={"auto": Backend("flashinfer.cascade:MultiLevelCascadeAttentionWrapper.run")},
+        backends={backend: Backend(_CASCADE) for backend in PREFILL_BACKENDS},
     )
 )
 register(
