@@ -152,9 +152,15 @@ def _adapt(check: Callable[..., Any], names: Sequence[str]) -> Callable[[Sequenc
     return lambda values: check(**{name: values[i] for name, i in taken})
 
 
+# What most arguments are: to ask whether it is a tensor costs four times as much.
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+
+
 def _cuda_device(values: Sequence[Any]) -> torch.device | None:
     """Device of the first CUDA tensor, looking into tuples and lists (a KV cache may be a pair)."""
     for value in values:
+        if type(value) in _PLAIN:
+            continue
         if isinstance(value, torch.Tensor):
             if value.is_cuda:
                 return value.device
