@@ -20,11 +20,11 @@ from ._attention.arguments import (
     soft_cap,
 )
 from ._attention.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
+from ._attention.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._attention.problem import AttentionProblem
 from ._attention.wrapper import AttentionWrapper, split_cache
 from .api_logging import flashinfer_api
 from .jit.attention.plan import BATCH_ATTENTION
-from .prefill import BatchPrefillWithPagedKVCacheWrapper
 from .trace.templates.attention_wrappers import (
     batch_attention_run_trace,
     sink_arguments,

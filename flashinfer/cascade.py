@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from ._attention.arguments import check_count, check_flag, check_stride_variant
+from ._attention.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._attention.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -21,7 +22,6 @@ from ._kernels import UNUSUAL, Kernel, KernelTable
 from .api_logging import flashinfer_api
 from .dtypes import FLOAT, check_dtype
 from .jit.cascade import CascadeConfig, gen_cascade_module
-from .prefill import BatchPrefillWithPagedKVCacheWrapper
 from .trace.templates.attention_wrappers import cascade_run_trace
 from .trace.templates.cascade import (
     merge_state_in_place_trace,

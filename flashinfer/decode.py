@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ._attention.arguments import with_data_type
+from ._attention.block_tables import trtllm_batch_decode_with_kv_cache
 from ._attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from ._attention.jit_functions import (
     get_batch_decode_module,
@@ -26,6 +27,7 @@ __all__ = [
     "get_single_decode_module",
     "single_decode_with_kv_cache",
     "single_decode_with_kv_cache_with_jit_module",
+    "trtllm_batch_decode_with_kv_cache",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -60,6 +61,28 @@ class TensorLayout(enum.Enum):
 
     NHD = 0
     HND = 1
+
+
+@dataclasses.dataclass
+class FP4Tensor:
+    """Numbers of four bits and their scales, as engines pass an output; no kernel here takes one.
+
+    Attributes
+    ----------
+    data : torch.Tensor
+        Two numbers a byte, uint8.
+    scale : torch.Tensor
+        Scales of groups of them, float8_e4m3fn or their bytes.
+    scale_start_index : int
+        The row of `scale` that belongs to the first of `data`.
+    original_shape : tuple of int, optional
+        Of the numbers.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    scale_start_index: int = 0
+    original_shape: tuple[int, ...] | None = None
 
 
 def ceil_div(x: int, y: int) -> int:

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-from ..prefill import (
-    BatchPrefillWithPagedKVCacheWrapper,
-    single_prefill_with_kv_cache_return_lse,
-)
 from .arguments import check_backend, check_count, check_stride_variant, host_indices
 from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .single_request import single_prefill_with_kv_cache_return_lse
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

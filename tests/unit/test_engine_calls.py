@@ -228,3 +228,17 @@ def test_data_type_of_pod() -> None:
     assert (pod._base.q_data_type, pod._base.kv_data_type) == (torch.bfloat16, torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="`data_type` must be left out or the `kv_data_type`"):
         pod.plan(INDPTR, PAGES, LAST, *HEAD_COUNTS, data_type="bfloat16", kv_data_type="float16")
+
+
+def test_names_that_engines_import() -> None:
+    """At the top of vLLM's and SGLang's backends, where one that is missing ends everything."""
+    from flashinfer.cascade import merge_state
+    from flashinfer.decode import fast_decode_plan, trtllm_batch_decode_with_kv_cache
+    from flashinfer.prefill import trtllm_batch_context_with_kv_cache
+    from flashinfer.utils import FP4Tensor
+
+    functions = (merge_state, fast_decode_plan, trtllm_batch_decode_with_kv_cache)
+    assert all(map(callable, (*functions, trtllm_batch_context_with_kv_cache)))
+    data, scale = torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 1).to(torch.float8_e4m3fn)
+    out = FP4Tensor(data, scale, scale_start_index=1, original_shape=(2, 16))
+    assert (out.data, out.scale_start_index, out.original_shape) == (data, 1, (2, 16))

@@ -1,0 +1,569 @@
+"""Prefill attention of a batch over pages:
+``flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..api_logging import flashinfer_api
+from ..jit.attention.plan import PREFILL
+from ..trace.templates.attention import paged_prefill_run_trace
+from .arguments import (
+    check_count,
+    check_flag,
+    check_stride_variant,
+    device_indices,
+    refuse,
+    split_size,
+)
+from .paged import check_buffer, check_page_numbers, host_page_table
+from .prefill import PrefillArguments, PrefillWrapper
+from .problem import AttentionProblem
+from .wrapper import split_cache
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_BLACKWELL = "it belongs to kernels for Blackwell"
+_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
+    r"""Attention of a batch of queries over a paged cache.
+
+    ``plan`` looks at the lengths and divides the work over the GPU, ``run`` computes a layer; one
+    plan serves every layer of a step.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        For partial results of requests that are split, contiguous, any dtype; 128 MiB are
+        plenty, ``workspace_size`` says what a batch needs. Wrappers that run on different streams
+        need workspaces of their own.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    use_cuda_graph : bool
+        Whether ``run`` will be captured. One graph then serves every batch of up to
+        ``len(qo_indptr_buf) - 1`` requests and as many query tokens as the first plan has, and
+        every length of keys, by planning anew.
+    qo_indptr_buf, paged_kv_indptr_buf : torch.Tensor
+        With `use_cuda_graph`: int32 buffers on the device, of ``capacity + 1`` elements. ``plan``
+        fills them and the next two.
+    paged_kv_indices_buf, paged_kv_last_page_len_buf : torch.Tensor
+        As these, of the most page numbers of a batch, and of ``capacity`` elements.
+    custom_mask_buf, mask_indptr_buf : torch.Tensor, optional
+        With `use_cuda_graph`, if every plan has a custom mask: uint8 of the most bytes that the
+        packed masks of a batch take, and int32 of ``capacity + 1`` elements.
+    backend : str
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; see docs/attention.md.
+    jit_args : list, optional
+        A variant: ``[uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo,
+        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names,
+        additional_scalar_dtypes, variant_name, variant_decl]``; the additional tensors, then
+        scalars, follow the cache in ``run``. See docs/variants.md.
+    jit_kwargs : dict, optional
+        ``pos_encoding_mode`` (0, or 1 to rotate queries and keys) and ``use_sliding_window``.
+    variant_owns_mask : bool
+        With `jit_args`: no key is left out but by the variant's LogitsMask.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    >>> wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    >>> qo_indptr = torch.tensor([0, 40, 57], dtype=torch.int32)
+    >>> kv_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
+    >>> pages = torch.tensor([9, 1, 4, 0, 7], dtype=torch.int32, device="cuda")
+    >>> last = torch.tensor([16, 3], dtype=torch.int32)
+    >>> wrapper.plan(qo_indptr, kv_indptr, pages, last, 32, 8, 128, 16, causal=True)
+    >>> cache = torch.randn(10, 2, 16, 8, 128, dtype=torch.float16, device="cuda")
+    >>> q = torch.randn(57, 32, 128, dtype=torch.float16, device="cuda")
+    >>> wrapper.run(q, cache).shape
+    torch.Size([57, 32, 128])
+    """
+
+    @flashinfer_api
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            custom_mask_buf,
+            mask_indptr_buf,
+            qo_indptr_buf,
+            backend,
+            jit_args,
+            jit_kwargs,
+            variant_owns_mask,
+        )
+        self._paged_kv_indptr_buf = self._paged_kv_indices_buf = None
+        self._paged_kv_last_page_len_buf = None
+        if self._qo_indptr_buf is None:
+            return
+        length = self._qo_indptr_buf.numel()
+        int32, device = torch.int32, self.device
+        name = "paged_kv_indptr_buf"
+        self._paged_kv_indptr_buf = check_buffer(name, paged_kv_indptr_buf, int32, device, length)
+        name = "paged_kv_indices_buf"
+        self._paged_kv_indices_buf = check_buffer(name, paged_kv_indices_buf, int32, device)
+        name = "paged_kv_last_page_len_buf"
+        self._paged_kv_last_page_len_buf = check_buffer(
+            name, paged_kv_last_page_len_buf, int32, device, length - 1
+        )
+
+    @flashinfer_api
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        r"""Divide the work of a batch over the GPU.
+
+        Parameters
+        ----------
+        qo_indptr : torch.Tensor
+            ``[batch_size + 1]``, int32 or int64: rows of `q` of each request. On the host nothing
+            waits for the GPU; index tensors on the GPU are fetched by one copy.
+        paged_kv_indptr : torch.Tensor
+            ``[batch_size + 1]``, int32 or int64: request b has the pages
+            ``paged_kv_indices[paged_kv_indptr[b] : paged_kv_indptr[b + 1]]``.
+        paged_kv_indices : torch.Tensor
+            Page numbers, int32 or int64; used where it lies if it is int32 on the device.
+        paged_kv_last_page_len : torch.Tensor
+            ``[batch_size]``, int32 or int64: tokens in each request's last page.
+        num_qo_heads, num_kv_heads : int
+            The first a multiple of the second, up to 64 times.
+        head_dim_qk : int
+            A multiple of 16 from 16 to 256, or 512.
+        page_size : int
+            Tokens of a page, any number from 1.
+        head_dim_vo : int, optional
+            Of values and outputs; `head_dim_qk` by default.
+        custom_mask : torch.Tensor, optional
+            ``[sum of qo_len * kv_len]`` bool, or uint8 with 0 for False: for each request, row by
+            row, which keys a query sees. Takes the place of `causal`. With CUDA graphs it may be
+            longer; what is beyond the batch is not looked at.
+        packed_custom_mask : torch.Tensor, optional
+            The same as bits, uint8, each request beginning with a byte of its own, as
+            ``segment_packbits(..., bitorder="little")`` packs them. Takes the place of
+            `custom_mask`.
+        causal : bool
+            Query i of a request sees keys up to ``i + kv_len - qo_len``.
+        pos_encoding_mode : str
+            ``"NONE"``; ``"ROPE_LLAMA"``: rotate queries and keys in the kernel; ``"ALIBI"``.
+        use_fp16_qk_reduction : bool
+            Must be False: logits are summed in float32.
+        sm_scale : float, optional
+            Scale of the logits, ``1 / sqrt(head_dim_qk)`` by default.
+        window_left : int
+            How many keys before its own position a query sees; -1: all.
+        logits_soft_cap : float, optional
+            c of ``c * tanh(logits / c)``; None and 0: none.
+        rope_scale, rope_theta : float, optional
+            For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of
+            the second (10,000).
+        q_data_type, kv_data_type, o_data_type : torch.dtype or str
+            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for keys and values. On
+            Hopper also float8_e4m3fn for all three, with a 16-bit `o_data_type`. By
+            default float16, and the first's for the others.
+        non_blocking : bool
+            False waits until the plan and a graph's buffers are on the GPU; else index tensors in
+            pinned memory must stay as they are until then.
+        prefix_len_ptr : torch.Tensor, optional
+            Multi-item scoring: ``[batch_size]`` uint32 (int32 is taken for it), tokens of the
+            prefix that all items of a request share. With the next three.
+        token_pos_in_items_ptr : torch.Tensor, optional
+            ``[batch_size * token_pos_in_items_len]`` uint16 (or int16): for the tokens behind the
+            prefix, their positions in their items; 0 for the delimiters between these.
+        token_pos_in_items_len : int
+            Entries of each request in it.
+        max_item_len_ptr : torch.Tensor, optional
+            ``[batch_size]`` uint16 (or int16): length of the longest item.
+        seq_lens : torch.Tensor, optional
+            ``[batch_size]``: lengths in tokens. On the host, with `paged_kv_last_page_len` on the
+            GPU, they spare fetching it; given both on the host, they must agree.
+        block_tables : None
+            Must be None: pages are given by the index tensors.
+        fixed_split_size : int, optional
+            Cut every request at multiples of this many keys (rounded up to 64) and nowhere else:
+            a request's result then does not depend on the batch it is in. None or -1: wherever it
+            is fastest.
+        disable_split_kv : bool
+            Cut no request, whatever `fixed_split_size` says; with it, a result still does not
+            depend on the batch.
+        seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len : optional
+            Query lengths, bounds of the lengths of queries and of keys, and the one length of all
+            queries: nothing needs them, but they must be true.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described, lengths contradict each other, a CUDA graph's
+            capacity is exceeded, or a workspace is too small (the message says the bytes needed).
+        """
+        self._problem = None  # whatever becomes of this plan
+        arguments = PrefillArguments(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            custom_mask,
+            packed_custom_mask,
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            (q_data_type, kv_data_type, o_data_type),
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            max_item_len_ptr,
+            seq_lens_q,
+            max_token_per_sequence,
+            max_sequence_kv,
+            uniform_q_len,
+        )
+        problem = self._paged_problem(
+            arguments,
+            (qo_indptr, paged_kv_indptr, paged_kv_last_page_len),
+            page_size,
+            seq_lens,
+            block_tables,
+        )
+        name = "paged_kv_indices"
+        if self._paged_kv_indices_buf is None:
+            problem.kv_indices = device_indices(name, paged_kv_indices, self.device)
+        else:
+            problem.kv_indices = check_page_numbers(
+                name, paged_kv_indices, self._paged_kv_indices_buf, problem.kv_indptr
+            )
+        capacity = self._graph_capacity(problem)
+        self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
+        if capacity is not None:
+            self._max_qo_tokens = capacity[1]
+            last_page_len = paged_kv_last_page_len
+            self._keep(
+                non_blocking,
+                (name, paged_kv_indices, self._paged_kv_indices_buf),
+                ("qo_indptr", qo_indptr, self._qo_indptr_buf),
+                ("paged_kv_indptr", paged_kv_indptr, self._paged_kv_indptr_buf),
+                ("paged_kv_last_page_len", last_page_len, self._paged_kv_last_page_len_buf),
+            )
+
+    begin_forward = plan
+
+    def workspace_size(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> tuple[int, int]:
+        """Bytes of workspace that ``plan`` with these arguments needs, exactly.
+
+        Returns
+        -------
+        tuple of int
+            Of the float and of the int workspace.
+        """
+        arguments = PrefillArguments(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            custom_mask,
+            packed_custom_mask,
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            (q_data_type, kv_data_type, o_data_type),
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            max_item_len_ptr,
+            seq_lens_q,
+            max_token_per_sequence,
+            max_sequence_kv,
+            uniform_q_len,
+        )
+        problem = self._paged_problem(
+            arguments,
+            (qo_indptr, paged_kv_indptr, paged_kv_last_page_len),
+            page_size,
+            seq_lens,
+            block_tables,
+        )
+        capacity = self._graph_capacity(problem)
+        return self._executor.workspace_size(
+            problem,
+            fixed_split_size=split_size(fixed_split_size),
+            disable_split_kv=check_flag("disable_split_kv", disable_split_kv),
+            graph_capacity=capacity,
+        )
+
+    def _paged_problem(
+        self,
+        arguments: PrefillArguments,
+        table: tuple[Any, Any, Any],
+        page_size: int,
+        seq_lens: Any,
+        block_tables: Any,
+    ) -> AttentionProblem:
+        refuse("pages are given by the index tensors", block_tables=block_tables)
+        check_count("page_size", page_size)
+        if table[0] is None:
+            raise TypeError("`qo_indptr` must be a torch.Tensor, got NoneType")
+        qo_indptr, indptr, kv_len, last = host_page_table(*table, seq_lens, page_size, _NAMES)
+        problem = self._prefill_problem(
+            arguments,
+            qo_indptr=qo_indptr,
+            kv_indptr=indptr,
+            kv_len=kv_len,
+            last_page_len=last,
+            page_size=page_size,
+            names=PREFILL,
+        )
+        self._add_masks(problem, arguments)
+        return problem
+
+    @flashinfer_api(trace=paged_prefill_run_trace)
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        r"""Attention of the planned batch for one layer.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``; last dimension contiguous, rows at
+            multiples of 16 bytes. With CUDA graphs it may have more rows; those beyond the plan
+            are not computed.
+        paged_kv_cache : torch.Tensor or tuple of torch.Tensor
+            Keys and values, each ``[num_pages, page_size, num_kv_heads, head_dim]`` (``"NHD"``) or
+            ``[num_pages, num_kv_heads, page_size, head_dim]`` (``"HND"``), or one tensor with a
+            dimension of 2 after the first; pages of one token need no dimension for it. Last
+            dimension contiguous, rows at multiples of 16 bytes, other strides free.
+        *args
+            Additional tensors, then scalars, of `jit_args`; without these `q_scale`, `k_scale` and
+            `v_scale`.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            Scales of quantised tensors: the first two multiply
+            the logits, the last the output. A number (also a tensor of one on the CPU), or float32
+            on the device of `q`, which the host does not wait for and a CUDA graph reads at each
+            replay: ``[num_qo_heads]`` for queries, ``[num_kv_heads]`` for keys and values, or one
+            value for all heads. Those on the device must be positive.
+        out : torch.Tensor, optional
+            Where the output goes: ``[tokens, num_qo_heads, head_dim_vo]`` of `o_data_type`.
+        lse : torch.Tensor, optional
+            Where the log-sum-exps go, float32: shape by `lse_layout`, contiguous.
+        return_lse : bool
+            Whether they are returned.
+        lse_base : {"log2", "ln"}
+            Base 2 costs nothing; the natural logarithm is converted by a kernel more.
+        lse_layout : {"NH", "HN"}
+            ``[tokens, num_qo_heads]``; or transposed, by a kernel more.
+        enable_pdl : bool, optional
+            Programmatic dependent launch; None: where the device has it.
+        window_left : int, optional
+            A window for this layer, within the planned one.
+        sinks : torch.Tensor, optional
+            ``[num_qo_heads]`` float32: a logit per head that takes part in the softmax without a
+            value.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            Output and, with `return_lse`, log-sum-exps.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described.
+        """
+        refuse(
+            _BLACKWELL,
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            use_fp16_softmax=use_fp16_softmax,
+            uses_spcompress=uses_spcompress,
+        )
+        k, v = split_cache(paged_kv_cache)
+        return self._launch_prefill(
+            *(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse),
+            *(lse_base, lse_layout, window_left, sinks, enable_pdl),
+        )
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    @flashinfer_api
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Deprecated: ``run`` with options that take the place of the plan's."""
+        self._override_prefill(
+            *(causal, pos_encoding_mode, use_fp16_qk_reduction, window_left),
+            *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
+        )
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+
+    @flashinfer_api
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Deprecated: ``run_return_lse`` with options that take the place of the plan's."""
+        self._override_prefill(
+            *(causal, pos_encoding_mode, use_fp16_qk_reduction, window_left),
+            *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
+        )
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to compile beforehand: any strides are arguments of the one kernel.
+
+        Parameters
+        ----------
+        variant : {"independent", "equal", "runtime"}
+            How strides of keys and values relate.
+
+        Raises
+        ------
+        ValueError
+            If `variant` is another.
+        """
+        check_stride_variant(variant)
