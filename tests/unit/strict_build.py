@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def strict_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[py
     current_compilation_context.reset()
     yield monkeypatch
     current_compilation_context.reset()
+
+
+def peak_bytes() -> int:
+    """Memory of the largest process that this one has waited for, or that those have."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
 def spills(spec: JitSpec) -> list[str]:

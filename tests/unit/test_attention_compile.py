@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from strict_build import peak_bytes
 from strict_build import strict_build as strict_build
 
 from flashinfer.jit import JitSpec, build_jit_specs
@@ -90,6 +91,7 @@ def test_compiles_for_every_target(
     strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", chosen)
     spec = gen_attention_module(value)
     spec.build()
+    assert peak_bytes() < 1.5 * 2**30, "of one compiler"
     found = sorted((k.arch, k.short_name) for k in read_kernels(spec.get_library_path()))
     targets = [f"sm_{target.replace('.', '')}" for target in chosen.split()]
     assert found == sorted(

@@ -6,6 +6,7 @@ import resource
 
 import pytest
 import torch
+from strict_build import peak_bytes
 from strict_build import strict_build as strict_build
 
 from flashinfer.jit import JitSpec
@@ -100,6 +101,7 @@ def test_it_multiplies_by_warpgroups_without_spills(
     strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0")
     spec = gen_attention_module(value)
     spec.build()
+    assert peak_bytes() < 1.5 * 2**30, "of one compiler"
     kernels = {kernel.short_name: kernel for kernel in read_kernels(spec.get_library_path())}
     assert set(kernels) == {KERNEL, "merge_kernel"}
     code = code_of(spec)
