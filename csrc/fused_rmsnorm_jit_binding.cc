@@ -94,6 +94,9 @@ void run(ffi::Args& args) {
   }
   if (kGroups) {
     for (const ffi::Tensor& tensor : {input, residual, normed, out}) check_aligned(tensor);
+    if (!ffi::is_aligned(weight, 16)) {
+      ffi::raise("ValueError", "`weight` must begin on 16 bytes for quantisation in blocks");
+    }
   }
 
   ffi::check_cuda(input);
@@ -123,9 +126,6 @@ void run(ffi::Args& args) {
                         (!residual || rows_are_aligned(residual, 16)) &&
                         rows_are_aligned(out, out_vec_bytes < 16 ? out_vec_bytes : 16) &&
                         ffi::is_aligned(weight, 16);
-  if (kGroups && !params.vectorizable) {
-    ffi::raise("ValueError", "`weight` must be aligned to 16 bytes");
-  }
   const ffi::DeviceGuard guard(input);
   ffi::check_launch(fused_rmsnorm(params, ffi::device_info(input),
                                   ffi::resolve_pdl(enable_pdl, input), ffi::current_stream(input)));

@@ -74,7 +74,7 @@ def fused_add_rmsnorm_fp8_block_quant(
         If a tensor argument is not a tensor, or a number not a number.
     ValueError
         If a tensor is not on the GPU or has a shape, dtype, stride or overlap not listed above; or
-        if a row does not begin on 16 bytes.
+        if a row, or `weight`, does not begin on 16 bytes.
 
     Notes
     -----

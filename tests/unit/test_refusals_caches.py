@@ -14,6 +14,7 @@ import torch
 
 from flashinfer import _kernels, cascade, concat_ops, norm, page, rope
 from tests.cascade import test_cascade_fuzz as cascade_fuzz
+from tests.cascade import test_concat_fuzz as concat_fuzz
 from tests.fuzzing import Fault, assert_refused
 from tests.norm import test_qk_norm_rope_fuzz as video_fuzz
 from tests.page import test_page_fuzz as page_fuzz
@@ -24,39 +25,14 @@ pytestmark = pytest.mark.compiler
 CPU = torch.device("cpu")
 
 
-def _concat(function: str, device: torch.device) -> dict[str, Any]:
-    k, nope, rope_part = (torch.randn(5, n, d) for n, d in ((4, 24), (4, 16), (1, 8)))
-    return {"k": k, "k_nope": nope, "k_rope": rope_part}
-
-
-def _with(name: str, value: Any) -> Fault:
-    return lambda arguments: {**arguments, name: value}
-
-
-CONCAT_FAULTS: dict[str, Fault] = {
-    "k double": lambda a: {**a, "k": a["k"].double()},
-    "k longer": lambda a: {**a, "k": torch.zeros(5, 4, 25)},
-    "k strided": lambda a: {**a, "k": torch.zeros(5, 4, 48)[..., ::2]},
-    "k expanded": lambda a: {**a, "k": torch.zeros(1, 4, 24).expand(5, 4, 24)},
-    "k missing": _with("k", None),
-    "k_nope of another dtype": lambda a: {**a, "k_nope": a["k_nope"].half()},
-    "k_nope two-dimensional": lambda a: {**a, "k_nope": a["k_nope"][:, 0]},
-    "k_nope of other tokens": lambda a: {**a, "k_nope": a["k_nope"][:4]},
-    "k_nope in k": lambda a: {**a, "k_nope": a["k"][..., :16]},
-    "k_nope missing": _with("k_nope", None),
-    "k_rope of two heads": lambda a: {**a, "k_rope": torch.zeros(5, 2, 8)},
-    "k_rope strided": lambda a: {**a, "k_rope": torch.zeros(5, 1, 16)[..., ::2]},
-    "k_rope missing": _with("k_rope", None),
-    "backend unknown": _with("backend", "cake"),
-}
-
+CONCAT_FAULTS = concat_fuzz.FAULTS | concat_fuzz.KERNEL_FAULTS
 FAMILIES: list[tuple[Any, tuple[str, ...], Callable[..., dict[str, Any]], dict[str, Fault]]] = [
     (rope, rope_fuzz.FUNCTIONS, rope_fuzz.usual, rope_fuzz.FAULTS),
     (rope, quantize_fuzz.FUNCTIONS, quantize_fuzz.usual, quantize_fuzz.FAULTS),
     (page, page_fuzz.FUNCTIONS, page_fuzz.usual, page_fuzz.FAULTS),
     (cascade, cascade_fuzz.FUNCTIONS, cascade_fuzz.usual, cascade_fuzz.FAULTS),
     (norm, ("fused_qk_rmsnorm_rope",), video_fuzz.usual, video_fuzz.FAULTS),
-    (concat_ops, ("concat_mla_k",), _concat, CONCAT_FAULTS),
+    (concat_ops, ("concat_mla_k",), concat_fuzz.usual, CONCAT_FAULTS),
 ]
 IN_PLACE = {**rope_fuzz.IN_PLACE_FAULTS, **cascade_fuzz.IN_PLACE_FAULTS}
 CALLS = {

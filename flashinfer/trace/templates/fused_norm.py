@@ -21,7 +21,7 @@ def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 
 def _block_quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 codes of groups of 128, and their scales column by column, padded to fours."""
-    blocks = y.float().reshape(y.shape[0], -1, 128)
+    blocks = y.float().reshape(y.shape[0], y.shape[1] // 128, 128)
     scale = divide(blocks.abs().amax(-1).clamp(min=1e-4), 448.0)
     codes = to_8bit(blocks / scale[..., None], torch.float8_e4m3fn)
     columns = scale.new_zeros(scale.shape[1], -(-y.shape[0] // 4) * 4)
@@ -150,7 +150,11 @@ _RESIDUAL = _rows(dtype_from="hidden_states")
 _WEIGHT = Tensor(["hidden_size"], dtype_from="hidden_states", layout="rows")
 _CODES = _rows(param="out", dtype="float8_e4m3fn", description="Quantised result.")
 _SCALES = Tensor(
-    _COLUMNS, param="block_scale", dtype="float32", description="Scales, column by column."
+    _COLUMNS,
+    param="block_scale",
+    dtype="float32",
+    description="Scales, column by column.",
+    layout="rows",
 )
 
 fused_add_rmsnorm_fp8_block_quant_trace = TraceTemplate(
@@ -162,7 +166,7 @@ fused_add_rmsnorm_fp8_block_quant_trace = TraceTemplate(
     outputs={
         "output": _CODES,
         "block_scale": _SCALES,
-        "normed": _rows(param="normed_out", dtype_from="hidden_states"),
+        "normed": _rows(param="normed_out", dtype_from="hidden_states", in_place_of="input"),
         "residual_out": _rows(param="residual", dtype_from="residual"),
     },
     constraints=["hidden_size % 128 == 0"],
@@ -197,7 +201,10 @@ fused_rmsnorm_silu_trace = TraceTemplate(
     inputs={"hidden_states": _INPUT, "weight": _WEIGHT, "eps": _EPS},
     outputs={
         "output": _rows(
-            param="out", dtypes=(*FLOATING, "float8_e4m3fn"), dtype_from="hidden_states"
+            param="out",
+            dtypes=(*FLOATING, "float8_e4m3fn"),
+            dtype_from="hidden_states",
+            in_place_of="input",
         )
     },
     tags=["status:verified", "fused"],
