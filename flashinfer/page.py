@@ -211,7 +211,7 @@ def get_batch_indices_positions(
     seq_lens : torch.Tensor
         Length of each request with its new tokens, ``[batch_size]``, int32.
     nnz : int
-        Number of tokens, at least 0. May exceed ``append_indptr[-1]``, so that one CUDA graph
+        Number of tokens, from 0 to 2^31 - 1. May exceed ``append_indptr[-1]``, so that one CUDA graph
         serves batches of several sizes.
     batch_indices, positions : torch.Tensor, optional
         Results, ``[nnz]``, int32, contiguous.
@@ -230,7 +230,7 @@ def get_batch_indices_positions(
         If an argument is not a tensor, or `nnz` not an int.
     ValueError
         If a tensor is not on the GPU or has a shape, dtype or stride not listed above; if `nnz`
-        is negative.
+        is out of range.
 
     Examples
     --------
@@ -241,8 +241,8 @@ def get_batch_indices_positions(
     """
     if type(nnz) is not int:
         raise TypeError(f"`nnz` must be an int, got {type(nnz).__name__}")
-    if nnz < 0:
-        raise ValueError(f"`nnz` must not be negative, got {nnz}")
+    if not 0 <= nnz < 2**31:
+        raise ValueError(f"`nnz` must be between 0 and 2^31 - 1, got {nnz}")
     if batch_indices is None:
         batch_indices = _empty_indices(nnz, "append_indptr", append_indptr)
     if positions is None:

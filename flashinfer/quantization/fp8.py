@@ -71,7 +71,7 @@ def per_token_group_quant_8bit(
     Raises
     ------
     TypeError
-        If `x` is not a tensor, `eps` not a number or a flag not a bool.
+        If `x` is not a tensor, `eps` not a number, `dst_dtype` not a dtype or a flag not a bool.
     ValueError
         If `x` is not on the GPU or has a shape, dtype or stride not listed above; if
         `column_major_scales` meets another rank than 2; if `scale_tma_aligned` is asked for without
@@ -155,6 +155,8 @@ def _group_quant_8bit(
     if scale_tma_aligned and not column_major_scales:
         raise ValueError("`scale_tma_aligned` needs `column_major_scales`, got False")
     dst_dtype = torch.float8_e4m3fn if dst_dtype is None else dst_dtype
+    if not isinstance(dst_dtype, torch.dtype):
+        raise TypeError(f"`dst_dtype` must be a torch.dtype, got {dst_dtype!r}")
     if dst_dtype not in _CODES:
         check_dtype("dst_dtype", dst_dtype, tuple(_CODES))
     check_matrix("x", x, (2 if silu_and_mul else 1) * group_size)

@@ -175,6 +175,7 @@ FAULTS: dict[str, Fault] = {
     "eps infinite": put("eps", float("inf")),
     "eps text": put("eps", "1e-10"),
     "dst_dtype bfloat16": put("dst_dtype", torch.bfloat16),
+    "dst_dtype text": put("dst_dtype", "float8_e4m3fn"),
     "dst_dtype uint8": put("dst_dtype", torch.uint8),
     "column_major_scales a number": put("column_major_scales", 1),
     "scale_tma_aligned text": put("scale_tma_aligned", "yes"),

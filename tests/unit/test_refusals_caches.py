@@ -79,3 +79,10 @@ def test_bad_call_is_refused_by_name(function, change, fault):
     api, usual = CALLS[function]
     error = assert_refused(api, change(usual(function, CPU)), fault.split()[0])
     assert "CUDA tensor" not in error, "the fault itself was not seen"
+
+
+def test_tokens_that_int32_does_not_count():
+    indptr = torch.tensor([0, 3], dtype=torch.int32)
+    for nnz in (2**31, 2**70):
+        with pytest.raises(ValueError, match=rf"`nnz` must be between 0 and 2\^31 - 1, got {nnz}"):
+            page.get_batch_indices_positions(indptr, indptr[1:], nnz)
