@@ -279,14 +279,21 @@ def _ordered_filter(filter_apply_order: str) -> Filter:
 
 
 def _both_filters(
-    filter_apply_order: str, probs: torch.Tensor, top_k: Any, top_p: Any
+    filter_apply_order: str, rows: torch.Tensor, top_k: Any, top_p: Any, logits: bool
 ) -> tuple[Filter, tuple[Any, ...]]:
     """Filter and its parameters; a top-k that keeps everything is left out, as top-p alone has a
-    kernel that reads the row once."""
+    faster kernel.
+
+    Which must draw the token that a tensor of the same numbers draws. Without any filter logits
+    are weighed tile by tile, which rounds differently: top-p alone only takes what is below 1.
+    """
     filter = _ordered_filter(filter_apply_order)
-    is_matrix = isinstance(probs, torch.Tensor) and probs.dim() == 2
-    if is_matrix and type(top_k) is int and not 1 <= top_k < probs.shape[1]:
-        return Filter.TOP_P, (row_floats(top_p),)
+    is_matrix = isinstance(rows, torch.Tensor) and rows.dim() == 2
+    if is_matrix and type(top_k) is int and not 1 <= top_k < rows.shape[1]:
+        if not logits or (type(top_p) is float and not top_p >= 1):
+            return Filter.TOP_P, (row_floats(top_p),)
+        if type(top_p) in (int, float) and top_p >= 1:
+            return Filter.NONE, ()
     return filter, (row_ints(top_k), row_floats(top_p))
 
 
@@ -316,7 +323,7 @@ def top_k_top_p_sampling_from_probs(
     probs, indices, deterministic, generator, check_nan, seed, offset, return_valid
         As for `sampling_from_probs`, which also lists result and errors.
     """
-    filter, parameters = _both_filters(filter_apply_order, probs, top_k, top_p)
+    filter, parameters = _both_filters(filter_apply_order, probs, top_k, top_p, logits=False)
     kernels = _from_probs[filter]
     return _sample(
         kernels,
@@ -349,7 +356,7 @@ def top_k_top_p_sampling_from_logits(
 
     +inf elements share everything; a row of nothing but -inf is invalid.
     """
-    filter, parameters = _both_filters(filter_apply_order, logits, top_k, top_p)
+    filter, parameters = _both_filters(filter_apply_order, logits, top_k, top_p, logits=True)
     kernels = _from_logits[filter]
     return _sample(
         kernels, logits, parameters, indices, deterministic, generator, check_nan, seed, offset

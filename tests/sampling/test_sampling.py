@@ -136,6 +136,7 @@ def test_tokens_are_those_of_the_reference(vocab_size, dtype, device):
     number = torch.arange(6, device=device)
     key = {"seed": number * 7, "offset": number + 3}
     k, p = (number * 9 + 1).int(), (number + 1) / 7
+    some_k = torch.where(number % 2 == 0, vocab_size, k)
     for api, filters in (
         (flashinfer.sampling_from_probs, {}),
         (flashinfer.top_p_sampling_from_probs, {"top_p": p}),
@@ -146,10 +147,38 @@ def test_tokens_are_those_of_the_reference(vocab_size, dtype, device):
             flashinfer.top_k_top_p_sampling_from_probs,
             {"top_k": k, "top_p": p, "filter_apply_order": "joint"},
         ),
+        (flashinfer.top_k_top_p_sampling_from_probs, {"top_k": some_k, "top_p": p}),
     ):
         assert_matches_reference(api, probs=probs, **filters, **key)
     logits = probs.float().log().to(dtype)
     assert_matches_reference(flashinfer.sampling_from_logits, logits=logits, **key)
+
+
+@pytest.mark.parametrize("order", ["top_k_first", "joint"])
+@pytest.mark.parametrize("p", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("rows", [3, 12])
+def test_a_top_k_that_keeps_all_draws_the_same_as_a_number_and_as_a_tensor(rows, p, order, device):
+    vocab_size = 12007 if device.type == "cuda" else 501
+    probs = _probs(rows, vocab_size, device)
+    probs[0] = 1.0
+    probs[1] = torch.exp2(-torch.arange(vocab_size, device=device) / 8.0)
+    single = torch.full((rows,), p, device=device)
+    key = {"filter_apply_order": order, "offset": torch.arange(rows, device=device)}
+    for api, values in (
+        (flashinfer.top_k_top_p_sampling_from_probs, probs),
+        (flashinfer.top_k_top_p_sampling_from_logits, probs.log()),
+    ):
+        for seed in range(60 if device.type == "cuda" else 3):
+            key["seed"] = torch.full((rows,), seed, device=device)
+            wanted = api(values, 0, p, **key)
+            for number in (0, vocab_size, vocab_size + 9):
+                k = torch.full((rows,), number, dtype=torch.int32, device=device)
+                assert torch.equal(api(values, number, single, **key), wanted)
+                assert torch.equal(api(values, k, p, **key), wanted)
+                assert torch.equal(api(values, k, single, **key), wanted)
+            # Nor does it matter what top-k the other rows have.
+            k[1::2] = 5
+            assert torch.equal(api(values, k, p, **key)[::2], wanted[::2])
 
 
 @each_draw

@@ -151,10 +151,9 @@ def _draw(
         if weights is None or any(value != value for value in own.values()):
             continue
         valid[output] = True
-        # A top-k for all rows that keeps everything leaves a draw by top-p alone.
-        top_k = filters.get("top_k", 0)
-        is_nucleus = isinstance(top_k, int) and not 1 <= top_k < row.numel()
-        if "top_p" in own and is_nucleus and not logits:
+        # A top-k that keeps everything leaves a draw by top-p alone.
+        is_nucleus = "top_p" in own and not 1 <= own.get("top_k", 0) < row.numel()
+        if is_nucleus and not logits:
             tokens[output] = _nucleus_token(row, weights, own["top_p"], key)
         else:
             kept = weights * (row >= _row_threshold(row, weights, **own))

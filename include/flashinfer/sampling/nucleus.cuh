@@ -79,10 +79,7 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
     pending.half = halves.top - depth;
     halves.add_up_tiles(storage, keeps_all ? 0xffffffffu : depth + 1);
     __syncthreads();
-    // The least half begins at 0.
-    const float floor = keeps_all          ? negative_infinity()
-                        : pending.half > 2 ? __uint_as_float(pending.half << 22)
-                                           : 0.f;
+    const float floor = keeps_all ? negative_infinity() : detail::half_start(pending.half);
     detail::draw_by_tiles(storage, params, row, halves.top, floor, bits);
     __syncthreads();
     pending.token = storage.token;

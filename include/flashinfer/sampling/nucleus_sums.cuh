@@ -14,6 +14,11 @@ __device__ __forceinline__ uint32_t half_of(float x) {
   return max((__float_as_uint(x) & 0x7fffffffu) >> 22, 2u);
 }
 
+// The least value of a half; that of the least one is 0.
+__device__ __forceinline__ float half_start(uint32_t half) {
+  return half > 2 ? __uint_as_float(half << 22) : 0.f;
+}
+
 // A value is mantissa * 2^(half / 2 - 150).
 __device__ __forceinline__ uint32_t mantissa_of(float x) {
   const uint32_t bits = __float_as_uint(x) & 0x7fffffffu;

@@ -198,19 +198,26 @@ __device__ __forceinline__ float find_threshold(Row& row, SelectStorage& storage
   return threshold;
 }
 
-// Draws from the elements that are at least `threshold`; the warp that has the element writes it.
-template <typename Row, typename Weight>
-__device__ __forceinline__ void draw_from_row(const SamplingParams& params, Row& row,
-                                              const Weight& weight, float threshold, uint64_t bits,
-                                              uint32_t out_row) {
+// Draws from the elements that are at least `threshold`; the warp that has the element calls
+// found(token).
+template <typename Row, typename Weight, typename Found>
+__device__ __forceinline__ void find_in_row(Row& row, const Weight& weight, float threshold,
+                                            uint64_t bits, Found found) {
   const uint64_t* list = row.gather(warp_weight(row, weight, threshold));
   const uint64_t total = row.sum_list(list, row.num_ranks * row.num_warps);
   const uint64_t before = row.sum_list(list, row.global_warp());
   const uint64_t target = __umul64hi(bits, total) - before;
-  if (target < list[row.global_warp()]) {
-    const uint32_t token = find_in_stretch(row, weight, threshold, target);
+  if (target < list[row.global_warp()]) found(find_in_stretch(row, weight, threshold, target));
+}
+
+// The same; the element is the row's token.
+template <typename Row, typename Weight>
+__device__ __forceinline__ void draw_from_row(const SamplingParams& params, Row& row,
+                                              const Weight& weight, float threshold, uint64_t bits,
+                                              uint32_t out_row) {
+  find_in_row(row, weight, threshold, bits, [&](uint32_t token) {
     if (row.lane_idx == 0) write_token(params, out_row, token);
-  }
+  });
 }
 
 }  // namespace detail

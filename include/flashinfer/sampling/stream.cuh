@@ -10,9 +10,33 @@
 // whole, by the same steps as in sampling.cuh.
 #pragma once
 
+#include <flashinfer/sampling/nucleus_sums.cuh>
 #include <flashinfer/sampling/top_groups.cuh>
 
 namespace flashinfer {
+
+namespace detail {
+
+// Draws the token that nucleus.cuh draws, from a row of which its own top-k leaves everything: a
+// top-k for all rows that does so sends them there, and the token must not depend on that.
+template <typename Row>
+__device__ __forceinline__ void draw_from_nucleus(const SamplingParams& params, Row& row,
+                                                  const ProbWeight& weight, float max,
+                                                  float threshold, uint32_t out_row) {
+  const uint32_t half = half_of(threshold);
+  bool is_drawn = false;
+  if (half_of(max) / 2 - half / 2 < NucleusLayout::kHalves / 2 - 1) {
+    find_in_row(row, weight, half_start(half), row_bits(params, out_row), [&](uint32_t token) {
+      is_drawn = to_float(row.row[token]) >= threshold;
+      if (is_drawn && row.lane_idx == 0) write_token(params, out_row, token);
+    });
+  }
+  if (!__syncthreads_or(is_drawn)) {
+    draw_from_row(params, row, weight, threshold, row_bits(params, out_row, 1), out_row);
+  }
+}
+
+}  // namespace detail
 
 // Grid: output rows; 512 threads.
 template <typename Traits>
@@ -83,6 +107,12 @@ __global__ void __launch_bounds__(512, 1)
     const RowMaxima maxima{tiles.max, negative_infinity(), negative_infinity()};
     const float threshold =
         detail::find_threshold<Traits>(whole, storage.select, maxima, weight, k, p, 0.f);
+    if constexpr (Traits::kTopP && !Traits::kLogits) {
+      if (k < 1 || static_cast<uint32_t>(k) >= params.vocab_size) {
+        detail::draw_from_nucleus(params, whole, weight, tiles.max, threshold, out_row);
+        return;
+      }
+    }
     detail::draw_from_row(params, whole, weight, threshold, bits, out_row);
   }
 }
