@@ -38,35 +38,44 @@ class MagnitudeMax {
       return __uint_as_float(bits_);
     } else {
       bits_ = larger(bits_, bits_ >> 16);
-      return to_float(T{static_cast<uint16_t>(bits_)});
+      return to_float(T{static_cast<uint16_t>(bits_ & 0x7fffu)});
     }
   }
 
  private:
-  // max(a, |b|), a not negative
+  // max(a, |b|); a is not negative, but may have any sign in 16 bits on sm_86 and later.
   __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) {
+    if constexpr (sizeof(T) == 4) {
 #if __CUDA_ARCH__ < 800
-    // max.NaN needs sm_80. Magnitudes are in the order of their bits, NaN above infinity.
-    if constexpr (sizeof(T) == 4) {
+      // max.NaN needs sm_80. Magnitudes are in the order of their bits, NaN above infinity.
       return max(a, b & 0x7fffffffu);
-    } else {
-      return __vmaxu2(a, b & 0x7fff7fffu);
-    }
 #else
-    uint32_t result;
-    if constexpr (sizeof(T) == 4) {
       float value;
       asm("max.NaN.f32 %0, %1, %2;"
           : "=f"(value)
           : "f"(__uint_as_float(a)), "f"(fabsf(__uint_as_float(b))));
-      result = __float_as_uint(value);
-    } else if constexpr (std::is_same_v<T, dtype::bfloat16>) {
-      asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b & 0x7fff7fffu));
-    } else {
-      asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b & 0x7fff7fffu));
-    }
-    return result;
+      return __float_as_uint(value);
 #endif
+    } else {
+#if __CUDA_ARCH__ < 800
+      return __vmaxu2(a, b & 0x7fff7fffu);
+#else
+      uint32_t result;
+#if __CUDA_ARCH__ < 860
+      b &= 0x7fff7fffu;
+#define FLASHINFER_MAGNITUDES ".NaN"
+#else
+#define FLASHINFER_MAGNITUDES ".NaN.xorsign.abs"  // takes magnitudes itself, and leaves a sign
+#endif
+      if constexpr (std::is_same_v<T, dtype::bfloat16>) {
+        asm("max" FLASHINFER_MAGNITUDES ".bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+      } else {
+        asm("max" FLASHINFER_MAGNITUDES ".f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+      }
+#undef FLASHINFER_MAGNITUDES
+      return result;
+#endif
+    }
   }
 
   uint32_t bits_ = 0;

@@ -53,13 +53,16 @@ __device__ __forceinline__ uint32_t pack_e2m1(const float (&half)[N]) {
   }
   return word;
 #else
-  // Words by bytes: codes of two elements, and the signs of the even and of the odd elements.
+  // Words by bytes: codes of two elements, and the signs of the even and of the odd elements. Codes
+  // are shifted by products, which the integer pipe has no part in; their factors have a second
+  // bit, as the compiler makes shifts of powers of two. It only reaches bits 24 and up, where
+  // kRoundToInteger's are.
   uint32_t codes[4] = {}, even[4] = {}, odd[4] = {};
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     const float low = detail::e2m1_shifted_code(fabsf(half[2 * i]));
     const float high = detail::e2m1_shifted_code(fabsf(half[2 * i + 1]));
-    codes[i] = __float_as_uint(fmaf(high - detail::kRoundToInteger, 16.f, low));
+    codes[i] = __float_as_uint(high) * 0x01000010u + __float_as_uint(low);
     even[i] = __float_as_uint(half[2 * i]);
     odd[i] = __float_as_uint(half[2 * i + 1]);
   }
@@ -71,8 +74,12 @@ __device__ __forceinline__ uint32_t pack_e2m1(const float (&half)[N]) {
   };
   constexpr uint32_t kLowest = 0x0040, kSigns = 0x00fb;  // byte 0 of each; eight times bit 31
   const uint32_t signs = (gather(even, kSigns) & 0x08080808u) | (gather(odd, kSigns) & 0x80808080u);
+  if constexpr (N == 8) {
+    const uint32_t three = codes[0] + codes[1] * 0x01000100u + codes[2] * 0x01010000u;
+    return detail::permute_bytes(three, codes[3], 0x4210) | signs;
+  }
   const uint32_t word = gather(codes, kLowest) | signs;
-  return N == 8 ? word : word & (N == 4 ? 0xffffu : 0xffu);
+  return word & (N == 4 ? 0xffffu : 0xffu);
 #endif
 }
 
