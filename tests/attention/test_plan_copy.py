@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,39 @@ def test_plan_and_run_wait_for_nothing_on_the_gpu(path, device):
     step()
     assert not torch.cuda.current_stream().query(), "the step waited for the GPU"
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill", "BatchAttention"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_index_tensors_on_the_gpu_are_fetched_by_one_copy(path, dtype, device):
+    batch = Batch((1, 1, 1) if path == "decode" else (30, 1, 700), (5000, 64, 700))
+    starts, indices, last, _ = batch.table()
+    tables = [starts, indices, last]
+    if path == "BatchAttention":
+        tables[2] = torch.tensor(batch.kv_lens)
+    if path != "decode":
+        tables = [indptr(batch.qo_lens), *tables]
+    tables = [table.to(device, dtype) for table in tables]
+    heads: tuple[int, ...] = (8, 2, 128, 16)
+    floats = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper: Any = flashinfer.BatchAttention(device=str(device))
+    if path == "decode":
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(floats)
+    elif path == "prefill":
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(floats)
+    else:
+        heads = (8, 2, 128, 128, 16)
+    wrapper.plan(*tables, *heads, q_data_type=BF16)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            wrapper.plan(*tables, *heads, q_data_type=BF16)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+    assert len(waits) == 1, waits
 
 
 def test_a_plan_within_a_capture_is_refused():
