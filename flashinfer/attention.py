@@ -9,7 +9,6 @@ import torch
 from ._attention.arguments import (
     check_count,
     check_flag,
-    check_stride_variant,
     check_window,
     device_indices,
     host_indices,
@@ -20,6 +19,7 @@ from ._attention.arguments import (
     soft_cap,
 )
 from ._attention.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
+from ._attention.paged import PagedWrapper
 from ._attention.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._attention.problem import AttentionProblem
 from ._attention.wrapper import AttentionWrapper, split_cache
@@ -36,7 +36,7 @@ __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class BatchAttention(AttentionWrapper):
+class BatchAttention(PagedWrapper, AttentionWrapper):
     r"""Attention of a batch in which some requests decode and others prefill, in one call.
 
     With ``"fa2"`` requests of up to 16 packed query rows (query tokens times query heads per KV
@@ -222,21 +222,6 @@ class BatchAttention(AttentionWrapper):
             *(q, k, v, (), None, k_scale, v_scale, out, lse, True), *(None, None, None)
         )
         return result[0], result[1]
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Nothing to compile beforehand: any strides are arguments of the one kernel.
-
-        Parameters
-        ----------
-        variant : {"independent", "equal", "runtime"}
-            How strides of keys and values relate.
-
-        Raises
-        ------
-        ValueError
-            If `variant` is another.
-        """
-        check_stride_variant(variant)
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):

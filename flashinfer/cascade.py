@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from ._attention.arguments import check_count, check_flag, check_stride_variant
+from ._attention.arguments import check_count, check_flag
+from ._attention.paged import PagedWrapper
 from ._attention.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._attention.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -191,7 +192,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     return v_out, s_out
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(PagedWrapper):
     r"""Attention over levels of keys, the upper of which many requests share.
 
     On each level the query tokens are divided into requests anew, each with pages of its own: on
@@ -426,21 +427,6 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
 
     def end_forward(self) -> None:
         """Deprecated: nothing ends with a step; here for callers that pair it."""
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Nothing to compile beforehand: any strides are arguments of the one kernel.
-
-        Parameters
-        ----------
-        variant : {"independent", "equal", "runtime"}
-            How strides of keys and values relate.
-
-        Raises
-        ------
-        ValueError
-            If `variant` is another.
-        """
-        check_stride_variant(variant)
 
 
 def _per_level(num_levels: int, lists: dict[str, Any]) -> list[Sequence[torch.Tensor]]:

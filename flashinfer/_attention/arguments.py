@@ -216,12 +216,6 @@ def refuse(reason: str, **arguments: Any) -> None:
             raise ValueError(f"`{name}` must be left out: {reason}")
 
 
-def check_stride_variant(variant: Any) -> None:
-    """How strides of keys and values relate; any strides are arguments of the one kernel."""
-    if variant not in ("independent", "equal", "runtime"):
-        raise ValueError(f"`variant` must be 'independent', 'equal' or 'runtime', got {variant!r}")
-
-
 def check_backend(backend: Any, allowed: Sequence[str] = ("auto", "fa2", "fa3")) -> None:
     """The backends of the attention wrappers, or those that one of them has."""
     if backend in allowed:

@@ -13,13 +13,12 @@ from ..trace.templates.attention import paged_decode_run_trace
 from .arguments import (
     check_count,
     check_flag,
-    check_stride_variant,
     device_indices,
     refuse,
     split_size,
     with_data_type,
 )
-from .paged import check_buffer, check_page_numbers, host_page_table, keep
+from .paged import PagedWrapper, check_buffer, check_page_numbers, host_page_table, keep
 from .problem import AttentionProblem
 from .wrapper import AttentionWrapper, split_cache
 
@@ -28,7 +27,7 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _NAMES = ("qo_indptr", "indptr", "last_page_len")
 
 
-class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
     r"""Decode attention of a batch over a paged cache.
 
     ``plan`` looks at the lengths and divides the work over the GPU, ``run`` computes a layer; one
@@ -427,21 +426,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Nothing to compile beforehand: any strides are arguments of the one kernel.
-
-        Parameters
-        ----------
-        variant : {"independent", "equal", "runtime"}
-            How strides of keys and values relate.
-
-        Raises
-        ------
-        ValueError
-            If `variant` is another.
-        """
-        check_stride_variant(variant)
 
     def _check_q_len(self, q_len_per_req: int) -> None:
         planned = self._problem.tokens_per_request if self._problem is not None else 1

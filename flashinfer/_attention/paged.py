@@ -9,6 +9,28 @@ import torch
 from .arguments import check_index_vector, host_indices, page_numbers
 
 
+class PagedWrapper:
+    """What the wrappers over pages have in common."""
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to compile beforehand: any strides are arguments of the one kernel.
+
+        Parameters
+        ----------
+        variant : {"independent", "equal", "runtime"}
+            How strides of keys and values relate.
+
+        Raises
+        ------
+        ValueError
+            If `variant` is another.
+        """
+        if variant not in ("independent", "equal", "runtime"):
+            raise ValueError(
+                f"`variant` must be 'independent', 'equal' or 'runtime', got {variant!r}"
+            )
+
+
 def host_page_table(
     qo_indptr: Any | None,
     indptr: Any,

@@ -15,12 +15,11 @@ from ..trace.templates.attention import paged_prefill_run_trace
 from .arguments import (
     check_count,
     check_flag,
-    check_stride_variant,
     device_indices,
     refuse,
     split_size,
 )
-from .paged import check_buffer, check_page_numbers, host_page_table
+from .paged import PagedWrapper, check_buffer, check_page_numbers, host_page_table
 from .prefill import PrefillArguments, PrefillWrapper
 from .problem import AttentionProblem
 from .wrapper import split_cache
@@ -31,7 +30,7 @@ _BLACKWELL = "it belongs to kernels for Blackwell"
 _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
     r"""Attention of a batch of queries over a paged cache.
 
     ``plan`` looks at the lengths and divides the work over the GPU, ``run`` computes a layer; one
@@ -552,18 +551,3 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
         )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Nothing to compile beforehand: any strides are arguments of the one kernel.
-
-        Parameters
-        ----------
-        variant : {"independent", "equal", "runtime"}
-            How strides of keys and values relate.
-
-        Raises
-        ------
-        ValueError
-            If `variant` is another.
-        """
-        check_stride_variant(variant)

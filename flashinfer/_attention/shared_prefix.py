@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from .arguments import check_backend, check_count, check_stride_variant, host_indices
+from .arguments import check_backend, check_count, host_indices
 from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .paged import PagedWrapper
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .single_request import single_prefill_with_kv_cache_return_lse
 
@@ -137,7 +138,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         """Deprecated: nothing ends with a step; here for callers that pair it."""
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
     """Prefill attention over a prefix that all requests share, and pages of their own.
 
     Deprecated: :class:`flashinfer.MultiLevelCascadeAttentionWrapper` has any number of levels.
@@ -293,7 +294,3 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
     def end_forward(self) -> None:
         """Deprecated: nothing ends with a step; here for callers that pair it."""
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Nothing to compile beforehand: any strides are arguments of the one kernel."""
-        check_stride_variant(variant)
