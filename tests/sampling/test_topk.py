@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer import TopKTieBreak
+from flashinfer import TopKTieBreak, topk
 from flashinfer.testing import assert_matches_reference
 from flashinfer.topk import (
     topk_clusters_exact,
@@ -109,6 +109,15 @@ def test_ragged_transform(dtype, device):
         k=512,
         row_starts=torch.tensor([0, 0, 2900, 2999, 7, 5000], device=device).int(),
     )
+
+
+def test_the_algorithm_is_read_at_each_call(monkeypatch):
+    for value, clusters in (("", 0), ("auto", 0), ("CTA", 1)):
+        monkeypatch.setenv("FLASHINFER_TOPK_ALGO", value)
+        assert topk._max_cluster() == clusters
+    monkeypatch.setenv("FLASHINFER_TOPK_ALGO", "multi_cta")
+    with pytest.raises(ValueError, match="FLASHINFER_TOPK_ALGO='multi_cta' .* auto / cta"):
+        topk._max_cluster()
 
 
 @pytest.mark.gpu

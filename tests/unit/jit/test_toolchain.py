@@ -53,8 +53,8 @@ def only_what_a_test_makes(monkeypatch):
 
 
 def test_search_order(fake_toolkit, monkeypatch):
-    places = ["system", "site/nvidia/cu13", "on path", "home", "asked for"]
-    system, pypi, path, home, asked = map(fake_toolkit, places)
+    places = ["system", "site/nvidia/cu13", "on path", "cuda path", "home", "asked for"]
+    system, pypi, path, cuda_path, home, asked = map(fake_toolkit, places)
     assert toolchain.find_toolkit() is None
 
     def found() -> str:
@@ -68,6 +68,10 @@ def test_search_order(fake_toolkit, monkeypatch):
     assert found() == str(pypi)
     monkeypatch.setenv("PATH", f"{path}/bin:/usr/bin:/bin")
     assert found() == str(path)
+    monkeypatch.setenv("CUDA_PATH", str(cuda_path))
+    assert found() == str(cuda_path)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert found() == str(cuda_path), "a toolkit without nvcc is passed over"
     monkeypatch.setenv("CUDA_HOME", str(home))
     assert found() == str(home)
     monkeypatch.setenv("FLASHINFER_NVCC", f"{asked}/bin/nvcc")
