@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,8 +29,6 @@ from .arguments import (
 from .backends import BACKENDS, is_backend_supported, prepare_jit_additional_args
 from .executor import AttentionExecutor, HeadScales, covers
 from .problem import AttentionProblem
-
-LN_2 = math.log(2.0)
 
 
 def planned(name: str) -> property:
