@@ -269,6 +269,8 @@ CUDA_VISIBLE_DEVICES = _text(
     "CUDA_VISIBLE_DEVICES", "GPUs whose architectures are compiled for.", shown="all GPUs"
 )
 CXX = _text("CXX", "Host C++ compiler.", shown="g++, c++ or clang++ from `PATH`")
+NVCC_PREPEND_FLAGS = _text("NVCC_PREPEND_FLAGS", "Flags that nvcc itself puts first.")
+NVCC_APPEND_FLAGS = _text("NVCC_APPEND_FLAGS", "Flags that nvcc itself puts last.")
 HOME = _text("HOME", "Home directory, the default cache base.")
 PATH = _text("PATH", "Where programs are looked for.", os.defpath)
 

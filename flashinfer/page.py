@@ -211,8 +211,8 @@ def get_batch_indices_positions(
     seq_lens : torch.Tensor
         Length of each request with its new tokens, ``[batch_size]``, int32.
     nnz : int
-        Number of tokens, from 0 to 2^31 - 1. May exceed ``append_indptr[-1]``, so that one CUDA graph
-        serves batches of several sizes.
+        Number of tokens, from 0 to 2^31 - 1. May exceed ``append_indptr[-1]``, so that one CUDA
+        graph serves batches of several sizes.
     batch_indices, positions : torch.Tensor, optional
         Results, ``[nnz]``, int32, contiguous.
 

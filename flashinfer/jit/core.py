@@ -210,6 +210,10 @@ class JitSpec:
         words = [*env.FLASHINFER_EXTRA_CFLAGS.get(), *env.FLASHINFER_EXTRA_CUDAFLAGS.get()]
         if folders := fingerprint.include_flags_of(words):
             ingredients["folders of the environment"] = folders
+        # What nvcc reads behind our back, paths and all.
+        own = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
+        if self._has_device_code and any(own):
+            ingredients["flags of nvcc's own variables"] = own
         uses_cuda = self._uses_cuda(reached.external)
         compilers = toolchain.ingredients(uses_cuda) if with_toolchain else None
         return Identity(

@@ -13,6 +13,8 @@ from jit_helpers import Project, make_project
 
 from flashinfer import jit
 
+_SYSTEM = ("MAX_JOBS", "CUDA_HOME", "CUDA_PATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
@@ -23,7 +25,7 @@ def project(tmp_path: Path) -> Project:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, sm_90a as target, and nothing else from the environment."""
     for variable in list(os.environ):
-        if variable.startswith("FLASHINFER_") or variable in ("MAX_JOBS", "CUDA_HOME", "CUDA_PATH"):
+        if variable.startswith("FLASHINFER_") or variable in _SYSTEM:
             monkeypatch.delenv(variable)
     base = tmp_path / "cache"
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(base))

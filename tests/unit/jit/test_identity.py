@@ -94,6 +94,8 @@ FLIPS = {
     "more targets": set_variable("FLASHINFER_CUDA_ARCH_LIST", "9.0a 8.0"),
     "host flags": set_variable("FLASHINFER_EXTRA_CFLAGS", "-DX=1"),
     "cuda flags": set_variable("FLASHINFER_EXTRA_CUDAFLAGS", "-DX=1"),
+    "first of nvcc's own flags": set_variable("NVCC_PREPEND_FLAGS", "-DX=1"),
+    "last of nvcc's own flags": set_variable("NVCC_APPEND_FLAGS", "-O0"),
     "link flags": set_variable("FLASHINFER_EXTRA_LDFLAGS", "-Wl,-O1"),
     "debug": set_variable("FLASHINFER_JIT_DEBUG", "1"),
     "lineinfo": set_variable("FLASHINFER_JIT_LINEINFO", "1"),
