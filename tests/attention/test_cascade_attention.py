@@ -10,7 +10,7 @@ import torch
 import flashinfer
 from tests.attention.batches import BF16, E4M3, FP16, indptr, randn, workspace
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 2, 128, 16
+HEADS, KV_HEADS, HEAD_DIM, PAGE = SIZES = (8, 2, 128, 16)
 # Each level's requests: (query tokens, key tokens).
 LEVELS = {
     "one": [[(3, 40), (0, 7), (20, 100)]],
@@ -23,17 +23,23 @@ LEVELS = {
 class Cascade:
     """Page tables of levels whose pages lie in random order in one cache."""
 
-    def __init__(self, levels: list[list[tuple[int, int]]], device: torch.device) -> None:
-        pages = [[-(-kv // PAGE) for _, kv in level] for level in levels]
+    def __init__(
+        self,
+        levels: list[list[tuple[int, int]]],
+        device: torch.device,
+        sizes: tuple[int, int, int, int] = SIZES,
+    ) -> None:
+        self.sizes, page = sizes, sizes[3]
+        pages = [[-(-kv // page) for _, kv in level] for level in levels]
         total = sum(map(sum, pages))
         order = torch.randperm(total + 2, generator=torch.Generator().manual_seed(3)).int()
         self.num_pages, self.device = total + 2, device
         self.qo_indptr = [indptr([qo for qo, _ in level]) for level in levels]
         self.kv_indptr = [indptr(counts) for counts in pages]
-        sizes = [sum(counts) for counts in pages]
-        self.indices = [part.to(device) for part in order[:total].split(sizes)]
+        counts_of_levels = [sum(counts) for counts in pages]
+        self.indices = [part.to(device) for part in order[:total].split(counts_of_levels)]
         self.last = [
-            torch.tensor([kv - (-(-kv // PAGE) - 1) * PAGE if kv else 0 for _, kv in level]).int()
+            torch.tensor([kv - (-(-kv // page) - 1) * page if kv else 0 for _, kv in level]).int()
             for level in levels
         ]
         self.tokens = int(self.qo_indptr[0][-1])
@@ -52,16 +58,16 @@ class Cascade:
             len(self.qo_indptr), workspace(self.device), backend=backend
         )
         dtypes = {"q_data_type": dtype, "kv_data_type": kv_dtype}
-        sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
-        wrapper.plan(*self.tables(), *sizes, **dtypes, **options)
+        wrapper.plan(*self.tables(), *self.sizes, **dtypes, **options)
         return wrapper
 
     def tensors(
         self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        shape = (self.num_pages, PAGE, KV_HEADS, HEAD_DIM)
+        heads, kv_heads, head_dim, page = self.sizes
+        shape = (self.num_pages, page, kv_heads, head_dim)
         cache = tuple(randn(shape, kv_dtype or dtype, self.device, seed) for seed in (1, 2))
-        return randn((self.tokens, HEADS, HEAD_DIM), dtype, self.device, 3), cache
+        return randn((self.tokens, heads, head_dim), dtype, self.device, 3), cache
 
 
 def check_cascade(wrapper: Any, q: torch.Tensor, cache: Any) -> None:

@@ -1,0 +1,235 @@
+"""Cascades, POD and block-sparse matrices at random: the wrappers that `test_attention_fuzz` has
+not. What selects a module is drawn first, then many batches for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.attention.batches import BF16, E4M3, FORMS, FP16, Batch, check, need_backend
+from tests.attention.test_cascade_attention import Cascade, check_cascade
+from tests.attention.test_pod import check_batch_pod, check_pod, plan_batch_pod, plan_pod
+from tests.attention.test_sparse import check_bsr, plan_bsr, plan_variable
+from tests.fuzzing import fuzz_settings
+
+MODULES, CASES_PER_MODULE = 20, 20
+FULL_MODULES, FULL_CASES_PER_MODULE = 60, 40
+CPU_CASES_PER_MODULE = 4
+LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 300, 900])
+TOKENS = st.sampled_from([0, 1, 1, 2, 5, 17, 64, 70, 130])
+MAX_LOGITS = 2**20  # of all requests and heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What selects a module."""
+
+    wrapper: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_dim: int
+    encoding: str
+    window: bool
+    soft_cap: bool
+    backend: str
+
+
+def draw_kernel(index: int) -> Kernel:
+    """The kernel number `index`: the same in every run."""
+    rng = random.Random(f"kernel of a wrapper {index}")
+    wrapper = list(CHECKS)[index % len(CHECKS)]
+    pod = "pod" in wrapper
+    backend = rng.choice(["auto", "fa2"] if pod else ["auto", "fa2", "fa3"])
+    encodings = ["NONE", "NONE", "ROPE_LLAMA", "ALIBI"] if pod else ["NONE"]
+    encoding = rng.choice(encodings)
+    dtype = rng.choice([BF16, FP16])
+    return Kernel(
+        wrapper=wrapper,
+        dtype=dtype,
+        kv_dtype=rng.choice([dtype, E4M3]) if encoding != "ROPE_LLAMA" and pod else dtype,
+        head_dim=rng.choice([64, 128] if backend == "fa3" else [16, 64, 80, 128, 256]),
+        encoding=encoding,
+        window=rng.random() < 0.4 and (pod or wrapper == "cascade"),
+        soft_cap=rng.random() < 0.3 and not pod,
+        backend=backend,
+    )
+
+
+def options_of(draw: st.DrawFn, kernel: Kernel) -> dict[str, Any]:
+    options: dict[str, Any] = {"sm_scale": draw(st.sampled_from([None, 0.1, 0.3, -0.1]))}
+    if kernel.encoding != "NONE":
+        options["pos_encoding_mode"] = kernel.encoding
+    if kernel.window:
+        options["window_left"] = draw(st.sampled_from([0, 1, 20, 64, 500]))
+    if kernel.soft_cap:
+        options["logits_soft_cap"] = draw(st.sampled_from([0.5, 5.0, 30.0]))
+    return options
+
+
+def heads_of(draw: st.DrawFn) -> tuple[int, int]:
+    group, kv_heads = draw(st.sampled_from([1, 2, 3, 4, 7, 8])), draw(st.integers(1, 3))
+    return group * kv_heads, kv_heads
+
+
+def lengths(draw: st.DrawFn, queries: Any, heads: int, least: int = 0) -> Any:
+    """Tokens of queries and keys of some requests."""
+    count = draw(st.integers(least, 5))
+    qo = [draw(queries) for _ in range(count)]
+    kv = [draw(LENGTHS) for _ in range(count)]
+    while sum(q * k for q, k in zip(qo, kv, strict=True)) * heads > MAX_LOGITS:
+        kv = [n // 2 for n in kv]
+    return qo, kv
+
+
+def cascade(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
+    """Levels from the own keys of each request up: neighbours share those above."""
+    heads = heads_of(draw)
+    qo, kv = lengths(draw, TOKENS, heads[0], least=1)
+    levels = [list(zip(qo, kv, strict=True))]
+    for _ in range(0 if kernel.window else draw(st.integers(0, 2))):  # refused on several levels
+        merged: list[tuple[int, int]] = []
+        for tokens, _ in levels[0]:
+            if merged and draw(st.booleans()):
+                merged[-1] = (merged[-1][0] + tokens, merged[-1][1])
+            else:
+                merged.append((tokens, draw(LENGTHS)))
+        levels.insert(0, merged)
+    page_size = draw(st.sampled_from([1, 3, 16, 64]))
+    plan = Cascade(levels, device, (*heads, kernel.head_dim, page_size))
+    options = {"causal": draw(st.booleans()), **options_of(draw, kernel)}
+    wrapper = plan.plan(kernel.dtype, backend=kernel.backend, **options)
+    check_cascade(wrapper, *plan.tensors(kernel.dtype))
+
+
+def batch_of(draw: st.DrawFn, kernel: Kernel, queries: Any, shape: dict[str, Any]) -> Batch:
+    qo, kv = lengths(draw, queries, shape["num_kv_heads"] * shape["group"])
+    return Batch(
+        tuple(qo),
+        tuple(kv),
+        head_dim_qk=kernel.head_dim,
+        head_dim_vo=kernel.head_dim,
+        dtype=kernel.dtype,
+        kv_dtype=kernel.kv_dtype,
+        seed=draw(st.integers(0, 2**20)),
+        **shape,
+    )
+
+
+def shape_of(draw: st.DrawFn) -> dict[str, Any]:
+    heads, kv_heads = heads_of(draw)
+    page_size = draw(st.sampled_from([1, 3, 16, 64]))
+    forms = [*FORMS, "tokens"] if page_size == 1 else [*FORMS]
+    return {
+        "num_kv_heads": kv_heads,
+        "group": heads // kv_heads,
+        "page_size": page_size,
+        "kv_layout": draw(st.sampled_from(["NHD", "HND"])),
+        "form": draw(st.sampled_from(forms)),
+    }
+
+
+def run_of(draw: st.DrawFn) -> dict[str, Any]:
+    scale = st.sampled_from([None, 0.5, 2.0])
+    return {
+        "causal_p": draw(st.booleans()),
+        "q_scale": draw(scale),
+        "k_scale": draw(scale),
+        "v_scale": draw(scale),
+    }
+
+
+def pod(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
+    shape = shape_of(draw)
+    batch = batch_of(draw, kernel, st.just(1), shape)
+    qo_len, kv_len = draw(TOKENS), draw(LENGTHS)
+    layout = draw(st.sampled_from(["NHD", "HND"]))
+    options, run = options_of(draw, kernel), run_of(draw)
+    given = {
+        "window_left_p": options.get("window_left", -1),
+        "pos_encoding_mode_p": options.get("pos_encoding_mode", "NONE"),
+        "sm_scale_p": options["sm_scale"],
+        "kv_layout_p": layout,
+        "kv_layout_d": batch.kv_layout,
+        "window_left_d": options.get("window_left", -1),
+        "pos_encoding_mode_d": options.get("pos_encoding_mode", "NONE"),
+        "sm_scale_d": options["sm_scale"],
+    }
+    wrapper = plan_pod(batch, device, **options)
+    check_pod(wrapper, batch, device, (qo_len, kv_len), **run, **given)
+
+
+def batch_pod(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
+    shape = shape_of(draw)
+    prefill = batch_of(draw, kernel, TOKENS, shape)
+    decode = batch_of(draw, kernel, st.integers(0, 3), shape)
+    wrapper = plan_batch_pod(prefill, decode, device, **options_of(draw, kernel))
+    check_batch_pod(wrapper, prefill, decode, device, **run_of(draw))
+
+
+def block_sparse(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
+    blocks = [(1, 1), (1, 8), (3, 5), (16, 16), (64, 32), (128, 64)]
+    rows, columns = draw(st.sampled_from(blocks))
+    many = 60 // rows + 4
+    sizes = (draw(st.integers(1, many)) * rows, draw(st.integers(1, many)) * columns, rows, columns)
+    wrapper, tensors = plan_bsr(
+        sizes,
+        device,
+        density=draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
+        heads=(*heads_of(draw), kernel.head_dim),
+        dtype=kernel.dtype,
+        backend=kernel.backend,
+        **draw(st.sampled_from([{}, {"causal": True}, {"mask": True}])),
+        **options_of(draw, kernel),
+    )
+    check_bsr(wrapper, tensors)
+
+
+def variable_blocks(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
+    sizes = st.lists(st.sampled_from([0, 1, 7, 16, 50, 64, 130]), min_size=1, max_size=6)
+    rows, columns = (tuple(draw(sizes.filter(any))) for _ in range(2))
+    wrapper, tensors = plan_variable(
+        device,
+        heads=(*heads_of(draw), kernel.head_dim),
+        rows=rows,
+        columns=columns,
+        dtype=kernel.dtype,
+        backend=kernel.backend,
+        causal=draw(st.booleans()),
+        **options_of(draw, kernel),
+    )
+    check(type(wrapper).run, self=wrapper, return_lse=True, **tensors)
+
+
+CHECKS: dict[str, Callable[[st.DrawFn, Kernel, torch.device], None]] = {
+    "cascade": cascade,
+    "pod": pod,
+    "batch_pod": batch_pod,
+    "block_sparse": block_sparse,
+    "variable_blocks": variable_blocks,
+}
+
+
+@pytest.mark.parametrize("index", range(FULL_MODULES))
+def test_wrappers_are_right(index, device, full):
+    if index >= MODULES and not full:
+        pytest.skip("more kernels under --full")
+    kernel = draw_kernel(index)
+    need_backend(kernel.backend, device)
+    examples = FULL_CASES_PER_MODULE if full else CASES_PER_MODULE
+    if device.type == "cpu":
+        examples = CPU_CASES_PER_MODULE
+
+    @fuzz_settings(examples)
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        CHECKS[kernel.wrapper](data.draw, kernel, device)
+
+    run()
