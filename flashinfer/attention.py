@@ -61,7 +61,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
 
     Examples
     --------
-    >>> wrapper = flashinfer.BatchAttention()
+    >>> wrapper = flashinfer.BatchAttention(device="cuda")
     >>> qo_indptr = torch.tensor([0, 40, 41], dtype=torch.int32)
     >>> kv_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
     >>> pages = torch.tensor([9, 1, 4, 0, 7], dtype=torch.int32, device="cuda")

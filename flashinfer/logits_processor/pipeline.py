@@ -37,6 +37,8 @@ class LogitsPipe:
 
     Examples
     --------
+    >>> from flashinfer.logits_processor import LogitsPipe, Sample, Softmax, Temperature, TopP
+    >>> logits = torch.randn(4, 32000, device="cuda")
     >>> pipe = LogitsPipe([Temperature(), Softmax(), TopP(), Sample()])
     >>> tokens = pipe(logits, temperature=0.7, top_p=0.9, seed=1)
     """

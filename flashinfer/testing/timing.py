@@ -225,6 +225,7 @@ def bench_gpu_time(
 
     Examples
     --------
+    >>> import statistics
     >>> x = torch.randn(4096, 8192, device="cuda")
     >>> times = bench_gpu_time(torch.relu, input_args=(x,), enable_cupti=True)
     >>> microseconds = 1e3 * statistics.median(times)
