@@ -217,11 +217,10 @@ def _options(case: Case, arguments: dict[str, Any]) -> CheckOptions | None:
     """SiLU of a negative number is a product of two factors, of which one has an absolute error."""
     if case.function in BLOCKS:
         return None
+    width = max(case.width, 1)
     largest = arguments["weight"].abs().max().item() if case.width else 0.0
     dtype = E4M3 if case.out == "codes" else case.dtype
-    return CheckOptions(
-        bound=error_bound(dtype, case.width, magnitude=largest * max(case.width, 1) ** 0.5)
-    )
+    return CheckOptions(bound=error_bound(dtype, width, magnitude=largest * width**0.5))
 
 
 @pytest.fixture(scope="module")
