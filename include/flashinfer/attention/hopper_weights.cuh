@@ -19,11 +19,12 @@ class HopperWeights {
   using Logits = float[1][Tile::kTokenTiles][4];
   static constexpr bool kFloat8 = sizeof(typename Tile::Mma) == 1;
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
-  // What a lane's sum may be; of 8 bits the largest number of e4m3.
+  // What a lane's sum may be: of a tile's 16 bits, or of a step's 8 bits, of which it is the
+  // largest number.
   static constexpr float kMost = kFloat8 ? 448.f : 512.f;
   // The largest weight of a row, when it has been looked for, is two to this. 8 bits hold 2^-9 to
-  // 448: more room to grow would take the small weights' last bits (3 failed the fuzzer). A lane's
-  // sum of equal ones is then too much, so that such rows ask at each tile.
+  // 448: more room to grow would take the small weights' last bits (3 failed the fuzzer), and with
+  // less the sum of a step's equal weights, eight in a lane, would ask at each tile.
   static constexpr float kHeadroom = kFloat8 ? 5.f : 0.f;
   // A weight that is most of its row should be the one that needs no rounding. So of 16 bits the
   // largest is looked for, too, where a lane's sum is more than so many times what it had before,
@@ -31,7 +32,7 @@ class HopperWeights {
   // against the largest. Normal queries and keys hardly ever ask. Of 8 bits the question costs five
   // registers more than there are.
   static constexpr float kPeak = 4.f, kFewLargest = 4.f;
-  static_assert(kFloat8 || Tile::kTokenTiles * 2 < kMost);
+  static_assert(kFloat8 ? 8 * 32 < kMost : Tile::kTokenTiles * 2 < kMost);
 
  public:
   // Makes `p` of the logits of the tile's first `kTiles` of tokens and adds the weights to the
@@ -43,18 +44,19 @@ class HopperWeights {
                                                const FinishValues& finish_values) {
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
     float sum[2] = {0.f, 0.f};
+    bool fits = true;
     if constexpr (kFirst) {
       grow<true, kTiles>(state, logits, scale);
       finish_values();
-      make<0, kTileSteps>(state, logits, scale, p, sum);
+      make<0, kTileSteps>(state, logits, scale, p, sum, fits);
     } else {
       uint32_t ahead[kSteps][1][4];  // of which the first are used
-      make<0, kAhead>(state, logits, scale, ahead, sum);
+      make<0, kAhead>(state, logits, scale, ahead, sum, fits);
       // Asked now, too, since the compiler keeps the wait behind a vote: else it stands in front.
-      const bool any_early =
-          kAhead > 0 && __any_sync(0xffffffffu, !(sum[0] <= kMost && sum[1] <= kMost));
+      if constexpr (kAhead > 0) fits = __all_sync(0xffffffffu, fits);
       finish_values();
-      make<kAhead, kTileSteps>(state, logits, scale, p, sum);
+      make<kAhead, kTileSteps>(state, logits, scale, p, sum, fits);
+      if constexpr (!kFloat8) fits = tile_fits(state, sum);
 #pragma unroll
       for (int step = 0; step < kAhead; ++step) {
         // As instructions of their own: else the compiler would write `p` at once.
@@ -63,10 +65,10 @@ class HopperWeights {
           asm volatile("mov.b32 %0, %1;" : "=r"(p[step][0][r]) : "r"(ahead[step][0][r]));
         }
       }
-      if (__builtin_expect(__any_sync(0xffffffffu, any_early || !fits(state, sum)), false)) {
+      if (__builtin_expect(__any_sync(0xffffffffu, !fits), false)) {
         grow<false, kTiles>(state, logits, scale);
         sum[0] = sum[1] = 0.f;
-        make<0, kTileSteps>(state, logits, scale, p, sum);
+        make<0, kTileSteps>(state, logits, scale, p, sum, fits);
       }
     }
     state.sum[0][0] += sum[0];
@@ -78,12 +80,12 @@ class HopperWeights {
   // for them but those of `p`, and so waits first.
   static constexpr int kAhead = kFloat8 ? 1 : 0;
 
-  __device__ __forceinline__ static bool fits(const State& state, const float (&sum)[2]) {
-    bool fits = true;  // not if one is NaN
+  // Of 16 bits; not if a sum is NaN.
+  __device__ __forceinline__ static bool tile_fits(const State& state, const float (&sum)[2]) {
+    bool fits = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      fits = fits && sum[h] <= kMost;
-      if constexpr (!kFloat8) fits = fits && fmaf(-kPeak, state.sum[0][h], sum[h]) <= kFewLargest;
+      fits = fits && sum[h] <= kMost && fmaf(-kPeak, state.sum[0][h], sum[h]) <= kFewLargest;
     }
     return fits;
   }
@@ -104,14 +106,16 @@ class HopperWeights {
     if constexpr (!kFirst) Rows::shrink_output(state, shrink);
   }
 
-  // Steps kBegin ... kEnd - 1; of 8 bits in the order of tokens that transpose_values() leaves.
+  // Steps kBegin ... kEnd - 1; of 8 bits in the order of tokens that transpose_values() leaves, and
+  // `fits` only if each step's sums do.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ static void make(const State& state, const Logits& logits,
                                               const float (&scale)[2], uint32_t (&p)[kSteps][1][4],
-                                              float (&sum)[2]) {
+                                              float (&sum)[2], bool& fits) {
     using Pair = PackedPair<typename Tile::Mma>;
 #pragma unroll
     for (int step = kBegin; step < kEnd; ++step) {
+      float step_sum[2] = {0.f, 0.f};
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         constexpr int kWeights = kFloat8 ? 4 : 2;  // of a register
@@ -123,12 +127,19 @@ class HopperWeights {
           weights[i] = math::ptx_exp2(fmaf(logit, scale[h], -state.largest[0][h]));
         }
         if constexpr (kFloat8) {
-          sum[h] += (weights[0] + weights[1]) + (weights[2] + weights[3]);
+          step_sum[h] += (weights[0] + weights[1]) + (weights[2] + weights[3]);
           p[step][0][r] = Pair::pack(weights[0], weights[1]) |
                           static_cast<uint32_t>(Pair::pack(weights[2], weights[3])) << 16;
         } else {
           sum[h] += weights[0] + weights[1];
           p[step][0][r] = Pair::pack(weights[0], weights[1]);
+        }
+      }
+      if constexpr (kFloat8) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          fits = fits && step_sum[h] <= kMost;  // not if it is NaN
+          sum[h] += step_sum[h];
         }
       }
     }
