@@ -25,6 +25,8 @@ class HopperConsumer {
   static_assert(Variant::use_softmax || Tile::kElement == 2, "8 bits hold weights, not logits");
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
   static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
+  // Without a mask half tiles are few, and ptxas lacks registers for both forms of heads of 64.
+  static constexpr bool kHalvesProducts = Traits::kMask != MaskMode::none;
   using Logits = float[1][Tile::kTokenTiles][4];
   using Weights = uint32_t[kSteps][1][4];
 
@@ -151,27 +153,30 @@ class HopperConsumer {
       first_token = next_item.kv_begin + (next_tiles - 1) * Tile::kTileKV;
       await_query();
       if (!has_keys) await_keys();
-      multiply_both<Tile::kTokenTiles>(logits, state, p);
       WarpState<Tile> next_state;
-      new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
-      rows.begin(next_state);
-      row_scales(rows, scale);
-      plain = plain_range(rows);
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_done(logits[0]);
-      is_last = release_keys(first_token);
-      const auto finish_last = [&] { finish_values(state, p, 2); };
+      // Once for each form: what is under way of one must have ended where they meet, else ptxas
+      // waits for each product.
+      const auto begin_next = [&](auto tiles) {
+        multiply_both<kHalvesProducts ? tiles.value : Tile::kTokenTiles>(logits, state, p);
+        new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
+        rows.begin(next_state);
+        row_scales(rows, scale);
+        plain = plain_range(rows);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_done(logits[0]);
+        is_last = release_keys(first_token);
+        has_keys = weigh<true, tiles.value>(rows, next_state, logits, p, scale, first_token, plain,
+                                            [&] { finish_values(state, p, 2); });
+      };
       if (has_half(next_item, first_token)) {
-        has_keys = weigh<true, kHalfTile>(rows, next_state, logits, p, scale, first_token, plain,
-                                          finish_last);
+        begin_next(std::integral_constant<int, kHalfTile>());
 #pragma unroll
         for (int step = kSteps / 2; step < kSteps; ++step) {
 #pragma unroll
           for (uint32_t& weights : p[step][0]) weights = 0;
         }
       } else {
-        has_keys = weigh<true, Tile::kTokenTiles>(rows, next_state, logits, p, scale, first_token,
-                                                  plain, finish_last);
+        begin_next(std::integral_constant<int, Tile::kTokenTiles>());
       }
       finish(item_ - 1, state);
       state = next_state;
@@ -186,8 +191,8 @@ class HopperConsumer {
     return ptx::mbarrier_test(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
   }
 
-  // Whether only the first half of an item's first tile is multiplied with q and weighed; its other
-  // weights are 0.
+  // Whether only the first half of an item's first tile is multiplied with q (unless the item
+  // begins anew) and weighed; its other weights are 0.
   __device__ __forceinline__ static bool has_half(const WorkItem& item, int first_token) {
     return Tile::kHalvesTiles && item.kv_end - first_token <= Tile::kTileKV / 2;
   }
