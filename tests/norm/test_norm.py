@@ -233,6 +233,21 @@ def test_pdl_changes_no_bit(device, rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64, 1024, 3000])
+def test_a_grid_reads_what_the_one_ahead_wrote(device, rows):
+    """Rows that a grid brings to L2 before the grid ahead has ended are not those it had before."""
+    w = new(device, 8192)
+    start = new(device, rows, 8192), new(device, rows, 8192)
+    operands = [[t.clone() for t in start] for _ in range(2)]
+    for (x, residual), enable_pdl in zip(operands, (True, False), strict=True):
+        for _ in range(20):
+            flashinfer.fused_add_rmsnorm(x, residual, w, enable_pdl=enable_pdl)
+            flashinfer.rmsnorm(x, w, out=x, enable_pdl=enable_pdl)
+    for chained, apart in zip(*operands, strict=True):
+        assert torch.equal(chained, apart)
+
+
+@pytest.mark.gpu
 def test_repeats_bit_for_bit(device):
     x, w = new(device, 1000, 8192), new(device, 8192)
     first = flashinfer.rmsnorm(x, w)
