@@ -8,19 +8,22 @@
 
 namespace flashinfer {
 
-// Copies `bytes` of the row to `shared`; addresses and size are multiples of 16. All threads call,
-// once; when it returns, each sees the row. `arrival` is in shared memory.
-__device__ __forceinline__ void copy_row(const void* row, uint32_t bytes, uint4* shared,
-                                         uint64_t* arrival) {
+// Begins to copy `bytes` of the row to `shared`; addresses and size are multiples of 16. All
+// threads call, once; `arrival` is in shared memory.
+__device__ __forceinline__ void start_row_copy(const void* row, uint32_t bytes, uint4* shared,
+                                               uint64_t* arrival) {
+  if (threadIdx.x != 0) return;
   const uint32_t barrier = ptx::shared_address(arrival);
-  if (threadIdx.x == 0) {
-    ptx::mbarrier_init(barrier, 1);
-    ptx::mbarrier_init_fence();
-    ptx::mbarrier_arrive_expect(barrier, bytes);
-    ptx::bulk_load(ptx::shared_address(shared), row, bytes, barrier);
-  }
-  __syncthreads();  // the others wait for a barrier that is there
-  ptx::mbarrier_wait(barrier, 0);
+  ptx::mbarrier_init(barrier, 1);
+  ptx::mbarrier_init_fence();
+  ptx::mbarrier_arrive_expect(barrier, bytes);
+  ptx::bulk_load(ptx::shared_address(shared), row, bytes, barrier);
+}
+
+// All threads call, once; when it returns, each sees the row.
+__device__ __forceinline__ void wait_for_row_copy(uint64_t* arrival) {
+  __syncthreads();  // the barrier is there
+  ptx::mbarrier_wait(ptx::shared_address(arrival), 0);
 }
 
 }  // namespace flashinfer

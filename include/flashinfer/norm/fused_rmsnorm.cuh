@@ -86,18 +86,23 @@ __device__ __forceinline__ void zero_scales(const FusedRmsnormParams& params, ui
   }
 }
 
-// Brings the row that is params.rows_ahead after `row` to L2, so that memory has work while CTAs
-// reduce; by one thread of a CTA.
+// Brings a row, where there is one, to L2: by one thread of a CTA.
 template <typename Traits>
-__device__ __forceinline__ void prefetch_later_row(const FusedRmsnormParams& params, uint32_t row) {
+__device__ __forceinline__ void prefetch_row(const FusedRmsnormParams& params, uint32_t row) {
   using T = typename Traits::T;
-  const uint32_t later = row + params.rows_ahead, bytes = params.hidden_size * sizeof(T);
-  if (params.rows_ahead == 0 || later >= params.num_rows) return;
-  ptx::prefetch_bulk_l2(static_cast<const T*>(params.input) + later * params.input_stride, bytes);
+  const uint32_t bytes = params.hidden_size * sizeof(T);
+  if (!params.vectorizable || row >= params.num_rows) return;
+  ptx::prefetch_bulk_l2(static_cast<const T*>(params.input) + row * params.input_stride, bytes);
   if constexpr (Traits::kAddResidual) {
-    ptx::prefetch_bulk_l2(static_cast<const T*>(params.residual) + later * params.residual_stride,
+    ptx::prefetch_bulk_l2(static_cast<const T*>(params.residual) + row * params.residual_stride,
                           bytes);
   }
+}
+
+// The row that is params.rows_ahead after `row`, so that memory has work while CTAs reduce.
+template <typename Traits>
+__device__ __forceinline__ void prefetch_later_row(const FusedRmsnormParams& params, uint32_t row) {
+  if (params.rows_ahead != 0) prefetch_row<Traits>(params, row + params.rows_ahead);
 }
 
 template <typename Traits, int N>
@@ -175,6 +180,13 @@ __device__ __forceinline__ void finish_norm(const FusedRmsnormParams& params, ui
 
 }  // namespace detail
 
+// What the first CTAs read is brought to L2 while the grid ahead ends, up to so many bytes of
+// input; about as much is read at a time. H200, bfloat16, a graph of independent calls: block
+// quantisation of 64 | 1024 x 8192 2.69 -> 2.42 | 9.99 -> 9.17 us, with a residual 3.38 -> 2.83
+// | 17.9 -> 16.4.
+inline constexpr uint64_t kFirstBytes = uint64_t{8} << 20;
+inline constexpr uint32_t kLeastFirstRow = 8192;  // bytes; 1024 x 2048 loses: 4.19 -> 4.72 us
+
 // blockDim.x threads (whole warps) share a row and hold kVecsPerThread vectors each; a CTA takes
 // blockDim.y rows at a time, of a warp each where there are several. With kLoop it goes on to rows
 // a grid further, which are under way while it reduces and writes these; the schedules are those of
@@ -215,9 +227,19 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
     }
   };
 
+  uint32_t first_row = blockIdx.x * blockDim.y;
+  const uint32_t row_bytes = params.hidden_size * sizeof(T);
+  if (row_bytes >= kLeastFirstRow && uint64_t{first_row} * row_bytes < kFirstBytes) {
+    if (threadIdx.x == 0) detail::prefetch_row<Traits>(params, first_row + threadIdx.y);
+#pragma unroll
+    for (int i = 0; i < kVecsPerThread; ++i) {
+      if (col_of(i) < params.hidden_size) {
+        ptx::prefetch_l2(static_cast<const T*>(params.weight) + col_of(i));
+      }
+    }
+  }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  uint32_t first_row = blockIdx.x * blockDim.y;
   if (!kLoop && threadIdx.x == 0) {
     detail::prefetch_later_row<Traits>(params, first_row + threadIdx.y);
   }
@@ -257,37 +279,48 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
   }
 }
 
-// Many rows. A CTA per row, which the copy engine brings to shared memory (sm_90), so that nine of
-// them are on an SM in different phases, where the loop above has two; a thread takes 64 bytes.
-// kThreads: those of a CTA, where its row is 64 bytes of each; 0: known at launch.
+// Many rows. A CTA per row, which the copy engine brings to shared memory (sm_90), so that six or
+// more of them are on an SM in different phases, where the loop above has two; a thread takes 64
+// bytes. kThreads: those of a CTA, where its row is 64 bytes of each; 0: known at launch.
 //
-// H200, 16384 x 7168 bfloat16, in a loop | so | threads known: block quantisation 104.5 | 101.9 |
-// 101.3 us. SiLU also has its weights in registers while the row comes, and a later row brought to
-// L2: to E4M3 108.6 | 96.5 | 89.5 us, to bfloat16 127.1 | 123.2 | 115.7; with 2 MB or 6 MB ahead
-// 0.5 % slower or as fast, with none 94.1 and 121.6. Block quantisation loses by either (105, 103).
-// With a residual copies lose (281), rows ahead gain: 224 -> 209.
+// H200, 16384 x 7168 bfloat16, in a loop | so, and weights loaded behind the sum | so: block
+// quantisation 104.5 | 101.2 | 100.1 us (with nine CTAs on an SM 105; 2048 rows 18.1 | 17.5
+// | 15.6), SiLU to E4M3 108.6 | 95.9 | 94.1, to bfloat16 127.1 | 124.2 | 121.6. With a later row
+// brought to L2 SiLU takes 88.5 and 115.3 (2 MB ahead 89 and 116, 6 MB the same), block
+// quantisation 103. With a residual copies lose (281), rows ahead gain: 224 -> 209.
 inline constexpr int kCopiedBytesPerThread = 64;
 inline constexpr int kCopiedThreads = 256;  // at most
 inline constexpr uint32_t kCopiedBytesAhead = 4u << 20;
 inline constexpr uint32_t kResidualBytesAhead = 2u << 20;  // of each operand
 
+// Six CTAs of 224 threads on an SM: more do not have the registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr int kCopiedThreadsOfSm = kCopiedThreads;
+#else
+inline constexpr int kCopiedThreadsOfSm = 6 * 224;
+#endif
+template <typename T, int kThreads>
+inline constexpr int kCopiedCtas =
+    kThreads != 0 && sizeof(T) == 2 ? kCopiedThreadsOfSm / kThreads : 1;
+
 template <typename Traits, int kThreads>
-__global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads)
+__global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads,
+                                  kCopiedCtas<typename Traits::T, kThreads>)
     fused_rmsnorm_copied_kernel(const __grid_constant__ FusedRmsnormParams params) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Traits::T;
   constexpr int kVecSize = Traits::kVecSize;
   constexpr int kChunkSize = 16 / sizeof(T), kChunks = kVecSize / kChunkSize;
   constexpr int kVecs = kCopiedBytesPerThread / 16 / kChunks;
-  // Vectors whose operands are in registers at a time; weights come while the row does if those are
-  // all.
-  constexpr int kBatch = Traits::kGroups ? 2 / kChunks : kVecs;
   extern __shared__ uint4 copies[];
   __shared__ float scratch[32];
   __shared__ uint64_t arrival;
   const uint32_t row = blockIdx.x, threads = kThreads == 0 ? blockDim.x : kThreads;
   const uint32_t num_vecs = params.hidden_size / kVecSize, num_chunks = num_vecs * kChunks;
   const auto is_valid = [](uint32_t i, uint32_t count) { return kThreads != 0 || i < count; };
+  if (threadIdx.x == 0 && uint64_t{row} * num_chunks * 16 < kFirstBytes) {
+    detail::prefetch_row<Traits>(params, row);
+  }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if constexpr (Traits::kGroups) {
@@ -296,21 +329,17 @@ __global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads)
       return;
     }
   }
-  if (threadIdx.x == 32) detail::prefetch_later_row<Traits>(params, row);  // thread 0 copies
-  Vector<T, kVecSize> weight[kBatch];
-  const auto load_weights = [&](int first) {
+  start_row_copy(static_cast<const T*>(params.input) + row * params.input_stride, num_chunks * 16,
+                 copies, &arrival);
+  if (threadIdx.x == 0) detail::prefetch_later_row<Traits>(params, row);
+  Vector<T, kVecSize> weight[kVecs];
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const uint32_t i = threadIdx.x + (first + k) * threads;
-      weight[k] = {};
-      if (is_valid(i, num_vecs)) {
-        weight[k].load(static_cast<const T*>(params.weight) + i * kVecSize);
-      }
-    }
-  };
-  if constexpr (kBatch == kVecs) load_weights(0);
-  const void* input = static_cast<const T*>(params.input) + row * params.input_stride;
-  copy_row(input, num_chunks * 16, copies, &arrival);
+  for (int k = 0; k < kVecs; ++k) {
+    const uint32_t i = threadIdx.x + k * threads;
+    weight[k] = {};
+    if (is_valid(i, num_vecs)) weight[k].load(static_cast<const T*>(params.weight) + i * kVecSize);
+  }
+  wait_for_row_copy(&arrival);
 
   float sum = 0.f;
 #pragma unroll
@@ -325,28 +354,22 @@ __global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads)
   }
   sum = block_reduce_sum(sum, scratch, static_cast<int>(threads) / 32);
   const float inv_rms = rsqrtf(sum * params.inv_hidden_size + params.eps);
-#pragma unroll 1
-  for (int first = 0; first < kVecs; first += kBatch) {
-    // Ahead of the stores, across which the compiler moves no load.
-    Vector<T, kVecSize> x[kBatch];
-    if constexpr (kBatch != kVecs) load_weights(first);
-    const auto vec_of = [&](int k) { return threadIdx.x + (first + k) * threads; };
+  Vector<T, kVecSize> x[kVecs];  // ahead of the stores, across which the compiler moves no load
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const uint32_t i = vec_of(k);
-      x[k] = {};
-      if (!is_valid(i, num_vecs)) continue;
+  for (int k = 0; k < kVecs; ++k) {
+    const uint32_t i = threadIdx.x + k * threads;
+    x[k] = {};
+    if (!is_valid(i, num_vecs)) continue;
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) x[k].words[c] = copies[i * kChunks + c];
-    }
+    for (int c = 0; c < kChunks; ++c) x[k].words[c] = copies[i * kChunks + c];
+  }
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const uint32_t i = vec_of(k);
-      float h[kVecSize];
-      x[k].to_floats(h);
-      detail::finish_norm<Traits>(params, row, i * kVecSize, is_valid(i, num_vecs), h, weight[k],
-                                  inv_rms);
-    }
+  for (int k = 0; k < kVecs; ++k) {
+    const uint32_t i = threadIdx.x + k * threads;
+    float h[kVecSize];
+    x[k].to_floats(h);
+    detail::finish_norm<Traits>(params, row, i * kVecSize, is_valid(i, num_vecs), h, weight[k],
+                                inv_rms);
   }
 #endif
 }
@@ -446,11 +469,10 @@ inline cudaError_t launch_fused_rmsnorm(FusedRmsnormParams params, const DeviceI
   const uint32_t row_bytes = params.hidden_size * sizeof(typename Traits::T);
   params.rows_ahead = 0;
   if constexpr (!Traits::kAddResidual) {
-    // With fewer rows copies lose: SiLU of 1024 x 4096 to E4M3 6.8 -> 7.9 us, of 2048 x 7168 to
-    // bfloat16 18.3 -> 19.5.
-    constexpr uint32_t kLeastSteps = Traits::kGroups ? 2 : Traits::kRoundsTo8Bits ? 3 : 16;
+    constexpr uint32_t kLeastSteps = Traits::kGroups || Traits::kRoundsTo8Bits ? 2 : 8;
     if (!is_warp && steps_per_cta >= kLeastSteps && device.has_copy_engine()) {
-      if (!Traits::kGroups) params.rows_ahead = kCopiedBytesAhead / row_bytes;
+      const uint32_t rows_ahead = kCopiedBytesAhead / row_bytes;
+      if (!Traits::kGroups && num_rows >= 4 * rows_ahead) params.rows_ahead = rows_ahead;
       const uint32_t copied_threads =
           round_up(ceil_div<uint32_t>(row_bytes, kCopiedBytesPerThread), 32u);
       return launch_kernel(fused_rmsnorm_copied_kernel_for<Traits>(row_bytes), dim3(num_rows),
