@@ -123,7 +123,7 @@ def test_index_tensors_on_the_gpu_are_fetched_by_one_copy(path, dtype, device):
             wrapper.plan(*tables, *heads, q_data_type=BF16)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+    waits = [w for w in map(str, (w.message for w in caught)) if "called a synchronizing" in w]
     assert len(waits) == 1, waits
 
 
