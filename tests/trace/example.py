@@ -2,7 +2,7 @@
 
     rm -rf tests/trace/fi_trace_out && python tests/trace/example.py
 
-The files are committed; ``test_committed_definitions.py`` sees that they are what the code writes:
+The files are committed; ``test_definitions.py`` sees that they are what the code writes:
 
     append_paged_kv_cache_fused_hnd_ps16_kv8_d128.json
     append_paged_kv_cache_fused_ps16_kv8_d128.json
