@@ -22,7 +22,7 @@ from tests.fuzzing import fuzz_settings
 
 MODULES, CASES_PER_MODULE = 20, 20
 FULL_MODULES, FULL_CASES_PER_MODULE = 60, 40
-CPU_CASES_PER_MODULE = 4
+CPU_CASES_PER_MODULE = 2
 LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 300, 900])
 TOKENS = st.sampled_from([0, 1, 1, 2, 5, 17, 64, 70, 130])
 MAX_LOGITS = 2**20  # of all requests and heads
