@@ -22,7 +22,7 @@
 //   choice, float64 [5]: rows of a tile of the portable kernel, microseconds that this kernel would
 //     take, that Hopper's would, and that two launches would: of the portable kernel for the
 //     requests that fit the second tile, of Hopper's for the others; the most rows of the former
-//   model, float64 [15 + 6 n]: the fields of KernelModel in their order, then of its n tiles
+//   model, float64 [18 + 7 n]: the fields of KernelModel in their order, then of its n tiles
 #include <flashinfer/scheduler/attention_choice.h>
 #include <flashinfer/scheduler/attention_plan.h>
 
@@ -226,7 +226,7 @@ GroupTotals read_group(const GroupArguments& arguments, int64_t group_size, Requ
 // Takes the numbers of a model one by one.
 class ModelReader {
  public:
-  static constexpr int64_t kFields = 15, kTileFields = 6;
+  static constexpr int64_t kFields = 18, kTileFields = 7;
 
   explicit ModelReader(const Tensor& model) {
     ffi::check_dtype(model, ffi::dtype::float64);
@@ -253,6 +253,7 @@ class ModelReader {
     model.hopper_tile_q = integer();
     model.hopper_tile_kv = integer();
     model.hopper_start = *next_++;
+    model.hopper_copied = *next_++;
     model.hopper_speed = speed();
     model.tiles.clear();
     while (next_ < end_) {
@@ -272,8 +273,8 @@ class ModelReader {
     return static_cast<int64_t>(value);
   }
   TileSpeed speed() {
-    const double per_128_keys = *next_++, ends = *next_++;
-    return {per_128_keys, ends, *next_++};
+    const double per_128_keys = *next_++, ends = *next_++, alone = *next_++;
+    return {per_128_keys, ends, alone, *next_++};
   }
 
   const double* next_;

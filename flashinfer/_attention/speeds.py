@@ -26,6 +26,16 @@ class TileSpeed(NamedTuple):
     per_128_keys: float  # microseconds, with as many CTAs on the SM as fit
     ends: float  # to begin and to end a tile, in 128 keys
     alone: float  # factor for a CTA whose SM has no other work
+    uneven: float  # of the shortest piece: what the last SM has more than an equal share
+
+
+class Widened(NamedTuple):
+    """Of 8-bit keys of 16-bit queries."""
+
+    portable: float  # factor for the portable kernel
+    hopper: float  # factor for Hopper's
+    copied: float  # as of `Speeds`
+    gathered: float
 
 
 class Speeds(NamedTuple):
@@ -35,81 +45,87 @@ class Speeds(NamedTuple):
     tiles: dict[int, TileSpeed]  # of the portable kernel, by rows
     hopper_start: float
     hopper: TileSpeed
+    copied: float  # a last tile of keys that is not full, which threads copy: in 128 keys
     gathered: float  # factor for pages that threads copy instead of TMA
-    widened: float  # factor for 8-bit keys of 16-bit queries
+    widened: Widened
     second: TileSpeed  # of the portable tile of 16 rows, in a launch with a larger one
 
 
 SPEEDS = {
     (64, 64): Speeds(
-        start=0.73,
+        start=0.94,
         tiles={
-            16: TileSpeed(1.45, 0.24, 1.85),
-            64: TileSpeed(1.99, 0.26, 1.81),
-            128: TileSpeed(1.78, 0.95, 1.75),
+            16: TileSpeed(1.52, 0.14, 1.93, 0.1),
+            64: TileSpeed(1.92, 0.13, 2.03, 0.25),
+            128: TileSpeed(1.75, 0.7, 1.4, 1.07),
         },
-        hopper_start=8.22,
-        hopper=TileSpeed(1.8, 1.19, 0.58),
+        hopper_start=4.1,
+        hopper=TileSpeed(1.49, 1.72, 0.84, 0.4),
+        copied=1.44,
         gathered=1.68,
-        widened=1.25,
-        second=TileSpeed(1.24, 0.3, 1.32),
+        widened=Widened(1.23, 1.01, 0.52, 1.51),
+        second=TileSpeed(1.24, 0.3, 1.32, 0.4),
     ),
     (96, 96): Speeds(
-        start=2.0,
+        start=0.83,
         tiles={
-            16: TileSpeed(1.7, 0.3, 1.28),
-            64: TileSpeed(1.77, 0.39, 1.49),
-            128: TileSpeed(2.42, 0.47, 1.52),
+            16: TileSpeed(1.84, 1.82, 0.69, 0.02),
+            64: TileSpeed(1.67, 0.31, 1.49, 1.97),
+            128: TileSpeed(2.57, 0.68, 1.3, 1.0),
         },
-        hopper_start=7.01,
-        hopper=TileSpeed(1.73, 0.98, 0.74),
-        gathered=1.6,
-        widened=1.2,
-        second=TileSpeed(1.7, 0.3, 1.28),
+        hopper_start=3.83,
+        hopper=TileSpeed(1.69, 0.77, 1.01, 0.48),
+        copied=1.76,
+        gathered=2.0,
+        widened=Widened(1.23, 1.01, 0.52, 1.51),
+        second=TileSpeed(1.7, 0.3, 1.28, 0.4),
     ),
     (128, 128): Speeds(
-        start=1.07,
+        start=0.51,
         tiles={
-            16: TileSpeed(1.71, 0.1, 1.76),
-            64: TileSpeed(2.64, 0.27, 1.92),
-            128: TileSpeed(3.5, 0.52, 1.49),
+            16: TileSpeed(1.34, 0.63, 2.31, 0.75),
+            64: TileSpeed(2.19, 0.43, 2.2, 0.77),
+            128: TileSpeed(3.02, 0.68, 1.27, 1.01),
         },
-        hopper_start=7.13,
-        hopper=TileSpeed(2.09, 1.04, 0.74),
-        gathered=1.84,
-        widened=1.18,
-        second=TileSpeed(1.83, 0.65, 1.63),
+        hopper_start=3.3,
+        hopper=TileSpeed(1.8, 1.33, 0.99, 0.51),
+        copied=1.22,
+        gathered=1.95,
+        widened=Widened(1.24, 1.02, 0.51, 1.55),
+        second=TileSpeed(1.39, 0.3, 1.63, 2.38),
     ),
     (192, 128): Speeds(
-        start=2.91,
+        start=0.18,
         tiles={
-            16: TileSpeed(2.49, 0.43, 0.78),
-            64: TileSpeed(3.54, 0.37, 0.74),
-            128: TileSpeed(7.1, 0.78, 0.81),
+            16: TileSpeed(2.44, 0.75, 1.06, 0.84),
+            64: TileSpeed(3.03, 0.58, 0.74, 1.31),
+            128: TileSpeed(6.61, 0.71, 0.98, 0.61),
         },
-        hopper_start=6.64,
-        hopper=TileSpeed(2.62, 1.3, 0.53),
+        hopper_start=5.23,
+        hopper=TileSpeed(2.51, 0.82, 0.67, 0.33),
+        copied=0.87,
         gathered=1.59,
-        widened=1.28,
-        second=TileSpeed(2.68, 0.28, 1.28),
+        widened=Widened(1.23, 1.01, 0.52, 1.51),
+        second=TileSpeed(2.68, 0.29, 1.28, 0.4),
     ),
     (256, 256): Speeds(
-        start=2.84,
+        start=0.3,
         tiles={
-            16: TileSpeed(3.97, 1.0, 0.49),
-            64: TileSpeed(5.66, 0.44, 0.76),
+            16: TileSpeed(3.88, 0.74, 0.49, 0.55),
+            64: TileSpeed(4.66, 0.48, 1.11, 0.78),
         },
-        hopper_start=8.47,
-        hopper=TileSpeed(4.11, 0.65, 0.44),
-        gathered=2.49,
-        widened=1.4,
-        second=TileSpeed(4.43, 0.3, 0.98),
+        hopper_start=4.69,
+        hopper=TileSpeed(3.98, 0.35, 0.8, 0.32),
+        copied=0.45,
+        gathered=1.93,
+        widened=Widened(1.23, 1.01, 0.52, 1.51),
+        second=TileSpeed(4.6, 0.12, 0.9, 0.49),
     ),
 }
 """By head sizes (qk, vo)."""
 
 
-_UNKNOWN = TileSpeed(0.0, 0.0, 0.0)
+_UNKNOWN = TileSpeed(0.0, 0.0, 0.0, 0.0)
 
 
 @functools.cache
@@ -150,27 +166,34 @@ def kernel_model(
         float64 on the CPU, as ``attention_choose`` takes it.
     """
     speeds = SPEEDS[head_dim_qk, head_dim_vo] if with_hopper else None
-    hopper, hopper_start = _UNKNOWN, math.inf
+    hopper, hopper_start, copied, portable = _UNKNOWN, math.inf, 0.0, 1.0
     tile_kv = PORTABLE_TILE_KV
     if speeds is not None:
         widens = is_widened(dtype_q, dtype_kv)
         tile_kv = hopper_tile_kv(head_dim_qk, head_dim_vo, widens)
-        factor = speeds.widened if widens else 1.0
+        factor, gathered, copied = 1.0, speeds.gathered, speeds.copied
+        if widens:
+            portable, factor, copied, gathered = speeds.widened
         if _are_gathered(page_size, tile_kv):
-            factor *= speeds.gathered
-        hopper_start = speeds.hopper_start
-        hopper = speeds.hopper._replace(per_128_keys=factor * speeds.hopper.per_128_keys)
+            factor, copied = factor * gathered, 0.0
+        hopper_start, hopper = speeds.hopper_start, _slower(speeds.hopper, factor)
     known = speeds.tiles if speeds is not None else {}
+    second = _UNKNOWN if speeds is None else _slower(speeds.second, portable)
     numbers: list[float] = [
         *(num_kv_heads, group_size, _NUM_SMS, PORTABLE_TILE_KV),
         speeds.start if speeds is not None else 0.0,
-        *(tile_q_second, *(_UNKNOWN if speeds is None else speeds.second)),
-        *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, hopper_start, *hopper),
+        *(tile_q_second, *second),
+        *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, hopper_start, copied, *hopper),
     ]
     for rule in tile_rules(head_dim_vo, fixed_split_size):
         # Tiles of 8 rows are taken for as fast as those of 16.
-        numbers += [*rule, *known.get(max(rule.tile_q, 16), _UNKNOWN)]
+        speed = known.get(max(rule.tile_q, 16), _UNKNOWN)
+        numbers += [*rule, *_slower(speed, portable)]
     return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _slower(speed: TileSpeed, factor: float) -> TileSpeed:
+    return speed._replace(per_128_keys=factor * speed.per_128_keys)
 
 
 def _are_gathered(page_size: int, tile_kv: int) -> bool:

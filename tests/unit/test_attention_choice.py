@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashinfer._attention.speeds import SPEEDS, Speeds, TileSpeed, kernel_model
+from flashinfer._attention.speeds import SPEEDS, TileSpeed, kernel_model
 from flashinfer.jit.attention.config import choose_tile_q
 from flashinfer.jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
 from flashinfer.jit.attention.plan import estimate_kernels
@@ -51,38 +51,45 @@ def estimated(launch: Launch, batch: Requests) -> tuple[float, ...]:
 
 
 def busy_us(
-    launch: Launch, batch: Requests, parts: list[tuple[list[tuple[int, int]], int, int, TileSpeed]]
+    launch: Launch,
+    batch: Requests,
+    parts: list[tuple[list[tuple[int, int]], int, int, TileSpeed]],
+    copied: float = 0.0,
 ) -> float:
     """Time of the busiest SM; a part: rows and keys of its requests, tile, KV tile, speed."""
-    shared = alone = 0.0
+    shared = uneven = alone = 0.0
     for requests, tile_q, tile_kv, speed in parts:
         tokens = tile_q / launch.group_size
-        keys = tiles = hidden = longest = 0.0
+        keys = tiles = hidden = longest = parts_of_tiles = 0.0
         for rows, kv_len in requests:
             seen = min(kv_len, batch.window_left + tokens) if batch.window_left >= 0 else kv_len
             count = math.ceil(rows / tile_q)
             tiles += count
             keys += count * seen
             longest = max(longest, seen)
-            # The tile in front of the last one sees `tokens` fewer keys, and so on.
-            hidden += sum(tokens * behind for behind in range(count))
+            # Of a causal batch the tiles whose last token is behind the last full KV tile.
+            reach = math.ceil(kv_len % tile_kv / tokens) if batch.causal else count
+            parts_of_tiles += min(count, reach) if kv_len % tile_kv else 0
+            # The tile in front of the last one sees `tokens` fewer keys, and so on; with a window
+            # only from where it is not full.
+            before = (seen - kv_len + rows / launch.group_size) / tokens
+            fewer = min(count, max(before, 0.0))
+            hidden += tokens * fewer * max(fewer - 1, 0.0) / 2
         if batch.causal:
             keys -= min(hidden, keys / 2)
         scale = launch.num_kv_heads / NUM_SMS
-        shared += speed.per_128_keys * scale * (tiles * speed.ends + keys / 128)
+        work = tiles * speed.ends + keys / 128 + parts_of_tiles * copied
+        shared += speed.per_128_keys * scale * work
         piece = min(longest, 2 * max(2 * tile_kv, 4 * tile_q) - tile_kv)
         if tiles:
-            one = speed.per_128_keys * (piece / 128 + speed.ends)
+            one = speed.per_128_keys * (piece / 128 + speed.ends + (parts_of_tiles > 0) * copied)
+            uneven = max(uneven, one * speed.uneven)
             alone = max(alone, one * speed.alone)
-    return max(shared, alone)
+    return max(shared + uneven, alone)
 
 
-def factor(launch: Launch, speeds: Speeds, page_size: int) -> float:
-    """Of keys that threads widen, and of pages that threads copy."""
-    widens = is_widened(BF16, launch.kv_dtype)
-    tile_kv = hopper_tile_kv(*launch.head_dims, widens)
-    boxes = page_size in (0, 8, 16, 32, 64, 128) or page_size % tile_kv == 0
-    return (speeds.widened if widens else 1.0) * (1.0 if boxes else speeds.gathered)
+def has_boxes(page_size: int, tile_kv: int) -> bool:
+    return page_size in (0, 8, 16, 32, 64, 128) or page_size % tile_kv == 0
 
 
 def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
@@ -99,16 +106,20 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     tile_q = choose_tile_q(max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size)
     widens = is_widened(BF16, launch.kv_dtype)
     tile_kv = hopper_tile_kv(*launch.head_dims, widens)
-    slower = factor(launch, speeds, batch.page_size)
+    portable, slower = (speeds.widened[:2]) if widens else (1.0, 1.0)
+    kind = speeds.widened if widens else speeds
+    if not has_boxes(batch.page_size, tile_kv):
+        slower *= kind.gathered
 
     def portable_us(*parts: Any) -> float:
-        return speeds.start + busy_us(
+        return speeds.start + portable * busy_us(
             launch, batch, [(part, tile, 64, speed) for part, tile, speed in parts]
         )
 
     def hopper_us(part: list[tuple[int, int]]) -> float:
         parts = [(part, hopper_tile_q(*launch.head_dims), tile_kv, speeds.hopper)]
-        return speeds.hopper_start + slower * busy_us(launch, batch, parts)
+        copied = kind.copied if has_boxes(batch.page_size, tile_kv) else 0.0
+        return speeds.hopper_start + slower * busy_us(launch, batch, parts, copied)
 
     first = (rest, tile_q, speeds.tiles[max(tile_q, 16)])
     if not second:
@@ -193,13 +204,15 @@ def test_counts_are_beyond_32_bits():
     speed = SPEEDS[128, 128].tiles[128]
     tiles = math.ceil((2**31 - 1025) / 128)
     shared = speed.per_128_keys * tiles * (keys / 128 + speed.ends) / NUM_SMS
-    assert found[1] == pytest.approx(SPEEDS[128, 128].start + shared, rel=1e-12)
+    piece = speed.per_128_keys * ((2 * 512 - 64) / 128 + speed.ends)
+    us = SPEEDS[128, 128].start + shared + piece * speed.uneven
+    assert found[1] == pytest.approx(us, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model[:20], "`model` must have 15 numbers and 6 of each tile, got 20"),
+        (lambda model: model[:20], "`model` must have 18 numbers and 7 of each tile, got 20"),
         (lambda model: model.float(), "`model`.*float64"),
         (lambda model: model * 0, "`model` must have counts from 1 on, got 0"),
     ],

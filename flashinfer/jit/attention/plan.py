@@ -117,7 +117,7 @@ def estimate_kernels(model: torch.Tensor, group: Group) -> Estimate:
     Parameters
     ----------
     model : torch.Tensor
-        ``[15 + 6 n]`` float64 on the CPU: the fields of ``KernelModel``, for n tiles of the
+        ``[18 + 7 n]`` float64 on the CPU: the fields of ``KernelModel``, for n tiles of the
         portable kernel.
     group : tuple
         The requests, as for `AttentionPlan.plan`.

@@ -1,14 +1,15 @@
 // Which attention kernel takes less time for a batch, and the portable one's tile. Plain C++.
 //
 // A kernel cuts a batch into tiles of query rows; a tile goes over the keys that its rows see, and
-// the planner gives every multiprocessor an equal share of all of it, down to the shortest piece of
-// a tile that is worth cutting. So a launch takes
+// the planner gives every multiprocessor an equal share of all of it, to about the shortest piece
+// of a tile that is worth cutting. So a launch takes
 //
-//   start + per_128_keys * max(sum over the share, one piece alone * alone)
+//   start + per_128_keys * max(sum over the share + one piece * uneven, one piece * alone)
 //
-// where each tile counts its keys / 128 and `ends`. The numbers are measurements, which
-// flashinfer/_attention/speeds.py holds. What counts is which of two times is smaller: both kernels
-// have the same masks and options, which are left out.
+// where each tile, and the piece, counts its keys / 128 and `ends`; on Hopper also `copied` if its
+// last KV tile is the request's and not full: threads copy that, not boxes. The numbers are
+// measurements, which flashinfer/_attention/speeds.py holds. What counts is which of two times is
+// smaller: both kernels have the same masks and options, which are left out.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +25,7 @@ struct TileSpeed {
   double per_128_keys;  // [us], with as many CTAs on the multiprocessor as fit
   double ends;          // to begin and to end a tile, in 128 keys
   double alone;         // factor for a CTA whose multiprocessor has no other work
+  double uneven;        // of a piece: what the last multiprocessor has more than its share
 };
 
 // A tile of the portable kernel, and the batches it is for.
@@ -42,7 +44,8 @@ struct KernelModel {
   int64_t tile_q_second;   // of the requests that fit it, if others do not; 0: all have one tile
   TileSpeed second_speed;  // beside the first tile, whose CTAs are larger
   int64_t hopper_tile_q, hopper_tile_kv;
-  double hopper_start;  // [us]; infinite: the kernel does not serve the batch
+  double hopper_start;   // [us]; infinite: the kernel does not serve the batch
+  double hopper_copied;  // a KV tile that is not full, in 128 keys
   TileSpeed hopper_speed;
   std::vector<PortableTile> tiles;  // the first that is for a batch is taken; the last for any
 };
@@ -77,14 +80,14 @@ class KernelChooser {
     const Work many = work(tile.tile_q, second);
     Busy busy;
     if (second > 0) {
-      const Share few = share(work(second, -1), second, model_.portable_tile_kv);
+      const Share few = portable_share(work(second, -1), second);
       busy.add(few, speed_of(second));
       choice.apart_us = choice.portable_us + busy.us() + choice.hopper_us +
                         hopper_us(work(model_.hopper_tile_q, second));
       busy = {};
       busy.add(few, model_.second_speed);
     }
-    busy.add(share(many, tile.tile_q, model_.portable_tile_kv), tile.speed);
+    busy.add(portable_share(many, tile.tile_q), tile.speed);
     choice.portable_us += busy.us();
     const bool is_same = tile.tile_q == model_.hopper_tile_q && second == 0;
     choice.hopper_us += hopper_us(is_same ? many : work(model_.hopper_tile_q, 0));
@@ -96,29 +99,36 @@ class KernelChooser {
   struct Work {
     double tiles, keys;  // of all tiles
     double longest;      // keys of a tile
+    double copied;       // tiles with a last KV tile of Hopper's that is not full
   };
 
   // What they are for one multiprocessor; keys in units of 128.
   struct Share {
     double tiles, keys;
+    double copied;
     double piece;  // the shortest that the longest tile is cut into
   };
 
   // The busiest multiprocessor, from the first key to the last.
   struct Busy {
-    double shared = 0, alone = 0;
+    double shared = 0, uneven = 0, alone = 0;
 
     void add(const Share& share, const TileSpeed& speed) {
       shared += speed.per_128_keys * (share.tiles * speed.ends + share.keys);
       if (share.tiles == 0) return;
-      alone = std::max(alone, speed.per_128_keys * (share.piece + speed.ends) * speed.alone);
+      const double piece = speed.per_128_keys * (share.piece + speed.ends);
+      uneven = std::max(uneven, piece * speed.uneven);
+      alone = std::max(alone, piece * speed.alone);
     }
-    double us() const { return std::max(shared, alone); }
+    double us() const { return std::max(shared + uneven, alone); }
   };
 
   double hopper_us(const Work& work) const {
     Busy busy;
-    busy.add(share(work, model_.hopper_tile_q, model_.hopper_tile_kv), model_.hopper_speed);
+    Share mine = share(work, model_.hopper_tile_q, model_.hopper_tile_kv);
+    mine.keys += mine.copied * model_.hopper_copied;
+    if (mine.copied > 0) mine.piece += model_.hopper_copied;
+    busy.add(mine, model_.hopper_speed);
     return busy.us();
   }
 
@@ -155,28 +165,42 @@ class KernelChooser {
   Work work(int64_t tile_q, int64_t few) const {
     const double tokens = static_cast<double>(tile_q) / model_.group_size;  // of a tile
     const double seen = group_.window_left >= 0 ? group_.window_left + tokens : INFINITY;
-    double count = 0, squares = 0, keys = 0, longest = 0;
+    const uint32_t tile_kv = static_cast<uint32_t>(model_.hopper_tile_kv);
+    Work sum = {};
+    double hidden = 0;
     for (const PlanRequest& request : group_.requests) {
       const int64_t rows = rows_of(request);
       if (few < 0 ? rows > tile_q : few > 0 && rows <= few) continue;
       const double tiles = static_cast<uint32_t>(rows + tile_q - 1) / static_cast<uint32_t>(tile_q);
       const double kv_len = std::min<double>(request.kv_len, seen);
-      count += tiles;
-      squares += tiles * tiles;
-      keys += tiles * kv_len;
-      longest = std::max(longest, kv_len);
+      sum.tiles += tiles;
+      sum.keys += tiles * kv_len;
+      sum.longest = std::max(sum.longest, kv_len);
+      const double behind = static_cast<uint32_t>(request.kv_len) % tile_kv;  // the last full one
+      if (!group_.causal) {
+        sum.copied += behind > 0 ? tiles : 0;
+        continue;
+      }
+      sum.copied += std::min(tiles, std::ceil(behind / tokens));
+      // The last tile of a request sees these keys, and each one before it `tokens` fewer as soon
+      // as the window is not full.
+      const double first = kv_len - (int64_t{request.kv_len} - request.qo_len);
+      const double fewer = std::min(tiles, std::max(first / tokens, 0.0));
+      hidden += fewer * std::max(fewer - 1, 0.0);
     }
-    // The last tile of a request sees all its keys, each one before it `tokens` fewer.
-    if (group_.causal) keys -= std::min(0.5 * tokens * (squares - count), 0.5 * keys);
-    return {count, keys, longest};
+    sum.keys -= std::min(0.5 * tokens * hidden, 0.5 * sum.keys);
+    return sum;
   }
 
+  Share portable_share(const Work& work, int64_t tile_q) const {
+    return share(work, tile_q, model_.portable_tile_kv);
+  }
   Share share(const Work& work, int64_t tile_q, int64_t tile_kv) const {
     // No part of a tile is shorter than TileCost::min_piece, so that none is twice as long.
     const int64_t least = std::max(2 * tile_kv, 4 * tile_q);
     const double scale = static_cast<double>(model_.num_kv_heads) / model_.num_sms;
     const double piece = std::min<double>(work.longest, 2 * least - tile_kv);
-    return {work.tiles * scale, work.keys * scale / 128, piece / 128};
+    return {work.tiles * scale, work.keys * scale / 128, work.copied * scale, piece / 128};
   }
 
   const KernelModel& model_;
