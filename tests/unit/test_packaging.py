@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -162,6 +163,32 @@ def test_editable_install_links_the_sources(tmp_path: Path):
     for name in ("include", "csrc", "3rdparty/fake/include"):
         assert (data / name).is_symlink() and (data / name).resolve() == tree / name
         assert not os.readlink(data / name).startswith("/"), "a moved checkout keeps working"
+
+
+def test_editable_wheel_leads_to_the_checkout(tmp_path: Path):
+    """PEP 660: what is installed imports from the tree, and compiles the tree's sources."""
+    tree, site = tmp_path / "tree", tmp_path / "site"
+    leave_out = shutil.ignore_patterns("data", "__pycache__", "_build_meta.py")
+    for name in ("flashinfer", "include", "csrc", "3rdparty"):
+        shutil.copytree(ROOT / name, tree / name, ignore=leave_out)
+    for name in ("pyproject.toml", "version.txt", "build_backend.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    code = "import build_backend, sys; build_backend.build_editable(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path, cwd=tree, PYTHONPATH=str(tree))
+    (editable,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(editable) as archive:
+        archive.extractall(site)
+    code = (
+        "import site, sys; site.addsitedir(sys.argv[1]); import flashinfer\n"
+        "from flashinfer.jit import env\n"
+        "print(flashinfer.__file__, env.FLASHINFER_CSRC_DIR.resolve())"
+    )
+    # Without the links of this environment, which lead to the checkout that is tested.
+    folders = [p for p in sys.path if p and not (Path(p) / "flashinfer").exists()]
+    path = os.pathsep.join([str(site), *folders])
+    out = run(sys.executable, "-S", "-c", code, site, cwd=tmp_path, PYTHONPATH=path)
+    assert out.split() == [str(tree / "flashinfer/__init__.py"), str(tree / "csrc")]
+    assert (tree / "flashinfer/_build_meta.py").is_file()
 
 
 def test_cutlass_pin_is_the_extra():
