@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 import torch
 
@@ -118,7 +119,7 @@ def _build_append(case: Namespace, device: str) -> Arguments:
     pages = -(-case.batch_size // case.page_size)
     inner = (case.page_size, case.num_kv_heads)
     shape = (pages, *(inner[::-1] if case.hnd else inner), head_dim)
-    int32 = {"dtype": torch.int32, "device": device}
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
     value = (case.batch_size, case.num_kv_heads, head_dim)
     return {
         **arguments,
