@@ -62,8 +62,8 @@ def matrix_products(value: AttentionConfig) -> int:
     rows = 2 if value.tile_q == 128 else 1  # blocks of 16 query rows per warp
     tokens = 16 if value.tile_q <= 16 else 64
     outputs = value.head_dim_vo if value.head_dim_vo <= 256 else value.head_dim_vo // 2
-    columns = 16 if value.tile_q == 8 else 8  # of the output, of one product
-    return rows * (tokens // 8 * (value.head_dim_qk // 16) + tokens // 16 * (outputs // columns))
+    block = 16 if value.tile_q == 8 else 8  # of tokens or of the output's columns, of one product
+    return rows * (tokens // block * (value.head_dim_qk // 16) + tokens // 16 * (outputs // block))
 
 
 def opcodes(spec: JitSpec, kernel: str = "attention_kernel") -> Iterator[tuple[str, list[int]]]:

@@ -69,39 +69,39 @@ class TileWorker {
   }
 
  private:
-  static constexpr bool kCopyQuery =
-      !Traits::kRotate && !Variant::kHasQueryTransform && !Tile::kFloat8;
+  static constexpr bool kConvertQuery =
+      Traits::kRotate || Variant::kHasQueryTransform || Tile::kFloat8;
 
   // First half of loading q, ahead of K and V: the copies belong to the first group of the stream.
   __device__ __forceinline__ void begin_query() {
-    if constexpr (kCopyQuery) {
-      copy_query<Tile>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
-                       ptx::shared_address(shared_));
-    }
+    copy_query<Tile>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
+                     ptx::shared_address(shared_));
   }
 
   // Second half, when the first group has arrived.
   __device__ __forceinline__ void end_query(QueryFragments<Tile>& query) {
-    if constexpr (!kCopyQuery) {
-      load_query<Tile, Traits::kRotate>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
-                                        rows_.variant, rows_.view, shared_, row_scale_);
+    const auto synchronize = [] {
+      if constexpr (Tile::kSplitKV) {
+        __syncthreads();
+      } else {
+        __syncwarp();
+      }
+    };
+    if constexpr (kConvertQuery) {
+      synchronize();
+      convert_query<Tile, Traits::kRotate>(item_, params_.group_size, rows_.variant, rows_.view,
+                                           shared_, row_scale_);
     } else if (Variant::kNegatesQuery && params_.variant.sm_scale < 0.f) {
       constexpr int kRows = Tile::kTileQ / kAttentionWarps;
       __syncwarp();
       negate_query<Tile, kRows>(shared_ + threadIdx.x / 32 * kRows * Tile::kPitchQ);
     }
-    if constexpr (Tile::kSplitKV) {
-      __syncthreads();
-    } else {
-      __syncwarp();
-    }
+    synchronize();
     if constexpr (Tile::kQInRegisters) query.load(shared_q());
     if constexpr (Tile::kScaledQ) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
-        for (int h = 0; h < Tile::kRowHalves; ++h) {
-          inverse_scale_[i][h] = row_scale_[first_row<Tile>() + 16 * i + 8 * h];
-        }
+        for (int h = 0; h < 2; ++h) inverse_scale_[i][h] = row_scale_[thread_row<Tile>(i, h)];
       }
     }
   }
@@ -191,7 +191,9 @@ class TileWorker {
     // groups of four: 3 % of the time of 512 tokens.
     constexpr bool kHalves = !Tile::kSplitKV;
     const bool half = kHalves && item_.kv_end - first_token <= Tile::kWarpKV / 2;
-    if (half) {
+    if constexpr (Tile::kNarrow) {
+      multiply_kq<Tile>(logits[0][0], query, tile_k);
+    } else if (half) {
       multiply_qk<Tile, Tile::kWarpKV / 2>(logits, shared_q(), query, tile_k);
     } else {
       multiply_qk<Tile, Tile::kWarpKV>(logits, shared_q(), query, tile_k);
@@ -211,7 +213,7 @@ class TileWorker {
       }
     }
 #pragma unroll
-    for (int step = 0; step < Tile::kTokenTiles / 2; ++step) {
+    for (int step = 0; step < Tile::kWarpKV / 16; ++step) {
       if (kHalves && step == Tile::kTokenTiles / 4 && half) break;
       uint32_t p[Tile::kRowTiles][4];
       rows_.weigh(state_, logits, step, scale);

@@ -181,10 +181,10 @@ class OutputWriter {
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     __syncthreads();  // every warp has read its last K and V
 #pragma unroll
-    for (int h = 0; h < Tile::kRowHalves; ++h) {
-      const int row = first_row<Tile>() + 8 * h;
+    for (int h = 0; h < 2; ++h) {
+      const int row = thread_row<Tile>(0, h);
       if (row >= num_rows_) continue;
-      if (lane_idx % 4 == 0) {
+      if (Tile::kNarrow ? lane_idx < 4 : lane_idx % 4 == 0) {
         sums[warp_idx * kRows + row] = float2{state.largest[0][h], state.sum[0][h]};
       }
       if constexpr (!Tile::kNarrow) {

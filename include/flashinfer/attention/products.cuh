@@ -8,7 +8,7 @@
 
 namespace flashinfer {
 
-// State of a warp's rows. Row r of row tile i, half h is 16 * i + 8 * h + lane / 4.
+// State of a warp's rows; thread_row() says which a thread has.
 template <typename Tile>
 struct WarpState {
   float output[Tile::kRowTiles][Tile::kOutputTiles][4];
@@ -16,9 +16,8 @@ struct WarpState {
   float sum[Tile::kRowTiles][2];      // of this lane's columns only
 };
 
-// The query rows as A fragments, where a warp keeps them in registers. Narrow: rows 0-7 are those
-// of an even step, rows 8-15 the same queries at the odd step behind it. Either step multiplies
-// both, and half of what comes out counts.
+// The query rows as A fragments, where a warp keeps them in registers; narrow: as B fragments,
+// those of two steps together.
 template <typename Tile>
 struct QueryFragments {
   static constexpr int kSteps = Tile::kQInRegisters ? Tile::kStepsQK : 1;
@@ -27,11 +26,11 @@ struct QueryFragments {
   __device__ __forceinline__ void load(uint32_t shared_q) {
     const int lane_idx = threadIdx.x % 32;
     if constexpr (Tile::kNarrow) {
-      const uint32_t address = shared_q + lane_idx % 8 * Tile::kPitchQ + lane_idx / 16 * 16;
+      const uint32_t address = shared_q + lane_idx % 8 * Tile::kPitchQ;
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
-        const int odd = step + 1 < kSteps ? lane_idx / 8 % 2 : 0;
-        ptx::ldmatrix_x4(registers[step / 2], address + (step + odd) * 32);
+        const int column = step + 1 < kSteps ? lane_idx / 8 : lane_idx / 8 % 2;
+        ptx::ldmatrix_x4(registers[step / 2], address + step * 32 + column * 16);
       }
     } else {
       const uint32_t address = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
@@ -41,8 +40,9 @@ struct QueryFragments {
     }
   }
 
-  __device__ __forceinline__ uint32_t get(int step, int r) const {
-    return registers[Tile::kNarrow ? step / 2 : step][r];
+  __device__ __forceinline__ uint32_t get(int step, int r) const { return registers[step][r]; }
+  __device__ __forceinline__ uint32_t get_narrow(int step, int r) const {
+    return registers[step / 2][step % 2 * 2 + r];
   }
 };
 
@@ -60,8 +60,57 @@ __device__ __forceinline__ int first_row() {
   return (Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows) + threadIdx.x % 32 / 4;
 }
 
-// logits = q k^T for the warp's rows and its first kTokens tokens; 0 for the others. `shared_k`:
-// the warp's first token.
+// Row within the tile of row h (0, 1) of row tile i that this thread holds.
+template <typename Tile>
+__device__ __forceinline__ int thread_row(int i, int h) {
+  return Tile::kNarrow ? threadIdx.x % 4 * 2 + h : first_row<Tile>() + 16 * i + 8 * h;
+}
+
+// logits = q k^T for the warp's rows and its 16 tokens from `shared_k` on, as k q^T, for narrow
+// tiles: a thread gets two tokens of its first row, then of the other; they are lane / 4 and 8
+// more.
+template <typename Tile>
+__device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragments<Tile>& query,
+                                            uint32_t shared_k) {
+  using RowsK = typename Tile::RowsK;
+  const int lane_idx = threadIdx.x % 32;
+  // Even and odd steps have sums of their own: a chain of dependent products half as long.
+  float sums[2][4] = {};
+  const auto multiply = [&](int step, const uint32_t (&a)[4]) {
+    ptx::mma_m16n8k16<typename Tile::Mma>(sums[step % 2], a, query.get_narrow(step, 0),
+                                          query.get_narrow(step, 1));
+  };
+  const auto lane_k = [&](bool has_columns) {
+    return shared_k + RowsK::offset(lane_idx % 16, has_columns ? lane_idx / 16 * 16 : 0);
+  };
+  if constexpr (Tile::kFloat8) {
+#pragma unroll
+    for (int step = 0; step < Tile::kStepsQK; step += 2) {
+      const bool has_second = step + 1 < Tile::kStepsQK;
+      uint32_t bytes[4];
+      ptx::ldmatrix_x4(bytes, RowsK::move(lane_k(has_second), 0, step * 16));
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        if (s == 1 && !has_second) continue;
+        uint32_t a[4];
+        float8_keys<typename Tile::KV>(bytes[2 * s], a[0], a[2]);
+        float8_keys<typename Tile::KV>(bytes[2 * s + 1], a[1], a[3]);
+        multiply(step + s, a);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < Tile::kStepsQK; ++step) {
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, RowsK::move(lane_k(true), 0, step * 32));
+      multiply(step, a);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) logits[e % 2 * 2 + e / 2] = sums[0][e] + sums[1][e];
+}
+
+// For tiles of more rows, the warp's first kTokens tokens; the logits of the others are 0.
 template <typename Tile, int kTokens>
 __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4],
                                             uint32_t shared_q, const QueryFragments<Tile>& query,
@@ -78,7 +127,7 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
   }
   // With few tokens, even and odd steps have sums of their own: a chain of dependent products half
   // as long.
-  constexpr bool kSplitSums = Tile::kNarrow || (Tile::kSplitKV && Tile::kFloat8);
+  constexpr bool kSplitSums = Tile::kSplitKV && Tile::kFloat8;
   float odd[Tile::kRowTiles][Tile::kTokenTiles][4] = {};
   const uint32_t lane_q = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
   const auto load_query = [&](uint32_t (&a)[Tile::kRowTiles][4], int step) {
@@ -148,9 +197,7 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
 #pragma unroll
     for (int j = 0; j < Tile::kTokenTiles; ++j) {
 #pragma unroll
-      for (int e = 0; e < 2 * Tile::kRowHalves; ++e) {
-        logits[0][j][e] += odd[0][j][Tile::kNarrow ? e + 2 : e];
-      }
+      for (int e = 0; e < 4; ++e) logits[0][j][e] += odd[0][j][e];
     }
   }
 }
@@ -183,7 +230,7 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
         float8_values<typename Tile::KV>(bytes[2 * s + 1], even[1], odd[1]);
         if constexpr (Tile::kNarrow) {
           const uint32_t columns[4] = {even[0], odd[0], even[1], odd[1]};
-          ptx::mma_m16n8k16<Mma>(state.output[0][j / 2 + s], columns, p[0][0], p[0][2]);
+          ptx::mma_m16n8k16<Mma>(state.output[0][j / 2 + s], columns, p[0][0], p[0][1]);
         } else {
 #pragma unroll
           for (int i = 0; i < Tile::kRowTiles; ++i) {
@@ -201,7 +248,7 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
             shared_v + RowsV::offset(lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2 * 16);
         uint32_t a[4];
         ptx::ldmatrix_x4_trans(a, RowsV::move(lane_a, token_step * 16, j * 16));
-        ptx::mma_m16n8k16<Mma>(state.output[0][j / 2], a, p[0][0], p[0][2]);
+        ptx::mma_m16n8k16<Mma>(state.output[0][j / 2], a, p[0][0], p[0][1]);
       } else {
         uint32_t b[4];
         ptx::ldmatrix_x4_trans(b, RowsV::move(lane_v(true), token_step * 16, j * 16));

@@ -38,10 +38,10 @@ class TileRows {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < Tile::kRowHalves; ++h) {
+      for (int h = 0; h < 2; ++h) {
         state.largest[i][h] = kNothingSeen;
         state.sum[i][h] = 0.f;
-        const int packed = item_.row_begin + first_row<Tile>() + 16 * i + 8 * h;
+        const int packed = item_.row_begin + thread_row<Tile>(i, h);
         rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
             item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
         if constexpr (Variant::kHasHeadScales) {
@@ -60,14 +60,14 @@ class TileRows {
     }
   }
 
-  // When all keys went by: a row's sum is spread over the four lanes that hold its columns.
+  // When all keys went by: a row's sum is spread over the lanes that hold its tokens.
   __device__ __forceinline__ static void end(WarpState<Tile>& state) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < Tile::kRowHalves; ++h) {
+      for (int h = 0; h < 2; ++h) {
         if (state.largest[i][h] == kNothingSeen) state.largest[i][h] = -math::inf;
-        for (int offset = 1; offset <= 2; offset *= 2) {
+        for (int offset = kFirstLane; offset < kEndLane; offset *= 2) {
           state.sum[i][h] += __shfl_xor_sync(0xffffffffu, state.sum[i][h], offset);
         }
       }
@@ -84,9 +84,7 @@ class TileRows {
       hidden |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
     }
     if constexpr (Traits::kWindow) {
-      hidden |=
-          first_token <
-          __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][Tile::kRowHalves - 1].first_kv, 31);
+      hidden |= first_token < __shfl_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv, 31);
     }
     return hidden;
   }
@@ -100,8 +98,7 @@ class TileRows {
       range.end = __reduce_min_sync(0xffffffffu, rows_[0][0].last_kv) + 1;
     }
     if constexpr (Traits::kWindow) {
-      range.begin =
-          __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][Tile::kRowHalves - 1].first_kv);
+      range.begin = __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].first_kv);
     }
     return range;
   }
@@ -111,7 +108,8 @@ class TileRows {
   template <bool kMasked, int kTiles = Tile::kTokenTiles>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
-    const int column = first_token + threadIdx.x % 4 * 2;
+    const int lane_idx = threadIdx.x % 32;
+    const int column = first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
     const bool negate =
         Variant::use_softmax && !Variant::kNegatesQuery && variant.sm_scale_log2 < 0.f;
 #pragma unroll
@@ -119,10 +117,10 @@ class TileRows {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2 * Tile::kRowHalves; ++e) {
+        for (int e = 0; e < 4; ++e) {
           float& logit = logits[i][j][e];
           const QueryRow& row = rows_[i][e / 2];
-          const int kv_idx = column + j * 8 + e % 2;
+          const int kv_idx = column + j * 8 + e % 2 * (Tile::kNarrow ? 8 : 1);
           if constexpr (Tile::kScaledQ) logit *= inverse_scale[i][e / 2];
           if constexpr (Variant::kHasLogitsTransform) {
             if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
@@ -153,7 +151,7 @@ class TileRows {
   __device__ __forceinline__ void scales_log2(Scales& scale) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
-      for (int h = 0; h < Tile::kRowHalves; ++h) scale[i][h] = scale_log2(i, h);
+      for (int h = 0; h < 2; ++h) scale[i][h] = scale_log2(i, h);
     }
   }
 
@@ -167,7 +165,7 @@ class TileRows {
       // A row grows if any lane's part of it does: decode does not wait for the lanes to meet.
       bool grow = false;
 #pragma unroll
-      for (int h = 0; h < Tile::kRowHalves; ++h) {
+      for (int h = 0; h < 2; ++h) {
         const float largest = lane_largest<Tile::kTokenTiles>(logits[0], h);
         grow |= grows(state.largest[0][h], largest, scale[0][h]);
       }
@@ -177,7 +175,7 @@ class TileRows {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < Tile::kRowHalves; ++h) {
+      for (int h = 0; h < 2; ++h) {
         const float previous = state.largest[i][h];
         const float largest = row_largest<Tile::kTokenTiles>(logits[i], h);
         if (grows(previous, largest, scale[i][h])) state.largest[i][h] = largest * scale[i][h];
@@ -203,20 +201,23 @@ class TileRows {
     }
     return largest;
   }
-  // Of those of the row's four lanes.
+  // Of those of all the row's lanes.
   template <int kTiles>
   __device__ __forceinline__ static float row_largest(const float (&logits)[Tile::kTokenTiles][4],
                                                       int h) {
     float largest = lane_largest<kTiles>(logits, h);
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+#pragma unroll
+    for (int offset = kFirstLane; offset < kEndLane; offset *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    }
+    return largest;
   }
 
   __device__ __forceinline__ static void shrink_sums(WarpState<Tile>& state,
                                                      const float (&shrink)[Tile::kRowTiles][2]) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
-      for (int h = 0; h < Tile::kRowHalves; ++h) state.sum[i][h] *= shrink[i][h];
+      for (int h = 0; h < 2; ++h) state.sum[i][h] *= shrink[i][h];
     }
   }
 
@@ -225,11 +226,7 @@ class TileRows {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
       float factor[4] = {shrink[i][0], shrink[i][0], shrink[i][1], shrink[i][1]};
-      if constexpr (Tile::kNarrow) {  // rows 2t and 2t + 1, which lanes 8t and 8t + 4 have
-        const int lane = threadIdx.x % 4 * 8;
-        factor[0] = factor[2] = __shfl_sync(0xffffffffu, shrink[0][0], lane);
-        factor[1] = factor[3] = __shfl_sync(0xffffffffu, shrink[0][0], lane + 4);
-      }
+      if constexpr (Tile::kNarrow) factor[1] = shrink[i][1], factor[2] = shrink[i][0];
 #pragma unroll
       for (int j = 0; j < Tile::kOutputTiles; ++j) {
 #pragma unroll
@@ -246,9 +243,9 @@ class TileRows {
       for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
+          if (r / 2 >= Tile::kTokenTiles) continue;
           float (&tile)[4] = logits[i][2 * step + r / 2];
           const int h = r % 2;
-          if (h >= Tile::kRowHalves) continue;
           float &a = tile[2 * h], &b = tile[2 * h + 1];
           a = math::ptx_exp2(fmaf(a, scale[i][h], -state.largest[i][h]));
           b = math::ptx_exp2(fmaf(b, scale[i][h], -state.largest[i][h]));
@@ -258,22 +255,33 @@ class TileRows {
     }
   }
 
-  // The weights of these tokens as A fragments.
+  // The weights of these tokens as A fragments; narrow: as a B fragment.
   __device__ __forceinline__ static void pack(const Logits& logits, int step,
                                               uint32_t (&p)[Tile::kRowTiles][4]) {
+    using Pair = PackedPair<typename Tile::Mma>;
+    if constexpr (Tile::kNarrow) {
+      // A pair here is of two rows and one token, there of one row and two tokens.
+      const float (&tile)[4] = logits[0][0];
+      p[0][0] = ptx::movmatrix_trans(Pair::pack(tile[0], tile[2]));
+      p[0][1] = ptx::movmatrix_trans(Pair::pack(tile[1], tile[3]));
+    } else {
 #pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        if (r % 2 >= Tile::kRowHalves) continue;
-        const int first = r % 2 * 2;
-        const float (&tile)[4] = logits[i][2 * step + r / 2];
-        p[i][r] = PackedPair<typename Tile::Mma>::pack(tile[first], tile[first + 1]);
+        for (int r = 0; r < 4; ++r) {
+          const int first = r % 2 * 2;
+          const float (&tile)[4] = logits[i][2 * step + r / 2];
+          p[i][r] = Pair::pack(tile[first], tile[first + 1]);
+        }
       }
     }
   }
 
  private:
+  // Bits of the lane's number that tell the lanes of one row from each other.
+  static constexpr int kFirstLane = Tile::kNarrow ? 4 : 1;
+  static constexpr int kEndLane = Tile::kNarrow ? 32 : 4;
+
   // Exponent of a row without visible keys so far: finite, so that a hidden logit of -inf weighs
   // 2^(-inf) against it, and below that of any visible one.
   static constexpr float kNothingSeen = -3.4028234663852886e38f;

@@ -36,4 +36,15 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
   }
 }
 
+inline uint32_t movmatrix_trans(uint32_t matrix) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t* pairs = emulation::block.exchange(matrix);
+  uint32_t transposed = 0;
+  for (int j = 0; j < 2; ++j) {
+    const uint32_t pair = pairs[(lane % 4 * 2 + j) * 4 + lane / 8];
+    transposed |= (pair >> (lane / 4 % 2 * 16) & 0xffffu) << (16 * j);
+  }
+  return transposed;
+}
+
 }  // namespace flashinfer::ptx
