@@ -132,6 +132,26 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
     return arguments
 
 
+def assert_kept(case: Case, row: torch.Tensor, token: int) -> None:
+    """The filters of the case keep the token, but for the rounding of a share."""
+    if row.isnan().any() or row.max() == -math.inf:
+        assert token == 0
+        return
+    assert 0 <= token < case.width
+    value, seen = row[token], torch.ones_like(row, dtype=torch.bool)
+    weights = torch.exp(row - row.max())
+    if row.max() == math.inf:
+        weights = (row == math.inf).double()
+    assert weights[token] > 0
+    if "top_k" in FILTERS[case.function] and 1 <= case.top_k < case.width:
+        kth = row.sort(descending=True).values[case.top_k - 1]
+        assert value >= kth
+        seen = row >= kth if case.order == "top_k_first" else seen
+    if "top_p" in FILTERS[case.function] and case.top_p < 1:
+        larger = weights[seen & (row > value)].sum() / weights[seen].sum()
+        assert larger <= max(case.top_p, 0.0) + 1e-4
+
+
 def check(case: Case, device: torch.device) -> None:
     """The call is right, of the same result once more, and reads nothing beyond its rows."""
     arguments = build(case, device)
@@ -139,10 +159,11 @@ def check(case: Case, device: torch.device) -> None:
     # An exponential of arguments of up to a hundred is good to some hundred roundings.
     options = CheckOptions(accumulation_length=65536, check_bias=False)
     if "from_logits" in case.function and device.type == "cuda":
-        # A draw may fall between two roundings of an exponential: compare where it must be.
+        # A draw may fall between two roundings of an exponential: look at where it must be.
         tokens = api(**arguments)
-        assert bool(((tokens >= 0) & (tokens < case.width)).all())
         assert torch.equal(tokens, api(**arguments))
+        for row, token in zip(arguments["logits"].double().cpu(), tokens.tolist(), strict=True):
+            assert_kept(case, row, token)
         return
     if not (case.per_row and case.rows == 1):  # one number of one row is both
         assert_matches_reference(api, options, **arguments)
