@@ -127,6 +127,19 @@ def test_every_value_of_8_bits_is_widened_exactly(dtype, kv_dtype, device):
         assert torch.equal(out.nan_to_num(777.0), expected.nan_to_num(777.0))
 
 
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("exponent", [-90, -20, 20, 90])
+def test_queries_of_any_magnitude_over_8_bit_keys(exponent, soft_cap, device):
+    """Those of bfloat16 become float16, which has less range: each row has a factor of its own."""
+    batch = Batch((150,), (300,), dtype=BF16, kv_dtype=E5M2)
+    q, (k, v) = batch.query(device), ragged_kv(batch, device)
+    rows = torch.arange(150, device=device).view(-1, 1, 1) % 3
+    q = (q.float() * 2.0 ** (exponent - rows)).to(BF16)
+    q[..., ::2] *= 2.0**-12
+    options = {"sm_scale": 128**-0.5 * 2.0**-exponent, "logits_soft_cap": soft_cap, "causal": True}
+    check(flashinfer.single_prefill_with_kv_cache, q=q, k=k, v=v, backend="fa3", **options)
+
+
 def test_keys_that_are_nan_are_seen(device):
     """NaN of 8 bits is NaN of 16, in the rows that see it and no others."""
     batch = Batch((150,), (150,), num_kv_heads=1, kv_dtype=E4M3)

@@ -57,18 +57,19 @@ def _rms(x: torch.Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
+@pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [64, 512, 2048])
-def test_error_is_at_most_twice_that_of_pytorch(length, causal, spread, backend, device):
-    batch = Batch((length,), (length,), group=2, num_kv_heads=1)
+def test_error_is_at_most_twice_that_of_pytorch(length, causal, spread, kv_dtype, backend, device):
+    batch = Batch((length,), (length,), group=2, num_kv_heads=1, kv_dtype=kv_dtype)
     if device.type == "cpu" and length > 512:
         pytest.skip("large for the reference on a CPU")
     q, (k, v) = batch.query(device) * spread, ragged_kv(batch, device)
     wrapper = plan_ragged(batch, device, backend, causal=causal)
     exact, _ = _exact(wrapper, q=q, k=k, v=v)
     ours = wrapper.run(q, k, v).double() - exact
-    theirs = _sdpa(q, k, v, causal).double() - exact
+    theirs = _sdpa(q, k.to(q.dtype), v.to(q.dtype), causal).double() - exact
     assert _rms(ours) <= 2 * _rms(theirs)
     assert ours.abs().max() <= 2 * theirs.abs().max()
 

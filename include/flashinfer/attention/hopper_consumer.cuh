@@ -8,6 +8,7 @@
 #include <flashinfer/attention/hopper_weights.cuh>
 #include <flashinfer/attention/hopper_output.cuh>
 #include <flashinfer/attention/hopper_producer.cuh>
+#include <flashinfer/attention/hopper_query.cuh>
 #include <flashinfer/attention/rows.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 #include <new>
@@ -29,6 +30,9 @@ class HopperConsumer {
   static constexpr bool kHalvesProducts = Traits::kMask != MaskMode::none;
   using Logits = float[1][Tile::kTokenTiles][4];
   using Weights = uint32_t[kSteps][1][4];
+  // Where only the softmax reads logits, what a row's are to be multiplied by is part of its scale.
+  static constexpr bool kUnscalesLogits =
+      Tile::kConvertsQuery && (Variant::kHasLogitsTransform || !Variant::use_softmax);
 
  public:
   __device__ __forceinline__ HopperConsumer(const HopperParams<Params>& params, char* shared,
@@ -83,6 +87,20 @@ class HopperConsumer {
     ptx::mbarrier_wait(address(control_.q_full[item_ % Tile::kStagesQ]),
                        item_ / Tile::kStagesQ % 2);
   }
+  __device__ __forceinline__ void take_query() {
+    await_query();
+    if constexpr (Tile::kConvertsQuery) {
+      const uint32_t stage = address(*shared_) + item_ % Tile::kStagesQ * Tile::kBytesQ;
+      make_query_float16<Tile>(stage + threadIdx.x / 32 * 16 * 128, inverse_query_scale_);
+      if constexpr (kUnscalesLogits) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          control_.inverse_query_scale[first_row<Tile>() + 8 * h] = inverse_query_scale_[h];
+        }
+      }
+      ptx::named_barrier_sync(kQueryBarrier + group_idx_, 128);  // the other warps' rows, too
+    }
+  }
 
   __device__ __forceinline__ static int num_tiles(const WorkItem& item) {
     return ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
@@ -108,16 +126,11 @@ class HopperConsumer {
     Logits logits;
     Weights p;
     float scale[2];
-    row_scales(rows, scale);
     int first_token = item.kv_begin + (tiles - 1) * Tile::kTileKV;
-    await_query();
+    take_query();
+    row_scales(rows, scale);
     await_keys();
-    const uint64_t q = query_operand(), k = key_operand();
-    await_turn();
-    ptx::wgmma_fence();
-    multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
-    ptx::wgmma_commit();
-    pass_turn();
+    multiply_first(logits);
     KeyRange plain = plain_range(rows);
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(logits[0]);
@@ -141,11 +154,7 @@ class HopperConsumer {
       const WorkItem& next_item = work(item_).item;
       const int next_tiles = num_tiles(next_item);
       if (!Tile::kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
-        const Ring<Tile::kStages> values = k_ring_.before(1);
-        ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
-        ptx::wgmma_fence();
-        multiply_pv(state, p, value_operand(values));
-        ptx::wgmma_commit();
+        multiply_last(state, p);
         finish_values(state, p, 1);
         finish(item_ - 1, state);
         return;
@@ -195,6 +204,25 @@ class HopperConsumer {
   // begins anew) and weighed; its other weights are 0.
   __device__ __forceinline__ static bool has_half(const WorkItem& item, int first_token) {
     return Tile::kHalvesTiles && item.kv_end - first_token <= Tile::kTileKV / 2;
+  }
+
+  // An item's first q k^T.
+  __device__ __forceinline__ void multiply_first(Logits& logits) {
+    const uint64_t q = query_operand(), k = key_operand();
+    await_turn();
+    ptx::wgmma_fence();
+    multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
+    ptx::wgmma_commit();
+    pass_turn();
+  }
+
+  // An item's last p v.
+  __device__ __forceinline__ void multiply_last(WarpState<Tile>& state, const Weights& p) {
+    const Ring<Tile::kStages> values = k_ring_.before(1);
+    ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
+    ptx::wgmma_fence();
+    multiply_pv(state, p, value_operand(values));
+    ptx::wgmma_commit();
   }
 
   // The next q k^T and p v of the tile before.
@@ -287,9 +315,9 @@ class HopperConsumer {
 #pragma unroll
     for (int step = 0; step < Tile::kHeadDimQK * Tile::kElement / 32; ++step) {
       const int chunk = step / 4, within = step % 4 * 32;
-      ptx::wgmma<typename Tile::Q, false>(
-          logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
-          ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within), step > 0);
+      ptx::wgmma<Mma, false>(logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
+                             ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within),
+                             step > 0);
     }
   }
 
@@ -311,9 +339,14 @@ class HopperConsumer {
     }
   }
 
-  __device__ __forceinline__ static void row_scales(const Rows& rows, float (&scale)[2]) {
-    scale[0] = rows.scale_log2(0, 0);
-    scale[1] = rows.scale_log2(0, 1);
+  __device__ __forceinline__ void row_scales(const Rows& rows, float (&scale)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scale[h] = rows.scale_log2(0, h);
+      if constexpr (Tile::kConvertsQuery && !kUnscalesLogits) {
+        scale[h] = fmaxf(scale[h] * inverse_query_scale_[h], 1e-30f);  // not 0, see scale_log2()
+      }
+    }
   }
   __device__ __forceinline__ bool negates() const {
     return Variant::kNegatesQuery && params_.variant.sm_scale < 0.f;
@@ -334,7 +367,11 @@ class HopperConsumer {
                                         Weights& p, const float (&scale)[2], int first_token,
                                         KeyRange plain, const FinishValues& finish_values) const {
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
-    constexpr float kUnscaled[1][2] = {{1.f, 1.f}};
+    float inverse_scale[1][2] = {{1.f, 1.f}};  // of the queries
+    if constexpr (kUnscalesLogits) {
+      const float* const of_rows = control_.inverse_query_scale + first_row<Tile>();
+      inverse_scale[0][0] = of_rows[0], inverse_scale[0][1] = of_rows[8];
+    }
     if (__builtin_expect(first_token < plain.begin || first_token + kTiles * 8 > plain.end,
                          kFirst)) {
       if (negates()) {
@@ -344,9 +381,9 @@ class HopperConsumer {
           for (int e = 0; e < 4; ++e) logits[0][j][e] = -logits[0][j][e];
         }
       }
-      rows.template transform<true, kTiles>(logits, first_token, kUnscaled);
+      rows.template transform<true, kTiles>(logits, first_token, inverse_scale);
     } else {
-      rows.template transform<false, kTiles>(logits, first_token, kUnscaled);
+      rows.template transform<false, kTiles>(logits, first_token, inverse_scale);
     }
     const bool has_keys = test_keys();
     if constexpr (!Variant::use_softmax) {
@@ -361,6 +398,7 @@ class HopperConsumer {
   }
 
   static constexpr int kOutputBarrier = 1 + 1 + Tile::kConsumers;
+  static constexpr int kQueryBarrier = kOutputBarrier + 1;  // of the first group
 
   const Params& params_;
   const TensorMap& output_map_;
@@ -370,6 +408,8 @@ class HopperConsumer {
   int group_idx_;
   uint32_t item_ = 0;
   Ring<Tile::kStages> k_ring_;  // values follow their keys
+  // What logits of the lane's rows are to be multiplied by, where queries became float16.
+  float inverse_query_scale_[2];
 };
 
 }  // namespace flashinfer

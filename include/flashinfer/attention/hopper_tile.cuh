@@ -61,8 +61,10 @@ struct HopperTile {
   using O = O_;
   // K and V of 8 bits become 16 between being loaded and being multiplied (hopper_widening.cuh).
   static constexpr bool kWidens = sizeof(Q) == 2 && dtype::kIsFloat8<KV>;
-  using Mma = std::conditional_t<kWidens, dtype::float16, Q>;  // of weights and values
-  static constexpr int kElement = sizeof(Q);                   // bytes, where they are multiplied
+  // Of all operands as they are multiplied.
+  using Mma = std::conditional_t<kWidens, dtype::float16, Q>;
+  static constexpr int kElement = sizeof(Mma);
+  static constexpr bool kConvertsQuery = kWidens && !std::is_same_v<Q, Mma>;
   static_assert(kWidens || (std::is_same_v<Q, KV> &&
                             (kElement == 2 || std::is_same_v<Q, dtype::float8_e4m3fn>)),
                 "q, k and v are of one type of 16 bits, or e4m3, or k and v of 8 bits");
@@ -94,13 +96,13 @@ struct HopperTile {
   static constexpr int kThreads = kConsumerThreads + (kWidens ? 256 : 128);
   static constexpr bool kThree = kConsumers == 3, kWide = kHeadDimVO > 128;
   static constexpr bool kSmall = kTileKV == 64 && !kWide;
-  static constexpr int kProducerRegisters = kWidens        ? (kThree   ? 56
+  static constexpr int kProducerRegisters = kWidens        ? (kThree   ? 72
                                                               : kSmall ? 80
-                                                              : kWide  ? 40
-                                                                       : 48)
+                                                              : kWide  ? 48
+                                                                       : 64)
                                             : kTransposedV ? kFloat8Shape.producer_registers
                                                            : (kThree ? 32 : 56);
-  static constexpr int kWidenerRegisters = kThree ? 64 : kSmall ? 80 : kWide ? 56 : 64;
+  static constexpr int kWidenerRegisters = kSmall && !kThree ? 80 : 48;
   static constexpr int kConsumerRegisters = kWidens        ? (kThree   ? 120
                                                               : kSmall ? 176
                                                               : kWide  ? 208
@@ -110,7 +112,7 @@ struct HopperTile {
 
   // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
   static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
-  static constexpr bool kScaledQ = false;
+  static constexpr bool kScaledQ = kConvertsQuery;
   static constexpr bool kStoresMatrices = true;  // see hopper_output.cuh
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;
@@ -181,6 +183,8 @@ struct HopperControl {
   // What is to be widened, and v that is to be transposed.
   uint64_t loaded_k_full[kMaxStages], loaded_k_empty[kMaxStages];
   uint64_t loaded_v_full[kMaxStages], loaded_v_empty[kMaxStages];
+  // Of rows of queries made float16, where not only the softmax reads their logits.
+  float inverse_query_scale[192];
 };
 
 template <typename Tile>

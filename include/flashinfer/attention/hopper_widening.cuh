@@ -1,7 +1,6 @@
-// The warpgroup that makes 16 bits of K and V of 8, for queries of 16: from the tiles as they were
-// loaded to those that the tensor cores read. Keys become the queries' type, values float16, in
-// which the weights are multiplied: it holds all values of 8 bits, and takes one instruction for
-// two of e4m3, where bfloat16 takes four.
+// The warpgroup that makes float16 of K and V of 8 bits, for queries of 16: from the tiles as they
+// were loaded to those that the tensor cores read. Float16 holds all values of 8 bits, and takes
+// one instruction for two of e4m3, where bfloat16 takes four.
 #pragma once
 
 #include <flashinfer/attention/float8_mma.cuh>
@@ -12,30 +11,6 @@
 #include <flashinfer/ptx/tma.cuh>
 
 namespace flashinfer {
-
-// Four 8-bit floats to four of T, exactly.
-template <typename T, typename Float8>
-__device__ __forceinline__ void widen_float8(uint32_t bytes, uint32_t& low, uint32_t& high) {
-  float8_to_half2<Float8>(bytes, low, high);
-  if constexpr (std::is_same_v<T, dtype::bfloat16>) {
-    // Of a float that bfloat16 holds, it is the upper half; NaN and infinities stay.
-    const auto convert = [](uint32_t& pair) {
-      asm("{\n"
-          ".reg .b16 first, second;\n"
-          ".reg .b32 a, b;\n"
-          "mov.b32 {first, second}, %0;\n"
-          "cvt.f32.f16 a, first;\n"
-          "cvt.f32.f16 b, second;\n"
-          "prmt.b32 %0, a, b, 0x7632;\n"
-          "}"
-          : "+r"(pair));
-    };
-    convert(low);
-    convert(high);
-  } else {
-    static_assert(std::is_same_v<T, dtype::float16>);
-  }
-}
 
 // Four warps, a quarter of each tile's rows each, in pieces of eight rows by 64 columns, of which a
 // lane takes 16.
@@ -99,23 +74,29 @@ class HopperWidener {
   __device__ __forceinline__ void widen(Rings& rings, Barriers& loaded_full, Barriers& loaded_empty,
                                         Barriers& full, Barriers& empty) {
     constexpr int kPieces = kRows / 8 * kChunks<kKeys>;
+    // On their way at a time. More take registers that the producer spills without (pages of one
+    // token 0.86), and gain nothing; with one, each load's latency counts (0.95).
+    constexpr int kAhead = 2;
+    static_assert(kPieces >= kAhead);
     const auto& loaded = rings.loaded;
     const uint32_t source =
         source_ + (kKeys ? Tile::kOffsetLoadedK + loaded.stage * Tile::kBytesLoadedK
                          : Tile::kOffsetLoadedV + loaded.stage * Tile::kBytesLoadedV);
     const uint32_t second = source ^ 64;  // of the 128 columns in a row the second 64
-    uint4 pieces[kPieces];
+    uint4 pieces[kAhead];
+    const auto load = [&](int i) {
+      const int rows = i / kChunks<kKeys> * 8, chunk = i % kChunks<kKeys>;
+      pieces[i % kAhead] = ptx::load_shared_16((chunk % 2 == 0 ? source : second) +
+                                               (chunk / 2 * Tile::kTileKV + rows) * 128);
+      if (i < kPieces - 1) return;
+      // All in registers: the next tile may come, by the copy engine, hence the fence.
+      ptx::async_proxy_fence();
+      arrive(loaded_empty[loaded.stage]);
+      rings.loaded.advance();
+    };
     ptx::mbarrier_wait(address(loaded_full[loaded.stage]), loaded.phase);
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int rows = i / kChunks<kKeys> * 8, chunk = i % kChunks<kKeys>;
-      pieces[i] = ptx::load_shared_16((chunk % 2 == 0 ? source : second) +
-                                      (chunk / 2 * Tile::kTileKV + rows) * 128);
-    }
-    // In registers: the next tile may come, by the copy engine, hence the fence.
-    ptx::async_proxy_fence();
-    arrive(loaded_empty[loaded.stage]);
-    rings.loaded.advance();
+    for (int i = 0; i < kAhead; ++i) load(i);
 
     const auto& widened = rings.widened;
     const uint32_t target = target_ + (kKeys ? Tile::kOffsetK + widened.stage * Tile::kBytesK
@@ -126,21 +107,21 @@ class HopperWidener {
     for (int i = 0; i < kPieces; ++i) {
       const int rows = i / kChunks<kKeys> * 8, chunk = i % kChunks<kKeys>;
       const uint32_t offset = (chunk * Tile::kTileKV + rows) * 128;
-      store<kKeys>(pieces[i], target + offset, next + offset);
+      store(pieces[i % kAhead], target + offset, next + offset);
+      if (i + kAhead < kPieces) load(i + kAhead);
     }
     ptx::async_proxy_fence();
     arrive(full[widened.stage]);
     rings.widened.advance();
   }
 
-  template <bool kKeys>
   __device__ __forceinline__ static void store(const uint4& piece, uint32_t target, uint32_t next) {
-    using T = std::conditional_t<kKeys, typename Tile::Q, typename Tile::Mma>;
+    using Float8 = typename Tile::KV;
     uint4 low, high;
-    widen_float8<T, typename Tile::KV>(piece.x, low.x, low.y);
-    widen_float8<T, typename Tile::KV>(piece.y, low.z, low.w);
-    widen_float8<T, typename Tile::KV>(piece.z, high.x, high.y);
-    widen_float8<T, typename Tile::KV>(piece.w, high.z, high.w);
+    float8_to_half2<Float8>(piece.x, low.x, low.y);
+    float8_to_half2<Float8>(piece.y, low.z, low.w);
+    float8_to_half2<Float8>(piece.z, high.x, high.y);
+    float8_to_half2<Float8>(piece.w, high.z, high.w);
     ptx::store_shared_16(target, low);
     ptx::store_shared_16(next, high);
   }
