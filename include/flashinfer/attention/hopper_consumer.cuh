@@ -87,15 +87,19 @@ class HopperConsumer {
     ptx::mbarrier_wait(address(control_.q_full[item_ % Tile::kStagesQ]),
                        item_ / Tile::kStagesQ % 2);
   }
-  __device__ __forceinline__ void take_query() {
+  // Those that become float16 change the `scale` of their rows' logits.
+  __device__ __forceinline__ void take_query(float (&scale)[2]) const {
     await_query();
     if constexpr (Tile::kConvertsQuery) {
       const uint32_t stage = address(*shared_) + item_ % Tile::kStagesQ * Tile::kBytesQ;
-      make_query_float16<Tile>(stage + threadIdx.x / 32 * 16 * 128, inverse_query_scale_);
-      if constexpr (kUnscalesLogits) {
+      float inverse_scale[2];
+      make_query_float16<Tile>(stage + threadIdx.x / 32 * 16 * 128, inverse_scale);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          control_.inverse_query_scale[first_row<Tile>() + 8 * h] = inverse_query_scale_[h];
+      for (int h = 0; h < 2; ++h) {
+        if constexpr (kUnscalesLogits) {
+          control_.inverse_query_scale[first_row<Tile>() + 8 * h] = inverse_scale[h];
+        } else {
+          scale[h] = fmaxf(scale[h] * inverse_scale[h], 1e-30f);  // not 0, see scale_log2()
         }
       }
       ptx::named_barrier_sync(kQueryBarrier + group_idx_, 128);  // the other warps' rows, too
@@ -126,11 +130,16 @@ class HopperConsumer {
     Logits logits;
     Weights p;
     float scale[2];
-    int first_token = item.kv_begin + (tiles - 1) * Tile::kTileKV;
-    take_query();
     row_scales(rows, scale);
+    int first_token = item.kv_begin + (tiles - 1) * Tile::kTileKV;
+    take_query(scale);
     await_keys();
-    multiply_first(logits);
+    const uint64_t q = query_operand(), k = key_operand();
+    await_turn();
+    ptx::wgmma_fence();
+    multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
+    ptx::wgmma_commit();
+    pass_turn();
     KeyRange plain = plain_range(rows);
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(logits[0]);
@@ -154,7 +163,11 @@ class HopperConsumer {
       const WorkItem& next_item = work(item_).item;
       const int next_tiles = num_tiles(next_item);
       if (!Tile::kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
-        multiply_last(state, p);
+        const Ring<Tile::kStages> values = k_ring_.before(1);
+        ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
+        ptx::wgmma_fence();
+        multiply_pv(state, p, value_operand(values));
+        ptx::wgmma_commit();
         finish_values(state, p, 1);
         finish(item_ - 1, state);
         return;
@@ -204,25 +217,6 @@ class HopperConsumer {
   // begins anew) and weighed; its other weights are 0.
   __device__ __forceinline__ static bool has_half(const WorkItem& item, int first_token) {
     return Tile::kHalvesTiles && item.kv_end - first_token <= Tile::kTileKV / 2;
-  }
-
-  // An item's first q k^T.
-  __device__ __forceinline__ void multiply_first(Logits& logits) {
-    const uint64_t q = query_operand(), k = key_operand();
-    await_turn();
-    ptx::wgmma_fence();
-    multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
-    ptx::wgmma_commit();
-    pass_turn();
-  }
-
-  // An item's last p v.
-  __device__ __forceinline__ void multiply_last(WarpState<Tile>& state, const Weights& p) {
-    const Ring<Tile::kStages> values = k_ring_.before(1);
-    ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
-    ptx::wgmma_fence();
-    multiply_pv(state, p, value_operand(values));
-    ptx::wgmma_commit();
   }
 
   // The next q k^T and p v of the tile before.
@@ -339,14 +333,9 @@ class HopperConsumer {
     }
   }
 
-  __device__ __forceinline__ void row_scales(const Rows& rows, float (&scale)[2]) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      scale[h] = rows.scale_log2(0, h);
-      if constexpr (Tile::kConvertsQuery && !kUnscalesLogits) {
-        scale[h] = fmaxf(scale[h] * inverse_query_scale_[h], 1e-30f);  // not 0, see scale_log2()
-      }
-    }
+  __device__ __forceinline__ static void row_scales(const Rows& rows, float (&scale)[2]) {
+    scale[0] = rows.scale_log2(0, 0);
+    scale[1] = rows.scale_log2(0, 1);
   }
   __device__ __forceinline__ bool negates() const {
     return Variant::kNegatesQuery && params_.variant.sm_scale < 0.f;
@@ -408,8 +397,6 @@ class HopperConsumer {
   int group_idx_;
   uint32_t item_ = 0;
   Ring<Tile::kStages> k_ring_;  // values follow their keys
-  // What logits of the lane's rows are to be multiplied by, where queries became float16.
-  float inverse_query_scale_[2];
 };
 
 }  // namespace flashinfer
