@@ -32,7 +32,8 @@ class TileSpeed(NamedTuple):
 class Widened(NamedTuple):
     """Of 8-bit keys of 16-bit queries."""
 
-    portable: float  # factor for the portable kernel
+    few: float  # factor for tiles of 8 and 16 rows, which wait for the keys
+    portable: float  # factor for the portable kernel's larger ones
     hopper: float  # factor for Hopper's
     copied: float  # as of `Speeds`
     gathered: float
@@ -63,7 +64,7 @@ SPEEDS = {
         hopper=TileSpeed(1.48, 1.51, 0.86, 0.45),
         copied=1.19,
         gathered=1.68,
-        widened=Widened(1.39, 1.04, 0.35, 1.81),
+        widened=Widened(1.39, 1.39, 1.04, 0.35, 1.81),
         second=TileSpeed(1.24, 0.3, 1.32, 0.4),
     ),
     (96, 96): Speeds(
@@ -77,13 +78,14 @@ SPEEDS = {
         hopper=TileSpeed(1.62, 0.57, 0.7, 0.58),
         copied=1.61,
         gathered=1.9,
-        widened=Widened(1.23, 1.01, 0.52, 1.51),
+        widened=Widened(1.23, 1.23, 1.01, 0.52, 1.51),
         second=TileSpeed(1.7, 0.3, 1.28, 0.4),
     ),
     (128, 128): Speeds(
         start=1.01,
         tiles={
-            16: TileSpeed(1.0, 0.82, 1.59, 2.89),
+            8: TileSpeed(1.0, 0.82, 1.59, 2.89),
+            16: TileSpeed(2.06, 0.43, 0.36, 1.21),
             64: TileSpeed(2.23, 0.31, 2.34, 0.31),
             128: TileSpeed(2.97, 0.5, 1.57, 1.1),
         },
@@ -91,7 +93,7 @@ SPEEDS = {
         hopper=TileSpeed(1.57, 1.27, 1.08, 0.6),
         copied=1.62,
         gathered=2.09,
-        widened=Widened(1.47, 1.24, 0.77, 1.32),
+        widened=Widened(1.0, 1.47, 1.24, 0.77, 1.32),
         second=TileSpeed(1.28, 0.17, 1.63, 3.32),
     ),
     (192, 128): Speeds(
@@ -105,7 +107,7 @@ SPEEDS = {
         hopper=TileSpeed(2.51, 0.74, 0.6, 0.41),
         copied=0.91,
         gathered=1.59,
-        widened=Widened(0.89, 1.05, 0.38, 1.51),
+        widened=Widened(0.89, 0.89, 1.05, 0.38, 1.51),
         second=TileSpeed(2.68, 0.29, 1.28, 0.4),
     ),
     (256, 256): Speeds(
@@ -118,7 +120,7 @@ SPEEDS = {
         hopper=TileSpeed(3.98, 0.32, 0.79, 0.36),
         copied=0.52,
         gathered=1.93,
-        widened=Widened(0.87, 1.09, 0.53, 1.58),
+        widened=Widened(0.87, 0.87, 1.09, 0.53, 1.58),
         second=TileSpeed(4.33, 0.16, 1.02, 0.53),
     ),
 }
@@ -166,19 +168,19 @@ def kernel_model(
         float64 on the CPU, as ``attention_choose`` takes it.
     """
     speeds = SPEEDS[head_dim_qk, head_dim_vo] if with_hopper else None
-    hopper, hopper_start, copied, portable = _UNKNOWN, math.inf, 0.0, 1.0
+    hopper, hopper_start, copied, few, portable = _UNKNOWN, math.inf, 0.0, 1.0, 1.0
     tile_kv = PORTABLE_TILE_KV
     if speeds is not None:
         widens = is_widened(dtype_q, dtype_kv)
         tile_kv = hopper_tile_kv(head_dim_qk, head_dim_vo, widens)
         factor, gathered, copied = 1.0, speeds.gathered, speeds.copied
         if widens:
-            portable, factor, copied, gathered = speeds.widened
+            few, portable, factor, copied, gathered = speeds.widened
         if _are_gathered(page_size, tile_kv):
             factor, copied = factor * gathered, 0.0
         hopper_start, hopper = speeds.hopper_start, _slower(speeds.hopper, factor)
     known = speeds.tiles if speeds is not None else {}
-    second = _UNKNOWN if speeds is None else _slower(speeds.second, portable)
+    second = _UNKNOWN if speeds is None else _slower(speeds.second, few)
     numbers: list[float] = [
         *(num_kv_heads, group_size, _NUM_SMS, PORTABLE_TILE_KV),
         speeds.start if speeds is not None else 0.0,
@@ -186,9 +188,9 @@ def kernel_model(
         *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, hopper_start, copied, *hopper),
     ]
     for rule in tile_rules(head_dim_vo, fixed_split_size):
-        # Tiles of 8 rows are taken for as fast as those of 16.
-        speed = known.get(max(rule.tile_q, 16), _UNKNOWN)
-        numbers += [*rule, *_slower(speed, portable)]
+        # Where nothing else is known, tiles of 8 rows are taken for as fast as those of 16.
+        speed = known.get(rule.tile_q, known.get(16, _UNKNOWN))
+        numbers += [*rule, *_slower(speed, few if rule.tile_q <= 16 else portable)]
     return torch.tensor(numbers, dtype=torch.float64)
 
 

@@ -88,6 +88,10 @@ def busy_us(
     return max(shared + uneven, alone)
 
 
+def slower_by(factor: float, speed: TileSpeed) -> TileSpeed:
+    return speed._replace(per_128_keys=factor * speed.per_128_keys)
+
+
 def has_boxes(page_size: int, tile_kv: int) -> bool:
     return page_size in (0, 8, 16, 32, 64, 128) or page_size % tile_kv == 0
 
@@ -106,14 +110,19 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     tile_q = choose_tile_q(max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size)
     widens = is_widened(BF16, launch.kv_dtype)
     tile_kv = hopper_tile_kv(*launch.head_dims, widens)
-    portable, slower = (speeds.widened[:2]) if widens else (1.0, 1.0)
+    few_slower, portable, slower = speeds.widened[:3] if widens else (1.0, 1.0, 1.0)
     kind = speeds.widened if widens else speeds
     if not has_boxes(batch.page_size, tile_kv):
         slower *= kind.gathered
 
     def portable_us(*parts: Any) -> float:
-        return speeds.start + portable * busy_us(
+        return speeds.start + busy_us(
             launch, batch, [(part, tile, 64, speed) for part, tile, speed in parts]
+        )
+
+    def speed_of(tile: int) -> TileSpeed:
+        return slower_by(
+            few_slower if tile <= 16 else portable, speeds.tiles.get(tile, speeds.tiles[16])
         )
 
     def hopper_us(part: list[tuple[int, int]]) -> float:
@@ -121,11 +130,12 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
         copied = kind.copied if has_boxes(batch.page_size, tile_kv) else 0.0
         return speeds.hopper_start + slower * busy_us(launch, batch, parts, copied)
 
-    first = (rest, tile_q, speeds.tiles[max(tile_q, 16)])
+    first = (rest, tile_q, speed_of(tile_q))
     if not second:
         return tile_q, portable_us(first), hopper_us(requests), math.inf, 0
-    one_us = portable_us(first, (few, second, speeds.second))
-    apart_us = portable_us((few, second, speeds.tiles[second])) + hopper_us(rest)
+    one_us = portable_us(first, (few, second, slower_by(few_slower, speeds.second)))
+    tile_few = choose_tile_q(few_rows, few_rows, launch.head_dims[1], launch.fixed_split_size)
+    apart_us = portable_us((few, second, speed_of(tile_few))) + hopper_us(rest)
     return tile_q, one_us, hopper_us(requests), apart_us, few_rows
 
 

@@ -186,7 +186,7 @@ def test_auto_takes_the_better_kernel_of_the_measured_grid(monkeypatch: pytest.M
             if loss > grid.ALLOWED:
                 behind[shape] = loss
     assert [shape for shape, _ in measured] == grid.SHAPES
-    assert len(behind) <= 1 and max(behind.values(), default=1.0) < 1.13, behind
+    assert not behind
 
 
 # ---- Several sets of keys ----

@@ -81,7 +81,7 @@ class KernelChooser {
     Busy busy;
     if (second > 0) {
       const Share few = portable_share(work(second, -1), second);
-      busy.add(few, speed_of(second));
+      busy.add(few, speed_of_few());
       choice.apart_us = choice.portable_us + busy.us() + choice.hopper_us +
                         hopper_us(work(model_.hopper_tile_q, second));
       busy = {};
@@ -153,12 +153,12 @@ class KernelChooser {
     return model_.tiles.back();
   }
 
-  // Of launches with this tile alone.
-  const TileSpeed& speed_of(int64_t tile_q) const {
+  // Of a launch of the requests that fit the second tile, which has a tile for these.
+  const TileSpeed& speed_of_few() const {
     for (const PortableTile& tile : model_.tiles) {
-      if (tile.tile_q == tile_q) return tile.speed;
+      if (few_rows_ <= tile.most_rows) return tile.speed;
     }
-    return model_.second_speed;
+    return model_.tiles.back().speed;
   }
 
   // Of the requests with more rows than `few`; negative: of those that fit the tile.
