@@ -67,18 +67,22 @@ struct FinishedRow {
         scale(1.f) {
     if constexpr (!Variant::use_softmax) {
       factor = v_scale;
-      if (lse != nullptr) *lse = math::nan;  // there is none
+      if (lse != nullptr) *lse = this->lse();
     } else {
       if constexpr (Variant::kHasMDUpdate) {
         variant.MDUpdate(view, 0u, qo_head_idx, largest, sum, scale);
       }
-      if (lse != nullptr) {
-        *lse = largest == -math::inf ? -math::inf : largest + log2f(sum);
-      }
+      if (lse != nullptr) *lse = this->lse();
       // No key was seen: 0, not 0 / 0.
       factor = largest == -math::inf ? 0.f : scale * math::ptx_rcp(sum) * v_scale;
       if constexpr (Variant::kHasOutputTransform) factor = v_scale;
     }
+  }
+
+  // Base 2; NaN where there is none.
+  __device__ __forceinline__ float lse() const {
+    if constexpr (!Variant::use_softmax) return math::nan;
+    return largest == -math::inf ? -math::inf : largest + log2f(sum);
   }
 
   __device__ __forceinline__ float value(float sum_of_values) const {

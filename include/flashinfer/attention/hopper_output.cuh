@@ -19,6 +19,9 @@ class HopperOutput : public OutputWriter<Traits, Params> {
   static constexpr int kChunks = ceil_div(Tile::kHeadDimVO, 64);  // of 128 bytes
   // Else the next query waits for the rows to be gone.
   static constexpr bool kStoresBoxes = !Tile::kOutputOverQ;
+  // LSE behind the rows, whose factors then need no branch. With three warpgroups, and with masks
+  // of bits, ptxas lacks registers for it (C7511).
+  static constexpr bool kLseLast = Tile::kConsumers == 2 && Traits::kMask != MaskMode::custom;
 
  public:
   using Base::Base;
@@ -35,7 +38,8 @@ class HopperOutput : public OutputWriter<Traits, Params> {
     const auto finished_row = [&](int h) {
       const int row = first_row<Tile>() + 8 * h;
       return this->finish(nullptr, query_row(min(row, this->num_rows_ - 1)), state.largest[0][h],
-                          state.sum[0][h], threadIdx.x % 4 == 0 && row < this->num_rows_);
+                          state.sum[0][h],
+                          !kLseLast && threadIdx.x % 4 == 0 && row < this->num_rows_);
     };
     auto first = finished_row(0), second = finished_row(1);
     const int lane_idx = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kRows;
@@ -81,6 +85,18 @@ class HopperOutput : public OutputWriter<Traits, Params> {
       __syncwarp();
       copy_rows(rows, warp_row);
     }
+    if (kLseLast && this->tensors_.lse != nullptr) {
+      write_lse(0, first.lse());
+      write_lse(1, second.lse());
+    }
+  }
+
+  __device__ __forceinline__ void write_lse(int h, float lse) const {
+    const int row = first_row<Tile>() + 8 * h;
+    if (threadIdx.x % 4 != 0 || row >= this->num_rows_) return;
+    const QueryRow query = query_row(row);
+    const int64_t token = this->item_.qo_begin + int64_t{query.qo_idx};
+    this->tensors_.lse[token * this->params_.variant.num_qo_heads + query.qo_head_idx] = lse;
   }
 
   __device__ __forceinline__ void copy_rows(const char* rows, int warp_row) const {
