@@ -95,10 +95,10 @@ class AttentionExecutor:
         self._float_bytes = float_workspace_buffer.numel() * float_workspace_buffer.element_size()
         self._run = _plan_first
 
-    def move_float_workspace(self, buffer: torch.Tensor) -> None:
-        """Let the latest plan use another float workspace, as large as the one it has."""
+    def move_workspaces(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
+        """Let the latest plan use others: `floats` as large as before, `ints` with its list."""
         assert self.problem is not None and self._planner is not None
-        self.float_workspace = buffer
+        self.float_workspace, self.int_workspace = floats, ints
         is_graph = self._settings[2] is not None
         self._bind(self._modules[self._key], self.problem, None, self._planner.info, is_graph)
 

@@ -60,8 +60,9 @@ class _Plans(threading.local):
 
 
 _plans = _Plans()
-# Plans that captured graphs read, for ever; by key, so that more captures cost nothing more.
-_captured: dict[Key, AttentionExecutor] = {}
+# Plans that captured graphs read, for ever, and their work lists; by key, so that more captures
+# cost no more plans.
+_captured: dict[Key, tuple[AttentionExecutor, torch.Tensor]] = {}
 
 
 def planned(key: Key, problem: AttentionProblem, device: torch.device) -> AttentionExecutor:
@@ -93,18 +94,23 @@ def planned(key: Key, problem: AttentionProblem, device: torch.device) -> Attent
 def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
     """For a capture: a plan that is not overwritten any more, with memory of the graph's own."""
     known: Key = (device, *key)
-    executor = _captured.get(known)
-    if executor is None:
+    if known not in _captured:
         for (place, _), stream in _plans.streams.items():
             if place == device and key in stream.plans:
-                executor = _captured[known] = stream.plans.pop(key)
+                executor = stream.plans.pop(key)
+                _captured[known] = executor, executor.int_workspace
                 break
         else:
             raise ValueError(
                 "a CUDA graph can capture a call only after the same call (shapes, options) has "
                 "run outside: it has to be planned"
             )
-    executor.move_float_workspace(_bytes(executor.float_workspace.numel(), device))
+    executor, ints = _captured[known]
+    # The kernel for Hopper counts in its work list what is taken: graphs that replay at a time, or
+    # branches of one, need lists of their own, which they copy.
+    if executor.config.backend == "fa3":
+        ints = ints.clone()
+    executor.move_workspaces(_bytes(executor.float_workspace.numel(), device), ints)
     return executor
 
 

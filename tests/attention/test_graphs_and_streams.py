@@ -13,6 +13,7 @@ from tests.attention.batches import (
     need_backend,
     plan_decode,
     plan_paged,
+    randn,
     workspace,
 )
 
@@ -113,6 +114,45 @@ def test_one_prefill_graph_serves_every_batch(backend, device):
         graph.replay()
         expected = plan_paged(batch, device, backend, causal=True).run(q[:n], cache)
         torch.testing.assert_close(out[:n].float(), expected.float(), rtol=0.01, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_graphs_of_the_same_call_replay_at_a_time(backend, device):
+    """Of a function without plan: two graphs on two streams, one of which has two branches."""
+    single = flashinfer.single_prefill_with_kv_cache
+    # More lists than there are multiprocessors, so that the kernel for Hopper takes some later.
+    k, v = (randn((6000, 2, 128), BF16, device, seed) for seed in (1, 2))
+    queries = [randn((6000, 8, 128), BF16, device, seed) for seed in (3, 4, 5)]
+    expected = [single(q, k, v, causal=True, backend=backend) for q in queries]
+    outs: list[torch.Tensor] = []
+
+    def run(q: torch.Tensor) -> None:
+        outs.append(single(q, k, v, causal=True, backend=backend))
+
+    def run_branches() -> None:
+        branch = torch.cuda.Stream()
+        branch.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(branch):
+            run(queries[1])
+        run(queries[2])
+        torch.cuda.current_stream().wait_stream(branch)
+
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph, step in zip(graphs, (lambda: run(queries[0]), run_branches), strict=True):
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            step()
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(30):
+        for out in outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for out, wanted in zip(outs, expected, strict=True):
+            assert torch.equal(out, wanted)
 
 
 @pytest.mark.gpu
