@@ -20,9 +20,8 @@ from tests.attention.test_pod import check_batch_pod, check_pod, plan_batch_pod,
 from tests.attention.test_sparse import check_bsr, plan_bsr, plan_variable
 from tests.fuzzing import fuzz_settings
 
-MODULES, CASES_PER_MODULE = 20, 20
-FULL_MODULES, FULL_CASES_PER_MODULE = 60, 40
-CPU_CASES_PER_MODULE = 2
+MODULES, FULL_MODULES = 20, 60
+CASES_PER_MODULE, CPU_CASES_PER_MODULE = 40, 2
 LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 300, 900])
 TOKENS = st.sampled_from([0, 1, 1, 2, 5, 17, 64, 70, 130])
 MAX_LOGITS = 2**20  # of all requests and heads
@@ -219,13 +218,11 @@ CHECKS: dict[str, Callable[[st.DrawFn, Kernel, torch.device], None]] = {
 
 @pytest.mark.parametrize("index", range(FULL_MODULES))
 def test_wrappers_are_right(index, device, full):
-    if index >= MODULES and not full:
-        pytest.skip("more kernels under --full")
+    if not full and (index >= MODULES or device.type == "cuda"):
+        pytest.skip("more kernels, and those of a GPU, under --full")
     kernel = draw_kernel(index)
     need_backend(kernel.backend, device)
-    examples = FULL_CASES_PER_MODULE if full else CASES_PER_MODULE
-    if device.type == "cpu":
-        examples = CPU_CASES_PER_MODULE
+    examples = CPU_CASES_PER_MODULE if device.type == "cpu" else CASES_PER_MODULE
 
     @fuzz_settings(examples)
     @given(data=st.data())
