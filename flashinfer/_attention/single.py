@@ -26,6 +26,8 @@ class _Stream:
 
     def __init__(self) -> None:
         self.plans: OrderedDict[Key, AttentionExecutor] = OrderedDict()
+        # Copies of work lists that kernels count in, for the first capture of each plan.
+        self.spare_lists: dict[Key, torch.Tensor] = {}
         self.float_workspace: torch.Tensor | None = None
 
     def executor(
@@ -37,7 +39,8 @@ class _Stream:
         if len(self.plans) < _PLANS_PER_STREAM:
             executor = AttentionExecutor(self.float_workspace, _bytes(1 << 16, device))
         else:
-            _, executor = self.plans.popitem(last=False)
+            oldest, executor = self.plans.popitem(last=False)
+            self.spare_lists.pop(oldest, None)
         float_bytes, int_bytes = executor.workspace_size(problem)
         if self.float_workspace.numel() < float_bytes:
             self.float_workspace = _bytes(float_bytes + float_bytes // 2, device)
@@ -50,6 +53,8 @@ class _Stream:
         ):
             executor.set_workspaces(self.float_workspace, ints)
         executor.plan(problem)
+        if executor.config.backend == "fa3":
+            self.spare_lists[key] = executor.int_workspace.clone()
         self.plans[key] = executor
         return executor
 
@@ -94,22 +99,27 @@ def planned(key: Key, problem: AttentionProblem, device: torch.device) -> Attent
 def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
     """For a capture: a plan that is not overwritten any more, with memory of the graph's own."""
     known: Key = (device, *key)
+    ints = None
     if known not in _captured:
         for (place, _), stream in _plans.streams.items():
             if place == device and key in stream.plans:
                 executor = stream.plans.pop(key)
                 _captured[known] = executor, executor.int_workspace
+                ints = stream.spare_lists.pop(key, None)
                 break
         else:
             raise ValueError(
                 "a CUDA graph can capture a call only after the same call (shapes, options) has "
                 "run outside: it has to be planned"
             )
-    executor, ints = _captured[known]
+    executor, plan_list = _captured[known]
     # The kernel for Hopper counts in its work list what is taken: graphs that replay at a time, or
-    # branches of one, need lists of their own, which they copy.
-    if executor.config.backend == "fa3":
-        ints = ints.clone()
+    # branches of one, need lists of their own. The first call has the spare one; others copy the
+    # plan's, which no launch counts in any more, at each replay (2 us).
+    if executor.config.backend != "fa3":
+        ints = plan_list
+    elif ints is None:
+        ints = plan_list.clone()
     executor.move_workspaces(_bytes(executor.float_workspace.numel(), device), ints)
     return executor
 

@@ -14,6 +14,7 @@ queries and of keys, every ring of buffers longer than it is deep, cut rows and 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import re
 import subprocess
@@ -105,6 +106,7 @@ def compile_cases(names: list[str]) -> None:
 
 def run_case(name: str) -> None:
     """Two launches, so that one begins while the one before it ends."""
+    print("begun:", name, flush=True)
     device, batch = torch.device("cuda"), batch_of(name)
     q = batch.query(device)
     keys = (batch.cache(device),) if CASES[name][1] else ragged_kv(batch, device)
@@ -112,21 +114,25 @@ def run_case(name: str) -> None:
     for _ in range(2):
         out, lse = wrapper.run(q, *keys, return_lse=True)
     assert bool(out.isfinite().all()) and not bool(lse.isnan().any()), name
+    print("ended:", name, flush=True)
 
 
 def sanitized(tool: str, names: list[str], seconds: float) -> tuple[bool, str]:
     """Whether a tool found nothing in some cases, and its verdict."""
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only"]
     command += ["--kernel-regex", "kns=flashinfer", "--print-limit", "5", "--error-exitcode", "9"]
-    command += [sys.executable, "-m", "tests.attention.sanitize", "--cases", *names]
+    command += [sys.executable, "-m", "tests.attention.sanitize"]
+    command += ["--seconds", f"{0.8 * seconds:.0f}", "--cases", *names]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begun = time.monotonic()
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
         )
-    except subprocess.TimeoutExpired:
-        return False, f"{tool}: not done after {seconds:.0f} s: {', '.join(names)}"
+    except subprocess.TimeoutExpired as late:
+        said = b"".join(text for text in (late.stdout, late.stderr) if isinstance(text, bytes))
+        lines = [f"{tool}: not done after {seconds:.0f} s: {', '.join(names)}"]
+        return False, "\n".join([*lines, *said.decode(errors="replace").splitlines()[-40:]])
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     summary = next((line for line in lines if "SUMMARY" in line), "no summary")
     is_clean = done.returncode == 0 and re.search(r"SUMMARY: 0 (errors|hazards)", summary)
@@ -144,8 +150,10 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", help="run these here, without a tool")
     arguments = parser.parse_args()
     if arguments.cases:
+        faulthandler.dump_traceback_later(arguments.seconds)  # says where a process waits
         for name in arguments.cases:
             run_case(name)
+        faulthandler.cancel_dump_traceback_later()
         return 0
     names = [name for name in served() if arguments.only in name]
     compile_cases(names)
