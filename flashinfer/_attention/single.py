@@ -65,9 +65,9 @@ class _Plans(threading.local):
 
 
 _plans = _Plans()
-# Plans that captured graphs read, for ever, and their work lists; by key, so that more captures
-# cost no more plans.
-_captured: dict[Key, tuple[AttentionExecutor, torch.Tensor]] = {}
+# Plans that captured graphs read, for ever, their work lists, and those that the first captures
+# use; by key, so that more captures cost no more plans.
+_captured: dict[Key, tuple[AttentionExecutor, torch.Tensor, torch.Tensor | None]] = {}
 
 
 def planned(key: Key, problem: AttentionProblem, device: torch.device) -> AttentionExecutor:
@@ -99,20 +99,20 @@ def planned(key: Key, problem: AttentionProblem, device: torch.device) -> Attent
 def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
     """For a capture: a plan that is not overwritten any more, with memory of the graph's own."""
     known: Key = (device, *key)
-    ints = None
+    ints: torch.Tensor | None = None
     if known not in _captured:
         for (place, _), stream in _plans.streams.items():
             if place == device and key in stream.plans:
                 executor = stream.plans.pop(key)
-                _captured[known] = executor, executor.int_workspace
                 ints = stream.spare_lists.pop(key, None)
+                _captured[known] = executor, executor.int_workspace, ints
                 break
         else:
             raise ValueError(
                 "a CUDA graph can capture a call only after the same call (shapes, options) has "
                 "run outside: it has to be planned"
             )
-    executor, plan_list = _captured[known]
+    executor, plan_list, _ = _captured[known]
     # The kernel for Hopper counts in its work list what is taken: graphs that replay at a time, or
     # branches of one, need lists of their own. The first call has the spare one; others copy the
     # plan's, which no launch counts in any more, at each replay (2 us).

@@ -3,7 +3,9 @@
 // A row's largest logit seldom grows, and to look for it takes a sixth of a tile's instructions. So
 // exponentials are taken against the largest so far, and a lane's sums of them tell afterwards
 // whether one may be more than it should, or most of its row: then, and in an item's first tile,
-// the largest is looked for and the weights are made again. Logits stay as they are until then.
+// the row's largest is looked for and the weights are made again. Logits stay as they are until
+// then. Rows that did not ask keep what they have, bit for bit: a tile's last rows may be another
+// request's.
 #pragma once
 
 #include <flashinfer/attention/rows.cuh>
@@ -44,19 +46,20 @@ class HopperWeights {
                                                const FinishValues& finish_values) {
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
     float sum[2] = {0.f, 0.f};
-    bool fits = true;
+    bool fits[2] = {true, true};  // of the lane's two rows
     if constexpr (kFirst) {
-      grow<true, kTiles>(state, logits, scale);
+      grow<true, kTiles>(state, logits, scale, fits);
       finish_values();
       make<0, kTileSteps>(state, logits, scale, p, sum, fits);
     } else {
       uint32_t ahead[kSteps][1][4];  // of which the first are used
       make<0, kAhead>(state, logits, scale, ahead, sum, fits);
       // Asked now, too, since the compiler keeps the wait behind a vote: else it stands in front.
-      if constexpr (kAhead > 0) fits = __all_sync(0xffffffffu, fits);
+      bool all_fit = true;
+      if constexpr (kAhead > 0) all_fit = __all_sync(0xffffffffu, fits[0] && fits[1]);
       finish_values();
       make<kAhead, kTileSteps>(state, logits, scale, p, sum, fits);
-      if constexpr (!kFloat8) fits = tile_fits(state, sum);
+      if constexpr (!kFloat8) tile_fits(state, sum, fits);
 #pragma unroll
       for (int step = 0; step < kAhead; ++step) {
         // As instructions of their own: else the compiler would write `p` at once.
@@ -65,8 +68,9 @@ class HopperWeights {
           asm volatile("mov.b32 %0, %1;" : "=r"(p[step][0][r]) : "r"(ahead[step][0][r]));
         }
       }
-      if (__builtin_expect(__any_sync(0xffffffffu, !fits), false)) {
-        grow<false, kTiles>(state, logits, scale);
+      all_fit = all_fit && fits[0] && fits[1];
+      if (__builtin_expect(__any_sync(0xffffffffu, !all_fit), false)) {
+        grow<false, kTiles>(state, logits, scale, fits);
         sum[0] = sum[1] = 0.f;
         make<0, kTileSteps>(state, logits, scale, p, sum, fits);
       }
@@ -81,24 +85,25 @@ class HopperWeights {
   static constexpr int kAhead = kFloat8 ? 1 : 0;
 
   // Of 16 bits; not if a sum is NaN.
-  __device__ __forceinline__ static bool tile_fits(const State& state, const float (&sum)[2]) {
-    bool fits = true;
+  __device__ __forceinline__ static void tile_fits(const State& state, const float (&sum)[2],
+                                                   bool (&fits)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      fits = fits && sum[h] <= kMost && fmaf(-kPeak, state.sum[0][h], sum[h]) <= kFewLargest;
+      fits[h] = sum[h] <= kMost && fmaf(-kPeak, state.sum[0][h], sum[h]) <= kFewLargest;
     }
-    return fits;
   }
 
-  // The largest exponents with these logits, and what was summed so far to match.
+  // The largest exponents with these logits of the rows that do not fit, and what was summed so far
+  // to match.
   template <bool kFirst, int kTiles>
   __device__ __forceinline__ static void grow(State& state, const Logits& logits,
-                                              const float (&scale)[2]) {
+                                              const float (&scale)[2], const bool (&fits)[2]) {
     float shrink[1][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float largest = Rows::template row_largest<kTiles>(logits[0], h);
-      const float grown = fmaxf(state.largest[0][h], largest * scale[h] - kHeadroom);
+      float grown = fmaxf(state.largest[0][h], largest * scale[h] - kHeadroom);
+      if (!kFirst && row_fits(fits[h])) grown = state.largest[0][h];
       shrink[0][h] = math::ptx_exp2(state.largest[0][h] - grown);
       state.largest[0][h] = grown;
       state.sum[0][h] *= shrink[0][h];
@@ -106,12 +111,20 @@ class HopperWeights {
     if constexpr (!kFirst) Rows::shrink_output(state, shrink);
   }
 
+  // In all four lanes that hold a row.
+  __device__ __forceinline__ static bool row_fits(bool fits) {
+    int asking = fits ? 0 : 1;
+    asking |= __shfl_xor_sync(0xffffffffu, asking, 1);
+    asking |= __shfl_xor_sync(0xffffffffu, asking, 2);
+    return asking == 0;
+  }
+
   // Steps kBegin ... kEnd - 1; of 8 bits in the order of tokens that transpose_values() leaves, and
-  // `fits` only if each step's sums do.
+  // a row `fits` only if each step's sum does.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ static void make(const State& state, const Logits& logits,
                                               const float (&scale)[2], uint32_t (&p)[kSteps][1][4],
-                                              float (&sum)[2], bool& fits) {
+                                              float (&sum)[2], bool (&fits)[2]) {
     using Pair = PackedPair<typename Tile::Mma>;
 #pragma unroll
     for (int step = kBegin; step < kEnd; ++step) {
@@ -138,7 +151,7 @@ class HopperWeights {
       if constexpr (kFloat8) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          fits = fits && step_sum[h] <= kMost;  // not if it is NaN
+          fits[h] = fits[h] && step_sum[h] <= kMost;  // not if it is NaN
           sum[h] += step_sum[h];
         }
       }
