@@ -80,6 +80,8 @@ inline bool __any_sync(unsigned, bool predicate) {
   return std::any_of(all, all + 32, [](bool x) { return x; });
 }
 
+inline bool __all_sync(unsigned mask, bool predicate) { return !__any_sync(mask, !predicate); }
+
 inline uint32_t __float_as_uint(float x) { return emulation::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bit_cast<float>(x); }
 

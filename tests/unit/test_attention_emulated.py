@@ -88,24 +88,29 @@ class Emulator:
         huge_strides: bool = False,
     ) -> str:
         """What goes wrong in the random `cases`; empty if nothing does."""
-        program = self.folder / "attention_emulation"
-        includes = [self.headers, EMULATION / "include", ROOT / "include", ROOT / "csrc"]
-        includes += [variant_headers] if variant_headers else []
-        # -w: hints to nvcc are not known here. Jumps between stacks are what fortification forbids.
-        options = ["-std=c++17", "-Og", "-w", "-U_FORTIFY_SOURCE", f"-DEMULATION_ARCH={arch}"]
-        options += [*config.define_flags, *(f"-I{folder}" for folder in includes)]
-        source = EMULATION / "attention_emulation.cc"
-        compiled = self._call([self.compiler, *options, str(source), "-o", str(program)])
-        if compiled.returncode != 0:
-            pytest.fail(f"does not compile:\n{compiled.stderr[:4000]}", pytrace=False)
+        options = [f"-DEMULATION_ARCH={arch}", *config.define_flags]
+        program = self.build("attention_emulation.cc", options, variant_headers)
         done = self._call(
-            [str(program), "1", str(cases * self.rounds), *(["huge"] if huge_strides else [])]
+            [program, "1", str(cases * self.rounds), *(["huge"] if huge_strides else [])]
         )
         if done.returncode == CANNOT_RUN:
             pytest.skip(done.stdout)
         if done.returncode == 0:
             return ""
         return f"exit status {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+    def build(self, source: str, options: list[str], headers: Path | None = None) -> str:
+        """The program that `source` in tests/emulation becomes; `headers`: of a variant."""
+        program = str(self.folder / "program")
+        includes = [self.headers, EMULATION / "include", ROOT / "include", ROOT / "csrc"]
+        includes += [headers] if headers else []
+        # -w: hints to nvcc are not known here. Jumps between stacks are what fortification forbids.
+        options = ["-std=c++17", "-Og", "-w", "-U_FORTIFY_SOURCE", *options]
+        options += [f"-I{folder}" for folder in includes]
+        compiled = self._call([self.compiler, *options, str(EMULATION / source), "-o", program])
+        if compiled.returncode != 0:
+            pytest.fail(f"does not compile:\n{compiled.stderr[:4000]}", pytrace=False)
+        return program
 
     @staticmethod
     def _call(command: list[str]) -> subprocess.CompletedProcess[str]:

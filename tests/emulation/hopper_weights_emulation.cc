@@ -1,0 +1,148 @@
+// Weights of the kernel for Hopper, emulated on the CPU for one warp: a row's bits do not depend on
+// the warp's other rows, which may be another request's, and are what its logits say.
+//
+//   hopper_weights_emulation <trials>
+//
+// Prints what is wrong with the first bad trial and exits with 1.
+#include "cuda_emulation.h"
+// The order matters: the builtins come first.
+#include <flashinfer/attention/hopper_tile.cuh>
+#include <flashinfer/attention/hopper_weights.cuh>
+
+#include <cfloat>
+#include <random>
+#include <vector>
+
+namespace flashinfer {
+namespace {
+
+constexpr int kOwnRows = 5, kTiles = 6;
+
+template <typename T>
+struct Traits {
+  using Tile = HopperTile<T, T, dtype::bfloat16, 128, 128, sizeof(T) == 1 ? 3 : 2>;
+  using Variant = DefaultAttention<false, false, false>;
+  static constexpr bool kPaged = true, kWindow = false;
+  static constexpr MaskMode kMask = MaskMode::none;
+};
+
+// [tile][row][token]
+using AllLogits = std::vector<std::vector<std::vector<float>>>;
+
+// What a lane has of one of its rows when all tiles went by.
+struct Result {
+  float largest, sum, output;
+  std::vector<uint8_t> weights;
+  bool operator==(const Result& other) const {
+    const auto bits = [](float x) { return emulation::bit_cast<uint32_t>(x); };
+    return bits(largest) == bits(other.largest) && bits(sum) == bits(other.sum) &&
+           bits(output) == bits(other.output) && weights == other.weights;
+  }
+};
+
+template <typename T>
+std::vector<std::vector<Result>> run(const AllLogits& logits) {  // [row][lane of the row]
+  using Tile = typename Traits<T>::Tile;
+  using Weights = HopperWeights<Traits<T>, AttentionParams<VariantParams>>;
+  constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
+  std::vector<std::vector<Result>> results(16, std::vector<Result>(4));
+  const auto lane = [&] {
+    const int lane_idx = emulation::block.thread();
+    WarpState<Tile> state = {};
+    for (int h = 0; h < 2; ++h) state.largest[0][h] = -FLT_MAX;  // as Rows::begin does
+    for (auto& tile : state.output[0]) tile[0] = tile[1] = tile[2] = tile[3] = 1.f;
+    const float scale[2] = {1.f, 1.f};
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float held[1][Tile::kTokenTiles][4];
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          held[0][j][e] = logits[tile][lane_idx / 4 + e / 2 * 8][j * 8 + lane_idx % 4 * 2 + e % 2];
+        }
+      }
+      uint32_t p[kSteps][1][4];
+      if (tile == 0) {
+        Weights::template weigh<true, Tile::kTokenTiles>(state, held, scale, p, [] {});
+      } else {
+        Weights::template weigh<false, Tile::kTokenTiles>(state, held, scale, p, [] {});
+      }
+      for (int h = 0; h < 2; ++h) {
+        Result& result = results[lane_idx / 4 + h * 8][lane_idx % 4];
+        result.largest = state.largest[0][h];
+        result.sum = state.sum[0][h];
+        result.output = state.output[0][0][2 * h];
+        for (int step = 0; step < kSteps; ++step) {
+          for (int r = h; r < 4; r += 2) {
+            for (int byte = 0; byte < 4; ++byte) {
+              result.weights.push_back(p[step][0][r] >> (8 * byte) & 0xff);
+            }
+          }
+        }
+      }
+    }
+  };
+  emulation::block.run(32, 1, lane, [](int thread) { threadIdx.x = thread; });
+  return results;
+}
+
+// Normal logits of one of several widths, at times growing from tile to tile.
+std::vector<float> draw_row(std::mt19937& random, int tokens, float width, float offset) {
+  std::normal_distribution<float> normal(offset, width);
+  std::vector<float> row(tokens);
+  for (float& logit : row) logit = normal(random);
+  return row;
+}
+
+template <typename T>
+bool check(const char* type, int trials) {
+  constexpr int kTokens = Traits<T>::Tile::kTileKV;
+  std::mt19937 random(7);
+  const auto one_of = [&](std::vector<float> values) { return values[random() % values.size()]; };
+  int grown = 0;
+  for (int trial = 0; trial < trials; ++trial) {
+    AllLogits alone(kTiles, std::vector<std::vector<float>>(16, std::vector<float>(kTokens, 0.f)));
+    AllLogits beside = alone;
+    for (int row = 0; row < 16; ++row) {
+      const float width = one_of({0.1f, 1.f, 4.f}), growth = one_of({0.f, 0.f, 1.f, 3.f, 12.f});
+      for (int tile = 0; tile < kTiles; ++tile) {
+        beside[tile][row] = draw_row(random, kTokens, width, growth * tile);
+        if (row >= kOwnRows && random() % 20 == 0) beside[tile][row][0] = math::nan;
+        if (row < kOwnRows) alone[tile][row] = beside[tile][row];
+      }
+    }
+    const auto first = run<T>(alone), second = run<T>(beside);
+    for (int row = 0; row < kOwnRows; ++row) {
+      double sum = 0., expected = 0.;
+      for (int lane = 0; lane < 4; ++lane) {
+        const Result& result = first[row][lane];
+        if (!(result == second[row][lane])) {
+          std::printf("%s trial %d row %d lane %d: not the same beside other rows\n", type, trial,
+                      row, lane);
+          return false;
+        }
+        sum += result.sum;
+        grown += result.output != 1.f;
+      }
+      for (const auto& tile : alone) {
+        for (const float logit : tile[row]) expected += std::exp2(logit - first[row][0].largest);
+      }
+      if (!(std::fabs(sum / expected - 1.) < 1e-4)) {
+        std::printf("%s trial %d row %d: sum %g, expected %g\n", type, trial, row, sum, expected);
+        return false;
+      }
+    }
+  }
+  if (grown == 0) std::printf("%s: no row ever grew\n", type);
+  return grown > 0;
+}
+
+}  // namespace
+}  // namespace flashinfer
+
+int main(int, char** arguments) {
+  using namespace flashinfer;
+  const int trials = std::atoi(arguments[1]);
+  return check<dtype::bfloat16>("bfloat16", trials) &&
+                 check<dtype::float8_e4m3fn>("float8_e4m3fn", trials)
+             ? 0
+             : 1;
+}

@@ -1,0 +1,27 @@
+"""What of the attention kernel for Hopper can be emulated on the CPU: the weights of a warp."""
+
+from __future__ import annotations
+
+from tests.unit.test_attention_emulated import Emulator, emulator
+
+__all__ = ["emulator"]  # a fixture
+
+HEADER = "flashinfer/attention/hopper_weights.cuh"
+MOVE = 'asm volatile("mov.b32 %0, %1;" : "=r"(p[step][0][r]) : "r"(ahead[step][0][r]));'
+
+
+def _find_fault(emulator: Emulator, full: bool) -> str:
+    emulator.substitute(HEADER, MOVE, "p[step][0][r] = ahead[step][0][r];")
+    program = emulator.build("hopper_weights_emulation.cc", ["-DEMULATION_ARCH=750"])
+    done = emulator._call([program, "1000" if full else "50"])
+    return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
+
+
+def test_rows_do_not_depend_on_the_warps_other_rows(emulator: Emulator, full: bool) -> None:
+    """With fixed splits a request has the same bits in every batch."""
+    assert not _find_fault(emulator, full)
+
+
+def test_rows_that_grow_with_others_are_found(emulator: Emulator) -> None:
+    emulator.substitute(HEADER, "!kFirst && row_fits(fits[h])", "false")
+    assert "not the same beside other rows" in _find_fault(emulator, False)
