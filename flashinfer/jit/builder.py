@@ -32,7 +32,7 @@ _DIE_WITH_PARENT = (
     "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,15);"
     "os.getppid()==int(sys.argv[1]) and os.execv(sys.argv[2],sys.argv[2:])"
 )
-_MAX_ATTEMPTS = 3  # of a build whose sources are edited while it runs
+_MAX_ATTEMPTS = 5  # of a build whose sources are written while it runs
 
 
 @dataclass
@@ -122,8 +122,9 @@ def _compile_and_publish(jobs: list[_Job], root: Path, verbose: bool | None) -> 
     for job in jobs:
         log = outputs if len(jobs) == 1 else _part_of(outputs, job.private.name)
         built = job.library.exists()
-        # A generator that writes its sources in place may have shown the compiler half a file.
-        touched = not built and job.spec.reached().stamps != job.stamps
+        # A generator that writes its sources in place may have shown the compiler half a file, or
+        # an empty one, which compiles.
+        touched = job.spec.reached().stamps != job.stamps
         if touched or job.spec.identity() != job.identity:
             changed.append(job.spec)
         elif not built:

@@ -169,12 +169,13 @@ def test_generator_that_writes_in_place(project, tmp_path):
     assert [process.exitcode for process in processes] == [0] * 8
 
 
-def test_half_a_file_is_compiled_again(project, script, monkeypatch, compile_count):
+@pytest.mark.parametrize("half", ["int f( {", ""])
+def test_half_a_file_is_compiled_again(half, project, script, monkeypatch, compile_count):
     """A source is truncated when the compiler reads it, and whole again afterwards."""
     source = project.root / "answer.cc"
     kept = shutil.copy(source, project.root / "kept")
     counter = os.environ["FLASHINFER_CXX_LAUNCHER"]
-    once = f"[ -e {kept}.done ] || {{ touch {kept}.done; echo 'int f( {{' > {source}; broken=1; }}"
+    once = f"[ -e {kept}.done ] || {{ touch {kept}.done; echo '{half}' > {source}; broken=1; }}"
     launcher = script(
         f'{once}\n{counter} "$@"; code=$?\n[ $broken ] && cp {kept} {source}\nexit $code\n'
     )
