@@ -90,7 +90,7 @@ class Emulator:
         """What goes wrong in the random `cases`; empty if nothing does."""
         options = [f"-DEMULATION_ARCH={arch}", *config.define_flags]
         program = self.build("attention_emulation.cc", options, variant_headers)
-        done = self._call(
+        done = self.call(
             [program, "1", str(cases * self.rounds), *(["huge"] if huge_strides else [])]
         )
         if done.returncode == CANNOT_RUN:
@@ -107,13 +107,13 @@ class Emulator:
         # -w: hints to nvcc are not known here. Jumps between stacks are what fortification forbids.
         options = ["-std=c++17", "-Og", "-w", "-U_FORTIFY_SOURCE", *options]
         options += [f"-I{folder}" for folder in includes]
-        compiled = self._call([self.compiler, *options, str(EMULATION / source), "-o", program])
+        compiled = self.call([self.compiler, *options, str(EMULATION / source), "-o", program])
         if compiled.returncode != 0:
             pytest.fail(f"does not compile:\n{compiled.stderr[:4000]}", pytrace=False)
         return program
 
     @staticmethod
-    def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
+    def call(command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

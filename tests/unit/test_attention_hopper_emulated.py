@@ -13,7 +13,7 @@ MOVE = 'asm volatile("mov.b32 %0, %1;" : "=r"(p[step][0][r]) : "r"(ahead[step][0
 def _find_fault(emulator: Emulator, full: bool) -> str:
     emulator.substitute(HEADER, MOVE, "p[step][0][r] = ahead[step][0][r];")
     program = emulator.build("hopper_weights_emulation.cc", ["-DEMULATION_ARCH=750"])
-    done = emulator._call([program, "1000" if full else "50"])
+    done = emulator.call([program, "1000" if full else "50"])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
 
 

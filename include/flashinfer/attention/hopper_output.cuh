@@ -94,9 +94,7 @@ class HopperOutput : public OutputWriter<Traits, Params> {
   __device__ __forceinline__ void write_lse(int h, float lse) const {
     const int row = first_row<Tile>() + 8 * h;
     if (threadIdx.x % 4 != 0 || row >= this->num_rows_) return;
-    const QueryRow query = query_row(row);
-    const int64_t token = this->item_.qo_begin + int64_t{query.qo_idx};
-    this->tensors_.lse[token * this->params_.variant.num_qo_heads + query.qo_head_idx] = lse;
+    *this->lse_of(query_row(row)) = lse;
   }
 
   __device__ __forceinline__ void copy_rows(const char* rows, int warp_row) const {

@@ -117,7 +117,6 @@ struct HopperTile {
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;
   static constexpr int kRowTiles = 1;
-  static constexpr int kRowHalves = 2;
   static constexpr bool kNarrow = false;
   static constexpr int kWarpKV = kTileKV;
   static constexpr int kTokenTiles = kTileKV / 8;

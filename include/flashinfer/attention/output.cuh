@@ -51,14 +51,17 @@ class OutputWriter {
            row.qo_head_idx * tensors_.o_stride_head + blockIdx.y * Tile::kOutputDim;
   }
 
+  // Where a row's LSE goes, if it is wanted.
+  __device__ __forceinline__ float* lse_of(const QueryRow& row) const {
+    const int64_t token = item_.qo_begin + int64_t{row.qo_idx};
+    return tensors_.lse + token * params_.variant.num_qo_heads + row.qo_head_idx;
+  }
+
   __device__ __forceinline__ FinishedRow<O, Variant, View> finish(O* output, const QueryRow& row,
                                                                   float largest, float sum,
                                                                   bool writes_lse) const {
     float* lse = nullptr;
-    if (tensors_.lse != nullptr && writes_lse && blockIdx.y == 0) {
-      const int64_t token = item_.qo_begin + int64_t{row.qo_idx};
-      lse = tensors_.lse + token * params_.variant.num_qo_heads + row.qo_head_idx;
-    }
+    if (tensors_.lse != nullptr && writes_lse && blockIdx.y == 0) lse = lse_of(row);
     using Row = FinishedRow<O, Variant, View>;
     return Row(output, lse, variant_, view_, item_.request, row.qo_idx, row.qo_head_idx, largest,
                sum, output_scale<Variant>(tensors_, params_.variant, kv_head_));
