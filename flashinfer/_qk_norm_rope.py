@@ -8,6 +8,7 @@ import torch
 
 from . import _kernels as loading
 from ._kernels import Kernel
+from ._numbers import plain
 from .api_logging import flashinfer_api
 from .jit.qk_norm_rope import QkNormRopeConfig, gen_qk_norm_rope_module
 from .trace.templates.qk_norm_rope import fused_qk_rmsnorm_rope_trace
@@ -32,6 +33,7 @@ def _check_flags(**flags: Any) -> None:
 
 def _check_unused_scales(**scales: Any) -> None:
     for name, scale in scales.items():
+        scale = plain(scale)
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"`{name}` must be a number, got {type(scale).__name__}")
         if scale != 1:
@@ -40,6 +42,7 @@ def _check_unused_scales(**scales: Any) -> None:
 
 def _room(qkv: torch.Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor | None:
     """Room for a result; None where the sizes are none, for the kernel to refuse them by name."""
+    heads, head_dim = plain(heads), plain(head_dim)
     if type(heads) is not int or type(head_dim) is not int or heads < 1 or head_dim < 1:
         return None
     return torch.empty((*qkv.shape[:-1], heads, head_dim), dtype=dtype, device=qkv.device)

@@ -140,7 +140,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         """
         self._problem = None  # whatever becomes of this plan
         refuse("the kernels write no profile", use_profiler=use_profiler)
-        check_count("page_size", page_size)
+        page_size = check_count("page_size", page_size)
         options = self._options(
             *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, "NONE", -1),
             *(logits_soft_cap, sm_scale, None, None),

@@ -254,7 +254,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
         paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
         backend: str = "auto",
     ) -> None:
-        check_count("num_levels", num_levels)
+        num_levels = check_count("num_levels", num_levels)
         buffers = {
             "qo_indptr_buf_arr": qo_indptr_buf_arr,
             "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
@@ -355,7 +355,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
         }
         for wrapper in self._wrappers:
             wrapper._problem = None  # whatever becomes of this plan
-        check_flag("causal", causal)
+        causal = check_flag("causal", causal)
         num_levels = len(self._wrappers)
         levels = list(zip(*_per_level(num_levels, named), strict=True))
         if num_levels > 1 and (pos_encoding_mode != "NONE" or window_left != -1):

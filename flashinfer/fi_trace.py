@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import env
+from ._numbers import plain_arguments
 from .api_call import public_path
 from .trace.template import resolve_template
 
@@ -149,7 +150,7 @@ def _bind(
         named.setdefault("self", None)  # `wrapper.run.fi_trace` knows the function, not the object
     bound = signature.bind(*args, **named)
     bound.apply_defaults()
-    arguments = dict(bound.arguments)
+    arguments = plain_arguments(bound.arguments)
     if inspect.ismethod(func_or_method):
         arguments.setdefault("self", func_or_method.__self__)
     return arguments

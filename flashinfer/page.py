@@ -13,6 +13,7 @@ import torch
 
 from ._kernels import UNUSUAL, Kernel, KernelTable
 from ._layout import is_hnd
+from ._numbers import plain
 from .api_logging import flashinfer_api
 from .jit.page import gen_page_module
 from .trace.templates.page import (
@@ -239,6 +240,7 @@ def get_batch_indices_positions(
     >>> flashinfer.get_batch_indices_positions(append_indptr, seq_lens, 10)[1].tolist()
     [4, 3, 4, 2, 3, 4, 1, 2, 3, 4]
     """
+    nnz = plain(nnz)
     if type(nnz) is not int:
         raise TypeError(f"`nnz` must be an int, got {type(nnz).__name__}")
     if not 0 <= nnz < 2**31:
@@ -299,6 +301,7 @@ def get_seq_lens(
     >>> flashinfer.get_seq_lens(indptr, last, 16).tolist()
     [20, 16]
     """
+    page_size = plain(page_size)
     if type(page_size) is not int:
         raise TypeError(f"`page_size` must be an int, got {type(page_size).__name__}")
     if not isinstance(kv_last_page_len, torch.Tensor):

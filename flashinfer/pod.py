@@ -174,9 +174,9 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         """
         self._base = self._problems = self._key = None  # whatever becomes of this plan
         q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
-        check_count("page_size", page_size)
+        page_size = check_count("page_size", page_size)
         check_count("head_dim", head_dim)
-        check_flag("non_blocking", non_blocking)
+        non_blocking = check_flag("non_blocking", non_blocking)
         options = self._options(
             *(num_qo_heads, num_kv_heads, head_dim, head_dim, pos_encoding_mode, window_left, None),
             *(sm_scale, rope_scale, rope_theta),
@@ -350,7 +350,7 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         base = self._base
         if base is None:
             raise ValueError("plan() must be called before run(), and again after new workspaces")
-        check_flag("causal_d", causal_d)
+        causal_d = check_flag("causal_d", causal_d)
         with naming("kv_layout", "p"):
             is_hnd(kv_layout_p)
         with naming("kv_layout", "d"):

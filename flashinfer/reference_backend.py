@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from . import env
+from ._numbers import plain_arguments
 from .api_logging import _TRACE_REGISTRY
 from .trace.arguments import check_aliasing, check_destination, check_one_device
 from .trace.specs import argument_of
@@ -193,6 +194,7 @@ def _run_reference(route: _Route, arguments: dict[str, Any]) -> Any:
     """What the public function does, computed by the reference of its template."""
     _announce()
     name = route.function.__qualname__
+    arguments = plain_arguments(arguments)
     template = resolve_template(route.trace, arguments)
     if template is None or template.reference is None:
         raise NotImplementedError(f"{name} has no reference for these arguments")

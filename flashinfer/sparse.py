@@ -220,9 +220,10 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             (logits_soft_cap, sm_scale, rope_scale, rope_theta),
             (q_data_type, kv_data_type, o_data_type),
         )
-        if check_flag("causal", causal) and (mask is not None or packed_mask is not None):
+        causal = check_flag("causal", causal)
+        if causal and (mask is not None or packed_mask is not None):
             raise ValueError("`causal` must be False with a mask, which can leave out columns")
-        rows, columns = check_bsr(indptr, indices, M, N, R, C)
+        rows, columns, (M, N, R, C) = check_bsr(indptr, indices, M, N, R, C)
         table = bsr_table(rows, columns, (M, N), (R, C), causal, self.device)
         bits = None
         if mask is not None and packed_mask is None:
@@ -399,7 +400,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             (logits_soft_cap, sm_scale, rope_scale, rope_theta),
             (q_data_type, kv_data_type, None),
         )
-        check_flag("causal", causal)
+        causal = check_flag("causal", causal)
         if num_qo_heads % num_kv_heads:
             raise ValueError(
                 f"`num_qo_heads` must be a multiple of `num_kv_heads`, got {num_qo_heads} and "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._numbers import plain
 from ..dtypes import FLOAT8
 from ..jit.attention.config import FLOAT16, QUERIES
 from ..jit.attention.variant import AttentionVariant, make_variant
@@ -70,26 +71,31 @@ def with_data_type(q: Any, kv: Any, both: Any) -> tuple[Any, Any]:
 
 
 def check_count(name: str, value: Any, low: int = 1, high: int = 2**31 - 1) -> int:
-    """An int within bounds."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an int, got {value!r}")
+    """An int within bounds, NumPy's as Python's."""
+    if type(value) is not int:
+        value = plain(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"`{name}` must be an int, got {value!r}")
     if not low <= value <= high:
         raise ValueError(f"`{name}` must be from {low} to {high}, got {value}")
     return value
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """A bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a bool, got {value!r}")
+    """A bool, NumPy's as Python's."""
+    if value is not True and value is not False:
+        value = plain(value)
+        if not isinstance(value, bool):
+            raise TypeError(f"`{name}` must be a bool, got {value!r}")
     return value
 
 
 def split_size(value: Any) -> int | None:
     """`fixed_split_size`: tokens, or None; -1, which engines pass for none, is None too."""
-    if value is None or (type(value) is int and value == -1):
+    if value is None:
         return None
-    return check_count("fixed_split_size", value)
+    value = plain(value)
+    return None if type(value) is int and value == -1 else check_count("fixed_split_size", value)
 
 
 def check_window(value: Any) -> int:
@@ -116,6 +122,7 @@ def scalar(name: str, value: Any) -> float:
                 f"{value.device}, which the host would have to wait for"
             )
         value = value.item()
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {value!r}")
     if not math.isfinite(value):

@@ -115,9 +115,9 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
         """
         self._bases = self._key = None  # whatever becomes of this plan
         q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
-        check_count("page_size", page_size)
+        page_size = check_count("page_size", page_size)
         check_count("head_dim", head_dim)
-        check_flag("non_blocking", non_blocking)
+        non_blocking = check_flag("non_blocking", non_blocking)
         options = self._options(
             *(num_qo_heads, num_kv_heads, head_dim, head_dim, pos_encoding_mode, window_left, None),
             *(sm_scale, rope_scale, rope_theta),

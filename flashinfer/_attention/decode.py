@@ -265,8 +265,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         seq_lens: torch.Tensor | None,
         q_len_per_req: int,
     ) -> AttentionProblem:
-        check_count("page_size", page_size)
-        check_count("q_len_per_req", q_len_per_req)
+        page_size = check_count("page_size", page_size)
+        q_len_per_req = check_count("q_len_per_req", q_len_per_req)
         options = self._options(
             num_qo_heads,
             num_kv_heads,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..quantization.packbits import segment_packbits
+from .arguments import check_count
 from .paged import check_fits
 from .problem import AttentionProblem
 
@@ -94,10 +95,7 @@ def add_items(
         If some are missing, of another dtype or shorter than the batch needs.
     """
     batch_size = problem.batch_size
-    if isinstance(token_pos_in_items_len, bool) or not isinstance(token_pos_in_items_len, int):
-        raise TypeError(f"`token_pos_in_items_len` must be an int, got {token_pos_in_items_len!r}")
-    if token_pos_in_items_len < 1:
-        raise ValueError(f"`token_pos_in_items_len` must be positive, got {token_pos_in_items_len}")
+    token_pos_in_items_len = check_count("token_pos_in_items_len", token_pos_in_items_len)
     unsigned = {torch.int32: torch.uint32, torch.int16: torch.uint16}
     problem.token_pos_in_items_len = token_pos_in_items_len
     for name, tensor, dtype, length in (

@@ -403,7 +403,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         block_tables: Any,
     ) -> AttentionProblem:
         refuse("pages are given by the index tensors", block_tables=block_tables)
-        check_count("page_size", page_size)
+        page_size = check_count("page_size", page_size)
         if table[0] is None:
             raise TypeError("`qo_indptr` must be a torch.Tensor, got NoneType")
         qo_indptr, indptr, kv_len, last = host_page_table(*table, seq_lens, page_size, _NAMES)

@@ -103,7 +103,7 @@ class PrefillWrapper(AttentionWrapper):
 
         Masks come last, since they may launch kernels: `_add_masks`.
         """
-        check_flag("causal", a.causal)
+        causal = check_flag("causal", a.causal)
         _check_fp16_reduction(a.use_fp16_qk_reduction)
         options = self._options(
             a.num_qo_heads,
@@ -118,12 +118,12 @@ class PrefillWrapper(AttentionWrapper):
             a.rope_theta,
             a.dtypes,
         )
-        problem = AttentionProblem(causal=a.causal, **where, **options)
+        problem = AttentionProblem(causal=causal, **where, **options)
         if self._variant_owns_mask:
             problem.causal = False
             refuse(
                 "with `variant_owns_mask` the variant's LogitsMask alone decides",
-                causal=a.causal,
+                causal=causal,
                 custom_mask=a.custom_mask,
                 packed_custom_mask=a.packed_custom_mask,
                 prefix_len_ptr=a.prefix_len_ptr,

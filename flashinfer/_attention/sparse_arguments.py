@@ -12,18 +12,18 @@ from .arguments import check_count, host_indices
 
 def check_bsr(
     indptr: Any, indices: Any, M: Any, N: Any, R: Any, C: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets and columns of the blocks, int32 on the CPU.
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int, int]]:
+    """Offsets and columns of the blocks, int32 on the CPU; M, N, R and C.
 
     Raises
     ------
     TypeError, ValueError
         If they are not those of a matrix of M x N in blocks of R x C.
     """
-    check_count("R", R)
-    check_count("C", C)
+    R, C = check_count("R", R), check_count("C", C)
+    M, N = check_count("M", M, 0), check_count("N", N, 0)
     for name, size, block_name, block in (("M", M, "R", R), ("N", N, "C", C)):
-        if check_count(name, size, 0) % block:
+        if size % block:
             raise ValueError(f"`{name}` must be a multiple of `{block_name}` = {block}, got {size}")
     rows, columns = host_indices({"indptr": indptr, "indices": indices})
     check_offsets(rows, M // R + 1)
@@ -44,7 +44,7 @@ def check_bsr(
             f"`indices` must name a block once per row of blocks, got {twice % (N // C)} more than "
             f"once in row {twice // (N // C)}"
         )
-    return rows, columns
+    return rows, columns, (M, N, R, C)
 
 
 def check_offsets(indptr: torch.Tensor, length: int) -> None:

@@ -160,10 +160,10 @@ class AttentionWrapper:
         rope_theta: float | None,
         dtypes: tuple[Any, Any, Any],
     ) -> dict[str, Any]:
-        check_count("num_qo_heads", num_qo_heads)
-        check_count("num_kv_heads", num_kv_heads)
-        check_count("head_dim_qk", head_dim_qk)
-        check_count("head_dim_vo", head_dim_vo)
+        num_qo_heads = check_count("num_qo_heads", num_qo_heads)
+        num_kv_heads = check_count("num_kv_heads", num_kv_heads)
+        head_dim_qk = check_count("head_dim_qk", head_dim_qk)
+        head_dim_vo = check_count("head_dim_vo", head_dim_vo)
         if self._variant is None:
             q_dtype, kv_dtype, o_dtype = resolve_dtypes(*dtypes)
         else:
@@ -245,8 +245,8 @@ class AttentionWrapper:
         non_blocking: bool,
         graph_capacity: tuple[int, int] | None,
     ) -> None:
-        check_flag("disable_split_kv", disable_split_kv)
-        check_flag("non_blocking", non_blocking)
+        disable_split_kv = check_flag("disable_split_kv", disable_split_kv)
+        non_blocking = check_flag("non_blocking", non_blocking)
         fixed_split_size = split_size(fixed_split_size)
         self._split = (fixed_split_size, disable_split_kv)
         self._problem = self._overrides = None
@@ -453,7 +453,7 @@ def split_cache(
 
 def _narrower(planned: int, window_left: int) -> int:
     """A window given to run(): keys outside the planned one were left out of the plan."""
-    check_window(window_left)
+    window_left = check_window(window_left)
     if planned >= 0 and not 0 <= window_left <= planned:
         raise ValueError(
             f"`window_left` of run() must be from 0 to the {planned} of plan(), got {window_left}"

@@ -9,6 +9,7 @@ import torch
 
 from .. import _kernels as loading
 from .._kernels import Kernel
+from .._numbers import plain
 from ..dtypes import FLOAT, check_dtype
 from ..jit.quantization import GroupQuantConfig, gen_group_quant_module
 
@@ -62,6 +63,7 @@ def check_choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     ValueError
         Naming the argument, its value and what is allowed.
     """
+    value = plain(value)
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         choices = " or ".join(map(repr, allowed))
         raise ValueError(f"`{name}` must be {choices}, got {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._numbers import plain
 from ..api_logging import flashinfer_api
 from ..dtypes import check_dtype
 from ..tllm_enums import SfLayout
@@ -177,6 +178,7 @@ def mxfp4_dequantize_host(
     TypeError, ValueError
         If an argument is not as listed above.
     """
+    group_size = plain(group_size)
     if type(group_size) is not int or group_size < 2 or group_size % 2:
         raise ValueError(f"`group_size` must be an even positive int, got {group_size!r}")
     values = _values("weight", weight)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._numbers import plain
 from ..api_logging import flashinfer_api
 from ..tllm_enums import SfLayout
 from ..trace.templates.fp4 import (
@@ -131,6 +132,7 @@ def fp4_quantize(
     (torch.Size([16, 2048]), torch.Size([128, 256]))
     """
     check_choice("backend", backend, ("cuda",))
+    sf_vec_size = plain(sf_vec_size)
     check_choice("sf_vec_size", sf_vec_size, (16, 32))
     check_flag(sf_use_ue8m0=sf_use_ue8m0, is_global_scale_inversed=is_global_scale_inversed)
     _refuse(nvfp4_4over6=nvfp4_4over6)

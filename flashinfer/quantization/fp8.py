@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._numbers import plain
 from ..api_logging import flashinfer_api
 from ..dtypes import check_dtype
 from ..tllm_enums import SfLayout
@@ -148,6 +149,7 @@ def _group_quant_8bit(
         scale_ue8m0=scale_ue8m0,
     )
     check_choice("backend", backend, ("cutile", "cuda"))
+    group_size = plain(group_size)
     if type(group_size) is not int:
         raise TypeError(f"`group_size` must be an int, got {type(group_size).__name__}")
     if group_size < 1:
@@ -251,6 +253,7 @@ def mxfp8_quantize(
     """
     check_choice("backend", backend, ("cuda",))
     layout = _chosen_layout(is_sf_swizzled_layout, sf_swizzle_layout)
+    alignment = plain(alignment)
     if type(alignment) is not int or alignment < 1 or alignment % _MX_BLOCK:
         raise ValueError(f"`alignment` must be a multiple of {_MX_BLOCK}, got {alignment!r}")
     check_matrix("input", input, _MX_BLOCK)

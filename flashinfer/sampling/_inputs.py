@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .._numbers import plain
+
 Seed = int | torch.Tensor | None
 
 
@@ -55,6 +57,7 @@ def get_seed_and_offset(
 
 def _as_int64(name: str, value: Any) -> Any:
     """An unsigned 64-bit integer as the signed one with the same bits; tensors pass."""
+    value = plain(value)
     if isinstance(value, int) and value >= 1 << 63:
         if value >= 1 << 64:
             raise ValueError(f"`{name}` must be less than 2^64, got {value}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .._kernels import UNUSUAL, check_cuda_tensors
+from .._numbers import plain
 from ..api_logging import flashinfer_api
 from ..jit.sampling import Filter
 from ..trace.templates.sampling import (
@@ -288,6 +289,7 @@ def _both_filters(
     are weighed tile by tile, which rounds differently: top-p alone only takes what is below 1.
     """
     filter = _ordered_filter(filter_apply_order)
+    top_k, top_p = plain(top_k), plain(top_p)
     is_matrix = isinstance(rows, torch.Tensor) and rows.dim() == 2
     if is_matrix and type(top_k) is int and not 1 <= top_k < rows.shape[1]:
         if not logits or (type(top_p) is float and not top_p >= 1):
