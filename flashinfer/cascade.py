@@ -35,12 +35,18 @@ __all__ = [
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "gen_cascade_module",
+    "get_cascade_module",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
 ]
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def get_cascade_module() -> Any:
+    """The module of `merge_state` for float16, compiled if need be."""
+    return gen_cascade_module(CascadeConfig(torch.float16, pair=True)).build_and_load()
 
 
 def _table(function: str, v: str, *, pair: bool) -> KernelTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -11,11 +11,16 @@ from .api_logging import flashinfer_api
 from .jit.concat_ops import gen_concat_mla_module
 from .trace.templates.concat_ops import concat_mla_k_trace
 
-__all__ = ["concat_mla_k", "gen_concat_mla_module"]
+__all__ = ["concat_mla_k", "gen_concat_mla_module", "get_concat_mla_module"]
+
+
+def get_concat_mla_module() -> Any:
+    """The loaded module of `concat_mla_k`, compiled if need be."""
+    return gen_concat_mla_module().build_and_load()
 
 
 def _get_kernel(dtype: torch.dtype) -> Kernel:
-    return cast(Kernel, gen_concat_mla_module().build_and_load().concat_mla_k)
+    return cast(Kernel, get_concat_mla_module().concat_mla_k)
 
 
 _concat_mla_k = KernelTable(_get_kernel)

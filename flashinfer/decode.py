@@ -12,6 +12,7 @@ from ._attention.arguments import with_data_type
 from ._attention.block_tables import trtllm_batch_decode_with_kv_cache
 from ._attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from ._attention.jit_functions import (
+    get_batch_decode_jit_module,
     get_batch_decode_module,
     get_single_decode_module,
     single_decode_with_kv_cache_with_jit_module,
@@ -23,6 +24,7 @@ __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",
+    "get_batch_decode_jit_module",
     "get_batch_decode_module",
     "get_single_decode_module",
     "single_decode_with_kv_cache",

@@ -28,14 +28,20 @@ __all__ = [
     "append_paged_mla_kv_cache",
     "gen_page_module",
     "get_batch_indices_positions",
+    "get_page_module",
     "get_seq_lens",
 ]
+
+
+def get_page_module() -> Any:
+    """The loaded module of all that is here, compiled if need be."""
+    return gen_page_module().build_and_load()
 
 
 def _table(function: str) -> KernelTable:
     # One module serves every dtype; a dtype that caches do not have is refused by the binding.
     def get_kernel(dtype: torch.dtype) -> Kernel:
-        return cast(Kernel, getattr(gen_page_module().build_and_load(), function))
+        return cast(Kernel, getattr(get_page_module(), function))
 
     return KernelTable(get_kernel)
 

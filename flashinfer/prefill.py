@@ -7,6 +7,7 @@ may see. Log-sum-exps are base 2: ``log2(sum_j exp(s_ij))``. A query that sees n
 
 from ._attention.block_tables import trtllm_batch_context_with_kv_cache
 from ._attention.jit_functions import (
+    get_batch_prefill_jit_module,
     get_batch_prefill_module,
     get_customize_batch_prefill_module,
     get_single_prefill_module,
@@ -22,6 +23,7 @@ from ._attention.single_request import (
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "get_batch_prefill_jit_module",
     "get_batch_prefill_module",
     "get_customize_batch_prefill_module",
     "get_single_prefill_module",

@@ -47,10 +47,17 @@ __all__ = [
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
     "gen_rope_module",
+    "get_rope_module",
     "mla_rope_quantize_fp8",
     "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache",
 ]
+
+
+def get_rope_module() -> Any:
+    """The module of `apply_rope` for float16 and halves as pairs, compiled if need be."""
+    config = RopeConfig(torch.float16, torch.float16, interleave=False, computed=True)
+    return gen_rope_module(config).build_and_load()
 
 
 def _table(*, interleave: bool, computed: bool) -> KernelTable:

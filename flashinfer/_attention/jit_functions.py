@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..jit.attention.config import AttentionConfig
 from ..jit.attention.customize import (
     gen_batch_decode_module,
     gen_batch_prefill_module,
@@ -15,6 +16,7 @@ from ..jit.attention.customize import (
     gen_single_prefill_module,
 )
 from ..jit.attention.modules import AttentionModule
+from ..jit.attention.variant import AttentionVariant
 from .arguments import check_count, check_flag
 from .single import run_single
 from .single_request import check_tensor, new_lse, single_problem
@@ -90,6 +92,16 @@ def single_prefill_with_kv_cache_with_jit_module(
     return _run(jit_module, q, k, v, args, kv_layout, mask_mode == 1, window_left, return_lse)
 
 
+def _parts(jit_module: Any) -> tuple[AttentionConfig, AttentionVariant]:
+    if not isinstance(jit_module, AttentionModule):
+        raise TypeError(
+            "`jit_module` must be a loaded attention module, got " + type(jit_module).__name__
+        )
+    if jit_module.variant is None:
+        raise ValueError("`jit_module` must be of a gen_customize_*_module: it has no variant")
+    return jit_module.config, jit_module.variant
+
+
 def _run(
     jit_module: AttentionModule,
     q: torch.Tensor,
@@ -101,13 +113,7 @@ def _run(
     window_left: int,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(jit_module, AttentionModule):
-        raise TypeError(
-            "`jit_module` must be a loaded attention module, got " + type(jit_module).__name__
-        )
-    config, variant = jit_module.config, jit_module.variant
-    if variant is None:
-        raise ValueError("`jit_module` must be of a gen_customize_*_module: it has no variant")
+    config, variant = _parts(jit_module)
     mode = "ROPE_LLAMA" if config.pos_encoding == "rope_llama" else "NONE"
     problem = single_problem(
         q, k, v, kv_layout, config.dtype_o, mode, window_left, None, None, None
@@ -149,6 +155,37 @@ def get_single_prefill_module(backend: str, *args: Any) -> AttentionModule:
 def get_batch_prefill_module(backend: str, *args: Any) -> AttentionModule:
     """The loaded module of ``gen_batch_prefill_module(backend, *args)``."""
     return gen_batch_prefill_module(backend, *args).build_and_load()
+
+
+def get_batch_decode_jit_module(module_name: str, jit_module: AttentionModule) -> AttentionModule:
+    """The loaded module of a variant, once it is known to be one.
+
+    There is nothing to register: its functions are called as they are.
+
+    Parameters
+    ----------
+    module_name : str
+        The variant's `uri`.
+    jit_module : AttentionModule
+        What ``gen_customize_batch_decode_module(...).build_and_load()`` returns.
+
+    Returns
+    -------
+    AttentionModule
+        `jit_module`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `jit_module` is not a loaded module with a variant of this name.
+    """
+    uri = _parts(jit_module)[1].uri
+    if module_name != uri:
+        raise ValueError(f"`module_name` must be {uri!r} as the module's is, got {module_name!r}")
+    return jit_module
+
+
+get_batch_prefill_jit_module = get_batch_decode_jit_module
 
 
 @functools.wraps(gen_customize_batch_prefill_module, assigned=())

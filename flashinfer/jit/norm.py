@@ -50,7 +50,8 @@ def _fp8_configs() -> Iterator[NormConfig]:
 
 
 @register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs, "fp8": _fp8_configs})
-def gen_norm_module(config: NormConfig) -> JitSpec:
-    """The module with ``norm`` and, for an RMS norm, ``gemma_norm``, for one configuration."""
+def gen_norm_module(config: NormConfig | None = None) -> JitSpec:
+    """The module with ``norm`` and, for an RMS norm, ``gemma_norm``; by default of bfloat16."""
+    config = config or NormConfig(torch.bfloat16, torch.bfloat16)
     csrc = jit_env.FLASHINFER_CSRC_DIR
     return JitSpec.from_config(config, [csrc / "norm.cu", csrc / "norm_jit_binding.cc"])

@@ -99,7 +99,8 @@ def _packbits_cases() -> Iterator[PackBitsConfig]:
 
 
 @register_generator(aot=_packbits_cases, presets={"speculative": _packbits_cases})
-def gen_packbits_module(config: PackBitsConfig) -> JitSpec:
-    """The module with ``packbits``, for one array or for segments of one."""
+def gen_packbits_module(config: PackBitsConfig | None = None) -> JitSpec:
+    """The module with ``packbits``, for segments of an array or, by default, for a whole one."""
     csrc = jit_env.FLASHINFER_CSRC_DIR
-    return JitSpec.from_config(config, [csrc / "packbits.cu", csrc / "packbits_jit_binding.cc"])
+    sources = [csrc / "packbits.cu", csrc / "packbits_jit_binding.cc"]
+    return JitSpec.from_config(config or PackBitsConfig("none"), sources)

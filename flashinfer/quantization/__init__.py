@@ -16,5 +16,6 @@ from .fp8 import (
 )
 from .layout import block_scale_interleave as block_scale_interleave
 from .layout import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
+from .packbits import gen_quantization_module as gen_quantization_module
 from .packbits import packbits as packbits
 from .packbits import segment_packbits as segment_packbits

@@ -14,6 +14,9 @@ from ..jit.quantization import PackBitsConfig, gen_packbits_module
 from ..trace.templates.quantization import packbits_trace, segment_packbits_trace
 from ._kernels import check_choice
 
+# The generator of FlashInfer's name for what packs bits.
+gen_quantization_module = gen_packbits_module
+
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer.decode import get_batch_decode_jit_module
 from flashinfer.jit.attention import (
     AttentionConfig,
     AttentionPlan,
@@ -28,6 +29,7 @@ from flashinfer.jit.attention import (
     make_variant,
 )
 from flashinfer.jit.attention.plan import DECODE
+from flashinfer.prefill import get_batch_prefill_jit_module
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 BASE = AttentionConfig(BF16, BF16, BF16, 128, 128, 64)
@@ -369,3 +371,11 @@ def test_a_loaded_variant_knows_what_it_is():
         call(module, q.half(), k.half(), k.half(), torch.zeros(8), None, 1.0, 2)
     with pytest.raises(ValueError, match="CUDA"):
         call(module, q, k, k, torch.zeros(8), None, 1.0, 2)
+    for named in (get_batch_decode_jit_module, get_batch_prefill_jit_module):
+        assert named("scaled", module) is module
+        with pytest.raises(ValueError, match="`module_name` must be 'scaled'"):
+            named("other", module)
+        with pytest.raises(TypeError, match="`jit_module`"):
+            named("scaled", spec)
+        with pytest.raises(ValueError, match="`jit_module`.* has no variant"):
+            named("scaled", get_attention_module(dataclasses.replace(BASE, tile_q=16)))

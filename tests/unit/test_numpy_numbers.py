@@ -1,7 +1,11 @@
-"""NumPy's numbers are taken for counts, scales and flags as Python's are, and give the same."""
+"""NumPy's numbers are taken for counts, scales and flags as Python's are, and give the same.
+
+By the kernels where there is a GPU, else by the reference backend.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,14 +18,15 @@ from flashinfer._attention.arguments import check_count, check_flag, scalar, spl
 from flashinfer.quantization import per_token_group_quant_8bit
 from flashinfer.reference_backend import reference_backend
 
-INDPTR = torch.tensor([0, 2, 3], dtype=torch.int32)
-INDICES = torch.arange(3, dtype=torch.int32)
-LAST = torch.tensor([3, 16], dtype=torch.int32)
-QO_INDPTR = torch.arange(3, dtype=torch.int32)
-ROWS = torch.randn(4, 256, dtype=torch.bfloat16)
-Q = torch.randn(2, 8, 64, dtype=torch.float16)
-CACHE = torch.randn(5, 2, 16, 2, 64, dtype=torch.float16)
-PROBS = torch.rand(4, 256).softmax(1)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INDPTR = torch.tensor([0, 2, 3], dtype=torch.int32, device=DEVICE)
+INDICES = torch.arange(3, dtype=torch.int32, device=DEVICE)
+LAST = torch.tensor([3, 16], dtype=torch.int32, device=DEVICE)
+QO_INDPTR = torch.arange(3, dtype=torch.int32, device=DEVICE)
+ROWS = torch.randn(4, 256, dtype=torch.bfloat16, device=DEVICE)
+Q = torch.randn(2, 8, 64, dtype=torch.float16, device=DEVICE)
+CACHE = torch.randn(5, 2, 16, 2, 64, dtype=torch.float16, device=DEVICE)
+PROBS = torch.rand(4, 256, device=DEVICE).softmax(1)
 
 Numbers = tuple[Callable[[int], Any], Callable[[float], Any], Callable[[bool], Any]]
 PYTHON: Numbers = (int, float, bool)
@@ -29,13 +34,13 @@ NUMPY: Numbers = (np.int64, np.float32, np.bool_)
 
 
 @pytest.fixture(autouse=True)
-def _on_cpu() -> Iterator[None]:
-    with reference_backend():
+def _somewhere() -> Iterator[None]:
+    with contextlib.nullcontext() if DEVICE == "cuda" else reference_backend():
         yield
 
 
 def _workspace() -> torch.Tensor:
-    return torch.empty(1 << 20, dtype=torch.uint8)
+    return torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
 
 
 def _decode(i: Any, f: Any, b: Any) -> Any:
@@ -62,7 +67,7 @@ def _prefill(i: Any, f: Any, b: Any) -> Any:
 
 
 def _others(i: Any, f: Any, b: Any) -> Any:
-    mixed = flashinfer.BatchAttention(device="cpu")
+    mixed = flashinfer.BatchAttention(device=DEVICE)
     sizes = (i(8), i(2), i(64), i(64), i(16))
     lengths, types = torch.tensor([19, 16]), {"q_data_type": Q.dtype, "kv_data_type": Q.dtype}
     mixed.plan(QO_INDPTR, INDPTR, INDICES, lengths, *sizes, causal=b(1), **types)
@@ -92,16 +97,16 @@ def _sparse(i: Any, f: Any, b: Any) -> Any:
 
 def _elementwise(i: Any, f: Any, b: Any) -> Any:
     positions = torch.arange(2, dtype=torch.int32)
-    table = torch.randn(8, 64)
+    table = torch.ones(8, 64, device=DEVICE)
     flat = Q.flatten(1)
     return (
         flashinfer.apply_rope_pos_ids(Q, Q, positions, i(64), b(0), f(2), f(1e4)),
-        flashinfer.apply_rope_with_cos_sin_cache(positions.long(), flat, flat, i(64), table * 0),
+        flashinfer.apply_rope_with_cos_sin_cache(positions.long(), flat, flat, i(64), table),
         flashinfer.get_batch_indices_positions(QO_INDPTR, LAST, i(2)),
         flashinfer.get_seq_lens(INDPTR, LAST, i(16)),
         per_token_group_quant_8bit(ROWS, i(128), f(0.5)),
         flashinfer.mxfp8_quantize(ROWS, alignment=i(64)),
-        flashinfer.fp4_quantize(ROWS, torch.ones(1), i(16)),
+        flashinfer.fp4_quantize(ROWS, torch.ones(1, device=DEVICE), i(16)),
         flashinfer.rmsnorm(ROWS, ROWS[0], f(0.5)),
         flashinfer.top_k(PROBS, i(5)),
     )
