@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -417,3 +418,6 @@ window_left, kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax,
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
         )
+
+    # The base's would go round the sinks.
+    run_return_lse = functools.partialmethod(run, return_lse=True)

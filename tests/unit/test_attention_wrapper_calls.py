@@ -227,9 +227,15 @@ def test_sinks(launches):
     q, cache, sinks = run["q"], run["paged_kv_cache"], run["sinks"]
     planned = wrapper.run(q, cache, sinks)
     assert torch.equal(wrapper.run(q, cache, sinks, 64**-0.5), planned)
+    out, lse = wrapper.run_return_lse(q, cache, sinks, 64**-0.5)
+    assert torch.equal(out, planned)
+    assert torch.equal(lse, wrapper.run(q, cache, sinks=sinks, return_lse=True)[1])
     scaled = plan_with(plan_sinks, causal=True, window_left=4, sm_scale=0.5)
     given = wrapper.run(q, cache, sinks, 0.5)
     torch.testing.assert_close(given, scaled.run(q, cache, sinks), rtol=2**-9, atol=2**-12)
+    for run_without in (wrapper.run, wrapper.run_return_lse, wrapper.forward_return_lse):
+        with pytest.raises((TypeError, ValueError), match="sinks"):
+            run_without(q, cache)
 
 
 def test_cascade(launches, monkeypatch):
