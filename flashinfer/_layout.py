@@ -1,6 +1,10 @@
-"""Names of cache layouts, as public functions take them."""
+"""Layouts of caches, as public functions take them."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 
 def is_hnd(kv_layout: str) -> bool:
@@ -17,3 +21,17 @@ def is_hnd(kv_layout: str) -> bool:
         return True
     error = ValueError if isinstance(kv_layout, str) else TypeError
     raise error(f"`kv_layout` must be 'NHD' or 'HND', got {kv_layout!r}")
+
+
+def of_pages(cache: Any, kv_layout: str) -> Any:
+    """A paged cache, or tokens ``[tokens, heads, head_dim]`` as a view of pages of one.
+
+    `cache` is a tensor of keys and values, of 4 dimensions for tokens, or a pair, of 3; what is
+    neither comes back as it is.
+    """
+    axis = -2 if kv_layout == "HND" else -3
+    if isinstance(cache, torch.Tensor):
+        return cache.unsqueeze(axis) if cache.ndim == 4 else cache
+    if isinstance(cache, (tuple, list)) and [getattr(part, "ndim", 0) for part in cache] == [3, 3]:
+        return tuple(part.unsqueeze(axis) for part in cache)
+    return cache

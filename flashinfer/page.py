@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from ._kernels import UNUSUAL, Kernel, KernelTable
-from ._layout import is_hnd
+from ._layout import is_hnd, of_pages
 from ._numbers import plain
 from .api_logging import flashinfer_api
 from .jit.page import gen_page_module
@@ -78,7 +78,8 @@ def append_paged_kv_cache(
     paged_kv_cache : torch.Tensor or tuple of torch.Tensor
         Keys and values as two tensors of ``[num_pages, page_size, num_kv_heads, head_dim]`` (for
         ``"NHD"``) or ``[num_pages, num_kv_heads, page_size, head_dim]`` (for ``"HND"``), or as
-        one with a dimension of 2 after the first. float16, bfloat16, float32, float8_e4m3fn,
+        one with a dimension of 2 after the first; pages of one token need no dimension for it.
+        float16, bfloat16, float32, float8_e4m3fn,
         float8_e5m2, int8 or uint8; last dimension contiguous, other strides free; any page size,
         any number of elements.
     kv_indices : torch.Tensor
@@ -118,7 +119,7 @@ def append_paged_kv_cache(
     >>> flashinfer.append_paged_kv_cache(k, v, batch, pos, cache, pages, indptr, last)
     """
     hnd = is_hnd(kv_layout)
-    first, second = _split(paged_kv_cache)
+    first, second = _split(of_pages(paged_kv_cache, kv_layout))
     try:
         _append_paged_kv_cache[append_key.dtype](
             append_key,

@@ -59,6 +59,20 @@ def test_only_the_slots_of_the_tokens_are_written(kv_layout, device):
     assert cache.eq(-1.0).all()
 
 
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_tokens_in_place_of_pages_of_one(fused, kv_layout, device):
+    """[tokens, heads, head_dim], as engines with pages of one token keep it."""
+    tokens = torch.zeros(7, 2, 3, 8, device=device)
+    key, value = torch.rand(2, 3, 3, 8, device=device)
+    batch, position = _i32([0, 0, 1], device), _i32([0, 1, 0], device)
+    table = _i32([5, 2, 0], device), _i32([0, 2, 3], device), _i32([1, 1], device)
+    cache = tokens if fused else tuple(tokens.unbind(1))
+    flashinfer.append_paged_kv_cache(key, value, batch, position, cache, *table, kv_layout)
+    assert torch.equal(tokens[[5, 2, 0]], torch.stack([key, value], 1))
+    assert not tokens[[1, 3, 4, 6]].any()
+
+
 def test_columns_of_one_latent_cache(device):
     cache = torch.zeros(3, 4, 48, device=device)
     ckv, kpe = torch.rand(2, 32, device=device), torch.rand(2, 16, device=device)

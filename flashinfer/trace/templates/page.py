@@ -6,11 +6,12 @@ cache is not written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from ..._layout import of_pages
 from ..arguments import check_option
 from ..specs import Axis, Const, Tensor, Value, Var
 from ..template import TraceTemplate
@@ -224,8 +225,14 @@ def _kv_template(suffix: str, *, fused: bool, kv_layout: str) -> TraceTemplate:
         options={"kv_layout": (kv_layout,)},
         tags=["status:verified"],
         reference=_append_paged_kv_cache_reference,
+        gather=_with_pages,
         init=init,
     )
+
+
+def _with_pages(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    cache = of_pages(arguments.get("paged_kv_cache"), arguments.get("kv_layout", "NHD"))
+    return {name: arguments[name] for name in arguments} | {"paged_kv_cache": cache}
 
 
 def _append_paged_kv_cache_trace(**arguments: Any) -> TraceTemplate:
