@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,26 +21,27 @@ _PLANS_PER_STREAM = 8
 Key = tuple[object, ...]
 
 
+class _Plan(NamedTuple):
+    executor: AttentionExecutor
+    # A copy of the work list, if kernels count in it, for the first capture of the plan.
+    spare_list: torch.Tensor | None
+
+
 class _Stream:
     """Plans of one stream, latest last, and the float workspace they share."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[Key, AttentionExecutor] = OrderedDict()
-        # Copies of work lists that kernels count in, for the first capture of each plan.
-        self.spare_lists: dict[Key, torch.Tensor] = {}
+        self.plans: OrderedDict[Key, _Plan] = OrderedDict()
         self.float_workspace: torch.Tensor | None = None
 
-    def executor(
-        self, key: Key, problem: AttentionProblem, device: torch.device
-    ) -> AttentionExecutor:
-        """An executor with a new plan."""
+    def plan(self, key: Key, problem: AttentionProblem, device: torch.device) -> _Plan:
+        """A new plan, with the oldest one's executor if there are enough."""
         if self.float_workspace is None:
             self.float_workspace = _bytes(0, device)
         if len(self.plans) < _PLANS_PER_STREAM:
             executor = AttentionExecutor(self.float_workspace, _bytes(1 << 16, device))
         else:
-            oldest, executor = self.plans.popitem(last=False)
-            self.spare_lists.pop(oldest, None)
+            _, (executor, _) = self.plans.popitem(last=False)
         float_bytes, int_bytes = executor.workspace_size(problem)
         if self.float_workspace.numel() < float_bytes:
             self.float_workspace = _bytes(float_bytes + float_bytes // 2, device)
@@ -53,10 +54,10 @@ class _Stream:
         ):
             executor.set_workspaces(self.float_workspace, ints)
         executor.plan(problem)
-        if executor.config.backend == "fa3":
-            self.spare_lists[key] = executor.int_workspace.clone()
-        self.plans[key] = executor
-        return executor
+        counts = executor.config.backend == "fa3"
+        spare_list = executor.int_workspace.clone() if counts else None
+        self.plans[key] = plan = _Plan(executor, spare_list)
+        return plan
 
 
 class _Plans(threading.local):
@@ -89,11 +90,11 @@ def planned(key: Key, problem: AttentionProblem, device: torch.device) -> Attent
     stream = _plans.streams.get(place)
     if stream is None:
         stream = _plans.streams[place] = _Stream()
-    executor = stream.plans.get(key)
-    if executor is None:
-        return stream.executor(key, problem, device)
+    plan = stream.plans.get(key)
+    if plan is None:
+        return stream.plan(key, problem, device).executor
     stream.plans.move_to_end(key)
-    return executor
+    return plan.executor
 
 
 def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
@@ -103,8 +104,7 @@ def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
     if known not in _captured:
         for (place, _), stream in _plans.streams.items():
             if place == device and key in stream.plans:
-                executor = stream.plans.pop(key)
-                ints = stream.spare_lists.pop(key, None)
+                executor, ints = stream.plans.pop(key)
                 _captured[known] = executor, executor.int_workspace, ints
                 break
         else:

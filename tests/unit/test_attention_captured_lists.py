@@ -34,15 +34,14 @@ def _add_plan(stream: single._Stream, key: single.Key, backend: str) -> list[tor
     workspaces = {"float_workspace": torch.zeros(256), "int_workspace": torch.arange(64)}
     config = SimpleNamespace(backend=backend)
     executor: Any = SimpleNamespace(config=config, move_workspaces=move_workspaces, **workspaces)
-    stream.plans[key] = executor
-    if backend == "fa3":
-        stream.spare_lists[key] = executor.int_workspace.clone()
+    spare_list = executor.int_workspace.clone() if backend == "fa3" else None
+    stream.plans[key] = single._Plan(executor, spare_list)
     return used
 
 
 def test_each_capture_has_a_list_of_its_own(stream: single._Stream) -> None:
     used = _add_plan(stream, ("key",), "fa3")
-    plan_list = stream.plans[("key",)].int_workspace
+    plan_list = stream.plans[("key",)].executor.int_workspace
     for _ in range(3):
         single._planned_before(("key",), CPU)
         assert torch.equal(used[-1], torch.arange(64))
