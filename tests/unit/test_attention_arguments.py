@@ -176,3 +176,22 @@ def test_forms_of_log_sum_exps(check: str, good: str):
     getattr(utils, check)(good)
     with pytest.raises(ValueError, match=f"`{check.removeprefix('check_')}`"):
         getattr(utils, check)("NHD")
+
+
+@pytest.mark.parametrize(
+    ("pages", "window", "message"),
+    [
+        ([2, -1], None, "`indices` of .* page numbers from 0 to 4, got -1"),
+        ([2, 5], None, "`indices` of .* page numbers from 0 to 4, got 5"),
+        ([2, 4], -5, "`window_left` must be at least -1, got -5"),
+    ],
+)
+def test_what_the_reference_sees(pages, window, message):
+    """The kernel takes a page beyond the cache for one of zeros: it cannot wait for its number."""
+    with reference_backend():
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20))
+        table = (torch.tensor([0, 2]), torch.tensor(pages), torch.tensor([3]))
+        wrapper.plan(*table, 8, 2, 64, 4)
+        q, cache = torch.zeros(1, 8, 64).half(), torch.zeros(5, 2, 4, 2, 64).half()
+        with pytest.raises(ValueError, match=message):
+            wrapper.run(q, cache, window_left=window)

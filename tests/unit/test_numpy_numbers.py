@@ -96,7 +96,7 @@ def _sparse(i: Any, f: Any, b: Any) -> Any:
 
 
 def _elementwise(i: Any, f: Any, b: Any) -> Any:
-    positions = torch.arange(2, dtype=torch.int32)
+    positions = torch.arange(2, dtype=torch.int32, device=DEVICE)
     table = torch.ones(8, 64, device=DEVICE)
     flat = Q.flatten(1)
     return (

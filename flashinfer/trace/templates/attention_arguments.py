@@ -241,7 +241,8 @@ def problem_arguments(
     if scales is None:
         q_scale, k_scale, v_scale = (_scale(name, run.get(name)) for name in _SCALES)
         scales = (q_scale * k_scale, v_scale)
-    window = _number("window_left", run.get("window_left"), problem.window_left)
+    given = run.get("window_left")
+    window = problem.window_left if given is None else _window(given)
     if problem.window_left >= 0 and not 0 <= window <= problem.window_left:
         raise ValueError(
             f"`window_left` of run() must be from 0 to the {problem.window_left} of plan(), got "
@@ -386,10 +387,23 @@ def gather_paged(
     listed, needed = len(problem.kv_indices), int(problem.kv_indptr[-1])
     if listed < needed:
         raise ValueError(f"`indices` of plan() must have {needed} page numbers, got {listed}")
+    _check_page_numbers(problem.kv_indices[int(problem.kv_indptr[0]) : needed], len(k))
     inputs = _run_arguments(problem, run, q, run.get("args") if args is None else args)
     if len(q) > len(planned_rows):
         inputs |= _with_padding(inputs, len(q), problem.tokens_per_request)
     return {"q": q, "k_cache": k, "v_cache": v, **inputs, **destinations(run)}
+
+
+def _check_page_numbers(pages: torch.Tensor, num_pages: int) -> None:
+    """Refuse what the kernel, which cannot wait for the numbers, takes for pages of zeros."""
+    if not pages.is_cpu or not pages.numel():
+        return
+    low, high = int(pages.min()), int(pages.max())
+    if low < 0 or high >= num_pages:
+        raise ValueError(
+            f"`indices` of plan() must be page numbers from 0 to {num_pages - 1}, got "
+            f"{low if low < 0 else high}"
+        )
 
 
 def _with_padding(inputs: Arguments, rows: int, tokens_per_request: int) -> dict[str, torch.Tensor]:
