@@ -25,10 +25,11 @@ def _kernel(qkv: torch.Tensor, out_dtype: torch.dtype, interleave: bool, norm: b
     return _kernels[key]
 
 
-def _check_flags(**flags: Any) -> None:
+def _flags(**flags: Any) -> list[bool]:
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
+        if not isinstance(plain(flag), bool):
             raise TypeError(f"`{name}` must be True or False, got {flag!r}")
+    return [plain(flag) for flag in flags.values()]
 
 
 def _check_unused_scales(**scales: Any) -> None:
@@ -151,7 +152,9 @@ def fused_qk_rmsnorm_rope(
     ...     num_height_channels=42, num_width_channels=42, num_heads_q=12, num_heads_k=12,
     ...     num_heads_v=12, head_dim=128)
     """
-    _check_flags(interleave=interleave, is_qk_norm=is_qk_norm, output_fp8=output_fp8)
+    interleave, is_qk_norm, output_fp8 = _flags(
+        interleave=interleave, is_qk_norm=is_qk_norm, output_fp8=output_fp8
+    )
     if not isinstance(qkv, torch.Tensor):
         raise TypeError(f"`qkv` must be a torch.Tensor, got {type(qkv).__name__}")
     if not output_fp8:

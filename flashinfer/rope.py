@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from ._kernels import UNUSUAL, Kernel, KernelTable
+from ._numbers import plain
 from .api_logging import flashinfer_api
 from .dtypes import FLOAT, check_dtype
 from .jit.rope import RopeConfig, gen_rope_module
@@ -75,7 +76,7 @@ _cached = {flag: _table(interleave=not flag, computed=False) for flag in (False,
 
 
 def _choose(tables: dict[bool, KernelTable], name: str, flag: bool) -> KernelTable:
-    if flag is True or flag is False:
+    if flag is True or flag is False or isinstance(plain(flag), bool):
         return tables[flag]
     raise TypeError(f"`{name}` must be True or False, got {flag!r}")
 

@@ -14,6 +14,7 @@ import torch
 
 from . import env
 from ._kernels import UNUSUAL, Kernel, KernelTable
+from ._numbers import plain
 from .api_logging import flashinfer_api
 from .arch import get_compute_capability
 from .jit.topk import TopKConfig, TopKOutput, gen_topk_module
@@ -81,7 +82,7 @@ def _workspace(input: Any, width: int) -> torch.Tensor | None:
 
 def _check_flags(**flags: Any) -> None:
     for name, value in flags.items():
-        if not isinstance(value, (bool, type(None))):
+        if not isinstance(plain(value), (bool, type(None))):
             raise TypeError(f"`{name}` must be True, False or None, got {type(value).__name__}")
 
 

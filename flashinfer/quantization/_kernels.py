@@ -78,5 +78,5 @@ def check_flag(**flags: object) -> None:
         Naming the argument and what it is.
     """
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(plain(value), bool):
             raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")

@@ -142,7 +142,7 @@ def fp4_quantize(
         sf_vec_size,
         "ue8m0" if sf_use_ue8m0 else "e4m3",
         _layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout),
-        invert=is_global_scale_inversed,
+        invert=plain(is_global_scale_inversed),
         enable_pdl=enable_pdl,
     )
 

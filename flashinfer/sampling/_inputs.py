@@ -93,7 +93,7 @@ def row_ints(value: Any) -> Any:
 
 
 def check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, (bool, type(None))):
+    if not isinstance(plain(value), (bool, type(None))):
         raise TypeError(f"`{name}` must be True, False or None, got {type(value).__name__}")
 
 

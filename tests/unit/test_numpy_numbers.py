@@ -106,9 +106,22 @@ def _elementwise(i: Any, f: Any, b: Any) -> Any:
         flashinfer.get_seq_lens(INDPTR, LAST, i(16)),
         per_token_group_quant_8bit(ROWS, i(128), f(0.5)),
         flashinfer.mxfp8_quantize(ROWS, alignment=i(64)),
-        flashinfer.fp4_quantize(ROWS, torch.ones(1, device=DEVICE), i(16)),
+        flashinfer.fp4_quantize(ROWS, torch.ones(1, device=DEVICE), i(16), b(0), b(0), b(0), b(1)),
         flashinfer.rmsnorm(ROWS, ROWS[0], f(0.5)),
-        flashinfer.top_k(PROBS, i(5)),
+        flashinfer.top_k(PROBS, i(5), sorted=b(1)),
+        _video(i, f, b),
+    )
+
+
+def _video(i: Any, f: Any, b: Any) -> Any:
+    weight = torch.ones(64, dtype=ROWS.dtype, device=DEVICE)
+    sizes = {"ppf": i(1), "pph": i(2), "ppw": i(2), "head_dim": i(32)}
+    sizes |= {f"num_{axis}_channels": i(8) for axis in ("frame", "height")}
+    sizes |= {"num_width_channels": i(16), "num_heads_q": i(2), "num_heads_k": i(2)}
+    options = {"eps": f(0.5), "interleave": b(0), "is_qk_norm": b(1), "output_fp8": b(0)}
+    qkv = ROWS[:, :192]
+    return flashinfer.fused_qk_rmsnorm_rope(
+        qkv, weight, weight, **sizes, num_heads_v=i(2), **options
     )
 
 
