@@ -122,9 +122,10 @@ def scalar(name: str, value: Any) -> float:
                 f"{value.device}, which the host would have to wait for"
             )
         value = value.item()
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"`{name}` must be a number, got {value!r}")
+    if type(value) is not float:
+        value = plain(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"`{name}` must be a number, got {value!r}")
     if not math.isfinite(value):
         raise ValueError(f"`{name}` must be finite, got {value}")
     return float(value)
