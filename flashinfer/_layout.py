@@ -32,6 +32,7 @@ def of_pages(cache: Any, kv_layout: str) -> Any:
     axis = -2 if kv_layout == "HND" else -3
     if isinstance(cache, torch.Tensor):
         return cache.unsqueeze(axis) if cache.ndim == 4 else cache
-    if isinstance(cache, (tuple, list)) and [getattr(part, "ndim", 0) for part in cache] == [3, 3]:
+    is_pair = isinstance(cache, (tuple, list)) and len(cache) == 2
+    if is_pair and all(getattr(part, "ndim", 0) == 3 for part in cache):
         return tuple(part.unsqueeze(axis) for part in cache)
     return cache
