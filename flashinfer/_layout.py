@@ -32,7 +32,8 @@ def of_pages(cache: Any, kv_layout: str) -> Any:
     axis = -2 if kv_layout == "HND" else -3
     if isinstance(cache, torch.Tensor):
         return cache.unsqueeze(axis) if cache.ndim == 4 else cache
-    is_pair = isinstance(cache, (tuple, list)) and len(cache) == 2
-    if is_pair and all(getattr(part, "ndim", 0) == 3 for part in cache):
-        return tuple(part.unsqueeze(axis) for part in cache)
+    if isinstance(cache, (tuple, list)) and len(cache) == 2:
+        k, v = cache
+        if getattr(k, "ndim", 0) == 3 and getattr(v, "ndim", 0) == 3:
+            return k.unsqueeze(axis), v.unsqueeze(axis)
     return cache
