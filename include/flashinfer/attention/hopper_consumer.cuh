@@ -28,6 +28,11 @@ class HopperConsumer {
   static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
   // Without a mask half tiles are few, and ptxas lacks registers for both forms of heads of 64.
   static constexpr bool kHalvesProducts = Traits::kMask != MaskMode::none;
+  // Of 8 bits a warp's chain of instructions is what a tile takes; masks of bits would need code
+  // and registers for each number of steps.
+  static constexpr bool kSkipsSteps =
+      Tile::kTransposedV && Variant::use_softmax &&
+      (Traits::kMask == MaskMode::causal || Traits::kMask == MaskMode::none);
   using Logits = float[1][Tile::kTokenTiles][4];
   using Weights = uint32_t[kSteps][1][4];
   // Where only the softmax reads logits, what a row's are to be multiplied by is part of its scale.
@@ -144,8 +149,9 @@ class HopperConsumer {
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(logits[0]);
     bool is_last = release_keys(first_token);
-    bool has_keys =
-        weigh<true, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token, plain, [] {});
+    const int num_visible = kSkipsSteps ? rows.visible_end() - first_token : Tile::kTileKV;
+    bool has_keys = weigh_visible<Tile::kTokenTiles>(rows, state, logits, p, scale, first_token,
+                                                     plain, num_visible);
 
     while (true) {
       while (!is_last) {
@@ -155,8 +161,11 @@ class HopperConsumer {
         ptx::wgmma_wait<1>();
         ptx::wgmma_done(logits[0]);
         is_last = release_keys(first_token);
-        has_keys = weigh<false, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token,
-                                                   plain, [&] { finish_values(state, p, 2); });
+        has_keys =
+            weigh<false, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token, plain, [&] {
+              finish_values(state, p, 2);
+              test_values();
+            });
       }
       ++item_;
       await_work();
@@ -164,7 +173,7 @@ class HopperConsumer {
       const int next_tiles = num_tiles(next_item);
       if (!Tile::kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
         const Ring<Tile::kStages> values = k_ring_.before(1);
-        ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
+        await_values(values);
         ptx::wgmma_fence();
         multiply_pv(state, p, value_operand(values));
         ptx::wgmma_commit();
@@ -212,6 +221,17 @@ class HopperConsumer {
   __device__ __forceinline__ bool test_keys() const {
     return ptx::mbarrier_test(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
   }
+  // Of the latest keys given back; those of 8 bits, which come late, since they are transposed.
+  __device__ __forceinline__ void test_values() {
+    if constexpr (Tile::kTransposedV) {
+      const Ring<Tile::kStages> values = k_ring_.before(1);
+      has_values_ = ptx::mbarrier_test(address(control_.v_full[values.stage]), values.phase);
+    }
+  }
+  __device__ __forceinline__ void await_values(const Ring<Tile::kStages>& values) const {
+    if (Tile::kTransposedV && has_values_) return;
+    ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
+  }
 
   // Whether only the first half of an item's first tile is multiplied with q (unless the item
   // begins anew) and weighed; its other weights are 0.
@@ -229,7 +249,7 @@ class HopperConsumer {
     ptx::wgmma_fence();
     multiply_qk<kTiles>(logits[0], q, k);
     ptx::wgmma_commit();
-    ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
+    await_values(values);
     ptx::wgmma_fence();
     multiply_pv(state, p, v);
     ptx::wgmma_commit();
@@ -386,6 +406,25 @@ class HopperConsumer {
     return has_keys;
   }
 
+  // An item's first tile. Of `num_visible` tokens that any of the warp's rows see, no more steps
+  // are weighed than these take: of causal rows two thirds.
+  template <int kTiles>
+  __device__ __forceinline__ bool weigh_visible(Rows& rows, WarpState<Tile>& state, Logits& logits,
+                                                Weights& p, const float (&scale)[2],
+                                                int first_token, KeyRange plain, int num_visible) {
+    constexpr int kFewer = kTiles - Tile::kStepTokens / 8;
+    if constexpr (kSkipsSteps && kFewer > 0) {
+      if (num_visible <= kFewer * 8) {
+#pragma unroll
+        for (uint32_t& weights : p[kFewer * 8 / Tile::kStepTokens][0]) weights = 0;
+        return weigh_visible<kFewer>(rows, state, logits, p, scale, first_token, plain,
+                                     num_visible);
+      }
+    }
+    return weigh<true, kTiles>(rows, state, logits, p, scale, first_token, plain,
+                               [&] { test_values(); });
+  }
+
   static constexpr int kOutputBarrier = 1 + 1 + Tile::kConsumers;
   static constexpr int kQueryBarrier = kOutputBarrier + 1;  // of the first group
 
@@ -397,6 +436,7 @@ class HopperConsumer {
   int group_idx_;
   uint32_t item_ = 0;
   Ring<Tile::kStages> k_ring_;  // values follow their keys
+  bool has_values_ = false;
 };
 
 }  // namespace flashinfer

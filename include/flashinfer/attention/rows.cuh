@@ -103,6 +103,12 @@ class TileRows {
     return range;
   }
 
+  // Behind the last token that any of the warp's rows may see.
+  __device__ __forceinline__ int visible_end() const {
+    if constexpr (Traits::kMask != MaskMode::causal) return kv_end_;
+    return __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].last_kv) + 1;
+  }
+
   // Applies the variant's transform and, if `kMasked`, hides keys, of the first `kTiles` tiles of
   // tokens. `inverse_scale`: of each row's query, where tiles have one.
   template <bool kMasked, int kTiles = Tile::kTokenTiles>
