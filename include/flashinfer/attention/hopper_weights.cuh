@@ -128,7 +128,7 @@ class HopperWeights {
     using Pair = PackedPair<typename Tile::Mma>;
 #pragma unroll
     for (int step = kBegin; step < kEnd; ++step) {
-      float step_sum[2] = {0.f, 0.f};
+      float step_sum[2];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         constexpr int kWeights = kFloat8 ? 4 : 2;  // of a register
@@ -140,7 +140,8 @@ class HopperWeights {
           weights[i] = math::ptx_exp2(fmaf(logit, scale[h], -state.largest[0][h]));
         }
         if constexpr (kFloat8) {
-          step_sum[h] += (weights[0] + weights[1]) + (weights[2] + weights[3]);
+          const float four = (weights[0] + weights[1]) + (weights[2] + weights[3]);
+          step_sum[h] = r < 2 ? four : step_sum[h] + four;  // 0 + x would be an instruction
           p[step][0][r] = Pair::pack(weights[0], weights[1]) |
                           static_cast<uint32_t>(Pair::pack(weights[2], weights[3])) << 16;
         } else {
@@ -152,7 +153,7 @@ class HopperWeights {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           fits[h] = fits[h] && step_sum[h] <= kMost;  // not if it is NaN
-          sum[h] += step_sum[h];
+          sum[h] = step == 0 ? step_sum[h] : sum[h] + step_sum[h];
         }
       }
     }
