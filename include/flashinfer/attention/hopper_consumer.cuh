@@ -244,14 +244,14 @@ class HopperConsumer {
   __device__ __forceinline__ void multiply_both(Logits& logits, WarpState<Tile>& state,
                                                 const Weights& p) {
     const Ring<Tile::kStages> values = k_ring_.before(1);
-    const uint64_t q = query_operand(), k = key_operand(), v = value_operand(values);
+    const Operands from = operands(values);
     await_turn();
     ptx::wgmma_fence();
-    multiply_qk<kTiles>(logits[0], q, k);
+    multiply_qk<kTiles>(logits[0], from.q, from.k);
     ptx::wgmma_commit();
     await_values(values);
     ptx::wgmma_fence();
-    multiply_pv(state, p, v);
+    multiply_pv(state, p, from.v);
     ptx::wgmma_commit();
     pass_turn();
   }
@@ -302,23 +302,60 @@ class HopperConsumer {
   }
 
   // Operands at the rings' stages, shuffled, so that the compiler knows them to be the same in all
-  // lanes: computed in vector registers they held up each product by 30 clocks.
+  // lanes: computed in vector registers they held up each product by 30 clocks. Of 8 bits, ahead of
+  // whose products a warp's chain of instructions is what a tile takes, they are computed without a
+  // mask and from one shuffled stage. In 16 bits ptxas lacks registers for that (C7511).
+  struct Operands {
+    uint64_t q, k, v;
+  };
+  __device__ __forceinline__ Operands operands(const Ring<Tile::kStages>& values) const {
+    if constexpr (Tile::kTransposedV) {
+      const uint32_t stage = shuffled(k_ring_.stage);
+      const uint64_t q = query_operand();
+      return {q, eight_bit_operand(key_offset(stage)),
+              eight_bit_operand(value_offset(stage == 0 ? Tile::kStages - 1 : stage - 1))};
+    }
+    return {query_operand(), key_operand(), value_operand(values)};
+  }
   __device__ __forceinline__ uint64_t query_operand() const {
-    return operand(item_ % Tile::kStagesQ * Tile::kBytesQ + group_idx_ * 64 * 128);
+    const uint32_t offset =
+        item_ % Tile::kStagesQ * (Tile::kBytesQ / kUnit) + group_idx_ * (64 * 128 / kUnit);
+    if constexpr (Tile::kTransposedV) {
+      const uint64_t described = eight_bit_operand(offset);
+      return (described >> 32 << 32) | shuffled(static_cast<uint32_t>(described));
+    }
+    return operand(offset);
   }
   __device__ __forceinline__ uint64_t key_operand() const {
-    return operand(Tile::kOffsetK + k_ring_.stage * Tile::kBytesK, 0, KeyRows::kGroupBytes);
+    if constexpr (Tile::kTransposedV) {
+      return eight_bit_operand(key_offset(shuffled(k_ring_.stage)));
+    }
+    return operand(key_offset(k_ring_.stage), 0, KeyRows::kGroupBytes);
   }
   __device__ __forceinline__ uint64_t value_operand(const Ring<Tile::kStages>& values) const {
-    return operand(Tile::kOffsetV + values.stage * Tile::kBytesV,
-                   Tile::kTransposedV ? 0 : ValueRows::kChunkBytes, ValueRows::kGroupBytes);
+    if constexpr (Tile::kTransposedV) {
+      return eight_bit_operand(value_offset(shuffled(values.stage)));
+    }
+    return operand(value_offset(values.stage), ValueRows::kChunkBytes, ValueRows::kGroupBytes);
   }
   __device__ __forceinline__ uint64_t operand(uint32_t offset, uint32_t chunk_stride = 0,
                                               uint32_t group_stride = 1024) const {
     const uint64_t described =
         ptx::wgmma_operand(address(*shared_) + offset, chunk_stride, group_stride);
-    const uint32_t low = static_cast<uint32_t>(described);
-    return (described >> 32 << 32) | __shfl_sync(0xffffffffu, low, 0);
+    return (described >> 32 << 32) | shuffled(static_cast<uint32_t>(described));
+  }
+  __device__ __forceinline__ uint64_t eight_bit_operand(uint32_t offset) const {
+    return (ptx::wgmma_operand(0) >> 32 << 32) | (offset + address(*shared_) / 16);
+  }
+  static constexpr uint32_t kUnit = Tile::kTransposedV ? 16 : 1;  // of offsets [bytes]
+  __device__ __forceinline__ static uint32_t key_offset(uint32_t stage) {
+    return stage * (Tile::kBytesK / kUnit) + Tile::kOffsetK / kUnit;
+  }
+  __device__ __forceinline__ static uint32_t value_offset(uint32_t stage) {
+    return stage * (Tile::kBytesV / kUnit) + Tile::kOffsetV / kUnit;
+  }
+  __device__ __forceinline__ static uint32_t shuffled(uint32_t value) {
+    return __shfl_sync(0xffffffffu, value, 0);
   }
 
   // logits = q k^T for the group's rows and the first `kTiles` of tokens.
