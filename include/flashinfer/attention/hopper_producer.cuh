@@ -1,9 +1,10 @@
 // The warpgroup that feeds the others: takes items, loads q, K and V. Each of its warps has one of
 // these to do, so that none waits for what another needs.
 //
-// Boxes of the copy engine where a tile lies in the request's keys and pages are whole groups of
-// eight rows; else all four warps copy 16 bytes per thread at a time, by which rows past the end
-// become zeros: what a cache holds there may be NaN, and 0 * NaN is not 0.
+// Boxes of the copy engine, or, where pages are no whole groups of eight rows, all four warps copy
+// 16 bytes per thread at a time. What lies behind a request's last token is another's, or nobody's,
+// and may be NaN: logits are replaced there, but of v it has to be zeros, since 0 * NaN is not 0.
+// Threads copy no such rows; of boxes they are cleared before anyone multiplies.
 #pragma once
 
 #include <cuda.h>
@@ -11,6 +12,7 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/shared.cuh>
 #include <flashinfer/ptx/tma_boxes.cuh>
 
 namespace flashinfer {
@@ -203,14 +205,17 @@ class HopperProducer {
                          : Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV);
     const int first_token = item.kv_begin + tile * Tile::kTileKV;
     constexpr int kDim = kKeys ? Tile::kHeadDimQK : Tile::kHeadDimVO;
-    if (map.box_rows != 0 && first_token + Tile::kTileKV <= item.kv_len) {
+    if (map.box_rows != 0) {
       constexpr int kBytes = kKeys ? Tile::kBytesLoadedK : Tile::kBytesLoadedV;
       announce();
       // Keys are needed sooner: the warp that waits for no more than the next query helps.
       constexpr int kParts = kKeys && Traits::kPaged ? 2 : 1;
       if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) {
-        load_boxes<kDim, kBytes, 0, kParts>(item, kv_head, first_token, map, target, full, empty,
+        const int end = kKeys ? 0 : clear_end(item.kv_len - first_token, map.box_rows);
+        const uint32_t loaded = end > 0 ? address(control_.v_loaded) : full;
+        load_boxes<kDim, kBytes, 0, kParts>(item, kv_head, first_token, map, target, loaded, empty,
                                             ring.phase);
+        if (end > 0) clear_values(target, item.kv_len - first_token, end, full);
       } else if (kParts == 2 && warp_idx_ == kQueryWarp) {
         load_boxes<kDim, kBytes, 1, kParts>(item, kv_head, first_token, map, target, full, empty,
                                             ring.phase);
@@ -229,7 +234,8 @@ class HopperProducer {
   }
 
   // By one warp: a lane per page of every `kParts`, or one for the whole tile. The bytes of all
-  // parts are announced by the first.
+  // parts are announced by the first. A page behind the request's last is one outside the tensor,
+  // whose rows arrive as zeros.
   template <int kDim, int kBytes, int kPart, int kParts>
   __device__ __forceinline__ void load_boxes(const WorkItem& item, uint32_t kv_head,
                                              int first_token, const TensorMap& map, uint32_t target,
@@ -244,8 +250,11 @@ class HopperProducer {
     if (Traits::kPaged && has_box) {
       const uint32_t number = params_.page_size.divide(first_token + row);
       slot = first_token + row - number * params_.page_size.divisor;
-      page = static_cast<uint32_t>(tensors_.kv_indices[item.kv_base + number]);
-      page = min(page, tensors_.num_pages);  // outside are zeros
+      page = tensors_.num_pages;
+      if (first_token + row < item.kv_len) {
+        const int32_t index = tensors_.kv_indices[item.kv_base + number];
+        page = min(static_cast<uint32_t>(index), page);
+      }
     }
     ptx::mbarrier_wait(empty, phase ^ 1);
     if (kPart == 0 && lane_idx_ == 0) ptx::mbarrier_arrive_expect(full, kBytes);
@@ -267,6 +276,32 @@ class HopperProducer {
         }
       }
     }
+  }
+
+  // Which rows of a tile of v hold what is not the request's once boxes have come: from `num_rows`,
+  // how many it has left, to this; 0: none.
+  __device__ __forceinline__ static int clear_end(int num_rows, int box_rows) {
+    if (num_rows >= Tile::kTileKV || num_rows % box_rows == 0) return 0;
+    return ceil_div(num_rows, box_rows) * box_rows;
+  }
+
+  // By the warp that has loaded them: these rows become zeros when they have come, ahead of the
+  // phase of `full`. The next tile of v waits for that, but is asked for long before its turn.
+  __device__ __forceinline__ void clear_values(uint32_t target, int begin, int end, uint32_t full) {
+    using Rows = HopperRows<Traits, Tile::kHeadDimVO>;
+    ptx::mbarrier_wait(address(control_.v_loaded), v_loaded_phase_);
+    v_loaded_phase_ ^= 1;
+    for (int row = begin + lane_idx_ / 8; row < end; row += 4) {
+      const uint32_t line =
+          target + row / 8 * Rows::kGroupBytes + row % 8 * 128 + lane_idx_ % 8 * 16;
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kLoadedChunksVO; ++chunk) {
+        ptx::store_shared_16(line + chunk * Rows::kChunkBytes, uint4{0, 0, 0, 0});
+      }
+    }
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (lane_idx_ == 0) ptx::mbarrier_arrive(full);
   }
 
   // Turns the next tile of 8-bit values from rows of a token to rows of a column, which the tensor
@@ -395,6 +430,7 @@ class HopperProducer {
   Ring<Tile::kLoadedStages> k_ring_, v_ring_;
   Ring<Tile::kStages> transposed_ring_;
   bool is_first_ = true, taken_late_ = true;
+  uint32_t v_loaded_phase_ = 0;
   uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
 };
 
