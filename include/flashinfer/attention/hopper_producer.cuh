@@ -289,8 +289,7 @@ class HopperProducer {
   // phase of `full`. The next tile of v waits for that, but is asked for long before its turn.
   __device__ __forceinline__ void clear_values(uint32_t target, int begin, int end, uint32_t full) {
     using Rows = HopperRows<Traits, Tile::kHeadDimVO>;
-    ptx::mbarrier_wait(address(control_.v_loaded), v_loaded_phase_);
-    v_loaded_phase_ ^= 1;
+    ptx::mbarrier_wait(address(control_.v_loaded), 0);
     for (int row = begin + lane_idx_ / 8; row < end; row += 4) {
       const uint32_t line =
           target + row / 8 * Rows::kGroupBytes + row % 8 * 128 + lane_idx_ % 8 * 16;
@@ -301,7 +300,10 @@ class HopperProducer {
     }
     ptx::async_proxy_fence();
     __syncwarp();
-    if (lane_idx_ == 0) ptx::mbarrier_arrive(full);
+    if (lane_idx_ == 0) {
+      ptx::mbarrier_arrive(full);
+      ptx::mbarrier_arrive(address(control_.v_loaded));  // of the other parity: then it is as new
+    }
   }
 
   // Turns the next tile of 8-bit values from rows of a token to rows of a column, which the tensor
@@ -430,7 +432,6 @@ class HopperProducer {
   Ring<Tile::kLoadedStages> k_ring_, v_ring_;
   Ring<Tile::kStages> transposed_ring_;
   bool is_first_ = true, taken_late_ = true;
-  uint32_t v_loaded_phase_ = 0;
   uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
 };
 
