@@ -40,7 +40,6 @@ __device__ __forceinline__ void init_barriers(HopperControl& control) {
     init(control.loaded_v_full[i], 1);
     init(control.loaded_v_empty[i], 4);
   }
-  init(control.v_loaded, 1);
   ptx::mbarrier_init_fence();
 }
 

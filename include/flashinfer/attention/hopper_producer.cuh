@@ -211,11 +211,13 @@ class HopperProducer {
       // Keys are needed sooner: the warp that waits for no more than the next query helps.
       constexpr int kParts = kKeys && Traits::kPaged ? 2 : 1;
       if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) {
-        const int end = kKeys ? 0 : clear_end(item.kv_len - first_token, map.box_rows);
-        const uint32_t loaded = end > 0 ? address(control_.v_loaded) : full;
-        load_boxes<kDim, kBytes, 0, kParts>(item, kv_head, first_token, map, target, loaded, empty,
-                                            ring.phase);
-        if (end > 0) clear_values(target, item.kv_len - first_token, end, full);
+        const int num_rows = item.kv_len - first_token;
+        const bool clears = !kKeys && num_rows < Tile::kTileKV &&
+                            (!Traits::kPaged || (num_rows & (map.box_rows - 1)) != 0);
+        load_boxes<kDim, kBytes, 0, kParts>(item, kv_head, first_token, map, target,
+                                            clears ? address(control_.loaded_k_full[1]) : full,
+                                            empty, ring.phase);
+        if (clears) clear_values(target, num_rows, map.box_rows, full);
       } else if (kParts == 2 && warp_idx_ == kQueryWarp) {
         load_boxes<kDim, kBytes, 1, kParts>(item, kv_head, first_token, map, target, full, empty,
                                             ring.phase);
@@ -278,19 +280,14 @@ class HopperProducer {
     }
   }
 
-  // Which rows of a tile of v hold what is not the request's once boxes have come: from `num_rows`,
-  // how many it has left, to this; 0: none.
-  __device__ __forceinline__ static int clear_end(int num_rows, int box_rows) {
-    if (num_rows >= Tile::kTileKV || num_rows % box_rows == 0) return 0;
-    return ceil_div(num_rows, box_rows) * box_rows;
-  }
-
   // By the warp that has loaded them: these rows become zeros when they have come, ahead of the
   // phase of `full`. The next tile of v waits for that, but is asked for long before its turn.
-  __device__ __forceinline__ void clear_values(uint32_t target, int begin, int end, uint32_t full) {
+  __device__ __forceinline__ void clear_values(uint32_t target, int num_rows, int box_rows, uint32_t full) {
     using Rows = HopperRows<Traits, Tile::kHeadDimVO>;
-    ptx::mbarrier_wait(address(control_.v_loaded), 0);
-    for (int row = begin + lane_idx_ / 8; row < end; row += 4) {
+    ptx::mbarrier_wait(address(control_.loaded_k_full[1]), 0);
+    const int end = Traits::kPaged ? num_rows | (box_rows - 1) : Tile::kTileKV - 1;
+#pragma unroll 1
+    for (int row = num_rows + lane_idx_ / 8; row <= end; row += 4) {
       const uint32_t line =
           target + row / 8 * Rows::kGroupBytes + row % 8 * 128 + lane_idx_ % 8 * 16;
 #pragma unroll
@@ -302,7 +299,7 @@ class HopperProducer {
     __syncwarp();
     if (lane_idx_ == 0) {
       ptx::mbarrier_arrive(full);
-      ptx::mbarrier_arrive(address(control_.v_loaded));  // of the other parity: then it is as new
+      ptx::mbarrier_arrive(address(control_.loaded_k_full[1]));  // of the other parity: then it is as new
     }
   }
 

@@ -182,8 +182,6 @@ struct HopperControl {
   // What is to be widened, and v that is to be transposed.
   uint64_t loaded_k_full[kMaxStages], loaded_k_empty[kMaxStages];
   uint64_t loaded_v_full[kMaxStages], loaded_v_empty[kMaxStages];
-  // A tile of v that its warp has to clear rows of.
-  uint64_t v_loaded;
   // Of rows of queries made float16, where not only the softmax reads their logits.
   float inverse_query_scale[192];
 };
