@@ -226,7 +226,7 @@ GroupTotals read_group(const GroupArguments& arguments, int64_t group_size, Requ
 // Takes the numbers of a model one by one.
 class ModelReader {
  public:
-  static constexpr int64_t kFields = 18, kTileFields = 7;
+  static constexpr int64_t kFields = 17, kTileFields = 7;
 
   explicit ModelReader(const Tensor& model) {
     ffi::check_dtype(model, ffi::dtype::float64);
@@ -253,7 +253,6 @@ class ModelReader {
     model.hopper_tile_q = integer();
     model.hopper_tile_kv = integer();
     model.hopper_start = *next_++;
-    model.hopper_copied = *next_++;
     model.hopper_speed = speed();
     model.tiles.clear();
     while (next_ < end_) {

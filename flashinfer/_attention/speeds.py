@@ -35,7 +35,6 @@ class Widened(NamedTuple):
     few: float  # factor for tiles of 8 and 16 rows, which wait for the keys
     portable: float  # factor for the portable kernel's larger ones
     hopper: float  # factor for Hopper's
-    copied: float  # as of `Speeds`
     gathered: float
 
 
@@ -46,7 +45,6 @@ class Speeds(NamedTuple):
     tiles: dict[int, TileSpeed]  # of the portable kernel, by rows
     hopper_start: float
     hopper: TileSpeed
-    copied: float  # a last tile of keys that is not full, which threads copy: in 128 keys
     gathered: float  # factor for pages that threads copy instead of TMA
     widened: Widened
     second: TileSpeed  # of the portable tile of 16 rows, in a launch with a larger one
@@ -62,9 +60,8 @@ SPEEDS = {
         },
         hopper_start=4.1,
         hopper=TileSpeed(1.48, 1.51, 0.86, 0.45),
-        copied=1.19,
         gathered=1.68,
-        widened=Widened(1.39, 1.39, 1.04, 0.35, 1.81),
+        widened=Widened(1.39, 1.39, 1.04, 1.81),
         second=TileSpeed(1.24, 0.3, 1.32, 0.4),
     ),
     (96, 96): Speeds(
@@ -76,9 +73,8 @@ SPEEDS = {
         },
         hopper_start=5.08,
         hopper=TileSpeed(1.62, 0.57, 0.7, 0.58),
-        copied=1.61,
         gathered=1.9,
-        widened=Widened(1.23, 1.23, 1.01, 0.52, 1.51),
+        widened=Widened(1.23, 1.23, 1.01, 1.51),
         second=TileSpeed(1.7, 0.3, 1.28, 0.4),
     ),
     (128, 128): Speeds(
@@ -91,9 +87,8 @@ SPEEDS = {
         },
         hopper_start=3.61,
         hopper=TileSpeed(1.57, 1.27, 1.08, 0.6),
-        copied=1.62,
         gathered=2.09,
-        widened=Widened(1.0, 1.47, 1.24, 0.77, 1.32),
+        widened=Widened(1.0, 1.47, 1.24, 1.32),
         second=TileSpeed(1.28, 0.17, 1.63, 3.32),
     ),
     (192, 128): Speeds(
@@ -105,9 +100,8 @@ SPEEDS = {
         },
         hopper_start=5.7,
         hopper=TileSpeed(2.51, 0.74, 0.6, 0.41),
-        copied=0.91,
         gathered=1.59,
-        widened=Widened(0.89, 0.89, 1.05, 0.38, 1.51),
+        widened=Widened(0.89, 0.89, 1.05, 1.51),
         second=TileSpeed(2.68, 0.29, 1.28, 0.4),
     ),
     (256, 256): Speeds(
@@ -118,9 +112,8 @@ SPEEDS = {
         },
         hopper_start=5.16,
         hopper=TileSpeed(3.98, 0.32, 0.79, 0.36),
-        copied=0.52,
         gathered=1.93,
-        widened=Widened(0.87, 0.87, 1.09, 0.53, 1.58),
+        widened=Widened(0.87, 0.87, 1.09, 1.58),
         second=TileSpeed(4.33, 0.16, 1.02, 0.53),
     ),
 }
@@ -168,16 +161,16 @@ def kernel_model(
         float64 on the CPU, as ``attention_choose`` takes it.
     """
     speeds = SPEEDS[head_dim_qk, head_dim_vo] if with_hopper else None
-    hopper, hopper_start, copied, few, portable = _UNKNOWN, math.inf, 0.0, 1.0, 1.0
+    hopper, hopper_start, few, portable = _UNKNOWN, math.inf, 1.0, 1.0
     tile_kv = PORTABLE_TILE_KV
     if speeds is not None:
         widens = is_widened(dtype_q, dtype_kv)
         tile_kv = hopper_tile_kv(head_dim_qk, head_dim_vo, widens)
-        factor, gathered, copied = 1.0, speeds.gathered, speeds.copied
+        factor, gathered = 1.0, speeds.gathered
         if widens:
-            few, portable, factor, copied, gathered = speeds.widened
+            few, portable, factor, gathered = speeds.widened
         if _are_gathered(page_size, tile_kv):
-            factor, copied = factor * gathered, 0.0
+            factor *= gathered
         hopper_start, hopper = speeds.hopper_start, _slower(speeds.hopper, factor)
     known = speeds.tiles if speeds is not None else {}
     second = _UNKNOWN if speeds is None else _slower(speeds.second, few)
@@ -185,7 +178,7 @@ def kernel_model(
         *(num_kv_heads, group_size, _NUM_SMS, PORTABLE_TILE_KV),
         speeds.start if speeds is not None else 0.0,
         *(tile_q_second, *second),
-        *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, hopper_start, copied, *hopper),
+        *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, hopper_start, *hopper),
     ]
     for rule in tile_rules(head_dim_vo, fixed_split_size):
         # Where nothing else is known, tiles of 8 rows are taken for as fast as those of 16.

@@ -54,22 +54,18 @@ def busy_us(
     launch: Launch,
     batch: Requests,
     parts: list[tuple[list[tuple[int, int]], int, int, TileSpeed]],
-    copied: float = 0.0,
 ) -> float:
     """Time of the busiest SM; a part: rows and keys of its requests, tile, KV tile, speed."""
     shared = uneven = alone = 0.0
     for requests, tile_q, tile_kv, speed in parts:
         tokens = tile_q / launch.group_size
-        keys = tiles = hidden = longest = parts_of_tiles = 0.0
+        keys = tiles = hidden = longest = 0.0
         for rows, kv_len in requests:
             seen = min(kv_len, batch.window_left + tokens) if batch.window_left >= 0 else kv_len
             count = math.ceil(rows / tile_q)
             tiles += count
             keys += count * seen
             longest = max(longest, seen)
-            # Of a causal batch the tiles whose last token is behind the last full KV tile.
-            reach = math.ceil(kv_len % tile_kv / tokens) if batch.causal else count
-            parts_of_tiles += min(count, reach) if kv_len % tile_kv else 0
             # The tile in front of the last one sees `tokens` fewer keys, and so on; with a window
             # only from where it is not full.
             before = (seen - kv_len + rows / launch.group_size) / tokens
@@ -78,11 +74,10 @@ def busy_us(
         if batch.causal:
             keys -= min(hidden, keys / 2)
         scale = launch.num_kv_heads / NUM_SMS
-        work = tiles * speed.ends + keys / 128 + parts_of_tiles * copied
-        shared += speed.per_128_keys * scale * work
+        shared += speed.per_128_keys * scale * (tiles * speed.ends + keys / 128)
         piece = min(longest, 2 * max(2 * tile_kv, 4 * tile_q) - tile_kv)
         if tiles:
-            one = speed.per_128_keys * (piece / 128 + speed.ends + (parts_of_tiles > 0) * copied)
+            one = speed.per_128_keys * (piece / 128 + speed.ends)
             uneven = max(uneven, one * speed.uneven)
             alone = max(alone, one * speed.alone)
     return max(shared + uneven, alone)
@@ -111,9 +106,8 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     widens = is_widened(BF16, launch.kv_dtype)
     tile_kv = hopper_tile_kv(*launch.head_dims, widens)
     few_slower, portable, slower = speeds.widened[:3] if widens else (1.0, 1.0, 1.0)
-    kind = speeds.widened if widens else speeds
     if not has_boxes(batch.page_size, tile_kv):
-        slower *= kind.gathered
+        slower *= (speeds.widened if widens else speeds).gathered
 
     def portable_us(*parts: Any) -> float:
         return speeds.start + busy_us(
@@ -127,8 +121,7 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
 
     def hopper_us(part: list[tuple[int, int]]) -> float:
         parts = [(part, hopper_tile_q(*launch.head_dims), tile_kv, speeds.hopper)]
-        copied = kind.copied if has_boxes(batch.page_size, tile_kv) else 0.0
-        return speeds.hopper_start + slower * busy_us(launch, batch, parts, copied)
+        return speeds.hopper_start + slower * busy_us(launch, batch, parts)
 
     first = (rest, tile_q, speed_of(tile_q))
     if not second:
@@ -222,7 +215,7 @@ def test_counts_are_beyond_32_bits():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model[:20], "`model` must have 18 numbers and 7 of each tile, got 20"),
+        (lambda model: model[:20], "`model` must have 17 numbers and 7 of each tile, got 20"),
         (lambda model: model.float(), "`model`.*float64"),
         (lambda model: model * 0, "`model` must have counts from 1 on, got 0"),
     ],

@@ -6,10 +6,9 @@
 //
 //   start + per_128_keys * max(sum over the share + one piece * uneven, one piece * alone)
 //
-// where each tile, and the piece, counts its keys / 128 and `ends`; on Hopper also `copied` if its
-// last KV tile is the request's and not full: threads copy that, not boxes. The numbers are
-// measurements, which flashinfer/_attention/speeds.py holds. What counts is which of two times is
-// smaller: both kernels have the same masks and options, which are left out.
+// where each tile, and the piece, counts its keys / 128 and `ends`. The numbers are measurements,
+// which flashinfer/_attention/speeds.py holds. What counts is which of two times is smaller: both
+// kernels have the same masks and options, which are left out.
 #pragma once
 
 #include <algorithm>
@@ -44,8 +43,7 @@ struct KernelModel {
   int64_t tile_q_second;   // of the requests that fit it, if others do not; 0: all have one tile
   TileSpeed second_speed;  // beside the first tile, whose CTAs are larger
   int64_t hopper_tile_q, hopper_tile_kv;
-  double hopper_start;   // [us]; infinite: the kernel does not serve the batch
-  double hopper_copied;  // a KV tile that is not full, in 128 keys
+  double hopper_start;  // [us]; infinite: the kernel does not serve the batch
   TileSpeed hopper_speed;
   std::vector<PortableTile> tiles;  // the first that is for a batch is taken; the last for any
 };
@@ -99,13 +97,11 @@ class KernelChooser {
   struct Work {
     double tiles, keys;  // of all tiles
     double longest;      // keys of a tile
-    double copied;       // tiles with a last KV tile of Hopper's that is not full
   };
 
   // What they are for one multiprocessor; keys in units of 128.
   struct Share {
     double tiles, keys;
-    double copied;
     double piece;  // the shortest that the longest tile is cut into
   };
 
@@ -125,10 +121,7 @@ class KernelChooser {
 
   double hopper_us(const Work& work) const {
     Busy busy;
-    Share mine = share(work, model_.hopper_tile_q, model_.hopper_tile_kv);
-    mine.keys += mine.copied * model_.hopper_copied;
-    if (mine.copied > 0) mine.piece += model_.hopper_copied;
-    busy.add(mine, model_.hopper_speed);
+    busy.add(share(work, model_.hopper_tile_q, model_.hopper_tile_kv), model_.hopper_speed);
     return busy.us();
   }
 
@@ -165,7 +158,6 @@ class KernelChooser {
   Work work(int64_t tile_q, int64_t few) const {
     const double tokens = static_cast<double>(tile_q) / model_.group_size;  // of a tile
     const double seen = group_.window_left >= 0 ? group_.window_left + tokens : INFINITY;
-    const uint32_t tile_kv = static_cast<uint32_t>(model_.hopper_tile_kv);
     Work sum = {};
     double hidden = 0;
     for (const PlanRequest& request : group_.requests) {
@@ -176,12 +168,7 @@ class KernelChooser {
       sum.tiles += tiles;
       sum.keys += tiles * kv_len;
       sum.longest = std::max(sum.longest, kv_len);
-      const double behind = static_cast<uint32_t>(request.kv_len) % tile_kv;  // the last full one
-      if (!group_.causal) {
-        sum.copied += behind > 0 ? tiles : 0;
-        continue;
-      }
-      sum.copied += std::min(tiles, std::ceil(behind / tokens));
+      if (!group_.causal) continue;
       // The last tile of a request sees these keys, and each one before it `tokens` fewer as soon
       // as the window is not full.
       const double first = kv_len - (int64_t{request.kv_len} - request.qo_len);
@@ -200,7 +187,7 @@ class KernelChooser {
     const int64_t least = std::max(2 * tile_kv, 4 * tile_q);
     const double scale = static_cast<double>(model_.num_kv_heads) / model_.num_sms;
     const double piece = std::min<double>(work.longest, 2 * least - tile_kv);
-    return {work.tiles * scale, work.keys * scale / 128, work.copied * scale, piece / 128};
+    return {work.tiles * scale, work.keys * scale / 128, piece / 128};
   }
 
   const KernelModel& model_;
