@@ -215,8 +215,7 @@ class HopperProducer {
         const bool clears = !kKeys && num_rows < Tile::kTileKV &&
                             (!Traits::kPaged || (num_rows & (map.box_rows - 1)) != 0);
         load_boxes<kDim, kBytes, 0, kParts>(item, kv_head, first_token, map, target,
-                                            clears ? address(control_.loaded_k_full[1]) : full,
-                                            empty, ring.phase);
+                                            clears ? to_be_cleared() : full, empty, ring.phase);
         if (clears) clear_values(target, num_rows, map.box_rows, full);
       } else if (kParts == 2 && warp_idx_ == kQueryWarp) {
         load_boxes<kDim, kBytes, 1, kParts>(item, kv_head, first_token, map, target, full, empty,
@@ -280,11 +279,19 @@ class HopperProducer {
     }
   }
 
-  // By the warp that has loaded them: these rows become zeros when they have come, ahead of the
-  // phase of `full`. The next tile of v waits for that, but is asked for long before its turn.
-  __device__ __forceinline__ void clear_values(uint32_t target, int num_rows, int box_rows, uint32_t full) {
+  // Of a tile of v that is not to be used before rows of it are cleared. A barrier of its own would
+  // be one more that ptxas has heads of 96 pay for (C7511): nothing else uses this one.
+  __device__ __forceinline__ uint32_t to_be_cleared() const {
+    static_assert(!Tile::kWidens || Tile::kLoadedStages == 1);
+    return address(control_.loaded_k_full[1]);
+  }
+
+  // By the warp that has asked for the tile: rows that are not the request's become zeros when they
+  // have come. The next tile of v is asked for no sooner, but long before its turn.
+  __device__ __forceinline__ void clear_values(uint32_t target, int num_rows, int box_rows,
+                                               uint32_t full) {
     using Rows = HopperRows<Traits, Tile::kHeadDimVO>;
-    ptx::mbarrier_wait(address(control_.loaded_k_full[1]), 0);
+    ptx::mbarrier_wait(to_be_cleared(), 0);
     const int end = Traits::kPaged ? num_rows | (box_rows - 1) : Tile::kTileKV - 1;
 #pragma unroll 1
     for (int row = num_rows + lane_idx_ / 8; row <= end; row += 4) {
@@ -299,7 +306,7 @@ class HopperProducer {
     __syncwarp();
     if (lane_idx_ == 0) {
       ptx::mbarrier_arrive(full);
-      ptx::mbarrier_arrive(address(control_.loaded_k_full[1]));  // of the other parity: then it is as new
+      ptx::mbarrier_arrive(to_be_cleared());  // the phase of parity 1: it is as new
     }
   }
 
