@@ -212,8 +212,7 @@ class HopperProducer {
       constexpr int kParts = kKeys && Traits::kPaged ? 2 : 1;
       if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) {
         const int num_rows = item.kv_len - first_token;
-        const bool clears = !kKeys && num_rows < Tile::kTileKV &&
-                            (!Traits::kPaged || (num_rows & (map.box_rows - 1)) != 0);
+        const bool clears = !kKeys && num_rows < Tile::kTileKV && num_rows % map.box_rows != 0;
         load_boxes<kDim, kBytes, 0, kParts>(item, kv_head, first_token, map, target,
                                             clears ? to_be_cleared() : full, empty, ring.phase);
         if (clears) clear_values(target, num_rows, map.box_rows, full);
@@ -292,9 +291,9 @@ class HopperProducer {
                                                uint32_t full) {
     using Rows = HopperRows<Traits, Tile::kHeadDimVO>;
     ptx::mbarrier_wait(to_be_cleared(), 0);
-    const int end = Traits::kPaged ? num_rows | (box_rows - 1) : Tile::kTileKV - 1;
+    const int end = ceil_div(num_rows, box_rows) * box_rows;
 #pragma unroll 1
-    for (int row = num_rows + lane_idx_ / 8; row <= end; row += 4) {
+    for (int row = num_rows + lane_idx_ / 8; row < end; row += 4) {
       const uint32_t line =
           target + row / 8 * Rows::kGroupBytes + row % 8 * 128 + lane_idx_ % 8 * 16;
 #pragma unroll
