@@ -296,7 +296,7 @@ class HopperProducer {
     for (int row = num_rows + lane_idx_ / 8; row < end; row += 4) {
       const uint32_t line =
           target + row / 8 * Rows::kGroupBytes + row % 8 * 128 + lane_idx_ % 8 * 16;
-#pragma unroll
+#pragma unroll 1
       for (int chunk = 0; chunk < Tile::kLoadedChunksVO; ++chunk) {
         ptx::store_shared_16(line + chunk * Rows::kChunkBytes, uint4{0, 0, 0, 0});
       }
