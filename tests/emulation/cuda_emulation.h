@@ -84,6 +84,9 @@ inline bool __all_sync(unsigned mask, bool predicate) { return !__any_sync(mask,
 
 inline uint32_t __float_as_uint(float x) { return emulation::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bit_cast<float>(x); }
+inline float __int_as_float(int32_t x) { return emulation::bit_cast<float>(x); }
+
+inline int32_t __viaddmax_s32(int32_t x, int32_t y, int32_t z) { return std::max(x + y, z); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t bytes = x | static_cast<uint64_t>(y) << 32;

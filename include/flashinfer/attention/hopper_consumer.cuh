@@ -85,13 +85,27 @@ class HopperConsumer {
     return control_.work[number % HopperControl::kWorkStages];
   }
   __device__ __forceinline__ void await_work() const {
-    constexpr uint32_t kStages = HopperControl::kWorkStages;
-    ptx::mbarrier_wait(address(control_.work_full[item_ % kStages]), item_ / kStages % 2);
+    ptx::mbarrier_wait(work_full(), work_phase());
+  }
+  __device__ __forceinline__ bool test_work() const {
+    return ptx::mbarrier_test(work_full(), work_phase());
+  }
+  __device__ __forceinline__ uint32_t work_full() const {
+    return address(control_.work_full[item_ % HopperControl::kWorkStages]);
+  }
+  __device__ __forceinline__ uint32_t work_phase() const {
+    return item_ / HopperControl::kWorkStages % 2;
   }
   __device__ __forceinline__ void await_query() const {
-    ptx::mbarrier_wait(address(control_.q_full[item_ % Tile::kStagesQ]),
-                       item_ / Tile::kStagesQ % 2);
+    ptx::mbarrier_wait(query_full(), query_phase());
   }
+  __device__ __forceinline__ bool test_query() const {
+    return ptx::mbarrier_test(query_full(), query_phase());
+  }
+  __device__ __forceinline__ uint32_t query_full() const {
+    return address(control_.q_full[item_ % Tile::kStagesQ]);
+  }
+  __device__ __forceinline__ uint32_t query_phase() const { return item_ / Tile::kStagesQ % 2; }
   // Those that become float16 change the `scale` of their rows' logits.
   __device__ __forceinline__ void take_query(float (&scale)[2]) const {
     await_query();
@@ -168,9 +182,13 @@ class HopperConsumer {
             });
       }
       ++item_;
-      await_work();
+      // Asked one behind the other, so that one answer is not waited for ahead of the next
+      // question.
+      const bool has_work = test_work();
+      const bool has_query = Tile::kPipelinesItems && test_query();
+      if (!has_work) await_work();
       const WorkItem& next_item = work(item_).item;
-      const int next_tiles = num_tiles(next_item);
+      const int next_tiles = num_tiles(next_item), next_end = next_item.kv_end;
       if (!Tile::kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
         const Ring<Tile::kStages> values = k_ring_.before(1);
         await_values(values);
@@ -182,24 +200,26 @@ class HopperConsumer {
         return;
       }
       first_token = next_item.kv_begin + (next_tiles - 1) * Tile::kTileKV;
-      await_query();
+      if (!has_query) await_query();
       if (!has_keys) await_keys();
       WarpState<Tile> next_state;
+      new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
+      rows.begin(next_state);
+      plain = plain_range(rows);
       // Once for each form: what is under way of one must have ended where they meet, else ptxas
       // waits for each product.
       const auto begin_next = [&](auto tiles) {
         multiply_both<kHalvesProducts ? tiles.value : Tile::kTokenTiles>(logits, state, p);
-        new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
-        rows.begin(next_state);
         row_scales(rows, scale);
-        plain = plain_range(rows);
         ptx::wgmma_wait<1>();
         ptx::wgmma_done(logits[0]);
         is_last = release_keys(first_token);
         has_keys = weigh<true, tiles.value>(rows, next_state, logits, p, scale, first_token, plain,
                                             [&] { finish_values(state, p, 2); });
       };
-      if (has_half(next_item, first_token)) {
+      // Then only the first half of the tile is multiplied with q and weighed; its other weights
+      // are 0. Where an item begins anew, all of it is multiplied.
+      if (Tile::kHalvesTiles && next_end - first_token <= Tile::kTileKV / 2) {
         begin_next(std::integral_constant<int, kHalfTile>());
 #pragma unroll
         for (int step = kSteps / 2; step < kSteps; ++step) {
@@ -231,12 +251,6 @@ class HopperConsumer {
   __device__ __forceinline__ void await_values(const Ring<Tile::kStages>& values) const {
     if (Tile::kTransposedV && has_values_) return;
     ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
-  }
-
-  // Whether only the first half of an item's first tile is multiplied with q (unless the item
-  // begins anew) and weighed; its other weights are 0.
-  __device__ __forceinline__ static bool has_half(const WorkItem& item, int first_token) {
-    return Tile::kHalvesTiles && item.kv_end - first_token <= Tile::kTileKV / 2;
   }
 
   // The next q k^T and p v of the tile before.
@@ -298,7 +312,9 @@ class HopperConsumer {
     return is_last;
   }
   __device__ __forceinline__ void release_query() {
-    if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty[item_ % Tile::kStagesQ]);
+    uint32_t number = item_;
+    asm volatile("" : "+r"(number));  // else the barrier's address takes a register of the loop
+    if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty[number % Tile::kStagesQ]);
   }
 
   // Operands at the rings' stages, shuffled, so that the compiler knows them to be the same in all

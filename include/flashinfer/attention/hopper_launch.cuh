@@ -84,11 +84,18 @@ inline void encode_maps(HopperParams<Params>& hopper) {
        {static_cast<uint64_t>(t.num_qo_tokens), t.q_stride_token, Tile::kTileQ / group}},
       Tile::kTileQ % group == 0 ? Tile::kTileQ : 0);
   // A warp's 16 rows: whole groups, or heads of one group.
-  encode_map<typename Tile::O>(
-      hopper.o, t.o, Tile::kHeadDimVO,
-      {{uint64_t{heads} * group, t.o_stride_head, group < 16 ? group : 16},
-       {static_cast<uint64_t>(t.num_qo_tokens), t.o_stride_token, group < 16 ? 16 / group : 1}},
-      16 % group == 0 || group % 16 == 0 ? 16 : 0);
+  const MapDim box_heads = {uint64_t{heads} * group, t.o_stride_head, group < 16 ? group : 16};
+  const MapDim box_tokens = {static_cast<uint64_t>(t.num_qo_tokens), t.o_stride_token,
+                             group < 16 ? 16 / group : 1};
+  const uint32_t box_rows = 16 % group == 0 || group % 16 == 0 ? 16 : 0;
+  if constexpr (kStoresOneBox<Tile>) {
+    constexpr int kChunks = Tile::kHeadDimVO / 64;
+    encode_map<typename Tile::O>(hopper.o, t.o, 64, {box_heads, box_tokens, {kChunks, 64, kChunks}},
+                                 box_rows);
+  } else {
+    encode_map<typename Tile::O>(hopper.o, t.o, Tile::kHeadDimVO, {box_heads, box_tokens},
+                                 box_rows);
+  }
   const uint32_t page_size = params.page_size.divisor;
   const uint32_t rows = kv_box_rows<Tile>(page_size, Traits::kPaged);
   const auto encode_kv = [&](TensorMap& map, const void* data, auto dim, int64_t page,

@@ -19,6 +19,7 @@ class HopperOutput : public OutputWriter<Traits, Params> {
   static constexpr int kChunks = ceil_div(Tile::kHeadDimVO, 64);  // of 128 bytes
   // Else the next query waits for the rows to be gone.
   static constexpr bool kStoresBoxes = !Tile::kOutputOverQ;
+  static constexpr bool kOneBox = kStoresOneBox<Tile>;
   // LSE behind the rows, whose factors then need no branch. With three warpgroups, and with masks
   // of bits, ptxas lacks registers for it (C7511).
   static constexpr bool kLseLast = Tile::kConsumers == 2 && Traits::kMask != MaskMode::custom;
@@ -35,6 +36,10 @@ class HopperOutput : public OutputWriter<Traits, Params> {
   // Without a branch around any computation: rows past the last are computed as the last.
   __device__ __forceinline__ void write_finished(const WarpState<Tile>& state,
                                                  const TensorMap& map) {
+    const int lane_idx = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kRows;
+    // Known ahead of the fence, which nothing may pass.
+    const QueryRow box_row = query_row(warp_row);
+    const int box_token = this->item_.qo_begin + box_row.qo_idx, box_head = box_row.qo_head_idx;
     const auto finished_row = [&](int h) {
       const int row = first_row<Tile>() + 8 * h;
       return this->finish(nullptr, query_row(min(row, this->num_rows_ - 1)), state.largest[0][h],
@@ -42,7 +47,6 @@ class HopperOutput : public OutputWriter<Traits, Params> {
                           !kLseLast && threadIdx.x % 4 == 0 && row < this->num_rows_);
     };
     auto first = finished_row(0), second = finished_row(1);
-    const int lane_idx = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kRows;
     char* const rows = this->shared_ + warp_row * kChunks * 128;
     const uint32_t staged = ptx::shared_address(rows);
     if constexpr (kStoresBoxes) ptx::tma_store_wait_read();
@@ -75,10 +79,13 @@ class HopperOutput : public OutputWriter<Traits, Params> {
     if (kStoresBoxes && map.box_rows != 0 && warp_row + kRows <= this->num_rows_) {
       ptx::async_proxy_fence();
       __syncwarp();
-      const QueryRow row = query_row(warp_row);
-      if (lane_idx < kChunks) {
-        ptx::tma_store(&map.map, staged + lane_idx * kRows * 128, lane_idx * 64, row.qo_head_idx,
-                       this->item_.qo_begin + row.qo_idx);
+      if (lane_idx < (kOneBox ? 1 : kChunks)) {
+        if constexpr (kOneBox) {
+          ptx::tma_store(&map.map, staged, 0, box_head, box_token, 0);
+        } else {
+          ptx::tma_store(&map.map, staged + lane_idx * kRows * 128, lane_idx * 64, box_head,
+                         box_token);
+        }
         ptx::tma_store_commit();
       }
     } else {

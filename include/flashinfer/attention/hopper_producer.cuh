@@ -88,12 +88,13 @@ class HopperProducer {
     }
     auto& slot = control_.work[published_.stage];
     ptx::mbarrier_wait(address(control_.work_empty[published_.stage]), published_.phase ^ 1);
-    if (next < 0) {
-      slot.item.request = -1;
-    } else {
+    while (next >= 0) {
       slot.item = params_.items[next];
       slot.kv_head = kv_head;
+      if (slot.item.request >= 0) break;
+      next = take_list(kv_head);  // that was a graph's list without items
     }
+    if (next < 0) slot.item.request = -1;
     ptx::mbarrier_arrive(address(control_.work_full[published_.stage]));
     published_.advance();
   }
@@ -105,24 +106,21 @@ class HopperProducer {
   __device__ __forceinline__ int take_list(uint32_t& kv_head) {
     int32_t* const counter = const_cast<int32_t*>(&params_.items[0].lists_taken);
     const uint32_t num_lists = params_.num_ctas.divisor * params_.num_kv_heads.divisor;
-    while (true) {
-      const uint32_t list =
-          is_first_ ? blockIdx.x : gridDim.x + static_cast<uint32_t>(atomicAdd(counter, 1));
-      is_first_ = false;
-      if (list == num_lists + gridDim.x - 1) atomicExch(counter, 0);
-      taken_late_ = list + kEarlyLists * gridDim.x >= num_lists;
-      if (list >= num_lists) return -1;
-      uint32_t first;
-      if (maps_.heads_first) {
-        first = params_.num_kv_heads.divide(list);
-        kv_head = list - first * params_.num_kv_heads.divisor;
-      } else {
-        kv_head = params_.num_ctas.divide(list);
-        first = list - kv_head * params_.num_ctas.divisor;
-      }
-      // Else a graph's list without items.
-      if (params_.items[first].request >= 0) return static_cast<int>(first);
+    const uint32_t list =
+        is_first_ ? blockIdx.x : gridDim.x + static_cast<uint32_t>(atomicAdd(counter, 1));
+    is_first_ = false;
+    if (list == num_lists + gridDim.x - 1) atomicExch(counter, 0);
+    taken_late_ = list + kEarlyLists * gridDim.x >= num_lists;
+    if (list >= num_lists) return -1;
+    uint32_t first;
+    if (maps_.heads_first) {
+      first = params_.num_kv_heads.divide(list);
+      kv_head = list - first * params_.num_kv_heads.divisor;
+    } else {
+      kv_head = params_.num_ctas.divide(list);
+      first = list - kv_head * params_.num_ctas.divisor;
     }
+    return static_cast<int>(first);
   }
 
   __device__ __forceinline__ void load_item(const WorkItem& item, uint32_t kv_head) {

@@ -165,6 +165,11 @@ struct HopperTile {
   static constexpr int kOffsetControl = kOutputOverQ ? kOffsetEnd : kOffsetOutput + kBytesOutput;
 };
 
+// Whether all columns of a warp's finished rows leave as one box of chunks; else one for each
+// chunk, of which the last is cut.
+template <typename Tile>
+inline constexpr bool kStoresOneBox = Tile::kHeadDimVO % 64 == 0;
+
 // An item on its way from the producer to the consumers, and what they tell each other.
 struct HopperControl {
   struct alignas(16) Work {

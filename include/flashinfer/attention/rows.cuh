@@ -118,6 +118,21 @@ class TileRows {
     const int column = first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
     const bool negate =
         Variant::use_softmax && !Variant::kNegatesQuery && variant.sm_scale_log2 < 0.f;
+    int first_bounds[Tile::kRowTiles][2], last_bounds[Tile::kRowTiles][2];  // of `column`
+    if constexpr (kMasked && kHidesByBounds) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const QueryRow& row = rows_[i][h];
+          last_bounds[i][h] = min(row.last_kv - column, Tile::kWarpKV) + kHiddenBound + 1;
+          if constexpr (Traits::kWindow) {
+            first_bounds[i][h] =
+                min(column - max(row.first_kv, 0), Tile::kWarpKV) + kHiddenBound + 1;
+          }
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
@@ -134,7 +149,13 @@ class TileRows {
                                             row.qo_head_idx, kv_head_);
           }
           if constexpr (!Variant::kNegatesQuery) logit = negate ? -logit : logit;
-          if constexpr (kMasked) {
+          if constexpr (kMasked && kHidesByBounds) {
+            const int token = j * 8 + e % 2;
+            logit = fminf(logit, hidden_bound(last_bounds[i][e / 2], -token));
+            if constexpr (Traits::kWindow) {
+              logit = fminf(logit, hidden_bound(first_bounds[i][e / 2], token));
+            }
+          } else if constexpr (kMasked) {
             if (!sees(row, kv_idx)) logit = Variant::use_softmax ? -math::inf : 0.f;
           }
         }
@@ -295,6 +316,16 @@ class TileRows {
   static constexpr bool kReadsMask = Traits::kMask == MaskMode::custom ||
                                      Traits::kMask == MaskMode::multi_item ||
                                      Variant::kHasLogitsMask;
+  // In the Hopper kernel the minimum of a logit and a bound hides it, which takes two instructions
+  // and no predicate. Bounds are integers that count down with the token: as floats those of
+  // visible tokens are NaN, of which the minimum is the logit, and those of hidden tokens stay at
+  // minus infinity.
+  static constexpr bool kHidesByBounds =
+      Tile::kStoresMatrices && Variant::use_softmax && !kReadsMask;
+  static constexpr int kHiddenBound = static_cast<int>(0xff800000u);  // minus infinity
+  __device__ __forceinline__ static float hidden_bound(int first, int token) {
+    return __int_as_float(__viaddmax_s32(first, token, kHiddenBound));
+  }
 
   __device__ __forceinline__ bool sees(const QueryRow& row, int kv_idx) const {
     bool visible = kv_idx <= row.last_kv;

@@ -24,6 +24,15 @@ __device__ __forceinline__ void tma_store(const void* map, uint32_t shared, int 
       : "memory");
 }
 
+__device__ __forceinline__ void tma_store(const void* map, uint32_t shared, int x, int y, int z,
+                                          int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(map),
+      "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
