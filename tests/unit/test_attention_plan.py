@@ -322,7 +322,8 @@ def test_where_heads_take_turns_long_tiles_are_dealt_to_columns():
     """512 new tokens behind 8192 among requests that decode: one head's long tiles must not wait
     for the others' short ones; without long tiles the hardware deals.
     """
-    options = Options(num_kv_heads=8, group_size=2, tile_q=64, cta_slots=132)
+    sizes = {"num_kv_heads": 8, "group_size": 2, "head_dim_vo": 256}
+    options = Options(**sizes, tile_q=64, cta_slots=132)
     mixed = make_plan(options, Requests((512,) + (1,) * 31, (8192,) + (1024,) * 31, causal=True))
     assert mixed.info[p.NUM_MERGES] == 0 and len(mixed.columns) == 16 < len(mixed.items)
     last, ideal = makespan(mixed, 8, 132, TILE_KV)
