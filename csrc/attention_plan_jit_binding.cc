@@ -4,7 +4,8 @@
 // attention_plan_destroy(handle)
 // attention_plan_configure(handle, num_kv_heads, group_size, head_dim_vo, tile_q, cta_slots,
 //     tile_q_second, tile_kv, fixed_split_size, disable_split_kv, graph_batch_size,
-//     graph_qo_tokens, graph_qo_len, lone_speed, least_rows, most_rows)   the fields of PlanConfig
+//     graph_qo_tokens, graph_qo_len, lone_speed, piece_tiles, least_rows, most_rows)
+//     the fields of PlanConfig
 // attention_plan(handle, plan_info, int_workspace | None, float_workspace_bytes, group[, group])
 //   group: naming, qo_indptr | None, kv_indptr, kv_len | None, last_page_len | None, page_size,
 //     causal, window_left, tokens_per_request
@@ -22,7 +23,7 @@
 //   choice, float64 [5]: rows of a tile of the portable kernel, microseconds that this kernel would
 //     take, that Hopper's would, and that two launches would: of the portable kernel for the
 //     requests that fit the second tile, of Hopper's for the others; the most rows of the former
-//   model, float64 [18 + 7 n]: the fields of KernelModel in their order, then of its n tiles
+//   model, float64 [24 + 9 n]: the fields of KernelModel in their order, then of its n tiles
 #include <flashinfer/scheduler/attention_choice.h>
 #include <flashinfer/scheduler/attention_plan.h>
 
@@ -226,7 +227,7 @@ GroupTotals read_group(const GroupArguments& arguments, int64_t group_size, Requ
 // Takes the numbers of a model one by one.
 class ModelReader {
  public:
-  static constexpr int64_t kFields = 17, kTileFields = 7;
+  static constexpr int64_t kFields = 24, kTileFields = 9;
 
   explicit ModelReader(const Tensor& model) {
     ffi::check_dtype(model, ffi::dtype::float64);
@@ -245,14 +246,17 @@ class ModelReader {
   void read(KernelModel& model) {
     model.num_kv_heads = integer();
     model.group_size = integer();
+    model.head_dim_vo = integer();
     model.num_sms = integer();
-    model.portable_tile_kv = integer();
-    model.portable_start = *next_++;
+    model.key_bytes = integer();
+    model.first_keys = *next_++;
+    model.dram = *next_++;
+    model.partial = *next_++;
+    model.per_part = *next_++;
     model.tile_q_second = integer(0);
     model.second_speed = speed();
     model.hopper_tile_q = integer();
     model.hopper_tile_kv = integer();
-    model.hopper_start = *next_++;
     model.hopper_speed = speed();
     model.tiles.clear();
     while (next_ < end_) {
@@ -271,9 +275,10 @@ class ModelReader {
     }
     return static_cast<int64_t>(value);
   }
-  TileSpeed speed() {
-    const double per_128_keys = *next_++, ends = *next_++, alone = *next_++;
-    return {per_128_keys, ends, alone, *next_++};
+  KernelSpeed speed() {
+    const int64_t ctas = integer();
+    const double start = *next_++, per_kv_tile = *next_++, alone = *next_++, merge = *next_++;
+    return {ctas, start, per_kv_tile, alone, merge, *next_++};
   }
 
   const double* next_;
@@ -351,6 +356,7 @@ FLASHINFER_FFI_EXPORT(attention_plan_configure, args) {
   config.graph_qo_tokens = integer_in(args, "graph_qo_tokens", 0, INT32_MAX);
   config.graph_qo_len = integer_in(args, "graph_qo_len", 0, INT32_MAX);
   config.lone_speed = integer_in(args, "lone_speed", 1, 64);
+  config.piece_tiles = integer_in(args, "piece_tiles", 1, 64);
   config.least_rows = integer_in(args, "least_rows", 0, INT32_MAX);
   config.most_rows = integer_in(args, "most_rows", 0, INT32_MAX);
   plan.config = config;

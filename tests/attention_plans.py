@@ -81,6 +81,7 @@ class Options:
     graph_qo_tokens: int = 0
     graph_qo_len: int = 0
     lone_speed: int = 1
+    piece_tiles: int = 1
     least_rows: int = 0
     most_rows: int = p.ANY_ROWS
 
@@ -152,7 +153,7 @@ def item_costs(options: Options, plan: Plan) -> list[list[int]]:
     tiles = -(-(plan.items["kv_end"] - plan.items["kv_begin"]) // options.tile_kv)
     per_tile = [32 if q >= 128 else 16 for q in (options.tile_q, options.tile_q_second)]
     return [
-        [(int(tiles[i]) + 1) * per_tile[plan.items["kind"][i]] for i in column]
+        [(int(tiles[i]) + options.piece_tiles) * per_tile[plan.items["kind"][i]] for i in column]
         for column in plan.columns
     ]
 
@@ -268,6 +269,7 @@ def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
         tile_q=draw(st.sampled_from([16, 64, 128, 192])),
         cta_slots=draw(st.sampled_from([1, 20, 132, 264, 396])),
         lone_speed=draw(st.sampled_from([1, 1, 2, 5])),
+        piece_tiles=draw(st.sampled_from([1, 1, 2, 3])),
         tile_q_second=draw(st.sampled_from([0, 16, 64])),
         tile_kv=draw(st.sampled_from([64, 64, 128])),
         least_rows=draw(st.sampled_from([0, 0, 17])),

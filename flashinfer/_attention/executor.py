@@ -28,6 +28,7 @@ _STATE_BYTES = (
 )
 _NOMINAL_CTA_SLOTS = (264, 1)  # AttentionModule.cta_slots for plans without a GPU
 _TILE_Q, _BACKEND = 5, 15  # positions in the key of a module
+_PIECE_TILES = {"fa2": 1, "fa3": 2}  # that an item costs beside its own (docs/performance.md)
 
 Pair = tuple[AttentionProblem, AttentionProblem]
 HeadScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -421,6 +422,7 @@ class AttentionExecutor:
             *((-1, 0) if capacity is None else capacity),
             problem.tokens_per_request if capacity and problem.qo_indptr is None else 0,
             cta_slots[1],
+            _PIECE_TILES[key[_BACKEND]],
             *rows,
         )
 

@@ -15,112 +15,109 @@ import torch
 
 from ..jit.attention.config import tile_rules
 from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
-from .tiles import PORTABLE_TILE_KV
 
 _NUM_SMS = 132  # of an H100 and an H200
+MEMORY = (2.5, 4.1e6, 1.4e6, 0.05)
+"""Microseconds until the first keys come; bytes per microsecond of keys and values, and of partial
+results, which are written and read; microseconds per part of a row."""
 
 
-class TileSpeed(NamedTuple):
+class KernelSpeed(NamedTuple):
     """Of tiles of one number of rows."""
 
-    per_128_keys: float  # microseconds, with as many CTAs on the SM as fit
-    ends: float  # to begin and to end a tile, in 128 keys
-    alone: float  # factor for a CTA whose SM has no other work
-    uneven: float  # of the shortest piece: what the last SM has more than an equal share
+    ctas: int  # on an SM
+    start: float  # microseconds
+    per_kv_tile: float  # microseconds of a CTA, with as many as fit on the SM
+    alone: float  # factor for a CTA whose SM has no other
+    merge: float  # microseconds of the launch that merges
+    further: float  # KV tiles that an SM's further tiles take more than the planner counts
 
 
 class Widened(NamedTuple):
     """Of 8-bit keys of 16-bit queries."""
 
     few: float  # factor for tiles of 8 and 16 rows, which wait for the keys
-    portable: float  # factor for the portable kernel's larger ones
-    hopper: float  # factor for Hopper's
+    portable: float  # factor for the portable kernel's larger ones ...
+    portable_start: float  # ... and what these start later
+    hopper: float  # factor for Hopper's, as many keys
     gathered: float
 
 
 class Speeds(NamedTuple):
     """Of the kernels for one pair of head sizes."""
 
-    start: float  # microseconds, of the portable kernel
-    tiles: dict[int, TileSpeed]  # of the portable kernel, by rows
-    hopper_start: float
-    hopper: TileSpeed
+    tiles: dict[int, KernelSpeed]  # of the portable kernel, by rows
+    hopper: KernelSpeed
     gathered: float  # factor for pages that threads copy instead of TMA
     widened: Widened
-    second: TileSpeed  # of the portable tile of 16 rows, in a launch with a larger one
+    second: KernelSpeed  # of a launch with two tiles, per KV tile of the larger one
 
 
 SPEEDS = {
     (64, 64): Speeds(
-        start=0.94,
         tiles={
-            16: TileSpeed(1.1, 0.16, 3.1, 0.1),
-            64: TileSpeed(1.82, 0.13, 1.77, 0.33),
-            128: TileSpeed(1.78, 0.69, 1.41, 1.08),
+            8: KernelSpeed(4, 0.0, 1.37, 0.71, 0.99, 0.09),
+            16: KernelSpeed(4, 0.89, 1.05, 0.59, 1.18, -0.39),
+            64: KernelSpeed(4, 0.0, 2.04, 0.59, 3.4, 1.01),
+            128: KernelSpeed(2, 0.69, 1.83, 0.86, 2.69, 0.85),
         },
-        hopper_start=4.1,
-        hopper=TileSpeed(1.48, 1.51, 0.86, 0.45),
-        gathered=1.68,
-        widened=Widened(1.39, 1.39, 1.04, 1.81),
-        second=TileSpeed(1.24, 0.3, 1.32, 0.4),
+        hopper=KernelSpeed(1, 1.69, 2.06, 1.0, 1.86, -0.76),
+        gathered=1.21,
+        widened=Widened(1.26, 1.68, 0.07, 0.91, 1.39),
+        second=KernelSpeed(2, 0.6, 1.98, 0.82, 2.97, 0.63),
     ),
     (96, 96): Speeds(
-        start=0.96,
         tiles={
-            16: TileSpeed(1.63, 1.01, 2.18, 0.02),
-            64: TileSpeed(1.67, 0.36, 1.49, 1.97),
-            128: TileSpeed(2.58, 0.6, 1.45, 1.19),
+            8: KernelSpeed(3, 0.05, 1.31, 0.71, 1.32, 0.13),
+            16: KernelSpeed(3, 0.66, 1.28, 0.76, 1.17, -0.13),
+            64: KernelSpeed(3, 0.0, 2.55, 0.61, 1.95, 0.89),
+            128: KernelSpeed(2, 0.78, 2.56, 0.66, 3.51, 1.02),
         },
-        hopper_start=5.08,
-        hopper=TileSpeed(1.62, 0.57, 0.7, 0.58),
-        gathered=1.9,
-        widened=Widened(1.23, 1.23, 1.01, 1.51),
-        second=TileSpeed(1.7, 0.3, 1.28, 0.4),
+        hopper=KernelSpeed(1, 0.73, 1.39, 1.0, 1.51, -1.12),
+        gathered=2.19,
+        widened=Widened(1.2, 1.05, 0.0, 0.93, 1.54),
+        second=KernelSpeed(2, 1.53, 2.62, 0.71, 4.6, -0.21),
     ),
     (128, 128): Speeds(
-        start=1.01,
         tiles={
-            8: TileSpeed(1.0, 0.82, 1.59, 2.89),
-            16: TileSpeed(2.06, 0.43, 0.36, 1.21),
-            64: TileSpeed(2.23, 0.31, 2.34, 0.31),
-            128: TileSpeed(2.97, 0.5, 1.57, 1.1),
+            8: KernelSpeed(2, 0.0, 1.4, 0.54, 0.92, -0.22),
+            16: KernelSpeed(2, 0.93, 1.69, 0.48, 1.01, -0.26),
+            64: KernelSpeed(2, 0.0, 2.1, 0.81, 3.12, 0.24),
+            128: KernelSpeed(2, 1.33, 2.94, 0.77, 4.14, 0.87),
         },
-        hopper_start=3.61,
-        hopper=TileSpeed(1.57, 1.27, 1.08, 0.6),
-        gathered=2.09,
-        widened=Widened(1.0, 1.47, 1.24, 1.32),
-        second=TileSpeed(1.28, 0.17, 1.63, 3.32),
+        hopper=KernelSpeed(1, 2.15, 1.5, 1.0, 1.28, -0.45),
+        gathered=2.37,
+        widened=Widened(0.76, 1.14, 2.7, 1.02, 1.44),
+        second=KernelSpeed(2, 1.43, 2.79, 0.8, 2.52, 1.05),
     ),
     (192, 128): Speeds(
-        start=0.18,
         tiles={
-            16: TileSpeed(2.49, 0.53, 1.06, 1.19),
-            64: TileSpeed(2.82, 0.61, 0.74, 1.45),
-            128: TileSpeed(6.46, 0.71, 1.02, 0.69),
+            8: KernelSpeed(1, 0.0, 1.24, 0.95, 1.09, -0.03),
+            16: KernelSpeed(1, 1.16, 1.23, 0.96, 0.99, 0.48),
+            64: KernelSpeed(2, 0.73, 2.74, 0.79, 2.8, 0.85),
+            128: KernelSpeed(1, 1.18, 3.5, 0.92, 0.19, 0.44),
         },
-        hopper_start=5.7,
-        hopper=TileSpeed(2.51, 0.74, 0.6, 0.41),
-        gathered=1.59,
-        widened=Widened(0.89, 0.89, 1.05, 1.51),
-        second=TileSpeed(2.68, 0.29, 1.28, 0.4),
+        hopper=KernelSpeed(1, 3.03, 1.85, 1.0, 1.7, 0.2),
+        gathered=1.53,
+        widened=Widened(0.74, 0.85, 0.0, 1.06, 1.48),
+        second=KernelSpeed(1, 1.41, 3.31, 1.01, 0.12, 0.33),
     ),
     (256, 256): Speeds(
-        start=0.38,
         tiles={
-            16: TileSpeed(3.76, 0.95, 0.49, 0.53),
-            64: TileSpeed(4.66, 0.46, 1.03, 0.71),
+            8: KernelSpeed(1, 0.0, 1.39, 0.87, 0.55, -0.91),
+            16: KernelSpeed(1, 1.43, 1.18, 0.87, 1.4, -0.12),
+            64: KernelSpeed(1, 0.77, 2.28, 1.0, 1.38, 0.68),
         },
-        hopper_start=5.16,
-        hopper=TileSpeed(3.98, 0.32, 0.79, 0.36),
-        gathered=1.93,
-        widened=Widened(0.87, 0.87, 1.09, 1.58),
-        second=TileSpeed(4.33, 0.16, 1.02, 0.53),
+        hopper=KernelSpeed(1, 1.06, 1.68, 1.0, 1.02, 0.41),
+        gathered=1.94,
+        widened=Widened(0.95, 0.79, 0.04, 1.16, 1.44),
+        second=KernelSpeed(1, 0.74, 2.07, 1.03, 1.81, -0.03),
     ),
 }
 """By head sizes (qk, vo)."""
 
 
-_UNKNOWN = TileSpeed(0.0, 0.0, 0.0, 0.0)
+_UNKNOWN = KernelSpeed(1, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @functools.cache
@@ -161,34 +158,38 @@ def kernel_model(
         float64 on the CPU, as ``attention_choose`` takes it.
     """
     speeds = SPEEDS[head_dim_qk, head_dim_vo] if with_hopper else None
-    hopper, hopper_start, few, portable = _UNKNOWN, math.inf, 1.0, 1.0
-    tile_kv = PORTABLE_TILE_KV
+    hopper = _UNKNOWN._replace(start=math.inf)
+    few, portable, portable_start = 1.0, 1.0, 0.0
+    tile_kv = 64
     if speeds is not None:
         widens = is_widened(dtype_q, dtype_kv)
         tile_kv = hopper_tile_kv(head_dim_qk, head_dim_vo, widens)
         factor, gathered = 1.0, speeds.gathered
         if widens:
-            few, portable, factor, gathered = speeds.widened
+            few, portable, portable_start, factor, gathered = speeds.widened
+            factor *= tile_kv / hopper_tile_kv(head_dim_qk, head_dim_vo)
         if _are_gathered(page_size, tile_kv):
             factor *= gathered
-        hopper_start, hopper = speeds.hopper_start, _slower(speeds.hopper, factor)
+        hopper = _slower(speeds.hopper, factor)
     known = speeds.tiles if speeds is not None else {}
-    second = _UNKNOWN if speeds is None else _slower(speeds.second, few)
+    second = _UNKNOWN if speeds is None else _slower(speeds.second, portable, portable_start)
+    key_bytes = (head_dim_qk + head_dim_vo) * dtype_kv.itemsize
     numbers: list[float] = [
-        *(num_kv_heads, group_size, _NUM_SMS, PORTABLE_TILE_KV),
-        speeds.start if speeds is not None else 0.0,
+        *(num_kv_heads, group_size, head_dim_vo, _NUM_SMS, key_bytes, *MEMORY),
         *(tile_q_second, *second),
-        *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, hopper_start, *hopper),
+        *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, *hopper),
     ]
     for rule in tile_rules(head_dim_vo, fixed_split_size):
-        # Where nothing else is known, tiles of 8 rows are taken for as fast as those of 16.
-        speed = known.get(rule.tile_q, known.get(16, _UNKNOWN))
-        numbers += [*rule, *_slower(speed, few if rule.tile_q <= 16 else portable)]
+        speed = known.get(rule.tile_q, _UNKNOWN)
+        if rule.tile_q > 16:
+            numbers += [*rule, *_slower(speed, portable, portable_start)]
+        else:
+            numbers += [*rule, *_slower(speed, few)]
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _slower(speed: TileSpeed, factor: float) -> TileSpeed:
-    return speed._replace(per_128_keys=factor * speed.per_128_keys)
+def _slower(speed: KernelSpeed, factor: float, later: float = 0.0) -> KernelSpeed:
+    return speed._replace(start=speed.start + later, per_kv_tile=factor * speed.per_kv_tile)
 
 
 def _are_gathered(page_size: int, tile_kv: int) -> bool:

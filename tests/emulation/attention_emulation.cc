@@ -34,6 +34,7 @@ PlanConfig draw_plan_config(const Case& problem, Random& random) {
   config.tile_kv_log2 = 6;
   config.cta_slots = random.integer(1, 12);
   config.lone_speed = random.integer(1, 2);
+  config.piece_tiles = random.integer(1, 2);
   if (random.one_in(3)) {
     config.fixed_split_size = 64 * random.integer(1, 2);
   } else {

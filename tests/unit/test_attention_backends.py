@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import flashinfer
 from flashinfer import utils
-from flashinfer._attention import backends
+from flashinfer._attention import backends, mixed
 from flashinfer._attention.backends import choose_kernel
 from flashinfer._attention.executor import AttentionExecutor, _choice_of
 from flashinfer._attention.problem import AttentionProblem
@@ -181,7 +182,7 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
         ([2], {"kv_indptr": int32(0, 4000)}, "fa2"),
         ([16], {}, "fa2"),  # too few keys for the longer way from launch to first product
         ([2048], {"kv_indptr": int32(0, 128), "page_size": 16}, "fa3"),
-        ([2048], {"page_size": 1}, "fa2"),  # copied by threads
+        ([8192], {"page_size": 1}, "fa2"),  # copied by threads
         ([1] * 7, {"kv_indptr": int32(*range(0, 7000, 999))}, "fa2"),  # decode
         ([1] * 300, {"kv_indptr": int32(*range(0, 300 * 999 + 1, 999))}, "fa2"),
         ([2048, *[1] * 300], {}, "fa3"),  # decode with a prompt among it
@@ -317,7 +318,7 @@ HEADS = (8, 2, 128)
 
 
 def workspace() -> torch.Tensor:
-    return torch.empty(1 << 24, dtype=torch.uint8)
+    return torch.empty(1 << 25, dtype=torch.uint8)
 
 
 def planned(
@@ -460,7 +461,8 @@ def test_requests_that_decode_for_long_have_a_launch_of_their_own():
         ([1] * 100, [2000] * 100, False),
     ):
         pages = [-(-n // 16) for n in keys]
-        with reference_backend():
+        faster = mock.patch.object(mixed, "_is_faster_apart", return_value=is_apart)
+        with reference_backend(), faster:
             wrapper.plan(
                 *(torch.tensor([0, *n]).cumsum(0).int() for n in (tokens, pages)),
                 *(torch.zeros(sum(pages)).int(), int32(*keys), 32, 8, 128, 128, 16, True),

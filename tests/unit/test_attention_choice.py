@@ -12,11 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashinfer._attention.speeds import SPEEDS, TileSpeed, kernel_model
+from flashinfer._attention.speeds import MEMORY, SPEEDS, KernelSpeed, kernel_model
 from flashinfer.jit.attention.config import choose_tile_q
 from flashinfer.jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
 from flashinfer.jit.attention.plan import estimate_kernels
 from tests.attention_plans import Requests
+from tests.attention_shares import Totals, best_shares
 
 pytestmark = pytest.mark.compiler
 
@@ -50,41 +51,70 @@ def estimated(launch: Launch, batch: Requests) -> tuple[float, ...]:
 # ---- The model, request by request ----
 
 
-def busy_us(
+def launch_us(
     launch: Launch,
     batch: Requests,
-    parts: list[tuple[list[tuple[int, int]], int, int, TileSpeed]],
+    requests: list[tuple[int, int]],
+    speed: KernelSpeed,
+    tile_q: int,
+    second: int = 0,
+    tile_kv: int = 64,
+    piece_tiles: int = 1,
 ) -> float:
-    """Time of the busiest SM; a part: rows and keys of its requests, tile, KV tile, speed."""
-    shared = uneven = alone = 0.0
-    for requests, tile_q, tile_kv, speed in parts:
-        tokens = tile_q / launch.group_size
-        keys = tiles = hidden = longest = 0.0
-        for rows, kv_len in requests:
-            seen = min(kv_len, batch.window_left + tokens) if batch.window_left >= 0 else kv_len
-            count = math.ceil(rows / tile_q)
-            tiles += count
-            keys += count * seen
-            longest = max(longest, seen)
+    """Of one kernel for (rows, keys) of some requests."""
+    group, heads, slots = launch.group_size, launch.num_kv_heads, speed.ctas * NUM_SMS
+    totals = Totals([32 if q >= 128 else 16 for q in (tile_q, second)], piece_tiles)
+    keys = 0.0
+    for rows, kv_len in requests:
+        if rows == 0:
+            continue
+        kind = int(rows <= second)
+        tile = second if kind else tile_q
+        tokens, tiles = tile / group, -(-rows // tile)
+        every = -(-kv_len // tile_kv)
+        most = least = every
+        seen, loaded = float(kv_len), float(every * tiles)
+        if batch.window_left >= 0 and batch.window_left + tokens < seen:
+            seen = batch.window_left + tokens
+            most = least = min(every, int((seen - 1) / tile_kv) + 2)
+            loaded = min(loaded, tiles * ((seen - 1) / tile_kv + 1))
+        if batch.causal and tiles > 1:
             # The tile in front of the last one sees `tokens` fewer keys, and so on; with a window
             # only from where it is not full.
-            before = (seen - kv_len + rows / launch.group_size) / tokens
-            fewer = min(count, max(before, 0.0))
-            hidden += tokens * fewer * max(fewer - 1, 0.0) / 2
-        if batch.causal:
-            keys -= min(hidden, keys / 2)
-        scale = launch.num_kv_heads / NUM_SMS
-        shared += speed.per_128_keys * scale * (tiles * speed.ends + keys / 128)
-        piece = min(longest, 2 * max(2 * tile_kv, 4 * tile_q) - tile_kv)
-        if tiles:
-            one = speed.per_128_keys * (piece / 128 + speed.ends)
-            uneven = max(uneven, one * speed.uneven)
-            alone = max(alone, one * speed.alone)
-    return max(shared + uneven, alone)
-
-
-def slower_by(factor: float, speed: TileSpeed) -> TileSpeed:
-    return speed._replace(per_128_keys=factor * speed.per_128_keys)
+            before = kv_len - rows // group
+            fewer = min(tiles, max(seen - before, 0.0) / tokens)
+            partly = 0.5 * (1 - min(tokens / tile_kv, 1.0)) + (0.5 if seen < kv_len else 0.0)
+            loaded = most + (tiles - 1) * min(most, seen / tile_kv + partly)
+            if fewer > 1:
+                loaded -= 0.5 * tokens / tile_kv * fewer * (fewer - 1)
+                least = min(most, max(1, -(-(before + int(tokens)) // tile_kv)))
+            loaded = max(loaded, tiles)
+        unit = totals.unit[kind]
+        cost = int((loaded + tiles * piece_tiles) * unit)
+        ends = [(n + piece_tiles) * unit for n in (most, least)]
+        totals.add_tiles(kind, min(rows, tile), tiles, cost, *ends)
+        visible = rows // group + batch.window_left if batch.window_left >= 0 else kv_len
+        keys += min(kv_len, visible)
+    if totals.tiles == 0:
+        return speed.start
+    shares = best_shares(totals, heads, launch.head_dims[1], slots, tile_q, tile_kv, second > 0)
+    lists, end, merging = totals.tiles * heads, float(totals.most), 0.0
+    if lists > slots and totals.least == totals.most:
+        end *= math.ceil(lists / slots)
+    elif lists > slots:
+        end = max(end, totals.cost * heads / slots + 0.5 * totals.least)
+    first_keys, dram, partial, per_part = MEMORY
+    if end > shares.end + shares.end // 32:
+        parts = shares.columns * (1.0 if totals.tiles < shares.columns else 1.5)
+        rows = parts * heads * totals.rows / totals.cost
+        lists, end = shares.columns * heads, float(shares.waves * shares.share)
+        merging = speed.merge + 4 * rows * launch.head_dims[1] / partial
+        merging += per_part * max(1.0, shares.columns / totals.tiles)
+    end = end / totals.unit[0] + speed.further * max(lists / slots - 1, 0.0)
+    compute = end * speed.per_kv_tile * (speed.alone if lists <= NUM_SMS else 1.0)
+    key_bytes = sum(launch.head_dims) * launch.kv_dtype.itemsize
+    loads = first_keys + keys * heads * key_bytes / dram
+    return speed.start + max(compute, loads) + merging
 
 
 def has_boxes(page_size: int, tile_kv: int) -> bool:
@@ -105,31 +135,35 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     tile_q = choose_tile_q(max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size)
     widens = is_widened(BF16, launch.kv_dtype)
     tile_kv = hopper_tile_kv(*launch.head_dims, widens)
-    few_slower, portable, slower = speeds.widened[:3] if widens else (1.0, 1.0, 1.0)
+    of_few, portable, later, slower = 1.0, 1.0, 0.0, 1.0
+    kind = speeds.widened if widens else speeds
+    if widens:
+        of_few, portable, later, slower = speeds.widened[:4]
+        slower *= tile_kv / hopper_tile_kv(*launch.head_dims)
     if not has_boxes(batch.page_size, tile_kv):
-        slower *= (speeds.widened if widens else speeds).gathered
+        slower *= kind.gathered
 
-    def portable_us(*parts: Any) -> float:
-        return speeds.start + busy_us(
-            launch, batch, [(part, tile, 64, speed) for part, tile, speed in parts]
-        )
-
-    def speed_of(tile: int) -> TileSpeed:
-        return slower_by(
-            few_slower if tile <= 16 else portable, speeds.tiles.get(tile, speeds.tiles[16])
-        )
+    def speed_of(tile: int) -> KernelSpeed:
+        if tile > 16:
+            return slower_by(portable, speeds.tiles[tile], later)
+        return slower_by(of_few, speeds.tiles.get(tile, speeds.tiles[16]))
 
     def hopper_us(part: list[tuple[int, int]]) -> float:
-        parts = [(part, hopper_tile_q(*launch.head_dims), tile_kv, speeds.hopper)]
-        return speeds.hopper_start + slower * busy_us(launch, batch, parts)
+        speed, tile = slower_by(slower, speeds.hopper), hopper_tile_q(*launch.head_dims)
+        return launch_us(launch, batch, part, speed, tile, 0, tile_kv, 2)
 
-    first = (rest, tile_q, speed_of(tile_q))
     if not second:
-        return tile_q, portable_us(first), hopper_us(requests), math.inf, 0
-    one_us = portable_us(first, (few, second, slower_by(few_slower, speeds.second)))
+        portable_us = launch_us(launch, batch, requests, speed_of(tile_q), tile_q)
+        return tile_q, portable_us, hopper_us(requests), math.inf, 0
+    both = slower_by(portable, speeds.second, later)
+    one_us = launch_us(launch, batch, requests, both, tile_q, second)
     tile_few = choose_tile_q(few_rows, few_rows, launch.head_dims[1], launch.fixed_split_size)
-    apart_us = portable_us((few, second, speed_of(tile_few))) + hopper_us(rest)
+    apart_us = launch_us(launch, batch, few, speed_of(tile_few), second) + hopper_us(rest)
     return tile_q, one_us, hopper_us(requests), apart_us, few_rows
+
+
+def slower_by(factor: float, speed: KernelSpeed, later: float = 0.0) -> KernelSpeed:
+    return speed._replace(start=speed.start + later, per_kv_tile=factor * speed.per_kv_tile)
 
 
 def lengths(most: int) -> st.SearchStrategy[int]:
@@ -195,7 +229,8 @@ def test_lengths_and_not_pages_count():
 def test_no_rows_cost_no_more_than_the_start():
     speeds = SPEEDS[128, 128]
     for batch in (Requests((), ()), Requests((0, 0), (5000, 10))):
-        assert estimated(Launch(), batch) == (8, speeds.start, speeds.hopper_start, math.inf, 0)
+        starts = speeds.tiles[8].start, speeds.hopper.start
+        assert estimated(Launch(), batch) == (8, *starts, math.inf, 0)
 
 
 def test_counts_are_beyond_32_bits():
@@ -203,19 +238,16 @@ def test_counts_are_beyond_32_bits():
     launch = Launch(num_kv_heads=1, group_size=1)
     keys = 2**31 - 1
     batch = Requests((2**31 - 1025,), (keys,), page_size=0)
-    found = estimated(launch, batch)
     speed = SPEEDS[128, 128].tiles[128]
     tiles = math.ceil((2**31 - 1025) / 128)
-    shared = speed.per_128_keys * tiles * (keys / 128 + speed.ends) / NUM_SMS
-    piece = speed.per_128_keys * ((2 * 512 - 64) / 128 + speed.ends)
-    us = SPEEDS[128, 128].start + shared + piece * speed.uneven
-    assert found[1] == pytest.approx(us, rel=1e-12)
+    us = speed.per_kv_tile * tiles * (keys / 64) / (2 * NUM_SMS)
+    assert estimated(launch, batch)[1] == pytest.approx(us, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model[:20], "`model` must have 17 numbers and 7 of each tile, got 20"),
+        (lambda model: model[:20], "`model` must have 24 numbers and 9 of each tile, got 20"),
         (lambda model: model.float(), "`model`.*float64"),
         (lambda model: model * 0, "`model` must have counts from 1 on, got 0"),
     ],

@@ -31,6 +31,7 @@ from tests.attention_plans import (
     make_plan,
     read_plan,
 )
+from tests.attention_shares import Shares, Totals, best_shares, gpu_columns
 
 pytestmark = pytest.mark.compiler
 
@@ -166,24 +167,25 @@ def end_of_columns(loads: list[int], columns: int) -> int:
     return max(free)
 
 
-def gpu_columns(options: Options) -> int:
-    """`AttentionPlanner::gpu_columns`."""
-    best, best_use = 1, 0.0
-    for waves in range(1, 5):
-        slots = waves * options.cta_slots
-        columns = slots // options.num_kv_heads
-        use = columns * options.num_kv_heads / slots
-        if 1 <= columns <= 32767 and use > best_use + 1e-9:
-            best, best_use = columns, use
-        if best_use > 0.97:
-            break
-    return best
-
-
-def least_part(options: Options, kind: int) -> int:
-    """KV tiles of the shortest part of a cut tile (`TileCost::min_piece`)."""
-    tile_q = options.tile_q_second if kind else options.tile_q
-    return max(2, -(-4 * tile_q // options.tile_kv))
+def shares_of(options: Options, plan: Plan) -> Shares:
+    """Of the tiles that a plan has cut or not."""
+    tiles: dict[tuple[int, int, int], list[int]] = {}
+    for index in (i for column in plan.columns for i in column):
+        item = plan.items[index]
+        tile = tiles.setdefault((item["kind"], item["request"], item["row_begin"]), [0, 0])
+        tile_q = options.tile_q_second if item["kind"] else options.tile_q
+        tile[0] = min(int(item["qo_len"]) * options.group_size - int(item["row_begin"]), tile_q)
+        tile[1] += -(-int(item["kv_end"] - item["kv_begin"]) // options.tile_kv)
+    units = [32 if q >= 128 else 16 for q in (options.tile_q, options.tile_q_second)]
+    totals = Totals(units, options.piece_tiles)
+    rows = {(kind, request): 0 for kind, request, _ in tiles}
+    for (kind, request, _), (its, _) in tiles.items():
+        rows[kind, request] = max(rows[kind, request], its)
+    for (kind, request, _), (_, kv_tiles) in tiles.items():
+        totals.add(int(kind), rows[kind, request], kv_tiles)
+    launch = (options.num_kv_heads, options.head_dim_vo, options.cta_slots)
+    tiles = options.tile_q, options.tile_kv, options.tile_q_second > 0
+    return best_shares(totals, *launch, *tiles)
 
 
 @settings(FUZZ, max_examples=400)
@@ -193,32 +195,30 @@ def test_no_part_of_a_tile_is_too_short_to_be_worth_it(launch):
     if options.fixed_split_size:
         return
     plan = make_plan(options, *groups)
+    least = shares_of(options, plan).min_piece
     for piece in plan.pieces():
         if piece["slot"] >= 0:
             tiles = -(-(piece["kv_end"] - piece["kv_begin"]) // options.tile_kv)
-            assert tiles >= least_part(options, piece["kind"])
+            assert tiles >= least
 
 
 @settings(FUZZ, max_examples=400)
 @given(launches())
-def test_the_work_of_a_column_is_bounded(launch):
-    """The last CTA ends within 4 % of an equal share, two of the shortest parts that a tile may be
-    cut into, and what a merge costs. Both shapes of tiles count, as they do where some decode.
+def test_the_end_of_a_plan_is_bounded(launch):
+    """The last CTA ends within 4 % and two of the shortest parts of what equal shares take with
+    their merge, whether tiles are cut or not. Both shapes of tiles count.
     """
     options, groups = launch
     options = dataclasses.replace(options, fixed_split_size=0, disable_split_kv=False, lone_speed=1)
     plan = make_plan(options, *groups)
-    costs = item_costs(options, plan)
-    columns = gpu_columns(options)
+    loads = [sum(column) for column in item_costs(options, plan)]
+    heads, slots = options.num_kv_heads, options.cta_slots
     if plan.info[p.NUM_MERGES] or options.graph_batch_size >= 0:
-        assert len(plan.columns) <= columns
-    units = [32 if q >= 128 else 16 for q in (options.tile_q, options.tile_q_second)]
-    kinds = {int(plan.items["kind"][i]) for column in plan.columns for i in column}
-    shortest = max((least_part(options, kind) * units[kind] for kind in kinds), default=0)
-    share = sum(map(sum, costs)) / columns + units[0]
-    merging = least_part(options, 0) // 2 * units[0]  # saves less than it costs
-    allowed = 1.04 * share + 2 * shortest + merging
-    assert end_of_columns([sum(column) for column in costs], columns) <= allowed
+        assert len(plan.columns) <= gpu_columns(slots, heads)
+    shares = shares_of(options, plan)
+    short = 2 * (shares.min_piece + options.piece_tiles) * max(shares.totals.unit)
+    last = end_of_columns([load for load in loads for _ in range(heads)], slots)
+    assert last <= 1.04 * shares.end + shares.waves * short
 
 
 @settings(FUZZ, max_examples=400)

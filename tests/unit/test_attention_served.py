@@ -33,11 +33,11 @@ ITEMS = torch.zeros(4, dtype=torch.int32)
 
 
 def pages_of(size: int) -> dict[str, Any]:
-    count = -(-2048 // size)
+    count = -(-8192 // size)
     return {
         "kv_indptr": torch.tensor([0, count], dtype=torch.int32),
         "kv_indices": torch.arange(count, dtype=torch.int32),
-        "kv_len": torch.tensor([2048], dtype=torch.int32),
+        "kv_len": torch.tensor([8192], dtype=torch.int32),
         "last_page_len": None,
         "page_size": size,
     }
@@ -107,9 +107,9 @@ def test_the_document_says_what_auto_takes_for_an_option(name: str):
     expected = documented("| option | `auto` on long prompts |")[name]
     is_served = expected != "`fa2`"
     for fields in OPTIONS[name]:
-        chosen, _ = choose_kernel(problem([2048], **fields), CUDA)
+        chosen, _ = choose_kernel(problem([8192], **fields), CUDA)
         assert expected.startswith(f"`{chosen}`"), fields
-        forced = problem([2048], backend="fa3", **fields)
+        forced = problem([8192], backend="fa3", **fields)
         if is_served:
             assert choose_kernel(forced, CUDA)[0] == "fa3"
             continue

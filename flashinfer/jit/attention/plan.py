@@ -117,7 +117,7 @@ def estimate_kernels(model: torch.Tensor, group: Group) -> Estimate:
     Parameters
     ----------
     model : torch.Tensor
-        ``[18 + 7 n]`` float64 on the CPU: the fields of ``KernelModel``, for n tiles of the
+        ``[24 + 9 n]`` float64 on the CPU: the fields of ``KernelModel``, for n tiles of the
         portable kernel.
     group : tuple
         The requests, as for `AttentionPlan.plan`.
@@ -176,6 +176,7 @@ class AttentionPlan:
         graph_qo_tokens: int = 0,
         graph_qo_len: int = 0,
         lone_speed: int = 1,
+        piece_tiles: int = 1,
         least_rows: int = 0,
         most_rows: int = ANY_ROWS,
     ) -> None:
@@ -210,6 +211,8 @@ class AttentionPlan:
             0 means up to `graph_qo_tokens`.
         lone_speed : int
             How many times as fast a CTA is that has a multiprocessor to itself.
+        piece_tiles : int
+            KV tiles that starting and ending a work item takes as long as.
         least_rows, most_rows : int
             Packed query rows of the requests that are planned; the others are left out.
 
@@ -232,6 +235,7 @@ class AttentionPlan:
             graph_qo_tokens,
             graph_qo_len,
             lone_speed,
+            piece_tiles,
             least_rows,
             most_rows,
         )

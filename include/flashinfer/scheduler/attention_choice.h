@@ -1,30 +1,32 @@
 // Which attention kernel takes less time for a batch, and the portable one's tile. Plain C++.
 //
-// A kernel cuts a batch into tiles of query rows; a tile goes over the keys that its rows see, and
-// the planner gives every multiprocessor an equal share of all of it, to about the shortest piece
-// of a tile that is worth cutting. So a launch takes
+// The planner's own arithmetic says when the last CTA has done its share of KV tiles and of pieces
+// (attention_shares.h), here from the lengths alone, without a list of tiles. A launch takes
 //
-//   start + per_128_keys * max(sum over the share + one piece * uneven, one piece * alone)
+//   start + max(per_kv_tile * that end, first_keys + K and V / DRAM) + merging
 //
-// where each tile, and the piece, counts its keys / 128 and `ends`. The numbers are measurements,
-// which flashinfer/_attention/speeds.py holds. What counts is which of two times is smaller: both
-// kernels have the same masks and options, which are left out.
+// where merging is a launch, the bytes of partial results, and the parts of a row one after the
+// other, if tiles are cut. The numbers are measurements, which flashinfer/_attention/speeds.py
+// holds. What counts is which of two times is smaller: both kernels have the same masks and
+// options, which are left out.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <flashinfer/scheduler/attention_shares.h>
 #include <flashinfer/scheduler/attention_tiles.h>
 #include <vector>
 
 namespace flashinfer {
 
-// Of tiles of one number of rows.
-struct TileSpeed {
-  double per_128_keys;  // [us], with as many CTAs on the multiprocessor as fit
-  double ends;          // to begin and to end a tile, in 128 keys
-  double alone;         // factor for a CTA whose multiprocessor has no other work
-  double uneven;        // of a piece: what the last multiprocessor has more than its share
+struct KernelSpeed {
+  int64_t ctas;        // on a multiprocessor
+  double start;        // [us]; infinite: the kernel does not serve the batch
+  double per_kv_tile;  // [us], of a CTA, with as many as fit
+  double alone;        // factor for a CTA whose multiprocessor has no other
+  double merge;        // [us], the launch that merges
+  double further;      // KV tiles that a CTA's further tiles take more than the planner counts
 };
 
 // A tile of the portable kernel, and the batches it is for.
@@ -32,19 +34,20 @@ struct PortableTile {
   int64_t tile_q;    // packed rows
   double most_rows;  // of any request: the tile is for batches within this ...
   double mean_rows;  // ... or with a mean within this
-  TileSpeed speed;
+  KernelSpeed speed;
 };
 
 struct KernelModel {
-  int64_t num_kv_heads, group_size;
+  int64_t num_kv_heads, group_size, head_dim_vo;
   int64_t num_sms;
-  int64_t portable_tile_kv;
-  double portable_start;   // [us]
-  int64_t tile_q_second;   // of the requests that fit it, if others do not; 0: all have one tile
-  TileSpeed second_speed;  // beside the first tile, whose CTAs are larger
+  int64_t key_bytes;         // of K and V of a token, of a head
+  double first_keys;         // [us], until they come from DRAM
+  double dram, partial;      // [bytes per us], of K and V, and of partial results
+  double per_part;           // [us], of a row
+  int64_t tile_q_second;     // of the requests that fit it, if others do not; 0: all have one tile
+  KernelSpeed second_speed;  // of a launch with both tiles
   int64_t hopper_tile_q, hopper_tile_kv;
-  double hopper_start;  // [us]; infinite: the kernel does not serve the batch
-  TileSpeed hopper_speed;
+  KernelSpeed hopper_speed;
   std::vector<PortableTile> tiles;  // the first that is for a batch is taken; the last for any
 };
 
@@ -55,74 +58,174 @@ struct KernelChoice {
   int64_t few_rows;  // the most of those that fit the second tile; 0: there is one tile for all
 };
 
+// The tiles of a launch, counted without a list of them.
+class LaunchEstimate {
+ public:
+  LaunchEstimate(const KernelModel& model, const KernelSpeed& speed, int64_t tile_q,
+                 int64_t tile_kv, int64_t tile_q_second, int64_t piece_tiles)
+      : model_(model), speed_(speed) {
+    config_ = {};
+    config_.num_kv_heads = model.num_kv_heads;
+    config_.group_size = model.group_size;
+    config_.head_dim_vo = model.head_dim_vo;
+    config_.tile_q = tile_q;
+    config_.tile_q_second = tile_q_second;
+    config_.cta_slots = speed.ctas * model.num_sms;
+    while (config_.tile_kv() < tile_kv) ++config_.tile_kv_log2;
+    config_.piece_tiles = piece_tiles;
+    config_.graph_batch_size = -1;
+    for (int kind = 0; kind < 2; ++kind) {
+      Kind& of = kinds_[kind];
+      of.tile_q = std::max<int64_t>(1, kind ? tile_q_second : tile_q);
+      of.cost = TileCost(config_).per_kv_tile(kind);
+      of.tokens = static_cast<double>(of.tile_q) / model.group_size;
+      of.per_token = 1 / of.tokens;
+      of.kv_tiles = of.tokens / tile_kv;
+      of.partly = 0.5 * (1 - std::min(of.kv_tiles, 1.0));
+    }
+    per_key_ = 1.0 / tile_kv;
+  }
+
+  void add(const RequestGroup& group, const PlanRequest& request, int64_t rows) {
+    if (rows == 0) return;
+    const int kind_index = rows <= config_.tile_q_second;
+    const Kind& kind = kinds_[kind_index];
+    const uint32_t tiles =
+        static_cast<uint32_t>(rows + kind.tile_q - 1) / static_cast<uint32_t>(kind.tile_q);
+    const int64_t kv_len = request.kv_len, before = kv_len - request.qo_len;
+    const int64_t all = config_.kv_tiles(kv_len);
+    int64_t most = all, least = all;
+    double seen = static_cast<double>(kv_len), sum = static_cast<double>(all * tiles);
+    bool is_bounded = false;
+    if (group.window_left >= 0 && group.window_left + kind.tokens < seen) {
+      is_bounded = true;
+      seen = group.window_left + kind.tokens;  // and a part of a KV tile at either end
+      const double kv_tiles = (seen - 1) * per_key_;
+      most = least = std::min(all, static_cast<int64_t>(kv_tiles) + 2);
+      sum = std::min(sum, tiles * (kv_tiles + 1));
+    }
+    if (group.causal && tiles > 1) {
+      // The last tile of a request sees these keys, and each one before it `tokens` fewer as soon
+      // as the window is not full; a KV tile that is not full counts whole.
+      const double hidden = std::max(seen - before, 0.0);
+      const double fewer = std::min<double>(tiles, hidden * kind.per_token);
+      const double others = seen * per_key_ + kind.partly + (is_bounded ? 0.5 : 0.0);
+      sum = most + (tiles - 1.0) * std::min<double>(most, others);
+      if (fewer > 1) {
+        sum -= 0.5 * kind.kv_tiles * fewer * (fewer - 1);
+        const int64_t first = before + static_cast<int64_t>(kind.tokens);
+        least = std::min(most, std::max<int64_t>(1, config_.kv_tiles(first)));
+      }
+      sum = std::max<double>(sum, tiles);
+    }
+    const int64_t cost = static_cast<int64_t>((sum + tiles * config_.piece_tiles) * kind.cost);
+    const int64_t most_cost = (most + config_.piece_tiles) * kind.cost;
+    num_tiles_ += tiles;
+    totals_.cost += cost;
+    totals_.rows += static_cast<double>(std::min(rows, kind.tile_q) * cost);
+    totals_.most = std::max(totals_.most, most_cost);
+    totals_.least = std::min(totals_.least, (least + config_.piece_tiles) * kind.cost);
+    totals_.most_of[kind_index] = std::max(totals_.most_of[kind_index], most_cost);
+    const bool has_window = group.window_left >= 0;
+    keys_ += has_window ? std::min<int64_t>(kv_len, request.qo_len + group.window_left) : kv_len;
+  }
+
+  double us() const {
+    if (num_tiles_ == 0) return speed_.start;
+    const double heads = static_cast<double>(config_.num_kv_heads);
+    const double slots = static_cast<double>(config_.cta_slots);
+    const double unit = static_cast<double>(TileCost(config_).per_kv_tile(0));
+    const EqualShares shares(config_, totals_, num_tiles_);
+    double lists = num_tiles_ * heads, end = static_cast<double>(totals_.most), merging = 0;
+    if (lists > slots && totals_.least == totals_.most) {
+      end *= std::ceil(lists / slots);
+    } else if (lists > slots) {
+      end = std::max(end, totals_.cost * heads / slots + 0.5 * totals_.least);
+    }
+    if (end > shares.end() + shares.end() / 32) {
+      const double columns = static_cast<double>(shares.columns());
+      const double parts = num_tiles_ < columns ? columns : 1.5 * columns;
+      const double rows = parts * heads * totals_.rows / totals_.cost;
+      lists = columns * heads;
+      end = static_cast<double>(shares.waves() * shares.share());
+      merging = speed_.merge + 4 * rows * config_.head_dim_vo / model_.partial +
+                model_.per_part * std::max(1.0, columns / num_tiles_);
+    }
+    const double further = std::max(lists / slots - 1, 0.0);
+    end = end / unit + speed_.further * further;
+    const bool is_alone = lists <= model_.num_sms;
+    const double compute = end * speed_.per_kv_tile * (is_alone ? speed_.alone : 1);
+    const double loads = model_.first_keys + keys_ * heads * model_.key_bytes / model_.dram;
+    return speed_.start + std::max(compute, loads) + merging;
+  }
+
+ private:
+  struct Kind {
+    int64_t tile_q, cost;      // cost: of a KV tile
+    double tokens, per_token;  // of a tile, and its reciprocal
+    double kv_tiles;           // of as many keys as a tile has tokens
+    double partly;             // of the last KV tile of a tile, which it sees in part
+  };
+
+  const KernelModel& model_;
+  const KernelSpeed& speed_;
+  PlanConfig config_;
+  Kind kinds_[2];
+  double per_key_;
+  TileTotals totals_;
+  int64_t num_tiles_ = 0;
+  int64_t keys_ = 0;  // that any row sees
+};
+
 class KernelChooser {
  public:
   KernelChooser(const KernelModel& model, const RequestGroup& group)
       : model_(model), group_(group) {
-    int64_t most = 0;
     for (const PlanRequest& request : group.requests) {
       const int64_t rows = rows_of(request);
-      most = std::max(most, rows);
+      longest_ = std::max(longest_, rows);
+      all_rows_ += rows;
       if (rows <= model.tile_q_second) few_rows_ = std::max(few_rows_, rows);
     }
-    if (most <= model.tile_q_second) few_rows_ = 0;
+    if (longest_ <= model.tile_q_second) few_rows_ = 0;
     second_ = few_rows_ > 0 ? model.tile_q_second : 0;
   }
 
   KernelChoice choose() const {
     const PortableTile& tile = portable_tile();
-    KernelChoice choice = {tile.tile_q, model_.portable_start, model_.hopper_start, INFINITY,
-                           few_rows_};
-    if (std::isinf(model_.hopper_start)) return choice;
-    const int64_t second = second_;
-    const Work many = work(tile.tile_q, second);
-    Busy busy;
-    if (second > 0) {
-      const Share few = portable_share(work(second, -1), second);
-      busy.add(few, speed_of_few());
-      choice.apart_us = choice.portable_us + busy.us() + choice.hopper_us +
-                        hopper_us(work(model_.hopper_tile_q, second));
-      busy = {};
-      busy.add(few, model_.second_speed);
+    KernelChoice choice = {tile.tile_q, 0, model_.hopper_speed.start, INFINITY, few_rows_};
+    if (std::isinf(model_.hopper_speed.start)) return choice;
+    const KernelSpeed& speed = second_ > 0 ? model_.second_speed : tile.speed;
+    choice.portable_us = portable_us(speed, tile.tile_q, second_, 0, INT64_MAX);
+    choice.hopper_us = hopper_us(0);
+    if (second_ > 0) {
+      choice.apart_us =
+          portable_us(speed_of_few(), second_, 0, 0, second_) + hopper_us(second_ + 1);
     }
-    busy.add(portable_share(many, tile.tile_q), tile.speed);
-    choice.portable_us += busy.us();
-    const bool is_same = tile.tile_q == model_.hopper_tile_q && second == 0;
-    choice.hopper_us += hopper_us(is_same ? many : work(model_.hopper_tile_q, 0));
     return choice;
   }
 
  private:
-  // The tiles of some requests, of one KV head.
-  struct Work {
-    double tiles, keys;  // of all tiles
-    double longest;      // keys of a tile
-  };
+  static constexpr int64_t kPortableTileKV = 64, kPortablePiece = 1, kHopperPiece = 2;
 
-  // What they are for one multiprocessor; keys in units of 128.
-  struct Share {
-    double tiles, keys;
-    double piece;  // the shortest that the longest tile is cut into
-  };
-
-  // The busiest multiprocessor, from the first key to the last.
-  struct Busy {
-    double shared = 0, uneven = 0, alone = 0;
-
-    void add(const Share& share, const TileSpeed& speed) {
-      shared += speed.per_128_keys * (share.tiles * speed.ends + share.keys);
-      if (share.tiles == 0) return;
-      const double piece = speed.per_128_keys * (share.piece + speed.ends);
-      uneven = std::max(uneven, piece * speed.uneven);
-      alone = std::max(alone, piece * speed.alone);
+  // Of the requests with so many rows.
+  double portable_us(const KernelSpeed& speed, int64_t tile_q, int64_t second, int64_t least,
+                     int64_t most) const {
+    LaunchEstimate launch(model_, speed, tile_q, kPortableTileKV, second, kPortablePiece);
+    add(launch, least, most);
+    return launch.us();
+  }
+  double hopper_us(int64_t least) const {
+    LaunchEstimate launch(model_, model_.hopper_speed, model_.hopper_tile_q, model_.hopper_tile_kv,
+                          0, kHopperPiece);
+    add(launch, least, INT64_MAX);
+    return launch.us();
+  }
+  void add(LaunchEstimate& launch, int64_t least, int64_t most) const {
+    for (const PlanRequest& request : group_.requests) {
+      const int64_t rows = rows_of(request);
+      if (least <= rows && rows <= most) launch.add(group_, request, rows);
     }
-    double us() const { return std::max(shared + uneven, alone); }
-  };
-
-  double hopper_us(const Work& work) const {
-    Busy busy;
-    busy.add(share(work, model_.hopper_tile_q, model_.hopper_tile_kv), model_.hopper_speed);
-    return busy.us();
   }
 
   int64_t rows_of(const PlanRequest& request) const {
@@ -131,68 +234,33 @@ class KernelChooser {
 
   // For the requests that have more rows than the second tile.
   const PortableTile& portable_tile() const {
-    int64_t longest = 0, rows = 0, count = 0;
-    for (const PlanRequest& request : group_.requests) {
-      const int64_t its = rows_of(request);
-      if (second_ > 0 && its <= second_) continue;
-      longest = std::max(longest, its);
-      rows += its;
-      ++count;
+    int64_t rows = all_rows_, count = group_.requests.size();
+    if (second_ > 0) {
+      for (const PlanRequest& request : group_.requests) {
+        const int64_t its = rows_of(request);
+        if (its > second_) continue;
+        rows -= its;
+        --count;
+      }
     }
     const double mean = count > 0 ? static_cast<double>(rows) / count : 0;
     for (const PortableTile& tile : model_.tiles) {
-      if (longest <= tile.most_rows || mean <= tile.mean_rows) return tile;
+      if (longest_ <= tile.most_rows || mean <= tile.mean_rows) return tile;
     }
     return model_.tiles.back();
   }
 
   // Of a launch of the requests that fit the second tile, which has a tile for these.
-  const TileSpeed& speed_of_few() const {
+  const KernelSpeed& speed_of_few() const {
     for (const PortableTile& tile : model_.tiles) {
       if (few_rows_ <= tile.most_rows) return tile.speed;
     }
     return model_.tiles.back().speed;
   }
 
-  // Of the requests with more rows than `few`; negative: of those that fit the tile.
-  Work work(int64_t tile_q, int64_t few) const {
-    const double tokens = static_cast<double>(tile_q) / model_.group_size;  // of a tile
-    const double seen = group_.window_left >= 0 ? group_.window_left + tokens : INFINITY;
-    Work sum = {};
-    double hidden = 0;
-    for (const PlanRequest& request : group_.requests) {
-      const int64_t rows = rows_of(request);
-      if (few < 0 ? rows > tile_q : few > 0 && rows <= few) continue;
-      const double tiles = static_cast<uint32_t>(rows + tile_q - 1) / static_cast<uint32_t>(tile_q);
-      const double kv_len = std::min<double>(request.kv_len, seen);
-      sum.tiles += tiles;
-      sum.keys += tiles * kv_len;
-      sum.longest = std::max(sum.longest, kv_len);
-      if (!group_.causal) continue;
-      // The last tile of a request sees these keys, and each one before it `tokens` fewer as soon
-      // as the window is not full.
-      const double first = kv_len - (int64_t{request.kv_len} - request.qo_len);
-      const double fewer = std::min(tiles, std::max(first / tokens, 0.0));
-      hidden += fewer * std::max(fewer - 1, 0.0);
-    }
-    sum.keys -= std::min(0.5 * tokens * hidden, 0.5 * sum.keys);
-    return sum;
-  }
-
-  Share portable_share(const Work& work, int64_t tile_q) const {
-    return share(work, tile_q, model_.portable_tile_kv);
-  }
-  Share share(const Work& work, int64_t tile_q, int64_t tile_kv) const {
-    // No part of a tile is shorter than TileCost::min_piece, so that none is twice as long.
-    const int64_t least = std::max(2 * tile_kv, 4 * tile_q);
-    const double scale = static_cast<double>(model_.num_kv_heads) / model_.num_sms;
-    const double piece = std::min<double>(work.longest, 2 * least - tile_kv);
-    return {work.tiles * scale, work.keys * scale / 128, piece / 128};
-  }
-
   const KernelModel& model_;
   const RequestGroup& group_;
-  int64_t few_rows_ = 0;
+  int64_t longest_ = 0, all_rows_ = 0, few_rows_ = 0;
   int64_t second_;  // the second tile, if some requests fit it and others do not
 };
 

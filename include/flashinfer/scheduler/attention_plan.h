@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <flashinfer/scheduler/attention_shares.h>
 #include <flashinfer/scheduler/attention_tiles.h>
 #include <flashinfer/scheduler/longest_first.h>
 #include <flashinfer/scheduler/work.h>
@@ -59,7 +60,9 @@ class AttentionPlanner {
     append_tiles(config, first, second ? 0 : -1, 0, tiles_, totals_);
     if (second) append_tiles(config, *second, 1, tiles_.size(), tiles_, totals_);
     num_slots_ = num_merges_ = max_cut_rows_ = num_columns_ = 0;
-    gpu_columns_ = share_columns_ = gpu_columns(config);
+    gpu_columns_ = EqualShares::gpu_columns(config);
+    shares_ = EqualShares(config, totals_, static_cast<int64_t>(tiles_.size()));
+    share_columns_ = shares_.columns();
 
     are_whole_ = false;
     if (config.fixed_split_size > 0) {
@@ -85,28 +88,8 @@ class AttentionPlanner {
 
   const PlanLayout& layout() const { return layout_; }
 
-  // Columns of which the GPU holds all at a time, or a few times that where it is not a multiple of
-  // the heads: of the first four multiples, the first that leaves less than 3 % of the CTA slots
-  // empty, else the best.
-  static int64_t gpu_columns(const PlanConfig& config) {
-    int64_t best = 1;
-    double best_use = 0;
-    for (int64_t waves = 1; waves <= 4; ++waves) {
-      const int64_t slots = waves * config.cta_slots;
-      const int64_t columns = slots / config.num_kv_heads;
-      const double use = static_cast<double>(columns * config.num_kv_heads) / slots;
-      if (columns >= 1 && columns <= kMaxColumns && use > best_use + 1e-9) {
-        best = columns;
-        best_use = use;
-      }
-      if (best_use > 0.97) break;
-    }
-    return best;
-  }
-
  private:
-  static constexpr int64_t kMaxColumns = 32767;  // times 65535 heads, a grid is below 2^31
-  static constexpr int64_t kSumsBytes = 8;       // of a row of a slot, besides its output
+  static constexpr int64_t kSumsBytes = 8;  // of a row of a slot, besides its output
 
   struct Piece {
     int32_t tile;
@@ -152,8 +135,9 @@ class AttentionPlanner {
   }
 
   // Walks all tiles in order and closes a column when its cost reaches `share`. Returns the number
-  // of columns. No part of a cut tile is shorter than min_piece. Records the pieces for a share
-  // with which the columns of the GPU suffice.
+  // of columns, or more than any GPU has where the share is too small for parts of a tile. No part
+  // of a cut tile is shorter than min_piece. Records the pieces for a share with which the columns
+  // suffice.
   template <bool kRecord>
   int64_t walk(int64_t share) {
     const TileCost cost(*config_);
@@ -175,7 +159,7 @@ class AttentionPlanner {
         continue;
       }
       const int kind = tile.kind;
-      const int64_t min_piece = cost.min_piece(kind);
+      const int64_t min_piece = shares_.min_piece();
       int64_t begin = tile.kv_begin, left = config_->kv_tiles(tile.kv_end - begin);
       while (cost.of(kind, left) > room) {
         const int64_t take = std::min(cost.kv_tiles_for(kind, room), left - min_piece);
@@ -184,6 +168,8 @@ class AttentionPlanner {
           record(i, begin, end, cost.of(kind, take));
           begin = end;
           left -= take;
+        } else if (room == share) {
+          return INT64_MAX;
         }
         ++column;
         room = share;
@@ -196,44 +182,29 @@ class AttentionPlanner {
     return column + 1;
   }
 
-  // With less than this an empty column could take neither every tile nor a legal piece of it.
-  int64_t least_share() const {
-    const TileCost cost(*config_);
-    int64_t least = 0;
-    for (int kind = 0; kind < 2; ++kind) {
-      const int64_t legal = cost.of(kind, 2 * cost.min_piece(kind) - 1);
-      least = std::max(least, std::min(legal, totals_.most_of[kind]));
-    }
-    return least;
-  }
-
   // Few tiles of one cost are cut into as many parts each where that leaves hardly a column empty:
   // 16 tiles take 32 of 33 columns, two each, instead of two or three each (1 % faster on an H200).
   // Long ones take the fewest columns that keep the memory busy: there is less to merge (1 %).
   int64_t columns_of_shares() const {
+    const int64_t all = shares_.columns();
     const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
-    if (totals_.least != totals_.most || num_tiles > gpu_columns_) return gpu_columns_;
-    const bool is_long = totals_.cost >= gpu_columns_ * TileCost(*config_).of(0, 24);
-    const int64_t most = is_long ? gpu_columns_ / config_->lone_speed : gpu_columns_;
+    if (totals_.least != totals_.most || num_tiles > all) return all;
+    const bool is_long = totals_.cost >= all * TileCost(*config_).of(0, 24);
+    const int64_t most = is_long ? all / config_->lone_speed : all;
     const int64_t columns = most / num_tiles * num_tiles;
-    return 32 * columns >= 31 * most && columns > 0 ? columns : gpu_columns_;
-  }
-
-  // What each column gets if every border between columns cuts a tile.
-  int64_t expected_share() const {
-    const int64_t cuts = (share_columns_ - 1) * TileCost(*config_).per_piece(0);
-    return std::max(least_share(), ceil_div(totals_.cost + cuts, share_columns_));
+    return 32 * columns >= 31 * most && columns > 0 ? columns : all;
   }
 
   // The smallest share, to about 1/256, with which the columns of the GPU suffice. All costs are
   // multiples of one unit, and so are the shares that can make a difference.
   int64_t smallest_share() {
     const TileCost cost(*config_);
-    const int64_t unit = config_->tile_q_second > 0 ? std::min(cost.per_piece(0), cost.per_piece(1))
-                                                    : cost.per_piece(0);
-    const int64_t lowest = std::max(least_share(), ceil_div(totals_.cost, share_columns_));
+    const int64_t unit = config_->tile_q_second > 0
+                             ? std::min(cost.per_kv_tile(0), cost.per_kv_tile(1))
+                             : cost.per_kv_tile(0);
+    const int64_t lowest = std::max(shares_.least_share(), ceil_div(totals_.cost, share_columns_));
     int64_t low = ceil_div(lowest, unit) - 1;  // too small; in units, as what follows
-    int64_t high = std::max(low + 1, ceil_div(expected_share(), unit));
+    int64_t high = std::max(low + 1, ceil_div(shares_.share(), unit));
     int64_t step = std::max<int64_t>(1, high / 64);
     while (!is_enough(high * unit)) {
       low = high;
@@ -276,42 +247,51 @@ class AttentionPlanner {
 
   // ---- Whole tiles, longest first ----
 
-  // Whether the longest column of whole tiles is within 1/32 of an equal share, or within what a
-  // merge costs.
+  // Whether whole tiles end no later than equal shares by more than 1/32.
   bool whole_tiles_are_balanced() {
     const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
     if (num_tiles == 0) return true;
-    const int64_t share = expected_share();
-    const int64_t allowed = share + share / 32 + TileCost(*config_).of_merging();
-    const int64_t even = ceil_div(totals_.cost, gpu_columns_);
+    const int64_t columns = shares_.columns(), waves = shares_.waves();
+    const int64_t heads = config_->num_kv_heads, lists = num_tiles * heads;
+    const int64_t dealt = config_->is_graph() ? gpu_columns_ * heads : config_->cta_slots;
+    const int64_t slots = std::min(config_->cta_slots, dealt);
+    const int64_t allowed = shares_.end() + shares_.end() / 32;
+    const int64_t even = waves * ceil_div(totals_.cost, columns);
     if (totals_.most > allowed * config_->lone_speed) return false;
     if (totals_.least == totals_.most) {
-      const int64_t rounds = num_tiles / gpu_columns_, rest = num_tiles % gpu_columns_;
-      return rounds * totals_.most + time_of(totals_.most, rest) <= allowed;
+      return lists / slots * totals_.most + time_of(totals_.most, lists % slots, slots) <= allowed;
     }
-    if (num_tiles <= gpu_columns_ && totals_.most <= allowed) return true;
+    if (lists <= slots && totals_.most <= allowed) return true;
     if (even + totals_.most <= allowed) return true;
+    // Where heads take turns, the longest tile of the last one begins when the others are done:
+    // then the tiles of each head are dealt to as many columns as run at a time.
+    const bool is_late =
+        config_->takes_heads_in_turn(lists) && even - even / heads + totals_.most > allowed;
     // So many that the short ones at the end fill every gap; dealing them out would take long.
-    if (num_tiles >= 32 * gpu_columns_ && totals_.most <= even) return true;
+    if (num_tiles >= 32 * columns && totals_.most <= even && !is_late) return true;
     sorted_.sort(tiles_, totals_.least, totals_.most);
-    if (sorted_.deal(tiles_, gpu_columns_) <= allowed || end_of_columns() <= allowed) return true;
+    if (waves * sorted_.deal(tiles_, columns) <= allowed || waves * end_of_columns() <= allowed) {
+      if (!config_->is_graph() && !is_late) sorted_.forget_columns();
+      return true;
+    }
     sorted_.clear();
     return false;
   }
 
-  // How long `columns` columns take for `cost` each while no other runs.
-  int64_t time_of(int64_t cost, int64_t columns) const {
-    if (columns == 0) return 0;
+  // How long `running` of all that the GPU holds take for `cost` each while no other runs.
+  int64_t time_of(int64_t cost, int64_t running, int64_t all) const {
+    if (running == 0) return 0;
     const int64_t speed = config_->lone_speed;
-    return ceil_div(cost * std::max(gpu_columns_, speed * columns), speed * gpu_columns_);
+    return ceil_div(cost * std::max(all, speed * running), speed * all);
   }
 
   // When the last of the columns that were dealt ends.
   int64_t end_of_columns() {
+    const int64_t columns = shares_.columns();
     int64_t end = 0, done = 0;  // done: cost of the columns that have ended by then
-    int64_t running = std::min<int64_t>(tiles_.size(), gpu_columns_);
+    int64_t running = std::min<int64_t>(tiles_.size(), columns);
     sorted_.visit_loads([&](int64_t cost) {
-      end += time_of(cost - done, running--);
+      end += time_of(cost - done, running--, columns);
       done = cost;
     });
     return end;
@@ -325,9 +305,10 @@ class AttentionPlanner {
       for (const Part& part : parts) totals.add(part.cost);
       sorted_.sort(parts, totals.least, totals.most);
     }
+    const int64_t num_parts = static_cast<int64_t>(parts.size());
     if (!config_->is_graph()) {
-      sorted_.forget_columns();
-      num_columns_ = std::min<int64_t>(parts.size(), kMaxColumns);
+      const int64_t columns = sorted_.is_dealt() ? shares_.columns() : EqualShares::kMaxColumns;
+      num_columns_ = std::min(num_parts, columns);
     } else if (!sorted_.is_dealt()) {
       sorted_.deal(parts, gpu_columns_);
     }
@@ -484,8 +465,9 @@ class AttentionPlanner {
 
   const PlanConfig* config_ = nullptr;
   const RequestGroup* groups_[2] = {};
-  int64_t gpu_columns_ = 0;
-  int64_t share_columns_ = 0;  // of these, that equal shares take
+  int64_t gpu_columns_ = 0;  // that a graph has
+  EqualShares shares_;
+  int64_t share_columns_ = 0;  // that they take
   int64_t walked_cost_ = 0;    // of the latest walk, with what closed columns left empty
   int64_t num_columns_ = 0, num_slots_ = 0, num_merges_ = 0, max_cut_rows_ = 0;
   PlanLayout layout_ = {};

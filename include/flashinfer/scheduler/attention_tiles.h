@@ -35,6 +35,8 @@ struct PlanConfig {
   int64_t graph_batch_size;  // capacity of a CUDA graph; negative: no graph
   int64_t graph_qo_tokens;
   int64_t graph_qo_len;  // most tokens of one request; 0: all of them
+  // To start and to end a piece takes as long as so many KV tiles: the pipeline fills and drains.
+  int64_t piece_tiles = 1;
   // How many times as fast a CTA is with a multiprocessor to itself, where the memory is what CTAs
   // wait for: then half of two CTAs per multiprocessor read as much as all.
   int64_t lone_speed = 1;
@@ -43,6 +45,11 @@ struct PlanConfig {
 
   int64_t tile_kv() const { return int64_t{1} << tile_kv_log2; }
   int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv() - 1) >> tile_kv_log2; }
+  // Whether CTAs take the lists of a head after all of the one before (attention.cuh, and for many
+  // lists hopper_launch.cuh), so that the longest do not come first.
+  bool takes_heads_in_turn(int64_t lists) const {
+    return piece_tiles == 1 ? tile_q > 16 : lists >= 8 * cta_slots;
+  }
   bool is_graph() const { return graph_batch_size >= 0; }
   bool takes(int64_t rows) const { return least_rows <= rows && rows <= most_rows; }
 };
@@ -59,30 +66,24 @@ struct Tile {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Time in sixteenths of what a tile of few rows takes for one KV tile, which is the time of its
-// loads. With 128 rows arithmetic takes about twice that, which matters beside a second shape. To
-// start and to end a piece costs about one KV tile more: the pipeline fills and drains.
+// loads. With 128 rows arithmetic takes about twice that, which matters beside a second shape.
 class TileCost {
  public:
-  explicit TileCost(const PlanConfig& config) {
-    const int64_t tile_q[2] = {config.tile_q, config.tile_q_second};
-    for (int kind = 0; kind < 2; ++kind) {
-      shift_[kind] = tile_q[kind] >= 128 ? 5 : 4;
-      min_piece_[kind] = std::max<int64_t>(2, config.kv_tiles(4 * tile_q[kind]));
-    }
+  explicit TileCost(const PlanConfig& config) : piece_tiles_(config.piece_tiles) {
+    shift_[0] = config.tile_q >= 128 ? 5 : 4;
+    shift_[1] = config.tile_q_second >= 128 ? 5 : 4;
   }
-  int64_t per_piece(int kind) const { return int64_t{1} << shift_[kind]; }
-  int64_t of(int kind, int64_t kv_tiles) const { return (kv_tiles + 1) << shift_[kind]; }
+  int64_t per_kv_tile(int kind) const { return int64_t{1} << shift_[kind]; }
+  int64_t per_piece(int kind) const { return piece_tiles_ << shift_[kind]; }
+  int64_t of(int kind, int64_t kv_tiles) const { return (kv_tiles + piece_tiles_) << shift_[kind]; }
   // KV tiles that can be had for a cost; negative if not even a piece without any.
-  int64_t kv_tiles_for(int kind, int64_t cost) const { return (cost >> shift_[kind]) - 1; }
-  // The fewest KV tiles of a part of a cut tile. Each part writes its rows in fp32, and the merge
-  // reads them: for 16 rows that is little, for 128 as much as two KV tiles of 64 tokens.
-  int64_t min_piece(int kind) const { return min_piece_[kind]; }
-  // What it must save in time to cut anything: the launch that merges.
-  int64_t of_merging() const { return of(0, min_piece_[0] / 2) - per_piece(0); }
+  int64_t kv_tiles_for(int kind, int64_t cost) const {
+    return (cost >> shift_[kind]) - piece_tiles_;
+  }
 
  private:
+  int64_t piece_tiles_;
   int shift_[2];
-  int64_t min_piece_[2];
 };
 
 // Most tiles that any requests within these numbers can have.
@@ -96,6 +97,7 @@ inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t q
 struct TileTotals {
   int64_t cost = 0, most = 0, least = INT64_MAX;  // of all tiles, and of one
   int64_t most_of[2] = {};                        // of one, by kind
+  double rows = 0;                                // of all tiles, each times its cost
 
   void add(int64_t tile_cost) {
     cost += tile_cost;
@@ -162,6 +164,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
     const PackedRow step = steps[kind];
     PackedRow first = {0, 0}, last = last_rows[kind];
     int64_t most = totals.most_of[kind];
+    const int64_t before = totals.cost;
     const int64_t shift = int64_t{r.kv_len} - r.qo_len;
     for (int64_t row = 0; row < rows; row += tile_q) {
       int64_t kv_begin = 0, kv_end = r.kv_len;
@@ -186,6 +189,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
       ++tile;
     }
     totals.most_of[kind] = most;
+    totals.rows += static_cast<double>(std::min(rows, tile_q) * (totals.cost - before));
   }
   all_totals = totals;
 }
