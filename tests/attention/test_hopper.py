@@ -257,6 +257,15 @@ def test_more_tiles_than_the_gpu_takes_at_a_time(device):
     both(batch, device, window_left=100)
 
 
+@pytest.mark.parametrize("num_kv_heads", [7, 8, 16])
+def test_lists_of_8_bits_come_from_some_heads_at_a_time(num_kv_heads, device):
+    """167 tiles of 192 rows each: on 132 SMs lists of 7 heads together, or of 4 out of 8 or 16."""
+    qo = tuple(10 + (37 * i) % 60 for i in range(110))
+    kv = tuple(q + (53 * i) % 300 for i, q in enumerate(qo))
+    batch = Batch(qo, kv, num_kv_heads=num_kv_heads, group=5, dtype=E4M3, o_dtype=BF16)
+    both(batch, device, causal=True, disable_split_kv=True)
+
+
 def test_launches_in_a_row_do_not_meet(device):
     """With programmatic launches a kernel begins before the one that writes its queries ends."""
     batch = Batch((200, 60, 7), (900, 60, 2000))

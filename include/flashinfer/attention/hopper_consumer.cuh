@@ -162,7 +162,8 @@ class HopperConsumer {
     KeyRange plain = plain_range(rows);
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(logits[0]);
-    bool is_last = release_keys(first_token);
+    int tiles_left = tiles;
+    bool is_last = release_keys(first_token, tiles_left);
     const int num_visible = kSkipsSteps ? rows.visible_end() - first_token : Tile::kTileKV;
     bool has_keys = weigh_visible<Tile::kTokenTiles>(rows, state, logits, p, scale, first_token,
                                                      plain, num_visible);
@@ -174,7 +175,7 @@ class HopperConsumer {
         multiply_both<Tile::kTokenTiles>(logits, state, p);
         ptx::wgmma_wait<1>();
         ptx::wgmma_done(logits[0]);
-        is_last = release_keys(first_token);
+        is_last = release_keys(first_token, tiles_left);
         has_keys =
             weigh<false, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token, plain, [&] {
               finish_values(state, p, 2);
@@ -213,7 +214,7 @@ class HopperConsumer {
         row_scales(rows, scale);
         ptx::wgmma_wait<1>();
         ptx::wgmma_done(logits[0]);
-        is_last = release_keys(first_token);
+        is_last = release_keys(first_token, tiles_left);
         has_keys = weigh<true, tiles.value>(rows, next_state, logits, p, scale, first_token, plain,
                                             [&] { finish_values(state, p, 2); });
       };
@@ -302,12 +303,14 @@ class HopperConsumer {
     arrive(control_.work_empty[number % HopperControl::kWorkStages]);
   }
 
-  // With the item's last keys its queries, too, have been read.
-  // Returns whether they were the last.
-  __device__ __forceinline__ bool release_keys(int first_token) {
+  // With the item's last keys its queries, too, have been read. Returns whether they were the last:
+  // of 8 bits, where one item begins anew, by their number, as the item's begin is in shared
+  // memory, and a warp's chain of instructions would wait for it.
+  __device__ __forceinline__ bool release_keys(int first_token, int& tiles_left) {
     arrive(control_.k_empty[k_ring_.stage]);
     k_ring_.advance();
-    const bool is_last = first_token <= work(item_).item.kv_begin;
+    const bool is_last =
+        Tile::kTransposedV ? --tiles_left == 0 : first_token <= work(item_).item.kv_begin;
     if (is_last) release_query();
     return is_last;
   }
@@ -443,7 +446,11 @@ class HopperConsumer {
           for (int e = 0; e < 4; ++e) logits[0][j][e] = -logits[0][j][e];
         }
       }
-      rows.template transform<true, kTiles>(logits, first_token, inverse_scale);
+      if constexpr (kFirst && kSkipsSteps) {
+        transform_steps<0, kTiles>(rows, logits, first_token, inverse_scale, plain);
+      } else {
+        rows.template transform<true, kTiles>(logits, first_token, inverse_scale);
+      }
     } else {
       rows.template transform<false, kTiles>(logits, first_token, inverse_scale);
     }
@@ -457,6 +464,23 @@ class HopperConsumer {
     HopperWeights<Traits, Params>::template weigh<kFirst, kTiles>(state, logits, scale, p,
                                                                   finish_values);
     return has_keys;
+  }
+
+  // With masks only of the steps that need them.
+  template <int kFrom, int kTiles>
+  __device__ __forceinline__ static void transform_steps(Rows& rows, Logits& logits,
+                                                         int first_token,
+                                                         const float (&inverse_scale)[1][2],
+                                                         KeyRange plain) {
+    constexpr int kTo = kFrom + Tile::kStepTokens / 8;
+    if (first_token + kFrom * 8 < plain.begin || first_token + kTo * 8 > plain.end) {
+      rows.template transform<true, kTo, kFrom>(logits, first_token, inverse_scale);
+    } else {
+      rows.template transform<false, kTo, kFrom>(logits, first_token, inverse_scale);
+    }
+    if constexpr (kTo < kTiles) {
+      transform_steps<kTo, kTiles>(rows, logits, first_token, inverse_scale, plain);
+    }
   }
 
   // An item's first tile. Of `num_visible` tokens that any of the warp's rows see, no more steps

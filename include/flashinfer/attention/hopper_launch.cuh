@@ -141,6 +141,17 @@ inline cudaError_t prepare_hopper_attention(int* num_sms) {
   });
 }
 
+// Heads whose lists are dealt together, the longest first, where there are many: three lists per SM
+// or more. One head at a time, the last 171 lists of a request of 8192 in e4m3 ended 4.5 % later
+// than the median CTA.
+template <typename Params>
+inline uint32_t heads_together(const Params& params, uint32_t num_sms) {
+  const uint32_t heads = params.num_kv_heads.divisor;
+  uint32_t together = 1;
+  while (together < heads && together * params.num_ctas.divisor < 3 * num_sms) together *= 2;
+  return heads % together == 0 ? together : heads;
+}
+
 template <typename Traits, typename Params>
 inline cudaError_t launch_hopper_attention(const Params& params, bool enable_pdl,
                                            cudaStream_t stream) {
@@ -155,6 +166,8 @@ inline cudaError_t launch_hopper_attention(const Params& params, bool enable_pdl
   // Many lists per SM end together however they are dealt; then what matters is that K and V of the
   // heads at work stay in L2.
   hopper.heads_first = num_lists < 8u * num_sms;
+  hopper.heads_together =
+      hopper.heads_first ? params.num_kv_heads.divisor : heads_together(params, num_sms);
   const dim3 grid(num_lists < static_cast<uint32_t>(num_sms) ? num_lists : num_sms);
   status = launch_kernel(hopper_attention_kernel<Traits, Params>, grid, dim3(Tile::kThreads),
                          kHopperSharedBytes<Tile>, stream, enable_pdl, hopper);

@@ -29,7 +29,8 @@ struct HopperParams {
   using Params = Params_;
   Params attention;
   TensorMap q, k, v, o;
-  bool heads_first;  // all heads' first lists, then all heads' second lists, ...
+  bool heads_first;         // all heads' first lists, then all heads' second lists, ...
+  uint32_t heads_together;  // of 8 bits: the same of so many heads, then of the next ones
 };
 
 template <typename Traits, typename Params>
@@ -100,9 +101,9 @@ class HopperProducer {
   }
 
   // Either the lists of one KV head come together, so that what runs at a time shares K and V in
-  // L2, or the longest lists of all heads, so that CTAs end together. A CTA begins with the list of
-  // its own number, for which it need not wait. Each asks once in vain; the last of them sets the
-  // counter back for the next launch.
+  // L2, or the longest lists of some or all heads, so that CTAs end together. A CTA begins with the
+  // list of its own number, for which it need not wait. Each asks once in vain; the last of them
+  // sets the counter back for the next launch.
   __device__ __forceinline__ int take_list(uint32_t& kv_head) {
     int32_t* const counter = const_cast<int32_t*>(&params_.items[0].lists_taken);
     const uint32_t num_lists = params_.num_ctas.divisor * params_.num_kv_heads.divisor;
@@ -113,7 +114,14 @@ class HopperProducer {
     taken_late_ = list + kEarlyLists * gridDim.x >= num_lists;
     if (list >= num_lists) return -1;
     uint32_t first;
-    if (maps_.heads_first) {
+    if (Tile::kTransposedV) {
+      const uint32_t together = maps_.heads_together;
+      const uint32_t first_head = params_.num_ctas.divide(list) / together * together;
+      const uint32_t heads = min(together, params_.num_kv_heads.divisor - first_head);
+      const uint32_t place = list - first_head * params_.num_ctas.divisor;
+      first = place / heads;
+      kv_head = first_head + place - first * heads;
+    } else if (maps_.heads_first) {
       first = params_.num_kv_heads.divide(list);
       kv_head = list - first * params_.num_kv_heads.divisor;
     } else {

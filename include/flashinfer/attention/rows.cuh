@@ -109,9 +109,9 @@ class TileRows {
     return __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].last_kv) + 1;
   }
 
-  // Applies the variant's transform and, if `kMasked`, hides keys, of the first `kTiles` tiles of
+  // Applies the variant's transform and, if `kMasked`, hides keys, of tiles kFrom ... kTiles - 1 of
   // tokens. `inverse_scale`: of each row's query, where tiles have one.
-  template <bool kMasked, int kTiles = Tile::kTokenTiles>
+  template <bool kMasked, int kTiles = Tile::kTokenTiles, int kFrom = 0>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
     const int lane_idx = threadIdx.x % 32;
@@ -136,7 +136,7 @@ class TileRows {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
+      for (int j = kFrom; j < kTiles; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& logit = logits[i][j][e];
