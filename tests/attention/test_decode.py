@@ -166,6 +166,15 @@ def test_one_request_much_longer_than_the_others(use_tensor_cores, device):
     check_paged(wrapper, batch, device)
 
 
+@pytest.mark.parametrize("page_size", [16, 64, 1])
+@pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=["bf16", "e4m3"])
+def test_long_requests_that_are_not_cut(kv_dtype, page_size, device):
+    """Pages are looked up while the tile before them is multiplied."""
+    lengths = (2048, 2049, 4200, 9000, 1984)
+    batch = Batch((1,) * len(lengths), lengths, kv_dtype=kv_dtype, page_size=page_size)
+    check_paged(plan_decode(batch, device, disable_split_kv=True), batch, device)
+
+
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_len", [1, 64, 1000])
 def test_single_decode(kv_len, kv_layout, device):

@@ -126,13 +126,14 @@ class TileWorker {
     const uint32_t shared_k = ptx::shared_address(stages_);
     TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
                                             blockIdx.y, shared_k, kStages);
-    const auto fetch = [&](int tile, int stage) {
+    const auto fetch = [&](int tile, int stage, auto looks_ahead) {
       if (tile < num_tiles_) {
         if constexpr (!kLocatesEarly) loader.locate_tile();
-        loader.copy_tile(stage);
+        loader.template copy_tile<looks_ahead>(stage);
       }
       ptx::cp_async_commit();
     };
+    constexpr std::bool_constant<!Tile::kFloat8 || !Tile::kSplitKV> kLooksAhead;
     const auto synchronize = [] {
       if constexpr (Tile::kSplitKV) {
         __syncwarp();
@@ -144,7 +145,7 @@ class TileWorker {
 #pragma unroll 1
     for (int tile = 0; tile < kAhead; ++tile) {
       if constexpr (kLocatesEarly) loader.locate_tile();
-      fetch(tile, tile);
+      fetch(tile, tile, std::true_type());
     }
     QueryFragments<Tile> query;
     ptx::cp_async_wait<kAhead - 1>();
@@ -157,7 +158,7 @@ class TileWorker {
     for (int tile = 0; tile < num_tiles_; ++tile) {
       ptx::cp_async_wait<kAhead - 1>();
       synchronize();
-      if constexpr (kAhead < kStages) fetch(tile + 1, stage ^ 1);
+      if constexpr (kAhead < kStages) fetch(tile + 1, stage ^ 1, kLooksAhead);
       const int first_token = item_.kv_begin + tile * kTileKV + warp_token;
       if constexpr (Traits::kTransformK) {
         constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
@@ -172,7 +173,7 @@ class TileWorker {
       attend(query, tile_k, tile_v, first_token);
       if constexpr (kAhead == kStages) {
         synchronize();
-        fetch(tile + kStages, stage);
+        fetch(tile + kStages, stage, kLooksAhead);
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }

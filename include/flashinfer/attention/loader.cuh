@@ -106,15 +106,25 @@ class TileLoader {
     token_ += kTileKV;
   }
 
-  // Starts the copies of the tile that locate_tile() found.
+  // Starts the copies of the tile that locate_tile() found, and the lookup of the next one: ahead
+  // of them, or between K and V. In the loop of an 8-bit cache, a lookup ahead of K made ptxas give
+  // the page a second register, and each tile waited for the lookup to move it: on an H200, 24 x
+  // 4096 56.0 -> 55.3 us, 64 x 8192 in pages of one token 269.4 -> 256.6. With 16 bits, whose tiles
+  // are located earlier, and for the first tiles the other way is faster: bf16 16 x 8192 126.2 and
+  // 129.1.
+  template <bool kLooksAhead>
   __device__ __forceinline__ void copy_tile(int stage) {
     const uint32_t shared_k = shared_k_ + stage * Traits::kBytesK;
     const uint32_t shared_v = shared_v_ + stage * Traits::kBytesV;
-    look_up();
+    if constexpr (kLooksAhead) look_up();
+    const auto look_up_between = [&] {
+      if constexpr (!kLooksAhead) look_up();
+    };
     if constexpr (kEvenSteps) {
       if (is_even_) {
         copy_even_rows_async<kWarpTokens, kRowBytesK>(
             shared_k, k_ + k_offset_, tensors_.k_stride_token * kSize, num_rows_ - LaneK::row());
+        look_up_between();
         copy_even_rows_async<kWarpTokens, kRowBytesV>(
             shared_v, v_ + v_offset_, tensors_.v_stride_token * kSize, num_rows_ - LaneV::row());
         return;
@@ -130,6 +140,7 @@ class TileLoader {
     const int column_k = kEvenSteps ? LaneK::column() : 0;
     const int column_v = kEvenSteps ? LaneV::column() : 0;
     copy_rows_async<kWarpTokens, kRowBytesK>(target_k, k_ - column_k, k_offset_, lane_idx_);
+    look_up_between();
     copy_rows_async<kWarpTokens, kRowBytesV>(target_v, v_ - column_v, v_offset_, lane_idx_);
   }
 
