@@ -4,7 +4,8 @@
 // Boxes of the copy engine, or, where pages are no whole groups of eight rows, all four warps copy
 // 16 bytes per thread at a time. What lies behind a request's last token is another's, or nobody's,
 // and may be NaN: logits are replaced there, but of v it has to be zeros, since 0 * NaN is not 0.
-// Threads copy no such rows; of boxes they are cleared before anyone multiplies.
+// Threads copy no such rows; of boxes they are cleared before anyone multiplies, in 8 bits by who
+// transposes or widens them.
 #pragma once
 
 #include <cuda.h>
@@ -141,7 +142,9 @@ class HopperProducer {
       const int value_tile = Tile::kTransposedV ? tile : tile + 1;
       if (value_tile >= 0 && value_tile < num_tiles) load_tile<false>(item, kv_head, value_tile);
       if constexpr (Tile::kTransposedV) {
-        if (tile < num_tiles - 1) transpose_values();
+        if (tile < num_tiles - 1) {
+          transpose_values(item.kv_len - item.kv_begin - (tile + 1) * Tile::kTileKV);
+        }
       }
     }
     announce();
@@ -218,7 +221,8 @@ class HopperProducer {
       constexpr int kParts = kKeys && Traits::kPaged ? 2 : 1;
       if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) {
         const int num_rows = item.kv_len - first_token;
-        const bool clears = !kKeys && num_rows < Tile::kTileKV && num_rows % map.box_rows != 0;
+        const bool clears =
+            !kKeys && !kChanges && num_rows < Tile::kTileKV && num_rows % map.box_rows != 0;
         load_boxes<kDim, kBytes, 0, kParts>(item, kv_head, first_token, map, target,
                                             clears ? to_be_cleared() : full, empty, ring.phase);
         if (clears) clear_values(target, num_rows, map.box_rows, full);
@@ -319,7 +323,8 @@ class HopperProducer {
   // cores read. They end up in the order that costs least: of 16 tokens 2t, 2t + 1, 2t + 8, 2t + 9
   // in a row, as a lane has their weights (HopperWeights); of 16 columns the even before the odd
   // ones (output_column<true>).
-  __device__ __forceinline__ void transpose_values() {
+  // `num_rows`: that the request has from the tile on; what a warp reads behind them it clears.
+  __device__ __forceinline__ void transpose_values(int num_rows) {
     Ring<Tile::kStages>& ring = transposed_ring_;
     const uint32_t full = address(control_.loaded_v_full[ring.stage]);
     if (pending_ == full) announce();
@@ -334,6 +339,21 @@ class HopperProducer {
     const uint32_t source =
         shared_ + Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV + token * 128;
     const uint32_t target = shared_ + Tile::kOffsetV + ring.stage * Tile::kBytesV + column * 128;
+    if (num_rows < Tile::kTileKV) {
+#pragma unroll 1
+      for (int i = 0; i < kBlocks / kColumnWarps; ++i) {
+        const uint32_t chunk = (i * kColumnWarps + warp_idx_ % kColumnWarps) * 2 + lane_idx_ / 16;
+        const uint32_t from = source + chunk / 8 * (Tile::kTileKV * 128) + (chunk ^ token) % 8 * 16;
+#pragma unroll 1
+        for (int row = warp_idx_ / kColumnWarps * 16; row < Tile::kTileKV;
+             row += kTokenWarps * 16) {
+          if (row + static_cast<int>(token) >= num_rows) {
+            ptx::store_shared_16(from + row * 128, uint4{0, 0, 0, 0});
+          }
+        }
+      }
+      __syncwarp();
+    }
 #pragma unroll
     for (int i = 0; i < kBlocks / kColumnWarps; ++i) {
       const uint32_t block = i * kColumnWarps + warp_idx_ % kColumnWarps;

@@ -39,6 +39,8 @@ class HopperWidener {
       ptx::mbarrier_wait(address(control_.work_full[work_.stage]), work_.phase);
       if (slot.item.request < 0) return;
       const int num_tiles = ceil_div(max(slot.item.kv_end - slot.item.kv_begin, 0), Tile::kTileKV);
+      // The last tile's, of the request; other tiles have more.
+      const int last_rows = slot.item.kv_len - slot.item.kv_begin - (num_tiles - 1) * Tile::kTileKV;
       arrive(control_.work_empty[work_.stage]);
       work_.advance();
       for (int tile = num_tiles - 1; tile >= -1 && num_tiles > 0; --tile) {
@@ -47,6 +49,7 @@ class HopperWidener {
                       control_.k_empty);
         }
         if (tile < num_tiles - 1) {
+          if (tile == num_tiles - 2 && last_rows < Tile::kTileKV) clear_values(last_rows);
           widen<false>(v_ring_, control_.loaded_v_full, control_.loaded_v_empty, control_.v_full,
                        control_.v_empty);
         }
@@ -69,6 +72,26 @@ class HopperWidener {
     Ring<Tile::kLoadedStages> loaded;
     Ring<Tile::kStages> widened;
   };
+
+  // Rows behind the request's `num_rows` may be NaN, and 0 * NaN is not 0: this lane's pieces of
+  // them in the next tile of v become zeros.
+  __device__ __forceinline__ void clear_values(int num_rows) {
+    const auto& loaded = v_ring_.loaded;
+    ptx::mbarrier_wait(address(control_.loaded_v_full[loaded.stage]), loaded.phase);
+    const uint32_t source = source_ + Tile::kOffsetLoadedV + loaded.stage * Tile::kBytesLoadedV;
+    const uint32_t shared = ptx::shared_address(&control_) - Tile::kOffsetControl;
+    const int first = static_cast<int>((source_ - shared) / 128);  // of the lane's rows
+#pragma unroll 1
+    for (int rows = 0; rows < kRows; rows += 8) {
+      if (first + rows < num_rows) continue;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks<false>; ++chunk) {
+        ptx::store_shared_16(
+            (chunk % 2 == 0 ? source : source ^ 64) + (chunk / 2 * Tile::kTileKV + rows) * 128,
+            uint4{0, 0, 0, 0});
+      }
+    }
+  }
 
   template <bool kKeys, typename Barriers>
   __device__ __forceinline__ void widen(Rings& rings, Barriers& loaded_full, Barriers& loaded_empty,
