@@ -50,11 +50,6 @@ struct GroupQuantTraits {
   static constexpr bool kPairs = Code::kBits == 4 && kGroupSize * sizeof(T) == 32 && !kSiluAndMul &&
                                  sizeof(typename Scale::Stored) == 1 &&
                                  !std::is_same_v<Layout, layout::column_major>;
-  // Scales that lie next to each other are of rows 32 apart; see group_tile_quant_kernel.
-  static constexpr bool kTiles = std::is_same_v<Layout, layout::swizzled_128x4> &&
-                                 sizeof(typename Scale::Stored) == 1 && kFitsRegisters &&
-                                 kChunksPerLane == 1;
-  static constexpr int kThreads = Code::kBits == 4 ? 128 : 256;
 };
 
 namespace detail {
@@ -159,8 +154,7 @@ __global__ void __launch_bounds__(256)
 }
 
 // Two groups per thread, which share the work of finding them. 16384 x 7168 bfloat16 to NVFP4 on an
-// H200, with scales in tiles of 128x4, which have their own kernel by now: 80.5 us with 12 CTAs per
-// SM, with 10 or 14 81.8 and 80.4, a group per thread 84.6.
+// H200: 80.5 us with 12 CTAs per SM, with 10 or 14 81.8 and 80.4, a group per thread 84.6.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 inline constexpr int kGroupPairCtas = 8;
 #else
@@ -216,87 +210,6 @@ __global__ void __launch_bounds__(128, kGroupPairCtas)
       make_uint4(codes[0].word.x, codes[0].word.y, codes[1].word.x, codes[1].word.y);
 }
 
-// Tiles of 128x4 scales: a CTA takes rows of all four quarters of a tile, so that its scales are
-// whole pieces of 16 bytes or more, which meet in shared memory. Single bytes, or two, of a sector
-// each cost as much as the sector. 16384 x 7168 bfloat16 on an H200: NVFP4 80.9 -> 74.1 us, with
-// scales in rows 74.0, without any 71.0; with 14 CTAs per SM 73.1, but 2048 rows 12.16 instead of
-// 11.66 (before: 12.8).
-template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kPairs ? kGroupPairCtas : 1)
-    group_tile_quant_kernel(const __grid_constant__ GroupQuantParams params) {
-  using T = typename Traits::T;
-  constexpr int kLanes = Traits::kLanes, kChunkSize = Traits::kChunkSize;
-  constexpr int kGroups = Traits::kPairs ? 2 : 1;  // of a thread
-  constexpr uint32_t kCtaGroups = Traits::kThreads / kLanes * kGroups;
-  constexpr uint32_t kRowBits = Traits::kThreads == 128 ? 5 : 6;  // a quarter of the threads
-  using Codes = CodeVector<typename Traits::Code, kChunkSize>;
-  __shared__ uint4 pieces[kCtaGroups / 16];
-
-  const uint32_t band = params.divide_by_parts.divide(blockIdx.x);
-  const uint32_t part = blockIdx.x - band * params.divide_by_parts.divisor;
-  const uint32_t bits = params.quarter_bits;
-  const uint32_t row_groups = kCtaGroups / 4 >> bits, row_threads = Traits::kThreads / 4 >> bits;
-  const uint32_t cta_row = threadIdx.x >> (kRowBits - bits);
-  const uint32_t quarter = cta_row % 4, row_of_quarter = cta_row / 4;
-  const uint32_t first_row = (band << bits) / 32 * 128 + (band << bits) % 32;
-  const uint32_t row = first_row + quarter * 32 + row_of_quarter;
-  const uint32_t part_group = (threadIdx.x & (row_threads - 1)) / kLanes * kGroups;
-  const uint32_t first_col =
-      (part * row_groups + part_group) * Traits::kGroupSize + threadIdx.x % kLanes * kChunkSize;
-  const bool has_codes = row < params.num_rows && first_col < params.out_cols;
-
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-  Vector<T, kChunkSize> x[kGroups];
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    const uint32_t col = first_col + i * Traits::kGroupSize;
-    x[i] = {};
-    if (row < params.num_rows && col < params.num_cols) {
-      x[i] = detail::load_group_values<Traits, kChunkSize>(params, row * params.input_stride, col);
-    }
-  }
-  const float global = detail::global_scale_of<Traits>(params);
-  Codes codes[kGroups];
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    MagnitudeMax<T> magnitude;
-    magnitude.include(x[i]);
-    const auto scale = Traits::Scale::template of<typename Traits::Code>(
-        magnitude.template reduce<kLanes>(), params.eps, global);
-    const uint32_t group = part_group + i;
-    if (threadIdx.x % kLanes == 0) {
-      reinterpret_cast<uint8_t*>(
-          pieces)[((group / 4 << bits) + row_of_quarter) * 16 + quarter * 4 + group % 4] =
-          has_codes ? scale.stored : 0;
-    }
-    float scaled[kChunkSize];
-    x[i].to_floats(scaled);
-#pragma unroll
-    for (int j = 0; j < kChunkSize; ++j) scaled[j] = scale.template apply<T>(scaled[j]);
-    codes[i].from_floats(scaled);
-  }
-  if (has_codes) {
-    const uint64_t chunk =
-        (row * uint64_t{params.out_cols} + first_col) / static_cast<uint32_t>(kGroups * kChunkSize);
-    if constexpr (Traits::kPairs) {
-      static_assert(sizeof(Codes) == 8, "two of them are one store");
-      static_cast<uint4*>(params.out)[chunk] =
-          make_uint4(codes[0].word.x, codes[0].word.y, codes[1].word.x, codes[1].word.y);
-    } else {
-      static_cast<typename Codes::Word*>(params.out)[chunk] = codes[0].word;
-    }
-  }
-  __syncthreads();
-  const uint32_t group = part * row_groups + (threadIdx.x >> bits) * 4;
-  if (threadIdx.x < kCtaGroups / 16 && group < params.scale_cols) {
-    const uint32_t row_of_piece = first_row + (threadIdx.x & ((1u << bits) - 1));
-    const int64_t offset =
-        Traits::Layout::offset(row_of_piece, group, params.scale_cols, params.scale_stride);
-    *reinterpret_cast<uint4*>(static_cast<uint8_t*>(params.scale) + offset) = pieces[threadIdx.x];
-  }
-}
-
 // Any group size and alignment: a warp per group, which it reads twice, by single elements. 4-bit
 // codes come in pairs.
 template <typename Traits>
@@ -343,54 +256,22 @@ __global__ void __launch_bounds__(256)
 
 #ifndef __CUDACC_RTC__
 
-namespace detail {
-
-// Rows are cut in parts of at least 128 bytes; the widest that leave a sixteenth of the threads
-// without work at most, or else those that leave the fewest.
-inline void cut_into_tiles(GroupQuantParams& params, uint32_t cta_groups) {
-  uint32_t least = 0;
-  for (uint32_t bits = 0; bits <= 2; ++bits) {
-    const uint32_t row_groups = cta_groups / 4 >> bits;
-    const uint32_t parts = ceil_div(params.scale_cols, row_groups);
-    const uint32_t groups = parts * row_groups;
-    if (bits != 0 && groups >= least) continue;
-    least = groups;
-    params.quarter_bits = bits;
-    params.divide_by_parts = FastDivisor(parts);
-    if (16 * (groups - params.scale_cols) <= groups) break;
-  }
-}
-
-}  // namespace detail
-
 // Launches over all of params.scale_rows, in as many grids as 31-bit group numbers need. Sets the
 // fields of a launch.
 template <typename Traits>
 inline cudaError_t launch_group_quant(GroupQuantParams params, bool enable_pdl,
                                       cudaStream_t stream) {
-  constexpr uint32_t kThreads = Traits::kThreads;
-  // Codes and scales of two groups are whole words.
-  const bool has_pairs = Traits::kPairs && params.out_cols % (2 * Traits::kGroupSize) == 0 &&
-                         params.scale_cols % 2 == 0 &&
-                         reinterpret_cast<uintptr_t>(params.scale) % 2 == 0;
-  if constexpr (Traits::kTiles) {
-    if (params.scale_rows != 0 && params.vectorizable && has_pairs == Traits::kPairs &&
-        reinterpret_cast<uintptr_t>(params.scale) % 16 == 0) {
-      detail::cut_into_tiles(params, kThreads / Traits::kLanes * (Traits::kPairs ? 2 : 1));
-      const uint32_t ctas =
-          (params.scale_rows / 4 >> params.quarter_bits) * params.divide_by_parts.divisor;
-      return launch_kernel(group_tile_quant_kernel<Traits>, dim3(ctas), dim3(kThreads), 0, stream,
-                           enable_pdl, params);
-    }
-  }
+  constexpr uint32_t kThreads = Traits::Code::kBits == 4 ? 128 : 256;
   void (*kernel)(GroupQuantParams) = group_quant_elementwise_kernel<Traits>;
   uint32_t groups_per_cta = kThreads / 32;
   if constexpr (Traits::kFitsRegisters) {
     if (params.vectorizable) {
       kernel = group_quant_kernel<Traits>;
       groups_per_cta = kThreads / Traits::kLanes;
-      if constexpr (Traits::kPairs && !Traits::kTiles) {
-        if (has_pairs) {
+      if constexpr (Traits::kPairs) {
+        // Codes and scales of two groups are whole words.
+        if (params.out_cols % (2 * Traits::kGroupSize) == 0 && params.scale_cols % 2 == 0 &&
+            reinterpret_cast<uintptr_t>(params.scale) % 2 == 0) {
           kernel = group_pair_quant_kernel<Traits>;
           groups_per_cta = 2 * kThreads;
         }

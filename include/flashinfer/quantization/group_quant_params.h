@@ -27,10 +27,6 @@ struct GroupQuantParams {
   uint32_t first_row;
   uint32_t num_groups;  // in the rows from first_row on
   FastDivisor divide_by_scale_cols;
-  // The kernel of tiles: it takes 2^quarter_bits neighbouring rows of each quarter of a tile, and
-  // so many parts of rows.
-  uint32_t quarter_bits;
-  FastDivisor divide_by_parts;
 };
 
 }  // namespace flashinfer
