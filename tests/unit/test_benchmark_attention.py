@@ -183,11 +183,12 @@ def test_auto_takes_the_better_kernel_of_the_measured_grid(monkeypatch: pytest.M
     with flashinfer.reference_backend():
         for shape, us in measured:
             loss = us[grid.taken(grid.planned(shape, "auto", workspace))] / min(us.values())
-            # The lists of mixed batches have been dealt to columns since they were timed.
-            if loss > grid.ALLOWED and not shape[0].mixed:
+            if loss > grid.ALLOWED:
                 behind[shape] = loss
     assert [shape for shape, _ in measured] == grid.SHAPES
-    assert len(behind) <= 1 and max(behind.values(), default=1.0) < 1.08
+    # Where the predicted times are 2 % apart: a batch of 16 tokens that waits for its keys.
+    assert set(behind) <= {(grid.KINDS[3], ((1, 16, 16384),))}
+    assert max(behind.values(), default=1.0) < 1.08
 
 
 # ---- Several sets of keys ----
