@@ -28,7 +28,8 @@ _STATE_BYTES = (
 )
 _NOMINAL_CTA_SLOTS = (264, 1)  # AttentionModule.cta_slots for plans without a GPU
 _TILE_Q, _BACKEND = 5, 15  # positions in the key of a module
-_PIECE_TILES = {"fa2": 1, "fa3": 2}  # that an item costs beside its own (docs/performance.md)
+# KV tiles that an item costs beside its own (docs/performance.md); attention_choice.h has the same.
+_PIECE_TILES = {"fa2": 1, "fa3": 2}
 
 Pair = tuple[AttentionProblem, AttentionProblem]
 HeadScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

@@ -15,6 +15,7 @@ import torch
 
 from ..jit.attention.config import tile_rules
 from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
+from .tiles import PORTABLE_TILE_KV
 
 _NUM_SMS = 132  # of an H100 and an H200
 MEMORY = (2.5, 4.1e6, 1.4e6, 0.05)
@@ -160,7 +161,7 @@ def kernel_model(
     speeds = SPEEDS[head_dim_qk, head_dim_vo] if with_hopper else None
     hopper = _UNKNOWN._replace(start=math.inf)
     few, portable, portable_start = 1.0, 1.0, 0.0
-    tile_kv = 64
+    tile_kv = PORTABLE_TILE_KV  # where Hopper's kernel has none
     if speeds is not None:
         widens = is_widened(dtype_q, dtype_kv)
         tile_kv = hopper_tile_kv(head_dim_qk, head_dim_vo, widens)

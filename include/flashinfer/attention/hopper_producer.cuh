@@ -288,10 +288,10 @@ class HopperProducer {
     }
   }
 
-  // Of a tile of v that is not to be used before rows of it are cleared. A barrier of its own would
-  // be one more that ptxas has heads of 96 pay for (C7511): nothing else uses this one.
+  // Of a tile of v in 16 bits that is not to be used before rows of it are cleared. A barrier of
+  // its own would be one more that ptxas has heads of 96 pay for (C7511): this one is of keys in 8
+  // bits.
   __device__ __forceinline__ uint32_t to_be_cleared() const {
-    static_assert(!Tile::kWidens || Tile::kLoadedStages == 1);
     return address(control_.loaded_k_full[1]);
   }
 
