@@ -5,7 +5,7 @@
     python benchmarks/bench_prefill_backends.py grid.json [--csv grid.csv] [--seconds 60]
 
 ``prefill_backends_h200.csv`` is the table of one run, which the unit tests hold the rules against.
-This is what the rules of ``flashinfer/_attention/speeds.py`` are made from. The kernels of a
+This is what the rules of ``flashinfer/_attention/plan/speeds.py`` are made from. The kernels of a
 shape are timed in turns, each as a CUDA graph of several runs, so that clocks and neighbours are
 the same for all; the median round counts. Runs take turns with copies of keys and values that
 together do not fit the L2 cache, as those of a model's layers do not; only what is less than a
@@ -30,7 +30,8 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer._attention import backends, mixed
+from flashinfer._attention.plan import choice as backends
+from flashinfer._attention.plan import mixed
 from flashinfer.jit import build_jit_specs
 from flashinfer.jit.attention import AttentionConfig, gen_attention_module
 from flashinfer.testing import make_tensor

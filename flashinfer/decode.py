@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.arguments import with_data_type
-from ._attention.block_tables import trtllm_batch_decode_with_kv_cache
-from ._attention.decode import BatchDecodeWithPagedKVCacheWrapper
-from ._attention.jit_functions import (
+from ._attention.checks import with_data_type
+from ._attention.functions.block_tables import trtllm_batch_decode_with_kv_cache
+from ._attention.functions.jit_module import (
     get_batch_decode_jit_module,
     get_batch_decode_module,
     get_single_decode_module,
     single_decode_with_kv_cache_with_jit_module,
 )
-from ._attention.single_request import single_decode_with_kv_cache
+from ._attention.functions.single import single_decode_with_kv_cache
+from ._attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from .api_logging import flashinfer_api
 
 __all__ = [

@@ -5,20 +5,20 @@ may see. Log-sum-exps are base 2: ``log2(sum_j exp(s_ij))``. A query that sees n
 -inf.
 """
 
-from ._attention.block_tables import trtllm_batch_context_with_kv_cache
-from ._attention.jit_functions import (
+from ._attention.functions.block_tables import trtllm_batch_context_with_kv_cache
+from ._attention.functions.jit_module import (
     get_batch_prefill_jit_module,
     get_batch_prefill_module,
     get_customize_batch_prefill_module,
     get_single_prefill_module,
     single_prefill_with_kv_cache_with_jit_module,
 )
-from ._attention.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from ._attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from ._attention.single_request import (
+from ._attention.functions.single import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
+from ._attention.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ._attention.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",

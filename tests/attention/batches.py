@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention.backends import is_hopper
+from flashinfer._attention.plan.choice import is_hopper
 from flashinfer.testing import assert_matches_reference
 from flashinfer.testing.attention import attention_check_options
 from flashinfer.trace.template import resolve_template

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention import mixed
+from flashinfer._attention.plan import mixed
 from flashinfer.jit.attention import hopper
 from tests.attention.batches import (
     BF16,

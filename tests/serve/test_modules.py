@@ -16,7 +16,7 @@ from examples.serve.modules import modules
 from examples.serve.runner import Runner
 from examples.serve.warmup import warm_up
 from flashinfer import _kernels, activation
-from flashinfer._attention.executor import AttentionExecutor
+from flashinfer._attention.plan.executor import AttentionExecutor
 from flashinfer.jit import JitSpec, current_compilation_context, registry
 from flashinfer.jit.attention import AttentionConfig
 

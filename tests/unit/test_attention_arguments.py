@@ -10,8 +10,8 @@ import torch
 
 import flashinfer
 from flashinfer import utils
-from flashinfer._attention.arguments import device_indices, host_indices, scalar
-from flashinfer._attention.paged import host_page_table, keep
+from flashinfer._attention.checks import device_indices, host_indices, scalar
+from flashinfer._attention.plan.page_tables import host_page_table, keep
 from flashinfer.reference_backend import reference_backend
 
 BF16 = torch.bfloat16

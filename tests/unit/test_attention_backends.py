@@ -11,11 +11,12 @@ import torch
 
 import flashinfer
 from flashinfer import utils
-from flashinfer._attention import backends, mixed
-from flashinfer._attention.backends import choose_kernel
-from flashinfer._attention.executor import AttentionExecutor, _choice_of
-from flashinfer._attention.problem import AttentionProblem
-from flashinfer._attention.speeds import SPEEDS
+from flashinfer._attention.plan import choice as backends
+from flashinfer._attention.plan import mixed
+from flashinfer._attention.plan.choice import choose_kernel
+from flashinfer._attention.plan.executor import AttentionExecutor, _choice_of
+from flashinfer._attention.plan.problem import AttentionProblem
+from flashinfer._attention.plan.speeds import SPEEDS
 from flashinfer.jit import current_compilation_context
 from flashinfer.jit.attention import (
     AttentionConfig,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer._attention import single
+from flashinfer._attention.functions import single_plans as single
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashinfer._attention.speeds import MEMORY, SPEEDS, KernelSpeed, kernel_model
+from flashinfer._attention.plan.speeds import MEMORY, SPEEDS, KernelSpeed, kernel_model
 from flashinfer.jit.attention.config import choose_tile_q
 from flashinfer.jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
 from flashinfer.jit.attention.plan import estimate_kernels

@@ -43,7 +43,7 @@ def launches(monkeypatch) -> Iterator[Launches]:
 
     original = AttentionModule.__init__
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded.capturing)
-    with mock.patch("flashinfer._attention.executor.get_attention_module", _fresh_module):
+    with mock.patch("flashinfer._attention.plan.executor.get_attention_module", _fresh_module):
         with mock.patch.object(AttentionModule, "__init__", init):
             yield recorded
 

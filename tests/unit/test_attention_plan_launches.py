@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import flashinfer
 from flashinfer import reference_backend
-from flashinfer._attention import backends
-from flashinfer._attention.executor import AttentionExecutor
+from flashinfer._attention.plan import choice as backends
+from flashinfer._attention.plan.executor import AttentionExecutor
 from flashinfer.jit.attention import plan as p
 from tests.attention_plans import (
     Options,
@@ -100,7 +100,7 @@ def test_launches_of_a_mixed_batch_share_it(
     num_kv_heads, group_size, head_dim = heads
     wrapper = flashinfer.BatchAttention(device="cpu", backend=backend)
     executor = wrapper._executor
-    wanted = "flashinfer._attention.mixed._is_faster_apart"
+    wanted = "flashinfer._attention.plan.mixed._is_faster_apart"
     with hopper(), mock.patch(wanted, return_value=is_apart and backend == "auto"):
         pages = [-(-n // PAGE_SIZE) for n in batch.kv_len]
         wrapper.plan(

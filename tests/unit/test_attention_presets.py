@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention import backends
+from flashinfer._attention.plan import choice as backends
 from flashinfer.jit import current_compilation_context, registry
 
 HEADS = (32, 8, 128)

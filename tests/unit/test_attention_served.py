@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention import backends
-from flashinfer._attention.backends import choose_kernel
+from flashinfer._attention.plan import choice as backends
+from flashinfer._attention.plan.choice import choose_kernel
 from flashinfer.jit.attention import hopper
 from flashinfer.reference_backend import reference_backend
 from tests.unit.test_attention_backends import (

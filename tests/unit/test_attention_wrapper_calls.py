@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention import executor, masks, pair
-from flashinfer._attention.executor import AttentionExecutor
+from flashinfer._attention.plan import executor, masks
+from flashinfer._attention.plan.executor import AttentionExecutor
+from flashinfer._attention.wrappers import two_parts as pair
 from flashinfer.jit import attention as attention_jit
 from flashinfer.reference_backend import reference_backend
 from flashinfer.testing.tensors import iter_tensors

@@ -6,7 +6,7 @@ from simulated_benchmark import cli, read_csv, routines
 from simulated_benchmark import timer as timer
 
 import flashinfer
-from flashinfer._attention import backends
+from flashinfer._attention.plan import choice as backends
 from flashinfer.testing import attention_flops
 
 ROUTINES = routines.ROUTINES

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashinfer._attention.block_sparse import (
+from flashinfer._attention.wrappers.sparse_tables import (
     SparseTable,
     bsr_table,
     pack_bits,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention.arguments import check_count, check_flag, scalar, split_size
+from flashinfer._attention.checks import check_count, check_flag, scalar, split_size
 from flashinfer.quantization import per_token_group_quant_8bit
 from flashinfer.reference_backend import reference_backend
 

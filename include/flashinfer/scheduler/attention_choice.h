@@ -6,7 +6,7 @@
 //   start + max(per_kv_tile * that end, first_keys + K and V / DRAM) + merging
 //
 // where merging is a launch, the bytes of partial results, and the parts of a row one after the
-// other, if tiles are cut. The numbers are measurements, which flashinfer/_attention/speeds.py
+// other, if tiles are cut. The numbers are measurements, which flashinfer/_attention/plan/speeds.py
 // holds. What counts is which of two times is smaller: both kernels have the same masks and
 // options, which are left out.
 #pragma once
@@ -206,7 +206,7 @@ class KernelChooser {
   }
 
  private:
-  // As flashinfer/_attention/executor.py has plans made: tile_kv and piece_tiles of PlanConfig.
+  // As flashinfer/_attention/plan/executor.py has plans made: tile_kv and piece_tiles of PlanConfig.
   static constexpr int64_t kPortableTileKV = 64, kPortablePiece = 1, kHopperPiece = 2;
 
   // Of the requests with so many rows.

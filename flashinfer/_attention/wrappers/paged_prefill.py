@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from ..api_logging import flashinfer_api
-from ..jit.attention.plan import PREFILL
-from ..trace.templates.attention import paged_prefill_run_trace
-from .arguments import (
+from ...api_logging import flashinfer_api
+from ...jit.attention.plan import PREFILL
+from ...trace.templates.attention import paged_prefill_run_trace
+from ..checks import (
     check_count,
     check_flag,
     device_indices,
     refuse,
     split_size,
 )
-from .paged import PagedWrapper, check_buffer, check_page_numbers, host_page_table
+from ..plan.page_tables import PagedWrapper, check_buffer, check_page_numbers, host_page_table
+from ..plan.problem import AttentionProblem
+from .base import split_cache
 from .prefill import PrefillArguments, PrefillWrapper
-from .problem import AttentionProblem
-from .wrapper import split_cache
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from ..jit.attention.config import AttentionConfig
-from ..jit.attention.customize import (
+from ...jit.attention.config import AttentionConfig
+from ...jit.attention.customize import (
     gen_batch_decode_module,
     gen_batch_prefill_module,
     gen_customize_batch_prefill_module,
     gen_single_decode_module,
     gen_single_prefill_module,
 )
-from ..jit.attention.modules import AttentionModule
-from ..jit.attention.variant import AttentionVariant
-from .arguments import check_count, check_flag
-from .single import run_single
-from .single_request import check_tensor, new_lse, single_problem
+from ...jit.attention.modules import AttentionModule
+from ...jit.attention.variant import AttentionVariant
+from ..checks import check_count, check_flag
+from .single import check_tensor, new_lse, single_problem
+from .single_plans import run_single
 
 
 def single_decode_with_kv_cache_with_jit_module(

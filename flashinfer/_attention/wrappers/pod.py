@@ -13,30 +13,30 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import (
+from ..._layout import is_hnd
+from ...api_logging import flashinfer_api
+from ...jit.attention.customize import gen_batch_pod_module, gen_pod_module
+from ...jit.attention.modules import AttentionModule
+from ...jit.attention.plan import POD_DECODE, POD_PREFILL
+from ...trace.templates.pod import pod_run_trace
+from ..checks import (
     check_count,
     check_flag,
     device_indices,
     refuse,
     with_data_type,
 )
-from ._attention.batch_pod import BatchPODWithPagedKVCacheWrapper
-from ._attention.paged import (
+from ..plan.page_tables import (
     check_buffer,
     check_fits,
     check_page_numbers,
     host_page_table,
     keep,
 )
-from ._attention.pair import Pair, PairWrapper, add_pair_mask, check_pair_options, naming
-from ._attention.problem import AttentionProblem
-from ._attention.wrapper import split_cache
-from ._layout import is_hnd
-from .api_logging import flashinfer_api
-from .jit.attention.customize import gen_batch_pod_module, gen_pod_module
-from .jit.attention.modules import AttentionModule
-from .jit.attention.plan import POD_DECODE, POD_PREFILL
-from .trace.templates.pod import pod_run_trace
+from ..plan.problem import AttentionProblem
+from .base import split_cache
+from .batch_pod import BatchPODWithPagedKVCacheWrapper
+from .two_parts import Pair, PairWrapper, add_pair_mask, check_pair_options, naming
 
 __all__ = [
     "BatchPODWithPagedKVCacheWrapper",

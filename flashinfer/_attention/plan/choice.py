@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..arch import is_sm90a_supported
-from ..dtypes import torch_name
-from ..jit.attention import hopper
-from ..jit.attention.config import FLOAT16, POS_ENCODINGS, choose_tile_q
-from ..jit.attention.hopper import hopper_tile_q
-from ..jit.attention.plan import Estimate, estimate_kernels
-from ..jit.errors import ToolchainError
-from ..reference_backend import is_active
+from ...arch import is_sm90a_supported
+from ...dtypes import torch_name
+from ...jit.attention import hopper
+from ...jit.attention.config import FLOAT16, POS_ENCODINGS, choose_tile_q
+from ...jit.attention.hopper import hopper_tile_q
+from ...jit.attention.plan import Estimate, estimate_kernels
+from ...jit.errors import ToolchainError
+from ...reference_backend import is_active
 from .problem import AttentionProblem
 from .speeds import kernel_model
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..jit.attention.plan import DECODE, RAGGED, Group
-from ..jit.attention.variant import AttentionVariant
+from ...jit.attention.plan import DECODE, RAGGED, Group
+from ...jit.attention.variant import AttentionVariant
 
 
 @dataclass(slots=True)

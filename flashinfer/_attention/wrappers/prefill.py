@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from .arguments import check_count, check_flag, host_indices, refuse
-from .backends import check_lse_base, check_lse_layout
-from .masks import add_items, add_mask
-from .paged import check_buffer, keep
-from .problem import AttentionProblem
-from .wrapper import AttentionWrapper, planned
+from ..checks import check_count, check_flag, host_indices, refuse
+from ..plan.choice import check_lse_base, check_lse_layout
+from ..plan.masks import add_items, add_mask
+from ..plan.page_tables import check_buffer, keep
+from ..plan.problem import AttentionProblem
+from .base import AttentionWrapper, planned
 
 LN_2 = math.log(2.0)
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
-from ..api_logging import flashinfer_api
-from ..jit.attention.plan import POD_DECODE, POD_PREFILL
-from ..trace.templates.pod import batch_pod_run_trace
-from .arguments import (
+from ...api_logging import flashinfer_api
+from ...jit.attention.plan import POD_DECODE, POD_PREFILL
+from ...trace.templates.pod import batch_pod_run_trace
+from ..checks import (
     check_count,
     check_flag,
     device_indices,
@@ -17,9 +17,9 @@ from .arguments import (
     refuse,
     with_data_type,
 )
-from .pair import Pair, PairWrapper, add_pair_mask
-from .problem import AttentionProblem
-from .wrapper import split_cache
+from ..plan.problem import AttentionProblem
+from .base import split_cache
+from .two_parts import Pair, PairWrapper, add_pair_mask
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..quantization.packbits import segment_packbits
-from .arguments import check_count
-from .paged import check_fits
+from ...quantization.packbits import segment_packbits
+from ..checks import check_count
+from .page_tables import check_fits
 from .problem import AttentionProblem
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from .arguments import check_backend, check_count, host_indices
+from ..checks import check_backend, check_count, host_indices
+from ..functions.single import single_prefill_with_kv_cache_return_lse
+from ..plan.page_tables import PagedWrapper
 from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .paged import PagedWrapper
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .single_request import single_prefill_with_kv_cache_return_lse
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -18,7 +18,7 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def _merge_into(
     out: torch.Tensor, lse: torch.Tensor, shared_out: torch.Tensor, shared_lse: torch.Tensor
 ) -> None:
-    from ..cascade import merge_state_in_place  # which imports this module
+    from ...cascade import merge_state_in_place  # which imports this module
 
     merge_state_in_place(out, lse, shared_out, shared_lse)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..jit.attention.config import choose_tile_q
-from ..jit.attention.hopper import hopper_tile_q
-from ..jit.attention.plan import ANY_ROWS, Estimate
-from .backends import estimate, possible_backend
+from ...jit.attention.config import choose_tile_q
+from ...jit.attention.hopper import hopper_tile_q
+from ...jit.attention.plan import ANY_ROWS, Estimate
+from .choice import estimate, possible_backend
 from .executor import ALL_ROWS, AttentionExecutor, check_heads
 from .problem import AttentionProblem
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ..api_logging import flashinfer_api
-from ..jit.attention.plan import PREFILL
-from .arguments import check_count, refuse
-from .block_sparse import SparseTable
-from .masks import add_mask
-from .problem import AttentionProblem
-from .sparse_arguments import refuse_positions
-from .wrapper import AttentionWrapper
+from ...api_logging import flashinfer_api
+from ...jit.attention.plan import PREFILL
+from ..checks import check_count, refuse
+from ..plan.masks import add_mask
+from ..plan.problem import AttentionProblem
+from .base import AttentionWrapper
+from .sparse_checks import refuse_positions
+from .sparse_tables import SparseTable
 
 
 class SparseWrapper(AttentionWrapper):

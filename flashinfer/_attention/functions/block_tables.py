@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..api_logging import flashinfer_api
-from ..dtypes import torch_name
-from ..jit.attention.config import FLOAT16
-from .arguments import check_count, check_index_vector, host_indices, refuse, resolve_dtype, scalar
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .wrapper import split_cache
+from ...api_logging import flashinfer_api
+from ...dtypes import torch_name
+from ...jit.attention.config import FLOAT16
+from ..checks import check_count, check_index_vector, host_indices, refuse, resolve_dtype, scalar
+from ..wrappers.base import split_cache
+from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Scale = float | torch.Tensor

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.arguments import check_flag, host_indices, refuse
-from ._attention.block_sparse import (
-    bits_by_row_of_blocks,
-    bsr_table,
-    variable_block_table,
+from ...api_logging import flashinfer_api
+from ...trace.templates.sparse import (
+    block_sparse_run_trace,
+    convert_bsr_mask_layout_trace,
+    variable_block_sparse_run_trace,
 )
-from ._attention.sparse_arguments import (
+from ..checks import check_flag, host_indices, refuse
+from .sparse import SparseWrapper, deliver, grouped, in_place
+from .sparse_checks import (
     check_bsr,
     check_mask,
     check_offsets,
@@ -22,12 +24,10 @@ from ._attention.sparse_arguments import (
     check_shape,
     check_variable_blocks,
 )
-from ._attention.sparse_wrapper import SparseWrapper, deliver, grouped, in_place
-from .api_logging import flashinfer_api
-from .trace.templates.sparse import (
-    block_sparse_run_trace,
-    convert_bsr_mask_layout_trace,
-    variable_block_sparse_run_trace,
+from .sparse_tables import (
+    bits_by_row_of_blocks,
+    bsr_table,
+    variable_block_table,
 )
 
 __all__ = [

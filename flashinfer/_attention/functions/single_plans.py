@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .executor import AttentionExecutor, HeadScales
-from .problem import AttentionProblem
+from ..plan.executor import AttentionExecutor, HeadScales
+from ..plan.problem import AttentionProblem
 
 _PLANS_PER_STREAM = 8
 

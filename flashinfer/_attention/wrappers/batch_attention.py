@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import (
+from ...api_logging import flashinfer_api
+from ...jit.attention.plan import BATCH_ATTENTION
+from ...trace.templates.attention_wrappers import (
+    batch_attention_run_trace,
+    sink_arguments,
+    sink_run_trace,
+)
+from ..checks import (
     check_count,
     check_flag,
     check_window,
@@ -19,18 +26,11 @@ from ._attention.arguments import (
     scalar,
     soft_cap,
 )
-from ._attention.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
-from ._attention.paged import PagedWrapper
-from ._attention.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from ._attention.problem import AttentionProblem
-from ._attention.wrapper import AttentionWrapper, split_cache
-from .api_logging import flashinfer_api
-from .jit.attention.plan import BATCH_ATTENTION
-from .trace.templates.attention_wrappers import (
-    batch_attention_run_trace,
-    sink_arguments,
-    sink_run_trace,
-)
+from ..plan.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
+from ..plan.page_tables import PagedWrapper
+from ..plan.problem import AttentionProblem
+from .base import AttentionWrapper, split_cache
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..jit.attention.config import AttentionConfig
-from ..jit.attention.hopper import hopper_tile_kv, is_widened
-from ..jit.attention.modules import AttentionModule, get_attention_module
-from ..jit.attention.plan import ANY_ROWS, AttentionPlan, Group
-from ..jit.errors import ToolchainError
-from ..reference_backend import is_active
-from .backends import choose_kernel
+from ...jit.attention.config import AttentionConfig
+from ...jit.attention.hopper import hopper_tile_kv, is_widened
+from ...jit.attention.modules import AttentionModule, get_attention_module
+from ...jit.attention.plan import ANY_ROWS, AttentionPlan, Group
+from ...jit.errors import ToolchainError
+from ...reference_backend import is_active
+from .choice import choose_kernel
 from .problem import AttentionProblem
 from .tiles import PORTABLE_TILE_KV
 

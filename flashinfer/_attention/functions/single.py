@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from .._layout import is_hnd
-from ..api_logging import flashinfer_api
-from ..jit.attention.plan import RAGGED
-from ..quantization.packbits import packbits
-from ..trace.templates.attention import single_decode_trace, single_prefill_trace
-from .alibi import get_alibi_slopes
-from .arguments import (
+from ..._layout import is_hnd
+from ...api_logging import flashinfer_api
+from ...jit.attention.plan import RAGGED
+from ...quantization.packbits import packbits
+from ...trace.templates.attention import single_decode_trace, single_prefill_trace
+from ..checks import (
     check_backend,
     check_flag,
     check_pos_encoding,
@@ -25,10 +24,11 @@ from .arguments import (
     soft_cap,
     split_scales,
 )
-from .executor import check_heads
-from .masks import as_bools
-from .problem import AttentionProblem
-from .single import run_single
+from ..plan.alibi import get_alibi_slopes
+from ..plan.executor import check_heads
+from ..plan.masks import as_bools
+from ..plan.problem import AttentionProblem
+from .single_plans import run_single
 
 
 @flashinfer_api(trace=single_decode_trace)

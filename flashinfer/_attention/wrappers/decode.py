@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..api_logging import flashinfer_api
-from ..jit.attention.plan import DECODE
-from ..trace.templates.attention import paged_decode_run_trace
-from .arguments import (
+from ...api_logging import flashinfer_api
+from ...jit.attention.plan import DECODE
+from ...trace.templates.attention import paged_decode_run_trace
+from ..checks import (
     check_count,
     check_flag,
     device_indices,
@@ -18,9 +18,9 @@ from .arguments import (
     split_size,
     with_data_type,
 )
-from .paged import PagedWrapper, check_buffer, check_page_numbers, host_page_table, keep
-from .problem import AttentionProblem
-from .wrapper import AttentionWrapper, split_cache
+from ..plan.page_tables import PagedWrapper, check_buffer, check_page_numbers, host_page_table, keep
+from ..plan.problem import AttentionProblem
+from .base import AttentionWrapper, split_cache
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..jit.attention.config import TILES_SECOND
-from .arguments import check_pos_encoding, check_window, logits_scale, positive, scalar
-from .masks import add_mask
-from .problem import AttentionProblem
-from .wrapper import FROZEN, AttentionWrapper
+from ...jit.attention.config import TILES_SECOND
+from ..checks import check_pos_encoding, check_window, logits_scale, positive, scalar
+from ..plan.masks import add_mask
+from ..plan.problem import AttentionProblem
+from .base import FROZEN, AttentionWrapper
 
 Pair = tuple[AttentionProblem, AttentionProblem]
 Options = tuple[Any, Any, Any, Any, Any]

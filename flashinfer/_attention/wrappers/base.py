@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from .._layout import is_hnd
-from .alibi import get_alibi_slopes
-from .arguments import (
+from ..._layout import is_hnd
+from ..checks import (
     check_backend,
     check_count,
     check_flag,
@@ -26,9 +25,10 @@ from .arguments import (
     split_size,
     variant_from_jit_args,
 )
-from .backends import BACKENDS, is_backend_supported, prepare_jit_additional_args
-from .executor import AttentionExecutor, HeadScales, covers
-from .problem import AttentionProblem
+from ..plan.alibi import get_alibi_slopes
+from ..plan.choice import BACKENDS, is_backend_supported, prepare_jit_additional_args
+from ..plan.executor import AttentionExecutor, HeadScales, covers
+from ..plan.problem import AttentionProblem
 
 
 def planned(name: str) -> property:

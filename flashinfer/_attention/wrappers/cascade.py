@@ -12,22 +12,22 @@ from typing import Any, cast
 
 import torch
 
-from ._attention.arguments import check_count, check_flag
-from ._attention.paged import PagedWrapper
-from ._attention.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from ._attention.shared_prefix import (
-    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-)
-from ._kernels import UNUSUAL, Kernel, KernelTable
-from .api_logging import flashinfer_api
-from .dtypes import FLOAT, check_dtype
-from .jit.cascade import CascadeConfig, gen_cascade_module
-from .trace.templates.attention_wrappers import cascade_run_trace
-from .trace.templates.cascade import (
+from ..._kernels import UNUSUAL, Kernel, KernelTable
+from ...api_logging import flashinfer_api
+from ...dtypes import FLOAT, check_dtype
+from ...jit.cascade import CascadeConfig, gen_cascade_module
+from ...trace.templates.attention_wrappers import cascade_run_trace
+from ...trace.templates.cascade import (
     merge_state_in_place_trace,
     merge_state_trace,
     merge_states_trace,
+)
+from ..checks import check_count, check_flag
+from ..plan.page_tables import PagedWrapper
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .shared_prefix import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
 
 __all__ = [

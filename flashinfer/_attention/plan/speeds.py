@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..jit.attention.config import tile_rules
-from ..jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
+from ...jit.attention.config import tile_rules
+from ...jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
 from .tiles import PORTABLE_TILE_KV
 
 _NUM_SMS = 132  # of an H100 and an H200

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .arguments import check_index_vector, host_indices, page_numbers
+from ..checks import check_index_vector, host_indices, page_numbers
 
 
 class PagedWrapper:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..api_logging import flashinfer_api
-from ..jit.attention.plan import RAGGED
-from ..trace.templates.attention import ragged_prefill_run_trace
-from .arguments import host_indices, refuse
-from .paged import check_buffer
+from ...api_logging import flashinfer_api
+from ...jit.attention.plan import RAGGED
+from ...trace.templates.attention import ragged_prefill_run_trace
+from ..checks import host_indices, refuse
+from ..plan.page_tables import check_buffer
 from .prefill import PrefillArguments, PrefillWrapper
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..dtypes import torch_name
-from .arguments import check_count, host_indices
+from ...dtypes import torch_name
+from ..checks import check_count, host_indices
 
 
 def check_bsr(

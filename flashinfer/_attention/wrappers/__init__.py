@@ -1,0 +1,1 @@
+"""The wrapper classes: plan a batch, then run its layers."""
