@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .api_call import public_path
 from .jit.attention import AttentionConfig
 from .jit.config import ModuleConfig
 
@@ -85,7 +86,10 @@ def _public_modules(package: ModuleType) -> Iterator[ModuleType]:
 
 
 def _family(operation: Callable[..., Any]) -> str:
-    module = operation.__module__.split(".")[1].lstrip("_")
+    module = operation.__module__.split(".")[1]
+    if module in ("_attention", "_common"):
+        module = public_path(operation).split(".")[1]
+    module = module.lstrip("_")
     is_attention = module in _ATTENTION or "Attention" in operation.__name__
     return "attention" if is_attention else module
 

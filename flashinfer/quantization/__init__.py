@@ -1,5 +1,8 @@
 """Quantisation of activations and of weights: group and block scales, bit packing."""
 
+from .._common.packbits import gen_quantization_module as gen_quantization_module
+from .._common.packbits import packbits as packbits
+from .._common.packbits import segment_packbits as segment_packbits
 from ..tllm_enums import SfLayout as SfLayout
 from .dequantize import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float
 from .dequantize import mxfp4_dequantize as mxfp4_dequantize
@@ -16,6 +19,3 @@ from .fp8 import (
 )
 from .layout import block_scale_interleave as block_scale_interleave
 from .layout import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
-from .packbits import gen_quantization_module as gen_quantization_module
-from .packbits import packbits as packbits
-from .packbits import segment_packbits as segment_packbits

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer.sparse import convert_bsr_mask_layout
 
 import flashinfer
+from flashinfer.sparse import convert_bsr_mask_layout
 from flashinfer.trace.templates.attention_arguments import problem_arguments
 from flashinfer.trace.templates.attention_reference import _paged_attention_reference
 from flashinfer.trace.templates.sparse import block_sparse_run_trace

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import flashinfer.sparse
 import pytest
 import torch
 
 import flashinfer
+import flashinfer.sparse
 from flashinfer.testing.tensors import clone_arguments, iter_tensors
 from tests.trace import attention_wrapper_cases
 

@@ -474,6 +474,7 @@ def call_mixed_attention(dtype) -> None:
 
 def call_sparse_attention(dtype) -> None:
     import torch
+
     from flashinfer.sparse import (
         BlockSparseAttentionWrapper,
         VariableBlockSparseAttentionWrapper,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer.sparse import convert_bsr_mask_layout
 
 import flashinfer
 from flashinfer.reference_backend import reference_backend
+from flashinfer.sparse import convert_bsr_mask_layout
 
 HEADS = (8, 2, 64)
 LONG = torch.ones(3, dtype=torch.int64)

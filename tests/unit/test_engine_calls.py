@@ -233,7 +233,6 @@ def test_data_type_of_pod() -> None:
 def test_names_that_engines_import() -> None:
     """At the top of vLLM's and SGLang's backends, where one that is missing ends everything."""
     from flashinfer.cascade import merge_state
-
     from flashinfer.decode import fast_decode_plan, trtllm_batch_decode_with_kv_cache
     from flashinfer.prefill import trtllm_batch_context_with_kv_cache
     from flashinfer.utils import FP4Tensor

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from flashinfer.cascade import get_cascade_module
 
+from flashinfer.cascade import get_cascade_module
 from flashinfer.concat_ops import get_concat_mla_module
 from flashinfer.norm import gen_norm_module
 from flashinfer.page import get_page_module

@@ -89,6 +89,6 @@ def test_segments_whose_differences_int32_does_not_hold():
     indptr = torch.tensor([0, 2**31 - 1, -2, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="`indptr` must rise .* falls in between"):
         quantization.segment_packbits(torch.zeros(5, dtype=torch.bool), indptr)
-    module = importlib.import_module("flashinfer.quantization.packbits")  # its function hides it
+    module = importlib.import_module("flashinfer._common.packbits")
     _, packed = module._segment_offsets(indptr[:2], 2**31 - 1)
     assert packed.tolist() == [0, 2**28] and packed.dtype == torch.int32

@@ -10,8 +10,10 @@ import torch
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.customize import (
     gen_batch_decode_module,
+    gen_batch_pod_module,
     gen_batch_prefill_module,
     gen_customize_batch_prefill_module,
+    gen_pod_module,
     gen_single_decode_module,
     gen_single_prefill_module,
 )
@@ -192,3 +194,13 @@ get_batch_prefill_jit_module = get_batch_decode_jit_module
 def get_customize_batch_prefill_module(*args: Any, **kwargs: Any) -> AttentionModule:
     """The loaded module of ``gen_customize_batch_prefill_module`` with the same arguments."""
     return gen_customize_batch_prefill_module(*args, **kwargs).build_and_load()
+
+
+def get_pod_module(*args: Any) -> AttentionModule:
+    """The loaded module of ``flashinfer.jit.attention.gen_pod_module(*args)``."""
+    return gen_pod_module(*args).build_and_load()
+
+
+def get_batch_pod_module(*args: Any) -> AttentionModule:
+    """The loaded module of ``flashinfer.jit.attention.gen_batch_pod_module(*args)``."""
+    return gen_batch_pod_module(*args).build_and_load()

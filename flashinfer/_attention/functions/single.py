@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ..._common.packbits import packbits
 from ..._layout import is_hnd
 from ...api_logging import flashinfer_api
 from ...jit.attention.plan import RAGGED
-from ...quantization.packbits import packbits
 from ...trace.templates.attention import single_decode_trace, single_prefill_trace
 from ..checks import (
     check_backend,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...quantization.packbits import segment_packbits
+from ..._common.packbits import segment_packbits
 from ..checks import check_count
 from .page_tables import check_fits
 from .problem import AttentionProblem

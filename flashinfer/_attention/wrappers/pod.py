@@ -15,8 +15,6 @@ import torch
 
 from ..._layout import is_hnd
 from ...api_logging import flashinfer_api
-from ...jit.attention.customize import gen_batch_pod_module, gen_pod_module
-from ...jit.attention.modules import AttentionModule
 from ...jit.attention.plan import POD_DECODE, POD_PREFILL
 from ...trace.templates.pod import pod_run_trace
 from ..checks import (
@@ -35,28 +33,10 @@ from ..plan.page_tables import (
 )
 from ..plan.problem import AttentionProblem
 from .base import split_cache
-from .batch_pod import BatchPODWithPagedKVCacheWrapper
 from .two_parts import Pair, PairWrapper, add_pair_mask, check_pair_options, naming
-
-__all__ = [
-    "BatchPODWithPagedKVCacheWrapper",
-    "PODWithPagedKVCacheWrapper",
-    "get_batch_pod_module",
-    "get_pod_module",
-]
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-def get_pod_module(*args: Any) -> AttentionModule:
-    """The loaded module of ``flashinfer.jit.attention.gen_pod_module(*args)``."""
-    return gen_pod_module(*args).build_and_load()
-
-
-def get_batch_pod_module(*args: Any) -> AttentionModule:
-    """The loaded module of ``flashinfer.jit.attention.gen_batch_pod_module(*args)``."""
-    return gen_batch_pod_module(*args).build_and_load()
 
 
 class PODWithPagedKVCacheWrapper(PairWrapper):

@@ -7,20 +7,13 @@ from typing import Any
 import torch
 
 from ..checks import check_backend, check_count, host_indices
+from ..functions.merge import merge_state_in_place
 from ..functions.single import single_prefill_with_kv_cache_return_lse
 from ..plan.page_tables import PagedWrapper
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-def _merge_into(
-    out: torch.Tensor, lse: torch.Tensor, shared_out: torch.Tensor, shared_lse: torch.Tensor
-) -> None:
-    from ...cascade import merge_state_in_place  # which imports this module
-
-    merge_state_in_place(out, lse, shared_out, shared_lse)
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
@@ -131,7 +124,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         shared = single_prefill_with_kv_cache_return_lse(
             q, k_shared, v_shared, kv_layout=self._kv_layout, backend=self._backend
         )
-        _merge_into(out, lse, *shared)
+        merge_state_in_place(out, lse, *shared)
         return out
 
     def end_forward(self) -> None:
@@ -289,7 +282,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
             sm_scale=sm_scale,
             backend=self._backend,
         )
-        _merge_into(out, lse, *shared)
+        merge_state_in_place(out, lse, *shared)
         return out
 
     def end_forward(self) -> None:

@@ -12,7 +12,6 @@ from .._kernels import Kernel
 from ..api_logging import flashinfer_api
 from ..jit.quantization import PackBitsConfig, gen_packbits_module
 from ..trace.templates.quantization import packbits_trace, segment_packbits_trace
-from ._kernels import check_choice
 
 # The generator of FlashInfer's name for what packs bits.
 gen_quantization_module = gen_packbits_module
@@ -23,6 +22,11 @@ _BYTES = (torch.bool, torch.uint8, torch.int8)
 @functools.cache
 def _kernel(index: str) -> Kernel:
     return cast(Kernel, gen_packbits_module(PackBitsConfig(index)).build_and_load().packbits)
+
+
+def _check_bitorder(bitorder: object) -> None:
+    if bitorder not in ("big", "little"):
+        raise ValueError(f"`bitorder` must be 'big' or 'little', got {bitorder!r}")
 
 
 def _one_byte_per_bit(x: object) -> torch.Tensor:
@@ -66,7 +70,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     >>> flashinfer.packbits(x).tolist()
     [207, 128]
     """
-    check_choice("bitorder", bitorder, ("big", "little"))
+    _check_bitorder(bitorder)
     x = _one_byte_per_bit(x)
     out = torch.empty((x.shape[0] + 7) // 8, dtype=torch.uint8, device=x.device)
     _kernel("none")(out, x, bitorder == "big")
@@ -134,7 +138,7 @@ def segment_packbits(
     >>> packed.tolist(), indptr.tolist()
     ([7, 3], [0, 1, 2])
     """
-    check_choice("bitorder", bitorder, ("big", "little"))
+    _check_bitorder(bitorder)
     x = _one_byte_per_bit(x)
     offsets, packed_offsets = _segment_offsets(indptr, x.shape[0])
     packed_indptr = packed_offsets.to(x.device)

@@ -1,0 +1,6 @@
+"""Attention of mixed batches: prefill and decode in one call, and with attention sinks."""
+
+from ._attention.wrappers.attention_sink import BatchAttentionWithAttentionSinkWrapper
+from ._attention.wrappers.batch_attention import BatchAttention
+
+__all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
