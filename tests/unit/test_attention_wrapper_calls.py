@@ -16,6 +16,7 @@ import torch
 import flashinfer
 from flashinfer._attention.plan import executor, masks
 from flashinfer._attention.plan.executor import AttentionExecutor
+from flashinfer._attention.wrappers import cascade
 from flashinfer._attention.wrappers import two_parts as pair
 from flashinfer.jit import attention as attention_jit
 from flashinfer.reference_backend import reference_backend
@@ -247,7 +248,7 @@ def test_cascade(launches, monkeypatch):
         with reference_backend():
             return merge(v, s)
 
-    monkeypatch.setattr(flashinfer.cascade, "merge_states", merged)
+    monkeypatch.setattr(cascade, "merge_states", merged)
     run = _RUNS[plan_cascade][0]
     with reference_backend():
         expected = wrapper.run(**run)
