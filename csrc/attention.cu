@@ -1,4 +1,4 @@
-#include <flashinfer/attention/launch.cuh>
+#include <flashinfer/attention/portable/launch.cuh>
 
 #include "attention_config.cuh"
 

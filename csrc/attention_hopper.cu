@@ -1,4 +1,4 @@
-#include <flashinfer/attention/hopper_launch.cuh>
+#include <flashinfer/attention/sm90/launch.cuh>
 
 #include "attention_config.cuh"
 

@@ -1,7 +1,7 @@
-#include <flashinfer/sampling/nucleus.cuh>
-#include <flashinfer/sampling/sampling.cuh>
-#include <flashinfer/sampling/softmax.cuh>
-#include <flashinfer/sampling/stream.cuh>
+#include <flashinfer/sampling/top_p/nucleus.cuh>
+#include <flashinfer/sampling/row/sampling.cuh>
+#include <flashinfer/sampling/softmax/softmax.cuh>
+#include <flashinfer/sampling/draw/stream.cuh>
 
 #include "sampling.h"
 

@@ -1,4 +1,4 @@
-#include <flashinfer/sampling/speculative.cuh>
+#include <flashinfer/sampling/draw/speculative.cuh>
 
 #include "speculative.h"
 

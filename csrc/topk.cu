@@ -1,5 +1,5 @@
-#include <flashinfer/sampling/topk.cuh>
-#include <flashinfer/sampling/topk_stream.cuh>
+#include <flashinfer/sampling/top_k/topk.cuh>
+#include <flashinfer/sampling/top_k/stream.cuh>
 
 #include "topk.h"
 

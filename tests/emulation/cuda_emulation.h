@@ -124,7 +124,7 @@ inline T max(T a, T b) {
 
 // Conversions in their portable forms, and no waiting for other grids: as for an old architecture.
 #define __CUDA_ARCH__ 750
-#include <flashinfer/attention/float8_mma.cuh>
+#include <flashinfer/common/float8.cuh>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #undef __CUDA_ARCH__

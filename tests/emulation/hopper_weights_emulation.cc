@@ -6,8 +6,8 @@
 // Prints what is wrong with the first bad trial and exits with 1.
 #include "cuda_emulation.h"
 // The order matters: the builtins come first.
-#include <flashinfer/attention/hopper_tile.cuh>
-#include <flashinfer/attention/hopper_weights.cuh>
+#include <flashinfer/attention/sm90/tile.cuh>
+#include <flashinfer/attention/sm90/weights.cuh>
 
 #include <cfloat>
 #include <random>

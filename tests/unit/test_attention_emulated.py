@@ -40,7 +40,7 @@ SUBSTITUTIONS = {
         'asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = log2f(x);",
         'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.f / x;",
     },
-    "flashinfer/attention/attention.cuh": {
+    "flashinfer/attention/portable/attention.cuh": {
         "extern __shared__ __align__(128) char shared[];": "char* const shared = dynamic_shared;",
     },
 }
@@ -241,7 +241,7 @@ def test_one_stage(emulator: Emulator, tile_q: int, head_dim: int, arch: int):
 FAULTS = [
     (
         "copies_not_waited_for",
-        "attention/attention.cuh",
+        "attention/portable/attention.cuh",
         "ptx::cp_async_wait<kAhead - 1>();\n      synchronize();",
         "synchronize();",
         16,
@@ -249,7 +249,7 @@ FAULTS = [
     ),
     (
         "tile_without_barrier",
-        "attention/attention.cuh",
+        "attention/portable/attention.cuh",
         "ptx::cp_async_wait<kAhead - 1>();\n      synchronize();",
         "ptx::cp_async_wait<kAhead - 1>();",
         64,
@@ -257,7 +257,7 @@ FAULTS = [
     ),
     (
         "items_without_barrier",
-        "attention/attention.cuh",
+        "attention/portable/attention.cuh",
         "__syncthreads();  // the next item takes the shared memory",
         "",
         16,
@@ -281,7 +281,7 @@ FAULTS = [
     ),
     (
         "offsets_of_32_bits",
-        "attention/loader.cuh",
+        "attention/portable/loader.cuh",
         "k_offset_ = (page_ * tensors_.k_stride_page + slot",
         "k_offset_ = (static_cast<int32_t>(page_ * tensors_.k_stride_page) + slot",
         16,

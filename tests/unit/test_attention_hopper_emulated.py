@@ -6,7 +6,7 @@ from tests.unit.test_attention_emulated import Emulator, emulator
 
 __all__ = ["emulator"]  # a fixture
 
-HEADER = "flashinfer/attention/hopper_weights.cuh"
+HEADER = "flashinfer/attention/sm90/weights.cuh"
 MOVE = 'asm volatile("mov.b32 %0, %1;" : "=r"(p[step][0][r]) : "r"(ahead[step][0][r]));'
 
 

@@ -194,7 +194,7 @@ def _slower(speed: KernelSpeed, factor: float, later: float = 0.0) -> KernelSpee
 
 
 def _are_gathered(page_size: int, tile_kv: int) -> bool:
-    """Whether no box of TMA fits the pages (kv_box_rows in hopper_launch.cuh)."""
+    """Whether no box of TMA fits the pages (kv_box_rows in attention/sm90/launch.cuh)."""
     if page_size == 0 or page_size % tile_kv == 0:
         return False
     return page_size % 8 != 0 or tile_kv % page_size != 0

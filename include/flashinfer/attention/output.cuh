@@ -3,7 +3,7 @@
 #pragma once
 
 #include <flashinfer/attention/finalize.cuh>
-#include <flashinfer/attention/products.cuh>
+#include <flashinfer/attention/portable/products.cuh>
 
 namespace flashinfer {
 

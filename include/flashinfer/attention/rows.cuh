@@ -3,7 +3,7 @@
 #pragma once
 
 #include <flashinfer/attention/mask.cuh>
-#include <flashinfer/attention/products.cuh>
+#include <flashinfer/attention/portable/products.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/common/vec.cuh>
 

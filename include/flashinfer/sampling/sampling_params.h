@@ -33,7 +33,7 @@ enum class SamplingOutput {
   kMask,   // the input where it is kept, -inf elsewhere
 };
 
-// What the first pass of a draw by stream.cuh leaves of a tile.
+// What the first pass of a draw by draw/stream.cuh leaves of a tile.
 struct TileStat {
   uint64_t sum;  // of weights in the units of the tile's maximum
   float max;     // NaN if the tile has one
@@ -51,7 +51,7 @@ struct StreamLayout {
   }
 };
 
-// Of top-p draws from probabilities (nucleus.cuh).
+// Of top-p draws from probabilities (top_p/nucleus.cuh).
 struct NucleusLayout {
   static constexpr uint32_t kHalves = 64;  // of octaves, of a tile, from its largest element's on
   static constexpr uint32_t kCapacity = 8192;   // elements of a row's list
@@ -122,7 +122,7 @@ struct SamplingParams {
   bool tokens_are_64bit;
   bool seed_is_shared;    // one seed for all rows: rows then draw from different random streams
   bool offset_is_shared;  // one offset for all rows
-  void* workspace;        // of draws by stream.cuh: see StreamLayout
+  void* workspace;        // of draws by draw/stream.cuh: see StreamLayout
   uint32_t paced_rows;    // of a softmax by clusters: rows that start in turn; set by the launch
   uint32_t pace;          // clock cycles between them
   uint32_t early_rows;    // those that are fetched to L2 before the grid ahead ends

@@ -14,7 +14,7 @@ enum class TopKOutput {
   kRagged,     // offsets[row] + i
 };
 
-// Long rows are chosen from in passes (topk_stream.cuh), which need a workspace.
+// Long rows are chosen from in passes (top_k/stream.cuh), which need a workspace.
 struct TopKStream {
   static constexpr uint32_t kTileSize = 4096;
   static constexpr uint32_t kSampleSize = 4096;

@@ -45,8 +45,8 @@ struct PlanConfig {
 
   int64_t tile_kv() const { return int64_t{1} << tile_kv_log2; }
   int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv() - 1) >> tile_kv_log2; }
-  // Whether CTAs take the lists of a head after all of the one before (attention.cuh, and for many
-  // lists hopper_launch.cuh), so that the longest do not come first.
+  // Whether CTAs take the lists of a head after all of the one before (portable/attention.cuh, and
+  // for many lists attention/sm90/launch.cuh), so that the longest do not come first.
   bool takes_heads_in_turn(int64_t lists) const {
     return piece_tiles == 1 ? tile_q > 16 : lists >= 8 * cta_slots;
   }

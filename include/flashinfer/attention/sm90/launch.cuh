@@ -2,7 +2,7 @@
 #pragma once
 
 #include <flashinfer/attention/finalize.cuh>
-#include <flashinfer/attention/hopper.cuh>
+#include <flashinfer/attention/sm90/attention.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/once_per_device.h>
 

@@ -5,10 +5,10 @@
 // "FlashAttention-3", 2024.
 #pragma once
 
-#include <flashinfer/attention/hopper_weights.cuh>
-#include <flashinfer/attention/hopper_output.cuh>
-#include <flashinfer/attention/hopper_producer.cuh>
-#include <flashinfer/attention/hopper_query.cuh>
+#include <flashinfer/attention/sm90/weights.cuh>
+#include <flashinfer/attention/sm90/output.cuh>
+#include <flashinfer/attention/sm90/producer.cuh>
+#include <flashinfer/attention/sm90/query.cuh>
 #include <flashinfer/attention/rows.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 #include <new>

@@ -3,7 +3,7 @@
 // item.
 #pragma once
 
-#include <flashinfer/attention/hopper_producer.cuh>
+#include <flashinfer/attention/sm90/producer.cuh>
 #include <flashinfer/attention/output.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/tma_boxes.cuh>

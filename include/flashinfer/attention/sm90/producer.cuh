@@ -9,7 +9,7 @@
 #pragma once
 
 #include <cuda.h>
-#include <flashinfer/attention/hopper_tile.cuh>
+#include <flashinfer/attention/sm90/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>

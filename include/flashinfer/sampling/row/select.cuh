@@ -13,7 +13,7 @@
 // four rounds. Everything is an integer sum, hence exact.
 #pragma once
 
-#include <flashinfer/sampling/row_cluster.cuh>
+#include <flashinfer/sampling/row/cluster.cuh>
 
 namespace flashinfer {
 

@@ -1,5 +1,5 @@
 // Softmax, in one of two ways that give the same bits: sums of weights per tile of 4096 elements
-// (tiles.cuh), then out = weight / total.
+// (row/tiles.cuh), then out = weight / total.
 //
 //   by clusters   a cluster keeps a row in registers and exchanges its tiles' sums
 //   by tiles      a CTA per tile reads the row twice. Rows are taken in blocks that stay in L2
@@ -10,7 +10,7 @@
 #include <flashinfer/ptx/cluster_exchange.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/prefetch.cuh>
-#include <flashinfer/sampling/tiles.cuh>
+#include <flashinfer/sampling/row/tiles.cuh>
 
 #ifndef __CUDACC_RTC__
 #include <algorithm>

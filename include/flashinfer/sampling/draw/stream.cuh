@@ -7,18 +7,19 @@
 //                   groups with the largest maxima, and draws
 //
 // A row whose k largest do not fit the short list (large k, or many equal values) is searched
-// whole, by the same steps as in sampling.cuh.
+// whole, by the same steps as in row/sampling.cuh.
 #pragma once
 
-#include <flashinfer/sampling/nucleus_sums.cuh>
-#include <flashinfer/sampling/top_groups.cuh>
+#include <flashinfer/sampling/top_p/sums.cuh>
+#include <flashinfer/sampling/top_k/groups.cuh>
 
 namespace flashinfer {
 
 namespace detail {
 
-// Draws the token that nucleus.cuh draws, from a row of which its own top-k leaves everything: a
-// top-k for all rows that does so sends them there, and the token must not depend on that.
+// Draws the token that top_p/nucleus.cuh draws, from a row of which its own top-k leaves
+// everything: a top-k for all rows that does so sends them there, and the token must not depend on
+// that.
 template <typename Row>
 __device__ __forceinline__ void draw_from_nucleus(const SamplingParams& params, Row& row,
                                                   const ProbWeight& weight, float max,

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <flashinfer/attention/math.cuh>
-#include <flashinfer/attention/loader.cuh>
+#include <flashinfer/attention/portable/loader.cuh>
 #include <flashinfer/common/vec.cuh>
 
 namespace flashinfer {

@@ -5,20 +5,20 @@
 //   token: i with probability w_i / sum of kept weights       probs: w_i / sum, or 0      mask:
 //   input_i, or -inf
 //
-// A cluster of CTAs takes a row and reads it once; see row_cluster.cuh. All sums are integers, so a
+// A cluster of CTAs takes a row and reads it once; see cluster.cuh. All sums are integers, so a
 // row's result does not depend on the batch it is in or on the size of the cluster, and every
 // search ends where it must: there is no retry and no wait but the cluster's barrier.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/ptx/pdl.cuh>
-#include <flashinfer/sampling/philox.cuh>
-#include <flashinfer/sampling/row_cluster.cuh>
-#include <flashinfer/sampling/row_launch.cuh>
-#include <flashinfer/sampling/row_maxima.cuh>
+#include <flashinfer/sampling/row/philox.cuh>
+#include <flashinfer/sampling/row/cluster.cuh>
+#include <flashinfer/sampling/row/launch.cuh>
+#include <flashinfer/sampling/row/maxima.cuh>
 #include <flashinfer/sampling/sampling_params.h>
-#include <flashinfer/sampling/select.cuh>
-#include <flashinfer/sampling/weight.cuh>
+#include <flashinfer/sampling/row/select.cuh>
+#include <flashinfer/sampling/row/weight.cuh>
 #include <type_traits>
 
 namespace flashinfer {

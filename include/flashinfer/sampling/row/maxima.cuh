@@ -1,8 +1,8 @@
 // Maxima of a row, and the search for its k-th largest element that starts from them.
 #pragma once
 
-#include <flashinfer/sampling/row_cluster.cuh>
-#include <flashinfer/sampling/select.cuh>
+#include <flashinfer/sampling/row/cluster.cuh>
+#include <flashinfer/sampling/row/select.cuh>
 
 namespace flashinfer {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
-#include <flashinfer/sampling/row_cluster.cuh>
+#include <flashinfer/sampling/row/cluster.cuh>
 
 #ifndef __CUDACC_RTC__
 

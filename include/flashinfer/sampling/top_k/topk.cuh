@@ -4,16 +4,16 @@
 //   T = k-th largest value;  chosen = { x > T } and the first (or last) elements equal to T that
 //   fill up k
 //
-// A cluster of CTAs takes a row and reads it once (row_cluster.cuh). Each warp owns a stretch of
+// A cluster of CTAs takes a row and reads it once (row/cluster.cuh). Each warp owns a stretch of
 // the row, so counting what it chooses gives every element its place in the output: the same result
 // in every run. NaN counts as +inf.
 #pragma once
 
 #include <flashinfer/ptx/pdl.cuh>
-#include <flashinfer/sampling/row_cluster.cuh>
-#include <flashinfer/sampling/row_launch.cuh>
-#include <flashinfer/sampling/row_maxima.cuh>
-#include <flashinfer/sampling/select.cuh>
+#include <flashinfer/sampling/row/cluster.cuh>
+#include <flashinfer/sampling/row/launch.cuh>
+#include <flashinfer/sampling/row/maxima.cuh>
+#include <flashinfer/sampling/row/select.cuh>
 #include <flashinfer/sampling/topk_params.h>
 
 namespace flashinfer {

@@ -11,10 +11,10 @@
 
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/attention/output.cuh>
-#include <flashinfer/attention/products.cuh>
-#include <flashinfer/attention/query.cuh>
+#include <flashinfer/attention/portable/products.cuh>
+#include <flashinfer/attention/portable/query.cuh>
 #include <flashinfer/attention/rows.cuh>
-#include <flashinfer/attention/tile.cuh>
+#include <flashinfer/attention/portable/tile.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/prefetch.cuh>

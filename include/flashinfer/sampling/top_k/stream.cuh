@@ -10,8 +10,8 @@
 // of equal elements), the choose kernel searches the whole row as in topk.cuh.
 #pragma once
 
-#include <flashinfer/sampling/block_select.cuh>
-#include <flashinfer/sampling/topk.cuh>
+#include <flashinfer/sampling/top_k/block_select.cuh>
+#include <flashinfer/sampling/top_k/topk.cuh>
 
 namespace flashinfer {
 

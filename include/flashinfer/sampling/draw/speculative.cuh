@@ -10,7 +10,7 @@
 // C. Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
 #pragma once
 
-#include <flashinfer/sampling/sampling.cuh>
+#include <flashinfer/sampling/row/sampling.cuh>
 #include <flashinfer/sampling/speculative_params.h>
 
 namespace flashinfer {

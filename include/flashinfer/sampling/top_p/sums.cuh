@@ -2,7 +2,7 @@
 // octave, exact integers.
 #pragma once
 
-#include <flashinfer/sampling/tiles.cuh>
+#include <flashinfer/sampling/row/tiles.cuh>
 
 namespace flashinfer {
 

@@ -4,7 +4,7 @@
 // Tiles are cut by index, so a row's result does not depend on its address or its batch.
 #pragma once
 
-#include <flashinfer/sampling/sampling.cuh>
+#include <flashinfer/sampling/row/sampling.cuh>
 
 namespace flashinfer {
 

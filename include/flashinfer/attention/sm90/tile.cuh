@@ -1,4 +1,4 @@
-// Shapes and shared memory of the attention kernel for Hopper (attention/hopper.cuh).
+// Shapes and shared memory of the attention kernel for Hopper (attention.cuh).
 //
 // A CTA holds kTileQ packed query rows, 64 per consumer warpgroup, and streams K and V in tiles of
 // kTileKV tokens through rings of stages. Operands lie in shared memory as the tensor cores read
@@ -59,7 +59,7 @@ struct HopperTile {
   using Q = Q_;
   using KV = KV_;
   using O = O_;
-  // K and V of 8 bits become 16 between being loaded and being multiplied (hopper_widening.cuh).
+  // K and V of 8 bits become 16 between being loaded and being multiplied (widener.cuh).
   static constexpr bool kWidens = sizeof(Q) == 2 && dtype::kIsFloat8<KV>;
   // Of all operands as they are multiplied.
   using Mma = std::conditional_t<kWidens, dtype::float16, Q>;
@@ -110,10 +110,10 @@ struct HopperTile {
                                             : kTransposedV ? kFloat8Shape.consumer_registers
                                                            : (kThree ? 160 : 224);
 
-  // What rows.cuh and output.cuh read: a warp has 16 rows and all tokens.
+  // What ../rows.cuh and ../output.cuh read: a warp has 16 rows and all tokens.
   static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
   static constexpr bool kScaledQ = kConvertsQuery;
-  static constexpr bool kStoresMatrices = true;  // see hopper_output.cuh
+  static constexpr bool kStoresMatrices = true;  // see output.cuh
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;
   static constexpr int kRowTiles = 1;

@@ -1,8 +1,8 @@
 // The two products of an attention tile, by warp: q k^T and p v.
 #pragma once
 
-#include <flashinfer/attention/float8_mma.cuh>
-#include <flashinfer/attention/tile.cuh>
+#include <flashinfer/common/float8.cuh>
+#include <flashinfer/attention/portable/tile.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mma.cuh>
 

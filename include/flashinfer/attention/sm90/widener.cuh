@@ -3,8 +3,8 @@
 // one instruction for two of e4m3, where bfloat16 takes four.
 #pragma once
 
-#include <flashinfer/attention/float8_mma.cuh>
-#include <flashinfer/attention/hopper_tile.cuh>
+#include <flashinfer/common/float8.cuh>
+#include <flashinfer/attention/sm90/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/shared.cuh>

@@ -1,15 +1,15 @@
 // Attention for Hopper (sm_90a): the copy engine feeds shared memory, warpgroups multiply from it,
 // and persistent CTAs, one per SM, take the plan's lists of items one after the other.
 //
-// One warpgroup loads (hopper_producer.cuh), two or three multiply (hopper_consumer.cuh); what they
-// share is in hopper_tile.cuh. Variants, masks and the merge of cut rows are those of the portable
-// kernel (attention.cuh); weights are made in hopper_weights.cuh. Sums run in a fixed order:
+// One warpgroup loads (producer.cuh), two or three multiply (consumer.cuh); what they
+// share is in tile.cuh. Variants, masks and the merge of cut rows are those of the portable
+// kernel (portable/attention.cuh); weights are made in weights.cuh. Sums run in a fixed order:
 // results repeat bit for bit, whichever CTA takes an item.
 #pragma once
 
-#include <flashinfer/attention/hopper_consumer.cuh>
-#include <flashinfer/attention/hopper_producer.cuh>
-#include <flashinfer/attention/hopper_widening.cuh>
+#include <flashinfer/attention/sm90/consumer.cuh>
+#include <flashinfer/attention/sm90/producer.cuh>
+#include <flashinfer/attention/sm90/widener.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/setmaxnreg.cuh>
 

@@ -17,7 +17,7 @@
 // cluster each: its CTAs propose the same, and list the elements together.
 #pragma once
 
-#include <flashinfer/sampling/nucleus_settle.cuh>
+#include <flashinfer/sampling/top_p/settle.cuh>
 
 #ifndef __CUDACC_RTC__
 #include <algorithm>

@@ -3,7 +3,7 @@
 // the short list of their elements is filtered and drawn from.
 #pragma once
 
-#include <flashinfer/sampling/tiles.cuh>
+#include <flashinfer/sampling/row/tiles.cuh>
 
 namespace flashinfer {
 

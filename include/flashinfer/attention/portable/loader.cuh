@@ -1,7 +1,7 @@
 // From global to shared memory: rows of a tile by cp.async, one warp at a time.
 #pragma once
 
-#include <flashinfer/attention/tile.cuh>
+#include <flashinfer/attention/portable/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 
 namespace flashinfer {

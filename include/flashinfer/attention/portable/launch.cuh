@@ -1,7 +1,7 @@
 // Host side of the attention kernels.
 #pragma once
 
-#include <flashinfer/attention/attention.cuh>
+#include <flashinfer/attention/portable/attention.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/once_per_device.h>
 

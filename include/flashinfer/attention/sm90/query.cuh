@@ -5,7 +5,7 @@
 // 2^-39 of it.
 #pragma once
 
-#include <flashinfer/attention/hopper_tile.cuh>
+#include <flashinfer/attention/sm90/tile.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/tma.cuh>
 

@@ -2,7 +2,7 @@
 // nucleus ends (nucleus.cuh): its elements are listed, the token is accepted or replaced.
 #pragma once
 
-#include <flashinfer/sampling/nucleus_sums.cuh>
+#include <flashinfer/sampling/top_p/sums.cuh>
 
 namespace flashinfer {
 
@@ -239,7 +239,7 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
 
   const uint64_t bits = row_bits(params, out_row, 1);
   if (!is_complete) {
-    // The exact search of select.cuh.
+    // The exact search of row/select.cuh.
     const ProbWeight weight(halves.max, 1.f);
     RowCluster<T, false> whole(row, params.vocab_size, nullptr, 0, storage.warp_values);
     const RowMaxima all{halves.max, negative_infinity(), negative_infinity()};
