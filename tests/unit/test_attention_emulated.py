@@ -265,7 +265,7 @@ FAULTS = [
     ),
     (
         "warps_merge_too_early",
-        "attention/output.cuh",
+        "attention/portable/output.cuh",
         "__syncthreads();  // every warp has read its last K and V",
         "",
         16,

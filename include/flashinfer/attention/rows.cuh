@@ -3,7 +3,8 @@
 #pragma once
 
 #include <flashinfer/attention/mask.cuh>
-#include <flashinfer/attention/portable/products.cuh>
+#include <flashinfer/attention/math.cuh>
+#include <flashinfer/attention/state.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/common/vec.cuh>
 

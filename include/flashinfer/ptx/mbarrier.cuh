@@ -1,5 +1,5 @@
 // Barriers in shared memory (sm_90) that count arrivals of threads and bytes of asynchronous
-// copies, and barriers among some of a CTA's warps.
+// copies.
 #pragma once
 
 #include <cstdint>
@@ -57,16 +57,6 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
       : "r"(barrier), "r"(parity)
       : "memory");
   return done != 0;
-}
-
-// Barrier `id` (1 to 15; 0 is __syncthreads) of `threads` threads, whole warps: those that wait and
-// those that only arrive.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace flashinfer::ptx

@@ -10,6 +10,7 @@
 #include <flashinfer/attention/sm90/producer.cuh>
 #include <flashinfer/attention/sm90/query.cuh>
 #include <flashinfer/attention/rows.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 #include <new>
 
@@ -191,7 +192,7 @@ class HopperConsumer {
       const WorkItem& next_item = work(item_).item;
       const int next_tiles = num_tiles(next_item), next_end = next_item.kv_end;
       if (!Tile::kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
-        const Ring<Tile::kStages> values = k_ring_.before(1);
+        const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
         await_values(values);
         ptx::wgmma_fence();
         multiply_pv(state, p, value_operand(values));
@@ -245,11 +246,11 @@ class HopperConsumer {
   // Of the latest keys given back; those of 8 bits, which come late, since they are transposed.
   __device__ __forceinline__ void test_values() {
     if constexpr (Tile::kTransposedV) {
-      const Ring<Tile::kStages> values = k_ring_.before(1);
+      const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
       has_values_ = ptx::mbarrier_test(address(control_.v_full[values.stage]), values.phase);
     }
   }
-  __device__ __forceinline__ void await_values(const Ring<Tile::kStages>& values) const {
+  __device__ __forceinline__ void await_values(const ptx::Ring<Tile::kStages>& values) const {
     if (Tile::kTransposedV && has_values_) return;
     ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
   }
@@ -258,7 +259,7 @@ class HopperConsumer {
   template <int kTiles>
   __device__ __forceinline__ void multiply_both(Logits& logits, WarpState<Tile>& state,
                                                 const Weights& p) {
-    const Ring<Tile::kStages> values = k_ring_.before(1);
+    const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
     const Operands from = operands(values);
     await_turn();
     ptx::wgmma_fence();
@@ -294,7 +295,7 @@ class HopperConsumer {
       ptx::named_barrier_sync(kOutputBarrier, Tile::kConsumerThreads);  // all have read q
     }
     HopperOutput<Traits, Params>(params_, tensors_, item, work(number).kv_head, num_rows, variant,
-                                 view, shared, nullptr)
+                                 view, shared)
         .write(state, output_map_);
     if constexpr (Tile::kOutputOverQ) {
       ptx::async_proxy_fence();
@@ -327,7 +328,7 @@ class HopperConsumer {
   struct Operands {
     uint64_t q, k, v;
   };
-  __device__ __forceinline__ Operands operands(const Ring<Tile::kStages>& values) const {
+  __device__ __forceinline__ Operands operands(const ptx::Ring<Tile::kStages>& values) const {
     if constexpr (Tile::kTransposedV) {
       const uint32_t stage = shuffled(k_ring_.stage);
       const uint64_t q = query_operand();
@@ -351,7 +352,7 @@ class HopperConsumer {
     }
     return operand(key_offset(k_ring_.stage), 0, KeyRows::kGroupBytes);
   }
-  __device__ __forceinline__ uint64_t value_operand(const Ring<Tile::kStages>& values) const {
+  __device__ __forceinline__ uint64_t value_operand(const ptx::Ring<Tile::kStages>& values) const {
     if constexpr (Tile::kTransposedV) {
       return eight_bit_operand(value_offset(shuffled(values.stage)));
     }
@@ -512,7 +513,7 @@ class HopperConsumer {
   char* const shared_;
   int group_idx_;
   uint32_t item_ = 0;
-  Ring<Tile::kStages> k_ring_;  // values follow their keys
+  ptx::Ring<Tile::kStages> k_ring_;  // values follow their keys
   bool has_values_ = false;
 };
 

@@ -5,61 +5,20 @@
 #include <flashinfer/attention/sm90/attention.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/once_per_device.h>
+#include <flashinfer/ptx/tensor_map.h>
 
 #ifndef __CUDACC_RTC__
 
 namespace flashinfer {
 
-// cuTensorMapEncodeTiled of the driver, which nothing here links to; null if it has none.
-inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    constexpr const char* kName = "cuTensorMapEncodeTiled";
-#if CUDART_VERSION >= 12050
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion(kName, &function, 12000, cudaEnableDefault, &found);
-#else
-    const cudaError_t status = cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault, &found);
-#endif
-    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return encoder;
-}
-
-// One dimension of a tensor: its length, the elements between neighbours, and the box's share.
-struct MapDim {
-  uint64_t length;
-  int64_t stride;
-  uint32_t box;
-};
-
-// Boxes of 128 bytes of columns with the 128-byte swizzle; `dims` behind the contiguous one of
-// `columns`. Leaves `box_rows` 0 where the tensor cannot be described: then threads copy it.
+// Boxes of 128 bytes of columns; leaves `box_rows` 0 where the tensor cannot be described: then
+// threads copy it.
 template <typename T, int kDims>
 inline void encode_map(TensorMap& map, const void* data, uint64_t columns,
-                       const MapDim (&dims)[kDims], uint32_t box_rows) {
-  constexpr int64_t kSize = static_cast<int64_t>(sizeof(T));
-  map.box_rows = 0;
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr || box_rows == 0) return;
-  cuuint64_t lengths[kDims + 1] = {columns}, strides[kDims];
-  cuuint32_t box[kDims + 1] = {static_cast<cuuint32_t>(128 / kSize)}, steps[kDims + 1] = {1};
-  for (int i = 0; i < kDims; ++i) {
-    lengths[i + 1] = dims[i].length;
-    // The stride of a dimension of one element is anything: it is never walked.
-    strides[i] = static_cast<cuuint64_t>(dims[i].length <= 1 ? 128 : dims[i].stride * kSize);
-    box[i + 1] = dims[i].box;
-    steps[i + 1] = 1;
-  }
-  const CUtensorMapDataType type =
-      kSize == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  const CUresult status =
-      encode(&map.map, type, kDims + 1, const_cast<void*>(data), lengths, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status == CUDA_SUCCESS) map.box_rows = box_rows;
+                       const ptx::TensorMapDim (&dims)[kDims], uint32_t box_rows) {
+  const bool is_encoded =
+      box_rows != 0 && ptx::encode_tensor_map<T>(map.map, data, columns, 128 / sizeof(T), dims);
+  map.box_rows = is_encoded ? box_rows : 0;
 }
 
 // Rows of a K or V tile that one box covers: whole groups of eight rows, within a page. Tiles begin
@@ -84,9 +43,10 @@ inline void encode_maps(HopperParams<Params>& hopper) {
        {static_cast<uint64_t>(t.num_qo_tokens), t.q_stride_token, Tile::kTileQ / group}},
       Tile::kTileQ % group == 0 ? Tile::kTileQ : 0);
   // A warp's 16 rows: whole groups, or heads of one group.
-  const MapDim box_heads = {uint64_t{heads} * group, t.o_stride_head, group < 16 ? group : 16};
-  const MapDim box_tokens = {static_cast<uint64_t>(t.num_qo_tokens), t.o_stride_token,
-                             group < 16 ? 16 / group : 1};
+  const ptx::TensorMapDim box_heads = {uint64_t{heads} * group, t.o_stride_head,
+                                       group < 16 ? group : 16};
+  const ptx::TensorMapDim box_tokens = {static_cast<uint64_t>(t.num_qo_tokens), t.o_stride_token,
+                                        group < 16 ? 16 / group : 1};
   const uint32_t box_rows = 16 % group == 0 || group % 16 == 0 ? 16 : 0;
   if constexpr (kStoresOneBox<Tile>) {
     constexpr int kChunks = Tile::kHeadDimVO / 64;

@@ -3,18 +3,19 @@
 // item.
 #pragma once
 
+#include <flashinfer/attention/row_writer.cuh>
 #include <flashinfer/attention/sm90/producer.cuh>
-#include <flashinfer/attention/output.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/tma_boxes.cuh>
 
 namespace flashinfer {
 
 template <typename Traits, typename Params>
-class HopperOutput : public OutputWriter<Traits, Params> {
-  using Base = OutputWriter<Traits, Params>;
-  using Tile = typename Traits::Tile;
-  using O = typename Tile::O;
+class HopperOutput : RowWriter<Traits, Params> {
+  using Base = RowWriter<Traits, Params>;
+  using Base::query_row;
+  using typename Base::O;
+  using typename Base::Tile;
   static constexpr int kRows = 16;
   static constexpr int kChunks = ceil_div(Tile::kHeadDimVO, 64);  // of 128 bytes
   // Else the next query waits for the rows to be gone.
@@ -29,10 +30,24 @@ class HopperOutput : public OutputWriter<Traits, Params> {
 
   __device__ __forceinline__ void write(const WarpState<Tile>& state, const TensorMap& map) {
     if (this->is_finished()) return write_finished(state, map);
-    Base::write(state);
+    write_partial(state);
   }
 
  private:
+  // Sums of rows that other items, too, have keys of.
+  __device__ __forceinline__ void write_partial(const WarpState<Tile>& state) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row<Tile>() + 8 * h;
+      if (row >= this->num_rows_) continue;
+      float* const partial =
+          this->keep(row, state.largest[0][h], state.sum[0][h], threadIdx.x % 4 == 0);
+      this->for_each_value(state, 0, h, [&](int column, const auto& values) {
+        this->store_floats(partial + column, values);
+      });
+    }
+  }
+
   // Without a branch around any computation: rows past the last are computed as the last.
   __device__ __forceinline__ void write_finished(const WarpState<Tile>& state,
                                                  const TensorMap& map) {
@@ -118,11 +133,6 @@ class HopperOutput : public OutputWriter<Traits, Params> {
           *reinterpret_cast<const uint4*>(rows + swizzled_offset<kRows>(row, column));
       if (warp_row + row < this->num_rows_) *reinterpret_cast<uint4*>(output + offset) = values;
     }
-  }
-
-  __device__ __forceinline__ QueryRow query_row(int row) const {
-    return make_query_row<MaskMode::none, false>(this->item_, this->item_.row_begin + row,
-                                                 this->params_.group_size, this->kv_head_, -1);
   }
 };
 

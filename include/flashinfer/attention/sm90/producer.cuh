@@ -13,6 +13,7 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/shared.cuh>
 #include <flashinfer/ptx/tma_boxes.cuh>
 
@@ -201,7 +202,7 @@ class HopperProducer {
 
   template <bool kKeys>
   __device__ __forceinline__ void load_tile(const WorkItem& item, uint32_t kv_head, int tile) {
-    Ring<Tile::kLoadedStages>& ring = kKeys ? k_ring_ : v_ring_;
+    ptx::Ring<Tile::kLoadedStages>& ring = kKeys ? k_ring_ : v_ring_;
     constexpr bool kChanges = Tile::kWidens || (Tile::kTransposedV && !kKeys);
     auto& fulls = kKeys ? (kChanges ? control_.loaded_k_full : control_.k_full)
                         : (kChanges ? control_.loaded_v_full : control_.v_full);
@@ -325,7 +326,7 @@ class HopperProducer {
   // ones (output_column<true>).
   // `num_rows`: that the request has from the tile on; what a warp reads behind them it clears.
   __device__ __forceinline__ void transpose_values(int num_rows) {
-    Ring<Tile::kStages>& ring = transposed_ring_;
+    ptx::Ring<Tile::kStages>& ring = transposed_ring_;
     const uint32_t full = address(control_.loaded_v_full[ring.stage]);
     if (pending_ == full) announce();
     ptx::mbarrier_wait(full, ring.phase);
@@ -456,10 +457,10 @@ class HopperProducer {
   HopperControl& control_;
   const uint32_t shared_;
   int thread_idx_, warp_idx_, lane_idx_;
-  Ring<HopperControl::kWorkStages> work_, published_;
-  Ring<Tile::kStagesQ> q_ring_;
-  Ring<Tile::kLoadedStages> k_ring_, v_ring_;
-  Ring<Tile::kStages> transposed_ring_;
+  ptx::Ring<HopperControl::kWorkStages> work_, published_;
+  ptx::Ring<Tile::kStagesQ> q_ring_;
+  ptx::Ring<Tile::kLoadedStages> k_ring_, v_ring_;
+  ptx::Ring<Tile::kStages> transposed_ring_;
   bool is_first_ = true, taken_late_ = true;
   uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
 };

@@ -13,14 +13,10 @@
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/ptx/ring.cuh>
 
 namespace flashinfer {
-
-// Where an operand of `kRows` rows keeps its 16-byte chunk `column` of row `row`.
-template <int kRows>
-__device__ __forceinline__ uint32_t swizzled_offset(int row, int column) {
-  return (column / 8 * kRows + row) * 128 + ((column ^ row) % 8) * 16;
-}
 
 // How rows of K or V of `kDim` columns lie in a stage. Pages come as one box each, in which a group
 // of eight rows has its chunks together; else a chunk has all rows together.
@@ -110,7 +106,7 @@ struct HopperTile {
                                             : kTransposedV ? kFloat8Shape.consumer_registers
                                                            : (kThree ? 160 : 224);
 
-  // What ../rows.cuh and ../output.cuh read: a warp has 16 rows and all tokens.
+  // What ../rows.cuh and ../row_writer.cuh read: a warp has 16 rows and all tokens.
   static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
   static constexpr bool kScaledQ = kConvertsQuery;
   static constexpr bool kStoresMatrices = true;  // see output.cuh
@@ -194,25 +190,5 @@ struct HopperControl {
 template <typename Tile>
 inline constexpr int kHopperSharedBytes =
     Tile::kOffsetControl + static_cast<int>(sizeof(HopperControl));
-
-// Position in a ring of barriers. Waiting for the parity of the phase gives a full stage to
-// consumers; producers wait for the other parity, which a new barrier counts as complete.
-template <int kStages>
-struct Ring {
-  uint32_t stage = 0, phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-
-  // Where it was `steps` ago, at most a round.
-  __device__ __forceinline__ Ring before(uint32_t steps) const {
-    const bool earlier_round = stage < steps;
-    return {stage + (earlier_round ? kStages : 0) - steps, phase ^ earlier_round};
-  }
-};
 
 }  // namespace flashinfer

@@ -69,8 +69,8 @@ class HopperWidener {
   }
 
   struct Rings {
-    Ring<Tile::kLoadedStages> loaded;
-    Ring<Tile::kStages> widened;
+    ptx::Ring<Tile::kLoadedStages> loaded;
+    ptx::Ring<Tile::kStages> widened;
   };
 
   // Rows behind the request's `num_rows` may be NaN, and 0 * NaN is not 0: this lane's pieces of
@@ -152,7 +152,7 @@ class HopperWidener {
   HopperControl& control_;
   const int lane_idx_;
   uint32_t source_, target_;  // this lane's first 16 bytes of a tile, before its offset
-  Ring<HopperControl::kWorkStages> work_;
+  ptx::Ring<HopperControl::kWorkStages> work_;
   Rings k_ring_, v_ring_;
 };
 

@@ -2,19 +2,23 @@
 // workspace.
 #pragma once
 
-#include <flashinfer/attention/finalize.cuh>
 #include <flashinfer/attention/portable/products.cuh>
+#include <flashinfer/attention/row_writer.cuh>
 
 namespace flashinfer {
 
 // Writes the rows of one item: to the output if the item saw all of the row's keys, else as raw
 // sums to the workspace.
 template <typename Traits, typename Params>
-class OutputWriter {
-  using Tile = typename Traits::Tile;
-  using O = typename Tile::O;
-  using Variant = typename Traits::Variant;
-  using View = RequestParams<typename Params::Variant>;
+class OutputWriter : RowWriter<Traits, Params> {
+  using Base = RowWriter<Traits, Params>;
+  using Base::finish, Base::for_each_value, Base::is_finished, Base::keep, Base::output_row,
+      Base::query_row, Base::store_floats;
+  using Base::item_, Base::kv_head_, Base::num_rows_, Base::params_, Base::shared_, Base::tensors_;
+  using typename Base::O;
+  using typename Base::Tile;
+  using typename Base::Variant;
+  using typename Base::View;
 
  public:
   // `shared`: the query rows, which no warp but their own reads any more; `stages`: where K and V
@@ -23,15 +27,7 @@ class OutputWriter {
                                           const WorkItem& item, uint32_t kv_head, int num_rows,
                                           Variant& variant, const View& view, char* shared,
                                           char* stages)
-      : params_(params),
-        tensors_(tensors),
-        item_(item),
-        kv_head_(kv_head),
-        num_rows_(num_rows),
-        variant_(variant),
-        view_(view),
-        shared_(shared),
-        stages_(stages) {}
+      : Base(params, tensors, item, kv_head, num_rows, variant, view, shared), stages_(stages) {}
 
   __device__ __forceinline__ void write(const WarpState<Tile>& state) {
     if constexpr (Tile::kSplitKV) {
@@ -41,48 +37,11 @@ class OutputWriter {
     }
   }
 
- protected:
-  __device__ __forceinline__ bool is_finished() const { return item_.partial_slot < 0; }
-
-  // First of the item's columns of a row in o.
-  __device__ __forceinline__ O* output_row(const QueryRow& row) const {
-    const int64_t token = item_.qo_begin + int64_t{row.qo_idx};
-    return static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
-           row.qo_head_idx * tensors_.o_stride_head + blockIdx.y * Tile::kOutputDim;
-  }
-
-  // Where a row's LSE goes, if it is wanted.
-  __device__ __forceinline__ float* lse_of(const QueryRow& row) const {
-    const int64_t token = item_.qo_begin + int64_t{row.qo_idx};
-    return tensors_.lse + token * params_.variant.num_qo_heads + row.qo_head_idx;
-  }
-
-  __device__ __forceinline__ FinishedRow<O, Variant, View> finish(O* output, const QueryRow& row,
-                                                                  float largest, float sum,
-                                                                  bool writes_lse) const {
-    float* lse = nullptr;
-    if (tensors_.lse != nullptr && writes_lse && blockIdx.y == 0) lse = lse_of(row);
-    using Row = FinishedRow<O, Variant, View>;
-    return Row(output, lse, variant_, view_, item_.request, row.qo_idx, row.qo_head_idx, largest,
-               sum, output_scale<Variant>(tensors_, params_.variant, kv_head_));
-  }
-
-  // Where the sums of a row of the tile go in the workspace; writes its softmax sums.
-  __device__ __forceinline__ float* keep(int row, float largest, float sum,
-                                         bool writes_sums) const {
-    const int64_t partial =
-        (int64_t{item_.partial_slot} * params_.num_kv_heads.divisor + kv_head_) *
-            params_.rows_per_slot +
-        row;
-    if (writes_sums && blockIdx.y == 0) params_.partial_sums[partial] = float2{largest, sum};
-    return params_.partial_o + partial * Tile::kHeadDimVO + blockIdx.y * Tile::kOutputDim;
-  }
-
+ private:
   // Finished rows of 16-bit outputs leave by way of the warp's own query rows in shared memory, as
   // whole lines: the mma layout has 16 bytes of a row at a time.
-  static constexpr bool kStageOutput = !Tile::kSplitKV && sizeof(typename Tile::O) == 2 &&
-                                       Tile::kOutputDim <= Tile::kHeadDimQK &&
-                                       !Tile::kStoresMatrices;
+  static constexpr bool kStageOutput =
+      !Tile::kSplitKV && sizeof(O) == 2 && Tile::kOutputDim <= Tile::kHeadDimQK;
 
   // Each warp has its own rows.
   __device__ __forceinline__ void write_rows(const WarpState<Tile>& state) {
@@ -95,17 +54,15 @@ class OutputWriter {
         if (row >= num_rows_) continue;
         const bool is_first_lane = threadIdx.x % 4 == 0;
         const float largest = state.largest[i][h], sum = state.sum[i][h];
-        if (!Tile::kStoresMatrices && is_finished()) {
-          // Made anew, so that the loop need not keep it.
-          const QueryRow query_row = make_query_row<MaskMode::none, false>(
-              item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
+        if (is_finished()) {
+          const QueryRow query = query_row(row);
           O* output;
           if constexpr (kStageOutput) {
             output = reinterpret_cast<O*>(shared_ + row * Tile::kPitchQ);
           } else {
-            output = output_row(query_row);
+            output = output_row(query);
           }
-          auto target = finish(output, query_row, largest, sum, is_first_lane);
+          auto target = finish(output, query, largest, sum, is_first_lane);
           for_each_value(state, i, h,
                          [&](int column, const auto& values) { target.store(column, values); });
         } else {
@@ -122,14 +79,12 @@ class OutputWriter {
   }
 
   __device__ __forceinline__ void copy_staged_rows() const {
-    using O = typename Tile::O;
     constexpr int kChunks = Tile::kOutputDim / 8;
     __syncwarp();
     const int lane_idx = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
-    const QueryRow own = make_query_row<MaskMode::none, false>(
-        item_, item_.row_begin + warp_row + lane_idx, params_.group_size, kv_head_, -1);
-    const int64_t own_offset = output_row(own) - static_cast<O*>(tensors_.o);
+    const int64_t own_offset =
+        output_row(query_row(warp_row + lane_idx)) - static_cast<O*>(tensors_.o);
 #pragma unroll
     for (int i = 0; i < Tile::kWarpRows * kChunks / 32; ++i) {
       const int chunk = i * 32 + lane_idx;
@@ -143,37 +98,10 @@ class OutputWriter {
     }
   }
 
-  // The consecutive columns that this thread holds of one row.
-  template <typename Store>
-  __device__ __forceinline__ static void for_each_value(const WarpState<Tile>& state, int i, int h,
-                                                        const Store& store) {
-#pragma unroll
-    for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-      const float (&a)[4] = state.output[i][j];
-      const float (&b)[4] = state.output[i][j + 1];
-      if constexpr (Tile::kFloat8) {
-        const float values[4] = {a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1]};
-        store(output_column<true>(j, 0), values);
-      } else {
-        const float first[2] = {a[2 * h], a[2 * h + 1]};
-        const float second[2] = {b[2 * h], b[2 * h + 1]};
-        store(output_column<false>(j, 0), first);
-        store(output_column<false>(j + 1, 0), second);
-      }
-    }
-  }
-
   // Column within 16 of the transposed output's element in the upper (0) or lower half of its rows.
   __device__ __forceinline__ static int narrow_column(int half) {
     const int row = threadIdx.x % 32 / 4;
     return Tile::kFloat8 ? 2 * row + half : row + 8 * half;
-  }
-
-  template <int N>
-  __device__ __forceinline__ static void store_floats(float* address, const float (&values)[N]) {
-    Vector<float, N> vector;
-    vector.from_floats(values);
-    vector.store(address);
   }
 
   // The warps' parts of the same rows meet in shared memory, in order of the warps.
@@ -229,10 +157,9 @@ class OutputWriter {
           store(column, values);
         }
       };
-      const QueryRow query_row = make_query_row<MaskMode::none, false>(
-          item_, item_.row_begin + row, params_.group_size, kv_head_, -1);
+      const QueryRow query = query_row(row);
       if (is_finished()) {
-        auto target = finish(output_row(query_row), query_row, largest, sum, lane_idx == 0);
+        auto target = finish(output_row(query), query, largest, sum, lane_idx == 0);
         for_each_vector([&](int column, const auto& values) { target.store(column, values); });
       } else {
         float* const partial = keep(row, largest, sum, lane_idx == 0);
@@ -242,14 +169,6 @@ class OutputWriter {
     }
   }
 
-  const Params& params_;
-  const AttentionTensors& tensors_;
-  const WorkItem& item_;
-  const uint32_t kv_head_;
-  const int num_rows_;
-  Variant& variant_;
-  const View& view_;
-  char* const shared_;
   char* const stages_;
 };
 

@@ -1,0 +1,37 @@
+// What a warp keeps of its query rows while keys pass, and which rows and columns a thread holds:
+// the C fragments of mma, which wgmma shares.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer {
+
+// State of a warp's rows; thread_row() says which a thread has.
+template <typename Tile>
+struct WarpState {
+  float output[Tile::kRowTiles][Tile::kOutputTiles][4];
+  float largest[Tile::kRowTiles][2];  // exponent so far (logit * sm_scale_log2)
+  float sum[Tile::kRowTiles][2];      // of this lane's columns only
+};
+
+// Column of the output at element `i` (0, 1) of output tile `tile`: 8-bit V comes with the even
+// columns of a block of 16 in one tile and the odd ones in the next.
+template <bool kFloat8>
+__device__ __forceinline__ int output_column(int tile, int i) {
+  const int quad_lane = threadIdx.x % 4;
+  return kFloat8 ? tile / 2 * 16 + quad_lane * 4 + 2 * i + tile % 2 : tile * 8 + quad_lane * 2 + i;
+}
+
+// Row within the tile of this thread's first row.
+template <typename Tile>
+__device__ __forceinline__ int first_row() {
+  return (Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows) + threadIdx.x % 32 / 4;
+}
+
+// Row within the tile of row h (0, 1) of row tile i that this thread holds.
+template <typename Tile>
+__device__ __forceinline__ int thread_row(int i, int h) {
+  return Tile::kNarrow ? threadIdx.x % 4 * 2 + h : first_row<Tile>() + 16 * i + 8 * h;
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,71 @@
+// Tensor maps, which tell the copy engine of sm_90 (tma.cuh) how a tensor lies in global memory and
+// what a box of it is. Host code.
+#pragma once
+
+#ifndef __CUDACC_RTC__
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flashinfer::ptx {
+
+// cuTensorMapEncodeTiled of the driver, which nothing here links to; null if it has none.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    constexpr const char* kName = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion(kName, &function, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault, &found);
+#endif
+    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
+}
+
+// One dimension of a tensor beyond the contiguous one: its length, the elements between neighbours,
+// and how many of it a box has.
+struct TensorMapDim {
+  uint64_t length;
+  int64_t stride;
+  uint32_t box;
+};
+
+// Describes a tensor of `columns` contiguous elements, of which a box has `box_columns`, and of
+// `dims` after them. Elements outside of it are read as zeros. Returns false where it cannot be
+// described: an address that is no multiple of 16 bytes, a stride that is none or is too large, or
+// a driver without tensor maps.
+template <typename T, int kDims>
+inline bool encode_tensor_map(CUtensorMap& map, const void* data, uint64_t columns,
+                              uint32_t box_columns, const TensorMapDim (&dims)[kDims],
+                              CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+  static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4);
+  constexpr int64_t kSize = static_cast<int64_t>(sizeof(T));
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return false;
+  cuuint64_t lengths[kDims + 1] = {columns}, strides[kDims];
+  cuuint32_t box[kDims + 1] = {box_columns}, steps[kDims + 1] = {1};
+  for (int i = 0; i < kDims; ++i) {
+    lengths[i + 1] = dims[i].length;
+    // The stride of a dimension of one element is anything: it is never walked.
+    strides[i] = static_cast<cuuint64_t>(dims[i].length <= 1 ? 128 : dims[i].stride * kSize);
+    box[i + 1] = dims[i].box;
+    steps[i + 1] = 1;
+  }
+  constexpr CUtensorMapDataType kType = kSize == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                        : kSize == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                     : CU_TENSOR_MAP_DATA_TYPE_UINT32;
+  return encode(&map, kType, kDims + 1, const_cast<void*>(data), lengths, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace flashinfer::ptx
+
+#endif  // __CUDACC_RTC__
