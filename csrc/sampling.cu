@@ -1,7 +1,4 @@
-#include <flashinfer/sampling/top_p/nucleus.cuh>
-#include <flashinfer/sampling/row/sampling.cuh>
-#include <flashinfer/sampling/softmax/softmax.cuh>
-#include <flashinfer/sampling/draw/stream.cuh>
+#include <flashinfer/sampling/sampling.cuh>
 
 #include "sampling.h"
 

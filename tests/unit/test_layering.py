@@ -34,6 +34,10 @@ FAMILY_EDGES: dict[tuple[str, str], str] = {
     ("quantization", "activation"): "a gated activation with quantised output is one kernel",
 }
 
+# Folders of a family that hold one implementation each, in the same namespace of file names. What
+# they share lies one level up and knows neither.
+IMPLEMENTATIONS = {"portable", "sm90"}
+
 # Files of csrc/ that may name tvm/ffi, beside *_jit_binding.cc.
 TVM_HEADERS = {"ffi.h", "tvm_ffi_utils.h"}
 
@@ -92,6 +96,12 @@ def layer(name: str) -> str:
     return parts[1] if len(parts) > 2 else Path(parts[1]).stem
 
 
+def implementation(name: str) -> str | None:
+    """`portable` or `sm90` of `flashinfer/<family>/<implementation>/...`; None: what they share."""
+    folder = Path(name).parts[2:-1]
+    return folder[0] if folder and folder[0] in IMPLEMENTATIONS else None
+
+
 # ---- C++ ----
 
 
@@ -102,6 +112,7 @@ def test_there_is_something_to_check():
 @pytest.mark.parametrize("path", under(INCLUDE), ids=rel)
 def test_include_edges(path: Path):
     own = layer(str(path.relative_to(INCLUDE.parent)))
+    own_implementation = implementation(str(path.relative_to(INCLUDE.parent)))
     for bracket, name in includes(path):
         assert bracket == "<", f'{rel(path)}: #include "{name}" must be written <flashinfer/...>'
         assert not re.match(r"(torch|ATen|c10|tvm|dlpack)/", name), f"{rel(path)} includes <{name}>"
@@ -112,6 +123,9 @@ def test_include_edges(path: Path):
         assert (INCLUDE.parent / name).is_file(), f"{rel(path)}: <{name}> does not exist"
         other = layer(name)
         if other == own:
+            assert implementation(name) in {own_implementation, None}, (
+                f"{rel(path)} includes <{name}>, which is of another implementation"
+            )
             continue
         allowed = BASE_LAYERS.get(own)
         if allowed is None:

@@ -32,7 +32,7 @@ def hopper_tile_q(head_dim_qk: int, head_dim_vo: int, dtype_q: torch.dtype = tor
 
 @functools.cache
 def hopper_tile_kv(head_dim_qk: int, head_dim_vo: int, widens: bool = False) -> int:
-    """Tokens by which plans cut keys: a KV tile (attention/sm90/tile.cuh), or the next power of two.
+    """Tokens by which plans cut keys: a KV tile (sm90/tile.cuh), or the next power of two.
 
     Tiles have as many as leave room for two stages of K and V. `widens`: whether keys and values
     of 8 bits become 16.

@@ -7,6 +7,7 @@
 #include <flashinfer/attention/state.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/common/vec.cuh>
+#include <flashinfer/ptx/ldmatrix.cuh>
 
 namespace flashinfer {
 

@@ -10,7 +10,7 @@
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
-#include <flashinfer/attention/output.cuh>
+#include <flashinfer/attention/portable/output.cuh>
 #include <flashinfer/attention/portable/products.cuh>
 #include <flashinfer/attention/portable/query.cuh>
 #include <flashinfer/attention/rows.cuh>
