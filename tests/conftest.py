@@ -53,6 +53,18 @@ def device() -> Iterator[torch.device]:
         yield torch.device("cpu")
 
 
+@pytest.fixture
+def fuzz_run(device: torch.device, full: bool, capsys: pytest.CaptureFixture[str]):
+    """What `tests.fuzzing.run_fuzz` needs to know about this run."""
+    from tests.fuzzing import FuzzRun
+
+    def tell(line: str) -> None:
+        with capsys.disabled():
+            print("\n" + line)
+
+    return FuzzRun(device, full, tell)
+
+
 def _no_gpu_reason() -> str | None:
     if torch.version.cuda is None:
         return f"needs a GPU: torch {torch.__version__} is built without CUDA"

@@ -1,22 +1,28 @@
-"""What the fuzzers of all families share: awkward layouts, faults, and the verdict on one call.
+"""What the fuzzers of all families share: awkward layouts, faults, the verdict and the driver.
 
 A fuzzer draws a call that the documentation allows, and with some probability one fault. Without
-fault the call must be accepted and match the reference; with a fault it must be refused by name
+a fault the call must be accepted and match the reference; with a fault it must be refused by name
 and must not have written anything. There is no third outcome.
+
+A family states in one `Family` what is called, how calls are drawn and built, and which faults
+there are. `run_fuzz` draws, `check_fault` applies one fault to an ordinary call of each function,
+and `tests/unit/test_refusals.py` sends the same faults to the bindings on the CPU.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from flashinfer.jit import JitSpec, build_jit_specs
 from flashinfer.testing import CheckOptions, assert_matches_reference
 from flashinfer.testing.tensors import clone_arguments, fill_with_poison, iter_tensors
 
@@ -162,7 +168,7 @@ def assert_refused(api: Callable[..., Any], arguments: dict[str, Any], argument:
 class Tally:
     """Runs the drawn calls and counts what became of them."""
 
-    faults: dict[str, Fault]
+    faults: Mapping[str, Fault]
     accepted: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     begun: float = field(default_factory=time.monotonic)
@@ -190,13 +196,13 @@ class Tally:
     def report(self, family: str, device: torch.device) -> str:
         cases = self.accepted.total() + self.refused.total()
         return (
-            f"\n{family} on {device}: {cases} cases in {time.monotonic() - self.begun:.1f} s, "
+            f"{family} on {device}: {cases} cases in {time.monotonic() - self.begun:.1f} s, "
             f"{self.accepted.total()} accepted and right, {self.refused.total()} refused by name "
             f"({len(self.refused)} kinds of fault), 0 silent mismatches"
         )
 
 
-def faults(all_faults: dict[str, Fault]) -> st.SearchStrategy[str | None]:
+def faults(all_faults: Mapping[str, Fault]) -> st.SearchStrategy[str | None]:
     """No fault in two cases of three."""
     return st.one_of(st.none(), st.none(), st.sampled_from(list(all_faults)))
 
@@ -212,3 +218,91 @@ def fuzz_settings(examples: int) -> settings:
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
+
+
+# ---- the driver --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is called in a family of operations, how calls are drawn, and what is wrong with some.
+
+    A case is any object that the strategy draws; where there are several functions it says in
+    `function` which one it calls.
+    """
+
+    name: str
+    module: Any  # where the functions are
+    functions: tuple[str, ...]
+    cases: st.SearchStrategy[Any]
+    build: Callable[[Any, torch.device], dict[str, Any]]  # the arguments of a case
+    usual: Callable[[str, torch.device], dict[str, Any]]  # an ordinary call of a function
+    faults: Mapping[str, Fault]
+    function_faults: Mapping[str, Mapping[str, Fault]] = field(default_factory=dict)
+    kernel_faults: Mapping[str, Fault] = field(default_factory=dict)  # unknown to the reference
+    options: Callable[[Any, dict[str, Any]], CheckOptions | None] = lambda case, arguments: None
+    specs: Callable[[], list[JitSpec]] = list  # modules that the cases need
+
+    def api(self, function: str) -> Callable[..., Any]:
+        return getattr(self.module, function)
+
+    def function_of(self, case: Any) -> str:
+        return case.function if len(self.functions) > 1 else self.functions[0]
+
+    def faults_of(self, function: str, kernels: bool) -> dict[str, Fault]:
+        """The faults that concern `function`, on kernels or on the reference backend."""
+        found = {**self.faults, **self.function_faults.get(function, {})}
+        return found | self.kernel_faults if kernels else found
+
+    def all_faults(self) -> list[str]:
+        """Names of all faults, those of a single function among them."""
+        of_functions = (name for known in self.function_faults.values() for name in known)
+        return list(dict.fromkeys([*self.faults, *of_functions, *self.kernel_faults]))
+
+
+@dataclass(frozen=True)
+class FuzzRun:
+    """Where a fuzzer runs, how long, and where its last line goes; the fixture `fuzz_run`."""
+
+    device: torch.device
+    full: bool
+    tell: Callable[[str], None]
+
+    @property
+    def examples(self) -> int:
+        return (GPU_EXAMPLES if self.device.type == "cuda" else CPU_EXAMPLES) * (1 + 4 * self.full)
+
+
+def run_fuzz(family: Family, run: FuzzRun) -> None:
+    """Draw calls of a family: each is right, or refused by the name of what is wrong with it."""
+    kernels = run.device.type == "cuda"
+    if kernels:
+        build_jit_specs(family.specs())
+    tally = Tally({**family.faults, **(family.kernel_faults if kernels else {})})
+
+    @fuzz_settings(run.examples)
+    @given(case=family.cases, fault=faults(tally.faults))
+    def check(case: Any, fault: str | None) -> None:
+        arguments = family.build(case, run.device)
+        api = family.api(family.function_of(case))
+        tally.judge(api, arguments, family.options(case, arguments), fault)
+
+    check()
+    run.tell(tally.report(family.name, run.device))
+    assert set(tally.accepted) == set(family.functions), "a function was never called"
+    assert tally.accepted.total() + tally.refused.total() >= run.examples
+
+
+def check_fault(family: Family, fault: str, device: torch.device) -> None:
+    """Every function that a fault concerns refuses it, so that none depends on being drawn."""
+    kernels = device.type == "cuda"
+    if fault in family.kernel_faults and not kernels:
+        pytest.skip("a fault of kernels, which the reference backend does not have")
+    refused = 0
+    for function in family.functions:
+        change = family.faults_of(function, kernels).get(fault)
+        changed = change(family.usual(function, device)) if change is not None else None
+        if changed is not None:
+            assert_refused(family.api(function), changed, fault.split()[0])
+            refused += 1
+    assert refused, "the fault applies to no function"

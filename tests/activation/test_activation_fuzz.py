@@ -7,30 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 import flashinfer
+from flashinfer.jit import JitSpec
+from flashinfer.jit.activation import gen_act_and_mul_module
 from flashinfer.testing import CheckOptions, error_bound
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
     LAYOUTS,
     MAX_ELEMENTS,
     ROWS,
     WIDTHS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
     expanded,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     sliding,
     strided,
     with_dtype,
@@ -106,11 +105,10 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _unfoldable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Leading dimensions in the other order: they no longer fold into one."""
-    if tensor.ndim < 3 or min(tensor.shape[:2]) < 2 or tensor.numel() == 0:
+    """Two leading dimensions in the other order: they do not fold into one."""
+    if tensor.ndim == 0 or tensor.shape[-1] == 0:
         return None
-    swapped = (tensor.shape[1], tensor.shape[0], *tensor.shape[2:])
-    return tensor.new_zeros(swapped).transpose(0, 1)
+    return tensor.new_zeros((2, 3, tensor.shape[-1])).transpose(0, 1)
 
 
 def _out_over_input(arguments: dict[str, Any]) -> dict[str, Any] | None:
@@ -148,41 +146,34 @@ def _options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     return CheckOptions(bound=error_bound(case.dtype, magnitude=largest * max(largest, 1.0)))
 
 
-@pytest.fixture(scope="module")
-def modules() -> None:
-    """All modules of the family, built at once: the fuzzer then spends its time on calls."""
-    if torch.cuda.is_available():
-        from flashinfer.jit.activation import gen_act_and_mul_module
-        from flashinfer.jit.core import build_jit_specs
-
-        names = [function.removesuffix("_and_mul") for function in FUNCTIONS]
-        build_jit_specs([gen_act_and_mul_module(n, dtype) for n in names for dtype in FLOATING])
+def usual(function: str, device: torch.device) -> dict[str, Any]:
+    """An ordinary call of `function`."""
+    options = Layout(), Layout(), "new", None, 1.0, "", 0
+    return build(Case(function, torch.bfloat16, (4,), 64, *options), device)
 
 
-def test_activations_are_right_or_refused(device, modules, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        arguments = build(case, device)
-        tally.judge(getattr(flashinfer, case.function), arguments, _options(case, arguments), fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("activation", device))
-    assert set(tally.accepted) == set(FUNCTIONS)
-    assert tally.accepted.total() + tally.refused.total() >= examples
+def specs() -> list[JitSpec]:
+    names = [function.removesuffix("_and_mul") for function in FUNCTIONS]
+    return [gen_act_and_mul_module(name, dtype) for name in names for dtype in FLOATING]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_refused_by_every_function(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    tally = Tally(FAULTS)
-    leading = (4, 3) if "fold" in fault else (4,)
-    for function in FUNCTIONS:
-        usual = Layout(), Layout(), "new", None, 1.0, "", 0
-        arguments = build(Case(function, torch.bfloat16, leading, 64, *usual), device)
-        tally.refuse(getattr(flashinfer, function), FAULTS[fault](arguments), fault)
-    assert tally.refused[fault] == len(FUNCTIONS)
+FAMILY = Family(
+    "activation",
+    flashinfer,
+    FUNCTIONS,
+    cases(),
+    build,
+    usual,
+    FAULTS,
+    options=_options,
+    specs=specs,
+)
+
+
+def test_activations_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
+def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
+    check_fault(FAMILY, fault, device)

@@ -7,27 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer import cascade
+from flashinfer.jit import JitSpec
+from flashinfer.jit.cascade import CascadeConfig, gen_cascade_module
 from flashinfer.testing import CheckOptions, error_bound
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
     LAYOUTS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
     expanded,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     strided,
     with_dtype,
 )
@@ -108,7 +107,7 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
     return arguments
 
 
-def options(case: Case) -> CheckOptions:
+def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     """A result is a mean of values of magnitude 1 or so; s carries its own magnitude."""
     bound = error_bound(case.dtype, 32, magnitude=6.0)
     if case.dtype == torch.float32:
@@ -160,53 +159,35 @@ IN_PLACE_FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.fixture(scope="module")
-def modules() -> None:
-    """All modules of the family, built at once: the fuzzer then spends its time on calls."""
-    if torch.cuda.is_available():
-        from flashinfer.jit.cascade import CascadeConfig, gen_cascade_module
-        from flashinfer.jit.core import build_jit_specs
-
-        build_jit_specs(
-            [
-                gen_cascade_module(CascadeConfig(dtype, pair))
-                for dtype in FLOATING
-                for pair in (False, True)
-            ]
-        )
-
-
-def test_merges_are_right_or_refused(device, modules, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        tally.judge(getattr(cascade, case.function), build(case, device), options(case), fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("cascade", device))
-    assert set(tally.accepted) == set(FUNCTIONS)
-    assert tally.accepted.total() + tally.refused.total() >= examples
-
-
 def usual(function: str, device: torch.device) -> dict[str, Any]:
     """An ordinary call of `function`."""
     options = (Layout(), Layout()), Layout(), 1.0, 0.0, False, "bool", 3
     return build(Case(function, torch.bfloat16, 5, 3, 4, 64, *options), device)
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *IN_PLACE_FAULTS])
+def specs() -> list[JitSpec]:
+    pairs = [(dtype, pair) for dtype in FLOATING for pair in (False, True)]
+    return [gen_cascade_module(CascadeConfig(dtype, pair)) for dtype, pair in pairs]
+
+
+FAMILY = Family(
+    "cascade",
+    cascade,
+    FUNCTIONS,
+    cases(),
+    build,
+    usual,
+    FAULTS,
+    function_faults={"merge_state_in_place": IN_PLACE_FAULTS},
+    options=options,
+    specs=specs,
+)
+
+
+def test_merges_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
 def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    known = FAULTS | IN_PLACE_FAULTS
-    tally = Tally(known)
-    for function in FUNCTIONS:
-        if fault in IN_PLACE_FAULTS and function != "merge_state_in_place":
-            continue
-        changed = known[fault](usual(function, device))
-        if changed is not None:
-            tally.refuse(getattr(cascade, function), changed, fault)
-    assert tally.refused[fault] > 0
+    check_fault(FAMILY, fault, device)

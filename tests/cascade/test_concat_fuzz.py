@@ -5,29 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
-from flashinfer.concat_ops import concat_mla_k
+from flashinfer import concat_ops
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
     LAYOUTS,
     MAX_ELEMENTS,
     ROWS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
     expanded,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     strided,
 )
 
@@ -125,16 +123,22 @@ FAULTS: dict[str, Fault] = {
 KERNEL_FAULTS: dict[str, Fault] = {"k_nope of another dtype": replace("k_nope", _other_dtype)}
 
 
-def test_concatenations_are_right_or_refused(device, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
+FAMILY = Family(
+    "concat_mla_k",
+    concat_ops,
+    ("concat_mla_k",),
+    cases(),
+    build,
+    usual,
+    FAULTS,
+    kernel_faults=KERNEL_FAULTS,
+)
 
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        tally.judge(concat_mla_k, build(case, device), None, fault)
 
-    check()
-    with capsys.disabled():
-        print(tally.report("concat_mla_k", device))
-    assert tally.accepted.total() + tally.refused.total() >= examples
+def test_concatenations_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
+def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
+    check_fault(FAMILY, fault, device)

@@ -7,30 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer import norm
+from flashinfer.jit import JitSpec
+from flashinfer.jit.fused_rmsnorm import FusedRmsnormConfig, gen_fused_rmsnorm_module
 from flashinfer.testing import CheckOptions, error_bound
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
     LAYOUTS,
     MAX_ELEMENTS,
     ROWS,
     WIDTHS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
     expanded,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     shifted,
     sliding,
     strided,
@@ -210,7 +209,6 @@ ALIGNMENT_FAULTS: dict[str, Fault] = {
     "normed_out off its vectors": _of_blocks("normed_out"),
     "out off its vectors": _of_blocks("out"),
 }
-ALL_FAULTS = FAULTS | ALIGNMENT_FAULTS
 
 
 def _options(case: Case, arguments: dict[str, Any]) -> CheckOptions | None:
@@ -223,52 +221,39 @@ def _options(case: Case, arguments: dict[str, Any]) -> CheckOptions | None:
     return CheckOptions(bound=error_bound(dtype, width, magnitude=largest * width**0.5))
 
 
-@pytest.fixture(scope="module")
-def modules() -> None:
-    """All modules of the family, built at once: the fuzzer then spends its time on calls."""
-    if torch.cuda.is_available():
-        from flashinfer.jit.core import build_jit_specs
-        from flashinfer.jit.fused_rmsnorm import FusedRmsnormConfig, gen_fused_rmsnorm_module
-
-        configs = []
-        for dtype in FLOATING:
-            name = str(dtype).removeprefix("torch.")
-            configs += [FusedRmsnormConfig(dtype, "e4m3_blocks", add) for add in (False, True)]
-            configs += [FusedRmsnormConfig(dtype, o, silu=True) for o in (name, "float8_e4m3fn")]
-        build_jit_specs([gen_fused_rmsnorm_module(config) for config in configs])
-
-
-def test_fused_norms_are_right_or_refused(device, modules, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(ALL_FAULTS if device.type == "cuda" else FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(tally.faults))
-    def check(case: Case, fault: str | None) -> None:
-        arguments = build(case, device)
-        tally.judge(getattr(norm, case.function), arguments, _options(case, arguments), fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("fused norms", device))
-    assert set(tally.accepted) == set(FUNCTIONS)
-    assert tally.accepted.total() + tally.refused.total() >= examples
-
-
 def usual(function: str, device: torch.device) -> dict[str, Any]:
     """A call to which every fault that concerns the function applies."""
     width = 2 if function in BLOCKS else 256
     return build(Case(function, torch.bfloat16, 6, width, *USUAL), device)
 
 
-@pytest.mark.parametrize("fault", ALL_FAULTS)
+def specs() -> list[JitSpec]:
+    configs = []
+    for dtype in FLOATING:
+        name = str(dtype).removeprefix("torch.")
+        configs += [FusedRmsnormConfig(dtype, "e4m3_blocks", add) for add in (False, True)]
+        configs += [FusedRmsnormConfig(dtype, o, silu=True) for o in (name, "float8_e4m3fn")]
+    return [gen_fused_rmsnorm_module(config) for config in configs]
+
+
+FAMILY = Family(
+    "fused norms",
+    norm,
+    FUNCTIONS,
+    cases(),
+    build,
+    usual,
+    FAULTS,
+    kernel_faults=ALIGNMENT_FAULTS,
+    options=_options,
+    specs=specs,
+)
+
+
+def test_fused_norms_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
 def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    if fault in ALIGNMENT_FAULTS and device.type != "cuda":
-        pytest.skip("a fault of kernels, which the reference backend does not have")
-    tally = Tally(ALL_FAULTS)
-    for function in FUNCTIONS:
-        changed = ALL_FAULTS[fault](usual(function, device))
-        if changed is not None:
-            tally.refuse(getattr(norm, function), changed, fault)
-    assert tally.refused[fault] > 0
+    check_fault(FAMILY, fault, device)

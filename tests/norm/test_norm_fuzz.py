@@ -7,30 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 import flashinfer
+from flashinfer.jit import JitSpec
+from flashinfer.jit.norm import NormConfig, gen_norm_module
 from flashinfer.testing import CheckOptions, error_bound
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
     LAYOUTS,
     MAX_ELEMENTS,
     ROWS,
     WIDTHS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
     expanded,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     shifted,
     sliding,
     strided,
@@ -222,49 +221,31 @@ def _options(case: Case, arguments: dict[str, Any]) -> CheckOptions | None:
     return CheckOptions(bound=bound)
 
 
-@pytest.fixture(scope="module")
-def modules() -> None:
-    """All modules of the family, built at once: the fuzzer then spends its time on calls."""
-    if torch.cuda.is_available():
-        from flashinfer.jit.core import build_jit_specs
-        from flashinfer.jit.norm import NormConfig, gen_norm_module
-
-        kinds = [{}, {"add_residual": True}, {"subtract_mean": True}]
-        build_jit_specs(
-            [
-                gen_norm_module(NormConfig(dtype, out, **kind))
-                for dtype in FLOATING
-                for out in (dtype, *FLOAT8)
-                for kind in kinds
-            ]
-        )
+def usual(function: str, device: torch.device) -> dict[str, Any]:
+    """An ordinary call of `function`."""
+    options = Layout(), Layout(), "new", 1e-6, None, False, 1.0, "", 0
+    return build(Case(function, torch.bfloat16, FLOAT8[0], (4, 64), *options), device)
 
 
-def test_norms_are_right_or_refused(device, modules, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        arguments = build(case, device)
-        tally.judge(getattr(flashinfer, case.function), arguments, _options(case, arguments), fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("norm", device))
-    assert set(tally.accepted) == set(FUNCTIONS)
-    assert tally.accepted.total() + tally.refused.total() >= examples
+def specs() -> list[JitSpec]:
+    kinds = [{}, {"add_residual": True}, {"subtract_mean": True}]
+    return [
+        gen_norm_module(NormConfig(dtype, out, **kind))
+        for dtype in FLOATING
+        for out in (dtype, *FLOAT8)
+        for kind in kinds
+    ]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+FAMILY = Family(
+    "norm", flashinfer, FUNCTIONS, cases(), build, usual, FAULTS, options=_options, specs=specs
+)
+
+
+def test_norms_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
 def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    tally = Tally(FAULTS)
-    for function in FUNCTIONS:
-        usual = Layout(), Layout(), "new", 1e-6, None, False, 1.0, "", 0
-        case = Case(function, torch.bfloat16, FLOAT8[0], (4, 64), *usual)
-        changed = FAULTS[fault](build(case, device))
-        if changed is not None:
-            tally.refuse(getattr(flashinfer, function), changed, fault)
-    assert tally.refused[fault] > 0
+    check_fault(FAMILY, fault, device)

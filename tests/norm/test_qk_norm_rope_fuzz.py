@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 import flashinfer
+from flashinfer.jit import JitSpec
+from flashinfer.jit.qk_norm_rope import QkNormRopeConfig, gen_qk_norm_rope_module
 from flashinfer.testing import CheckOptions, error_bound
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     strided,
     with_dtype,
 )
@@ -118,7 +117,7 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
     return arguments
 
 
-def options(case: Case) -> CheckOptions:
+def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     columns = 2 * sum(case.pairs) * max(case.heads)
     scale = max(case.scales) if case.fp8 else 1.0
     dtype = torch.float8_e4m3fn if case.fp8 else case.dtype
@@ -205,40 +204,6 @@ FAULTS |= {
 }
 
 
-@pytest.fixture(scope="module")
-def modules() -> None:
-    """All modules of the family, built at once: the fuzzer then spends its time on calls."""
-    if torch.cuda.is_available():
-        from flashinfer.jit.core import build_jit_specs
-        from flashinfer.jit.qk_norm_rope import QkNormRopeConfig, gen_qk_norm_rope_module
-
-        build_jit_specs(
-            [
-                gen_qk_norm_rope_module(QkNormRopeConfig(dtype, out, interleave, norm))
-                for dtype in FLOATING
-                for out in (dtype, torch.float8_e4m3fn)
-                for interleave in (False, True)
-                for norm in (False, True)
-            ]
-        )
-
-
-def test_videos_are_right_or_refused(device, modules, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        arguments = build(case, device)
-        tally.judge(flashinfer.fused_qk_rmsnorm_rope, arguments, options(case), fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("qk_norm_rope", device))
-    assert tally.accepted.total() + tally.refused.total() >= examples
-
-
 USUAL = Case(
     torch.bfloat16,
     (2, 3, 4),
@@ -263,10 +228,33 @@ def usual(function: str, device: torch.device) -> dict[str, Any]:
     return build(USUAL, device)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_refused(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    tally = Tally(FAULTS)
-    changed = FAULTS[fault](usual("fused_qk_rmsnorm_rope", device))
-    assert changed is not None
-    tally.refuse(flashinfer.fused_qk_rmsnorm_rope, changed, fault)
+def specs() -> list[JitSpec]:
+    return [
+        gen_qk_norm_rope_module(QkNormRopeConfig(dtype, out, interleave, norm))
+        for dtype in FLOATING
+        for out in (dtype, torch.float8_e4m3fn)
+        for interleave in (False, True)
+        for norm in (False, True)
+    ]
+
+
+FAMILY = Family(
+    "qk_norm_rope",
+    flashinfer,
+    ("fused_qk_rmsnorm_rope",),
+    cases(),
+    build,
+    usual,
+    FAULTS,
+    options=options,
+    specs=specs,
+)
+
+
+def test_videos_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
+def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
+    check_fault(FAMILY, fault, device)

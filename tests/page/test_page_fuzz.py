@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer import page
 from tests.fuzzing import (
-    CPU_EXAMPLES,
-    GPU_EXAMPLES,
     LAYOUTS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
     expanded,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     strided,
     with_dtype,
 )
@@ -275,22 +274,6 @@ for _name in ("batch_indices", "positions"):
     FAULTS[f"{_name} longer"] = replace(_name, longer)
 
 
-def test_appends_are_right_or_refused(device, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        tally.judge(getattr(page, case.function), build(case, device), None, fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("page", device))
-    assert set(tally.accepted) == set(FUNCTIONS)
-    assert tally.accepted.total() + tally.refused.total() >= examples
-
-
 def usual(function: str, device: torch.device, cache: str = "pair") -> dict[str, Any]:
     """An ordinary call of `function`."""
     table = ((7, 0, 12), (2, 3, 1), 1, 1, 4)
@@ -298,13 +281,28 @@ def usual(function: str, device: torch.device, cache: str = "pair") -> dict[str,
     return build(Case(function, torch.bfloat16, *table, 2, (64, 16), *options), device)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+FAMILY = Family("page", page, FUNCTIONS, cases(), build, usual, FAULTS)
+
+
+def test_appends_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
 def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    tally = Tally(FAULTS)
-    for function in FUNCTIONS:
-        for cache in ("pair", "fused"):
-            changed = FAULTS[fault](usual(function, device, cache))
-            if changed is not None:
-                tally.refuse(getattr(page, function), changed, fault)
-    assert tally.refused[fault] > 0
+    check_fault(FAMILY, fault, device)
+
+
+FUSED = dataclasses.replace(
+    FAMILY, functions=APPENDS[:1], usual=functools.partial(usual, cache="fused")
+)
+FUSED_FAULTS = [
+    fault
+    for fault, change in FAULTS.items()
+    if change(FUSED.usual(APPENDS[0], torch.device("cpu"))) is not None
+]
+
+
+@pytest.mark.parametrize("fault", FUSED_FAULTS)
+def test_fault_is_refused_with_a_fused_cache(fault, device):
+    check_fault(FUSED, fault, device)

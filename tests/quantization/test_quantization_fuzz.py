@@ -7,24 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer import quantization
+from flashinfer.jit import JitSpec
+from flashinfer.jit.quantization import LAYOUTS as SCALE_LAYOUTS
+from flashinfer.jit.quantization import (
+    GroupQuantConfig,
+    PackBitsConfig,
+    gen_group_quant_module,
+    gen_packbits_module,
+)
 from flashinfer.quantization import SfLayout
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
     LAYOUTS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
-    faults,
-    fuzz_settings,
     put,
     replace,
+    run_fuzz,
     strided,
     with_dtype,
 )
@@ -272,22 +277,15 @@ FAULTS |= {
 }
 
 
-@pytest.fixture(scope="module")
-def modules() -> None:
-    """All modules of the family, built at once: the fuzzer then spends its time on calls."""
-    if not torch.cuda.is_available():
-        return
-    from flashinfer.jit.core import build_jit_specs
-    from flashinfer.jit.quantization import (
-        LAYOUTS as SCALE_LAYOUTS,
-    )
-    from flashinfer.jit.quantization import (
-        GroupQuantConfig,
-        PackBitsConfig,
-        gen_group_quant_module,
-        gen_packbits_module,
-    )
+USUAL = (5,), 4, 16, Layout(), None, SfLayout.layout_128x4, False, True, 1.0, "", 1
 
+
+def usual(function: str, device: torch.device) -> dict[str, Any]:
+    """An ordinary call of `function`."""
+    return build(Case(function, torch.bfloat16, *USUAL), device)
+
+
+def specs() -> list[JitSpec]:
     configs = []
     tiled = (SCALE_LAYOUTS[0], *SCALE_LAYOUTS[2:])
     for dtype in FLOATING:
@@ -302,38 +300,18 @@ def modules() -> None:
             for scale in ("e4m3", "ue8m0"):
                 for size in (16, 32):
                     configs.append(GroupQuantConfig(dtype, "e2m1", scale, layout, size))
-    build_jit_specs(
-        [gen_group_quant_module(config) for config in configs]
-        + [gen_packbits_module(PackBitsConfig(index)) for index in ("none", "int32", "int64")]
-    )
+    groups = [gen_group_quant_module(config) for config in configs]
+    indices = ("none", "int32", "int64")
+    return groups + [gen_packbits_module(PackBitsConfig(index)) for index in indices]
 
 
-def test_quantisation_is_right_or_refused(device, modules, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        function = getattr(quantization, case.function)
-        tally.judge(function, build(case, device), None, fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("quantization", device))
-    assert set(tally.accepted) == set(FUNCTIONS)
-    assert tally.accepted.total() + tally.refused.total() >= examples
+FAMILY = Family("quantization", quantization, FUNCTIONS, cases(), build, usual, FAULTS, specs=specs)
 
 
-USUAL = (5,), 4, 16, Layout(), None, SfLayout.layout_128x4, False, True, 1.0, "", 1
+def test_codes_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
 def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    tally = Tally(FAULTS)
-    for function in FUNCTIONS:
-        changed = FAULTS[fault](build(Case(function, torch.bfloat16, *USUAL), device))
-        if changed is not None:
-            tally.refuse(getattr(quantization, function), changed, fault)
-    assert tally.refused[fault] > 0
+    check_fault(FAMILY, fault, device)

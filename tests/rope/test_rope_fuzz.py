@@ -7,27 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer import rope
+from flashinfer.jit import JitSpec
+from flashinfer.jit.rope import RopeConfig, gen_rope_module
 from flashinfer.testing import CheckOptions, error_bound
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
     LAYOUTS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
     expanded,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     strided,
     with_dtype,
 )
@@ -161,7 +160,7 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
     return arguments | (LLAMA31 if "llama31" in case.function else {})
 
 
-def options(case: Case) -> CheckOptions:
+def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     return CheckOptions(bound=error_bound(case.dtype, 8, magnitude=MAGNITUDE))
 
 
@@ -248,41 +247,6 @@ IN_PLACE_FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.fixture(scope="module")
-def modules() -> None:
-    """All modules of the family, built at once: the fuzzer then spends its time on calls."""
-    if torch.cuda.is_available():
-        from flashinfer.jit.core import build_jit_specs
-        from flashinfer.jit.rope import RopeConfig, gen_rope_module
-
-        kinds = [(True, torch.float32), *((False, dtype) for dtype in FLOATING)]
-        build_jit_specs(
-            [
-                gen_rope_module(RopeConfig(dtype, dtype, interleave, computed, cache_dtype))
-                for dtype in FLOATING
-                for interleave in (False, True)
-                for computed, cache_dtype in kinds
-            ]
-        )
-
-
-def test_ropes_are_right_or_refused(device, modules, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        arguments = build(case, device)
-        tally.judge(getattr(rope, case.function), arguments, options(case), fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("rope", device))
-    assert set(tally.accepted) == set(FUNCTIONS)
-    assert tally.accepted.total() + tally.refused.total() >= examples
-
-
 def usual(function: str, device: torch.device) -> dict[str, Any]:
     """An ordinary call of `function`."""
     shape = (5, (4, 2), 64, 64)
@@ -290,15 +254,34 @@ def usual(function: str, device: torch.device) -> dict[str, Any]:
     return build(Case(function, torch.bfloat16, torch.float32, *shape, *flags), device)
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *IN_PLACE_FAULTS])
+def specs() -> list[JitSpec]:
+    kinds = [(True, torch.float32), *((False, dtype) for dtype in FLOATING)]
+    return [
+        gen_rope_module(RopeConfig(dtype, dtype, interleave, computed, cache_dtype))
+        for dtype in FLOATING
+        for interleave in (False, True)
+        for computed, cache_dtype in kinds
+    ]
+
+
+FAMILY = Family(
+    "rope",
+    rope,
+    FUNCTIONS,
+    cases(),
+    build,
+    usual,
+    FAULTS,
+    function_faults={f: IN_PLACE_FAULTS for f in FUNCTIONS if f.endswith("_inplace")},
+    options=options,
+    specs=specs,
+)
+
+
+def test_ropes_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
 def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    known = FAULTS | IN_PLACE_FAULTS
-    tally = Tally(known)
-    for function in FUNCTIONS:
-        if fault in IN_PLACE_FAULTS and not function.endswith("_inplace"):
-            continue
-        changed = known[fault](usual(function, device))
-        if changed is not None:
-            tally.refuse(getattr(rope, function), changed, fault)
-    assert tally.refused[fault] > 0
+    check_fault(FAMILY, fault, device)

@@ -7,26 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer import rope
+from flashinfer.jit import JitSpec
+from flashinfer.jit.rope import RopeConfig, gen_rope_module
 from flashinfer.testing import CheckOptions, error_bound
 from tests.fuzzing import (
-    CPU_EXAMPLES,
     FLOATING,
-    GPU_EXAMPLES,
     LAYOUTS,
+    Family,
     Fault,
     Layout,
-    Tally,
+    check_fault,
     empty_in_layout,
-    faults,
-    fuzz_settings,
     longer,
     one_row_more,
     put,
     replace,
+    run_fuzz,
     strided,
     with_dtype,
 )
@@ -164,7 +163,7 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
     }
 
 
-def options(case: Case) -> CheckOptions:
+def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     magnitude = 8.0 * max(case.scales)
     return CheckOptions(bound=error_bound(case.out_dtype, 8, magnitude=magnitude), check_bias=False)
 
@@ -232,42 +231,6 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.fixture(scope="module")
-def modules() -> None:
-    """All modules of the family, built at once: the fuzzer then spends its time on calls."""
-    if torch.cuda.is_available():
-        from flashinfer.jit.core import build_jit_specs
-        from flashinfer.jit.rope import RopeConfig, gen_rope_module
-
-        build_jit_specs(
-            [
-                gen_rope_module(RopeConfig(dtype, out, interleave, False, cache, append))
-                for dtype in FLOATING
-                for out in FLOAT8
-                for cache in FLOATING
-                for interleave in (False, True)
-                for append in (False, True)
-            ]
-        )
-
-
-def test_quantizing_ropes_are_right_or_refused(device, modules, full, capsys):
-    examples = (GPU_EXAMPLES if device.type == "cuda" else CPU_EXAMPLES) * (5 if full else 1)
-    tally = Tally(FAULTS)
-
-    @fuzz_settings(examples)
-    @given(case=cases(), fault=faults(FAULTS))
-    def check(case: Case, fault: str | None) -> None:
-        arguments = build(case, device)
-        tally.judge(getattr(rope, case.function), arguments, options(case), fault)
-
-    check()
-    with capsys.disabled():
-        print(tally.report("rope_quantize", device))
-    assert set(tally.accepted) == set(FUNCTIONS)
-    assert tally.accepted.total() + tally.refused.total() >= examples
-
-
 def usual(function: str, device: torch.device) -> dict[str, Any]:
     """An ordinary call of `function`."""
     types = torch.bfloat16, torch.float32, FLOAT8[0]
@@ -276,12 +239,26 @@ def usual(function: str, device: torch.device) -> dict[str, Any]:
     return build(Case(function, *types, *shape, *flags), device)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+def specs() -> list[JitSpec]:
+    return [
+        gen_rope_module(RopeConfig(dtype, out, interleave, False, cache, append))
+        for dtype in FLOATING
+        for out in FLOAT8
+        for cache in FLOATING
+        for interleave in (False, True)
+        for append in (False, True)
+    ]
+
+
+FAMILY = Family(
+    "rope_quantize", rope, FUNCTIONS, cases(), build, usual, FAULTS, options=options, specs=specs
+)
+
+
+def test_quantizing_ropes_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
 def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
-    """The fuzzer's faults one by one, so that none depends on being drawn."""
-    tally = Tally(FAULTS)
-    for function in FUNCTIONS:
-        changed = FAULTS[fault](usual(function, device))
-        if changed is not None:
-            tally.refuse(getattr(rope, function), changed, fault)
-    assert tally.refused[fault] > 0
+    check_fault(FAMILY, fault, device)
