@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import progress
+
 SEED = 20240229
 
 # Threads of torch for each test process, and for what it starts: more threads than cores wait for
@@ -25,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="the whole parameter grid of each test, not the default part",
     )
+    progress.add_options(parser)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    progress.register(config)
 
 
 @pytest.fixture(scope="session")

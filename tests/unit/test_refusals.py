@@ -1,80 +1,71 @@
-"""Bad calls meet the real bindings on the CPU: refused by name, before any GPU work.
+"""The fuzzers' bad calls meet the real bindings on the CPU: refused by name, before any GPU work.
 
-The bindings check everything else before the device, so a machine without GPU sees their answers:
-a call with a fault must get its own error, and the same call without must get as far as the
-complaint that the tensor is not on a GPU. The faults are those of the fuzzers.
+A call with a fault must get its own error, and the same call without the fault must get as far as
+the complaint that the tensor is not on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-import flashinfer
-from flashinfer import _kernels
+from flashinfer import page, quantization
+from flashinfer._common import packbits
 from flashinfer._kernels import check_cuda_tensors
 from tests.activation import test_activation_fuzz as activation
-from tests.fuzzing import Layout, assert_refused
+from tests.cascade import test_cascade_fuzz as cascade
+from tests.cascade import test_concat_fuzz as concat
+from tests.fuzzing import assert_refused
+from tests.norm import test_fused_norm_fuzz as fused_norm
 from tests.norm import test_norm_fuzz as norm
+from tests.norm import test_qk_norm_rope_fuzz as qk_norm_rope
+from tests.page import test_page_fuzz as page_fuzz
+from tests.quantization import test_quantization_fuzz as quantization_fuzz
+from tests.rope import test_rope_fuzz as rope
+from tests.rope import test_rope_quantize_fuzz as rope_quantize
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("bindings_on_the_cpu")]
 CPU = torch.device("cpu")
-USUAL = Layout(), Layout(), "new"
 
-
-def _norm(function: str) -> dict[str, Any]:
-    options = 1e-6, None, False, 1.0, "", 0
-    case = norm.Case(function, torch.bfloat16, norm.FLOAT8[0], (4, 64), *USUAL, *options)
-    return norm.build(case, CPU)
-
-
-def _activation(function: str) -> dict[str, Any]:
-    case = activation.Case(function, torch.bfloat16, (4, 3), 64, *USUAL, None, 1.0, "", 0)
-    return activation.build(case, CPU)
-
-
-CALLS = {function: _norm for function in norm.FUNCTIONS}
-CALLS |= {function: _activation for function in activation.FUNCTIONS}
+FUZZERS = (
+    activation,
+    norm,
+    fused_norm,
+    qk_norm_rope,
+    rope,
+    rope_quantize,
+    page_fuzz,
+    cascade,
+    concat,
+    quantization_fuzz,
+)
+FAMILIES = {fuzzer.FAMILY.name: fuzzer.FAMILY for fuzzer in FUZZERS}
+GOOD_CALLS = [(name, function) for name in FAMILIES for function in FAMILIES[name].functions]
 BAD_CALLS = [
-    (function, fault)
-    for function, make in CALLS.items()
-    for fault, change in (norm.FAULTS if make is _norm else activation.FAULTS).items()
-    if change(make(function)) is not None
+    (name, function, fault)
+    for name, function in GOOD_CALLS
+    for fault, change in FAMILIES[name].faults_of(function, kernels=True).items()
+    if change(FAMILIES[name].usual(function, CPU)) is not None
 ]
 
 
-@pytest.fixture(autouse=True)
-def cpu_tensors_reach_the_binding(monkeypatch):
-    """Build without a GPU, and leave out the early look at the device."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-
-    def check_types_only(**tensors: Any) -> None:
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-
-    monkeypatch.setattr(_kernels, "check_cuda_tensors", check_types_only)
+def test_every_fault_is_in_some_bad_call():
+    assert len(BAD_CALLS) >= 700
+    seen = {(name, fault) for name, _, fault in BAD_CALLS}
+    assert seen == {(name, f) for name, family in FAMILIES.items() for f in family.all_faults()}
 
 
-def test_there_are_many_bad_calls():
-    assert len(BAD_CALLS) >= 200
-    assert {function for function, _ in BAD_CALLS} == set(CALLS)
-
-
-@pytest.mark.parametrize("function", CALLS)
-def test_good_call_gets_as_far_as_the_device(function):
+@pytest.mark.parametrize(("family", "function"), GOOD_CALLS)
+def test_good_call_gets_as_far_as_the_device(family, function):
     with pytest.raises(ValueError, match="CUDA tensor"):
-        getattr(flashinfer, function)(**CALLS[function](function))
+        FAMILIES[family].api(function)(**FAMILIES[family].usual(function, CPU))
 
 
-@pytest.mark.parametrize(("function", "fault"), BAD_CALLS)
-def test_bad_call_is_refused_by_name(function, fault):
-    all_faults = norm.FAULTS if CALLS[function] is _norm else activation.FAULTS
-    arguments = all_faults[fault](CALLS[function](function))
-    error = assert_refused(getattr(flashinfer, function), arguments, fault.split()[0])
+@pytest.mark.parametrize(("family", "function", "fault"), BAD_CALLS)
+def test_bad_call_is_refused_by_name(family, function, fault):
+    family = FAMILIES[family]
+    arguments = family.faults_of(function, kernels=True)[fault](family.usual(function, CPU))
+    error = assert_refused(family.api(function), arguments, fault.split()[0])
     assert "CUDA tensor" not in error, "the fault itself was not seen"
 
 
@@ -89,3 +80,18 @@ def test_without_a_gpu_the_reference_backend_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="`input` must be a CUDA tensor, got one on cpu") as error:
         check_cuda_tensors(input=torch.ones(1))
     assert ("FLASHINFER_BACKEND=reference" in str(error.value)) == (not gpu)
+
+
+def test_tokens_that_int32_does_not_count():
+    indptr = torch.tensor([0, 3], dtype=torch.int32)
+    for nnz in (2**31, 2**70):
+        with pytest.raises(ValueError, match=rf"`nnz` must be between 0 and 2\^31 - 1, got {nnz}"):
+            page.get_batch_indices_positions(indptr, indptr[1:], nnz)
+
+
+def test_segments_whose_differences_int32_does_not_hold():
+    indptr = torch.tensor([0, 2**31 - 1, -2, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="`indptr` must rise .* falls in between"):
+        quantization.segment_packbits(torch.zeros(5, dtype=torch.bool), indptr)
+    _, packed = packbits._segment_offsets(indptr[:2], 2**31 - 1)
+    assert packed.tolist() == [0, 2**28] and packed.dtype == torch.int32

@@ -13,26 +13,10 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer import _kernels, sampling, topk
+from flashinfer import sampling, topk
 from flashinfer.sampling import _inputs
 
-pytestmark = pytest.mark.compiler
-
-
-@pytest.fixture(autouse=True)
-def cpu_tensors_reach_the_binding(monkeypatch):
-    """Build without a GPU, and leave out the early look at the device."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-
-    def check_types_only(**tensors: Any) -> None:
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-
-    monkeypatch.setattr(_kernels, "check_cuda_tensors", check_types_only)
-    for module in (sampling.draws, sampling.speculative):
-        monkeypatch.setattr(module, "check_cuda_tensors", check_types_only)
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("bindings_on_the_cpu")]
 
 
 def _probs() -> torch.Tensor:

@@ -1,0 +1,30 @@
+"""What several unit tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer import _kernels, sampling
+
+
+@pytest.fixture
+def bindings_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors reach the bindings: build without a GPU, leave out the early look at the device.
+
+    The bindings check everything else before the device, so a machine without a GPU sees their
+    answers: a call with a fault gets its own error, and a good call gets as far as the complaint
+    that the tensor is not on a GPU.
+    """
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+
+    def check_types_only(**tensors: Any) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+
+    for module in (_kernels, sampling.draws, sampling.speculative):
+        monkeypatch.setattr(module, "check_cuda_tensors", check_types_only)
