@@ -1,7 +1,8 @@
 """The command line. One file per group of commands; what they print goes through `tables`.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage (click's own), 3 the answer is "no" (`module-status`
-with a filter when a module is not built, `replay --compare` when results differ).
+with a filter when a module is not built, `replay --compare` when results differ, `compare-sass`
+when machine code does).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import click
 
 from .. import version as package
-from . import cache, environment, modules, replay
+from . import cache, environment, modules, replay, sass
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,6 +25,6 @@ def version() -> None:
     click.echo(f"{package.__version__} ({package.__git_version__})")
 
 
-for _group in (environment, modules, cache, replay):
+for _group in (environment, modules, cache, replay, sass):
     for _command in _group.COMMANDS:
         main.add_command(_command)

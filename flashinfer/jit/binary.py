@@ -113,6 +113,33 @@ def read_opcodes(path: Path | str) -> dict[tuple[str, str], list[int]]:
     return found
 
 
+def read_code(path: Path | str) -> dict[tuple[str, str], bytes]:
+    """Read the machine code of each kernel: its instructions, then the constants that they use.
+
+    Parameters
+    ----------
+    path : Path or str
+        File that nvcc wrote, as for :func:`read_kernels`.
+
+    Returns
+    -------
+    dict of (str, str) to bytes
+        By mangled name and architecture. The bytes hold neither names nor absolute addresses.
+    """
+    found = {}
+    for arch, _, elf in _device_elfs(Path(path).read_bytes()):
+        sections = _sections(elf)
+        for section, (*_, offset, size) in sections.items():
+            if not section.startswith(".text."):
+                continue
+            name = section.removeprefix(".text.")
+            # Bank 0 holds the parameters, which a launch writes.
+            banks = [sections.get(f".nv.constant{i}.{name}") for i in range(1, 8)]
+            constants = b"".join(elf[bank[4] : bank[4] + bank[5]] for bank in banks if bank)
+            found[name, arch] = elf[offset : offset + size] + constants
+    return found
+
+
 def _device_elfs(data: bytes) -> Iterator[tuple[str, bool, bytes]]:
     """(architecture, compressed, contents) of every device ELF."""
     start = 0
