@@ -1,6 +1,6 @@
 """GPU kernels for LLM serving, compiled when they are first called."""
 
-from ._import import without_collections
+from ._common.importing import without_collections
 
 with without_collections():
     from .activation import gelu_and_mul as gelu_and_mul

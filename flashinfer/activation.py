@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from ._kernels import UNUSUAL, Kernel, KernelTable
-from .api_logging import flashinfer_api
+from ._common.kernels import UNUSUAL, Kernel, KernelTable
+from ._instrument.decorator import flashinfer_api
 from .jit.activation import gen_act_and_mul_module
 from .trace.templates.activation import (
     gelu_and_mul_trace,

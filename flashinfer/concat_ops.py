@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import torch
 
-from ._kernels import UNUSUAL, Kernel, KernelTable
-from .api_logging import flashinfer_api
+from ._common.kernels import UNUSUAL, Kernel, KernelTable
+from ._instrument.decorator import flashinfer_api
 from .jit.concat_ops import gen_concat_mla_module
 from .trace.templates.concat_ops import concat_mla_k_trace
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from . import env
-from ._numbers import plain_arguments
-from .api_call import public_path
+from ._common.numbers import plain_arguments
+from ._instrument.call import public_path
 from .trace.template import resolve_template
 
 _logger = logging.getLogger("flashinfer.fi_trace")

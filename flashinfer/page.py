@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch
 
-from ._kernels import UNUSUAL, Kernel, KernelTable
-from ._layout import is_hnd, of_pages
-from ._numbers import plain
-from .api_logging import flashinfer_api
+from ._common.cache_layout import is_hnd, of_pages
+from ._common.kernels import UNUSUAL, Kernel, KernelTable
+from ._common.numbers import plain
+from ._instrument.decorator import flashinfer_api
 from .jit.page import gen_page_module
 from .trace.templates.page import (
     append_paged_kv_cache_trace,

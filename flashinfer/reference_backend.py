@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from . import env
-from ._numbers import plain_arguments
-from .api_logging import _TRACE_REGISTRY
+from ._common.numbers import plain_arguments
+from ._instrument.decorator import _TRACE_REGISTRY
 from .trace.arguments import check_aliasing, check_destination, check_one_device
 from .trace.specs import argument_of
 from .trace.template import TraceTemplate, resolve_template

@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 
 from . import env
-from ._kernels import UNUSUAL, Kernel, KernelTable
-from ._numbers import plain
-from .api_logging import flashinfer_api
-from .arch import get_compute_capability
+from ._common.arch import get_compute_capability
+from ._common.kernels import UNUSUAL, Kernel, KernelTable
+from ._common.numbers import plain
+from ._instrument.decorator import flashinfer_api
 from .jit.topk import TopKConfig, TopKOutput, gen_topk_module
 from .trace.templates.topk import (
     TopKTieBreak,

@@ -19,24 +19,24 @@ from ._attention.plan.choice import (
     is_fa3_prefill_head_dim_supported as is_fa3_prefill_head_dim_supported,
 )
 from ._attention.plan.choice import prepare_jit_additional_args as prepare_jit_additional_args
-from .arch import device_support_pdl as device_support_pdl
-from .arch import get_compute_capability as get_compute_capability
-from .arch import get_device_index as get_device_index
-from .arch import get_device_name as get_device_name
-from .arch import get_device_properties as get_device_properties
-from .arch import get_device_sm_count as get_device_sm_count
-from .arch import get_shared_bytes_per_block_optin as get_shared_bytes_per_block_optin
-from .arch import is_sm12x_supported as is_sm12x_supported
-from .arch import is_sm90a_supported as is_sm90a_supported
-from .arch import is_sm100a_supported as is_sm100a_supported
-from .arch import is_sm100f_supported as is_sm100f_supported
-from .arch import is_sm110a_supported as is_sm110a_supported
-from .arch import is_sm120a_supported as is_sm120a_supported
-from .arch import is_sm120f_supported as is_sm120f_supported
-from .arch import is_sm121a_supported as is_sm121a_supported
-from .backends import BackendSupportedError as BackendSupportedError
-from .backends import backend_requirement as backend_requirement
-from .backends import supported_compute_capability as supported_compute_capability
+from ._common.arch import device_support_pdl as device_support_pdl
+from ._common.arch import get_compute_capability as get_compute_capability
+from ._common.arch import get_device_index as get_device_index
+from ._common.arch import get_device_name as get_device_name
+from ._common.arch import get_device_properties as get_device_properties
+from ._common.arch import get_device_sm_count as get_device_sm_count
+from ._common.arch import get_shared_bytes_per_block_optin as get_shared_bytes_per_block_optin
+from ._common.arch import is_sm12x_supported as is_sm12x_supported
+from ._common.arch import is_sm90a_supported as is_sm90a_supported
+from ._common.arch import is_sm100a_supported as is_sm100a_supported
+from ._common.arch import is_sm100f_supported as is_sm100f_supported
+from ._common.arch import is_sm110a_supported as is_sm110a_supported
+from ._common.arch import is_sm120a_supported as is_sm120a_supported
+from ._common.arch import is_sm120f_supported as is_sm120f_supported
+from ._common.arch import is_sm121a_supported as is_sm121a_supported
+from .compat.backends import BackendSupportedError as BackendSupportedError
+from .compat.backends import backend_requirement as backend_requirement
+from .compat.backends import supported_compute_capability as supported_compute_capability
 
 
 class PosEncodingMode(enum.Enum):

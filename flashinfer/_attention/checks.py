@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .._numbers import plain
-from ..dtypes import FLOAT8
+from .._common.dtypes import FLOAT8
+from .._common.numbers import plain
 from ..jit.attention.config import FLOAT16, QUERIES
 from ..jit.attention.variant import AttentionVariant, make_variant
 

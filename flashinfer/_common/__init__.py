@@ -1,1 +1,1 @@
-"""What several families of operations share."""
+"""What families share: loaded kernels, checks of arguments, dtypes, devices."""

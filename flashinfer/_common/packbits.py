@@ -7,11 +7,11 @@ from typing import cast
 
 import torch
 
-from .. import _kernels as loading
-from .._kernels import Kernel
-from ..api_logging import flashinfer_api
+from .._instrument.decorator import flashinfer_api
 from ..jit.quantization import PackBitsConfig, gen_packbits_module
 from ..trace.templates.quantization import packbits_trace, segment_packbits_trace
+from . import kernels as loading
+from .kernels import Kernel
 
 # The generator of FlashInfer's name for what packs bits.
 gen_quantization_module = gen_packbits_module

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..api_replay import replay_from_dump, replay_sequence
+from .._instrument.replay import replay_from_dump, replay_sequence
 from . import tables
 from .failure import explained
 

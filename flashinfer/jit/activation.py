@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ..dtypes import FLOAT, check_dtype
+from .._common.dtypes import FLOAT, check_dtype
 from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec

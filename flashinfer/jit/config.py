@@ -8,7 +8,7 @@ import hashlib
 import re
 from typing import Any, ClassVar
 
-from ..dtypes import short_name, torch_name
+from .._common.dtypes import short_name, torch_name
 
 _MAX_URI = 160  # file names end at 255, and suffixes follow
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .. import _kernels as loading
-from .._kernels import Kernel
-from .._numbers import plain
-from ..dtypes import FLOAT, check_dtype
+from .._common import kernels as loading
+from .._common.dtypes import FLOAT, check_dtype
+from .._common.kernels import Kernel
+from .._common.numbers import plain
 from ..jit.quantization import GroupQuantConfig, gen_group_quant_module
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .._numbers import plain
-from ..api_logging import flashinfer_api
-from ..dtypes import check_dtype
+from .._common.dtypes import check_dtype
+from .._common.numbers import plain
+from .._instrument.decorator import flashinfer_api
 from ..tllm_enums import SfLayout
 from ..trace.templates.fp4 import (
     e2m1_and_ufp8sf_scale_to_float_trace,

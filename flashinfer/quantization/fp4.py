@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .._numbers import plain
-from ..api_logging import flashinfer_api
+from .._common.numbers import plain
+from .._instrument.decorator import flashinfer_api
 from ..tllm_enums import SfLayout
 from ..trace.templates.fp4 import (
     fp4_quantize_trace,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .._numbers import plain
-from ..api_logging import flashinfer_api
-from ..dtypes import check_dtype
+from .._common.dtypes import check_dtype
+from .._common.numbers import plain
+from .._instrument.decorator import flashinfer_api
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantization import (
     mxfp8_dequantize_host_trace,

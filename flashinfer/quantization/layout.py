@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..api_logging import flashinfer_api
-from ..dtypes import check_dtype
+from .._common.dtypes import check_dtype
+from .._instrument.decorator import flashinfer_api
 from ..tllm_enums import SfLayout
 from ..trace.templates.fp4 import (
     block_scale_interleave_trace,

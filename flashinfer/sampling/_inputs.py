@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._numbers import plain
+from .._common.numbers import plain
 
 Seed = int | torch.Tensor | None
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from .._kernels import Kernel, KernelTable
+from .._common.kernels import Kernel, KernelTable
 from ..jit.sampling import Filter, Output, SamplingConfig, gen_sampling_module
 
 

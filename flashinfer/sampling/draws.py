@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .._kernels import UNUSUAL, check_cuda_tensors
-from .._numbers import plain
-from ..api_logging import flashinfer_api
+from .._common.kernels import UNUSUAL, check_cuda_tensors
+from .._common.numbers import plain
+from .._instrument.decorator import flashinfer_api
 from ..jit.sampling import Filter
 from ..trace.templates.sampling import (
     min_p_sampling_from_probs_trace,

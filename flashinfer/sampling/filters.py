@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .._kernels import UNUSUAL, KernelTable
-from ..api_logging import flashinfer_api
+from .._common.kernels import UNUSUAL, KernelTable
+from .._instrument.decorator import flashinfer_api
 from ..jit.sampling import Filter, Output
 from ..trace.templates.sampling import (
     softmax_trace,

@@ -6,9 +6,9 @@ from typing import cast
 
 import torch
 
-from .._kernels import UNUSUAL, Kernel, KernelTable, check_cuda_tensors
-from ..api_logging import flashinfer_api
-from ..dtypes import check_dtype
+from .._common.dtypes import check_dtype
+from .._common.kernels import UNUSUAL, Kernel, KernelTable, check_cuda_tensors
+from .._instrument.decorator import flashinfer_api
 from ..jit.speculative import SpeculativeConfig, gen_speculative_module
 from ..trace.templates.sampling import chain_speculative_sampling_trace
 from ._inputs import check_flag, resolve_seed

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..dtypes import FLOAT8
+from .._common.dtypes import FLOAT8
 from ..trace.template import TraceTemplate
 from .numerics import ErrorBound, unit_roundoff
 from .reference import CheckOptions

@@ -15,8 +15,9 @@ from examples.serve.engine import Engine, SamplingParams, load
 from examples.serve.modules import modules
 from examples.serve.runner import Runner
 from examples.serve.warmup import warm_up
-from flashinfer import _kernels, activation
+from flashinfer import activation
 from flashinfer._attention.plan.executor import AttentionExecutor
+from flashinfer._common import kernels as _kernels
 from flashinfer.jit import JitSpec, current_compilation_context, registry
 from flashinfer.jit.attention import AttentionConfig
 

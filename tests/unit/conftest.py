@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer import _kernels, sampling
+from flashinfer import sampling
+from flashinfer._common import kernels as _kernels
 
 
 @pytest.fixture

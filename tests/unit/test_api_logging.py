@@ -13,9 +13,10 @@ import threading
 
 import pytest
 import torch
-
-from flashinfer import api_log_text, api_logging
 from flashinfer.api_logging import flashinfer_api
+
+from flashinfer import api_logging
+from flashinfer._instrument import text as api_log_text
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from flashinfer.api_values import Decoder, Encoder, import_object, import_path
+from flashinfer._instrument.values import Decoder, Encoder, import_object, import_path
 
 
 class Mode(enum.Enum):

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from flashinfer import arch, utils
+from flashinfer import utils
+from flashinfer._common import arch
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-
-from flashinfer import backends
 from flashinfer.api_logging import flashinfer_api
-from flashinfer.backends import (
+
+from flashinfer.compat import backends
+from flashinfer.compat.backends import (
     BackendSupportedError,
     backend_requirement,
     supported_compute_capability,

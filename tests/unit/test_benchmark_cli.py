@@ -11,7 +11,7 @@ from simulated_benchmark import BENCHMARKS, SMALL, cli, harness, read_csv, routi
 from simulated_benchmark import timer as timer
 
 import flashinfer
-from flashinfer import support
+from flashinfer.cli import support
 
 ROUTINES = routines.ROUTINES
 

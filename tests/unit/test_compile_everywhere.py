@@ -14,9 +14,9 @@ import torch
 from strict_build import spills
 from strict_build import strict_build as strict_build
 
+from flashinfer.cli.support import ARCHITECTURES
 from flashinfer.jit import JitSpec, build_jit_specs, registry
 from flashinfer.jit.binary import read_kernels
-from flashinfer.support import ARCHITECTURES
 
 # Examples and tests register generators too; this is about the package's own.
 GENERATORS = [

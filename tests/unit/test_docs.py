@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer import support
-from flashinfer.cli import main
+from flashinfer.cli import main, support
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -30,8 +29,9 @@ def test_operations_table_is_current():
 
 
 def test_every_public_operation_is_in_the_table():
-    import flashinfer
     from flashinfer.api_logging import _TRACE_REGISTRY
+
+    import flashinfer
 
     names = {name for _, name, _ in support.operations()}
     traced = {function.__qualname__.removesuffix(".run") for function, _ in _TRACE_REGISTRY}

@@ -11,7 +11,7 @@ import torch
 
 from flashinfer import page, quantization
 from flashinfer._common import packbits
-from flashinfer._kernels import check_cuda_tensors
+from flashinfer._common.kernels import check_cuda_tensors
 from tests.activation import test_activation_fuzz as activation
 from tests.cascade import test_cascade_fuzz as cascade
 from tests.cascade import test_concat_fuzz as concat

@@ -82,7 +82,7 @@ def test_custom_op_with_fake():
 
 
 def test_names_of_the_decorators_are_the_real_ones():
-    from flashinfer import backends
+    from flashinfer.compat import backends
 
     assert utils.backend_requirement is backends.backend_requirement
     assert utils.supported_compute_capability is backends.supported_compute_capability

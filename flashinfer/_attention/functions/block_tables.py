@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...api_logging import flashinfer_api
-from ...dtypes import torch_name
+from ..._common.dtypes import torch_name
+from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.config import FLOAT16
 from ..checks import check_count, check_index_vector, host_indices, refuse, resolve_dtype, scalar
 from ..wrappers.base import split_cache

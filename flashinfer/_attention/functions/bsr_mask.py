@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
     convert_bsr_mask_layout_trace,
 )

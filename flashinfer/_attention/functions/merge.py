@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 
-from ..._kernels import UNUSUAL, Kernel, KernelTable
-from ...api_logging import flashinfer_api
-from ...dtypes import FLOAT, check_dtype
+from ..._common.dtypes import FLOAT, check_dtype
+from ..._common.kernels import UNUSUAL, Kernel, KernelTable
+from ..._instrument.decorator import flashinfer_api
 from ...jit.cascade import CascadeConfig, gen_cascade_module
 from ...trace.templates.cascade import (
     merge_state_in_place_trace,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..._common.cache_layout import is_hnd
 from ..._common.packbits import packbits
-from ..._layout import is_hnd
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.plan import RAGGED
 from ...trace.templates.attention import single_decode_trace, single_prefill_trace
 from ..checks import (

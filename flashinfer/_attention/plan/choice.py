@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...arch import is_sm90a_supported
-from ...dtypes import torch_name
+from ..._common.arch import is_sm90a_supported
+from ..._common.dtypes import torch_name
 from ...jit.attention import hopper
 from ...jit.attention.config import FLOAT16, POS_ENCODINGS, choose_tile_q
 from ...jit.attention.hopper import hopper_tile_q

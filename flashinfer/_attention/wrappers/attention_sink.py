@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention_wrappers import (
     sink_arguments,
     sink_run_trace,

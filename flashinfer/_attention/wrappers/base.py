@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._layout import is_hnd
+from ..._common.cache_layout import is_hnd
 from ..checks import (
     check_backend,
     check_count,

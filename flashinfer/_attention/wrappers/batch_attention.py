@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.plan import BATCH_ATTENTION
 from ...trace.templates.attention_wrappers import (
     batch_attention_run_trace,

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.plan import POD_DECODE, POD_PREFILL
 from ...trace.templates.pod import batch_pod_run_trace
 from ..checks import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
     block_sparse_run_trace,
 )

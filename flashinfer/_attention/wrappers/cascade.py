@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention_wrappers import cascade_run_trace
 from ..checks import check_count, check_flag
 from ..functions.merge import merge_states

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.plan import DECODE
 from ...trace.templates.attention import paged_decode_run_trace
 from ..checks import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ..checks import with_data_type
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..._layout import is_hnd
-from ...api_logging import flashinfer_api
+from ..._common.cache_layout import is_hnd
+from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.plan import POD_DECODE, POD_PREFILL
 from ...trace.templates.pod import pod_run_trace
 from ..checks import (

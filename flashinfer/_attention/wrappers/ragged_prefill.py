@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.plan import RAGGED
 from ...trace.templates.attention import ragged_prefill_run_trace
 from ..checks import host_indices, refuse

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...api_logging import flashinfer_api
+from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.plan import PREFILL
 from ..checks import check_count, refuse
 from ..plan.masks import add_mask

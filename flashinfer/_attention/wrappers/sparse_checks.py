@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...dtypes import torch_name
+from ..._common.dtypes import torch_name
 from ..checks import check_count, host_indices
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ...dtypes import FLOAT8, check_dtype, short_name
+from ..._common.dtypes import FLOAT8, check_dtype, short_name
 from ..config import ModuleConfig
 from .hopper import check_hopper, hopper_tile_q, missing_on_hopper
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ...dtypes import FLOAT8, short_name
+from ..._common.dtypes import FLOAT8, short_name
 
 TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 """wgmma and TMA multicasts exist for this target alone, whatever list of targets there is."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..._layout import of_pages
+from ..._common.cache_layout import of_pages
 from ..arguments import check_option
 from ..specs import Axis, Const, Tensor, Value, Var
 from ..template import TraceTemplate

@@ -1,9 +1,4 @@
-"""RMS norm and layer norm, fused with the residual sum before and the quantisation after.
-
-Inputs are ``[batch, hidden]`` or ``[batch, heads, head_dim]`` (then normalised per head) in
-float16, bfloat16 or float32. The last dimension must be contiguous, other strides are free.
-Everything is computed in float32 and rounded once.
-"""
+"""RMS norm and layer norm, with the residual sum before and the cast to 8 bits after."""
 
 from __future__ import annotations
 
@@ -11,16 +6,10 @@ from typing import cast
 
 import torch
 
-from ._fused_norm import (
-    fused_add_rmsnorm_fp8_block_quant,
-    fused_rmsnorm_silu,
-    rmsnorm_fp8_block_quant,
-)
-from ._kernels import UNUSUAL, Kernel, KernelTable
-from ._qk_norm_rope import fused_qk_rmsnorm_rope
-from .api_logging import flashinfer_api
-from .jit.norm import NormConfig, gen_norm_module
-from .trace.templates.norm import (
+from .._common.kernels import UNUSUAL, Kernel, KernelTable
+from .._instrument.decorator import flashinfer_api
+from ..jit.norm import NormConfig, gen_norm_module
+from ..trace.templates.norm import (
     fused_add_rmsnorm_quant_trace,
     fused_add_rmsnorm_trace,
     gemma_fused_add_rmsnorm_trace,
@@ -30,22 +19,6 @@ from .trace.templates.norm import (
     rmsnorm_quant_trace,
     rmsnorm_trace,
 )
-
-__all__ = [
-    "fused_add_rmsnorm",
-    "fused_add_rmsnorm_fp8_block_quant",
-    "fused_add_rmsnorm_quant",
-    "fused_qk_rmsnorm_rope",
-    "fused_rmsnorm_silu",
-    "gemma_fused_add_rmsnorm",
-    "gemma_rmsnorm",
-    "gen_norm_module",
-    "layernorm",
-    "layernorm_quant",
-    "rmsnorm",
-    "rmsnorm_fp8_block_quant",
-    "rmsnorm_quant",
-]
 
 
 def _table(

@@ -6,12 +6,12 @@ from typing import cast
 
 import torch
 
-from . import _kernels as loading
-from ._kernels import Kernel
-from .api_logging import flashinfer_api
-from .dtypes import FLOAT, check_dtype, torch_name
-from .jit.fused_rmsnorm import FusedRmsnormConfig, gen_fused_rmsnorm_module
-from .trace.templates.fused_norm import (
+from .._common import kernels as loading
+from .._common.dtypes import FLOAT, check_dtype, torch_name
+from .._common.kernels import Kernel
+from .._instrument.decorator import flashinfer_api
+from ..jit.fused_rmsnorm import FusedRmsnormConfig, gen_fused_rmsnorm_module
+from ..trace.templates.fused_norm import (
     fused_add_rmsnorm_fp8_block_quant_trace,
     fused_rmsnorm_silu_trace,
     rmsnorm_fp8_block_quant_trace,

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from . import env
-from .api_call import ApiCall, is_capturing, matches
-from .api_log_text import warn_once, write_record
-from .api_values import Encoder, import_path, object_key
-from .version import __version__
+from .. import env
+from ..version import __version__
+from .call import ApiCall, is_capturing, matches
+from .text import warn_once, write_record
+from .values import Encoder, import_path, object_key
 
 FORMAT = 1
 

@@ -1,7 +1,7 @@
 """Which operation runs on which architecture: the table of README.md, made from the code.
 
-    python -m flashinfer.support              print it
-    python -m flashinfer.support README.md    put it between the marks of that file
+    python -m flashinfer.cli.support              print it
+    python -m flashinfer.cli.support README.md    put it between the marks of that file
 
 An operation is a public function, or a wrapper with a `run`, that has a trace template; those that
 `flashinfer` itself does not export stand with their module. It runs wherever our kernels compile,
@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .api_call import public_path
-from .jit.attention import AttentionConfig
-from .jit.config import ModuleConfig
+from .._instrument.call import public_path
+from ..jit.attention import AttentionConfig
+from ..jit.config import ModuleConfig
 
 ARCHITECTURES = (
     "7.5", "8.0", "8.6", "8.9", "9.0a", "10.0a", "10.3a", "11.0a", "12.0a", "12.1a",

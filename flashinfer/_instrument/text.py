@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from . import env
-from .api_call import ApiCall, is_capturing, matches
+from .. import env
+from .call import ApiCall, is_capturing, matches
 
 _files: dict[str, int] = {}
 _warned: set[str] = set()

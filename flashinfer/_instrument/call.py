@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+_PACKAGE = __name__.partition(".")[0]
 _numbers = itertools.count(1)
 _paused = False
 
@@ -85,7 +86,7 @@ def public_path(func: Callable[..., Any]) -> str:
 @functools.cache
 def _public_module(module: str, name: str) -> str:
     package, _, inner = module.partition(".")
-    if package != __package__ or ("." not in inner and not inner.startswith("_")):
+    if package != _PACKAGE or ("." not in inner and not inner.startswith("_")):
         return module
     wanted = getattr(sys.modules[module], name, None)
     for public in sorted(list(sys.modules)):

@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import torch
 
-from . import _kernels as loading
-from ._kernels import Kernel
-from ._numbers import plain
-from .api_logging import flashinfer_api
-from .jit.qk_norm_rope import QkNormRopeConfig, gen_qk_norm_rope_module
-from .trace.templates.qk_norm_rope import fused_qk_rmsnorm_rope_trace
+from .._common import kernels as loading
+from .._common.kernels import Kernel
+from .._common.numbers import plain
+from .._instrument.decorator import flashinfer_api
+from ..jit.qk_norm_rope import QkNormRopeConfig, gen_qk_norm_rope_module
+from ..trace.templates.qk_norm_rope import fused_qk_rmsnorm_rope_trace
 
 _kernels: dict[tuple[torch.dtype, torch.dtype, bool, bool], Kernel] = {}
 

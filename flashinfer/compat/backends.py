@@ -28,7 +28,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from .arch import get_compute_capability, get_device_name
+from .._common.arch import get_compute_capability, get_device_name
 
 Capability = int | tuple[int, int]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])

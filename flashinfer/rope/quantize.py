@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import torch
 
-from ._kernels import UNUSUAL, Kernel, KernelTable
-from ._layout import is_hnd
-from .api_logging import flashinfer_api
-from .dtypes import FLOAT, FLOAT8, check_dtype
-from .jit.rope import RopeConfig, gen_rope_module
-from .trace.templates.rope_quantize import (
+from .._common.cache_layout import is_hnd
+from .._common.dtypes import FLOAT, FLOAT8, check_dtype
+from .._common.kernels import UNUSUAL, Kernel, KernelTable
+from .._instrument.decorator import flashinfer_api
+from ..jit.rope import RopeConfig, gen_rope_module
+from ..trace.templates.rope_quantize import (
     mla_rope_quantize_fp8_trace,
     rope_quantize_fp8_append_paged_kv_cache_trace,
     rope_quantize_fp8_trace,

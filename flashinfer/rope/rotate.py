@@ -1,11 +1,4 @@
-"""Rotary position embedding of queries and keys.
-
-Pair ``j`` of a head turns by ``position * frequency_j``. The pairs are ``(j, j + rotary_dim / 2)``
-("neox"), or ``(2 j, 2 j + 1)`` when interleaved. Frequencies are computed (exactly at any position:
-angles are kept as integer fractions of a turn), or cosines and sines are read from a cache.
-Everything is computed in float32 and rounded once. The forms that quantise the result, and append
-it to a cache, are in the same namespace (`flashinfer.rope_quantize`).
-"""
+"""Rotary position embedding of queries and keys in their own type."""
 
 from __future__ import annotations
 
@@ -13,17 +6,12 @@ from typing import Any, cast
 
 import torch
 
-from ._kernels import UNUSUAL, Kernel, KernelTable
-from ._numbers import plain
-from .api_logging import flashinfer_api
-from .dtypes import FLOAT, check_dtype
-from .jit.rope import RopeConfig, gen_rope_module
-from .rope_quantize import mla_rope_quantize_fp8 as mla_rope_quantize_fp8
-from .rope_quantize import rope_quantize_fp8 as rope_quantize_fp8
-from .rope_quantize import (
-    rope_quantize_fp8_append_paged_kv_cache as rope_quantize_fp8_append_paged_kv_cache,
-)
-from .trace.templates.rope import (
+from .._common.dtypes import FLOAT, check_dtype
+from .._common.kernels import UNUSUAL, Kernel, KernelTable
+from .._common.numbers import plain
+from .._instrument.decorator import flashinfer_api
+from ..jit.rope import RopeConfig, gen_rope_module
+from ..trace.templates.rope import (
     apply_llama31_rope_inplace_trace,
     apply_llama31_rope_pos_ids_inplace_trace,
     apply_llama31_rope_pos_ids_trace,
@@ -35,24 +23,6 @@ from .trace.templates.rope import (
     apply_rope_with_cos_sin_cache_inplace_trace,
     apply_rope_with_cos_sin_cache_trace,
 )
-
-__all__ = [
-    "apply_llama31_rope",
-    "apply_llama31_rope_inplace",
-    "apply_llama31_rope_pos_ids",
-    "apply_llama31_rope_pos_ids_inplace",
-    "apply_rope",
-    "apply_rope_inplace",
-    "apply_rope_pos_ids",
-    "apply_rope_pos_ids_inplace",
-    "apply_rope_with_cos_sin_cache",
-    "apply_rope_with_cos_sin_cache_inplace",
-    "gen_rope_module",
-    "get_rope_module",
-    "mla_rope_quantize_fp8",
-    "rope_quantize_fp8",
-    "rope_quantize_fp8_append_paged_kv_cache",
-]
 
 
 def get_rope_module() -> Any:

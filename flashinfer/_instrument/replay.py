@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .api_call import paused
-from .api_dump import FORMAT
-from .api_values import Decoder, import_object
+from .call import paused
+from .dump import FORMAT
+from .values import Decoder, import_object
 
 # (relative, absolute). A call repeated on the same GPU agrees bit for bit; on another one the order
 # of sums may differ, which costs a few units in the last place of the type.

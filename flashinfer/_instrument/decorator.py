@@ -27,9 +27,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from . import env
-from .api_call import ApiCall, is_paused
-from .api_log_text import describe_inputs, describe_outputs, write_record
+from .. import env
+from .call import ApiCall, is_paused
+from .text import describe_inputs, describe_outputs, write_record
 
 __all__ = ["flashinfer_api", "replay_from_dump", "replay_sequence"]
 
@@ -90,7 +90,7 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
 
 
 def _fi_trace(api: Callable[..., Any], **kwargs: Any) -> Any:
-    from .fi_trace import fi_trace
+    from ..fi_trace import fi_trace
 
     return fi_trace(api, **kwargs)
 
@@ -98,7 +98,7 @@ def _fi_trace(api: Callable[..., Any], **kwargs: Any) -> Any:
 def _with_trace_dump(api: AnyFunction, func: Callable[..., Any], trace: Any) -> AnyFunction:
     @functools.wraps(func)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        from .fi_trace import _auto_dump
+        from ..fi_trace import _auto_dump
 
         if not torch.compiler.is_compiling():
             # skip_check is @backend_requirement's, not the operation's.
@@ -121,7 +121,7 @@ def _with_logging(api: AnyFunction, func: Callable[..., Any], level: int) -> Any
         write_record(describe_inputs(call, level))
         dump = None
         if level >= 10:
-            from .api_dump import dump_inputs
+            from .dump import dump_inputs
 
             dump = dump_inputs(call)
         try:
@@ -148,13 +148,13 @@ def replay_from_dump(
     object_registry: dict[tuple[int, int], Any] | None = None,
 ) -> Any:
     """Load one dumped call, and run it if asked: :func:`flashinfer.api_replay.replay_from_dump`."""
-    from . import api_replay
+    from . import replay as api_replay
 
     return api_replay.replay_from_dump(dump_dir, compare_outputs, device, run, object_registry)
 
 
 def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]:
     """Run every call dumped under a folder: :func:`flashinfer.api_replay.replay_sequence`."""
-    from . import api_replay
+    from . import replay as api_replay
 
     return api_replay.replay_sequence(root_dir, device)

@@ -1,0 +1,1 @@
+"""Instruments on public functions: the decorator, the log, dumps and their replay."""
