@@ -3,6 +3,7 @@
 from ._common.importing import without_collections
 
 with without_collections():
+    from . import api_logging as api_logging
     from .activation import gelu_and_mul as gelu_and_mul
     from .activation import gelu_tanh_and_mul as gelu_tanh_and_mul
     from .activation import silu_and_mul as silu_and_mul

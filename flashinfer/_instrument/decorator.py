@@ -10,7 +10,7 @@ level  written
 1      the name of each API called
 3      its inputs before the call and its outputs after it (shape, dtype, device, ...)
 5      the same with statistics of each tensor (min, max, mean, NaN and Inf counts)
-10     the same, and the tensors themselves are dumped (see ``flashinfer.api_dump``)
+10     the same, and the tensors themselves are dumped (see ``dump.py`` here)
 ====== ===============================================================================
 
 Inputs are on disk before the kernel starts, so that the last record of a crashed process is the
@@ -30,8 +30,6 @@ import torch
 from .. import env
 from .call import ApiCall, is_paused
 from .text import describe_inputs, describe_outputs, write_record
-
-__all__ = ["flashinfer_api", "replay_from_dump", "replay_sequence"]
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -138,23 +136,3 @@ def _with_logging(api: AnyFunction, func: Callable[..., Any], level: int) -> Any
         return result
 
     return cast(AnyFunction, logged)
-
-
-def replay_from_dump(
-    dump_dir: str,
-    compare_outputs: bool = False,
-    device: str = "cuda",
-    run: bool = False,
-    object_registry: dict[tuple[int, int], Any] | None = None,
-) -> Any:
-    """Load one dumped call, and run it if asked: :func:`flashinfer.api_replay.replay_from_dump`."""
-    from . import replay as api_replay
-
-    return api_replay.replay_from_dump(dump_dir, compare_outputs, device, run, object_registry)
-
-
-def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]:
-    """Run every call dumped under a folder: :func:`flashinfer.api_replay.replay_sequence`."""
-    from . import replay as api_replay
-
-    return api_replay.replay_sequence(root_dir, device)

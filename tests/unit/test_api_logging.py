@@ -13,10 +13,10 @@ import threading
 
 import pytest
 import torch
-from flashinfer.api_logging import flashinfer_api
 
-from flashinfer import api_logging
+from flashinfer._instrument import decorator
 from flashinfer._instrument import text as api_log_text
+from flashinfer.api_logging import flashinfer_api
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def log(monkeypatch, tmp_path):
 @pytest.fixture
 def registry(monkeypatch):
     entries: list = []
-    monkeypatch.setattr(api_logging, "_TRACE_REGISTRY", entries)
+    monkeypatch.setattr(decorator, "_TRACE_REGISTRY", entries)
     return entries
 
 

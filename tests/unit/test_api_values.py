@@ -1,4 +1,4 @@
-"""Arguments as JSON and bytes, and back: ``flashinfer.api_values``."""
+"""Arguments as JSON and bytes, and back: ``_instrument/values.py``."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torc
     device = torch.device("cuda", index)
     yield device
     backends.is_hopper.cache_clear()
-    flashinfer.arch._CAPABILITIES.pop(device, None)
+    flashinfer._common.arch._CAPABILITIES.pop(device, None)
 
 
 @pytest.mark.compiler

@@ -20,7 +20,7 @@ def ids(path: Path) -> str:
 
 
 def test_operations_table_is_current():
-    """If not: `python -m flashinfer.support README.md`."""
+    """If not: `python -m flashinfer.cli.support README.md`."""
     readme = (ROOT / "README.md").read_text()
     assert support.rewrite(readme) == readme
     assert support.markdown() in readme
@@ -29,9 +29,8 @@ def test_operations_table_is_current():
 
 
 def test_every_public_operation_is_in_the_table():
-    from flashinfer.api_logging import _TRACE_REGISTRY
-
     import flashinfer
+    from flashinfer.api_logging import _TRACE_REGISTRY
 
     names = {name for _, name, _ in support.operations()}
     traced = {function.__qualname__.removesuffix(".run") for function, _ in _TRACE_REGISTRY}
