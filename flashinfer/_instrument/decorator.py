@@ -73,7 +73,7 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
         _TRACE_REGISTRY.append((func, trace))
         _TRACE_REGISTRY.extend((func, template) for template in getattr(trace, "templates", ()))
         # A module that is imported while the reference backend is on must not escape it.
-        if reference_backend := sys.modules.get(f"{__package__}.reference_backend"):
+        if reference_backend := sys.modules.get("flashinfer.reference_backend"):
             reference_backend.route_registered()
     level = env.FLASHINFER_LOGLEVEL.get()
     api = func
