@@ -51,7 +51,10 @@ def backend() -> contextlib.AbstractContextManager:
 
 def test_there_are_examples():
     assert len(EXAMPLES) >= 30
-    assert {"flashinfer.norm.rmsnorm", "flashinfer.page.append_paged_kv_cache"} <= EXAMPLES.keys()
+    assert {
+        "flashinfer.norm.rms.rmsnorm",
+        "flashinfer.page.append_paged_kv_cache",
+    } <= EXAMPLES.keys()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
