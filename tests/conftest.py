@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import progress
+from tests import progress, selection
 
 SEED = 20240229
 
@@ -28,11 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the whole parameter grid of each test, not the default part",
     )
     progress.add_options(parser)
+    selection.add_options(parser)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     progress.register(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selection.select(config, items)
 
 
 @pytest.fixture(scope="session")
@@ -106,3 +112,12 @@ def pytest_runtest_call(item: pytest.Item):
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         pytest.skip(f"out of GPU memory: {str(error).splitlines()[0]}")
+
+
+def pytest_runtest_logfinish() -> None:
+    """After an illegal access every later call of the process fails: xdist starts another one."""
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)

@@ -1,7 +1,7 @@
 """Lines that tell how far a run of the tests is, and what each test file costs.
 
 - ``--progress``: a line every few seconds with the time left, in place of dots. The time is
-  estimated from `tests/cpu_seconds.json`: a compiling test counts more than a check of a message.
+  estimated from `tests/costs/`: a compiling test counts more than a check of a message.
 - ``--cpu-times FILE``: write the CPU seconds of each test function, processes that it started
   included, and print those of each folder. Wall times mislead on a shared machine; these do not.
 """
@@ -15,8 +15,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
-COSTS = Path(__file__).with_name("cpu_seconds.json")
+COSTS = Path(__file__).with_name("costs")
 USUAL_COST = 0.03  # CPU seconds of a test of which nothing is known
 LEAST_RECORDED = 1.0  # CPU seconds of all cases of a test function
 SECONDS_BETWEEN_LINES = 10.0
@@ -35,6 +36,12 @@ def function_of(nodeid: str) -> str:
 
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def known_costs() -> dict[str, float]:
+    """CPU seconds of one case of each test function that is worth counting, on such a machine."""
+    file = COSTS / ("gpu.json" if torch.cuda.is_available() else "cpu.json")
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 class CpuMeter:
@@ -169,5 +176,4 @@ def register(config: pytest.Config) -> None:
         if not worker:
             manager.register(CpuTimes(file))
     if config.getoption("--progress") and not worker:
-        costs = json.loads(COSTS.read_text()) if COSTS.is_file() else {}
-        manager.register(Progress(config, costs))
+        manager.register(Progress(config, known_costs()))

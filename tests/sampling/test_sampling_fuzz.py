@@ -177,7 +177,7 @@ def test_accepted_calls_are_right(function: str, case: Case):
     check(replace(case, function=function), torch.device("cuda"))
 
 
-@fuzz_settings(CPU_EXAMPLES // 2)
+@fuzz_settings(CPU_EXAMPLES)
 @given(case=CASES)
 def test_accepted_calls_run_on_the_reference_backend(case: Case):
     with flashinfer.reference_backend():

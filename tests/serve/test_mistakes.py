@@ -137,7 +137,8 @@ def test_serve(folder: Path):
         line = next(line for line in server.stdout if line.startswith("Serving"))
         assert line.startswith("Serving 'model' on http://127.0.0.1:")
         url = line.split()[-1]
-        request = json.dumps({"model": "model", "prompt": "x", "max_tokens": 2}).encode()
+        body = {"model": "model", "prompt": "x", "max_tokens": 2, "ignore_eos": True}
+        request = json.dumps(body).encode()
         deadline = time.monotonic() + 60
         while True:
             try:

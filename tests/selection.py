@@ -1,0 +1,103 @@
+"""Which of the collected tests run, and in which order.
+
+- Without a GPU a test of kernels runs on the reference backend, which it does not test as such.
+  Of the cases of such a test function a fixed sample runs: a quarter, at least `LEAST_CASES`, in
+  which every value of every parameter occurs. A case is chosen by a hash of its name, so that new
+  cases do not move the others. `--full` runs all.
+- ``--gpu-share i/n``: part `i` of `n` of the tests that a GPU decides, in parts of equal cost.
+- Expensive tests come first, so that no worker is left alone with one at the end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.progress import USUAL_COST, function_of, known_costs
+
+SAMPLED_SHARE, LEAST_CASES = 0.25, 8
+EXPENSIVE = 2.0  # CPU seconds of one case
+# Tests of these folders need no GPU unless they say so.
+WITHOUT_GPU = ("tests/unit/", "tests/trace/")
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-share",
+        metavar="I/N",
+        type=_share,
+        help="only the tests that a GPU decides, part I of N (from 1)",
+    )
+
+
+def _share(text: str) -> tuple[int, int]:
+    index, count = map(int, text.split("/"))
+    if not 1 <= index <= count:
+        raise ValueError(f"`--gpu-share` must be I/N with 1 <= I <= N, got {text}")
+    return index, count
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Change `items` to what runs; the rest is reported as deselected."""
+    costs, full = known_costs(), config.getoption("--full")
+
+    def cost(item: pytest.Item) -> float:
+        return costs.get(function_of(item.nodeid), USUAL_COST)
+
+    chosen = list(items)
+    if share := config.getoption("--gpu-share"):
+        chosen = part(list(filter(is_decided_by_a_gpu, chosen)), *share, cost)
+    elif not full and not torch.cuda.is_available():
+        chosen = sample(chosen)
+    chosen.sort(key=lambda item: -cost(item) if cost(item) >= EXPENSIVE else 0.0)
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
+
+
+def is_decided_by_a_gpu(item: pytest.Item) -> bool:
+    marked = item.get_closest_marker("gpu") is not None or "device" in item.fixturenames
+    return marked or not item.nodeid.startswith(WITHOUT_GPU)
+
+
+def part(
+    items: list[pytest.Item], index: int, count: int, cost: Callable[[pytest.Item], float]
+) -> list[pytest.Item]:
+    """Part `index` of `count`: each test goes to the part that has the least to do so far."""
+    sums, chosen = [0.0] * count, []
+    for item in sorted(items, key=lambda item: (-cost(item), item.nodeid)):
+        least = sums.index(min(sums))
+        sums[least] += cost(item)
+        if least == index - 1:
+            chosen.append(item)
+    kept = set(chosen)
+    return [item for item in items if item in kept]
+
+
+def sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """All tests but those of kernels, whose cases are sampled."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if "device" in item.fixturenames and hasattr(item, "callspec"):
+            cases[function_of(item.nodeid)].append(item)
+    dropped = {item for found in cases.values() for item in set(found) - sample_of_cases(found)}
+    return [item for item in items if item not in dropped]
+
+
+def sample_of_cases(items: list[pytest.Item]) -> set[pytest.Item]:
+    """A fixed part of the cases of one test function, with each value of each parameter."""
+    wanted = max(LEAST_CASES, round(SAMPLED_SHARE * len(items)))
+    in_order = sorted(items, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
+    seen: set[tuple[str, str]] = set()
+    chosen: list[pytest.Item] = []
+    for item in in_order:
+        values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+        if not values <= seen:
+            seen |= values
+            chosen.append(item)
+    rest = [item for item in in_order if item not in chosen]
+    return {*chosen, *rest[: max(0, wanted - len(chosen))]}
