@@ -3,11 +3,13 @@
 #   make demo                   what the package does, on this machine
 #   make test                   the test suite (GPU tests skip with a reason where there is no GPU)
 #   make test TESTS=tests/unit  part of it; PYTEST_ARGS adds options
+#   make test-gpu               what a GPU decides, spread over the GPUs that are visible
 #   make lint                   what pre-commit checks
 #
 # PYTHON=...  interpreter to make the environment from; a torch that it can import is used.
 # VENV=       (empty) make none: PYTHON has everything, the package runs from this checkout.
 # JOBS=2      test processes (pytest-xdist); empty: one, without xdist.
+# PIP_ARGS=   options of pip; -q hides the names of what it downloads.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,6 +17,11 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 TESTS ?=
 PYTEST_ARGS ?= -q
+PIP_ARGS ?=
+
+# A pipe fails where one of its commands does.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 ifeq ($(strip $(VENV)),)
 PY := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
@@ -24,32 +31,44 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-gpu lint install clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
 
 # torch comes first and alone, so that a build that is there (or asked for by TORCH) is kept.
-# The compiler from PyPI is added only where no CUDA toolkit is found.
+# The compiler from PyPI is added only where no CUDA toolkit is found. pip names what it collects
+# and downloads; what is there already is left out.
+install = echo "[$(1)/5] $(2)" && $(VENV)/bin/python -m pip install $(PIP_ARGS) $(3) \
+  --disable-pip-version-check --progress-bar off | sed -u "/^Requirement already satisfied/d"
+
 $(VENV)/.installed: pyproject.toml version.txt build_backend.py
+	@echo "Making $(VENV) from $(PYTHON), once: five steps, minutes where torch is to be downloaded"
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
-	  echo "using the torch of $(PYTHON)"; \
+	  echo "[1/5] torch: the one of $(PYTHON)"; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
-	  $(PYTHON) -m venv $(VENV) && $(VENV)/bin/python -m pip install -q "$(TORCH)"; \
+	  $(PYTHON) -m venv $(VENV) && $(call install,1,$(TORCH),"$(TORCH)"); \
 	fi
-	$(VENV)/bin/python -m pip install -q "setuptools>=77" wheel
-	$(VENV)/bin/python -m pip install -q --no-build-isolation -e ".[dev]"
-	$(VENV)/bin/python -m pip install -q --no-deps flashinfer-bench
-	$(VENV)/bin/python -c "import flashinfer.jit.toolchain as t; t.require_toolkit()" 2>/dev/null \
-	  || $(VENV)/bin/python -m pip install -q --no-build-isolation -e ".[cuda]"
+	@$(call install,2,tools that build the package,"setuptools>=77" wheel)
+	@$(call install,3,this package and its tests,--no-build-isolation -e ".[dev]")
+	@$(call install,4,flashinfer-bench,--no-deps flashinfer-bench)
+	@if $(VENV)/bin/python -c "import flashinfer.jit.toolchain as t; t.require_toolkit()" 2>/dev/null; \
+	then echo "[5/5] CUDA toolkit: found"; \
+	else $(call install,5,CUDA toolkit,--no-build-isolation -e ".[cuda]"); fi
 	@touch $@
 
 demo: $(INSTALLED)
-	$(PY) -m examples.serve.demo
+	@echo "Demo: importing torch and looking for a GPU ..."
+	@$(PY) -m examples.serve.demo
 
 test: $(INSTALLED)
-	$(PY) -m pytest $(PYTEST_ARGS) $(if $(JOBS),-n $(JOBS)) $(TESTS)
+	@echo "Tests: collecting ..."
+	@$(PY) -m pytest $(PYTEST_ARGS) --progress \
+	  $(if $(JOBS),-n $(JOBS) --maxschedchunk 8) $(TESTS)
+
+test-gpu: $(INSTALLED)
+	@$(PY) -m tests.gpu_suite $(filter-out -q,$(PYTEST_ARGS))
 
 lint: $(INSTALLED)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pre_commit run -a

@@ -49,7 +49,8 @@ def run_share(index: int, names: list[str], cores: int, options: list[str]) -> t
     """Exit status and summary line of the share number `index`; its lines are printed as read."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--progress", *PATHS]
     command += ["--gpu-share", f"{index + 1}/{len(names)}"]
-    command += ["-n", str(cores), "--maxschedchunk", "2", *options]
+    command += ["-n", str(cores), "--maxschedchunk", "2"]
+    command += ["-p", "no:benchmark", *options]  # a plugin that warns beside xdist
     order = names[index:] + names[:index]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(order)}
     process = subprocess.Popen(

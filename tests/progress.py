@@ -18,7 +18,7 @@ import pytest
 import torch
 
 COSTS = Path(__file__).with_name("costs")
-USUAL_COST = 0.03  # CPU seconds of a test of which nothing is known
+USUAL_COST = 0.015  # CPU seconds of a test of which nothing is known
 LEAST_RECORDED = 1.0  # CPU seconds of all cases of a test function
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -4,6 +4,7 @@
   Of the cases of such a test function a fixed sample runs: a quarter, at least `LEAST_CASES`, in
   which every value of every parameter occurs. A case is chosen by a hash of its name, so that new
   cases do not move the others. `--full` runs all.
+- What is marked `full` runs under `--full` only.
 - ``--gpu-share i/n``: part `i` of `n` of the tests that a GPU decides, in parts of equal cost.
 - Expensive tests come first, so that no worker is left alone with one at the end.
 """
@@ -48,7 +49,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     def cost(item: pytest.Item) -> float:
         return costs.get(function_of(item.nodeid), USUAL_COST)
 
-    chosen = list(items)
+    chosen = [item for item in items if full or item.get_closest_marker("full") is None]
     if share := config.getoption("--gpu-share"):
         chosen = part(list(filter(is_decided_by_a_gpu, chosen)), *share, cost)
     elif not full and not torch.cuda.is_available():

@@ -1,10 +1,14 @@
-"""Builds with warnings as errors, and what is wrong with the result; all of it is for import."""
+"""Builds with warnings as errors, and what is wrong with the result; all of it is for import.
+
+They go to the cache of the run like all others: what was built of the same content with the same
+flags is not built again.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -28,9 +32,8 @@ MAY_USE_STACK = {
 
 
 @pytest.fixture
-def strict_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """An empty cache, and warnings as errors."""
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+def strict_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Warnings are errors."""
     monkeypatch.setenv(
         "FLASHINFER_EXTRA_CUDAFLAGS", "-Werror all-warnings -Xcompiler=-Wall,-Wextra"
     )
@@ -41,9 +44,20 @@ def strict_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[py
     current_compilation_context.reset()
 
 
-def peak_bytes() -> int:
-    """Memory of the largest process that this one has waited for, or that those have."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+def build_and_measure(spec: JitSpec) -> int:
+    """Build in a fork of this process; the memory of its largest compiler in bytes."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def build() -> None:
+        spec.build()
+        sender.send(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+
+    process = context.Process(target=build)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "the build failed; its message is above"
+    return receiver.recv()
 
 
 def spills(spec: JitSpec) -> list[str]:
