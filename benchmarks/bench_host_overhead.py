@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from flashinfer.api_logging import flashinfer_api
 from tabulate import tabulate
 
 import flashinfer
+from flashinfer.api_logging import flashinfer_api
 from flashinfer.compat.backends import backend_requirement, supported_compute_capability
 
 CAPABILITIES = [75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]

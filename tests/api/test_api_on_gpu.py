@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from flashinfer.api_logging import flashinfer_api, replay_from_dump
 
 from flashinfer._common import arch
 from flashinfer._instrument import dump as api_dump
+from flashinfer.api_logging import flashinfer_api, replay_from_dump
 from flashinfer.compat.backends import (
     BackendSupportedError,
     backend_requirement,

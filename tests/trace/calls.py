@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flashinfer.api_logging import _TRACE_REGISTRY
 
 import flashinfer
+from flashinfer.api_logging import _TRACE_REGISTRY
 from flashinfer.testing.tensors import iter_tensors
 from flashinfer.trace.specs import argument_of
 from flashinfer.trace.template import TraceTemplate, templates_of

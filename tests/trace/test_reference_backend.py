@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 import torch
-from flashinfer.api_logging import flashinfer_api
 
 import flashinfer
+from flashinfer.api_logging import flashinfer_api
 from flashinfer.reference_backend import is_active, reference_backend
 from tests.trace.attention_cases import planned_call
 from tests.trace.calls import operations

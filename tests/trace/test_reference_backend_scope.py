@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashinfer.api_logging import flashinfer_api
 
 import flashinfer
+from flashinfer.api_logging import flashinfer_api
 from flashinfer.compat.backends import backend_requirement
 from flashinfer.reference_backend import is_active, reference_backend
 from flashinfer.trace import Scalar, Tensor, TraceTemplate, Var

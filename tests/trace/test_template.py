@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flashinfer.api_logging import flashinfer_api
 
+from flashinfer.api_logging import flashinfer_api
 from flashinfer.compat.backends import backend_requirement
 from flashinfer.fi_trace import build_fi_trace_fn, fi_trace, register_fi_trace
 from flashinfer.trace import Const, Scalar, Tensor, TraceTemplate, Var

@@ -16,12 +16,12 @@ import textwrap
 
 import pytest
 import torch
-from flashinfer.api_logging import flashinfer_api, replay_from_dump, replay_sequence
 
 import flashinfer
 from flashinfer._instrument import call as api_call
 from flashinfer._instrument import dump as api_dump
 from flashinfer._instrument import text as api_log_text
+from flashinfer.api_logging import flashinfer_api, replay_from_dump, replay_sequence
 
 
 def dumped(func):

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from flashinfer.api_logging import replay_sequence
 
+from flashinfer.api_logging import replay_sequence
 from flashinfer.reference_backend import reference_backend
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from flashinfer.api_logging import flashinfer_api
 
+from flashinfer.api_logging import flashinfer_api
 from flashinfer.compat import backends
 from flashinfer.compat.backends import (
     BackendSupportedError,

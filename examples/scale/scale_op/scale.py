@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from flashinfer.api_logging import flashinfer_api
 
+from flashinfer.api_logging import flashinfer_api
 from flashinfer.utils import backend_requirement, supported_compute_capability
 
 from .jit import gen_scale_module
