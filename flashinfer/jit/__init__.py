@@ -26,6 +26,8 @@ from .core import (
     FlashInferJITLogger,
     JitError,
     JitSpec,
+    JitSpecRegistry,
+    JitSpecStatus,
     MissingJITCacheError,
     ToolchainError,
     build_jit_specs,
@@ -33,15 +35,11 @@ from .core import (
     clear_cache_dir,
     current_compilation_context,
     gen_jit_spec,
+    jit_spec_registry,
     logger,
     write_if_different,
 )
-from .registry import (
-    JitSpecRegistry,
-    JitSpecStatus,
-    jit_spec_registry,
-    register_generator,
-)
+from .registry import register_generator
 
 __all__ = [
     "BuildError",

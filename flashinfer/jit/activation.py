@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -48,5 +47,4 @@ def _llama_configs() -> Iterator[tuple[str, torch.dtype]]:
 def gen_act_and_mul_module(act_func_name: str, dtype: torch.dtype = torch.bfloat16) -> JitSpec:
     """The module with ``act_and_mul`` for one activation and dtype."""
     config = ActAndMulConfig(act_func_name, dtype)
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    return JitSpec.from_config(config, [csrc / "activation.cu", csrc / "activation_jit_binding.cc"])
+    return JitSpec.from_config(config, ["activation.cu", "activation_jit_binding.cc"])

@@ -12,18 +12,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import env
-from . import cache, cpp_ext, toolchain
+from . import cache, cpp_ext, store, toolchain
 from .errors import BuildError, JitError, build_error, killed_for_memory
 from .fingerprint import Identity
 from .log import logger
 from .progress import Progress, Waiting
 from .resources import default_jobs
-
-if TYPE_CHECKING:
-    from .core import JitSpec
+from .spec import ModuleSpec
 
 # ninja dies with the process that started it (and takes its compilers along): a killed server
 # leaves no compilers behind. Set between fork and exec, in a small interpreter of its own, since
@@ -39,7 +36,7 @@ _MAX_ATTEMPTS = 5  # of a build whose sources are written while it runs
 class _Job:
     """One module in the course of a build."""
 
-    spec: JitSpec
+    spec: ModuleSpec
     identity: Identity
     stamps: dict[str, int]
     home: Path
@@ -51,14 +48,14 @@ class _Job:
 
 
 def build(
-    specs: Sequence[JitSpec], verbose: bool | None = None, skip_prebuilt: bool = True
+    specs: Sequence[ModuleSpec], verbose: bool | None = None, skip_prebuilt: bool = True
 ) -> None:
     """Compile and publish the modules that are not there yet.
 
     Several processes may call this at the same time: one of them compiles a module, the others
     wait for it.
     """
-    by_name = {spec.name: spec for spec in specs if spec.find(skip_prebuilt) is None}
+    by_name = {spec.name: spec for spec in specs if store.find(spec, skip_prebuilt) is None}
     if not by_name:
         return
     for _ in range(_MAX_ATTEMPTS):
@@ -73,11 +70,11 @@ def build(
 
 
 def _build_once(
-    specs: Sequence[JitSpec], verbose: bool | None, skip_prebuilt: bool
-) -> list[JitSpec]:
+    specs: Sequence[ModuleSpec], verbose: bool | None, skip_prebuilt: bool
+) -> list[ModuleSpec]:
     """One attempt; returns the modules whose sources changed meanwhile."""
     for spec in specs:
-        spec.require_buildable()
+        store.require_buildable(spec)
     root = cache.jit_dir(cache.writable_base())
     with contextlib.ExitStack() as stack, _explained(root):
         # Sorted by name, so that two builds of overlapping sets cannot wait for each other.
@@ -85,14 +82,16 @@ def _build_once(
             stack.enter_context(cache.building(root / spec.name, Waiting(spec.name)))
         # Somebody may have built some of them while we waited for the locks.
         jobs = [
-            _begin(spec, root / spec.name) for spec in specs if spec.find(skip_prebuilt) is None
+            _begin(spec, root / spec.name)
+            for spec in specs
+            if store.find(spec, skip_prebuilt) is None
         ]
         for job in jobs:
             stack.callback(shutil.rmtree, job.private, ignore_errors=True)
         return _compile_and_publish(jobs, root, verbose) if jobs else []
 
 
-def _begin(spec: JitSpec, home: Path) -> _Job:
+def _begin(spec: ModuleSpec, home: Path) -> _Job:
     stamps = spec.reached().stamps  # before the identity: an edit in between is seen as one
     return _Job(spec, spec.identity(), stamps, home, cache.private_dir(home))
 
@@ -106,7 +105,7 @@ def _explained(root: Path):
         raise build_error(f"Cannot build in {root}.", f"error: {error}", "none") from error
 
 
-def _compile_and_publish(jobs: list[_Job], root: Path, verbose: bool | None) -> list[JitSpec]:
+def _compile_and_publish(jobs: list[_Job], root: Path, verbose: bool | None) -> list[ModuleSpec]:
     if verbose is None:
         verbose = env.FLASHINFER_JIT_VERBOSE.get()
     archs = sorted({arch for job in jobs for arch in job.identity.archs}, key=lambda a: (len(a), a))

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -42,5 +41,4 @@ def _llama_configs() -> Iterator[CascadeConfig]:
 @register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
 def gen_cascade_module(config: CascadeConfig) -> JitSpec:
     """The module with ``merge_state`` and ``merge_state_in_place``, or with ``merge_states``."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    return JitSpec.from_config(config, [csrc / "cascade.cu", csrc / "cascade_jit_binding.cc"])
+    return JitSpec.from_config(config, ["cascade.cu", "cascade_jit_binding.cc"])

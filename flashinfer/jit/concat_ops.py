@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -26,7 +25,6 @@ def _configs() -> Iterator[ConcatMlaConfig]:
 @register_generator(aot=_configs, presets={"mla": _configs})
 def gen_concat_mla_module(config: ConcatMlaConfig | None = None) -> JitSpec:
     """The module with ``concat_mla_k``."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
     return JitSpec.from_config(
-        config or ConcatMlaConfig(), [csrc / "concat_ops.cu", csrc / "concat_ops_jit_binding.cc"]
+        config or ConcatMlaConfig(), ["concat_ops.cu", "concat_ops_jit_binding.cc"]
     )

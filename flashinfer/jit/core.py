@@ -1,26 +1,29 @@
-"""`JitSpec`: a module that is compiled when it is first needed."""
+"""`JitSpec`: a module that is compiled when it is first needed, and the list of all described.
+
+`spec.py` says what a module is, `store.py` finds and loads it, `builder.py` compiles it; this file
+has their faces.
+"""
 
 from __future__ import annotations
 
-import os
+import datetime
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import env
 from ..compilation_context import (
     NO_ARCH_MESSAGE,
     CompilationContext,
     current_compilation_context,
 )
-from ..version import __version__
-from . import cache, cpp_ext, fingerprint, toolchain
+from . import builder, cache, store
 from . import env as jit_env
 from .cache import clear_cache_dir, write_if_different
 from .config import ModuleConfig
 from .errors import BuildError, JitError, MissingJITCacheError, ToolchainError
-from .fingerprint import Identity
 from .log import FlashInferJITLogger, logger
+from .spec import ModuleSpec
 
 __all__ = [
     "BuildError",
@@ -28,6 +31,8 @@ __all__ = [
     "FlashInferJITLogger",
     "JitError",
     "JitSpec",
+    "JitSpecRegistry",
+    "JitSpecStatus",
     "MissingJITCacheError",
     "ToolchainError",
     "build_jit_specs",
@@ -35,62 +40,17 @@ __all__ = [
     "clear_cache_dir",
     "current_compilation_context",
     "gen_jit_spec",
+    "jit_spec_registry",
     "logger",
     "write_if_different",
 ]
 
 
-class JitSpec:
+class JitSpec(ModuleSpec):
     """What a module is compiled from, and the ways to get hold of the compiled module.
 
-    Create one with :func:`gen_jit_spec` or :meth:`from_config`.
-
-    Attributes
-    ----------
-    name : str
-        Unique name (URI), also the file name of the library.
-    sources : list of Path
-        ``.cu`` files for nvcc, ``.cc``/``.cpp`` files for the host compiler.
-    extra_cflags, extra_cuda_cflags, extra_ldflags : list of str
-        Flags on top of the standard ones.
-    extra_include_paths : list of Path
-        Search path after the package's own headers.
-    config : ModuleConfig or None
-        The configuration the module was made from.
+    Create one with :func:`gen_jit_spec` or :meth:`from_config`; `ModuleSpec` lists the attributes.
     """
-
-    def __init__(
-        self,
-        name: str,
-        sources: Sequence[str | Path],
-        extra_cflags: Sequence[str] | None = None,
-        extra_cuda_cflags: Sequence[str] | None = None,
-        extra_ldflags: Sequence[str] | None = None,
-        extra_include_paths: Sequence[str | Path] | None = None,
-        needs_device_linking: bool = False,
-        *,
-        post_load_adapter: Callable[[Any], Any] | None = None,
-        use_fast_math: bool = False,
-        extra_cuda_cflags_by_source: Mapping[str | Path, Sequence[str]] | None = None,
-        config: ModuleConfig | None = None,
-    ) -> None:
-        self.name = cpp_ext.checked_name(name)
-        self.sources = [cpp_ext.checked_source(name, source) for source in sources]
-        if not self.sources:
-            raise ValueError(f"sources of module {name!r} is empty: at least one file is needed")
-        self.extra_cflags = list(extra_cflags or ())
-        self.extra_cuda_cflags = list(extra_cuda_cflags or ())
-        self.extra_ldflags = list(extra_ldflags or ())
-        # Absolute: compilers run in the folder of the build.
-        self.extra_include_paths = [Path(path).absolute() for path in extra_include_paths or ()]
-        self.needs_device_linking = needs_device_linking
-        self.use_fast_math = use_fast_math
-        self.config = config
-        self._post_load_adapter = post_load_adapter
-        self._cuda_cflags_by_source = {
-            str(Path(source)): tuple(flags)
-            for source, flags in (extra_cuda_cflags_by_source or {}).items()
-        }
 
     @classmethod
     def from_config(
@@ -110,165 +70,6 @@ class JitSpec:
         options.setdefault("use_fast_math", False)
         csrc = jit_env.FLASHINFER_CSRC_DIR
         return gen_jit_spec(config.uri, [csrc / s for s in sources], config=config, **options)
-
-    def __repr__(self) -> str:
-        return f"JitSpec({self.name!r})"
-
-    # --- What it is ---------------------------------------------------------------------------
-
-    @property
-    def _has_device_code(self) -> bool:
-        return any(source.suffix in cpp_ext.CUDA_SUFFIXES for source in self.sources)
-
-    def _uses_cuda(self, external: Sequence[str]) -> bool:
-        """Whether a build needs the toolkit: for nvcc, or for headers of the CUDA runtime."""
-        return self._has_device_code or any(
-            header.startswith(("cuda", "cooperative_groups", "nv/")) for header in external
-        )
-
-    def reached(self) -> fingerprint.Reached:
-        """The files that the sources reach through ``#include``."""
-        flags = self.flags()
-        macros = fingerprint.macros_of([*flags.host, *flags.cuda])
-        return fingerprint.reached_files(self.sources, self.include_dirs(), macros)
-
-    def include_dirs(self) -> list[Path]:
-        """Search path of the headers that count for the identity."""
-        named = fingerprint.include_flags_of([*self.extra_cflags, *self.extra_cuda_cflags])
-        return cpp_ext.own_include_dirs([*self.extra_include_paths, *map(Path, named)])
-
-    def flags(self) -> cpp_ext.Flags:
-        """All compiler flags but search paths and the default targets."""
-        defines = self.config.define_flags if self.config else []
-        flags = cpp_ext.build_flags(
-            [*defines, *self.extra_cflags],
-            [*defines, *self.extra_cuda_cflags],
-            self.extra_ldflags,
-            self.use_fast_math,
-        )
-        return cpp_ext.Flags(
-            flags.host,
-            flags.cuda,
-            flags.link,
-            self._cuda_cflags_by_source,
-            self.needs_device_linking,
-        )
-
-    def _cuda_flags_with_targets(self, flags: cpp_ext.Flags) -> list[str]:
-        """nvcc flags, with the default targets if the module chose none."""
-        _, chosen = fingerprint.split_targets(flags.cuda)
-        if chosen:
-            return list(flags.cuda)
-        return [*flags.cuda, *current_compilation_context.get_nvcc_flags_list(self._majors)]
-
-    @property
-    def _majors(self) -> list[int] | None:
-        majors = self.config.majors if self.config else None
-        return None if majors is None else list(majors)
-
-    def has_target(self) -> bool:
-        """Whether any of the current targets, if there are any, is one the kernels support."""
-        majors = self._majors
-        if majors is None:
-            return True
-        archs = current_compilation_context.TARGET_CUDA_ARCHS
-        return not archs or any(major in majors for major, _ in archs)
-
-    def identity(self, with_toolchain: bool = True) -> Identity:
-        """What the compiled module must have been built from, as of now.
-
-        Parameters
-        ----------
-        with_toolchain : bool
-            False leaves the compilers out, and does not look for any.
-
-        Raises
-        ------
-        RuntimeError
-            If it has device code and there is no target to compile it for.
-        """
-        flags = self.flags()
-        reached = self.reached()
-        cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
-        cuda, archs = fingerprint.split_targets(cuda)
-        sources = [str(source) for source in self.sources]
-        ingredients = {
-            "name": self.name,
-            "files": reached.files,
-            "host flags": fingerprint.without_paths(flags.host),
-            "cuda flags": fingerprint.without_paths(cuda),
-            "link flags": fingerprint.without_paths(flags.link),
-            "flags by source": {
-                str(sources.index(source)): fingerprint.without_paths(more)
-                for source, more in flags.cuda_by_source.items()
-                if source in sources
-            },
-            "device link": flags.device_link,
-            "abi": fingerprint.system_abi(),
-        }
-        # Whose headers are too many to read, and so the one place where a path counts.
-        words = [*env.FLASHINFER_EXTRA_CFLAGS.get(), *env.FLASHINFER_EXTRA_CUDAFLAGS.get()]
-        if folders := fingerprint.include_flags_of(words):
-            ingredients["folders of the environment"] = folders
-        # What nvcc reads behind our back, paths and all.
-        own = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
-        if self._has_device_code and any(own):
-            ingredients["flags of nvcc's own variables"] = own
-        uses_cuda = self._uses_cuda(reached.external)
-        compilers = toolchain.ingredients(uses_cuda) if with_toolchain else None
-        return Identity(
-            content=fingerprint.digest(ingredients)[:24],
-            archs=archs,
-            toolchain=fingerprint.digest(compilers)[:8] if compilers else "",
-            ingredients={**ingredients, "archs": archs, "toolchain": compilers},
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """The key of the module: content, targets and toolchain."""
-        return f"{__version__}-{self.identity().key}"
-
-    def get_library_paths(self) -> tuple[Path, ...]:
-        """The library, as the only element."""
-        return (self.get_library_path(),)
-
-    # --- Building -----------------------------------------------------------------------------
-
-    def require_buildable(self) -> None:
-        """Raise, with a remedy, if this module cannot be compiled here."""
-        if env.FLASHINFER_DISABLE_JIT.get():
-            raise MissingJITCacheError(
-                f"{self.name} is not in the cache ({cache.jit_dir()}) or among the prebuilt "
-                "modules, and FLASHINFER_DISABLE_JIT forbids compiling it.\n"
-                "  hint: unset FLASHINFER_DISABLE_JIT, or build the module beforehand "
-                "(`flashinfer build`, FLASHINFER_AOT_DIR, flashinfer-jit-cache)",
-                self,
-            )
-        reached = self.reached()
-        self.identity(with_toolchain=False)  # there must be a target
-        toolchain.require_ninja()
-        toolchain.require_host_compiler()  # before nvcc, which cannot even report without it
-        if self._uses_cuda(reached.external):
-            toolchain.require_toolkit()
-
-    def ninja_module(self) -> cpp_ext.NinjaModule:
-        """The module as the ninja generator wants it."""
-        flags = self.flags()
-        cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
-        reached = self.reached()
-        uses_cuda = self._uses_cuda(reached.external)
-        # A source that another one includes is compiled there; twice would define it twice.
-        compiled = [s for s in self.sources if os.path.abspath(s) not in reached.included_sources]
-        return cpp_ext.NinjaModule(
-            name=self.name,
-            sources=compiled,
-            flags=cpp_ext.Flags(
-                flags.host, tuple(cuda), flags.link, flags.cuda_by_source, flags.device_link
-            ),
-            include_dirs=self.include_dirs(),
-            toolkit=toolchain.require_toolkit() if uses_cuda else None,
-            host_compiler=toolchain.require_host_compiler(),
-        )
 
     def write_ninja(self) -> Path:
         """Write ``build.ninja`` into the module's cache folder, for inspection.
@@ -305,19 +106,9 @@ class JitSpec:
         """
         build_jit_specs([self], verbose)
 
-    # --- Loading ------------------------------------------------------------------------------
-
     def find(self, prebuilt: bool = True) -> cache.Entry | None:
         """The compiled module on disk: in the cache or, if `prebuilt`, among those shipped."""
-        content = self.identity(with_toolchain=False)
-        if prebuilt and (entry := cache.find_prebuilt(self.name, content)):
-            return entry
-        if env.FLASHINFER_DISABLE_JIT.get():
-            return cache.find_of_any_toolchain(self.name, content)
-        identity = self.identity()
-        if identity.toolchain:
-            return cache.find(self.name, identity)
-        return cache.find_of_any_toolchain(self.name, content)
+        return store.find(self, prebuilt)
 
     def is_built(self) -> bool:
         """Whether the compiled module is on disk."""
@@ -325,16 +116,16 @@ class JitSpec:
 
     def get_library_path(self) -> Path:
         """Path of the library: where it is, or where a build would put it."""
-        entry = self.find()
-        if entry is not None:
-            return entry.library
-        home = cache.jit_dir(cache.writable_base()) / self.name
-        return home / self.identity().key / f"{self.name}.so"
+        return store.library_path(self)
+
+    def get_library_paths(self) -> tuple[Path, ...]:
+        """The library, as the only element."""
+        return (self.get_library_path(),)
 
     def try_load(self) -> Any | None:
         """The loaded module if it is compiled already, else None. Never compiles."""
         entry = self.find()
-        return self.load(entry.library) if entry else None
+        return store.load(self, entry.library) if entry else None
 
     def load(self, so_path: Path | None = None) -> Any:
         """Load the compiled module.
@@ -354,19 +145,7 @@ class JitSpec:
         JitError
             If there is no compiled module, or the system cannot load it.
         """
-        import tvm_ffi
-
-        path = Path(so_path) if so_path is not None else self.get_library_path()
-        if not path.is_file():
-            raise JitError(f"{self.name} has not been built.\n  hint: call build_and_load()")
-        try:
-            module = tvm_ffi.load_module(str(path))
-        except Exception as error:
-            raise JitError(
-                f"{path} cannot be loaded: {error}\n"
-                f"  hint: it may come from an incompatible system; remove {path.parent} and retry"
-            ) from error
-        return self._post_load_adapter(module) if self._post_load_adapter else module
+        return store.load(self, Path(so_path) if so_path else self.get_library_path())
 
     def build_and_load(self) -> Any:
         """The loaded module, compiled first if need be. What callers normally use.
@@ -381,7 +160,79 @@ class JitSpec:
             self.build()
             entry = self.find()
             assert entry is not None, self.name
-        return self.load(entry.library)
+        return store.load(self, entry.library)
+
+
+@dataclass(frozen=True)
+class JitSpecStatus:
+    """State of one module.
+
+    Attributes
+    ----------
+    name : str
+        Name of the module.
+    created_at : datetime
+        When this process described it.
+    is_compiled : bool
+        Whether it is on disk.
+    library_path : Path or None
+        Where, if so.
+    sources : list of Path
+        What it is compiled from.
+    needs_device_linking : bool
+        Whether device code is linked.
+    """
+
+    name: str
+    created_at: datetime.datetime
+    is_compiled: bool
+    library_path: Path | None
+    sources: list[Path]
+    needs_device_linking: bool
+
+
+class JitSpecRegistry:
+    """The modules described in this process."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, tuple[JitSpec, datetime.datetime]] = {}
+
+    def register(self, spec: JitSpec) -> None:
+        """Take note of a module; the latest of a name counts."""
+        self._specs[spec.name] = (spec, datetime.datetime.now())
+
+    def get_all_specs(self) -> dict[str, JitSpec]:
+        """Every module by name."""
+        return {name: spec for name, (spec, _) in self._specs.items()}
+
+    def get_spec_status(self, name: str) -> JitSpecStatus | None:
+        """State of a module, or None if it is not known."""
+        if name not in self._specs:
+            return None
+        spec, created = self._specs[name]
+        entry = spec.find()
+        return JitSpecStatus(
+            name=name,
+            created_at=created,
+            is_compiled=entry is not None,
+            library_path=entry.library if entry else None,
+            sources=list(spec.sources),
+            needs_device_linking=spec.needs_device_linking,
+        )
+
+    def get_all_statuses(self) -> list[JitSpecStatus]:
+        """State of every module."""
+        statuses = map(self.get_spec_status, list(self._specs))
+        return [status for status in statuses if status is not None]
+
+    def get_stats(self) -> dict[str, int]:
+        """Numbers of modules: ``total``, ``compiled``, ``not_compiled``."""
+        compiled = sum(status.is_compiled for status in self.get_all_statuses())
+        total = len(self._specs)
+        return {"total": total, "compiled": compiled, "not_compiled": total - compiled}
+
+
+jit_spec_registry = JitSpecRegistry()
 
 
 def gen_jit_spec(
@@ -431,8 +282,6 @@ def gen_jit_spec(
     ValueError
         If the name or a source is not acceptable.
     """
-    from .registry import jit_spec_registry
-
     spec = JitSpec(
         name,
         sources,
@@ -469,8 +318,6 @@ def build_jit_specs(
     BuildError
         If some module fails; the others are built and published nevertheless.
     """
-    from . import builder
-
     builder.build(specs, verbose, skip_prebuilt)
 
 

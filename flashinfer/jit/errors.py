@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .core import JitSpec
+from typing import Any
 
 
 class JitError(RuntimeError):
@@ -35,7 +32,7 @@ class MissingJITCacheError(JitError):
         The module that was asked for.
     """
 
-    def __init__(self, message: str, spec: JitSpec | None = None) -> None:
+    def __init__(self, message: str, spec: Any = None) -> None:
         super().__init__(message)
         self.spec = spec
 

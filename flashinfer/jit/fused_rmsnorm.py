@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -53,6 +52,5 @@ def _aot_configs() -> Iterator[FusedRmsnormConfig]:
 @register_generator(aot=_aot_configs, presets={"fp8": _fp8_configs, "video": _video_configs})
 def gen_fused_rmsnorm_module(config: FusedRmsnormConfig) -> JitSpec:
     """The module with ``fused_rmsnorm`` for one configuration."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    sources = [csrc / "fused_rmsnorm.cu", csrc / "fused_rmsnorm_jit_binding.cc"]
+    sources = ["fused_rmsnorm.cu", "fused_rmsnorm_jit_binding.cc"]
     return JitSpec.from_config(config, sources)

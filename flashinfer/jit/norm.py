@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, FLOAT8, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -53,5 +52,4 @@ def _fp8_configs() -> Iterator[NormConfig]:
 def gen_norm_module(config: NormConfig | None = None) -> JitSpec:
     """The module with ``norm`` and, for an RMS norm, ``gemma_norm``; by default of bfloat16."""
     config = config or NormConfig(torch.bfloat16, torch.bfloat16)
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    return JitSpec.from_config(config, [csrc / "norm.cu", csrc / "norm_jit_binding.cc"])
+    return JitSpec.from_config(config, ["norm.cu", "norm_jit_binding.cc"])

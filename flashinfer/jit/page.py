@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -26,7 +25,4 @@ def _configs() -> Iterator[PageConfig]:
 @register_generator(aot=_configs, presets={"llama-bf16": _configs, "mla": _configs})
 def gen_page_module(config: PageConfig | None = None) -> JitSpec:
     """The module with the appends, ``get_batch_indices_positions`` and ``get_seq_lens``."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    return JitSpec.from_config(
-        config or PageConfig(), [csrc / "page.cu", csrc / "page_jit_binding.cc"]
-    )
+    return JitSpec.from_config(config or PageConfig(), ["page.cu", "page_jit_binding.cc"])

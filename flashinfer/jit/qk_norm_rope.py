@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -39,6 +38,5 @@ def _aot_configs() -> Iterator[QkNormRopeConfig]:
 @register_generator(aot=_aot_configs, presets={"video": _aot_configs})
 def gen_qk_norm_rope_module(config: QkNormRopeConfig) -> JitSpec:
     """The module with ``qk_norm_rope`` for one configuration."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    sources = [csrc / "qk_norm_rope.cu", csrc / "qk_norm_rope_jit_binding.cc"]
+    sources = ["qk_norm_rope.cu", "qk_norm_rope_jit_binding.cc"]
     return JitSpec.from_config(config, sources)

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -88,8 +87,7 @@ def _group_quant_cases() -> Iterator[GroupQuantConfig]:
 @register_generator(aot=_group_quant_cases, presets={"fp8": _fp8_cases, "fp4": _fp4_cases})
 def gen_group_quant_module(config: GroupQuantConfig) -> JitSpec:
     """The module with ``group_quant`` for one configuration."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    sources = [csrc / "group_quant.cu", csrc / "group_quant_jit_binding.cc"]
+    sources = ["group_quant.cu", "group_quant_jit_binding.cc"]
     return JitSpec.from_config(config, sources)
 
 
@@ -101,6 +99,5 @@ def _packbits_cases() -> Iterator[PackBitsConfig]:
 @register_generator(aot=_packbits_cases, presets={"speculative": _packbits_cases})
 def gen_packbits_module(config: PackBitsConfig | None = None) -> JitSpec:
     """The module with ``packbits``, for segments of an array or, by default, for a whole one."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    sources = [csrc / "packbits.cu", csrc / "packbits_jit_binding.cc"]
+    sources = ["packbits.cu", "packbits_jit_binding.cc"]
     return JitSpec.from_config(config or PackBitsConfig("none"), sources)

@@ -1,14 +1,12 @@
-"""Generators known to AOT builds and the command line, and the specs made in this process."""
+"""Generators known to ahead-of-time builds and to the command line."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..compilation_context import NoTargetError
@@ -121,75 +119,3 @@ def preset_specs(preset: str) -> list[JitSpec]:
 
 def _unique(specs: Iterable[JitSpec]) -> list[JitSpec]:
     return list({spec.name: spec for spec in specs}.values())
-
-
-@dataclass(frozen=True)
-class JitSpecStatus:
-    """State of one module.
-
-    Attributes
-    ----------
-    name : str
-        Name of the module.
-    created_at : datetime
-        When this process described it.
-    is_compiled : bool
-        Whether it is on disk.
-    library_path : Path or None
-        Where, if so.
-    sources : list of Path
-        What it is compiled from.
-    needs_device_linking : bool
-        Whether device code is linked.
-    """
-
-    name: str
-    created_at: datetime.datetime
-    is_compiled: bool
-    library_path: Path | None
-    sources: list[Path]
-    needs_device_linking: bool
-
-
-class JitSpecRegistry:
-    """The modules described in this process."""
-
-    def __init__(self) -> None:
-        self._specs: dict[str, tuple[JitSpec, datetime.datetime]] = {}
-
-    def register(self, spec: JitSpec) -> None:
-        """Take note of a module; the latest of a name counts."""
-        self._specs[spec.name] = (spec, datetime.datetime.now())
-
-    def get_all_specs(self) -> dict[str, JitSpec]:
-        """Every module by name."""
-        return {name: spec for name, (spec, _) in self._specs.items()}
-
-    def get_spec_status(self, name: str) -> JitSpecStatus | None:
-        """State of a module, or None if it is not known."""
-        if name not in self._specs:
-            return None
-        spec, created = self._specs[name]
-        entry = spec.find()
-        return JitSpecStatus(
-            name=name,
-            created_at=created,
-            is_compiled=entry is not None,
-            library_path=entry.library if entry else None,
-            sources=list(spec.sources),
-            needs_device_linking=spec.needs_device_linking,
-        )
-
-    def get_all_statuses(self) -> list[JitSpecStatus]:
-        """State of every module."""
-        statuses = map(self.get_spec_status, list(self._specs))
-        return [status for status in statuses if status is not None]
-
-    def get_stats(self) -> dict[str, int]:
-        """Numbers of modules: ``total``, ``compiled``, ``not_compiled``."""
-        compiled = sum(status.is_compiled for status in self.get_all_statuses())
-        total = len(self._specs)
-        return {"total": total, "compiled": compiled, "not_compiled": total - compiled}
-
-
-jit_spec_registry = JitSpecRegistry()

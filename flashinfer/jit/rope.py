@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, FLOAT8, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -71,7 +70,6 @@ _presets = {"llama-bf16": _llama_configs, "fp8": _fp8_configs, "mla": _mla_confi
 @register_generator(aot=_aot_configs, presets=_presets)
 def gen_rope_module(config: RopeConfig) -> JitSpec:
     """The module with ``rope`` or ``rope_with_cache``, or their quantising forms."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
     quantizes = config.out_dtype != config.dtype
     binding = "rope_quantize_jit_binding.cc" if quantizes else "rope_jit_binding.cc"
-    return JitSpec.from_config(config, [csrc / "rope.cu", csrc / binding])
+    return JitSpec.from_config(config, ["rope.cu", binding])

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -81,5 +80,4 @@ def _llama_configs() -> Iterator[SamplingConfig]:
 @register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
 def gen_sampling_module(config: SamplingConfig) -> JitSpec:
     """The module with ``sampling``, for one configuration."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    return JitSpec.from_config(config, [csrc / "sampling.cu", csrc / "sampling_jit_binding.cc"])
+    return JitSpec.from_config(config, ["sampling.cu", "sampling_jit_binding.cc"])

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -26,7 +25,4 @@ def _aot_configs() -> Iterator[SpeculativeConfig]:
 @register_generator(aot=_aot_configs, presets={"speculative": _aot_configs})
 def gen_speculative_module(config: SpeculativeConfig) -> JitSpec:
     """The module with ``chain_speculative``."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    return JitSpec.from_config(
-        config, [csrc / "speculative.cu", csrc / "speculative_jit_binding.cc"]
-    )
+    return JitSpec.from_config(config, ["speculative.cu", "speculative_jit_binding.cc"])

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 
 from .._common.dtypes import FLOAT, check_dtype
-from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
@@ -50,5 +49,4 @@ def _llama_configs() -> Iterator[TopKConfig]:
 @register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
 def gen_topk_module(config: TopKConfig) -> JitSpec:
     """The module with ``top_k``, for one configuration."""
-    csrc = jit_env.FLASHINFER_CSRC_DIR
-    return JitSpec.from_config(config, [csrc / "topk.cu", csrc / "topk_jit_binding.cc"])
+    return JitSpec.from_config(config, ["topk.cu", "topk_jit_binding.cc"])

@@ -52,7 +52,7 @@ def new_header_shadows_external(project, monkeypatch):
 
 def change_version(project, monkeypatch):
     monkeypatch.setattr(cache, "__version__", "99.0")
-    monkeypatch.setattr("flashinfer.jit.core.__version__", "99.0")
+    monkeypatch.setattr("flashinfer.jit.spec.__version__", "99.0")
 
 
 def change_abi(project, monkeypatch):

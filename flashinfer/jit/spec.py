@@ -1,0 +1,200 @@
+"""What a module is compiled from: sources, flags, and the identity that follows from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import env
+from ..compilation_context import current_compilation_context
+from ..version import __version__
+from . import cpp_ext, fingerprint, toolchain
+from .config import ModuleConfig
+from .fingerprint import Identity
+
+
+class ModuleSpec:
+    """Sources, flags and identity of a module. It knows neither the cache nor the builder.
+
+    Attributes
+    ----------
+    name : str
+        Unique name (URI), also the file name of the library.
+    sources : list of Path
+        ``.cu`` files for nvcc, ``.cc``/``.cpp`` files for the host compiler.
+    extra_cflags, extra_cuda_cflags, extra_ldflags : list of str
+        Flags on top of the standard ones.
+    extra_include_paths : list of Path
+        Search path after the package's own headers.
+    config : ModuleConfig or None
+        The configuration the module was made from.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[str | Path],
+        extra_cflags: Sequence[str] | None = None,
+        extra_cuda_cflags: Sequence[str] | None = None,
+        extra_ldflags: Sequence[str] | None = None,
+        extra_include_paths: Sequence[str | Path] | None = None,
+        needs_device_linking: bool = False,
+        *,
+        post_load_adapter: Callable[[Any], Any] | None = None,
+        use_fast_math: bool = False,
+        extra_cuda_cflags_by_source: Mapping[str | Path, Sequence[str]] | None = None,
+        config: ModuleConfig | None = None,
+    ) -> None:
+        self.name = cpp_ext.checked_name(name)
+        self.sources = [cpp_ext.checked_source(name, source) for source in sources]
+        if not self.sources:
+            raise ValueError(f"sources of module {name!r} is empty: at least one file is needed")
+        self.extra_cflags = list(extra_cflags or ())
+        self.extra_cuda_cflags = list(extra_cuda_cflags or ())
+        self.extra_ldflags = list(extra_ldflags or ())
+        # Absolute: compilers run in the folder of the build.
+        self.extra_include_paths = [Path(path).absolute() for path in extra_include_paths or ()]
+        self.needs_device_linking = needs_device_linking
+        self.use_fast_math = use_fast_math
+        self.config = config
+        self.post_load_adapter = post_load_adapter
+        self._cuda_cflags_by_source = {
+            str(Path(source)): tuple(flags)
+            for source, flags in (extra_cuda_cflags_by_source or {}).items()
+        }
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    @property
+    def _has_device_code(self) -> bool:
+        return any(source.suffix in cpp_ext.CUDA_SUFFIXES for source in self.sources)
+
+    def uses_cuda(self, external: Sequence[str]) -> bool:
+        """Whether a build needs the toolkit: for nvcc, or for headers of the CUDA runtime."""
+        return self._has_device_code or any(
+            header.startswith(("cuda", "cooperative_groups", "nv/")) for header in external
+        )
+
+    def reached(self) -> fingerprint.Reached:
+        """The files that the sources reach through ``#include``."""
+        flags = self.flags()
+        macros = fingerprint.macros_of([*flags.host, *flags.cuda])
+        return fingerprint.reached_files(self.sources, self.include_dirs(), macros)
+
+    def include_dirs(self) -> list[Path]:
+        """Search path of the headers that count for the identity."""
+        named = fingerprint.include_flags_of([*self.extra_cflags, *self.extra_cuda_cflags])
+        return cpp_ext.own_include_dirs([*self.extra_include_paths, *map(Path, named)])
+
+    def flags(self) -> cpp_ext.Flags:
+        """All compiler flags but search paths and the default targets."""
+        defines = self.config.define_flags if self.config else []
+        flags = cpp_ext.build_flags(
+            [*defines, *self.extra_cflags],
+            [*defines, *self.extra_cuda_cflags],
+            self.extra_ldflags,
+            self.use_fast_math,
+        )
+        return cpp_ext.Flags(
+            flags.host,
+            flags.cuda,
+            flags.link,
+            self._cuda_cflags_by_source,
+            self.needs_device_linking,
+        )
+
+    def _cuda_flags_with_targets(self, flags: cpp_ext.Flags) -> list[str]:
+        """nvcc flags, with the default targets if the module chose none."""
+        _, chosen = fingerprint.split_targets(flags.cuda)
+        if chosen:
+            return list(flags.cuda)
+        return [*flags.cuda, *current_compilation_context.get_nvcc_flags_list(self._majors)]
+
+    @property
+    def _majors(self) -> list[int] | None:
+        majors = self.config.majors if self.config else None
+        return None if majors is None else list(majors)
+
+    def has_target(self) -> bool:
+        """Whether any of the current targets, if there are any, is one the kernels support."""
+        majors = self._majors
+        if majors is None:
+            return True
+        archs = current_compilation_context.TARGET_CUDA_ARCHS
+        return not archs or any(major in majors for major, _ in archs)
+
+    def identity(self, with_toolchain: bool = True) -> Identity:
+        """What the compiled module must have been built from, as of now.
+
+        Parameters
+        ----------
+        with_toolchain : bool
+            False leaves the compilers out, and does not look for any.
+
+        Raises
+        ------
+        RuntimeError
+            If it has device code and there is no target to compile it for.
+        """
+        flags = self.flags()
+        reached = self.reached()
+        cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
+        cuda, archs = fingerprint.split_targets(cuda)
+        sources = [str(source) for source in self.sources]
+        ingredients = {
+            "name": self.name,
+            "files": reached.files,
+            "host flags": fingerprint.without_paths(flags.host),
+            "cuda flags": fingerprint.without_paths(cuda),
+            "link flags": fingerprint.without_paths(flags.link),
+            "flags by source": {
+                str(sources.index(source)): fingerprint.without_paths(more)
+                for source, more in flags.cuda_by_source.items()
+                if source in sources
+            },
+            "device link": flags.device_link,
+            "abi": fingerprint.system_abi(),
+        }
+        # These folders have too many headers to read, so here alone a path counts.
+        words = [*env.FLASHINFER_EXTRA_CFLAGS.get(), *env.FLASHINFER_EXTRA_CUDAFLAGS.get()]
+        if folders := fingerprint.include_flags_of(words):
+            ingredients["folders of the environment"] = folders
+        # nvcc reads these variables by itself; their paths count too.
+        own = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
+        if self._has_device_code and any(own):
+            ingredients["flags of nvcc's own variables"] = own
+        uses_cuda = self.uses_cuda(reached.external)
+        compilers = toolchain.ingredients(uses_cuda) if with_toolchain else None
+        return Identity(
+            content=fingerprint.digest(ingredients)[:24],
+            archs=archs,
+            toolchain=fingerprint.digest(compilers)[:8] if compilers else "",
+            ingredients={**ingredients, "archs": archs, "toolchain": compilers},
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """The key of the module: content, targets and toolchain."""
+        return f"{__version__}-{self.identity().key}"
+
+    def ninja_module(self) -> cpp_ext.NinjaModule:
+        """The module as the ninja generator wants it."""
+        flags = self.flags()
+        cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
+        reached = self.reached()
+        uses_cuda = self.uses_cuda(reached.external)
+        # A source that another one includes is compiled there; twice would define it twice.
+        compiled = [s for s in self.sources if os.path.abspath(s) not in reached.included_sources]
+        return cpp_ext.NinjaModule(
+            name=self.name,
+            sources=compiled,
+            flags=cpp_ext.Flags(
+                flags.host, tuple(cuda), flags.link, flags.cuda_by_source, flags.device_link
+            ),
+            include_dirs=self.include_dirs(),
+            toolkit=toolchain.require_toolkit() if uses_cuda else None,
+            host_compiler=toolchain.require_host_compiler(),
+        )

@@ -1,0 +1,73 @@
+"""Compiled modules on disk: where one is, whether it can be built here, and loading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .. import env
+from . import cache, toolchain
+from .errors import JitError, MissingJITCacheError
+from .spec import ModuleSpec
+
+
+def find(spec: ModuleSpec, prebuilt: bool = True) -> cache.Entry | None:
+    """The compiled module: in the cache or, if `prebuilt`, among those shipped."""
+    content = spec.identity(with_toolchain=False)
+    if prebuilt and (entry := cache.find_prebuilt(spec.name, content)):
+        return entry
+    if env.FLASHINFER_DISABLE_JIT.get():
+        return cache.find_of_any_toolchain(spec.name, content)
+    identity = spec.identity()
+    if identity.toolchain:
+        return cache.find(spec.name, identity)
+    return cache.find_of_any_toolchain(spec.name, content)
+
+
+def library_path(spec: ModuleSpec) -> Path:
+    """Path of the library: where it is, or where a build would put it."""
+    entry = find(spec)
+    if entry is not None:
+        return entry.library
+    home = cache.jit_dir(cache.writable_base()) / spec.name
+    return home / spec.identity().key / f"{spec.name}.so"
+
+
+def require_buildable(spec: ModuleSpec) -> None:
+    """Raise, with a remedy, if a module cannot be compiled here."""
+    if env.FLASHINFER_DISABLE_JIT.get():
+        raise MissingJITCacheError(
+            f"{spec.name} is not in the cache ({cache.jit_dir()}) or among the prebuilt "
+            "modules, and FLASHINFER_DISABLE_JIT forbids compiling it.\n"
+            "  hint: unset FLASHINFER_DISABLE_JIT, or build the module beforehand "
+            "(`flashinfer build`, FLASHINFER_AOT_DIR, flashinfer-jit-cache)",
+            spec,
+        )
+    reached = spec.reached()
+    spec.identity(with_toolchain=False)  # there must be a target
+    toolchain.require_ninja()
+    toolchain.require_host_compiler()  # before nvcc, which cannot even report without it
+    if spec.uses_cuda(reached.external):
+        toolchain.require_toolkit()
+
+
+def load(spec: ModuleSpec, path: Path) -> Any:
+    """The module whose library is at `path`, passed through the adapter of its spec.
+
+    Raises
+    ------
+    JitError
+        If there is no compiled module, or the system cannot load it.
+    """
+    import tvm_ffi  # here, since importing it takes longer than importing this package
+
+    if not path.is_file():
+        raise JitError(f"{spec.name} has not been built.\n  hint: call build_and_load()")
+    try:
+        module = tvm_ffi.load_module(str(path))
+    except Exception as error:
+        raise JitError(
+            f"{path} cannot be loaded: {error}\n"
+            f"  hint: it may come from an incompatible system; remove {path.parent} and retry"
+        ) from error
+    return spec.post_load_adapter(module) if spec.post_load_adapter else module
