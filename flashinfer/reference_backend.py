@@ -28,7 +28,7 @@ import torch
 
 from . import env
 from ._common.numbers import plain_arguments
-from ._instrument.decorator import _TRACE_REGISTRY
+from ._instrument.decorator import _TRACE_REGISTRY, on_registration
 from .trace.arguments import check_aliasing, check_destination, check_one_device
 from .trace.specs import argument_of
 from .trace.template import TraceTemplate, resolve_template
@@ -259,6 +259,7 @@ def _announce() -> None:
         )
 
 
+on_registration.append(route_registered)
 if env.FLASHINFER_BACKEND.get() == "reference":
     _process_wide = True
     _acquire()

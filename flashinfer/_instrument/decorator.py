@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -29,6 +28,8 @@ import torch
 
 from .. import env
 from .call import ApiCall, is_paused
+from .definitions import dump_definition, fi_trace
+from .dump import dump_inputs
 from .text import describe_inputs, describe_outputs, write_record
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -37,6 +38,10 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 #: enumerate. A dispatch function that lists its ``templates`` is followed by one pair for each of
 #: them.
 _TRACE_REGISTRY: list[tuple[Callable[..., Any], Any]] = []
+
+#: Called after each addition to the registry: a function that is decorated while the reference
+#: backend is on must not escape it.
+on_registration: list[Callable[[], None]] = []
 
 
 def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None) -> Any:
@@ -72,9 +77,8 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
     if trace is not None:
         _TRACE_REGISTRY.append((func, trace))
         _TRACE_REGISTRY.extend((func, template) for template in getattr(trace, "templates", ()))
-        # A module that is imported while the reference backend is on must not escape it.
-        if reference_backend := sys.modules.get("flashinfer.reference_backend"):
-            reference_backend.route_registered()
+        for notify in on_registration:
+            notify()
     level = env.FLASHINFER_LOGLEVEL.get()
     api = func
     if trace is not None and env.FLASHINFER_TRACE_DUMP.get():
@@ -83,25 +87,17 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
         api = _with_logging(api, func, level)
     api.__flashinfer_trace__ = trace  # type: ignore[attr-defined]
     if trace is not None:
-        api.fi_trace = functools.partial(_fi_trace, api)  # type: ignore[attr-defined]
+        api.fi_trace = functools.partial(fi_trace, api)  # type: ignore[attr-defined]
     return api
-
-
-def _fi_trace(api: Callable[..., Any], **kwargs: Any) -> Any:
-    from ..fi_trace import fi_trace
-
-    return fi_trace(api, **kwargs)
 
 
 def _with_trace_dump(api: AnyFunction, func: Callable[..., Any], trace: Any) -> AnyFunction:
     @functools.wraps(func)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        from ..fi_trace import _auto_dump
-
         if not torch.compiler.is_compiling():
             # skip_check is @backend_requirement's, not the operation's.
             arguments = {name: kwargs[name] for name in kwargs if name != "skip_check"}
-            _auto_dump(func, trace, args, arguments)
+            dump_definition(func, trace, args, arguments)
         return api(*args, **kwargs)
 
     return cast(AnyFunction, traced)
@@ -119,8 +115,6 @@ def _with_logging(api: AnyFunction, func: Callable[..., Any], level: int) -> Any
         write_record(describe_inputs(call, level))
         dump = None
         if level >= 10:
-            from .dump import dump_inputs
-
             dump = dump_inputs(call)
         try:
             result = api(*args, **kwargs)

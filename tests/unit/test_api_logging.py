@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import re
@@ -313,9 +312,8 @@ def test_registry_and_trace_attributes(log, registry):
 
 
 def test_trace_dump_hook_sees_the_call_before_it_runs(registry, monkeypatch):
-    fi_trace = importlib.import_module("flashinfer.fi_trace")  # the package's name is the function
     order = []
-    monkeypatch.setattr(fi_trace, "_auto_dump", lambda *seen: order.append(seen))
+    monkeypatch.setattr(decorator, "dump_definition", lambda *seen: order.append(seen))
     template = object()
 
     def func(x, y=2):
@@ -331,8 +329,7 @@ def test_trace_dump_hook_sees_the_call_before_it_runs(registry, monkeypatch):
 
 
 def test_fi_trace_attribute_passes_the_function_on(registry, monkeypatch):
-    fi_trace = importlib.import_module("flashinfer.fi_trace")  # the package's name is the function
-    monkeypatch.setattr(fi_trace, "fi_trace", lambda api, **kwargs: (api, kwargs))
+    monkeypatch.setattr(decorator, "fi_trace", lambda api, **kwargs: (api, kwargs))
     monkeypatch.setenv("FLASHINFER_LOGLEVEL", "0")
 
     def func(x):
