@@ -20,3 +20,14 @@ class SfLayout(enum.IntEnum):
 
     layout_linear = 2
     """Row-major, without padding."""
+
+
+class TopKTieBreak(enum.IntEnum):
+    """Which of the elements equal to the k-th largest are taken."""
+
+    NONE = 0
+    """No preference: the smallest indices."""
+    SMALL = 1
+    """The smallest indices."""
+    LARGE = 2
+    """The largest indices."""

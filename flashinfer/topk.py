@@ -18,8 +18,8 @@ from ._common.kernels import UNUSUAL, Kernel, KernelTable
 from ._common.numbers import plain
 from ._instrument.decorator import flashinfer_api
 from .jit.topk import TopKConfig, TopKOutput, gen_topk_module
+from .tllm_enums import TopKTieBreak
 from .trace.templates.topk import (
-    TopKTieBreak,
     top_k_page_table_transform_trace,
     top_k_ragged_transform_trace,
     top_k_trace,

@@ -45,6 +45,13 @@ TVM_HEADERS = {"ffi.h", "tvm_ffi_utils.h"}
 PYTHON_LEAVES = {"env", "version", "_common.dtypes", "_common.arch"}
 # What jit/ may import from outside jit/.
 JIT_MAY_IMPORT = {"env", "version", "compilation_context", "_common.dtypes"}
+# Public modules and packages that private ones may import: they know no operation.
+BELOW_PRIVATE = {"env", "version", "tllm_enums", "compilation_context", "jit", "trace"}
+# Modules that still ask whether the reference backend is on; the list may only shrink.
+KNOW_THE_REFERENCE = {
+    "flashinfer._attention.plan.choice",
+    "flashinfer._attention.plan.executor",
+}
 MAX_LINES = {"include": 500, "csrc": 500, "flashinfer": 500, "tests": 400}
 
 
@@ -218,13 +225,16 @@ def modules() -> dict[str, Path]:
     }
 
 
-def imported(name: str, top_level_only: bool = False) -> set[str]:
-    """Modules of ours that `name` imports: the deepest that exists for each import statement."""
+def imported(name: str) -> set[str]:
+    """Modules of ours that `name` imports: the deepest that exists for each import statement.
+
+    Imports inside functions and under `if TYPE_CHECKING:` count like any other: one that hides
+    there is still an arrow that a reader has to follow.
+    """
     path = modules()[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    tree = ast.parse(path.read_text())
-    for node in top_level(tree.body) if top_level_only else ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names if a.name.split(".")[0] == "flashinfer"}
         elif isinstance(node, ast.ImportFrom):
@@ -238,21 +248,6 @@ def imported(name: str, top_level_only: bool = False) -> set[str]:
                 full = f"{source}.{alias.name}"
                 found.add(full if full in modules() else source)
     return found - {name}
-
-
-def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run at import, `if TYPE_CHECKING:` blocks aside."""
-    for node in body:
-        if isinstance(node, ast.If):
-            if "TYPE_CHECKING" not in ast.dump(node.test):
-                yield from top_level(node.body)
-            yield from top_level(node.orelse)
-        elif isinstance(node, (ast.Try, ast.With)):
-            yield from top_level(node.body)
-            for handler in getattr(node, "handlers", []):
-                yield from top_level(handler.body)
-        else:
-            yield node
 
 
 def find_cycle(graph: dict[str, list[str]]) -> list[str] | None:
@@ -275,10 +270,38 @@ def find_cycle(graph: dict[str, list[str]]) -> list[str] | None:
 
 
 def test_imports_are_acyclic():
-    """No module needs itself while it is being imported."""
-    graph = {name: sorted(imported(name, top_level_only=True)) for name in modules()}
+    """No module needs itself, not even through an import that runs later or never."""
+    graph = {name: sorted(imported(name)) for name in modules()}
     cycle = find_cycle(graph)
     assert cycle is None, f"import cycle: {' -> '.join(cycle or [])}"
+
+
+def is_private(name: str) -> bool:
+    return any(re.match(r"_[a-z]", part) for part in name.split("."))
+
+
+@pytest.mark.parametrize("name", sorted(filter(is_private, modules())))
+def test_private_modules_import_no_public_operation(name: str):
+    """A public module is a face: what it shows is built from private modules, never under them."""
+    for other in imported(name):
+        base = other.split(".")[1] if "." in other else ""
+        if name in KNOW_THE_REFERENCE and base == "reference_backend":
+            continue
+        assert is_private(other) or base in BELOW_PRIVATE, f"{rel(modules()[name])} imports {other}"
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_operations_do_not_know_the_reference_backend(name: str):
+    """The reference backend replaces operations from outside; the package's face alone names it."""
+    knows = "flashinfer.reference_backend" in imported(name)
+    assert not knows or name in {"flashinfer", *KNOW_THE_REFERENCE}, rel(modules()[name])
+
+
+def test_top_level_is_the_public_api():
+    """What stands directly in flashinfer/ is what users import; helpers have packages."""
+    top = [n for n in modules() if n.count(".") == 1 and modules()[n].name != "__init__.py"]
+    helpers = [n for n in top if is_private(n) and n != "flashinfer.__main__"]
+    assert not helpers, f"{helpers} belong into _common/, _instrument/ or a family's package"
 
 
 @pytest.mark.parametrize("leaf", sorted(PYTHON_LEAVES))

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ...tllm_enums import TopKTieBreak
 from ..specs import FLOATING, Axis, Const, Tensor, Value, Var
 from ..template import TraceTemplate
-
-
-class TopKTieBreak(enum.IntEnum):
-    """Which of the elements equal to the k-th largest are taken."""
-
-    NONE = 0
-    """No wish; the smallest indices."""
-    SMALL = 1
-    """The smallest indices."""
-    LARGE = 2
-    """The largest indices."""
 
 
 def _chosen(row: torch.Tensor, k: int, tie_break: int) -> torch.Tensor:
