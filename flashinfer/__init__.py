@@ -28,6 +28,8 @@ with without_collections():
     from .decode import fast_decode_plan as fast_decode_plan
     from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
     from .fi_trace import fi_trace as fi_trace
+    from .gemm import bmm_fp8 as bmm_fp8
+    from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
     from .norm import fused_add_rmsnorm as fused_add_rmsnorm
     from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant
     from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
@@ -43,6 +45,9 @@ with without_collections():
     from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
     from .page import get_batch_indices_positions as get_batch_indices_positions
     from .page import get_seq_lens as get_seq_lens
+    from .page import (
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,  # noqa: E501
+    )
     from .pod import BatchPODWithPagedKVCacheWrapper as BatchPODWithPagedKVCacheWrapper
     from .pod import PODWithPagedKVCacheWrapper as PODWithPagedKVCacheWrapper
     from .prefill import (
@@ -67,6 +72,8 @@ with without_collections():
     from .quantization import nvfp4_quantize as nvfp4_quantize
     from .quantization import packbits as packbits
     from .quantization import segment_packbits as segment_packbits
+    from .quantization import shuffle_matrix_a as shuffle_matrix_a
+    from .quantization import shuffle_matrix_sf_a as shuffle_matrix_sf_a
     from .quantization import silu_and_mul_nvfp4_quantize as silu_and_mul_nvfp4_quantize
     from .rope import apply_llama31_rope as apply_llama31_rope
     from .rope import apply_llama31_rope_inplace as apply_llama31_rope_inplace

@@ -15,6 +15,7 @@ from ._common.cache_layout import is_hnd, of_pages
 from ._common.kernels import UNUSUAL, Kernel, KernelTable
 from ._common.numbers import plain
 from ._instrument.decorator import flashinfer_api
+from .compat.backends import only_elsewhere
 from .jit.page import gen_page_module
 from .trace.templates.page import (
     append_paged_kv_cache_trace,
@@ -30,6 +31,7 @@ __all__ = [
     "get_batch_indices_positions",
     "get_page_module",
     "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
 ]
 
 
@@ -322,3 +324,18 @@ def get_seq_lens(
         kernel = _get_seq_lens.load(error, kv_indptr=kv_indptr)
         kernel(seq_lens, kv_indptr, kv_last_page_len, page_size)
     return seq_lens
+
+
+@only_elsewhere((80, 86, 89, 90, 120, 121))
+def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write keys and values to a 4-bit cache by slot; caches of 4 bits are not built here."""
+    raise NotImplementedError

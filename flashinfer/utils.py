@@ -138,6 +138,17 @@ def is_float8(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def get_trtllm_gen_multi_ctas_kv_counter_bytes(
+    batch_size: int, num_qo_heads: int, sm_count: int
+) -> int:
+    """Bytes of the counters that Blackwell's decode kernels share between CTAs of a request.
+
+    Engines allocate them on every GPU; no kernel here reads them. There are as many 4-byte counters
+    as pairs of request and head, but at least one for each multiprocessor, rounded up to 8.
+    """
+    return 4 * round_up(max(batch_size * num_qo_heads, sm_count), 8)
+
+
 def check_shape_dtype_device(
     x: torch.Tensor,
     expected_shape: Sequence[int] | None,

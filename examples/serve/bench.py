@@ -251,7 +251,7 @@ def _check_format(path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError('`--plot` needs matplotlib: pip install "flashinfer-python[serve]"') from (
+        raise ValueError('`--plot` needs matplotlib: pip install -e ".[serve]"') from (
             error
         )
     formats = Figure().canvas.get_supported_filetypes()

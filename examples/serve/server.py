@@ -32,7 +32,7 @@ try:
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 except ImportError as error:
-    raise ImportError('the server needs pip install "flashinfer-python[serve]"') from error
+    raise ImportError('the server needs pip install -e ".[serve]"') from error
 
 MAX_BODY = 4 << 20  # bytes
 

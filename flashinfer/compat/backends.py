@@ -408,3 +408,47 @@ class _Verbatim(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def only_elsewhere(supported_ccs: Iterable[int]) -> Callable[[AnyFunction], AnyFunction]:
+    """Turn a function into its refusal: its kernels exist for other GPUs, and not here.
+
+    Engines import such names on every GPU and call them on some.
+
+    Parameters
+    ----------
+    supported_ccs : iterable of int
+        Compute capabilities on which FlashInfer has the function, ``10 * major + minor``.
+
+    Returns
+    -------
+    callable
+        A decorator. Calls raise `BackendSupportedError`, whatever the arguments are, and
+        ``is_compute_capability_supported`` and ``is_backend_supported`` answer False.
+    """
+    architectures = ", ".join(f"SM{_as_number(cc)}" for cc in supported_ccs)
+
+    def decorate(func: AnyFunction) -> AnyFunction:
+        name = f"{func.__module__}.{func.__qualname__}".removesuffix(".__init__")
+
+        @functools.wraps(func)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise BackendSupportedError(
+                f"{name} has no kernels in this package (in FlashInfer it runs on "
+                f"{architectures}); {_this_device()}"
+            )
+
+        api: Any = refuse
+        api.is_compute_capability_supported = lambda cc: False
+        api.is_backend_supported = lambda backend, cc=None: False
+        return api
+
+    return decorate
+
+
+def _this_device() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU is visible"
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = get_compute_capability(device)
+    return f"this GPU is {get_device_name(device)}, SM{10 * major + minor}"

@@ -83,7 +83,7 @@ def find_include_dir(headers: ThirdParty) -> Path:
     except importlib.metadata.PackageNotFoundError:
         raise FileNotFoundError(
             f"the {headers.name} headers are not installed; {install} "
-            f"(or the extra flashinfer-python[{headers.name}])"
+            f"(or, in the checkout: pip install -e '.[{headers.name}]')"
         ) from None
     if distribution.version != headers.version:
         raise FileNotFoundError(

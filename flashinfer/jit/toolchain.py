@@ -91,7 +91,7 @@ def require_toolkit() -> Toolkit:
         tried = ", ".join(place for place, _ in _nvcc_candidates())
         raise ToolchainError(
             f"nvcc was not found. Looked in: {tried}.\n"
-            "  hint: pip install 'flashinfer-python[cuda]', or install the CUDA toolkit and set "
+            "  hint: pip install -e '.[cuda]' in the checkout, or install the CUDA toolkit and set "
             "CUDA_HOME or FLASHINFER_NVCC"
         )
     return toolkit

@@ -19,3 +19,5 @@ from .fp8 import (
 )
 from .layout import block_scale_interleave as block_scale_interleave
 from .layout import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
+from .shuffle import shuffle_matrix_a as shuffle_matrix_a
+from .shuffle import shuffle_matrix_sf_a as shuffle_matrix_sf_a

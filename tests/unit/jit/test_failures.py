@@ -48,7 +48,7 @@ def test_no_nvcc(project, programs, monkeypatch):
     failure(
         project.cuda_spec().build_and_load,
         "nvcc was not found", "CUDA_HOME=/opt/missing", "PATH=", "/site/nvidia/cu13",
-        "/nowhere/cuda", "hint: pip install 'flashinfer-python[cuda]'",
+        "/nowhere/cuda", "hint: pip install -e '.[cuda]' in the checkout",
     )  # fmt: skip
 
 

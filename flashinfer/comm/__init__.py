@@ -1,0 +1,1 @@
+"""Communication between GPUs: the interface that engines implement; no kernels yet."""

@@ -1,0 +1,55 @@
+"""Checks that the products share."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dtypes import check_dtype
+
+
+def check_tensors(**arguments: object) -> None:
+    """Refuse what is not a tensor.
+
+    Raises
+    ------
+    TypeError
+        Naming the argument and its type.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_out(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a destination that cannot receive a contiguous result.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Saying what `out` is and what it must be.
+    """
+    if out is None:
+        return
+    check_tensors(out=out)
+    if out.shape != shape:
+        raise ValueError(f"`out` must have shape {list(shape)}, got {list(out.shape)}")
+    check_dtype("out", out.dtype, (dtype,))
+    if not out.is_contiguous():
+        raise ValueError(f"`out` must be contiguous, got strides {list(out.stride())}")
+
+
+def check_same_device(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors on different devices.
+
+    Raises
+    ------
+    ValueError
+        Naming two of them.
+    """
+    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    (first, reference), others = given[0], given[1:]
+    for name, tensor in others:
+        if tensor.device != reference.device:
+            raise ValueError(
+                f"`{name}` must be on {reference.device} as `{first}` is, got {tensor.device}"
+            )

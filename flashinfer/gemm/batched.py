@@ -1,0 +1,135 @@
+"""Products of batches of 8-bit matrices with one scale per operand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from ..api_logging import flashinfer_api
+from ..backends import backend_requirement, supported_compute_capability
+from ..dtypes import FLOAT8, check_dtype
+from ..trace.templates.gemm import bmm_fp8_trace
+from ._checks import check_out, check_same_device, check_tensors
+
+_ALIGNMENT = 16  # elements: the bytes that cuBLASLt wants every row of an 8-bit operand to begin on
+
+
+def _check_operands(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> bool:
+    check_tensors(A=A, B=B, A_scale=A_scale, B_scale=B_scale)
+    for name, operand in (("A", A), ("B", B)):
+        check_dtype(name, operand.dtype, FLOAT8)
+        if operand.ndim != 3:
+            raise ValueError(f"`{name}` must have 3 dimensions, got shape {list(operand.shape)}")
+    if A.dtype == B.dtype == torch.float8_e5m2:
+        raise ValueError("`A` or `B` must have dtype float8_e4m3fn, got float8_e5m2 for both")
+    batch, m, k = A.shape
+    if B.shape[:2] != (batch, k):
+        raise ValueError(f"`B` must have shape [{batch}, {k}, n] for `A`, got {list(B.shape)}")
+    n = B.shape[2]
+    if k == 0 or k % _ALIGNMENT or n % _ALIGNMENT:
+        raise ValueError(
+            f"`A` and `B` must have k and n that are multiples of {_ALIGNMENT} and k above 0, "
+            f"got k = {k}, n = {n}"
+        )
+    for name, operand, major in (("A", A, A), ("B", B, B.transpose(1, 2))):
+        rows = major.stride(1) if major.shape[1] > 1 else k
+        aligned = rows % _ALIGNMENT == 0 and rows >= k and operand.data_ptr() % _ALIGNMENT == 0
+        aligned = aligned and (batch < 2 or operand.stride(0) % _ALIGNMENT == 0)
+        if major.stride(2) != 1 or not aligned:
+            order = "row-major" if name == "A" else "column-major (the transpose of [b, n, k])"
+            raise ValueError(
+                f"`{name}` must be {order}, its vectors of k elements on 16 bytes, "
+                f"got strides {list(operand.stride())}"
+            )
+    for name, scale in (("A_scale", A_scale), ("B_scale", B_scale)):
+        check_dtype(name, scale.dtype, (torch.float32,))
+        if scale.numel() != 1:
+            raise ValueError(f"`{name}` must have one element, got shape {list(scale.shape)}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"`dtype` must be a torch.dtype, got {type(dtype).__name__}")
+    check_dtype("dtype", dtype, (torch.bfloat16, torch.float16))
+    check_out(out, (batch, m, n), dtype)
+    check_same_device(A=A, B=B, A_scale=A_scale, B_scale=B_scale, out=out)
+    return True
+
+
+@supported_compute_capability([89, 90, 100, 103, 110, 120, 121])
+def _check_cublas(A: torch.Tensor) -> bool:
+    return True
+
+
+def _rank_backends(suitable_backends: Sequence[str]) -> Sequence[str]:
+    return suitable_backends
+
+
+@backend_requirement(
+    {"cublas": _check_cublas}, common_check=_check_operands, heuristic_func=_rank_backends
+)
+@flashinfer_api(trace=bmm_fp8_trace)
+def bmm_fp8(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    backend: Literal["cudnn", "cublas", "cutlass", "cute-dsl", "auto"] = "cublas",
+) -> torch.Tensor:
+    """``out[i] = A_scale * B_scale * (A[i] @ B[i])`` for 8-bit matrices.
+
+    Sums are formed by the tensor cores without promotion to float32 between steps ("fast
+    accumulation"): on Hopper they keep about 14 bits.
+
+    Parameters
+    ----------
+    A : torch.Tensor
+        ``[b, m, k]``, float8_e4m3fn or float8_e5m2, row-major, on a GPU.
+    B : torch.Tensor
+        ``[b, k, n]``, float8_e4m3fn or float8_e5m2 (not both operands), column-major: the transpose
+        of a contiguous ``[b, n, k]``. k and n are multiples of 16.
+    A_scale, B_scale : torch.Tensor
+        One float32 element each, on the GPU: what the operand is multiplied by.
+    dtype : torch.dtype
+        Of the result: bfloat16 or float16.
+    out : torch.Tensor, optional
+        ``[b, m, n]``, contiguous, of `dtype`: receives the result.
+    backend : {"cublas", "auto"}
+        Both mean cuBLASLt. The other names of FlashInfer's backends are refused.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[b, m, n]``; `out` if it was given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    BackendSupportedError
+        A ``ValueError``: if the backend does not exist or the GPU has no 8-bit products (compute
+        capability below 8.9).
+
+    Examples
+    --------
+    >>> A = torch.randn(2, 48, 64, device="cuda").to(torch.float8_e4m3fn)
+    >>> B = torch.randn(2, 80, 64, device="cuda").to(torch.float8_e4m3fn).transpose(1, 2)
+    >>> one = torch.ones(1, device="cuda")
+    >>> flashinfer.bmm_fp8(A, B, one, one, torch.bfloat16).shape
+    torch.Size([2, 48, 80])
+    """
+    if out is None:
+        out = torch.empty(A.shape[0], A.shape[1], B.shape[2], dtype=dtype, device=A.device)
+    if out.numel():
+        scales = A_scale.reshape(()), B_scale.reshape(())
+        for a, b, product in zip(A, B, out, strict=True):
+            torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True, out=product)
+    return out

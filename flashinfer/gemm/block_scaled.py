@@ -1,0 +1,190 @@
+"""Products of 8-bit matrices whose blocks of 128 elements have scales."""
+
+from __future__ import annotations
+
+import torch
+
+from ..api_logging import flashinfer_api
+from ..backends import backend_requirement, supported_compute_capability
+from ..dtypes import check_dtype, torch_name
+from ..quantization._kernels import group_quant_kernel
+from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
+from ._checks import check_out, check_same_device, check_tensors
+
+_BLOCK = 128
+_OPERANDS = (torch.float8_e4m3fn, torch.bfloat16)
+_LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
+
+
+@supported_compute_capability([90])
+def _check_operands(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> bool:
+    check_tensors(input=input, weight=weight)
+    for name, operand in (("input", input), ("weight", weight)):
+        if operand.dtype not in _OPERANDS:
+            raise ValueError(
+                f"`{name}` must be FP8 (float8_e4m3fn) or BF16, got {torch_name(operand.dtype)}"
+            )
+        if operand.ndim != 2 or not operand.is_contiguous():
+            raise ValueError(
+                f"`{name}` must be a contiguous matrix, got shape {list(operand.shape)} and "
+                f"strides {list(operand.stride())}"
+            )
+    (m, k), n = input.shape, weight.shape[0]
+    if weight.shape[1] != k:
+        raise ValueError(f"`weight` must have shape [n, {k}] for `input`, got {[*weight.shape]}")
+    if k == 0 or k % _BLOCK:
+        raise ValueError(f"`input` must have a k that is divisible by block size 128, got {k}")
+    if n == 0 or n % 16:
+        raise ValueError(f"`weight` must have an n that is a multiple of 16, got {n}")
+    if input.dtype != torch.bfloat16 and weight.dtype == torch.bfloat16:
+        raise ValueError("FP8 input with a BF16 weight is not supported: quantise `weight`")
+    _check_scale("input", input, input_scale, [(m, k // _BLOCK)])
+    blocks = (-(-n // _BLOCK), k // _BLOCK)
+    _check_scale("weight", weight, weight_scale, [blocks, (n, k // _BLOCK)])
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"`out_dtype` must be a torch.dtype, got {type(out_dtype).__name__}")
+    check_dtype("out_dtype", out_dtype or torch.bfloat16, (torch.bfloat16,))
+    check_out(out, (m, n), torch.bfloat16)
+    check_same_device(
+        input=input, weight=weight, input_scale=input_scale, weight_scale=weight_scale, out=out
+    )
+    return True
+
+
+def _check_scale(
+    name: str, operand: torch.Tensor, scale: torch.Tensor | None, shapes: list[tuple[int, int]]
+) -> None:
+    """Messages begin as callers of FlashInfer match them."""
+    if operand.dtype == torch.bfloat16:
+        if scale is not None:
+            raise ValueError(
+                f"{name}_scale should not be provided for BF16 `{name}`, which is quantised here"
+            )
+        return
+    if scale is None:
+        raise ValueError(f"{name}_scale is required when {name} is FP8, got None")
+    check_tensors(**{f"{name}_scale": scale})
+    if scale.dtype != torch.float32:
+        raise ValueError(f"{name}_scale must be float32, got {torch_name(scale.dtype)}")
+    if tuple(scale.shape) in shapes:
+        return
+    allowed = " or ".join(str(list(shape)) for shape in shapes)
+    hint = f"; pass {name}_scale.T" if tuple(scale.shape)[::-1] in shapes else ""
+    raise ValueError(
+        f"{name}_scale shape mismatch: must be {allowed}, got {list(scale.shape)}{hint}"
+    )
+
+
+@backend_requirement({}, common_check=_check_operands)
+@flashinfer_api(trace=fp8_blockscale_gemm_sm90_trace)
+def fp8_blockscale_gemm_sm90(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``out = input @ weight.T`` in 8 bits, with scales of blocks of 128 elements along k.
+
+    Every row of `input` has a scale for each 128 elements; `weight` has one for each block of 128
+    rows by 128 elements, or one for each row and 128 elements. Sums of a block are multiplied by
+    both scales in float32. A bfloat16 operand is quantised here first, in groups of 128 elements of
+    a row, as `per_token_group_quant_8bit` does it.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[m, k]``, float8_e4m3fn or bfloat16, contiguous, on a Hopper GPU; k is a multiple of 128.
+    weight : torch.Tensor
+        ``[n, k]``, float8_e4m3fn, or bfloat16 beside a bfloat16 `input`, contiguous; n is a
+        multiple of 16.
+    input_scale : torch.Tensor, optional
+        ``[m, k / 128]``, float32, any strides (column-major scales are read as they are): what the
+        elements of `input` are multiplied by. Required for, and only for, an 8-bit `input`.
+    weight_scale : torch.Tensor, optional
+        ``[ceil(n / 128), k / 128]`` or ``[n, k / 128]``, float32, any strides. Required for, and
+        only for, an 8-bit `weight`.
+    out : torch.Tensor, optional
+        ``[m, n]``, bfloat16, contiguous: receives the result.
+    out_dtype : torch.dtype, optional
+        bfloat16, also if None.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[m, n]``, bfloat16; `out` if it was given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    BackendSupportedError
+        A ``ValueError``: if the GPU is not a Hopper.
+
+    Notes
+    -----
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
+
+    Examples
+    --------
+    >>> x = torch.randn(16, 256, dtype=torch.bfloat16, device="cuda")
+    >>> w = torch.randn(384, 256, device="cuda").to(torch.float8_e4m3fn)
+    >>> scale = torch.ones(3, 2, device="cuda")
+    >>> flashinfer.gemm.fp8_blockscale_gemm_sm90(x, w, weight_scale=scale).shape
+    torch.Size([16, 384])
+    """
+    if out is None:
+        out = torch.empty(
+            input.shape[0], weight.shape[0], dtype=torch.bfloat16, device=input.device
+        )
+    if out.numel() == 0:
+        return out
+    if input.dtype == torch.bfloat16:
+        input, input_scale = _quantize_rows(input)
+    if weight.dtype == torch.bfloat16:
+        weight, weight_scale = _quantize_rows(weight)
+    assert input_scale is not None and weight_scale is not None
+    torch._scaled_mm(
+        input,
+        weight.t(),
+        _rows_adjacent(input_scale),
+        _scale_for_cublas(weight_scale, weight.shape[0]).t(),
+        out_dtype=torch.bfloat16,
+        out=out,
+    )
+    return out
+
+
+def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit codes of `x` and their scales, column-major."""
+    kernel = group_quant_kernel(x, "e4m3", "float32", "column_major", _BLOCK, False, name="x")
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(x.shape[1] // _BLOCK, x.shape[0], dtype=torch.float32, device=x.device)
+    kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, None)
+    return codes, scale.t()
+
+
+def _rows_adjacent(scale: torch.Tensor) -> torch.Tensor:
+    """`scale` with strides (1, rows), as cuBLASLt reads scales of rows."""
+    return scale.t().contiguous().t()
+
+
+def _scale_for_cublas(scale: torch.Tensor, n: int) -> torch.Tensor:
+    """The weight's scales as cuBLASLt reads them: of blocks, or of rows.
+
+    A row of scales of blocks must begin on 16 bytes there. Where it does not, each row of the
+    weight gets the scale of its block.
+    """
+    if scale.shape[0] == n:
+        return _rows_adjacent(scale)
+    if scale.shape[1] % 4 == 0:
+        return scale.contiguous()
+    return _rows_adjacent(scale.repeat_interleave(_BLOCK, dim=0)[:n])

@@ -1,0 +1,3 @@
+"""Multi-head latent attention: the name that engines import; no kernels yet."""
+
+from .wrapper import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper

@@ -1,0 +1,118 @@
+"""Templates and references of matrix products."""
+
+from __future__ import annotations
+
+import torch
+
+from ..specs import Const, Scalar, Tensor, Var
+from ..template import TraceTemplate
+from .quantization import _group_quant_8bit
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def _bmm_fp8_reference(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    backend: str = "cublas",
+) -> torch.Tensor:
+    """out[i] = A_scale * B_scale * (A[i] @ B[i])."""
+    scale = float(A_scale) * float(B_scale)
+    return (A.double() @ B.double()) * scale
+
+
+bmm_fp8_trace = TraceTemplate(
+    "gemm_fp8",
+    axes={
+        "b": Const("Matrices of the batch.", abbrev="b"),
+        "m": Var("Rows of each left operand."),
+        "n": Const("Columns of each right operand.", abbrev="n"),
+        "k": Const("Terms of each sum.", abbrev="k"),
+    },
+    inputs={
+        "A": Tensor(["b", "m", "k"], dtypes=_FP8, description="Left operands, row-major."),
+        "B": Tensor(["b", "k", "n"], dtypes=_FP8, description="Right operands, column-major."),
+        "A_scale": Scalar("float32", tensor=True, description="Factor of the left operands."),
+        "B_scale": Scalar("float32", tensor=True, description="Factor of the right operands."),
+    },
+    outputs={
+        "out": Tensor(
+            ["b", "m", "n"], dtype_from_scalar="dtype", dtypes=("bfloat16", "float16")
+        ),
+    },
+    name_prefix="bmm_fp8",
+    reference=_bmm_fp8_reference,
+    options={"backend": ("cublas", "auto")},
+    description="Products of a batch of 8-bit matrices, multiplied by one scale per operand.",
+)
+
+
+def _with_scales_of_rows(
+    x: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Values of `x` [rows, k]: 8-bit ones times their scales, others as they are after rounding."""
+    if scale is None:
+        codes, scale = _group_quant_8bit(x.float(), 128, 1e-10, torch.float8_e4m3fn, False)
+    else:
+        codes = x
+    if scale.shape[0] != x.shape[0]:
+        scale = scale.repeat_interleave(128, dim=0)[: x.shape[0]]
+    return codes.double() * scale.double().repeat_interleave(128, dim=1)
+
+
+def _fp8_blockscale_gemm_sm90_reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """out[i, j] = sum over k of input[i, k] input_scale[i, k / 128] weight[j, k] weight_scale[..].
+
+    A bfloat16 operand is quantised first, with one scale for 128 elements of a row. Source:
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
+    """
+    return _with_scales_of_rows(input, input_scale) @ _with_scales_of_rows(weight, weight_scale).T
+
+
+fp8_blockscale_gemm_sm90_trace = TraceTemplate(
+    "gemm_fp8",
+    axes={
+        "m": Var("Rows of the left operand."),
+        "n": Const("Rows of the weight.", abbrev="n"),
+        "k": Const("Terms of each sum, a multiple of 128.", abbrev="k"),
+        "k_blocks": Var("Scales of a row: k / 128."),
+        "weight_scales": Var("n / 128, rounded up, for scales of blocks; n for scales of rows."),
+    },
+    inputs={
+        "input": Tensor(
+            ["m", "k"], dtypes=("float8_e4m3fn", "bfloat16"), description="Left operand."
+        ),
+        "weight": Tensor(
+            ["n", "k"], dtypes=("float8_e4m3fn", "bfloat16"), description="Right operand."
+        ),
+        "input_scale": Tensor(
+            ["m", "k_blocks"],
+            dtype="float32",
+            optional=True,
+            description="Factors of 128 elements of a row; absent for bfloat16, quantised here.",
+        ),
+        "weight_scale": Tensor(
+            ["weight_scales", "k_blocks"],
+            dtype="float32",
+            optional=True,
+            description="Factors of the weight's blocks or rows; absent for bfloat16.",
+        ),
+    },
+    outputs={
+        "out": Tensor(["m", "n"], dtype_from_scalar="out_dtype", dtype_default="bfloat16"),
+    },
+    name_prefix="fp8_blockscale_gemm_sm90",
+    reference=_fp8_blockscale_gemm_sm90_reference,
+    description="Product of 8-bit matrices with scales of 128 elements along the sum.",
+)
