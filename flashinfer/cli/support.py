@@ -79,9 +79,12 @@ def operations() -> list[tuple[str, str, list[str]]]:
     return sorted(found)
 
 
+_OLDER_PATHS = ("fp4_quantization", "fp8_quantization")  # of what another module has
+
+
 def _public_modules(package: ModuleType) -> Iterator[ModuleType]:
     for info in pkgutil.iter_modules(package.__path__):
-        if not info.name.startswith("_"):
+        if not info.name.startswith("_") and info.name not in _OLDER_PATHS:
             yield importlib.import_module(f"{package.__name__}.{info.name}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..backends import only_elsewhere
+from ..compat.backends import only_elsewhere
 from ..tllm_enums import SfLayout
 
 _BLACKWELL = (100, 103)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..dtypes import check_dtype
+from .._common.dtypes import check_dtype
 
 
 def check_tensors(**arguments: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import only_elsewhere
+from ..compat.backends import only_elsewhere
 
 
 class BatchMLAPagedAttentionWrapper:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import only_elsewhere
+from ..compat.backends import only_elsewhere
 
 _BLACKWELL = (100, 103)
 

@@ -148,6 +148,7 @@ def main(folder: Path) -> None:
         call_quantized_norms(torch.bfloat16)
         call_activations(torch.bfloat16)
         call_quantization(torch.bfloat16)
+        call_products(torch.bfloat16)
         call_sampling(8, 128256)
         call_rope(torch.bfloat16)
         call_caches(torch.bfloat16)
@@ -194,6 +195,24 @@ def call_quantized_norms(dtype) -> None:
     call_video_norm(dtype)
     flashinfer.fused_rmsnorm_silu(rows, weight)
     flashinfer.fused_rmsnorm_silu(rows, weight, out=out)
+
+
+def call_products(dtype) -> None:
+    """The first weights of an expert of DeepSeek V3, and a query projection of its MLA."""
+    import torch
+
+    import flashinfer
+
+    x, weight = torch.randn(NUM_TOKENS, 7168, dtype=dtype), torch.randn(4096, 7168)
+    scale = torch.ones(32, 56)
+    codes = weight.to(torch.float8_e4m3fn)
+    flashinfer.gemm.fp8_blockscale_gemm_sm90(x, codes, weight_scale=scale)
+    x_scale = torch.ones(NUM_TOKENS, 56)
+    flashinfer.gemm.fp8_blockscale_gemm_sm90(x.to(codes.dtype), codes, x_scale, scale)
+    queries = torch.randn(128, NUM_TOKENS, 128).to(codes.dtype)
+    latent = torch.randn(128, 512, 128).to(codes.dtype).transpose(1, 2)
+    one = torch.ones(1)
+    flashinfer.bmm_fp8(queries, latent, one, one, dtype)
 
 
 def call_video_norm(dtype) -> None:

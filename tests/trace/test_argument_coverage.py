@@ -120,6 +120,23 @@ def scales_the_result(operation: Operation, name: str, arguments: dict[str, Any]
     assert not _same(usual, _call(operation, {**arguments, name: one * 1.25}))
 
 
+def is_a_factor(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Twice the scale gives another result; none, where one is needed, is refused."""
+    usual = _call(operation, arguments)
+    assert not _same(usual, _call(operation, {**arguments, name: 2 * arguments[name]}))
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: None})
+
+
+def is_a_dtype(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """The dtype that None means can be said; others are refused."""
+    usual = _call(operation, arguments)
+    assert _same(usual, _call(operation, {**arguments, name: usual["returned"].dtype}))
+    for wrong in (torch.int8, "another"):
+        with pytest.raises((TypeError, ValueError), match=name):
+            operation.api(**{**arguments, name: wrong})
+
+
 CASES: dict[str, Callable[..., None]] = {
     "alignment": is_a_block_size,
     "backend": is_refused_beyond_the_listed,
@@ -132,10 +149,12 @@ CASES: dict[str, Callable[..., None]] = {
     "global_scale": scales_the_result,
     "global_scale_tensor": scales_the_result,
     "group_size": is_a_block_size,
+    "input_scale": is_a_factor,
     "is_global_scale_inversed": is_refused_beyond_the_listed,
     "is_sf_8x4_layout": is_refused_beyond_the_listed,
     "is_sf_swizzled_layout": is_refused_beyond_the_listed,
     "nvfp4_4over6": is_refused_beyond_the_listed,
+    "out_dtype": is_a_dtype,
     "out_scale": is_refused_beyond_the_listed,
     "per_token_activation": is_refused_beyond_the_listed,
     "scale_tma_aligned": is_refused_beyond_the_listed,
@@ -145,6 +164,7 @@ CASES: dict[str, Callable[..., None]] = {
     "sf_use_ue8m0": chooses(True),
     "sf_vec_size": is_a_block_size,
     "ufp8_type": chooses(0),
+    "weight_scale": is_a_factor,
     "eps": changes_the_result(5.0),
     "out": receives_the_result,
     "enable_pdl": is_a_hint,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..specs import Const, Scalar, Tensor, Var
@@ -25,6 +27,19 @@ def _bmm_fp8_reference(
     return (A.double() @ B.double()) * scale
 
 
+def _bmm_fp8_init(arguments: dict[str, Any]) -> dict[str, Any]:
+    device = arguments["A"].device
+    generator = torch.Generator().manual_seed(arguments["A"].numel())
+    A, B = torch.randn(3, 5, 48, generator=generator), torch.randn(3, 32, 48, generator=generator)
+    return {
+        "A": A.to(device, torch.float8_e4m3fn),
+        "B": B.to(device, torch.float8_e4m3fn).transpose(1, 2),
+        "A_scale": torch.tensor([0.5], device=device),
+        "B_scale": torch.tensor([3.0], device=device),
+        "dtype": torch.bfloat16,
+    }
+
+
 bmm_fp8_trace = TraceTemplate(
     "gemm_fp8",
     axes={
@@ -46,6 +61,7 @@ bmm_fp8_trace = TraceTemplate(
     },
     name_prefix="bmm_fp8",
     reference=_bmm_fp8_reference,
+    init=_bmm_fp8_init,
     options={"backend": ("cublas", "auto")},
     description="Products of a batch of 8-bit matrices, multiplied by one scale per operand.",
 )
@@ -78,6 +94,21 @@ def _fp8_blockscale_gemm_sm90_reference(
     DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
     """
     return _with_scales_of_rows(input, input_scale) @ _with_scales_of_rows(weight, weight_scale).T
+
+
+def _fp8_blockscale_init(arguments: dict[str, Any]) -> dict[str, Any]:
+    device = arguments["input"].device
+    generator = torch.Generator().manual_seed(arguments["input"].numel())
+    numbers = {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in {"input": (5, 256), "weight": (144, 256)}.items()
+    }
+    scales = {
+        name: torch.rand(shape, generator=generator) + 0.5
+        for name, shape in {"input_scale": (5, 2), "weight_scale": (2, 2)}.items()
+    }
+    codes = {name: value.to(device, torch.float8_e4m3fn) for name, value in numbers.items()}
+    return codes | {name: value.to(device) for name, value in scales.items()}
 
 
 fp8_blockscale_gemm_sm90_trace = TraceTemplate(
@@ -114,5 +145,6 @@ fp8_blockscale_gemm_sm90_trace = TraceTemplate(
     },
     name_prefix="fp8_blockscale_gemm_sm90",
     reference=_fp8_blockscale_gemm_sm90_reference,
+    init=_fp8_blockscale_init,
     description="Product of 8-bit matrices with scales of 128 elements along the sum.",
 )
