@@ -89,7 +89,8 @@ def _public_module(module: str, name: str) -> str:
     if package != _PACKAGE or ("." not in inner and not inner.startswith("_")):
         return module
     wanted = getattr(sys.modules[module], name, None)
-    for public in sorted(list(sys.modules)):
+    # The package that has it comes before an older path to it.
+    for public in sorted(list(sys.modules), key=lambda at: (not module.startswith(f"{at}."), at)):
         _, _, inner = public.removeprefix(package).partition(".")
         if not public.startswith(f"{package}.") or "." in inner or inner.startswith("_"):
             continue

@@ -129,7 +129,13 @@ def bmm_fp8(
     if out is None:
         out = torch.empty(A.shape[0], A.shape[1], B.shape[2], dtype=dtype, device=A.device)
     if out.numel():
-        scales = A_scale.reshape(()), B_scale.reshape(())
+        scales = _aligned(A_scale), _aligned(B_scale)
         for a, b, product in zip(A, B, out, strict=True):
             torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True, out=product)
     return out
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """`scale` at an address that cuBLASLt takes: it refuses those that are not on 16 bytes."""
+    scale = scale.reshape(())
+    return scale if scale.data_ptr() % _ALIGNMENT == 0 else scale.clone()

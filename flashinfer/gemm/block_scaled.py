@@ -12,6 +12,7 @@ from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
 from ._checks import check_out, check_same_device, check_tensors
 
 _BLOCK = 128
+_ROWS = 4  # cuBLASLt takes multiples of so many rows of `input`, for scales that begin on 16 bytes
 _OPERANDS = (torch.float8_e4m3fn, torch.bfloat16)
 _LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
 
@@ -152,15 +153,21 @@ def fp8_blockscale_gemm_sm90(
     if weight.dtype == torch.bfloat16:
         weight, weight_scale = _quantize_rows(weight)
     assert input_scale is not None and weight_scale is not None
-    torch._scaled_mm(
-        input,
+    padding = -input.shape[0] % _ROWS
+    product = torch._scaled_mm(
+        _pad_rows(input.view(torch.uint8), padding).view(input.dtype),
         weight.t(),
-        _rows_adjacent(input_scale),
+        _rows_adjacent(_pad_rows(input_scale, padding)),
         _scale_for_cublas(weight_scale, weight.shape[0]).t(),
         out_dtype=torch.bfloat16,
-        out=out,
+        out=None if padding else out,
     )
-    return out
+    return out.copy_(product[: out.shape[0]]) if padding else out
+
+
+def _pad_rows(x: torch.Tensor, padding: int) -> torch.Tensor:
+    """`x` with so many rows of zeros after its own."""
+    return torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

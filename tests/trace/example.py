@@ -29,12 +29,15 @@ The files are committed; ``test_definitions.py`` sees that they are what the cod
     block_scale_interleave_b448_uint8.json
     block_sparse_attention_h32_kv8_d128_dv128.json
     block_sparse_attention_lse_h32_kv8_d128_dv128.json
+    bmm_fp8_b128_n512_k128_e4m3_out_bf16.json            up-projection of MLA queries
     cascade_attention_h32_kv8_d128_dv128_ps16_l2_causal.json
     chain_speculative_sampling_n3_v128256.json
     concat_mla_k_h128_n128_r64.json
     convert_bsr_mask_layout_r16_c16.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
+    fp8_blockscale_gemm_sm90_n4096_k7168_e4m3_input_scale_weight_scale_out_bf16.json
+    fp8_blockscale_gemm_sm90_n4096_k7168_weight_e4m3_weight_scale.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
     fused_add_rmsnorm_h4096.json             residual addition and norm, Llama 3 8B
     fused_add_rmsnorm_quant_h8192_output_e4m3.json
