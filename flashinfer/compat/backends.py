@@ -423,8 +423,9 @@ def only_elsewhere(supported_ccs: Iterable[int]) -> Callable[[AnyFunction], AnyF
     Returns
     -------
     callable
-        A decorator. Calls raise `BackendSupportedError`, whatever the arguments are, and
-        ``is_compute_capability_supported`` and ``is_backend_supported`` answer False.
+        A decorator. Calls raise `BackendSupportedError`, whatever the arguments are;
+        ``is_compute_capability_supported`` and ``is_backend_supported`` answer False;
+        ``refuses_every_call`` is True.
     """
     architectures = ", ".join(f"SM{_as_number(cc)}" for cc in supported_ccs)
 
@@ -439,6 +440,7 @@ def only_elsewhere(supported_ccs: Iterable[int]) -> Callable[[AnyFunction], AnyF
             )
 
         api: Any = refuse
+        api.refuses_every_call = True
         api.is_compute_capability_supported = lambda cc: False
         api.is_backend_supported = lambda backend, cc=None: False
         return api

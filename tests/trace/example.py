@@ -36,8 +36,8 @@ The files are committed; ``test_definitions.py`` sees that they are what the cod
     convert_bsr_mask_layout_r16_c16.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
-    fp8_blockscale_gemm_sm90_n4096_k7168_e4m3_input_scale_weight_scale_out_bf16.json
-    fp8_blockscale_gemm_sm90_n4096_k7168_weight_e4m3_weight_scale.json
+    fp8_blockscale_gemm_sm90_n4096_k7168_scales32_e4m3_input_scale_weight_scale_out_bf16.json
+    fp8_blockscale_gemm_sm90_n4096_k7168_scales32_weight_e4m3_weight_scale.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
     fused_add_rmsnorm_h4096.json             residual addition and norm, Llama 3 8B
     fused_add_rmsnorm_quant_h8192_output_e4m3.json

@@ -23,6 +23,8 @@ def _public_callables():
     for name, value in vars(flashinfer).items():
         if name.startswith("_") or not getattr(value, "__module__", "").startswith("flashinfer"):
             continue
+        if hasattr(value, "refuses_every_call"):
+            continue
         if inspect.isfunction(value) and not name.endswith("_plan"):
             yield name, value
         elif inspect.isclass(value):

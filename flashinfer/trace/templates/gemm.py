@@ -117,8 +117,12 @@ fp8_blockscale_gemm_sm90_trace = TraceTemplate(
         "m": Var("Rows of the left operand."),
         "n": Const("Rows of the weight.", abbrev="n"),
         "k": Const("Terms of each sum, a multiple of 128.", abbrev="k"),
-        "k_blocks": Var("Scales of a row: k / 128."),
-        "weight_scales": Var("n / 128, rounded up, for scales of blocks; n for scales of rows."),
+        "k_blocks": Const("Scales of a row.", abbrev="", derive=lambda sizes: sizes["k"] // 128),
+        "weight_scales": Const(
+            "n / 128, rounded up, for scales of blocks; n for scales of rows.",
+            abbrev="scales",
+            derive=lambda sizes: -(-sizes["n"] // 128),
+        ),
     },
     inputs={
         "input": Tensor(

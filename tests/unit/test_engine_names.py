@@ -1,0 +1,130 @@
+"""Names that engines import on every GPU: they exist, and what has no kernels refuses its calls."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.backends import BackendSupportedError
+
+REFUSING = [
+    "flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "flashinfer.page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "flashinfer.shuffle_matrix_a",
+    "flashinfer.shuffle_matrix_sf_a",
+    "flashinfer.fused_moe.convert_to_block_layout",
+    "flashinfer.fused_moe.trtllm_mxint4_block_scale_moe",
+    "flashinfer.fused_moe.trtllm_fp4_block_scale_moe",
+    "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe",
+    "flashinfer.fused_moe.core._maybe_get_cached_w3_w1_permute_indices",
+    "flashinfer.fused_moe.core.get_w2_permute_indices_with_cache",
+]
+WORKING = [
+    "flashinfer.bmm_fp8",
+    "flashinfer.gemm.fp8_blockscale_gemm_sm90",
+    "flashinfer.fp4_quantization.block_scale_interleave",
+    "flashinfer.fp4_quantization.nvfp4_block_scale_interleave",
+    "flashinfer.quantization.fp4_quantization.block_scale_interleave",
+    "flashinfer.fp8_quantization.mxfp8_quantize",
+    "flashinfer.comm.mnnvl.CommBackend",
+    "flashinfer.utils.get_trtllm_gen_multi_ctas_kv_counter_bytes",
+]
+# Engines take another path as soon as these exist.
+ABSENT_UNTIL_THEY_WORK = [
+    "flashinfer.fused_moe.cutlass_fused_moe",
+    "flashinfer.fused_moe.trtllm_bf16_moe",
+    "flashinfer.fused_moe.fused_topk_deepseek",
+    "flashinfer.fused_moe.interleave_moe_weights_for_sm90_mixed_gemm",
+    "flashinfer.comm.allreduce_fusion",
+    "flashinfer.comm.create_allreduce_fusion_workspace",
+    "flashinfer.comm.MoeAlltoAll",
+    "flashinfer.comm.mnnvl.TorchDistBackend",
+    "flashinfer.mm_bf16",
+    "flashinfer.mm_fp4",
+    "flashinfer.gemm.tinygemm_bf16",
+    "flashinfer.decode._grouped_size_compiled_for_decode_kernels",
+    "flashinfer.decode.xqa_batch_decode_with_kv_cache",
+    "flashinfer.autotune_v2",
+    "flashinfer.moe_ep",
+    "flashinfer.mamba",
+    "flashinfer.gdn_prefill",
+    "flashinfer.gdn_decode",
+]
+
+
+def find(path: str) -> Any:
+    """What `path` names; AttributeError or ImportError if there is no such thing."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        rest = ".".join(parts[end:])
+        return operator.attrgetter(rest)(module) if rest else module
+    raise ImportError(path)
+
+
+@pytest.mark.parametrize("path", REFUSING)
+def test_what_has_no_kernels_refuses(path: str) -> None:
+    function = find(path)
+    arguments = [None] * len(inspect.signature(function).parameters)
+    name = path.rpartition(".")[2]
+    for given in ([], arguments):
+        with pytest.raises(BackendSupportedError, match=rf"{name} has no kernels.*SM\d+.*GPU"):
+            function(*given)
+    assert not function.is_compute_capability_supported(90)
+    assert not function.is_backend_supported("cutlass", 90)
+
+
+def test_the_wrapper_of_latent_attention_refuses_to_be_made() -> None:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper
+    with pytest.raises(BackendSupportedError, match=r"BatchMLAPagedAttentionWrapper has no.*SM90"):
+        wrapper(torch.empty(16, dtype=torch.uint8), backend="fa2")
+    assert "ckv_scale_arr" not in str(inspect.getmembers(wrapper))
+
+
+@pytest.mark.parametrize("path", WORKING)
+def test_what_works_is_where_it_is_looked_for(path: str) -> None:
+    assert callable(find(path))
+
+
+@pytest.mark.parametrize("path", ABSENT_UNTIL_THEY_WORK)
+def test_a_name_that_is_probed_is_no_stub(path: str) -> None:
+    """A name moves out of this list with the kernel that it stands for."""
+    with pytest.raises((AttributeError, ImportError)):
+        find(path)
+
+
+def test_communicators_of_engines() -> None:
+    from flashinfer.comm.mnnvl import CommBackend
+
+    class OfAnEngine(CommBackend):
+        def __init__(self, group: Any) -> None:
+            self._group = group
+
+        def Get_rank(self) -> int:
+            return 1
+
+    assert OfAnEngine("group").Get_rank() == 1
+    names = {"Get_rank", "Get_size", "allgather", "bcast", "barrier", "Split"}
+    assert names <= {name for name in dir(CommBackend) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [((1, 8, 132), 544), ((4, 32, 132), 512), ((3, 45, 132), 544)]
+)
+def test_bytes_of_counters(arguments: tuple[int, int, int], expected: int) -> None:
+    assert flashinfer.utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(*arguments) == expected
+
+
+def test_the_version_passes_the_engines_gates() -> None:
+    from packaging.version import Version
+
+    assert Version(flashinfer.__version__) >= Version("0.7.2")
