@@ -118,7 +118,7 @@ def test_communicators_of_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [((1, 8, 132), 544), ((4, 32, 132), 512), ((3, 45, 132), 544)]
+    ("arguments", "expected"), [((1, 8, 132), 544), ((16, 32, 132), 2048), ((3, 45, 132), 544)]
 )
 def test_bytes_of_counters(arguments: tuple[int, int, int], expected: int) -> None:
     assert flashinfer.utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(*arguments) == expected
