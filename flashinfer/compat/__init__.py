@@ -1,1 +1,1 @@
-"""Facades kept for callers of FlashInfer; no operation of this package uses them."""
+"""Checks of backends and devices, by the names that callers of FlashInfer know."""

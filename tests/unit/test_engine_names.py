@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.backends import BackendSupportedError
+from flashinfer.compat.backends import BackendSupportedError
 
 REFUSING = [
     "flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
