@@ -251,9 +251,7 @@ def _check_format(path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError('`--plot` needs matplotlib: pip install -e ".[serve]"') from (
-            error
-        )
+        raise ValueError('`--plot` needs matplotlib: pip install -e ".[serve]"') from (error)
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:] not in formats:
         raise ValueError(f"`--plot` must end with one of .{', .'.join(formats)}, got {path.name!r}")

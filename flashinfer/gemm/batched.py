@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
+from .._common.dtypes import FLOAT8, check_dtype
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
-from .._common.dtypes import FLOAT8, check_dtype
 from ..trace.templates.gemm import bmm_fp8_trace
 from ._checks import check_out, check_same_device, check_tensors
 

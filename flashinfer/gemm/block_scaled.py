@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .._common.dtypes import check_dtype, torch_name
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
-from .._common.dtypes import check_dtype, torch_name
 from ..quantization._kernels import group_quant_kernel
 from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
 from ._checks import check_out, check_same_device, check_tensors

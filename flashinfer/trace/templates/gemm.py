@@ -55,9 +55,7 @@ bmm_fp8_trace = TraceTemplate(
         "B_scale": Scalar("float32", tensor=True, description="Factor of the right operands."),
     },
     outputs={
-        "out": Tensor(
-            ["b", "m", "n"], dtype_from_scalar="dtype", dtypes=("bfloat16", "float16")
-        ),
+        "out": Tensor(["b", "m", "n"], dtype_from_scalar="dtype", dtypes=("bfloat16", "float16")),
     },
     name_prefix="bmm_fp8",
     reference=_bmm_fp8_reference,
@@ -67,9 +65,7 @@ bmm_fp8_trace = TraceTemplate(
 )
 
 
-def _with_scales_of_rows(
-    x: torch.Tensor, scale: torch.Tensor | None
-) -> torch.Tensor:
+def _with_scales_of_rows(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Values of `x` [rows, k]: 8-bit ones times their scales, others as they are after rounding."""
     if scale is None:
         codes, scale = _group_quant_8bit(x.float(), 128, 1e-10, torch.float8_e4m3fn, False)
