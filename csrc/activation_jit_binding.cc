@@ -1,6 +1,6 @@
-// act_and_mul(out, input, enable_pdl)
+//   act_and_mul(out, input, enable_pdl)
 #include "activation.h"
-#include "ffi_layout.h"
+#include "ffi.h"
 
 namespace flashinfer {
 namespace {
@@ -11,6 +11,7 @@ void run(ffi::Args& args) {
   const ffi::Tensor out = args.tensor("out");
   const ffi::Tensor input = args.tensor("input");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
 
   ffi::check_dtype(input, kDtype);
   ffi::check_ndim(input, 1, 8);

@@ -1,7 +1,8 @@
-// Of a configuration for two states:
+// A configuration for two states exports the first two, one for any number the third. `mask` may be
+// None.
 //   merge_state(v_out, s_out, v_a, s_a, v_b, s_b)
 //   merge_state_in_place(v, s, v_other, s_other, mask)
-// Of one for any number: merge_states(v_out, s_out, v, s)
+//   merge_states(v_out, s_out, v, s)
 #include "cascade.h"
 
 #include "ffi.h"
@@ -99,6 +100,7 @@ FLASHINFER_FFI_EXPORT(merge_state, args) {
   const ffi::Tensor v_out = args.tensor("v_out"), s_out = args.tensor("s_out");
   const ffi::Tensor v_a = args.tensor("v_a"), s_a = args.tensor("s_a");
   const ffi::Tensor v_b = args.tensor("v_b"), s_b = args.tensor("s_b");
+  args.all_taken();
   check_states(v_a, s_a, 3);
   check_states(v_b, s_b, 3);
   ffi::check_same_shape(v_b, v_a);
@@ -116,6 +118,7 @@ FLASHINFER_FFI_EXPORT(merge_state_in_place, args) {
   const ffi::Tensor v = args.tensor("v"), s = args.tensor("s");
   const ffi::Tensor v_other = args.tensor("v_other"), s_other = args.tensor("s_other");
   const ffi::Tensor mask = args.optional_tensor("mask");
+  args.all_taken();
   check_states(v, s, 3);
   check_states(v_other, s_other, 3);
   ffi::check_same_shape(v_other, v);
@@ -145,6 +148,7 @@ FLASHINFER_FFI_EXPORT(merge_states, args) {
   using namespace flashinfer;
   const ffi::Tensor v_out = args.tensor("v_out"), s_out = args.tensor("s_out");
   const ffi::Tensor v = args.tensor("v"), s = args.tensor("s");
+  args.all_taken();
   check_states(v, s, 4);
   check_states(v_out, s_out, 3);
   ffi::check_shape(v_out, {v.dim(0), v.dim(2), v.dim(3)});

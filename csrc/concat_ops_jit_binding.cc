@@ -1,4 +1,4 @@
-// concat_mla_k(k, k_nope, k_rope)
+//   concat_mla_k(k, k_nope, k_rope)
 #include "concat_ops.h"
 
 #include "ffi.h"
@@ -9,6 +9,7 @@ FLASHINFER_FFI_EXPORT(concat_mla_k, args) {
   const ffi::Tensor k = args.tensor("k");
   const ffi::Tensor nope = args.tensor("k_nope");
   const ffi::Tensor rope = args.tensor("k_rope");
+  args.all_taken();
   ffi::check_dtype(k, {ffi::dtype::float16, ffi::dtype::bfloat16, ffi::dtype::float32,
                        ffi::dtype::float8_e4m3fn, ffi::dtype::float8_e5m2});
   ffi::check_ndim(k, 3, 3);

@@ -1,8 +1,9 @@
-// fused_rmsnorm(out[, block_scale[, normed_out]], input[, residual], weight, eps, enable_pdl): the
-// configuration says which are there. normed_out may be None.
+//   fused_rmsnorm(out[, block_scale, normed_out], input[, residual], weight, eps, enable_pdl)
+//
+// The configuration says which arguments are there. normed_out may be None.
 #include "fused_rmsnorm.h"
 
-#include "ffi_layout.h"
+#include "ffi.h"
 
 namespace flashinfer {
 namespace {
@@ -44,17 +45,47 @@ void check_aligned(const ffi::Tensor& tensor) {
   }
 }
 
-void run(ffi::Args& args) {
-  const ffi::Tensor out = args.tensor("out");
-  ffi::Tensor scale, normed, residual;
-  if (kGroups) scale = args.tensor("block_scale");
-  if (kGroups) normed = args.optional_tensor("normed_out");
-  const ffi::Tensor input = args.tensor("input");
-  if (kAddResidual) residual = args.tensor("residual");
-  const ffi::Tensor weight = args.tensor("weight");
-  const float eps = ffi::check_float("eps", args.number("eps"), true);
-  const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+struct Call {
+  ffi::Tensor out, scale, normed, input, residual, weight;
+  float eps;
+  ffi::Args::Flag enable_pdl;
+};
 
+Call take(ffi::Args& args) {
+  Call call;
+  call.out = args.tensor("out");
+  if (kGroups) call.scale = args.tensor("block_scale");
+  if (kGroups) call.normed = args.optional_tensor("normed_out");
+  call.input = args.tensor("input");
+  if (kAddResidual) call.residual = args.tensor("residual");
+  call.weight = args.tensor("weight");
+  call.eps = args.float32("eps", ffi::Zero::allowed);
+  call.enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
+  return call;
+}
+
+void check_optional(const Call& call, int64_t rows, int64_t hidden_size) {
+  const auto& [out, scale, normed, input, residual, weight, eps, enable_pdl] = call;
+  if (scale) {
+    check_block_scale(scale, rows, hidden_size);
+    for (const ffi::Tensor& other : {out, input, weight}) ffi::check_disjoint(scale, other);
+  }
+  if (normed) {
+    check_rows(normed, kDtype, rows, hidden_size);
+    ffi::check_same_view_or_disjoint(normed, input);
+    for (const ffi::Tensor& other : {out, scale, weight}) ffi::check_disjoint(normed, other);
+  }
+  if (residual) {
+    check_rows(residual, kDtype, rows, hidden_size);
+    for (const ffi::Tensor& other : {input, out, weight}) ffi::check_disjoint(residual, other);
+    if (normed) ffi::check_disjoint(residual, normed);
+    if (scale) ffi::check_disjoint(residual, scale);
+  }
+}
+
+void check(const Call& call) {
+  const ffi::Tensor &out = call.out, &input = call.input, &weight = call.weight;
   ffi::check_dtype(input, kDtype);
   ffi::check_ndim(input, 2, 2);
   ffi::check_last_dim_contiguous(input);
@@ -73,38 +104,27 @@ void run(ffi::Args& args) {
   ffi::check_shape(weight, {hidden_size});
   ffi::check_last_dim_contiguous(weight);
   ffi::check_disjoint(out, weight);
-  if (scale) {
-    check_block_scale(scale, rows, hidden_size);
-    for (const ffi::Tensor& other : {out, input, weight}) ffi::check_disjoint(scale, other);
-  }
-  if (normed) {
-    check_rows(normed, kDtype, rows, hidden_size);
-    ffi::check_same_view_or_disjoint(normed, input);
-    for (const ffi::Tensor& other : {out, scale, weight}) ffi::check_disjoint(normed, other);
-  }
-  if (residual) {
-    check_rows(residual, kDtype, rows, hidden_size);
-    for (const ffi::Tensor& other : {input, out, weight}) ffi::check_disjoint(residual, other);
-    if (normed) ffi::check_disjoint(residual, normed);
-    if (scale) ffi::check_disjoint(residual, scale);
-  }
+  check_optional(call, rows, hidden_size);
   if (rows > INT32_MAX - 4 || hidden_size > INT32_MAX) {
     ffi::raise("ValueError", "`input` must have fewer than 2^31 rows and columns, got shape %s",
                input.shape_text().c_str());
   }
   if (kGroups) {
-    for (const ffi::Tensor& tensor : {input, residual, normed, out}) check_aligned(tensor);
+    for (const ffi::Tensor& tensor : {input, call.residual, call.normed, out}) {
+      check_aligned(tensor);
+    }
     if (!ffi::is_aligned(weight, 16)) {
       ffi::raise("ValueError", "`weight` must begin on 16 bytes for quantisation in blocks");
     }
   }
-
   ffi::check_cuda(input);
-  for (const ffi::Tensor& tensor : {out, scale, normed, residual, weight}) {
+  for (const ffi::Tensor& tensor : {out, call.scale, call.normed, call.residual, weight}) {
     if (tensor) ffi::check_same_device(tensor, input);
   }
-  if (rows == 0 || hidden_size == 0) return;
+}
 
+FusedRmsnormParams params_of(const Call& call) {
+  const auto& [out, scale, normed, input, residual, weight, eps, enable_pdl] = call;
   FusedRmsnormParams params = {};
   params.input = input.data();
   params.residual = residual ? residual.data() : nullptr;
@@ -117,18 +137,27 @@ void run(ffi::Args& args) {
   params.normed_stride = normed ? normed.stride(0) : 0;
   params.out_stride = out.stride(0) * out.itemsize();
   params.scale_stride = kGroups ? scale.dim(1) : 0;
-  params.num_rows = static_cast<uint32_t>(rows);
+  params.num_rows = static_cast<uint32_t>(input.dim(0));
   params.scale_rows = kGroups ? static_cast<uint32_t>(scale.dim(1)) : params.num_rows;
-  params.hidden_size = static_cast<uint32_t>(hidden_size);
+  params.hidden_size = static_cast<uint32_t>(input.dim(1));
   params.eps = eps;
   const int64_t out_vec_bytes = kVecSize * out.itemsize();
-  params.vectorizable = hidden_size % kVecSize == 0 && rows_are_aligned(input, 16) &&
+  params.vectorizable = input.dim(1) % kVecSize == 0 && rows_are_aligned(input, 16) &&
                         (!residual || rows_are_aligned(residual, 16)) &&
                         rows_are_aligned(out, out_vec_bytes < 16 ? out_vec_bytes : 16) &&
                         ffi::is_aligned(weight, 16);
+  return params;
+}
+
+void run(ffi::Args& args) {
+  const Call call = take(args);
+  check(call);
+  const ffi::Tensor& input = call.input;
+  if (input.numel() == 0) return;
   const ffi::DeviceGuard guard(input);
-  ffi::check_launch(fused_rmsnorm(params, ffi::device_info(input),
-                                  ffi::resolve_pdl(enable_pdl, input), ffi::current_stream(input)));
+  ffi::check_launch(fused_rmsnorm(params_of(call), ffi::device_info(input),
+                                  ffi::resolve_pdl(call.enable_pdl, input),
+                                  ffi::current_stream(input)));
 }
 
 }  // namespace

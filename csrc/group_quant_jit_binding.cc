@@ -1,9 +1,9 @@
-// group_quant(names, out, scale, input, global_scale, eps, is_global_scale_inversed, enable_pdl)
+//   group_quant(names, out, scale, input, global_scale, eps, is_global_scale_inversed, enable_pdl)
 //
 // `names` says what the public function calls its tensors: an index of kNames, for messages.
 // `out` may be wider than `input`: what lies beyond counts as zeros. `scale` has one element for
 // each row and group of the layout, padding included; column-major ones [groups, at least rows].
-#include "ffi_layout.h"
+#include "ffi.h"
 #include "group_quant.h"
 
 #include <flashinfer/quantization/scale_layout.h>
@@ -77,13 +77,15 @@ struct Names {
 constexpr Names kNames[] = {{"input", "global_scale"}, {"x", ""}, {"a", "a_global_sf"}};
 
 void run(ffi::Args& args) {
-  const Names names = kNames[args.integer("names") % 3];
+  const Names names = kNames[args.integer_in("names", 0, 2)];
   const ffi::Tensor out = args.tensor("out"), scale = args.tensor("scale");
   const ffi::Tensor input = args.tensor(names.input);
   const ffi::Tensor global_scale = args.optional_tensor(names.global_scale);
-  const double eps = args.number("eps");
-  const bool invert = args.optional_flag("is_global_scale_inversed") == ffi::Args::Flag::kTrue;
+  // Quotients stay exact as long as neither the scale nor its reciprocal is subnormal.
+  const double eps = args.number_in("eps", 1e-30, 1e30);
+  const bool invert = args.flag("is_global_scale_inversed");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
 
   ffi::check_dtype(input, kDtype);
   ffi::check_ndim(input, 1, 8);
@@ -115,10 +117,6 @@ void run(ffi::Args& args) {
                  global_scale.shape_text().c_str());
     }
     ffi::check_disjoint(out, global_scale);
-  }
-  // Quotients stay exact as long as neither the scale nor its reciprocal is subnormal.
-  if (!(eps >= 1e-30 && eps <= 1e30)) {
-    ffi::raise("ValueError", "`eps` must be between 1e-30 and 1e30, got %g", eps);
   }
 
   ffi::check_cuda(input);

@@ -1,8 +1,9 @@
-// packbits(out, x, big_endian), and with segments packbits(out, x, indptr, out_indptr, big_endian).
+//   packbits(out, x[, indptr, out_indptr], big_endian)
 //
+// A configuration with segments takes indptr and out_indptr.
 // The values of the indptr arrays are the caller's to check: it has them on the host, to know the
 // size of `out`.
-#include "ffi_layout.h"
+#include "ffi.h"
 #include "packbits.h"
 
 namespace flashinfer {
@@ -19,7 +20,8 @@ void run(ffi::Args& args) {
     indptr = args.tensor("indptr");
     out_indptr = args.tensor("out_indptr");
   }
-  const ffi::Args::Flag big_endian = args.optional_flag("bitorder");
+  const bool big_endian = args.flag("bitorder");
+  args.all_taken();
 
   ffi::check_dtype(x, {ffi::dtype::boolean, ffi::dtype::uint8, ffi::dtype::int8});
   ffi::check_ndim(x, 1, 1);
@@ -60,7 +62,7 @@ void run(ffi::Args& args) {
     params.out_indptr = out_indptr.data();
     params.num_segments = static_cast<uint32_t>(indptr.dim(0) - 1);
   }
-  params.big_endian = big_endian != ffi::Args::Flag::kFalse;
+  params.big_endian = big_endian;
   const ffi::DeviceGuard guard(x);
   ffi::check_launch(
       packbits(params, ffi::resolve_pdl(ffi::Args::Flag::kNone, x), ffi::current_stream(x)));

@@ -1,12 +1,11 @@
-// append_paged_kv_cache(append_key, append_value, batch_indices, positions, k_cache, v_cache,
-// kv_indices, kv_indptr,
-//                       kv_last_page_len, is_hnd)       v_cache None: k_cache holds both, [pages,
-//                       2, ...]
-// append_paged_mla_kv_cache(append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache,
-// kv_indices,
-//                           kv_indptr, kv_last_page_len)
-// get_batch_indices_positions(batch_indices, positions, append_indptr, seq_lens)
-// get_seq_lens(seq_lens, kv_indptr, kv_last_page_len, page_size)
+//   append_paged_kv_cache(append_key, append_value, batch_indices, positions, k_cache, v_cache,
+//                         kv_indices, kv_indptr, kv_last_page_len, is_hnd)
+//   append_paged_mla_kv_cache(append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache,
+//                             kv_indices, kv_indptr, kv_last_page_len)
+//   get_batch_indices_positions(batch_indices, positions, append_indptr, seq_lens, nnz)
+//   get_seq_lens(seq_lens, kv_indptr, kv_last_page_len, page_size)
+//
+// Where v_cache is None, k_cache holds both: [pages, 2, ...].
 #include "page.h"
 
 #include "ffi.h"
@@ -97,7 +96,8 @@ FLASHINFER_FFI_EXPORT(append_paged_kv_cache, args) {
   page.kv_indices = args.tensor("kv_indices");
   page.kv_indptr = args.tensor("kv_indptr");
   page.kv_last_page_len = args.tensor("kv_last_page_len");
-  const bool is_hnd = args.optional_flag("kv_layout") == ffi::Args::Flag::kTrue;
+  const bool is_hnd = args.flag("kv_layout");
+  args.all_taken();
   if (v_cache) k_cache.name = "paged_kv_cache[0]";
 
   const int parts = v_cache ? 0 : 1;  // dimensions between the pages and the slots
@@ -145,6 +145,7 @@ FLASHINFER_FFI_EXPORT(append_paged_mla_kv_cache, args) {
   page.kv_indices = args.tensor("kv_indices");
   page.kv_indptr = args.tensor("kv_indptr");
   page.kv_last_page_len = args.tensor("kv_last_page_len");
+  args.all_taken();
 
   check_cache_dtype(ckv_cache);
   check_cache_dtype(kpe_cache);
@@ -180,14 +181,11 @@ FLASHINFER_FFI_EXPORT(get_batch_indices_positions, args) {
   const ffi::Tensor positions = args.tensor("positions");
   const ffi::Tensor append_indptr = args.tensor("append_indptr");
   const ffi::Tensor seq_lens = args.tensor("seq_lens");
-  const int64_t nnz = args.integer("nnz");
+  const int64_t nnz = args.integer_in("nnz", 0, INT32_MAX);
+  args.all_taken();
 
   const int64_t batch_size = ffi::check_indptr(append_indptr);
   ffi::check_indices(seq_lens, batch_size);
-  if (nnz < 0 || nnz > INT32_MAX) {
-    ffi::raise("ValueError", "`nnz` must be from 0 to 2^31 - 1, got %lld",
-               static_cast<long long>(nnz));
-  }
   ffi::check_indices(batch_indices, nnz);
   ffi::check_indices(positions, nnz);
   ffi::check_disjoint(batch_indices, positions);
@@ -219,15 +217,12 @@ FLASHINFER_FFI_EXPORT(get_seq_lens, args) {
   const ffi::Tensor seq_lens = args.tensor("seq_lens");
   const ffi::Tensor kv_indptr = args.tensor("kv_indptr");
   const ffi::Tensor kv_last_page_len = args.tensor("kv_last_page_len");
-  const int64_t page_size = args.integer("page_size");
+  const int64_t page_size = args.integer_in("page_size", 1, INT32_MAX);
+  args.all_taken();
 
   const int64_t batch_size = ffi::check_indptr(kv_indptr);
   ffi::check_indices(kv_last_page_len, batch_size);
   ffi::check_indices(seq_lens, batch_size);
-  if (page_size < 1 || page_size > INT32_MAX) {
-    ffi::raise("ValueError", "`page_size` must be from 1 to 2^31 - 1, got %lld",
-               static_cast<long long>(page_size));
-  }
   ffi::check_cuda(kv_indptr);
   ffi::check_same_device(kv_last_page_len, kv_indptr);
   ffi::check_same_device(seq_lens, kv_indptr);

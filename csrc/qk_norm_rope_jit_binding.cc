@@ -1,13 +1,17 @@
-// qk_norm_rope(qkv, q_weight, k_weight, ppf, pph, ppw, num_frame_channels, num_height_channels,
-//              num_width_channels, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, base,
-//              factor, low, high, attention_factor, output_quant_scale, v_quant_scale, q_out,
-//              k_out, v_out)
+//   qk_norm_rope(qkv, q_weight, k_weight, video, heads, eps, frequencies, attention_factor, scales,
+//                outs)
+//
+// Tuples:
+//
+//   video        (ppf, pph, ppw, num_frame_channels, num_height_channels, num_width_channels)
+//   heads        (num_heads_q, num_heads_k, num_heads_v, head_dim)
+//   frequencies  (base, factor, low, high)
+//   scales       (output_quant_scale, v_quant_scale)
+//   outs         (q_out, k_out, v_out)
 #include "qk_norm_rope.h"
 
-#include <cmath>
-#include <cstring>
-
-#include "ffi_layout.h"
+#include "ffi.h"
+#include "rope_frequencies.h"
 
 namespace flashinfer {
 namespace {
@@ -19,34 +23,14 @@ constexpr DLDataType kOutDtype = ffi::dtype::FLASHINFER_CFG_OUT_DTYPE;
 constexpr int64_t kVecSize = 16 / (kDtype.bits / 8);
 constexpr int64_t kMaxHeadDim = 2 * RopeFrequencies::kMaxPairs;
 
-int64_t integer_from(ffi::Args& args, const char* name, int64_t low, int64_t high) {
-  const int64_t value = args.integer(name);
-  if (value < low || value > high) {
-    ffi::raise("ValueError", "`%s` must be from %lld to %lld, got %lld", name,
-               static_cast<long long>(low), static_cast<long long>(high),
-               static_cast<long long>(value));
-  }
-  return value;
-}
-
-double number_from(ffi::Args& args, const char* name, bool zero_is_fine) {
-  const double value = args.number(name);
-  if (!(zero_is_fine ? value >= 0. : value > 0.) || std::isinf(value)) {
-    ffi::raise("ValueError", "`%s` must be %s and finite, got %g", name,
-               zero_is_fine ? "at least 0" : "positive", value);
-  }
-  return value;
-}
-
 // What the frequencies depend on; compared as bytes.
 struct FrequencyKey {
   int64_t channels[3];
   double base, factor, low, high;
 };
 
-// 2^64 times the turns per position of each pair, modulo 2^64; the pairs of an axis count from 0.
+// The pairs of an axis count from 0.
 RopeFrequencies compute_frequencies(const FrequencyKey& key) {
-  constexpr double kTwoPi = 6.283185307179586476925;
   RopeFrequencies result = {};
   int pair = 0;
   for (const int64_t channels : key.channels) {
@@ -57,80 +41,51 @@ RopeFrequencies compute_frequencies(const FrequencyKey& key) {
       double ramp = (j - key.low) / span;
       ramp = ramp < 0. ? 0. : ramp > 1. ? 1. : ramp;
       if (key.factor != 1.) frequency *= (1. - ramp) + ramp / key.factor;
-      const double turns = std::fmod(frequency / kTwoPi, 1.);
-      result.turns[pair++] = static_cast<uint64_t>(std::ldexp(turns, 64));
+      result.turns[pair++] = turns_of(frequency);
     }
   }
   return result;
 }
 
-// The model's frequencies do not change from call to call.
-const RopeFrequencies& frequencies_of(const FrequencyKey& key) {
-  thread_local FrequencyKey last_key = {};
-  thread_local RopeFrequencies last = {};
-  if (std::memcmp(&key, &last_key, sizeof(key)) != 0) {
-    last = compute_frequencies(key);
-    last_key = key;
-  }
-  return last;
-}
-
-// The arguments that are no tensors; gives the patches of a video.
-int64_t take_sizes(ffi::Args& args, QkNormRopeParams& params, FrequencyKey& key) {
-  const int64_t frames = integer_from(args, "ppf", 1, INT32_MAX);
-  const int64_t rows = integer_from(args, "pph", 1, INT32_MAX);
-  const int64_t columns = integer_from(args, "ppw", 1, INT32_MAX);
-  if (rows * columns > INT32_MAX || frames > INT32_MAX / (rows * columns)) {
-    ffi::raise("ValueError", "`ppf` * `pph` * `ppw` must be below 2^31, got %lld * %lld * %lld",
-               static_cast<long long>(frames), static_cast<long long>(rows),
-               static_cast<long long>(columns));
-  }
+// The patches of a video, and how the pairs of a head follow its axes.
+void take_video(ffi::Args args, QkNormRopeParams& params, FrequencyKey& key) {
+  const int64_t frames = args.integer_in("ppf", 1, INT32_MAX);
+  const int64_t rows = args.integer_in("pph", 1, INT32_MAX);
+  const int64_t columns = args.integer_in("ppw", 1, INT32_MAX);
   params.frames = FastDivisor(static_cast<uint32_t>(frames));
   params.rows = FastDivisor(static_cast<uint32_t>(rows));
   params.columns = FastDivisor(static_cast<uint32_t>(columns));
   const char* names[] = {"num_frame_channels", "num_height_channels", "num_width_channels"};
-  int64_t sum = 0;
   for (int i = 0; i < 3; ++i) {
-    key.channels[i] = integer_from(args, names[i], 0, kMaxHeadDim);
-    sum += key.channels[i];
+    key.channels[i] = args.integer_in(names[i], 0, kMaxHeadDim);
     if (key.channels[i] % 2 != 0) {
       ffi::raise("ValueError", "`%s` must be even, got %lld", names[i],
                  static_cast<long long>(key.channels[i]));
     }
   }
-  const char* heads[] = {"num_heads_q", "num_heads_k", "num_heads_v"};
-  for (int i = 0; i < 3; ++i) {
-    params.parts[i].num_heads = static_cast<uint32_t>(integer_from(args, heads[i], 1, 1 << 16));
-  }
-  const int64_t head_dim = integer_from(args, "head_dim", 2, kMaxHeadDim);
-  if (head_dim != sum) {
-    ffi::raise("ValueError",
-               "`head_dim` must be `num_frame_channels` + `num_height_channels` + "
-               "`num_width_channels`, %lld, got %lld",
-               static_cast<long long>(sum), static_cast<long long>(head_dim));
-  }
-  params.head_dim = static_cast<uint32_t>(head_dim);
   params.frame_pairs = static_cast<uint32_t>(key.channels[0] / 2);
   params.row_end = static_cast<uint32_t>((key.channels[0] + key.channels[1]) / 2);
-  return frames * rows * columns;
 }
 
-void take_numbers(ffi::Args& args, QkNormRopeParams& params, FrequencyKey& key) {
-  const auto float_from = [&](const char* name, bool may_be_zero) {
-    return ffi::check_float(name, args.number(name), may_be_zero);
-  };
-  params.eps = float_from("eps", true);
-  key.base = number_from(args, "base", false);
-  key.factor = number_from(args, "factor", false);
-  key.low = number_from(args, "low", true);
-  key.high = number_from(args, "high", true);
-  if (key.low > key.high) {
-    ffi::raise("ValueError", "`low` must be at most `high`, %g, got %g", key.high, key.low);
+void take_heads(ffi::Args args, QkNormRopeParams& params) {
+  const char* heads[] = {"num_heads_q", "num_heads_k", "num_heads_v"};
+  for (int i = 0; i < 3; ++i) {
+    params.parts[i].num_heads = static_cast<uint32_t>(args.integer_in(heads[i], 1, 1 << 16));
   }
-  params.attention_factor = float_from("attention_factor", false);
-  const float scale = float_from("output_quant_scale", false);
-  params.parts[0].scale = params.parts[1].scale = scale;
-  params.parts[2].scale = float_from("v_quant_scale", false);
+  const int64_t head_dim = args.integer_in("head_dim", 2, kMaxHeadDim);
+  params.head_dim = static_cast<uint32_t>(head_dim);
+}
+
+void take_frequencies(ffi::Args args, FrequencyKey& key) {
+  key.base = args.positive("base");
+  key.factor = args.positive("factor");
+  key.low = args.positive("low", ffi::Zero::allowed);
+  key.high = args.positive("high", ffi::Zero::allowed);
+}
+
+void take_scales(ffi::Args args, QkNormRopeParams& params) {
+  params.parts[0].scale = params.parts[1].scale = args.float32("output_quant_scale");
+  params.parts[2].scale = args.float32("v_quant_scale");
 }
 
 // q_out and its like have the shape of qkv, but [heads, head_dim] in place of the columns.
@@ -155,15 +110,30 @@ bool is_vectorizable(const QkNormRopeParams& params, const Tensor& qkv) {
   return result;
 }
 
-void run(ffi::Args& args) {
-  const Tensor qkv = args.tensor("qkv");
-  const Tensor weights[] = {args.tensor("q_weight"), args.tensor("k_weight")};
-  QkNormRopeParams params = {};
-  FrequencyKey key = {};
-  const int64_t patches = take_sizes(args, params, key);
-  take_numbers(args, params, key);
-  const Tensor outs[] = {args.tensor("q_out"), args.tensor("k_out"), args.tensor("v_out")};
+// What the numbers have to do with each other; gives the patches of a video.
+int64_t check_numbers(const QkNormRopeParams& params, const FrequencyKey& key) {
+  const int64_t frames = params.frames.divisor, rows = params.rows.divisor;
+  const int64_t columns = params.columns.divisor;
+  if (rows * columns > INT32_MAX || frames > INT32_MAX / (rows * columns)) {
+    ffi::raise("ValueError", "`ppf` * `pph` * `ppw` must be below 2^31, got %lld * %lld * %lld",
+               static_cast<long long>(frames), static_cast<long long>(rows),
+               static_cast<long long>(columns));
+  }
+  const int64_t sum = key.channels[0] + key.channels[1] + key.channels[2];
+  if (params.head_dim != sum) {
+    ffi::raise("ValueError",
+               "`head_dim` must be `num_frame_channels` + `num_height_channels` + "
+               "`num_width_channels`, %lld, got %lld",
+               static_cast<long long>(sum), static_cast<long long>(params.head_dim));
+  }
+  if (key.low > key.high) {
+    ffi::raise("ValueError", "`low` must be at most `high`, %g, got %g", key.high, key.low);
+  }
+  return frames * rows * columns;
+}
 
+// Cuts the columns of qkv into heads; gives the number of tokens.
+int64_t check_qkv(const Tensor& qkv, int64_t patches, QkNormRopeParams& params) {
   ffi::check_dtype(qkv, kDtype);
   ffi::check_ndim(qkv, 2, 3);
   int64_t columns = 0;
@@ -187,6 +157,25 @@ void run(ffi::Args& args) {
                static_cast<long long>(patches), qkv.shape_text().c_str());
   }
   params.num_tokens = static_cast<uint32_t>(num_tokens);
+  return num_tokens;
+}
+
+void run(ffi::Args& args) {
+  const Tensor qkv = args.tensor("qkv");
+  const Tensor weights[] = {args.tensor("q_weight"), args.tensor("k_weight")};
+  QkNormRopeParams params = {};
+  FrequencyKey key = {};
+  take_video(args.group("video", 6), params, key);
+  take_heads(args.group("heads", 4), params);
+  params.eps = args.float32("eps", ffi::Zero::allowed);
+  take_frequencies(args.group("frequencies", 4), key);
+  params.attention_factor = args.float32("attention_factor");
+  take_scales(args.group("scales", 2), params);
+  ffi::Args results = args.group("outs", 3);
+  const Tensor outs[] = {results.tensor("q_out"), results.tensor("k_out"), results.tensor("v_out")};
+  args.all_taken();
+
+  const int64_t num_tokens = check_qkv(qkv, check_numbers(params, key), params);
   for (int i = 0; i < 2; ++i) {
     ffi::check_dtype(weights[i], kDtype);
     ffi::check_shape(weights[i], {int64_t{params.parts[i].num_heads} * params.head_dim});

@@ -1,16 +1,11 @@
-// Of a configuration with computed angles:
-//   rope(q_out, k_out, q, k, pos_ids, indptr, offsets, rotary_dim, rope_scale, rope_theta,
-//   low_freq_factor,
-//        high_freq_factor, old_context_len)
-//   Either pos_ids or indptr and offsets are None. old_context_len None: no smoothing of the
-//   frequencies.
-// Of one with a cache:
+//   rope(q_out, k_out, q, k, pos_ids, indptr, offsets, rotary_dim, rope_scale, rope_theta, smoothing)
 //   rope_with_cache(query_out, key_out, positions, query, key, head_size, cos_sin_cache)
-// The outputs may be the inputs.
+//
+// A configuration with computed angles exports the first, one with a cache the second. Either
+// pos_ids is None, or indptr and offsets are. `smoothing` is None or a tuple (low_freq_factor,
+// high_freq_factor, old_context_len). The outputs may be the inputs.
 #include "rope_binding.h"
-
-#include <cmath>
-#include <cstring>
+#include "rope_frequencies.h"
 
 namespace flashinfer {
 namespace {
@@ -72,9 +67,7 @@ struct FrequencyKey {
   double low_freq_factor, high_freq_factor, old_context_len;  // all 0: no smoothing
 };
 
-// 2^64 times the turns per position of each pair, modulo 2^64.
 RopeFrequencies compute_frequencies(const FrequencyKey& key) {
-  constexpr double kTwoPi = 6.283185307179586476925;
   RopeFrequencies result = {};
   for (int64_t j = 0; j < key.rotary_dim / 2; ++j) {
     const double base = std::pow(key.theta, -2. * j / key.rotary_dim);  // radians per position
@@ -87,29 +80,43 @@ RopeFrequencies compute_frequencies(const FrequencyKey& key) {
       keep = keep < 0. ? 0. : keep > 1. ? 1. : keep;
       frequency = (1. - keep) * frequency + keep * base;
     }
-    const double turns = std::fmod(frequency / kTwoPi, 1.);
-    result.turns[j] = static_cast<uint64_t>(std::ldexp(turns, 64));
+    result.turns[j] = turns_of(frequency);
   }
   return result;
 }
 
-// The model's frequencies do not change from call to call, and computing them takes longer than a
-// launch.
-const RopeFrequencies& frequencies_of(const FrequencyKey& key) {
-  thread_local FrequencyKey last_key = {};
-  thread_local RopeFrequencies last = {};
-  if (std::memcmp(&key, &last_key, sizeof(key)) != 0) {
-    last = compute_frequencies(key);
-    last_key = key;
-  }
-  return last;
+void take_smoothing(ffi::Args& args, FrequencyKey& key) {
+  ffi::Args smoothing = args.optional_group("smoothing", 3);
+  if (!smoothing) return;
+  key.low_freq_factor = smoothing.positive("low_freq_factor");
+  key.high_freq_factor = smoothing.positive("high_freq_factor");
+  key.old_context_len = smoothing.positive("old_context_len");
 }
 
-double positive(const char* name, double value) {
-  if (!(value > 0.) || std::isinf(value)) {
-    ffi::raise("ValueError", "`%s` must be positive and finite, got %g", name, value);
+void check_smoothing(const FrequencyKey& key) {
+  if (key.old_context_len > 0. && key.high_freq_factor <= key.low_freq_factor) {
+    ffi::raise("ValueError", "`high_freq_factor` must be greater than `low_freq_factor` %g, got %g",
+               key.low_freq_factor, key.high_freq_factor);
   }
-  return value;
+}
+
+void check_rotary_dim(int64_t rotary_dim, int64_t head_dim) {
+  constexpr int64_t kMaxDim = 2 * RopeFrequencies::kMaxPairs;
+  if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > head_dim || rotary_dim > kMaxDim) {
+    ffi::raise("ValueError",
+               "`rotary_dim` must be even, from 2 to the head size %lld and at most %lld, got %lld",
+               static_cast<long long>(head_dim), static_cast<long long>(kMaxDim),
+               static_cast<long long>(rotary_dim));
+  }
+}
+
+// Positions of their own, or by the request that a token belongs to.
+void check_ragged(RopeParams& params, const Tensor& indptr, const Tensor& offsets) {
+  if (!indptr || !offsets) ffi::raise("TypeError", "`indptr` and `offsets` must be torch.Tensor");
+  params.batch_size = static_cast<uint32_t>(ffi::check_indptr(indptr));
+  ffi::check_indices(offsets, params.batch_size);
+  params.indptr = static_cast<const int32_t*>(indptr.data());
+  params.offsets = static_cast<const int32_t*>(offsets.data());
 }
 
 }  // namespace
@@ -124,19 +131,12 @@ FLASHINFER_FFI_EXPORT(rope, args) {
   const ffi::Tensor offsets = args.optional_tensor("offsets");
   FrequencyKey key = {};
   key.rotary_dim = args.integer("rotary_dim");
-  key.scale = positive("rope_scale", args.number("rope_scale"));
-  key.theta = positive("rope_theta", args.number("rope_theta"));
-  if (args.next_is_number()) {
-    key.low_freq_factor = positive("low_freq_factor", args.number("low_freq_factor"));
-    key.high_freq_factor = positive("high_freq_factor", args.number("high_freq_factor"));
-    key.old_context_len = positive("old_context_len", args.number("old_context_len"));
-    if (key.high_freq_factor <= key.low_freq_factor) {
-      ffi::raise("ValueError",
-                 "`high_freq_factor` must be greater than `low_freq_factor` %g, got %g",
-                 key.low_freq_factor, key.high_freq_factor);
-    }
-  }
+  key.scale = args.positive("rope_scale");
+  key.theta = args.positive("rope_theta");
+  take_smoothing(args, key);
+  args.all_taken();
 
+  check_smoothing(key);
   check_input(q, 3);
   check_input(k, 3);
   check_same_tokens(k, q);
@@ -145,14 +145,7 @@ FLASHINFER_FFI_EXPORT(rope, args) {
     ffi::raise("ValueError", "`k` must have the head size of `q`, %lld, got shape %s",
                static_cast<long long>(head_dim), k.shape_text().c_str());
   }
-  constexpr int64_t kMaxDim = 2 * RopeFrequencies::kMaxPairs;
-  if (key.rotary_dim < 2 || key.rotary_dim % 2 != 0 || key.rotary_dim > head_dim ||
-      key.rotary_dim > kMaxDim) {
-    ffi::raise("ValueError",
-               "`rotary_dim` must be even, from 2 to the head size %lld and at most %lld, got %lld",
-               static_cast<long long>(head_dim), static_cast<long long>(kMaxDim),
-               static_cast<long long>(key.rotary_dim));
-  }
+  check_rotary_dim(key.rotary_dim, head_dim);
   RopeCallParams params = {};
   RopeAlignment alignment;
   params.num_tokens = static_cast<uint32_t>(num_tokens);
@@ -166,11 +159,7 @@ FLASHINFER_FFI_EXPORT(rope, args) {
     ffi::check_disjoint(q_out, pos_ids);
     ffi::check_disjoint(k_out, pos_ids);
   } else {
-    if (!indptr || !offsets) ffi::raise("TypeError", "`indptr` and `offsets` must be torch.Tensor");
-    params.batch_size = static_cast<uint32_t>(ffi::check_indptr(indptr));
-    ffi::check_indices(offsets, params.batch_size);
-    params.indptr = static_cast<const int32_t*>(indptr.data());
-    params.offsets = static_cast<const int32_t*>(offsets.data());
+    check_ragged(params, indptr, offsets);
   }
   ffi::check_cuda(q);
   for (const ffi::Tensor& tensor : {k, q_out, k_out, pos_ids, indptr, offsets}) {
@@ -189,6 +178,7 @@ FLASHINFER_FFI_EXPORT(rope_with_cache, args) {
   const ffi::Tensor query = args.tensor("query"), key = args.tensor("key");
   const int64_t head_size = args.integer("head_size");
   const ffi::Tensor cache = args.tensor("cos_sin_cache");
+  args.all_taken();
 
   check_input(query, 2);
   check_input(key, 2);

@@ -1,13 +1,15 @@
-// Of a configuration that does not append:
-//   rope_quantize(q_rope_out, k_rope_out, q_nope_out, k_nope_out, q_rope, k_rope, q_nope, k_nope,
-//   cos_sin_cache, pos_ids,
-//                 quant_scale_q, quant_scale_kv, enable_pdl)
-// Of one that does (v None: latent attention, the caches are those of k_nope and of k_rope):
-//   rope_quantize_append(q_rope_out, q_nope_out, k_cache, v_cache, q_rope, k_rope, q_nope, k_nope,
-//   v, cos_sin_cache,
-//                        pos_ids, kv_indices, kv_indptr, batch_indices, positions, quant_scale_q,
-//                        quant_scale_kv, page_size, is_hnd, enable_pdl)
-// A nope argument that is None stands for one without columns.
+//   rope_quantize(outs, inputs, cos_sin_cache, pos_ids, quant_scale_q, quant_scale_kv, enable_pdl)
+//   rope_quantize_append(outs, caches, inputs, v, cos_sin_cache, pos_ids, pages, is_hnd,
+//                        quant_scale_q, quant_scale_kv, enable_pdl)
+//
+// A configuration exports the second if it appends, else the first. Tuples:
+//
+//   inputs  (q_rope, k_rope, q_nope, k_nope)
+//   outs    (q_rope_out, k_rope_out, q_nope_out, k_nope_out), or (q_rope_out, q_nope_out)
+//   caches  of K and V; where v is None (latent attention), of k_nope and of k_rope
+//   pages   (kv_indices, kv_indptr, batch_indices, positions, page_size)
+//
+// A nope tensor that is None stands for one without columns.
 #include "rope_binding.h"
 
 namespace flashinfer {
@@ -21,17 +23,13 @@ struct Inputs {
   float scale_q = 1.f, scale_kv = 1.f;
   int64_t num_tokens = 0, rope_dim = 0;
 
-  void take(ffi::Args& args) {
-    q_rope = args.tensor("q_rope");
-    k_rope = args.tensor("k_rope");
-    q_nope = args.optional_tensor("q_nope");
-    k_nope = args.optional_tensor("k_nope");
+  void take(ffi::Args rows) {
+    q_rope = rows.tensor("q_rope");
+    k_rope = rows.tensor("k_rope");
+    q_nope = rows.optional_tensor("q_nope");
+    k_nope = rows.optional_tensor("k_nope");
   }
 };
-
-float positive_scale(ffi::Args& args, const char* name) {
-  return ffi::check_float(name, args.number(name), false);
-}
 
 void check_rows(const Tensor& tensor, int64_t num_tokens) {
   ffi::check_dtype(tensor, kDtype);
@@ -136,16 +134,18 @@ void check_devices(const Tensor& on, std::initializer_list<Tensor> tensors) {
 
 FLASHINFER_FFI_EXPORT(rope_quantize, args) {
   using namespace flashinfer;
-  const ffi::Tensor q_rope_out = args.tensor("q_rope_out"), k_rope_out = args.tensor("k_rope_out");
-  const ffi::Tensor q_nope_out = args.optional_tensor("q_nope_out");
-  const ffi::Tensor k_nope_out = args.optional_tensor("k_nope_out");
+  ffi::Args outs = args.group("outs", 4);
+  const ffi::Tensor q_rope_out = outs.tensor("q_rope_out"), k_rope_out = outs.tensor("k_rope_out");
+  const ffi::Tensor q_nope_out = outs.optional_tensor("q_nope_out");
+  const ffi::Tensor k_nope_out = outs.optional_tensor("k_nope_out");
   Inputs in;
-  in.take(args);
+  in.take(args.group("inputs", 4));
   in.cos_sin_cache = args.tensor("cos_sin_cache");
   in.pos_ids = args.tensor("pos_ids");
-  in.scale_q = positive_scale(args, "quant_scale_q");
-  in.scale_kv = positive_scale(args, "quant_scale_kv");
+  in.scale_q = args.float32("quant_scale_q");
+  in.scale_kv = args.float32("quant_scale_kv");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
 
   RopeCallParams params = {};
   RopeAlignment alignment;
@@ -192,84 +192,113 @@ void check_cache(const Tensor& cache, std::initializer_list<int64_t> shape) {
   ffi::check_no_broadcast(cache);
 }
 
+// Where tokens go.
+struct Pages {
+  Tensor kv_indices, kv_indptr, batch_indices, positions;
+  int64_t page_size;
+
+  explicit Pages(ffi::Args args)
+      : kv_indices(args.tensor("kv_indices")),
+        kv_indptr(args.tensor("kv_indptr")),
+        batch_indices(args.tensor("batch_indices")),
+        positions(args.tensor("positions")),
+        page_size(args.integer_in("page_size", 1, INT32_MAX)) {}
+};
+
+// `page_size` is stated beside the caches, whose `axis` has it, too.
+int64_t check_pages(const Tensor& cache, int axis, int64_t page_size) {
+  if (page_size != cache.dim(axis)) {
+    ffi::raise("ValueError", "`page_size` must be %lld as in `paged_kv_cache`, got %lld",
+               static_cast<long long>(cache.dim(axis)), static_cast<long long>(page_size));
+  }
+  ffi::check_count(cache, "pages", cache.dim(0));
+  return cache.dim(0);
+}
+
+// K and V of each head.
+void append_heads(RopeParams& params, RopeAlignment& alignment, const Inputs& in, const Tensor& v,
+                  const Tensor (&caches)[2], int64_t page_size, bool is_hnd) {
+  ffi::check_ndim(v, 3, 3);
+  check_rows(v, in.num_tokens);
+  ffi::check_ndim(in.k_rope, 3, 3);
+  const int64_t nope_dim = in.k_nope ? in.k_nope.dim(-1) : 0;
+  const int64_t num_pages = caches[0].dim(0), num_heads = in.k_rope.dim(1);
+  ffi::check_shape(v, {in.num_tokens, num_heads, v.dim(2)});
+  const int64_t inner[2] = {is_hnd ? num_heads : page_size, is_hnd ? page_size : num_heads};
+  check_cache(caches[0], {num_pages, inner[0], inner[1], in.rope_dim + nope_dim});
+  check_cache(caches[1], {num_pages, inner[0], inner[1], v.dim(2)});
+  const RopeRows k_rope_out = cache_rows(alignment, caches[0], is_hnd, 0);
+  const RopeRows k_nope_out = cache_rows(alignment, caches[0], is_hnd, in.rope_dim);
+  const RopeRows v_out = cache_rows(alignment, caches[1], is_hnd, 0);
+  add_rows(params, alignment, v, v_out, false, in.scale_kv, true);
+  add_rows(params, alignment, in.k_rope, k_rope_out, true, in.scale_kv, true);
+  add_rows(params, alignment, in.k_nope, k_nope_out, false, in.scale_kv, true);
+}
+
+// Compressed K and V, and the rotary part of K, of one head.
+void append_latent(RopeParams& params, RopeAlignment& alignment, const Inputs& in,
+                   const Tensor (&caches)[2], int64_t page_size) {
+  if (in.k_rope.ndim() == 3 && in.k_rope.dim(1) != 1) {
+    ffi::raise("ValueError", "`k_rope` must have one head where `v` is None, got shape %s",
+               in.k_rope.shape_text().c_str());
+  }
+  const int64_t num_pages = caches[0].dim(0);
+  check_cache(caches[0], {num_pages, page_size, in.k_nope ? in.k_nope.dim(-1) : 0});
+  check_cache(caches[1], {num_pages, page_size, in.rope_dim});
+  const RopeRows k_nope_out = cache_rows(alignment, caches[0], false, 0);
+  const RopeRows k_rope_out = cache_rows(alignment, caches[1], false, 0);
+  add_rows(params, alignment, in.k_rope, k_rope_out, true, in.scale_kv, true);
+  add_rows(params, alignment, in.k_nope, k_nope_out, false, in.scale_kv, true);
+}
+
 }  // namespace
 }  // namespace flashinfer
 
 FLASHINFER_FFI_EXPORT(rope_quantize_append, args) {
   using namespace flashinfer;
-  const ffi::Tensor q_rope_out = args.tensor("q_rope_out");
-  const ffi::Tensor q_nope_out = args.optional_tensor("q_nope_out");
-  const ffi::Tensor first_cache = args.tensor("paged_kv_cache[0]");
-  const ffi::Tensor second_cache = args.tensor("paged_kv_cache[1]");
+  ffi::Args outs = args.group("outs", 2);
+  const ffi::Tensor q_rope_out = outs.tensor("q_rope_out");
+  const ffi::Tensor q_nope_out = outs.optional_tensor("q_nope_out");
+  ffi::Args cache_pair = args.group("paged_kv_cache", 2);
+  const ffi::Tensor caches[2] = {cache_pair.tensor("paged_kv_cache[0]"),
+                                 cache_pair.tensor("paged_kv_cache[1]")};
   Inputs in;
-  in.take(args);
+  in.take(args.group("inputs", 4));
   const ffi::Tensor v = args.optional_tensor("v");
   in.cos_sin_cache = args.tensor("cos_sin_cache");
   in.pos_ids = args.tensor("pos_ids");
-  const ffi::Tensor kv_indices = args.tensor("kv_indices"), kv_indptr = args.tensor("kv_indptr");
-  const ffi::Tensor batch_indices = args.tensor("batch_indices");
-  const ffi::Tensor positions = args.tensor("positions");
-  in.scale_q = positive_scale(args, "quant_scale_q");
-  in.scale_kv = positive_scale(args, "quant_scale_kv");
-  const int64_t page_size = args.integer("page_size");
-  const bool is_hnd = args.optional_flag("kv_layout") == ffi::Args::Flag::kTrue;
+  const Pages pages(args.group("pages", 5));
+  const bool is_hnd = args.flag("kv_layout");
+  in.scale_q = args.float32("quant_scale_q");
+  in.scale_kv = args.float32("quant_scale_kv");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
 
   RopeCallParams params = {};
   RopeAlignment alignment;
   check_inputs(in, params, alignment);
   check_nope(in.q_nope, in.q_rope, in.num_tokens);
-  const int64_t nope_dim = check_nope(in.k_nope, in.k_rope, in.num_tokens);
-  if (page_size < 1 || page_size > INT32_MAX) {
-    ffi::raise("ValueError", "`page_size` must be from 1 to 2^31 - 1, got %lld",
-               static_cast<long long>(page_size));
-  }
-  ffi::check_ndim(first_cache, v ? 4 : 3, v ? 4 : 3);
-  const int64_t num_pages = first_cache.dim(0);
-  const int64_t cache_page_size = first_cache.dim(v ? ffi::cache_axes(is_hnd).slot : 1);
-  if (page_size != cache_page_size) {
-    ffi::raise("ValueError", "`page_size` must be %lld as in `paged_kv_cache`, got %lld",
-               static_cast<long long>(cache_page_size), static_cast<long long>(page_size));
-  }
-  ffi::check_count(first_cache, "pages", num_pages);
+  check_nope(in.k_nope, in.k_rope, in.num_tokens);
+  ffi::check_ndim(caches[0], v ? 4 : 3, v ? 4 : 3);
+  const int64_t num_pages =
+      check_pages(caches[0], v ? ffi::cache_axes(is_hnd).slot : 1, pages.page_size);
   add_rows(params, alignment, in.q_rope, output_rows(alignment, q_rope_out, in.q_rope), true,
            in.scale_q);
   add_rows(params, alignment, in.q_nope, output_rows(alignment, q_nope_out, in.q_nope), false,
            in.scale_q);
-  RopeRows k_rope_out, k_nope_out;
   if (v) {
-    ffi::check_ndim(v, 3, 3);
-    check_rows(v, in.num_tokens);
-    ffi::check_ndim(in.k_rope, 3, 3);
-    const int64_t num_heads = in.k_rope.dim(1), k_dim = in.rope_dim + nope_dim;
-    ffi::check_shape(v, {in.num_tokens, num_heads, v.dim(2)});
-    const int64_t inner[2] = {is_hnd ? num_heads : page_size, is_hnd ? page_size : num_heads};
-    check_cache(first_cache, {num_pages, inner[0], inner[1], k_dim});
-    check_cache(second_cache, {num_pages, inner[0], inner[1], v.dim(2)});
-    k_rope_out = cache_rows(alignment, first_cache, is_hnd, 0);
-    k_nope_out = cache_rows(alignment, first_cache, is_hnd, in.rope_dim);
-    add_rows(params, alignment, v, cache_rows(alignment, second_cache, is_hnd, 0), false,
-             in.scale_kv, true);
+    append_heads(params, alignment, in, v, caches, pages.page_size, is_hnd);
   } else {
-    if (in.k_rope.ndim() == 3 && in.k_rope.dim(1) != 1) {
-      ffi::raise("ValueError", "`k_rope` must have one head where `v` is None, got shape %s",
-                 in.k_rope.shape_text().c_str());
-    }
-    check_cache(first_cache, {num_pages, page_size, nope_dim});
-    check_cache(second_cache, {num_pages, page_size, in.rope_dim});
-    k_nope_out = cache_rows(alignment, first_cache, false, 0);
-    k_rope_out = cache_rows(alignment, second_cache, false, 0);
+    append_latent(params, alignment, in, caches, pages.page_size);
   }
-  add_rows(params, alignment, in.k_rope, k_rope_out, true, in.scale_kv, true);
-  add_rows(params, alignment, in.k_nope, k_nope_out, false, in.scale_kv, true);
-  params.table = ffi::make_page_table(batch_indices, positions, kv_indices, kv_indptr,
-                                      in.num_tokens, num_pages, page_size);
-  check_written({q_rope_out, q_nope_out, first_cache, second_cache},
+  params.table = ffi::make_page_table(pages.batch_indices, pages.positions, pages.kv_indices,
+                                      pages.kv_indptr, in.num_tokens, num_pages, pages.page_size);
+  check_written({q_rope_out, q_nope_out, caches[0], caches[1]},
                 {in.q_rope, in.k_rope, in.q_nope, in.k_nope, v, in.cos_sin_cache, in.pos_ids,
-                 kv_indices, kv_indptr, batch_indices, positions});
+                 pages.kv_indices, pages.kv_indptr, pages.batch_indices, pages.positions});
   check_devices(in.q_rope, {in.k_rope, in.q_nope, in.k_nope, v, in.cos_sin_cache, in.pos_ids,
-                            q_rope_out, q_nope_out, first_cache, second_cache, kv_indices,
-                            kv_indptr, batch_indices, positions});
+                            q_rope_out, q_nope_out, caches[0], caches[1], pages.kv_indices,
+                            pages.kv_indptr, pages.batch_indices, pages.positions});
   launch_checked(params, alignment, enable_pdl, in.q_rope);
 }
 

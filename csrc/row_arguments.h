@@ -17,11 +17,26 @@ struct RowValue {
   PerRow<T> per_row() const {
     return {tensor ? static_cast<const T*>(tensor.data()) : nullptr, value};
   }
+  // Whether `num_rows` rows have one value between them.
+  bool is_shared(int64_t num_rows) const {
+    return !tensor || (tensor.numel() == 1 && num_rows != 1);
+  }
 };
 
 inline void check_row_vector(const Tensor& tensor, int64_t num_rows) {
   check_shape(tensor, {num_rows});
   check_last_dim_contiguous(tensor);
+}
+
+// Statistics that kernels leave for each other; None where they need no bytes.
+inline void check_workspace(const Tensor& workspace, int64_t bytes) {
+  if (bytes == 0 && !workspace) return;
+  if (!workspace) raise("TypeError", "`%s` must be a torch.Tensor, got None", workspace.name);
+  check_dtype(workspace, dtype::uint8);
+  if (workspace.numel() < bytes || !is_aligned(workspace, 16)) {
+    raise("ValueError", "`%s` must have %lld bytes at a 16-byte address, got %lld", workspace.name,
+          static_cast<long long>(bytes), static_cast<long long>(workspace.numel()));
+  }
 }
 
 inline RowValue<float> take_row_float(Args& args, const char* name) {

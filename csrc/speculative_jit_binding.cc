@@ -1,25 +1,8 @@
-// chain_speculative(token_ids, accepted, emitted, draft_probs, draft_token_ids, target_probs, seed,
-// offset, enable_pdl)
+//   chain_speculative(output_token_ids, output_accepted_token_num, output_emitted_draft_token_num,
+//                     draft_probs, draft_token_ids, target_probs, seed, offset, enable_pdl)
 #include "ffi.h"
 #include "row_arguments.h"
 #include "speculative.h"
-
-namespace flashinfer {
-namespace {
-
-void check_packed(const ffi::Tensor& tensor) {
-  int64_t expected = 1;
-  for (int i = tensor.ndim() - 1; i >= 0; --i) {
-    if (tensor.numel() != 0 && tensor.dim(i) > 1 && tensor.stride(i) != expected) {
-      ffi::raise("ValueError", "`%s` must be contiguous, got strides %s", tensor.name,
-                 ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str());
-    }
-    expected *= tensor.dim(i);
-  }
-}
-
-}  // namespace
-}  // namespace flashinfer
 
 FLASHINFER_FFI_EXPORT(chain_speculative, args) {
   using namespace flashinfer;
@@ -32,6 +15,7 @@ FLASHINFER_FFI_EXPORT(chain_speculative, args) {
   const ffi::RowValue<uint64_t> seed = ffi::take_row_seed(args, "seed");
   const ffi::RowValue<uint64_t> offset = ffi::take_row_seed(args, "offset");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
 
   ffi::check_dtype(draft_probs, ffi::dtype::float32);
   ffi::check_dtype(target_probs, ffi::dtype::float32);
@@ -54,7 +38,7 @@ FLASHINFER_FFI_EXPORT(chain_speculative, args) {
   }
   for (const ffi::Tensor& tensor :
        {draft_probs, draft_token_ids, target_probs, token_ids, accepted, emitted}) {
-    check_packed(tensor);
+    ffi::check_contiguous(tensor);
   }
   ffi::check_disjoint(accepted, emitted);
   for (const ffi::RowValue<uint64_t>& value : {seed, offset}) {
@@ -79,8 +63,8 @@ FLASHINFER_FFI_EXPORT(chain_speculative, args) {
   params.num_rows = static_cast<uint32_t>(num_rows);
   params.num_drafts = static_cast<uint32_t>(num_drafts);
   params.vocab_size = static_cast<uint32_t>(vocab_size);
-  params.seed_is_shared = !seed.tensor || (seed.tensor.numel() == 1 && num_rows != 1);
-  params.offset_is_shared = !offset.tensor || (offset.tensor.numel() == 1 && num_rows != 1);
+  params.seed_is_shared = seed.is_shared(num_rows);
+  params.offset_is_shared = offset.is_shared(num_rows);
   const ffi::DeviceGuard guard(draft_probs);
   ffi::check_launch(chain_speculative(
       params, draft_probs.dl->device.device_id, ffi::device_info(draft_probs).num_sms,

@@ -8,14 +8,15 @@ the order of their indices unless `sorted` asks for another: every run gives the
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from . import env
 from ._common.arch import get_compute_capability
-from ._common.kernels import UNUSUAL, Kernel, KernelTable
+from ._common.kernels import UNUSUAL
 from ._common.numbers import plain
+from ._common.row_kernels import RowKernel, RowKernels
 from ._instrument.decorator import flashinfer_api
 from .jit.topk import TopKConfig, TopKOutput, gen_topk_module
 from .tllm_enums import TopKTieBreak
@@ -39,11 +40,8 @@ __all__ = [
 ]
 
 
-def _kernels(output: TopKOutput) -> KernelTable:
-    def get_kernel(dtype: torch.dtype) -> Kernel:
-        return cast(Kernel, gen_topk_module(TopKConfig(dtype, output)).build_and_load().top_k)
-
-    return KernelTable(get_kernel)
+def _kernels(output: TopKOutput) -> RowKernels:
+    return RowKernels(lambda dtype: gen_topk_module(TopKConfig(dtype, output)), "top_k")
 
 
 _top_k = _kernels(TopKOutput.VALUES)
@@ -51,9 +49,9 @@ _page_table = _kernels(TopKOutput.PAGE_TABLE)
 _ragged = _kernels(TopKOutput.RAGGED)
 
 
-def _prefers_large(tie_break: int) -> int:
+def _prefers_large(tie_break: int) -> bool:
     try:
-        return int(TopKTieBreak(tie_break) is TopKTieBreak.LARGE)
+        return TopKTieBreak(tie_break) is TopKTieBreak.LARGE
     except (ValueError, TypeError):
         raise ValueError(
             f"`tie_break` must be one of {[int(t) for t in TopKTieBreak]}, got {tie_break!r}"
@@ -70,14 +68,11 @@ def _width(k: Any) -> int:
     return max(int(k), 0) if isinstance(k, (int, Integral)) else 0
 
 
-def _workspace(input: Any, width: int) -> torch.Tensor | None:
-    """What `TopKStream` in topk_params.h asks for, where it suits."""
+def _workspace(kernel: RowKernel, input: Any, width: int) -> torch.Tensor | None:
     if not isinstance(input, torch.Tensor) or input.dim() != 2 or _max_cluster() == 1:
         return None
-    rows, cols = input.shape
-    if not 16384 <= cols <= 262144 or width > 2048:
-        return None
-    return torch.empty(rows * (128 + 8 * 5120), dtype=torch.uint8, device=input.device)
+    rows, columns = input.shape
+    return kernel.workspace(input.device, rows, columns, width)
 
 
 def _check_flags(**flags: Any) -> None:
@@ -86,7 +81,7 @@ def _check_flags(**flags: Any) -> None:
             raise TypeError(f"`{name}` must be True, False or None, got {type(value).__name__}")
 
 
-def _kernel_for(kernels: KernelTable, input: Any) -> Kernel:
+def _kernel_for(kernels: RowKernels, input: Any) -> RowKernel:
     try:
         return kernels[input.dtype]
     except UNUSUAL as error:
@@ -143,7 +138,8 @@ def top_k(
     shape = (*input.shape[:1], width)
     indices = torch.empty(shape, dtype=torch.int64, device=input.device)
     values = torch.empty(shape, dtype=input.dtype, device=input.device)
-    kernel(indices, values, _workspace(input, width), input, k, large, _max_cluster(), None)
+    workspace = _workspace(kernel, input, width)
+    kernel.run(indices, values, workspace, input, k, large, _max_cluster(), None)
     if sorted:
         values, order = values.sort(dim=-1, descending=True, stable=True)
         indices = indices.gather(-1, order)
@@ -217,16 +213,13 @@ def top_k_page_table_transform(
     width = _width(k)
     if out is None:
         out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)
-    kernel(
+    kernel.run(
         out,
         out_raw_indices,
-        _workspace(input, width),
+        _workspace(kernel, input, width),
         input,
         src_page_table,
-        lengths,
-        row_to_batch,
-        row_starts,
-        page_table_row_starts,
+        (lengths, row_to_batch, row_starts, page_table_row_starts),
         page_size,
         k,
         large,
@@ -271,8 +264,8 @@ def top_k_ragged_transform(
     large = _prefers_large(tie_break)
     width = _width(k)
     out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)
-    workspace = _workspace(input, width)
-    kernel(out, workspace, input, offsets, lengths, row_starts, k, large, _max_cluster(), None)
+    workspace = _workspace(kernel, input, width)
+    kernel.run(out, workspace, input, offsets, lengths, row_starts, k, large, _max_cluster(), None)
     return out
 
 

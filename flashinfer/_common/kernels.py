@@ -14,17 +14,18 @@ fails::
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 Kernel = Callable[..., None]
+Loaded = TypeVar("Loaded")
 
 UNUSUAL = (KeyError, AttributeError, RuntimeError)
 """Kernel not loaded yet; an argument that is no tensor; a tensor that DLPack cannot describe."""
 
 
-class KernelTable(dict[Any, Kernel]):
+class KernelTable(dict[Any, Loaded], Generic[Loaded]):
     """Kernels of one op, keyed by the dtype (several: the tuple of dtypes) of what `load` is given.
 
     Parameters
@@ -34,11 +35,11 @@ class KernelTable(dict[Any, Kernel]):
         is no kernel for.
     """
 
-    def __init__(self, get_kernel: Callable[..., Kernel]) -> None:
+    def __init__(self, get_kernel: Callable[..., Loaded]) -> None:
         super().__init__()
         self._get_kernel = get_kernel
 
-    def load(self, error: Exception, **tensors: Any) -> Kernel:
+    def load(self, error: Exception, **tensors: Any) -> Loaded:
         """Kernel for a call that ended with `error`.
 
         Raises

@@ -70,14 +70,16 @@ def _nope_out(
 
 def _run(
     inputs: tuple[Any, ...],
+    cos_sin_cache: Any,
+    pos_ids: Any,
     outs: tuple[Any, ...],
     is_neox: bool,
     quantize_dtype: torch.dtype | None,
     options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`rope_quantize_fp8`; `inputs` and `outs` in the order of its arguments."""
+    """`rope_quantize_fp8`; `inputs`, `outs` and `options` in the order of its arguments."""
     table = _choose(_quantize, is_neox)
-    q_rope, k_rope, q_nope, k_nope, cos_sin_cache, _ = inputs
+    q_rope, k_rope, q_nope, k_nope = inputs
     _require(q_rope=q_rope, k_rope=k_rope)
     dtype = _out_dtype(quantize_dtype, *outs)
     q_rope_out, k_rope_out, q_nope_out, k_nope_out = outs
@@ -88,10 +90,12 @@ def _run(
         _nope_out(k_nope_out, k_nope, k_rope, dtype),
     )
     try:
-        table[q_rope.dtype, cos_sin_cache.dtype, dtype](*outs, *inputs, *options)
+        table[q_rope.dtype, cos_sin_cache.dtype, dtype](
+            outs, inputs, cos_sin_cache, pos_ids, *options
+        )
     except UNUSUAL as error:
         kernel = _load(table, error, q_rope, cos_sin_cache, dtype)
-        kernel(*outs, *inputs, *options)
+        kernel(outs, inputs, cos_sin_cache, pos_ids, *options)
     return outs
 
 
@@ -185,7 +189,9 @@ def rope_quantize_fp8(
     if backend != "cuda":
         raise ValueError(f"`backend` must be 'cuda', got {backend!r}")
     return _run(
-        (q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids),
+        (q_rope, k_rope, q_nope, k_nope),
+        cos_sin_cache,
+        pos_ids,
         (q_rope_out, k_rope_out, q_nope_out, k_nope_out),
         is_neox,
         quantize_dtype,
@@ -224,7 +230,9 @@ def mla_rope_quantize_fp8(
     """
     _require(q_nope=q_nope, k_nope=k_nope)
     return _run(
-        (q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids),
+        (q_rope, k_rope, q_nope, k_nope),
+        cos_sin_cache,
+        pos_ids,
         (q_rope_out, k_rope_out, q_nope_out, k_nope_out),
         is_neox,
         quantize_dtype,
@@ -305,24 +313,16 @@ def rope_quantize_fp8_append_paged_kv_cache(
         q_rope_out = torch.empty_like(q_rope, dtype=dtype)
     q_nope_out = _nope_out(q_nope_out, q_nope, q_rope, dtype)
     arguments = (
-        q_rope_out,
-        q_nope_out,
-        *paged_kv_cache,
-        q_rope,
-        k_rope,
-        q_nope,
-        k_nope,
+        (q_rope_out, q_nope_out),
+        tuple(paged_kv_cache),
+        (q_rope, k_rope, q_nope, k_nope),
         v,
         cos_sin_cache,
         pos_ids,
-        kv_indices,
-        kv_indptr,
-        batch_indices,
-        positions,
+        (kv_indices, kv_indptr, batch_indices, positions, page_size),
+        hnd,
         quant_scale_q,
         quant_scale_kv,
-        page_size,
-        hnd,
         enable_pdl,
     )
     try:

@@ -60,19 +60,24 @@ def _apply(
     offsets: torch.Tensor | None,
     rotary_dim: int | None,
     interleave: bool,
-    *factors: float,
+    rope_scale: float,
+    rope_theta: float,
+    smoothing: tuple[float, float, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate with computed angles; `factors` from `rope_scale` on."""
+    """Rotate with computed angles.
+
+    `smoothing` is `low_freq_factor`, `high_freq_factor` and `old_context_len` of Llama 3.1.
+    """
     table = _choose(_computed, "interleave", interleave)
     q_out, k_out = (q, k) if inplace else (_like(q), _like(k))
-    where = (pos_ids, indptr, offsets)
+    numbers = rope_scale, rope_theta, smoothing
     try:
         dim = (q.shape or (0,))[-1] if rotary_dim is None else rotary_dim
-        table[q.dtype](q_out, k_out, q, k, *where, dim, *factors)
+        table[q.dtype](q_out, k_out, q, k, pos_ids, indptr, offsets, dim, *numbers)
     except UNUSUAL as error:
         kernel = table.load(error, q=q)
         dim = (q.shape or (0,))[-1] if rotary_dim is None else rotary_dim
-        kernel(q_out, k_out, q, k, *where, dim, *factors)
+        kernel(q_out, k_out, q, k, pos_ids, indptr, offsets, dim, *numbers)
     return q_out, k_out
 
 
@@ -151,8 +156,9 @@ def apply_rope(
     >>> offsets = torch.tensor([100, 0], dtype=torch.int32, device="cuda")
     >>> q_rope, k_rope = flashinfer.apply_rope(q, k, indptr, offsets)
     """
-    factors = rope_scale, rope_theta
-    return _apply(False, q, k, None, indptr, offsets, rotary_dim, interleave, *factors)
+    return _apply(
+        False, q, k, None, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta
+    )
 
 
 @flashinfer_api(trace=apply_rope_inplace_trace)
@@ -167,8 +173,7 @@ def apply_rope_inplace(
     rope_theta: float = 1e4,
 ) -> None:
     """`apply_rope` over `q` and `k`, which may share no memory. Arguments, errors as there."""
-    factors = rope_scale, rope_theta
-    _apply(True, q, k, None, indptr, offsets, rotary_dim, interleave, *factors)
+    _apply(True, q, k, None, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @flashinfer_api(trace=apply_rope_pos_ids_trace)
@@ -191,8 +196,7 @@ def apply_rope_pos_ids(
         As for `apply_rope`, which also describes results and errors.
     """
     _require("pos_ids", pos_ids)
-    factors = rope_scale, rope_theta
-    return _apply(False, q, k, pos_ids, None, None, rotary_dim, interleave, *factors)
+    return _apply(False, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @flashinfer_api(trace=apply_rope_pos_ids_inplace_trace)
@@ -207,8 +211,7 @@ def apply_rope_pos_ids_inplace(
 ) -> None:
     """`apply_rope_pos_ids` over `q` and `k`, which may share no memory."""
     _require("pos_ids", pos_ids)
-    factors = rope_scale, rope_theta
-    _apply(True, q, k, pos_ids, None, None, rotary_dim, interleave, *factors)
+    _apply(True, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @flashinfer_api(trace=apply_llama31_rope_trace)
@@ -244,8 +247,20 @@ def apply_llama31_rope(
     -----
     A. Grattafiori et al., "The Llama 3 Herd of Models", 2024, and its released code.
     """
-    factors = rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len
-    return _apply(False, q, k, None, indptr, offsets, rotary_dim, interleave, *factors)
+    smoothing = low_freq_factor, high_freq_factor, old_context_len
+    return _apply(
+        False,
+        q,
+        k,
+        None,
+        indptr,
+        offsets,
+        rotary_dim,
+        interleave,
+        rope_scale,
+        rope_theta,
+        smoothing,
+    )
 
 
 @flashinfer_api(trace=apply_llama31_rope_inplace_trace)
@@ -263,8 +278,10 @@ def apply_llama31_rope_inplace(
     old_context_len: int = 8192,
 ) -> None:
     """`apply_llama31_rope` over `q` and `k`, which may share no memory."""
-    factors = rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len
-    _apply(True, q, k, None, indptr, offsets, rotary_dim, interleave, *factors)
+    smoothing = low_freq_factor, high_freq_factor, old_context_len
+    _apply(
+        True, q, k, None, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta, smoothing
+    )
 
 
 @flashinfer_api(trace=apply_llama31_rope_pos_ids_trace)
@@ -282,8 +299,10 @@ def apply_llama31_rope_pos_ids(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`apply_llama31_rope` with a position for each token, as in `apply_rope_pos_ids`."""
     _require("pos_ids", pos_ids)
-    factors = rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len
-    return _apply(False, q, k, pos_ids, None, None, rotary_dim, interleave, *factors)
+    smoothing = low_freq_factor, high_freq_factor, old_context_len
+    return _apply(
+        False, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta, smoothing
+    )
 
 
 @flashinfer_api(trace=apply_llama31_rope_pos_ids_inplace_trace)
@@ -301,8 +320,10 @@ def apply_llama31_rope_pos_ids_inplace(
 ) -> None:
     """`apply_llama31_rope_pos_ids` over `q` and `k`, which may share no memory."""
     _require("pos_ids", pos_ids)
-    factors = rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len
-    _apply(True, q, k, pos_ids, None, None, rotary_dim, interleave, *factors)
+    smoothing = low_freq_factor, high_freq_factor, old_context_len
+    _apply(
+        True, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta, smoothing
+    )
 
 
 @flashinfer_api(trace=apply_rope_with_cos_sin_cache_trace)

@@ -9,7 +9,7 @@ import torch
 from .._common.kernels import UNUSUAL, check_cuda_tensors
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
-from ..jit.sampling import Filter
+from ..jit.sampling import Filter, Output
 from ..trace.templates.sampling import (
     min_p_sampling_from_probs_trace,
     sampling_from_logits_trace,
@@ -20,16 +20,16 @@ from ..trace.templates.sampling import (
     top_p_sampling_from_probs_trace,
 )
 from ._inputs import Seed, check_flag, refuse_nan, resolve_seed, row_floats, row_ints
-from ._kernels import TokenKernels, workspace_bytes
+from ._kernels import SamplingKernels, statistics_of
 
-_from_probs = {filter: TokenKernels(filter, logits=False) for filter in Filter}
-_from_logits: dict[Filter, TokenKernels] = {
-    filter: TokenKernels(filter, logits=True) for filter in Filter if filter is not Filter.MIN_P
+_from_probs = {f: SamplingKernels(f, Output.TOKEN, logits=False) for f in Filter}
+_from_logits: dict[Filter, SamplingKernels] = {
+    f: SamplingKernels(f, Output.TOKEN, logits=True) for f in Filter if f is not Filter.MIN_P
 }
 
 
 def _sample(
-    kernels: TokenKernels,
+    kernels: SamplingKernels,
     rows: torch.Tensor,
     parameters: tuple[Any, ...],
     indices: torch.Tensor | None,
@@ -58,12 +58,9 @@ def _sample(
         check_cuda_tensors(indices=indices)
         samples = torch.empty(indices.shape, dtype=indices.dtype, device=device)
     valid = torch.empty(samples.shape, dtype=torch.bool, device=device) if return_valid else None
-    outputs: tuple[Any, ...] = (samples, valid)
-    if kernels.leaves_statistics:
-        nbytes = workspace_bytes(kernels.filter, rows, samples.numel())
-        outputs += (torch.empty(nbytes, dtype=torch.uint8, device=device),)
+    statistics = statistics_of(kernel, rows, samples.numel())
     seed, offset = resolve_seed(seed, offset, generator, device)
-    kernel(*outputs, rows, indices, *parameters, seed, offset, None)
+    kernel.run(samples, valid, statistics, rows, indices, *parameters, seed, offset, None)
     return (samples, valid) if return_valid else samples
 
 

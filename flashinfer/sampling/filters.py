@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._common.kernels import UNUSUAL, KernelTable
+from .._common.kernels import UNUSUAL
 from .._instrument.decorator import flashinfer_api
 from ..jit.sampling import Filter, Output
 from ..trace.templates.sampling import (
@@ -16,12 +16,12 @@ from ..trace.templates.sampling import (
     top_p_renorm_probs_trace,
 )
 from ._inputs import check_flag, row_floats, row_ints
-from ._kernels import row_kernels, workspace_bytes
+from ._kernels import SamplingKernels, statistics_of
 
-_softmax = row_kernels(Filter.NONE, Output.PROBS, logits=True)
-_top_k_renorm = row_kernels(Filter.TOP_K, Output.PROBS, logits=False)
-_top_p_renorm = row_kernels(Filter.TOP_P, Output.PROBS, logits=False)
-_top_k_mask = row_kernels(Filter.TOP_K, Output.MASK, logits=True)
+_softmax = SamplingKernels(Filter.NONE, Output.PROBS, logits=True)
+_top_k_renorm = SamplingKernels(Filter.TOP_K, Output.PROBS, logits=False)
+_top_p_renorm = SamplingKernels(Filter.TOP_P, Output.PROBS, logits=False)
+_top_k_mask = SamplingKernels(Filter.TOP_K, Output.MASK, logits=True)
 
 
 @flashinfer_api(trace=softmax_trace)
@@ -73,19 +73,18 @@ def softmax(
     except UNUSUAL as error:
         kernel = _softmax.load(error, logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    nbytes = workspace_bytes(Filter.NONE, logits, 0)
-    workspace = torch.empty(nbytes, dtype=torch.uint8, device=logits.device)
-    kernel(out, workspace, logits, temperature, enable_pdl)
+    statistics = statistics_of(kernel, logits, logits.shape[:1].numel())
+    kernel.run(out, statistics, logits, temperature, enable_pdl)
     return out
 
 
-def _filter_rows(kernels: KernelTable, name: str, rows: torch.Tensor, value: Any) -> torch.Tensor:
+def _filter_rows(kernels: SamplingKernels, rows: torch.Tensor, value: Any) -> torch.Tensor:
     try:
         kernel = kernels[rows.dtype]
     except UNUSUAL as error:
-        kernel = kernels.load(error, **{name: rows})
+        kernel = kernels.load(error, **{kernels.name: rows})
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    kernel(out, rows, value, None)
+    kernel.run(out, None, rows, value, None)
     return out
 
 
@@ -116,7 +115,7 @@ def top_k_renorm_probs(
         As for `softmax`.
     """
     check_flag("is_deterministic", is_deterministic)
-    return _filter_rows(_top_k_renorm, "probs", probs, row_ints(top_k))
+    return _filter_rows(_top_k_renorm, probs, row_ints(top_k))
 
 
 @flashinfer_api(trace=top_p_renorm_probs_trace)
@@ -145,7 +144,7 @@ def top_p_renorm_probs(
         As for `softmax`.
     """
     check_flag("is_deterministic", is_deterministic)
-    return _filter_rows(_top_p_renorm, "probs", probs, row_floats(top_p))
+    return _filter_rows(_top_p_renorm, probs, row_floats(top_p))
 
 
 @flashinfer_api(trace=top_k_mask_logits_trace)
@@ -169,7 +168,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     TypeError, ValueError
         As for `softmax`.
     """
-    return _filter_rows(_top_k_mask, "logits", logits, row_ints(top_k))
+    return _filter_rows(_top_k_mask, logits, row_ints(top_k))
 
 
 top_k_renorm_prob = top_k_renorm_probs
