@@ -11,6 +11,8 @@ with without_collections():
     from .attention import (
         BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
     )
+    from .autotuner import MeasurementPolicy as MeasurementPolicy
+    from .autotuner import autotune as autotune
     from .cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
     )

@@ -216,6 +216,10 @@ FLASHINFER_TOPK_ALGO = _choice(
     "auto",
     ("auto", "cta"),
 )
+FLASHINFER_AUTOTUNER_LOAD_FROM_FILE = _switch(
+    "FLASHINFER_AUTOTUNER_LOAD_FROM_FILE",
+    "Keep tuning results in the cache folder: load them at the first use, add what is measured.",
+)
 FLASHINFER_BACKEND = _choice(
     "FLASHINFER_BACKEND",
     "`reference` runs every traced operation as plain PyTorch, on any device.",
@@ -283,7 +287,7 @@ _NOT_READ = """
 | `FLASHINFER_CUBIN_*`, `FLASHINFER_CUBINS_REPOSITORY`, `FLASHINFER_NO_DOWNLOAD` | nothing is downloaded |
 | `FLASHINFER_VALIDATE_INPUTS` | arguments are always checked |
 | `FLASHINFER_USE_CUDA_NORM` | there are no other norms |
-| `FLASHINFER_AUTOTUNER_*`, `FLASHINFER_FMHA_V2_VERBOSE`, `FLASHINFER_DSL_FMHA_LOCAL_DIR`, `FLASHINFER_ROUTING_*`, `FLASHINFER_B12X_*` | no such kernels |
+| `FLASHINFER_FMHA_V2_VERBOSE`, `FLASHINFER_DSL_FMHA_LOCAL_DIR`, `FLASHINFER_ROUTING_*`, `FLASHINFER_B12X_*` | no such kernels |
 """  # noqa: E501
 
 
