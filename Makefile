@@ -68,7 +68,7 @@ test: $(INSTALLED)
 	  $(if $(JOBS),-n $(JOBS) --maxschedchunk 8) $(TESTS)
 
 test-gpu: $(INSTALLED)
-	@$(PY) -m tests.gpu_suite $(filter-out -q,$(PYTEST_ARGS))
+	@$(PY) -m tests.gpu_suite $(if $(TESTS),--tests $(TESTS)) $(filter-out -q,$(PYTEST_ARGS))
 
 lint: $(INSTALLED)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pre_commit run -a

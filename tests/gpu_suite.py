@@ -2,28 +2,31 @@
 
 ::
 
-    python -m tests.gpu_suite [pytest options]
+    python -m tests.gpu_suite [--tests PATH ...] [--limit SECONDS] [--logs FOLDER] [pytest options]
 
 First the modules that are known before any test runs are compiled, on all cores. Then each GPU
 runs its share of the tests in a pytest of its own, with its share of the cores, and prints a line
-of progress now and then. At the end each share gives its summary line. A share sees its own GPU
-first and the others after it, so tests of several GPUs run too.
+of progress now and then. At the end each share gives its summary line, also where a limit, Ctrl-C
+or a signal to end cuts the run. A share sees its own GPU first and the others after it, so tests
+of several GPUs run too.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
 from flashinfer.jit import JitSpec, build_jit_specs
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = ("tests", "examples")
+SECONDS_TO_END = 20  # that a share may take to print its summary after it was cut
 
 
 def gpus() -> list[str]:
@@ -45,55 +48,104 @@ def known_modules() -> list[JitSpec]:
     return list(found.values())
 
 
-def run_share(index: int, names: list[str], cores: int, options: list[str]) -> tuple[int, str]:
-    """Exit status and summary line of the share number `index`; its lines are printed as read."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--progress", *PATHS]
-    command += ["--gpu-share", f"{index + 1}/{len(names)}"]
-    command += ["-n", str(cores), "--maxschedchunk", "2"]
-    command += ["-p", "no:benchmark", *options]  # a plugin that warns beside xdist
-    order = names[index:] + names[:index]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(order)}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    prefix, last = f"gpu {names[index]}: " if len(names) > 1 else "", ""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip():
-            last = line.rstrip()
-            print(f"{prefix}{last}", flush=True)
-    return process.wait(), last
+class Share:
+    """The pytest of one GPU; a thread prints its lines as they come."""
+
+    def __init__(self, index: int, names: list[str], cores: int, logs: Path | None, options: list):
+        self.name, self.last = names[index], "no line at all"
+        self.prefix = f"gpu {self.name}: " if len(names) > 1 else ""
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--progress"]
+        command += ["--gpu-share", f"{index + 1}/{len(names)}"]
+        command += ["-n", str(cores), "--maxschedchunk", "2"]
+        command += ["-p", "no:benchmark"]  # a plugin that warns beside xdist
+        command += [f"--junit-xml={logs / f'gpu{self.name}.xml'}"] if logs else []
+        order = names[index:] + names[:index]
+        self.log = (logs / f"gpu{self.name}.log").open("w") if logs else None
+        self.process = subprocess.Popen(
+            [*command, *options],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(order)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # what ends this program does not reach it: `cut` does
+        )
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in filter(str.strip, self.process.stdout):
+            self.last = line.rstrip()
+            print(f"{self.prefix}{self.last}", flush=True)
+            if self.log:
+                self.log.write(line)
+                self.log.flush()
+
+    def cut(self) -> None:
+        """Ask for the summary of what has run."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> int:
+        """Exit status, after the last line."""
+        try:
+            self.process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.reader.join(SECONDS_TO_END)
+        return self.process.wait()
 
 
-def main(options: list[str]) -> int:
+def run_shares(names: list[str], cores: int, arguments: argparse.Namespace, options) -> int:
+    """Run all shares to their end or to the limit; the largest exit status."""
+    end = time.monotonic() + arguments.limit if arguments.limit else float("inf")
+    per_share = max(1, cores // len(names))
+    options = [*arguments.tests, *options]
+    shares = [Share(i, names, per_share, arguments.logs, options) for i in range(len(names))]
+    try:
+        while any(share.process.poll() is None for share in shares):
+            if time.monotonic() > end:
+                print(f"cut at the limit of {arguments.limit:.0f} s", flush=True)
+                raise KeyboardInterrupt
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        for share in shares:
+            share.cut()
+    statuses = [share.end() for share in shares]
+    for share, status in zip(shares, statuses, strict=True):
+        print(f"gpu {share.name}: exit status {status}: {share.last}", flush=True)
+    return max(statuses)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The tests that a GPU decides.")
+    parser.add_argument("--tests", nargs="+", default=["tests", "examples"], help="files, folders")
+    parser.add_argument("--limit", type=float, help="seconds after which the tests are cut")
+    parser.add_argument("--logs", type=Path, help="folder for each share's lines and JUnit XML")
+    parser.add_argument("--compile-only", action="store_true", help="compile, run no test")
+    arguments, options = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, _interrupt)
     print("Looking for GPUs ...", flush=True)
+    begun = time.monotonic()
     names, cores = gpus(), len(os.sched_getaffinity(0))
     if not names:
         print("no GPU is visible: `make test` runs what needs none")
         return 2
-    begun = time.monotonic()
+    if arguments.logs:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
     modules = known_modules()
     print(f"{len(names)} GPUs, {cores} cores; compiling {len(modules)} modules ...", flush=True)
-    os.environ.setdefault("MAX_JOBS", str(cores))
     build_jit_specs(modules)
-    del os.environ["MAX_JOBS"]
     print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
-    with ThreadPoolExecutor(len(names)) as pool:
-        shares = [
-            pool.submit(run_share, i, names, max(1, cores // len(names)), options)
-            for i in range(len(names))
-        ]
-        results = [share.result() for share in shares]
-    for name, (status, line) in zip(names, results, strict=True):
-        print(f"gpu {name}: exit status {status}: {line}")
-    print(f"{time.monotonic() - begun:.0f} s in all, compiling included")
-    return max(status for status, _ in results)
+    status = 0 if arguments.compile_only else run_shares(names, cores, arguments, options)
+    print(f"{time.monotonic() - begun:.0f} s in all, compiling included", flush=True)
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

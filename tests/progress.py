@@ -40,8 +40,8 @@ def clock(seconds: float) -> str:
 
 def known_costs() -> dict[str, float]:
     """CPU seconds of one case of each test function that is worth counting, on such a machine."""
-    file = COSTS / ("gpu.json" if torch.cuda.is_available() else "cpu.json")
-    return json.loads(file.read_text()) if file.is_file() else {}
+    files = [COSTS / "gpu.json"] * torch.cuda.is_available() + [COSTS / "cpu.json"]
+    return next((json.loads(file.read_text()) for file in files if file.is_file()), {})
 
 
 class CpuMeter:
@@ -95,7 +95,7 @@ class Progress:
         self.reporter = config.pluginmanager.get_plugin("terminalreporter")
         self.workers = config.getoption("numprocesses", None) or 1
         self.costs = costs
-        self.begun = self.printed = time.monotonic()
+        self.created = self.begun = self.printed = time.monotonic()
         self.left: dict[str, float] = {}
         self.total = self.failed = 0
         self.seconds_done = 0.0
@@ -105,7 +105,8 @@ class Progress:
             self.left = {n: self.costs.get(function_of(n), USUAL_COST) for n in nodeids}
             self.total = len(nodeids)
             self.begun = self.printed = time.monotonic()
-            self.say(f"{self.total} tests, {self.workers} at a time")
+            waited = time.monotonic() - self.created
+            self.say(f"{self.total} tests, {self.workers} at a time; collected in {waited:.0f} s")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.expect([item.nodeid for item in session.items])

@@ -291,6 +291,8 @@ def test_the_kernel_for_hopper_is_right_or_refused(index, device, full):
     if index >= HOPPER_MODULES and not full:
         pytest.skip("more kernels under --full")
     need_backend("fa3", device)
+    if device.type == "cpu" and not full:
+        pytest.skip("needs a GPU: without one, fa3 is the same reference as fa2")
     fuzz(draw_hopper_kernel(index), device, full)
 
 

@@ -6,7 +6,7 @@
   architecture, which lacks most, for sm_90a, the first target, and for two of the others, which
   are dealt in turn: each architecture has several modules.
 - The other modules that differ in more than which 16-bit type they take, and one float16 per
-  generator, are candidates for the oldest architecture and sm_90a. A quarter of each generator's
+  generator, are candidates for the oldest architecture and sm_90a. A sixth of each generator's
   is compiled, at least one, chosen by a hash of the name.
 """
 
@@ -40,7 +40,7 @@ def representatives() -> dict[str, JitSpec]:
 
 
 FIRST, *MIDDLE = (arch for arch in ARCHITECTURES if arch != "9.0a")
-SAMPLED = 4  # one module of so many, rounded up
+SAMPLED = 6  # one module of so many, rounded up
 
 
 def architectures(spec: JitSpec, full: bool) -> list[str]:

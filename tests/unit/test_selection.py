@@ -93,6 +93,6 @@ def test_time_left_follows_the_cost_and_the_speed(monkeypatch: pytest.MonkeyPatc
             SimpleNamespace(nodeid=test, when="teardown", failed=False)
         )
     assert 45 < progress.time_left() < 66
-    assert lines[0] == "11 tests, 2 at a time"
+    assert lines[0] == "11 tests, 2 at a time; collected in 0 s"
     assert lines[-1].startswith("[ 90%] 9 of 11 tests; 9:00 gone, about ")
     assert function_of(tests[0]) == "tests/test_x.py::test_slow"
