@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import torch
 
-from ._common.kernels import UNUSUAL, Kernel, KernelTable
+from ._common import checks
+from ._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ._instrument.decorator import flashinfer_api
 from .jit.activation import gen_act_and_mul_module
 from .trace.templates.activation import (
@@ -19,7 +19,6 @@ from .trace.templates.activation import (
 __all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "get_act_and_mul_module", "silu_and_mul"]
 
 
-@functools.cache
 def get_act_and_mul_module(act_func_name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The loaded module of one activation (``silu``, ``gelu`` or ``gelu_tanh``) and dtype."""
     return gen_act_and_mul_module(act_func_name, dtype).build_and_load()
@@ -37,8 +36,7 @@ _gelu_tanh = _table("gelu_tanh")
 
 
 def _new_output(input: torch.Tensor) -> torch.Tensor:
-    if not isinstance(input, torch.Tensor):
-        raise TypeError(f"`input` must be a torch.Tensor, got {type(input).__name__}")
+    checks.tensor("input", input)
     if input.ndim == 0:
         raise ValueError("`input` must have at least 1 dimension, got a scalar")
     return input.new_empty(*input.shape[:-1], input.shape[-1] // 2)
@@ -82,9 +80,10 @@ def silu_and_mul(
     if out is None:
         out = _new_output(input)
     try:
-        _silu[input.dtype](out, input, enable_pdl)
-    except UNUSUAL as error:
-        _silu.load(error, input=input)(out, input, enable_pdl)
+        kernel = _silu[input.dtype]
+    except NOT_LOADED:
+        kernel = _silu.load(input=input)
+    kernel(out, input, enable_pdl)
     return out
 
 
@@ -100,9 +99,10 @@ def gelu_and_mul(
     if out is None:
         out = _new_output(input)
     try:
-        _gelu[input.dtype](out, input, enable_pdl)
-    except UNUSUAL as error:
-        _gelu.load(error, input=input)(out, input, enable_pdl)
+        kernel = _gelu[input.dtype]
+    except NOT_LOADED:
+        kernel = _gelu.load(input=input)
+    kernel(out, input, enable_pdl)
     return out
 
 
@@ -118,7 +118,8 @@ def gelu_tanh_and_mul(
     if out is None:
         out = _new_output(input)
     try:
-        _gelu_tanh[input.dtype](out, input, enable_pdl)
-    except UNUSUAL as error:
-        _gelu_tanh.load(error, input=input)(out, input, enable_pdl)
+        kernel = _gelu_tanh[input.dtype]
+    except NOT_LOADED:
+        kernel = _gelu_tanh.load(input=input)
+    kernel(out, input, enable_pdl)
     return out

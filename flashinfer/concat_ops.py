@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from ._common.kernels import UNUSUAL, Kernel, KernelTable
+from ._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ._instrument.decorator import flashinfer_api
 from .jit.concat_ops import gen_concat_mla_module
 from .trace.templates.concat_ops import concat_mla_k_trace
@@ -67,7 +67,7 @@ def concat_mla_k(
     if backend != "default":
         raise ValueError(f"`backend` must be 'default', got {backend!r}")
     try:
-        _concat_mla_k[k.dtype](k, k_nope, k_rope)
-    except UNUSUAL as error:
-        kernel = _concat_mla_k.load(error, k=k)
-        kernel(k, k_nope, k_rope)
+        kernel = _concat_mla_k[k.dtype]
+    except NOT_LOADED:
+        kernel = _concat_mla_k.load(k=k)
+    kernel(k, k_nope, k_rope)

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 
+from ._common import checks
 from ._common.cache_layout import is_hnd, of_pages
-from ._common.kernels import UNUSUAL, Kernel, KernelTable
-from ._common.numbers import plain
+from ._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ._instrument.decorator import flashinfer_api
 from .compat.backends import only_elsewhere
 from .jit.page import gen_page_module
@@ -123,23 +123,21 @@ def append_paged_kv_cache(
     hnd = is_hnd(kv_layout)
     first, second = _split(of_pages(paged_kv_cache, kv_layout))
     try:
-        _append_paged_kv_cache[append_key.dtype](
-            append_key,
-            append_value,
-            batch_indices,
-            positions,
-            first,
-            second,
-            kv_indices,
-            kv_indptr,
-            kv_last_page_len,
-            hnd,
-        )
-    except UNUSUAL as error:
-        kernel = _append_paged_kv_cache.load(error, append_key=append_key)
-        page_table = (kv_indices, kv_indptr, kv_last_page_len)
-        where = (batch_indices, positions)
-        kernel(append_key, append_value, *where, first, second, *page_table, hnd)
+        kernel = _append_paged_kv_cache[append_key.dtype]
+    except NOT_LOADED:
+        kernel = _append_paged_kv_cache.load(append_key=append_key)
+    kernel(
+        append_key,
+        append_value,
+        batch_indices,
+        positions,
+        first,
+        second,
+        kv_indices,
+        kv_indptr,
+        kv_last_page_len,
+        hnd,
+    )
 
 
 def _split(cache: Any) -> tuple[Any, Any]:
@@ -187,21 +185,20 @@ def append_paged_mla_kv_cache(
         As for `append_paged_kv_cache`.
     """
     try:
-        _append_paged_mla_kv_cache[append_ckv.dtype](
-            append_ckv,
-            append_kpe,
-            batch_indices,
-            positions,
-            ckv_cache,
-            kpe_cache,
-            kv_indices,
-            kv_indptr,
-            kv_last_page_len,
-        )
-    except UNUSUAL as error:
-        kernel = _append_paged_mla_kv_cache.load(error, append_ckv=append_ckv)
-        caches, where = (ckv_cache, kpe_cache), (batch_indices, positions)
-        kernel(append_ckv, append_kpe, *where, *caches, kv_indices, kv_indptr, kv_last_page_len)
+        kernel = _append_paged_mla_kv_cache[append_ckv.dtype]
+    except NOT_LOADED:
+        kernel = _append_paged_mla_kv_cache.load(append_ckv=append_ckv)
+    kernel(
+        append_ckv,
+        append_kpe,
+        batch_indices,
+        positions,
+        ckv_cache,
+        kpe_cache,
+        kv_indices,
+        kv_indptr,
+        kv_last_page_len,
+    )
 
 
 @flashinfer_api(trace=get_batch_indices_positions_trace)
@@ -249,29 +246,21 @@ def get_batch_indices_positions(
     >>> flashinfer.get_batch_indices_positions(append_indptr, seq_lens, 10)[1].tolist()
     [4, 3, 4, 2, 3, 4, 1, 2, 3, 4]
     """
-    nnz = plain(nnz)
-    if type(nnz) is not int:
-        raise TypeError(f"`nnz` must be an int, got {type(nnz).__name__}")
-    if not 0 <= nnz < 2**31:
-        raise ValueError(f"`nnz` must be between 0 and 2^31 - 1, got {nnz}")
+    nnz = checks.count("nnz", nnz, 0)
     if batch_indices is None:
         batch_indices = _empty_indices(nnz, "append_indptr", append_indptr)
     if positions is None:
         positions = _empty_indices(nnz, "append_indptr", append_indptr)
     try:
-        _get_batch_indices_positions[append_indptr.dtype](
-            batch_indices, positions, append_indptr, seq_lens, nnz
-        )
-    except UNUSUAL as error:
-        kernel = _get_batch_indices_positions.load(error, append_indptr=append_indptr)
-        kernel(batch_indices, positions, append_indptr, seq_lens, nnz)
+        kernel = _get_batch_indices_positions[append_indptr.dtype]
+    except NOT_LOADED:
+        kernel = _get_batch_indices_positions.load(append_indptr=append_indptr)
+    kernel(batch_indices, positions, append_indptr, seq_lens, nnz)
     return batch_indices, positions
 
 
 def _empty_indices(count: int, name: str, like: torch.Tensor) -> torch.Tensor:
-    if not isinstance(like, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(like).__name__}")
-    return torch.empty(count, dtype=torch.int32, device=like.device)
+    return torch.empty(count, dtype=torch.int32, device=checks.tensor(name, like).device)
 
 
 @flashinfer_api(trace=get_seq_lens_trace)
@@ -310,19 +299,14 @@ def get_seq_lens(
     >>> flashinfer.get_seq_lens(indptr, last, 16).tolist()
     [20, 16]
     """
-    page_size = plain(page_size)
-    if type(page_size) is not int:
-        raise TypeError(f"`page_size` must be an int, got {type(page_size).__name__}")
-    if not isinstance(kv_last_page_len, torch.Tensor):
-        raise TypeError(
-            f"`kv_last_page_len` must be a torch.Tensor, got {type(kv_last_page_len).__name__}"
-        )
+    page_size = checks.count("page_size", page_size)
+    checks.tensor("kv_last_page_len", kv_last_page_len)
     seq_lens = torch.empty_like(kv_last_page_len, memory_format=torch.contiguous_format)
     try:
-        _get_seq_lens[kv_indptr.dtype](seq_lens, kv_indptr, kv_last_page_len, page_size)
-    except UNUSUAL as error:
-        kernel = _get_seq_lens.load(error, kv_indptr=kv_indptr)
-        kernel(seq_lens, kv_indptr, kv_last_page_len, page_size)
+        kernel = _get_seq_lens[kv_indptr.dtype]
+    except NOT_LOADED:
+        kernel = _get_seq_lens.load(kv_indptr=kv_indptr)
+    kernel(seq_lens, kv_indptr, kv_last_page_len, page_size)
     return seq_lens
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from . import env
+from ._common import checks
 from ._common.arch import get_compute_capability
-from ._common.kernels import UNUSUAL
-from ._common.numbers import plain
+from ._common.kernels import NOT_LOADED
 from ._common.row_kernels import RowKernel, RowKernels
 from ._instrument.decorator import flashinfer_api
 from .jit.topk import TopKConfig, TopKOutput, gen_topk_module
@@ -75,19 +75,6 @@ def _workspace(kernel: RowKernel, input: Any, width: int) -> torch.Tensor | None
     return kernel.workspace(input.device, rows, columns, width)
 
 
-def _check_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        if not isinstance(plain(value), (bool, type(None))):
-            raise TypeError(f"`{name}` must be True, False or None, got {type(value).__name__}")
-
-
-def _kernel_for(kernels: RowKernels, input: Any) -> RowKernel:
-    try:
-        return kernels[input.dtype]
-    except UNUSUAL as error:
-        return kernels.load(error, input=input)
-
-
 @flashinfer_api(trace=top_k_trace)
 def top_k(
     input: torch.Tensor,
@@ -131,8 +118,13 @@ def top_k(
     --------
     >>> values, indices = flashinfer.top_k(torch.randn(4, 128256, device="cuda"), 2048)
     """
-    kernel = _kernel_for(_top_k, input)
-    _check_flags(sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
+    try:
+        kernel = _top_k[input.dtype]
+    except NOT_LOADED:
+        kernel = _top_k.load(input=input)
+    checks.optional_flag("sorted", sorted)
+    checks.optional_flag("deterministic", deterministic)
+    checks.optional_flag("dsa_graph_safe", dsa_graph_safe)
     large = _prefers_large(tie_break)
     width = min((_width(k), *input.shape[-1:]))  # a `k` beyond is refused before it costs memory
     shape = (*input.shape[:1], width)
@@ -207,8 +199,12 @@ def top_k_page_table_transform(
     TypeError, ValueError
         As for `top_k`.
     """
-    kernel = _kernel_for(_page_table, input)
-    _check_flags(deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
+    try:
+        kernel = _page_table[input.dtype]
+    except NOT_LOADED:
+        kernel = _page_table.load(input=input)
+    checks.optional_flag("deterministic", deterministic)
+    checks.optional_flag("dsa_graph_safe", dsa_graph_safe)
     large = _prefers_large(tie_break)
     width = _width(k)
     if out is None:
@@ -259,8 +255,12 @@ def top_k_ragged_transform(
     TypeError, ValueError
         As for `top_k`.
     """
-    kernel = _kernel_for(_ragged, input)
-    _check_flags(deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
+    try:
+        kernel = _ragged[input.dtype]
+    except NOT_LOADED:
+        kernel = _ragged.load(input=input)
+    checks.optional_flag("deterministic", deterministic)
+    checks.optional_flag("dsa_graph_safe", dsa_graph_safe)
     large = _prefers_large(tie_break)
     width = _width(k)
     out = torch.empty((*input.shape[:1], width), dtype=torch.int32, device=input.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 _SHORT_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "f64",
     torch.float32: "f32",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
@@ -17,6 +18,13 @@ _SHORT_NAMES: dict[torch.dtype, str] = {
     torch.bool: "bool",
 }
 
+# Floating dtypes in the names of definitions, by PyTorch's name.
+SHORT_FLOATS = {
+    str(dtype).removeprefix("torch."): short
+    for dtype, short in _SHORT_NAMES.items()
+    if dtype.is_floating_point
+}
+
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -26,7 +34,7 @@ def short_name(dtype: torch.dtype) -> str:
     return _SHORT_NAMES[dtype]
 
 
-def torch_name(dtype: torch.dtype) -> str:
+def torch_name(dtype: torch.dtype | str) -> str:
     """PyTorch's name without the prefix, such as ``bfloat16``: also the type's name in our C++."""
     return str(dtype).removeprefix("torch.")
 

@@ -1,14 +1,13 @@
-"""Loaded kernels by the dtypes of a call: what stands between a public function and its module.
+"""Loaded kernels by configuration: what stands between a public function and its module.
 
 A public function of a small op costs the host more in Python than in the launch, so its usual path
-is one look-up and one call; the binding checks the arguments. Everything else happens when that
-fails::
+is one look-up and one call, and the binding checks the arguments::
 
     try:
-        _rmsnorm[input.dtype](out, input, weight, eps, enable_pdl)
-    except UNUSUAL as error:
-        kernel = _rmsnorm.load(error, input=input)
-        kernel(out, input, weight, eps, enable_pdl)
+        kernel = _rmsnorm[input.dtype]
+    except NOT_LOADED:
+        kernel = _rmsnorm.load(input=input)
+    kernel(out, input, weight, eps, enable_pdl)
 """
 
 from __future__ import annotations
@@ -16,61 +15,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import torch
+from . import checks
 
 Kernel = Callable[..., None]
 Loaded = TypeVar("Loaded")
 
-UNUSUAL = (KeyError, AttributeError, RuntimeError)
-"""Kernel not loaded yet; an argument that is no tensor; a tensor that DLPack cannot describe."""
+NOT_LOADED = (KeyError, AttributeError)
+"""What a look-up raises if the configuration is new, or an argument has no dtype."""
 
 
 class KernelTable(dict[Any, Loaded], Generic[Loaded]):
-    """Kernels of one op, keyed by the dtype (several: the tuple of dtypes) of what `load` is given.
+    """Kernels of one op by configuration: a dtype, or a tuple of dtypes and other hashable values.
 
     Parameters
     ----------
     get_kernel : callable
-        Dtypes to kernel: builds and loads the module. Raises ``ValueError`` for dtypes that there
-        is no kernel for.
+        Builds and loads the kernel of a configuration, whose parts are its arguments. Raises
+        ``ValueError`` for a configuration that has no kernel.
     """
 
     def __init__(self, get_kernel: Callable[..., Loaded]) -> None:
         super().__init__()
         self._get_kernel = get_kernel
 
-    def load(self, error: Exception, **tensors: Any) -> Loaded:
-        """Kernel for a call that ended with `error`.
+    def load(self, *options: Any, **tensors: Any) -> Loaded:
+        """Load the kernel of a configuration and remember it.
+
+        Parameters
+        ----------
+        *options
+            The parts of the configuration that are not dtypes of tensors; they come last in it.
+        **tensors
+            The arguments whose dtypes come first in the configuration, by name.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument is not a tensor or not on a GPU.
-        RuntimeError
-            `error` itself, if the arguments are not to blame.
+            If one of `tensors` is not a dense CUDA tensor, or there is no kernel for them.
         """
-        check_cuda_tensors(**tensors)
-        if not isinstance(error, KeyError):
-            raise error
-        dtypes = tuple(tensor.dtype for tensor in tensors.values())
-        kernel = self._get_kernel(*dtypes)
-        self[dtypes if len(dtypes) > 1 else dtypes[0]] = kernel
+        try:
+            checks.cuda_tensors(**tensors)
+        except (TypeError, ValueError) as error:
+            raise error from None  # the failed look-up says nothing to the caller
+        parts = (*(tensor.dtype for tensor in tensors.values()), *options)
+        kernel = self._get_kernel(*parts)
+        self[parts if len(parts) > 1 else parts[0]] = kernel
         return kernel
-
-
-def check_cuda_tensors(**tensors: Any) -> None:
-    """Refuse what is not a dense CUDA tensor; see `KernelTable.load`."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}"
-            ) from None
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"`{name}` must be a dense tensor, got {tensor.layout}") from None
-        if not tensor.is_cuda:
-            hint = (
-                "" if torch.cuda.is_available() else "; without a GPU: FLASHINFER_BACKEND=reference"
-            )
-            raise ValueError(
-                f"`{name}` must be a CUDA tensor, got one on {tensor.device}{hint}"
-            ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import cast
 
 import torch
@@ -10,8 +9,9 @@ import torch
 from .._instrument.decorator import flashinfer_api
 from ..jit.quantization import PackBitsConfig, gen_packbits_module
 from ..trace.templates.quantization import packbits_trace, segment_packbits_trace
-from . import kernels as loading
-from .kernels import Kernel
+from . import checks
+from .dtypes import torch_name
+from .kernels import NOT_LOADED, Kernel, KernelTable
 
 # The generator of FlashInfer's name for what packs bits.
 gen_quantization_module = gen_packbits_module
@@ -19,24 +19,27 @@ gen_quantization_module = gen_packbits_module
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 
 
-@functools.cache
-def _kernel(index: str) -> Kernel:
+def _get_kernel(index: str) -> Kernel:
     return cast(Kernel, gen_packbits_module(PackBitsConfig(index)).build_and_load().packbits)
 
 
-def _check_bitorder(bitorder: object) -> None:
-    if bitorder not in ("big", "little"):
-        raise ValueError(f"`bitorder` must be 'big' or 'little', got {bitorder!r}")
+_kernels = KernelTable(_get_kernel)  # by the dtype of `indptr`, or "none"
+
+
+def _kernel(index: str) -> Kernel:
+    try:
+        return _kernels[index]
+    except NOT_LOADED:
+        return _kernels.load(index)
 
 
 def _one_byte_per_bit(x: object) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"`x` must be a torch.Tensor, got {type(x).__name__}")
+    x = checks.tensor("x", x)
     if x.is_complex():
-        raise ValueError(f"`x` must have a real dtype, got {str(x.dtype).removeprefix('torch.')}")
+        raise ValueError(f"`x` must have a real dtype, got {torch_name(x.dtype)}")
     if x.ndim != 1:
         raise ValueError(f"`x` must have 1 dimension, got shape {list(x.shape)}")
-    loading.check_cuda_tensors(x=x)
+    checks.cuda_tensors(x=x)
     return x if x.dtype in _BYTES else x != 0
 
 
@@ -70,7 +73,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     >>> flashinfer.packbits(x).tolist()
     [207, 128]
     """
-    _check_bitorder(bitorder)
+    checks.choice("bitorder", bitorder, ("big", "little"))
     x = _one_byte_per_bit(x)
     out = torch.empty((x.shape[0] + 7) // 8, dtype=torch.uint8, device=x.device)
     _kernel("none")(out, x, bitorder == "big")
@@ -79,12 +82,11 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 def _segment_offsets(indptr: object, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`indptr` checked, and the offsets of the packed segments; both on the CPU."""
-    if not isinstance(indptr, torch.Tensor):
-        raise TypeError(f"`indptr` must be a torch.Tensor, got {type(indptr).__name__}")
+    indptr = checks.tensor("indptr", indptr)
     if indptr.ndim != 1 or not indptr.numel() or indptr.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             "`indptr` must be a vector of at least one int32 or int64, got "
-            f"{str(indptr.dtype).removeprefix('torch.')} of shape {list(indptr.shape)}"
+            f"{torch_name(indptr.dtype)} of shape {list(indptr.shape)}"
         )
     offsets = indptr.cpu()
     lengths = offsets.long().diff()  # differences of int32 may not fit
@@ -138,12 +140,12 @@ def segment_packbits(
     >>> packed.tolist(), indptr.tolist()
     ([7, 3], [0, 1, 2])
     """
-    _check_bitorder(bitorder)
+    checks.choice("bitorder", bitorder, ("big", "little"))
     x = _one_byte_per_bit(x)
     offsets, packed_offsets = _segment_offsets(indptr, x.shape[0])
     packed_indptr = packed_offsets.to(x.device)
     out = torch.empty(int(packed_offsets[-1]), dtype=torch.uint8, device=x.device)
-    index = str(indptr.dtype).removeprefix("torch.")
+    index = torch_name(indptr.dtype)
     starts = indptr if indptr.device == x.device else offsets.to(x.device)
     _kernel(index)(out, x, starts.contiguous(), packed_indptr, bitorder == "big")
     return out, packed_indptr

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import env
+from .._common.dtypes import torch_name
 from .call import ApiCall, is_capturing, matches
 
 _files: dict[str, int] = {}
@@ -138,7 +139,7 @@ def _object(value: Any) -> str:
 
 
 def _tensor(tensor: torch.Tensor, statistics: str) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = torch_name(tensor.dtype)
     text = f"Tensor(shape={tuple(tensor.shape)}, dtype={dtype}, device={tensor.device}"
     if tensor.layout is torch.strided:
         text += f", stride={tensor.stride()}, contiguous={tensor.is_contiguous()}"

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from .._common.dtypes import torch_name
+
 _ALIGNMENT = 256
 
 # A blob that holds one dense tensor of these is written with its dtype and shape, so that other
@@ -87,7 +89,7 @@ class Encoder:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
+            return {"dtype": torch_name(value)}
         if isinstance(value, torch.device):
             return {"device": str(value)}
         if isinstance(value, torch.Size):
@@ -150,7 +152,7 @@ class Encoder:
         for index, tensor in enumerate(self.tensors):
             entry: dict[str, Any] = {
                 "name": self.names[index],
-                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "dtype": torch_name(tensor.dtype),
                 "shape": list(tensor.shape),
                 "stride": list(tensor.stride()),
                 "device": str(tensor.device),

@@ -6,9 +6,9 @@ from typing import cast
 
 import torch
 
-from .._common import kernels as loading
+from .._common import checks
 from .._common.dtypes import FLOAT, check_dtype, torch_name
-from .._common.kernels import Kernel
+from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
 from ..jit.fused_rmsnorm import FusedRmsnormConfig, gen_fused_rmsnorm_module
 from ..trace.templates.fused_norm import (
@@ -17,18 +17,20 @@ from ..trace.templates.fused_norm import (
     rmsnorm_fp8_block_quant_trace,
 )
 
-_kernels: dict[tuple[torch.dtype, str, bool, bool], Kernel] = {}
+
+def _get_kernel(dtype: torch.dtype, output: str, add_residual: bool, silu: bool) -> Kernel:
+    config = FusedRmsnormConfig(dtype, output, add_residual, silu)
+    return cast(Kernel, gen_fused_rmsnorm_module(config).build_and_load().fused_rmsnorm)
+
+
+_kernels = KernelTable(_get_kernel)
 
 
 def _kernel(input: torch.Tensor, output: str, add_residual: bool, silu: bool) -> Kernel:
     try:
         return _kernels[input.dtype, output, add_residual, silu]
-    except (KeyError, AttributeError):
-        loading.check_cuda_tensors(input=input)
-    config = FusedRmsnormConfig(input.dtype, output, add_residual, silu)
-    kernel = cast(Kernel, gen_fused_rmsnorm_module(config).build_and_load().fused_rmsnorm)
-    _kernels[input.dtype, output, add_residual, silu] = kernel
-    return kernel
+    except NOT_LOADED:
+        return _kernels.load(output, add_residual, silu, input=input)
 
 
 @flashinfer_api(trace=fused_add_rmsnorm_fp8_block_quant_trace)
@@ -82,8 +84,7 @@ def fused_add_rmsnorm_fp8_block_quant(
     read.
     """
     kernel = _kernel(input, "e4m3_blocks", True, False)
-    if not isinstance(normed_out, torch.Tensor):
-        raise TypeError(f"`normed_out` must be a torch.Tensor, got {type(normed_out).__name__}")
+    checks.tensor("normed_out", normed_out)
     kernel(out, block_scale, normed_out, input, residual, weight, eps, enable_pdl)
 
 
@@ -150,12 +151,10 @@ def fused_rmsnorm_silu(
             f"{type(block_scale).__name__}"
         )
     if out is None:
-        loading.check_cuda_tensors(input=input)
+        checks.cuda_tensors(input=input)
         out = torch.empty_like(input)
-    elif not isinstance(out, torch.Tensor):
-        raise TypeError(f"`out` must be a torch.Tensor, got {type(out).__name__}")
-    if not isinstance(input, torch.Tensor):
-        raise TypeError(f"`input` must be a torch.Tensor, got {type(input).__name__}")
+    checks.tensor("out", out)
+    checks.tensor("input", input)
     check_dtype("input", input.dtype, FLOAT)
     check_dtype("out", out.dtype, (input.dtype, torch.float8_e4m3fn))
     kernel = _kernel(input, torch_name(out.dtype), False, True)

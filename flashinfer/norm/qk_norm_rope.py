@@ -6,38 +6,25 @@ from typing import Any, cast
 
 import torch
 
-from .._common import kernels as loading
-from .._common.kernels import Kernel
+from .._common import checks
+from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
 from ..jit.qk_norm_rope import QkNormRopeConfig, gen_qk_norm_rope_module
 from ..trace.templates.qk_norm_rope import fused_qk_rmsnorm_rope_trace
 
-_kernels: dict[tuple[torch.dtype, torch.dtype, bool, bool], Kernel] = {}
+
+def _get_kernel(dtype: torch.dtype, out_dtype: torch.dtype, interleave: bool, norm: bool) -> Kernel:
+    config = QkNormRopeConfig(dtype, out_dtype, interleave, norm)
+    return cast(Kernel, gen_qk_norm_rope_module(config).build_and_load().qk_norm_rope)
 
 
-def _kernel(qkv: torch.Tensor, out_dtype: torch.dtype, interleave: bool, norm: bool) -> Kernel:
-    key = qkv.dtype, out_dtype, interleave, norm
-    if key not in _kernels:
-        loading.check_cuda_tensors(qkv=qkv)
-        module = gen_qk_norm_rope_module(QkNormRopeConfig(*key)).build_and_load()
-        _kernels[key] = cast(Kernel, module.qk_norm_rope)
-    return _kernels[key]
-
-
-def _flags(**flags: Any) -> list[bool]:
-    for name, flag in flags.items():
-        if not isinstance(plain(flag), bool):
-            raise TypeError(f"`{name}` must be True or False, got {flag!r}")
-    return [plain(flag) for flag in flags.values()]
+_kernels = KernelTable(_get_kernel)
 
 
 def _check_unused_scales(**scales: Any) -> None:
     for name, scale in scales.items():
-        scale = plain(scale)
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise TypeError(f"`{name}` must be a number, got {type(scale).__name__}")
-        if scale != 1:
+        if checks.number(name, scale) != 1:
             raise ValueError(f"`{name}` must be 1 unless `output_fp8` is True, got {scale}")
 
 
@@ -152,15 +139,17 @@ def fused_qk_rmsnorm_rope(
     ...     num_height_channels=42, num_width_channels=42, num_heads_q=12, num_heads_k=12,
     ...     num_heads_v=12, head_dim=128)
     """
-    interleave, is_qk_norm, output_fp8 = _flags(
-        interleave=interleave, is_qk_norm=is_qk_norm, output_fp8=output_fp8
-    )
-    if not isinstance(qkv, torch.Tensor):
-        raise TypeError(f"`qkv` must be a torch.Tensor, got {type(qkv).__name__}")
+    interleave = checks.flag("interleave", interleave)
+    is_qk_norm = checks.flag("is_qk_norm", is_qk_norm)
+    output_fp8 = checks.flag("output_fp8", output_fp8)
+    checks.tensor("qkv", qkv)
     if not output_fp8:
         _check_unused_scales(output_quant_scale=output_quant_scale, v_quant_scale=v_quant_scale)
     out_dtype = torch.float8_e4m3fn if output_fp8 else qkv.dtype
-    kernel = _kernel(qkv, out_dtype, interleave, is_qk_norm)
+    try:
+        kernel = _kernels[qkv.dtype, out_dtype, interleave, is_qk_norm]
+    except NOT_LOADED:
+        kernel = _kernels.load(out_dtype, interleave, is_qk_norm, qkv=qkv)
     outs = (
         _room(qkv, num_heads_q, head_dim, out_dtype) if q_out is None else q_out,
         _room(qkv, num_heads_k, head_dim, out_dtype) if k_out is None else k_out,

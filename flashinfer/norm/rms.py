@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from .._common.kernels import UNUSUAL, Kernel, KernelTable
+from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
 from ..jit.norm import NormConfig, gen_norm_module
 from ..trace.templates.norm import (
@@ -92,10 +92,10 @@ def rmsnorm(
     if out is None:
         out = torch.empty_like(input)
     try:
-        _rmsnorm[input.dtype](out, input, weight, eps, enable_pdl)
-    except UNUSUAL as error:
-        kernel = _rmsnorm.load(error, input=input)
-        kernel(out, input, weight, eps, enable_pdl)
+        kernel = _rmsnorm[input.dtype]
+    except NOT_LOADED:
+        kernel = _rmsnorm.load(input=input)
+    kernel(out, input, weight, eps, enable_pdl)
     return out
 
 
@@ -114,10 +114,10 @@ def gemma_rmsnorm(
     if out is None:
         out = torch.empty_like(input)
     try:
-        _gemma_rmsnorm[input.dtype](out, input, weight, eps, enable_pdl)
-    except UNUSUAL as error:
-        kernel = _gemma_rmsnorm.load(error, input=input)
-        kernel(out, input, weight, eps, enable_pdl)
+        kernel = _gemma_rmsnorm[input.dtype]
+    except NOT_LOADED:
+        kernel = _gemma_rmsnorm.load(input=input)
+    kernel(out, input, weight, eps, enable_pdl)
     return out
 
 
@@ -145,10 +145,10 @@ def fused_add_rmsnorm(
         As for `rmsnorm`, which also lists the errors.
     """
     try:
-        _fused_add_rmsnorm[input.dtype](input, residual, weight, eps, enable_pdl)
-    except UNUSUAL as error:
-        kernel = _fused_add_rmsnorm.load(error, input=input)
-        kernel(input, residual, weight, eps, enable_pdl)
+        kernel = _fused_add_rmsnorm[input.dtype]
+    except NOT_LOADED:
+        kernel = _fused_add_rmsnorm.load(input=input)
+    kernel(input, residual, weight, eps, enable_pdl)
 
 
 @flashinfer_api(trace=gemma_fused_add_rmsnorm_trace)
@@ -161,10 +161,10 @@ def gemma_fused_add_rmsnorm(
 ) -> None:
     """`fused_add_rmsnorm` with ``weight + 1`` in place of `weight`, as Gemma has it."""
     try:
-        _gemma_fused_add_rmsnorm[input.dtype](input, residual, weight, eps, enable_pdl)
-    except UNUSUAL as error:
-        kernel = _gemma_fused_add_rmsnorm.load(error, input=input)
-        kernel(input, residual, weight, eps, enable_pdl)
+        kernel = _gemma_fused_add_rmsnorm[input.dtype]
+    except NOT_LOADED:
+        kernel = _gemma_fused_add_rmsnorm.load(input=input)
+    kernel(input, residual, weight, eps, enable_pdl)
 
 
 @flashinfer_api(trace=rmsnorm_quant_trace)
@@ -190,10 +190,10 @@ def rmsnorm_quant(
         is float32 with one element on the device of `input`; its value is not checked.
     """
     try:
-        _rmsnorm[input.dtype, out.dtype](out, input, weight, scale, eps, enable_pdl)
-    except UNUSUAL as error:
-        kernel = _rmsnorm.load(error, input=input, out=out)
-        kernel(out, input, weight, scale, eps, enable_pdl)
+        kernel = _rmsnorm[input.dtype, out.dtype]
+    except NOT_LOADED:
+        kernel = _rmsnorm.load(input=input, out=out)
+    kernel(out, input, weight, scale, eps, enable_pdl)
 
 
 @flashinfer_api(trace=fused_add_rmsnorm_quant_trace)
@@ -219,12 +219,10 @@ def fused_add_rmsnorm_quant(
         As for `fused_add_rmsnorm`.
     """
     try:
-        _fused_add_rmsnorm[input.dtype, out.dtype](
-            out, input, residual, weight, scale, eps, enable_pdl
-        )
-    except UNUSUAL as error:
-        kernel = _fused_add_rmsnorm.load(error, input=input, out=out)
-        kernel(out, input, residual, weight, scale, eps, enable_pdl)
+        kernel = _fused_add_rmsnorm[input.dtype, out.dtype]
+    except NOT_LOADED:
+        kernel = _fused_add_rmsnorm.load(input=input, out=out)
+    kernel(out, input, residual, weight, scale, eps, enable_pdl)
 
 
 @flashinfer_api(trace=layernorm_trace)
@@ -260,10 +258,10 @@ def layernorm(
     """
     out = torch.empty_like(input)
     try:
-        _layernorm[input.dtype](out, input, gemma, beta, eps, None)
-    except UNUSUAL as error:
-        kernel = _layernorm.load(error, input=input)
-        kernel(out, input, gemma, beta, eps, None)
+        kernel = _layernorm[input.dtype]
+    except NOT_LOADED:
+        kernel = _layernorm.load(input=input)
+    kernel(out, input, gemma, beta, eps, None)
     return out
 
 
@@ -286,7 +284,7 @@ def layernorm_quant(
         As for `layernorm`.
     """
     try:
-        _layernorm[input.dtype, out.dtype](out, input, gemma, beta, scale, eps, None)
-    except UNUSUAL as error:
-        kernel = _layernorm.load(error, input=input, out=out)
-        kernel(out, input, gemma, beta, scale, eps, None)
+        kernel = _layernorm[input.dtype, out.dtype]
+    except NOT_LOADED:
+        kernel = _layernorm.load(input=input, out=out)
+    kernel(out, input, gemma, beta, scale, eps, None)

@@ -7,14 +7,24 @@ from typing import Any
 
 import torch
 
-from .._common import kernels as loading
 from .._common.dtypes import FLOAT, check_dtype
-from .._common.kernels import Kernel
-from .._common.numbers import plain
+from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ..jit.quantization import GroupQuantConfig, gen_group_quant_module
 
-_kernels: dict[tuple[Any, ...], Kernel] = {}
-_NAMES = ("input", "x", "a")  # as in the binding, which names them in messages
+
+def _table(name: str, index: int) -> KernelTable:
+    """Kernels of the functions whose input is called `name`, the name number `index` there."""
+
+    def get_kernel(dtype: torch.dtype, *config: Any) -> Kernel:
+        check_dtype(name, dtype, FLOAT)
+        module = gen_group_quant_module(GroupQuantConfig(dtype, *config)).build_and_load()
+        return functools.partial(module.group_quant, index)
+
+    return KernelTable(get_kernel)
+
+
+# In the order of the binding, which names the input in messages.
+_tables = {name: _table(name, index) for index, name in enumerate(("input", "x", "a"))}
 
 
 def group_quant_kernel(input: torch.Tensor, *config: Any, name: str = "input") -> Kernel:
@@ -25,58 +35,9 @@ def group_quant_kernel(input: torch.Tensor, *config: Any, name: str = "input") -
     TypeError, ValueError
         If `input` (called `name` in messages) is no CUDA tensor, or there is no such kernel.
     """
+    table = _tables[name]
     try:
-        key = (name, input.dtype, *config)
-        return _kernels[key]
-    except (KeyError, AttributeError):
-        loading.check_cuda_tensors(**{name: input})
-    check_dtype(name, input.dtype, FLOAT)
-    spec = gen_group_quant_module(GroupQuantConfig(input.dtype, *config))
-    kernel = functools.partial(spec.build_and_load().group_quant, _NAMES.index(name))
-    _kernels[key] = kernel
-    return kernel
-
-
-def check_matrix(name: str, tensor: object, width: int) -> torch.Tensor:
-    """`tensor` itself if it is one whose last dimension is a multiple of `width`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Otherwise. What else can be wrong with it is for the kernel's binding to find.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.ndim == 0 or tensor.shape[-1] % width:
-        raise ValueError(
-            f"`{name}` must have a last dimension that is a multiple of {width}, got shape "
-            f"{list(tensor.shape)}"
-        )
-    return tensor
-
-
-def check_choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    """Refuse a value that is none of `allowed`.
-
-    Raises
-    ------
-    ValueError
-        Naming the argument, its value and what is allowed.
-    """
-    value = plain(value)
-    if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        choices = " or ".join(map(repr, allowed))
-        raise ValueError(f"`{name}` must be {choices}, got {value!r}")
-
-
-def check_flag(**flags: object) -> None:
-    """Refuse what is not a bool.
-
-    Raises
-    ------
-    TypeError
-        Naming the argument and what it is.
-    """
-    for name, value in flags.items():
-        if not isinstance(plain(value), bool):
-            raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")
+        key = (input.dtype, *config)
+        return table[key]
+    except NOT_LOADED:
+        return table.load(*config, **{name: input})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._common import checks
 from .._common.dtypes import check_dtype
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
@@ -13,7 +14,6 @@ from ..trace.templates.fp4 import (
     mxfp4_dequantize_host_trace,
     mxfp4_dequantize_trace,
 )
-from ._kernels import check_choice, check_flag, check_matrix
 from .layout import check_layout, to_linear
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -22,7 +22,7 @@ _SCALE_FORMATS = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 def _values(name: str, packed: object) -> torch.Tensor:
     """Values of the codes in `packed`, two a byte."""
-    packed = check_matrix(name, packed, 1)
+    packed = checks.matrix(name, packed, 1)
     check_dtype(name, packed.dtype, (torch.uint8,))
     table = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], device=packed.device)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
@@ -30,7 +30,7 @@ def _values(name: str, packed: object) -> torch.Tensor:
 
 
 def _bytes(name: str, scales: object) -> torch.Tensor:
-    scales = check_matrix(name, scales, 1)
+    scales = checks.matrix(name, scales, 1)
     if scales.dtype in _SCALE_FORMATS:
         scales = scales.view(torch.uint8)
     check_dtype(name, scales.dtype, (torch.uint8,))
@@ -95,16 +95,17 @@ def e2m1_and_ufp8sf_scale_to_float(
     TypeError, ValueError
         If an argument is not as listed above.
     """
-    check_choice("sf_vec_size", sf_vec_size, (16, 32))
-    check_choice("ufp8_type", ufp8_type, (0, 1))
-    check_flag(is_sf_swizzled_layout=is_sf_swizzled_layout, is_sf_8x4_layout=is_sf_8x4_layout)
+    checks.choice("sf_vec_size", sf_vec_size, (16, 32))
+    checks.choice("ufp8_type", ufp8_type, (0, 1))
+    checks.flag("is_sf_swizzled_layout", is_sf_swizzled_layout)
+    checks.flag("is_sf_8x4_layout", is_sf_8x4_layout)
     if is_sf_8x4_layout and not is_sf_swizzled_layout:
         raise ValueError("`is_sf_8x4_layout` needs `is_sf_swizzled_layout`, got False")
     swizzled = SfLayout.layout_8x4 if is_sf_8x4_layout else SfLayout.layout_128x4
     layout = swizzled if is_sf_swizzled_layout else SfLayout.layout_linear
     values = _values("e2m1_tensor", e2m1_tensor)
     if global_scale_tensor is not None:
-        check_matrix("global_scale_tensor", global_scale_tensor.reshape(-1), 1)
+        checks.matrix("global_scale_tensor", global_scale_tensor.reshape(-1), 1)
         check_dtype("global_scale_tensor", global_scale_tensor.dtype, (torch.float32,))
         if global_scale_tensor.numel() != 1:
             raise ValueError(

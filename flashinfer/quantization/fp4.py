@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._common import checks
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
 from ..tllm_enums import SfLayout
@@ -15,7 +16,7 @@ from ..trace.templates.fp4 import (
     nvfp4_quantize_trace,
     silu_and_mul_nvfp4_quantize_trace,
 )
-from ._kernels import check_choice, check_flag, check_matrix, group_quant_kernel
+from ._kernels import group_quant_kernel
 from .layout import KERNEL_LAYOUT, check_layout, padded_shape
 
 
@@ -32,12 +33,12 @@ def _quantize(
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes ``[..., k / 2]`` and scales ``[rows, blocks]``, both padded as `layout` asks."""
-    check_matrix(name, input, 2 * block if silu_and_mul else block)
+    checks.matrix(name, input, 2 * block if silu_and_mul else block)
     kernel = group_quant_kernel(
         input, "e2m1", scale, KERNEL_LAYOUT[layout], block, silu_and_mul, name=name
     )
-    if global_scale is not None and not isinstance(global_scale, torch.Tensor):
-        raise TypeError(f"`global_scale` must be a torch.Tensor, got {type(global_scale).__name__}")
+    if global_scale is not None:
+        checks.tensor("global_scale", global_scale)
     width = input.shape[-1] // 2 if silu_and_mul else input.shape[-1]
     rows = input.shape[:-1].numel()
     codes = torch.empty(*input.shape[:-1], width // 2, dtype=torch.uint8, device=input.device)
@@ -48,7 +49,8 @@ def _quantize(
 
 
 def _layout_of_flags(is_swizzled: bool, is_8x4: bool) -> SfLayout:
-    check_flag(is_sf_swizzled_layout=is_swizzled, is_sf_8x4_layout=is_8x4)
+    checks.flag("is_sf_swizzled_layout", is_swizzled)
+    checks.flag("is_sf_8x4_layout", is_8x4)
     if not is_swizzled:
         if is_8x4:
             raise ValueError("`is_sf_8x4_layout` needs `is_sf_swizzled_layout`, got False")
@@ -131,10 +133,11 @@ def fp4_quantize(
     >>> x_q.shape, sf.shape
     (torch.Size([16, 2048]), torch.Size([128, 256]))
     """
-    check_choice("backend", backend, ("cuda",))
+    checks.choice("backend", backend, ("cuda",))
     sf_vec_size = plain(sf_vec_size)
-    check_choice("sf_vec_size", sf_vec_size, (16, 32))
-    check_flag(sf_use_ue8m0=sf_use_ue8m0, is_global_scale_inversed=is_global_scale_inversed)
+    checks.choice("sf_vec_size", sf_vec_size, (16, 32))
+    checks.flag("sf_use_ue8m0", sf_use_ue8m0)
+    checks.flag("is_global_scale_inversed", is_global_scale_inversed)
     _refuse(nvfp4_4over6=nvfp4_4over6)
     return _quantize(
         input,
@@ -176,8 +179,8 @@ def nvfp4_quantize(
     do_shuffle, per_token_activation, expanded_idx_to_permuted_idx, out_scale, nvfp4_4over6
         Not supported: the shuffle and the scales per token belong to kernels for Blackwell.
     """
-    check_choice("backend", backend, ("cuda",))
-    check_choice("sf_vec_size", sf_vec_size, (16,))
+    checks.choice("backend", backend, ("cuda",))
+    checks.choice("sf_vec_size", sf_vec_size, (16,))
     _refuse(
         do_shuffle=do_shuffle,
         per_token_activation=per_token_activation,
@@ -186,8 +189,7 @@ def nvfp4_quantize(
         nvfp4_4over6=nvfp4_4over6,
     )
     layout = check_layout("sfLayout", sfLayout)
-    if not isinstance(a_global_sf, torch.Tensor):
-        raise TypeError(f"`a_global_sf` must be a torch.Tensor, got {type(a_global_sf).__name__}")
+    checks.tensor("a_global_sf", a_global_sf)
     return _quantize(a, a_global_sf, 16, "e4m3", layout, name="a", enable_pdl=enable_pdl)
 
 
@@ -209,7 +211,7 @@ def mxfp4_quantize(
     sfLayout : SfLayout
         Layout of the scales.
     """
-    check_choice("backend", backend, ("cuda",))
+    checks.choice("backend", backend, ("cuda",))
     layout = check_layout("sfLayout", sfLayout)
     return _quantize(a, None, 32, "ue8m0", layout, name="a", enable_pdl=enable_pdl)
 
@@ -236,11 +238,10 @@ def silu_and_mul_nvfp4_quantize(
     sf_vec_size : {16}
         Elements of a block.
     """
-    check_choice("sf_vec_size", sf_vec_size, (16,))
+    checks.choice("sf_vec_size", sf_vec_size, (16,))
     _refuse(nvfp4_4over6=nvfp4_4over6)
     layout = _layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
-    if not isinstance(global_scale, torch.Tensor):
-        raise TypeError(f"`global_scale` must be a torch.Tensor, got {type(global_scale).__name__}")
+    checks.tensor("global_scale", global_scale)
     return _quantize(
         input, global_scale, 16, "e4m3", layout, silu_and_mul=True, enable_pdl=enable_pdl
     )

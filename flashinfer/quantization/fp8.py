@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._common import checks
 from .._common.dtypes import check_dtype
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
@@ -14,7 +15,7 @@ from ..trace.templates.quantization import (
     per_token_group_quant_8bit_trace,
     silu_and_mul_per_token_group_quant_8bit_trace,
 )
-from ._kernels import check_choice, check_flag, check_matrix, group_quant_kernel
+from ._kernels import group_quant_kernel
 from .layout import KERNEL_LAYOUT, check_layout, padded_shape, to_linear
 
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
@@ -143,25 +144,16 @@ def _group_quant_8bit(
     *,
     silu_and_mul: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_flag(
-        column_major_scales=column_major_scales,
-        scale_tma_aligned=scale_tma_aligned,
-        scale_ue8m0=scale_ue8m0,
-    )
-    check_choice("backend", backend, ("cutile", "cuda"))
-    group_size = plain(group_size)
-    if type(group_size) is not int:
-        raise TypeError(f"`group_size` must be an int, got {type(group_size).__name__}")
-    if group_size < 1:
-        raise ValueError(f"`group_size` must be at least 1, got {group_size}")
+    checks.flag("column_major_scales", column_major_scales)
+    checks.flag("scale_tma_aligned", scale_tma_aligned)
+    checks.flag("scale_ue8m0", scale_ue8m0)
+    checks.choice("backend", backend, ("cutile", "cuda"))
+    group_size = checks.count("group_size", group_size)
     if scale_tma_aligned and not column_major_scales:
         raise ValueError("`scale_tma_aligned` needs `column_major_scales`, got False")
     dst_dtype = torch.float8_e4m3fn if dst_dtype is None else dst_dtype
-    if not isinstance(dst_dtype, torch.dtype):
-        raise TypeError(f"`dst_dtype` must be a torch.dtype, got {dst_dtype!r}")
-    if dst_dtype not in _CODES:
-        check_dtype("dst_dtype", dst_dtype, tuple(_CODES))
-    check_matrix("x", x, (2 if silu_and_mul else 1) * group_size)
+    checks.dtype("dst_dtype", dst_dtype, tuple(_CODES))
+    checks.matrix("x", x, (2 if silu_and_mul else 1) * group_size)
     kernel = group_quant_kernel(
         x,
         _CODES[dst_dtype],
@@ -190,7 +182,7 @@ def _group_quant_8bit(
 
 
 def _chosen_layout(is_swizzled: bool, layout: SfLayout | None) -> SfLayout:
-    check_flag(is_sf_swizzled_layout=is_swizzled)
+    checks.flag("is_sf_swizzled_layout", is_swizzled)
     if layout is None:
         return SfLayout.layout_128x4 if is_swizzled else SfLayout.layout_linear
     return check_layout("sf_swizzle_layout", layout)
@@ -251,12 +243,12 @@ def mxfp8_quantize(
     >>> x_q.shape, sf.shape
     (torch.Size([16, 4096]), torch.Size([2048]))
     """
-    check_choice("backend", backend, ("cuda",))
+    checks.choice("backend", backend, ("cuda",))
     layout = _chosen_layout(is_sf_swizzled_layout, sf_swizzle_layout)
     alignment = plain(alignment)
     if type(alignment) is not int or alignment < 1 or alignment % _MX_BLOCK:
         raise ValueError(f"`alignment` must be a multiple of {_MX_BLOCK}, got {alignment!r}")
-    check_matrix("input", input, _MX_BLOCK)
+    checks.matrix("input", input, _MX_BLOCK)
     kernel = group_quant_kernel(input, "e4m3", "ue8m0", KERNEL_LAYOUT[layout], _MX_BLOCK, False)
     width = -(-input.shape[-1] // alignment) * alignment
     x_q = torch.empty(*input.shape[:-1], width, dtype=torch.float8_e4m3fn, device=input.device)
@@ -297,9 +289,9 @@ def mxfp8_dequantize_host(
         If an argument is not as listed above.
     """
     layout = _chosen_layout(is_sf_swizzled_layout, sf_swizzle_layout)
-    check_matrix("input", input, _MX_BLOCK)
+    checks.matrix("input", input, _MX_BLOCK)
     check_dtype("input", input.dtype, (torch.float8_e4m3fn, torch.uint8))
-    check_matrix("scale_tensor", scale_tensor, 1)
+    checks.matrix("scale_tensor", scale_tensor, 1)
     check_dtype("scale_tensor", scale_tensor.dtype, (torch.uint8,))
     rows, blocks = input.shape[:-1].numel(), input.shape[-1] // _MX_BLOCK
     exponents = to_linear("scale_tensor", scale_tensor, layout, rows, blocks)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._common import checks
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
 from ..tllm_enums import SfLayout
@@ -105,9 +106,7 @@ def block_scale_interleave(
     >>> flashinfer.block_scale_interleave(torch.ones(100, 6, dtype=torch.uint8)).shape
     torch.Size([1024])
     """
-    if not isinstance(unswizzled_sf, torch.Tensor):
-        kind = type(unswizzled_sf).__name__
-        raise TypeError(f"`unswizzled_sf` must be a torch.Tensor, got {kind}")
+    checks.tensor("unswizzled_sf", unswizzled_sf)
     check_dtype("unswizzled_sf", unswizzled_sf.dtype, _SCALE_DTYPES)
     if unswizzled_sf.ndim not in (2, 3):
         raise ValueError(
@@ -119,8 +118,7 @@ def block_scale_interleave(
     size = experts.shape[0] * padded_rows * padded_blocks
     if out is None:
         out = torch.empty(size, dtype=unswizzled_sf.dtype, device=unswizzled_sf.device)
-    elif not isinstance(out, torch.Tensor):
-        raise TypeError(f"`out` must be a torch.Tensor, got {type(out).__name__}")
+    checks.tensor("out", out)
     check_dtype("out", out.dtype, (unswizzled_sf.dtype,))
     if out.shape != (size,) or not out.is_contiguous():
         raise ValueError(f"`out` must be contiguous of shape [{size}], got {list(out.shape)}")

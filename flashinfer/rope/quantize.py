@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import torch
 
+from .._common import checks
 from .._common.cache_layout import is_hnd
 from .._common.dtypes import FLOAT, FLOAT8, check_dtype
-from .._common.kernels import UNUSUAL, Kernel, KernelTable
+from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
 from ..jit.rope import RopeConfig, gen_rope_module
 from ..trace.templates.rope_quantize import (
@@ -33,28 +34,14 @@ _quantize = {flag: _table(is_neox=flag, append=False) for flag in (False, True)}
 _quantize_append = {flag: _table(is_neox=flag, append=True) for flag in (False, True)}
 
 
-def _choose(tables: dict[bool, KernelTable], is_neox: bool) -> KernelTable:
-    if is_neox is True or is_neox is False:
-        return tables[is_neox]
-    raise TypeError(f"`is_neox` must be True or False, got {is_neox!r}")
-
-
 def _out_dtype(quantize_dtype: torch.dtype | None, *outs: Any) -> torch.dtype:
     """The dtype asked for, else that of a given output, else float8_e4m3fn."""
     if quantize_dtype is not None:
-        if not isinstance(quantize_dtype, torch.dtype):
-            raise TypeError(f"`quantize_dtype` must be a torch.dtype, got {quantize_dtype!r}")
-        return quantize_dtype
+        return checks.dtype("quantize_dtype", quantize_dtype, FLOAT8)
     for out in outs:
         if isinstance(out, torch.Tensor):
             return out.dtype
     return torch.float8_e4m3fn
-
-
-def _require(**tensors: Any) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
 
 
 def _nope_out(
@@ -78,9 +65,10 @@ def _run(
     options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rope_quantize_fp8`; `inputs`, `outs` and `options` in the order of its arguments."""
-    table = _choose(_quantize, is_neox)
+    table = _quantize[checks.flag("is_neox", is_neox)]
     q_rope, k_rope, q_nope, k_nope = inputs
-    _require(q_rope=q_rope, k_rope=k_rope)
+    checks.tensor("q_rope", q_rope)
+    checks.tensor("k_rope", k_rope)
     dtype = _out_dtype(quantize_dtype, *outs)
     q_rope_out, k_rope_out, q_nope_out, k_nope_out = outs
     outs = (
@@ -90,21 +78,11 @@ def _run(
         _nope_out(k_nope_out, k_nope, k_rope, dtype),
     )
     try:
-        table[q_rope.dtype, cos_sin_cache.dtype, dtype](
-            outs, inputs, cos_sin_cache, pos_ids, *options
-        )
-    except UNUSUAL as error:
-        kernel = _load(table, error, q_rope, cos_sin_cache, dtype)
-        kernel(outs, inputs, cos_sin_cache, pos_ids, *options)
+        kernel = table[q_rope.dtype, cos_sin_cache.dtype, dtype]
+    except NOT_LOADED:
+        kernel = table.load(dtype, q_rope=q_rope, cos_sin_cache=cos_sin_cache)
+    kernel(outs, inputs, cos_sin_cache, pos_ids, *options)
     return outs
-
-
-def _load(
-    table: KernelTable, error: Exception, q_rope: Any, cos_sin_cache: Any, dtype: torch.dtype
-) -> Kernel:
-    _require(cos_sin_cache=cos_sin_cache)
-    quantized = torch.empty(0, dtype=dtype, device=q_rope.device)
-    return table.load(error, q_rope=q_rope, cos_sin_cache=cos_sin_cache, quantized=quantized)
 
 
 @flashinfer_api(trace=rope_quantize_fp8_trace)
@@ -228,7 +206,8 @@ def mla_rope_quantize_fp8(
 
     The other arguments, results and errors are those of `rope_quantize_fp8`.
     """
-    _require(q_nope=q_nope, k_nope=k_nope)
+    checks.tensor("q_nope", q_nope)
+    checks.tensor("k_nope", k_nope)
     return _run(
         (q_rope, k_rope, q_nope, k_nope),
         cos_sin_cache,
@@ -302,8 +281,9 @@ def rope_quantize_fp8_append_paged_kv_cache(
         As for `rope_quantize_fp8` and `append_paged_kv_cache`.
     """
     hnd = is_hnd(kv_layout)
-    table = _choose(_quantize_append, is_neox)
-    _require(q_rope=q_rope, k_rope=k_rope)
+    table = _quantize_append[checks.flag("is_neox", is_neox)]
+    checks.tensor("q_rope", q_rope)
+    checks.tensor("k_rope", k_rope)
     if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
         raise TypeError(
             f"`paged_kv_cache` must be a pair of torch.Tensor, got {type(paged_kv_cache).__name__}"
@@ -326,7 +306,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
         enable_pdl,
     )
     try:
-        table[q_rope.dtype, cos_sin_cache.dtype, dtype](*arguments)
-    except UNUSUAL as error:
-        _load(table, error, q_rope, cos_sin_cache, dtype)(*arguments)
+        kernel = table[q_rope.dtype, cos_sin_cache.dtype, dtype]
+    except NOT_LOADED:
+        kernel = table.load(dtype, q_rope=q_rope, cos_sin_cache=cos_sin_cache)
+    kernel(*arguments)
     return q_rope_out, q_nope_out

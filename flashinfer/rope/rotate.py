@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import torch
 
+from .._common import checks
 from .._common.dtypes import FLOAT, check_dtype
-from .._common.kernels import UNUSUAL, Kernel, KernelTable
-from .._common.numbers import plain
+from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
 from ..jit.rope import RopeConfig, gen_rope_module
 from ..trace.templates.rope import (
@@ -45,12 +45,6 @@ _computed = {flag: _table(interleave=flag, computed=True) for flag in (False, Tr
 _cached = {flag: _table(interleave=not flag, computed=False) for flag in (False, True)}
 
 
-def _choose(tables: dict[bool, KernelTable], name: str, flag: bool) -> KernelTable:
-    if flag is True or flag is False or isinstance(plain(flag), bool):
-        return tables[flag]
-    raise TypeError(f"`{name}` must be True or False, got {flag!r}")
-
-
 def _apply(
     inplace: bool,
     q: torch.Tensor,
@@ -68,27 +62,21 @@ def _apply(
 
     `smoothing` is `low_freq_factor`, `high_freq_factor` and `old_context_len` of Llama 3.1.
     """
-    table = _choose(_computed, "interleave", interleave)
+    table = _computed[checks.flag("interleave", interleave)]
     q_out, k_out = (q, k) if inplace else (_like(q), _like(k))
     numbers = rope_scale, rope_theta, smoothing
     try:
-        dim = (q.shape or (0,))[-1] if rotary_dim is None else rotary_dim
-        table[q.dtype](q_out, k_out, q, k, pos_ids, indptr, offsets, dim, *numbers)
-    except UNUSUAL as error:
-        kernel = table.load(error, q=q)
-        dim = (q.shape or (0,))[-1] if rotary_dim is None else rotary_dim
-        kernel(q_out, k_out, q, k, pos_ids, indptr, offsets, dim, *numbers)
+        kernel = table[q.dtype]
+    except NOT_LOADED:
+        kernel = table.load(q=q)
+    dim = (q.shape or (0,))[-1] if rotary_dim is None else rotary_dim
+    kernel(q_out, k_out, q, k, pos_ids, indptr, offsets, dim, *numbers)
     return q_out, k_out
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     """Room for a result; what is no tensor is passed on for the kernel to refuse by name."""
     return torch.empty_like(tensor) if isinstance(tensor, torch.Tensor) else tensor
-
-
-def _require(name: str, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
 
 
 @flashinfer_api(trace=apply_rope_trace)
@@ -195,7 +183,7 @@ def apply_rope_pos_ids(
     q, k, rotary_dim, interleave, rope_scale, rope_theta
         As for `apply_rope`, which also describes results and errors.
     """
-    _require("pos_ids", pos_ids)
+    checks.tensor("pos_ids", pos_ids)
     return _apply(False, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta)
 
 
@@ -210,7 +198,7 @@ def apply_rope_pos_ids_inplace(
     rope_theta: float = 1e4,
 ) -> None:
     """`apply_rope_pos_ids` over `q` and `k`, which may share no memory."""
-    _require("pos_ids", pos_ids)
+    checks.tensor("pos_ids", pos_ids)
     _apply(True, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta)
 
 
@@ -298,7 +286,7 @@ def apply_llama31_rope_pos_ids(
     old_context_len: int = 8192,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`apply_llama31_rope` with a position for each token, as in `apply_rope_pos_ids`."""
-    _require("pos_ids", pos_ids)
+    checks.tensor("pos_ids", pos_ids)
     smoothing = low_freq_factor, high_freq_factor, old_context_len
     return _apply(
         False, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta, smoothing
@@ -319,7 +307,7 @@ def apply_llama31_rope_pos_ids_inplace(
     old_context_len: int = 8192,
 ) -> None:
     """`apply_llama31_rope_pos_ids` over `q` and `k`, which may share no memory."""
-    _require("pos_ids", pos_ids)
+    checks.tensor("pos_ids", pos_ids)
     smoothing = low_freq_factor, high_freq_factor, old_context_len
     _apply(
         True, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta, smoothing
@@ -404,11 +392,9 @@ def _apply_cached(
     cos_sin_cache: torch.Tensor,
     is_neox: bool,
 ) -> None:
-    table = _choose(_cached, "is_neox", is_neox)
+    table = _cached[checks.flag("is_neox", is_neox)]
     try:
-        table[query.dtype, cos_sin_cache.dtype](
-            query_out, key_out, positions, query, key, head_size, cos_sin_cache
-        )
-    except UNUSUAL as error:
-        kernel = table.load(error, query=query, cos_sin_cache=cos_sin_cache)
-        kernel(query_out, key_out, positions, query, key, head_size, cos_sin_cache)
+        kernel = table[query.dtype, cos_sin_cache.dtype]
+    except NOT_LOADED:
+        kernel = table.load(query=query, cos_sin_cache=cos_sin_cache)
+    kernel(query_out, key_out, positions, query, key, head_size, cos_sin_cache)

@@ -92,11 +92,6 @@ def row_ints(value: Any) -> Any:
     return value
 
 
-def check_flag(name: str, value: Any) -> None:
-    if not isinstance(plain(value), (bool, type(None))):
-        raise TypeError(f"`{name}` must be True, False or None, got {type(value).__name__}")
-
-
 def refuse_nan(name: str, rows: torch.Tensor) -> None:
     if bool(torch.isnan(rows).any()):
         raise ValueError(f"`{name}` must not contain NaN (`check_nan` is set)")

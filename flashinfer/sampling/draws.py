@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .._common.kernels import UNUSUAL, check_cuda_tensors
+from .._common import checks
+from .._common.kernels import NOT_LOADED
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
 from ..jit.sampling import Filter, Output
@@ -19,7 +20,7 @@ from ..trace.templates.sampling import (
     top_k_top_p_sampling_from_probs_trace,
     top_p_sampling_from_probs_trace,
 )
-from ._inputs import Seed, check_flag, refuse_nan, resolve_seed, row_floats, row_ints
+from ._inputs import Seed, refuse_nan, resolve_seed, row_floats, row_ints
 from ._kernels import SamplingKernels, statistics_of
 
 _from_probs = {f: SamplingKernels(f, Output.TOKEN, logits=False) for f in Filter}
@@ -43,19 +44,19 @@ def _sample(
     """One token per row (or per entry of `indices`)."""
     try:
         kernel = kernels[rows.dtype]
-    except UNUSUAL as error:
-        kernel = kernels.load(error, **{kernels.name: rows})
-    check_flag("deterministic", deterministic)
+    except NOT_LOADED:
+        kernel = kernels.load(**{kernels.name: rows})
+    checks.optional_flag("deterministic", deterministic)
     if check_nan:
-        check_flag("check_nan", check_nan)
+        checks.optional_flag("check_nan", check_nan)
         refuse_nan(kernels.name, rows)
     if return_valid:
-        check_flag("return_valid", return_valid)
+        checks.optional_flag("return_valid", return_valid)
     device = rows.device
     if indices is None:
         samples = torch.empty(rows.shape[:1], dtype=torch.int32, device=device)
     else:
-        check_cuda_tensors(indices=indices)
+        checks.cuda_tensors(indices=indices)
         samples = torch.empty(indices.shape, dtype=indices.dtype, device=device)
     valid = torch.empty(samples.shape, dtype=torch.bool, device=device) if return_valid else None
     statistics = statistics_of(kernel, rows, samples.numel())

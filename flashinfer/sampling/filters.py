@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .._common.kernels import UNUSUAL
+from .._common import checks
+from .._common.kernels import NOT_LOADED
 from .._instrument.decorator import flashinfer_api
 from ..jit.sampling import Filter, Output
 from ..trace.templates.sampling import (
@@ -15,7 +16,7 @@ from ..trace.templates.sampling import (
     top_k_renorm_probs_trace,
     top_p_renorm_probs_trace,
 )
-from ._inputs import check_flag, row_floats, row_ints
+from ._inputs import row_floats, row_ints
 from ._kernels import SamplingKernels, statistics_of
 
 _softmax = SamplingKernels(Filter.NONE, Output.PROBS, logits=True)
@@ -70,8 +71,8 @@ def softmax(
         temperature = row_floats(temperature)
     try:
         kernel = _softmax[logits.dtype]
-    except UNUSUAL as error:
-        kernel = _softmax.load(error, logits=logits)
+    except NOT_LOADED:
+        kernel = _softmax.load(logits=logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     statistics = statistics_of(kernel, logits, logits.shape[:1].numel())
     kernel.run(out, statistics, logits, temperature, enable_pdl)
@@ -81,8 +82,8 @@ def softmax(
 def _filter_rows(kernels: SamplingKernels, rows: torch.Tensor, value: Any) -> torch.Tensor:
     try:
         kernel = kernels[rows.dtype]
-    except UNUSUAL as error:
-        kernel = kernels.load(error, **{kernels.name: rows})
+    except NOT_LOADED:
+        kernel = kernels.load(**{kernels.name: rows})
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     kernel.run(out, None, rows, value, None)
     return out
@@ -114,7 +115,7 @@ def top_k_renorm_probs(
     TypeError, ValueError
         As for `softmax`.
     """
-    check_flag("is_deterministic", is_deterministic)
+    checks.optional_flag("is_deterministic", is_deterministic)
     return _filter_rows(_top_k_renorm, probs, row_ints(top_k))
 
 
@@ -143,7 +144,7 @@ def top_p_renorm_probs(
     TypeError, ValueError
         As for `softmax`.
     """
-    check_flag("is_deterministic", is_deterministic)
+    checks.optional_flag("is_deterministic", is_deterministic)
     return _filter_rows(_top_p_renorm, probs, row_floats(top_p))
 
 

@@ -6,12 +6,13 @@ from typing import cast
 
 import torch
 
+from .._common import checks
 from .._common.dtypes import check_dtype
-from .._common.kernels import UNUSUAL, Kernel, KernelTable, check_cuda_tensors
+from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
 from ..jit.speculative import SpeculativeConfig, gen_speculative_module
 from ..trace.templates.sampling import chain_speculative_sampling_trace
-from ._inputs import check_flag, resolve_seed
+from ._inputs import resolve_seed
 
 
 def _speculative_kernel(dtype: torch.dtype) -> Kernel:
@@ -77,9 +78,9 @@ def chain_speculative_sampling(
     """
     try:
         kernel = _chain_speculative[draft_probs.dtype]
-    except UNUSUAL as error:
-        kernel = _chain_speculative.load(error, draft_probs=draft_probs)
-    check_cuda_tensors(draft_token_ids=draft_token_ids, target_probs=target_probs)
+    except NOT_LOADED:
+        kernel = _chain_speculative.load(draft_probs=draft_probs)
+    checks.cuda_tensors(draft_token_ids=draft_token_ids, target_probs=target_probs)
     device, batch = draft_probs.device, draft_probs.shape[:1]
     token_ids = torch.empty(target_probs.shape[:2], dtype=torch.int32, device=device)
     accepted = maybe_output_accepted_token_num
@@ -88,7 +89,7 @@ def chain_speculative_sampling(
     emitted = maybe_output_emitted_draft_token_num
     if emitted is None:
         emitted = torch.zeros(batch, dtype=torch.int32, device=device)
-    check_flag("deterministic", deterministic)
+    checks.optional_flag("deterministic", deterministic)
     seed, offset = resolve_seed(seed, offset, generator, device)
     inputs = (draft_probs, draft_token_ids, target_probs)
     kernel(token_ids, accepted, emitted, *inputs, seed, offset, None)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._common.dtypes import torch_name
 from ..trace.specs import argument_of
 from ..trace.standalone import required_parameters
 from ..trace.template import resolve_template
@@ -161,7 +162,7 @@ def _describe(arguments: Mapping[str, Any]) -> str:
             return f"({', '.join(map(text, value))})"
         if not isinstance(value, torch.Tensor):
             return repr(value)
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = torch_name(value.dtype)
         contiguous = "" if value.is_contiguous() else f" stride {tuple(value.stride())}"
         offset = f" offset {value.storage_offset()}" if value.storage_offset() else ""
         return f"{dtype}{list(value.shape)}{contiguous}{offset} on {value.device}"

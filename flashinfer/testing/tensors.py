@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .._common.dtypes import torch_name
+
 __all__ = [
     "clone_arguments",
     "copies_to_exceed",
@@ -120,7 +122,7 @@ def fill_with_poison(tensor: torch.Tensor) -> torch.Tensor:
 
     Floating types become NaN (one-byte formats through their NaN byte), every other type the byte
     0xA5 repeated."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = torch_name(tensor.dtype)
     if tensor.is_floating_point() and name not in _NAN_BYTE and tensor.element_size() > 1:
         return tensor.fill_(float("nan"))
     byte = _NAN_BYTE.get(name, POISON_BYTE)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .specs import Scalar, Tensor, dtype_name
+from .._common.dtypes import torch_name
+from .specs import Scalar, Tensor
 
 
 def folded_shape(param: str, spec: Tensor, tensor: torch.Tensor) -> list[int]:
@@ -60,10 +61,10 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
     if value is None and spec.optional:
         return
     if isinstance(value, torch.Tensor) and spec.tensor:
-        if value.numel() != 1 or dtype_name(value.dtype) != spec.dtype:
+        if value.numel() != 1 or torch_name(value.dtype) != spec.dtype:
             raise ValueError(
                 f"`{param}` must be a number or a {spec.dtype} tensor of one element, got "
-                f"{dtype_name(value.dtype)} of shape {list(value.shape)}"
+                f"{torch_name(value.dtype)} of shape {list(value.shape)}"
             )
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -78,15 +79,6 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
         raise ValueError(f"`{param}` must be greater than {spec.above}, got {value}")
     if spec.dtype == "float32" and spec.above == 0 and value < _FLOAT32.tiny:
         raise ValueError(f"`{param}` must be positive in float32, got {value}")
-
-
-def check_option(param: str, allowed: tuple[Any, ...], value: Any) -> None:
-    """Refuse a value that is not one of `allowed`; 1 is not True."""
-    if any(type(value) is type(a) and value == a for a in allowed):
-        return
-    error = ValueError if any(type(value) is type(a) for a in allowed) else TypeError
-    choices = " or ".join(map(repr, allowed))
-    raise error(f"`{param}` must be {choices}, got {value!r}")
 
 
 def check_one_device(arguments: Mapping[str, Any]) -> None:

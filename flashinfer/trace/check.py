@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .specs import dtype_name
+from .._common.dtypes import torch_name
 
 
 def default_tolerances(dtype: torch.dtype | str) -> tuple[float, float]:
@@ -25,7 +25,7 @@ def default_tolerances(dtype: torch.dtype | str) -> tuple[float, float]:
     tuple of float
         ``(rtol, atol)``; zeros for integers and bool, which must agree exactly.
     """
-    kind: torch.dtype = getattr(torch, dtype_name(dtype))
+    kind: torch.dtype = getattr(torch, torch_name(dtype))
     if not kind.is_floating_point:
         return 0.0, 0.0
     # float32 kernels sum in float32 in another order: allow for a few hundred roundings.

@@ -11,16 +11,6 @@ import torch
 FLOATING = ("bfloat16", "float16", "float32")
 """The dtypes of activations that kernels read."""
 
-SHORT_DTYPE = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-}
-"""Dtypes in the names of definitions."""
-
 
 @dataclass(frozen=True)
 class Var:
@@ -166,11 +156,6 @@ def argument_of(key: str, spec: Value, arguments: Mapping[str, Any]) -> Any:
     if isinstance(spec, Tensor) and spec.tuple_idx is not None and value is not None:
         return value[spec.tuple_idx]
     return value
-
-
-def dtype_name(dtype: torch.dtype | str) -> str:
-    """``"bfloat16"`` for `torch.bfloat16`, ``"torch.bfloat16"`` and ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def axis_without_tensor(

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from .arguments import check_layout, check_option, check_scalar, folded_shape
+from .._common.checks import choice
+from .._common.dtypes import SHORT_FLOATS, torch_name
+from .arguments import check_layout, check_scalar, folded_shape
 from .specs import (
-    SHORT_DTYPE,
     Axis,
     Const,
     Scalar,
@@ -30,7 +31,6 @@ from .specs import (
     argument_of,
     axis_json,
     axis_without_tensor,
-    dtype_name,
     value_json,
 )
 from .standalone import required_parameters, standalone_reference
@@ -231,7 +231,7 @@ class TraceTemplate:
                 continue
             tensor = argument_of(key, spec, arguments)
             declared = self._declared_dtype(spec, names, arguments)
-            observed = dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else declared
+            observed = torch_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else declared
             if observed is None:
                 if key in self.outputs:
                     raise ValueError(f"{self!r}: output {key!r} has no dtype in this call")
@@ -263,7 +263,7 @@ class TraceTemplate:
             if isinstance(spec, Scalar):
                 check_scalar(spec.param or key, spec, argument_of(key, spec, arguments))
         for name, allowed in self.options.items():
-            check_option(name, allowed, arguments.get(name, allowed[0]))
+            choice(name, arguments.get(name, allowed[0]), allowed)
         for hint in self.hints:
             if not isinstance(arguments.get(hint), (bool, type(None))):
                 raise TypeError(
@@ -294,10 +294,10 @@ class TraceTemplate:
             if spec.dtype_from in names:
                 return names[spec.dtype_from]
             source = arguments.get(spec.dtype_from)
-            return dtype_name(source.dtype) if isinstance(source, torch.Tensor) else None
+            return torch_name(source.dtype) if isinstance(source, torch.Tensor) else None
         if spec.dtype_from_scalar is not None:
             chosen = arguments.get(spec.dtype_from_scalar)
-            return self._default_dtype(spec, arguments) if chosen is None else dtype_name(chosen)
+            return self._default_dtype(spec, arguments) if chosen is None else torch_name(chosen)
         return None
 
     def _default_dtype(self, spec: Tensor, arguments: Mapping[str, Any]) -> str | None:
@@ -305,7 +305,7 @@ class TraceTemplate:
             if getattr(other, "dtype_from_scalar", None) == spec.dtype_from_scalar:
                 given = argument_of(key, other, arguments)
                 if isinstance(given, torch.Tensor):
-                    return dtype_name(given.dtype)
+                    return torch_name(given.dtype)
         return spec.dtype_default
 
     def _check_destination_types(self, arguments: Mapping[str, Any]) -> None:
@@ -355,7 +355,7 @@ class TraceTemplate:
             if isinstance(spec, Scalar) or key not in dtypes:
                 continue
             if spec.dtype is None and dtypes[key] != usual:
-                short = SHORT_DTYPE.get(dtypes[key], dtypes[key])
+                short = SHORT_FLOATS.get(dtypes[key], dtypes[key])
                 parts.append(short if key == next(iter(self.inputs)) else f"{key}_{short}")
             if key == next(iter(self.inputs)):
                 usual = dtypes[key]
@@ -363,7 +363,7 @@ class TraceTemplate:
             value = arguments.get(name, allowed[0])
             if value != allowed[0]:
                 flag = {True: name, False: f"no_{name}"}
-                text = value.name if isinstance(value, enum.Enum) else dtype_name(value).lower()
+                text = value.name if isinstance(value, enum.Enum) else torch_name(value).lower()
                 parts.append(flag[value] if isinstance(value, bool) else text)
         return "_".join(parts)
 
@@ -453,7 +453,7 @@ class TraceTemplate:
         """
         generator = torch.Generator(device="cpu").manual_seed(seed)
         arguments: dict[str, Any] = {}
-        fallback = dtype_name(dtype)
+        fallback = torch_name(dtype)
         for key, spec in self.inputs.items():
             if isinstance(spec, Scalar) or spec.optional:
                 continue

@@ -15,9 +15,8 @@ from examples.serve.engine import Engine, SamplingParams, load
 from examples.serve.modules import modules
 from examples.serve.runner import Runner
 from examples.serve.warmup import warm_up
-from flashinfer import activation
 from flashinfer._attention.plan.executor import AttentionExecutor
-from flashinfer._common import kernels as _kernels
+from flashinfer._common.kernels import KernelTable
 from flashinfer.jit import JitSpec, current_compilation_context, registry
 from flashinfer.jit.attention import AttentionConfig
 
@@ -44,9 +43,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of the modules that calls ask for from here on; the calls compute nothing."""
     names: set[str] = set()
 
-    def gen_act_and_load(name: str, dtype: torch.dtype) -> Any:
-        return activation.gen_act_and_mul_module(name, dtype).build_and_load()
-
     def load_module(spec: JitSpec) -> _Kernels:
         names.add(spec.name)
         return _Kernels()
@@ -55,13 +51,12 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         key = self._module_key(problem, None, 0, None, graph_capacity)
         names.update((AttentionConfig(*key[:-1]).uri, "attention_plan"))
 
-    def kernel_of(table: _kernels.KernelTable, key: Any) -> Any:
+    def kernel_of(table: KernelTable, key: Any) -> Any:
         return table._get_kernel(*(key if isinstance(key, tuple) else (key,)))
 
     monkeypatch.setattr(JitSpec, "build_and_load", load_module)
-    # Neither found nor kept in what outlives the test.
-    monkeypatch.setattr(activation, "get_act_and_mul_module", gen_act_and_load)
-    monkeypatch.setattr(_kernels.KernelTable, "__getitem__", kernel_of, raising=False)
+    # Kernels are neither found nor kept in what outlives the test.
+    monkeypatch.setattr(KernelTable, "__getitem__", kernel_of, raising=False)
     monkeypatch.setattr(AttentionExecutor, "plan", plan)
     monkeypatch.setattr(AttentionExecutor, "run", lambda *_: None)
     monkeypatch.setattr(Runner, "backend", lambda self: contextlib.nullcontext())

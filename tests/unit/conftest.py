@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer import sampling
-from flashinfer._common import kernels as _kernels
+from flashinfer._common import checks
 
 
 @pytest.fixture
@@ -24,8 +23,6 @@ def bindings_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def check_types_only(**tensors: Any) -> None:
         for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+            checks.tensor(name, tensor)
 
-    for module in (_kernels, sampling.draws, sampling.speculative):
-        monkeypatch.setattr(module, "check_cuda_tensors", check_types_only)
+    monkeypatch.setattr(checks, "cuda_tensors", check_types_only)

@@ -11,7 +11,7 @@ import torch
 
 from flashinfer import page, quantization
 from flashinfer._common import packbits
-from flashinfer._common.kernels import check_cuda_tensors
+from flashinfer._common.checks import cuda_tensors
 from tests.activation import test_activation_fuzz as activation
 from tests.cascade import test_cascade_fuzz as cascade
 from tests.cascade import test_concat_fuzz as concat
@@ -71,21 +71,21 @@ def test_bad_call_is_refused_by_name(family, function, fault):
 
 def test_a_sparse_tensor_is_refused_by_name():
     with pytest.raises(ValueError, match="`input` must be a dense tensor, got torch.sparse_coo"):
-        check_cuda_tensors(input=torch.ones(1).to_sparse())
+        cuda_tensors(input=torch.ones(1).to_sparse())
 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_without_a_gpu_the_reference_backend_is_named(monkeypatch: pytest.MonkeyPatch, gpu: bool):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     with pytest.raises(ValueError, match="`input` must be a CUDA tensor, got one on cpu") as error:
-        check_cuda_tensors(input=torch.ones(1))
+        cuda_tensors(input=torch.ones(1))
     assert ("FLASHINFER_BACKEND=reference" in str(error.value)) == (not gpu)
 
 
 def test_tokens_that_int32_does_not_count():
     indptr = torch.tensor([0, 3], dtype=torch.int32)
     for nnz in (2**31, 2**70):
-        with pytest.raises(ValueError, match=rf"`nnz` must be between 0 and 2\^31 - 1, got {nnz}"):
+        with pytest.raises(ValueError, match=rf"`nnz` must be from 0 to {2**31 - 1}, got {nnz}"):
             page.get_batch_indices_positions(indptr, indptr[1:], nnz)
 
 

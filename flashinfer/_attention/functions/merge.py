@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import torch
 
+from ..._common import checks
 from ..._common.dtypes import FLOAT, check_dtype
-from ..._common.kernels import UNUSUAL, Kernel, KernelTable
+from ..._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ..._instrument.decorator import flashinfer_api
 from ...jit.cascade import CascadeConfig, gen_cascade_module
 from ...trace.templates.cascade import (
@@ -49,9 +50,7 @@ _merge_states = _table("merge_states", "v", pair=False)
 
 def _like(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Room for a result of the shape of argument `name`."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-    return torch.empty_like(tensor)
+    return torch.empty_like(checks.tensor(name, tensor))
 
 
 @flashinfer_api(trace=merge_state_trace)
@@ -98,10 +97,10 @@ def merge_state(
     """
     v, s = _like("v_a", v_a), _like("s_a", s_a)
     try:
-        _merge_state[v_a.dtype](v, s, v_a, s_a, v_b, s_b)
-    except UNUSUAL as error:
-        kernel = _merge_state.load(error, v_a=v_a)
-        kernel(v, s, v_a, s_a, v_b, s_b)
+        kernel = _merge_state[v_a.dtype]
+    except NOT_LOADED:
+        kernel = _merge_state.load(v_a=v_a)
+    kernel(v, s, v_a, s_a, v_b, s_b)
     return v, s
 
 
@@ -131,10 +130,10 @@ def merge_state_in_place(
         As for `merge_state`.
     """
     try:
-        _merge_state_in_place[v.dtype](v, s, v_other, s_other, mask)
-    except UNUSUAL as error:
-        kernel = _merge_state_in_place.load(error, v=v)
-        kernel(v, s, v_other, s_other, mask)
+        kernel = _merge_state_in_place[v.dtype]
+    except NOT_LOADED:
+        kernel = _merge_state_in_place.load(v=v)
+    kernel(v, s, v_other, s_other, mask)
 
 
 @flashinfer_api(trace=merge_states_trace)
@@ -165,16 +164,15 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     -----
     States are merged in their order: the result repeats bit for bit. Source as for `merge_state`.
     """
-    if not isinstance(v, torch.Tensor):
-        raise TypeError(f"`v` must be a torch.Tensor, got {type(v).__name__}")
+    checks.tensor("v", v)
     if v.ndim != 4:
         raise ValueError(f"`v` must have 4 dimensions, got shape {list(v.shape)}")
     num_tokens, _, num_heads, head_dim = v.shape
     v_out = torch.empty(num_tokens, num_heads, head_dim, dtype=v.dtype, device=v.device)
     s_out = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=v.device)
     try:
-        _merge_states[v.dtype](v_out, s_out, v, s)
-    except UNUSUAL as error:
-        kernel = _merge_states.load(error, v=v)
-        kernel(v_out, s_out, v, s)
+        kernel = _merge_states[v.dtype]
+    except NOT_LOADED:
+        kernel = _merge_states.load(v=v)
+    kernel(v_out, s_out, v, s)
     return v_out, s_out

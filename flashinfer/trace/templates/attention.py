@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_option
+from ..._common.checks import choice
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention_arguments import (
@@ -283,10 +283,10 @@ def by_lse(
 
     def choose(**arguments: Any) -> TraceTemplate:
         return_lse = arguments.get("return_lse", False)
-        check_option("return_lse", (False, True), return_lse)
+        choice("return_lse", return_lse, (False, True))
         if turned is not None:
-            check_option("lse_base", ("log2", "ln"), arguments.get("lse_base", "log2"))
-            check_option("lse_layout", ("NH", "HN"), arguments.get("lse_layout", "NH"))
+            choice("lse_base", arguments.get("lse_base", "log2"), ("log2", "ln"))
+            choice("lse_layout", arguments.get("lse_layout", "NH"), ("NH", "HN"))
         if not return_lse and arguments.get("lse") is None:
             return without
         template = returned

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_option
+from ..._common.checks import choice
+from ..._common.dtypes import torch_name
 
 Arguments = Mapping[str, Any]
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -83,7 +84,7 @@ def _check_kv_dtype(q: Any, name: str, kv: torch.Tensor) -> None:
     float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
     allowed = (q.dtype,) if q.dtype in float8 else (q.dtype, *float8)
     if kv.dtype not in allowed:
-        choices = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        choices = " or ".join(torch_name(dtype) for dtype in allowed)
         raise ValueError(f"`{name}` must have dtype {choices}, got {kv.dtype}")
 
 
@@ -114,7 +115,7 @@ def _single_options(
 ) -> dict[str, Any]:
     """Scalars and flags of a function without plan; `factor` joins `sm_scale`."""
     mode = arguments.get("pos_encoding_mode", "NONE")
-    check_option("pos_encoding_mode", POS_ENCODINGS, mode)
+    choice("pos_encoding_mode", mode, POS_ENCODINGS)
     sm_scale = _number("sm_scale", arguments.get("sm_scale"), 1 / math.sqrt(max(head_dim, 1)))
     window = _window(arguments.get("window_left"))
     soft_cap = _number("logits_soft_cap", arguments.get("logits_soft_cap"), 0.0)
@@ -138,7 +139,7 @@ def _single_options(
 
 def _keys(name: str, value: Any, kv_layout: Any) -> torch.Tensor:
     """Keys or values as [tokens, heads, dim], from NHD or HND."""
-    check_option("kv_layout", ("NHD", "HND"), kv_layout)
+    choice("kv_layout", kv_layout, ("NHD", "HND"))
     tensor = _tensor(name, value, 3)
     return tensor if kv_layout == "NHD" else tensor.transpose(0, 1)
 
@@ -148,7 +149,7 @@ def gather_single_decode(arguments: Arguments) -> dict[str, Any]:
     kv_layout = arguments.get("kv_layout", "NHD")
     k, v = (_keys(name, arguments[name], kv_layout) for name in ("k", "v"))
     _check_kv_dtype(q, "k", k)
-    check_option("use_tensor_cores", (False, True), arguments.get("use_tensor_cores", False))
+    choice("use_tensor_cores", arguments.get("use_tensor_cores", False), (False, True))
     scales = {name: arguments.get(name) for name in _SCALES}
     factor, v_scale, of_heads = _split_scales(scales, q, k.shape[1])
     options = _single_options(arguments, q.shape[-1], factor, v_scale)
@@ -162,11 +163,11 @@ def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
     _check_kv_dtype(q, "k", k)
     mask = _single_mask(arguments, len(q), len(k))
     causal = arguments.get("causal", False)
-    check_option("causal", (False, True), causal)
-    check_option("backend", ("auto", "fa2", "fa3"), arguments.get("backend", "auto"))
+    choice("causal", causal, (False, True))
+    choice("backend", arguments.get("backend", "auto"), ("auto", "fa2", "fa3"))
     fp16_sums = arguments.get("use_fp16_qk_reduction", False)
-    check_option("use_fp16_qk_reduction", (False,), fp16_sums)
-    check_option("kv_cache_sf", (None,), arguments.get("kv_cache_sf"))
+    choice("use_fp16_qk_reduction", fp16_sums, (False,))
+    choice("kv_cache_sf", arguments.get("kv_cache_sf"), (None,))
     scales = {"scale_q": arguments.get("scale_q")}
     for operand in "kv":
         names = (f"scale_{operand}", f"{operand}_scale")
@@ -423,7 +424,7 @@ def _with_padding(inputs: Arguments, rows: int, tokens_per_request: int) -> dict
 def gather_paged_decode(run: Arguments) -> dict[str, Any]:
     """Of a decode wrapper's `run`."""
     per_request = planned(run).tokens_per_request
-    check_option("q_len_per_req", (None, per_request), run.get("q_len_per_req"))
+    choice("q_len_per_req", run.get("q_len_per_req"), (None, per_request))
     inputs = gather_paged(run)
     if per_request == 1:
         del inputs["qo_indptr"]
@@ -447,6 +448,6 @@ def destinations(run: Arguments) -> dict[str, Any]:
     """Where results go, and what is refused when it is not the default."""
     for name, allowed in _UNSUPPORTED.items():
         if name in run:
-            check_option(name, allowed, run[name])
+            choice(name, run[name], allowed)
     kept = ("out", "lse", "enable_pdl", "lse_base", "lse_layout")
     return {name: run[name] for name in kept if name in run}

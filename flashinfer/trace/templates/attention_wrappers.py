@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_option
+from ..._common.checks import choice
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor, paged_template
@@ -110,7 +110,7 @@ def _cascade_reference(
 
 def _gather_batch_attention(run: Arguments) -> dict[str, Any]:
     problem = planned(run)
-    check_option("profiler_buffer", (None,), run.get("profiler_buffer"))
+    choice("profiler_buffer", run.get("profiler_buffer"), (None,))
     cap = run.get("logits_soft_cap")
     if cap and cap != problem.logits_soft_cap:
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..._common.cache_layout import of_pages
-from ..arguments import check_option
+from ..._common.checks import choice
 from ..specs import Axis, Const, Tensor, Value, Var
 from ..template import TraceTemplate
 
@@ -238,7 +238,7 @@ def _with_pages(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _append_paged_kv_cache_trace(**arguments: Any) -> TraceTemplate:
     fused = isinstance(arguments.get("paged_kv_cache"), torch.Tensor)
     kv_layout = arguments.get("kv_layout", "NHD")
-    check_option("kv_layout", ("NHD", "HND"), kv_layout)
+    choice("kv_layout", kv_layout, ("NHD", "HND"))
     return _KV_TEMPLATES[fused, kv_layout]
 
 

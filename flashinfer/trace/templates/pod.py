@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_option
+from ..._common.checks import choice
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, indices, kv_tensor
@@ -133,7 +133,7 @@ def _problems(run: Arguments) -> tuple[Any, Any]:
     wrapper = run.get("self")
     if wrapper is None:
         raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
-    check_option("use_fp16_qk_reduction", (False,), run.get("use_fp16_qk_reduction", False))
+    choice("use_fp16_qk_reduction", run.get("use_fp16_qk_reduction", False), (False,))
     if run.get("args"):
         raise TypeError("run() has no additional arguments")
     defaults = inspect.signature(type(wrapper).run).parameters
@@ -370,13 +370,13 @@ _BATCH_POD = {lse: _batch_pod_template(lse) for lse in (False, True)}
 def pod_run_trace(**arguments: Any) -> TraceTemplate:
     """The template by what of a `PODWithPagedKVCacheWrapper.run` is returned."""
     for name in ("return_lse_p", "return_lse_d"):
-        check_option(name, (False, True), arguments.get(name, False))
+        choice(name, arguments.get(name, False), (False, True))
     return _POD[arguments.get("return_lse_p", False), arguments.get("return_lse_d", False)]
 
 
 def batch_pod_run_trace(**arguments: Any) -> TraceTemplate:
     """The template of a `BatchPODWithPagedKVCacheWrapper.run` with or without LSE."""
-    check_option("return_lse", (False, True), arguments.get("return_lse", False))
+    choice("return_lse", arguments.get("return_lse", False), (False, True))
     return _BATCH_POD[arguments.get("return_lse", False)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_option
+from ..._common.checks import choice
 from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .rope import _rotate
@@ -219,7 +219,7 @@ _PLAIN, _FP8 = _template(False), _template(True)
 
 def _trace(**arguments: Any) -> TraceTemplate:
     output_fp8 = arguments.get("output_fp8", False)
-    check_option("output_fp8", (False, True), output_fp8)
+    choice("output_fp8", output_fp8, (False, True))
     return _FP8 if output_fp8 else _PLAIN
 
 

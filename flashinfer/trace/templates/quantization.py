@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..._common.dtypes import torch_name
 from ...tllm_enums import SfLayout
 from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Var
 from ..template import TraceTemplate
@@ -260,7 +261,7 @@ def _group_quant_trace(dtype: torch.dtype, *, silu_and_mul: bool) -> TraceTempla
         reference = _silu_and_mul_per_token_group_quant_8bit_reference
         options = {}
     is_default = dtype == torch.float8_e4m3fn
-    name = str(dtype).removeprefix("torch.")
+    name = torch_name(dtype)
     options |= {
         "dst_dtype": (None, dtype) if is_default else (dtype,),
         "column_major_scales": (False, True),

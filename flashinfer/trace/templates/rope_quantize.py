@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_option
+from ..._common.checks import choice
 from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .page import _TABLE, _TABLE_AXES, _slots, example_table
@@ -392,7 +392,7 @@ _APPEND_TEMPLATES = {
 
 def _append_trace(**arguments: Any) -> TraceTemplate:
     kv_layout = arguments.get("kv_layout", "NHD")
-    check_option("kv_layout", ("NHD", "HND"), kv_layout)
+    choice("kv_layout", kv_layout, ("NHD", "HND"))
     return _APPEND_TEMPLATES["mla" if arguments.get("v") is None else kv_layout]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var, dtype_name
+from ..._common.dtypes import torch_name
+from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .sampling_reference import (
     _chain_speculative_sampling_reference,
@@ -50,7 +51,7 @@ def _passed_tensors(names: tuple[str, ...], arguments: Mapping[str, Any]) -> fro
     """The parameters of a call that are tensors."""
     tensors = {n: v for n, v in arguments.items() if n in names and isinstance(v, torch.Tensor)}
     return frozenset(
-        (name, dtype_name(value.dtype), name in ("seed", "offset") and value.numel() == 1)
+        (name, torch_name(value.dtype), name in ("seed", "offset") and value.numel() == 1)
         for name, value in tensors.items()
     )
 
@@ -157,7 +158,7 @@ def _draw_trace(
     def dispatch(**arguments: Any) -> TraceTemplate:
         absent = frozenset(n for n in ("seed", "offset") if arguments.get(n) is None)
         indices = arguments.get("indices")
-        dtype = dtype_name(indices.dtype) if isinstance(indices, torch.Tensor) else None
+        dtype = torch_name(indices.dtype) if isinstance(indices, torch.Tensor) else None
         valid = bool(arguments.get("return_valid", False))
         return make(_passed_tensors(names, arguments), absent, dtype, valid)
 

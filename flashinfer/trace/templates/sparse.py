@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_option
+from ..._common.checks import choice
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor
@@ -130,7 +130,7 @@ def _options(run: Arguments, problem: Any) -> dict[str, Any]:
     if problem.logits_soft_cap > 0.0:
         options["logits_soft_cap"] = problem.logits_soft_cap
     for name in ("scale_q", "scale_k", "scale_v"):
-        check_option(name, (None,), run.get(name))
+        choice(name, run.get(name), (None,))
     return options | {name: run[name] for name in ("out", "lse", "enable_pdl") if name in run}
 
 
