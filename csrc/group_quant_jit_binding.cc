@@ -76,75 +76,101 @@ struct Names {
 };
 constexpr Names kNames[] = {{"input", "global_scale"}, {"x", ""}, {"a", "a_global_sf"}};
 
-void run(ffi::Args& args) {
-  const Names names = kNames[args.integer_in("names", 0, 2)];
-  const ffi::Tensor out = args.tensor("out"), scale = args.tensor("scale");
-  const ffi::Tensor input = args.tensor(names.input);
-  const ffi::Tensor global_scale = args.optional_tensor(names.global_scale);
-  // Quotients stay exact as long as neither the scale nor its reciprocal is subnormal.
-  const double eps = args.number_in("eps", 1e-30, 1e30);
-  const bool invert = args.flag("is_global_scale_inversed");
-  const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
-  args.all_taken();
+struct Call {
+  ffi::Tensor out, scale, input, global_scale;
+  double eps;
+  bool invert;
+  ffi::Args::Flag enable_pdl;
 
+  int64_t num_cols() const { return kSiluAndMul ? input.dim(-1) / 2 : input.dim(-1); }
+  int64_t num_rows() const { return leading_size(input); }
+  int64_t out_cols() const { return out.dim(-1) * kCodesPerByte; }
+  // An empty tensor has no strides worth a check.
+  bool is_empty() const { return num_rows() == 0 || out_cols() == 0; }
+};
+
+Call take(ffi::Args& args) {
+  const Names names = kNames[args.integer_in("names", 0, 2)];
+  Call call;
+  call.out = args.tensor("out");
+  call.scale = args.tensor("scale");
+  call.input = args.tensor(names.input);
+  call.global_scale = args.optional_tensor(names.global_scale);
+  // Quotients stay exact as long as neither the scale nor its reciprocal is subnormal.
+  call.eps = args.number_in("eps", 1e-30, 1e30);
+  call.invert = args.flag("is_global_scale_inversed");
+  call.enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
+  return call;
+}
+
+void check(const Call& call) {
+  const ffi::Tensor &out = call.out, &scale = call.scale, &input = call.input;
   ffi::check_dtype(input, kDtype);
   ffi::check_ndim(input, 1, 8);
-  const int64_t num_cols = kSiluAndMul ? input.dim(-1) / 2 : input.dim(-1);
-  if ((kSiluAndMul && input.dim(-1) % 2 != 0) || num_cols % kGroupSize != 0) {
+  if ((kSiluAndMul && input.dim(-1) % 2 != 0) || call.num_cols() % kGroupSize != 0) {
     ffi::raise("ValueError",
                "`%s` must have a last dimension of whole groups of %lld values%s, got shape %s",
                input.name, static_cast<long long>(kGroupSize),
                kSiluAndMul ? ", twice (gate and up)" : "", input.shape_text().c_str());
   }
-  check_out(out, input, num_cols);
-  const int64_t num_rows = leading_size(input), out_cols = out.dim(-1) * kCodesPerByte;
-  check_scale(scale, num_rows, out_cols / kGroupSize);
-  if (num_rows > INT32_MAX || out_cols > INT32_MAX) {
+  check_out(out, input, call.num_cols());
+  check_scale(scale, call.num_rows(), call.out_cols() / kGroupSize);
+  if (call.num_rows() > INT32_MAX || call.out_cols() > INT32_MAX) {
     ffi::raise("ValueError", "`%s` must have fewer than 2^31 rows and columns, got shape %s",
                input.name, input.shape_text().c_str());
   }
-  // An empty tensor has no strides worth a check.
-  const bool is_empty = num_rows == 0 || out_cols == 0;
-  if (!is_empty) ffi::check_last_dim_contiguous(input);
-  const int64_t input_stride = is_empty ? 0 : ffi::row_stride(input);
+  if (!call.is_empty()) {
+    ffi::check_last_dim_contiguous(input);
+    ffi::row_stride(input);
+  }
   ffi::check_disjoint(out, input);
   ffi::check_disjoint(scale, input);
   ffi::check_disjoint(out, scale);
-  if (global_scale) {
-    ffi::check_dtype(global_scale, ffi::dtype::float32);
-    if (global_scale.numel() != 1) {
-      ffi::raise("ValueError", "`%s` must have one element, got shape %s", global_scale.name,
-                 global_scale.shape_text().c_str());
+  if (call.global_scale) {
+    ffi::check_dtype(call.global_scale, ffi::dtype::float32);
+    if (call.global_scale.numel() != 1) {
+      ffi::raise("ValueError", "`%s` must have one element, got shape %s", call.global_scale.name,
+                 call.global_scale.shape_text().c_str());
     }
-    ffi::check_disjoint(out, global_scale);
+    ffi::check_disjoint(out, call.global_scale);
   }
-
   ffi::check_cuda(input);
-  for (const ffi::Tensor& tensor : {out, scale, global_scale}) {
+  for (const ffi::Tensor& tensor : {out, scale, call.global_scale}) {
     if (tensor) ffi::check_same_device(tensor, input);
   }
-  if (is_empty) return;
+}
 
+GroupQuantParams params_of(const Call& call) {
+  const auto num_groups = static_cast<uint32_t>(call.out_cols() / kGroupSize);
   GroupQuantParams params = {};
-  params.input = input.data();
-  params.out = out.data();
-  params.scale = scale.data();
-  params.global_scale = global_scale ? static_cast<const float*>(global_scale.data()) : nullptr;
-  params.input_stride = input_stride;
-  params.num_rows = static_cast<uint32_t>(num_rows);
-  params.num_cols = static_cast<uint32_t>(num_cols);
-  params.out_cols = static_cast<uint32_t>(out_cols);
+  params.input = call.input.data();
+  params.out = call.out.data();
+  params.scale = call.scale.data();
+  params.global_scale =
+      call.global_scale ? static_cast<const float*>(call.global_scale.data()) : nullptr;
+  params.input_stride = ffi::row_stride(call.input);
+  params.num_rows = static_cast<uint32_t>(call.num_rows());
+  params.num_cols = static_cast<uint32_t>(call.num_cols());
+  params.out_cols = static_cast<uint32_t>(call.out_cols());
   params.scale_rows = round_up(params.num_rows, Layout::kTileRows);
-  params.scale_cols = round_up(static_cast<uint32_t>(out_cols / kGroupSize), Layout::kTileCols);
-  params.scale_stride = kColumnMajor ? scale.dim(1) : 0;
-  params.eps = static_cast<float>(eps);
-  params.invert_global_scale = invert;
-  params.vectorizable =
-      input_stride % kVecSize == 0 && ffi::is_aligned(input, 16) && ffi::is_aligned(out, 16);
+  params.scale_cols = round_up(num_groups, Layout::kTileCols);
+  params.scale_stride = kColumnMajor ? call.scale.dim(1) : 0;
+  params.eps = static_cast<float>(call.eps);
+  params.invert_global_scale = call.invert;
+  params.vectorizable = params.input_stride % kVecSize == 0 && ffi::is_aligned(call.input, 16) &&
+                        ffi::is_aligned(call.out, 16);
+  return params;
+}
 
+void run(ffi::Args& args) {
+  const Call call = take(args);
+  check(call);
+  const ffi::Tensor& input = call.input;
+  if (call.is_empty()) return;
   const ffi::DeviceGuard guard(input);
-  ffi::check_launch(
-      group_quant(params, ffi::resolve_pdl(enable_pdl, input), ffi::current_stream(input)));
+  ffi::check_launch(group_quant(params_of(call), ffi::resolve_pdl(call.enable_pdl, input),
+                                ffi::current_stream(input)));
 }
 
 }  // namespace

@@ -54,8 +54,8 @@ class RowWriter {
   }
 
   // Where the sums of a row of the tile go in the workspace; writes its softmax sums.
-  __device__ __forceinline__ float* keep(int row, float largest, float sum,
-                                         bool writes_sums) const {
+  __device__ __forceinline__ float* partial_row(int row, float largest, float sum,
+                                                bool writes_sums) const {
     const int64_t partial =
         (int64_t{item_.partial_slot} * params_.num_kv_heads.divisor + kv_head_) *
             params_.rows_per_slot +
@@ -78,7 +78,7 @@ class RowWriter {
     for (int j = 0; j < Tile::kOutputTiles; j += 2) {
       const float (&a)[4] = state.output[i][j];
       const float (&b)[4] = state.output[i][j + 1];
-      if constexpr (Tile::kFloat8) {
+      if constexpr (Tile::kInterleavesColumns) {
         const float values[4] = {a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1]};
         store(output_column<true>(j, 0), values);
       } else {

@@ -144,7 +144,7 @@ class TileRows {
           float& logit = logits[i][j][e];
           const QueryRow& row = rows_[i][e / 2];
           const int kv_idx = column + j * 8 + e % 2 * (Tile::kNarrow ? 8 : 1);
-          if constexpr (Tile::kScaledQ) logit *= inverse_scale[i][e / 2];
+          if constexpr (Tile::kScalesQuery) logit *= inverse_scale[i][e / 2];
           if constexpr (Variant::kHasLogitsTransform) {
             if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
             logit = variant.LogitsTransform(view, logit, item_.request, row.qo_idx, kv_idx,
@@ -323,7 +323,7 @@ class TileRows {
   // visible tokens are NaN, of which the minimum is the logit, and those of hidden tokens stay at
   // minus infinity.
   static constexpr bool kHidesByBounds =
-      Tile::kStoresMatrices && Variant::use_softmax && !kReadsMask;
+      Tile::kHidesByMinimum && Variant::use_softmax && !kReadsMask;
   static constexpr int kHiddenBound = static_cast<int>(0xff800000u);  // minus infinity
   __device__ __forceinline__ static float hidden_bound(int first, int token) {
     return __int_as_float(__viaddmax_s32(first, token, kHiddenBound));

@@ -16,10 +16,11 @@ struct WarpState {
 
 // Column of the output at element `i` (0, 1) of output tile `tile`: 8-bit V comes with the even
 // columns of a block of 16 in one tile and the odd ones in the next.
-template <bool kFloat8>
+template <bool kInterleaves>
 __device__ __forceinline__ int output_column(int tile, int i) {
   const int quad_lane = threadIdx.x % 4;
-  return kFloat8 ? tile / 2 * 16 + quad_lane * 4 + 2 * i + tile % 2 : tile * 8 + quad_lane * 2 + i;
+  return kInterleaves ? tile / 2 * 16 + quad_lane * 4 + 2 * i + tile % 2
+                      : tile * 8 + quad_lane * 2 + i;
 }
 
 // Row within the tile of this thread's first row.

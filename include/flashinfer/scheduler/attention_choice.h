@@ -206,7 +206,8 @@ class KernelChooser {
   }
 
  private:
-  // As flashinfer/_attention/plan/executor.py has plans made: tile_kv and piece_tiles of PlanConfig.
+  // As flashinfer/_attention/plan/executor.py has plans made: tile_kv and piece_tiles of
+  // PlanConfig.
   static constexpr int64_t kPortableTileKV = 64, kPortablePiece = 1, kHopperPiece = 2;
 
   // Of the requests with so many rows.

@@ -32,7 +32,7 @@ struct AttentionTraits {
   static constexpr bool kWindow = kWindow_;
   static constexpr bool kRotate = kRotate_;
   static constexpr bool kTransformK = kRotate || Variant::kHasKeyTransform;
-  static_assert(!kTransformK || !Tile::kFloat8, "8-bit keys cannot be rotated in place");
+  static_assert(!kTransformK || !Tile::kKeysAre8Bit, "8-bit keys cannot be rotated in place");
 };
 
 // One work item by one CTA.
@@ -70,7 +70,7 @@ class TileWorker {
 
  private:
   static constexpr bool kConvertQuery =
-      Traits::kRotate || Variant::kHasQueryTransform || Tile::kFloat8;
+      Traits::kRotate || Variant::kHasQueryTransform || Tile::kKeysAre8Bit;
 
   // First half of loading q, ahead of K and V: the copies belong to the first group of the stream.
   __device__ __forceinline__ void begin_query() {
@@ -98,7 +98,7 @@ class TileWorker {
     }
     synchronize();
     if constexpr (Tile::kQInRegisters) query.load(shared_q());
-    if constexpr (Tile::kScaledQ) {
+    if constexpr (Tile::kScalesQuery) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
         for (int h = 0; h < 2; ++h) inverse_scale_[i][h] = row_scale_[thread_row<Tile>(i, h)];
@@ -122,7 +122,7 @@ class TileWorker {
     constexpr int kAhead = Tile::kSplitKV || kStages == 1 ? kStages : kStages - 1;
     // Addresses are made in the shadow of the products: 0.5 % of decode on an H200. With 8 bits,
     // whose copies wait for products, that costs as much.
-    constexpr bool kLocatesEarly = kAhead == kStages && !Tile::kFloat8;
+    constexpr bool kLocatesEarly = kAhead == kStages && !Tile::kKeysAre8Bit;
     const uint32_t shared_k = ptx::shared_address(stages_);
     TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
                                             blockIdx.y, shared_k, kStages);
@@ -133,7 +133,7 @@ class TileWorker {
       }
       ptx::cp_async_commit();
     };
-    constexpr std::bool_constant<!Tile::kFloat8 || !Tile::kSplitKV> kLooksAhead;
+    constexpr std::bool_constant<!Tile::kKeysAre8Bit || !Tile::kSplitKV> kLooksAhead;
     const auto synchronize = [] {
       if constexpr (Tile::kSplitKV) {
         __syncwarp();

@@ -12,7 +12,7 @@ namespace flashinfer {
 template <typename Traits, typename Params>
 class OutputWriter : RowWriter<Traits, Params> {
   using Base = RowWriter<Traits, Params>;
-  using Base::finish, Base::for_each_value, Base::is_finished, Base::keep, Base::output_row,
+  using Base::finish, Base::for_each_value, Base::is_finished, Base::partial_row, Base::output_row,
       Base::query_row, Base::store_floats;
   using Base::item_, Base::kv_head_, Base::num_rows_, Base::params_, Base::shared_, Base::tensors_;
   using typename Base::O;
@@ -66,7 +66,7 @@ class OutputWriter : RowWriter<Traits, Params> {
           for_each_value(state, i, h,
                          [&](int column, const auto& values) { target.store(column, values); });
         } else {
-          float* const partial = keep(row, largest, sum, is_first_lane);
+          float* const partial = partial_row(row, largest, sum, is_first_lane);
           for_each_value(state, i, h, [&](int column, const auto& values) {
             store_floats(partial + column, values);
           });
@@ -101,7 +101,7 @@ class OutputWriter : RowWriter<Traits, Params> {
   // Column within 16 of the transposed output's element in the upper (0) or lower half of its rows.
   __device__ __forceinline__ static int narrow_column(int half) {
     const int row = threadIdx.x % 32 / 4;
-    return Tile::kFloat8 ? 2 * row + half : row + 8 * half;
+    return Tile::kInterleavesColumns ? 2 * row + half : row + 8 * half;
   }
 
   // The warps' parts of the same rows meet in shared memory, in order of the warps.
@@ -162,7 +162,7 @@ class OutputWriter : RowWriter<Traits, Params> {
         auto target = finish(output_row(query), query, largest, sum, lane_idx == 0);
         for_each_vector([&](int column, const auto& values) { target.store(column, values); });
       } else {
-        float* const partial = keep(row, largest, sum, lane_idx == 0);
+        float* const partial = partial_row(row, largest, sum, lane_idx == 0);
         for_each_vector(
             [&](int column, const auto& values) { store_floats(partial + column, values); });
       }

@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragm
   const auto lane_k = [&](bool has_columns) {
     return shared_k + RowsK::offset(lane_idx % 16, has_columns ? lane_idx / 16 * 16 : 0);
   };
-  if constexpr (Tile::kFloat8) {
+  if constexpr (Tile::kKeysAre8Bit) {
 #pragma unroll
     for (int step = 0; step < Tile::kStepsQK; step += 2) {
       const bool has_second = step + 1 < Tile::kStepsQK;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
   }
   // With few tokens, even and odd steps have sums of their own: a chain of dependent products half
   // as long.
-  constexpr bool kSplitSums = Tile::kSplitKV && Tile::kFloat8;
+  constexpr bool kSplitSums = Tile::kSplitKV && Tile::kKeysAre8Bit;
   float odd[Tile::kRowTiles][Tile::kTokenTiles][4] = {};
   const uint32_t lane_q = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
   const auto load_query = [&](uint32_t (&a)[Tile::kRowTiles][4], int step) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
       }
     }
   };
-  if constexpr (Tile::kFloat8) {
+  if constexpr (Tile::kKeysAre8Bit) {
     // A matrix of 8 tokens x 16 bytes is a whole step for 8 tokens: two steps per load where there
     // are two, else both loads of the pair read the same step.
     const auto lane_k = [&](bool has_second) {
@@ -189,7 +189,7 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
     return shared_v + RowsV::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
   };
   // 16 bytes hold 16 columns of 8 bits, else 8: lanes 16-31 address the next ones.
-  if constexpr (Tile::kFloat8) {
+  if constexpr (Tile::kKeysAre8Bit) {
 #pragma unroll
     for (int j = 0; j < kColumnTiles; j += 4) {
       const bool has_second = j + 2 < kColumnTiles;

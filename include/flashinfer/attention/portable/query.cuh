@@ -68,102 +68,87 @@ __device__ __forceinline__ void negate_query(char* shared) {
   }
 }
 
-// Changes the copied query rows in place: rotated, transformed, or to another type than they are
-// stored in. One warp per row, eight elements per lane; the warp of a row is the one that
-// multiplies it unless all warps do. For bfloat16 queries against 8-bit keys, rows are scaled by a
-// power of two into float16's range and `row_scale` holds the inverse. Rows read here instead,
-// after the first keys were asked for, came behind those: 1.5 us of each decode on an H200.
-template <typename Traits, bool kRotate, typename Variant, typename Params>
-__device__ __forceinline__ void convert_query(const WorkItem& item, const FastDivisor& group_size,
-                                              const Variant& variant, const Params& params,
-                                              char* shared, float* row_scale) {
+// A query row as a warp holds it: eight elements per lane and pass.
+template <typename Traits>
+struct QueryRowValues {
+  static constexpr int kChunks = Traits::kHeadDimQK / 8;
+  static constexpr int kPasses = ceil_div(kChunks, 32);
   using Q = typename Traits::Q;
-  constexpr int kChunks = Traits::kHeadDimQK / 8;
-  constexpr int kPasses = ceil_div(kChunks, 32);
-  constexpr int kRowsPerWarp = Traits::kTileQ / kAttentionWarps;
-  const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-  const bool flip = Variant::kNegatesQuery && params.sm_scale < 0.f;
+  Vector<Q, 8> chunks[kPasses];
+  float values[kPasses][8];
 
-#pragma unroll 4
-  for (int i = 0; i < kRowsPerWarp; ++i) {
-    const int row = Traits::kSplitKV ? i * kAttentionWarps + warp_idx : warp_idx * kRowsPerWarp + i;
-    char* const row_begin = shared + row * Traits::kPitchQ;
-    const Q* const source = reinterpret_cast<const Q*>(row_begin);
-    Vector<Q, 8> chunks[kPasses];
+  __device__ __forceinline__ void load(const Q* source) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int chunk = pass * 32 + lane_idx;
+      const int chunk = pass * 32 + threadIdx.x % 32;
       chunks[pass].words[0] = uint4{0, 0, 0, 0};
       if (chunk < kChunks) chunks[pass].load(source + chunk * 8);
     }
-    {
-      float values[kPasses][8];
-      float largest = 0.f;
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int chunk = pass * 32 + lane_idx;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) values[pass][j] = chunks[pass][j];
-        if constexpr (kRotate) {
-          if (chunk < kChunks) {
-            const bool is_low = chunk < kChunks / 2;
-            const int partner = is_low ? chunk + kChunks / 2 : chunk - kChunks / 2;
-            Vector<Q, 8> other_chunk;
-            other_chunk.load(source + partner * 8);
-            float other[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) other[j] = other_chunk[j];
-            const uint32_t token = group_size.divide(item.row_begin + row);
-            const int position = item.kv_len - item.qo_len + static_cast<int>(token);
-            if (is_low) {
-              rotate_chunk(values[pass], other, chunk * 8, position, params);
-            } else {
-              rotate_chunk(other, values[pass], partner * 8, position, params);
-            }
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if constexpr (Variant::kHasQueryTransform) {
-            values[pass][j] = variant.QueryTransform(params, values[pass][j]);
-          }
-          largest = fmaxf(largest, fabsf(values[pass][j]));
-        }
-      }
-      float scale = 1.f;
-      if constexpr (Traits::kScaledQ) {
-        // The largest magnitude moves to [2^14, 2^15); what falls below 2^-24 there is 2^-38 of it.
-        for (int offset = 16; offset > 0; offset /= 2) {
-          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-        }
-        const uint32_t exponent = __float_as_uint(largest) >> 23;
-        if (exponent > 14 && exponent < 255) {
-          scale = __uint_as_float((127 + 127 + 14 - exponent) << 23);
-        }
-        if (lane_idx == 0) {
-          row_scale[row] =
-              exponent > 14 && exponent < 255 ? __uint_as_float((exponent - 14) << 23) : 1.f;
-        }
-      }
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) values[pass][j] *= flip ? -scale : scale;
-        if constexpr (std::is_same_v<Q, typename Traits::Mma>) {
-          chunks[pass].from_floats(values[pass]);
-        } else {
-          Vector<typename Traits::Mma, 8> converted;
-          converted.from_floats(values[pass]);
-          chunks[pass].words[0] = converted.words[0];
-        }
-      }
-    }
-    __syncwarp();  // all lanes have read the row
+  }
+
+  // Rotates and transforms the row; returns the lane's largest magnitude.
+  template <bool kRotate, typename Variant, typename Params>
+  __device__ __forceinline__ float transform(const Q* source, const WorkItem& item,
+                                             const FastDivisor& group_size, int row,
+                                             const Variant& variant, const Params& params) {
+    float largest = 0.f;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int chunk = pass * 32 + lane_idx;
+      const int chunk = pass * 32 + threadIdx.x % 32;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values[pass][j] = chunks[pass][j];
+      if constexpr (kRotate) {
+        if (chunk < kChunks) {
+          const bool is_low = chunk < kChunks / 2;
+          const int partner = is_low ? chunk + kChunks / 2 : chunk - kChunks / 2;
+          Vector<Q, 8> other_chunk;
+          other_chunk.load(source + partner * 8);
+          float other[8];
+#pragma unroll
+          for (int j = 0; j < 8; ++j) other[j] = other_chunk[j];
+          const uint32_t token = group_size.divide(item.row_begin + row);
+          const int position = item.kv_len - item.qo_len + static_cast<int>(token);
+          if (is_low) {
+            rotate_chunk(values[pass], other, chunk * 8, position, params);
+          } else {
+            rotate_chunk(other, values[pass], partner * 8, position, params);
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if constexpr (Variant::kHasQueryTransform) {
+          values[pass][j] = variant.QueryTransform(params, values[pass][j]);
+        }
+        largest = fmaxf(largest, fabsf(values[pass][j]));
+      }
+    }
+    return largest;
+  }
+
+  // Rounds the row to the type of the products.
+  __device__ __forceinline__ void round(float scale) {
+    using Mma = typename Traits::Mma;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values[pass][j] *= scale;
+      if constexpr (std::is_same_v<Q, Mma>) {
+        chunks[pass].from_floats(values[pass]);
+      } else {
+        Vector<Mma, 8> converted;
+        converted.from_floats(values[pass]);
+        chunks[pass].words[0] = converted.words[0];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(char* row_begin) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int chunk = pass * 32 + threadIdx.x % 32;
       if (chunk >= kChunks) continue;
-      if constexpr (Traits::kFloat8) {
+      if constexpr (Traits::kKeysAre8Bit) {
         const uint32_t pairs[4] = {chunks[pass].words[0].x, chunks[pass].words[0].y,
                                    chunks[pass].words[0].z, chunks[pass].words[0].w};
         char* const block = row_begin + chunk / 2 * 32;
@@ -175,6 +160,54 @@ __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDi
         *reinterpret_cast<uint4*>(row_begin + chunk * 16) = chunks[pass].words[0];
       }
     }
+  }
+};
+
+// The power of two that moves a row's largest magnitude to [2^14, 2^15), where what falls below
+// 2^-24 is 2^-38 of it. Lane 0 leaves the inverse.
+__device__ __forceinline__ float query_scale(float largest, float* inverse) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  }
+  float scale = 1.f;
+  const uint32_t exponent = __float_as_uint(largest) >> 23;
+  if (exponent > 14 && exponent < 255) {
+    scale = __uint_as_float((127 + 127 + 14 - exponent) << 23);
+  }
+  if (threadIdx.x % 32 == 0) {
+    *inverse = exponent > 14 && exponent < 255 ? __uint_as_float((exponent - 14) << 23) : 1.f;
+  }
+  return scale;
+}
+
+// Changes the copied query rows in place: rotated, transformed, or to another type than they are
+// stored in. One warp per row: the one that multiplies it, unless all warps do. Rows of bfloat16
+// for 8-bit keys are scaled into float16's range, and `row_scale` holds the inverse. A version that
+// read the rows here, after it asked for the first keys, waited for both: 1.5 us of each decode on
+// an H200.
+template <typename Traits, bool kRotate, typename Variant, typename Params>
+__device__ __forceinline__ void convert_query(const WorkItem& item, const FastDivisor& group_size,
+                                              const Variant& variant, const Params& params,
+                                              char* shared, float* row_scale) {
+  using Q = typename Traits::Q;
+  constexpr int kRowsPerWarp = Traits::kTileQ / kAttentionWarps;
+  const int warp_idx = threadIdx.x / 32;
+  const bool flip = Variant::kNegatesQuery && params.sm_scale < 0.f;
+
+#pragma unroll 4
+  for (int i = 0; i < kRowsPerWarp; ++i) {
+    const int row = Traits::kSplitKV ? i * kAttentionWarps + warp_idx : warp_idx * kRowsPerWarp + i;
+    char* const row_begin = shared + row * Traits::kPitchQ;
+    const Q* const source = reinterpret_cast<const Q*>(row_begin);
+    QueryRowValues<Traits> values;
+    values.load(source);
+    const float largest =
+        values.template transform<kRotate>(source, item, group_size, row, variant, params);
+    float scale = 1.f;
+    if constexpr (Traits::kScalesQuery) scale = query_scale(largest, row_scale + row);
+    values.round(flip ? -scale : scale);
+    __syncwarp();  // all lanes have read the row
+    values.store(row_begin);
   }
 }
 

@@ -30,11 +30,11 @@ struct TileTraits {
   using Q = Q_;
   using KV = KV_;
   using O = O_;
-  static constexpr bool kFloat8 = dtype::kIsFloat8<KV>;
+  static constexpr bool kKeysAre8Bit = dtype::kIsFloat8<KV>;
   // 8-bit K and V are multiplied as float16, which holds all their values.
-  using Mma = std::conditional_t<kFloat8, dtype::float16, KV>;
-  static_assert(kFloat8 || std::is_same_v<Q, KV>, "16-bit q, k and v are of one type");
-  static constexpr bool kScaledQ = kFloat8 && !std::is_same_v<Q, dtype::float16>;
+  using Mma = std::conditional_t<kKeysAre8Bit, dtype::float16, KV>;
+  static_assert(kKeysAre8Bit || std::is_same_v<Q, KV>, "16-bit q, k and v are of one type");
+  static constexpr bool kScalesQuery = kKeysAre8Bit && !std::is_same_v<Q, dtype::float16>;
 
   static constexpr int kHeadDimQK = kHeadDimQK_;
   static constexpr int kHeadDimVO = kHeadDimVO_;
@@ -46,7 +46,9 @@ struct TileTraits {
   static constexpr int kTileQ = kTileQ_;
   static constexpr bool kSplitKV = kTileQ <= 16;  // between the warps
   static constexpr bool kNarrow = kTileQ == 8;
-  static constexpr bool kStoresMatrices = false;
+  // The products take the columns of 8-bit v in another order; see output_column().
+  static constexpr bool kInterleavesColumns = kKeysAre8Bit;
+  static constexpr bool kHidesByMinimum = false;  // see rows.cuh
   static constexpr int kWarpRows = kTileQ == 128 ? 32 : 16;
   static constexpr int kRowTiles = kWarpRows / 16;                  // of mma, per warp
   static constexpr int kWarpKV = kSplitKV ? kWarpTokens : kTileKV;  // tokens a warp multiplies
@@ -63,7 +65,7 @@ struct TileTraits {
   static constexpr int kBytesQ = kTileQ * kPitchQ;
   static constexpr int kBytesK = kTileKV * RowsK::kPitch;
   static constexpr int kBytesV = kTileKV * RowsV::kPitch;
-  static constexpr int kBytesScale = kScaledQ ? round_up(kTileQ * 4, 128) : 0;
+  static constexpr int kBytesScale = kScalesQuery ? round_up(kTileQ * 4, 128) : 0;
   static_assert(kBytesQ % 128 == 0 && kBytesK % 128 == 0 && kBytesV % 128 == 0);
   // Where the warps' outputs meet (kSplitKV); takes the place of the K/V stages.
   static constexpr int kPitchExchange = kOutputDim + (kNarrow ? 4 : 0);
@@ -84,7 +86,7 @@ struct TileTraits {
     const int used = kBytesQ + kBytesScale + (stages > kBytesExchange ? stages : kBytesExchange);
     // Decode of 8 bits has no third CTA on a multiprocessor: 64 requests of 8192 tokens are cut for
     // three and not for two, 265 instead of 257 us on an H200; one such request 12.5 instead of 11.
-    constexpr bool kAtMostTwo = kSplitKV && kFloat8 && kBytesK + kBytesV >= 16 << 10;
+    constexpr bool kAtMostTwo = kSplitKV && kKeysAre8Bit && kBytesK + kBytesV >= 16 << 10;
     const int third = max_shared_bytes(cc) / 3 + 1;
     return kAtMostTwo && used < third ? third : used;
   }

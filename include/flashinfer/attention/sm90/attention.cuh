@@ -33,7 +33,7 @@ __device__ __forceinline__ void init_barriers(HopperControl& control) {
   for (int i = 0; i < Tile::kStages; ++i) {
     init(control.k_full[i], Tile::kWidens ? kWidenerWarps : 1);
     init(control.k_empty[i], kConsumerWarps);
-    init(control.v_full[i], Tile::kTransposedV || Tile::kWidens ? 4 : 1);
+    init(control.v_full[i], Tile::kTransposesV || Tile::kWidens ? 4 : 1);
     init(control.v_empty[i], kConsumerWarps);
     init(control.loaded_k_full[i], 1);
     init(control.loaded_k_empty[i], 4);
@@ -54,13 +54,13 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, 1)
   __syncthreads();
   ptx::grid_dependency_wait();
   if (Tile::kWidens && threadIdx.x >= Tile::kConsumerThreads + 128) {
-    ptx::decrease_registers<Tile::kWidenerRegisters>();
+    ptx::decrease_registers<Tile::kRegisters.widener>();
     if constexpr (Tile::kWidens) HopperWidener<Tile>(shared, control).run();
   } else if (threadIdx.x >= Tile::kConsumerThreads) {
-    ptx::decrease_registers<Tile::kProducerRegisters>();
+    ptx::decrease_registers<Tile::kRegisters.producer>();
     HopperProducer<Traits, Params>(params, shared, control).run();
   } else {
-    ptx::increase_registers<Tile::kConsumerRegisters>();
+    ptx::increase_registers<Tile::kRegisters.consumer>();
     HopperConsumer<Traits, Params>(params, shared, control).run();
   }
 #endif

@@ -8,6 +8,7 @@
 #include <flashinfer/attention/sm90/weights.cuh>
 #include <flashinfer/attention/sm90/output.cuh>
 #include <flashinfer/attention/sm90/producer.cuh>
+#include <flashinfer/attention/sm90/products.cuh>
 #include <flashinfer/attention/sm90/query.cuh>
 #include <flashinfer/attention/rows.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
@@ -21,21 +22,21 @@ class HopperConsumer {
   using Tile = typename Traits::Tile;
   using Variant = typename Traits::Variant;
   using Rows = TileRows<Traits, Params>;
-  using Mma = typename Tile::Mma;
-  using KeyRows = HopperRows<Traits, Tile::kHeadDimQK>;
-  using ValueRows = HopperRows<Traits, Tile::kHeadDimVO>;
+  using Products = HopperProducts<Traits>;
+  using KeyRows = typename Products::KeyRows;
+  using ValueRows = typename Products::ValueRows;
   static_assert(Variant::use_softmax || Tile::kElement == 2, "8 bits hold weights, not logits");
-  static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
+  static constexpr int kSteps = Products::kSteps;
   static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
   // Without a mask half tiles are few, and ptxas lacks registers for both forms of heads of 64.
   static constexpr bool kHalvesProducts = Traits::kMask != MaskMode::none;
   // Of 8 bits a warp's chain of instructions is what a tile takes; masks of bits would need code
   // and registers for each number of steps.
   static constexpr bool kSkipsSteps =
-      Tile::kTransposedV && Variant::use_softmax &&
+      Tile::kProductsAre8Bit && Variant::use_softmax &&
       (Traits::kMask == MaskMode::causal || Traits::kMask == MaskMode::none);
   using Logits = float[1][Tile::kTokenTiles][4];
-  using Weights = uint32_t[kSteps][1][4];
+  using Weights = typename Products::Weights;
   // Where only the softmax reads logits, what a row's are to be multiplied by is part of its scale.
   static constexpr bool kUnscalesLogits =
       Tile::kConvertsQuery && (Variant::kHasLogitsTransform || !Variant::use_softmax);
@@ -157,7 +158,7 @@ class HopperConsumer {
     const uint64_t q = query_operand(), k = key_operand();
     await_turn();
     ptx::wgmma_fence();
-    multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
+    Products::template multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
     ptx::wgmma_commit();
     pass_turn();
     KeyRange plain = plain_range(rows);
@@ -195,7 +196,7 @@ class HopperConsumer {
         const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
         await_values(values);
         ptx::wgmma_fence();
-        multiply_pv(state, p, value_operand(values));
+        Products::multiply_pv(state, p, value_operand(values));
         ptx::wgmma_commit();
         finish_values(state, p, 1);
         finish(item_ - 1, state);
@@ -245,13 +246,13 @@ class HopperConsumer {
   }
   // Of the latest keys given back; those of 8 bits, which come late, since they are transposed.
   __device__ __forceinline__ void test_values() {
-    if constexpr (Tile::kTransposedV) {
+    if constexpr (Tile::kTransposesV) {
       const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
       has_values_ = ptx::mbarrier_test(address(control_.v_full[values.stage]), values.phase);
     }
   }
   __device__ __forceinline__ void await_values(const ptx::Ring<Tile::kStages>& values) const {
-    if (Tile::kTransposedV && has_values_) return;
+    if (Tile::kTransposesV && has_values_) return;
     ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
   }
 
@@ -263,11 +264,11 @@ class HopperConsumer {
     const Operands from = operands(values);
     await_turn();
     ptx::wgmma_fence();
-    multiply_qk<kTiles>(logits[0], from.q, from.k);
+    Products::template multiply_qk<kTiles>(logits[0], from.q, from.k);
     ptx::wgmma_commit();
     await_values(values);
     ptx::wgmma_fence();
-    multiply_pv(state, p, from.v);
+    Products::multiply_pv(state, p, from.v);
     ptx::wgmma_commit();
     pass_turn();
   }
@@ -311,7 +312,7 @@ class HopperConsumer {
     arrive(control_.k_empty[k_ring_.stage]);
     k_ring_.advance();
     const bool is_last =
-        Tile::kTransposedV ? --tiles_left == 0 : first_token <= work(item_).item.kv_begin;
+        Tile::kProductsAre8Bit ? --tiles_left == 0 : first_token <= work(item_).item.kv_begin;
     if (is_last) release_query();
     return is_last;
   }
@@ -329,86 +330,41 @@ class HopperConsumer {
     uint64_t q, k, v;
   };
   __device__ __forceinline__ Operands operands(const ptx::Ring<Tile::kStages>& values) const {
-    if constexpr (Tile::kTransposedV) {
-      const uint32_t stage = shuffled(k_ring_.stage);
+    if constexpr (Tile::kProductsAre8Bit) {
+      const uint32_t stage = Products::shuffled(k_ring_.stage);
+      const uint32_t value_stage = stage == 0 ? Tile::kStages - 1 : stage - 1;
       const uint64_t q = query_operand();
-      return {q, eight_bit_operand(key_offset(stage)),
-              eight_bit_operand(value_offset(stage == 0 ? Tile::kStages - 1 : stage - 1))};
+      return {q, Products::eight_bit_operand(base(), Products::key_offset(stage)),
+              Products::eight_bit_operand(base(), Products::value_offset(value_stage))};
     }
     return {query_operand(), key_operand(), value_operand(values)};
   }
   __device__ __forceinline__ uint64_t query_operand() const {
+    constexpr uint32_t kUnit = Products::kUnit;
     const uint32_t offset =
         item_ % Tile::kStagesQ * (Tile::kBytesQ / kUnit) + group_idx_ * (64 * 128 / kUnit);
-    if constexpr (Tile::kTransposedV) {
-      const uint64_t described = eight_bit_operand(offset);
-      return (described >> 32 << 32) | shuffled(static_cast<uint32_t>(described));
+    if constexpr (Tile::kProductsAre8Bit) {
+      const uint64_t described = Products::eight_bit_operand(base(), offset);
+      return (described >> 32 << 32) | Products::shuffled(static_cast<uint32_t>(described));
     }
-    return operand(offset);
+    return Products::operand(base(), offset);
   }
   __device__ __forceinline__ uint64_t key_operand() const {
-    if constexpr (Tile::kTransposedV) {
-      return eight_bit_operand(key_offset(shuffled(k_ring_.stage)));
+    if constexpr (Tile::kProductsAre8Bit) {
+      const uint32_t stage = Products::shuffled(k_ring_.stage);
+      return Products::eight_bit_operand(base(), Products::key_offset(stage));
     }
-    return operand(key_offset(k_ring_.stage), 0, KeyRows::kGroupBytes);
+    return Products::operand(base(), Products::key_offset(k_ring_.stage), 0, KeyRows::kGroupBytes);
   }
   __device__ __forceinline__ uint64_t value_operand(const ptx::Ring<Tile::kStages>& values) const {
-    if constexpr (Tile::kTransposedV) {
-      return eight_bit_operand(value_offset(shuffled(values.stage)));
+    if constexpr (Tile::kProductsAre8Bit) {
+      const uint32_t stage = Products::shuffled(values.stage);
+      return Products::eight_bit_operand(base(), Products::value_offset(stage));
     }
-    return operand(value_offset(values.stage), ValueRows::kChunkBytes, ValueRows::kGroupBytes);
+    return Products::operand(base(), Products::value_offset(values.stage), ValueRows::kChunkBytes,
+                             ValueRows::kGroupBytes);
   }
-  __device__ __forceinline__ uint64_t operand(uint32_t offset, uint32_t chunk_stride = 0,
-                                              uint32_t group_stride = 1024) const {
-    const uint64_t described =
-        ptx::wgmma_operand(address(*shared_) + offset, chunk_stride, group_stride);
-    return (described >> 32 << 32) | shuffled(static_cast<uint32_t>(described));
-  }
-  __device__ __forceinline__ uint64_t eight_bit_operand(uint32_t offset) const {
-    return (ptx::wgmma_operand(0) >> 32 << 32) | (offset + address(*shared_) / 16);
-  }
-  static constexpr uint32_t kUnit = Tile::kTransposedV ? 16 : 1;  // of offsets [bytes]
-  __device__ __forceinline__ static uint32_t key_offset(uint32_t stage) {
-    return stage * (Tile::kBytesK / kUnit) + Tile::kOffsetK / kUnit;
-  }
-  __device__ __forceinline__ static uint32_t value_offset(uint32_t stage) {
-    return stage * (Tile::kBytesV / kUnit) + Tile::kOffsetV / kUnit;
-  }
-  __device__ __forceinline__ static uint32_t shuffled(uint32_t value) {
-    return __shfl_sync(0xffffffffu, value, 0);
-  }
-
-  // logits = q k^T for the group's rows and the first `kTiles` of tokens.
-  template <int kTiles>
-  __device__ __forceinline__ static void multiply_qk(float (&all_logits)[Tile::kTokenTiles][4],
-                                                     uint64_t q, uint64_t k) {
-    auto& logits = reinterpret_cast<float (&)[kTiles][4]>(all_logits);
-#pragma unroll
-    for (int step = 0; step < Tile::kHeadDimQK * Tile::kElement / 32; ++step) {
-      const int chunk = step / 4, within = step % 4 * 32;
-      ptx::wgmma<Mma, false>(logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
-                             ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within),
-                             step > 0);
-    }
-  }
-
-  // output += p v
-  __device__ __forceinline__ static void multiply_pv(WarpState<Tile>& state, const Weights& p,
-                                                     uint64_t v) {
-    constexpr int kPart = Tile::kHeadDimVO < 128 ? Tile::kHeadDimVO : 128;  // columns
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int part = 0; part < Tile::kHeadDimVO / kPart; ++part) {
-        auto& sums = reinterpret_cast<float (&)[kPart / 8][4]>(state.output[0][part * kPart / 8]);
-        const int offset =
-            Tile::kTransposedV
-                ? step / 4 * Tile::kHeadDimVO * 128 + part * kPart * 128 + step % 4 * 32
-                : part * 2 * ValueRows::kChunkBytes + step * 2 * ValueRows::kGroupBytes;
-        ptx::wgmma<Mma, !Tile::kTransposedV>(sums, p[step][0], ptx::wgmma_advance(v, offset), true);
-      }
-    }
-  }
+  __device__ __forceinline__ uint32_t base() const { return address(*shared_); }
 
   __device__ __forceinline__ static void row_scales(const Rows& rows, float (&scale)[2]) {
     scale[0] = rows.scale_log2(0, 0);

@@ -41,7 +41,7 @@ class HopperOutput : RowWriter<Traits, Params> {
       const int row = first_row<Tile>() + 8 * h;
       if (row >= this->num_rows_) continue;
       float* const partial =
-          this->keep(row, state.largest[0][h], state.sum[0][h], threadIdx.x % 4 == 0);
+          this->partial_row(row, state.largest[0][h], state.sum[0][h], threadIdx.x % 4 == 0);
       this->for_each_value(state, 0, h, [&](int column, const auto& values) {
         this->store_floats(partial + column, values);
       });
@@ -68,7 +68,8 @@ class HopperOutput : RowWriter<Traits, Params> {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-      if constexpr (Tile::kFloat8) {  // a lane has four columns in a row (output_column<true>)
+      if constexpr (Tile::kInterleavesColumns) {  // a lane has four columns in a row
+                                                  // (output_column<true>)
         const float (&a)[4] = state.output[0][j], (&b)[4] = state.output[0][j + 1];
         const auto store = [&](auto& row, int i, int rows_behind) {
           const int offset =

@@ -116,7 +116,7 @@ class HopperProducer {
     taken_late_ = list + kEarlyLists * gridDim.x >= num_lists;
     if (list >= num_lists) return -1;
     uint32_t first;
-    if (Tile::kTransposedV) {
+    if (Tile::kProductsAre8Bit) {
       const uint32_t together = maps_.heads_together;
       const uint32_t first_head = params_.num_ctas.divide(list) / together * together;
       const uint32_t heads = min(together, params_.num_kv_heads.divisor - first_head);
@@ -140,9 +140,9 @@ class HopperProducer {
     for (int tile = num_tiles - 1; tile >= -1; --tile) {
       if (tile >= 0) load_tile<true>(item, kv_head, tile);
       if (tile == num_tiles - 1) load_query(item, kv_head);
-      const int value_tile = Tile::kTransposedV ? tile : tile + 1;
+      const int value_tile = Tile::kTransposesV ? tile : tile + 1;
       if (value_tile >= 0 && value_tile < num_tiles) load_tile<false>(item, kv_head, value_tile);
-      if constexpr (Tile::kTransposedV) {
+      if constexpr (Tile::kTransposesV) {
         if (tile < num_tiles - 1) {
           transpose_values(item.kv_len - item.kv_begin - (tile + 1) * Tile::kTileKV);
         }
@@ -203,7 +203,7 @@ class HopperProducer {
   template <bool kKeys>
   __device__ __forceinline__ void load_tile(const WorkItem& item, uint32_t kv_head, int tile) {
     ptx::Ring<Tile::kLoadedStages>& ring = kKeys ? k_ring_ : v_ring_;
-    constexpr bool kChanges = Tile::kWidens || (Tile::kTransposedV && !kKeys);
+    constexpr bool kChanges = Tile::kWidens || (Tile::kTransposesV && !kKeys);
     auto& fulls = kKeys ? (kChanges ? control_.loaded_k_full : control_.k_full)
                         : (kChanges ? control_.loaded_v_full : control_.v_full);
     auto& empties = kKeys ? (kChanges ? control_.loaded_k_empty : control_.k_empty)

@@ -35,19 +35,48 @@ struct HopperRows {
   }
 };
 
-// Of e4m3.
-struct HopperFloat8Shape {
-  int tile_kv, stages, producer_registers, consumer_registers;
+enum class OperandForm { k16Bit, k8Bit, kWidened };
+
+// Registers of a thread of each warpgroup.
+struct HopperRegisters {
+  int producer, consumer, widener;
 };
 
-// Launched with 168 (128 with three consumers) registers each, of which producers give some to
-// consumers. Transposing takes more than loading. Tiles of 96 are the largest for which three
-// consumers of 96 or 128 columns have registers.
-inline constexpr HopperFloat8Shape hopper_float8_shape(int head_dim_qk, int head_dim_vo) {
-  if (head_dim_vo > 128) return {64, 2, 88, 208};  // two consumers
-  if (head_dim_vo == 64) return {128, 3, 80, 144};
-  if (head_dim_vo == 96) return {96, 3, 80, 144};
-  return {96, head_dim_qk > 128 ? 2 : 3, 56, 152};
+// A launch gives each thread 168 registers, with three consumers or a widener 128, and with both
+// 96; producers and wideners give some of them to consumers. Transposing takes more than loading.
+inline constexpr HopperRegisters hopper_registers(OperandForm products, int consumers, int tile_kv,
+                                                  int head_dim_vo) {
+  if (products == OperandForm::k16Bit) {
+    return consumers == 3 ? HopperRegisters{32, 160, 0} : HopperRegisters{56, 224, 0};
+  }
+  if (products == OperandForm::k8Bit) {
+    if (head_dim_vo > 128) return {88, 208, 0};
+    return head_dim_vo <= 96 ? HopperRegisters{80, 144, 0} : HopperRegisters{56, 152, 0};
+  }
+  if (consumers == 3) return {72, 120, 48};
+  if (head_dim_vo > 128) return {48, 208, 48};
+  return tile_kv == 64 ? HopperRegisters{80, 176, 80} : HopperRegisters{64, 200, 48};
+}
+
+// Tokens of a tile and tiles in flight. Registers of a consumer hold the output, the logits and
+// their weights; shared memory holds two stages of 256 columns for 64 tokens, of fewer columns for
+// 128. There is room for less with 8-bit tiles beside those that they become, and fewer registers
+// with a third consumer: tiles of 96 are the largest for which three consumers of 96 or 128 columns
+// have them.
+struct HopperStages {
+  int tile_kv, stages;
+};
+inline constexpr HopperStages hopper_stages(OperandForm products, int consumers, int head_dim_qk,
+                                            int head_dim_vo) {
+  if (products == OperandForm::k8Bit) {
+    if (head_dim_vo > 128) return {64, 2};  // two consumers
+    if (head_dim_vo == 64) return {128, 3};
+    return {96, head_dim_vo != 96 && head_dim_qk > 128 ? 2 : 3};
+  }
+  const bool widens = products == OperandForm::kWidened;
+  const bool is_small =
+      head_dim_qk > (widens ? 128 : 192) || head_dim_vo > 128 || (widens && consumers == 3);
+  return {is_small ? 64 : 128, 2};
 }
 
 template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_, int kConsumers_>
@@ -60,6 +89,7 @@ struct HopperTile {
   // Of all operands as they are multiplied.
   using Mma = std::conditional_t<kWidens, dtype::float16, Q>;
   static constexpr int kElement = sizeof(Mma);
+  static constexpr bool kProductsAre8Bit = kElement == 1;
   static constexpr bool kConvertsQuery = kWidens && !std::is_same_v<Q, Mma>;
   static_assert(kWidens || (std::is_same_v<Q, KV> &&
                             (kElement == 2 || std::is_same_v<Q, dtype::float8_e4m3fn>)),
@@ -73,43 +103,25 @@ struct HopperTile {
 
   static constexpr int kConsumers = kConsumers_;  // warpgroups
   static constexpr int kTileQ = 64 * kConsumers;
-  // The registers of a consumer hold the output, the logits and their weights; shared memory holds
-  // two stages of 256 columns for 64 tokens, of fewer columns for 128. With tiles of 8 bits beside
-  // there is room for less, and with a warpgroup more there are fewer registers.
-  static constexpr HopperFloat8Shape kFloat8Shape = hopper_float8_shape(kHeadDimQK, kHeadDimVO);
-  static constexpr int kTileKV =
-      kElement == 1 ? kFloat8Shape.tile_kv
-      : kHeadDimQK > (kWidens ? 128 : 192) || kHeadDimVO > 128 || (kWidens && kConsumers == 3)
-          ? 64
-          : 128;
+  static constexpr OperandForm kForm = kProductsAre8Bit ? OperandForm::k8Bit
+                                       : kWidens        ? OperandForm::kWidened
+                                                        : OperandForm::k16Bit;
+  static constexpr HopperStages kShape = hopper_stages(kForm, kConsumers, kHeadDimQK, kHeadDimVO);
+  static constexpr int kTileKV = kShape.tile_kv, kStages = kShape.stages;
   // Packed rows of a group of heads are few tokens: an item's first tile, its last tokens, often
   // has no more than half of them.
   static constexpr bool kHalvesTiles = kElement == 2 && kTileKV == 128;
-  static constexpr bool kTransposedV = kElement == 1;
-  static constexpr int kStages = kElement == 2 ? 2 : kFloat8Shape.stages;
+  static constexpr bool kTransposesV = kProductsAre8Bit;
   static constexpr int kConsumerThreads = 128 * kConsumers;
   // One warpgroup more produces, the last one widens.
   static constexpr int kThreads = kConsumerThreads + (kWidens ? 256 : 128);
-  static constexpr bool kThree = kConsumers == 3, kWide = kHeadDimVO > 128;
-  static constexpr bool kSmall = kTileKV == 64 && !kWide;
-  static constexpr int kProducerRegisters = kWidens        ? (kThree   ? 72
-                                                              : kSmall ? 80
-                                                              : kWide  ? 48
-                                                                       : 64)
-                                            : kTransposedV ? kFloat8Shape.producer_registers
-                                                           : (kThree ? 32 : 56);
-  static constexpr int kWidenerRegisters = kSmall && !kThree ? 80 : 48;
-  static constexpr int kConsumerRegisters = kWidens        ? (kThree   ? 120
-                                                              : kSmall ? 176
-                                                              : kWide  ? 208
-                                                                       : 200)
-                                            : kTransposedV ? kFloat8Shape.consumer_registers
-                                                           : (kThree ? 160 : 224);
+  static constexpr HopperRegisters kRegisters =
+      hopper_registers(kForm, kConsumers, kTileKV, kHeadDimVO);
 
   // What ../rows.cuh and ../row_writer.cuh read: a warp has 16 rows and all tokens.
-  static constexpr bool kFloat8 = kTransposedV;  // transposing leaves columns in that order
-  static constexpr bool kScaledQ = kConvertsQuery;
-  static constexpr bool kStoresMatrices = true;  // see output.cuh
+  static constexpr bool kInterleavesColumns = kTransposesV;
+  static constexpr bool kScalesQuery = kConvertsQuery;
+  static constexpr bool kHidesByMinimum = true;
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;
   static constexpr int kRowTiles = 1;
@@ -134,12 +146,12 @@ struct HopperTile {
   static constexpr int kBytesLoadedK = kTileKV * kLoadedChunksQK * 128;
   static constexpr int kBytesLoadedV = kTileKV * kLoadedChunksVO * 128;
   static constexpr int kBytesV =
-      kTransposedV ? kHeadDimVO * ceil_div(kTileKV, 128) * 128 : kTileKV * kChunksVO * 128;
+      kTransposesV ? kHeadDimVO * ceil_div(kTileKV, 128) * 128 : kTileKV * kChunksVO * 128;
   static constexpr int kBytesOutput = kTileQ * ceil_div(kHeadDimVO, 64) * 128;
   static constexpr int kBytesStages =
       kStages * (kBytesK + kBytesV) +
       kLoadedStages *
-          ((kWidens ? kBytesLoadedK : 0) + (kTransposedV || kWidens ? kBytesLoadedV : 0));
+          ((kWidens ? kBytesLoadedK : 0) + (kTransposesV || kWidens ? kBytesLoadedV : 0));
   // Finished rows take the place of q where there is no room for both; then the next q has to wait.
   static constexpr int kMaxBytes = 226 << 10;
   static constexpr bool kOutputOverQ = kBytesQ + kBytesStages + kBytesOutput > kMaxBytes;
@@ -153,7 +165,7 @@ struct HopperTile {
       kOutputOverQ && kBytesOutput > kBytesQ ? round_up(kBytesOutput, 1024) : kStagesQ * kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
   static constexpr int kOffsetLoadedV =
-      kTransposedV || kWidens ? kOffsetV + kStages * kBytesV : kOffsetV;
+      kTransposesV || kWidens ? kOffsetV + kStages * kBytesV : kOffsetV;
   static constexpr int kOffsetLoadedK =
       kWidens ? kOffsetLoadedV + kLoadedStages * kBytesLoadedV : kOffsetK;
   static constexpr int kOffsetEnd = kOffsetK + kBytesStages;

@@ -19,22 +19,22 @@ class HopperWeights {
   using Rows = TileRows<Traits, Params>;
   using State = WarpState<Tile>;
   using Logits = float[1][Tile::kTokenTiles][4];
-  static constexpr bool kFloat8 = sizeof(typename Tile::Mma) == 1;
+  static constexpr bool kProductsAre8Bit = Tile::kProductsAre8Bit;
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
   // What a lane's sum may be: of a tile's 16 bits, or of a step's 8 bits, of which it is the
   // largest number.
-  static constexpr float kMost = kFloat8 ? 448.f : 512.f;
+  static constexpr float kMost = kProductsAre8Bit ? 448.f : 512.f;
   // The largest weight of a row, when it has been looked for, is two to this. 8 bits hold 2^-9 to
   // 448: more room to grow would take the small weights' last bits (3 failed the fuzzer), and with
   // less the sum of a step's equal weights, eight in a lane, would ask at each tile.
-  static constexpr float kHeadroom = kFloat8 ? 5.f : 0.f;
+  static constexpr float kHeadroom = kProductsAre8Bit ? 5.f : 0.f;
   // A weight that is most of its row should be the one that needs no rounding. So of 16 bits the
   // largest is looked for, too, where a lane's sum is more than so many times what it had before,
   // and so much more; without it the largest error of such rows was up to 1.9 times that of weights
   // against the largest. Normal queries and keys hardly ever ask. Of 8 bits the question costs five
   // registers more than there are.
   static constexpr float kPeak = 4.f, kFewLargest = 4.f;
-  static_assert(kFloat8 ? 8 * 32 < kMost : Tile::kTokenTiles * 2 < kMost);
+  static_assert(kProductsAre8Bit ? 8 * 32 < kMost : Tile::kTokenTiles * 2 < kMost);
 
  public:
   // Makes `p` of the logits of the tile's first `kTiles` of tokens and adds the weights to the
@@ -59,7 +59,7 @@ class HopperWeights {
       if constexpr (kAhead > 0) all_fit = __all_sync(0xffffffffu, fits[0] && fits[1]);
       finish_values();
       make<kAhead, kTileSteps>(state, logits, scale, p, sum, fits);
-      if constexpr (!kFloat8) tile_fits(state, sum, fits);
+      if constexpr (!kProductsAre8Bit) tile_fits(state, sum, fits);
 #pragma unroll
       for (int step = 0; step < kAhead; ++step) {
         // As instructions of their own: else the compiler would write `p` at once.
@@ -82,7 +82,7 @@ class HopperWeights {
  private:
   // Steps whose weights are made while p v is under way. Of 16 bits the compiler finds no registers
   // for them but those of `p`, and so waits first.
-  static constexpr int kAhead = kFloat8 ? 1 : 0;
+  static constexpr int kAhead = kProductsAre8Bit ? 1 : 0;
 
   // Of 16 bits; not if a sum is NaN.
   __device__ __forceinline__ static void tile_fits(const State& state, const float (&sum)[2],
@@ -131,15 +131,15 @@ class HopperWeights {
       float step_sum[2];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        constexpr int kWeights = kFloat8 ? 4 : 2;  // of a register
-        const int h = r % 2, tile = kFloat8 ? 4 * step + r / 2 * 2 : 2 * step + r / 2;
+        constexpr int kWeights = kProductsAre8Bit ? 4 : 2;  // of a register
+        const int h = r % 2, tile = kProductsAre8Bit ? 4 * step + r / 2 * 2 : 2 * step + r / 2;
         float weights[kWeights];
 #pragma unroll
         for (int i = 0; i < kWeights; ++i) {
           const float logit = logits[0][tile + i / 2][2 * h + i % 2];
           weights[i] = math::ptx_exp2(fmaf(logit, scale[h], -state.largest[0][h]));
         }
-        if constexpr (kFloat8) {
+        if constexpr (kProductsAre8Bit) {
           const float four = (weights[0] + weights[1]) + (weights[2] + weights[3]);
           step_sum[h] = r < 2 ? four : step_sum[h] + four;  // 0 + x would be an instruction
           p[step][0][r] = Pair::pack(weights[0], weights[1]) |
@@ -149,7 +149,7 @@ class HopperWeights {
           p[step][0][r] = Pair::pack(weights[0], weights[1]);
         }
       }
-      if constexpr (kFloat8) {
+      if constexpr (kProductsAre8Bit) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           fits[h] = fits[h] && step_sum[h] <= kMost;  // not if it is NaN

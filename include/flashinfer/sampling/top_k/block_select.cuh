@@ -7,7 +7,7 @@
 namespace flashinfer {
 
 // Keys that may be the one looked for.
-struct KeyRange {
+struct KeyInterval {
   uint32_t low, high;
   uint32_t above;   // keys larger than `high`
   uint32_t inside;  // keys in the range
@@ -28,7 +28,7 @@ struct BlockSelectStorage {
   uint32_t ranked[kMaxRanked];
   uint32_t num_ranked;
   SelectedKey selected;
-  KeyRange range;
+  KeyInterval range;
 };
 
 namespace detail {
@@ -69,8 +69,9 @@ __device__ __forceinline__ uint32_t block_inclusive_sum(uint32_t x, uint32_t* wa
 
 // Cuts the range into 1024 parts and returns the one that holds the `target`-th largest key.
 template <int N>
-__device__ __forceinline__ KeyRange narrow(BlockSelectStorage& storage, const uint32_t (&keys)[N],
-                                           const KeyRange& range, uint32_t target) {
+__device__ __forceinline__ KeyInterval narrow(BlockSelectStorage& storage,
+                                              const uint32_t (&keys)[N], const KeyInterval& range,
+                                              uint32_t target) {
   const uint32_t low = range.low, high = range.high;
   const int range_bits = 32 - __clz(static_cast<int>(high - low));
   const uint32_t shift = range_bits > 10 ? range_bits - 10 : 0;
@@ -100,7 +101,7 @@ __device__ __forceinline__ KeyRange narrow(BlockSelectStorage& storage, const ui
 // The `target`-th largest key, which must be in the range; N keys of each of 512 threads.
 template <int N>
 __device__ __forceinline__ SelectedKey select_key(BlockSelectStorage& storage,
-                                                  const uint32_t (&keys)[N], KeyRange range,
+                                                  const uint32_t (&keys)[N], KeyInterval range,
                                                   uint32_t target) {
 #pragma unroll 1
   while (range.low < range.high && range.inside > BlockSelectStorage::kMaxRanked) {

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(512)
   }
   const uint32_t low = detail::block_extreme<true>(least, storage.warp_counts);
   const uint32_t high = detail::block_extreme<false>(most, storage.ranked);
-  KeyRange range{low, high, 0, 512 * kKeys};
+  KeyInterval range{low, high, 0, 512 * kKeys};
   // A coarse bound lets a few more elements through.
 #pragma unroll 1
   for (int round = 0; round < 3 && range.low < range.high; ++round) {
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(512, 2)
     most = max(most, keys[i]);
   }
   most = detail::block_extreme<false>(most, storage.select.ranked);
-  const KeyRange range{float_to_key(bound), most, 0, count};
+  const KeyInterval range{float_to_key(bound), most, 0, count};
   const SelectedKey threshold = detail::select_key(storage.select, keys, range, params.k);
 
   const uint32_t wanted = params.k - threshold.larger;

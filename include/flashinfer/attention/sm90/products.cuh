@@ -1,0 +1,73 @@
+// The two products of a consumer, by warpgroup: q k^T and p v, and where their operands are.
+#pragma once
+
+#include <flashinfer/attention/sm90/tile.cuh>
+#include <flashinfer/attention/state.cuh>
+#include <flashinfer/ptx/wgmma.cuh>
+
+namespace flashinfer {
+
+template <typename Traits>
+struct HopperProducts {
+  using Tile = typename Traits::Tile;
+  using Mma = typename Tile::Mma;
+  using KeyRows = HopperRows<Traits, Tile::kHeadDimQK>;
+  using ValueRows = HopperRows<Traits, Tile::kHeadDimVO>;
+  static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
+  using Weights = uint32_t[kSteps][1][4];
+
+  // Descriptors of operands that begin `offset` units after `shared`.
+  __device__ __forceinline__ static uint64_t operand(uint32_t shared, uint32_t offset,
+                                                     uint32_t chunk_stride = 0,
+                                                     uint32_t group_stride = 1024) {
+    const uint64_t described = ptx::wgmma_operand(shared + offset, chunk_stride, group_stride);
+    return (described >> 32 << 32) | shuffled(static_cast<uint32_t>(described));
+  }
+  __device__ __forceinline__ static uint64_t eight_bit_operand(uint32_t shared, uint32_t offset) {
+    return (ptx::wgmma_operand(0) >> 32 << 32) | (offset + shared / 16);
+  }
+  static constexpr uint32_t kUnit = Tile::kProductsAre8Bit ? 16 : 1;  // of offsets [bytes]
+  __device__ __forceinline__ static uint32_t key_offset(uint32_t stage) {
+    return stage * (Tile::kBytesK / kUnit) + Tile::kOffsetK / kUnit;
+  }
+  __device__ __forceinline__ static uint32_t value_offset(uint32_t stage) {
+    return stage * (Tile::kBytesV / kUnit) + Tile::kOffsetV / kUnit;
+  }
+  __device__ __forceinline__ static uint32_t shuffled(uint32_t value) {
+    return __shfl_sync(0xffffffffu, value, 0);
+  }
+
+  // logits = q k^T for the group's rows and the first `kTiles` of tokens.
+  template <int kTiles>
+  __device__ __forceinline__ static void multiply_qk(float (&all_logits)[Tile::kTokenTiles][4],
+                                                     uint64_t q, uint64_t k) {
+    auto& logits = reinterpret_cast<float (&)[kTiles][4]>(all_logits);
+#pragma unroll
+    for (int step = 0; step < Tile::kHeadDimQK * Tile::kElement / 32; ++step) {
+      const int chunk = step / 4, within = step % 4 * 32;
+      ptx::wgmma<Mma, false>(logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
+                             ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within),
+                             step > 0);
+    }
+  }
+
+  // output += p v
+  __device__ __forceinline__ static void multiply_pv(WarpState<Tile>& state, const Weights& p,
+                                                     uint64_t v) {
+    constexpr int kPart = Tile::kHeadDimVO < 128 ? Tile::kHeadDimVO : 128;  // columns
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int part = 0; part < Tile::kHeadDimVO / kPart; ++part) {
+        auto& sums = reinterpret_cast<float (&)[kPart / 8][4]>(state.output[0][part * kPart / 8]);
+        const int offset =
+            Tile::kTransposesV
+                ? step / 4 * Tile::kHeadDimVO * 128 + part * kPart * 128 + step % 4 * 32
+                : part * 2 * ValueRows::kChunkBytes + step * 2 * ValueRows::kGroupBytes;
+        ptx::wgmma<Mma, !Tile::kTransposesV>(sums, p[step][0], ptx::wgmma_advance(v, offset), true);
+      }
+    }
+  }
+};
+
+}  // namespace flashinfer
