@@ -25,6 +25,13 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* source,
       : "memory");
 }
 
+// Copies 4 bytes, by way of L1, or writes a zero where `valid` is false.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(source),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 // Closes the group of this thread's copies since the last one.
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -44,6 +44,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// The same without the hint, for waits that are short: a warp that sleeps wakes up late.
+__device__ __forceinline__ void mbarrier_wait_soon(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // Whether the phase of this parity is complete, without waiting.
 __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;

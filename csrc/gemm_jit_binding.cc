@@ -1,0 +1,290 @@
+//   gemm(names, out, a, b, scales, bias, alpha, rows, gate, layout, max_ctas, enable_pdl)
+//
+// out = alpha scale(a, b) a b^T + bias, then the gated activation and row_weight, as the
+// configuration says. `scales`: None or (a_scale, b_scale); where the configuration has no scales,
+// factors of alpha with one element, each of which may be None. `rows`: None or (groups,
+// weight_indices, row_index, row_weight), each of which may be None: row r of the result reads row
+// row_index[r] of a. `gate`: None or (alpha, beta, limit). `names` says what the public function
+// calls its tensors. Bits of `layout`: 1: b is [.., k, n] (else [.., n, k]); 2: scales are [..,
+// k / 128, rows] (else [.., rows, k / 128]); 4: 128 rows of a share a scale. a and out have a
+// leading dimension for batches or masked groups, b for batches or groups; a single one may be left
+// out.
+#include "ffi.h"
+#include "gemm.h"
+
+#include <limits>
+
+#include <flashinfer/common/math.cuh>
+
+namespace flashinfer {
+namespace {
+
+constexpr DLDataType kDtypeA = ffi::dtype::FLASHINFER_CFG_DTYPE_A;
+constexpr DLDataType kDtypeB = ffi::dtype::FLASHINFER_CFG_DTYPE_B;
+constexpr DLDataType kDtypeOut = ffi::dtype::FLASHINFER_CFG_DTYPE_OUT;
+constexpr GemmScale kScale = GemmScale::FLASHINFER_CFG_SCALE;
+constexpr GemmGroups kGroups = GemmGroups::FLASHINFER_CFG_GROUPS;
+constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
+constexpr bool kFlatRows = kGroups != GemmGroups::batch && kGroups != GemmGroups::masked;
+constexpr int kElement = kDtypeA.bits / 8;
+constexpr int64_t kMaxGroups = 1024;
+constexpr bool kGated = GemmActivation::FLASHINFER_CFG_ACTIVATION != GemmActivation::identity;
+constexpr bool kGathers = FLASHINFER_CFG_GATHERS;
+enum Layout { kTransposedB = 1, kScalesByK = 2, kScalesByBlock = 4 };
+
+struct Names {
+  const char *a, *b, *a_scale, *b_scale, *groups;
+};
+constexpr Names kNames[] = {
+    {"a", "b", "a_scale", "b_scale", "m_indptr"},
+    {"A", "B", "A_scale", "B_scale", "m_indptr"},
+    {"input", "weight", "input_scale", "weight_scale", "m_indptr"},
+    {"a", "b", "a_scale", "b_scale", "m_indices"},
+    {"a", "b", "a_scale", "b_scale", "masked_m"},
+    {"x", "weights", "a_scale", "b_scale", "seg_indptr"},
+};
+
+// Rows and k of an operand; `transposed` operands are [.., k, rows].
+struct Operand {
+  int64_t batches, rows, k, stride_row, stride_batch;
+
+  Operand(const ffi::Tensor& tensor, bool transposed) {
+    const int row = transposed ? -1 : -2, column = transposed ? -2 : -1;
+    rows = tensor.dim(row);
+    k = tensor.dim(column);
+    batches = tensor.ndim() == 3 ? tensor.dim(0) : 1;
+    stride_row = rows > 1 ? tensor.stride(row) : k;
+    stride_batch = batches > 1 ? tensor.stride(0) : rows * stride_row;
+    if (k > 1 && tensor.stride(column) != 1) {
+      ffi::raise("ValueError", "`%s` must be contiguous along k (%s), got shape %s with strides %s",
+                 tensor.name, transposed ? "column-major" : "row-major",
+                 tensor.shape_text().c_str(),
+                 ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str());
+    }
+  }
+
+  // What the copy engine and asynchronous copies ask for.
+  void check_aligned(const ffi::Tensor& tensor, int64_t element) const {
+    const bool aligned = ffi::is_aligned(tensor, 16) &&
+                         (rows <= 1 || stride_row * element % 16 == 0) &&
+                         (batches <= 1 || stride_batch * element % 16 == 0);
+    if (!aligned || stride_row < k || stride_batch < 0) {
+      ffi::raise("ValueError",
+                 "`%s` must begin at a multiple of 16 bytes and have strides that are such "
+                 "multiples, got shape %s with strides %s",
+                 tensor.name, tensor.shape_text().c_str(),
+                 ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str());
+    }
+  }
+
+  GemmMatrix matrix(const ffi::Tensor& tensor) const {
+    return {tensor.data(), stride_row, stride_batch};
+  }
+};
+
+// Scales [batches, rows, blocks of k], or of `by_k` [batches, blocks, at least rows].
+GemmScaleMatrix scales_of(const ffi::Tensor& scale, int64_t batches, int64_t rows, int64_t blocks,
+                          bool by_k) {
+  ffi::check_dtype(scale, ffi::dtype::float32);
+  const int row = by_k ? -1 : -2, column = by_k ? -2 : -1;
+  const bool fits = (scale.ndim() == 3 ? scale.dim(0) == batches : batches == 1) &&
+                    scale.ndim() >= 2 && scale.ndim() <= 3 &&
+                    (by_k ? scale.dim(row) >= rows : scale.dim(row) == rows) &&
+                    scale.dim(column) == blocks;
+  if (!fits) {
+    const int64_t shape[3] = {batches, by_k ? blocks : rows, by_k ? rows : blocks};
+    const int skipped = batches == 1 ? 1 : 0;
+    ffi::raise("ValueError", "`%s` must have shape %s, got %s", scale.name,
+               ffi::list_text(shape + skipped, 3 - skipped).c_str(), scale.shape_text().c_str());
+  }
+  return {static_cast<const float*>(scale.data()), scale.stride(row), scale.stride(column),
+          scale.ndim() == 3 ? scale.stride(0) : 0, 0};
+}
+
+const float* one_float(const ffi::Tensor& tensor) {
+  if (!tensor) return nullptr;
+  ffi::check_dtype(tensor, ffi::dtype::float32);
+  if (tensor.numel() != 1) {
+    ffi::raise("ValueError", "`%s` must have one element, got shape %s", tensor.name,
+               tensor.shape_text().c_str());
+  }
+  return static_cast<const float*>(tensor.data());
+}
+
+void check_vector(const ffi::Tensor& tensor, DLDataType type, int64_t length) {
+  ffi::check_dtype(tensor, type);
+  ffi::check_shape(tensor, {length});
+  ffi::check_last_dim_contiguous(tensor);
+}
+
+// A vector of int32 or int64; gives the 32-bit numbers from one to the next.
+uint32_t check_numbers(const ffi::Tensor& tensor, int64_t length) {
+  ffi::check_dtype(tensor, {ffi::dtype::int32, ffi::dtype::int64});
+  ffi::check_shape(tensor, {length});
+  ffi::check_last_dim_contiguous(tensor);
+  return tensor.dtype().bits / 32;
+}
+
+struct Tensors {
+  ffi::Tensor out, a, b, a_scale, b_scale, bias, groups, weight_indices, row_index, row_weight;
+};
+
+void fill_scales(GemmParams& params, const Tensors& t, const Operand& a, const Operand& b,
+                 int64_t layout) {
+  const bool by_k = layout & kScalesByK, by_block = layout & kScalesByBlock;
+  const int64_t blocks = ceil_div<int64_t>(a.k, 128);
+  if (kScale == GemmScale::none) {
+    params.alpha_a = one_float(t.a_scale);
+    params.alpha_b = one_float(t.b_scale);
+    return;
+  }
+  if (!t.a_scale || !t.b_scale) {
+    ffi::raise("TypeError", "`%s` must be a torch.Tensor, got None",
+               (t.a_scale ? t.b_scale : t.a_scale).name);
+  }
+  if (kScale == GemmScale::token_channel) {
+    // One per row and one per column, as vectors or as a column and a row.
+    for (const ffi::Tensor* scale : {&t.a_scale, &t.b_scale}) {
+      ffi::check_dtype(*scale, ffi::dtype::float32);
+      const Operand& operand = scale == &t.a_scale ? a : b;
+      if (scale->numel() != operand.batches * operand.rows) {
+        ffi::raise("ValueError", "`%s` must have %lld elements, got shape %s", scale->name,
+                   static_cast<long long>(operand.batches * operand.rows),
+                   scale->shape_text().c_str());
+      }
+      ffi::check_contiguous(*scale);
+    }
+    params.a_scale = {static_cast<const float*>(t.a_scale.data()), 1, 0, a.rows, 0};
+    params.b_scale = {static_cast<const float*>(t.b_scale.data()), 1, 0, b.rows, 0};
+  } else {
+    if (a.k % 128 != 0) {
+      ffi::raise("ValueError", "`%s` must have a multiple of 128 columns for scales of 128, got %s",
+                 t.a.name, t.a.shape_text().c_str());
+    }
+    params.a_scale = scales_of(t.a_scale, a.batches,
+                               by_block ? ceil_div<int64_t>(a.rows, 128) : a.rows, blocks, by_k);
+    params.a_scale.row_shift = by_block ? 7 : 0;
+    const int64_t columns = kScale == GemmScale::block ? ceil_div<int64_t>(b.rows, 128) : b.rows;
+    params.b_scale = scales_of(t.b_scale, b.batches, columns, blocks, by_k);
+  }
+}
+
+void run(ffi::Args& args) {
+  const Names names = kNames[args.integer("names") % 6];
+  Tensors t;
+  t.out = args.tensor("out");
+  t.a = args.tensor(names.a);
+  t.b = args.tensor(names.b);
+  if (ffi::Args scales = args.optional_group("scales", 2)) {
+    t.a_scale = scales.optional_tensor(names.a_scale);
+    t.b_scale = scales.optional_tensor(names.b_scale);
+  }
+  t.bias = args.optional_tensor("bias");
+  const double alpha = args.number("alpha");
+  if (ffi::Args rows = args.optional_group("rows", 4)) {
+    t.groups = rows.optional_tensor(names.groups);
+    t.weight_indices = rows.optional_tensor("weight_indices");
+    t.row_index = rows.optional_tensor("row_index");
+    t.row_weight = rows.optional_tensor("row_weight");
+  }
+  GemmParams params = {};
+  params.gate_alpha = 1.f;
+  params.gate_limit = std::numeric_limits<float>::infinity();
+  if (ffi::Args gate = args.optional_group("gate", 3)) {
+    params.gate_alpha = static_cast<float>(gate.number("gate alpha"));
+    params.gate_beta = static_cast<float>(gate.number("gate beta"));
+    params.gate_limit = static_cast<float>(gate.number("gate limit"));
+  }
+  const int64_t layout = args.integer("layout");
+  const int64_t max_ctas = args.integer_in("max_ctas", 0, INT32_MAX);
+  const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
+
+  ffi::check_dtype(t.a, kDtypeA);
+  ffi::check_dtype(t.b, kDtypeB);
+  ffi::check_dtype(t.out, kDtypeOut);
+  ffi::check_ndim(t.a, 2, kFlatRows ? 2 : 3);
+  ffi::check_ndim(t.b, 2, 3);
+  const Operand a(t.a, false), b(t.b, layout & kTransposedB);
+  if (a.k != b.k) {
+    ffi::raise("ValueError", "`%s` and `%s` must have the same k, got shapes %s and %s", t.a.name,
+               t.b.name, t.a.shape_text().c_str(), t.b.shape_text().c_str());
+  }
+  if (!kFlatRows && a.batches != b.batches && !t.weight_indices) {
+    ffi::raise("ValueError", "`%s` and `%s` must have the same batch size, got shapes %s and %s",
+               t.a.name, t.b.name, t.a.shape_text().c_str(), t.b.shape_text().c_str());
+  }
+  if (kGathers != bool(t.row_index)) {
+    ffi::raise("TypeError", "`row_index` must be %s", kGathers ? "given" : "None");
+  }
+  const int64_t num_rows = kGathers ? t.row_index.dim(0) : a.rows;
+  const int64_t num_columns = kGated ? b.rows / 2 : b.rows;
+  if (t.a.ndim() == 3) {
+    ffi::check_shape(t.out, {a.batches, num_rows, num_columns});
+  } else {
+    ffi::check_shape(t.out, {num_rows, num_columns});
+  }
+  ffi::check_last_dim_contiguous(t.out);
+  ffi::check_no_broadcast(t.out);
+  for (const ffi::Tensor* tensor : {&t.a, &t.b}) ffi::check_disjoint(t.out, *tensor);
+  if (a.rows > INT32_MAX || b.rows > INT32_MAX || a.k > INT32_MAX || b.batches > INT32_MAX) {
+    ffi::raise("ValueError", "`%s` and `%s` must have dimensions below 2^31, got %s and %s",
+               t.a.name, t.b.name, t.a.shape_text().c_str(), t.b.shape_text().c_str());
+  }
+  fill_scales(params, t, a, b, layout);
+  if (t.bias) check_vector(t.bias, kDtypeOut, b.rows);
+  params.alpha = static_cast<float>(alpha);
+  int64_t num_groups = b.batches;
+  if (kGroups != GemmGroups::batch) {
+    if (!t.groups) ffi::raise("TypeError", "`%s` must be a torch.Tensor, got None", names.groups);
+    if (kGroups != GemmGroups::indices && t.groups.numel() > kMaxGroups) {
+      ffi::raise("ValueError", "`%s` must have at most %lld groups, got shape %s", t.groups.name,
+                 static_cast<long long>(kMaxGroups), t.groups.shape_text().c_str());
+    }
+    if (t.weight_indices) num_groups = t.weight_indices.dim(0);
+    params.group_stride = check_numbers(t.groups, kGroups == GemmGroups::offsets   ? num_groups + 1
+                                                  : kGroups == GemmGroups::indices ? num_rows
+                                                                                   : num_groups);
+    if (t.weight_indices) params.weight_index_stride = check_numbers(t.weight_indices, num_groups);
+  }
+  if (t.row_index) check_vector(t.row_index, ffi::dtype::int32, num_rows);
+  if (t.row_weight) check_vector(t.row_weight, ffi::dtype::float32, num_rows);
+  if (a.k > 0) {
+    a.check_aligned(t.a, kElement);
+    b.check_aligned(t.b, kElement);
+  }
+
+  ffi::check_cuda(t.a);
+  for (const ffi::Tensor& tensor : {t.out, t.b, t.a_scale, t.b_scale, t.bias, t.groups,
+                                    t.weight_indices, t.row_index, t.row_weight}) {
+    if (tensor) ffi::check_same_device(tensor, t.a);
+  }
+  if (t.out.numel() == 0) return;
+
+  params.a = a.matrix(t.a);
+  params.b = b.matrix(t.b);
+  const bool has_batches = t.out.ndim() == 3 && a.batches > 1;
+  params.d = {t.out.data(), num_rows > 1 ? t.out.stride(-2) : num_columns,
+              has_batches ? t.out.stride(0) : 0};
+  params.m = static_cast<uint32_t>(num_rows);
+  params.n = static_cast<uint32_t>(b.rows);
+  params.k = static_cast<uint32_t>(a.k);
+  params.num_groups = static_cast<uint32_t>(num_groups);
+  params.num_weights = static_cast<uint32_t>(b.batches);
+  params.row_index = t.row_index ? static_cast<const int32_t*>(t.row_index.data()) : nullptr;
+  params.num_input_rows = static_cast<uint32_t>(a.rows);
+  params.bias = t.bias ? t.bias.data() : nullptr;
+  params.group_rows = t.groups ? static_cast<const int32_t*>(t.groups.data()) : nullptr;
+  params.weight_indices =
+      t.weight_indices ? static_cast<const int32_t*>(t.weight_indices.data()) : nullptr;
+  params.row_weight = t.row_weight ? static_cast<const float*>(t.row_weight.data()) : nullptr;
+  params.max_ctas = static_cast<uint32_t>(max_ctas < 0 ? 0 : max_ctas);
+
+  const ffi::DeviceGuard guard(t.a);
+  ffi::check_launch(gemm(params, ffi::resolve_pdl(enable_pdl, t.a), ffi::current_stream(t.a)));
+}
+
+}  // namespace
+}  // namespace flashinfer
+
+FLASHINFER_FFI_EXPORT(gemm, args) { flashinfer::run(args); }

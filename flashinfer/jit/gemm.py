@@ -1,0 +1,92 @@
+"""Modules of csrc/gemm_sm90.cu: matrix products on Hopper, dense, batched and grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .._common.dtypes import FLOAT8, check_dtype
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
+"""wgmma exists for this target alone, whatever list of targets there is."""
+
+SCALES = ("none", "token_channel", "block", "group")
+ACTIVATIONS = ("identity", "swiglu")
+GROUPS = ("batch", "offsets", "lengths", "masked", "indices")
+
+
+@dataclass(frozen=True)
+class GemmConfig(ModuleConfig):
+    """What selects code: types, scales, groups, and the tiles that the work is cut into.
+
+    Attributes
+    ----------
+    tile_rows, tile_columns : int
+        Rows and columns of the result that a CTA computes at a time.
+    consumers : int
+        Warpgroups that multiply.
+    swap : bool
+        Columns of the result are the tensor cores' rows, for few tokens.
+    cluster_rows, cluster_columns : int
+        CTAs that share their columns' (rows') operand by multicast.
+    splits : int
+        CTAs that sum a part of k each.
+    activation : str
+        What follows the product: ``"swiglu"`` halves the columns.
+    gathers : bool
+        Rows of a come through an index map.
+    max_stages : int
+        Upper bound of the stages that are loaded ahead; shared memory is the other one.
+    """
+
+    module: ClassVar[str] = "gemm"
+    supported_major_versions: ClassVar[tuple[int, ...]] = (9,)
+
+    dtype_a: torch.dtype
+    dtype_b: torch.dtype
+    dtype_out: torch.dtype
+    tile_rows: int
+    tile_columns: int
+    scale: str = "none"
+    groups: str = "batch"
+    consumers: int = 2
+    swap: bool = False
+    cluster_rows: int = 1
+    cluster_columns: int = 1
+    splits: int = 1
+    activation: str = "identity"
+    gathers: bool = False
+    max_stages: int = 12
+
+    def __post_init__(self) -> None:
+        operands = (torch.float16, torch.bfloat16, *FLOAT8)
+        check_dtype("a", self.dtype_a, operands)
+        same = FLOAT8 if self.dtype_a in FLOAT8 else (self.dtype_a,)
+        check_dtype("b", self.dtype_b, same)
+        check_dtype("out", self.dtype_out, (torch.float16, torch.bfloat16, torch.float32))
+        for name, value, allowed in (
+            ("scale", self.scale, SCALES),
+            ("groups", self.groups, GROUPS),
+            ("activation", self.activation, ACTIVATIONS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _aot_configs() -> Iterator[GemmConfig]:
+    bf16 = torch.bfloat16
+    yield GemmConfig(bf16, bf16, bf16, 128, 256, cluster_rows=2)
+
+
+@register_generator(aot=_aot_configs)
+def gen_gemm_sm90_module(config: GemmConfig | None = None) -> JitSpec:
+    """The module with ``gemm`` for one configuration; by default of large bfloat16 matrices."""
+    config = config or next(_aot_configs())
+    sources = ["gemm_sm90.cu", "gemm_jit_binding.cc"]
+    return JitSpec.from_config(config, sources, extra_cuda_cflags=list(TARGET_FLAGS))

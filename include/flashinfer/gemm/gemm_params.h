@@ -1,0 +1,71 @@
+// Arguments of the matrix products. Plain C++: shared by kernels, launchers and bindings.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer {
+
+// How the 32-bit sums become values: D = scale(A, B) * A B^T.
+enum class GemmScale {
+  none,           // D = alpha A B^T
+  token_channel,  // times a_scale[row] b_scale[column]
+  block,          // a_scale[row, k / 128] b_scale[column / 128, k / 128], applied per 128 of k
+  group,          // a_scale[row, k / 128] b_scale[column, k / 128], applied per 128 of k
+};
+
+// Which rows of A meet which matrix of B.
+enum class GemmGroups {
+  batch,    // A [batch, m, k], B [batch, n, k]
+  offsets,  // A [m, k]: rows offsets[g] to offsets[g + 1] meet B[g]
+  lengths,  // A [m, k]: the next lengths[g] rows meet B[g]
+  masked,   // A [groups, m, k]: the first counts[g] rows of A[g] meet B[g]
+  indices,  // A [m, k]: rows meet B[indices[row]], the same for 128 rows; none if negative
+};
+
+// What follows the product.
+enum class GemmActivation {
+  identity,
+  // D [m, n / 2] = g sigmoid(gate_alpha g) (u + gate_beta), with g and u from the first and the
+  // second half of B's rows, limited to gate_limit: g from above, u on both sides.
+  swiglu,
+};
+
+// A matrix per batch or group; the last dimension is contiguous.
+struct GemmMatrix {
+  void* data;
+  int64_t stride_row;    // elements
+  int64_t stride_batch;  // elements
+};
+
+// Scales of one operand; strides in elements.
+struct GemmScaleMatrix {
+  const float* data;
+  int64_t stride_row;    // from one row (or block of 128 rows) of the operand to the next
+  int64_t stride_k;      // from one block of 128 along k to the next
+  int64_t stride_batch;  // from one batch or group to the next
+  uint32_t row_shift;    // 7 where 128 rows of A share a scale, else 0
+};
+
+struct GemmParams {
+  GemmMatrix a, b, d;
+  GemmScaleMatrix a_scale, b_scale;
+  uint32_t m, n, k;  // of each batch or masked group; m of all groups together by offsets
+  uint32_t num_groups;
+  uint32_t num_weights;  // matrices of B; other numbers of weight_indices or indices skip the rows
+  float alpha;
+  float gate_alpha, gate_beta, gate_limit;  // of swiglu; 1, 0 and infinity for silu(g) u
+  const float* alpha_a;                     // device, [1]: further factors of alpha; null: 1
+  const float* alpha_b;                     // device, [1]
+  const void* bias;                         // [n] of D's type; null: none
+  // Offsets [groups + 1], lengths or counts [groups], or indices [m]. Of 64-bit numbers the lower
+  // halves: neighbours are group_stride (1 or 2) apart.
+  const int32_t* group_rows;
+  const int32_t* weight_indices;  // [groups]: group g meets B[weight_indices[g]]; null: B[g]
+  uint32_t group_stride, weight_index_stride;
+  const int32_t* row_index;  // [m]: row r of the product reads row row_index[r] of A
+  const float* row_weight;   // [m]: factor of each row of D; null: 1
+  uint32_t num_input_rows;   // of A where row_index is given
+  uint32_t max_ctas;         // SMs that the launch may use; 0: all
+};
+
+}  // namespace flashinfer

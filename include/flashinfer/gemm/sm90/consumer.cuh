@@ -1,0 +1,332 @@
+// The warpgroups that multiply: each has 64 rows of the left operand (kReps times) by all rows of
+// the right one, with the sums in registers.
+//
+// 16-bit operands are summed by the tensor cores alone. Sums of 128 8-bit products are added to the
+// tile's sums in float32, times their scales: while one warpgroup does that, the other multiplies.
+#pragma once
+
+#include <flashinfer/gemm/sm90/epilogue.cuh>
+#include <flashinfer/gemm/sm90/producer.cuh>
+#include <flashinfer/gemm/sm90/split.cuh>
+#include <flashinfer/ptx/wgmma.cuh>
+
+namespace flashinfer {
+
+template <typename Tile>
+class GemmConsumer {
+  static constexpr int kReps = Tile::kReps, kTiles = Tile::kTiles;
+  using Sums = float[kReps][kTiles][4];
+
+ public:
+  __device__ __forceinline__ GemmConsumer(const GemmKernelParams& params, uint32_t shared,
+                                          const GemmTableEntry* table)
+      : params_(params),
+        scheduler_(params.gemm, params.schedule, table),
+        blocks_(params.gemm.k),
+        shared_(shared) {
+    // The compiler then knows that a warp's descriptors are one.
+    warpgroup_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    warp_idx_ = threadIdx.x % 128 / 32;
+    lane_idx_ = threadIdx.x % 32;
+    if constexpr (Tile::kMulticast > 1) {
+      remote_empty_ = ptx::remote_address(full(0) + Tile::kStages * 8,
+                                          place_.loader(lane_idx_ % Tile::kReaders));
+    }
+    const uint32_t left = shared + (Tile::kSwap ? Tile::kBytesA : 0);
+    left_ = ptx::wgmma_operand(left + warpgroup_idx_ * kReps * 64 * 128);
+    right_ = ptx::wgmma_operand(shared + (Tile::kSwap ? 0 : Tile::kBytesA));
+  }
+
+  __device__ __forceinline__ void run() {
+    GemmEpilogue<Tile> epilogue(params_, shared_);
+    GemmSplit<Tile> split(shared_);
+    GemmWork work;
+    while (scheduler_.next(work)) {
+      Sums sums;
+      if (Tile::kPromotes || blocks_.count == 0) clear(sums);
+      if constexpr (Tile::kPromotes) {
+        multiply_promoting(sums);
+      } else {
+        multiply(sums);
+      }
+      if constexpr (Tile::kSplits > 1) split.add_up(sums, !scheduler_.has_next());
+      epilogue.store(work, sums);
+    }
+    epilogue.finish();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t full(uint32_t stage) const {
+    return shared_ + Tile::kOffsetControl + stage * 8;
+  }
+
+  // This warp has read a stage of its own CTA and, of shared operands, of the others.
+  __device__ __forceinline__ void release(uint32_t stage) const {
+    if constexpr (Tile::kMulticast > 1) {
+      if (lane_idx_ < Tile::kReaders) ptx::mbarrier_arrive_relaxed(remote_empty_ + stage * 8);
+    } else {
+      if (lane_idx_ == 0) ptx::mbarrier_arrive(full(stage) + Tile::kStages * 8);
+    }
+  }
+
+  __device__ __forceinline__ static void clear(Sums& sums) {
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[rep][j][i] = 0.f;
+      }
+    }
+  }
+
+  // Products over 32 bytes of k, of this warpgroup's left rows `rep` and as many right ones as
+  // there are sums, from `right_row` on.
+  template <int kCount>
+  __device__ __forceinline__ void step(float (&sums)[kCount][4], uint32_t stage, int rep,
+                                       int right_row, int step, bool accumulate) const {
+    const uint32_t offset = stage * Tile::kStageBytes + step * 32;
+    ptx::wgmma<typename Tile::Left, false, typename Tile::Right>(
+        sums, ptx::wgmma_advance(left_, offset + rep * 64 * 128),
+        ptx::wgmma_advance(right_, offset + right_row * 128), accumulate);
+  }
+
+  __device__ __forceinline__ void await_stage() const {
+    ptx::mbarrier_wait_soon(full(ring_.stage), ring_.phase);
+    // Threads wrote the gathered rows, and the tensor cores read them.
+    if constexpr (Tile::kGathers) ptx::async_proxy_fence();
+  }
+
+  __device__ __forceinline__ void multiply(Sums& sums) {
+    uint32_t previous = 0;
+    for (uint32_t i = 0; i < blocks_.count; ++i) {
+      await_stage();
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int rep = 0; rep < kReps; ++rep) {
+          step(sums[rep], ring_.stage, rep, 0, k, i > 0 || k > 0);
+        }
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      if (i > 0) release(previous);
+      previous = ring_.stage;
+      ring_.advance();
+    }
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) ptx::wgmma_done(sums[rep]);
+    if (blocks_.count > 0) release(previous);
+  }
+
+  // Scales of a thread's two left rows, and that of all right rows where they share one.
+  struct StageScales {
+    float low = 1.f, high = 1.f, both = 1.f, second = 1.f;
+    uint32_t right = 0;  // shared address of the scales of the right rows
+    uint32_t stage = 0;
+  };
+
+  // Block after block: products of one are promoted while those of the next are made, where there
+  // are registers for both, else while the other warpgroup multiplies.
+  __device__ __forceinline__ void multiply_promoting(Sums& sums) {
+    constexpr bool kOverlaps = kReps * Tile::kParts == 1;
+    const uint32_t count = blocks_.count;
+    if constexpr (!kOverlaps) {
+      float products[kTiles / Tile::kParts][4];
+      for (uint32_t i = 0; i < count; ++i) {
+        await_stage();
+        const uint32_t scales = await_scales(i);
+#pragma unroll
+        for (int at = 0; at < kReps * Tile::kParts; ++at) {
+          const int rep = at / Tile::kParts, part = at % Tile::kParts;
+          StageScales stage_scales = load_scales(scales, rep, part);
+          start(products, ring_.stage, rep, part);
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_done(products);
+          if (at == kReps * Tile::kParts - 1) release(ring_.stage);
+          promote(sums[rep], part * (kTiles / Tile::kParts), products, stage_scales);
+        }
+        release_scales(i);
+        ring_.advance();
+      }
+    } else if (count > 0) {
+      float products[2][kTiles][4];
+      StageScales scales[2];
+      begin(products[0], scales[0], 0);
+      uint32_t i = 0;
+      for (; i + 2 < count; i += 2) {
+        begin(products[1], scales[1], i + 1);
+        ptx::wgmma_wait<1>();
+        end(sums[0], products[0], scales[0], i);
+        begin(products[0], scales[0], i + 2);
+        ptx::wgmma_wait<1>();
+        end(sums[0], products[1], scales[1], i + 1);
+      }
+      if (i + 1 < count) {
+        begin(products[1], scales[1], i + 1);
+        ptx::wgmma_wait<1>();
+        end(sums[0], products[0], scales[0], i);
+        ptx::wgmma_wait<0>();
+        end(sums[0], products[1], scales[1], i + 1);
+      } else {
+        ptx::wgmma_wait<0>();
+        end(sums[0], products[0], scales[0], i);
+      }
+    }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void start(float (&products)[kCount][4], uint32_t stage, int rep,
+                                        int part) const {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) step(products, stage, rep, part * kCount * 8, k, k > 0);
+    ptx::wgmma_commit();
+  }
+
+  // The products of block `i`, in the background.
+  __device__ __forceinline__ void begin(float (&products)[kTiles][4], StageScales& scales,
+                                        uint32_t i) {
+    await_stage();
+    scales = load_scales(await_scales(i), 0, 0);
+    scales.stage = ring_.stage;
+    start(products, ring_.stage, 0, 0);
+    ring_.advance();
+  }
+
+  __device__ __forceinline__ void end(float (&sums)[kTiles][4], float (&products)[kTiles][4],
+                                      const StageScales& scales, uint32_t i) {
+    ptx::wgmma_done(products);
+    release(scales.stage);
+    promote(sums, 0, products, scales);
+    release_scales(i);
+  }
+
+  // Where the scales of block `i` are; barriers guard those of four blocks at a time.
+  __device__ __forceinline__ uint32_t await_scales(uint32_t i) {
+    if constexpr (!Tile::kBlockScales) return 0;
+    if (i % Tile::kScaleBlocks == 0) {
+      ptx::mbarrier_wait_soon(scale_barrier(scale_ring_.stage), scale_ring_.phase);
+      scales_ = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
+      scale_ring_.advance();
+    } else {
+      scales_ += Tile::kScaleBlockBytes;
+    }
+    return scales_;
+  }
+
+  __device__ __forceinline__ void release_scales(uint32_t i) {
+    if constexpr (!Tile::kBlockScales) return;
+    if (i % Tile::kScaleBlocks != Tile::kScaleBlocks - 1 && i + 1 != blocks_.count) return;
+    __syncwarp();
+    if (lane_idx_ == 0) ptx::mbarrier_arrive(scale_barrier(4 + released_scales_));
+    if (++released_scales_ == Tile::kScaleStages) released_scales_ = 0;
+  }
+
+  __device__ __forceinline__ uint32_t scale_barrier(uint32_t i) const {
+    return full(2 * Tile::kStages + 2 + i);
+  }
+
+  static constexpr bool kReadsRightScales =
+      Tile::kBlockScales && (Tile::kSwap || Tile::kScale == GemmScale::group);
+
+  __device__ __forceinline__ static float load_float(uint32_t shared) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared));
+    return value;
+  }
+
+  __device__ __forceinline__ static float2 load_float2(uint32_t shared) {
+    float2 value;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(shared));
+    return value;
+  }
+
+  __device__ __forceinline__ StageScales load_scales(uint32_t rows, int rep, int part) const {
+    StageScales scales;
+    if constexpr (Tile::kBlockScales) {
+      constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
+      const uint32_t columns = rows + Tile::kTileRows * 4;
+      const int first = (warpgroup_idx_ * kReps + rep) * 64;
+      const int low = first + warp_idx_ * 16 + lane_idx_ / 4;
+      if constexpr (Tile::kSwap && Tile::kScale == GemmScale::group) {
+        scales.low = load_float(columns + low * 4);
+        scales.high = load_float(columns + low * 4 + 32);
+      } else if constexpr (Tile::kSwap) {
+        scales.both = load_float(columns + column_scale(first) * 4);
+      } else {
+        scales.low = load_float(rows + low * 4);
+        scales.high = load_float(rows + low * 4 + 32);
+        if constexpr (Tile::kScale == GemmScale::block && kHalvesDiffer) {
+          scales.both = load_float(columns);
+          scales.second = load_float(columns + 4);
+        } else if constexpr (Tile::kScale == GemmScale::block) {
+          static_assert(128 % kPartRows == 0, "columns of a part share their scale");
+          scales.both = load_float(columns + column_scale(part * kPartRows) * 4);
+        }
+      }
+      scales.right = (Tile::kSwap ? rows : columns) + (part * kPartRows + lane_idx_ % 4 * 2) * 4;
+    }
+    return scales;
+  }
+
+  // Number of the scale of row `local` of the tile's rows of B.
+  __device__ __forceinline__ static constexpr int column_scale(int local) {
+    constexpr int kPerBox = ceil_div(Tile::kBoxRowsB, 128);
+    return local / Tile::kBoxRowsB * kPerBox + local % Tile::kBoxRowsB / 128;
+  }
+
+  // Gate and up columns of one part have a scale each.
+  static constexpr bool kHalvesDiffer =
+      !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && Tile::kScale == GemmScale::block;
+
+  // Keeps the compiler from waiting for a scale between two products.
+  __device__ __forceinline__ static float after_products(float scale) {
+    asm volatile("" : "+f"(scale));
+    return scale;
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ static void promote(float (&sums)[kTiles][4], int first,
+                                                 const float (&products)[kCount][4],
+                                                 const StageScales& scales) {
+    float low = after_products(scales.low) * scales.both;
+    float high = after_products(scales.high) * scales.both;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      float (&sum)[4] = sums[first + j];
+      if (kHalvesDiffer && j == kCount / 2) {
+        low = scales.low * scales.second;
+        high = scales.high * scales.second;
+      }
+      if constexpr (!Tile::kBlockScales) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] += products[j][i];
+      } else {
+        float2 right = make_float2(1.f, 1.f);
+        if constexpr (kReadsRightScales) right = load_float2(scales.right + j * 32);
+        sum[0] += products[j][0] * (low * right.x);
+        sum[1] += products[j][1] * (low * right.y);
+        sum[2] += products[j][2] * (high * right.x);
+        sum[3] += products[j][3] * (high * right.y);
+      }
+    }
+  }
+
+  const GemmKernelParams& params_;
+  GemmScheduler<Tile> scheduler_;
+  const GemmBlocks<Tile> blocks_;
+  const GemmPlace<Tile> place_;
+  const uint32_t shared_;
+  uint32_t remote_empty_ = 0;  // barrier of the first stage in the CTA that this lane tells
+  uint64_t left_, right_;
+  int warpgroup_idx_, warp_idx_, lane_idx_;
+  GemmRing<Tile::kStages> ring_;
+  GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
+  uint32_t scales_ = 0;  // of the latest block
+  uint32_t released_scales_ = 0;
+};
+
+}  // namespace flashinfer

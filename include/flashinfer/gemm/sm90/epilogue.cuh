@@ -1,0 +1,312 @@
+// From sums in registers to D: factors and bias, rounding, and the way to global memory by shared
+// memory and the copy engine, or, where a tile is not whole, row by row.
+#pragma once
+
+#include <flashinfer/common/vec.cuh>
+#include <flashinfer/gemm/sm90/producer.cuh>
+#include <flashinfer/ptx/ldmatrix.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
+#include <flashinfer/ptx/shared.cuh>
+#include <flashinfer/ptx/tma_boxes.cuh>
+
+namespace flashinfer {
+
+// Factors and addends of D by row and column. Threads ask for those of their own elements.
+template <typename Tile>
+struct GemmFinish {
+  using D = typename Tile::D;
+  const GemmParams& params;
+  float alpha;
+
+  __device__ __forceinline__ explicit GemmFinish(const GemmParams& p) : params(p), alpha(p.alpha) {
+    if (params.alpha_a != nullptr) alpha *= __ldg(params.alpha_a);
+    if (params.alpha_b != nullptr) alpha *= __ldg(params.alpha_b);
+  }
+
+  __device__ __forceinline__ float row_factor(const GemmWork& work, uint32_t row) const {
+    float factor = 1.f;
+    if (row >= work.row_end) return factor;
+    if constexpr (Tile::kScale == GemmScale::token_channel) {
+      factor *= __ldg(params.a_scale.data + work.batch * params.a_scale.stride_batch +
+                      row * params.a_scale.stride_row);
+    }
+    return factor;
+  }
+
+  __device__ __forceinline__ float row_weight(const GemmWork& work, uint32_t row) const {
+    return row < work.row_end ? __ldg(params.row_weight + row) : 0.f;
+  }
+
+  __device__ __forceinline__ float activate(float gate, float up) const {
+    gate = fminf(gate, params.gate_limit);
+    up = fminf(fmaxf(up, -params.gate_limit), params.gate_limit);
+    const float sigmoid = 1.f / (1.f + __expf(-params.gate_alpha * gate));
+    return gate * sigmoid * (up + params.gate_beta);
+  }
+
+  __device__ __forceinline__ float column_factor(const GemmWork& work, uint32_t column) const {
+    if constexpr (Tile::kScale == GemmScale::token_channel) {
+      if (column >= params.n) return 1.f;
+      return __ldg(params.b_scale.data + work.group * params.b_scale.stride_batch +
+                   column * params.b_scale.stride_row);
+    }
+    return 1.f;
+  }
+
+  __device__ __forceinline__ float addend(uint32_t column) const {
+    if (params.bias == nullptr || column >= params.n) return 0.f;
+    return to_float(static_cast<const D*>(params.bias)[column]);
+  }
+};
+
+template <typename Tile>
+class GemmEpilogue {
+  using D = typename Tile::D;
+  static constexpr int kReps = Tile::kReps, kTiles = Tile::kTiles;
+  static constexpr int kOutReps = Tile::kGated && Tile::kSwap ? 1 : kReps;
+  static constexpr int kOutTiles = Tile::kOutRights / 8;
+  static constexpr int kStoreTiles = Tile::kStoreRights / 8;
+  static constexpr int kBoxBytes = Tile::kBoxColumns * 2;  // of a row of a box
+  static constexpr int kBoxChunks = kBoxBytes / 16;
+
+ public:
+  __device__ __forceinline__ GemmEpilogue(const GemmKernelParams& params, uint32_t shared)
+      : params_(params), finish_(params.gemm) {
+    warpgroup_idx_ = threadIdx.x / 128;
+    thread_idx_ = threadIdx.x % 128;
+    warp_idx_ = thread_idx_ / 32;
+    lane_idx_ = threadIdx.x % 32;
+    buffers_ =
+        shared + Tile::kOffsetStore + warpgroup_idx_ * Tile::kStoreBuffers * Tile::kStoreBytes;
+    buffer_ = buffers_;
+  }
+
+  template <typename Sums>
+  __device__ __forceinline__ void store(const GemmWork& work, Sums& sums) {
+    const bool whole =
+        params_.stores_boxes && (!Tile::kGrouped || work.row + Tile::kTileRows <= work.row_end);
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) scale(work, rep, sums[rep]);
+    if constexpr (Tile::kGated) activate(sums);
+    if (params_.gemm.row_weight != nullptr) weigh(work, sums);
+#pragma unroll
+    for (int rep = 0; rep < kOutReps; ++rep) {
+      const uint32_t left = (warpgroup_idx_ * kOutReps + rep) * 64;
+#pragma unroll
+      for (int j = 0; j < kOutTiles; j += kStoreTiles) {
+        if (Tile::kSplits > 1 && j / kStoreTiles != static_cast<int>(place_.split)) continue;
+        const uint32_t row = work.row + (Tile::kSwap ? j * 8 : left);
+        const uint32_t column = work.column + (Tile::kSwap ? left : j * 8);
+        if constexpr (Tile::kStagesOutput) {
+          stage(sums[rep], j);
+          if (whole) {
+            store_box(row, column, work.batch);
+          } else {
+            store_rows(work, row, column);
+          }
+        } else {
+          store_registers(work, row, column, sums[rep], j);
+        }
+      }
+    }
+  }
+
+  // Shared memory may not go before the copy engine has read it.
+  __device__ __forceinline__ void finish() {
+    if (Tile::kStagesOutput && thread_idx_ == 0) ptx::tma_store_wait_read();
+  }
+
+ private:
+  // Scales and bias: of a thread's two left rows, then of the right ones where they have any.
+  __device__ __forceinline__ void scale(const GemmWork& work, int rep,
+                                        float (&sums)[kTiles][4]) const {
+    const uint32_t left = (warpgroup_idx_ * kReps + rep) * 64 + warp_idx_ * 16 + lane_idx_ / 4;
+    const uint32_t right = lane_idx_ % 4 * 2, n = params_.gemm.n;
+    const bool has_bias = params_.gemm.bias != nullptr;
+    float factor[2], addend[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (Tile::kSwap) {
+        const uint32_t column = work.row_of_b<Tile>(left + 8 * i, n);
+        factor[i] = finish_.alpha * finish_.column_factor(work, column);
+        addend[i] = finish_.addend(column);
+      } else {
+        factor[i] = finish_.alpha * finish_.row_factor(work, work.row + left + 8 * i);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[j][i] *= factor[i / 2];
+    }
+    if constexpr (Tile::kScale == GemmScale::token_channel) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t r = right + j * 8 + i;
+          const float other = Tile::kSwap ? finish_.row_factor(work, work.row + r)
+                                          : finish_.column_factor(work, work.row_of_b<Tile>(r, n));
+          sums[j][i] *= other;
+          sums[j][i + 2] *= other;
+        }
+      }
+    }
+    if (!has_bias) return;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float add =
+            Tile::kSwap ? 0.f : finish_.addend(work.row_of_b<Tile>(right + j * 8 + i, n));
+        sums[j][i] += Tile::kSwap ? addend[0] : add;
+        sums[j][i + 2] += Tile::kSwap ? addend[1] : add;
+      }
+    }
+  }
+
+  // The first half of the sums becomes the activation of both.
+  template <typename Sums>
+  __device__ __forceinline__ void activate(Sums& sums) const {
+#pragma unroll
+    for (int rep = 0; rep < kOutReps; ++rep) {
+#pragma unroll
+      for (int j = 0; j < kOutTiles; ++j) {
+        float (&gate)[4] = sums[rep][j];
+        const float (&up)[4] = Tile::kSwap ? sums[rep + 1][j] : sums[rep][j + kOutTiles];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) gate[i] = finish_.activate(gate[i], up[i]);
+      }
+    }
+  }
+
+  template <typename Sums>
+  __device__ __forceinline__ void weigh(const GemmWork& work, Sums& sums) const {
+#pragma unroll
+    for (int rep = 0; rep < kOutReps; ++rep) {
+      const uint32_t left = (warpgroup_idx_ * kOutReps + rep) * 64 + warp_idx_ * 16 + lane_idx_ / 4;
+#pragma unroll
+      for (int j = 0; j < kOutTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t right = j * 8 + lane_idx_ % 4 * 2 + i % 2;
+          sums[rep][j][i] *=
+              finish_.row_weight(work, work.row + (Tile::kSwap ? right : left + i / 2 * 8));
+        }
+      }
+    }
+  }
+
+  // Shared address of 16 bytes of a row of the box, swizzled as the map says.
+  __device__ __forceinline__ uint32_t chunk(uint32_t row, uint32_t column) const {
+    const uint32_t swizzle = row * kBoxBytes / 128 % kBoxChunks;
+    return buffer_ + row * kBoxBytes + (column ^ swizzle) * 16;
+  }
+
+  // Rounds the sums of right rows 8 first_tile... and puts them where a row of D is a row.
+  __device__ __forceinline__ void stage(const float (&sums)[kTiles][4], int first_tile) {
+    if (Tile::kStoreBuffers == 2) {
+      buffer_ = buffer_ == buffers_ ? buffers_ + Tile::kStoreBytes : buffers_;
+    }
+    if (thread_idx_ == 0) ptx::tma_store_wait_read<Tile::kStoreBuffers - 1>();
+    barrier();
+    const uint32_t matrix = lane_idx_ / 8, within = lane_idx_ % 8;
+#pragma unroll
+    for (int j = 0; j < kStoreTiles; j += 2) {
+      uint32_t values[4];
+      constexpr bool kOdd = kStoreTiles % 2 != 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (kOdd && j + i >= kStoreTiles) break;
+        const float (&tile)[4] = sums[first_tile + j + i];
+        values[2 * i] = PackedPair<D>::pack(tile[0], tile[1]);
+        values[2 * i + 1] = PackedPair<D>::pack(tile[2], tile[3]);
+      }
+      const bool pair = !kOdd || j + 1 < kStoreTiles;
+      if constexpr (Tile::kSwap) {
+        const uint32_t row = (j + (pair ? matrix / 2 : 0)) * 8 + within;
+        const uint32_t address = chunk(row, warp_idx_ * 2 + matrix % 2);
+        if (pair) {
+          ptx::stmatrix_x4_trans(address, values);
+        } else {
+          ptx::stmatrix_x2_trans(address, values[0], values[1]);
+        }
+      } else {
+        const uint32_t row = warp_idx_ * 16 + matrix % 2 * 8 + within;
+        const uint32_t address = chunk(row, j + (pair ? matrix / 2 : 0));
+        if (pair) {
+          ptx::stmatrix_x4(address, values);
+        } else {
+          ptx::stmatrix_x2(address, values[0], values[1]);
+        }
+      }
+    }
+    ptx::async_proxy_fence();
+    barrier();
+  }
+
+  __device__ __forceinline__ void store_box(uint32_t row, uint32_t column, uint32_t batch) {
+    if (thread_idx_ != 0) return;
+    ptx::tma_store(&params_.d, buffer_, column, row, batch);
+    ptx::tma_store_commit();
+  }
+
+  // 16 bytes per thread where rows of D are aligned, else element by element.
+  __device__ __forceinline__ void store_rows(const GemmWork& work, uint32_t row, uint32_t column) {
+    constexpr int kChunks = Tile::kBoxColumns / 8;
+    const GemmParams& params = params_.gemm;
+    D* out = static_cast<D*>(params.d.data) + work.batch * params.d.stride_batch;
+    for (int i = thread_idx_; i < Tile::kBoxRows * kChunks; i += 128) {
+      const uint32_t r = row + i / kChunks, c = column + i % kChunks * 8;
+      if (r >= work.row_end || c >= num_columns()) continue;
+      const uint4 values = ptx::load_shared_16(chunk(i / kChunks, i % kChunks));
+      D* target = out + r * params.d.stride_row + c;
+      if (c + 8 <= num_columns() && reinterpret_cast<uint64_t>(target) % 16 == 0) {
+        *reinterpret_cast<uint4*>(target) = values;
+      } else {
+        const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (c + e < num_columns())
+            target[e].bits = static_cast<uint16_t>(words[e / 2] >> e % 2 * 16);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_registers(const GemmWork& work, uint32_t row,
+                                                  uint32_t column, const float (&sums)[kTiles][4],
+                                                  int first_tile) {
+    const GemmParams& params = params_.gemm;
+    D* out = static_cast<D*>(params.d.data) + work.batch * params.d.stride_batch;
+#pragma unroll
+    for (int j = 0; j < kStoreTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t left = warp_idx_ * 16 + lane_idx_ / 4 + i / 2 * 8;
+        const uint32_t right = j * 8 + lane_idx_ % 4 * 2 + i % 2;
+        const uint32_t r = row + (Tile::kSwap ? right : left);
+        const uint32_t c = column + (Tile::kSwap ? left : right);
+        if (r < work.row_end && c < num_columns()) {
+          out[r * params.d.stride_row + c] = from_float<D>(sums[first_tile + j][i]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t num_columns() const {
+    return Tile::kGated ? params_.gemm.n / 2 : params_.gemm.n;
+  }
+
+  __device__ __forceinline__ void barrier() const {
+    ptx::named_barrier_sync(1 + warpgroup_idx_, 128);
+  }
+
+  const GemmKernelParams& params_;
+  const GemmFinish<Tile> finish_;
+  const GemmPlace<Tile> place_;
+  uint32_t buffers_, buffer_;
+  int warpgroup_idx_, thread_idx_, warp_idx_, lane_idx_;
+};
+
+}  // namespace flashinfer

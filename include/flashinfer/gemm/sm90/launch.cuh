@@ -1,0 +1,118 @@
+// Host side of the matrix products for Hopper.
+#pragma once
+
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/once_per_device.h>
+#include <flashinfer/gemm/sm90/kernel.cuh>
+#include <flashinfer/layout/tensor_map.h>
+
+#ifndef __CUDACC_RTC__
+
+namespace flashinfer {
+
+// Clusters that run at a time on the current device: of four CTAs 30, not 33, on an H200, whose SMs
+// come in groups of 16 or 18. Also raises the kernel's limit of shared memory, once per device.
+template <typename Tile>
+inline cudaError_t prepare_gemm_sm90(int* num_clusters) {
+  return once_per_device(num_clusters, [](int device, int* count) {
+    cudaError_t status =
+        cudaFuncSetAttribute(gemm_sm90_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kGemmSharedBytes<Tile>);
+    if (status != cudaSuccess) return status;
+    int num_sms = 0;
+    status = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    *count = num_sms;
+    if (Tile::kCluster == 1 || status != cudaSuccess) return status;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = Tile::kCluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(num_sms / Tile::kCluster * Tile::kCluster);
+    config.blockDim = dim3(Tile::kThreads);
+    config.dynamicSmemBytes = kGemmSharedBytes<Tile>;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaOccupancyMaxActiveClusters(count, gemm_sm90_kernel<Tile>, &config);
+  });
+}
+
+// Operands: boxes of 128 bytes of k of all the rows that one CTA loads at once.
+template <typename T>
+inline bool encode_operand(CUtensorMap& map, const GemmMatrix& matrix, uint64_t k, uint64_t rows,
+                           uint64_t batches, uint32_t box_rows) {
+  const uint64_t lengths[3] = {k, rows, batches};
+  const int64_t strides[2] = {matrix.stride_row, matrix.stride_batch};
+  const uint32_t box[3] = {128 / sizeof(T), box_rows, 1};
+  return encode_tensor_map<T>(&map, matrix.data, lengths, strides, box, 128);
+}
+
+template <typename Tile>
+inline bool encode_maps(GemmKernelParams& kernel) {
+  const GemmParams& p = kernel.gemm;
+  constexpr GemmGroups kGroups = Tile::kGroups;
+  const bool flat = kGroups != GemmGroups::batch && kGroups != GemmGroups::masked;
+  const uint64_t batches = flat ? 1 : p.num_groups;
+  const uint64_t rows = p.m;
+  // Rows outside A take the copy engine some 20 clocks each: boxes have no more rows than A.
+  constexpr uint32_t kPartRows = Tile::kTileRows / Tile::kSharedA;
+  kernel.box_rows_a = p.m < kPartRows ? p.m : kPartRows;
+  kernel.parts_a = p.m < kPartRows ? 1 : ceil_div<uint32_t>(p.m, kPartRows);
+  if (kernel.parts_a > Tile::kSharedA) kernel.parts_a = Tile::kSharedA;
+  if ((!Tile::kGathers &&
+       !encode_operand<typename Tile::A>(kernel.a, p.a, p.k, rows, batches, kernel.box_rows_a)) ||
+      !encode_operand<typename Tile::B>(kernel.b, p.b, p.k, p.n, p.num_weights,
+                                        Tile::kBoxRowsB / Tile::kSharedB)) {
+    return false;
+  }
+  kernel.stores_boxes = false;
+  if constexpr (Tile::kStagesOutput) {
+    const uint64_t lengths[3] = {Tile::kGated ? p.n / 2 : p.n, rows, batches};
+    const int64_t strides[2] = {p.d.stride_row, p.d.stride_batch};
+    const uint32_t box[3] = {Tile::kBoxColumns, Tile::kBoxRows, 1};
+    kernel.stores_boxes = encode_tensor_map<typename Tile::D>(&kernel.d, p.d.data, lengths, strides,
+                                                              box, Tile::kBoxColumns * 2);
+  }
+  return true;
+}
+
+// Tiles in clusters, the number of clusters, and the band that keeps operands in L2.
+template <typename Tile>
+inline uint32_t make_schedule(GemmSchedule& schedule, const GemmParams& p, uint32_t clusters) {
+  constexpr uint32_t kUnitRows = Tile::kTileRows * Tile::kClusterRows;
+  constexpr uint32_t kUnitColumns = Tile::kOutColumns * Tile::kClusterColumns;
+  schedule.num_columns = ceil_div(Tile::kGated ? p.n / 2 : p.n, kUnitColumns);
+  schedule.num_rows = ceil_div(p.m, kUnitRows);
+  const uint32_t batches = Tile::kGroups == GemmGroups::batch ? p.num_groups : 1;
+  schedule.num_tiles = schedule.num_columns * schedule.num_rows * batches;
+  // Rows and columns of the tiles at work together take about as many bytes.
+  uint32_t band = 1;
+  while ((band + 1) * (band + 1) * kUnitRows <= clusters * kUnitColumns) ++band;
+  schedule.band = band;
+  if (Tile::kHasTable) return clusters;
+  // As many clusters as make all of them work equally long.
+  const uint32_t rounds = ceil_div(schedule.num_tiles, clusters);
+  return ceil_div(schedule.num_tiles, rounds);
+}
+
+template <typename Tile>
+inline cudaError_t launch_gemm_sm90(const GemmParams& params, bool enable_pdl,
+                                    cudaStream_t stream) {
+  int num_clusters = 0;
+  cudaError_t status = prepare_gemm_sm90<Tile>(&num_clusters);
+  if (status != cudaSuccess) return status;
+  if (params.max_ctas != 0 &&
+      params.max_ctas < static_cast<uint32_t>(num_clusters) * Tile::kCluster) {
+    num_clusters = params.max_ctas < Tile::kCluster ? 1 : params.max_ctas / Tile::kCluster;
+  }
+  GemmKernelParams kernel;
+  kernel.gemm = params;
+  if (!encode_maps<Tile>(kernel)) return cudaErrorInvalidValue;
+  const uint32_t clusters = make_schedule<Tile>(kernel.schedule, params, num_clusters);
+  return launch_kernel(gemm_sm90_kernel<Tile>, dim3(clusters * Tile::kCluster),
+                       dim3(Tile::kThreads), kGemmSharedBytes<Tile>, stream, enable_pdl, kernel,
+                       Tile::kCluster > 1 ? Tile::kCluster : 0);
+}
+
+}  // namespace flashinfer
+#endif  // __CUDACC_RTC__

@@ -1,0 +1,179 @@
+// The warpgroup that feeds the tensor cores: one thread asks the copy engine for both operands, one
+// warp copies scales. Where rows of A are gathered, all threads copy them (gather.cuh).
+#pragma once
+
+#include <cuda.h>
+#include <flashinfer/gemm/sm90/gather.cuh>
+#include <flashinfer/gemm/sm90/scheduler.cuh>
+#include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/mbarrier_cluster.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/tma.cuh>
+#include <flashinfer/ptx/tma_multicast.cuh>
+
+namespace flashinfer {
+
+struct GemmKernelParams {
+  GemmParams gemm;
+  GemmSchedule schedule;
+  CUtensorMap a, b, d;
+  bool stores_boxes;    // the copy engine can write D
+  uint32_t box_rows_a;  // rows of A that a CTA loads at once: few where there are only few
+  uint32_t parts_a;     // CTAs that load a part of A for those that share it
+};
+
+// Blocks of k that a CTA sums: all, or its part of a split product.
+template <typename Tile>
+struct GemmBlocks {
+  uint32_t first, count;
+
+  __device__ __forceinline__ explicit GemmBlocks(uint32_t k) {
+    const uint32_t blocks = ceil_div<uint32_t>(k, Tile::kTileK);
+    if constexpr (Tile::kSplits == 1) {
+      first = 0;
+      count = blocks;
+    } else {
+      const uint32_t split = GemmPlace<Tile>().split;
+      first = blocks * split / Tile::kSplits;
+      count = blocks * (split + 1) / Tile::kSplits - first;
+    }
+  }
+};
+
+template <typename Tile>
+class GemmProducer {
+ public:
+  __device__ __forceinline__ GemmProducer(const GemmKernelParams& params, uint32_t shared,
+                                          const GemmTableEntry* table)
+      : params_(params),
+        scheduler_(params.gemm, params.schedule, table),
+        blocks_(params.gemm.k),
+        shared_(shared) {}
+
+  __device__ __forceinline__ void run() {
+    const int thread_idx = threadIdx.x - Tile::kConsumerThreads;
+    const int warp_idx = __shfl_sync(0xffffffffu, thread_idx / 32, 0);
+    if constexpr (Tile::kGathers) {
+      load<true>(thread_idx);
+    } else {
+      if (warp_idx == 0) load<false>(thread_idx);
+      if (Tile::kBlockScales && warp_idx == 1) load_scales(thread_idx % 32);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t full(uint32_t stage) const {
+    return shared_ + Tile::kOffsetControl + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t empty(uint32_t stage) const {
+    return full(stage) + Tile::kStages * 8;
+  }
+
+  // Both operands by one thread of the first warp; where rows are gathered, by all threads of the
+  // warpgroup, with scales.
+  template <bool kGathers>
+  __device__ __forceinline__ void load(int thread_idx) {
+    const GemmParams& params = params_.gemm;
+    GemmRing<Tile::kStages> ring;
+    ScaleRing scale_ring;
+    const uint64_t normal = ptx::l2_evict_normal();
+    // Weights that few rows read leave L2 first: 28672 x 4096 in bfloat16 stream at 4.0 instead of
+    // 3.4 TB/s (one H200).
+    const bool streams = Tile::kGrouped ? Tile::kSwap : params_.schedule.num_rows == 1;
+    const uint64_t policy = streams ? ptx::l2_evict_first() : normal;
+    const uint32_t bytes_a = params_.parts_a * params_.box_rows_a * 128;
+    GemmGather<Tile> gather(params);
+    GemmWork work;
+    while (scheduler_.next(work)) {
+      uint32_t row = work.row;
+      if (Tile::kSharedA > 1) row += place_.column * (Tile::kTileRows / Tile::kSharedA);
+      if constexpr (kGathers) gather.find(work, thread_idx);
+      GemmScaleSource<Tile> scales(params, work, thread_idx % 32);
+      for (uint32_t i = 0; i < blocks_.count; ++i) {
+        ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
+        const uint32_t barrier = full(ring.stage), block = blocks_.first + i;
+        const int x = block * Tile::kTileK;
+        const uint32_t a = shared_ + ring.stage * Tile::kStageBytes;
+        if (thread_idx < 32 && ptx::elect_one()) {
+          ptx::mbarrier_arrive_expect(barrier, Tile::kBytesB + (kGathers ? 0 : bytes_a));
+          if (!kGathers && place_.column < params_.parts_a) {
+            copy_box<Tile::kSharedA, Tile::kTileRows>(params_.a, a, barrier, x, row, work.batch,
+                                                      place_.column, place_.readers_of_a(), normal);
+          }
+          load_columns(work, a + Tile::kBytesA, barrier, x, policy);
+        }
+        if constexpr (kGathers) {
+          gather.copy(a, block, thread_idx);
+          if (Tile::kBlockScales && thread_idx / 32 == 1 && i % Tile::kScaleBlocks == 0) {
+            copy_scales(scales, i, scale_ring);
+          }
+          ptx::mbarrier_arrive_copies(barrier);
+        }
+        ring.advance();
+      }
+    }
+    // The other CTAs still have to tell that they read what this one loaded for them.
+    for (int i = 0; Tile::kMulticast > 1 && i < Tile::kStages; ++i) {
+      ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
+      ring.advance();
+    }
+  }
+
+  __device__ __forceinline__ void load_columns(const GemmWork& work, uint32_t target,
+                                               uint32_t barrier, int x, uint64_t policy) const {
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxesB; ++box) {
+      uint32_t row = work.row_of_b<Tile>(box * Tile::kBoxRowsB, params_.gemm.n);
+      if (Tile::kSharedB > 1) row += place_.row * (Tile::kBoxRowsB / Tile::kSharedB);
+      copy_box<Tile::kSharedB, Tile::kBoxRowsB>(params_.b, target + box * Tile::kBoxRowsB * 128,
+                                                barrier, x, row, work.group, place_.row,
+                                                place_.readers_of_b(), policy);
+    }
+  }
+
+  // A box of an operand; where CTAs share it, part number `part`, to all of `readers`.
+  template <int kShared, int kRows>
+  __device__ __forceinline__ static void copy_box(const CUtensorMap& map, uint32_t target,
+                                                  uint32_t barrier, int x, int y, int z,
+                                                  uint32_t part, uint32_t readers,
+                                                  uint64_t policy) {
+    if constexpr (kShared > 1) {
+      ptx::tma_load_multicast(target + part * (kRows / kShared) * 128, &map, barrier, x, y, z,
+                              static_cast<uint16_t>(readers));
+    } else {
+      ptx::tma_load_hinted(target, &map, barrier, x, y, z, policy);
+    }
+  }
+
+  using ScaleRing = GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1>;
+
+  __device__ __forceinline__ void load_scales(int lane_idx) {
+    ScaleRing ring;
+    GemmWork work;
+    while (scheduler_.next(work)) {
+      GemmScaleSource<Tile> scales(params_.gemm, work, lane_idx);
+      for (uint32_t i = 0; i < blocks_.count; i += Tile::kScaleBlocks) copy_scales(scales, i, ring);
+    }
+  }
+
+  // Those of the blocks from `first` on that come together.
+  __device__ __forceinline__ void copy_scales(const GemmScaleSource<Tile>& scales, uint32_t first,
+                                              ScaleRing& ring) const {
+    const uint32_t barrier = shared_ + Tile::kOffsetControl + (2 * Tile::kStages + 2) * 8;
+    ptx::mbarrier_wait_soon(barrier + (4 + ring.stage) * 8, ring.phase ^ 1);
+    const uint32_t target = shared_ + Tile::kOffsetScales + ring.stage * Tile::kScaleBytes;
+    for (uint32_t i = 0; i < Tile::kScaleBlocks && first + i < blocks_.count; ++i) {
+      scales.copy(target + i * Tile::kScaleBlockBytes, blocks_.first + first + i);
+    }
+    ptx::mbarrier_arrive_copies(barrier + ring.stage * 8);
+    ring.advance();
+  }
+
+  const GemmKernelParams& params_;
+  GemmScheduler<Tile> scheduler_;
+  const GemmBlocks<Tile> blocks_;
+  const GemmPlace<Tile> place_;
+  const uint32_t shared_;
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,174 @@
+// Which tiles of D a CTA computes: the tiles are numbered, and cluster c of C takes c, c + C, ...
+//
+// Producer and consumers each run a scheduler of their own and come to the same sequence. Tiles are
+// counted in units of a cluster's; rows come first within a band, so that the tiles that are at
+// work together need few rows of A and of B.
+#pragma once
+
+#include <flashinfer/gemm/sm90/tile.cuh>
+#include <flashinfer/ptx/cluster.cuh>
+
+namespace flashinfer {
+
+// What every scheduler knows from the launch.
+struct GemmSchedule {
+  uint32_t num_columns;  // tiles along a row of D, in clusters
+  uint32_t num_rows;     // tiles along a column of D, in clusters; not by offsets or masked
+  uint32_t num_tiles;    // of all batches; not by offsets or masked
+  uint32_t band;         // rows of tiles that are at work together
+};
+
+// What lies before a group: rows of tiles, in clusters, and rows of A.
+struct GemmTableEntry {
+  uint32_t tiles, rows;
+};
+
+struct GemmWork {
+  uint32_t row, column;  // of D where this CTA's tile begins
+  uint32_t row_end;      // where the group's rows end
+  uint32_t batch;        // of A and D
+  uint32_t group;        // of B
+
+  // The row of B (of `n`) that is row `local` of the tile.
+  template <typename Tile>
+  __device__ __forceinline__ uint32_t row_of_b(uint32_t local, uint32_t n) const {
+    if constexpr (Tile::kGated) {
+      const uint32_t box = local / Tile::kBoxRowsB;
+      return column + box / 2 * Tile::kBoxRowsB + local % Tile::kBoxRowsB + box % 2 * (n / 2);
+    } else {
+      return column + local;
+    }
+  }
+};
+
+template <typename Tile>
+class GemmScheduler {
+  static constexpr GemmGroups kGroups = Tile::kGroups;
+  static constexpr bool kHasTable = Tile::kHasTable;
+  static constexpr uint32_t kUnitRows = Tile::kTileRows * Tile::kClusterRows;
+  static constexpr uint32_t kUnitColumns = Tile::kOutColumns * Tile::kClusterColumns;
+
+ public:
+  __device__ __forceinline__ GemmScheduler(const GemmParams& params, const GemmSchedule& schedule,
+                                           const GemmTableEntry* table)
+      : params_(params), schedule_(schedule), table_(table) {
+    index_ = blockIdx.x / Tile::kCluster;
+    stride_ = gridDim.x / Tile::kCluster;
+    num_tiles_ =
+        kHasTable ? table[params.num_groups].tiles * schedule.num_columns : schedule.num_tiles;
+  }
+
+  // The next tile; false if there is none.
+  __device__ __forceinline__ bool next(GemmWork& work) {
+    while (index_ < num_tiles_) {
+      const bool exists = locate(index_, work);
+      index_ += stride_;
+      if (exists) return true;
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ bool has_next() const { return index_ < num_tiles_; }
+
+  // Before the kernel's first barrier: what lies before each group, by one warp.
+  __device__ __forceinline__ static void make_table(const GemmParams& params,
+                                                    GemmTableEntry* table) {
+    if (!kHasTable || threadIdx.x >= 32) return;
+    GemmTableEntry before = {0, 0};
+    for (uint32_t first = 0; first < params.num_groups; first += 32) {
+      const uint32_t group = first + threadIdx.x;
+      const uint32_t rows = group < params.num_groups ? rows_of(params, group) : 0;
+      GemmTableEntry sum = {ceil_div(rows, kUnitRows), rows};
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32_t tiles = __shfl_up_sync(0xffffffffu, sum.tiles, distance);
+        const uint32_t more = __shfl_up_sync(0xffffffffu, sum.rows, distance);
+        if (static_cast<int>(threadIdx.x) >= distance) {
+          sum.tiles += tiles;
+          sum.rows += more;
+        }
+      }
+      sum.tiles += before.tiles;
+      sum.rows += before.rows;
+      if (group < params.num_groups) table[group + 1] = sum;
+      before.tiles = __shfl_sync(0xffffffffu, sum.tiles, 31);
+      before.rows = __shfl_sync(0xffffffffu, sum.rows, 31);
+    }
+    if (threadIdx.x == 0) table[0] = {0, 0};
+  }
+
+ private:
+  __device__ __forceinline__ static int32_t number(const GemmParams& params, uint32_t i) {
+    return __ldg(params.group_rows + i * params.group_stride);
+  }
+
+  __device__ __forceinline__ static uint32_t rows_of(const GemmParams& params, uint32_t group) {
+    const int32_t rows = kGroups == GemmGroups::offsets
+                             ? number(params, group + 1) - number(params, group)
+                             : number(params, group);
+    return rows < 0 ? 0 : static_cast<uint32_t>(rows) < params.m ? rows : params.m;
+  }
+
+  // Position of the cluster's tile `i` among `num_rows` rows of tiles.
+  __device__ __forceinline__ void place(uint32_t i, uint32_t num_rows, GemmWork& work) const {
+    const uint32_t per_band = schedule_.band * schedule_.num_columns;
+    const uint32_t band = i / per_band;
+    const uint32_t first = band * schedule_.band;
+    const uint32_t width = num_rows - first < schedule_.band ? num_rows - first : schedule_.band;
+    const uint32_t within = i - band * per_band;
+    const uint32_t column = within / width;
+    work.row = (first + within - column * width) * kUnitRows;
+    work.column = column * kUnitColumns;
+    if (Tile::kClusterRows > 1) work.row += place_.row * Tile::kTileRows;
+    if (Tile::kClusterColumns > 1) work.column += place_.column * Tile::kOutColumns;
+  }
+
+  __device__ __forceinline__ bool locate(uint32_t index, GemmWork& work) const {
+    if constexpr (kHasTable) {
+      const uint32_t row_tile = index / schedule_.num_columns;
+      uint32_t low = 0, high = params_.num_groups;  // low's tiles <= row_tile < high's
+      while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if (table_[middle].tiles <= row_tile) {
+          low = middle;
+        } else {
+          high = middle;
+        }
+      }
+      const GemmTableEntry first = table_[low], last = table_[low + 1];
+      place(index - first.tiles * schedule_.num_columns, last.tiles - first.tiles, work);
+      work.row_end = last.rows - first.rows;
+      work.batch = kGroups == GemmGroups::masked ? low : 0;
+      if (kGroups != GemmGroups::masked) {
+        const uint32_t begin = kGroups == GemmGroups::offsets ? number(params_, low) : first.rows;
+        work.row += begin;
+        work.row_end = begin + work.row_end < params_.m ? begin + work.row_end : params_.m;
+      }
+      work.group = low;
+      if (params_.weight_indices != nullptr) {
+        work.group = __ldg(params_.weight_indices + low * params_.weight_index_stride);
+      }
+      return work.group < params_.num_weights;
+    } else {
+      const uint32_t per_batch = schedule_.num_rows * schedule_.num_columns;
+      const uint32_t batch = index / per_batch;
+      place(index - batch * per_batch, schedule_.num_rows, work);
+      work.row_end = params_.m;
+      work.batch = batch;
+      work.group = batch;
+      if constexpr (kGroups == GemmGroups::indices) {
+        const int32_t group = number(params_, work.row);
+        if (group < 0 || static_cast<uint32_t>(group) >= params_.num_weights) return false;
+        work.group = group;
+      }
+      return true;
+    }
+  }
+
+  const GemmParams& params_;
+  const GemmSchedule& schedule_;
+  const GemmTableEntry* table_;
+  const GemmPlace<Tile> place_;
+  uint32_t index_, stride_, num_tiles_;
+};
+
+}  // namespace flashinfer

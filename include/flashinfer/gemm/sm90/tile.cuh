@@ -1,0 +1,197 @@
+// Shapes and shared memory of the matrix products for Hopper (gemm/sm90/kernel.cuh).
+//
+// The tensor cores multiply a left operand, 64 rows per warpgroup, by a right one of 8 to 256 rows;
+// both are K-major. Left are the rows of A and right those of B, or, with kSwap, the reverse: few
+// tokens then cost a narrow right operand instead of a left one that is mostly padding.
+//
+// A stage is 128 bytes of k of both operands, in rows of 128 bytes with the 128-byte swizzle.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <flashinfer/common/dtype.cuh>
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/gemm/gemm_params.h>
+#include <flashinfer/ptx/cluster.cuh>
+
+namespace flashinfer {
+
+// Config: types A, B, D; kTileRows, kTileColumns (of D), kConsumers, kSwap, kClusterRows,
+// kClusterColumns, kSplits, kMaxStages, kScale, kGroups, kActivation, kGathers.
+template <typename Config>
+struct GemmTile : Config {
+  using A = typename Config::A;
+  using B = typename Config::B;
+  using D = typename Config::D;
+  using Config::kClusterRows, Config::kClusterColumns, Config::kSplits, Config::kScale;
+  using Config::kTileRows, Config::kTileColumns, Config::kConsumers, Config::kSwap;
+  using Left = std::conditional_t<kSwap, B, A>;
+  using Right = std::conditional_t<kSwap, A, B>;
+
+  static constexpr int kElement = sizeof(A);
+  static_assert(sizeof(B) == kElement, "both operands are of 16 bits or of 8");
+  static constexpr int kTileK = 128 / kElement;
+  static constexpr int kLeftRows = kSwap ? kTileColumns : kTileRows;
+  static constexpr int kRightRows = kSwap ? kTileRows : kTileColumns;
+  static constexpr int kReps = kLeftRows / (64 * kConsumers);  // of 64 rows, per warpgroup
+  static constexpr int kTiles = kRightRows / 8;
+  static_assert(kReps * 64 * kConsumers == kLeftRows && kTiles * 8 == kRightRows);
+
+  static constexpr int kConsumerThreads = 128 * kConsumers;
+  static constexpr int kThreads = kConsumerThreads + 128;
+  // Threads that copy scales and rows hold more addresses than one that asks the copy engine.
+  static constexpr int kProducerRegisters =
+      Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
+      : Config::kGathers                                                       ? 56
+                                                                               : 40;
+  static constexpr int kConsumerRegisters = 252 - kProducerRegisters / 2;
+  // One consumer has all the registers that a thread can have from the start.
+  static constexpr bool kMovesRegisters = kConsumers > 1;
+
+  // Tensor cores sum 8-bit products with fewer bits than float32, so partial sums of 128 products
+  // are added up in float32.
+  static constexpr bool kPromotes = kElement == 1;
+  // Products that are promoted at a time take registers beside the sums.
+  static constexpr int kParts = kTiles > 16 ? 2 : 1;
+  static constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
+  static_assert(!kBlockScales || kPromotes);
+  // Rows of A come through an index map: threads copy them, where else the copy engine does.
+  static constexpr bool kGathers = Config::kGathers;
+  static constexpr bool kGated = Config::kActivation != GemmActivation::identity;
+  static constexpr bool kGrouped = Config::kGroups != GemmGroups::batch;
+
+  // CTAs of a cluster share an operand by multicast, split k among them, or both.
+  static constexpr int kMulticast = kClusterRows * kClusterColumns;
+  static constexpr int kCluster = kMulticast * kSplits;
+  // CTAs that share an operand load a part of it each, for all; so many read what one loads.
+  static constexpr int kSharedA = kClusterColumns, kSharedB = kClusterRows;
+  static constexpr int kReaders = kSharedA + kSharedB - 1;
+
+  // B's rows of a tile come in boxes; where the activation is gated, gate and up rows take turns,
+  // so that a thread has both sums.
+  static constexpr int kBoxRowsB = !kGated ? kTileColumns : kSwap ? 64 : kTileColumns / 2;
+  static constexpr int kBoxesB = kTileColumns / kBoxRowsB;
+  static_assert(!kGated || !kSwap || kReps == 2, "a warpgroup has 64 gate rows and their up rows");
+  static constexpr int kOutColumns = kGated ? kTileColumns / 2 : kTileColumns;
+
+  static constexpr int kBytesA = kTileRows * 128, kBytesB = kTileColumns * 128;
+  static constexpr int kStageBytes = kBytesA + kBytesB;
+
+  // Each CTA of a split product adds up and stores so many groups of eight right rows.
+  static_assert(kSplits == 1 || kSwap, "split products have few rows");
+  static constexpr int kOwnedTiles = ceil_div(kTiles, kSplits);
+  static_assert(kTiles % kOwnedTiles == 0);
+  static constexpr int kPartialBytes =
+      kSplits > 1 ? kSplits * kReps * kOwnedTiles * kConsumerThreads * 16 : 0;
+
+  // Finished sums go by way of shared memory, per warpgroup: 64 left rows by up to 64 right ones,
+  // two bytes each, so many that they make boxes of D. 32-bit results leave from registers.
+  static constexpr bool kStagesOutput = sizeof(D) == 2;
+  static constexpr int kOutRights = kGated && !kSwap ? kRightRows / 2 : kRightRows;
+  static constexpr int kStoreRights = kSplits > 1                ? kOwnedTiles * 8
+                                      : kOutRights % 64 == 0     ? 64
+                                      : kOutRights % 32 == 0     ? 32
+                                      : kSwap || kOutRights < 16 ? kOutRights
+                                                                 : 16;
+  static_assert(kOutRights % kStoreRights == 0);
+  static constexpr int kBoxColumns = kSwap ? 64 : kStoreRights;
+  static constexpr int kBoxRows = kSwap ? kStoreRights : 64;
+  static constexpr int kStoreBytes = kStagesOutput ? round_up(kBoxRows * kBoxColumns * 2, 1024) : 0;
+
+  // Scales of the rows and of the (blocks of) columns of a block of k.
+  static constexpr int kColumnScales =
+      kScale == GemmScale::group ? kTileColumns : kBoxesB * ceil_div(kBoxRowsB, 128);
+  // They come for four blocks of k at a time, so that a sector of 32 bytes of scales that are
+  // contiguous along k is fetched twice, not eight times.
+  static constexpr int kScaleBlocks = 4;
+  static constexpr int kScaleStages = !kBlockScales ? 0 : kTileRows > 128 ? 2 : 4;
+  static constexpr int kScaleBlockBytes = round_up((kTileRows + kColumnScales) * 4, 16);
+  static constexpr int kScaleBytes = kScaleBlocks * kScaleBlockBytes;
+
+  static constexpr int kMaxGroups = 1024;
+  static constexpr bool kHasTable = Config::kGroups == GemmGroups::offsets ||
+                                    Config::kGroups == GemmGroups::lengths ||
+                                    Config::kGroups == GemmGroups::masked;
+  static constexpr int kTableBytes = kHasTable ? (kMaxGroups + 2) * 8 : 0;
+  static constexpr int kMaxBytes = 227 << 10;
+  static constexpr int fitting_stages(int store_buffers) {
+    const int fixed = store_buffers * kConsumers * kStoreBytes + kPartialBytes + kTableBytes +
+                      kScaleStages * kScaleBytes + 80;
+    const int stages = (kMaxBytes - fixed) / (kStageBytes + 16);
+    return stages < Config::kMaxStages ? stages : Config::kMaxStages;
+  }
+  // Two buffers let a warpgroup fill one while the other one is stored; a stage is worth more.
+  static constexpr int kStoreBuffers = fitting_stages(2) == fitting_stages(1) ? 2 : 1;
+  static constexpr int kStages = fitting_stages(kStoreBuffers);
+  static_assert(kStages >= 2, "two stages do not fit");
+
+  static constexpr int kOffsetStore = kStages * kStageBytes;
+  static constexpr int kOffsetPartial = kOffsetStore + kStoreBuffers * kConsumers * kStoreBytes;
+  static constexpr int kOffsetScales = kOffsetPartial + kPartialBytes;
+  static constexpr int kOffsetTable = kOffsetScales + kScaleStages * kScaleBytes;
+  static constexpr int kOffsetControl = kOffsetTable + kTableBytes;
+};
+
+template <typename Tile>
+struct GemmControl {
+  uint64_t full[Tile::kStages], empty[Tile::kStages];
+  // The other CTAs' sums of a split product are there; all CTAs have read theirs.
+  uint64_t split_full, split_empty;
+  uint64_t scales_full[4], scales_empty[4];
+};
+
+template <typename Tile>
+inline constexpr int kGemmSharedBytes =
+    Tile::kOffsetControl + static_cast<int>(sizeof(GemmControl<Tile>));
+
+// Place of a CTA in its cluster.
+template <typename Tile>
+struct GemmPlace {
+  uint32_t row = 0, column = 0;  // of the cluster's tiles
+  uint32_t split = 0;            // among those that split k
+
+  __device__ __forceinline__ GemmPlace() {
+    if constexpr (Tile::kCluster > 1) {
+      const uint32_t rank = ptx::cluster_rank();
+      column = rank % Tile::kClusterColumns;
+      row = rank / Tile::kClusterColumns % Tile::kClusterRows;
+      split = rank / Tile::kMulticast;
+    }
+  }
+
+  __device__ __forceinline__ static uint32_t rank(uint32_t row, uint32_t column, uint32_t split) {
+    return split * Tile::kMulticast + row * Tile::kClusterColumns + column;
+  }
+
+  // Bits of the CTAs that read the same rows of A, and of B.
+  __device__ __forceinline__ uint32_t readers_of_a() const {
+    return ((1u << Tile::kClusterColumns) - 1) << rank(row, 0, split);
+  }
+  __device__ __forceinline__ uint32_t readers_of_b() const {
+    uint32_t bits = 0;
+    for (int r = 0; r < Tile::kClusterRows; ++r) bits |= 1u << rank(r, column, split);
+    return bits;
+  }
+
+  // The CTA number `i` of those whose loads this one reads.
+  __device__ __forceinline__ uint32_t loader(uint32_t i) const {
+    if (i < Tile::kClusterColumns) return rank(row, i, split);
+    return rank((row + 1 + i - Tile::kClusterColumns) % Tile::kClusterRows, column, split);
+  }
+};
+
+// Position in the ring of stages. Consumers wait for the phase, producers for the other parity,
+// which a new barrier counts as complete.
+template <int kStages>
+struct GemmRing {
+  uint32_t stage = 0, phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace flashinfer

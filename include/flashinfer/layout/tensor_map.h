@@ -1,0 +1,64 @@
+// Descriptions of tensors for the copy engine of sm_90, made by the driver, which nothing here
+// links to.
+#pragma once
+
+#ifndef __CUDACC_RTC__
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flashinfer {
+
+// cuTensorMapEncodeTiled of the driver; null if it has none.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encode_function() {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    constexpr const char* kName = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion(kName, &function, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault, &found);
+#endif
+    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encode;
+}
+
+// A tensor of `kDims` dimensions, the contiguous one first; `strides` in elements, of the others.
+// `swizzle`: bytes of a row of a box in shared memory, 128, 64 or 32, which are swizzled. False if
+// the copy engine cannot read such a tensor: addresses and strides are multiples of 16 bytes.
+template <typename T, int kDims>
+inline bool encode_tensor_map(CUtensorMap* map, const void* data, const uint64_t (&lengths)[kDims],
+                              const int64_t* strides, const uint32_t (&box)[kDims], int swizzle) {
+  const auto encode = tensor_map_encode_function();
+  if (encode == nullptr) return false;
+  constexpr int kSize = static_cast<int>(sizeof(T));
+  cuuint64_t sizes[kDims], steps_in_bytes[kDims - 1];
+  cuuint32_t boxes[kDims], steps[kDims];
+  for (int i = 0; i < kDims; ++i) {
+    sizes[i] = lengths[i];
+    boxes[i] = box[i];
+    steps[i] = 1;
+    // The stride of a dimension of one element is anything: it is never walked.
+    if (i > 0) {
+      const int64_t bytes = strides[i - 1] * kSize;
+      steps_in_bytes[i - 1] = static_cast<cuuint64_t>(lengths[i] <= 1 ? 128 : bytes);
+    }
+  }
+  constexpr CUtensorMapDataType kType = kSize == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                        : kSize == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                     : CU_TENSOR_MAP_DATA_TYPE_UINT32;
+  const CUtensorMapSwizzle mode = swizzle == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                  : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                  : CU_TENSOR_MAP_SWIZZLE_32B;
+  return encode(map, kType, kDims, const_cast<void*>(data), sizes, steps_in_bytes, boxes, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, mode, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace flashinfer
+#endif  // __CUDACC_RTC__

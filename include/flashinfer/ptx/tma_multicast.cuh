@@ -1,0 +1,71 @@
+// More boxes of the copy engine of sm_90 (tma.cuh): with a policy for L2, into the shared memory of
+// several CTAs of a cluster, and into L2 alone.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer::ptx {
+
+// How long lines stay in L2: data that is read once leaves first.
+__device__ __forceinline__ uint64_t l2_evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t l2_evict_normal() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// True for one lane of a warp whose lanes are all here (elect.sync, sm_90). The compiler knows that
+// one thread goes on, and puts the operands of a copy into uniform registers without a loop.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// As tma_load() of three dimensions.
+__device__ __forceinline__ void tma_load_hinted(uint32_t shared, const void* map, uint32_t barrier,
+                                                int x, int y, int z, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+      : "memory");
+}
+
+// Into every CTA of the cluster whose bit is set in `ctas`, at the same offset in each one's shared
+// memory; the bytes count towards the barrier at the same offset in each.
+__device__ __forceinline__ void tma_load_multicast(uint32_t shared, const void* map,
+                                                   uint32_t barrier, int x, int y, int z,
+                                                   uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(ctas)
+      : "memory");
+}
+
+// Brings a box into L2. L2 is the point of coherence between grids: a prefetch may precede
+// grid_dependency_wait even for data that an earlier grid still writes.
+__device__ __forceinline__ void tma_prefetch(const void* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+// Brings the map itself nearer, before its first use.
+__device__ __forceinline__ void tma_prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+}  // namespace flashinfer::ptx
