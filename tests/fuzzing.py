@@ -11,10 +11,12 @@ and `tests/unit/test_refusals.py` sends the same faults to the bindings on the C
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from flashinfer.jit import JitSpec, build_jit_specs
 from flashinfer.testing import CheckOptions, assert_matches_reference
 from flashinfer.testing.tensors import clone_arguments, fill_with_poison, iter_tensors
 
+ROOT = Path(__file__).resolve().parents[1]
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 GPU_EXAMPLES = 2500
 CPU_EXAMPLES = 100  # of the reference backend; every fault also has a test of its own
@@ -259,6 +262,16 @@ class Family:
         """Names of all faults, those of a single function among them."""
         of_functions = (name for known in self.function_faults.values() for name in known)
         return list(dict.fromkeys([*self.faults, *of_functions, *self.kernel_faults]))
+
+
+def families(paths: Sequence[str] = ("tests",)) -> list[Family]:
+    """The `FAMILY` of every fuzzer among the test files at or under `paths`."""
+    found = []
+    for file in sorted(ROOT.glob("tests/*/test_*fuzz.py")):
+        if any(file.is_relative_to((ROOT / path.split("::")[0]).resolve()) for path in paths):
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            found.append(getattr(importlib.import_module(name), "FAMILY", None))
+    return [family for family in found if family is not None]
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ import subprocess
 import sys
 import threading
 import time
-from importlib import import_module
 from pathlib import Path
 
-from flashinfer.jit import JitSpec, build_jit_specs
+from flashinfer.jit import build_jit_specs
+from tests.fuzzing import families
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS_TO_END = 20  # that a share may take to print its summary after it was cut
@@ -38,14 +38,18 @@ def gpus() -> list[str]:
     return names[: torch.cuda.device_count()]
 
 
-def known_modules() -> list[JitSpec]:
-    """What the fuzzers of the families need; attention compiles what its tests draw."""
-    found: dict[str, JitSpec] = {}
-    for file in sorted(ROOT.glob("tests/*/test_*fuzz.py")):
-        module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        if family := getattr(module, "FAMILY", None):
-            found |= {spec.name: spec for spec in family.specs()}
-    return list(found.values())
+def compile_known_modules(paths: list[str]) -> int:
+    """Compile what the fuzzers of the families need; how many modules that are.
+
+    Attention compiles what its tests draw. A family is published when it is built, so an end in
+    between loses one family and not all.
+    """
+    count = 0
+    for family in families(paths):
+        specs = family.specs()
+        build_jit_specs(specs)
+        count += len(specs)
+    return count
 
 
 class Share:
@@ -138,10 +142,13 @@ def main() -> int:
         return 2
     if arguments.logs:
         arguments.logs.mkdir(parents=True, exist_ok=True)
-    modules = known_modules()
-    print(f"{len(names)} GPUs, {cores} cores; compiling {len(modules)} modules ...", flush=True)
-    build_jit_specs(modules)
-    print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"{len(names)} GPUs, {cores} cores; compiling ...", flush=True)
+    try:
+        count = compile_known_modules(arguments.tests)
+    except KeyboardInterrupt:
+        print("ended while it compiled: no test has run")
+        return 2
+    print(f"compiled {count} modules in {time.monotonic() - begun:.0f} s", flush=True)
     status = 0 if arguments.compile_only else run_shares(names, cores, arguments, options)
     print(f"{time.monotonic() - begun:.0f} s in all, compiling included", flush=True)
     return status

@@ -12,34 +12,12 @@ import torch
 from flashinfer import page, quantization
 from flashinfer._common import packbits
 from flashinfer._common.checks import cuda_tensors
-from tests.activation import test_activation_fuzz as activation
-from tests.cascade import test_cascade_fuzz as cascade
-from tests.cascade import test_concat_fuzz as concat
-from tests.fuzzing import assert_refused
-from tests.norm import test_fused_norm_fuzz as fused_norm
-from tests.norm import test_norm_fuzz as norm
-from tests.norm import test_qk_norm_rope_fuzz as qk_norm_rope
-from tests.page import test_page_fuzz as page_fuzz
-from tests.quantization import test_quantization_fuzz as quantization_fuzz
-from tests.rope import test_rope_fuzz as rope
-from tests.rope import test_rope_quantize_fuzz as rope_quantize
+from tests.fuzzing import assert_refused, families
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("bindings_on_the_cpu")]
 CPU = torch.device("cpu")
 
-FUZZERS = (
-    activation,
-    norm,
-    fused_norm,
-    qk_norm_rope,
-    rope,
-    rope_quantize,
-    page_fuzz,
-    cascade,
-    concat,
-    quantization_fuzz,
-)
-FAMILIES = {fuzzer.FAMILY.name: fuzzer.FAMILY for fuzzer in FUZZERS}
+FAMILIES = {family.name: family for family in families()}
 GOOD_CALLS = [(name, function) for name in FAMILIES for function in FAMILIES[name].functions]
 BAD_CALLS = [
     (name, function, fault)
