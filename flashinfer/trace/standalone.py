@@ -99,7 +99,7 @@ def _run_function(
 ) -> str:
     required = required_parameters(reference)
     taken = inspect.signature(reference).parameters
-    passed = _passed_inputs(inputs)
+    passed = {name: key for name, key in _passed_inputs(inputs).items() if name in taken}
     passed |= {name: _literal(value) for name, value in constants.items() if name in taken}
     lines = []
     for key, (spec, dtype) in outputs.items():

@@ -2,7 +2,8 @@
 
     rm -rf tests/trace/fi_trace_out && python tests/trace/example.py
 
-The files are committed; ``test_definitions.py`` sees that they are what the code writes:
+The files are committed; ``test_definitions.py`` sees that they are what the code writes. This run
+also writes their list, which is:
 
     append_paged_kv_cache_fused_hnd_ps16_kv8_d128.json
     append_paged_kv_cache_fused_ps16_kv8_d128.json
@@ -29,7 +30,7 @@ The files are committed; ``test_definitions.py`` sees that they are what the cod
     block_scale_interleave_b448_uint8.json
     block_sparse_attention_h32_kv8_d128_dv128.json
     block_sparse_attention_lse_h32_kv8_d128_dv128.json
-    bmm_fp8_b128_n512_k128_e4m3_out_bf16.json            up-projection of MLA queries
+    bmm_fp8_b128_n512_k128_e4m3_out_bf16.json
     cascade_attention_h32_kv8_d128_dv128_ps16_l2_causal.json
     chain_speculative_sampling_n3_v128256.json
     concat_mla_k_h128_n128_r64.json
@@ -39,14 +40,14 @@ The files are committed; ``test_definitions.py`` sees that they are what the cod
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_e4m3_input_scale_weight_scale_out_bf16.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_weight_e4m3_weight_scale.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
-    fused_add_rmsnorm_h4096.json             residual addition and norm, Llama 3 8B
+    fused_add_rmsnorm_h4096.json
     fused_add_rmsnorm_quant_h8192_output_e4m3.json
     fused_qk_rmsnorm_rope_fp8_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_qk_rmsnorm_rope_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_rmsnorm_silu_h8192.json
     fused_rmsnorm_silu_h8192_output_e4m3.json
     gelu_and_mul_d10240.json
-    gelu_tanh_and_mul_d14336.json            Gemma 2 9B
+    gelu_tanh_and_mul_d14336.json
     gemma_fused_add_rmsnorm_h3584.json
     gemma_rmsnorm_h3584.json
     get_batch_indices_positions_n32.json
@@ -87,7 +88,7 @@ The files are committed; ``test_definitions.py`` sees that they are what the cod
     pod_lse_p_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
     rmsnorm_fp8_block_quant_h8192.json
-    rmsnorm_h128.json                        per-head norm of the queries, Qwen 3
+    rmsnorm_h128.json
     rmsnorm_h4096.json
     rmsnorm_h4096_f16.json
     rmsnorm_quant_h8192_output_e4m3.json
@@ -99,7 +100,7 @@ The files are committed; ``test_definitions.py`` sees that they are what the cod
     sampling_from_logits_v128256_f32.json
     sampling_from_probs_valid_v128256_f32.json
     segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
-    silu_and_mul_d14336.json                 Llama 3 8B
+    silu_and_mul_d14336.json
     silu_and_mul_nvfp4_quantize_h4096.json
     silu_and_mul_per_token_group_quant_8bit_float8_e5m2_h4096_g128.json
     silu_and_mul_per_token_group_quant_8bit_h4096_g128.json
@@ -519,6 +520,16 @@ def call_sparse_attention(dtype) -> None:
         variable.run(*heads_first, return_lse=return_lse)
 
 
+def list_files(folder: Path) -> None:
+    """Write the names of the definitions into the docstring of this file."""
+    here = Path(__file__)
+    head, listed, rest = here.read_text().partition("which is:\n\n")
+    names = "".join(f"    {path.name}\n" for path in sorted(folder.iterdir()))
+    here.write_text(head + listed + names + rest[rest.index('"""') :])
+
+
 if __name__ == "__main__":
-    default = Path(__file__).parent / "fi_trace_out"
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else default)
+    committed = Path(__file__).parent / "fi_trace_out"
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else committed)
+    if len(sys.argv) == 1:
+        list_files(committed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -116,8 +118,12 @@ class _Recorder(dict):
 
 
 @each_operation
-def test_reference_has_the_public_signature(operation: Operation):
-    """Same names, order and defaults: a test calls both with one dict."""
+def test_reference_takes_what_it_reads(operation: Operation):
+    """Its parameters are public ones, in order and with their defaults, and each is read.
+
+    A destination, or its dtype, that the caller has to provide may stand there unread: that it is
+    required is what the parameter says.
+    """
     if operation.template.gather is not None:
         taken = inspect.signature(operation.template.reference).parameters.values()
         required = {p.name for p in taken if p.default is inspect.Parameter.empty}
@@ -125,8 +131,19 @@ def test_reference_has_the_public_signature(operation: Operation):
         return
     public = inspect.signature(operation.function).parameters
     reference = inspect.signature(operation.template.reference).parameters
-    assert list(public) == list(reference)
-    assert [p.default for p in public.values()] == [p.default for p in reference.values()]
+    assert [name for name in public if name in reference] == list(reference)
+    assert all(public[name].default == p.default for name, p in reference.items())
+    unread = set(reference) - _names_read(operation.template.reference)
+    outputs = operation.template.outputs.items()
+    destinations = {spec.param or key for key, spec in outputs}
+    destinations |= {getattr(spec, "dtype_from_scalar", None) for _, spec in outputs}
+    assert unread <= destinations
+    assert all(reference[name].default is inspect.Parameter.empty for name in unread)
+
+
+def _names_read(function: Any) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 @each_operation

@@ -22,9 +22,7 @@ def _gate_and_up(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return input[..., :width].double(), input[..., width:].double()
 
 
-def _silu_and_mul_reference(
-    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
-) -> torch.Tensor:
+def _silu_and_mul_reference(input: torch.Tensor) -> torch.Tensor:
     """y = g * sigmoid(g) * u, where g and u are the halves of the last dimension.
 
     Source: N. Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU with beta 1).
@@ -33,9 +31,7 @@ def _silu_and_mul_reference(
     return gate * torch.sigmoid(gate) * up
 
 
-def _gelu_and_mul_reference(
-    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
-) -> torch.Tensor:
+def _gelu_and_mul_reference(input: torch.Tensor) -> torch.Tensor:
     """y = g/2 * (1 + erf(g / sqrt(2))) * u, where g and u are the halves of the last dimension.
 
     Source: D. Hendrycks, K. Gimpel, "Gaussian Error Linear Units", 2016; N. Shazeer, "GLU
@@ -45,9 +41,7 @@ def _gelu_and_mul_reference(
     return 0.5 * gate * torch.special.erfc(-gate / math.sqrt(2.0)) * up
 
 
-def _gelu_tanh_and_mul_reference(
-    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
-) -> torch.Tensor:
+def _gelu_tanh_and_mul_reference(input: torch.Tensor) -> torch.Tensor:
     """y = g/2 * (1 + tanh(sqrt(2/pi) * (g + 0.044715 * g^3))) * u, g and u as in gelu_and_mul.
 
     (1 + tanh(z)) / 2 is computed as sigmoid(2 z), which does not cancel for negative z.

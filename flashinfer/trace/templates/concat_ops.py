@@ -9,7 +9,7 @@ from ..template import TraceTemplate
 
 
 def _concat_mla_k_reference(
-    k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, *, backend: str = "default"
+    k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
 ) -> torch.Tensor:
     """k[t, h] = (k_nope[t, h], k_rope[t, 0]).
 

@@ -66,9 +66,6 @@ def _fp4_quantize_reference(
     is_sf_swizzled_layout: bool = True,
     is_sf_8x4_layout: bool = False,
     is_global_scale_inversed: bool = False,
-    enable_pdl: bool | None = None,
-    backend: str = "cuda",
-    nvfp4_4over6: None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sf = g * amax / 6 of each block, in E4M3 or rounded up to 2^n; x_q = input * g / sf in E2M1.
 
@@ -91,17 +88,7 @@ def _fp4_quantize_reference(
 
 
 def _nvfp4_quantize_reference(
-    a: torch.Tensor,
-    a_global_sf: torch.Tensor,
-    sfLayout: int = 0,
-    do_shuffle: bool = False,
-    sf_vec_size: int = 16,
-    enable_pdl: bool | None = None,
-    backend: str = "cuda",
-    per_token_activation: bool = False,
-    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-    nvfp4_4over6: None = None,
+    a: torch.Tensor, a_global_sf: torch.Tensor, sfLayout: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sf = g * amax / 6 of each 16 elements in E4M3; x_q = a * g / sf in E2M1.
 
@@ -111,10 +98,7 @@ def _nvfp4_quantize_reference(
 
 
 def _mxfp4_quantize_reference(
-    a: torch.Tensor,
-    backend: str = "cuda",
-    enable_pdl: bool | None = None,
-    sfLayout: int = 0,
+    a: torch.Tensor, sfLayout: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sf = 2^ceil(log2(amax / 6)) of each 32 elements; x_q = a / sf in E2M1.
 
@@ -126,11 +110,8 @@ def _mxfp4_quantize_reference(
 def _silu_and_mul_nvfp4_quantize_reference(
     input: torch.Tensor,
     global_scale: torch.Tensor,
-    sf_vec_size: int = 16,
     is_sf_swizzled_layout: bool = True,
     is_sf_8x4_layout: bool = False,
-    enable_pdl: bool | None = None,
-    nvfp4_4over6: None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y = silu(gate) * up, rounded to the dtype of input; then as nvfp4_quantize.
 
@@ -197,9 +178,7 @@ def _mxfp4_dequantize_host_reference(
     return _dequantized(weight, scale, group_size, True, 2)
 
 
-def _block_scale_interleave_reference(
-    unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def _block_scale_interleave_reference(unswizzled_sf: torch.Tensor) -> torch.Tensor:
     """out = scales of each matrix as tiles of 128 rows by 4 columns, padded with zeros.
 
     Source: NVIDIA, "cuBLAS Library User Guide", 1D block scaling factors layout, 2025.

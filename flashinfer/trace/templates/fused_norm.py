@@ -37,7 +37,6 @@ def _fused_add_rmsnorm_fp8_block_quant_reference(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float = 1e-6,
-    enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """s = input + residual; y = rmsnorm(s) * weight, rounded; out = y / scale of 128 elements.
 
@@ -56,7 +55,6 @@ def _rmsnorm_fp8_block_quant_reference(
     input: torch.Tensor,
     weight: torch.Tensor,
     eps: float = 1e-6,
-    enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y = rmsnorm(input) * weight, rounded; out = y / scale of 128 elements.
 
@@ -66,11 +64,7 @@ def _rmsnorm_fp8_block_quant_reference(
 
 
 def _fused_rmsnorm_silu_reference(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    out: torch.Tensor | None = None,
-    block_scale: None = None,
+    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y = rmsnorm(input) * weight; out = y / (1 + exp(-y)), limited to the range of 8 bits.
 

@@ -19,8 +19,6 @@ def _bmm_fp8_reference(
     A_scale: torch.Tensor,
     B_scale: torch.Tensor,
     dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-    backend: str = "cublas",
 ) -> torch.Tensor:
     """out[i] = A_scale * B_scale * (A[i] @ B[i])."""
     scale = float(A_scale) * float(B_scale)
@@ -81,8 +79,6 @@ def _fp8_blockscale_gemm_sm90_reference(
     weight: torch.Tensor,
     input_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """out[i, j] = sum over k of input[i, k] input_scale[i, k / 128] weight[j, k] weight_scale[..].
 

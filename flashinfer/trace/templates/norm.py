@@ -36,11 +36,7 @@ def _quantize(y: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) 
 
 
 def _rmsnorm_reference(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    out: torch.Tensor | None = None,
-    enable_pdl: bool | None = None,
+    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
@@ -50,11 +46,7 @@ def _rmsnorm_reference(
 
 
 def _fused_add_rmsnorm_reference(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = input + residual; input becomes rmsnorm(s) * weight, residual becomes s.
 
@@ -66,11 +58,7 @@ def _fused_add_rmsnorm_reference(
 
 
 def _gemma_rmsnorm_reference(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    out: torch.Tensor | None = None,
-    enable_pdl: bool | None = None,
+    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * (1 + weight), over the last dimension.
 
@@ -81,11 +69,7 @@ def _gemma_rmsnorm_reference(
 
 
 def _gemma_fused_add_rmsnorm_reference(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = input + residual; input becomes rmsnorm(s) * (1 + weight), residual becomes s.
 
@@ -115,7 +99,6 @@ def _rmsnorm_quant_reference(
     weight: torch.Tensor,
     scale: float | torch.Tensor,
     eps: float = 1e-6,
-    enable_pdl: bool | None = None,
 ) -> torch.Tensor:
     """out = saturate(rmsnorm(input) * weight / scale) in the 8-bit float dtype of `out`.
 
@@ -132,7 +115,6 @@ def _fused_add_rmsnorm_quant_reference(
     weight: torch.Tensor,
     scale: float | torch.Tensor,
     eps: float = 1e-6,
-    enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = input + residual; out = saturate(rmsnorm(s) * weight / scale), residual becomes s.
 

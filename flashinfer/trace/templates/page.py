@@ -46,7 +46,6 @@ def _append_paged_kv_cache_reference(
     paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
     kv_layout: str = "NHD",
 ) -> Any:
     """cache[page, position % page_size] = row, page = kv_indices[kv_indptr[b] + position //
@@ -79,7 +78,6 @@ def _append_paged_mla_kv_cache_reference(
     kpe_cache: torch.Tensor,
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As append_paged_kv_cache, with one row of compressed KV and one of the rotary part.
 
@@ -95,11 +93,7 @@ def _append_paged_mla_kv_cache_reference(
 
 
 def _get_batch_indices_positions_reference(
-    append_indptr: torch.Tensor,
-    seq_lens: torch.Tensor,
-    nnz: int,
-    batch_indices: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
+    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token i of request b, append_indptr[b] <= i < append_indptr[b + 1]: its batch index = b, its
     position = seq_lens[b] - append_indptr[b + 1] + i. Tokens of no request: -1 and 0.

@@ -73,9 +73,6 @@ def _fused_qk_rmsnorm_rope_reference(
     output_fp8: bool = False,
     output_quant_scale: float = 1.0,
     v_quant_scale: float = 1.0,
-    q_out: torch.Tensor | None = None,
-    k_out: torch.Tensor | None = None,
-    v_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k = rope(x / sqrt(mean(x^2) + eps) * weight) with the mean over all heads; v as it is.
 

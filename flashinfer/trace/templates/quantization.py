@@ -95,7 +95,6 @@ def _per_token_group_quant_8bit_reference(
     column_major_scales: bool = False,
     scale_tma_aligned: bool = False,
     scale_ue8m0: bool = False,
-    backend: str = "cutile",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """scale = max(amax of the group, eps) / qmax; x_q = x / scale, rounded to nearest even.
 
@@ -131,8 +130,6 @@ def _mxfp8_quantize_reference(
     input: torch.Tensor,
     is_sf_swizzled_layout: bool = True,
     alignment: int = 32,
-    enable_pdl: bool | None = None,
-    backend: str = "cuda",
     sf_swizzle_layout: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """scale = 2^ceil(log2(amax / 448)) of each 32 elements; x_q = input / scale in E4M3.

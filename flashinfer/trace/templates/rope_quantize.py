@@ -66,8 +66,6 @@ def _rope_quantize_fp8_reference(
     k_rope_out: torch.Tensor | None = None,
     q_nope_out: torch.Tensor | None = None,
     k_nope_out: torch.Tensor | None = None,
-    enable_pdl: bool = False,
-    backend: str = "cuda",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """out = saturate(rope(x) * scale) of the rotary parts, saturate(x * scale) of the others.
 
@@ -107,7 +105,6 @@ def _mla_rope_quantize_fp8_reference(
     k_rope_out: torch.Tensor | None = None,
     q_nope_out: torch.Tensor | None = None,
     k_nope_out: torch.Tensor | None = None,
-    enable_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As rope_quantize_fp8, with keys of one head.
 
@@ -146,11 +143,9 @@ def _rope_quantize_fp8_append_paged_kv_cache_reference(
     quantize_dtype: torch.dtype | None = None,
     quant_scale_q: float = 1.0,
     quant_scale_kv: float = 1.0,
-    page_size: int = 16,
     kv_layout: str = "NHD",
     q_rope_out: torch.Tensor | None = None,
     q_nope_out: torch.Tensor | None = None,
-    enable_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As rope_quantize_fp8, with K and V written to their slots as append_paged_kv_cache does.
 

@@ -163,9 +163,7 @@ def _draw(
 
 
 def _softmax_reference(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | float | None = None,
-    enable_pdl: bool | None = None,
+    logits: torch.Tensor, temperature: torch.Tensor | float | None = None
 ) -> torch.Tensor:
     """p = exp(x / t) / sum(exp(x / t)) of each row.
 
@@ -186,8 +184,6 @@ def _softmax_reference(
 def _sampling_from_probs_reference(
     probs: torch.Tensor,
     indices: torch.Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -204,8 +200,6 @@ def _sampling_from_probs_reference(
 def _sampling_from_logits_reference(
     logits: torch.Tensor,
     indices: torch.Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -221,8 +215,6 @@ def _top_p_sampling_from_probs_reference(
     probs: torch.Tensor,
     top_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -240,8 +232,6 @@ def _top_k_sampling_from_probs_reference(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,
     indices: torch.Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -259,8 +249,6 @@ def _min_p_sampling_from_probs_reference(
     probs: torch.Tensor,
     min_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -280,8 +268,6 @@ def _top_k_top_p_sampling_from_probs_reference(
     top_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
     filter_apply_order: str = "top_k_first",
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -302,8 +288,6 @@ def _top_k_top_p_sampling_from_logits_reference(
     top_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
     filter_apply_order: str = "top_k_first",
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -330,9 +314,7 @@ def _renormalise(probs: torch.Tensor, name: str, value: Any) -> torch.Tensor:
     return out
 
 
-def _top_k_renorm_probs_reference(
-    probs: torch.Tensor, top_k: torch.Tensor | int, is_deterministic: bool = False
-) -> torch.Tensor:
+def _top_k_renorm_probs_reference(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
     """q_i = p_i / sum(kept p) where p_i is at least the top_k-th largest, else 0.
 
     Source: as top_k_sampling_from_probs.
@@ -340,9 +322,7 @@ def _top_k_renorm_probs_reference(
     return _renormalise(probs, "top_k", top_k)
 
 
-def _top_p_renorm_probs_reference(
-    probs: torch.Tensor, top_p: torch.Tensor | float, is_deterministic: bool = False
-) -> torch.Tensor:
+def _top_p_renorm_probs_reference(probs: torch.Tensor, top_p: torch.Tensor | float) -> torch.Tensor:
     """q_i = p_i / sum(kept p) in the nucleus, else 0.
 
     Source: as top_p_sampling_from_probs.
@@ -369,8 +349,6 @@ def _chain_speculative_sampling_reference(
     target_probs: torch.Tensor,
     maybe_output_accepted_token_num: torch.Tensor | None = None,
     maybe_output_emitted_draft_token_num: torch.Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -35,12 +35,7 @@ def _windows(
 
 
 def _top_k_reference(
-    input: torch.Tensor,
-    k: int,
-    sorted: bool = False,
-    deterministic: bool = False,
-    tie_break: int = 0,
-    dsa_graph_safe: bool = False,
+    input: torch.Tensor, k: int, sorted: bool = False, tie_break: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """indices = the k largest of each row in increasing order, values = input[indices].
 
@@ -63,14 +58,11 @@ def _top_k_page_table_transform_reference(
     lengths: torch.Tensor,
     k: int,
     row_to_batch: torch.Tensor | None = None,
-    deterministic: bool = False,
     tie_break: int = 0,
-    dsa_graph_safe: bool = False,
     row_starts: torch.Tensor | None = None,
     page_table_row_starts: torch.Tensor | None = None,
     *,
     page_size: int = 1,
-    out: torch.Tensor | None = None,
     out_raw_indices: torch.Tensor | None = None,
 ) -> Any:
     """slot = table[start + i // page_size] * page_size + i % page_size for the k largest i.
@@ -98,9 +90,7 @@ def _top_k_ragged_transform_reference(
     offsets: torch.Tensor,
     lengths: torch.Tensor,
     k: int,
-    deterministic: bool = False,
     tie_break: int = 0,
-    dsa_graph_safe: bool = False,
     row_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """position = offset + i for the k largest i.
