@@ -1,3 +1,15 @@
-"""Multi-head latent attention: the name that engines import; no kernels yet."""
+"""Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024) over paged caches."""
 
-from .wrapper import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
+from __future__ import annotations
+
+from .metadata import MLAHeadDimensions, MLALayerDimensions, MLAPlanMetadata
+from .module import get_batch_mla_module
+from .wrapper import BatchMLAPagedAttentionWrapper
+
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "MLAHeadDimensions",
+    "MLALayerDimensions",
+    "MLAPlanMetadata",
+    "get_batch_mla_module",
+]

@@ -1,0 +1,13 @@
+// The launcher that mla_sm90.cu compiles and mla_jit_binding.cc calls.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <flashinfer/mla/mla_params.h>
+
+namespace flashinfer {
+
+// One launch for the plan's items and, if `merges`, one for the tiles that were cut.
+cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream);
+
+}  // namespace flashinfer

@@ -1,0 +1,15 @@
+#include "mla.h"
+
+#include <flashinfer/mla/sm90/launch.cuh>
+
+namespace flashinfer {
+
+cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
+  using Tile = MlaTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_O,
+                       FLASHINFER_CFG_HEAD_DIM_CKV, FLASHINFER_CFG_HEAD_DIM_KPE>;
+  const cudaError_t status = launch_mla_sm90<Tile>(params, enable_pdl, stream);
+  if (status != cudaSuccess || !merges) return status;
+  return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,249 @@
+"""Modules of MLA: kernels by configuration, and the planner that they share."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .._common.dtypes import check_dtype
+from . import env as jit_env
+from .attention.hopper import TARGET_FLAGS
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+BACKENDS = ("fa3",)
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = ((512, 64), (512, 0), (256, 64), (256, 0))
+"""Pairs (head_dim_ckv, head_dim_kpe) that there are kernels for."""
+
+PLAN_BYTES = 80
+"""Of an ``MlaPlan`` (``include/flashinfer/scheduler/mla_work.h``)."""
+
+
+@dataclass(frozen=True)
+class MlaConfig(ModuleConfig):
+    """What selects code; numbers of heads, page sizes and masks are run-time arguments."""
+
+    module: ClassVar[str] = "batch_mla"
+
+    backend: str
+    dtype_q: torch.dtype
+    dtype_kv: torch.dtype
+    dtype_o: torch.dtype
+    head_dim_ckv: int
+    head_dim_kpe: int
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"`backend` must be one of {BACKENDS}, got {self.backend!r}")
+        check_dtype("q_data_type", self.dtype_q, DTYPES)
+        check_dtype("kv_data_type", self.dtype_kv, (self.dtype_q,))
+        check_dtype("output_dtype", self.dtype_o, DTYPES)
+        if (self.head_dim_ckv, self.head_dim_kpe) not in HEAD_DIMS:
+            raise ValueError(
+                "`head_dim_ckv` and `head_dim_kpe` must be one of "
+                f"{', '.join(map(str, HEAD_DIMS))}, got {(self.head_dim_ckv, self.head_dim_kpe)}"
+            )
+
+    @property
+    def majors(self) -> tuple[int, ...] | None:
+        return (9,) if self.backend == "fa3" else None
+
+
+def _aot_configs() -> Iterator[MlaConfig]:
+    for dtype in DTYPES:
+        yield MlaConfig("fa3", dtype, dtype, dtype, 512, 64)
+
+
+def _preset_configs() -> Iterator[MlaConfig]:
+    yield from (config for config in _aot_configs() if config.dtype_q == torch.bfloat16)
+
+
+@register_generator(aot=_aot_configs, presets={"mla": _preset_configs})
+def gen_mla_module_of(config: MlaConfig) -> JitSpec:
+    """The module with ``mla_run``, for one configuration."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(
+        config,
+        [csrc / "mla_sm90.cu", csrc / "mla_jit_binding.cc"],
+        extra_cuda_cflags=list(TARGET_FLAGS),
+    )
+
+
+def mla_config(
+    backend: str,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    dtype_o: torch.dtype,
+    dtype_idx: torch.dtype,
+    head_dim_ckv: int,
+    head_dim_kpe: int,
+    use_profiler: bool,
+) -> MlaConfig:
+    """The configuration that FlashInfer's arguments of ``gen_batch_mla_module`` name.
+
+    Raises
+    ------
+    ValueError
+        If there is no kernel for it.
+    """
+    check_dtype("dtype_idx", dtype_idx, (torch.int32,))
+    if use_profiler:
+        raise ValueError("`use_profiler` must be False: the kernels write no profile")
+    return MlaConfig(backend, dtype_q, dtype_kv, dtype_o, head_dim_ckv, head_dim_kpe)
+
+
+def gen_batch_mla_module(
+    backend: str,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    dtype_o: torch.dtype,
+    dtype_idx: torch.dtype,
+    head_dim_ckv: int,
+    head_dim_kpe: int,
+    use_profiler: bool,
+) -> JitSpec:
+    """The module of one configuration, by FlashInfer's arguments.
+
+    Parameters
+    ----------
+    backend : str
+        ``"fa3"``.
+    dtype_q, dtype_kv, dtype_o : torch.dtype
+        Of queries, caches and outputs.
+    dtype_idx : torch.dtype
+        int32.
+    head_dim_ckv, head_dim_kpe : int
+        512 or 256, and 64 or 0.
+    use_profiler : bool
+        False.
+
+    Raises
+    ------
+    ValueError
+        If there is no kernel for them.
+    """
+    types = (dtype_q, dtype_kv, dtype_o, dtype_idx)
+    config = mla_config(backend, *types, head_dim_ckv, head_dim_kpe, use_profiler)
+    return gen_mla_module_of(config)
+
+
+def get_batch_mla_uri(
+    backend: str,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    dtype_o: torch.dtype,
+    dtype_idx: torch.dtype,
+    head_dim_ckv: int,
+    head_dim_kpe: int,
+    use_profiler: bool,
+) -> str:
+    """Name of the module that `gen_batch_mla_module` describes for the same arguments."""
+    types = (dtype_q, dtype_kv, dtype_o, dtype_idx)
+    return mla_config(backend, *types, head_dim_ckv, head_dim_kpe, use_profiler).uri
+
+
+@functools.cache
+def get_mla_module_of(config: MlaConfig) -> Any:
+    """The loaded module, compiled first if need be; kept for the life of the process."""
+    return gen_mla_module_of(config).build_and_load()
+
+
+@dataclass(frozen=True)
+class MlaPlanConfig(ModuleConfig):
+    """Nothing selects code: the planner is the same for every kernel."""
+
+    module: ClassVar[str] = "mla_plan"
+
+
+def _plan_configs() -> Iterator[MlaPlanConfig]:
+    yield MlaPlanConfig()
+
+
+@register_generator(aot=_plan_configs, presets={"mla": _plan_configs})
+def gen_mla_plan_module(config: MlaPlanConfig | None = None) -> JitSpec:
+    """The module with the ``mla_plan`` functions; it has no device code."""
+    return JitSpec.from_config(config or MlaPlanConfig(), ["mla_plan_jit_binding.cc"])
+
+
+@functools.cache
+def get_mla_plan_module() -> Any:
+    """The loaded module, compiled first if need be."""
+    return gen_mla_plan_module().build_and_load()
+
+
+class MlaPlanner:
+    """Plans launches, with scratch and staging memory of its own; one thread at a time.
+
+    Attributes
+    ----------
+    plan : torch.Tensor
+        ``[PLAN_BYTES]`` uint8 on the CPU: what ``mla_run`` has to know of the latest plan. The same
+        tensor for the life of the object.
+    """
+
+    def __init__(self) -> None:
+        module = get_mla_plan_module()
+        handle = torch.zeros(1, dtype=torch.int64)
+        module.mla_plan_create(handle)
+        self._handle = int(handle.item())
+        self._plan = module.mla_plan
+        self.plan = torch.zeros(PLAN_BYTES, dtype=torch.uint8)
+        # The module is kept alive by the callback.
+        weakref.finalize(self, module.mla_plan_destroy, self._handle)
+
+    def make(
+        self,
+        int_workspace: torch.Tensor | None,
+        float_workspace_bytes: int,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        page_size: int,
+        causal: bool,
+        splits: bool = True,
+        is_graph: bool = False,
+    ) -> torch.Tensor:
+        """Divide a batch over the GPU and start the copy of the work list.
+
+        Parameters
+        ----------
+        int_workspace : torch.Tensor or None
+            Where the work list goes; None: only `plan` is wanted.
+        float_workspace_bytes : int
+            Size of the workspace for partial results.
+        qo_indptr, kv_indptr, kv_len_arr : torch.Tensor
+            int32 on the host: first query token and first page of each request, its KV tokens.
+        num_heads, head_dim_ckv, page_size : int
+            Query heads, columns of a value, tokens of a page.
+        causal : bool
+            Whether a query token sees the KV tokens up to its own only.
+        splits : bool
+            Whether a request's KV may be divided over CTAs.
+        is_graph : bool
+            Whether a captured launch is to serve later plans, too.
+
+        Returns
+        -------
+        torch.Tensor
+            `plan`.
+
+        Raises
+        ------
+        ValueError
+            If index tensors contradict one another or a workspace is too small.
+        """
+        self._plan(
+            *(self._handle, self.plan, int_workspace, float_workspace_bytes),
+            *(qo_indptr, kv_indptr, kv_len_arr, num_heads, head_dim_ckv, page_size),
+            *(causal, splits, is_graph),
+        )
+        return self.plan

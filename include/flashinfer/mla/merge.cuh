@@ -1,0 +1,149 @@
+// Merges the parts of tiles whose KV range was cut.
+//
+// A group of threads has one thread for each four columns of a row. Of rows in few parts each group
+// of a CTA takes one; of rows in many parts each takes every kGroups-th part of the same row, and
+// the groups' sums meet in shared memory. The order is fixed: results repeat bit for bit.
+#pragma once
+
+#include <flashinfer/common/dtype.cuh>
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/mla/row_end.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+
+namespace flashinfer {
+
+template <typename O, int kDimCkv>
+class MlaMerger {
+ public:
+  static constexpr int kThreads = 512;
+  static constexpr int kColumnThreads = kDimCkv / 4, kGroups = kThreads / kColumnThreads;
+
+  struct Shared {
+    float4 outputs[kGroups][kColumnThreads];
+    float sums[kGroups];
+  };
+
+  __device__ __forceinline__ MlaMerger(const MlaParams& params, Shared& shared)
+      : params_(params),
+        shared_(shared),
+        thread_(threadIdx.x % kColumnThreads),
+        group_(threadIdx.x / kColumnThreads) {}
+
+  __device__ __forceinline__ void run() {
+    const int num_units = params_.header->num_merges * kRows;
+    for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+      const MlaMerge merge = params_.merges[unit / kRows];
+      const int place = unit % kRows;
+      if (merge.num_parts > kFewParts) {
+        merge_together(merge, place);
+      } else if (place < kRows / kGroups) {
+        merge_alone(merge, place * kGroups + group_);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kRows = kMlaTileRows, kFewParts = 8;
+
+  __device__ __forceinline__ bool has_row(const MlaMerge& merge, int row) const {
+    return merge.row_begin + row < merge.qo_len * static_cast<int>(params_.num_heads.divisor);
+  }
+
+  // By the thread's group: the sum of parts first, first + step, ...
+  __device__ __forceinline__ float add_parts(const MlaMerge& merge, int row, int first, int step,
+                                             float largest, float4& output) const {
+    float sum = 0.f;
+    output = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (largest == -math::inf) return 0.f;
+#pragma unroll 8
+    for (int part = first; part < merge.num_parts; part += step) {
+      const int64_t slot_row =
+          (int64_t{merge.slot_begin} + int64_t{part} * merge.slot_stride) * kRows + row;
+      const float weight = math::ptx_exp2(params_.partial_lse[slot_row] - largest);
+      const float4 values =
+          reinterpret_cast<const float4*>(params_.partial_o + slot_row * kDimCkv)[thread_];
+      sum += weight;
+      output.x = fmaf(values.x, weight, output.x);
+      output.y = fmaf(values.y, weight, output.y);
+      output.z = fmaf(values.z, weight, output.z);
+      output.w = fmaf(values.w, weight, output.w);
+    }
+    return sum;
+  }
+
+  // Each warp looks at all parts, so that nobody waits for another.
+  __device__ __forceinline__ float find_largest(const MlaMerge& merge, int row) const {
+    float largest = -math::inf;
+    for (int part = threadIdx.x % 32; part < merge.num_parts; part += 32) {
+      const int64_t slot = int64_t{merge.slot_begin} + int64_t{part} * merge.slot_stride;
+      largest = fmaxf(largest, params_.partial_lse[slot * kRows + row]);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+    }
+    return largest;
+  }
+
+  __device__ __forceinline__ void merge_alone(const MlaMerge& merge, int row) const {
+    if (!has_row(merge, row)) return;
+    const float largest = find_largest(merge, row);
+    float4 output;
+    const float sum = add_parts(merge, row, 0, 1, largest, output);
+    write(merge, row, largest, sum, output);
+  }
+
+  __device__ __forceinline__ void merge_together(const MlaMerge& merge, int row) const {
+    if (!has_row(merge, row)) return;  // the same for all threads
+    const float largest = find_largest(merge, row);
+    float4 output;
+    float sum = add_parts(merge, row, group_, kGroups, largest, output);
+    __syncthreads();  // the row before has been read
+    shared_.outputs[group_][thread_] = output;
+    if (thread_ == 0) shared_.sums[group_] = sum;
+    __syncthreads();
+    if (group_ != 0) return;
+#pragma unroll
+    for (int i = 1; i < kGroups; ++i) {
+      const float4 other = shared_.outputs[i][thread_];
+      output = make_float4(output.x + other.x, output.y + other.y, output.z + other.z,
+                           output.w + other.w);
+      sum += shared_.sums[i];
+    }
+    write(merge, row, largest, sum, output);
+  }
+
+  __device__ __forceinline__ void write(const MlaMerge& merge, int row, float largest, float sum,
+                                        const float4& output) const {
+    const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
+    if (thread_ == 0) end.write_lse(params_);
+    using Bits = typename PackedPair<O>::Bits;
+    Bits* const target = reinterpret_cast<Bits*>(end.template row<O>(params_) + thread_ * 4);
+    target[0] = PackedPair<O>::pack(output.x * end.factor, output.y * end.factor);
+    target[1] = PackedPair<O>::pack(output.z * end.factor, output.w * end.factor);
+  }
+
+  const MlaParams& params_;
+  Shared& shared_;
+  const int thread_, group_;
+};
+
+template <typename O, int kDimCkv>
+__global__ void __launch_bounds__(MlaMerger<O, kDimCkv>::kThreads)
+    mla_merge_kernel(const __grid_constant__ MlaParams params) {
+  __shared__ typename MlaMerger<O, kDimCkv>::Shared shared;
+  ptx::grid_dependency_wait();
+  MlaMerger<O, kDimCkv>(params, shared).run();
+}
+
+#ifndef __CUDACC_RTC__
+
+template <typename O, int kDimCkv>
+inline cudaError_t launch_mla_merge(const MlaParams& params, bool enable_pdl, cudaStream_t stream) {
+  return launch_kernel(mla_merge_kernel<O, kDimCkv>, dim3(4 * params.num_ctas),
+                       dim3(MlaMerger<O, kDimCkv>::kThreads), 0, stream, enable_pdl, params);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

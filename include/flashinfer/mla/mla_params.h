@@ -1,0 +1,47 @@
+// Arguments of an MLA launch. Plain C++.
+//
+// Multi-head latent attention in its absorbed form (DeepSeek-AI, "DeepSeek-V2", 2024): a token's
+// key is [ckv, kpe], its value is ckv, and all query heads share both. For a row of queries
+//   out = softmax(sm_scale * (q_nope ckv^T + q_pe kpe^T)) ckv
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/fast_divisor.h>
+#include <flashinfer/scheduler/mla_work.h>
+
+namespace flashinfer {
+
+// A tensor of queries or outputs [tokens, heads, dim]; strides in elements.
+struct MlaRows {
+  void* data;
+  int64_t stride_token, stride_head;
+};
+
+// A paged cache [pages, page_size, dim]; strides in elements.
+struct MlaCache {
+  const void* data;
+  int64_t stride_page, stride_token;
+};
+
+struct MlaParams {
+  MlaRows q_nope, q_pe, o;
+  MlaCache ckv, kpe;
+  const int32_t* kv_indices;  // [num_indices] page numbers
+  float* lse;                 // [tokens, heads]; may be null
+  const float* sinks;         // [heads], logits that take part without a value; may be null
+  const MlaPlanHeader* header;
+  const int32_t* cta_begin;  // [num_ctas + 1]
+  const MlaWorkItem* items;
+  const MlaMerge* merges;
+  float* partial_o;    // [slots, 64, head_dim_ckv], normalised
+  float* partial_lse;  // [slots, 64], base 2
+  FastDivisor num_heads, page_size;
+  uint32_t num_pages;  // of the cache
+  uint32_t num_ctas;
+  float sm_scale_log2;  // of logits, times log2(e)
+  float o_scale;        // of outputs
+  float lse_factor;     // 1: base 2; ln 2: base e
+  bool causal;          // the last query token is at the last KV token
+};
+
+}  // namespace flashinfer

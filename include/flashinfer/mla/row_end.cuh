@@ -1,0 +1,48 @@
+// The end of a query row, once all of its KV went by: the sink, the factor of its output, its LSE.
+#pragma once
+
+#include <flashinfer/mla/math.cuh>
+#include <flashinfer/mla/mla_params.h>
+
+namespace flashinfer {
+
+struct MlaRowEnd {
+  int64_t token, head;
+  float factor;  // of the row's sum of weighted values
+  float lse;     // base 2
+
+  // Weights were taken against 2^largest and sum up to `sum`.
+  __device__ __forceinline__ MlaRowEnd(const MlaParams& params, int qo_begin, uint32_t packed_row,
+                                       float largest, float sum) {
+    const uint32_t in_request = params.num_heads.divide(packed_row);
+    token = qo_begin + int64_t{in_request};
+    head = packed_row - in_request * params.num_heads.divisor;
+    float scale = 1.f;
+    if (params.sinks != nullptr) {
+      const float sink = params.sinks[head] * math::log2e;
+      const float both = fmaxf(largest, sink);
+      if (both != -math::inf) {
+        scale = math::ptx_exp2(largest - both);
+        sum = fmaf(sum, scale, math::ptx_exp2(sink - both));
+        largest = both;
+      }
+    }
+    // A row that sees no key is 0, not 0 / 0.
+    factor = sum > 0.f ? scale * params.o_scale / sum : 0.f;
+    lse = sum > 0.f ? largest + math::ptx_log2(sum) : -math::inf;
+    if (sum != sum) factor = lse = sum;
+  }
+
+  template <typename O>
+  __device__ __forceinline__ O* row(const MlaParams& params) const {
+    return static_cast<O*>(params.o.data) + token * params.o.stride_token +
+           head * params.o.stride_head;
+  }
+
+  __device__ __forceinline__ void write_lse(const MlaParams& params) const {
+    if (params.lse == nullptr) return;
+    params.lse[token * params.num_heads.divisor + head] = lse * params.lse_factor;
+  }
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,385 @@
+// The two warpgroups that multiply. Both have all 64 rows of the tile and half of the output's
+// columns; of each step's two blocks of KV the first warpgroup makes the weights of the first, the
+// second those of the second.
+//
+//   first                                     second
+//   S0 = q K0^T                               S1 = q K1^T
+//   P0 = weights of S0         --- P0 --->    O += P0 V0[:, right]  while P1 = weights of S1
+//   O += P0 V0[:, left]        <--- P1 ---    O += P1 V1[:, right]
+//   O += P1 V1[:, left]
+//
+// So while one makes weights, the tensor cores work for the other. A warpgroup has its own weights
+// in registers, the other's in shared memory.
+//
+// Weights are exponentials against a reference per row that both share, not its largest logit: it
+// moves only when a logit exceeds it by 2^kHeadroom, which few steps see, so that the output is
+// seldom multiplied anew.
+#pragma once
+
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/mla/sm90/output.cuh>
+#include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/ptx/ldmatrix.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
+#include <flashinfer/ptx/shared.cuh>
+#include <flashinfer/ptx/wgmma.cuh>
+
+namespace flashinfer {
+
+template <typename Tile, int kGroup>
+class MlaConsumer {
+  using T = typename Tile::T;
+  static constexpr int kLogitTiles = Tile::kBlock / 8, kSteps = Tile::kBlock / 16;
+  static constexpr float kHeadroom = 8.f;
+  static constexpr int kOther = 1 - kGroup;
+  using Logits = float[kLogitTiles][4];
+  using Weights = uint32_t[kSteps][4];
+  using Output = float[Tile::kOutputTiles][4];
+
+ public:
+  __device__ __forceinline__ MlaConsumer(const MlaParams& params, char* shared, MlaControl& control)
+      : params_(params), control_(control), shared_(ptx::shared_address(shared)) {
+    warp_idx_ = threadIdx.x / 32 % 4;
+    lane_idx_ = threadIdx.x % 32;
+    row_ = warp_idx_ * 16 + lane_idx_ / 4;
+  }
+
+  __device__ __forceinline__ void run() {
+    const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
+    for (int i = begin; i < end; ++i) {
+      const MlaWorkItem item = params_.items[i];
+      attend(item, (i - begin) % 2);
+    }
+  }
+
+ private:
+  template <typename U>
+  __device__ __forceinline__ static uint32_t address(U& in_shared) {
+    return ptx::shared_address(&in_shared);
+  }
+
+  // The warp has read what the barrier guards.
+  __device__ __forceinline__ void arrive(uint64_t& barrier) const {
+    __syncwarp();
+    if (lane_idx_ == 0) ptx::mbarrier_arrive(address(barrier));
+  }
+
+  __device__ __forceinline__ uint32_t block_address(int block) const {
+    return shared_ + Tile::kOffsetK + block * Tile::kBlockBytes;
+  }
+  __device__ __forceinline__ uint32_t weights_address(int block) const {
+    return block_address(block) + Tile::kChunksCkv * Tile::kChunkBytes;
+  }
+
+  __device__ __forceinline__ void attend(const MlaWorkItem& item, uint32_t parity) {
+    Output output;
+#pragma unroll
+    for (int j = 0; j < Tile::kOutputTiles; ++j) {
+      output[j][0] = output[j][1] = output[j][2] = output[j][3] = 0.f;
+    }
+    largest_[0] = largest_[1] = -math::inf;
+    sum_[0] = sum_[1] = 0.f;
+    set_limits(item);
+    ptx::mbarrier_wait(address(control_.q_full), parity);
+    for (int token = item.kv_begin; token < item.kv_end; token += Tile::kStep) {
+      const bool has_second = token + Tile::kBlock < item.kv_end;
+      const bool is_last = token + Tile::kStep >= item.kv_end;
+      if constexpr (kGroup == 0) {
+        first_step(output, item, token, has_second, is_last);
+      } else {
+        second_step(output, item, token + Tile::kBlock, has_second, is_last);
+      }
+    }
+    if (item.kv_begin >= item.kv_end) arrive(control_.q_empty);
+    finish(output, item, parity);
+  }
+
+  // ---- Steps ----
+
+  __device__ __forceinline__ void first_step(Output& output, const MlaWorkItem& item, int token,
+                                             bool has_second, bool is_last) {
+    Logits logits;
+    Weights weights;
+    float shrink[2];
+    multiply_keys(logits, item, token);
+    if (is_last) arrive(control_.q_empty);
+    float largest[2];
+    find_largest(logits, largest, token);
+    const bool moves = weigh(logits, weights, largest, shrink);
+    publish(weights);
+    ptx::named_barrier_arrive(kWeightsOfFirst, Tile::kConsumerThreads);
+    if (moves) multiply(output, shrink);
+    ptx::wgmma_fence();
+    add_values_of_registers(output, weights, kLeft);
+    finish_values(output, control_.kv_empty[0][kLeft]);
+    if (has_second) {
+      ptx::named_barrier_sync(kWeightsOfSecond, Tile::kConsumerThreads);
+      if (follow(shrink)) multiply(output, shrink);
+      ptx::wgmma_fence();
+      add_values_of_shared(output, kLeft);
+      finish_values(output, control_.kv_empty[1][kLeft]);
+    }
+  }
+
+  __device__ __forceinline__ void second_step(Output& output, const MlaWorkItem& item, int token,
+                                              bool has_second, bool is_last) {
+    Logits logits;
+    Weights weights;
+    float largest[2], shrink[2];
+    if (has_second) {
+      multiply_keys(logits, item, token);
+      find_largest(logits, largest, token);
+    }
+    if (is_last) arrive(control_.q_empty);
+    ptx::named_barrier_sync(kWeightsOfFirst, Tile::kConsumerThreads);
+    if (follow(shrink)) multiply(output, shrink);
+    ptx::wgmma_fence();
+    add_values_of_shared(output, kRight);
+    bool moves = false;
+    if (has_second) {
+      moves = weigh(logits, weights, largest, shrink);
+      publish(weights);
+      ptx::named_barrier_arrive(kWeightsOfSecond, Tile::kConsumerThreads);
+    }
+    finish_values(output, control_.kv_empty[0][kRight]);
+    if (has_second) {
+      if (moves) multiply(output, shrink);
+      ptx::wgmma_fence();
+      add_values_of_registers(output, weights, kRight);
+      finish_values(output, control_.kv_empty[1][kRight]);
+    }
+  }
+
+  // ---- Products ----
+
+  // logits = q K^T of the warpgroup's own block.
+  __device__ __forceinline__ void multiply_keys(Logits& logits, const MlaWorkItem& item,
+                                                int token) {
+    const uint32_t phase = uses_++ % 2;
+    const int num_tokens = item.kv_end - token;
+    if (num_tokens < Tile::kBlock) clear_rows(num_tokens, phase);
+    const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
+    const uint64_t k = ptx::wgmma_operand(block_address(kGroup));
+    constexpr int kChunks = Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int chunk = chunk_in_turn(i);
+      ptx::mbarrier_wait(address(control_.kv_full[kGroup][chunk]), phase);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        const uint32_t offset = chunk * Tile::kChunkBytes + step * 32;
+        ptx::wgmma<T, false>(logits, ptx::wgmma_advance(q, offset), ptx::wgmma_advance(k, offset),
+                             i + step != 0);
+      }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_done(logits);
+  }
+
+  // The chunk that comes at place i: the producer asks for the half first that is free first.
+  __device__ __forceinline__ static constexpr int chunk_in_turn(int i) {
+    const bool is_kpe = i == Tile::kChunksCkv;
+    return kGroup == 0 || is_kpe ? i : (i + Tile::kChunksHalf) % Tile::kChunksCkv;
+  }
+
+  // Waits for the products with values, and gives these back.
+  __device__ __forceinline__ void finish_values(Output& output, uint64_t& empty) const {
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_done(output);
+    arrive(empty);
+  }
+
+  // Values of the warpgroup's own block.
+  __device__ __forceinline__ void add_values_of_registers(Output& output, const Weights& weights,
+                                                          int half) {
+    const uint64_t v = value_operand(kGroup, half);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::wgmma<T, true>(output, weights[step], ptx::wgmma_advance(v, step * 2048), true);
+    }
+  }
+
+  // Those of the other one's, which has seen them come; its barrier passes that on.
+  __device__ __forceinline__ void add_values_of_shared(Output& output, int half) {
+    const uint64_t v = value_operand(kOther, half);
+    const uint64_t p = ptx::wgmma_operand(weights_address(kOther));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::wgmma<T, true>(output, ptx::wgmma_advance(p, step * 32),
+                          ptx::wgmma_advance(v, step * 2048), true);
+    }
+  }
+
+  __device__ __forceinline__ uint64_t value_operand(int block, int half) const {
+    const uint32_t first = block_address(block) + half * Tile::kChunksHalf * Tile::kChunkBytes;
+    return ptx::wgmma_operand(first, Tile::kChunkBytes, 1024);
+  }
+
+  // Rows of the own block that the request does not have: 0 * NaN is not 0.
+  __device__ __forceinline__ void clear_rows(int num_tokens, uint32_t phase) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0); ++chunk) {
+      ptx::mbarrier_wait(address(control_.kv_full[kGroup][chunk]), phase);
+    }
+    for (int row = num_tokens + warp_idx_; row < Tile::kBlock; row += 4) {
+      for (int column = lane_idx_; column < Tile::kChunks * 8; column += 32) {
+        ptx::store_shared_16(block_address(kGroup) + swizzled_offset<64>(row, column),
+                             uint4{0, 0, 0, 0});
+      }
+    }
+    ptx::async_proxy_fence();
+    ptx::named_barrier_sync(kGroupBarrier + kGroup, 128);
+  }
+
+  // ---- Weights ----
+
+  // How many tokens the thread's two rows see, and the fewest that any row of the tile sees.
+  __device__ __forceinline__ void set_limits(const MlaWorkItem& item) {
+    const auto limit = [&](int row) {
+      if (!params_.causal) return item.kv_end;
+      const int token = params_.num_heads.divide(item.row_begin + row);
+      return min(item.kv_end, item.kv_len - item.qo_len + token + 1);
+    };
+    limits_[0] = limit(row_);
+    limits_[1] = limit(row_ + 8);
+    least_limit_ = limit(0);
+  }
+
+  // The largest logits of the thread's rows, scaled; hidden ones become -inf.
+  __device__ __forceinline__ void find_largest(Logits& logits, float (&largest)[2],
+                                               int token) const {
+    if (token + Tile::kBlock > least_limit_) hide(logits, token);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      largest[h] = fmaxf(logits[0][2 * h], logits[0][2 * h + 1]);
+#pragma unroll
+      for (int j = 1; j < kLogitTiles; ++j) {
+        largest[h] = fmaxf(largest[h], fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
+      }
+      largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 1));
+      largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 2));
+      largest[h] *= params_.sm_scale_log2;
+    }
+  }
+
+  // Makes weights of the block's logits. `shrink`: what the output so far is to be multiplied by;
+  // returns whether that is not 1 in some row of the warp.
+  __device__ __forceinline__ bool weigh(const Logits& logits, Weights& weights,
+                                        const float (&largest)[2], float (&shrink)[2]) {
+    float reference[2];
+    bool moves = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      shrink[h] = 1.f;
+      if (largest[h] > largest_[h] + kHeadroom) {
+        shrink[h] = math::ptx_exp2(largest_[h] - largest[h]);
+        largest_[h] = largest[h];
+        moves = true;
+      }
+      reference[h] = largest_[h] == -math::inf ? 0.f : largest_[h];
+    }
+    float sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int h = r % 2, j = 2 * step + r / 2;
+        float pair[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          pair[e] =
+              math::ptx_exp2(fmaf(logits[j][2 * h + e], params_.sm_scale_log2, -reference[h]));
+          sum[h] += pair[e];
+        }
+        weights[step][r] = PackedPair<T>::pack(pair[0], pair[1]);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum_[h] = fmaf(sum_[h], shrink[h], sum[h]);
+    return __any_sync(0xffffffffu, moves);
+  }
+
+  __device__ __forceinline__ void hide(Logits& logits, int token) const {
+#pragma unroll
+    for (int j = 0; j < kLogitTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (token + j * 8 + lane_idx_ % 4 * 2 + e % 2 >= limits_[e / 2]) logits[j][e] = -math::inf;
+      }
+    }
+  }
+
+  // Tells the other warpgroup the weights and references. All warps have multiplied the block's kpe
+  // before the weights take its place.
+  __device__ __forceinline__ void publish(const Weights& weights) {
+    ptx::named_barrier_sync(kGroupBarrier + kGroup, 128);
+    const int row = warp_idx_ * 16 + lane_idx_ % 16;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::stmatrix_x4(
+          weights_address(kGroup) + swizzled_offset<64>(row, 2 * step + lane_idx_ / 16),
+          weights[step]);
+    }
+    if (lane_idx_ % 4 == 0) {
+      control_.largest[kGroup][row_] = largest_[0];
+      control_.largest[kGroup][row_ + 8] = largest_[1];
+    }
+    ptx::async_proxy_fence();
+  }
+
+  // Takes over the other warpgroup's references.
+  __device__ __forceinline__ bool follow(float (&shrink)[2]) {
+    bool moves = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float largest = control_.largest[kOther][row_ + 8 * h];
+      shrink[h] = 1.f;
+      if (largest != largest_[h]) {
+        shrink[h] = math::ptx_exp2(largest_[h] - largest);
+        largest_[h] = largest;
+        sum_[h] *= shrink[h];
+        moves = true;
+      }
+    }
+    return __any_sync(0xffffffffu, moves);
+  }
+
+  __device__ __forceinline__ static void multiply(Output& output, const float (&factors)[2]) {
+#pragma unroll
+    for (int j = 0; j < Tile::kOutputTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[j][e] *= factors[e / 2];
+    }
+  }
+
+  // ---- The item's end ----
+
+  __device__ __forceinline__ void finish(Output& output, const MlaWorkItem& item, uint32_t parity) {
+    float sum[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 2);
+      if (lane_idx_ % 4 == 0) control_.sums[parity][kGroup][row_ + 8 * h] = sum_[h];
+    }
+    ptx::named_barrier_sync(kItemEnd, Tile::kConsumerThreads);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] = control_.sums[parity][0][row_ + 8 * h] + control_.sums[parity][1][row_ + 8 * h];
+    }
+    write_output<Tile, kGroup>(params_, item, output, largest_, sum, row_, lane_idx_);
+  }
+
+  const MlaParams& params_;
+  MlaControl& control_;
+  const uint32_t shared_;
+  int warp_idx_, lane_idx_, row_;
+  uint32_t uses_ = 0;  // of the own block
+  int limits_[2], least_limit_;
+  float largest_[2], sum_[2];  // of the thread's rows; sums of its own weights
+};
+
+}  // namespace flashinfer

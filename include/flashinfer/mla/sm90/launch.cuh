@@ -1,0 +1,47 @@
+// Host side of the MLA kernel for Hopper.
+#pragma once
+
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/once_per_device.h>
+#include <flashinfer/mla/sm90/mla.cuh>
+#include <flashinfer/ptx/tensor_map.h>
+
+#ifndef __CUDACC_RTC__
+
+namespace flashinfer {
+
+// Tokens of a box: the largest power of two from 16 to 64 that divides the page; else 0.
+inline uint32_t mla_box_rows(uint32_t page_size) {
+  const uint32_t step = page_size & -page_size;
+  return step < 16 ? 0 : step < 64 ? step : 64;
+}
+
+template <typename Tile>
+inline cudaError_t launch_mla_sm90(const MlaParams& params, bool enable_pdl, cudaStream_t stream) {
+  int prepared = 0;
+  const cudaError_t status = once_per_device(&prepared, [](int, int* done) {
+    *done = 1;
+    return cudaFuncSetAttribute(mla_sm90_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kMlaSharedBytes<Tile>);
+  });
+  if (status != cudaSuccess) return status;
+  MlaSm90Params sm90 = {};
+  sm90.mla = params;
+  sm90.box_rows = mla_box_rows(params.page_size.divisor);
+  const auto encode = [&](CUtensorMap& map, const MlaCache& cache, uint64_t columns) {
+    if (columns == 0 || sm90.box_rows == 0) return;
+    const uint32_t page_size = params.page_size.divisor;
+    if (!ptx::encode_tensor_map<typename Tile::T>(map, cache.data, columns, 64,
+                                                  {{page_size, cache.stride_token, sm90.box_rows},
+                                                   {params.num_pages, cache.stride_page, 1}})) {
+      sm90.box_rows = 0;
+    }
+  };
+  encode(sm90.ckv, params.ckv, Tile::kDimCkv);
+  encode(sm90.kpe, params.kpe, Tile::kDimKpe);
+  return launch_kernel(mla_sm90_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
+                       kMlaSharedBytes<Tile>, stream, enable_pdl, sm90);
+}
+
+}  // namespace flashinfer
+#endif  // __CUDACC_RTC__

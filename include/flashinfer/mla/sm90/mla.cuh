@@ -1,0 +1,54 @@
+// MLA for Hopper (sm_90a): persistent CTAs, one per SM, each walks its share of the plan's items.
+// One warpgroup loads (producer.cuh), two multiply (consumer.cuh). Sums run in a fixed order:
+// results repeat bit for bit.
+#pragma once
+
+#include <flashinfer/mla/merge.cuh>
+#include <flashinfer/mla/sm90/consumer.cuh>
+#include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/setmaxnreg.cuh>
+
+namespace flashinfer {
+
+__device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copies_by_threads) {
+  constexpr int kWarps = 4;  // of a warpgroup
+  const auto init = [](uint64_t& barrier, int arrivals) {
+    ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+  };
+  init(control.q_full, copies_by_threads ? kWarps : kWarps - 1);
+  init(control.q_empty, 2 * kWarps);
+  for (int block = 0; block < 2; ++block) {
+    for (int chunk = 0; chunk < kMlaMaxChunks; ++chunk) {
+      init(control.kv_full[block][chunk], copies_by_threads ? kWarps : 1);
+    }
+    for (int half = 0; half < 2; ++half) init(control.kv_empty[block][half], kWarps);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    mla_sm90_kernel(const __grid_constant__ MlaSm90Params params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char shared[];
+  MlaControl& control = *reinterpret_cast<MlaControl*>(shared + Tile::kOffsetControl);
+  if (threadIdx.x == 0) init_mla_barriers(control, params.box_rows == 0);
+  __syncthreads();
+  ptx::grid_dependency_wait();
+  const int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup_idx == 2) {
+    ptx::decrease_registers<Tile::kProducerRegisters>();
+    MlaProducer<Tile>(params, shared, control).run();
+  } else if (warpgroup_idx == 0) {
+    ptx::increase_registers<Tile::kConsumerRegisters>();
+    MlaConsumer<Tile, 0>(params.mla, shared, control).run();
+  } else {
+    ptx::increase_registers<Tile::kConsumerRegisters>();
+    MlaConsumer<Tile, 1>(params.mla, shared, control).run();
+  }
+  ptx::grid_launch_dependents();
+#endif
+}
+
+}  // namespace flashinfer

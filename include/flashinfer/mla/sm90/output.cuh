@@ -1,0 +1,52 @@
+// Writes the rows of a finished item: to the output, or as a part of it to the workspace.
+#pragma once
+
+#include <flashinfer/common/dtype.cuh>
+#include <flashinfer/mla/mla_params.h>
+#include <flashinfer/mla/row_end.cuh>
+#include <flashinfer/mla/sm90/tile.cuh>
+
+namespace flashinfer {
+
+// `output`: the thread's accumulators of the columns of warpgroup `kGroup`, in rows `row` and
+// `row` + 8 of the tile.
+template <typename Tile, int kGroup>
+__device__ __forceinline__ void write_output(const MlaParams& params, const MlaWorkItem& item,
+                                             const float (&output)[Tile::kOutputTiles][4],
+                                             const float (&largest)[2], const float (&sum)[2],
+                                             int row, int lane_idx) {
+  const int num_rows = item.qo_len * static_cast<int>(params.num_heads.divisor) - item.row_begin;
+  const int column = kGroup * (Tile::kDimCkv / 2) + lane_idx % 4 * 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int tile_row = row + 8 * h;
+    if (tile_row >= num_rows) continue;
+    const bool writes_lse = kGroup == 0 && lane_idx % 4 == 0;
+    if (item.slot >= 0) {
+      const int64_t slot_row = int64_t{item.slot} * Tile::kRows + tile_row;
+      const float factor = sum[h] > 0.f ? 1.f / sum[h] : 0.f;
+      float* const target = params.partial_o + slot_row * Tile::kDimCkv + column;
+#pragma unroll
+      for (int j = 0; j < Tile::kOutputTiles; ++j) {
+        *reinterpret_cast<float2*>(target + j * 8) =
+            make_float2(output[j][2 * h] * factor, output[j][2 * h + 1] * factor);
+      }
+      if (writes_lse) {
+        params.partial_lse[slot_row] =
+            sum[h] > 0.f ? largest[h] + math::ptx_log2(sum[h]) : -math::inf;
+      }
+    } else {
+      const MlaRowEnd end(params, item.qo_begin, item.row_begin + tile_row, largest[h], sum[h]);
+      if (writes_lse) end.write_lse(params);
+      using O = typename Tile::O;
+      O* const target = end.template row<O>(params) + column;
+#pragma unroll
+      for (int j = 0; j < Tile::kOutputTiles; ++j) {
+        *reinterpret_cast<typename PackedPair<O>::Bits*>(target + j * 8) =
+            PackedPair<O>::pack(output[j][2 * h] * end.factor, output[j][2 * h + 1] * end.factor);
+      }
+    }
+  }
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,284 @@
+// The warpgroup that feeds the others: one warp asks the copy engine for KV, three copy queries.
+// Where pages are no multiples of 16 tokens all four copy KV, 16 bytes per thread at a time.
+#pragma once
+
+#include <cuda.h>
+#include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/mla/mla_params.h>
+#include <flashinfer/mla/sm90/tile.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
+#include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/tma.cuh>
+
+namespace flashinfer {
+
+struct MlaSm90Params {
+  MlaParams mla;
+  CUtensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
+  uint32_t box_rows;     // 0: threads copy
+};
+
+template <typename Tile>
+class MlaProducer {
+  static constexpr int kAhead = 0;  // blocks that are asked for before there is room
+
+ public:
+  __device__ __forceinline__ MlaProducer(const MlaSm90Params& params, char* shared,
+                                         MlaControl& control)
+      : params_(params.mla),
+        maps_(params),
+        control_(control),
+        shared_(ptx::shared_address(shared)) {
+    warp_idx_ = threadIdx.x / 32 % 4;
+    lane_idx_ = threadIdx.x % 32;
+  }
+
+  __device__ __forceinline__ void run() {
+    const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
+    for (int i = begin; i < end; ++i) {
+      const MlaWorkItem item = params_.items[i];
+      const uint32_t parity = (i - begin) % 2;
+      if (maps_.box_rows != 0) {
+        if (warp_idx_ == 0) {
+          load_boxes(item);
+        } else {
+          load_query<3>(item, warp_idx_ - 1, parity);
+        }
+      } else {
+        load_query<4>(item, warp_idx_, parity);
+        copy_blocks(item);
+      }
+    }
+  }
+
+ private:
+  template <typename T>
+  __device__ __forceinline__ static uint32_t address(T& in_shared) {
+    return ptx::shared_address(&in_shared);
+  }
+
+  __device__ __forceinline__ uint32_t block_address(int block) const {
+    return shared_ + Tile::kOffsetK + block * Tile::kBlockBytes;
+  }
+
+  __device__ __forceinline__ uint32_t next_parity(int block) {
+    const uint32_t parity = phases_ >> block & 1;
+    phases_ ^= 1u << block;
+    return parity;
+  }
+
+  // Rows warp, warp + kWarps, ...; rows that the request does not have are zeros.
+  template <int kWarps>
+  __device__ __forceinline__ void load_query(const MlaWorkItem& item, int warp, uint32_t parity) {
+    constexpr int kColumnsCkv = Tile::kDimCkv / 8, kColumns = kColumnsCkv + Tile::kDimKpe / 8;
+    const uint32_t target = shared_ + Tile::kOffsetQ;
+    const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
+    ptx::mbarrier_wait(address(control_.q_empty), parity ^ 1);
+#pragma unroll 1
+    for (int row = warp; row < Tile::kRows; row += kWarps) {
+      const uint32_t packed = item.row_begin + row;
+      const uint32_t token = params_.num_heads.divide(packed);
+      const int64_t head = packed - token * params_.num_heads.divisor;
+      const bool exists = row < num_rows;
+      const int64_t first = item.qo_begin + int64_t{token};
+      const char* nope = static_cast<const char*>(params_.q_nope.data);
+      const char* pe = static_cast<const char*>(params_.q_pe.data);
+      if (exists) {
+        nope += (first * params_.q_nope.stride_token + head * params_.q_nope.stride_head) * 2;
+        pe += (first * params_.q_pe.stride_token + head * params_.q_pe.stride_head) * 2;
+      }
+#pragma unroll
+      for (int column = lane_idx_; column < kColumns; column += 32) {
+        const bool is_ckv = column < kColumnsCkv;
+        const char* source = is_ckv ? nope + (exists ? column * 16 : 0)
+                                    : pe + (exists ? (column - kColumnsCkv) * 16 : 0);
+        ptx::cp_async_16(target + swizzled_offset<64>(row, column), source, exists);
+      }
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (lane_idx_ == 0) ptx::mbarrier_arrive(address(control_.q_full));
+  }
+
+  // ---- Boxes of the copy engine, by one warp ----
+
+  // Of 32 boxes in a row each lane keeps the page of one.
+  __device__ __forceinline__ int page_of(const MlaWorkItem& item, int token) const {
+    if (token >= item.kv_end) return -1;
+    const int page = params_.kv_indices[item.kv_base + params_.page_size.divide(token)];
+    return static_cast<uint32_t>(page) < params_.num_pages ? page : -1;
+  }
+
+  __device__ __forceinline__ void load_boxes(const MlaWorkItem& item) {
+    const int box_rows = maps_.box_rows, boxes = Tile::kBlock / box_rows;  // of a block
+    int pages = page_of(item, item.kv_begin + lane_idx_ * box_rows), box = 0;
+    int next_pages = page_of(item, item.kv_begin + (32 + lane_idx_) * box_rows);
+    for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
+      const int block = (token - item.kv_begin) / Tile::kBlock % 2;
+      load_block(item, block, token, pages, box);
+      prefetch_block(item, token + kAhead * Tile::kBlock, box + kAhead * boxes, pages, next_pages);
+      box += boxes;
+      if (box == 32) {
+        box = 0;
+        pages = next_pages;
+        next_pages = page_of(item, token + Tile::kBlock + (32 + lane_idx_) * box_rows);
+      }
+    }
+  }
+
+  // Asks for a block that shared memory has no room for yet, so that it comes to L2 meanwhile.
+  __device__ __forceinline__ void prefetch_block(const MlaWorkItem& item, int first_token,
+                                                 int first_box, int pages, int next_pages) const {
+    if (kAhead == 0 || first_token >= item.kv_end) return;
+    constexpr int kChunks = Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0);
+    const int box_rows = maps_.box_rows, num_boxes = Tile::kBlock / box_rows;
+    for (int i = 0; i < num_boxes * kChunks; i += 32) {
+      const int index = i + lane_idx_;
+      const int box = min(index / kChunks, num_boxes - 1), chunk = index % kChunks;
+      const int source = first_box + box;
+      const int early = __shfl_sync(0xffffffffu, pages, source % 32);
+      const int late = __shfl_sync(0xffffffffu, next_pages, source % 32);
+      const int page = source < 32 ? early : late;
+      if (index >= num_boxes * kChunks || page < 0) continue;
+      const uint32_t token = first_token + box * box_rows;
+      const int slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
+      const bool is_kpe = chunk == Tile::kChunksCkv;
+      ptx::tma_prefetch(is_kpe ? &maps_.kpe : &maps_.ckv, is_kpe ? 0 : chunk * 64, slot, page);
+    }
+  }
+
+  // A lane per box of 64 columns. The part whose owner multiplies it first is asked for first.
+  __device__ __forceinline__ void load_block(const MlaWorkItem& item, int block, int first_token,
+                                             int pages, int first_box) {
+    const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + maps_.box_rows - 1) /
+                          static_cast<int>(maps_.box_rows);
+    const uint32_t parity = next_parity(block);
+    const int first = block == 0 ? kLeft : kRight;
+    load_part(first, block, parity, first_token, num_boxes, pages, first_box);
+    load_part(1 - first, block, parity, first_token, num_boxes, pages, first_box);
+    if (Tile::kDimKpe != 0) {
+      load_part(kRope, block, parity, first_token, num_boxes, pages, first_box);
+    }
+  }
+
+  __device__ __forceinline__ void load_part(int part, int block, uint32_t parity, int first_token,
+                                            int num_boxes, int pages, int first_box) {
+    if (part != kRope) {
+      ptx::mbarrier_wait(address(control_.kv_empty[block][part]), parity);
+    }
+    const int num_chunks = part == kRope ? 1 : Tile::kChunksHalf;
+    const int first_chunk = part * Tile::kChunksHalf;
+    // Pages that do not exist bring nothing: the queries' request has none there.
+    unsigned existing = 0;
+    for (int i = 0; i < num_boxes; ++i) {
+      existing += __shfl_sync(0xffffffffu, pages, first_box + i) >= 0;
+    }
+    const uint32_t box_bytes = maps_.box_rows * 128;
+    if (lane_idx_ < num_chunks) {
+      ptx::mbarrier_arrive_expect(address(control_.kv_full[block][first_chunk + lane_idx_]),
+                                  existing * box_bytes);
+    }
+    for (int i = 0; i < num_boxes * num_chunks; i += 32) {
+      const int index = i + lane_idx_;
+      const int box = min(index / num_chunks, num_boxes - 1);
+      const int chunk = first_chunk + index % num_chunks;
+      const int page = __shfl_sync(0xffffffffu, pages, first_box + box);
+      if (index >= num_boxes * num_chunks || page < 0) continue;
+      const uint32_t token = first_token + box * maps_.box_rows;
+      const int slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
+      ptx::tma_load(block_address(block) + chunk * Tile::kChunkBytes + box * box_bytes,
+                    part == kRope ? &maps_.kpe : &maps_.ckv,
+                    address(control_.kv_full[block][chunk]), part == kRope ? 0 : chunk * 64, slot,
+                    page);
+    }
+    __syncwarp();
+  }
+
+  // ---- Copies by threads, of pages of any size ----
+
+  // Copies are announced three parts later, so that four are under way.
+  __device__ __forceinline__ void copy_blocks(const MlaWorkItem& item) {
+    for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
+      const int block = (token - item.kv_begin) / Tile::kBlock % 2;
+      const uint32_t parity = next_parity(block);
+      // Lane i knows where row i of the warp's sixteen is.
+      const int row_token = token + warp_idx_ * 16 + lane_idx_ % 16;
+      int64_t ckv = -1, kpe = -1;
+      const int page = page_of(item, row_token);
+      if (page >= 0) {
+        const int64_t slot =
+            row_token - params_.page_size.divide(row_token) * params_.page_size.divisor;
+        ckv = page * params_.ckv.stride_page + slot * params_.ckv.stride_token;
+        kpe = page * params_.kpe.stride_page + slot * params_.kpe.stride_token;
+      }
+#pragma unroll 1
+      for (int i = 0; i < (Tile::kDimKpe != 0 ? 3 : 2); ++i) {
+        const int part = i == 2 ? kRope : block == 0 ? i : 1 - i;
+        if (part != kRope) {
+          const uint32_t empty = address(control_.kv_empty[block][part]);
+          if (!__all_sync(0xffffffffu, ptx::mbarrier_test(empty, parity))) {
+            announce_all();  // its readers may be waiting for them
+            ptx::mbarrier_wait(empty, parity);
+          }
+        }
+        copy_part(part, block, ckv, kpe);
+        ptx::cp_async_commit();
+        announce<3>(earliest_);
+        earliest_ = earlier_;
+        earlier_ = latest_;
+        latest_ = block * kNumParts + part;
+      }
+    }
+    announce_all();
+  }
+
+  __device__ __forceinline__ void copy_part(int part, int block, int64_t ckv, int64_t kpe) {
+    const int columns = part == kRope ? 8 : Tile::kChunksHalf * 8;
+    const int first_column = part * Tile::kChunksHalf * 8;
+    const char* base =
+        static_cast<const char*>(part == kRope ? params_.kpe.data : params_.ckv.data);
+    const int64_t offsets = part == kRope ? kpe : ckv;
+    const uint32_t target = block_address(block);
+#pragma unroll 4
+    for (int i = lane_idx_; i < 16 * columns; i += 32) {
+      const int row = i / columns, column = i % columns;
+      const int64_t offset = __shfl_sync(0xffffffffu, offsets, row);
+      const bool exists = offset >= 0;
+      const int source_column = part == kRope ? column : first_column + column;
+      const char* source = exists ? base + offset * 2 + source_column * 16 : base;
+      ptx::cp_async_16(target + swizzled_offset<64>(warp_idx_ * 16 + row, first_column + column),
+                       source, exists);
+    }
+  }
+
+  // Of a part (block * kNumParts + part) before which no more than `kPending` groups are copied.
+  template <int kPending>
+  __device__ __forceinline__ void announce(int& which) {
+    if (which < 0) return;
+    ptx::cp_async_wait<kPending>();
+    ptx::async_proxy_fence();
+    __syncwarp();
+    const int block = which / kNumParts, part = which % kNumParts;
+    if (lane_idx_ < (part == kRope ? 1 : Tile::kChunksHalf)) {
+      ptx::mbarrier_arrive(address(control_.kv_full[block][part * Tile::kChunksHalf + lane_idx_]));
+    }
+    which = -1;
+  }
+  __device__ __forceinline__ void announce_all() {
+    announce<2>(earliest_);
+    announce<1>(earlier_);
+    announce<0>(latest_);
+  }
+
+  const MlaParams& params_;
+  const MlaSm90Params& maps_;
+  MlaControl& control_;
+  const uint32_t shared_;
+  int warp_idx_, lane_idx_;
+  int earliest_ = -1, earlier_ = -1, latest_ = -1;  // parts that are copied, not announced
+  uint32_t phases_ = 3;  // bit b: the parity that says that block b is empty
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,62 @@
+// Shared memory of the MLA kernel for Hopper (mla/sm90/mla.cuh).
+//
+// Operands lie as the tensor cores read them: chunks of 64 columns, in each 64 rows of 128 bytes
+// with the 128-byte swizzle. One copy of queries and two blocks of KV fill the CTA's shared memory;
+// values are the first chunks of the keys. The weights of a block take the place of its kpe, which
+// nobody needs any more once the block's logits exist.
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/dtype.cuh>
+
+namespace flashinfer {
+
+template <typename T_, typename O_, int kDimCkv_, int kDimKpe_>
+struct MlaTile {
+  using T = T_;
+  using O = O_;
+  static_assert(sizeof(T) == 2);
+  static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;
+  static_assert((kDimCkv == 512 || kDimCkv == 256) && (kDimKpe == 64 || kDimKpe == 0));
+  static constexpr int kRows = 64;   // packed query rows of a tile
+  static constexpr int kBlock = 64;  // KV tokens of a block
+  static constexpr int kStep = 2 * kBlock;
+  static constexpr int kChunksCkv = kDimCkv / 64;
+  static constexpr int kChunksHalf = kChunksCkv / 2;  // of the output columns of a warpgroup
+  static constexpr int kChunks = kChunksCkv + 1;      // the last one: kpe, then weights
+  static constexpr int kChunkBytes = 64 * 128;
+  static constexpr int kOutputTiles = kDimCkv / 2 / 8;
+
+  static constexpr int kConsumerThreads = 256, kThreads = 384;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+  static constexpr int kOffsetQ = 0;
+  static constexpr int kOffsetK = kChunks * kChunkBytes;  // of block 0
+  static constexpr int kBlockBytes = kChunks * kChunkBytes;
+  static constexpr int kOffsetControl = 3 * kChunks * kChunkBytes;
+};
+
+// Parts of a block: the columns of the first and the second warpgroup, kpe.
+enum MlaPart { kLeft, kRight, kRope, kNumParts };
+inline constexpr int kMlaMaxChunks = 9;
+
+struct MlaControl {
+  uint64_t q_full, q_empty;
+  uint64_t kv_full[2][kMlaMaxChunks];  // each chunk has a barrier, so that products begin early
+  uint64_t kv_empty[2][2];             // left, right; kpe is given back with the half that is last
+  float largest[2][64];                // of rows, as the first and the second block left them
+  float sums[2][2][64];                // by parity of the item, of either warpgroup
+};
+
+template <typename Tile>
+inline constexpr int kMlaSharedBytes = Tile::kOffsetControl + static_cast<int>(sizeof(MlaControl));
+
+// Barriers among warps; 0 is __syncthreads.
+enum MlaBarrier {
+  kWeightsOfFirst = 1,
+  kWeightsOfSecond,
+  kItemEnd,
+  kGroupBarrier
+};  // the last: two
+
+}  // namespace flashinfer

@@ -1,0 +1,83 @@
+// The work list of an MLA launch: what a plan writes and the kernels read. Plain C++.
+//
+// All heads of a token share one KV row, so the query rows of a request are packed: row = token *
+// num_heads + head. A tile is 64 consecutive rows. A work item is one tile against one range of KV
+// tokens; CTA c takes the items cta_begin[c] ... cta_begin[c + 1] - 1 in order.
+//
+// A tile whose KV range was cut writes each part to a slot of 64 rows of fp32 output and LSE, and
+// an MlaMerge names its slots, in order of KV.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer {
+
+struct alignas(16) MlaWorkItem {
+  int32_t qo_begin;   // first row of the request in q and o [tokens]
+  int32_t qo_len;     // [tokens]
+  int32_t kv_base;    // first entry of the request in kv_indices
+  int32_t kv_len;     // [tokens]
+  int32_t row_begin;  // first packed row of the tile
+  int32_t kv_begin;   // [tokens]; the range is empty where nothing is visible
+  int32_t kv_end;     // [tokens]
+  int32_t slot;       // of the workspace; negative: write o itself
+};
+static_assert(sizeof(MlaWorkItem) == 32, "two 16-byte loads");
+
+struct alignas(16) MlaMerge {
+  int32_t qo_begin;
+  int32_t qo_len;
+  int32_t row_begin;
+  int32_t slot_begin;  // part i is in slot slot_begin + i * slot_stride
+  int32_t num_parts;
+  int32_t slot_stride;
+  int32_t reserved[2];
+};
+static_assert(sizeof(MlaMerge) == 32, "two 16-byte loads");
+
+// The int workspace: this header, then cta_begin, merges and items. Only the items' number depends
+// on the batch, so that a captured launch replays any plan that fits the workspace.
+struct MlaPlanHeader {
+  int32_t num_merges;
+  int32_t num_items;
+  int32_t reserved[2];
+};
+
+struct MlaPlanLayout {
+  int64_t cta_begin_offset, merges_offset, items_offset;  // [bytes]
+
+  explicit MlaPlanLayout(int64_t num_ctas) {
+    const auto aligned = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
+    cta_begin_offset = aligned(sizeof(MlaPlanHeader));
+    merges_offset = aligned(cta_begin_offset + (num_ctas + 1) * sizeof(int32_t));
+    items_offset = aligned(merges_offset + num_ctas * sizeof(MlaMerge));
+  }
+};
+
+// Packed query rows of a tile.
+inline constexpr int64_t kMlaTileRows = 64;
+
+// Tiles of one request that neighbouring CTAs take side by side, at most.
+inline constexpr int64_t kMlaMaxLanes = 4;
+
+// Parts' LSEs lie at the front of the float workspace, as long as a plan's can be, then their
+// outputs.
+inline int64_t mla_most_slots(int64_t num_ctas) { return 2 * num_ctas + 2 * kMlaMaxLanes; }
+
+inline int64_t mla_float_bytes(int64_t num_ctas, int64_t num_slots, int64_t head_dim_ckv) {
+  return (mla_most_slots(num_ctas) + num_slots * head_dim_ckv) * kMlaTileRows * 4;
+}
+
+// What a launch has to know of its plan beside the list.
+struct MlaPlan {
+  int64_t num_ctas;     // 0: there is no plan
+  int64_t num_tokens;   // that q must have
+  int64_t num_indices;  // that kv_indices must have
+  int64_t num_items, num_merges, num_slots;
+  int64_t int_bytes, float_bytes;  // that the workspaces must have
+  int32_t num_heads, page_size;
+  bool causal;
+  bool merges;  // whether there may be something to merge
+};
+
+}  // namespace flashinfer

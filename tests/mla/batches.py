@@ -1,0 +1,168 @@
+"""Random batches of latent attention, and their comparison with the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.mla import BatchMLAPagedAttentionWrapper
+from flashinfer.testing import CheckOptions, assert_matches_reference
+from flashinfer.testing.numerics import ErrorBound, unit_roundoff
+from flashinfer.trace.template import resolve_template
+from flashinfer.trace.templates.mla import mla_run_trace
+
+BF16, FP16 = torch.bfloat16, torch.float16
+WORKSPACE_BYTES = 64 << 20
+
+
+def need_hopper(device: torch.device) -> None:
+    """Skip a test of the kernel for Hopper on another GPU; without one the reference runs."""
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+def randn(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int
+) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
+
+
+def indptr(lengths: Sequence[int]) -> torch.Tensor:
+    """[0, l_0, l_0 + l_1, ...] int32 on the host."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Shapes of one batch."""
+
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    num_heads: int = 16
+    head_dim_ckv: int = 512
+    head_dim_kpe: int = 64
+    page_size: int = 64
+    causal: bool = False
+    dtype: torch.dtype = BF16
+    seed: int = 1
+
+    def pages(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Indptr and page numbers on the host, and the pages of a cache with some to spare."""
+        counts = [-(-n // self.page_size) for n in self.kv_lens]
+        num_pages = sum(counts) + 3
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(self.seed))
+        return indptr(counts), order[: sum(counts)].to(torch.int32), num_pages
+
+    def cache(self, device: torch.device) -> torch.Tensor:
+        """Both parts in one tensor; slots that belong to no request hold NaN."""
+        starts, indices, num_pages = self.pages()
+        width = self.head_dim_ckv + self.head_dim_kpe
+        cache = randn((num_pages, self.page_size, width), self.dtype, device, self.seed + 7)
+        free = torch.ones(num_pages, self.page_size, dtype=torch.bool)
+        for b, length in enumerate(self.kv_lens):
+            own = indices[starts[b] : starts[b + 1]].long()
+            free[own] = False
+            if len(own):
+                free[own[-1], length - (len(own) - 1) * self.page_size :] = True
+        cache[free.to(device)] = float("nan")
+        return cache
+
+    def query(self, device: torch.device) -> torch.Tensor:
+        width = self.head_dim_ckv + self.head_dim_kpe
+        return randn((sum(self.qo_lens), self.num_heads, width), self.dtype, device, self.seed)
+
+    def plan(
+        self, wrapper: BatchMLAPagedAttentionWrapper, sm_scale: float = 192**-0.5, **changes: Any
+    ) -> None:
+        starts, indices, _ = self.pages()
+        lengths = torch.tensor(self.kv_lens, dtype=torch.int32)
+        wrapper.plan(
+            *(indptr(self.qo_lens), starts, indices.to(wrapper.device), lengths, self.num_heads),
+            *(self.head_dim_ckv, self.head_dim_kpe, self.page_size, self.causal, sm_scale),
+            *(self.dtype, self.dtype),
+            **changes,
+        )
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        query, cache = self.query(device), self.cache(device)
+        at = self.head_dim_ckv
+        parts = {"q_nope": query[..., :at], "ckv_cache": cache[..., :at]}
+        if self.head_dim_kpe:
+            parts |= {"q_pe": query[..., at:], "kpe_cache": cache[..., at:]}
+        return parts
+
+
+def make_wrapper(device: torch.device, **options: Any) -> BatchMLAPagedAttentionWrapper:
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return BatchMLAPagedAttentionWrapper(workspace, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SpreadBound(ErrorBound):
+    """An error bound with a part of its own for each element."""
+
+    spread: torch.Tensor | None = None
+
+    def systematic(self, expected: torch.Tensor) -> torch.Tensor:
+        assert self.spread is not None
+        return super().systematic(expected) + self.spread
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bounds(CheckOptions):
+    output: torch.Tensor | None = None
+
+    def bound_for(self, output: torch.Tensor, arguments: Any) -> ErrorBound:
+        if output.dtype == torch.float32:
+            return ErrorBound(0.0, 2.0**-20, 1e-3)
+        unit = unit_roundoff(output.dtype)
+        return _SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.output)
+
+
+def check_options(arguments: Mapping[str, Any]) -> CheckOptions:
+    """Bounds of a ``run``.
+
+    Weights p_j are rounded to the operands' type, with independent errors, so that an output is off
+    by about u sqrt(sum p_j^2 c_j^2): the reference with doubled logits and squared latent rows.
+    """
+    template = resolve_template(mla_run_trace, arguments)
+    gathered = dict(template.gathered(arguments))
+    reference = template.reference
+    names = reference.__code__.co_varnames[: reference.__code__.co_argcount]
+
+    def results(**changes: Any) -> Any:
+        values = {**gathered, "lse_base": "log2", "o_scale": 1.0, **changes}
+        return reference(**{name: values[name] for name in names if name in values})
+
+    _, lse = results()
+    sinks = gathered.get("sinks")
+    rows = gathered["ckv_cache"].double().nan_to_num(0.0)
+    # q_nope still meets the plain rows: their logits are doubled by the scale, and values squared.
+    squares, lse_of_squares = _with_values(results, gathered, rows, sinks)
+    shift = (lse_of_squares - 2 * lse).nan_to_num(0.0).clamp(max=0.0)
+    deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
+    unit = unit_roundoff(gathered["q_nope"].dtype)
+    factor = abs(gathered.get("o_scale", 1.0))
+    return _Bounds(output=8 * unit * factor * deviation)
+
+
+def _with_values(results: Any, gathered: Any, rows: torch.Tensor, sinks: Any) -> Any:
+    """Doubled logits over squared values, which take the place of the latent rows' columns."""
+    pe = [gathered[name] for name in ("q_pe", "kpe_cache")]
+    q = gathered["q_nope"].double()
+    q_pe = q if pe[0] is None else torch.cat([q, pe[0].double()], -1)
+    kpe = rows if pe[1] is None else torch.cat([rows, pe[1].double()], -1)
+    changes = {"q_pe": q_pe, "kpe_cache": kpe, "q_nope": torch.zeros_like(q)}
+    changes |= {"ckv_cache": rows.square(), "sm_scale": 2 * gathered["sm_scale"]}
+    return results(**changes, sinks=None if sinks is None else 2 * sinks)
+
+
+def check(wrapper: BatchMLAPagedAttentionWrapper, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Compare one ``run`` with the reference; returns its results."""
+    call = {"self": wrapper, **arguments}
+    return assert_matches_reference(BatchMLAPagedAttentionWrapper.run, check_options(call), **call)
