@@ -1,5 +1,6 @@
-// mla_run(plan, int_workspace, float_workspace, q_nope, q_pe | None, ckv_cache, kpe_cache | None,
-//     kv_indices, out, lse | None, sinks | None, sm_scale, o_scale, lse_factor, enable_pdl)
+// mla_run(plan, (int_workspace, float_workspace), (q_nope, q_pe | None), (ckv_cache,
+//     kpe_cache | None, kv_indices), out, lse | None, sinks | None, (sm_scale, o_scale, lse_factor),
+//     enable_pdl)
 //   plan: the MlaPlan of mla_plan, whose list is in int_workspace.
 #include "index_binding.h"
 #include "mla.h"
@@ -66,19 +67,24 @@ MlaCache cache_of(const Tensor& tensor, DLDataType type, int64_t num_pages, int6
 FLASHINFER_FFI_EXPORT(mla_run, args) {
   using namespace flashinfer;
   const ffi::Tensor planned = args.tensor("plan");
-  const ffi::Tensor ints = args.tensor("int_workspace_buffer");
-  const ffi::Tensor floats = args.tensor("float_workspace_buffer");
-  const ffi::Tensor q_nope = args.tensor("q_nope");
-  const ffi::Tensor q_pe = args.optional_tensor("q_pe");
-  const ffi::Tensor ckv = args.tensor("ckv_cache");
-  const ffi::Tensor kpe = args.optional_tensor("kpe_cache");
-  const ffi::Tensor kv_indices = args.tensor("kv_indices");
+  ffi::Args workspaces = args.group("workspaces", 2);
+  const ffi::Tensor ints = workspaces.tensor("int_workspace_buffer");
+  const ffi::Tensor floats = workspaces.tensor("float_workspace_buffer");
+  ffi::Args queries = args.group("queries", 2);
+  const ffi::Tensor q_nope = queries.tensor("q_nope");
+  const ffi::Tensor q_pe = queries.optional_tensor("q_pe");
+  ffi::Args caches = args.group("caches", 3);
+  const ffi::Tensor ckv = caches.tensor("ckv_cache");
+  const ffi::Tensor kpe = caches.optional_tensor("kpe_cache");
+  const ffi::Tensor kv_indices = caches.tensor("kv_indices");
   const ffi::Tensor out = args.tensor("out");
   const ffi::Tensor lse = args.optional_tensor("lse");
   const ffi::Tensor sinks = args.optional_tensor("sinks");
-  const double sm_scale = args.number("sm_scale"), o_scale = args.number("o_scale");
-  const double lse_factor = args.number("lse_factor");
+  ffi::Args factors = args.group("factors", 3);
+  const double sm_scale = factors.number("sm_scale"), o_scale = factors.number("o_scale");
+  const double lse_factor = factors.number("lse_factor");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+  args.all_taken();
   ffi::check_dtype(planned, ffi::dtype::uint8);
   ffi::check_shape(planned, {static_cast<int64_t>(sizeof(MlaPlan))});
   const MlaPlan& plan = *static_cast<const MlaPlan*>(planned.data());

@@ -2,8 +2,8 @@
 //
 // mla_plan_create(handle)                         int64 [1], receives the handle
 // mla_plan_destroy(handle)
-// mla_plan(handle, plan, int_workspace | None, float_workspace_bytes, qo_indptr, kv_indptr,
-//     kv_len_arr, num_heads, head_dim_ckv, page_size, causal, splits, is_graph)
+// mla_plan(handle, plan, int_workspace | None, float_workspace_bytes, (qo_indptr, kv_indptr,
+//     kv_len_arr), (num_heads, head_dim_ckv, page_size), (causal, splits, is_graph))
 //   plan: uint8, receives the MlaPlan. int_workspace: a CUDA tensor is filled by one asynchronous
 //   copy on the current stream, a CPU tensor in place; None: only `plan` is wanted.
 #include <flashinfer/scheduler/mla_plan.h>
@@ -26,20 +26,6 @@ Planner& planner_of(ffi::Args& args) {
   const int64_t handle = args.integer("handle");
   if (handle == 0) ffi::raise("ValueError", "`handle` must be that of a planner, got 0");
   return *reinterpret_cast<Planner*>(handle);
-}
-
-int64_t integer_in(ffi::Args& args, const char* name, int64_t low, int64_t high) {
-  const int64_t value = args.integer(name);
-  if (value < low || value > high) {
-    ffi::raise("ValueError", "`%s` must be from %lld to %lld, got %lld", name,
-               static_cast<long long>(low), static_cast<long long>(high),
-               static_cast<long long>(value));
-  }
-  return value;
-}
-
-bool flag(ffi::Args& args, const char* name) {
-  return args.optional_flag(name) == ffi::Args::Flag::kTrue;
 }
 
 const int32_t* host_indices(const Tensor& tensor, int64_t length) {
@@ -115,16 +101,20 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   const ffi::Tensor result = args.tensor("plan");
   const ffi::Tensor ints = args.optional_tensor("int_workspace_buffer");
   const int64_t float_bytes = args.integer("float_workspace_bytes");
-  const ffi::Tensor qo_indptr = args.tensor("qo_indptr");
-  const ffi::Tensor kv_indptr = args.tensor("kv_indptr");
-  const ffi::Tensor kv_len = args.tensor("kv_len_arr");
-  const int64_t num_heads = integer_in(args, "num_heads", 1, 65535);
-  const int64_t head_dim_ckv = integer_in(args, "head_dim_ckv", 1, 65535);
-  const int64_t page_size = integer_in(args, "page_size", 1, INT32_MAX);
+  ffi::Args batch = args.group("batch", 3);
+  const ffi::Tensor qo_indptr = batch.tensor("qo_indptr");
+  const ffi::Tensor kv_indptr = batch.tensor("kv_indptr");
+  const ffi::Tensor kv_len = batch.tensor("kv_len_arr");
+  ffi::Args dims = args.group("sizes", 3);
+  const int64_t num_heads = dims.integer_in("num_heads", 1, 65535);
+  const int64_t head_dim_ckv = dims.integer_in("head_dim_ckv", 1, 65535);
+  const int64_t page_size = dims.integer_in("page_size", 1, INT32_MAX);
+  ffi::Args options = args.group("options", 3);
   MlaPlanConfig config = {};
-  config.causal = flag(args, "causal");
-  config.splits = flag(args, "splits");
-  const bool is_graph = flag(args, "is_graph");
+  config.causal = options.flag("causal");
+  config.splits = options.flag("splits");
+  const bool is_graph = options.flag("is_graph");
+  args.all_taken();
   ffi::check_dtype(result, ffi::dtype::uint8);
   ffi::check_shape(result, {static_cast<int64_t>(sizeof(MlaPlan))});
   MlaPlan& plan = *static_cast<MlaPlan*>(result.data());

@@ -243,7 +243,8 @@ class MlaPlanner:
         """
         self._plan(
             *(self._handle, self.plan, int_workspace, float_workspace_bytes),
-            *(qo_indptr, kv_indptr, kv_len_arr, num_heads, head_dim_ckv, page_size),
-            *(causal, splits, is_graph),
+            (qo_indptr, kv_indptr, kv_len_arr),
+            (num_heads, head_dim_ckv, page_size),
+            (causal, splits, is_graph),
         )
         return self.plan

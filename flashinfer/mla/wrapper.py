@@ -9,9 +9,8 @@ import torch
 
 from .._attention.checks import check_backend, check_flag, refuse, scalar
 from .._attention.plan.page_tables import check_buffer, check_page_numbers, keep
-from ..api_logging import flashinfer_api
+from .._instrument.decorator import flashinfer_api
 from ..jit.mla import MlaPlanner, get_mla_module_of
-from ..reference_backend import is_active
 from ..trace.templates.mla import mla_run_trace
 from .metadata import MLAPlanMetadata
 from .problem import MlaBatch, MlaOptions, place_indices, read_batch, read_options
@@ -266,10 +265,6 @@ class BatchMLAPagedAttentionWrapper:
                 f"got {batch.kv_indices.numel()}"
             )
         on_gpu = self.device.type == "cuda"
-        if not on_gpu and not is_active():
-            raise ValueError(
-                f"`float_workspace_buffer` must be a CUDA tensor, got one on {self.device}"
-            )
         config = options.config("fa3")
         self._planner.make(
             *(self._int_workspace_buffer if on_gpu else None, self._float_bytes),
@@ -399,9 +394,13 @@ class BatchMLAPagedAttentionWrapper:
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         self._run(
-            *(self._planner.plan, self._int_workspace_buffer, self._float_workspace_buffer),
-            *(q, call.q_pe, call.ckv_cache, call.kpe_cache, self._kv_indices, out, lse, sinks),
-            *(call.sm_scale, call.o_scale, _LN_2 if call.lse_on_e else 1.0, self._enable_pdl),
+            self._planner.plan,
+            (self._int_workspace_buffer, self._float_workspace_buffer),
+            (q, call.q_pe),
+            (call.ckv_cache, call.kpe_cache, self._kv_indices),
+            *(out, lse, sinks),
+            (call.sm_scale, call.o_scale, _LN_2 if call.lse_on_e else 1.0),
+            self._enable_pdl,
         )
         return (out, lse) if return_lse else out
 
@@ -584,4 +583,7 @@ def _check_modes(use_profiler: Any, output_scale: Any, scale_mode: Any, skip_sof
 
 
 def _without_gpu(*_: Any) -> None:
-    raise ValueError("run() must be called with the reference backend on where there is no GPU")
+    raise ValueError(
+        "`float_workspace_buffer` must be a CUDA tensor, got one on the CPU; without a GPU: "
+        "FLASHINFER_BACKEND=reference"
+    )

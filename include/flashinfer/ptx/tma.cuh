@@ -26,13 +26,6 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint3
       : "memory");
 }
 
-// Asks for a box to be brought to L2, where a later load finds it.
-__device__ __forceinline__ void tma_prefetch(const void* map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
-               "r"(x), "r"(y), "r"(z)
-               : "memory");
-}
-
 // A stretch of global memory instead of a box of a tensor; addresses and size are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* source, uint32_t bytes,
                                           uint32_t barrier) {

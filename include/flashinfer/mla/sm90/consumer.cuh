@@ -32,6 +32,7 @@ class MlaConsumer {
   static constexpr int kLogitTiles = Tile::kBlock / 8, kSteps = Tile::kBlock / 16;
   static constexpr float kHeadroom = 8.f;
   static constexpr int kOther = 1 - kGroup;
+  static constexpr bool kTakesTurns = false;
   using Logits = float[kLogitTiles][4];
   using Weights = uint32_t[kSteps][4];
   using Output = float[Tile::kOutputTiles][4];
@@ -102,6 +103,7 @@ class MlaConsumer {
     Weights weights;
     float shrink[2];
     multiply_keys(logits, item, token);
+    if (kTakesTurns && has_second) ptx::named_barrier_arrive(kTurn, Tile::kConsumerThreads);
     if (is_last) arrive(control_.q_empty);
     float largest[2];
     find_largest(logits, largest, token);
@@ -127,6 +129,7 @@ class MlaConsumer {
     Weights weights;
     float largest[2], shrink[2];
     if (has_second) {
+      if (kTakesTurns) ptx::named_barrier_sync(kTurn, Tile::kConsumerThreads);
       multiply_keys(logits, item, token);
       find_largest(logits, largest, token);
     }
@@ -186,7 +189,6 @@ class MlaConsumer {
 
   // Waits for the products with values, and gives these back.
   __device__ __forceinline__ void finish_values(Output& output, uint64_t& empty) const {
-    ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(output);
     arrive(empty);
@@ -200,6 +202,7 @@ class MlaConsumer {
     for (int step = 0; step < kSteps; ++step) {
       ptx::wgmma<T, true>(output, weights[step], ptx::wgmma_advance(v, step * 2048), true);
     }
+    ptx::wgmma_commit();
   }
 
   // Those of the other one's, which has seen them come; its barrier passes that on.
@@ -211,6 +214,7 @@ class MlaConsumer {
       ptx::wgmma<T, true>(output, ptx::wgmma_advance(p, step * 32),
                           ptx::wgmma_advance(v, step * 2048), true);
     }
+    ptx::wgmma_commit();
   }
 
   __device__ __forceinline__ uint64_t value_operand(int block, int half) const {

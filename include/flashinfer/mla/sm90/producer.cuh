@@ -20,8 +20,6 @@ struct MlaSm90Params {
 
 template <typename Tile>
 class MlaProducer {
-  static constexpr int kAhead = 0;  // blocks that are asked for before there is room
-
  public:
   __device__ __forceinline__ MlaProducer(const MlaSm90Params& params, char* shared,
                                          MlaControl& control)
@@ -118,34 +116,12 @@ class MlaProducer {
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
       load_block(item, block, token, pages, box);
-      prefetch_block(item, token + kAhead * Tile::kBlock, box + kAhead * boxes, pages, next_pages);
       box += boxes;
       if (box == 32) {
         box = 0;
         pages = next_pages;
         next_pages = page_of(item, token + Tile::kBlock + (32 + lane_idx_) * box_rows);
       }
-    }
-  }
-
-  // Asks for a block that shared memory has no room for yet, so that it comes to L2 meanwhile.
-  __device__ __forceinline__ void prefetch_block(const MlaWorkItem& item, int first_token,
-                                                 int first_box, int pages, int next_pages) const {
-    if (kAhead == 0 || first_token >= item.kv_end) return;
-    constexpr int kChunks = Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0);
-    const int box_rows = maps_.box_rows, num_boxes = Tile::kBlock / box_rows;
-    for (int i = 0; i < num_boxes * kChunks; i += 32) {
-      const int index = i + lane_idx_;
-      const int box = min(index / kChunks, num_boxes - 1), chunk = index % kChunks;
-      const int source = first_box + box;
-      const int early = __shfl_sync(0xffffffffu, pages, source % 32);
-      const int late = __shfl_sync(0xffffffffu, next_pages, source % 32);
-      const int page = source < 32 ? early : late;
-      if (index >= num_boxes * kChunks || page < 0) continue;
-      const uint32_t token = first_token + box * box_rows;
-      const int slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
-      const bool is_kpe = chunk == Tile::kChunksCkv;
-      ptx::tma_prefetch(is_kpe ? &maps_.kpe : &maps_.ckv, is_kpe ? 0 : chunk * 64, slot, page);
     }
   }
 

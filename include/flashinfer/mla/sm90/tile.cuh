@@ -51,12 +51,7 @@ struct MlaControl {
 template <typename Tile>
 inline constexpr int kMlaSharedBytes = Tile::kOffsetControl + static_cast<int>(sizeof(MlaControl));
 
-// Barriers among warps; 0 is __syncthreads.
-enum MlaBarrier {
-  kWeightsOfFirst = 1,
-  kWeightsOfSecond,
-  kItemEnd,
-  kGroupBarrier
-};  // the last: two
+// Barriers among warps; 0 is __syncthreads. The last is one of each warpgroup.
+enum MlaBarrier { kWeightsOfFirst = 1, kWeightsOfSecond, kItemEnd, kTurn, kGroupBarrier };
 
 }  // namespace flashinfer
