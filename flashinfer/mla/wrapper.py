@@ -461,6 +461,12 @@ class BatchMLAPagedAttentionWrapper:
         if options.head_dim_kpe == 0:
             refuse("`head_dim_kpe` is 0", q_pe=_columns(q_pe), kpe_cache=_columns(kpe_cache))
             q_pe = kpe_cache = None
+        parts = {"ckv_cache": ckv_cache}
+        if options.head_dim_kpe:
+            parts |= {"q_pe": q_pe, "kpe_cache": kpe_cache}
+        for name, part in parts.items():
+            if part is None:
+                raise TypeError(f"`{name}` must be a torch.Tensor, got None")
         return _Call(q_nope, q_pe, ckv_cache, kpe_cache, sm_scale, factor, on_e)
 
     def _split(self, name: str, both: Any, first: Any, second: Any, layout: str | None) -> Any:

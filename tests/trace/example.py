@@ -69,6 +69,8 @@ also writes their list, which is:
     merge_state_in_place_h32_d128_mask_mask_bool.json
     merge_states_h32_d128.json
     min_p_sampling_from_probs_v128256_f32.json
+    mla_paged_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
+    mla_paged_lse_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_rope_quantize_fp8_q16_r64_qn512_kn512_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3_no_is_neox.json
     mxfp4_dequantize_b3584.json
     mxfp4_dequantize_host_b3584_g32.json
@@ -156,6 +158,7 @@ def main(folder: Path) -> None:
         call_sampling(8, 128256)
         call_rope(torch.bfloat16)
         call_caches(torch.bfloat16)
+        call_latent_attention(torch.bfloat16)
         call_attention(torch.bfloat16)
         call_planned_attention(torch.bfloat16)
         call_mixed_attention(torch.bfloat16)
@@ -388,6 +391,23 @@ def call_caches(dtype) -> None:
     nope, shared = torch.randn(2, NUM_TOKENS, 128, 128, dtype=dtype).unbind()
     key = torch.empty(NUM_TOKENS, 128, 192, dtype=dtype)
     concat_mla_k(key, nope, shared[:, :1, :64])
+
+
+def call_latent_attention(dtype) -> None:
+    """DeepSeek V3 on one GPU, with pages of 64."""
+    import torch
+
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    wrapper = BatchMLAPagedAttentionWrapper(workspace())
+    starts, pages, _ = page_table(KV_LENS, 64)
+    lengths = torch.tensor(KV_LENS, dtype=torch.int32)
+    sizes = (128, 512, 64, 64, True, 192**-0.5, dtype, dtype)
+    wrapper.plan(indptr(QO_LENS), starts, pages, lengths, *sizes)
+    query = torch.randn(NUM_TOKENS, 128, 576, dtype=dtype)
+    cache = torch.randn(len(pages), 64, 576, dtype=dtype)
+    for return_lse in (False, True):
+        wrapper.run(query=query, kv_cache=cache, return_lse=return_lse)
 
 
 HEADS = (32, 8, 128)  # of queries, of keys and values, elements: Llama 3.1 8B

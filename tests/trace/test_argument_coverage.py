@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from flashinfer.testing.tensors import clone_arguments
-from tests.trace import attention_cases, attention_wrapper_cases, cache_cases, sampling_cases
+from tests.trace import (
+    attention_cases,
+    attention_wrapper_cases,
+    cache_cases,
+    mla_cases,
+    sampling_cases,
+)
 from tests.trace.calls import Operation, operations, parameters_of
 
 OPTIONAL = [
@@ -182,7 +188,8 @@ CASES: dict[str, Callable[..., None]] = {
 def test_optional_argument(operation: Operation, name: str, device: torch.device):
     is_attention = operation.template.op_type.startswith(("gqa", "block_sparse_attention"))
     general = attention_cases.CASES if is_attention else CASES
-    cases = attention_wrapper_cases.CASES.get(operation.function.__qualname__, general)
+    planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES}
+    cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"
     cases[name](operation, name, operation.arguments(device=device))
 
