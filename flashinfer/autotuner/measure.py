@@ -2,8 +2,8 @@
 
 A call is recorded into a CUDA graph, so that its launches cost little, and replayed after a buffer
 of the size of the L2 cache was written: in a server, other layers ran since a layer's weights were
-last read. A sample is the time between two events around the replays; the write before them keeps
-the GPU busy while the host launches.
+last read. A sample is the time between two events around the replays; the write before them (a
+pause, where the cache may be warm) keeps the GPU busy while the host launches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch
 Call = Callable[[], object]
 Timer = Callable[[Call, int, int], list[float]]
 """``timer(call, samples, replays)``: milliseconds of each sample's average call."""
+
+
+_DELAY = 100_000  # clock cycles, about 50 us: what the host needs to launch a few kernels
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ def cuda_timer(policy: MeasurementPolicy) -> Timer:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if flush is not None:
                 flush.zero_()
+            else:
+                torch.cuda._sleep(_DELAY)
             begin.record()
             for _ in range(replays):
                 run()
