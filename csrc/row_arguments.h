@@ -21,6 +21,8 @@ struct RowValue {
   bool is_shared(int64_t num_rows) const {
     return !tensor || (tensor.numel() == 1 && num_rows != 1);
   }
+  // Whether it is a matrix with one column, [num_rows, 1].
+  bool is_column() const { return tensor && tensor.ndim() == 2; }
 };
 
 inline void check_row_vector(const Tensor& tensor, int64_t num_rows) {
@@ -65,6 +67,19 @@ inline RowValue<uint64_t> take_row_seed(Args& args, const char* name) {
   const Tensor tensor = args.tensor(name);
   check_dtype(tensor, {dtype::int64, DLDataType{kDLUInt, 64, 1}});
   return {tensor, 0};
+}
+
+// An offset [num_rows] or [1], and a seed that may also be a column.
+inline void check_row_seeds(const RowValue<uint64_t>& seed, const RowValue<uint64_t>& offset,
+                            int64_t num_rows) {
+  const auto rows_of = [&](const Tensor& tensor) { return tensor.numel() == 1 ? 1 : num_rows; };
+  if (offset.tensor) check_row_vector(offset.tensor, rows_of(offset.tensor));
+  if (seed.is_column()) {
+    check_shape(seed.tensor, {num_rows, 1});
+    check_contiguous(seed.tensor);
+  } else if (seed.tensor) {
+    check_row_vector(seed.tensor, rows_of(seed.tensor));
+  }
 }
 
 }  // namespace flashinfer::ffi

@@ -69,9 +69,7 @@ void check_parameters(const Call& call) {
   check_row_value(call.top_k, num_input_rows);
   check_row_value(call.top_p, num_input_rows);
   check_row_value(call.min_p, num_input_rows);
-  for (const ffi::RowValue<uint64_t>& value : {call.offset, call.seed}) {
-    check_row_value(value, value.tensor && value.tensor.numel() == 1 ? 1 : num_rows);
-  }
+  ffi::check_row_seeds(call.seed, call.offset, num_rows);
 }
 
 void check_outputs(const Call& call) {
@@ -144,6 +142,7 @@ SamplingParams params_of(const Call& call) {
   params.indices_are_64bit = call.indices && call.indices.itemsize() == 8;
   params.tokens_are_64bit = kToken && call.out.itemsize() == 8;
   params.seed_is_shared = call.seed.is_shared(num_rows);
+  params.rows_have_streams = !call.seed.is_column();
   params.offset_is_shared = call.offset.is_shared(num_rows);
   return params;
 }

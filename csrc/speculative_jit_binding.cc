@@ -57,9 +57,7 @@ void check(const Call& call) {
     ffi::check_contiguous(tensor);
   }
   ffi::check_disjoint(accepted, emitted);
-  for (const ffi::RowValue<uint64_t>& value : {seed, offset}) {
-    if (value.tensor) ffi::check_row_vector(value.tensor, value.tensor.numel() == 1 ? 1 : num_rows);
-  }
+  ffi::check_row_seeds(seed, offset, num_rows);
   ffi::check_cuda(draft_probs);
   for (const ffi::Tensor& tensor :
        {draft_token_ids, target_probs, token_ids, accepted, emitted, seed.tensor, offset.tensor}) {
@@ -82,6 +80,7 @@ SpeculativeParams params_of(const Call& call) {
   params.vocab_size = static_cast<uint32_t>(call.draft_probs.dim(2));
   params.seed_is_shared = call.seed.is_shared(call.num_rows());
   params.offset_is_shared = call.offset.is_shared(call.num_rows());
+  params.rows_have_streams = !call.seed.is_column();
   return params;
 }
 

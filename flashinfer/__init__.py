@@ -106,6 +106,7 @@ with without_collections():
     from .topk import top_k as top_k
     from .topk import top_k_page_table_transform as top_k_page_table_transform
     from .topk import top_k_ragged_transform as top_k_ragged_transform
+    from .utils import next_positive_power_of_2 as next_positive_power_of_2
     from .version import __git_version__ as __git_version__
     from .version import __version__ as __version__
 

@@ -212,9 +212,10 @@ FLASHINFER_LOGGING_LEVEL = _choice(
 _heading("Behaviour")
 FLASHINFER_TOPK_ALGO = _choice(
     "FLASHINFER_TOPK_ALGO",
-    "Who shares a row of `top_k`: `auto` decides by the shape, `cta` one multiprocessor each.",
+    "Who shares a row of `top_k`: `auto` decides by the shape, `cta` one multiprocessor each; "
+    "the other names of FlashInfer's algorithms mean `auto`.",
     "auto",
-    ("auto", "cta"),
+    ("auto", "cta", "multi_cta", "clusters", "filtered", "cub"),
 )
 FLASHINFER_AUTOTUNER_LOAD_FROM_FILE = _switch(
     "FLASHINFER_AUTOTUNER_LOAD_FROM_FILE",

@@ -31,3 +31,9 @@ class TopKTieBreak(enum.IntEnum):
     """The smallest indices."""
     LARGE = 2
     """The largest indices."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)

@@ -28,6 +28,7 @@ from .trace.templates.topk import (
 
 __all__ = [
     "TopKTieBreak",
+    "can_implement_filtered_topk",
     "can_use_clusters_topk",
     "get_topk_module",
     "top_k",
@@ -182,9 +183,11 @@ def top_k_page_table_transform(
     row_starts : torch.Tensor, optional
         ``[num_rows]``, int32: first column of each row's window. None: 0.
     page_table_row_starts : torch.Tensor, optional
-        ``[num_rows]``, int32: first entry of each row in its page table. None: 0.
+        ``[num_rows]``, int32: first entry of each row in its page table. None: `row_starts`, whose
+        columns then are the entries; 0 without them.
     page_size : int
-        Slots per page.
+        Slots per page. Above 1, `row_starts` need `page_table_row_starts` beside them: columns
+        are not entries then.
     out, out_raw_indices : torch.Tensor, optional
         ``[num_rows, k]``, int32, contiguous: receive the slots, and the indices in the window.
 
@@ -205,6 +208,8 @@ def top_k_page_table_transform(
         kernel = _page_table.load(input=input)
     checks.optional_flag("deterministic", deterministic)
     checks.optional_flag("dsa_graph_safe", dsa_graph_safe)
+    if page_table_row_starts is None and row_starts is not None:
+        page_table_row_starts = _entries_of_columns(row_starts, page_size)
     large = _prefers_large(tie_break)
     width = _width(k)
     if out is None:
@@ -223,6 +228,15 @@ def top_k_page_table_transform(
         None,
     )
     return out
+
+
+def _entries_of_columns(row_starts: torch.Tensor, page_size: int) -> torch.Tensor:
+    if plain(page_size) != 1:
+        raise ValueError(
+            "`page_table_row_starts` must be given beside `row_starts` for pages of more than one "
+            f"slot, got None with page_size {page_size}"
+        )
+    return row_starts
 
 
 @flashinfer_api(trace=top_k_ragged_transform_trace)
@@ -275,6 +289,11 @@ def top_k_ragged_transform(
 def get_topk_module() -> Any:
     """The module of `top_k` for float32, compiled if need be."""
     return gen_topk_module(TopKConfig(torch.float32, TopKOutput.VALUES)).build_and_load()
+
+
+def can_implement_filtered_topk() -> bool:
+    """Whether there is the algorithm that FlashInfer calls filtered; False: there are others."""
+    return False
 
 
 def can_use_clusters_topk(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -37,6 +38,20 @@ from ._common.arch import is_sm121a_supported as is_sm121a_supported
 from .compat.backends import BackendSupportedError as BackendSupportedError
 from .compat.backends import backend_requirement as backend_requirement
 from .compat.backends import supported_compute_capability as supported_compute_capability
+from .jit.core import logger
+from .jit.env import has_flashinfer_jit_cache as has_flashinfer_jit_cache
+
+
+log2e = math.log2(math.e)
+ln2 = math.log(2.0)
+
+
+class GPUArchitectureError(Exception):
+    """A GPU that a caller's code is not for."""
+
+
+class LibraryError(Exception):
+    """A library that a caller's code needs and does not find."""
 
 
 class PosEncodingMode(enum.Enum):
@@ -83,6 +98,21 @@ class FP4Tensor:
     scale: torch.Tensor
     scale_start_index: int = 0
     original_shape: tuple[int, ...] | None = None
+
+
+def set_log_level(lvl_str: str) -> None:
+    """Level of the JIT's messages: ``"debug"``, ``"info"``, ``"warning"``, ``"error"``, ..."""
+    logger.setLevel(lvl_str.upper())
+
+
+def get_indptr(x: torch.Tensor) -> torch.Tensor:
+    """Offsets of parts from their lengths ``[n]``: ``[n + 1]``, int64, the first one 0."""
+    return torch.nn.functional.pad(x.to(torch.int64).cumsum(0), (1, 0))
+
+
+def determine_gemm_backend(device: torch.device) -> str:
+    """``"sm90"`` on Hopper, else ``"sm80"``: kernels of grouped products."""
+    return "sm90" if is_sm90a_supported(device) else "sm80"
 
 
 def ceil_div(x: int, y: int) -> int:

@@ -105,7 +105,8 @@ def sample(
     if any(p.top_p < 1 for p in params):
         top_p = column([p.top_p for p in params], torch.float32)
         probs = flashinfer.top_p_renorm_probs(probs, top_p)
-    keys = {"seed": column(seeds, torch.int64), "offset": column(drawn, torch.int64)}
+    # A column of seeds: where a request is in the batch does not count.
+    keys = {"seed": column(seeds, torch.int64)[:, None], "offset": column(drawn, torch.int64)}
     if any(p.min_p for p in params):
         min_p = column([p.min_p for p in params], torch.float32)
         tokens = flashinfer.min_p_sampling_from_probs(probs, min_p, **keys)

@@ -20,11 +20,11 @@ What holds for every function here:
   is 0 and its `valid` flag is False; other rows are not affected.
 
 Random numbers: one draw of Philox4x32-10 per row, for top-p at most two, keyed by
-``(seed, offset)``. With a seed per row nothing else enters: the row's token does not depend on
-where it is in the batch. One seed for all rows is combined with the row's number. Without `seed`,
-seed and offset come from `generator` (the device's default one), which is advanced. Tensors are
-read when the kernel runs, so a captured CUDA graph draws anew when their contents
-change.
+``(seed, offset)`` and the number of the output in the batch, whether it has a seed of its own or
+all share one: equal seeds give different draws. Seeds in a column, ``[batch, 1]``, leave the number
+out: the token of a request then does not depend on where it is in the batch. Without `seed`, seed
+and offset come from `generator` (the device's default one), which is advanced. Tensors are read
+when the kernel runs, so a captured CUDA graph draws anew when their contents change.
 """
 
 from ..jit.sampling import gen_sampling_module as gen_sampling_module

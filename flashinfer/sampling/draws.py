@@ -94,7 +94,8 @@ def sampling_from_probs(
         Look for NaN first, which waits for the GPU, and raise ``ValueError``.
     seed, offset : int or torch.Tensor, optional
         Key of the random numbers: integers, or int64 or uint64 tensors ``[batch]`` with one per
-        output (or ``[1]`` for all). `offset` defaults to 0.
+        output (or ``[1]`` for all). The number of the output in the batch counts, too, unless
+        `seed` is a column, ``[batch, 1]``. `offset` defaults to 0.
     return_valid : bool
         Return a second tensor: which rows had a distribution to draw from.
 

@@ -135,6 +135,8 @@ def test_tokens_are_those_of_the_reference(vocab_size, dtype, device):
     probs = _probs(6, vocab_size, device).to(dtype)
     number = torch.arange(6, device=device)
     key = {"seed": number * 7, "offset": number + 3}
+    column = {**key, "seed": key["seed"][:, None]}
+    assert_matches_reference(flashinfer.sampling_from_probs, probs=probs, **column)
     k, p = (number * 9 + 1).int(), (number + 1) / 7
     some_k = torch.where(number % 2 == 0, vocab_size, k)
     for api, filters in (
@@ -183,11 +185,11 @@ def test_a_top_k_that_keeps_all_draws_the_same_as_a_number_and_as_a_tensor(rows,
 
 @each_draw
 def test_a_row_does_not_depend_on_its_batch(draw, device, full):
-    """The same token under permutations and paddings of the batch, bit for bit."""
+    """With a column of seeds: the same token under permutations and paddings, bit for bit."""
     rows, changes = 17, (1000 if full else 40) if device.type == "cuda" else 2
     vocab_size = 30011 if device.type == "cuda" else 501
     probs = _probs(rows, vocab_size, device)
-    seed = torch.randint(2**60, (rows,), device=device)
+    seed = torch.randint(2**60, (rows, 1), device=device)
     offset = torch.randint(2**40, (rows,), device=device)
     usual = draw(probs, seed=seed, offset=offset)
     alone = [draw(probs[i : i + 1], seed=seed[i : i + 1], offset=offset[i : i + 1]) for i in (0, 5)]
@@ -232,8 +234,14 @@ def test_seeds_of_a_list_differ(device):
     same = flashinfer.sampling_from_probs(probs, seed=torch.full((4,), 1111, device=device))
     shared = flashinfer.sampling_from_probs(probs, seed=1111)
     assert len(set(different.tolist())) == 4
-    assert len(set(same.tolist())) == 1
-    assert len(set(shared.tolist())) == 4
+    column = flashinfer.sampling_from_probs(probs, seed=torch.full((4, 1), 1111, device=device))
+    assert torch.equal(same, shared) and len(set(shared.tolist())) == 4
+    assert len(set(column.tolist())) == 1
+    for wrong in (torch.ones(3, 1), torch.ones(1, 4), torch.ones(4, 1, 1)):
+        with pytest.raises(ValueError, match="`seed`"):
+            flashinfer.sampling_from_probs(probs, seed=wrong.long().to(device))
+    with pytest.raises(ValueError, match="`offset`"):
+        flashinfer.sampling_from_probs(probs, seed=1, offset=torch.ones(4, 1).long().to(device))
 
 
 @pytest.mark.gpu

@@ -98,6 +98,19 @@ def test_page_table_transform(k, device):
         )
 
 
+def test_entries_of_the_page_table_begin_where_the_window_does(device):
+    """A row's window is that of its table, unless `page_table_row_starts` says otherwise."""
+    scores = torch.tensor([[9.0, 1, 2, 3, 8, 7, 6, 5]], device=device)
+    pages = torch.arange(100, 108, dtype=torch.int32, device=device)[None]
+    four = torch.tensor([4], dtype=torch.int32, device=device)
+    transform = flashinfer.top_k_page_table_transform
+    assert transform(scores, pages, four, 2, row_starts=four).tolist() == [[104, 105]]
+    first = transform(scores, pages, four, 2, row_starts=four, page_table_row_starts=four - 4)
+    assert first.tolist() == [[100, 101]]
+    with pytest.raises(ValueError, match="`page_table_row_starts` must be given"):
+        transform(scores, pages, four, 2, row_starts=four, page_size=2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ragged_transform(dtype, device):
     rows, size = 6, 3001

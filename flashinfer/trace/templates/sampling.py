@@ -43,32 +43,39 @@ _DTYPES = {"top_k": "int32", "seed": "int64", "offset": "int64"}
 _EXAMPLES: dict[str, Any] = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}
 
 
-# What is passed for a parameter: its name, dtype, and whether it is one number for all rows.
-_Passed = tuple[str, str, bool]
+# What is passed for a parameter: its name, dtype, and whether it is "one" number for all rows, "rows"
+# with a number each, or a "column" of them.
+_Passed = tuple[str, str, str]
 
 
 def _passed_tensors(names: tuple[str, ...], arguments: Mapping[str, Any]) -> frozenset[_Passed]:
     """The parameters of a call that are tensors."""
     tensors = {n: v for n, v in arguments.items() if n in names and isinstance(v, torch.Tensor)}
     return frozenset(
-        (name, torch_name(value.dtype), name in ("seed", "offset") and value.numel() == 1)
-        for name, value in tensors.items()
+        (name, torch_name(value.dtype), _kind(name, value)) for name, value in tensors.items()
     )
+
+
+def _kind(name: str, value: torch.Tensor) -> str:
+    if name == "seed" and value.ndim == 2:
+        return "column"
+    return "one" if name in ("seed", "offset") and value.numel() == 1 else "rows"
 
 
 def _listed(names: tuple[str, ...]) -> frozenset[_Passed]:
     """A tensor of the usual dtype with a number per row, for every parameter."""
-    return frozenset((name, _DTYPES.get(name, "float32"), False) for name in names)
+    return frozenset((name, _DTYPES.get(name, "float32"), "rows") for name in names)
 
 
 def _parameter(name: str, passed: frozenset[_Passed], axis: str) -> Value:
     """One per row where the call passes a tensor, else a number."""
     usual, description = _DTYPES.get(name, "float32"), _DESCRIPTIONS[name]
-    for key, dtype, single in passed:
+    axes = {"one": ["one"], "rows": [axis], "column": [axis, "one"]}
+    for key, dtype, kind in passed:
         if key == name:
             is_integer = "int" in dtype
             declared = dtype if is_integer == ("int" in usual) else usual
-            return Tensor(["one" if single else axis], dtype=declared, description=description)
+            return Tensor(axes[kind], dtype=declared, description=description)
     return Scalar(usual, description=description)
 
 
@@ -113,8 +120,8 @@ def _draw_trace(
         if indices is not None:
             axes["num_rows"] = Var("Distributions.")
         axes["vocab_size"] = Const("Elements of a distribution.", abbrev="v")
-        if any(single for _, _, single in passed):
-            axes["one"] = Const("One for all rows.", abbrev="", value=1)
+        if any(kind != "rows" for _, _, kind in passed):
+            axes["one"] = Const("A number for all rows, or a column.", abbrev="", value=1)
         inputs: dict[str, Value] = {kind: Tensor([row_axis, "vocab_size"], dtypes=FLOATING,
                                                  layout="rows")}  # fmt: skip
         for n in filters:
@@ -303,8 +310,8 @@ def _chain_trace() -> Callable[..., TraceTemplate]:
             ),
             "vocab_size": Const("Elements of a distribution.", abbrev="v"),
         }
-        if any(single for _, _, single in passed):
-            axes["one"] = Const("One for all rows.", abbrev="", value=1)
+        if any(kind != "rows" for _, _, kind in passed):
+            axes["one"] = Const("A number for all rows, or a column.", abbrev="", value=1)
         for n in ("seed", "offset"):
             if n not in absent:
                 inputs[n] = _parameter(n, passed, "batch_size")

@@ -33,7 +33,7 @@ def _row_value(value: Any, row: int) -> Any:
 
 
 def _row_key(seed: Any, offset: Any, row: int, num_rows: int) -> tuple[int, int, int]:
-    """Seed, offset and stream of an output; rows that share a seed have a stream each."""
+    """Seed, offset and stream of an output: its number, or 0 for a column of seeds."""
     if seed is None:
         if offset is not None:
             raise ValueError("`offset` needs a `seed`, got None")
@@ -41,9 +41,9 @@ def _row_key(seed: Any, offset: Any, row: int, num_rows: int) -> tuple[int, int,
     for name, value in (("seed", seed), ("offset", offset)):
         if isinstance(value, torch.Tensor) and value.numel() not in (1, num_rows):
             raise ValueError(f"`{name}` must have shape [{num_rows}], got {list(value.shape)}")
-    shared = not isinstance(seed, torch.Tensor) or (seed.numel() == 1 and num_rows != 1)
+    is_column = isinstance(seed, torch.Tensor) and seed.ndim == 2
     number = _row_value(0 if offset is None else offset, row)
-    return int(_row_value(seed, row)), int(number), row if shared else 0
+    return int(_row_value(seed, row)), int(number), 0 if is_column else row
 
 
 def _row_weights(row: torch.Tensor, logits: bool, temperature: float = 1.0) -> torch.Tensor | None:

@@ -69,6 +69,10 @@ def _top_k_page_table_transform_reference(
 
     Source: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025 (sparse attention reads the chosen positions).
     """
+    if page_table_row_starts is None and row_starts is not None:
+        if page_size != 1:
+            raise ValueError("`page_table_row_starts` must be given beside `row_starts`")
+        page_table_row_starts = row_starts
     slots = torch.full((len(input), k), -1, dtype=torch.int64, device=input.device)
     raw = slots.clone()
     for r, window in enumerate(_windows(input, lengths, row_starts)):

@@ -120,15 +120,16 @@ struct SamplingParams {
   uint32_t vocab_size;
   bool indices_are_64bit;
   bool tokens_are_64bit;
-  bool seed_is_shared;    // one seed for all rows: rows then draw from different random streams
-  bool offset_is_shared;  // one offset for all rows
-  void* workspace;        // of draws by draw/stream.cuh: see StreamLayout
-  uint32_t paced_rows;    // of a softmax by clusters: rows that start in turn; set by the launch
-  uint32_t pace;          // clock cycles between them
-  uint32_t early_rows;    // those that are fetched to L2 before the grid ahead ends
-  uint32_t kept_rows;     // those whose output is to stay in L2
-  uint32_t max_cluster;   // CTAs per row; 0: no limit but the device's
-  uint32_t max_vecs;      // vectors of a row that a CTA has shared memory for; set by the launch
+  bool seed_is_shared;     // one seed for all rows
+  bool offset_is_shared;   // one offset for all rows
+  bool rows_have_streams;  // a row's number chooses its random stream; else all rows use stream 0
+  void* workspace;         // of draws by draw/stream.cuh: see StreamLayout
+  uint32_t paced_rows;     // of a softmax by clusters: rows that start in turn; set by the launch
+  uint32_t pace;           // clock cycles between them
+  uint32_t early_rows;     // those that are fetched to L2 before the grid ahead ends
+  uint32_t kept_rows;      // those whose output is to stay in L2
+  uint32_t max_cluster;    // CTAs per row; 0: no limit but the device's
+  uint32_t max_vecs;       // vectors of a row that a CTA has shared memory for; set by the launch
 };
 
 }  // namespace flashinfer

@@ -20,8 +20,9 @@ struct SpeculativeParams {
   uint32_t vocab_size;
   bool seed_is_shared;
   bool offset_is_shared;
-  uint32_t max_cluster;  // CTAs per row; 0: no limit but the device's
-  uint32_t max_vecs;     // set by the launch
+  bool rows_have_streams;  // as in SamplingParams
+  uint32_t max_cluster;    // CTAs per row; 0: no limit but the device's
+  uint32_t max_vecs;       // set by the launch
 };
 
 }  // namespace flashinfer

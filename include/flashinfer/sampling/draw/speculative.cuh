@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   const int32_t* tokens = params.draft_token_ids + uint64_t{batch} * num_drafts;
   const uint64_t seed = params.seed[params.seed_is_shared ? 0 : batch];
   const uint64_t offset = params.offset[params.offset_is_shared ? 0 : batch];
-  const uint32_t stream = params.seed_is_shared ? batch : 0;
+  const uint32_t stream = params.rows_have_streams ? batch : 0;
 
   // Every warp decides on its own; a lane takes a draft.
   uint32_t num_accepted = 0, num_emitted = num_drafts;

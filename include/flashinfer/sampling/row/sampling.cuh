@@ -164,7 +164,7 @@ __device__ __forceinline__ uint64_t row_bits(const SamplingParams& params, uint3
                                              uint32_t draw = 0) {
   return philox_bits(params.seed[params.seed_is_shared ? 0 : out_row],
                      params.offset[params.offset_is_shared ? 0 : out_row],
-                     params.seed_is_shared ? out_row : 0, draw);
+                     params.rows_have_streams ? out_row : 0, draw);
 }
 
 // Whether a row with this maximum (NaN if it has one) has a distribution.
