@@ -2,5 +2,10 @@
 
 from ._attention.wrappers.attention_sink import BatchAttentionWithAttentionSinkWrapper
 from ._attention.wrappers.batch_attention import BatchAttention
+from .jit.attention import gen_batch_attention_module
 
-__all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
+__all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
+    "gen_batch_attention_module",
+]

@@ -17,11 +17,14 @@ from ._attention.wrappers.graph_decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
+from .jit.attention import gen_batch_decode_module, gen_single_decode_module
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",
+    "gen_batch_decode_module",
+    "gen_single_decode_module",
     "get_batch_decode_jit_module",
     "get_batch_decode_module",
     "get_single_decode_module",

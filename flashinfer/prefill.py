@@ -19,10 +19,13 @@ from ._attention.functions.single import (
 )
 from ._attention.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._attention.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from .jit.attention import gen_batch_prefill_module, gen_single_prefill_module
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "gen_batch_prefill_module",
+    "gen_single_prefill_module",
     "get_batch_prefill_jit_module",
     "get_batch_prefill_module",
     "get_customize_batch_prefill_module",

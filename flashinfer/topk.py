@@ -16,6 +16,7 @@ from . import env
 from ._common import checks
 from ._common.arch import get_compute_capability
 from ._common.kernels import NOT_LOADED
+from ._common.numbers import plain
 from ._common.row_kernels import RowKernel, RowKernels
 from ._instrument.decorator import flashinfer_api
 from .jit.topk import TopKConfig, TopKOutput, gen_topk_module

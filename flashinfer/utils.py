@@ -41,7 +41,6 @@ from .compat.backends import supported_compute_capability as supported_compute_c
 from .jit.core import logger
 from .jit.env import has_flashinfer_jit_cache as has_flashinfer_jit_cache
 
-
 log2e = math.log2(math.e)
 ln2 = math.log(2.0)
 

@@ -70,6 +70,8 @@ def supported_compute_capability(
     TypeError, ValueError
         If an entry is not such a number, or there is none.
     """
+    if not isinstance(supported_ccs, Iterable):
+        raise TypeError(f"`supported_ccs` must be an iterable of int, got {supported_ccs!r}")
     capabilities = frozenset(_as_number(cc) for cc in supported_ccs)
     if not capabilities:
         raise ValueError("supported_ccs must name at least one compute capability")
@@ -199,7 +201,9 @@ class _Check:
     def __call__(self, values: Sequence[Any], device: torch.device | None) -> None:
         self.require_capability(device)
         if not self.accepts(values):
-            raise BackendSupportedError(f"{self.subject} does not support these arguments")
+            raise BackendSupportedError(
+                f"Problem size is not supported: {self.subject} does not take these arguments"
+            )
 
 
 class _Requirement:
@@ -213,6 +217,7 @@ class _Requirement:
         heuristic_func: Callable[..., Any] | None,
     ) -> None:
         self.name = func.__qualname__
+        self.short_name = func.__name__
         names = self.names = tuple(inspect.signature(func).parameters)
         for parameter in inspect.signature(func).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -248,7 +253,8 @@ class _Requirement:
         except (KeyError, TypeError):
             allowed = ", ".join(map(repr, [*self.backends, *([_AUTO] if self.rank else [])]))
             raise BackendSupportedError(
-                f"{self.name}: backend must be one of {allowed}, got {backend!r}"
+                f"{self.name} does not support backend {backend!r}: "
+                f"`backend` must be one of {allowed}"
             ) from None
 
     def suitable(self, values: Sequence[Any], skip_check: bool) -> Sequence[str]:
@@ -270,16 +276,22 @@ class _Requirement:
                 reasons.append(str(error))
         if not found:
             raise BackendSupportedError(
-                f"{self.name}: no backend is suitable:\n  " + "\n  ".join(reasons)
+                f"No suitable auto backends found for {self.short_name}:\n  " + "\n  ".join(reasons)
             )
         ranked = list(self.rank((found, *values)))
-        if not ranked or not set(ranked) <= set(found):
+        usable = [backend for backend in ranked if backend in found]
+        if not usable:
             raise BackendSupportedError(
-                f"{self.name}: backend='auto' chose {ranked} among the suitable {found}"
+                f"No suitable auto backends found for {self.short_name}: its heuristic chose "
+                f"{ranked} among {found}"
             )
-        return ranked
+        return usable
 
     def is_supported(self, backend: str, cc: Capability | None = None) -> bool:
+        if not self.backends:
+            raise ValueError(
+                f"Invalid is_backend_supported call: no backend choices for {self.short_name}"
+            )
         if backend not in self.backends:
             return False
         if cc is None:
@@ -312,8 +324,8 @@ def backend_requirement(
         Check that every backend shares; runs first.
     heuristic_func : callable, optional
         ``heuristic_func(suitable_backends, <the API's parameters>)`` returns those backends best
-        first. With it the API takes ``backend="auto"`` and reads the result in its body from
-        ``<api>.suitable_auto_backends``.
+        first; others that it names are left out. With it the API takes ``backend="auto"`` and reads
+        the result in its body from ``<api>.suitable_auto_backends``.
 
     Returns
     -------

@@ -43,8 +43,8 @@ _DTYPES = {"top_k": "int32", "seed": "int64", "offset": "int64"}
 _EXAMPLES: dict[str, Any] = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}
 
 
-# What is passed for a parameter: its name, dtype, and whether it is "one" number for all rows, "rows"
-# with a number each, or a "column" of them.
+# What is passed for a parameter: its name, dtype, and whether it is "one" number for all rows,
+# "rows" with a number each, or a "column" of them.
 _Passed = tuple[str, str, str]
 
 
