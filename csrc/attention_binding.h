@@ -1,40 +1,22 @@
 // Checks and state of the attention bindings.
 //
 // A plan's tensors and options are checked once, by attention_bind(), and kept as ready launch
-// arguments in a CPU tensor that Python owns. A run checks q, k, v, o and lse only and launches.
+// arguments in a CPU tensor that Python owns (struct_tensor.h). A run checks q, k, v, o and lse
+// only and launches.
 #pragma once
+
+#include <flashinfer/scheduler/plan_layout.h>
 
 #include <cstring>
 
 #include "attention.h"
 #include "ffi.h"
 #include "index_binding.h"
+#include "struct_tensor.h"
 
 namespace flashinfer {
 
 using ffi::Tensor;
-
-// What the planner leaves in `plan_info`, a CPU tensor of int64; flashinfer/jit/attention/plan.py.
-enum PlanInfo {
-  kNumCtas,
-  kNumMerges,
-  kRowsPerSlot,
-  kItemsOffset,   // [bytes] of the int workspace
-  kMergesOffset,  // [bytes]
-  kNumSlots,
-  kIntBytes,
-  kFloatBytes,
-  kQoTokens,
-  kBatchSize,
-  kKvEntries,  // paged: entries of kv_indices in use; ragged: tokens of k and v
-  kTileQ,
-  kSecondQoTokens,
-  kSecondBatchSize,
-  kSecondKvEntries,
-  kPartialSumsOffset,  // [bytes] of the float workspace; partial_o comes first
-  kMergedRows,         // by one CTA of the merge
-  kPlanInfoLength
-};
 
 // What a plan says of the tensors of one kind of work item.
 struct PlannedTensors {
@@ -47,28 +29,20 @@ struct PlannedTensors {
 
 // What attention_bind() writes and attention_run() reads.
 struct AttentionLaunch {
-  uint64_t magic;
+  static constexpr uint64_t kTag = 0x61747465'6e74696fu;
+
+  uint64_t tag;  // bytes that were not bound do not begin with it
   AttentionParams<ConfiguredVariantParams> params;
   PlannedTensors planned[2];
   int32_t device_id;
   bool has_second;  // items of kind 1 have tensors of their own
 };
-constexpr uint64_t kLaunchMagic = 0x61747465'6e74696fu;
 
-inline AttentionLaunch& as_launch(const Tensor& state) {
-  ffi::check_dtype(state, ffi::dtype::uint8);
-  if (state.dl->device.device_type != kDLCPU ||
-      state.numel() < static_cast<int64_t>(sizeof(AttentionLaunch)) ||
-      !ffi::is_aligned(state, 16)) {
-    ffi::raise("RuntimeError", "`%s` must be at least %lld aligned bytes on the CPU", state.name,
-               static_cast<long long>(sizeof(AttentionLaunch)));
+inline AttentionLaunch& bound_launch_of(ffi::Args& args) {
+  AttentionLaunch& launch = struct_in<AttentionLaunch>(args.tensor("launch"));
+  if (launch.tag != AttentionLaunch::kTag) {
+    ffi::raise("RuntimeError", "attention_bind() comes first");
   }
-  return *static_cast<AttentionLaunch*>(state.data());
-}
-
-inline AttentionLaunch& as_bound_launch(const Tensor& state) {
-  AttentionLaunch& launch = as_launch(state);
-  if (launch.magic != kLaunchMagic) ffi::raise("RuntimeError", "attention_bind() comes first");
   return launch;
 }
 

@@ -1,22 +1,27 @@
-// attention_capacity(info, workspace): info (CPU int32) gets the CTAs per SM and the SMs
-// attention_bind(state, plan_info, int_workspace, float_workspace, kv_indices | None, num_qo_heads,
-//                num_kv_heads, page_size, is_hnd, exact_tokens)
-// attention_bind_second(state, plan_info, kv_indices, is_hnd, rows): rows: see paged_rows;
-// negative:
-//                       the tensors of kind 0 are in pages
-// attention_options(state, logits_soft_cap, rope_scale, rope_theta, alibi_slopes | None)
-// attention_mask(state, custom_mask, mask_indptr)
-// attention_items(state, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
-//                 max_item_len_ptr)
-// attention_second(state, q, k, v | None, o, lse | None, v_scale)
-// attention_head_scales(state, q_scale | None, k_scale | None, v_scale | None)
-// attention_run(state, q, k, v | None, o, lse | None, sm_scale, v_scale, window_left, sinks | None,
-//               enable_pdl, <additional tensors>, <additional scalars>)
+// One attention kernel. A launch is prepared in the bytes of `launch`, an AttentionLaunch of
+// attention_binding.h, by the first exports, and started by the last.
 //
-// v None: k is a cache that holds both. `state` is explained in attention_binding.h. The `second`
-// functions are for launches of two shapes whose items of kind 1 have tensors of their own. The
-// tensors of a plan are those that the caller moved to the device itself: only a run asks where its
-// tensors are.
+// attention_launch_size(size)
+//     int64 [1], receives the bytes of `launch`
+// attention_capacity(capacity, float_workspace)
+//     int32 [2], receives the CTAs per SM and the SMs
+// attention_bind(launch, plan, int_workspace, float_workspace, kv_indices | None, num_qo_heads,
+//                num_kv_heads, page_size, is_hnd, is_graph)
+//     plan: the bytes of a PlanLayout (scheduler/plan_layout.h)
+// attention_bind_second(launch, plan, kv_indices, is_hnd, rows)
+//     items of kind 1 have tensors of their own. rows: those of kind 0 are that many rows of k and
+//     v, which are read as pages; negative: they are in pages
+// attention_options(launch, logits_soft_cap, rope_scale, rope_theta, alibi_slopes | None)
+// attention_mask(launch, custom_mask, mask_indptr)
+// attention_items(launch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
+//                 max_item_len_ptr)
+// attention_second(launch, q, k, v | None, o, lse | None, v_scale)
+// attention_head_scales(launch, q_scale | None, k_scale | None, v_scale | None)
+// attention_run(launch, q, k, v | None, o, lse | None, sm_scale, v_scale, window_left,
+//               sinks | None, enable_pdl, <additional tensors and scalars of the variant>)
+//
+// v None: k is a cache that holds both. The tensors of a plan are those that the caller moved to
+// the device itself: only a run asks where its tensors are.
 #include "attention_binding.h"
 
 #include <cmath>
@@ -37,11 +42,18 @@ const int32_t* page_numbers(const Tensor& kv_indices, const PlannedTensors& plan
 
 }  // namespace
 
+FLASHINFER_FFI_EXPORT(attention_launch_size, args) {
+  const Tensor size = args.tensor("size");
+  ffi::check_dtype(size, ffi::dtype::int64);
+  ffi::check_shape(size, {1});
+  *static_cast<int64_t*>(size.data()) = sizeof(AttentionLaunch);
+}
+
 FLASHINFER_FFI_EXPORT(attention_capacity, args) {
-  const Tensor info = args.tensor("info");
+  const Tensor capacity = args.tensor("capacity");
   const Tensor workspace = args.tensor("float_workspace_buffer");
-  ffi::check_dtype(info, ffi::dtype::int32);
-  ffi::check_shape(info, {2});
+  ffi::check_dtype(capacity, ffi::dtype::int32);
+  ffi::check_shape(capacity, {2});
   ffi::check_cuda(workspace);
   const ffi::DeviceGuard guard(workspace);
   int ctas = 0;
@@ -56,13 +68,13 @@ FLASHINFER_FFI_EXPORT(attention_capacity, args) {
         FLASHINFER_CFG_HEAD_DIM_QK, FLASHINFER_CFG_HEAD_DIM_VO, cc / 10, cc % 10);
   }
   ffi::check_launch(status);
-  static_cast<int32_t*>(info.data())[0] = ctas;
-  static_cast<int32_t*>(info.data())[1] = ffi::device_info(workspace).num_sms;
+  static_cast<int32_t*>(capacity.data())[0] = ctas;
+  static_cast<int32_t*>(capacity.data())[1] = ffi::device_info(workspace).num_sms;
 }
 
 FLASHINFER_FFI_EXPORT(attention_bind, args) {
-  AttentionLaunch& launch = as_launch(args.tensor("state"));
-  const Tensor plan_info = args.tensor("plan_info");
+  AttentionLaunch& launch = struct_in<AttentionLaunch>(args.tensor("launch"));
+  const PlanLayout& plan = exact_struct_in<PlanLayout>(args.tensor("plan"));
   const Tensor int_workspace = args.tensor("int_workspace_buffer");
   const Tensor float_workspace = args.tensor("float_workspace_buffer");
   const Tensor kv_indices = args.optional_tensor("paged_kv_indices");
@@ -75,48 +87,42 @@ FLASHINFER_FFI_EXPORT(attention_bind, args) {
   planned.is_hnd = args.optional_flag("kv_layout") == ffi::Args::Flag::kTrue;
   planned.exact_tokens = args.optional_flag("use_cuda_graph") != ffi::Args::Flag::kTrue;
 
-  ffi::check_dtype(plan_info, ffi::dtype::int64);
-  ffi::check_shape(plan_info, {kPlanInfoLength});
-  const int64_t* info = static_cast<const int64_t*>(plan_info.data());
-  const auto num_ctas = static_cast<uint32_t>(info[kNumCtas]);
+  const auto num_ctas = static_cast<uint32_t>(plan.num_ctas);
   params.num_ctas = FastDivisor(num_ctas == 0 ? 1 : num_ctas);
   params.num_ctas.divisor = num_ctas;
-  params.num_merges = static_cast<uint32_t>(info[kNumMerges]);
-  params.rows_per_slot = static_cast<uint32_t>(info[kRowsPerSlot]);
-  params.merged_rows = static_cast<uint32_t>(info[kMergedRows]);
+  params.num_merges = static_cast<uint32_t>(plan.num_merges);
+  params.rows_per_slot = static_cast<uint32_t>(plan.rows_per_slot);
+  params.merged_rows = static_cast<uint32_t>(plan.merged_rows);
   params.num_kv_heads = FastDivisor(params.variant.num_kv_heads);
   params.group_size = FastDivisor(params.variant.num_qo_heads / params.variant.num_kv_heads);
   params.page_size = FastDivisor(page_size == 0 ? 1 : page_size);
   params.variant.window_left = -1;
-  planned.qo_tokens = info[kQoTokens];
-  planned.kv_entries = info[kKvEntries];
+  planned.qo_tokens = plan.groups[0].qo_tokens;
+  planned.kv_entries = plan.groups[0].kv_entries;
   planned.paged_rows = -1;
 
   char* ints = static_cast<char*>(int_workspace.data());
-  params.items = reinterpret_cast<const WorkItem*>(ints + info[kItemsOffset]);
-  params.merges = reinterpret_cast<const MergeItem*>(ints + info[kMergesOffset]);
+  params.items = reinterpret_cast<const WorkItem*>(ints + plan.items_offset);
+  params.merges = reinterpret_cast<const MergeItem*>(ints + plan.merges_offset);
   char* floats = static_cast<char*>(float_workspace.data());
   params.partial_o = reinterpret_cast<float*>(floats);
-  params.partial_sums = reinterpret_cast<float2*>(floats + info[kPartialSumsOffset]);
+  params.partial_sums = reinterpret_cast<float2*>(floats + plan.sums_offset);
 
   // Whether this is a GPU is looked at when it is used.
   launch.device_id = float_workspace.dl->device.device_id;
   if (kv_indices) params.tensors[0].kv_indices = page_numbers(kv_indices, planned);
-  launch.magic = kLaunchMagic;
+  launch.tag = AttentionLaunch::kTag;
 }
 
 FLASHINFER_FFI_EXPORT(attention_bind_second, args) {
-  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
-  const Tensor plan_info = args.tensor("plan_info");
+  AttentionLaunch& launch = bound_launch_of(args);
+  const PlanLayout& plan = exact_struct_in<PlanLayout>(args.tensor("plan"));
   const Tensor kv_indices = args.tensor("paged_kv_indices");
-  ffi::check_dtype(plan_info, ffi::dtype::int64);
-  ffi::check_shape(plan_info, {kPlanInfoLength});
-  const int64_t* info = static_cast<const int64_t*>(plan_info.data());
   PlannedTensors& planned = launch.planned[1];
   planned.is_hnd = args.optional_flag("kv_layout") == ffi::Args::Flag::kTrue;
   planned.exact_tokens = launch.planned[0].exact_tokens;
-  planned.qo_tokens = info[kSecondQoTokens];
-  planned.kv_entries = info[kSecondKvEntries];
+  planned.qo_tokens = plan.groups[1].qo_tokens;
+  planned.kv_entries = plan.groups[1].kv_entries;
   planned.paged_rows = -1;
   launch.planned[0].paged_rows = args.integer("k_p");
   launch.params.tensors[1].kv_indices = page_numbers(kv_indices, planned);
@@ -124,7 +130,7 @@ FLASHINFER_FFI_EXPORT(attention_bind_second, args) {
 }
 
 FLASHINFER_FFI_EXPORT(attention_options, args) {
-  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  AttentionLaunch& launch = bound_launch_of(args);
   VariantParams& variant = launch.params.variant;
   variant.logits_soft_cap = static_cast<float>(args.number("logits_soft_cap"));
   const double rope_scale = args.number("rope_scale");
@@ -139,7 +145,7 @@ FLASHINFER_FFI_EXPORT(attention_options, args) {
 
 FLASHINFER_FFI_EXPORT(attention_mask, args) {
   // As the base: a user's variant may have members of the same names.
-  VariantParams& variant = as_bound_launch(args.tensor("state")).params.variant;
+  VariantParams& variant = bound_launch_of(args).params.variant;
   const Tensor mask = args.tensor("custom_mask");
   const Tensor indptr = args.tensor("mask_indptr");
   variant.custom_mask = option_data<uint8_t>(mask, ffi::dtype::uint8, 0);
@@ -148,7 +154,7 @@ FLASHINFER_FFI_EXPORT(attention_mask, args) {
 
 FLASHINFER_FFI_EXPORT(attention_items, args) {
   constexpr DLDataType kUint16{kDLUInt, 16, 1}, kUint32{kDLUInt, 32, 1};
-  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  AttentionLaunch& launch = bound_launch_of(args);
   VariantParams& variant = launch.params.variant;
   const Tensor prefix = args.tensor("prefix_len_ptr");
   const Tensor positions = args.tensor("token_pos_in_items_ptr");
@@ -160,7 +166,7 @@ FLASHINFER_FFI_EXPORT(attention_items, args) {
 }
 
 FLASHINFER_FFI_EXPORT(attention_second, args) {
-  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  AttentionLaunch& launch = bound_launch_of(args);
   AttentionTensors& tensors = launch.params.tensors[1];
   const RunTensors given = read_tensors(args, launch, 1, true, tensors);
   tensors.v_scale = static_cast<float>(args.number("v_scale"));
@@ -168,7 +174,7 @@ FLASHINFER_FFI_EXPORT(attention_second, args) {
 }
 
 FLASHINFER_FFI_EXPORT(attention_head_scales, args) {
-  AttentionLaunch& launch = as_bound_launch(args.tensor("state"));
+  AttentionLaunch& launch = bound_launch_of(args);
   VariantParams& variant = launch.params.variant;
   variant.q_scale = read_head_scale(args, "q_scale", variant.num_qo_heads, launch.device_id);
   variant.k_scale = read_head_scale(args, "k_scale", variant.num_kv_heads, launch.device_id);
@@ -176,8 +182,7 @@ FLASHINFER_FFI_EXPORT(attention_head_scales, args) {
 }
 
 FLASHINFER_FFI_EXPORT(attention_run, args) {
-  const Tensor state = args.tensor("state");
-  const AttentionLaunch& launch = as_bound_launch(state);
+  const AttentionLaunch& launch = bound_launch_of(args);
   auto params = launch.params;
   VariantParams& variant = params.variant;
   const RunTensors given = read_tensors(args, launch, 0, FLASHINFER_CFG_PAGED, params.tensors[0]);

@@ -31,7 +31,7 @@ PlanConfig draw_plan_config(const Case& problem, Random& random) {
   config.head_dim_vo = kHeadDimVO;
   config.tile_q = kTileQ;
   config.tile_q_second = kTileQSecond;
-  config.tile_kv_log2 = 6;
+  config.tile_kv = 64;
   config.cta_slots = random.integer(1, 12);
   config.lone_speed = random.integer(1, 2);
   config.piece_tiles = random.integer(1, 2);
@@ -52,7 +52,8 @@ PlanConfig draw_plan_config(const Case& problem, Random& random) {
 void run(const PlanConfig& config, const std::vector<RequestGroup>& groups, Params params) {
   AttentionPlanner planner;
   const RequestGroup* second = groups.size() > 1 ? &groups[1] : nullptr;
-  const PlanLayout& layout = planner.plan(config, groups[0], second, -1);
+  if (!planner.plan(config, groups[0], second, -1)) emulation::fail("no plan");
+  const PlanLayout& layout = planner.layout();
   if (layout.num_ctas == 0) return;
   std::vector<uint4> plan(layout.int_bytes / 16 + 1);
   planner.write(plan.data());

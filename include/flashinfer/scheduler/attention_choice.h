@@ -16,7 +16,6 @@
 #include <cstdint>
 #include <flashinfer/scheduler/attention_shares.h>
 #include <flashinfer/scheduler/attention_tiles.h>
-#include <vector>
 
 namespace flashinfer {
 
@@ -37,21 +36,25 @@ struct PortableTile {
   KernelSpeed speed;
 };
 
+// Heads, memory and kernels of one kind of launch. Its bytes come from Python: fields have 8 bytes,
+// and flashinfer/_attention/plan/speeds.py has the same ones.
 struct KernelModel {
   int64_t num_kv_heads, group_size, head_dim_vo;
   int64_t num_sms;
-  int64_t key_bytes;         // of K and V of a token, of a head
-  double first_keys;         // [us], until they come from DRAM
-  double dram, partial;      // [bytes per us], of K and V, and of partial results
-  double per_part;           // [us], of a row
-  int64_t tile_q_second;     // of the requests that fit it, if others do not; 0: all have one tile
-  KernelSpeed second_speed;  // of a launch with both tiles
-  int64_t hopper_tile_q, hopper_tile_kv;
+  int64_t key_bytes;      // of K and V of a token, of a head
+  double first_keys;      // [us], until they come from DRAM
+  double dram, partial;   // [bytes per us], of K and V, and of partial results
+  double per_part;        // [us], of a row
+  int64_t tile_q_second;  // of the requests that fit it, if others do not; 0: all have one tile
+  int64_t portable_tile_kv, portable_piece_tiles;  // as in PlanConfig
+  KernelSpeed second_speed;                        // of a launch with both tiles
+  int64_t hopper_tile_q, hopper_tile_kv, hopper_piece_tiles;
   KernelSpeed hopper_speed;
-  std::vector<PortableTile> tiles;  // the first that is for a batch is taken; the last for any
+  int64_t num_tiles;
+  PortableTile tiles[4];  // the first that is for a batch is taken; the last for any
 };
 
-struct KernelChoice {
+struct KernelEstimate {
   int64_t tile_q;  // of the portable kernel
   double portable_us, hopper_us;
   double apart_us;   // the portable kernel for what fits the second tile, Hopper's for the others
@@ -71,7 +74,7 @@ class LaunchEstimate {
     config_.tile_q = tile_q;
     config_.tile_q_second = tile_q_second;
     config_.cta_slots = speed.ctas * model.num_sms;
-    while (config_.tile_kv() < tile_kv) ++config_.tile_kv_log2;
+    config_.tile_kv = tile_kv;
     config_.piece_tiles = piece_tiles;
     config_.graph_batch_size = -1;
     for (int kind = 0; kind < 2; ++kind) {
@@ -177,9 +180,9 @@ class LaunchEstimate {
   int64_t keys_ = 0;  // that any row sees
 };
 
-class KernelChooser {
+class KernelEstimator {
  public:
-  KernelChooser(const KernelModel& model, const RequestGroup& group)
+  KernelEstimator(const KernelModel& model, const RequestGroup& group)
       : model_(model), group_(group) {
     for (const PlanRequest& request : group.requests) {
       const int64_t rows = rows_of(request);
@@ -191,35 +194,31 @@ class KernelChooser {
     second_ = few_rows_ > 0 ? model.tile_q_second : 0;
   }
 
-  KernelChoice choose() const {
+  KernelEstimate estimate() const {
     const PortableTile& tile = portable_tile();
-    KernelChoice choice = {tile.tile_q, 0, model_.hopper_speed.start, INFINITY, few_rows_};
-    if (std::isinf(model_.hopper_speed.start)) return choice;
+    KernelEstimate found = {tile.tile_q, 0, model_.hopper_speed.start, INFINITY, few_rows_};
+    if (std::isinf(model_.hopper_speed.start)) return found;
     const KernelSpeed& speed = second_ > 0 ? model_.second_speed : tile.speed;
-    choice.portable_us = portable_us(speed, tile.tile_q, second_, 0, INT64_MAX);
-    choice.hopper_us = hopper_us(0);
+    found.portable_us = portable_us(speed, tile.tile_q, second_, 0, INT64_MAX);
+    found.hopper_us = hopper_us(0);
     if (second_ > 0) {
-      choice.apart_us =
-          portable_us(speed_of_few(), second_, 0, 0, second_) + hopper_us(second_ + 1);
+      found.apart_us = portable_us(speed_of_few(), second_, 0, 0, second_) + hopper_us(second_ + 1);
     }
-    return choice;
+    return found;
   }
 
  private:
-  // As flashinfer/_attention/plan/executor.py has plans made: tile_kv and piece_tiles of
-  // PlanConfig.
-  static constexpr int64_t kPortableTileKV = 64, kPortablePiece = 1, kHopperPiece = 2;
-
   // Of the requests with so many rows.
   double portable_us(const KernelSpeed& speed, int64_t tile_q, int64_t second, int64_t least,
                      int64_t most) const {
-    LaunchEstimate launch(model_, speed, tile_q, kPortableTileKV, second, kPortablePiece);
+    LaunchEstimate launch(model_, speed, tile_q, model_.portable_tile_kv, second,
+                          model_.portable_piece_tiles);
     add(launch, least, most);
     return launch.us();
   }
   double hopper_us(int64_t least) const {
     LaunchEstimate launch(model_, model_.hopper_speed, model_.hopper_tile_q, model_.hopper_tile_kv,
-                          0, kHopperPiece);
+                          0, model_.hopper_piece_tiles);
     add(launch, least, INT64_MAX);
     return launch.us();
   }
@@ -246,18 +245,20 @@ class KernelChooser {
       }
     }
     const double mean = count > 0 ? static_cast<double>(rows) / count : 0;
-    for (const PortableTile& tile : model_.tiles) {
+    for (int64_t i = 0; i + 1 < model_.num_tiles; ++i) {
+      const PortableTile& tile = model_.tiles[i];
       if (longest_ <= tile.most_rows || mean <= tile.mean_rows) return tile;
     }
-    return model_.tiles.back();
+    return model_.tiles[model_.num_tiles - 1];
   }
 
   // Of a launch of the requests that fit the second tile, which has a tile for these.
   const KernelSpeed& speed_of_few() const {
-    for (const PortableTile& tile : model_.tiles) {
+    for (int64_t i = 0; i + 1 < model_.num_tiles; ++i) {
+      const PortableTile& tile = model_.tiles[i];
       if (few_rows_ <= tile.most_rows) return tile.speed;
     }
-    return model_.tiles.back().speed;
+    return model_.tiles[model_.num_tiles - 1].speed;
   }
 
   const KernelModel& model_;

@@ -19,26 +19,11 @@
 #include <flashinfer/scheduler/attention_shares.h>
 #include <flashinfer/scheduler/attention_tiles.h>
 #include <flashinfer/scheduler/longest_first.h>
+#include <flashinfer/scheduler/plan_layout.h>
 #include <flashinfer/scheduler/work.h>
 #include <vector>
 
 namespace flashinfer {
-
-// What is written where. Offsets and sizes in bytes.
-struct PlanLayout {
-  int64_t num_ctas;  // columns; 0: nothing to do
-  int64_t num_merges;
-  int64_t rows_per_slot;
-  int64_t merged_rows;  // by one CTA of the merge
-  int64_t num_slots;
-  int64_t merges_offset;  // in the int workspace
-  int64_t items_offset;
-  int64_t int_bytes;    // that the int workspace must have
-  int64_t used_bytes;   // that this plan writes
-  int64_t sums_offset;  // in the float workspace, of two floats per row; partial outputs are at 0
-  int64_t float_bytes;
-  bool is_too_long;  // more than kMaxPieces pieces: there is no plan
-};
 
 class AttentionPlanner {
  public:
@@ -48,9 +33,9 @@ class AttentionPlanner {
   // Decides. `float_bytes`: size of the float workspace, from which a graph with fixed split size
   // gets its number of slots; negative: as many as this plan needs.
   // The lengths of all requests times group_size must be below 2^31, the groups within the graph's
-  // capacity.
-  const PlanLayout& plan(const PlanConfig& config, const RequestGroup& first,
-                         const RequestGroup* second, int64_t float_bytes) {
+  // capacity. Returns whether there is a plan: it has at most kMaxPieces pieces.
+  bool plan(const PlanConfig& config, const RequestGroup& first, const RequestGroup* second,
+            int64_t float_bytes) {
     config_ = &config;
     groups_[0] = &first;
     groups_[1] = second;
@@ -76,7 +61,7 @@ class AttentionPlanner {
       cut_into_shares(smallest_share());
     }
     decide_layout(float_bytes);
-    return layout_;
+    return num_pieces() <= kMaxPieces;
   }
 
   // Writes the decided plan, layout().used_bytes bytes.
@@ -164,7 +149,7 @@ class AttentionPlanner {
       while (cost.of(kind, left) > room) {
         const int64_t take = std::min(cost.kv_tiles_for(kind, room), left - min_piece);
         if (take >= min_piece) {
-          const int64_t end = begin + (take << config_->tile_kv_log2);
+          const int64_t end = begin + (take << config_->tile_kv_log2());
           record(i, begin, end, cost.of(kind, take));
           begin = end;
           left -= take;
@@ -317,14 +302,14 @@ class AttentionPlanner {
   // ---- Layout and writing ----
 
   void decide_layout(int64_t float_bytes) {
-    PlanLayout& layout = layout_;
-    const int64_t num_pieces = are_whole_ ? tiles_.size() : pieces_.size();
-    layout.is_too_long = num_pieces > kMaxPieces;
+    PlanLayout& layout = layout_ = {};
+    layout.tile_q = config_->tile_q;
+    for (int i = 0; i < 2 && groups_[i]; ++i) layout.groups[i] = groups_[i]->planned();
     layout.num_ctas = num_columns_;
     layout.num_merges = num_merges_;
     layout.rows_per_slot = max_cut_rows_;
     layout.num_slots = num_slots_;
-    int64_t used_items = num_pieces, max_items = num_pieces;
+    int64_t used_items = num_pieces(), max_items = used_items;
     if (config_->is_graph()) {
       used_items += gpu_columns_;  // an empty column keeps its first item
       max_items = std::max(used_items, reserve_for_graph(float_bytes));
@@ -337,6 +322,8 @@ class AttentionPlanner {
     layout.sums_offset = sums_offset(layout.num_slots);
     layout.float_bytes = layout.sums_offset + layout.num_slots * slot_rows() * kSumsBytes;
   }
+
+  int64_t num_pieces() const { return are_whole_ ? tiles_.size() : pieces_.size(); }
 
   // One row per CTA while these run at a time, since its parts are then spread over eight warps;
   // else four, since each CTA costs more than its few parts. How many warps a row has decides in

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <flashinfer/scheduler/plan_layout.h>
 #include <vector>
 
 namespace flashinfer {
@@ -18,33 +19,42 @@ struct PlanRequest {
 // Requests that share their tensors and their masks.
 struct RequestGroup {
   std::vector<PlanRequest> requests;
-  bool causal;          // a key is visible up to the query's position, aligned to the end
-  int64_t window_left;  // keys further back are not visible; negative: no bound
+  bool causal;             // a key is visible up to the query's position, aligned to the end
+  int64_t window_left;     // keys further back are not visible; negative: no bound
+  int64_t qo_tokens = 0;   // rows of q
+  int64_t kv_entries = 0;  // paged: entries of kv_indices; ragged: rows of k and v
+
+  PlannedGroup planned() const {
+    return {static_cast<int64_t>(requests.size()), qo_tokens, kv_entries};
+  }
 };
 
+// Everything that a plan depends on besides the requests. Its bytes come from Python: every field
+// is an int64_t, and flashinfer/_attention/plan/planner.py has the same ones.
 struct PlanConfig {
   int64_t num_kv_heads;
   int64_t group_size;  // query heads of a KV head
   int64_t head_dim_vo;
-  int64_t tile_q;            // packed rows of a tile of kind 0
-  int64_t cta_slots;         // CTAs that the GPU holds at a time
-  int64_t tile_q_second;     // of kind 1; 0: there is only kind 0
-  int tile_kv_log2;          // of the tokens of a KV tile
-  int64_t fixed_split_size;  // [tokens], a multiple of the KV tile; 0: the planner chooses
-  bool disable_split_kv;
-  int64_t graph_batch_size;  // capacity of a CUDA graph; negative: no graph
-  int64_t graph_qo_tokens;
-  int64_t graph_qo_len;  // most tokens of one request; 0: all of them
+  int64_t tile_q;         // packed rows of a tile of kind 0
+  int64_t tile_q_second;  // of kind 1; 0: there is only kind 0
+  int64_t tile_kv;        // tokens, a power of two
   // To start and to end a piece takes as long as so many KV tiles: the pipeline fills and drains.
   int64_t piece_tiles = 1;
+  int64_t cta_slots;  // CTAs that the GPU holds at a time
   // How many times as fast a CTA is with a multiprocessor to itself, where the memory is what CTAs
   // wait for: then half of two CTAs per multiprocessor read as much as all.
   int64_t lone_speed = 1;
+  int64_t fixed_split_size;  // [tokens], a multiple of the KV tile; 0: the planner chooses
+  int64_t disable_split_kv;  // 0 or 1
+  int64_t graph_batch_size;  // capacity of a CUDA graph; negative: no graph
+  int64_t graph_qo_tokens;
+  int64_t graph_qo_len;  // most tokens of one request; 0: all of them
   // Packed rows of the requests that are planned; another launch takes the others.
-  int64_t least_rows = 0, most_rows = INT64_MAX;
+  int64_t least_rows = 0;
+  int64_t most_rows = INT64_MAX;
 
-  int64_t tile_kv() const { return int64_t{1} << tile_kv_log2; }
-  int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv() - 1) >> tile_kv_log2; }
+  int tile_kv_log2() const { return __builtin_ctzll(tile_kv); }
+  int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv - 1) >> tile_kv_log2(); }
   // Whether CTAs take the lists of a head after all of the one before (portable/attention.cuh, and
   // for many lists attention/sm90/launch.cuh), so that the longest do not come first.
   bool takes_heads_in_turn(int64_t lists) const {
@@ -152,8 +162,8 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
 
   // Copies, since the compiler cannot know that writing tiles leaves them alone.
   const bool causal = group.causal;
-  const int64_t window_left = group.window_left, tile_kv = config.tile_kv();
-  const int tile_kv_log2 = config.tile_kv_log2;
+  const int64_t window_left = group.window_left, tile_kv = config.tile_kv;
+  const int tile_kv_log2 = config.tile_kv_log2();
   TileTotals totals = all_totals;
   for (int32_t request = 0; request < batch_size; ++request) {
     const PlanRequest r = group.requests[request];
