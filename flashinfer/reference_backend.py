@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from . import env
+from ._attention.plan.no_kernel import compute_from_plans_when
 from ._common.numbers import plain_arguments
 from ._instrument.decorator import _TRACE_REGISTRY, on_registration
 from .trace.arguments import check_aliasing, check_destination, check_one_device
@@ -260,6 +261,7 @@ def _announce() -> None:
 
 
 on_registration.append(route_registered)
+compute_from_plans_when(is_active)  # references read what a wrapper has planned
 if env.FLASHINFER_BACKEND.get() == "reference":
     _process_wide = True
     _acquire()

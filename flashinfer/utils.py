@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from ._attention.plan.alibi import get_alibi_slopes as get_alibi_slopes
-from ._attention.plan.choice import check_lse_base as check_lse_base
-from ._attention.plan.choice import check_lse_layout as check_lse_layout
-from ._attention.plan.choice import determine_attention_backend as determine_attention_backend
-from ._attention.plan.choice import is_cutlass_backend_supported as is_cutlass_backend_supported
-from ._attention.plan.choice import is_fa3_backend_supported as is_fa3_backend_supported
-from ._attention.plan.choice import (
+from ._attention.backends import check_lse_base as check_lse_base
+from ._attention.backends import check_lse_layout as check_lse_layout
+from ._attention.backends import determine_attention_backend as determine_attention_backend
+from ._attention.backends import is_cutlass_backend_supported as is_cutlass_backend_supported
+from ._attention.backends import is_fa3_backend_supported as is_fa3_backend_supported
+from ._attention.backends import (
     is_fa3_prefill_head_dim_supported as is_fa3_prefill_head_dim_supported,
 )
-from ._attention.plan.choice import prepare_jit_additional_args as prepare_jit_additional_args
+from ._attention.backends import prepare_jit_additional_args as prepare_jit_additional_args
 from ._common.arch import device_support_pdl as device_support_pdl
 from ._common.arch import get_compute_capability as get_compute_capability
 from ._common.arch import get_device_index as get_device_index

@@ -10,22 +10,14 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from flashinfer.jit.attention import plan as p
+from flashinfer._attention.plan.planner import ANY_ROWS, AttentionPlanner, PlanConfig
+from flashinfer._attention.plan.requests import ArgumentNames
+from flashinfer._attention.plan.requests import Requests as PlannerRequests
+from tests.native_structs import struct_dtype
 
-
-def struct(*names: str) -> np.dtype:
-    return np.dtype([(name, np.int32) for name in names])
-
-
-# include/flashinfer/scheduler/work.h
-ITEM = struct(
-    *("request", "kind", "qo_begin", "qo_len", "kv_len", "kv_base", "row_begin"),
-    *("kv_begin", "kv_end", "slot", "next", "lists_taken"),
-)
-MERGE = struct(
-    *("kind", "request", "qo_begin", "qo_len", "row_begin", "num_rows"),
-    *("slot_begin", "slot_end", "kv_len", "reserved0", "reserved1", "reserved2"),
-)
+ITEM = struct_dtype("scheduler/work.h", "WorkItem")
+MERGE = struct_dtype("scheduler/work.h", "MergeItem")
+LAYOUT = struct_dtype("scheduler/plan_layout.h", "PlanLayout")
 TILE_KV = 64
 POISON = 0x7B
 
@@ -46,24 +38,24 @@ class Requests:
             return [self.qo_len] * len(self.kv_len)
         return list(self.qo_len)
 
-    def group(self, **changes: Any) -> p.Group:
+    def group(self, **changes: Any) -> PlannerRequests:
         even = isinstance(self.qo_len, int)
         size = self.page_size
         entries = [-(-n // size) if size else n for n in self.kv_len]
         last = [n - (e - 1) * size if e else 0 for n, e in zip(self.kv_len, entries, strict=True)]
         values = {
-            "naming": p.PREFILL,
+            "argument_names": ArgumentNames.PREFILL,
             "qo_indptr": None if even else indptr(self.qo_lens()),
             "kv_indptr": indptr(entries) + self.first_entry,
             "kv_len": None,
             "last_page_len": int32(last) if size else None,
             "page_size": size,
+            "tokens_per_request": self.qo_len if even else 0,
             "causal": self.causal,
             "window_left": self.window_left,
-            "tokens_per_request": self.qo_len if even else 0,
         }
         assert changes.keys() <= values.keys()
-        return tuple({**values, **changes}.values())  # type: ignore[return-value]
+        return PlannerRequests(**{**values, **changes})
 
 
 @dataclass(frozen=True)
@@ -83,12 +75,15 @@ class Options:
     lone_speed: int = 1
     piece_tiles: int = 1
     least_rows: int = 0
-    most_rows: int = p.ANY_ROWS
+    most_rows: int = ANY_ROWS
+
+    def config(self) -> PlanConfig:
+        return PlanConfig(**dataclasses.asdict(self))
 
 
 @dataclass
 class Plan:
-    info: list[int]
+    info: dict[str, Any]  # the layout
     items: np.ndarray
     merges: np.ndarray
     columns: list[list[int]] = field(default_factory=list)  # items of each CTA column
@@ -107,34 +102,48 @@ def indptr(lengths: list[int]) -> torch.Tensor:
     return int32(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).tolist())
 
 
+def layout_of(planner: AttentionPlanner) -> dict[str, Any]:
+    """The latest plan's layout by the names of its fields."""
+    record = planner.layout.numpy().view(LAYOUT)[0]
+    found = {name: record[name] for name in LAYOUT.names}
+    groups = [{name: int(g[name]) for name in g.dtype.names} for g in found.pop("groups")]
+    return {**{name: int(value) for name, value in found.items()}, "groups": groups}
+
+
+def plan_with(planner: AttentionPlanner, *arguments: Any) -> dict[str, Any]:
+    """Plans, and returns the layout."""
+    planner.plan(*arguments)
+    return layout_of(planner)
+
+
 def make_plan(
     options: Options,
     *groups: Requests,
     float_bytes: int = -1,
-    planner: p.AttentionPlan | None = None,
+    planner: AttentionPlanner | None = None,
 ) -> Plan:
     """Plans into a buffer of exactly the size that is asked for, filled with poison."""
-    planner = planner or p.AttentionPlan()
-    planner.configure(**dataclasses.asdict(options))
+    planner = planner or AttentionPlanner()
+    planner.configure(options.config())
     arguments = [group.group() for group in groups]
-    planned_bytes = planner.plan(None, float_bytes, *arguments).tolist()[p.INT_BYTES]
+    planned_bytes = plan_with(planner, None, float_bytes, *arguments)["int_bytes"]
     workspace = torch.full((planned_bytes + 64,), POISON, dtype=torch.uint8)
     workspace = workspace[-workspace.data_ptr() % 16 :][: planned_bytes + 16]
-    info = planner.plan(workspace[:planned_bytes], float_bytes, *arguments).tolist()
+    info = plan_with(planner, workspace[:planned_bytes], float_bytes, *arguments)
     assert (workspace[planned_bytes:] == POISON).all(), "written behind the workspace"
     return read_plan(info, workspace[:planned_bytes])
 
 
-def read_plan(info: list[int], workspace: torch.Tensor) -> Plan:
+def read_plan(info: dict[str, Any], workspace: torch.Tensor) -> Plan:
     """The plan in an int workspace, with the lists of every CTA column followed to their ends."""
     raw = workspace[: workspace.numel() // 16 * 16].numpy()
-    behind = info[p.ITEMS_OFFSET]
+    behind = info["items_offset"]
     size = (len(raw) - behind) // ITEM.itemsize * ITEM.itemsize
     items = raw[behind : behind + size].view(ITEM)
-    merges = raw[info[p.MERGES_OFFSET] :][: info[p.NUM_MERGES] * MERGE.itemsize].view(MERGE)
+    merges = raw[info["merges_offset"] :][: info["num_merges"] * MERGE.itemsize].view(MERGE)
     plan = Plan(info, items, merges)
     seen: set[int] = set()
-    for cta in range(info[p.NUM_CTAS]):
+    for cta in range(info["num_ctas"]):
         column, index = [], cta
         if items["request"][cta] < 0:
             assert items["next"][cta] == -1, "nothing follows where there is nothing to do"
@@ -207,21 +216,23 @@ def check_ranges(items: list[np.void], low: int, high: int, tile_kv: int = TILE_
     items = sorted(items, key=lambda item: (item["kv_begin"], item["kv_end"]))
     for a, b in zip(items, items[1:], strict=False):
         assert a["kv_end"] == b["kv_begin"] and a["kv_end"] % tile_kv == 0
-        assert b["slot"] == a["slot"] + 1, "slots must be consecutive in order of KV"
+        assert b["partial_slot"] == a["partial_slot"] + 1, "slots follow each other in order of KV"
     begin, end = int(items[0]["kv_begin"]), int(items[-1]["kv_end"])
     assert begin % tile_kv == 0
     assert begin == low - low % tile_kv and end == high if high else begin == end == 0
     assert len(items) == 1 or all(item["kv_begin"] < item["kv_end"] for item in items)
-    assert (items[0]["slot"] >= 0) == (len(items) > 1)
+    assert (items[0]["partial_slot"] >= 0) == (len(items) > 1)
 
 
 def check_slots(options: Options, plan: Plan) -> None:
     """Every slot is written by one item and read by one merge, which is for that tile."""
     items = plan.items[[i for column in plan.columns for i in column]]
-    parts = items[items["slot"] >= 0]
+    parts = items[items["partial_slot"] >= 0]
     info = plan.info
-    assert sorted(parts["slot"]) == list(range(len(parts))) and len(parts) <= info[p.NUM_SLOTS]
-    by_slot = {int(part["slot"]): part for part in parts}
+    assert (
+        sorted(parts["partial_slot"]) == list(range(len(parts))) and len(parts) <= info["num_slots"]
+    )
+    by_slot = {int(part["partial_slot"]): part for part in parts}
     used = plan.merges[plan.merges["num_rows"] > 0]
     assert not np.any(plan.merges[len(used) :]["num_rows"])
     slots = [s for merge in used for s in range(merge["slot_begin"], merge["slot_end"])]
@@ -229,13 +240,13 @@ def check_slots(options: Options, plan: Plan) -> None:
     for merge in used:
         tile_q = options.tile_q_second if merge["kind"] else options.tile_q
         left = merge["qo_len"] * options.group_size - merge["row_begin"]
-        assert merge["num_rows"] == min(left, tile_q) <= info[p.ROWS_PER_SLOT]
+        assert merge["num_rows"] == min(left, tile_q) <= info["rows_per_slot"]
         for slot in range(merge["slot_begin"], merge["slot_end"]):
             for name in ("kind", "request", "qo_begin", "qo_len", "kv_len", "row_begin"):
                 assert by_slot[slot][name] == merge[name]
-    rows = info[p.NUM_SLOTS] * options.num_kv_heads * info[p.ROWS_PER_SLOT]
-    assert info[p.SUMS_OFFSET] >= rows * options.head_dim_vo * 4 and info[p.SUMS_OFFSET] % 256 == 0
-    assert info[p.FLOAT_BYTES] == info[p.SUMS_OFFSET] + rows * 8
+    rows = info["num_slots"] * options.num_kv_heads * info["rows_per_slot"]
+    assert info["sums_offset"] >= rows * options.head_dim_vo * 4 and info["sums_offset"] % 256 == 0
+    assert info["float_bytes"] == info["sums_offset"] + rows * 8
 
 
 LENGTHS = st.one_of(st.integers(0, 300), st.integers(0, 9000), st.sampled_from([0, 63, 64, 65]))
@@ -273,7 +284,7 @@ def launches(draw: st.DrawFn) -> tuple[Options, tuple[Requests, ...]]:
         tile_q_second=draw(st.sampled_from([0, 16, 64])),
         tile_kv=draw(st.sampled_from([64, 64, 128])),
         least_rows=draw(st.sampled_from([0, 0, 17])),
-        most_rows=draw(st.sampled_from([p.ANY_ROWS, p.ANY_ROWS, 16, 200])),
+        most_rows=draw(st.sampled_from([ANY_ROWS, ANY_ROWS, 16, 200])),
         fixed_split_size=split,
         disable_split_kv=draw(st.sampled_from([False, False, True])),
     )

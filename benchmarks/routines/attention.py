@@ -191,7 +191,7 @@ def _cache_bytes(name: str) -> Callable[[Arguments], int]:
 
     def count(arguments: Arguments) -> int:
         problem = arguments["self"]._problem
-        rows = int(problem.kv_lengths().sum()) * problem.num_kv_heads
+        rows = int(problem.requests.kv_lengths().sum()) * problem.spec.num_kv_heads
         return sum(rows * part.shape[-1] * part.element_size() for part in arguments[name])
 
     return count

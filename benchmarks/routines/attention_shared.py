@@ -142,17 +142,17 @@ def _build_cascade(case: Namespace, device: str) -> Arguments:
 def _cascade_bytes(arguments: Arguments) -> int:
     """Of both levels' tokens, and of the result."""
     problems = [wrapper._problem for wrapper in arguments["self"]._wrappers]
-    tokens = sum(int(problem.kv_lengths().sum()) for problem in problems)
-    heads = problems[0].num_kv_heads
+    tokens = sum(int(problem.requests.kv_lengths().sum()) for problem in problems)
+    heads = problems[0].spec.num_kv_heads
     q: torch.Tensor = arguments["q"]
     return q.nbytes + _token_bytes(tokens, arguments["paged_kv_cache"], heads)
 
 
 def _check_cascade(_: Any, arguments: Arguments) -> CheckOptions:
     shared, own = (wrapper._problem for wrapper in arguments["self"]._wrappers)
-    pairs = zip(own.qo_lengths().tolist(), own.kv_lengths().tolist(), strict=True)
+    pairs = zip(own.requests.qo_lengths().tolist(), own.requests.kv_lengths().tolist(), strict=True)
     seen = torch.cat([_seen(s_qo, s_kv, own.causal) for s_qo, s_kv in pairs])
-    return _Averages(keys=(int(shared.kv_lengths()[0]) + seen,))
+    return _Averages(keys=(int(shared.requests.kv_lengths()[0]) + seen,))
 
 
 def _cascade_flops(case: Namespace) -> int:
@@ -197,14 +197,14 @@ def _build_pod(case: Namespace, device: str) -> Arguments:
 def _pod_bytes(arguments: Arguments) -> int:
     """Of the decoding requests' tokens, and of both results."""
     problem = arguments["self"]._base
-    tokens = int(problem.kv_lengths().sum())
+    tokens = int(problem.requests.kv_lengths().sum())
     results: int = arguments["q_p"].nbytes + arguments["q_d"].nbytes
-    return results + _token_bytes(tokens, arguments["paged_kv_cache_d"], problem.num_kv_heads)
+    return results + _token_bytes(tokens, arguments["paged_kv_cache_d"], problem.spec.num_kv_heads)
 
 
 def _check_pod(_: Any, arguments: Arguments) -> CheckOptions:
     prompt = _seen(len(arguments["q_p"]), len(arguments["k_p"]), arguments["causal_p"])
-    return _Averages(keys=(prompt, arguments["self"]._base.kv_lengths()))
+    return _Averages(keys=(prompt, arguments["self"]._base.requests.kv_lengths()))
 
 
 def _pod_flops(case: Namespace) -> int:

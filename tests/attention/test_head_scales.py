@@ -24,6 +24,7 @@ from tests.attention.batches import (
     ragged_kv,
     workspace,
 )
+from tests.attention_plans import layout_of
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +98,7 @@ def test_cut_rows(kernel, device):
     backend, dtypes = kernel
     batch = Batch((100, 3), (5000, 9000), **dtypes)
     wrapper = plan_ragged(batch, device, backend, causal=True)
-    assert wrapper._executor._planner.info[1] > 0
+    assert layout_of(wrapper._executor._planner)["num_merges"] > 0
     check_ragged(wrapper, batch, device, **scales(batch, device))
 
 

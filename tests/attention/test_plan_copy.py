@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -10,25 +9,25 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.jit.attention import plan as p
+from flashinfer._attention.plan.planner import AttentionPlanner
 from tests.attention.batches import BF16, WORKSPACE_BYTES, Batch, indptr
-from tests.attention_plans import Options, Requests
+from tests.attention_plans import Options, Requests, plan_with
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
 
 BUSY = 20_000_000  # cycles
 
 
-def planner() -> p.AttentionPlan:
-    result = p.AttentionPlan()
-    result.configure(**dataclasses.asdict(Options()))
+def planner() -> AttentionPlanner:
+    result = AttentionPlanner()
+    result.configure(Options().config())
     return result
 
 
-def written(workspace: torch.Tensor, info: list[int]) -> torch.Tensor:
+def written(workspace: torch.Tensor, info: dict[str, Any]) -> torch.Tensor:
     """The merges and the items; nothing is said about the bytes between them."""
-    merges = workspace[info[p.MERGES_OFFSET] :][: info[p.NUM_MERGES] * 48]
-    return torch.cat([merges, workspace[info[p.ITEMS_OFFSET] : info[p.INT_BYTES]]]).cpu()
+    merges = workspace[info["merges_offset"] :][: info["num_merges"] * 48]
+    return torch.cat([merges, workspace[info["items_offset"] : info["int_bytes"]]]).cpu()
 
 
 def test_plans_in_flight_do_not_overwrite_each_other():
@@ -38,13 +37,13 @@ def test_plans_in_flight_do_not_overwrite_each_other():
     workspaces = [torch.zeros(1 << 18, dtype=torch.uint8, device="cuda") for _ in batches]
     torch.cuda._sleep(BUSY)
     infos = [
-        gpu.plan(workspace, -1, batch.group()).tolist()
+        plan_with(gpu, workspace, -1, batch.group())
         for workspace, batch in zip(workspaces, batches, strict=True)
     ]
     torch.cuda.synchronize()
     for workspace, batch, info in zip(workspaces, batches, infos, strict=True):
         expected = torch.zeros(1 << 18, dtype=torch.uint8)
-        assert planner().plan(expected, -1, batch.group()).tolist() == info
+        assert plan_with(planner(), expected, -1, batch.group()) == info
         assert torch.equal(written(workspace, info), written(expected, info))
 
 

@@ -18,7 +18,6 @@ from examples.serve.warmup import warm_up
 from flashinfer._attention.plan.executor import AttentionExecutor
 from flashinfer._common.kernels import KernelTable
 from flashinfer.jit import JitSpec, current_compilation_context, registry
-from flashinfer.jit.attention import AttentionConfig
 
 LLAMA = {**checkpoint.SMALL, "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN = {
@@ -47,9 +46,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         names.add(spec.name)
         return _Kernels()
 
-    def plan(self: AttentionExecutor, problem: Any, *, graph_capacity: Any = None, **_: Any):
-        key = self._module_key(problem, None, 0, None, graph_capacity)
-        names.update((AttentionConfig(*key[:-1]).uri, "attention_plan"))
+    def plan(self: AttentionExecutor, problem: Any, options: Any, **_: Any):
+        key = self._module_key(problem, None, options)
+        names.update((key.config().uri, "attention_plan"))
 
     def kernel_of(table: KernelTable, key: Any) -> Any:
         return table._get_kernel(*(key if isinstance(key, tuple) else (key,)))
@@ -58,7 +57,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     # Kernels are neither found nor kept in what outlives the test.
     monkeypatch.setattr(KernelTable, "__getitem__", kernel_of, raising=False)
     monkeypatch.setattr(AttentionExecutor, "plan", plan)
-    monkeypatch.setattr(AttentionExecutor, "run", lambda *_: None)
+    monkeypatch.setattr(AttentionExecutor, "run", lambda *_, **__: None)
     monkeypatch.setattr(Runner, "backend", lambda self: contextlib.nullcontext())
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     current_compilation_context.reset()

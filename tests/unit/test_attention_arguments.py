@@ -10,8 +10,9 @@ import torch
 
 import flashinfer
 from flashinfer import utils
-from flashinfer._attention.checks import device_indices, host_indices, scalar
-from flashinfer._attention.plan.page_tables import host_page_table, keep
+from flashinfer._attention.checks import scalar
+from flashinfer._attention.plan.requests import device_indices, host_indices, host_page_table
+from flashinfer._attention.wrappers.graphs import copy_to_buffer
 from flashinfer.reference_backend import reference_backend
 
 BF16 = torch.bfloat16
@@ -57,7 +58,7 @@ def test_page_numbers_beyond_int32_do_not_become_others():
     expected = [3, *[2**31 - 1] * 3, -1, -1]
     assert device_indices("indices", numbers, torch.device("cpu")).tolist() == expected
     buffer = torch.zeros(8, dtype=torch.int32)
-    assert keep("indices", numbers, buffer).tolist() == [*expected, 0, 0]
+    assert copy_to_buffer("indices", numbers, buffer).tolist() == [*expected, 0, 0]
 
 
 def test_lengths_come_from_what_is_given():
@@ -103,9 +104,9 @@ def test_fast_decode_plan_is_the_plan_with_lengths_of_the_host():
 def test_positional_options_keep_their_old_order():
     table = (int32(0, 2), torch.arange(2), int32(4))
     problem = planned(lambda w: w.plan, *table, *HEADS, "ALIBI", 5, 2.0, BF16, torch.float8_e5m2)
-    assert (problem.pos_encoding_mode, problem.window_left) == ("ALIBI", 5)
-    assert problem.logits_soft_cap == 2.0 and problem.kv_data_type == torch.float8_e5m2
-    assert torch.equal(problem.alibi_slopes, utils.get_alibi_slopes(8))
+    assert (problem.spec.pos_encoding_mode, problem.spec.window_left) == ("ALIBI", 5)
+    assert problem.spec.logits_soft_cap == 2.0 and problem.spec.kv_data_type == torch.float8_e5m2
+    assert torch.equal(problem.tensors.alibi_slopes, utils.get_alibi_slopes(8))
 
 
 def test_a_plan_that_fails_leaves_none():

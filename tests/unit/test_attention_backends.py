@@ -13,9 +13,16 @@ import flashinfer
 from flashinfer import utils
 from flashinfer._attention.plan import choice as backends
 from flashinfer._attention.plan import mixed
-from flashinfer._attention.plan.choice import choose_kernel
-from flashinfer._attention.plan.executor import AttentionExecutor, _choice_of
-from flashinfer._attention.plan.problem import AttentionProblem
+from flashinfer._attention.plan.choice import KernelChoice, choose_kernel
+from flashinfer._attention.plan.executor import AttentionExecutor, GraphCapacity, PlanOptions
+from flashinfer._attention.plan.planner import ANY_ROWS
+from flashinfer._attention.plan.requests import (
+    ArgumentNames,
+    AttentionProblem,
+    PlanTensors,
+    Requests,
+)
+from flashinfer._attention.plan.spec import AttentionSpec
 from flashinfer._attention.plan.speeds import SPEEDS
 from flashinfer.jit import current_compilation_context
 from flashinfer.jit.attention import (
@@ -26,8 +33,8 @@ from flashinfer.jit.attention import (
     hopper,
     make_variant,
 )
-from flashinfer.jit.attention.plan import ANY_ROWS, NUM_MERGES, QO_TOKENS
 from flashinfer.reference_backend import reference_backend
+from tests.attention_plans import layout_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -157,20 +164,25 @@ def int32(*values: int) -> torch.Tensor:
 def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProblem:
     indptr = torch.tensor([0, *qo_lens]).cumsum(0).int()
     page_size = options.get("page_size", 0)
-    fields: dict[str, Any] = dict(
-        qo_indptr=indptr,
-        kv_indptr=indptr,
-        last_page_len=torch.full((len(qo_lens),), page_size).int() if page_size else None,
-        num_qo_heads=2 * group,
-        num_kv_heads=2,
-        head_dim_qk=128,
-        head_dim_vo=128,
-        q_data_type=BF16,
-        kv_data_type=BF16,
-        o_data_type=BF16,
-        sm_scale=1.0,
+    heads = {"num_qo_heads": 2 * group, "num_kv_heads": 2, "head_dim_qk": 128, "head_dim_vo": 128}
+    dtypes = {"q_data_type": BF16, "kv_data_type": BF16, "o_data_type": BF16}
+    named = {name: options.pop(name) for name in Requests._fields if name in options}
+    lengths = {
+        "qo_indptr": indptr,
+        "kv_indptr": indptr,
+        "last_page_len": torch.full((len(qo_lens),), page_size).int() if page_size else None,
+    }
+    spec = AttentionSpec(**{**heads, **dtypes, "sm_scale": 1.0, **options})
+    requests = Requests(
+        **{
+            "argument_names": ArgumentNames.DECODE,
+            "causal": spec.causal,
+            "window_left": spec.window_left,
+            **lengths,
+            **named,
+        }
     )
-    return AttentionProblem(**{**fields, **options})
+    return AttentionProblem(spec, requests, PlanTensors())
 
 
 @pytest.mark.compiler
@@ -340,11 +352,10 @@ def planned(
     return wrapper
 
 
-def configured(executor: AttentionExecutor, **arguments: Any) -> AttentionConfig:
+def configured(executor: AttentionExecutor, **options: Any) -> AttentionConfig:
     """Of the module that a plan for the same problem takes."""
-    values = {"second": None, "tile_q_second": 0, "fixed_split_size": None, "graph_capacity": None}
-    values.update(arguments)
-    return AttentionConfig(*executor._module_key(executor.problem, *values.values())[:-1])
+    assert executor.problem is not None
+    return executor._module_key(executor.problem, None, PlanOptions(**options)).config()
 
 
 @pytest.mark.compiler
@@ -383,10 +394,12 @@ def test_what_is_no_batch_is_refused_by_name(qo: list[int]):
 def test_a_graph_keeps_its_kernel():
     """The launch that was captured is that of the first plan, whatever comes later."""
     executor = planned("auto")._executor
-    executor._graph_choice = (_choice_of(executor.problem, False), 128, "fa3")
-    executor.problem = dataclasses.replace(executor.problem, qo_indptr=int32(0, 1, 2))
+    spec, requests, tensors = executor.problem
+    executor._graph_choice = (spec.kernel_options, False, KernelChoice("fa3", 128))
+    requests = requests._replace(qo_indptr=int32(0, 1, 2))
+    executor.problem = AttentionProblem(spec, requests, tensors)
     assert configured(executor).backend == "fa2"
-    assert configured(executor, graph_capacity=(2, 512)).backend == "fa3"
+    assert configured(executor, capacity=GraphCapacity(2, 512)).backend == "fa3"
 
 
 @pytest.mark.compiler
@@ -394,7 +407,7 @@ def test_a_graph_keeps_its_kernel():
 def test_plans_are_cut_by_the_kernels_own_tiles(backend: str, merges: int):
     """256 tokens in parts of 129: in KV tiles of 64 tokens these are 192, in those of 128, 256."""
     executor = planned(backend, fixed_split_size=129)._executor
-    assert executor._planner.info[NUM_MERGES] == merges
+    assert layout_of(executor._planner)["num_merges"] == merges
 
 
 @pytest.mark.compiler
@@ -474,10 +487,10 @@ def test_requests_that_decode_for_long_have_a_launch_of_their_own():
         few, rest = executor._decoder, executor
         assert (few.config.backend, few.config.tile_q) == ("fa2", 8)
         assert (rest.config.backend, rest.config.tile_q_second) == ("fa3", 0)
-        first, second = (launch._planner._configuration[-2:] for launch in (few, rest))
+        first, second = (launch._planner.config[-2:] for launch in (few, rest))
         assert (first, second) == ((0, 4), (5, ANY_ROWS))
         for launch in (few, rest):
-            assert launch._planner.info[QO_TOKENS] == sum(tokens)
+            assert layout_of(launch._planner)["groups"][0]["qo_tokens"] == sum(tokens)
 
 
 @pytest.mark.compiler

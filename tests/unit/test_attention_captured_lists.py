@@ -32,8 +32,8 @@ def _add_plan(stream: single._Stream, key: single.Key, backend: str) -> list[tor
         used.append(ints)
 
     workspaces = {"float_workspace": torch.zeros(256), "int_workspace": torch.arange(64)}
-    config = SimpleNamespace(backend=backend)
-    executor: Any = SimpleNamespace(config=config, move_workspaces=move_workspaces, **workspaces)
+    choice = SimpleNamespace(backend=backend)
+    executor: Any = SimpleNamespace(choice=choice, move_workspaces=move_workspaces, **workspaces)
     spare_list = executor.int_workspace.clone() if backend == "fa3" else None
     stream.plans[key] = single._Plan(executor, spare_list)
     return used

@@ -12,12 +12,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashinfer._attention.plan.speeds import MEMORY, SPEEDS, KernelSpeed, kernel_model
+from flashinfer._attention.plan.planner import ESTIMATE_DTYPE, PlanConfig, estimate_kernels
+from flashinfer._attention.plan.spec import AttentionSpec
+from flashinfer._attention.plan.speeds import (
+    MEMORY,
+    MODEL_DTYPE,
+    SPEEDS,
+    KernelSpeed,
+    kernel_model,
+)
 from flashinfer.jit.attention.config import choose_tile_q
 from flashinfer.jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
-from flashinfer.jit.attention.plan import estimate_kernels
 from tests.attention_plans import Requests
 from tests.attention_shares import Totals, best_shares
+from tests.native_structs import struct_dtype
 
 pytestmark = pytest.mark.compiler
 
@@ -38,10 +46,10 @@ class Launch:
     with_hopper: bool = True
 
     def model(self, page_size: int) -> torch.Tensor:
-        return kernel_model(
-            *(self.num_kv_heads, self.group_size, *self.head_dims, BF16, self.kv_dtype),
-            *(page_size, self.tile_q_second, self.fixed_split_size, self.with_hopper),
-        )
+        heads = self.num_kv_heads * self.group_size, self.num_kv_heads, *self.head_dims
+        spec = AttentionSpec(*heads, BF16, self.kv_dtype, BF16, sm_scale=1.0)
+        options = self.tile_q_second, self.fixed_split_size, self.with_hopper
+        return kernel_model(spec, page_size, *options)
 
 
 def estimated(launch: Launch, batch: Requests) -> tuple[float, ...]:
@@ -244,14 +252,32 @@ def test_counts_are_beyond_32_bits():
     assert estimated(launch, batch)[1] == pytest.approx(us, rel=1e-4)
 
 
+def _without_heads(model: torch.Tensor) -> torch.Tensor:
+    changed = model.clone()
+    changed.numpy().view(MODEL_DTYPE)["num_kv_heads"] = 0
+    return changed
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model[:20], "`model` must have 24 numbers and 9 of each tile, got 20"),
-        (lambda model: model.float(), "`model`.*float64"),
-        (lambda model: model * 0, "`model` must have counts from 1 on, got 0"),
+        (
+            lambda model: model[:64],
+            r"`model` must have at least \d+ aligned bytes.*got shape \[64\]",
+        ),
+        (lambda model: torch.cat([model, model]), r"`model` must have \d+ bytes, got shape"),
+        (lambda model: model.float(), "`model`.*uint8"),
+        (_without_heads, "`num_kv_heads` must be from 1 to 2147483647, got 0"),
     ],
 )
 def test_what_is_no_model_is_refused(change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         estimate_kernels(change(Launch().model(16)), Requests((1,), (1,)).group())
+
+
+def test_structs_have_the_fields_of_the_headers():
+    """Python fills and reads them by these names."""
+    choice, tiles = "scheduler/attention_choice.h", "scheduler/attention_tiles.h"
+    assert struct_dtype(choice, "KernelModel") == MODEL_DTYPE
+    assert struct_dtype(choice, "KernelEstimate") == ESTIMATE_DTYPE
+    assert struct_dtype(tiles, "PlanConfig").names == PlanConfig._fields

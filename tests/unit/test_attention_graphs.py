@@ -13,7 +13,8 @@ import torch
 
 import flashinfer
 from flashinfer.jit.attention import AttentionModule
-from flashinfer.jit.attention.plan import NUM_CTAS, NUM_MERGES, TILE_Q
+from flashinfer.jit.attention.modules import CtaSlots
+from tests.attention_plans import layout_of
 
 pytestmark = pytest.mark.compiler
 
@@ -39,11 +40,11 @@ def launches(monkeypatch) -> Iterator[Launches]:
         original(self, *args)
         self.run = lambda *arguments: recorded.append((self.config, arguments))
         self.second = lambda *arguments: None
-        self.cta_slots = lambda _: (264, 1)
+        self.cta_slots = lambda _: CtaSlots(264, 1)
 
     original = AttentionModule.__init__
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded.capturing)
-    with mock.patch("flashinfer._attention.plan.executor.get_attention_module", _fresh_module):
+    with mock.patch("flashinfer._attention.plan.launch.get_attention_module", _fresh_module):
         with mock.patch.object(AttentionModule, "__init__", init):
             yield recorded
 
@@ -93,12 +94,13 @@ def query(tokens: int) -> torch.Tensor:
 def test_plans_of_a_graph_differ_in_their_work_lists_only(launches):
     wrapper = graph_decode()
     plan_decode(wrapper)
-    first = wrapper._executor._planner.info.clone()
+    first = layout_of(wrapper._executor._planner)
     for batch_size, pages in ((1, 1), (CAPACITY, 16), (2, 0)):
         plan_decode(wrapper, batch_size, pages)
-        info = wrapper._executor._planner.info
-        assert info[: NUM_MERGES + 1].tolist() == first[: NUM_MERGES + 1].tolist()
-        assert info[NUM_CTAS] > 0
+        layout = layout_of(wrapper._executor._planner)
+        fixed = ("num_ctas", "num_merges")
+        assert [layout[name] for name in fixed] == [first[name] for name in fixed]
+        assert layout["num_ctas"] > 0
         assert wrapper._paged_kv_indptr_buf[: batch_size + 1].tolist() == [
             i * pages for i in range(batch_size + 1)
         ]
@@ -202,9 +204,9 @@ def plan_prefill(wrapper: Any, *lengths: int, begin: str = "plan", **options: An
 def test_a_prefill_graph_keeps_its_tile_and_its_tokens(launches):
     wrapper = graph_prefill()
     plan_prefill(wrapper, 100, 50)
-    tile = wrapper._executor._planner.info[TILE_Q].item()
+    tile = layout_of(wrapper._executor._planner)["tile_q"]
     plan_prefill(wrapper, 1, 1, 1)  # alone these would have the smallest tile
-    assert wrapper._executor._planner.info[TILE_Q].item() == tile == 128
+    assert layout_of(wrapper._executor._planner)["tile_q"] == tile == 128
     with pytest.raises(ValueError, match="150"):
         plan_prefill(wrapper, 100, 51)
     plan_prefill(wrapper, 150)
@@ -214,10 +216,10 @@ def test_other_plans_before_a_capture_have_tiles_of_their_own(launches):
     wrapper = graph_prefill()
     plan_prefill(wrapper, 100, 50)
     plan_prefill(wrapper, 100, 50, fixed_split_size=64)
-    assert wrapper._executor._planner.info[TILE_Q].item() == 64  # of any batch with such a size
+    assert layout_of(wrapper._executor._planner)["tile_q"] == 64  # of any batch with such a size
     captured(launches, lambda: wrapper.run(query(150), CACHE))
     plan_prefill(wrapper, 1, fixed_split_size=64)
-    assert wrapper._executor._planner.info[TILE_Q].item() == 64
+    assert layout_of(wrapper._executor._planner)["tile_q"] == 64
 
 
 def test_sizing_a_prefill_graph_fixes_nothing(launches):
@@ -225,7 +227,7 @@ def test_sizing_a_prefill_graph_fixes_nothing(launches):
     table = (int32(0, 4), int32(0, 1, 2, 3), int32(9))
     wrapper.workspace_size(int32(0, 1), *table, *HEADS, q_data_type=BF16)
     plan_prefill(wrapper, 100, 50)
-    assert wrapper._executor._planner.info[TILE_Q].item() == 128
+    assert layout_of(wrapper._executor._planner)["tile_q"] == 128
 
 
 def test_masks_of_a_prefill_graph(launches):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.jit.attention.plan import QO_TOKENS, QO_TOKENS_SECOND
+from tests.attention_plans import layout_of
 from tests.unit import test_attention_graphs as graphs
 from tests.unit.test_attention_graphs import (
     BF16,
@@ -51,8 +51,8 @@ def pod(launches) -> Any:
 
 
 def planned_tokens(wrapper: Any) -> tuple[int, int]:
-    info = wrapper._executor._planner.info
-    return int(info[QO_TOKENS]), int(info[QO_TOKENS_SECOND])
+    first, second = layout_of(wrapper._executor._planner)["groups"]
+    return first["qo_tokens"], second["qo_tokens"]
 
 
 def test_a_refused_plan_of_pod_does_not_unbind_its_graph(pod):

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer._attention.plan.planner import AttentionPlanner, PlanConfig
+from flashinfer._attention.plan.requests import ArgumentNames, Requests
 from flashinfer.decode import get_batch_decode_jit_module
 from flashinfer.jit.attention import (
     AttentionConfig,
-    AttentionPlan,
     choose_tile_q,
     gen_attention_module,
     gen_batch_attention_module,
@@ -28,7 +29,6 @@ from flashinfer.jit.attention import (
     get_pod_uri,
     make_variant,
 )
-from flashinfer.jit.attention.plan import DECODE
 from flashinfer.prefill import get_batch_prefill_jit_module
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -315,15 +315,16 @@ def test_variants_of_engines_compile(fields: dict[str, Any]):
 
 def _bound_state(module: Any) -> torch.Tensor:
     """The launch of a planned request of five tokens, with memory of the CPU."""
-    plan = AttentionPlan()
-    plan.configure(2, 4, 128, 16, 264)
+    planner = AttentionPlanner()
+    planner.configure(PlanConfig(num_kv_heads=2, group_size=4, head_dim_vo=128, tile_q=16))
     indptr, last = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     workspace = torch.zeros(1 << 16, dtype=torch.uint8)
-    info = plan.plan(workspace, -1, (DECODE, None, indptr, None, last, 4, False, -1, 1))
-    state = torch.zeros(4096, dtype=torch.uint8)
+    requests = Requests(ArgumentNames.DECODE, None, indptr, last_page_len=last, page_size=4)
+    planner.plan(workspace, -1, requests)
+    launch = torch.zeros(module.launch_bytes, dtype=torch.uint8)
     pages = torch.zeros(2, dtype=torch.int32)
-    module.bind(state, info, workspace, workspace, pages, 8, 2, 4, False, False)
-    return state
+    module.bind(launch, planner.layout, workspace, workspace, pages, 8, 2, 4, False, False)
+    return launch
 
 
 @pytest.mark.compiler

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashinfer.jit.attention import plan as p
+from flashinfer._attention.plan.planner import AttentionPlanner
 from tests.attention_plans import (
     TILE_KV,
     Options,
@@ -24,6 +24,7 @@ from tests.attention_plans import (
     int32,
     launches,
     make_plan,
+    plan_with,
     requests,
 )
 
@@ -48,9 +49,9 @@ def test_every_row_and_key_is_covered_once(launch):
     plan = make_plan(options, *groups)
     check_covers(options, plan, *groups)
     check_slots(options, plan)
-    assert plan.info[p.QO_TOKENS] == sum(groups[0].qo_lens())
-    assert plan.info[p.BATCH_SIZE] == len(groups[0].kv_len)
-    assert plan.info[p.KV_ENTRIES] == groups[0].group()[2][-1]
+    assert plan.info["groups"][0]["qo_tokens"] == sum(groups[0].qo_lens())
+    assert plan.info["groups"][0]["batch_size"] == len(groups[0].kv_len)
+    assert plan.info["groups"][0]["kv_entries"] == groups[0].group().kv_indptr[-1]
 
 
 @FUZZ
@@ -71,7 +72,7 @@ def check_same(plan: Plan, again: Plan) -> None:
 @given(st.lists(launches(), min_size=2, max_size=4))
 def test_what_a_planner_planned_before_does_not_matter(batches):
     """Its memory is kept from plan to plan, and nothing of what is in it."""
-    planner = p.AttentionPlan()
+    planner = AttentionPlanner()
     for options, groups in batches:
         plan = make_plan(options, *groups)
         check_same(plan, make_plan(options, *groups, planner=planner))
@@ -84,12 +85,16 @@ def test_cuts_are_where_they_were_asked_for(launch):
     plan = make_plan(options, *groups)
     pieces = plan.pieces()
     if options.disable_split_kv:
-        assert (pieces["slot"] < 0).all() and plan.info[p.FLOAT_BYTES] == 0
+        assert (pieces["partial_slot"] < 0).all() and plan.info["float_bytes"] == 0
     elif options.fixed_split_size:
         size = -(-options.fixed_split_size // options.tile_kv) * options.tile_kv
         assert (pieces["kv_begin"] // size == np.maximum(pieces["kv_end"] - 1, 0) // size).all()
         last = {int(merge["slot_end"]) - 1 for merge in plan.merges}
-        inner = [piece for piece in pieces if piece["slot"] >= 0 and piece["slot"] not in last]
+        inner = [
+            piece
+            for piece in pieces
+            if piece["partial_slot"] >= 0 and piece["partial_slot"] not in last
+        ]
         assert all(piece["kv_end"] % size == 0 for piece in inner)
 
 
@@ -119,7 +124,7 @@ def test_fixed_split_size_cuts_a_request_the_same_in_every_batch(one, other, siz
 
     plans = make_plan(options, alone), make_plan(options, batch)
     assert ranges(plans[0], 0) == ranges(plans[1], at)
-    assert plans[0].info[p.MERGED_ROWS] == plans[1].info[p.MERGED_ROWS]
+    assert plans[0].info["merged_rows"] == plans[1].info["merged_rows"]
 
 
 # ---- balance ----
@@ -167,13 +172,13 @@ def test_few_short_requests_are_cut_into_few_parts(length):
     plan = make_plan(Options(), Requests(1, (length,)))
     loads = kv_tiles(plan)
     assert min(loads) >= min(2, length // TILE_KV) and max(loads) <= 4
-    assert plan.info[p.NUM_MERGES] == (len(loads) > 1)
+    assert plan.info["num_merges"] == (len(loads) > 1)
 
 
 @pytest.mark.parametrize("batch_size", [49, 98, 147])
 def test_what_is_balanced_as_it_is_is_not_cut(batch_size):
     plan = make_plan(Options(), Requests(1, (4096,) * batch_size))
-    assert plan.info[p.NUM_MERGES] == 0 and plan.info[p.FLOAT_BYTES] == 0
+    assert plan.info["num_merges"] == 0 and plan.info["float_bytes"] == 0
     assert len(plan.items) == batch_size
 
 
@@ -189,7 +194,7 @@ def test_no_column_is_far_above_an_equal_share(lengths, heads_and_columns):
     num_kv_heads, columns = heads_and_columns
     options = Options(num_kv_heads=num_kv_heads)
     plan = make_plan(options, Requests(1, tuple(lengths)))
-    assert plan.info[p.NUM_MERGES] == 0 or len(plan.columns) <= columns
+    assert plan.info["num_merges"] == 0 or len(plan.columns) <= columns
     last, _ = makespan(plan, num_kv_heads, options.cta_slots, TILE_KV)
     pieces = sum(-(-n // TILE_KV) + 1 for n in lengths) + columns
     assert last <= max(5, 1.04 * num_kv_heads * pieces / options.cta_slots + 4)
@@ -199,9 +204,9 @@ def test_what_fills_the_memory_without_a_cut_is_not_cut():
     """16 requests with 8 heads are one CTA on each multiprocessor that would hold two."""
     requests = Requests(1, (8192,) * 16)
     cut = make_plan(Options(cta_slots=264), requests)
-    assert cut.info[p.NUM_MERGES] == 16 and len(cut.columns) == 32
+    assert cut.info["num_merges"] == 16 and len(cut.columns) == 32
     whole = make_plan(Options(cta_slots=264, lone_speed=2), requests)
-    assert whole.info[p.NUM_MERGES] == 0 and len(whole.columns) == 16
+    assert whole.info["num_merges"] == 0 and len(whole.columns) == 16
 
 
 def test_a_long_request_has_no_more_parts_than_fill_the_memory():
@@ -249,7 +254,7 @@ def test_long_tiles_come_first():
     """Causal prefill: one tile per column, by falling cost, ties in order of requests."""
     options = Options(tile_q=128, cta_slots=264)
     plan = make_plan(options, Requests((2048,) * 8, (2048,) * 8, page_size=0, causal=True))
-    assert plan.columns == [[i] for i in range(512)] and plan.info[p.NUM_MERGES] == 0
+    assert plan.columns == [[i] for i in range(512)] and plan.info["num_merges"] == 0
     loads = kv_tiles(plan)
     assert loads == sorted(loads, reverse=True)
     for cost in set(loads):
@@ -313,7 +318,7 @@ def test_prompts_fill_a_gpu_of_one_cta_per_multiprocessor(name, num_kv_heads, ca
     plan = make_plan(options, Requests(lengths, lengths, page_size=0, causal=causal))
     last, ideal = makespan(plan, num_kv_heads, options.cta_slots)
     assert last <= 1.05 * ideal + 4
-    if plan.info[p.NUM_MERGES] == 0 and len(plan.columns) == len(plan.items):
+    if plan.info["num_merges"] == 0 and len(plan.columns) == len(plan.items):
         loads = kv_tiles(plan, options.tile_kv)
         assert loads == sorted(loads, reverse=True)
 
@@ -325,7 +330,7 @@ def test_where_heads_take_turns_long_tiles_are_dealt_to_columns():
     sizes = {"num_kv_heads": 8, "group_size": 2, "head_dim_vo": 256}
     options = Options(**sizes, tile_q=64, cta_slots=132)
     mixed = make_plan(options, Requests((512,) + (1,) * 31, (8192,) + (1024,) * 31, causal=True))
-    assert mixed.info[p.NUM_MERGES] == 0 and len(mixed.columns) == 16 < len(mixed.items)
+    assert mixed.info["num_merges"] == 0 and len(mixed.columns) == 16 < len(mixed.items)
     last, ideal = makespan(mixed, 8, 132, TILE_KV)
     assert last <= 1.05 * ideal + 4
     even = make_plan(options, Requests((512,) * 32, (512,) * 32, causal=True))
@@ -350,20 +355,20 @@ def test_parts_that_cost_more_than_they_save_are_not_made():
     """Of 512 tokens, whose tiles would each write 64 KiB of partial results to save 2 KV tiles."""
     for tokens, keys in ((512, 512), (256, 1024), (512, 1024)):
         plan = make_plan(HOPPER, Requests((tokens,), (keys,), page_size=0, causal=True))
-        assert plan.info[p.NUM_MERGES] == 0
+        assert plan.info["num_merges"] == 0
 
 
 def test_a_grid_has_at_most_32767_columns():
     """What does not fit stands in the lists of the first columns."""
     options = Options(num_kv_heads=1, group_size=1, disable_split_kv=True)
     plan = make_plan(options, Requests(1, (64,) * 70_000, page_size=64))
-    assert plan.info[p.NUM_CTAS] == 32767
+    assert plan.info["num_ctas"] == 32767
     assert sum(map(len, plan.columns)) == 70_000 and max(map(len, plan.columns)) == 3
 
 
 # ---- CUDA graphs ----
 
-FIXED = (p.NUM_CTAS, p.NUM_MERGES, p.ROWS_PER_SLOT, p.ITEMS_OFFSET, p.MERGES_OFFSET, p.NUM_SLOTS)
+FIXED = ("num_ctas", "num_merges", "rows_per_slot", "items_offset", "merges_offset", "num_slots")
 
 
 @FUZZ
@@ -385,15 +390,15 @@ def test_a_graph_replays_for_every_batch_within_its_capacity(data, tiles, split,
     )
     most = Requests((400,) * 12, (9000,) * 12)
     float_bytes, int_bytes = (
-        make_plan(options, most).info[position] for position in (p.FLOAT_BYTES, p.INT_BYTES)
+        make_plan(options, most).info[position] for position in ("float_bytes", "int_bytes")
     )
     captured = make_plan(options, most, float_bytes=float_bytes)
     for _ in range(3):
         group = data.draw(requests())
         plan = make_plan(options, group, float_bytes=float_bytes)
-        for position in (*FIXED, p.SUMS_OFFSET, p.MERGED_ROWS):
+        for position in (*FIXED, "sums_offset", "merged_rows"):
             assert plan.info[position] == captured.info[position]
-        assert plan.info[p.INT_BYTES] <= int_bytes
+        assert plan.info["int_bytes"] <= int_bytes
         check_covers(options, plan, group)
         check_slots(options, plan)
 
@@ -406,14 +411,14 @@ def test_growing_past_a_graphs_capacity_is_refused():
     with pytest.raises(ValueError, match="batch has 7 query tokens.*planned for 6"):
         make_plan(options, Requests((3, 4), (100,) * 2))
     options = dataclasses.replace(options, graph_qo_len=2)
-    assert make_plan(options, Requests(2, (100,) * 3)).info[p.ROWS_PER_SLOT] == 8
+    assert make_plan(options, Requests(2, (100,) * 3)).info["rows_per_slot"] == 8
     with pytest.raises(ValueError, match="3 query tokens in one request.*planned for 2"):
         make_plan(options, Requests((3, 1), (100,) * 2))
 
 
 def test_an_empty_graph_batch_has_idle_columns():
     plan = make_plan(Options(graph_batch_size=4, graph_qo_tokens=4), Requests(1, ()))
-    assert plan.info[p.NUM_CTAS] == 49 and (plan.items["request"][:49] == -1).all()
+    assert plan.info["num_ctas"] == 49 and (plan.items["request"][:49] == -1).all()
     assert not plan.merges["num_rows"].any()
 
 
@@ -421,8 +426,8 @@ def test_an_empty_graph_batch_has_idle_columns():
 
 
 def test_too_small_workspaces_are_refused_before_anything_is_written():
-    planner = p.AttentionPlan()
-    planner.configure(**dataclasses.asdict(Options()))
+    planner = AttentionPlanner()
+    planner.configure(Options().config())
     group = Requests(1, (8192,) * 16).group()
     float_bytes, int_bytes = planner.bytes_needed(group)
     workspace = torch.zeros(int_bytes, dtype=torch.uint8)
@@ -438,20 +443,18 @@ def test_too_small_workspaces_are_refused_before_anything_is_written():
 def test_plans_do_not_share_state():
     """Two objects used in turn give what each gives alone, and go away without the other."""
     groups = Requests(1, (8192,) * 16).group(), Requests(2, (100, 5000)).group()
-    planners = [p.AttentionPlan(), p.AttentionPlan()]
+    planners = [AttentionPlanner(), AttentionPlanner()]
     for planner, tile_q in zip(planners, (16, 64), strict=True):
-        planner.configure(**dataclasses.asdict(Options(tile_q=tile_q)))
-    first = [
-        planner.plan(None, -1, g).tolist() for planner, g in zip(planners, groups, strict=True)
-    ]
+        planner.configure(Options(tile_q=tile_q).config())
+    first = [plan_with(planner, None, -1, g) for planner, g in zip(planners, groups, strict=True)]
     for _ in range(3):
         again = [
-            planner.plan(None, -1, g).tolist() for planner, g in zip(planners, groups, strict=True)
+            plan_with(planner, None, -1, g) for planner, g in zip(planners, groups, strict=True)
         ]
         assert again == first
     del planners[0]
     gc.collect()
-    assert planners[0].plan(None, -1, groups[1]).tolist() == first[1]
+    assert plan_with(planners[0], None, -1, groups[1]) == first[1]
 
 
 # ---- lengths ----
@@ -460,10 +463,10 @@ def test_plans_do_not_share_state():
 def test_lengths_come_from_pages_or_from_kv_len():
     group = Requests(1, (100, 0, 5000, 16))
     lengths = int32([100, 0, 5000, 16])
-    planner = p.AttentionPlan()
-    planner.configure(**dataclasses.asdict(Options()))
+    planner = AttentionPlanner()
+    planner.configure(Options().config())
     infos = [
-        planner.plan(None, -1, group.group(**changes)).tolist()
+        plan_with(planner, None, -1, group.group(**changes))
         for changes in ({}, {"kv_len": lengths}, {"kv_len": lengths, "last_page_len": None})
     ]
     assert infos[0] == infos[1] == infos[2]
@@ -471,13 +474,13 @@ def test_lengths_come_from_pages_or_from_kv_len():
 
 def test_padding_requests_without_pages_are_empty():
     """Engines pad a batch with repeated indptr and any last_page_len."""
-    planner = p.AttentionPlan()
-    planner.configure(**dataclasses.asdict(Options()))
+    planner = AttentionPlanner()
+    planner.configure(Options().config())
     workspace = torch.zeros(1 << 16, dtype=torch.uint8)
     group = Requests(1, (100, 0, 0)).group(last_page_len=int32([4, 1, 16]))
-    info = planner.plan(workspace, -1, group).tolist()
+    info = plan_with(planner, workspace, -1, group)
     plan = make_plan(Options(), Requests(1, (100, 0, 0)))
-    written = workspace[info[p.ITEMS_OFFSET] :][: plan.items.nbytes].numpy()
+    written = workspace[info["items_offset"] :][: plan.items.nbytes].numpy()
     assert np.array_equal(written.view(plan.items.dtype), plan.items)
 
 
@@ -529,8 +532,8 @@ CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases]
 
 @pytest.mark.parametrize(("name", "value", "message"), CASES)
 def test_bad_indices_are_refused_by_name(name, value, message):
-    planner = p.AttentionPlan()
-    planner.configure(**dataclasses.asdict(Options()))
+    planner = AttentionPlanner()
+    planner.configure(Options().config())
     fields = {"paged_kv_indptr": "kv_indptr", "seq_lens": "kv_len", "qo_indptr": "qo_indptr"}
     group = Requests((1, 2), (80, 48)).group(**{fields.get(name, "last_page_len"): value})
     workspace = torch.zeros(1 << 16, dtype=torch.uint8)

@@ -17,7 +17,7 @@ import flashinfer
 from flashinfer import reference_backend
 from flashinfer._attention.plan import choice as backends
 from flashinfer._attention.plan.executor import AttentionExecutor
-from flashinfer.jit.attention import plan as p
+from flashinfer._attention.plan.planner import ANY_ROWS
 from tests.attention_plans import (
     Options,
     Plan,
@@ -28,6 +28,7 @@ from tests.attention_plans import (
     int32,
     item_costs,
     launches,
+    layout_of,
     make_plan,
     read_plan,
 )
@@ -58,13 +59,12 @@ def hopper() -> Iterator[None]:
 def launch_of(executor: AttentionExecutor) -> tuple[Options, Plan]:
     """What the planner was told, and the work list in the executor's workspace."""
     planner = executor._planner
-    assert planner is not None and planner._configuration is not None
-    names = [field.name for field in dataclasses.fields(Options)]
-    options = Options(**dict(zip(names, planner._configuration, strict=True)))
-    info = planner.info.tolist()
-    assert info[p.INT_BYTES] <= executor.int_workspace.nbytes
-    assert info[p.FLOAT_BYTES] <= executor.float_workspace.nbytes
-    return options, read_plan(info, executor.int_workspace[: info[p.INT_BYTES]])
+    assert planner is not None and planner.config is not None
+    options = Options(**planner.config._asdict())
+    info = layout_of(planner)
+    assert info["int_bytes"] <= executor.int_workspace.nbytes
+    assert info["float_bytes"] <= executor.float_workspace.nbytes
+    return options, read_plan(info, executor.int_workspace[: info["int_bytes"]])
 
 
 def check_launch(executor: AttentionExecutor, *groups: Requests) -> Options:
@@ -118,10 +118,10 @@ def test_launches_of_a_mixed_batch_share_it(
     if executor._is_apart:
         second = check_launch(executor._decoder, batch)
         assert (second.least_rows, second.most_rows + 1) == (0, options.least_rows)
-        assert second.most_rows == max(few) and options.most_rows == p.ANY_ROWS
+        assert second.most_rows == max(few) and options.most_rows == ANY_ROWS
         assert options.tile_q_second == second.tile_q_second == 0
     else:
-        assert (options.least_rows, options.most_rows) == (0, p.ANY_ROWS)
+        assert (options.least_rows, options.most_rows) == (0, ANY_ROWS)
         assert bool(options.tile_q_second) == (is_mixed and executor.config.backend == "fa2")
 
 
@@ -197,7 +197,7 @@ def test_no_part_of_a_tile_is_too_short_to_be_worth_it(launch):
     plan = make_plan(options, *groups)
     least = shares_of(options, plan).min_piece
     for piece in plan.pieces():
-        if piece["slot"] >= 0:
+        if piece["partial_slot"] >= 0:
             tiles = -(-(piece["kv_end"] - piece["kv_begin"]) // options.tile_kv)
             assert tiles >= least
 
@@ -213,7 +213,7 @@ def test_the_end_of_a_plan_is_bounded(launch):
     plan = make_plan(options, *groups)
     loads = [sum(column) for column in item_costs(options, plan)]
     heads, slots = options.num_kv_heads, options.cta_slots
-    if plan.info[p.NUM_MERGES] or options.graph_batch_size >= 0:
+    if plan.info["num_merges"] or options.graph_batch_size >= 0:
         assert len(plan.columns) <= gpu_columns(slots, heads)
     shares = shares_of(options, plan)
     short = 2 * (shares.min_piece + options.piece_tiles) * max(shares.totals.unit)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention.plan import executor, masks
-from flashinfer._attention.plan.executor import AttentionExecutor
-from flashinfer._attention.wrappers import cascade
-from flashinfer._attention.wrappers import two_parts as pair
+from flashinfer._attention.plan import masks
+from flashinfer._attention.plan.choice import KernelChoice
+from flashinfer._attention.plan.executor import AttentionExecutor, PlanOptions
+from flashinfer._attention.wrappers import cascade, two_parts
 from flashinfer.jit import attention as attention_jit
 from flashinfer.reference_backend import reference_backend
 from flashinfer.testing.tensors import iter_tensors
@@ -56,17 +56,19 @@ def _launch(
     inputs.pop("o_dtype")
     if v is None:
         k, v = k.unbind(1)
-    if problem.rows_as_pages:
-        rows = problem.kv_lengths()[0]
-        k, v = (x if problem.kv_layout == "NHD" else x.transpose(0, 1) for x in (k, v))
+    spec, requests, tensors = problem
+    page_size = requests.page_size
+    if tensors.rows_as_pages:
+        rows = requests.kv_lengths()[0]
+        k, v = (x if spec.kv_layout == "NHD" else x.transpose(0, 1) for x in (k, v))
         assert len(k) == len(v) == rows
-        padding = -len(k) % problem.page_size
+        padding = -len(k) % page_size
         k, v = (torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in (k, v))
-        k, v = (x.unflatten(0, (-1, problem.page_size)) for x in (k, v))
-    elif problem.kv_layout == "HND":
+        k, v = (x.unflatten(0, (-1, page_size)) for x in (k, v))
+    elif spec.kv_layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if problem.page_size:
-        assert k.shape[1:3] == (problem.page_size, problem.num_kv_heads)
+    if page_size:
+        assert k.shape[1:3] == (page_size, spec.num_kv_heads)
         results = _paged_attention_reference(q, k, v, **inputs)
     else:
         results = _ragged_attention_reference(q, k, v, **inputs)
@@ -81,35 +83,36 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     happened: list[str] = []
     plan = AttentionExecutor.plan
 
-    def planned(self: Any, problem: Any, *, second: Any = None, **options: Any) -> None:
+    def planned(self: Any, problem: Any, *args: Any, second: Any = None, **options: Any) -> None:
         self.second_problem = second
         happened.append("plan")
         with reference_backend():
-            plan(self, problem, second=second, **options)
+            plan(self, problem, *args, second=second, **options)
 
     def set_second(self, q, k, v, out, lse, v_scale=1.0):
         happened.append("second")
         self.second_tensors = (q, k, v, out, lse), v_scale
 
     def run(
-        self, q, k, v, out, lse, sm_scale, v_scale, window_left, sinks, enable_pdl, additional=(),
-        head_scales=None,
+        self, q, k, v, out, lse, *, sm_scale, v_scale, window_left, sinks=None, enable_pdl=None,
+        additional=(), head_scales=None,
     ):  # fmt: skip
         happened.append("run")
         options = {"sm_scale": sm_scale, "v_scale": v_scale, "sinks": sinks}
         for operand, scale in zip("qkv", head_scales or (), strict=False):
-            heads = self.problem.num_qo_heads if operand == "q" else self.problem.num_kv_heads
+            spec = self.problem.spec
+            heads = spec.num_qo_heads if operand == "q" else spec.num_kv_heads
             options[f"{operand}_head_scale"] = None if scale is None else scale.expand(heads)
         _launch(self.problem, q, k, v, out, lse, window_left=window_left, **options)
         if self.second_problem is not None:
             tensors, options["v_scale"] = self.second_tensors
             _launch(self.second_problem, *tensors, window_left=window_left, **options)
 
-    def add_mask(*arguments: Any) -> None:
+    def make_mask(*arguments: Any) -> Any:
         with reference_backend():  # packs the bits
-            masks.add_mask(*arguments)
+            return masks.make_mask(*arguments)
 
-    monkeypatch.setattr(pair, "add_mask", add_mask)
+    monkeypatch.setattr(two_parts, "make_mask", make_mask)
     monkeypatch.setattr(AttentionExecutor, "plan", planned)
     monkeypatch.setattr(AttentionExecutor, "set_second", set_second)
     monkeypatch.setattr(AttentionExecutor, "run", run)
@@ -261,26 +264,28 @@ def test_generators_describe_the_modules_of_the_wrappers():
     pod = (*types, 64, 0, False, False, False, torch.int32, 0, False, False)
     with reference_backend():
         single, batch, mixed = plan_pod(), plan_batch_pod(), plan_mixed(causal=True)
+        made = {single: plan_pod, batch: plan_batch_pod}
         single.run(**_RUNS[plan_pod][0], causal_p=True)
         batch.run(**_RUNS[plan_batch_pod][0], causal_p=True)
-        pairs = [single._run_problems(**_prefill(single)), batch._run_problems(True, None, None)]
+        pairs = [wrapper._problems_of(_call(wrapper, make)) for wrapper, make in made.items()]
     for (prefill, decode), make in zip(
         pairs, (attention_jit.gen_pod_module, attention_jit.gen_batch_pod_module), strict=True
     ):
-        key = single._executor._module_key(prefill, decode, 16, None, None)
-        assert _without_tile(executor._config(key)) == _without_tile(make(*pod).config)
-    key = mixed._executor._module_key(mixed._problem, None, 16, None, None)
+        key = single._executor._module_key(prefill, decode, PlanOptions())
+        assert _without_tile(key.config()) == _without_tile(make(*pod).config)
+    choice = KernelChoice("fa2", 64, 16)
+    key = mixed._executor._module_key(mixed._problem, None, PlanOptions(), choice)
     generated = attention_jit.gen_batch_attention_module(
         *types, torch.int32, 64, 64, 0, False, False
     )
-    assert _without_tile(executor._config(key)) == _without_tile(generated.config)
+    assert _without_tile(key.config()) == _without_tile(generated.config)
 
 
-def _prefill(wrapper: Any) -> dict[str, Any]:
-    defaults = inspect.signature(type(wrapper).run).parameters
-    names = inspect.signature(wrapper._run_problems).parameters
-    given = {**_RUNS[plan_pod][0], "causal_p": True}
-    return {name: given.get(name, defaults[name].default) for name in names}
+def _call(wrapper: Any, plan: Any) -> dict[str, Any]:
+    """The arguments of a run by their names."""
+    parameters = inspect.signature(type(wrapper).run).parameters
+    given = {**_RUNS[plan][0], "causal_p": True}
+    return {name: given.get(name, parameter.default) for name, parameter in parameters.items()}
 
 
 def _without_tile(config: Any) -> Any:

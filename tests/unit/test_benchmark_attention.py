@@ -88,13 +88,15 @@ def test_the_plan_has_the_lengths():
     qo, kv = lengths(PAGED, *flags)
     for name in (PAGED, RAGGED):
         problem = build(name, *flags)["self"]._problem
-        assert torch.equal(problem.qo_lengths(), qo) and torch.equal(problem.kv_lengths(), kv)
+        assert torch.equal(problem.requests.qo_lengths(), qo) and torch.equal(
+            problem.requests.kv_lengths(), kv
+        )
 
 
 @pytest.mark.parametrize("hnd", [(), ("--hnd",)])
 def test_pages_are_in_random_places(hnd):
     arguments = build(DECODE, "--batch_size", "4", "--s_kv", "33", "--page_size", "8", *hnd)
-    pages = arguments["self"]._problem.kv_indices
+    pages = arguments["self"]._problem.tensors.kv_indices
     assert sorted(pages.tolist()) == list(range(20)) and pages.tolist() != sorted(pages.tolist())
     inner = (2, 8) if hnd else (8, 2)
     assert [part.shape for part in arguments["paged_kv_cache"]] == [(20, *inner, 32)] * 2
@@ -239,8 +241,8 @@ def test_a_wrong_result_gets_no_time(name, timer, capsys, monkeypatch):
     def without_the_last_key(self, q=None, paged_kv_cache=None, **others):
         cache = paged_kv_cache if name == CASCADE else others["paged_kv_cache_d"]
         last = self._wrappers[1]._problem if name == CASCADE else self._base
-        page = last.kv_indices[last.kv_indptr[1] - 1]
-        cache[1][page, last.last_page_len[0] - 1] += 8.0  # of the first request
+        page = last.tensors.kv_indices[last.requests.kv_indptr[1] - 1]
+        cache[1][page, last.requests.last_page_len[0] - 1] += 8.0  # of the first request
         given = {"q": q, "paged_kv_cache": paged_kv_cache} if name == CASCADE else {}
         return run(self, **given, **others)
 

@@ -14,7 +14,8 @@ import torch
 from ..._common.dtypes import torch_name
 from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.config import FLOAT16
-from ..checks import check_count, check_index_vector, host_indices, refuse, resolve_dtype, scalar
+from ..checks import check_count, refuse, resolve_dtype, scalar
+from ..plan.requests import check_index_vector, host_indices
 from ..wrappers.base import split_cache
 from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -148,7 +149,12 @@ causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_ord
     if cum_seq_lens_q is None:
         per_request = check_count("q_len_per_req", 1 if q_len_per_req is None else q_len_per_req)
     return _attend(
-        *(query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q),
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        cum_seq_lens_q,
         qo_len=("max_q_len", max_q_len, per_request),
         kv_len=("max_seq_len", max_seq_len),
         scales=(bmm1_scale, bmm2_scale),
@@ -252,7 +258,12 @@ multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
                 f"{len(table)}"
             )
     return _attend(
-        *(query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q),
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        cum_seq_lens_q,
         qo_len=("max_q_len", max_q_len, None),
         kv_len=("max_kv_len", max_kv_len),
         scales=(bmm1_scale, bmm2_scale),
@@ -315,10 +326,14 @@ def _attend(
     if resolve_dtype("out_dtype", out_dtype) not in FLOAT16:
         raise ValueError(f"`out_dtype` must be float16 or bfloat16, got {out_dtype}")
     wrapper.plan(
-        *(rows, torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()),
+        rows,
+        torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
         _page_numbers(block_tables, counts),
         (lengths - (counts - 1) * page_size).int().clamp(max=page_size),
-        *(query.shape[1], num_kv_heads, query.shape[2], page_size),
+        query.shape[1],
+        num_kv_heads,
+        query.shape[2],
+        page_size,
         head_dim_vo=(k if v is None else v).shape[-1],
         causal=causal,
         sm_scale=plan_scale,

@@ -118,11 +118,21 @@ def _run(
     config, variant = _parts(jit_module)
     mode = "ROPE_LLAMA" if config.pos_encoding == "rope_llama" else "NONE"
     problem = single_problem(
-        q, k, v, kv_layout, config.dtype_o, mode, window_left, None, None, None
+        q,
+        k,
+        v,
+        kv_layout=kv_layout,
+        o_dtype=config.dtype_o,
+        causal=causal,
+        pos_encoding_mode=mode,
+        window_left=window_left,
+        variant=variant,
+        backend=config.backend,
     )
+    spec = problem.spec
     for name, given, wanted in (
-        ("q", (q.dtype, problem.head_dim_qk), (config.dtype_q, config.head_dim_qk)),
-        ("v", (v.dtype, problem.head_dim_vo), (config.dtype_kv, config.head_dim_vo)),
+        ("q", (q.dtype, spec.head_dim_qk), (config.dtype_q, config.head_dim_qk)),
+        ("v", (v.dtype, spec.head_dim_vo), (config.dtype_kv, config.head_dim_vo)),
     ):
         if given != wanted:
             raise ValueError(
@@ -132,7 +142,6 @@ def _run(
     wanted_args = [*variant.tensor_names, *variant.scalar_names]
     if len(args) != len(wanted_args):
         raise TypeError(f"the variant needs {wanted_args} after `v`, got {len(args)} values")
-    problem.causal, problem.variant, problem.backend = causal, variant, config.backend
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=config.dtype_o, device=q.device)
     lse = new_lse(q) if check_flag("return_lse", return_lse) else None
     run_single(problem, q, k, v, out, lse, q.shape[-1] ** -0.5, 1.0, args)

@@ -10,7 +10,7 @@ import torch
 from ..._common.cache_layout import is_hnd
 from ..._common.packbits import packbits
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.plan import RAGGED
+from ...jit.attention.variant import AttentionVariant
 from ...trace.templates.attention import single_decode_trace, single_prefill_trace
 from ..checks import (
     check_backend,
@@ -25,9 +25,9 @@ from ..checks import (
     split_scales,
 )
 from ..plan.alibi import get_alibi_slopes
-from ..plan.executor import check_heads
 from ..plan.masks import as_bools
-from ..plan.problem import AttentionProblem
+from ..plan.requests import ArgumentNames, AttentionProblem, CustomMask, PlanTensors, Requests
+from ..plan.spec import AttentionSpec
 from .single_plans import run_single
 
 
@@ -105,13 +105,20 @@ def single_decode_with_kv_cache(
     check_flag("use_tensor_cores", use_tensor_cores)
     check_tensor("q", q, 2)
     problem = single_problem(
-        q[None], k, v, kv_layout, None, pos_encoding_mode, window_left, logits_soft_cap,
-        rope_scale, rope_theta,
-    )  # fmt: skip
+        q[None],
+        k,
+        v,
+        kv_layout=kv_layout,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )
     out = torch.empty((1, *q.shape[:1], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = new_lse(q[None]) if check_flag("return_lse", return_lse) else None
     scale = logits_scale(sm_scale, q.shape[-1])
-    heads = (q.shape[0], problem.num_kv_heads)
+    heads = (q.shape[0], problem.spec.num_kv_heads)
     factor, v_factor, head_scales = split_scales(q.device, *heads, q_scale, k_scale, v_scale)
     run_single(problem, q[None], k, v, out, lse, scale * factor, v_factor, head_scales=head_scales)
     return out[0] if lse is None else (out[0], lse[0])
@@ -224,21 +231,35 @@ def single_prefill_with_kv_cache(
         )
     check_tensor("q", q, 3)
     problem = single_problem(
-        q, k, v, kv_layout, o_dtype, pos_encoding_mode, window_left, logits_soft_cap, rope_scale,
-        rope_theta,
-    )  # fmt: skip
-    problem.causal, problem.backend = check_flag("causal", causal), backend
+        q,
+        k,
+        v,
+        kv_layout=kv_layout,
+        o_dtype=o_dtype,
+        causal=check_flag("causal", causal),
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        backend=backend,
+    )
     if custom_mask is not None or packed_custom_mask is not None:
-        _add_mask(problem, len(q), custom_mask, packed_custom_mask, q.device)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=problem.o_data_type, device=q.device)
+        kv_len = int(problem.requests.kv_indptr[1])
+        mask = _single_mask(len(q), kv_len, custom_mask, packed_custom_mask, q.device)
+        problem = problem.with_mask(mask)
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=problem.spec.o_data_type, device=q.device)
     lse = new_lse(q) if check_flag("return_lse", return_lse) else None
     scale = logits_scale(sm_scale, q.shape[-1])
     for name, named, other in (("k", k_scale, scale_k), ("v", v_scale, scale_v)):
         if named is not None and other is not None:
             raise ValueError(f"`scale_{name}` and `{name}_scale` are the same: give one of them")
     factor, v_factor, head_scales = split_scales(
-        *(q.device, q.shape[1], problem.num_kv_heads),
-        *(scale_q, k_scale if scale_k is None else scale_k),
+        q.device,
+        q.shape[1],
+        problem.spec.num_kv_heads,
+        scale_q,
+        k_scale if scale_k is None else scale_k,
         v_scale if scale_v is None else scale_v,
         names=(
             "scale_q",
@@ -258,17 +279,24 @@ single_prefill_with_kv_cache_return_lse = functools.partial(
 # --- Details ----------------------------------------------------------------------------------
 
 
+_spec = functools.lru_cache(maxsize=256)(AttentionSpec)  # a repeated call costs a look-up
+
+
 def single_problem(
     q: torch.Tensor,
     k: Any,
     v: Any,
+    *,
     kv_layout: str,
-    o_dtype: Any,
-    pos_encoding_mode: str,
-    window_left: int,
-    logits_soft_cap: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
+    o_dtype: Any = None,
+    causal: bool = False,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    variant: AttentionVariant | None = None,
+    backend: str = "auto",
 ) -> AttentionProblem:
     """One ragged request, from the tensors of the call."""
     hnd = is_hnd(kv_layout)
@@ -286,9 +314,7 @@ def single_problem(
         raise ValueError(f"`v` must have the dtype of `k`, {k.dtype}, got {v.dtype}")
     q_dtype, kv_dtype, o_dtype = resolve_dtypes(q.dtype, k.dtype, o_dtype)
     kv_heads, kv_len = k.shape[:2] if hnd else (k.shape[1], k.shape[0])
-    problem = AttentionProblem(
-        qo_indptr=torch.tensor([0, q.shape[0]], dtype=torch.int32),
-        kv_indptr=torch.tensor([0, kv_len], dtype=torch.int32),
+    spec = _spec(
         num_qo_heads=q.shape[1],
         num_kv_heads=kv_heads,
         head_dim_qk=q.shape[2],
@@ -297,18 +323,25 @@ def single_problem(
         kv_data_type=kv_dtype,
         o_data_type=o_dtype,
         sm_scale=1.0,
+        causal=causal,
         window_left=check_window(window_left),
         logits_soft_cap=soft_cap(logits_soft_cap),
         pos_encoding_mode=check_pos_encoding(pos_encoding_mode),
         rope_scale=positive("rope_scale", rope_scale, 1.0),
         rope_theta=positive("rope_theta", rope_theta, 1e4),
         kv_layout=kv_layout,
-        names=RAGGED,
+        variant=variant,
+        backend=backend,
     )
-    check_heads(problem)
-    if pos_encoding_mode == "ALIBI":
-        problem.alibi_slopes = _slopes(q.shape[1], q.device)
-    return problem
+    requests = Requests(
+        ArgumentNames.RAGGED,
+        torch.tensor([0, q.shape[0]], dtype=torch.int32),
+        torch.tensor([0, kv_len], dtype=torch.int32),
+        causal=causal,
+        window_left=spec.window_left,
+    )
+    slopes = _slopes(q.shape[1], q.device) if pos_encoding_mode == "ALIBI" else None
+    return AttentionProblem(spec, requests, PlanTensors(alibi_slopes=slopes))
 
 
 @functools.cache
@@ -322,11 +355,9 @@ def _no_offset(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def _add_mask(
-    problem: AttentionProblem, qo_len: int, mask: Any, packed: Any, device: torch.device
-) -> None:
-    assert problem.qo_indptr is not None
-    kv_len = int(problem.kv_indptr[1])
+def _single_mask(
+    qo_len: int, kv_len: int, mask: Any, packed: Any, device: torch.device
+) -> CustomMask:
     if packed is None:
         mask = as_bools(mask)
         check_tensor("custom_mask", mask, 2)
@@ -344,7 +375,7 @@ def _add_mask(
         )
     if packed.device != device:
         raise ValueError(f"`packed_custom_mask` must be on {device}, got {packed.device}")
-    problem.custom_mask, problem.mask_indptr = packed.contiguous(), _no_offset(device)
+    return CustomMask(packed.contiguous(), _no_offset(device))
 
 
 def new_lse(q: torch.Tensor) -> torch.Tensor:

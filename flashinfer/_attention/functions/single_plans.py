@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..plan.executor import AttentionExecutor, HeadScales
-from ..plan.problem import AttentionProblem
+from ..plan.requests import AttentionProblem, CustomMask
 
 _PLANS_PER_STREAM = 8
 
@@ -54,7 +54,8 @@ class _Stream:
         ):
             executor.set_workspaces(self.float_workspace, ints)
         executor.plan(problem)
-        counts = executor.config.backend == "fa3"
+        assert executor.choice is not None
+        counts = executor.choice.backend == "fa3"
         spare_list = executor.int_workspace.clone() if counts else None
         self.plans[key] = plan = _Plan(executor, spare_list)
         return plan
@@ -71,7 +72,7 @@ _plans = _Plans()
 _captured: dict[Key, tuple[AttentionExecutor, torch.Tensor, torch.Tensor | None]] = {}
 
 
-def planned(key: Key, problem: AttentionProblem, device: torch.device) -> AttentionExecutor:
+def executor_for(key: Key, problem: AttentionProblem, device: torch.device) -> AttentionExecutor:
     """The executor with the plan for `problem`.
 
     Parameters
@@ -116,7 +117,8 @@ def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
     # The kernel for Hopper counts in its work list what is taken: graphs that replay at a time, or
     # branches of one, need lists of their own. The first call has the spare one; others copy the
     # plan's, which no launch counts in any more, at each replay (2 us).
-    if executor.config.backend != "fa3":
+    assert executor.choice is not None
+    if executor.choice.backend != "fa3":
         ints = plan_list
     elif ints is None:
         ints = plan_list.clone()
@@ -145,7 +147,7 @@ def run_single(
     Parameters
     ----------
     problem : AttentionProblem
-        One ragged request; its `sm_scale` is not looked at.
+        One ragged request; the scale of its spec is not looked at.
     q, out : torch.Tensor
         ``[qo_len, num_qo_heads, head_dim]``.
     k, v : torch.Tensor
@@ -161,17 +163,20 @@ def run_single(
     """
     if not q.is_cuda:
         raise ValueError(f"`q` must be a CUDA tensor, got one on {q.device}")
-    key = (
-        *(q.shape, k.shape, problem.head_dim_vo, problem.kv_layout),
-        *(q.dtype, k.dtype, problem.o_data_type, problem.mask_mode, problem.window_left),
-        *(problem.logits_soft_cap, problem.pos_encoding_mode),
-        *(problem.rope_scale, problem.rope_theta, problem.variant, problem.backend),
-    )
-    executor = planned(key, problem, q.device)
-    if problem.custom_mask is not None:
-        assert problem.mask_indptr is not None
-        executor.set_mask(problem.custom_mask, problem.mask_indptr)
+    mask = problem.tensors.mask
+    key = (q.shape, k.shape, problem.spec, problem.mask_mode)
+    executor = executor_for(key, problem, q.device)
+    if isinstance(mask, CustomMask):
+        executor.set_mask(mask)
     executor.run(
-        *(q, k, v, out, lse, sm_scale, v_scale, problem.window_left, None, None, args),
-        head_scales,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        sm_scale=sm_scale,
+        v_scale=v_scale,
+        window_left=problem.spec.window_left,
+        additional=args,
+        head_scales=head_scales,
     )

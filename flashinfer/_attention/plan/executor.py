@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ...jit.attention.config import AttentionConfig
-from ...jit.attention.hopper import hopper_tile_kv, is_widened
-from ...jit.attention.modules import AttentionModule, get_attention_module
-from ...jit.attention.plan import ANY_ROWS, AttentionPlan, Group
+from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.errors import ToolchainError
-from ...reference_backend import is_active
-from .choice import choose_kernel
-from .problem import AttentionProblem
-from .tiles import PORTABLE_TILE_KV
+from .choice import KernelChoice, choose_kernel
+from .launch import ModuleKey, Workspaces, bind
+from .no_kernel import is_computed_from_plans
+from .planner import ANY_ROWS, AttentionPlanner, PlanConfig
+from .requests import AttentionProblem, CustomMask
+from .spec import KernelOptions
+from .tiles import kv_tiles
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 100,000 tiles."""
 
-ALL_ROWS = (0, ANY_ROWS)
-"""As the least and the most rows of the requests of a launch: it computes all."""
+_NOMINAL_CTA_SLOTS = CtaSlots(264, 1)  # for plans without a GPU
 
-_STATE_BYTES = (
-    4096  # of AttentionLaunch in csrc/attention_binding.h, whose size depends on variants
-)
-_NOMINAL_CTA_SLOTS = (264, 1)  # AttentionModule.cta_slots for plans without a GPU
-_TILE_Q, _BACKEND = 5, 15  # positions in the key of a module
-# KV tiles that an item costs beside its own (docs/performance.md); attention_choice.h has the same.
-_PIECE_TILES = {"fa2": 1, "fa3": 2}
-
-Pair = tuple[AttentionProblem, AttentionProblem]
 HeadScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Factors of each head, of queries, keys and values: float32, a value per head or one."""
+
+
+class GraphCapacity(NamedTuple):
+    """What later plans of a CUDA graph may have."""
+
+    batch_size: int
+    qo_tokens: int
+
+
+class RowRange(NamedTuple):
+    """The least and the most packed query rows of the requests that a launch computes."""
+
+    least: int = 0
+    most: int = ANY_ROWS
+
+
+ALL_ROWS = RowRange()
+
+
+class PlanOptions(NamedTuple):
+    """How the work of a batch is divided, whatever the batch.
+
+    Attributes
+    ----------
+    fixed_split_size : int or None
+        Cut keys at multiples of this many tokens and nowhere else.
+    disable_split_kv : bool
+        Cut nothing.
+    capacity : GraphCapacity or None
+        With a CUDA graph.
+    non_blocking : bool
+        Whether to return before the work list is on the GPU.
+    """
+
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    capacity: GraphCapacity | None = None
+    non_blocking: bool = True
+
+
+NO_OPTIONS = PlanOptions()
 
 
 class AttentionExecutor:
@@ -51,8 +83,10 @@ class AttentionExecutor:
     ----------
     problem : AttentionProblem or None
         The latest plan's.
-    config : AttentionConfig
-        Of the module that the latest plan chose.
+    choice : KernelChoice or None
+        The kernel of the latest plan.
+    workspaces : Workspaces
+        What the next plan uses.
     """
 
     def __init__(
@@ -61,20 +95,34 @@ class AttentionExecutor:
         int_workspace_buffer: torch.Tensor | None = None,
     ) -> None:
         self.problem: AttentionProblem | None = None
-        self._planner: AttentionPlan | None = None
-        self._checker: AttentionPlan | None = None
-        self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8)
-        self._modules: dict[tuple[Any, ...], AttentionModule] = {}
-        self._key: tuple[Any, ...] = ()
-        self._has_window = False
-        self._run: Any = _plan_first
-        self._graph_choice: tuple[tuple[Any, ...], int, str] | None = None
-        self._settings: tuple[int | None, bool, tuple[int, int] | None] = (None, False, None)
+        self._options = NO_OPTIONS
+        self._planner: AttentionPlanner | None = None
+        self._checker: AttentionPlanner | None = None
+        self._launch = torch.zeros(0, dtype=torch.uint8)  # what runs start; see launch.bind
+        self._modules: dict[ModuleKey, AttentionModule] = {}
+        self._key: ModuleKey | None = None
+        self._run: Callable[..., None] = _plan_first
+        # The kernel that a CUDA graph keeps, and what it was chosen for.
+        self._graph_choice: tuple[KernelOptions, bool, KernelChoice] | None = None
         self.set_workspaces(float_workspace_buffer, int_workspace_buffer)
 
     @property
     def config(self) -> AttentionConfig:
-        return _config(self._key)
+        """Of the module that the latest plan chose."""
+        assert self._key is not None
+        return self._key.config()
+
+    @property
+    def choice(self) -> KernelChoice | None:
+        return None if self._key is None else self._key.choice
+
+    @property
+    def float_workspace(self) -> torch.Tensor:
+        return self.workspaces.floats
+
+    @property
+    def int_workspace(self) -> torch.Tensor:
+        return self.workspaces.ints
 
     def set_workspaces(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None
@@ -92,30 +140,26 @@ class AttentionExecutor:
                 f"`int_workspace_buffer` must be on {self.device} as `float_workspace_buffer` is, "
                 f"got {int_workspace_buffer.device}"
             )
-        self.float_workspace = float_workspace_buffer
-        self.int_workspace = int_workspace_buffer
+        self.workspaces = Workspaces(float_workspace_buffer, int_workspace_buffer)
         self._float_bytes = float_workspace_buffer.numel() * float_workspace_buffer.element_size()
         self._run = _plan_first
 
     def move_workspaces(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
         """Let the latest plan use others: `floats` as large as before, `ints` with its list."""
-        assert self.problem is not None and self._planner is not None
-        self.float_workspace, self.int_workspace = floats, ints
-        is_graph = self._settings[2] is not None
-        self._bind(self._modules[self._key], self.problem, None, self._planner.info, is_graph)
+        assert self.problem is not None and self._key is not None
+        self.workspaces = Workspaces(floats, ints)
+        self._bind(self._modules[self._key], self.problem, None)
+
+    # --- Planning -----------------------------------------------------------------------------
 
     def plan(
         self,
         problem: AttentionProblem,
+        options: PlanOptions = NO_OPTIONS,
         *,
         second: AttentionProblem | None = None,
-        tile_q_second: int = 0,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        graph_capacity: tuple[int, int] | None = None,
-        non_blocking: bool = True,
-        kernel: tuple[str, int] | None = None,
-        rows: tuple[int, int] = ALL_ROWS,
+        choice: KernelChoice | None = None,
+        rows: RowRange = ALL_ROWS,
     ) -> None:
         """Choose a module, plan, and start the copy of the work list to the GPU.
 
@@ -123,26 +167,17 @@ class AttentionExecutor:
         ----------
         problem : AttentionProblem
             The requests.
+        options : PlanOptions
+            How their work is divided.
         second : AttentionProblem, optional
-            More requests in the same launch that have tensors of their own, always paged, tiled by
-            `tile_q_second`; heads, dtypes, page size and options are those of `problem`. At most
-            one of the two has a custom mask.
-        tile_q_second : int
-            Tile of a second shape in the launch of the portable kernel; without `second`, for the
-            requests of `problem` that fit it. 0: one shape.
-        fixed_split_size : int, optional
-            Cut keys at multiples of this many tokens and nowhere else.
-        disable_split_kv : bool
-            Cut nothing.
-        graph_capacity : tuple of int, optional
-            Requests and query tokens that later plans of a CUDA graph may have.
-        non_blocking : bool
-            Whether to return before the copy has ended.
-        kernel : tuple, optional
-            Backend and query tile, where the caller has chosen; see `choose_kernel`.
-        rows : tuple of int
-            The least and the most packed query rows of the requests that are computed; another
-            launch computes the others.
+            More requests in the same launch that have tensors of their own, always paged; heads,
+            dtypes, page size and options are those of `problem`. At most one of the two has a
+            custom mask.
+        choice : KernelChoice, optional
+            The kernel, where the caller has chosen; with a second tile and without `second`, that
+            tile is for the requests of `problem` that fit it.
+        rows : RowRange
+            Which requests are computed; another launch computes the others.
 
         Raises
         ------
@@ -150,95 +185,113 @@ class AttentionExecutor:
             If the plan is impossible, a workspace is too small (which says the bytes that are
             needed) or not on a GPU.
         """
-        check_heads(problem)
-        key = self._module_key(
-            problem, second, tile_q_second, fixed_split_size, graph_capacity, kernel
-        )
-        groups = (problem.group(), () if second is None else second.group())
-        settings = (fixed_split_size, disable_split_kv, graph_capacity)
-        self._settings = settings
+        key = self._module_key(problem, second, options, choice)
+        self._options = options
         self.problem = None
         self._run = _plan_first
+        requests, seconds = problem.requests, None if second is None else second.requests
         if self.device.type != "cuda":
-            self._plan_without_gpu(problem, key, settings, groups, rows)
+            self._plan_without_gpu(problem, second, key, rows)
             return
         module = self._modules.get(key)
         if module is None:
-            config = _config(key)
             # What is wrong with the request is said before anything is compiled.
-            self._configure(problem, key, _NOMINAL_CTA_SLOTS, settings, rows)
-            assert self._planner is not None
-            self._planner.plan(None, -1, *groups)
-            module = self._modules[key] = get_attention_module(config, problem.variant)
-        self._configure(problem, key, module.cta_slots(self.float_workspace), settings, rows)
-        assert self._planner is not None
-        info = self._planner.plan(self.int_workspace, self._float_bytes, *groups)
-        self._bind(module, problem, second, info, graph_capacity is not None)
-        if not non_blocking:
+            planner = self._configured(problem, key, _NOMINAL_CTA_SLOTS, options, rows)
+            planner.plan(None, -1, requests, seconds)
+            module = self._modules[key] = key.load()
+        slots = module.cta_slots(self.workspaces.floats)
+        planner = self._configured(problem, key, slots, options, rows)
+        planner.plan(self.workspaces.ints, self._float_bytes, requests, seconds)
+        self._bind(module, problem, second)
+        if not options.non_blocking:
             torch.cuda.current_stream(self.device).synchronize()
-        self.problem = problem
-        self._key = key
-        self._has_window = problem.window_left >= 0
-        self._run = module.run
-        if graph_capacity is not None:
-            fixed = fixed_split_size is not None
-            self._graph_choice = _choice_of(problem, fixed), key[_TILE_Q], key[_BACKEND]
+        self.problem, self._key, self._run = problem, key, module.run
+        if options.capacity is not None:
+            fixed = options.fixed_split_size is not None
+            self._graph_choice = problem.spec.kernel_options, fixed, key.choice
+
+    def check(self, problem: AttentionProblem, second: AttentionProblem | None = None) -> None:
+        """Refuse requests that no plan can be made for, and leave the latest plan alone."""
+        options = NO_OPTIONS
+        key = self._module_key(problem, second, options)
+        key.config()
+        planner, self._planner = self._planner, self._checker
+        try:
+            checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, options, ALL_ROWS)
+            self._checker = checker
+            checker.plan(None, -1, problem.requests, None if second is None else second.requests)
+        except ToolchainError:
+            if not is_computed_from_plans():
+                raise
+        finally:
+            self._planner = planner
+        if self.device.type != "cuda":
+            self._check_is_computed()
+
+    def workspace_size(
+        self,
+        problem: AttentionProblem,
+        options: PlanOptions = NO_OPTIONS,
+        *,
+        choice: KernelChoice | None = None,
+        rows: RowRange = ALL_ROWS,
+    ) -> tuple[int, int]:
+        """Bytes of the float and the int workspace that `plan` with these arguments needs."""
+        key = self._module_key(problem, None, options, choice)
+        slots = _NOMINAL_CTA_SLOTS
+        if self.device.type == "cuda":
+            slots = key.load().cta_slots(self.workspaces.floats)
+        planner, self._planner = self._planner, None  # the plan in use stays as it is
+        try:
+            sizer = self._configured(problem, key, slots, options, rows)
+            return sizer.bytes_needed(problem.requests)
+        finally:
+            self._planner = planner
 
     def change_options(self, problem: AttentionProblem, keep_plan: bool = False) -> None:
         """Launch the planned requests with other options from now on.
 
-        `problem` differs from the planned one in options only. If other keys are visible the
-        requests are planned anew, except with `keep_plan`, for a CUDA graph that was captured, and
-        while one is: then the plan must cover the keys that are visible now, and visits the others
-        for nothing.
+        `problem` differs from the planned one in its spec, and what follows from that, only. If
+        other keys are visible the requests are planned anew, except with `keep_plan`, for a CUDA
+        graph that was captured, and while one is: then the plan must cover the keys that are
+        visible now, and visits the others for nothing.
 
         Raises
         ------
         ValueError
             If it does not cover them.
         """
-        planned, settings = self.problem, self._settings
-        assert planned is not None
+        planned = self.problem
+        assert planned is not None and self._key is not None
         if self.device.type != "cuda":
             self.problem = problem
             return
         keep_plan = keep_plan or torch.cuda.is_current_stream_capturing()
-        if problem.group() != planned.group():
+        now, before = problem.requests, planned.requests
+        if (now.causal, now.window_left) != (before.causal, before.window_left):
             if not keep_plan:
-                self._plan_again(problem)
+                self.plan(problem, self._options._replace(non_blocking=True))
                 return
-            if not covers(planned, problem):
+            if not now.sees_no_more_than(before):
                 raise ValueError(
                     "`causal` and `window_left` of forward() must not show more keys than those "
                     "of plan() with a CUDA graph, which reads the plan"
                 )
-        key = self._module_key(problem, None, 0, settings[0], settings[2])
-        if key[_BACKEND] != self._key[_BACKEND]:
+        key = self._module_key(problem, None, self._options)
+        if key.choice.backend != self._key.choice.backend:
             if keep_plan:
                 raise ValueError(
                     "`pos_encoding_mode` of forward() must not need another kernel than that of "
                     "plan() with a CUDA graph, which reads the plan"
                 )
-            self._plan_again(problem)
+            self.plan(problem, self._options._replace(non_blocking=True))
             return
-        key = (*key[:_TILE_Q], self._key[_TILE_Q], *key[_TILE_Q + 1 :])
-        module = self._modules.get(key)
-        if module is None:
-            module = self._modules[key] = get_attention_module(_config(key), problem.variant)
-        assert self._planner is not None
-        self._bind(module, problem, None, self._planner.info, settings[2] is not None)
-        self._key, self._run, self._has_window = key, module.run, problem.window_left >= 0
-        self.problem = problem
+        key = key._replace(choice=self._key.choice)
+        module = self._module(key)
+        self._bind(module, problem, None)
+        self.problem, self._key, self._run = problem, key, module.run
 
-    def _plan_again(self, problem: AttentionProblem) -> None:
-        """`plan` with the settings of the latest one."""
-        fixed_split_size, disable_split_kv, capacity = self._settings
-        self.plan(
-            problem,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
-            graph_capacity=capacity,
-        )
+    # --- Running ------------------------------------------------------------------------------
 
     def run(
         self,
@@ -247,11 +300,12 @@ class AttentionExecutor:
         v: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        *,
         sm_scale: float,
         v_scale: float,
         window_left: int,
-        sinks: torch.Tensor | None,
-        enable_pdl: bool | None,
+        sinks: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
         additional: Sequence[Any] = (),
         head_scales: HeadScales | None = None,
     ) -> None:
@@ -275,21 +329,26 @@ class AttentionExecutor:
         head_scales : tuple, optional
             Factors of each head besides, of queries, keys and values.
         """
-        run = self._run
-        if head_scales is not None:
-            module = self._module_with(sinks is not None, window_left >= 0, True)
-            module.head_scales(self._state, *head_scales)
+        run, key = self._run, self._key
+        if (
+            sinks is not None
+            or head_scales is not None
+            or (window_left >= 0 and key is not None and not key.sliding_window)
+        ):
+            module = self._module_with(sinks is not None, window_left >= 0, head_scales is not None)
+            if head_scales is not None:
+                module.head_scales(self._launch, *head_scales)
             run = module.run
-        elif sinks is not None or (window_left >= 0 and not self._has_window):
-            run = self._module_with(sinks is not None, window_left >= 0).run
+        launch = self._launch
         run(
-            *(self._state, q, k, v, out, lse, sm_scale, v_scale),
-            *(window_left, sinks, enable_pdl, *additional),
-        )
+            launch, q, k, v, out, lse, sm_scale, v_scale, window_left, sinks, enable_pdl,
+            *additional,
+        )  # fmt: skip
 
-    def set_mask(self, custom_mask: torch.Tensor, mask_indptr: torch.Tensor) -> None:
+    def set_mask(self, mask: CustomMask) -> None:
         """Another custom mask of the same lengths from the next `run` on."""
-        self._modules[self._key].mask(self._state, custom_mask, mask_indptr)
+        assert self._key is not None
+        self._modules[self._key].mask(self._launch, *mask)
 
     def set_second(
         self,
@@ -303,59 +362,8 @@ class AttentionExecutor:
         """Tensors of the `second` problem for the next `run`."""
         if self._run is _plan_first:
             _plan_first()
-        self._modules[self._key].second(self._state, q, k, v, out, lse, v_scale)
-
-    def check(self, problem: AttentionProblem, second: AttentionProblem | None = None) -> None:
-        """Refuse requests that no plan can be made for, and leave the latest plan alone."""
-        check_heads(problem)
-        key = self._module_key(problem, second, 0 if second is None else 16, None, None)
-        _config(key)
-        planner, self._planner = self._planner, self._checker
-        try:
-            self._configure(problem, key, _NOMINAL_CTA_SLOTS, (None, False, None))
-            self._checker = self._planner
-            assert self._checker is not None
-            self._checker.plan(None, -1, problem.group(), () if second is None else second.group())
-        except ToolchainError:
-            if not is_active():
-                raise
-        finally:
-            self._planner = planner
-        if self.device.type != "cuda" and not is_active():
-            raise ValueError(
-                f"`float_workspace_buffer` must be a CUDA tensor, got one on {self.device}"
-            )
-
-    def workspace_size(
-        self,
-        problem: AttentionProblem,
-        *,
-        second: AttentionProblem | None = None,
-        tile_q_second: int = 0,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        graph_capacity: tuple[int, int] | None = None,
-        kernel: tuple[str, int] | None = None,
-        rows: tuple[int, int] = ALL_ROWS,
-    ) -> tuple[int, int]:
-        """Bytes of the float and the int workspace that `plan` with these arguments needs."""
-        check_heads(problem)
-        key = self._module_key(
-            problem, second, tile_q_second, fixed_split_size, graph_capacity, kernel
-        )
-        slots = _NOMINAL_CTA_SLOTS
-        if self.device.type == "cuda":
-            module = get_attention_module(_config(key), problem.variant)
-            slots = module.cta_slots(self.float_workspace)
-        settings = (fixed_split_size, disable_split_kv, graph_capacity)
-        planner, self._planner = self._planner, None  # the plan in use stays as it is
-        try:
-            self._configure(problem, key, slots, settings, rows)
-            assert self._planner is not None
-            seconds = () if second is None else second.group()
-            return self._planner.bytes_needed(problem.group(), seconds)
-        finally:
-            self._planner = planner
+        assert self._key is not None
+        self._modules[self._key].second(self._launch, q, k, v, out, lse, v_scale)
 
     # --- Details ------------------------------------------------------------------------------
 
@@ -363,177 +371,121 @@ class AttentionExecutor:
         self,
         problem: AttentionProblem,
         second: AttentionProblem | None,
-        tile_q_second: int,
-        fixed_split_size: int | None,
-        graph_capacity: tuple[int, int] | None,
-        kernel: tuple[str, int] | None = None,
-    ) -> tuple[Any, ...]:
-        """The fields of AttentionConfig, as a tuple: building the dataclass takes longer."""
-        fixed = fixed_split_size is not None
-        known = None if graph_capacity is None else self._graph_choice
-        if known is not None and known[0] == _choice_of(problem, fixed):
-            _, tile_q, backend = known  # a captured launch keeps its kernel
-        else:
-            backend, tile_q = kernel or choose_kernel(
-                problem, self.device, two_parts=second is not None, fixed_split_size=fixed
-            )
-        mask_second = second.mask_mode if second is not None else problem.mask_mode
-        return (
-            problem.q_data_type,
-            problem.kv_data_type,
-            problem.o_data_type,
-            problem.head_dim_qk,
-            problem.head_dim_vo,
-            tile_q,
-            problem.page_size > 0,
-            problem.mask_mode,
-            problem.pos_encoding_mode.lower(),
-            problem.window_left >= 0,
-            problem.logits_soft_cap > 0.0,
-            False,
-            tile_q_second,
-            mask_second if tile_q_second else "none",
-            problem.variant is not None,
-            backend,
-            False,
-            problem.variant,
+        options: PlanOptions,
+        choice: KernelChoice | None = None,
+    ) -> ModuleKey:
+        spec, mask = problem.spec, problem.tensors.mask
+        fixed, known = options.fixed_split_size is not None, self._graph_choice
+        if (
+            options.capacity is not None
+            and known is not None
+            and known[:2] == (spec.kernel_options, fixed)
+        ):
+            choice = known[2]  # a captured launch keeps its kernel
+        elif choice is None:
+            choice = choose_kernel(problem, self.device, second=second, fixed_split_size=fixed)
+        mask_mode = spec.mask_mode if mask is None else mask.mode
+        mask_mode_second = "none"
+        if choice.tile_q_second:
+            mask_mode_second = mask_mode if second is None else second.mask_mode
+        paged, has_window = problem.requests.page_size > 0, spec.window_left >= 0
+        return ModuleKey(
+            spec.kernel_options, choice, paged, mask_mode, mask_mode_second, has_window
         )
 
-    def _configure(
+    def _configured(
         self,
         problem: AttentionProblem,
-        key: tuple[Any, ...],
-        cta_slots: tuple[int, int],
-        settings: tuple[int | None, bool, tuple[int, int] | None],
-        rows: tuple[int, int] = ALL_ROWS,
-    ) -> None:
-        fixed_split_size, disable_split_kv, capacity = settings
-        if self._planner is None:
-            self._planner = AttentionPlan()
-        self._planner.configure(
-            problem.num_kv_heads,
-            problem.num_qo_heads // problem.num_kv_heads,
-            problem.head_dim_vo,
-            key[_TILE_Q],
-            cta_slots[0],
-            key[12],
-            _tile_kv(key),
-            fixed_split_size or 0,
-            disable_split_kv,
-            *((-1, 0) if capacity is None else capacity),
-            problem.tokens_per_request if capacity and problem.qo_indptr is None else 0,
-            cta_slots[1],
-            _PIECE_TILES[key[_BACKEND]],
-            *rows,
-        )
+        key: ModuleKey,
+        slots: CtaSlots,
+        options: PlanOptions,
+        rows: RowRange,
+    ) -> AttentionPlanner:
+        """The planner, told what does not depend on the batch."""
+        planner = self._planner
+        if planner is None:
+            planner = self._planner = AttentionPlanner()
+        spec, choice = problem.spec, key.choice
+        even = 0 if problem.requests.qo_indptr is not None else problem.requests.tokens_per_request
+        source = (spec, choice, slots, options, rows, even)
+        if source != planner.config_source:
+            tiles, capacity = kv_tiles(choice.backend, spec.kernel_options), options.capacity
+            planner.configure(
+                PlanConfig(
+                    num_kv_heads=spec.num_kv_heads,
+                    group_size=spec.group_size,
+                    head_dim_vo=spec.head_dim_vo,
+                    tile_q=choice.tile_q,
+                    tile_q_second=choice.tile_q_second,
+                    tile_kv=tiles.tile_kv,
+                    piece_tiles=tiles.piece_tiles,
+                    cta_slots=slots.num_ctas,
+                    lone_speed=slots.lone_speed,
+                    fixed_split_size=options.fixed_split_size or 0,
+                    disable_split_kv=options.disable_split_kv,
+                    graph_batch_size=-1 if capacity is None else capacity.batch_size,
+                    graph_qo_tokens=0 if capacity is None else capacity.qo_tokens,
+                    graph_qo_len=0 if capacity is None else even,
+                    least_rows=rows.least,
+                    most_rows=rows.most,
+                )
+            )
+            planner.config_source = source
+        return planner
 
     def _plan_without_gpu(
         self,
         problem: AttentionProblem,
-        key: tuple[Any, ...],
-        settings: tuple[int | None, bool, tuple[int, int] | None],
-        groups: tuple[Group, Group | tuple[()]],
-        rows: tuple[int, int],
+        second: AttentionProblem | None,
+        key: ModuleKey,
+        rows: RowRange,
     ) -> None:
-        """Everything but the launch: the reference backend computes from `problem`."""
-        _config(key)
+        """Everything but the launch, for what computes from the plan."""
+        key.config()
         try:
-            self._configure(problem, key, _NOMINAL_CTA_SLOTS, settings, rows)
-            assert self._planner is not None
-            self._planner.plan(self.int_workspace, self._float_bytes, *groups)
+            planner = self._configured(problem, key, _NOMINAL_CTA_SLOTS, self._options, rows)
+            seconds = None if second is None else second.requests
+            planner.plan(self.workspaces.ints, self._float_bytes, problem.requests, seconds)
         except ToolchainError:
-            if not is_active():
+            if not is_computed_from_plans():
                 raise
-        if not is_active():
+        self._check_is_computed()
+        self.problem, self._key = problem, key
+
+    def _check_is_computed(self) -> None:
+        if not is_computed_from_plans():
             raise ValueError(
                 f"`float_workspace_buffer` must be a CUDA tensor, got one on {self.device}"
             )
-        self.problem, self._key = problem, key
 
     def _bind(
-        self,
-        module: AttentionModule,
-        problem: AttentionProblem,
-        second: AttentionProblem | None,
-        info: torch.Tensor,
-        is_graph: bool,
+        self, module: AttentionModule, problem: AttentionProblem, second: AttentionProblem | None
     ) -> None:
-        state = self._state
-        module.bind(
-            *(state, info, self.int_workspace, self.float_workspace, problem.kv_indices),
-            *(problem.num_qo_heads, problem.num_kv_heads, problem.page_size),
-            *(problem.kv_layout == "HND", is_graph),
-        )
-        if second is not None:
-            rows = int(problem.kv_lengths()[0]) if problem.rows_as_pages else -1
-            module.bind_second(state, info, second.kv_indices, second.is_hnd, rows)
-        if problem.logits_soft_cap > 0.0 or problem.pos_encoding_mode != "NONE":
-            module.options(
-                *(state, problem.logits_soft_cap, problem.rope_scale, problem.rope_theta),
-                problem.alibi_slopes,
-            )
-        masked = problem if second is None or problem.custom_mask is not None else second
-        if masked.custom_mask is not None:
-            module.mask(state, masked.custom_mask, masked.mask_indptr)
-        elif problem.prefix_len_ptr is not None:
-            module.items(
-                *(state, problem.prefix_len_ptr, problem.token_pos_in_items_ptr),
-                *(problem.token_pos_in_items_len, problem.max_item_len_ptr),
-            )
+        assert self._planner is not None
+        if self._launch.numel() < module.launch_bytes:
+            self._launch = torch.zeros(module.launch_bytes, dtype=torch.uint8)
+        is_graph = self._options.capacity is not None
+        layout = self._planner.layout
+        bind(module, self._launch, layout, self.workspaces, problem, second, is_graph)
 
-    def _module_with(self, sinks: bool, window: bool, head_scales: bool = False) -> AttentionModule:
-        """The planned module with options that a run adds; it reads the same state."""
-        if self.problem is None:
-            _plan_first()
-        planned = self._key
-        key = (
-            *(*planned[:9], planned[9] or window, planned[10], sinks),
-            *(*planned[12:-2], head_scales, planned[-1]),
-        )
+    def _module(self, key: ModuleKey) -> AttentionModule:
         module = self._modules.get(key)
         if module is None:
-            assert self.problem is not None
-            module = get_attention_module(_config(key), self.problem.variant)
-            self._modules[key] = module
+            module = self._modules[key] = key.load()
         return module
 
-
-def covers(planned: AttentionProblem, problem: AttentionProblem) -> bool:
-    """Whether a plan for `planned` visits every key that `problem` shows a query."""
-    mine, its = planned.group(), problem.group()
-    return (not mine[6] or its[6]) and (mine[7] < 0 or 0 <= its[7] <= mine[7])
-
-
-def _choice_of(problem: AttentionProblem, fixed_split_size: bool) -> tuple[Any, ...]:
-    """What the choice of a graph's kernel holds for, all of which a capture freezes."""
-    return (
-        *(problem.q_data_type, problem.kv_data_type, problem.head_dim_qk, problem.head_dim_vo),
-        *(problem.pos_encoding_mode, problem.variant, fixed_split_size),
-    )
+    def _module_with(self, sinks: bool, window: bool, head_scales: bool) -> AttentionModule:
+        """The planned module with options that a run adds; it reads the same launch."""
+        if self._run is _plan_first:
+            _plan_first()
+        assert self._key is not None
+        window = self._key.sliding_window or window
+        key = self._key._replace(sliding_window=window, sinks=sinks, head_scales=head_scales)
+        return self._module(key)
 
 
 def _plan_first(*_: Any) -> None:
     raise ValueError("plan() must be called before run(), and again after new workspaces")
-
-
-def _tile_kv(key: tuple[Any, ...]) -> int:
-    if key[_BACKEND] != "fa3":
-        return PORTABLE_TILE_KV
-    return hopper_tile_kv(key[3], key[4], is_widened(key[0], key[1]))
-
-
-def _config(key: tuple[Any, ...]) -> AttentionConfig:
-    return AttentionConfig(*key[:-1])
-
-
-def check_heads(problem: AttentionProblem) -> None:
-    """Refuse numbers of heads that do not make groups of up to 64."""
-    q_heads, kv_heads = problem.num_qo_heads, problem.num_kv_heads
-    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads or q_heads // kv_heads > 64:
-        raise ValueError(
-            "`num_qo_heads` must be 1 to 64 times `num_kv_heads`, got "
-            f"num_qo_heads={q_heads}, num_kv_heads={kv_heads}"
-        )
 
 
 def _check_workspace(name: str, buffer: Any) -> None:

@@ -9,55 +9,50 @@ import torch
 
 from ..._common.packbits import segment_packbits
 from ..checks import check_count
-from .page_tables import check_fits
-from .problem import AttentionProblem
+from .requests import CustomMask, ItemScoring, Requests
 
 
-def add_mask(
-    problem: AttentionProblem,
+def make_mask(
+    requests: Requests,
     custom_mask: Any,
     packed_custom_mask: Any,
     device: torch.device,
-    mask_buffer: torch.Tensor | None = None,
-    indptr_buffer: torch.Tensor | None = None,
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Put a mask of bools or of packed bits into `problem`.
+    may_be_longer: bool = False,
+) -> CustomMask:
+    """The mask of a batch from bools, or from packed bits.
 
-    With buffers (of a CUDA graph) it may be longer than the batch needs, as queries and page
-    numbers may be: engines capture with a mask of the largest batch.
-
-    Returns
-    -------
-    list of tuple
-        With buffers: what `keep` has to copy to them once the plan is made.
+    Parameters
+    ----------
+    requests : Requests
+        The batch.
+    custom_mask, packed_custom_mask : torch.Tensor
+        Bools or packed bits; the latter take the place of the former.
+    device : torch.device
+        Of the result.
+    may_be_longer : bool
+        Whether it may be longer than the batch needs, as queries and page numbers may be: engines
+        capture a CUDA graph with a mask of the largest batch.
 
     Raises
     ------
     TypeError, ValueError
         If it is of another dtype or has not an element for each pair of query and key.
     """
-    _check_counts(problem)
-    bits = problem.qo_lengths().numpy().astype(np.int64) * problem.kv_lengths().numpy()
-    longer = mask_buffer is not None
+    _check_counts(requests)
+    bits = requests.qo_lengths().numpy().astype(np.int64) * requests.kv_lengths().numpy()
     if packed_custom_mask is None:
         offsets = np.concatenate([[0], np.cumsum(bits)])
-        mask = _vector("custom_mask", as_bools(custom_mask), torch.bool, int(offsets[-1]), longer)
+        length = int(offsets[-1])
+        mask = _vector("custom_mask", as_bools(custom_mask), torch.bool, length, may_be_longer)
         packed, _ = segment_packbits(mask.to(device), torch.from_numpy(offsets), "little")
     else:
         packed = packed_custom_mask
     offsets = np.concatenate([[0], np.cumsum((bits + 7) // 8)])
-    if offsets[-1] >= 2**31:
-        raise ValueError(f"`custom_mask` must have less than 2^31 bytes, got {offsets[-1]}")
-    packed = _vector("packed_custom_mask", packed, torch.uint8, int(offsets[-1]), longer).to(device)
-    indptr = torch.from_numpy(offsets.astype(np.int32)).to(device)
-    if mask_buffer is None or indptr_buffer is None:
-        problem.custom_mask, problem.mask_indptr = packed, indptr
-        return []
-    problem.custom_mask, problem.mask_indptr = mask_buffer, indptr_buffer
-    pending = [("custom_mask", packed, mask_buffer), ("mask_indptr", indptr, indptr_buffer)]
-    for name, values, buffer in pending:
-        check_fits(name, values, buffer)
-    return pending
+    length = int(offsets[-1])
+    if length >= 2**31:
+        raise ValueError(f"`custom_mask` must have less than 2^31 bytes, got {length}")
+    packed = _vector("packed_custom_mask", packed, torch.uint8, length, may_be_longer)
+    return CustomMask(packed.to(device), torch.from_numpy(offsets.astype(np.int32)).to(device))
 
 
 def as_bools(mask: Any) -> Any:
@@ -66,12 +61,12 @@ def as_bools(mask: Any) -> Any:
     return mask != 0 if is_bytes else mask
 
 
-def _check_counts(problem: AttentionProblem) -> None:
+def _check_counts(requests: Requests) -> None:
     """The planner checks lengths, but a mask's size is needed before that."""
-    batch_size = problem.batch_size
+    batch_size = requests.batch_size
     for name, tensor, count in (
-        ("qo_indptr", problem.qo_indptr, batch_size + 1),
-        ("paged_kv_last_page_len", problem.last_page_len, batch_size),
+        ("qo_indptr", requests.qo_indptr, batch_size + 1),
+        ("paged_kv_last_page_len", requests.last_page_len, batch_size),
     ):
         if tensor is not None and len(tensor) != count:
             raise ValueError(
@@ -79,40 +74,38 @@ def _check_counts(problem: AttentionProblem) -> None:
             )
 
 
-def add_items(
-    problem: AttentionProblem,
+def make_items(
+    batch_size: int,
     prefix_len_ptr: Any,
     token_pos_in_items_ptr: Any,
     token_pos_in_items_len: Any,
     max_item_len_ptr: Any,
     device: torch.device,
-) -> None:
-    """Put the tensors of multi-item scoring into `problem`.
+) -> ItemScoring:
+    """The tensors of multi-item scoring, on `device`.
 
     Raises
     ------
     TypeError, ValueError
         If some are missing, of another dtype or shorter than the batch needs.
     """
-    batch_size = problem.batch_size
-    token_pos_in_items_len = check_count("token_pos_in_items_len", token_pos_in_items_len)
-    unsigned = {torch.int32: torch.uint32, torch.int16: torch.uint16}
-    problem.token_pos_in_items_len = token_pos_in_items_len
-    for name, tensor, dtype, length in (
-        ("prefix_len_ptr", prefix_len_ptr, torch.uint32, batch_size),
-        (
-            "token_pos_in_items_ptr",
-            token_pos_in_items_ptr,
-            torch.uint16,
-            batch_size * token_pos_in_items_len,
-        ),
-        ("max_item_len_ptr", max_item_len_ptr, torch.uint16, batch_size),
-    ):
-        if isinstance(tensor, torch.Tensor) and unsigned.get(tensor.dtype) == dtype:
-            tensor = tensor.view(dtype)  # lengths and positions are not negative
-        if isinstance(tensor, torch.Tensor) and tensor.ndim == 2:
-            tensor = tensor.reshape(-1)
-        setattr(problem, name, _vector(name, tensor, dtype, length).to(device))
+    row = check_count("token_pos_in_items_len", token_pos_in_items_len)
+    prefix = _unsigned("prefix_len_ptr", prefix_len_ptr, torch.uint32, batch_size)
+    positions = _unsigned(
+        "token_pos_in_items_ptr", token_pos_in_items_ptr, torch.uint16, batch_size * row
+    )
+    longest = _unsigned("max_item_len_ptr", max_item_len_ptr, torch.uint16, batch_size)
+    return ItemScoring(prefix.to(device), positions.to(device), row, longest.to(device))
+
+
+def _unsigned(name: str, tensor: Any, dtype: torch.dtype, length: int) -> torch.Tensor:
+    """Lengths or positions, which are not negative: signed ones count as unsigned."""
+    signed = {torch.int32: torch.uint32, torch.int16: torch.uint16}
+    if isinstance(tensor, torch.Tensor) and signed.get(tensor.dtype) == dtype:
+        tensor = tensor.view(dtype)
+    if isinstance(tensor, torch.Tensor) and tensor.ndim == 2:
+        tensor = tensor.reshape(-1)
+    return _vector(name, tensor, dtype, length)
 
 
 def _vector(

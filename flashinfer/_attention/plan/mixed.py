@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from ...jit.attention.config import choose_tile_q
-from ...jit.attention.hopper import hopper_tile_q
-from ...jit.attention.plan import ANY_ROWS, Estimate
-from .choice import estimate, possible_backend
-from .executor import ALL_ROWS, AttentionExecutor, check_heads
-from .problem import AttentionProblem
+from .choice import KernelChoice, estimate, hopper_choice, possible_backend
+from .executor import ALL_ROWS, AttentionExecutor, RowRange
+from .planner import ANY_ROWS, KernelEstimate
+from .requests import AttentionProblem
 
 DECODE_ROWS = 16
 """Packed query rows that the decode tile of the portable kernel takes."""
@@ -29,40 +28,38 @@ class MixedExecutor(AttentionExecutor):
 
     def __init__(self, float_workspace_buffer: torch.Tensor) -> None:
         super().__init__(float_workspace_buffer)
-        self._decoder: AttentionExecutor | None = None  # has run once
+        self._decoder: AttentionExecutor | None = None  # made for the first plan of two launches
         self._is_apart = False
 
     def plan_mixed(self, problem: AttentionProblem) -> None:
         """`plan`, of any batch whose requests have query lengths of their own."""
         self._is_apart = False
-        check_heads(problem)
-        backend = possible_backend(problem, self.device)
-        hopper = "fa3", hopper_tile_q(problem.head_dim_qk, problem.head_dim_vo, problem.q_data_type)
+        spec = problem.spec
+        backend = possible_backend(spec, self.device)
         if backend == "fa3":
-            _plan_and_grow(self, problem, kernel=hopper)
+            _plan_and_grow(self, problem, hopper_choice(spec))
             return
         # Heads of more than 256 have the decode tile only.
-        second = DECODE_ROWS if problem.head_dim_vo <= 256 else 0
-        found = estimate(problem, second, False, backend == "auto")
-        few_rows = int(found.few_rows)
-        if few_rows > 0 and _is_faster_apart(found):
-            self._plan_apart(problem, few_rows, hopper)
+        second = DECODE_ROWS if spec.head_dim_vo <= 256 else 0
+        found = estimate(spec, problem.requests, second, False, backend == "auto")
+        if found.few_rows > 0 and _is_faster_apart(found):
+            self._plan_apart(problem, found.few_rows)
         elif found.hopper_us < found.portable_us:
-            _plan_and_grow(self, problem, kernel=hopper)
+            _plan_and_grow(self, problem, hopper_choice(spec))
         else:
-            second = second if few_rows > 0 else 0
-            _plan_and_grow(self, problem, second, kernel=("fa2", int(found.tile_q)))
+            second = second if found.few_rows > 0 else 0
+            _plan_and_grow(self, problem, KernelChoice("fa2", found.tile_q, second))
 
-    def _plan_apart(
-        self, problem: AttentionProblem, few_rows: int, hopper: tuple[str, int]
-    ) -> None:
+    def _plan_apart(self, problem: AttentionProblem, few_rows: int) -> None:
         """Two launches; `few_rows`: the most of the requests that fit the decode tile."""
         if self._decoder is None:
             workspace = torch.empty(FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
             self._decoder = AttentionExecutor(workspace)
-        few = "fa2", choose_tile_q(few_rows, few_rows, problem.head_dim_vo)
-        _plan_and_grow(self._decoder, problem, kernel=few, rows=(0, few_rows))
-        _plan_and_grow(self, problem, kernel=hopper, rows=(few_rows + 1, ANY_ROWS))
+        tile_q = choose_tile_q(few_rows, few_rows, problem.spec.head_dim_vo)
+        decode, rows = KernelChoice("fa2", tile_q), RowRange(0, few_rows)
+        _plan_and_grow(self._decoder, problem, decode, rows)
+        others = RowRange(few_rows + 1, ANY_ROWS)
+        _plan_and_grow(self, problem, hopper_choice(problem.spec), others)
         self._is_apart = True
 
     def run(self, *args: Any, **kwargs: Any) -> None:
@@ -73,36 +70,34 @@ class MixedExecutor(AttentionExecutor):
         super().run(*args, **kwargs)
 
 
-def _is_faster_apart(found: Estimate) -> bool:
+def _is_faster_apart(found: KernelEstimate) -> bool:
     return found.apart_us < min(found.portable_us, found.hopper_us)
 
 
 def _plan_and_grow(
     executor: AttentionExecutor,
     problem: AttentionProblem,
-    second: int = 0,
-    *,
-    kernel: tuple[str, int],
-    rows: tuple[int, int] = ALL_ROWS,
+    choice: KernelChoice,
+    rows: RowRange = ALL_ROWS,
 ) -> None:
     try:
-        executor.plan(problem, tile_q_second=second, kernel=kernel, rows=rows)
+        executor.plan(problem, choice=choice, rows=rows)
     except ValueError:
-        needed = executor.workspace_size(problem, tile_q_second=second, kernel=kernel, rows=rows)
-        if not _grow(executor, *needed):
+        needed = executor.workspace_size(problem, choice=choice, rows=rows)
+        if not _grow(executor, needed):
             raise
-        executor.plan(problem, tile_q_second=second, kernel=kernel, rows=rows)
+        executor.plan(problem, choice=choice, rows=rows)
 
 
-def _grow(executor: AttentionExecutor, float_bytes: int, int_bytes: int) -> bool:
+def _grow(executor: AttentionExecutor, needed: tuple[int, int]) -> bool:
     """Larger workspaces where they are too small; whether any was."""
     buffers = (executor.float_workspace, executor.int_workspace)
-    if all(n <= b.nbytes for n, b in zip((float_bytes, int_bytes), buffers, strict=True)):
+    if all(count <= buffer.nbytes for count, buffer in zip(needed, buffers, strict=True)):
         return False
     sizes = [
-        buffer.nbytes if needed <= buffer.nbytes else 1 << (needed - 1).bit_length()
-        for needed, buffer in zip((float_bytes, int_bytes), buffers, strict=True)
+        buffer.nbytes if count <= buffer.nbytes else 1 << (count - 1).bit_length()
+        for count, buffer in zip(needed, buffers, strict=True)
     ]
-    new = [torch.empty(size, dtype=torch.uint8, device=executor.device) for size in sizes]
-    executor.set_workspaces(*new)
+    floats, ints = (torch.empty(n, dtype=torch.uint8, device=executor.device) for n in sizes)
+    executor.set_workspaces(floats, ints)
     return True

@@ -1,142 +1,65 @@
-"""One batch of attention as a plan describes it: what kernels, references and traces read."""
+"""What a batch is: the requests by their lengths, and the tensors that the launches read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from ...jit.attention.plan import DECODE, RAGGED, Group
-from ...jit.attention.variant import AttentionVariant
+from .spec import AttentionSpec
 
 
-@dataclass(slots=True)
-class AttentionProblem:
-    """Requests that attend to their own keys, and the options of the attention.
+class ArgumentNames:
+    """What a public function calls its index tensors: positions in csrc/attention_requests.h."""
+
+    DECODE, PREFILL, RAGGED, BATCH_ATTENTION, POD_PREFILL, POD_DECODE = range(6)
+
+
+class Requests(NamedTuple):
+    """Requests that attend to their own keys, and which of these they see.
 
     Request ``b`` has the query tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]`` and, paged, the
-    pages ``kv_indices[kv_indptr[b] : kv_indptr[b + 1]]``; ragged, the rows ``kv_indptr[b]`` to
-    ``kv_indptr[b + 1]`` of k and v.
+    entries ``kv_indptr[b]`` to ``kv_indptr[b + 1]`` of the page numbers; ragged, these rows of k
+    and v. Tensors are int32 vectors on the CPU. The native planner takes the fields in this order.
 
     Attributes
     ----------
+    argument_names : int
+        A member of ``ArgumentNames``, for errors.
     qo_indptr : torch.Tensor or None
-        ``[batch_size + 1]`` int32 on the CPU. None: each request has `tokens_per_request` tokens.
+        ``[batch_size + 1]``. None: each request has `tokens_per_request` tokens.
     kv_indptr : torch.Tensor
-        ``[batch_size + 1]`` int32 on the CPU.
+        ``[batch_size + 1]``.
     kv_len, last_page_len : torch.Tensor or None
-        ``[batch_size]`` int32 on the CPU, either of them for pages; see `kv_lengths`.
-    kv_indices : torch.Tensor or None
-        Page numbers, int32, on the device of the wrapper; None for ragged.
+        ``[batch_size]``, at least one of them for pages; given both, they must agree.
     page_size : int
-        Tokens of a page; 0 for ragged.
-    rows_as_pages : bool
-        The only request's keys are rows of k and v, which the kernel reads as pages that follow
-        each other: the first set of a launch of two sets of tensors.
+        Tokens of a page; 0 for ragged keys.
     causal : bool
-        Aligned to the end: query i sees keys up to ``i + kv_len - qo_len``.
-    custom_mask, mask_indptr : torch.Tensor or None
-        Packed little-endian bits of ``qo_len x kv_len`` per request, uint8, and the first byte of
-        each request, int32; on the device. Takes the place of `causal`.
+        Whether no query sees a key after its own position, which is aligned to the end.
     window_left : int
-        Keys further than this before the query are masked; negative: none are.
-    logits_soft_cap : float
-        0: none.
-    sm_scale : float
-        Logits are ``q.k * sm_scale``.
-    pos_encoding_mode : str
-        ``"NONE"``, ``"ROPE_LLAMA"`` or ``"ALIBI"``.
-    alibi_slopes : torch.Tensor or None
-        ``[num_qo_heads]`` float32 on the device, with ``"ALIBI"``.
-    prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-        Multi-item scoring, on the device; see ``BatchPrefillWithPagedKVCacheWrapper.plan``.
-    variant : AttentionVariant or None
-        The user's variant.
-    names : int
-        What errors of the planner call the index tensors.
-    backend : str
-        That the caller wants: ``"auto"``, ``"fa2"`` or ``"fa3"``.
+        How many keys before its own position a query sees; negative: all.
     """
 
+    argument_names: int
+    qo_indptr: torch.Tensor | None
     kv_indptr: torch.Tensor
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
-    q_data_type: torch.dtype
-    kv_data_type: torch.dtype
-    o_data_type: torch.dtype
-    sm_scale: float
-    qo_indptr: torch.Tensor | None = None
-    tokens_per_request: int = 1
     kv_len: torch.Tensor | None = None
     last_page_len: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
     page_size: int = 0
-    rows_as_pages: bool = False
-    kv_layout: str = "NHD"
+    tokens_per_request: int = 1
     causal: bool = False
-    custom_mask: torch.Tensor | None = None
-    mask_indptr: torch.Tensor | None = None
     window_left: int = -1
-    logits_soft_cap: float = 0.0
-    pos_encoding_mode: str = "NONE"
-    rope_scale: float = 1.0
-    rope_theta: float = 1e4
-    alibi_slopes: torch.Tensor | None = None
-    prefix_len_ptr: torch.Tensor | None = None
-    token_pos_in_items_ptr: torch.Tensor | None = None
-    token_pos_in_items_len: int = 0
-    max_item_len_ptr: torch.Tensor | None = None
-    variant: AttentionVariant | None = None
-    names: int = DECODE
-    backend: str = "auto"
 
     @property
     def batch_size(self) -> int:
         return self.kv_indptr.shape[0] - 1
 
     @property
-    def group_size(self) -> int:
-        return self.num_qo_heads // self.num_kv_heads
-
-    @property
-    def is_hnd(self) -> bool:
-        return self.kv_layout == "HND"
-
-    @property
-    def mask_mode(self) -> str:
-        """Mask of the kernel, as in ``AttentionConfig``."""
-        if self.custom_mask is not None:
-            return "custom"
-        if self.prefix_len_ptr is not None:
-            return "multi_item"
-        return "causal" if self.causal else "none"
-
-    @property
     def num_qo_tokens(self) -> int:
         if self.qo_indptr is None:
             return self.batch_size * self.tokens_per_request
         return int(self.qo_indptr[-1])
-
-    def group(self) -> Group:
-        """The requests as the planner takes them.
-
-        A custom mask may show a query any key; multi-item scoring never one behind it.
-        """
-        free = self.custom_mask is not None
-        causal = not free and (self.causal or self.prefix_len_ptr is not None)
-        return (
-            self.names,
-            self.qo_indptr,
-            self.kv_indptr,
-            self.kv_len,
-            self.last_page_len,
-            self.page_size,
-            causal,
-            self.window_left,
-            self.tokens_per_request,
-        )
 
     def qo_lengths(self) -> torch.Tensor:
         """Query tokens of each request, ``[batch_size]`` int32 on the CPU."""
@@ -149,6 +72,206 @@ class AttentionProblem:
         if self.kv_len is not None:
             return self.kv_len
         pages = self.kv_indptr.diff()
-        if self.names == RAGGED or self.last_page_len is None:
+        if self.last_page_len is None:
             return pages
         return torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
+
+    def sees_no_more_than(self, planned: Requests) -> bool:
+        """Whether a plan for `planned`, the same requests, visits every key that these see."""
+        window = self.window_left
+        return (self.causal or not planned.causal) and (
+            planned.window_left < 0 or 0 <= window <= planned.window_left
+        )
+
+
+class CustomMask(NamedTuple):
+    """A mask of a bit for each query and key; it may show a query any key."""
+
+    bits: torch.Tensor  # little-endian, [qo_len * kv_len] of each request from a new byte on; uint8
+    indptr: torch.Tensor  # first byte of each request, int32
+
+    @property
+    def mode(self) -> str:
+        """As in ``AttentionConfig``."""
+        return "custom"
+
+
+class ItemScoring(NamedTuple):
+    """Multi-item scoring; see ``BatchPrefillWithPagedKVCacheWrapper.plan``."""
+
+    prefix_len_ptr: torch.Tensor
+    token_pos_in_items_ptr: torch.Tensor
+    token_pos_in_items_len: int
+    max_item_len_ptr: torch.Tensor
+
+    @property
+    def mode(self) -> str:
+        """As in ``AttentionConfig``."""
+        return "multi_item"
+
+
+class PlanTensors(NamedTuple):
+    """Tensors of a plan on the device, which launches read.
+
+    Attributes
+    ----------
+    kv_indices : torch.Tensor or None
+        Page numbers, int32; None for ragged keys.
+    mask : CustomMask, ItemScoring or None
+        Takes the place of causality.
+    alibi_slopes : torch.Tensor or None
+        ``[num_qo_heads]`` float32, with ``"ALIBI"``.
+    rows_as_pages : bool
+        The only request's keys are rows of k and v, which the kernel reads as pages that follow
+        each other: the first set of a launch of two sets of tensors.
+    """
+
+    kv_indices: torch.Tensor | None = None
+    mask: CustomMask | ItemScoring | None = None
+    alibi_slopes: torch.Tensor | None = None
+    rows_as_pages: bool = False
+
+
+class AttentionProblem(NamedTuple):
+    """What a plan is made for: what kernels, references and traces read."""
+
+    spec: AttentionSpec
+    requests: Requests
+    tensors: PlanTensors
+
+    @property
+    def mask_mode(self) -> str:
+        """Mask of the kernel, as in ``AttentionConfig``."""
+        mask = self.tensors.mask
+        return self.spec.mask_mode if mask is None else mask.mode
+
+    def with_mask(self, mask: CustomMask | ItemScoring) -> AttentionProblem:
+        """The same with a mask: a custom one may show any key, multi-item scoring no later one."""
+        return AttentionProblem(
+            self.spec,
+            self.requests._replace(causal=isinstance(mask, ItemScoring)),
+            self.tensors._replace(mask=mask),
+        )
+
+
+# --- Index tensors ------------------------------------------------------------------------------
+
+
+def host_page_table(
+    qo_indptr: Any | None,
+    indptr: Any,
+    last_page_len: Any,
+    seq_lens: Any | None,
+    page_size: int,
+    names: tuple[str, str, str],
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Index tensors on the host: qo_indptr, indptr, lengths or None, last_page_len or None.
+
+    Parameters
+    ----------
+    names : tuple of str
+        What the caller calls `qo_indptr`, `indptr` and `last_page_len`.
+
+    Notes
+    -----
+    Lengths come from `last_page_len`, or from `seq_lens` if only these are on the host: fetching
+    makes the host wait for the GPU. Pages of one token say the lengths themselves.
+    """
+    ready = seq_lens is None and _is_ready(indptr) and _is_ready(last_page_len)
+    if ready and (qo_indptr is None or _is_ready(qo_indptr)):
+        return qo_indptr, indptr, None, last_page_len  # nothing to do in the usual case
+    qo_name, indptr_name, last_name = names
+    wanted: dict[str, Any] = {}
+    if qo_indptr is not None:
+        wanted[qo_name] = qo_indptr
+    wanted[indptr_name] = indptr
+    on_gpu = isinstance(last_page_len, torch.Tensor) and last_page_len.is_cuda
+    take_last = not (on_gpu and (page_size == 1 or seq_lens is not None))
+    if take_last:
+        wanted[last_name] = last_page_len
+    if seq_lens is not None:
+        wanted["seq_lens"] = seq_lens
+    found = dict(zip(wanted, host_indices(wanted), strict=True))
+    kv_len = found.get("seq_lens")
+    last = found.get(last_name)
+    host_indptr = found[indptr_name]
+    if kv_len is None and last is None:
+        last = torch.ones(max(len(host_indptr) - 1, 0), dtype=torch.int32)
+    return found.get(qo_name), host_indptr, kv_len, last
+
+
+def _is_ready(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_cpu
+        and tensor.dtype is torch.int32
+        and tensor.ndim == 1
+        and tensor.is_contiguous()
+    )
+
+
+def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Index tensors as contiguous int32 vectors on the host.
+
+    What lies on a GPU is fetched by one copy, for which the host waits.
+    """
+    found = list(tensors.values())
+    distant = []
+    for i, tensor in enumerate(found):
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.int32 and tensor.ndim == 1:
+            if not tensor.is_cpu:
+                distant.append(i)
+            elif not tensor.is_contiguous():
+                found[i] = tensor.contiguous()
+            continue
+        name = list(tensors)[i]
+        check_index_vector(name, tensor)
+        if tensor.is_cpu:
+            found[i] = _as_int32(name, tensor)
+        else:
+            distant.append(i)
+    if distant:
+        names = list(tensors)
+        devices = {str(found[i].device) for i in distant}
+        if len(devices) > 1:
+            listed = ", ".join(f"`{names[i]}`" for i in distant)
+            raise ValueError(f"{listed} must be on one device, got {sorted(devices)}")
+        together = torch.cat([found[i] for i in distant]).cpu()
+        parts = together.split([found[i].numel() for i in distant])
+        for i, part in zip(distant, parts, strict=True):
+            found[i] = _as_int32(names[i], part)
+    return found
+
+
+def check_index_vector(name: str, tensor: Any) -> None:
+    """A vector of int32 or int64."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"`{name}` must have dtype int32 or int64, got "
+            f"{str(tensor.dtype).removeprefix('torch.')}"
+        )
+    if tensor.ndim != 1:
+        raise ValueError(f"`{name}` must have 1 dimension, got shape {list(tensor.shape)}")
+
+
+def _as_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.int64:
+        if tensor.numel() and not -(2**31) <= int(tensor.min()) <= int(tensor.max()) < 2**31:
+            raise ValueError(f"`{name}` must have values that fit int32, got {int(tensor.max())}")
+        tensor = tensor.to(torch.int32)
+    return tensor.contiguous()
+
+
+def device_indices(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
+    """Page numbers as a contiguous int32 vector on `device`."""
+    check_index_vector(name, tensor)
+    if tensor.dtype == torch.int32 and tensor.device == device and tensor.is_contiguous():
+        return tensor
+    return page_numbers(tensor).to(device=device, dtype=torch.int32).contiguous()
+
+
+def page_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Page numbers whose values fit int32: one beyond stays one that no cache has."""
+    return tensor.clamp(-1, 2**31 - 1) if tensor.dtype == torch.int64 else tensor

@@ -11,11 +11,13 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ...jit.attention.config import tile_rules
 from ...jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
-from .tiles import PORTABLE_TILE_KV
+from .spec import AttentionSpec
+from .tiles import HOPPER_PIECE_TILES, PORTABLE
 
 _NUM_SMS = 132  # of an H100 and an H200
 MEMORY = (2.5, 4.1e6, 1.4e6, 0.05)
@@ -121,29 +123,57 @@ SPEEDS = {
 _UNKNOWN = KernelSpeed(1, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-@functools.cache
+_SPEED_DTYPE = np.dtype(
+    [("ctas", np.int64)] + [(name, np.float64) for name in KernelSpeed._fields if name != "ctas"]
+)
+_TILE_DTYPE = np.dtype(
+    [
+        ("tile_q", np.int64),
+        ("most_rows", np.float64),
+        ("mean_rows", np.float64),
+        ("speed", _SPEED_DTYPE),
+    ]
+)
+MODEL_DTYPE = np.dtype(
+    [
+        ("num_kv_heads", np.int64),
+        ("group_size", np.int64),
+        ("head_dim_vo", np.int64),
+        ("num_sms", np.int64),
+        ("key_bytes", np.int64),
+        ("first_keys", np.float64),
+        ("dram", np.float64),
+        ("partial", np.float64),
+        ("per_part", np.float64),
+        ("tile_q_second", np.int64),
+        ("portable_tile_kv", np.int64),
+        ("portable_piece_tiles", np.int64),
+        ("second_speed", _SPEED_DTYPE),
+        ("hopper_tile_q", np.int64),
+        ("hopper_tile_kv", np.int64),
+        ("hopper_piece_tiles", np.int64),
+        ("hopper_speed", _SPEED_DTYPE),
+        ("num_tiles", np.int64),
+        ("tiles", _TILE_DTYPE, 4),
+    ]
+)
+"""``KernelModel`` of the header."""
+
+
+@functools.lru_cache(maxsize=256)
 def kernel_model(
-    num_kv_heads: int,
-    group_size: int,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
+    spec: AttentionSpec,
     page_size: int,
     tile_q_second: int,
     fixed_split_size: bool,
     with_hopper: bool,
 ) -> torch.Tensor:
-    """The numbers of ``KernelModel`` for launches of one kind.
+    """The bytes of a ``KernelModel`` for launches of one kind.
 
     Parameters
     ----------
-    num_kv_heads, group_size : int
-        KV heads, and query heads of each.
-    head_dim_qk, head_dim_vo : int
-        Head sizes.
-    dtype_q, dtype_kv : torch.dtype
-        Of queries, and of keys and values.
+    spec : AttentionSpec
+        Heads and element types.
     page_size : int
         Tokens of a page; 0 for ragged keys.
     tile_q_second : int
@@ -156,37 +186,45 @@ def kernel_model(
     Returns
     -------
     torch.Tensor
-        float64 on the CPU, as ``attention_choose`` takes it.
+        uint8 on the CPU, as ``attention_estimate`` takes it.
     """
-    speeds = SPEEDS[head_dim_qk, head_dim_vo] if with_hopper else None
+    head_dims = spec.head_dim_qk, spec.head_dim_vo
+    speeds = SPEEDS[head_dims] if with_hopper else None
     hopper = _UNKNOWN._replace(start=math.inf)
     few, portable, portable_start = 1.0, 1.0, 0.0
-    tile_kv = PORTABLE_TILE_KV  # where Hopper's kernel has none
+    tile_kv = PORTABLE.tile_kv  # where Hopper's kernel has none
     if speeds is not None:
-        widens = is_widened(dtype_q, dtype_kv)
-        tile_kv = hopper_tile_kv(head_dim_qk, head_dim_vo, widens)
+        widens = is_widened(spec.q_data_type, spec.kv_data_type)
+        tile_kv = hopper_tile_kv(*head_dims, widens)
         factor, gathered = 1.0, speeds.gathered
         if widens:
             few, portable, portable_start, factor, gathered = speeds.widened
-            factor *= tile_kv / hopper_tile_kv(head_dim_qk, head_dim_vo)
+            factor *= tile_kv / hopper_tile_kv(*head_dims)
         if _are_gathered(page_size, tile_kv):
             factor *= gathered
         hopper = _slower(speeds.hopper, factor)
     known = speeds.tiles if speeds is not None else {}
-    second = _UNKNOWN if speeds is None else _slower(speeds.second, portable, portable_start)
-    key_bytes = (head_dim_qk + head_dim_vo) * dtype_kv.itemsize
-    numbers: list[float] = [
-        *(num_kv_heads, group_size, head_dim_vo, _NUM_SMS, key_bytes, *MEMORY),
-        *(tile_q_second, *second),
-        *(hopper_tile_q(head_dim_qk, head_dim_vo), tile_kv, *hopper),
-    ]
-    for rule in tile_rules(head_dim_vo, fixed_split_size):
+    model = np.zeros((), MODEL_DTYPE)
+    model["num_kv_heads"], model["group_size"] = spec.num_kv_heads, spec.group_size
+    model["head_dim_vo"], model["num_sms"] = spec.head_dim_vo, _NUM_SMS
+    model["key_bytes"] = sum(head_dims) * spec.kv_data_type.itemsize
+    model["first_keys"], model["dram"], model["partial"], model["per_part"] = MEMORY
+    model["tile_q_second"] = tile_q_second
+    model["portable_tile_kv"], model["portable_piece_tiles"] = PORTABLE
+    model["second_speed"] = (
+        _UNKNOWN if speeds is None else _slower(speeds.second, portable, portable_start)
+    )
+    model["hopper_tile_q"] = hopper_tile_q(*head_dims)
+    model["hopper_tile_kv"], model["hopper_piece_tiles"] = tile_kv, HOPPER_PIECE_TILES
+    model["hopper_speed"] = hopper
+    rules = tile_rules(spec.head_dim_vo, fixed_split_size)
+    model["num_tiles"] = len(rules)
+    for tile, rule in zip(model["tiles"], rules, strict=False):
         speed = known.get(rule.tile_q, _UNKNOWN)
-        if rule.tile_q > 16:
-            numbers += [*rule, *_slower(speed, portable, portable_start)]
-        else:
-            numbers += [*rule, *_slower(speed, few)]
-    return torch.tensor(numbers, dtype=torch.float64)
+        slower = (portable, portable_start) if rule.tile_q > 16 else (few, 0.0)
+        tile["tile_q"], tile["most_rows"], tile["mean_rows"] = rule
+        tile["speed"] = _slower(speed, *slower)
+    return torch.from_numpy(model[None].view(np.uint8))
 
 
 def _slower(speed: KernelSpeed, factor: float, later: float = 0.0) -> KernelSpeed:

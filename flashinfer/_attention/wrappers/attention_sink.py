@@ -8,21 +8,11 @@ from typing import Any
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...trace.templates.attention_wrappers import (
-    sink_arguments,
-    sink_run_trace,
-)
-from ..checks import (
-    check_count,
-    check_window,
-    refuse,
-    resolve_dtype,
-    resolve_dtypes,
-    scalar,
-)
+from ...trace.templates.attention_wrappers import sink_arguments, sink_run_trace
+from ..checks import check_count, check_window, refuse, resolve_dtype, resolve_dtypes, scalar
+from ..plan.spec import AttentionSpec
+from .base import Cache, SpecArguments
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -95,9 +85,16 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
         window_left: int = -1,
     ) -> None:
         super().__init__(
-            *(float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf),
-            *(paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf),
-            *(custom_mask_buf, mask_indptr_buf, backend),
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+            custom_mask_buf,
+            mask_indptr_buf,
+            backend,
         )
         refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
         q_dtype, kv_dtype, _ = resolve_dtypes(q_data_type, kv_data_type, None)
@@ -110,36 +107,27 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
         self._default_window = check_window(window_left)
         self._default_encoding = pos_encoding_mode
 
-    def _options(
-        self,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        pos_encoding_mode: str,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        rope_scale: float | None,
-        rope_theta: float | None,
-        dtypes: tuple[Any, Any, Any],
-    ) -> dict[str, Any]:
+    def _checked_spec(self, a: SpecArguments) -> AttentionSpec:
         """As for every wrapper, with what this one was made for."""
-        q, kv, o = dtypes
+        q_data_type, kv_data_type = a.q_data_type, a.kv_data_type
         # "float16" is what a plan says that says nothing.
-        q = self._made_for["q_data_type"] if isinstance(q, str) and q == "float16" else q
-        kv = self._made_for["kv_data_type"] if kv is None else kv
-        self._check_made_for("q_data_type", resolve_dtype("q_data_type", q))
-        options = super()._options(
-            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
-            self._default_encoding if pos_encoding_mode == "NONE" else pos_encoding_mode,
-            self._default_window if window_left == -1 else window_left,
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            (q, kv, o),
+        if isinstance(q_data_type, str) and q_data_type == "float16":
+            q_data_type = self._made_for["q_data_type"]
+        if kv_data_type is None:
+            kv_data_type = self._made_for["kv_data_type"]
+        self._check_made_for("q_data_type", resolve_dtype("q_data_type", q_data_type))
+        mode, window_left = a.pos_encoding_mode, a.window_left
+        spec = super()._checked_spec(
+            a._replace(
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                pos_encoding_mode=self._default_encoding if mode == "NONE" else mode,
+                window_left=self._default_window if window_left == -1 else window_left,
+            )
         )
         for name in self._made_for:
-            self._check_made_for(name, options[name])
-        return options
+            self._check_made_for(name, getattr(spec, name))
+        return spec
 
     def _check_made_for(self, name: str, planned: Any) -> None:
         if planned != self._made_for[name]:
@@ -193,7 +181,7 @@ window_left, kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax,
         TypeError, ValueError
             If an argument is not as described, or there are no sinks.
         """
-        sinks, factor = sink_arguments(self._problem, args, sinks)
+        sinks, factor = sink_arguments(self._problem and self._problem.spec, args, sinks)
         if q_scale is None:
             q_scale = factor
         elif factor != 1.0:

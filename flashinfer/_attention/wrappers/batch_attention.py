@@ -5,24 +5,19 @@ from __future__ import annotations
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.plan import BATCH_ATTENTION
-from ...trace.templates.attention_wrappers import (
-    batch_attention_run_trace,
-)
-from ..checks import (
-    check_count,
-    check_flag,
+from ...trace.templates.attention_wrappers import batch_attention_run_trace
+from ..checks import check_count, refuse, soft_cap
+from ..plan.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
+from ..plan.requests import (
+    ArgumentNames,
+    AttentionProblem,
+    PlanTensors,
+    Requests,
     device_indices,
     host_indices,
-    refuse,
-    soft_cap,
 )
-from ..plan.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
-from ..plan.page_tables import PagedWrapper
-from ..plan.problem import AttentionProblem
-from .base import AttentionWrapper, split_cache
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+from .base import AttentionWrapper, Cache, SpecArguments, split_cache
+from .paged import PagedWrapper
 
 
 class BatchAttention(PagedWrapper, AttentionWrapper):
@@ -130,23 +125,31 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         self._problem = None  # whatever becomes of this plan
         refuse("the kernels write no profile", use_profiler=use_profiler)
         page_size = check_count("page_size", page_size)
-        options = self._options(
-            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, "NONE", -1),
-            *(logits_soft_cap, sm_scale, None, None),
-            (q_data_type, kv_data_type, None),
+        spec = self._spec(
+            SpecArguments(
+                num_qo_heads,
+                num_kv_heads,
+                head_dim_qk,
+                head_dim_vo,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                causal=causal,
+            )
         )
         names = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": kv_len_arr}
         host_qo_indptr, host_kv_indptr, kv_len = host_indices(names)
-        problem = AttentionProblem(
-            qo_indptr=host_qo_indptr,
-            kv_indptr=host_kv_indptr,
-            kv_len=kv_len,
-            kv_indices=device_indices("kv_indices", kv_indices, self.device),
+        requests = Requests(
+            ArgumentNames.BATCH_ATTENTION,
+            host_qo_indptr,
+            host_kv_indptr,
+            kv_len,
             page_size=page_size,
-            causal=check_flag("causal", causal),
-            names=BATCH_ATTENTION,
-            **options,
+            causal=spec.causal,
         )
+        pages = device_indices("kv_indices", kv_indices, self.device)
+        problem = AttentionProblem(spec, requests, PlanTensors(pages))
         self._executor.plan_mixed(problem)
         self._problem = self._plan_problem = problem
 
@@ -201,13 +204,13 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         refuse("the kernels write no profile", profiler_buffer=profiler_buffer)
         refuse("there are no kernels for caches of 4 bits", kv_cache_sf=kv_cache_sf)
         if logits_soft_cap and self._problem is not None:
-            planned = self._problem.logits_soft_cap
+            planned = self._problem.spec.logits_soft_cap
             if soft_cap(logits_soft_cap) != planned:
                 raise ValueError(
                     f"`logits_soft_cap` must be 0 or the {planned} of plan(), got {logits_soft_cap}"
                 )
         k, v = split_cache(kv_cache, "kv_cache")
         result = self._launch(
-            *(q, k, v, (), None, k_scale, v_scale, out, lse, True), *(None, None, None)
+            q, k, v, out=out, lse=lse, return_lse=True, k_scale=k_scale, v_scale=v_scale
         )
         return result[0], result[1]

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.plan import POD_DECODE, POD_PREFILL
 from ...trace.templates.pod import batch_pod_run_trace
-from ..checks import (
-    check_count,
-    check_flag,
+from ..checks import check_count, check_flag, refuse, with_data_type
+from ..plan.requests import (
+    ArgumentNames,
+    AttentionProblem,
+    PlanTensors,
+    Requests,
     device_indices,
     host_indices,
-    refuse,
-    with_data_type,
 )
-from ..plan.problem import AttentionProblem
-from .base import split_cache
-from .two_parts import Pair, PairWrapper, add_pair_mask
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+from .base import Cache, Result, SpecArguments, split_cache
+from .two_parts import Parts, TwoPartWrapper, mask_of_part
 
 
-class BatchPODWithPagedKVCacheWrapper(PairWrapper):
+class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
     r"""A batch that prefills and a batch that decodes, in one launch.
 
     Parameters
@@ -59,7 +57,7 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
     @flashinfer_api
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         super().__init__(float_workspace_buffer, kv_layout, False)
-        self._bases: Pair | None = None
+        self._bases: Parts | None = None
         self._causal = False  # of the latest run: most plans are for another like it
 
     @flashinfer_api
@@ -118,10 +116,20 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
         page_size = check_count("page_size", page_size)
         check_count("head_dim", head_dim)
         non_blocking = check_flag("non_blocking", non_blocking)
-        options = self._options(
-            *(num_qo_heads, num_kv_heads, head_dim, head_dim, pos_encoding_mode, window_left, None),
-            *(sm_scale, rope_scale, rope_theta),
-            ("float16" if q_data_type is None else q_data_type, kv_data_type, None),
+        spec = self._spec(
+            SpecArguments(
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                head_dim,
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type="float16" if q_data_type is None else q_data_type,
+                kv_data_type=kv_data_type,
+            )
         )
         indices = host_indices(
             {
@@ -133,25 +141,31 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
                 "last_page_len_d": last_page_len_d,
             }
         )
-        bases = [
+        tensors = PlanTensors(alibi_slopes=self._alibi_slopes(spec))
+        prefill, decode = (
             AttentionProblem(
-                qo_indptr=qo_indptr,
-                kv_indptr=kv_indptr,
-                last_page_len=last,
-                kv_indices=device_indices(f"kv_indices_{part}", pages, self.device),
-                page_size=page_size,
-                names=names,
-                **options,
+                spec,
+                Requests(
+                    names,
+                    qo_indptr,
+                    kv_indptr,
+                    last_page_len=last,
+                    page_size=page_size,
+                    window_left=spec.window_left,
+                ),
+                tensors._replace(
+                    kv_indices=device_indices(f"kv_indices_{part}", pages, self.device)
+                ),
             )
             for part, names, pages, (qo_indptr, kv_indptr, last) in (
-                ("p", POD_PREFILL, kv_indices_p, indices[:3]),
-                ("d", POD_DECODE, kv_indices_d, indices[3:]),
+                ("p", ArgumentNames.POD_PREFILL, kv_indices_p, indices[:3]),
+                ("d", ArgumentNames.POD_DECODE, kv_indices_d, indices[3:]),
             )
-        ]
+        )
         self._non_blocking = non_blocking
-        bases[0].causal = self._causal
-        self._plan_pair((bases[0], bases[1]), non_blocking)
-        self._bases, self._key = (bases[0], bases[1]), self._causal
+        parts = _with_causality(prefill, self._causal), decode
+        self._plan_parts(parts, non_blocking)
+        self._bases, self._key = (prefill, decode), self._causal
 
     begin_forward = plan
 
@@ -210,15 +224,16 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
         TypeError, ValueError
             If nothing is planned, or an argument is not as described.
         """
+        call = locals()
         refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
         masks = (custom_mask_p, packed_custom_mask_p)
         caches = (
             split_cache(paged_kv_cache_p, "paged_kv_cache_p"),
             split_cache(paged_kv_cache_d, "paged_kv_cache_d"),
         )
-        self._plan_for(causal_p, masks, lambda: self._run_problems(causal_p, *masks))
+        self._plan_for(causal_p, masks, lambda: self._problems_of(call))
         self._causal = causal_p
-        return self._launch_pair(
+        return self._launch_parts(
             (q_p, *caches[0]),
             (q_d, *caches[1]),
             (q_scale, k_scale, v_scale),
@@ -226,18 +241,19 @@ class BatchPODWithPagedKVCacheWrapper(PairWrapper):
             enable_pdl,
         )
 
-    def _plan_run(self, problems: Pair) -> None:
-        self._plan_pair(problems, self._non_blocking)
+    def _plan_run(self, problems: Parts) -> None:
+        self._plan_parts(problems, self._non_blocking)
 
-    def _run_problems(
-        self,
-        causal_p: bool,
-        custom_mask_p: torch.Tensor | None,
-        packed_custom_mask_p: torch.Tensor | None,
-    ) -> Pair:
-        """Both parts of a run; see `run` for the arguments."""
+    def _problems_of(self, call: Mapping[str, Any]) -> Parts:
+        """Both parts of a run with these arguments."""
         if self._bases is None:
             raise ValueError("plan() must be called before run(), and again after new workspaces")
-        prefill = dataclasses.replace(self._bases[0], causal=check_flag("causal_p", causal_p))
-        add_pair_mask(prefill, "p", custom_mask_p, packed_custom_mask_p, self.device)
-        return prefill, self._bases[1]
+        prefill, decode = self._bases
+        prefill = _with_causality(prefill, check_flag("causal_p", call["causal_p"]))
+        mask, packed = call["custom_mask_p"], call["packed_custom_mask_p"]
+        return mask_of_part(prefill, "p", mask, packed, self.device), decode
+
+
+def _with_causality(problem: AttentionProblem, causal: bool) -> AttentionProblem:
+    spec = dataclasses.replace(problem.spec, causal=causal)
+    return AttentionProblem(spec, problem.requests._replace(causal=causal), problem.tensors)

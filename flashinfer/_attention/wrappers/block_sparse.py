@@ -166,12 +166,19 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             use_clc=use_clc,
         )
         refuse(_SCALES, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        options = self._sparse_options(
-            (num_qo_heads, num_kv_heads, head_dim),
+        spec = self._sparse_spec(
+            head_dim,
             pos_encoding_mode,
             use_fp16_qk_reduction,
-            (logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            (q_data_type, kv_data_type, o_data_type),
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
         )
         causal = check_flag("causal", causal)
         if causal and (mask is not None or packed_mask is not None):
@@ -182,7 +189,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         if mask is not None and packed_mask is None:
             check_mask(mask, int(rows[-1]), R, C)
             bits = bits_by_row_of_blocks(mask, rows)
-        self._plan_table(table, (bits, packed_mask), non_blocking, options)
+        self._plan_table(spec, table, non_blocking, bits, packed_mask)
         self._shape, self._block = (M, N), (R, C)
         self._blocks, self._causal = (rows, columns), causal
 
@@ -234,14 +241,13 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             If nothing is planned, or a tensor is not as planned or not on the GPU.
         """
         refuse(_SCALES, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
-        problem = self._planned()
+        spec = self._planned_problem().spec
         (_, N), (_, C) = self._shape, self._block
-        shape = (N, problem.num_kv_heads, problem.head_dim_qk)
+        shape = (N, spec.num_kv_heads, spec.head_dim_qk)
         check_shape("k", k, shape)
         check_shape("v", v, shape)
         k, v = k.unflatten(0, (N // C, C)), v.unflatten(0, (N // C, C))
-        scales = (None, None, None)
-        return self._launch(q, k, v, (), *scales, out, lse, return_lse, None, None, enable_pdl)
+        return self._launch(q, k, v, out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)
 
     @flashinfer_api
     def forward(
@@ -260,6 +266,12 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         rope_theta: float | None = None,
     ) -> torch.Tensor:
         """Deprecated: ``run`` with options that take the place of the plan's."""
-        options = (logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._override_sparse(pos_encoding_mode, use_fp16_qk_reduction, options)
+        self._override_sparse(
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, k, v, scale_q, scale_k, scale_v)

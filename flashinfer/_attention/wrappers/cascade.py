@@ -11,10 +11,9 @@ from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention_wrappers import cascade_run_trace
 from ..checks import check_count, check_flag
 from ..functions.merge import merge_states
-from ..plan.page_tables import PagedWrapper
+from .base import Cache
+from .paged import PagedWrapper
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class MultiLevelCascadeAttentionWrapper(PagedWrapper):
@@ -92,9 +91,16 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
             of_levels = [(None,) * len(buffers)] * num_levels
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(
-                *(float_workspace_buffer, kv_layout, use_cuda_graph, *level, None, None, backend)
+                float_workspace_buffer,
+                kv_layout,
+                use_cuda_graph,
+                qo_indptr_buf=qo_indptr,
+                paged_kv_indptr_buf=kv_indptr,
+                paged_kv_indices_buf=kv_indices,
+                paged_kv_last_page_len_buf=last_page_len,
+                backend=backend,
             )
-            for level in of_levels
+            for qo_indptr, kv_indptr, kv_indices, last_page_len in of_levels
         ]
 
     @property
@@ -193,7 +199,10 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
         for i, (wrapper, tables) in enumerate(zip(self._wrappers, levels, strict=True)):
             wrapper.plan(
                 *tables,
-                *(num_qo_heads, num_kv_heads, head_dim, page_size),
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
                 causal=causal and i == num_levels - 1,
                 pos_encoding_mode=pos_encoding_mode,
                 use_fp16_qk_reduction=use_fp16_qk_reduction,
@@ -205,7 +214,11 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
             )
-        tokens = [wrapper._problem.num_qo_tokens for wrapper in self._wrappers if wrapper._problem]
+        tokens = [
+            wrapper._problem.requests.num_qo_tokens
+            for wrapper in self._wrappers
+            if wrapper._problem
+        ]
         if len(set(tokens)) > 1:
             for wrapper in self._wrappers:
                 wrapper._problem = None

@@ -3,28 +3,91 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.plan import DECODE
 from ...trace.templates.attention import paged_decode_run_trace
-from ..checks import (
-    check_count,
-    check_flag,
+from ..checks import check_count, check_flag, refuse, with_data_type
+from ..plan.executor import GraphCapacity, PlanOptions
+from ..plan.requests import (
+    ArgumentNames,
+    AttentionProblem,
+    PlanTensors,
+    Requests,
     device_indices,
-    refuse,
-    split_size,
-    with_data_type,
+    host_page_table,
 )
-from ..plan.page_tables import PagedWrapper, check_buffer, check_page_numbers, host_page_table, keep
-from ..plan.problem import AttentionProblem
-from .base import AttentionWrapper, split_cache
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+from ..plan.spec import AttentionSpec
+from .base import AttentionWrapper, Cache, SpecArguments, split_cache
+from .graphs import check_buffer, check_page_numbers, copy_to_buffer
+from .paged import PagedWrapper
 
 _NAMES = ("qo_indptr", "indptr", "last_page_len")
+
+
+@dataclass(slots=True)
+class DecodeArguments:
+    """Arguments of ``BatchDecodeWithPagedKVCacheWrapper.plan``, documented there."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    pos_encoding_mode: str = "NONE"
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    q_data_type: Any = "float16"
+    kv_data_type: Any = None
+    o_data_type: Any = None
+    data_type: Any = None
+    sm_scale: float | None = None
+    rope_scale: float | None = None
+    rope_theta: float | None = None
+    non_blocking: bool = True
+    block_tables: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    q_len_per_req: int = 1
+
+    def options(self) -> tuple[Any, ...]:
+        """Everything but the batch."""
+        return (
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.page_size,
+            self.pos_encoding_mode,
+            self.window_left,
+            self.logits_soft_cap,
+            self.q_data_type,
+            self.kv_data_type,
+            self.o_data_type,
+            self.data_type,
+            self.sm_scale,
+            self.rope_scale,
+            self.rope_theta,
+            self.non_blocking,
+            self.fixed_split_size,
+            self.disable_split_kv,
+            self.q_len_per_req,
+        )
+
+
+class _Options(NamedTuple):
+    """What the options of a plan mean."""
+
+    spec: AttentionSpec
+    page_size: int
+    tokens_per_request: int
+    plan: PlanOptions
+    tensors: PlanTensors  # without page numbers
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
@@ -188,117 +251,90 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
             If an argument is not as described, lengths contradict the page table, a CUDA graph's
             capacity is exceeded, or a workspace is too small (the message says the bytes needed).
         """
-        self._decode_plan(
-            *(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
-            *deprecated_positional_args,
-            **kwargs,
-        )
-
-    begin_forward = plan
-
-    def _decode_plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        data_type: Any = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        block_tables: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-    ) -> None:
-        self._problem = None  # whatever becomes of this plan
-        refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
-        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
-        problem = self._problem_of(
-            *(indptr, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
-            *(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            (q_data_type, kv_data_type, o_data_type),
-            seq_lens,
-            q_len_per_req,
-        )
-        capacity = self._graph_capacity(problem)
-        if self._paged_kv_indices_buf is None:
-            problem.kv_indices = device_indices("indices", indices, self.device)
-        else:
-            problem.kv_indices = check_page_numbers(
-                "indices", indices, self._paged_kv_indices_buf, problem.kv_indptr
-            )
-        self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
-        if self._paged_kv_indices_buf is not None:
-            assert self._paged_kv_indptr_buf is not None
-            assert self._paged_kv_last_page_len_buf is not None
-            keep("indices", indices, self._paged_kv_indices_buf, non_blocking)
-            keep("indptr", indptr, self._paged_kv_indptr_buf, non_blocking)
-            keep("last_page_len", last_page_len, self._paged_kv_last_page_len_buf, non_blocking)
-
-    def _problem_of(
-        self,
-        indptr: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        rope_scale: float | None,
-        rope_theta: float | None,
-        dtypes: tuple[Any, Any, Any],
-        seq_lens: torch.Tensor | None,
-        q_len_per_req: int,
-    ) -> AttentionProblem:
-        page_size = check_count("page_size", page_size)
-        q_len_per_req = check_count("q_len_per_req", q_len_per_req)
-        options = self._options(
+        arguments = DecodeArguments(
+            indptr,
+            indices,
+            last_page_len,
             num_qo_heads,
             num_kv_heads,
             head_dim,
-            head_dim,
-            pos_encoding_mode,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            dtypes,
+            page_size,
+            *deprecated_positional_args,
+            **kwargs,
         )
-        _, host_indptr, kv_len, last = host_page_table(
-            None, indptr, last_page_len, seq_lens, page_size, _NAMES
-        )
-        return AttentionProblem(
-            kv_indptr=host_indptr,
-            kv_len=kv_len,
-            last_page_len=last,
-            page_size=page_size,
-            tokens_per_request=q_len_per_req,
-            causal=q_len_per_req > 1,
-            names=DECODE,
-            **options,
-        )
+        self._plan_decode(arguments)
 
-    def _graph_capacity(self, problem: AttentionProblem) -> tuple[int, int] | None:
-        if self._paged_kv_last_page_len_buf is None:
-            return None
-        capacity = self._paged_kv_last_page_len_buf.numel()
-        return capacity, capacity * problem.tokens_per_request
+    begin_forward = plan
+
+    def _plan_decode(self, a: DecodeArguments) -> None:
+        self._problem = None  # whatever becomes of this plan
+        problem, options = self._problem_of(a)
+        buffer = self._paged_kv_indices_buf
+        if buffer is None:
+            pages = device_indices("indices", a.indices, self.device)
+        else:
+            pages = check_page_numbers("indices", a.indices, buffer, problem.requests.kv_indptr)
+        tensors = problem.tensors._replace(kv_indices=pages)
+        self._plan(AttentionProblem(problem.spec, problem.requests, tensors), options)
+        if buffer is not None:
+            assert self._paged_kv_indptr_buf is not None
+            assert self._paged_kv_last_page_len_buf is not None
+            wait = options.non_blocking
+            copy_to_buffer("indices", a.indices, buffer, wait)
+            copy_to_buffer("indptr", a.indptr, self._paged_kv_indptr_buf, wait)
+            last_page_len = self._paged_kv_last_page_len_buf
+            copy_to_buffer("last_page_len", a.last_page_len, last_page_len, wait)
+
+    def _problem_of(self, a: DecodeArguments) -> tuple[AttentionProblem, PlanOptions]:
+        """The problem of a plan, without page numbers, and how it is divided."""
+        if a.block_tables is not None:
+            refuse("pages are given by `indptr` and `indices`", block_tables=a.block_tables)
+        options = self._remembered(a.options(), lambda: self._checked_options(a))
+        _, indptr, kv_len, last = host_page_table(
+            None, a.indptr, a.last_page_len, a.seq_lens, options.page_size, _NAMES
+        )
+        spec = options.spec
+        requests = Requests(
+            ArgumentNames.DECODE,
+            None,
+            indptr,
+            kv_len,
+            last,
+            options.page_size,
+            options.tokens_per_request,
+            spec.causal,
+            spec.window_left,
+        )
+        return AttentionProblem(spec, requests, options.tensors), options.plan
+
+    def _checked_options(self, a: DecodeArguments) -> _Options:
+        q_data_type, kv_data_type = with_data_type(a.q_data_type, a.kv_data_type, a.data_type)
+        page_size = check_count("page_size", a.page_size)
+        tokens = check_count("q_len_per_req", a.q_len_per_req)
+        spec = self._checked_spec(
+            SpecArguments(
+                num_qo_heads=a.num_qo_heads,
+                num_kv_heads=a.num_kv_heads,
+                head_dim_qk=a.head_dim,
+                head_dim_vo=a.head_dim,
+                pos_encoding_mode=a.pos_encoding_mode,
+                window_left=a.window_left,
+                logits_soft_cap=a.logits_soft_cap,
+                sm_scale=a.sm_scale,
+                rope_scale=a.rope_scale,
+                rope_theta=a.rope_theta,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                o_data_type=a.o_data_type,
+                causal=tokens > 1,
+            )
+        )
+        plan = self._check_plan_options(a.fixed_split_size, a.disable_split_kv, a.non_blocking)
+        if self._paged_kv_last_page_len_buf is not None:
+            batch_size = self._paged_kv_last_page_len_buf.numel()
+            plan = plan._replace(capacity=GraphCapacity(batch_size, batch_size * tokens))
+        tensors = PlanTensors(alibi_slopes=self._alibi_slopes(spec))
+        return _Options(spec, page_size, tokens, plan, tensors)
 
     def workspace_size(
         self,
@@ -332,21 +368,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         tuple of int
             Of the float and of the int workspace.
         """
-        refuse("pages are given by `indptr` and `indices`", block_tables=block_tables)
-        q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
-        problem = self._problem_of(
-            *(indptr, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
-            *(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            (q_data_type, kv_data_type, o_data_type),
-            seq_lens,
-            q_len_per_req,
-        )
-        return self._executor.workspace_size(
-            problem,
-            fixed_split_size=split_size(fixed_split_size),
-            disable_split_kv=check_flag("disable_split_kv", disable_split_kv),
-            graph_capacity=self._graph_capacity(problem),
-        )
+        arguments = dict(locals())
+        del arguments["self"]
+        problem, options = self._problem_of(DecodeArguments(**arguments))
+        return self._executor.workspace_size(problem, options)
 
     @flashinfer_api(trace=paged_decode_run_trace)
     def run(
@@ -421,14 +446,25 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
             self._check_q_len(q_len_per_req)
         k, v = split_cache(paged_kv_cache)
         return self._launch(
-            *(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse),
-            *(window_left, sinks, enable_pdl),
+            q,
+            k,
+            v,
+            args,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            window_left=window_left,
+            sinks=sinks,
+            enable_pdl=enable_pdl,
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def _check_q_len(self, q_len_per_req: int) -> None:
-        planned = self._problem.tokens_per_request if self._problem is not None else 1
+        planned = 1 if self._problem is None else self._problem.requests.tokens_per_request
         if q_len_per_req != planned:
             raise ValueError(
                 f"`q_len_per_req` must be the {planned} of plan(), got {q_len_per_req}"

@@ -6,7 +6,7 @@ import torch
 
 from ..._instrument.decorator import flashinfer_api
 from ..checks import with_data_type
-from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .decode import BatchDecodeWithPagedKVCacheWrapper, DecodeArguments
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -89,7 +89,7 @@ def fast_decode_plan(
             "`self` must be a BatchDecodeWithPagedKVCacheWrapper, got " + type(self).__name__
         )
     q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
-    self._decode_plan(
+    arguments = DecodeArguments(
         indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
         indices,
         last_page_len,
@@ -97,11 +97,11 @@ def fast_decode_plan(
         num_kv_heads,
         head_dim,
         page_size,
-        pos_encoding_mode,
-        window_left,
-        logits_soft_cap,
-        q_data_type or "float16",
-        kv_data_type,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type or "float16",
+        kv_data_type=kv_data_type,
         sm_scale=sm_scale,
         rope_scale=rope_scale,
         rope_theta=rope_theta,
@@ -110,3 +110,4 @@ def fast_decode_plan(
         disable_split_kv=disable_split_kv,
         q_len_per_req=q_len_per_req,
     )
+    self._plan_decode(arguments)

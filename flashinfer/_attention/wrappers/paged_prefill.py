@@ -10,24 +10,33 @@ from typing import Any
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.plan import PREFILL
 from ...trace.templates.attention import paged_prefill_run_trace
-from ..checks import (
-    check_count,
-    check_flag,
+from ..checks import check_count, refuse
+from ..plan.requests import (
+    ArgumentNames,
+    AttentionProblem,
+    Requests,
     device_indices,
-    refuse,
-    split_size,
+    host_page_table,
 )
-from ..plan.page_tables import PagedWrapper, check_buffer, check_page_numbers, host_page_table
-from ..plan.problem import AttentionProblem
-from .base import split_cache
+from .base import Cache, split_cache
+from .graphs import check_buffer, check_page_numbers
+from .paged import PagedWrapper
 from .prefill import PrefillArguments, PrefillWrapper
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 _BLACKWELL = "it belongs to kernels for Blackwell"
 _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
+
+
+class PagedArguments(PrefillArguments):
+    """Arguments of ``plan`` with the page table."""
+
+    qo_indptr: torch.Tensor
+    paged_kv_indptr: torch.Tensor
+    paged_kv_indices: torch.Tensor
+    paged_kv_last_page_len: torch.Tensor
+    page_size: int
+    block_tables: torch.Tensor | None
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
@@ -255,58 +264,25 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
             If an argument is not as described, lengths contradict each other, a CUDA graph's
             capacity is exceeded, or a workspace is too small (the message says the bytes needed).
         """
+        a = PagedArguments(locals())
         self._problem = None  # whatever becomes of this plan
-        arguments = PrefillArguments(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            head_dim_vo,
-            custom_mask,
-            packed_custom_mask,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            (q_data_type, kv_data_type, o_data_type),
-            prefix_len_ptr,
-            token_pos_in_items_ptr,
-            token_pos_in_items_len,
-            max_item_len_ptr,
-            seq_lens_q,
-            max_token_per_sequence,
-            max_sequence_kv,
-            uniform_q_len,
-        )
-        problem = self._paged_problem(
-            arguments,
-            (qo_indptr, paged_kv_indptr, paged_kv_last_page_len),
-            page_size,
-            seq_lens,
-            block_tables,
-        )
-        name = "paged_kv_indices"
-        if self._paged_kv_indices_buf is None:
-            problem.kv_indices = device_indices(name, paged_kv_indices, self.device)
+        spec, requests, tensors = self._paged_problem(a)
+        name, buffer = "paged_kv_indices", self._paged_kv_indices_buf
+        if buffer is None:
+            pages = device_indices(name, paged_kv_indices, self.device)
         else:
-            problem.kv_indices = check_page_numbers(
-                name, paged_kv_indices, self._paged_kv_indices_buf, problem.kv_indptr
-            )
-        capacity = self._graph_capacity(problem)
-        self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
-        if capacity is not None:
-            self._max_qo_tokens = capacity[1]
-            last_page_len = paged_kv_last_page_len
-            self._keep(
-                non_blocking,
-                (name, paged_kv_indices, self._paged_kv_indices_buf),
-                ("qo_indptr", qo_indptr, self._qo_indptr_buf),
-                ("paged_kv_indptr", paged_kv_indptr, self._paged_kv_indptr_buf),
-                ("paged_kv_last_page_len", last_page_len, self._paged_kv_last_page_len_buf),
-            )
+            pages = check_page_numbers(name, paged_kv_indices, buffer, requests.kv_indptr)
+        options = self._prefill_options(a, requests)
+        tensors = tensors._replace(kv_indices=pages)
+        self._plan(AttentionProblem(spec, requests, tensors), options)
+        last_page_len = paged_kv_last_page_len
+        self._copy_to_buffers(
+            options,
+            (name, paged_kv_indices, buffer),
+            ("qo_indptr", qo_indptr, self._qo_indptr_buf),
+            ("paged_kv_indptr", paged_kv_indptr, self._paged_kv_indptr_buf),
+            ("paged_kv_last_page_len", last_page_len, self._paged_kv_last_page_len_buf),
+        )
 
     begin_forward = plan
 
@@ -354,70 +330,36 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         tuple of int
             Of the float and of the int workspace.
         """
-        arguments = PrefillArguments(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            head_dim_vo,
-            custom_mask,
-            packed_custom_mask,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            (q_data_type, kv_data_type, o_data_type),
-            prefix_len_ptr,
-            token_pos_in_items_ptr,
-            token_pos_in_items_len,
-            max_item_len_ptr,
-            seq_lens_q,
-            max_token_per_sequence,
-            max_sequence_kv,
-            uniform_q_len,
-        )
-        problem = self._paged_problem(
-            arguments,
-            (qo_indptr, paged_kv_indptr, paged_kv_last_page_len),
-            page_size,
-            seq_lens,
-            block_tables,
-        )
-        capacity = self._graph_capacity(problem)
-        return self._executor.workspace_size(
-            problem,
-            fixed_split_size=split_size(fixed_split_size),
-            disable_split_kv=check_flag("disable_split_kv", disable_split_kv),
-            graph_capacity=capacity,
-        )
+        a = PagedArguments(locals())
+        problem = self._paged_problem(a)
+        return self._executor.workspace_size(problem, self._prefill_options(a, problem.requests))
 
-    def _paged_problem(
-        self,
-        arguments: PrefillArguments,
-        table: tuple[Any, Any, Any],
-        page_size: int,
-        seq_lens: Any,
-        block_tables: Any,
-    ) -> AttentionProblem:
-        refuse("pages are given by the index tensors", block_tables=block_tables)
-        page_size = check_count("page_size", page_size)
-        if table[0] is None:
+    def _paged_problem(self, a: PagedArguments) -> AttentionProblem:
+        """The problem of a plan, without page numbers."""
+        refuse("pages are given by the index tensors", block_tables=a.block_tables)
+        page_size = check_count("page_size", a.page_size)
+        if a.qo_indptr is None:
             raise TypeError("`qo_indptr` must be a torch.Tensor, got NoneType")
-        qo_indptr, indptr, kv_len, last = host_page_table(*table, seq_lens, page_size, _NAMES)
-        problem = self._prefill_problem(
-            arguments,
-            qo_indptr=qo_indptr,
-            kv_indptr=indptr,
-            kv_len=kv_len,
-            last_page_len=last,
-            page_size=page_size,
-            names=PREFILL,
+        qo_indptr, indptr, kv_len, last = host_page_table(
+            a.qo_indptr,
+            a.paged_kv_indptr,
+            a.paged_kv_last_page_len,
+            a.seq_lens,
+            page_size,
+            _NAMES,
         )
-        self._add_masks(problem, arguments)
-        return problem
+        spec = self._prefill_spec(a)
+        requests = Requests(
+            ArgumentNames.PREFILL,
+            qo_indptr,
+            indptr,
+            kv_len,
+            last,
+            page_size,
+            causal=spec.causal,
+            window_left=spec.window_left,
+        )
+        return self._prefill_problem(a, spec, requests)
 
     @flashinfer_api(trace=paged_prefill_run_trace)
     def run(
@@ -500,8 +442,21 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         )
         k, v = split_cache(paged_kv_cache)
         return self._launch_prefill(
-            *(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse),
-            *(lse_base, lse_layout, window_left, sinks, enable_pdl),
+            q,
+            k,
+            v,
+            args,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            window_left=window_left,
+            sinks=sinks,
+            enable_pdl=enable_pdl,
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -524,8 +479,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
     ) -> torch.Tensor:
         """Deprecated: ``run`` with options that take the place of the plan's."""
         self._override_prefill(
-            *(causal, pos_encoding_mode, use_fp16_qk_reduction, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            use_fp16_qk_reduction,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
         )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
@@ -547,7 +508,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: ``run_return_lse`` with options that take the place of the plan's."""
         self._override_prefill(
-            *(causal, pos_encoding_mode, use_fp16_qk_reduction, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            use_fp16_qk_reduction,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
         )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)

@@ -9,37 +9,61 @@ and its tensors, and the planner spreads both over all CTAs.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from ..._common.cache_layout import is_hnd
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.plan import POD_DECODE, POD_PREFILL
 from ...trace.templates.pod import pod_run_trace
-from ..checks import (
-    check_count,
-    check_flag,
+from ..checks import check_count, check_flag, refuse, with_data_type
+from ..plan.executor import GraphCapacity
+from ..plan.requests import (
+    ArgumentNames,
+    AttentionProblem,
+    PlanTensors,
+    Requests,
     device_indices,
-    refuse,
-    with_data_type,
-)
-from ..plan.page_tables import (
-    check_buffer,
-    check_fits,
-    check_page_numbers,
     host_page_table,
-    keep,
 )
-from ..plan.problem import AttentionProblem
-from .base import split_cache
-from .two_parts import Pair, PairWrapper, add_pair_mask, check_pair_options, naming
+from .base import Cache, Result, SpecArguments, split_cache
+from .graphs import check_buffer, check_fits, check_page_numbers, copy_to_buffer
+from .two_parts import (
+    Parts,
+    SharedOptions,
+    TwoPartWrapper,
+    check_shared_options,
+    errors_of_part,
+    mask_of_part,
+)
 
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+class PartOptions(NamedTuple):
+    """Options of one part of a run."""
+
+    kv_layout: str
+    causal: bool
+    shared: SharedOptions
 
 
-class PODWithPagedKVCacheWrapper(PairWrapper):
+def _reader(part: str) -> Callable[[Mapping[str, Any]], PartOptions]:
+    """Reads the options of a part from the arguments of a run by their names."""
+    names = ("kv_layout", "causal", *SharedOptions._fields)
+    get = operator.itemgetter(*(f"{name}_{part}" for name in names))
+
+    def read(call: Mapping[str, Any]) -> PartOptions:
+        kv_layout, causal, *shared = get(call)
+        return PartOptions(kv_layout, causal, SharedOptions(*shared))
+
+    return read
+
+
+_prefill_options, _decode_options = _reader("p"), _reader("d")
+
+
+class PODWithPagedKVCacheWrapper(TwoPartWrapper):
     r"""One request that prefills and a batch that decodes, in one launch.
 
     `plan` is given the batch; `run` the tensors of both. The first run with other lengths of the
@@ -157,40 +181,52 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         page_size = check_count("page_size", page_size)
         check_count("head_dim", head_dim)
         non_blocking = check_flag("non_blocking", non_blocking)
-        options = self._options(
-            *(num_qo_heads, num_kv_heads, head_dim, head_dim, pos_encoding_mode, window_left, None),
-            *(sm_scale, rope_scale, rope_theta),
-            ("float16" if q_data_type is None else q_data_type, kv_data_type, None),
+        spec = self._spec(
+            SpecArguments(
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                head_dim,
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type="float16" if q_data_type is None else q_data_type,
+                kv_data_type=kv_data_type,
+            )
         )
-        names = ("indptr", "indices", "last_page_len")
-        table_names = ("qo_indptr", "indptr", "last_page_len")
         _, starts, _, last = host_page_table(
-            None, indptr, last_page_len, None, page_size, table_names
+            None, indptr, last_page_len, None, page_size, ("qo_indptr", "indptr", "last_page_len")
         )
-        problem = AttentionProblem(
-            kv_indptr=starts,
+        requests = Requests(
+            ArgumentNames.POD_DECODE,
+            None,
+            starts,
             last_page_len=last,
             page_size=page_size,
-            names=POD_DECODE,
-            **options,
+            window_left=spec.window_left,
         )
+        tensors = PlanTensors(alibi_slopes=self._alibi_slopes(spec))
+        problem = AttentionProblem(spec, requests, tensors)
         self._check_unchanged(problem)
         self._executor.check(problem)
         if self._buffers is None:
-            problem.kv_indices = device_indices("indices", indices, self.device)
+            pages = device_indices("indices", indices, self.device)
         else:
-            problem.kv_indices = check_page_numbers("indices", indices, self._buffers[1], starts)
+            pages = check_page_numbers("indices", indices, self._buffers[1], starts)
             check_fits("indptr", indptr, self._buffers[0])
+        problem = AttentionProblem(spec, requests, tensors._replace(kv_indices=pages))
         self._non_blocking = non_blocking
         if self._captured_run is not None:  # a graph is replayed without coming to run()
-            (prefill, _), key, _ = self._captured_run
-            self._plan_run((prefill, problem))
-            self._key = key
+            captured = self._captured_run
+            self._plan_run((captured.problems[0], problem))
+            self._key = captured.key
         if self._buffers is not None:
-            for name, values, buffer in zip(
-                names, (indptr, indices, last_page_len), self._buffers, strict=True
-            ):
-                keep(name, values, buffer, non_blocking)
+            starts_buffer, pages_buffer, last_buffer = self._buffers
+            copy_to_buffer("indptr", indptr, starts_buffer, non_blocking)
+            copy_to_buffer("indices", indices, pages_buffer, non_blocking)
+            copy_to_buffer("last_page_len", last_page_len, last_buffer, non_blocking)
         self._base = problem
 
     begin_forward = plan
@@ -282,20 +318,20 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
         TypeError, ValueError
             If nothing is planned, or an argument is not as described.
         """
+        call = locals()
         if args:
             raise TypeError(f"run() takes {len(args)} arguments too many: there is no `jit_args`")
         refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
         cache_d = split_cache(paged_kv_cache_d, "paged_kv_cache_d")
-        masks = (custom_mask_p, packed_custom_mask_p, custom_mask_d, packed_custom_mask_d)
-        key = (
-            *(getattr(q_p, "shape", None), getattr(k_p, "shape", None), kv_layout_p, kv_layout_d),
-            *(causal_p, causal_d, pos_encoding_mode_p, pos_encoding_mode_d, sm_scale_p, sm_scale_d),
-            *(window_left_p, window_left_d, rope_scale_p, rope_scale_d, rope_theta_p, rope_theta_d),
+        shapes = getattr(q_p, "shape", None), getattr(k_p, "shape", None)
+        self._plan_for(
+            (shapes, _prefill_options(call), _decode_options(call)),
+            (custom_mask_p, packed_custom_mask_p, custom_mask_d, packed_custom_mask_d),
+            lambda: self._problems_of(call),
         )
-        self._plan_for(key, masks, lambda: self._run_problems(q_p, k_p, *key[2:], *masks))
         if self._use_cuda_graph and torch.cuda.is_current_stream_capturing():
             self._note_capture()
-        return self._launch_pair(
+        return self._launch_parts(
             (q_p, k_p, v_p),
             (q_d, *cache_d),
             (q_scale, k_scale, v_scale),
@@ -303,82 +339,68 @@ class PODWithPagedKVCacheWrapper(PairWrapper):
             enable_pdl,
         )
 
-    def _run_problems(
-        self,
-        q_p: torch.Tensor,
-        k_p: torch.Tensor,
-        kv_layout_p: str,
-        kv_layout_d: str,
-        causal_p: bool,
-        causal_d: bool,
-        pos_encoding_mode_p: str,
-        pos_encoding_mode_d: str,
-        sm_scale_p: float | None,
-        sm_scale_d: float | None,
-        window_left_p: int,
-        window_left_d: int,
-        rope_scale_p: float | None,
-        rope_scale_d: float | None,
-        rope_theta_p: float | None,
-        rope_theta_d: float | None,
-        custom_mask_p: torch.Tensor | None,
-        packed_custom_mask_p: torch.Tensor | None,
-        custom_mask_d: torch.Tensor | None,
-        packed_custom_mask_d: torch.Tensor | None,
-    ) -> Pair:
-        """Both parts of a run; see `run` for the arguments."""
+    def _problems_of(self, call: Mapping[str, Any]) -> Parts:
+        """Both parts of a run with these arguments."""
+        prefill, decode = _prefill_options(call), _decode_options(call)
         base = self._base
         if base is None:
             raise ValueError("plan() must be called before run(), and again after new workspaces")
-        causal_d = check_flag("causal_d", causal_d)
-        with naming("kv_layout", "p"):
-            is_hnd(kv_layout_p)
-        with naming("kv_layout", "d"):
-            is_hnd(kv_layout_d)
-        if kv_layout_d == "HND" and kv_layout_d != base.kv_layout:
+        check_flag("causal_d", decode.causal)
+        with errors_of_part("kv_layout", "p"):
+            is_hnd(prefill.kv_layout)
+        with errors_of_part("kv_layout", "d"):
+            is_hnd(decode.kv_layout)
+        planned = base.spec.kv_layout
+        if decode.kv_layout == "HND" and decode.kv_layout != planned:
             raise ValueError(
-                f"`kv_layout_d` must be the wrapper's {base.kv_layout!r}, got {kv_layout_d!r}"
+                f"`kv_layout_d` must be the wrapper's {planned!r}, got {decode.kv_layout!r}"
             )
-        check_pair_options(
-            base,
-            (pos_encoding_mode_p, window_left_p, sm_scale_p, rope_scale_p, rope_theta_p),
-            (pos_encoding_mode_d, window_left_d, sm_scale_d, rope_scale_d, rope_theta_d),
-        )
-        for name, tensor in (("q_p", q_p), ("k_p", k_p)):
+        check_shared_options(base.spec, prefill.shared, decode.shared)
+        first, second = self._prefill_problem(base, call["q_p"], call["k_p"], prefill), base
+        mask, packed = call["custom_mask_p"], call["packed_custom_mask_p"]
+        first = mask_of_part(first, "p", mask, packed, self.device)
+        mask, packed = call["custom_mask_d"], call["packed_custom_mask_d"]
+        second = mask_of_part(second, "d", mask, packed, self.device)
+        if first.tensors.mask is not None and second.tensors.mask is not None:
+            raise ValueError("`custom_mask_d` must be left out with `custom_mask_p`: one at a time")
+        return first, second
+
+    def _prefill_problem(
+        self, base: AttentionProblem, q: torch.Tensor, k: torch.Tensor, options: PartOptions
+    ) -> AttentionProblem:
+        """The prefill of a run, whose keys are read as pages of the batch's size."""
+        for name, tensor in (("q_p", q), ("k_p", k)):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
             if tensor.ndim != 3:
                 raise ValueError(f"`{name}` must have 3 dimensions, got {list(tensor.shape)}")
-        kv_len = k_p.shape[1 if is_hnd(kv_layout_p) else 0]
-        num_pages = -(-kv_len // base.page_size)
+        kv_len = k.shape[1 if is_hnd(options.kv_layout) else 0]
+        num_pages = -(-kv_len // base.requests.page_size)
         if len(self._pages[-1]) < num_pages:
             pages = torch.arange(2 * num_pages, dtype=torch.int32, device=self.device)
             self._pages.append(pages)  # a captured graph may read the shorter ones
-        prefill = dataclasses.replace(
-            base,
-            qo_indptr=_int32(0, q_p.shape[0]),
+        causal = check_flag("causal_p", options.causal)
+        requests = base.requests._replace(
+            argument_names=ArgumentNames.POD_PREFILL,
+            qo_indptr=_int32(0, q.shape[0]),
             kv_indptr=_int32(0, num_pages),
             kv_len=_int32(kv_len),
             last_page_len=None,
-            kv_indices=self._pages[-1],
-            rows_as_pages=True,
-            kv_layout=kv_layout_p,
-            causal=check_flag("causal_p", causal_p),
-            names=POD_PREFILL,
+            causal=causal,
         )
-        decode = dataclasses.replace(base)
-        add_pair_mask(prefill, "p", custom_mask_p, packed_custom_mask_p, self.device)
-        add_pair_mask(decode, "d", custom_mask_d, packed_custom_mask_d, self.device)
-        if prefill.custom_mask is not None and decode.custom_mask is not None:
-            raise ValueError("`custom_mask_d` must be left out with `custom_mask_p`: one at a time")
-        return prefill, decode
+        return AttentionProblem(
+            dataclasses.replace(base.spec, causal=causal, kv_layout=options.kv_layout),
+            requests,
+            base.tensors._replace(kv_indices=self._pages[-1], rows_as_pages=True),
+        )
 
-    def _plan_run(self, problems: Pair) -> None:
+    def _plan_run(self, problems: Parts) -> None:
         capacity = None
         if self._buffers is not None:
-            requests = self._buffers[2].numel()
-            capacity = requests + 1, requests + problems[0].num_qo_tokens
-        self._plan_pair(problems, self._non_blocking, capacity)
+            batch_size = self._buffers[2].numel()
+            tokens = batch_size + problems[0].requests.num_qo_tokens
+            capacity = GraphCapacity(batch_size + 1, tokens)
+        self._plan_parts(problems, self._non_blocking, capacity)
 
 
 def _int32(*values: int) -> torch.Tensor:

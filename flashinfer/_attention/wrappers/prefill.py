@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ..checks import check_count, check_flag, host_indices, refuse
-from ..plan.choice import check_lse_base, check_lse_layout
-from ..plan.masks import add_items, add_mask
-from ..plan.page_tables import check_buffer, keep
-from ..plan.problem import AttentionProblem
-from .base import AttentionWrapper, planned
+from ..backends import check_lse_base, check_lse_layout
+from ..checks import check_count, check_flag, refuse
+from ..plan.executor import GraphCapacity, PlanOptions
+from ..plan.masks import make_items, make_mask
+from ..plan.requests import AttentionProblem, CustomMask, PlanTensors, Requests, host_indices
+from ..plan.spec import AttentionSpec
+from .base import AttentionWrapper, SpecArguments, option_of_plan
+from .graphs import check_buffer, check_fits, copy_to_buffer
 
 LN_2 = math.log(2.0)
 
 
-@dataclass(slots=True)
 class PrefillArguments:
-    """Arguments of ``plan`` that do not say where keys are; documented there."""
+    """Arguments of a call of ``plan`` or ``workspace_size`` by their names; documented there.
+
+    A method hands over its ``locals()``, so that the names stand in its signature and here only.
+    """
 
     num_qo_heads: int
     num_kv_heads: int
@@ -36,21 +40,49 @@ class PrefillArguments:
     sm_scale: float | None
     rope_scale: float | None
     rope_theta: float | None
-    dtypes: tuple[Any, Any, Any]
+    q_data_type: Any
+    kv_data_type: Any
+    o_data_type: Any
     prefix_len_ptr: torch.Tensor | None
     token_pos_in_items_ptr: torch.Tensor | None
     token_pos_in_items_len: int
     max_item_len_ptr: torch.Tensor | None
-    seq_lens_q: torch.Tensor | None = None
-    max_token_per_sequence: int | None = None
-    max_sequence_kv: int | None = None
-    uniform_q_len: int | None = None
+    seq_lens: torch.Tensor | None
+    seq_lens_q: torch.Tensor | None
+    max_token_per_sequence: int | None
+    max_sequence_kv: int | None
+    uniform_q_len: int | None
+    fixed_split_size: int | None
+    disable_split_kv: bool
+    non_blocking: bool = True
+
+    def __init__(self, call: Mapping[str, Any]) -> None:
+        self.__dict__.update(call)
+
+    def spec_arguments(self) -> SpecArguments:
+        head_dim_vo = self.head_dim_qk if self.head_dim_vo is None else self.head_dim_vo
+        return SpecArguments(
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim_qk,
+            head_dim_vo,
+            self.pos_encoding_mode,
+            self.window_left,
+            self.logits_soft_cap,
+            self.sm_scale,
+            self.rope_scale,
+            self.rope_theta,
+            self.q_data_type,
+            self.kv_data_type,
+            self.o_data_type,
+            self.causal,
+        )
 
 
 class PrefillWrapper(AttentionWrapper):
     """Base of the prefill wrappers."""
 
-    _causal = planned("causal")
+    _causal = option_of_plan("causal")
 
     def __init__(
         self,
@@ -98,47 +130,36 @@ class PrefillWrapper(AttentionWrapper):
 
     # --- Planning -----------------------------------------------------------------------------
 
-    def _prefill_problem(self, a: PrefillArguments, **where: Any) -> AttentionProblem:
-        """The problem of a plan; `where`: index tensors, page size and names of AttentionProblem.
-
-        Masks come last, since they may launch kernels: `_add_masks`.
-        """
-        causal = check_flag("causal", a.causal)
+    def _prefill_spec(self, a: PrefillArguments) -> AttentionSpec:
         _check_fp16_reduction(a.use_fp16_qk_reduction)
-        options = self._options(
-            a.num_qo_heads,
-            a.num_kv_heads,
-            a.head_dim_qk,
-            a.head_dim_qk if a.head_dim_vo is None else a.head_dim_vo,
-            a.pos_encoding_mode,
-            a.window_left,
-            a.logits_soft_cap,
-            a.sm_scale,
-            a.rope_scale,
-            a.rope_theta,
-            a.dtypes,
-        )
-        problem = AttentionProblem(causal=causal, **where, **options)
+        arguments = a.spec_arguments()
         if self._variant_owns_mask:
-            problem.causal = False
             refuse(
                 "with `variant_owns_mask` the variant's LogitsMask alone decides",
-                causal=causal,
+                causal=check_flag("causal", a.causal),
                 custom_mask=a.custom_mask,
                 packed_custom_mask=a.packed_custom_mask,
                 prefix_len_ptr=a.prefix_len_ptr,
                 window_left=a.window_left if a.window_left >= 0 else None,
             )
+        return self._spec(arguments)
+
+    def _prefill_problem(
+        self, a: PrefillArguments, spec: AttentionSpec, requests: Requests
+    ) -> AttentionProblem:
+        """The problem of a plan, without page numbers. Masks may launch kernels."""
         if (
             a.seq_lens_q is not None
             or a.max_token_per_sequence is not None
             or a.max_sequence_kv is not None
             or a.uniform_q_len is not None
         ):
-            _check_hints(problem, a)
-        return problem
+            _check_hints(requests, a)
+        tensors = PlanTensors(alibi_slopes=self._alibi_slopes(spec))
+        return self._with_mask(AttentionProblem(spec, requests, tensors), a)
 
-    def _add_masks(self, problem: AttentionProblem, a: PrefillArguments) -> None:
+    def _with_mask(self, problem: AttentionProblem, a: PrefillArguments) -> AttentionProblem:
+        """`problem` with the mask of a plan, whose copies to a graph's buffers become pending."""
         self._pending = []
         has_mask = a.custom_mask is not None or a.packed_custom_mask is not None
         has_items = not (
@@ -154,59 +175,59 @@ class PrefillWrapper(AttentionWrapper):
         if has_mask and has_items:
             raise ValueError("`custom_mask` and `prefix_len_ptr` exclude each other")
         if has_mask:
-            if self._use_cuda_graph and self._custom_mask_buf is None:
-                raise ValueError(
-                    "`custom_mask` needs `custom_mask_buf` and `mask_indptr_buf` with CUDA graphs"
-                )
-            masks = (a.custom_mask, a.packed_custom_mask)
-            buffers = (self._custom_mask_buf, self._mask_indptr_buf)
-            self._pending = add_mask(problem, *masks, self.device, *buffers)
-        elif self._custom_mask_buf is not None:
+            return problem.with_mask(self._custom_mask(problem.requests, a))
+        if self._custom_mask_buf is not None:
             raise ValueError("`custom_mask` must be given: the wrapper has `custom_mask_buf`")
-        if has_items:
-            add_items(
-                problem,
-                a.prefix_len_ptr,
-                a.token_pos_in_items_ptr,
-                a.token_pos_in_items_len,
-                a.max_item_len_ptr,
-                self.device,
+        if not has_items:
+            return problem
+        items = make_items(
+            problem.requests.batch_size,
+            a.prefix_len_ptr,
+            a.token_pos_in_items_ptr,
+            a.token_pos_in_items_len,
+            a.max_item_len_ptr,
+            self.device,
+        )
+        return problem.with_mask(items)
+
+    def _custom_mask(self, requests: Requests, a: PrefillArguments) -> CustomMask:
+        bits, indptr = self._custom_mask_buf, self._mask_indptr_buf
+        if self._use_cuda_graph and bits is None:
+            raise ValueError(
+                "`custom_mask` needs `custom_mask_buf` and `mask_indptr_buf` with CUDA graphs"
             )
+        may_be_longer = bits is not None
+        mask = make_mask(requests, a.custom_mask, a.packed_custom_mask, self.device, may_be_longer)
+        if bits is None or indptr is None:
+            return mask
+        check_fits("custom_mask", mask.bits, bits)
+        check_fits("mask_indptr", mask.indptr, indptr)
+        self._pending = [("custom_mask", mask.bits, bits), ("mask_indptr", mask.indptr, indptr)]
+        return CustomMask(bits, indptr)
 
-    def _graph_capacity(self, problem: AttentionProblem) -> tuple[int, int] | None:
-        """Requests, and the query tokens of the first plan."""
+    def _prefill_options(self, a: PrefillArguments, requests: Requests) -> PlanOptions:
+        """How a plan is divided; a graph has room for the query tokens of its first plan."""
+        options = self._check_plan_options(a.fixed_split_size, a.disable_split_kv, a.non_blocking)
         if self._qo_indptr_buf is None:
-            return None
-        return self._qo_indptr_buf.numel() - 1, self._max_qo_tokens or problem.num_qo_tokens
+            return options
+        tokens = self._max_qo_tokens or requests.num_qo_tokens
+        return options._replace(capacity=GraphCapacity(self._qo_indptr_buf.numel() - 1, tokens))
 
-    def _keep(self, non_blocking: bool, *copies: tuple[str, Any, torch.Tensor | None]) -> None:
+    def _copy_to_buffers(
+        self, options: PlanOptions, *copies: tuple[str, Any, torch.Tensor | None]
+    ) -> None:
         """Fill the buffers of a CUDA graph, when its plan has succeeded."""
+        if options.capacity is None:
+            return
+        self._max_qo_tokens = options.capacity.qo_tokens
         for name, values, buffer in (*copies, *self._pending):
             if buffer is not None:
-                keep(name, values, buffer, non_blocking)
+                copy_to_buffer(name, values, buffer, options.non_blocking)
 
-    def _override_prefill(
-        self,
-        causal: bool,
-        pos_encoding_mode: str,
-        use_fp16_qk_reduction: bool,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        rope_scale: float | None,
-        rope_theta: float | None,
-    ) -> None:
+    def _override_prefill(self, use_fp16_qk_reduction: bool, **options: Any) -> None:
         """Options of the deprecated ``forward``."""
         _check_fp16_reduction(use_fp16_qk_reduction)
-        self._override(
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+        self._override(**options)
 
     # --- Running ------------------------------------------------------------------------------
 
@@ -216,50 +237,21 @@ class PrefillWrapper(AttentionWrapper):
         k: torch.Tensor,
         v: torch.Tensor | None,
         args: tuple[Any, ...],
-        q_scale: Any,
-        k_scale: Any,
-        v_scale: Any,
-        out: torch.Tensor | None,
+        *,
         lse: torch.Tensor | None,
         return_lse: bool,
         lse_base: str,
         lse_layout: str,
-        window_left: int | None,
-        sinks: torch.Tensor | None,
-        enable_pdl: bool | None,
+        **options: Any,
     ) -> Any:
+        """`_launch` with other forms of log-sum-exps: the kernel writes [tokens, heads], base 2."""
         if lse_base != "log2" or lse_layout != "NH":
             check_lse_base(lse_base)
             check_lse_layout(lse_layout)
-            if lse is not None or return_lse:
-                return self._launch_converted(
-                    *(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse),
-                    *(lse_base, lse_layout, window_left, sinks, enable_pdl),
-                )
-        return self._launch(
-            *(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse),
-            *(window_left, sinks, enable_pdl),
-        )
-
-    def _launch_converted(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        args: tuple[Any, ...],
-        q_scale: Any,
-        k_scale: Any,
-        v_scale: Any,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        lse_base: str,
-        lse_layout: str,
-        window_left: int | None,
-        sinks: torch.Tensor | None,
-        enable_pdl: bool | None,
-    ) -> Any:
-        """The kernel writes [tokens, heads] to the base 2; this is for those who want another."""
+        else:
+            return self._launch(q, k, v, args, lse=lse, return_lse=return_lse, **options)
+        if lse is None and not return_lse:
+            return self._launch(q, k, v, args, lse=None, return_lse=False, **options)
         if lse is not None:
             tokens, heads = q.shape[:2]
             shape = (heads, tokens) if lse_layout == "HN" else (tokens, heads)
@@ -268,10 +260,7 @@ class PrefillWrapper(AttentionWrapper):
                     f"`lse` must be float32 of shape {list(shape)}, got "
                     f"{str(lse.dtype).removeprefix('torch.')} of shape {list(lse.shape)}"
                 )
-        out, base2 = self._launch(
-            *(q, k, v, args, q_scale, k_scale, v_scale, out, None, True),
-            *(window_left, sinks, enable_pdl),
-        )
+        out, base2 = self._launch(q, k, v, args, lse=None, return_lse=True, **options)
         result = base2.t() if lse_layout == "HN" else base2
         if lse_base == "ln":
             result = result * LN_2
@@ -286,9 +275,9 @@ def _check_fp16_reduction(use_fp16_qk_reduction: bool) -> None:
         )
 
 
-def _check_hints(problem: AttentionProblem, a: PrefillArguments) -> None:
+def _check_hints(requests: Requests, a: PrefillArguments) -> None:
     """What callers say of the lengths besides the index tensors has to be true."""
-    qo_lengths = problem.qo_lengths()
+    qo_lengths = requests.qo_lengths()
     longest = int(qo_lengths.max()) if len(qo_lengths) else 0
     if a.seq_lens_q is not None:
         (given,) = host_indices({"seq_lens_q": a.seq_lens_q})
@@ -297,7 +286,7 @@ def _check_hints(problem: AttentionProblem, a: PrefillArguments) -> None:
     if a.max_token_per_sequence is not None:
         check_count("max_token_per_sequence", a.max_token_per_sequence, longest)
     if a.max_sequence_kv is not None:
-        kv_lengths = problem.kv_lengths()
+        kv_lengths = requests.kv_lengths()
         check_count(
             "max_sequence_kv", a.max_sequence_kv, int(kv_lengths.max()) if len(kv_lengths) else 0
         )

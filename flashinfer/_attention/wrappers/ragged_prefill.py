@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.plan import RAGGED
 from ...trace.templates.attention import ragged_prefill_run_trace
-from ..checks import host_indices, refuse
-from ..plan.page_tables import check_buffer
+from ..checks import refuse
+from ..plan.requests import ArgumentNames, Requests, host_indices
+from .graphs import check_buffer
 from .prefill import PrefillArguments, PrefillWrapper
 
 
@@ -207,52 +207,31 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             If an argument is not as described, lengths contradict each other, a CUDA graph's
             capacity is exceeded, or a workspace is too small (the message says the bytes needed).
         """
+        a = PrefillArguments(locals())
         refuse("values lie as keys do, outputs as queries", v_indptr=v_indptr, o_indptr=o_indptr)
         self._problem = None  # whatever becomes of this plan
-        arguments = PrefillArguments(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            head_dim_vo,
-            custom_mask,
-            packed_custom_mask,
-            causal,
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            (q_data_type, kv_data_type, o_data_type),
-            prefix_len_ptr,
-            token_pos_in_items_ptr,
-            token_pos_in_items_len,
-            max_item_len_ptr,
-            seq_lens_q,
-            max_token_per_sequence,
-            max_sequence_kv,
-            uniform_q_len,
-        )
         indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
         if seq_lens is not None:
             indptrs["seq_lens"] = seq_lens
         host_qo, host_kv, *lengths = host_indices(indptrs)
-        problem = self._prefill_problem(
-            arguments, qo_indptr=host_qo, kv_indptr=host_kv, page_size=0, names=RAGGED
+        spec = self._prefill_spec(a)
+        requests = Requests(
+            ArgumentNames.RAGGED,
+            host_qo,
+            host_kv,
+            causal=spec.causal,
+            window_left=spec.window_left,
         )
-        if lengths and not torch.equal(lengths[0], problem.kv_lengths()):
+        if lengths and not torch.equal(lengths[0], requests.kv_lengths()):
             raise ValueError("`seq_lens` must be the lengths that `kv_indptr` says")
-        self._add_masks(problem, arguments)
-        capacity = self._graph_capacity(problem)
-        self._plan(problem, fixed_split_size, disable_split_kv, non_blocking, capacity)
-        if capacity is not None:
-            self._max_qo_tokens = capacity[1]
-            self._keep(
-                non_blocking,
-                ("qo_indptr", qo_indptr, self._qo_indptr_buf),
-                ("kv_indptr", kv_indptr, self._kv_indptr_buf),
-            )
+        problem = self._prefill_problem(a, spec, requests)
+        options = self._prefill_options(a, requests)
+        self._plan(problem, options)
+        self._copy_to_buffers(
+            options,
+            ("qo_indptr", qo_indptr, self._qo_indptr_buf),
+            ("kv_indptr", kv_indptr, self._kv_indptr_buf),
+        )
 
     begin_forward = plan
 
@@ -312,8 +291,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         if not isinstance(v, torch.Tensor):
             raise TypeError(f"`v` must be a torch.Tensor, got {type(v).__name__}")
         return self._launch_prefill(
-            *(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse),
-            *(lse_base, lse_layout, None, None, enable_pdl),
+            q,
+            k,
+            v,
+            args,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            enable_pdl=enable_pdl,
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -335,8 +325,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     ) -> torch.Tensor:
         """Deprecated: ``run`` with options that take the place of the plan's."""
         self._override_prefill(
-            *(causal, pos_encoding_mode, use_fp16_qk_reduction, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            use_fp16_qk_reduction,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
         )
         return self.run(q, k, v)
 
@@ -357,7 +353,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: ``run_return_lse`` with options that take the place of the plan's."""
         self._override_prefill(
-            *(causal, pos_encoding_mode, use_fp16_qk_reduction, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            use_fp16_qk_reduction,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
         )
         return self.run(q, k, v, return_lse=True)

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ..checks import check_backend, check_count, host_indices
+from ..checks import check_backend, check_count
 from ..functions.merge import merge_state_in_place
 from ..functions.single import single_prefill_with_kv_cache_return_lse
-from ..plan.page_tables import PagedWrapper
+from ..plan.requests import host_indices
+from .base import Cache
 from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .paged import PagedWrapper
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
@@ -86,8 +86,13 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             If an argument is not as described.
         """
         self._unique.plan(
-            *(unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len),
-            *(num_qo_heads, num_kv_heads, head_dim, page_size),
+            unique_kv_indptr,
+            unique_kv_indices,
+            unique_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
             data_type=data_type,
         )
 
@@ -165,14 +170,14 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
         self._kv_layout = kv_layout
         self._backend = backend
         self._table: tuple[Any, ...] | None = None
-        self._planned: tuple[Any, ...] | None = None
+        self._planned_options: tuple[Any, ...] | None = None
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
         """Use other workspaces, from the next ``forward`` on; contiguous tensors."""
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        self._planned = None
+        self._planned_options = None
 
     def begin_forward(
         self,
@@ -200,7 +205,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
         TypeError, ValueError
             If an argument is not as described.
         """
-        self._table = self._planned = None  # whatever becomes of this plan
+        self._table = self._planned_options = None  # whatever becomes of this plan
         names = {
             "qo_indptr": qo_indptr,
             "paged_kv_indptr": paged_kv_indptr,
@@ -271,13 +276,15 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
             "q_data_type": q.dtype,
             "kv_data_type": k_shared.dtype,
         }
-        if self._planned != (planned := tuple(options.values())):
-            self._planned = None
+        if self._planned_options != (options_now := tuple(options.values())):
+            self._planned_options = None
             self._unique.plan(*self._table, **options)
-            self._planned = planned
+            self._planned_options = options_now
         out, lse = self._unique.run(q, unique_kv_cache, return_lse=True)
         shared = single_prefill_with_kv_cache_return_lse(
-            *(q, k_shared, v_shared),
+            q,
+            k_shared,
+            v_shared,
             kv_layout=self._kv_layout,
             sm_scale=sm_scale,
             backend=self._backend,

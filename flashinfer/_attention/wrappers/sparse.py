@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.plan import PREFILL
 from ..checks import check_count, refuse
-from ..plan.masks import add_mask
-from ..plan.problem import AttentionProblem
-from .base import AttentionWrapper
+from ..plan.masks import make_mask
+from ..plan.requests import (
+    ArgumentNames,
+    AttentionProblem,
+    CustomMask,
+    PlanTensors,
+    Requests,
+)
+from ..plan.spec import AttentionSpec
+from .base import AttentionWrapper, SpecArguments
 from .sparse_checks import refuse_positions
 from .sparse_tables import SparseTable
 
@@ -25,55 +32,48 @@ class SparseWrapper(AttentionWrapper):
 
     def _plan_table(
         self,
+        spec: AttentionSpec,
         table: SparseTable,
-        mask: tuple[torch.Tensor | None, torch.Tensor | None],
         non_blocking: bool,
-        options: dict[str, Any],
+        mask: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
     ) -> None:
-        """`mask`: bools by row of blocks, or packed bits."""
-        problem = AttentionProblem(
-            qo_indptr=table.qo_indptr,
-            kv_indptr=table.kv_indptr,
-            kv_len=table.kv_len,
-            kv_indices=table.kv_indices,
+        """Plan the requests of a matrix; `mask`: bools by row of blocks."""
+        spec = dataclasses.replace(spec, causal=table.causal)
+        requests = Requests(
+            ArgumentNames.PREFILL,
+            table.qo_indptr,
+            table.kv_indptr,
+            table.kv_len,
             page_size=table.page_size,
             causal=table.causal,
-            names=PREFILL,
-            **options,
         )
+        problem = AttentionProblem(spec, requests, PlanTensors(table.kv_indices))
         if table.packed_mask is not None:
-            mask = (None, table.packed_mask)
-        if mask != (None, None):
-            add_mask(problem, *mask, self.device)
-        self._plan(problem, None, False, non_blocking, None)
+            mask, packed_mask = None, table.packed_mask
+        if mask is not None or packed_mask is not None:
+            made: CustomMask = make_mask(requests, mask, packed_mask, self.device)
+            problem = problem.with_mask(made)
+        self._plan(problem, self._check_plan_options(None, False, non_blocking))
 
-    def _sparse_options(
-        self,
-        heads: tuple[int, int, int],
-        pos_encoding_mode: str,
-        use_fp16_qk_reduction: bool,
-        options: tuple[float | None, float | None, float | None, float | None],
-        dtypes: tuple[Any, Any, Any],
-    ) -> dict[str, Any]:
-        """`options`: logits_soft_cap, sm_scale, rope_scale, rope_theta."""
+    def _sparse_spec(
+        self, head_dim: int, pos_encoding_mode: str, use_fp16_qk_reduction: bool, **options: Any
+    ) -> AttentionSpec:
+        """The spec of a plan, without causality, from other fields of ``SpecArguments``."""
         refuse_positions(pos_encoding_mode)
         refuse("sums are in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
-        num_qo_heads, num_kv_heads, head_dim = heads
-        check_count("head_dim", head_dim)
-        sizes = (num_qo_heads, num_kv_heads, head_dim, head_dim)
-        return self._options(*sizes, pos_encoding_mode, -1, *options, dtypes)
+        head_dim = check_count("head_dim", head_dim)
+        return self._spec(SpecArguments(head_dim_qk=head_dim, head_dim_vo=head_dim, **options))
 
     def _override_sparse(
-        self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, options: tuple[Any, ...]
+        self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, **options: Any
     ) -> None:
-        """Of forward(); `options`: logits_soft_cap, sm_scale, rope_scale, rope_theta."""
+        """Options of the deprecated ``forward``."""
         refuse_positions(pos_encoding_mode)
         refuse("sums are in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
-        names = ("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")
-        named = dict(zip(names, options, strict=True))
-        self._override(pos_encoding_mode=pos_encoding_mode, window_left=-1, **named)
+        self._override(pos_encoding_mode=pos_encoding_mode, window_left=-1, **options)
 
-    def _planned(self) -> AttentionProblem:
+    def _planned_problem(self) -> AttentionProblem:
         if self._problem is None:
             raise ValueError("plan() must be called before run(), and again after new workspaces")
         return self._problem
@@ -91,12 +91,12 @@ def in_place(result: torch.Tensor, num_kv_heads: int) -> torch.Tensor | None:
     return grouped(result, num_kv_heads)
 
 
-def deliver(
-    mine: torch.Tensor, result: torch.Tensor | None, heads: tuple[int, int]
+def in_callers_order(
+    written: torch.Tensor, result: torch.Tensor | None, heads: tuple[int, int]
 ) -> torch.Tensor:
-    """What the kernel wrote in the caller's order, and where the caller wants it."""
+    """What the kernel wrote, reordered for the caller, and in `result` if there is one."""
     num_qo_heads, num_kv_heads = heads
-    if result is not None and mine.data_ptr() == result.data_ptr():
+    if result is not None and written.data_ptr() == result.data_ptr():
         return result
-    ordered = mine.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1)
+    ordered = written.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1)
     return ordered if result is None else result.copy_(ordered)

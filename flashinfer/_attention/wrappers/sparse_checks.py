@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ..._common.dtypes import torch_name
-from ..checks import check_count, host_indices
+from ..checks import check_count
+from ..plan.requests import host_indices
 
 
 def check_bsr(

@@ -5,33 +5,49 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...jit.attention.config import TILES_SECOND
 from ..checks import check_pos_encoding, check_window, logits_scale, positive, scalar
-from ..plan.masks import add_mask
-from ..plan.problem import AttentionProblem
-from .base import FROZEN, AttentionWrapper
+from ..plan.executor import GraphCapacity, PlanOptions
+from ..plan.launch import Workspaces
+from ..plan.masks import make_mask
+from ..plan.requests import AttentionProblem, CustomMask
+from ..plan.spec import AttentionSpec
+from .base import AttentionWrapper
+from .graphs import check_unchanged, fixed_options
 
-Pair = tuple[AttentionProblem, AttentionProblem]
-Options = tuple[Any, Any, Any, Any, Any]
-"""pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta."""
-
-_NAMES = ("pos_encoding_mode", "window_left", "sm_scale", "rope_scale", "rope_theta")
-_DEFAULTS: Options = ("NONE", -1, None, None, None)
+Parts = tuple[AttentionProblem, AttentionProblem]
+"""The problems of the prefill and of the decode."""
 
 
-class PairWrapper(AttentionWrapper):
+class SharedOptions(NamedTuple):
+    """Options that both parts have in common, as a caller of ``run`` repeats them for one."""
+
+    pos_encoding_mode: Any = "NONE"
+    window_left: Any = -1
+    sm_scale: Any = None
+    rope_scale: Any = None
+    rope_theta: Any = None
+
+
+class CapturedRun(NamedTuple):
+    """The run that a CUDA graph holds."""
+
+    problems: Parts
+    key: Any  # what the problems depend on
+    workspaces: Workspaces
+
+
+class TwoPartWrapper(AttentionWrapper):
     """Base of the wrappers whose launch has two parts."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, graph: bool) -> None:
         super().__init__(float_workspace_buffer, kv_layout, graph, "auto", None)
-        self._problems: Pair | None = None  # of the latest run
+        self._problems: Parts | None = None  # of the latest run
         self._key: Any = None  # what they depend on
-        # Problems and key of the run that a CUDA graph holds, and its workspaces.
-        self._captured_run: tuple[Pair, Any, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._captured_run: CapturedRun | None = None
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -41,7 +57,7 @@ class PairWrapper(AttentionWrapper):
         self._problems = self._key = None
 
     def _plan_for(
-        self, key: Any, masks: tuple[torch.Tensor | None, ...], problems: Callable[[], Pair]
+        self, key: Any, masks: tuple[torch.Tensor | None, ...], problems: Callable[[], Parts]
     ) -> None:
         """Plan a run's problems, unless the latest plan is for what `key` says.
 
@@ -58,12 +74,12 @@ class PairWrapper(AttentionWrapper):
             self._plan_run(planned)
             self._key = None if is_masked else key
 
-    def _plan_run(self, problems: Pair) -> None:
+    def _plan_run(self, problems: Parts) -> None:
         """Plan the two parts of a run."""
         raise NotImplementedError
 
-    def _plan_pair(
-        self, problems: Pair, non_blocking: bool, capacity: tuple[int, int] | None = None
+    def _plan_parts(
+        self, problems: Parts, non_blocking: bool, capacity: GraphCapacity | None = None
     ) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -72,44 +88,33 @@ class PairWrapper(AttentionWrapper):
             )
         prefill, decode = problems
         self._problems = self._key = None
-        self._executor.plan(
-            prefill,
-            second=decode,
-            tile_q_second=_second_tile(decode),
-            non_blocking=non_blocking,
-            graph_capacity=capacity,
-        )
+        options = PlanOptions(capacity=capacity, non_blocking=non_blocking)
+        self._executor.plan(prefill, options, second=decode)
         self._problems = problems
 
     def _note_capture(self) -> None:
         """The run that is captured now: later plans have to be for it."""
         assert self._problems is not None
-        self._captured_run = self._problems, self._key, self._workspaces()
+        workspaces = self._executor.workspaces
+        self._captured_run = CapturedRun(self._problems, self._key, workspaces)
 
     def _check_unchanged(self, now: AttentionProblem) -> None:
         """Refuse options and workspaces that a captured graph would not see."""
-        if self._captured_run is None:
+        captured = self._captured_run
+        if captured is None:
             return
-        problems, _, workspaces = self._captured_run
-        for name in FROZEN:
-            if getattr(problems[1], name) != getattr(now, name):
-                raise ValueError(
-                    f"`{name}` must stay what it was when a CUDA graph was captured, "
-                    f"{getattr(problems[1], name)}, got {getattr(now, name)}: the graph would not "
-                    "see it"
-                )
+        check_unchanged(fixed_options(captured.problems[1]), fixed_options(now))
         names = ("float_workspace_buffer", "int_workspace_buffer")
-        for name, old, new in zip(names, workspaces, self._workspaces(), strict=True):
+        for name, old, new in zip(
+            names, captured.workspaces, self._executor.workspaces, strict=True
+        ):
             if old.data_ptr() != new.data_ptr():
                 raise ValueError(
                     f"`{name}` must stay what it was when a CUDA graph was captured: the graph "
                     "would not see another"
                 )
 
-    def _workspaces(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._executor.float_workspace, self._executor.int_workspace
-
-    def _launch_pair(
+    def _launch_parts(
         self,
         first: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
         second: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
@@ -119,21 +124,26 @@ class PairWrapper(AttentionWrapper):
     ) -> tuple[Any, Any]:
         """`first`, `second`: q, k and v of either part; `scales`: of q, k and v."""
         assert self._problems is not None
-        prefill = self._problems[0]
-        sm_scale, v_scale = prefill.sm_scale, 1.0
+        spec = self._problems[0].spec
+        sm_scale, v_scale = spec.sm_scale, 1.0
         for name, scale in zip(("q_scale", "k_scale"), scales[:2], strict=True):
             sm_scale *= 1.0 if scale is None else scalar(name, scale)
         if scales[2] is not None:
             v_scale = scalar("v_scale", scales[2])
         results = [
-            _empty_results(name, q, prefill, lse)
+            _empty_results(name, q, spec, lse)
             for name, (q, _, _), lse in zip(
                 ("q_p", "q_d"), (first, second), return_lse, strict=True
             )
         ]
         self._executor.set_second(*second, *results[1], v_scale)
         self._executor.run(
-            *(*first, *results[0], sm_scale, v_scale, prefill.window_left, None, enable_pdl)
+            *first,
+            *results[0],
+            sm_scale=sm_scale,
+            v_scale=v_scale,
+            window_left=spec.window_left,
+            enable_pdl=enable_pdl,
         )
         out_p, out_d = (
             (out, lse) if wanted else out
@@ -143,25 +153,19 @@ class PairWrapper(AttentionWrapper):
 
 
 def _empty_results(
-    name: str, q: torch.Tensor, problem: AttentionProblem, lse: bool
+    name: str, q: torch.Tensor, spec: AttentionSpec, lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Room for an output and, if it is wanted, its log-sum-exps."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(q).__name__}")
-    shape = (*q.shape[:-1], problem.head_dim_vo)
-    out = torch.empty(shape, dtype=problem.o_data_type, device=q.device)
+    shape = (*q.shape[:-1], spec.head_dim_vo)
+    out = torch.empty(shape, dtype=spec.o_data_type, device=q.device)
     return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse else None
 
 
-def _second_tile(decode: AttentionProblem) -> int:
-    """Tile of the decoding part: the smallest that holds each request, if there is one."""
-    lengths = decode.qo_lengths()
-    rows = int(lengths.max()) * decode.group_size if len(lengths) else 0
-    few, more = TILES_SECOND
-    return few if rows <= few or decode.head_dim_vo > 256 else more
-
-
-def check_pair_options(base: AttentionProblem, prefill: Options, decode: Options) -> None:
+def check_shared_options(
+    spec: AttentionSpec, prefill: SharedOptions, decode: SharedOptions
+) -> None:
     """Refuse options of run() that are not those of plan(): one kernel computes both parts.
 
     Raises
@@ -169,16 +173,14 @@ def check_pair_options(base: AttentionProblem, prefill: Options, decode: Options
     TypeError, ValueError
         Naming the option. Those of the decoding part may be left at their defaults.
     """
-    planned = (
-        *(base.pos_encoding_mode, base.window_left, base.sm_scale),
-        *(base.rope_scale, base.rope_theta),
-    )
+    defaults = SharedOptions()._asdict()
     for part, options in (("p", prefill), ("d", decode)):
-        for name, want, value, default in zip(_NAMES, planned, options, _DEFAULTS, strict=True):
-            if part == "d" and value == default:
+        for name, value in options._asdict().items():
+            if part == "d" and value == defaults[name]:
                 continue
-            with naming(name, part):
-                found = _option(name, value, base.head_dim_qk)
+            want = getattr(spec, name)
+            with errors_of_part(name, part):
+                found = _checked_option(name, value, spec.head_dim_qk)
             same = found == want or (
                 isinstance(want, float) and math.isclose(found, want, rel_tol=1e-6)
             )
@@ -190,7 +192,7 @@ def check_pair_options(base: AttentionProblem, prefill: Options, decode: Options
 
 
 @contextlib.contextmanager
-def naming(name: str, part: str) -> Iterator[None]:
+def errors_of_part(name: str, part: str) -> Iterator[None]:
     """Errors that name an argument name that of one part."""
     try:
         yield
@@ -199,7 +201,7 @@ def naming(name: str, part: str) -> Iterator[None]:
         raise type(error)(text) from None
 
 
-def _option(name: str, value: Any, head_dim: int) -> Any:
+def _checked_option(name: str, value: Any, head_dim: int) -> Any:
     if name == "pos_encoding_mode":
         return check_pos_encoding(value)
     if name == "window_left":
@@ -209,12 +211,12 @@ def _option(name: str, value: Any, head_dim: int) -> Any:
     return positive(name, value, 1.0 if name == "rope_scale" else 1e4)
 
 
-def add_pair_mask(
+def mask_of_part(
     problem: AttentionProblem, part: str, mask: Any, packed_mask: Any, device: torch.device
-) -> None:
-    """Put the mask of one part into its problem; None for either form without."""
+) -> AttentionProblem:
+    """The problem of one part with its mask; None for either form without."""
     if mask is None and packed_mask is None:
-        return
+        return problem
     for name, tensor in (
         (f"custom_mask_{part}", mask),
         (f"packed_custom_mask_{part}", packed_mask),
@@ -223,5 +225,7 @@ def add_pair_mask(
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
     if packed_mask is not None:
         mask = None
-    with naming("custom_mask", part):
-        add_mask(problem, None if mask is None else mask.reshape(-1), packed_mask, device)
+    with errors_of_part("custom_mask", part):
+        flat = None if mask is None else mask.reshape(-1)
+        made: CustomMask = make_mask(problem.requests, flat, packed_mask, device)
+    return problem.with_mask(made)

@@ -8,8 +8,8 @@ from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
     variable_block_sparse_run_trace,
 )
-from ..checks import check_flag
-from .sparse import SparseWrapper, deliver, grouped, in_place
+from ..checks import check_count, check_flag
+from .sparse import SparseWrapper, grouped, in_callers_order, in_place
 from .sparse_checks import (
     check_result,
     check_shape,
@@ -103,24 +103,31 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             As for :meth:`BlockSparseAttentionWrapper.plan`.
         """
         self._problem = None  # whatever becomes of this plan
-        options = self._sparse_options(
-            (num_qo_heads, num_kv_heads, head_dim),
-            pos_encoding_mode,
-            use_fp16_qk_reduction,
-            (logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            (q_data_type, kv_data_type, None),
-        )
-        causal = check_flag("causal", causal)
+        check_count("num_qo_heads", num_qo_heads)
+        check_count("num_kv_heads", num_kv_heads)
         if num_qo_heads % num_kv_heads:
             raise ValueError(
                 f"`num_qo_heads` must be a multiple of `num_kv_heads`, got {num_qo_heads} and "
                 f"{num_kv_heads}"
             )
+        # The heads' matrices follow each other: one KV head with the queries of its group.
+        spec = self._sparse_spec(
+            head_dim,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            num_qo_heads=num_qo_heads // num_kv_heads,
+            num_kv_heads=1,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
+        causal = check_flag("causal", causal)
         blocks = check_variable_blocks(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
         table = variable_block_table(*blocks, causal, self.device)
-        # The heads' matrices lie behind each other: one KV head with the queries of its group.
-        options |= {"num_qo_heads": num_qo_heads // num_kv_heads, "num_kv_heads": 1}
-        self._plan_table(table, (None, None), non_blocking, options)
+        self._plan_table(spec, table, non_blocking)
         self._heads = num_qo_heads, num_kv_heads
         self._lengths = int(blocks[1][0].sum()), int(blocks[2][0].sum())
         self._blocks, self._causal = blocks, causal
@@ -166,29 +173,34 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         TypeError, ValueError
             If nothing is planned, or a tensor is not as planned or not on the GPU.
         """
-        problem = self._planned()
-        (qo_heads, kv_heads), (queries, keys), dim = self._heads, self._lengths, problem.head_dim_qk
+        spec, requests, _ = self._planned_problem()
+        (qo_heads, kv_heads), (queries, keys), dim = self._heads, self._lengths, spec.head_dim_qk
         check_shape("q", q, (qo_heads, queries, dim))
         for name, tensor in (("k", k), ("v", v)):
             check_shape(name, tensor, (kv_heads, keys, dim))
-        check_result("out", out, (qo_heads, queries, dim), problem.o_data_type, q.device)
+        check_result("out", out, (qo_heads, queries, dim), spec.o_data_type, q.device)
         check_result("lse", lse, (qo_heads, queries), torch.float32, q.device)
-        pages = (kv_heads * keys // problem.page_size, problem.page_size, 1, dim)
+        page_size = requests.page_size
+        pages = (kv_heads * keys // page_size, page_size, 1, dim)
         # Destinations in the order of the kernel, where that is a view of them.
         out_rows = None if out is None else in_place(out, kv_heads)
         lse_rows = None if lse is None else in_place(lse[..., None], kv_heads)
         own_out, own_lse = self._launch(
-            *(grouped(q, kv_heads), k.reshape(pages), v.reshape(pages), (), None, None, None),
-            *(out_rows, None if lse_rows is None else lse_rows[..., 0], True),
-            *(None, None, enable_pdl),
+            grouped(q, kv_heads),
+            k.reshape(pages),
+            v.reshape(pages),
+            out=out_rows,
+            lse=None if lse_rows is None else lse_rows[..., 0],
+            return_lse=True,
+            enable_pdl=enable_pdl,
         )
-        result = deliver(own_out, out, self._heads)
+        result = in_callers_order(own_out, out, self._heads)
         if not return_lse and lse is None:
             return result
         own_lse = own_lse[..., None]
         if lse is None:
-            return result, deliver(own_lse, None, self._heads)[..., 0]
-        deliver(own_lse, lse[..., None], self._heads)
+            return result, in_callers_order(own_lse, None, self._heads)[..., 0]
+        in_callers_order(own_lse, lse[..., None], self._heads)
         return (result, lse) if return_lse else result
 
     @flashinfer_api
@@ -205,6 +217,12 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         rope_theta: float | None = None,
     ) -> torch.Tensor:
         """Deprecated: ``run`` with options that take the place of the plan's."""
-        options = (logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._override_sparse(pos_encoding_mode, use_fp16_qk_reduction, options)
+        self._override_sparse(
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, k, v)

@@ -23,13 +23,12 @@ from .customize import (
     get_single_prefill_uri,
 )
 from .modules import AttentionModule, gen_attention_module, get_attention_module
-from .plan import AttentionPlan, gen_attention_plan_module
+from .plan import gen_attention_plan_module
 from .variant import AttentionVariant, make_variant
 
 __all__ = [
     "AttentionConfig",
     "AttentionModule",
-    "AttentionPlan",
     "AttentionVariant",
     "choose_tile_q",
     "gen_attention_module",

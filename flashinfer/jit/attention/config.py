@@ -93,9 +93,8 @@ class AttentionConfig(ModuleConfig):
             )
         _check("backend", self.backend, BACKENDS)
         if self.backend == "fa3":
-            types, head_dims = (self.dtype_q, self.dtype_kv), (self.head_dim_qk, self.head_dim_vo)
-            two_shapes = self.tile_q_second > 0
-            check_hopper(missing_on_hopper(*types, *head_dims, self.pos_encoding, two_shapes))
+            check_hopper(missing_on_hopper(self, self.tile_q_second > 0))
+            head_dims = (self.head_dim_qk, self.head_dim_vo)
             _check("tile_q", self.tile_q, (hopper_tile_q(*head_dims, self.dtype_q),))
         else:
             _check("tile_q", self.tile_q, TILES)

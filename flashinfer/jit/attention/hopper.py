@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import torch
 
 from ..._common.dtypes import FLOAT8, short_name
+from .variant import AttentionVariant
 
 TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 """wgmma and TMA multicasts exist for this target alone, whatever list of targets there is."""
@@ -53,34 +55,40 @@ def serves_dtypes(dtype_q: torch.dtype, dtype_kv: torch.dtype) -> bool:
     return dtype_q in DTYPES and (dtype_kv == dtype_q or is_widened(dtype_q, dtype_kv))
 
 
-@functools.cache
+class KernelFeatures(Protocol):
+    """What `missing_on_hopper` reads of an ``AttentionConfig`` or of a spec's ``KernelOptions``."""
+
+    @property
+    def dtype_q(self) -> torch.dtype: ...
+    @property
+    def dtype_kv(self) -> torch.dtype: ...
+    @property
+    def head_dim_qk(self) -> int: ...
+    @property
+    def head_dim_vo(self) -> int: ...
+    @property
+    def pos_encoding(self) -> str: ...
+
+
+@functools.lru_cache(maxsize=256)
 def missing_on_hopper(
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    pos_encoding: str = "none",
-    two_shapes: bool = False,
-    transforms_operands: bool = False,
-    has_softmax: bool = True,
+    features: KernelFeatures, two_shapes: bool = False, variant: AttentionVariant | None = None
 ) -> str | None:
     """What of a configuration the kernel does not serve; None if it serves all of it.
 
     Parameters
     ----------
-    dtype_q, dtype_kv : torch.dtype
-        Of queries, and of keys and values.
-    head_dim_qk, head_dim_vo : int
-        Head sizes.
-    pos_encoding : str
-        As in ``AttentionConfig``.
+    features : KernelFeatures
+        Element types, head sizes and positional encoding.
     two_shapes : bool
         Whether the launch has tiles of a second shape.
-    transforms_operands : bool
-        Whether a user's variant has hooks that change queries or keys.
-    has_softmax : bool
-        Whether it leaves ``use_softmax`` on.
+    variant : AttentionVariant, optional
+        The user's variant; by default that of `features`, if it has one.
     """
+    dtype_q, dtype_kv = features.dtype_q, features.dtype_kv
+    head_dims = features.head_dim_qk, features.head_dim_vo
+    if variant is None:
+        variant = getattr(features, "variant", None)
     if dtype_q not in DTYPES:
         return f"`q_data_type` {short_name(dtype_q)}"
     if not serves_dtypes(dtype_q, dtype_kv):
@@ -88,16 +96,16 @@ def missing_on_hopper(
             f"`kv_data_type` {short_name(dtype_kv)} with `q_data_type` {short_name(dtype_q)}: it "
             "must be the same, or of 8 bits where queries are of 16"
         )
-    if (head_dim_qk, head_dim_vo) not in HEAD_DIMS:
+    if head_dims not in HEAD_DIMS:
         served = ", ".join(f"{qk}/{vo}" for qk, vo in HEAD_DIMS)
-        return f"`head_dim_qk`/`head_dim_vo` {head_dim_qk}/{head_dim_vo}: there are {served}"
-    if pos_encoding == "rope_llama":
+        return f"`head_dim_qk`/`head_dim_vo` {head_dims[0]}/{head_dims[1]}: there are {served}"
+    if features.pos_encoding == "rope_llama":
         return "`pos_encoding_mode` ROPE_LLAMA: rotate queries and keys before"
     if two_shapes:
         return "launches of prefill and decode together"
-    if transforms_operands:
+    if variant is not None and variant.transforms_operands:
         return "a variant with QueryTransform or KeyTransform"
-    if not has_softmax and dtype_q.itemsize == 1:
+    if variant is not None and not variant.has_softmax and dtype_q.itemsize == 1:
         return "a variant without softmax of 8-bit queries: 8 bits hold weights, not logits"
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,13 @@ from .config import TILES, AttentionConfig
 from .variant import AttentionVariant
 
 
+class CtaSlots(NamedTuple):
+    """CTAs of a kernel that a device holds at a time, and a plan's ``lone_speed``."""
+
+    num_ctas: int
+    lone_speed: int
+
+
 class AttentionModule:
     """A loaded module.
 
@@ -25,6 +32,8 @@ class AttentionModule:
         What it was compiled for.
     variant : AttentionVariant or None
         The user's variant in it.
+    launch_bytes : int
+        Bytes of the tensor in which its launches are prepared.
     bind, bind_second, options, mask, items, second, head_scales, run : callable
         Exports of csrc/attention_jit_binding.cc, which says what they take.
     """
@@ -43,10 +52,13 @@ class AttentionModule:
         self.head_scales: Callable[..., None] = module.attention_head_scales
         self.run: Callable[..., None] = module.attention_run
         self._capacity: Callable[..., None] = module.attention_capacity
-        self._cta_slots: dict[int, tuple[int, int]] = {}
+        size = torch.zeros(1, dtype=torch.int64)
+        module.attention_launch_size(size)
+        self.launch_bytes = int(size.item())
+        self._cta_slots: dict[int, CtaSlots] = {}
 
-    def cta_slots(self, workspace: torch.Tensor) -> tuple[int, int]:
-        """CTAs that the device of `workspace` holds at a time, and a plan's ``lone_speed``.
+    def cta_slots(self, workspace: torch.Tensor) -> CtaSlots:
+        """What the device of `workspace` holds at a time.
 
         Decode with keys of 256 bytes has 96 KiB under way in a CTA: one on each multiprocessor
         keeps the memory of an H200 busy. With fewer bytes the products are what a CTA alone waits
@@ -54,14 +66,14 @@ class AttentionModule:
         """
         device = workspace.device.index
         if device not in self._cta_slots:
-            info = torch.zeros(2, dtype=torch.int32)
-            self._capacity(info, workspace)
-            config, per_sm = self.config, int(info[0])
+            capacity = torch.zeros(2, dtype=torch.int32)
+            self._capacity(capacity, workspace)
+            config, (per_sm, num_sms) = self.config, capacity.tolist()
             key_bytes = config.head_dim_qk * config.dtype_kv.itemsize
             is_bound_by_memory = config.tile_q <= 16 and config.tile_q_second == 0
             is_bound_by_memory &= key_bytes >= 256 and config.dtype_kv.itemsize == 2
             lone_speed = per_sm if is_bound_by_memory else 1
-            self._cta_slots[device] = (per_sm * int(info[1]), lone_speed)
+            self._cta_slots[device] = CtaSlots(per_sm * num_sms, lone_speed)
         return self._cta_slots[device]
 
 
@@ -109,7 +121,7 @@ def gen_attention_module(
     is_hopper = config.backend == "fa3"
     if variant is not None:
         if is_hopper:
-            hopper.check_hopper(_missing(config, variant))
+            hopper.check_hopper(hopper.missing_on_hopper(config, variant=variant))
         folder = variant.write_headers()
         # The hash in the folder's name tells variants of one uri apart.
         name, folders = f"{folder.name}_{config.uri}", [folder]
@@ -124,15 +136,6 @@ def gen_attention_module(
         use_fast_math=False,
         post_load_adapter=lambda module: AttentionModule(module, config, variant),
         config=config,
-    )
-
-
-def _missing(config: AttentionConfig, variant: AttentionVariant) -> str | None:
-    types, head_dims = (config.dtype_q, config.dtype_kv), (config.head_dim_qk, config.head_dim_vo)
-    return hopper.missing_on_hopper(
-        *(*types, *head_dims),
-        transforms_operands=variant.transforms_operands,
-        has_softmax=variant.has_softmax,
     )
 
 

@@ -23,7 +23,7 @@ from .attention_arguments import (
     gather_ragged,
     gather_single_decode,
     gather_single_prefill,
-    planned,
+    planned_problem,
 )
 from .attention_reference import (
     _paged_attention_reference,
@@ -353,7 +353,7 @@ _several_queries = by_lse(
 
 
 def _decode_trace(**arguments: Any) -> TraceTemplate:
-    several = planned(arguments).tokens_per_request > 1
+    several = planned_problem(arguments).requests.tokens_per_request > 1
     return (_several_queries if several else _one_query)(**arguments)
 
 

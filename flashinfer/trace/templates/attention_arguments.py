@@ -238,50 +238,52 @@ def problem_arguments(
     scales : tuple of float, optional
         Factors of the logits and of the output, if not all scales of `run` are numbers.
     """
-    _check_not_a_users(problem.variant)
+    spec, requests, tensors = problem
+    _check_not_a_users(spec.variant)
     if scales is None:
         q_scale, k_scale, v_scale = (_scale(name, run.get(name)) for name in _SCALES)
         scales = (q_scale * k_scale, v_scale)
     given = run.get("window_left")
-    window = problem.window_left if given is None else _window(given)
-    if problem.window_left >= 0 and not 0 <= window <= problem.window_left:
+    window = spec.window_left if given is None else _window(given)
+    if spec.window_left >= 0 and not 0 <= window <= spec.window_left:
         raise ValueError(
-            f"`window_left` of run() must be from 0 to the {problem.window_left} of plan(), got "
+            f"`window_left` of run() must be from 0 to the {spec.window_left} of plan(), got "
             f"{window}"
         )
     soft_cap = _number("logits_soft_cap", run.get("logits_soft_cap") or None, 0.0)
     inputs: dict[str, Any] = {
-        "sm_scale": problem.sm_scale * scales[0],
-        "causal": problem.causal and problem.custom_mask is None,
-        "pos_encoding_mode": problem.pos_encoding_mode,
-        "o_dtype": problem.o_data_type,
+        "sm_scale": spec.sm_scale * scales[0],
+        "causal": spec.causal and problem.mask_mode != "custom",
+        "pos_encoding_mode": spec.pos_encoding_mode,
+        "o_dtype": spec.o_data_type,
         "sinks": run.get("sinks"),
         **_in_use(
             v_scale=(scales[1], 1.0),
             window_left=(-1 if window < 0 else window, -1),
-            logits_soft_cap=(soft_cap or problem.logits_soft_cap, 0.0),
+            logits_soft_cap=(soft_cap or spec.logits_soft_cap, 0.0),
         ),
     }
-    if problem.pos_encoding_mode == "ROPE_LLAMA":
-        inputs |= {"rope_scale": problem.rope_scale, "rope_theta": problem.rope_theta}
-    lengths = problem.kv_lengths()
-    qo_lengths = problem.qo_lengths()
-    if problem.custom_mask is not None:
+    if spec.pos_encoding_mode == "ROPE_LLAMA":
+        inputs |= {"rope_scale": spec.rope_scale, "rope_theta": spec.rope_theta}
+    lengths = requests.kv_lengths()
+    qo_lengths = requests.qo_lengths()
+    if problem.mask_mode == "custom":
         inputs["custom_mask"] = _mask_of(problem, qo_lengths * lengths)
-    if problem.prefix_len_ptr is not None:
-        items = problem.token_pos_in_items_ptr
-        inputs["prefix_len_ptr"] = problem.prefix_len_ptr.to(torch.int32)
-        items = items.to(torch.int32).view(problem.batch_size, problem.token_pos_in_items_len)
-        inputs["token_pos_in_items_ptr"] = items
-    indptr = problem.qo_indptr
+    if problem.mask_mode == "multi_item":
+        items = tensors.mask
+        inputs["prefix_len_ptr"] = items.prefix_len_ptr.to(torch.int32)
+        shape = (requests.batch_size, items.token_pos_in_items_len)
+        positions = items.token_pos_in_items_ptr.to(torch.int32).view(shape)
+        inputs["token_pos_in_items_ptr"] = positions
+    indptr = requests.qo_indptr
     if indptr is None:
-        step = problem.tokens_per_request
-        indptr = torch.arange(problem.batch_size + 1, dtype=torch.int32) * step
-    inputs |= {"qo_indptr": indptr, "kv_indptr": problem.kv_indptr}
-    if problem.page_size:
-        pages = problem.kv_indptr.diff()
-        last = lengths - (pages - 1).clamp(min=0) * problem.page_size
-        inputs |= {"kv_indices": problem.kv_indices, "kv_last_page_len": last.to(torch.int32)}
+        step = requests.tokens_per_request
+        indptr = torch.arange(requests.batch_size + 1, dtype=torch.int32) * step
+    inputs |= {"qo_indptr": indptr, "kv_indptr": requests.kv_indptr}
+    if requests.page_size:
+        pages = requests.kv_indptr.diff()
+        last = lengths - (pages - 1).clamp(min=0) * requests.page_size
+        inputs |= {"kv_indices": tensors.kv_indices, "kv_last_page_len": last.to(torch.int32)}
     return {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
@@ -292,7 +294,7 @@ def _run_arguments(
     problem: Any, run: Arguments, q: torch.Tensor, args: tuple[Any, ...] | None
 ) -> dict[str, Any]:
     """`problem_arguments` of a `run` that takes scales of each head."""
-    _check_not_a_users(problem.variant)  # whose `args` are its own
+    _check_not_a_users(problem.spec.variant)  # whose `args` are its own
     named = [run.get(name) for name in _SCALES]
     if args and (len(args) != 3 or named != [None] * 3):
         raise TypeError(
@@ -300,7 +302,7 @@ def _run_arguments(
             f"{named} by name"
         )
     scales = dict(zip(_SCALES, args or named, strict=True))
-    factor, v_scale, of_heads = _split_scales(scales, q, problem.num_kv_heads)
+    factor, v_scale, of_heads = _split_scales(scales, q, problem.spec.num_kv_heads)
     return {**problem_arguments(problem, run, q.device, (factor, v_scale)), **of_heads}
 
 
@@ -310,15 +312,15 @@ def _check_not_a_users(variant: Any) -> None:
 
 
 def _mask_of(problem: Any, sizes: torch.Tensor) -> torch.Tensor:
-    bits = _bits(problem.custom_mask)
-    starts = (problem.mask_indptr.long() * 8).tolist()
+    bits = _bits(problem.tensors.mask.bits)
+    starts = (problem.tensors.mask.indptr.long() * 8).tolist()
     parts = [
         bits[start : start + size] for start, size in zip(starts, sizes.tolist(), strict=False)
     ]
     return torch.cat(parts) if parts else bits
 
 
-def planned(run: Arguments) -> Any:
+def planned_problem(run: Arguments) -> Any:
     """The problem that a wrapper has planned.
 
     Raises
@@ -360,11 +362,12 @@ def pages_of(name: str, cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch
 
 def _check_planned(problem: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse tensors that are not those that were planned for."""
-    tokens = problem.num_qo_tokens
+    spec, requests, _ = problem
+    tokens = requests.num_qo_tokens
     sizes = (
-        ("q", q, (tokens, problem.num_qo_heads, problem.head_dim_qk), problem.q_data_type),
-        ("k", k, (problem.num_kv_heads, problem.head_dim_qk), problem.kv_data_type),
-        ("v", v, (problem.num_kv_heads, problem.head_dim_vo), problem.kv_data_type),
+        ("q", q, (tokens, spec.num_qo_heads, spec.head_dim_qk), spec.q_data_type),
+        ("k", k, (spec.num_kv_heads, spec.head_dim_qk), spec.kv_data_type),
+        ("v", v, (spec.num_kv_heads, spec.head_dim_vo), spec.kv_data_type),
     )
     for name, tensor, shape, dtype in sizes:
         if tuple(tensor.shape[-len(shape) :]) != shape:
@@ -377,21 +380,22 @@ def gather_paged(
     run: Arguments, cache: str = "paged_kv_cache", args: tuple[Any, ...] | None = None
 ) -> dict[str, Any]:
     """Of `run(q, paged_kv_cache, ...)`; `args`: its scales by position, None: its own."""
-    problem = planned(run)
+    problem = planned_problem(run)
+    spec, requests, tensors = problem
     q = _tensor("q", run["q"], 3)
-    k, v = pages_of(cache, run[cache], problem.kv_layout)
+    k, v = pages_of(cache, run[cache], spec.kv_layout)
     graph = run["self"].is_cuda_graph_enabled
-    planned_rows = q[: problem.num_qo_tokens] if graph else q
+    planned_rows = q[: requests.num_qo_tokens] if graph else q
     _check_planned(problem, planned_rows, k, v)
-    if k.shape[1] != problem.page_size:
-        raise ValueError(f"`{cache}` must have pages of {problem.page_size}, got {k.shape[1]}")
-    listed, needed = len(problem.kv_indices), int(problem.kv_indptr[-1])
+    if k.shape[1] != requests.page_size:
+        raise ValueError(f"`{cache}` must have pages of {requests.page_size}, got {k.shape[1]}")
+    listed, needed = len(tensors.kv_indices), int(requests.kv_indptr[-1])
     if listed < needed:
         raise ValueError(f"`indices` of plan() must have {needed} page numbers, got {listed}")
-    _check_page_numbers(problem.kv_indices[int(problem.kv_indptr[0]) : needed], len(k))
+    _check_page_numbers(tensors.kv_indices[int(requests.kv_indptr[0]) : needed], len(k))
     inputs = _run_arguments(problem, run, q, run.get("args") if args is None else args)
     if len(q) > len(planned_rows):
-        inputs |= _with_padding(inputs, len(q), problem.tokens_per_request)
+        inputs |= _with_padding(inputs, len(q), requests.tokens_per_request)
     return {"q": q, "k_cache": k, "v_cache": v, **inputs, **destinations(run)}
 
 
@@ -423,7 +427,7 @@ def _with_padding(inputs: Arguments, rows: int, tokens_per_request: int) -> dict
 
 def gather_paged_decode(run: Arguments) -> dict[str, Any]:
     """Of a decode wrapper's `run`."""
-    per_request = planned(run).tokens_per_request
+    per_request = planned_problem(run).requests.tokens_per_request
     choice("q_len_per_req", run.get("q_len_per_req"), (None, per_request))
     inputs = gather_paged(run)
     if per_request == 1:
@@ -432,12 +436,12 @@ def gather_paged_decode(run: Arguments) -> dict[str, Any]:
 
 
 def gather_ragged(run: Arguments) -> dict[str, Any]:
-    problem = planned(run)
+    problem = planned_problem(run)
     q, k, v = (_tensor(name, run[name], 3) for name in ("q", "k", "v"))
-    if problem.kv_layout == "HND":
+    if problem.spec.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     _check_planned(problem, q, k, v)
-    needed = int(problem.kv_indptr[-1])
+    needed = int(problem.requests.kv_indptr[-1])
     if len(k) < needed or len(v) != len(k):
         raise ValueError(f"`k` and `v` must have {needed} rows, got {len(k)} and {len(v)}")
     inputs = _run_arguments(problem, run, q, run.get("args"))

@@ -17,7 +17,7 @@ from .attention_arguments import (
     _tensor,
     gather_paged,
     pages_of,
-    planned,
+    planned_problem,
     problem_arguments,
 )
 from .attention_reference import _paged_attention_reference
@@ -27,7 +27,7 @@ Arguments = Mapping[str, Any]
 
 
 def sink_arguments(
-    problem: Any, args: tuple[Any, ...], sinks: torch.Tensor | None
+    spec: Any, args: tuple[Any, ...], sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, float]:
     """Sinks of a call, and the factor between the logits' scale and the planned one.
 
@@ -45,13 +45,13 @@ def sink_arguments(
         raise TypeError(f"`sinks` must be a torch.Tensor, got {type(sinks).__name__}")
     if len(given) > 1:
         raise TypeError(f"run() takes the sinks and `sm_scale`, got {len(given)} values more")
-    if not given or given[0] is None or problem is None:
+    if not given or given[0] is None or spec is None:
         return sinks, 1.0
     if isinstance(given[0], bool) or not isinstance(given[0], (int, float)):
         raise TypeError(f"`sm_scale` must be a number, got {type(given[0]).__name__}")
-    if problem.sm_scale == 0.0:
+    if spec.sm_scale == 0.0:
         raise ValueError("`sm_scale` of run() must be left out where that of plan() is 0")
-    return sinks, given[0] / problem.sm_scale
+    return sinks, given[0] / spec.sm_scale
 
 
 def _cascade_reference(
@@ -109,18 +109,17 @@ def _cascade_reference(
 
 
 def _gather_batch_attention(run: Arguments) -> dict[str, Any]:
-    problem = planned(run)
+    problem = planned_problem(run)
     choice("profiler_buffer", run.get("profiler_buffer"), (None,))
     cap = run.get("logits_soft_cap")
-    if cap and cap != problem.logits_soft_cap:
-        raise ValueError(
-            f"`logits_soft_cap` must be 0 or the {problem.logits_soft_cap} of plan(), got {cap}"
-        )
+    planned = problem.spec.logits_soft_cap
+    if cap and cap != planned:
+        raise ValueError(f"`logits_soft_cap` must be 0 or the {planned} of plan(), got {cap}")
     return gather_paged(run, "kv_cache")
 
 
 def _gather_sinks(run: Arguments) -> dict[str, Any]:
-    sinks, factor = sink_arguments(planned(run), run.get("args", ()), run.get("sinks"))
+    sinks, factor = sink_arguments(planned_problem(run).spec, run.get("args", ()), run.get("sinks"))
     inputs = gather_paged(run, args=())
     return {**inputs, "sinks": sinks, "sm_scale": inputs["sm_scale"] * factor}
 
@@ -133,15 +132,16 @@ def _gather_cascade(run: Arguments) -> dict[str, Any]:
     if not problems or any(problem is None for problem in problems):
         raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
     q, last = _tensor("q", run["q"], 3), problems[-1]
-    k, v = pages_of("paged_kv_cache", run["paged_kv_cache"], last.kv_layout)
+    k, v = pages_of("paged_kv_cache", run["paged_kv_cache"], last.spec.kv_layout)
     _check_planned(last, q, k, v)
-    if k.shape[1] != last.page_size:
-        raise ValueError(f"`paged_kv_cache` must have pages of {last.page_size}, got {k.shape[1]}")
+    page_size = last.requests.page_size
+    if k.shape[1] != page_size:
+        raise ValueError(f"`paged_kv_cache` must have pages of {page_size}, got {k.shape[1]}")
     levels = [problem_arguments(problem, run, q.device) for problem in problems]
     for level in levels:
         level["kv_indices"] = level["kv_indices"][: int(level["kv_indptr"][-1])]
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
-    sizes = [problem.batch_size for problem in problems]
+    sizes = [problem.requests.batch_size for problem in problems]
     shared = {k: x for k, x in levels[-1].items() if k not in (*names, "sinks", "custom_mask")}
     return {
         "q": q,

@@ -137,8 +137,9 @@ def _problems(run: Arguments) -> tuple[Any, Any]:
     if run.get("args"):
         raise TypeError("run() has no additional arguments")
     defaults = inspect.signature(type(wrapper).run).parameters
-    names = inspect.signature(wrapper._run_problems).parameters
-    return wrapper._run_problems(**{name: run.get(name, defaults[name].default) for name in names})
+    call = {name: run.get(name, parameter.default) for name, parameter in defaults.items()}
+    problems: tuple[Any, Any] = wrapper._problems_of(call)
+    return problems
 
 
 def _checked(part: str, problem: Any, q: Any, k: Any, v: Any) -> None:
@@ -158,11 +159,12 @@ def _shared(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any
 
 def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
     q = _tensor(f"q_{part}", run[f"q_{part}"], 3)
-    k, v = pages_of(f"paged_kv_cache_{part}", run[f"paged_kv_cache_{part}"], problem.kv_layout)
+    k, v = pages_of(f"paged_kv_cache_{part}", run[f"paged_kv_cache_{part}"], problem.spec.kv_layout)
     _checked(part, problem, q, k, v)
-    if k.shape[1] != problem.page_size:
+    page_size = problem.requests.page_size
+    if k.shape[1] != page_size:
         name = f"paged_kv_cache_{part}"
-        raise ValueError(f"`{name}` must have pages of {problem.page_size}, got {k.shape[1]}")
+        raise ValueError(f"`{name}` must have pages of {page_size}, got {k.shape[1]}")
     inputs = problem_arguments(problem, run, q.device)
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len", "custom_mask")
     found = {f"{name}_{part}": inputs[name] for name in names if name in inputs}
@@ -172,7 +174,7 @@ def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
 def _gather_pod(run: Arguments) -> dict[str, Any]:
     prefill, decode = _problems(run)
     q, k, v = (_tensor(name, run[name], 3) for name in ("q_p", "k_p", "v_p"))
-    if prefill.kv_layout == "HND":
+    if prefill.spec.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"`v_p` must have {k.shape[0]} tokens as `k_p` has, got {v.shape[0]}")
@@ -198,7 +200,7 @@ def _gather_batch_pod(run: Arguments) -> dict[str, Any]:
     return {
         **_paged_part("p", prefill, run),
         **_paged_part("d", decode, run),
-        "causal_p": prefill.causal and prefill.custom_mask is None,
+        "causal_p": prefill.spec.causal and prefill.mask_mode != "custom",
         "return_lse": run.get("return_lse", False),
         **_shared(prefill, run, run["q_p"].device),
     }

@@ -11,7 +11,7 @@ from ..._common.checks import choice
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor
-from .attention_arguments import _check_planned, _mask_of, _tensor, planned
+from .attention_arguments import _check_planned, _mask_of, _tensor, planned_problem
 from .attention_reference import _attend
 
 Arguments = Mapping[str, Any]
@@ -126,24 +126,24 @@ def _bsr_init(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(run: Arguments, problem: Any) -> dict[str, Any]:
-    options = {"sm_scale": problem.sm_scale, "o_dtype": problem.o_data_type}
-    if problem.logits_soft_cap > 0.0:
-        options["logits_soft_cap"] = problem.logits_soft_cap
+    options = {"sm_scale": problem.spec.sm_scale, "o_dtype": problem.spec.o_data_type}
+    if problem.spec.logits_soft_cap > 0.0:
+        options["logits_soft_cap"] = problem.spec.logits_soft_cap
     for name in ("scale_q", "scale_k", "scale_v"):
         choice(name, run.get(name), (None,))
     return options | {name: run[name] for name in ("out", "lse", "enable_pdl") if name in run}
 
 
 def _gather_block_sparse(run: Arguments) -> dict[str, Any]:
-    problem, wrapper = planned(run), run["self"]
+    problem, wrapper = planned_problem(run), run["self"]
     q, k, v = (_tensor(name, run[name], 3) for name in ("q", "k", "v"))
     for tensor in (k, v):
         if tensor.shape[0] != wrapper._shape[1]:
             raise ValueError(f"`k` and `v` must have {wrapper._shape[1]} rows, got {len(tensor)}")
     _check_planned(problem, q, k, v)
     mask = None
-    if problem.custom_mask is not None and not wrapper._causal:
-        mask = _mask_of(problem, problem.qo_lengths() * problem.kv_lengths())
+    if problem.mask_mode == "custom" and not wrapper._causal:
+        mask = _mask_of(problem, problem.requests.qo_lengths() * problem.requests.kv_lengths())
     indptr, columns = wrapper._blocks
     return {
         "q": q,
@@ -159,13 +159,13 @@ def _gather_block_sparse(run: Arguments) -> dict[str, Any]:
 
 
 def _gather_variable_block_sparse(run: Arguments) -> dict[str, Any]:
-    problem, wrapper = planned(run), run["self"]
+    problem, wrapper = planned_problem(run), run["self"]
     q, k, v = (_tensor(name, run[name], 3) for name in ("q", "k", "v"))
     (qo_heads, kv_heads), (rows, columns) = wrapper._heads, wrapper._lengths
     for name, tensor, dtype, shape in (
-        ("q", q, problem.q_data_type, (qo_heads, rows, problem.head_dim_qk)),
-        ("k", k, problem.kv_data_type, (kv_heads, columns, problem.head_dim_qk)),
-        ("v", v, problem.kv_data_type, (kv_heads, columns, problem.head_dim_qk)),
+        ("q", q, problem.spec.q_data_type, (qo_heads, rows, problem.spec.head_dim_qk)),
+        ("k", k, problem.spec.kv_data_type, (kv_heads, columns, problem.spec.head_dim_qk)),
+        ("v", v, problem.spec.kv_data_type, (kv_heads, columns, problem.spec.head_dim_qk)),
     ):
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise ValueError(
