@@ -1,27 +1,25 @@
-// One attention kernel. A launch is prepared in the bytes of `launch`, an AttentionLaunch of
-// attention_binding.h, by the first exports, and started by the last.
+//   attention_launch_size()
+//   attention_ctas_per_sm(float_workspace)
+//   attention_bind(launch, plan, int_workspace, float_workspace, kv_indices, num_qo_heads,
+//                  num_kv_heads, page_size, is_hnd, is_graph)
+//   attention_bind_second(launch, plan, kv_indices, is_hnd, rows)
+//   attention_options(launch, logits_soft_cap, rope_scale, rope_theta, alibi_slopes)
+//   attention_mask(launch, custom_mask, mask_indptr)
+//   attention_items(launch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
+//                   max_item_len_ptr)
+//   attention_second(launch, q, k, v, o, lse, v_scale)
+//   attention_head_scales(launch, q_scale, k_scale, v_scale)
+//   attention_run(launch, q, k, v, o, lse, sm_scale, v_scale, window_left, sinks, enable_pdl)
 //
-// attention_launch_size(size)
-//     int64 [1], receives the bytes of `launch`
-// attention_capacity(capacity, float_workspace)
-//     int32 [2], receives the CTAs per SM and the SMs
-// attention_bind(launch, plan, int_workspace, float_workspace, kv_indices | None, num_qo_heads,
-//                num_kv_heads, page_size, is_hnd, is_graph)
-//     plan: the bytes of a PlanLayout (scheduler/plan_layout.h)
-// attention_bind_second(launch, plan, kv_indices, is_hnd, rows)
-//     items of kind 1 have tensors of their own. rows: those of kind 0 are that many rows of k and
-//     v, which are read as pages; negative: they are in pages
-// attention_options(launch, logits_soft_cap, rope_scale, rope_theta, alibi_slopes | None)
-// attention_mask(launch, custom_mask, mask_indptr)
-// attention_items(launch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
-//                 max_item_len_ptr)
-// attention_second(launch, q, k, v | None, o, lse | None, v_scale)
-// attention_head_scales(launch, q_scale | None, k_scale | None, v_scale | None)
-// attention_run(launch, q, k, v | None, o, lse | None, sm_scale, v_scale, window_left,
-//               sinks | None, enable_pdl, <additional tensors and scalars of the variant>)
+// `launch` is the bytes of an AttentionLaunch (attention_binding.h), of that size: attention_bind
+// begins one, attention_run starts it. `plan` is the bytes of a PlanLayout. The additional tensors
+// and scalars of a user's variant follow the arguments of attention_run.
 //
-// v None: k is a cache that holds both. The tensors of a plan are those that the caller moved to
-// the device itself: only a run asks where its tensors are.
+// The `second` functions are for launches whose items of kind 1 have tensors of their own; `rows`:
+// the tensors of kind 0 are that many rows of k and v, which are read as pages; negative: they are
+// in pages. v None: k is a cache that holds both. kv_indices, alibi_slopes, lse, sinks, enable_pdl
+// and scales may be None. The tensors of a plan are those that the caller moved to the device
+// itself: only a run asks where its tensors are.
 #include "attention_binding.h"
 
 #include <cmath>
@@ -42,22 +40,18 @@ const int32_t* page_numbers(const Tensor& kv_indices, const PlannedTensors& plan
 
 }  // namespace
 
-FLASHINFER_FFI_EXPORT(attention_launch_size, args) {
-  const Tensor size = args.tensor("size");
-  ffi::check_dtype(size, ffi::dtype::int64);
-  ffi::check_shape(size, {1});
-  *static_cast<int64_t*>(size.data()) = sizeof(AttentionLaunch);
+FLASHINFER_FFI_EXPORT_INT(attention_launch_size, args) {
+  args.all_taken();
+  return sizeof(AttentionLaunch);
 }
 
-FLASHINFER_FFI_EXPORT(attention_capacity, args) {
-  const Tensor capacity = args.tensor("capacity");
+FLASHINFER_FFI_EXPORT_INT(attention_ctas_per_sm, args) {
   const Tensor workspace = args.tensor("float_workspace_buffer");
-  ffi::check_dtype(capacity, ffi::dtype::int32);
-  ffi::check_shape(capacity, {2});
+  args.all_taken();
   ffi::check_cuda(workspace);
   const ffi::DeviceGuard guard(workspace);
   int ctas = 0;
-  const cudaError_t status = attention_ctas_per_sm(&ctas);
+  const cudaError_t status = flashinfer::attention_ctas_per_sm(&ctas);
   if (status == cudaErrorInvalidValue) {
     cudaGetLastError();  // said here, not at the next call of somebody else
     const int cc = ffi::device_info(workspace).compute_capability;
@@ -68,8 +62,7 @@ FLASHINFER_FFI_EXPORT(attention_capacity, args) {
         FLASHINFER_CFG_HEAD_DIM_QK, FLASHINFER_CFG_HEAD_DIM_VO, cc / 10, cc % 10);
   }
   ffi::check_launch(status);
-  static_cast<int32_t*>(capacity.data())[0] = ctas;
-  static_cast<int32_t*>(capacity.data())[1] = ffi::device_info(workspace).num_sms;
+  return ctas;
 }
 
 FLASHINFER_FFI_EXPORT(attention_bind, args) {
@@ -84,8 +77,8 @@ FLASHINFER_FFI_EXPORT(attention_bind, args) {
   params.variant.num_kv_heads = static_cast<uint32_t>(args.integer("num_kv_heads"));
   const auto page_size = static_cast<uint32_t>(args.integer("page_size"));
   PlannedTensors& planned = launch.planned[0];
-  planned.is_hnd = args.optional_flag("kv_layout") == ffi::Args::Flag::kTrue;
-  planned.exact_tokens = args.optional_flag("use_cuda_graph") != ffi::Args::Flag::kTrue;
+  planned.is_hnd = args.flag("kv_layout");
+  planned.exact_tokens = !args.flag("use_cuda_graph");
 
   const auto num_ctas = static_cast<uint32_t>(plan.num_ctas);
   params.num_ctas = FastDivisor(num_ctas == 0 ? 1 : num_ctas);
@@ -119,7 +112,7 @@ FLASHINFER_FFI_EXPORT(attention_bind_second, args) {
   const PlanLayout& plan = exact_struct_in<PlanLayout>(args.tensor("plan"));
   const Tensor kv_indices = args.tensor("paged_kv_indices");
   PlannedTensors& planned = launch.planned[1];
-  planned.is_hnd = args.optional_flag("kv_layout") == ffi::Args::Flag::kTrue;
+  planned.is_hnd = args.flag("kv_layout");
   planned.exact_tokens = launch.planned[0].exact_tokens;
   planned.qo_tokens = plan.groups[1].qo_tokens;
   planned.kv_entries = plan.groups[1].kv_entries;
@@ -199,6 +192,7 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   params.variant.read(reader);
   reader.check_device(launch.device_id);
 #endif
+  args.all_taken();
   given.check_device(launch.device_id);
   if (sinks) check_on_device(sinks, launch.device_id);
 

@@ -1,28 +1,29 @@
-// The planner of attention. All index tensors are on the host.
+//   attention_planner_size()
+//   attention_plan_layout_size()
+//   attention_plan_create(planner, layout)
+//   attention_plan_destroy(planner)
+//   attention_plan_configure(planner, config)
+//   attention_plan_second(planner, argument_names, qo_indptr, kv_indptr, kv_len, last_page_len,
+//                         page_size, tokens_per_request, causal, window_left)
+//   attention_plan(planner, int_workspace, float_workspace_bytes, argument_names, qo_indptr,
+//                  kv_indptr, kv_len, last_page_len, page_size, tokens_per_request, causal,
+//                  window_left)
+//   attention_plan_float_bytes(planner)
+//   attention_plan_int_bytes(planner)
+//   attention_estimate(estimate, model, argument_names, qo_indptr, kv_indptr, kv_len, last_page_len,
+//                      page_size, tokens_per_request, causal, window_left)
 //
-// attention_plan_sizes(sizes)
-//     int64 [2], receives the bytes of a planner and of a PlanLayout (scheduler/plan_layout.h)
-// attention_plan_create(planner, layout)
-//     makes a planner in the bytes of `planner`; its plans are written to `layout`, which has to
-//     live as long
-// attention_plan_destroy(planner)
-// attention_plan_configure(planner, config)
-//     config: the bytes of a PlanConfig (scheduler/attention_tiles.h)
-// attention_plan_second(planner, <requests>)
-//     requests of kind 1, with tensors of their own, that the next attention_plan takes as well
-// attention_plan(planner, int_workspace | None, float_workspace_bytes, <requests>)
-//     int_workspace: a CUDA tensor is filled by one asynchronous copy on the current stream, a CPU
-//     tensor in place; None: only the layout is wanted. float_workspace_bytes: negative: not
-//     checked
-// attention_plan_bytes(planner, bytes)
-//     int64 [2], receives the bytes that the latest plan needs of the float and the int workspace
-// attention_estimate(estimate, model, <requests>)
-//     the bytes of a KernelEstimate, written, and of a KernelModel (scheduler/attention_choice.h)
+// `planner` is the bytes of a planner, of the first size. `create` makes one, whose plans are
+// written to `layout`: the bytes of a PlanLayout, of the second size, which have to live as long.
+// `config`, `model` and `estimate` are the bytes of a PlanConfig, a KernelModel and a
+// KernelEstimate; the last is written. The next plan also takes the requests of `second`, which
+// have tensors of their own. The bytes that a plan needs are those of the latest one.
 //
-// <requests>: argument_names, qo_indptr | None, kv_indptr, kv_len | None, last_page_len | None,
-//     page_size, tokens_per_request, causal, window_left
-//     argument_names: a position in kArgumentNames. page_size 0: ragged. qo_indptr None: every
-//     request has tokens_per_request tokens.
+// int_workspace: a CUDA tensor is filled by one asynchronous copy on the current stream, a CPU
+// tensor in place; None: only the layout is wanted. float_workspace_bytes: negative: it is not
+// checked. argument_names is a position in kArgumentNames. page_size 0: ragged keys. qo_indptr
+// None: every request has tokens_per_request tokens. kv_len and last_page_len may be None. All
+// index tensors are on the host.
 #include <flashinfer/scheduler/attention_choice.h>
 #include <flashinfer/scheduler/attention_plan.h>
 
@@ -62,13 +63,6 @@ Planner& configured_planner_of(ffi::Args& args) {
     ffi::raise("RuntimeError", "attention_plan_configure() comes first");
   }
   return planner;
-}
-
-int64_t* counts_of(ffi::Args& args, const char* name, int64_t count) {
-  const Tensor counts = args.tensor(name);
-  ffi::check_dtype(counts, ffi::dtype::int64);
-  ffi::check_shape(counts, {count});
-  return static_cast<int64_t*>(counts.data());
 }
 
 void check_in(const char* name, int64_t value, int64_t low, int64_t high) {
@@ -175,21 +169,27 @@ void write_plan(Planner& planner, const Tensor& workspace) {
 
 using namespace flashinfer;
 
-FLASHINFER_FFI_EXPORT(attention_plan_sizes, args) {
-  int64_t* sizes = counts_of(args, "sizes", 2);
-  sizes[0] = sizeof(Planner);
-  sizes[1] = sizeof(PlanLayout);
+FLASHINFER_FFI_EXPORT_INT(attention_planner_size, args) {
+  args.all_taken();
+  return sizeof(Planner);
+}
+
+FLASHINFER_FFI_EXPORT_INT(attention_plan_layout_size, args) {
+  args.all_taken();
+  return sizeof(PlanLayout);
 }
 
 FLASHINFER_FFI_EXPORT(attention_plan_create, args) {
   const Tensor bytes = args.tensor("planner");
   struct_in<Planner>(bytes);
   PlanLayout& layout = exact_struct_in<PlanLayout>(args.tensor("layout"));
+  args.all_taken();
   (new (bytes.data()) Planner())->layout = &layout;
 }
 
 FLASHINFER_FFI_EXPORT(attention_plan_destroy, args) {
   Planner& planner = planner_of(args);
+  args.all_taken();
   planner.tag = 0;
   planner.~Planner();
 }
@@ -197,6 +197,7 @@ FLASHINFER_FFI_EXPORT(attention_plan_destroy, args) {
 FLASHINFER_FFI_EXPORT(attention_plan_configure, args) {
   Planner& planner = planner_of(args);
   PlanConfig config = exact_struct_in<PlanConfig>(args.tensor("config"));
+  args.all_taken();
   check_config(config);
   // What is not cut at all is cut alike in every batch: engines that want that ask for both.
   config.fixed_split_size =
@@ -243,11 +244,12 @@ FLASHINFER_FFI_EXPORT(attention_plan, args) {
   *planner.layout = layout;
 }
 
-FLASHINFER_FFI_EXPORT(attention_plan_bytes, args) {
-  const PlanLayout& layout = *planner_of(args).layout;
-  int64_t* bytes = counts_of(args, "bytes", 2);
-  bytes[0] = layout.float_bytes;
-  bytes[1] = layout.int_bytes;
+FLASHINFER_FFI_EXPORT_INT(attention_plan_float_bytes, args) {
+  return planner_of(args).layout->float_bytes;
+}
+
+FLASHINFER_FFI_EXPORT_INT(attention_plan_int_bytes, args) {
+  return planner_of(args).layout->int_bytes;
 }
 
 FLASHINFER_FFI_EXPORT(attention_estimate, args) {

@@ -28,16 +28,6 @@ constexpr ArgumentNames kArgumentNames[] = {
     {"qo_indptr_d", "kv_indptr_d", "seq_lens_d", "last_page_len_d", false},
 };
 
-inline int64_t integer_in(ffi::Args& args, const char* name, int64_t low, int64_t high) {
-  const int64_t value = args.integer(name);
-  if (value < low || value > high) {
-    ffi::raise("ValueError", "`%s` must be from %lld to %lld, got %lld", name,
-               static_cast<long long>(low), static_cast<long long>(high),
-               static_cast<long long>(value));
-  }
-  return value;
-}
-
 inline const int32_t* host_indices(const Tensor& tensor, int64_t length) {
   ffi::check_indices(tensor, length);
   if (tensor.dl->device.device_type != kDLCPU && tensor.dl->device.device_type != kDLCUDAHost) {
@@ -62,7 +52,7 @@ struct RequestArguments {
 // Takes the fields of `Requests` in flashinfer/_attention/plan/requests.py in their order, then
 // `causal` and `window_left`.
 inline RequestArguments take_request_arguments(ffi::Args& args, RequestGroup& group) {
-  const int64_t position = integer_in(args, "argument_names", 0, std::size(kArgumentNames) - 1);
+  const int64_t position = args.integer_in("argument_names", 0, std::size(kArgumentNames) - 1);
   const ArgumentNames& names = kArgumentNames[position];
   RequestArguments result;
   result.first_row_is_0 = names.first_row_is_0;
@@ -70,10 +60,11 @@ inline RequestArguments take_request_arguments(ffi::Args& args, RequestGroup& gr
   result.kv_indptr = args.tensor(names.kv_indptr);
   result.kv_len = args.optional_tensor(names.kv_len);
   result.last_page_len = args.optional_tensor(names.last_page_len);
-  result.page_size = integer_in(args, "page_size", 0, INT32_MAX);
-  result.tokens_per_request = integer_in(args, "tokens_per_request", 0, INT32_MAX);
-  group.causal = args.optional_flag("causal") == ffi::Args::Flag::kTrue;
+  result.page_size = args.integer_in("page_size", 0, INT32_MAX);
+  result.tokens_per_request = args.integer_in("tokens_per_request", 0, INT32_MAX);
+  group.causal = args.flag("causal");
   group.window_left = args.integer("window_left");
+  args.all_taken();
   if (result.page_size == 0 && (result.kv_len || result.last_page_len)) {
     ffi::raise("ValueError", "`%s` is for paged caches: without pages `%s` says all lengths",
                result.kv_len ? names.kv_len : names.last_page_len, names.kv_indptr);

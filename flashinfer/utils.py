@@ -19,6 +19,7 @@ from ._attention.backends import (
     is_fa3_prefill_head_dim_supported as is_fa3_prefill_head_dim_supported,
 )
 from ._attention.backends import prepare_jit_additional_args as prepare_jit_additional_args
+from ._attention.plan.alibi import get_alibi_slopes as get_alibi_slopes
 from ._common.arch import device_support_pdl as device_support_pdl
 from ._common.arch import get_compute_capability as get_compute_capability
 from ._common.arch import get_device_index as get_device_index

@@ -5,7 +5,6 @@ The head of ``csrc/attention_plan_jit_binding.cc`` says what the functions behin
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from typing import NamedTuple
@@ -141,15 +140,6 @@ def estimate_kernels(model: torch.Tensor, requests: Requests) -> KernelEstimate:
     return KernelEstimate(*_of_thread.record.item())
 
 
-@functools.cache
-def _sizes() -> tuple[int, int]:
-    """Bytes of a native planner and of a ``PlanLayout``."""
-    sizes = torch.zeros(2, dtype=torch.int64)
-    get_attention_plan_module().attention_plan_sizes(sizes)
-    planner, layout = sizes.tolist()
-    return planner, layout
-
-
 class AttentionPlanner:
     """One plan at a time, with scratch and staging memory of its own. Not thread-safe.
 
@@ -166,16 +156,16 @@ class AttentionPlanner:
 
     def __init__(self) -> None:
         module = get_attention_plan_module()
-        planner_bytes, layout_bytes = _sizes()
-        self._native = torch.zeros(planner_bytes, dtype=torch.uint8)
-        self.layout = torch.zeros(layout_bytes, dtype=torch.uint8)
+        self._native = torch.zeros(module.attention_planner_size(), dtype=torch.uint8)
+        self.layout = torch.zeros(module.attention_plan_layout_size(), dtype=torch.uint8)
         self.config: PlanConfig | None = None
         self.config_source: tuple[object, ...] | None = None
         module.attention_plan_create(self._native, self.layout)
         self._configure = module.attention_plan_configure
         self._plan = module.attention_plan
         self._plan_second = module.attention_plan_second
-        self._bytes = module.attention_plan_bytes
+        self._float_bytes = module.attention_plan_float_bytes
+        self._int_bytes = module.attention_plan_int_bytes
         # The callback keeps the module and both tensors alive until it has run.
         weakref.finalize(self, _destroy, module, self._native, self.layout)
 
@@ -227,10 +217,7 @@ class AttentionPlanner:
     def bytes_needed(self, requests: Requests, second: Requests | None = None) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that `plan` would need."""
         self.plan(None, -1, requests, second)
-        found = torch.zeros(2, dtype=torch.int64)
-        self._bytes(self._native, found)
-        float_bytes, int_bytes = found.tolist()
-        return float_bytes, int_bytes
+        return self._float_bytes(self._native), self._int_bytes(self._native)
 
 
 def _destroy(module: object, native: torch.Tensor, layout: torch.Tensor) -> None:

@@ -51,10 +51,8 @@ class AttentionModule:
         self.second: Callable[..., None] = module.attention_second
         self.head_scales: Callable[..., None] = module.attention_head_scales
         self.run: Callable[..., None] = module.attention_run
-        self._capacity: Callable[..., None] = module.attention_capacity
-        size = torch.zeros(1, dtype=torch.int64)
-        module.attention_launch_size(size)
-        self.launch_bytes = int(size.item())
+        self._ctas_per_sm: Callable[[torch.Tensor], int] = module.attention_ctas_per_sm
+        self.launch_bytes: int = module.attention_launch_size()
         self._cta_slots: dict[int, CtaSlots] = {}
 
     def cta_slots(self, workspace: torch.Tensor) -> CtaSlots:
@@ -66,9 +64,8 @@ class AttentionModule:
         """
         device = workspace.device.index
         if device not in self._cta_slots:
-            capacity = torch.zeros(2, dtype=torch.int32)
-            self._capacity(capacity, workspace)
-            config, (per_sm, num_sms) = self.config, capacity.tolist()
+            config, per_sm = self.config, self._ctas_per_sm(workspace)
+            num_sms = torch.cuda.get_device_properties(workspace.device).multi_processor_count
             key_bytes = config.head_dim_qk * config.dtype_kv.itemsize
             is_bound_by_memory = config.tile_q <= 16 and config.tile_q_second == 0
             is_bound_by_memory &= key_bytes >= 256 and config.dtype_kv.itemsize == 2
