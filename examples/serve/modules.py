@@ -87,5 +87,6 @@ def _attention(
 def _takes_hopper(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> bool:
     """Whether long prompts go to the kernel for Hopper."""
     is_target = any(major == 9 for major, _ in current_compilation_context.TARGET_CUDA_ARCHS)
-    missing = hopper.missing_on_hopper(dtype, kv_dtype, head_dim, head_dim)
+    features = hopper.KernelFeatures(dtype, kv_dtype, head_dim, head_dim)
+    missing = hopper.missing_on_hopper(features)
     return is_target and missing is None

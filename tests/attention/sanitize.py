@@ -70,8 +70,10 @@ def served() -> list[str]:
     names = []
     for name in CASES:
         batch = batch_of(name)
-        types = (batch.dtype, batch.stored, batch.head_dim_qk, batch.head_dim_vo)
-        if backend_of(name) == "fa2" or hopper.missing_on_hopper(*types) is None:
+        features = hopper.KernelFeatures(
+            batch.dtype, batch.stored, batch.head_dim_qk, batch.head_dim_vo
+        )
+        if backend_of(name) == "fa2" or hopper.missing_on_hopper(features) is None:
             names.append(name)
     return names
 

@@ -91,12 +91,12 @@ def test_fast_decode_plan_is_the_plan_with_lengths_of_the_host():
         global_override_indptr_cpu=table[0],
         **options,
     )
-    assert fast.kv_lengths().tolist() == slow.kv_lengths().tolist() == [8, 9]
-    for name in ("q_data_type", "kv_data_type", "window_left", "sm_scale", "tokens_per_request"):
-        assert getattr(fast, name) == getattr(slow, name)
-    assert fast.causal and slow.tokens_per_request == 2
+    lengths = [plan.requests.kv_lengths().tolist() for plan in (fast, slow)]
+    assert lengths == [[8, 9], [8, 9]]
+    assert fast.spec == slow.spec and fast.spec.causal
+    assert fast.requests.tokens_per_request == slow.requests.tokens_per_request == 2
     default = planned(lambda w: functools.partial(flashinfer.fast_decode_plan, w), *table, *HEADS)
-    assert default.q_data_type == default.kv_data_type == torch.float16
+    assert default.spec.q_data_type == default.spec.kv_data_type == torch.float16
     with pytest.raises(TypeError, match="`self`"):
         flashinfer.fast_decode_plan(None, *table, *HEADS)
 

@@ -161,12 +161,17 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+TENSORS = PlanTensors._fields
+REQUESTS = tuple(name for name in Requests._fields if name not in ("causal", "window_left"))
+
+
 def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProblem:
     indptr = torch.tensor([0, *qo_lens]).cumsum(0).int()
     page_size = options.get("page_size", 0)
     heads = {"num_qo_heads": 2 * group, "num_kv_heads": 2, "head_dim_qk": 128, "head_dim_vo": 128}
     dtypes = {"q_data_type": BF16, "kv_data_type": BF16, "o_data_type": BF16}
-    named = {name: options.pop(name) for name in Requests._fields if name in options}
+    named = {name: options.pop(name) for name in (*REQUESTS, *TENSORS) if name in options}
+    tensors = PlanTensors(**{name: named.pop(name) for name in TENSORS if name in named})
     lengths = {
         "qo_indptr": indptr,
         "kv_indptr": indptr,
@@ -182,7 +187,8 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
             **named,
         }
     )
-    return AttentionProblem(spec, requests, PlanTensors())
+    found = AttentionProblem(spec, requests, tensors)
+    return found if tensors.mask is None else found.with_mask(tensors.mask)
 
 
 @pytest.mark.compiler
@@ -219,7 +225,7 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
     ],
 )
 def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: str):
-    backend, tile_q = choose_kernel(problem(qo_lens, **options), CUDA)
+    backend, tile_q, _ = choose_kernel(problem(qo_lens, **options), CUDA)
     expected_tile = 192 if options.get("q_data_type") == E4M3 else 128
     assert backend == expected and (backend == "fa2" or tile_q == expected_tile)
 
@@ -256,7 +262,7 @@ def test_there_is_a_rule_for_every_head_size():
 def test_what_depends_on_the_batch_is_not_chosen_for_results_that_must_not():
     assert choose_kernel(problem([2048]), CUDA, fixed_split_size=True)[0] == "fa2"
     assert choose_kernel(problem([2048], backend="fa3"), CUDA, fixed_split_size=True)[0] == "fa3"
-    assert choose_kernel(problem([2048]), CUDA, two_parts=True)[0] == "fa2"
+    assert choose_kernel(problem([2048]), CUDA, second=problem([1]))[0] == "fa2"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +279,7 @@ def test_forcing_what_is_not_served_says_what_is_missing(options: dict[str, Any]
     with pytest.raises(ValueError, match=f"`backend` must be 'auto' or 'fa2'.*{missing}"):
         choose_kernel(problem([2048], backend="fa3", **options), CUDA)
     with pytest.raises(ValueError, match="prefill and decode together"):
-        choose_kernel(problem([2048], backend="fa3"), CUDA, two_parts=True)
+        choose_kernel(problem([2048], backend="fa3"), CUDA, second=problem([1]))
 
 
 @pytest.fixture
@@ -294,7 +300,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torc
 def test_only_hopper_has_it(gpu: torch.device, request: pytest.FixtureRequest):
     is_hopper = request.node.callspec.params["gpu"] == (9, 0)
     expected = "fa3" if is_hopper else "fa2"
-    assert choose_kernel(problem([2048]), gpu) == (expected, 128)
+    assert choose_kernel(problem([2048]), gpu) == KernelChoice(expected, 128)
     options = (0, False, False, BF16, BF16)
     assert utils.determine_attention_backend(gpu, *options) == expected
     assert utils.determine_attention_backend(gpu, *options, head_dim_qk=192, head_dim_vo=128) == (

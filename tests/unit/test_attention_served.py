@@ -12,6 +12,7 @@ import torch
 import flashinfer
 from flashinfer._attention.plan import choice as backends
 from flashinfer._attention.plan.choice import choose_kernel
+from flashinfer._attention.plan.requests import CustomMask, ItemScoring
 from flashinfer.jit.attention import hopper
 from flashinfer.reference_backend import reference_backend
 from tests.unit.test_attention_backends import (
@@ -48,15 +49,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "causal, full": [{"causal": True}, {}],
     "window": [{"causal": True, "window_left": 700}, {"window_left": 700}],
     "soft cap": [{"logits_soft_cap": 3.0}],
-    "custom mask, of bools or packed": [{"custom_mask": ITEMS, "mask_indptr": ITEMS}],
+    "custom mask, of bools or packed": [{"mask": CustomMask(ITEMS, ITEMS)}],
     "multi-item scoring": [
-        {
-            "causal": True,
-            "prefix_len_ptr": ITEMS,
-            "token_pos_in_items_ptr": ITEMS,
-            "token_pos_in_items_len": 4,
-            "max_item_len_ptr": ITEMS,
-        }
+        {"causal": True, "mask": ItemScoring(ITEMS, ITEMS, 4, ITEMS)},
     ],
     "ALiBi": [{"pos_encoding_mode": "ALIBI", "alibi_slopes": ITEMS}],
     "RoPE in the kernel": [{"pos_encoding_mode": "ROPE_LLAMA"}],
@@ -107,11 +102,11 @@ def test_the_document_says_what_auto_takes_for_an_option(name: str):
     expected = documented("| option | `auto` on long prompts |")[name]
     is_served = expected != "`fa2`"
     for fields in OPTIONS[name]:
-        chosen, _ = choose_kernel(problem([8192], **fields), CUDA)
+        chosen = choose_kernel(problem([8192], **fields), CUDA).backend
         assert expected.startswith(f"`{chosen}`"), fields
         forced = problem([8192], backend="fa3", **fields)
         if is_served:
-            assert choose_kernel(forced, CUDA)[0] == "fa3"
+            assert choose_kernel(forced, CUDA).backend == "fa3"
             continue
         with pytest.raises(ValueError, match="`backend` must be .*'fa2', got 'fa3', which lacks"):
             choose_kernel(forced, CUDA)

@@ -49,14 +49,14 @@ def _launch(
     **options: Any,
 ) -> None:
     """What the kernel and the checks in front of it do."""
-    assert q.shape == (problem.num_qo_tokens, problem.num_qo_heads, problem.head_dim_qk)
-    assert out.shape == (*q.shape[:2], problem.head_dim_vo) and out.dtype == problem.o_data_type
+    spec, requests, tensors = problem
+    assert q.shape == (requests.num_qo_tokens, spec.num_qo_heads, spec.head_dim_qk)
+    assert out.shape == (*q.shape[:2], spec.head_dim_vo) and out.dtype == spec.o_data_type
     assert lse is None or (lse.shape == q.shape[:2] and lse.is_contiguous())
     inputs = {**problem_arguments(problem, {}, q.device), **options}
     inputs.pop("o_dtype")
     if v is None:
         k, v = k.unbind(1)
-    spec, requests, tensors = problem
     page_size = requests.page_size
     if tensors.rows_as_pages:
         rows = requests.kv_lengths()[0]

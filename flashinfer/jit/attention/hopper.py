@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,31 +55,29 @@ def serves_dtypes(dtype_q: torch.dtype, dtype_kv: torch.dtype) -> bool:
     return dtype_q in DTYPES and (dtype_kv == dtype_q or is_widened(dtype_q, dtype_kv))
 
 
-class KernelFeatures(Protocol):
-    """What `missing_on_hopper` reads of an ``AttentionConfig`` or of a spec's ``KernelOptions``."""
+class KernelFeatures(NamedTuple):
+    """What decides whether the kernel serves a launch.
 
-    @property
-    def dtype_q(self) -> torch.dtype: ...
-    @property
-    def dtype_kv(self) -> torch.dtype: ...
-    @property
-    def head_dim_qk(self) -> int: ...
-    @property
-    def head_dim_vo(self) -> int: ...
-    @property
-    def pos_encoding(self) -> str: ...
+    An ``AttentionConfig`` and a spec's ``KernelOptions`` have these fields as well.
+    """
+
+    dtype_q: torch.dtype
+    dtype_kv: torch.dtype
+    head_dim_qk: int
+    head_dim_vo: int
+    pos_encoding: str = "none"
 
 
 @functools.lru_cache(maxsize=256)
 def missing_on_hopper(
-    features: KernelFeatures, two_shapes: bool = False, variant: AttentionVariant | None = None
+    features: Any, two_shapes: bool = False, variant: AttentionVariant | None = None
 ) -> str | None:
     """What of a configuration the kernel does not serve; None if it serves all of it.
 
     Parameters
     ----------
     features : KernelFeatures
-        Element types, head sizes and positional encoding.
+        Element types, head sizes and positional encoding; anything with its fields.
     two_shapes : bool
         Whether the launch has tiles of a second shape.
     variant : AttentionVariant, optional
