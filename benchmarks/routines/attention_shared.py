@@ -151,7 +151,7 @@ def _cascade_bytes(arguments: Arguments) -> int:
 def _check_cascade(_: Any, arguments: Arguments) -> CheckOptions:
     shared, own = (wrapper._problem for wrapper in arguments["self"]._wrappers)
     pairs = zip(own.requests.qo_lengths().tolist(), own.requests.kv_lengths().tolist(), strict=True)
-    seen = torch.cat([_seen(s_qo, s_kv, own.causal) for s_qo, s_kv in pairs])
+    seen = torch.cat([_seen(s_qo, s_kv, own.spec.causal) for s_qo, s_kv in pairs])
     return _Averages(keys=(int(shared.requests.kv_lengths()[0]) + seen,))
 
 

@@ -18,6 +18,7 @@ from examples.serve.warmup import warm_up
 from flashinfer._attention.plan.executor import AttentionExecutor
 from flashinfer._common.kernels import KernelTable
 from flashinfer.jit import JitSpec, current_compilation_context, registry
+from flashinfer.jit.attention.plan import get_attention_plan_module
 
 LLAMA = {**checkpoint.SMALL, "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN = {
@@ -53,6 +54,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def kernel_of(table: KernelTable, key: Any) -> Any:
         return table._get_kernel(*(key if isinstance(key, tuple) else (key,)))
 
+    get_attention_plan_module()  # the real one, which chooses kernels
     monkeypatch.setattr(JitSpec, "build_and_load", load_module)
     # Kernels are neither found nor kept in what outlives the test.
     monkeypatch.setattr(KernelTable, "__getitem__", kernel_of, raising=False)
