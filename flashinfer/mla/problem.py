@@ -7,15 +7,8 @@ from typing import Any
 
 import torch
 
-from .._attention.checks import (
-    check_count,
-    check_flag,
-    check_index_vector,
-    device_indices,
-    host_indices,
-    resolve_dtype,
-    scalar,
-)
+from .._attention.checks import check_count, check_flag, resolve_dtype, scalar
+from .._attention.index_tensors import check_index_vector, device_indices, host_indices
 from ..jit.mla import HEAD_DIMS, MlaConfig
 from .metadata import MLAPlanMetadata
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._attention.checks import check_backend, check_flag, refuse, scalar
-from .._attention.plan.page_tables import check_buffer, check_page_numbers, keep
+from .._attention.index_tensors import check_buffer, check_page_numbers, copy_to_buffer
 from .._instrument.decorator import flashinfer_api
 from ..jit.mla import MlaPlanner, get_mla_module_of
 from ..trace.templates.mla import mla_run_trace
@@ -296,9 +296,9 @@ class BatchMLAPagedAttentionWrapper:
             ("qo_indptr", "kv_indptr", "kv_len_arr"), values, buffers, strict=True
         ):
             assert buffer is not None
-            keep(name, value, buffer)
+            copy_to_buffer(name, value, buffer)
         assert self._kv_indices_buf is not None
-        return keep("kv_indices", batch.kv_indices, self._kv_indices_buf)
+        return copy_to_buffer("kv_indices", batch.kv_indices, self._kv_indices_buf)
 
     # --- Running ------------------------------------------------------------------------------
 

@@ -11,8 +11,12 @@ import torch
 import flashinfer
 from flashinfer import utils
 from flashinfer._attention.checks import scalar
-from flashinfer._attention.plan.requests import device_indices, host_indices, host_page_table
-from flashinfer._attention.wrappers.graphs import copy_to_buffer
+from flashinfer._attention.index_tensors import (
+    copy_to_buffer,
+    device_indices,
+    host_indices,
+    host_page_table,
+)
 from flashinfer.reference_backend import reference_backend
 
 BF16 = torch.bfloat16

@@ -15,7 +15,7 @@ from ..._common.dtypes import torch_name
 from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.config import FLOAT16
 from ..checks import check_count, refuse, resolve_dtype, scalar
-from ..plan.requests import check_index_vector, host_indices
+from ..index_tensors import check_index_vector, host_indices
 from ..wrappers.base import split_cache
 from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 

@@ -8,7 +8,7 @@ from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
     convert_bsr_mask_layout_trace,
 )
-from ..plan.requests import host_indices
+from ..index_tensors import host_indices
 from ..wrappers.sparse_checks import (
     check_mask,
     check_offsets,

@@ -7,15 +7,9 @@ import torch
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention_wrappers import batch_attention_run_trace
 from ..checks import check_count, refuse, soft_cap
+from ..index_tensors import device_indices, host_indices
 from ..plan.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
-from ..plan.requests import (
-    ArgumentNames,
-    AttentionProblem,
-    PlanTensors,
-    Requests,
-    device_indices,
-    host_indices,
-)
+from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from .base import AttentionWrapper, Cache, SpecArguments, split_cache
 from .paged import PagedWrapper
 

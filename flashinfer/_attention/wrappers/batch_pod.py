@@ -11,14 +11,8 @@ import torch
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.pod import batch_pod_run_trace
 from ..checks import check_count, check_flag, refuse, with_data_type
-from ..plan.requests import (
-    ArgumentNames,
-    AttentionProblem,
-    PlanTensors,
-    Requests,
-    device_indices,
-    host_indices,
-)
+from ..index_tensors import device_indices, host_indices
+from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from .base import Cache, Result, SpecArguments, split_cache
 from .two_parts import Parts, TwoPartWrapper, mask_of_part
 

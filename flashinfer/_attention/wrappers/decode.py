@@ -11,18 +11,17 @@ import torch
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention import paged_decode_run_trace
 from ..checks import check_count, check_flag, refuse, with_data_type
-from ..plan.executor import GraphCapacity, PlanOptions
-from ..plan.requests import (
-    ArgumentNames,
-    AttentionProblem,
-    PlanTensors,
-    Requests,
+from ..index_tensors import (
+    check_buffer,
+    check_page_numbers,
+    copy_to_buffer,
     device_indices,
     host_page_table,
 )
+from ..plan.executor import GraphCapacity, PlanOptions
+from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from ..plan.spec import AttentionSpec
 from .base import AttentionWrapper, Cache, SpecArguments, split_cache
-from .graphs import check_buffer, check_page_numbers, copy_to_buffer
 from .paged import PagedWrapper
 
 _NAMES = ("qo_indptr", "indptr", "last_page_len")

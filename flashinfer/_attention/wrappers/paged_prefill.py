@@ -12,15 +12,9 @@ import torch
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention import paged_prefill_run_trace
 from ..checks import check_count, refuse
-from ..plan.requests import (
-    ArgumentNames,
-    AttentionProblem,
-    Requests,
-    device_indices,
-    host_page_table,
-)
+from ..index_tensors import check_buffer, check_page_numbers, device_indices, host_page_table
+from ..plan.requests import ArgumentNames, AttentionProblem, Requests
 from .base import Cache, split_cache
-from .graphs import check_buffer, check_page_numbers
 from .paged import PagedWrapper
 from .prefill import PrefillArguments, PrefillWrapper
 

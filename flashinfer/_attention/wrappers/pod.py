@@ -19,17 +19,17 @@ from ..._common.cache_layout import is_hnd
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.pod import pod_run_trace
 from ..checks import check_count, check_flag, refuse, with_data_type
-from ..plan.executor import GraphCapacity
-from ..plan.requests import (
-    ArgumentNames,
-    AttentionProblem,
-    PlanTensors,
-    Requests,
+from ..index_tensors import (
+    check_buffer,
+    check_fits,
+    check_page_numbers,
+    copy_to_buffer,
     device_indices,
     host_page_table,
 )
+from ..plan.executor import GraphCapacity
+from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from .base import Cache, Result, SpecArguments, split_cache
-from .graphs import check_buffer, check_fits, check_page_numbers, copy_to_buffer
 from .two_parts import (
     Parts,
     SharedOptions,

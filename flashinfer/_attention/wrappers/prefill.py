@@ -10,12 +10,12 @@ import torch
 
 from ..backends import check_lse_base, check_lse_layout
 from ..checks import check_count, check_flag, refuse
+from ..index_tensors import check_buffer, check_fits, copy_to_buffer, host_indices
 from ..plan.executor import GraphCapacity, PlanOptions
 from ..plan.masks import make_items, make_mask
-from ..plan.requests import AttentionProblem, CustomMask, PlanTensors, Requests, host_indices
+from ..plan.requests import AttentionProblem, CustomMask, PlanTensors, Requests
 from ..plan.spec import AttentionSpec
 from .base import AttentionWrapper, SpecArguments, option_of_plan
-from .graphs import check_buffer, check_fits, copy_to_buffer
 
 LN_2 = math.log(2.0)
 

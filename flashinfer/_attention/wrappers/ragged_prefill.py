@@ -10,8 +10,8 @@ import torch
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention import ragged_prefill_run_trace
 from ..checks import refuse
-from ..plan.requests import ArgumentNames, Requests, host_indices
-from .graphs import check_buffer
+from ..index_tensors import check_buffer, host_indices
+from ..plan.requests import ArgumentNames, Requests
 from .prefill import PrefillArguments, PrefillWrapper
 
 

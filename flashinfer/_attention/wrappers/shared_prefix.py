@@ -9,7 +9,7 @@ import torch
 from ..checks import check_backend, check_count
 from ..functions.merge import merge_state_in_place
 from ..functions.single import single_prefill_with_kv_cache_return_lse
-from ..plan.requests import host_indices
+from ..index_tensors import host_indices
 from .base import Cache
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .paged import PagedWrapper

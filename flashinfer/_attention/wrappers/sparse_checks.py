@@ -8,7 +8,7 @@ import torch
 
 from ..._common.dtypes import torch_name
 from ..checks import check_count
-from ..plan.requests import host_indices
+from ..index_tensors import host_indices
 
 
 def check_bsr(
