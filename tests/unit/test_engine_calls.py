@@ -225,7 +225,8 @@ def test_data_type_of_pod() -> None:
     pod: Any = flashinfer.PODWithPagedKVCacheWrapper(_workspace())
     dtypes = {"data_type": torch.float8_e4m3fn, "q_data_type": torch.bfloat16}
     pod.plan(INDPTR, PAGES, LAST, *HEAD_COUNTS, **dtypes)
-    assert (pod._base.q_data_type, pod._base.kv_data_type) == (torch.bfloat16, torch.float8_e4m3fn)
+    spec = pod._base.spec
+    assert (spec.q_data_type, spec.kv_data_type) == (torch.bfloat16, torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="`data_type` must be left out or the `kv_data_type`"):
         pod.plan(INDPTR, PAGES, LAST, *HEAD_COUNTS, data_type="bfloat16", kv_data_type="float16")
 
