@@ -10,7 +10,7 @@ from __future__ import annotations
 import click
 
 from .. import version as package
-from . import cache, environment, modules, replay, sass
+from . import cache, environment, modules, new_op, replay, sass
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,6 +25,6 @@ def version() -> None:
     click.echo(f"{package.__version__} ({package.__git_version__})")
 
 
-for _group in (environment, modules, cache, replay, sass):
+for _group in (environment, modules, cache, replay, sass, new_op):
     for _command in _group.COMMANDS:
         main.add_command(_command)
