@@ -7,7 +7,6 @@ tests as it is; the formula is then yours to change. Lists of names get a line e
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from ...env import child_environment
 from ..failure import explained
 
 HERE = Path(__file__).parent
@@ -36,15 +36,19 @@ FILES = {
     "routine.py": "benchmarks/routines/@op@.py",
 }
 
-# Makes the trace file of the new call and the table of README.md, in a process that has the op.
+# Makes the trace file of the new call, and the lists that are made from the code, in a process
+# that has the op.
 FINISH = """
-import sys, torch
+from pathlib import Path
+import torch
 import flashinfer
 from flashinfer.cli import support
+from tests.trace.example import list_files
 with flashinfer.reference_backend():
     flashinfer.{op}(torch.randn(32, 4096, dtype=torch.bfloat16), 2.0)
-readme = open("README.md").read()
-open("README.md", "w").write(support.rewrite(readme))
+list_files(Path("tests/trace/fi_trace_out"))
+readme = Path("README.md")
+readme.write_text(support.rewrite(readme.read_text()))
 """
 
 NEXT = """
@@ -172,14 +176,15 @@ def _finish(name: str) -> Iterator[Path]:
     """The trace file of the call in tests/trace/example.py, and README.md."""
     folder = ROOT / "tests" / "trace" / "fi_trace_out"
     before = set(folder.iterdir())
-    environment = {
-        **os.environ,
+    changes = {
         "PYTHONPATH": str(ROOT),
         "FLASHINFER_TRACE_DUMP": "1",
         "FLASHINFER_TRACE_DUMP_DIR": str(folder),
     }
     command = [sys.executable, "-c", FINISH.format(op=name)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=child_environment(changes), capture_output=True, text=True
+    )
     if done.returncode != 0:
         raise click.ClickException(f"the new operation does not run:\n{done.stderr}")
     yield from {*folder.iterdir()} - before
