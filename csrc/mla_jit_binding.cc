@@ -132,6 +132,11 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   params.sm_scale_log2 = static_cast<float>(sm_scale * 1.4426950408889634);
   params.o_scale = static_cast<float>(o_scale);
   params.lse_factor = static_cast<float>(lse_factor);
+  for (const ffi::Tensor& workspace : {ints, floats}) {
+    if (!ffi::is_aligned(workspace, 16)) {
+      ffi::raise("ValueError", "`%s` must begin at a multiple of 16 bytes", workspace.name);
+    }
+  }
   ffi::check_cuda(ints);
   for (const ffi::Tensor& tensor : {q_nope, q_pe, ckv, kpe, kv_indices, out, lse, sinks, floats}) {
     if (tensor) ffi::check_same_device(tensor, ints);

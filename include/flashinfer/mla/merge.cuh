@@ -49,24 +49,31 @@ class MlaMerger {
     return merge.row_begin + row < merge.qo_len * static_cast<int>(params_.num_heads.divisor);
   }
 
+  __device__ __forceinline__ static float low_half(uint32_t pair) {
+    return to_float(O{static_cast<uint16_t>(pair)});
+  }
+  __device__ __forceinline__ static float high_half(uint32_t pair) {
+    return to_float(O{static_cast<uint16_t>(pair >> 16)});
+  }
+
   // By the thread's group: the sum of parts first, first + step, ...
   __device__ __forceinline__ float add_parts(const MlaMerge& merge, int row, int first, int step,
                                              float largest, float4& output) const {
     float sum = 0.f;
     output = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (largest == -math::inf) return 0.f;
+    const float reference = largest == -math::inf ? 0.f : largest;
 #pragma unroll 8
     for (int part = first; part < merge.num_parts; part += step) {
       const int64_t slot_row =
           (int64_t{merge.slot_begin} + int64_t{part} * merge.slot_stride) * kRows + row;
-      const float weight = math::ptx_exp2(params_.partial_lse[slot_row] - largest);
-      const float4 values =
-          reinterpret_cast<const float4*>(params_.partial_o + slot_row * kDimCkv)[thread_];
+      const float weight = math::ptx_exp2(params_.partial_lse[slot_row] - reference);
+      const uint2 bits = reinterpret_cast<const uint2*>(static_cast<const O*>(params_.partial_o) +
+                                                        slot_row * kDimCkv)[thread_];
       sum += weight;
-      output.x = fmaf(values.x, weight, output.x);
-      output.y = fmaf(values.y, weight, output.y);
-      output.z = fmaf(values.z, weight, output.z);
-      output.w = fmaf(values.w, weight, output.w);
+      output.x = fmaf(low_half(bits.x), weight, output.x);
+      output.y = fmaf(high_half(bits.x), weight, output.y);
+      output.z = fmaf(low_half(bits.y), weight, output.z);
+      output.w = fmaf(high_half(bits.y), weight, output.w);
     }
     return sum;
   }

@@ -33,7 +33,7 @@ struct MlaParams {
   const int32_t* cta_begin;  // [num_ctas + 1]
   const MlaWorkItem* items;
   const MlaMerge* merges;
-  float* partial_o;    // [slots, 64, head_dim_ckv], normalised
+  void* partial_o;     // [slots, 64, head_dim_ckv] in the type of o, normalised
   float* partial_lse;  // [slots, 64], base 2
   FastDivisor num_heads, page_size;
   uint32_t num_pages;  // of the cache

@@ -27,10 +27,9 @@ struct MlaRowEnd {
         largest = both;
       }
     }
-    // A row that sees no key is 0, not 0 / 0.
-    factor = sum > 0.f ? scale * params.o_scale / sum : 0.f;
-    lse = sum > 0.f ? largest + math::ptx_log2(sum) : -math::inf;
-    if (sum != sum) factor = lse = sum;
+    // A row that sees no key is 0, not 0 / 0; NaN stays NaN.
+    factor = sum == 0.f ? 0.f : scale * params.o_scale / sum;
+    lse = sum == 0.f ? -math::inf : largest + math::ptx_log2(sum);
   }
 
   template <typename O>

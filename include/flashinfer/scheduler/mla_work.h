@@ -4,7 +4,7 @@
 // num_heads + head. A tile is 64 consecutive rows. A work item is one tile against one range of KV
 // tokens; CTA c takes the items cta_begin[c] ... cta_begin[c + 1] - 1 in order.
 //
-// A tile whose KV range was cut writes each part to a slot of 64 rows of fp32 output and LSE, and
+// A tile whose KV range was cut writes each part to a slot of 64 rows of output and LSE, and
 // an MlaMerge names its slots, in order of KV.
 #pragma once
 
@@ -65,7 +65,7 @@ inline constexpr int64_t kMlaMaxLanes = 4;
 inline int64_t mla_most_slots(int64_t num_ctas) { return 2 * num_ctas + 2 * kMlaMaxLanes; }
 
 inline int64_t mla_float_bytes(int64_t num_ctas, int64_t num_slots, int64_t head_dim_ckv) {
-  return (mla_most_slots(num_ctas) + num_slots * head_dim_ckv) * kMlaTileRows * 4;
+  return (4 * mla_most_slots(num_ctas) + 2 * num_slots * head_dim_ckv) * kMlaTileRows;
 }
 
 // What a launch has to know of its plan beside the list.

@@ -22,29 +22,27 @@ __device__ __forceinline__ void write_output(const MlaParams& params, const MlaW
     const int tile_row = row + 8 * h;
     if (tile_row >= num_rows) continue;
     const bool writes_lse = kGroup == 0 && lane_idx % 4 == 0;
+    using O = typename Tile::O;
+    O* target;
+    float factor;
     if (item.slot >= 0) {
       const int64_t slot_row = int64_t{item.slot} * Tile::kRows + tile_row;
-      const float factor = sum[h] > 0.f ? 1.f / sum[h] : 0.f;
-      float* const target = params.partial_o + slot_row * Tile::kDimCkv + column;
-#pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; ++j) {
-        *reinterpret_cast<float2*>(target + j * 8) =
-            make_float2(output[j][2 * h] * factor, output[j][2 * h + 1] * factor);
-      }
+      target = static_cast<O*>(params.partial_o) + slot_row * Tile::kDimCkv;
+      factor = sum[h] == 0.f ? 0.f : 1.f / sum[h];  // NaN stays NaN
       if (writes_lse) {
         params.partial_lse[slot_row] =
-            sum[h] > 0.f ? largest[h] + math::ptx_log2(sum[h]) : -math::inf;
+            sum[h] == 0.f ? -math::inf : largest[h] + math::ptx_log2(sum[h]);
       }
     } else {
       const MlaRowEnd end(params, item.qo_begin, item.row_begin + tile_row, largest[h], sum[h]);
+      target = end.template row<O>(params);
+      factor = end.factor;
       if (writes_lse) end.write_lse(params);
-      using O = typename Tile::O;
-      O* const target = end.template row<O>(params) + column;
+    }
 #pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; ++j) {
-        *reinterpret_cast<typename PackedPair<O>::Bits*>(target + j * 8) =
-            PackedPair<O>::pack(output[j][2 * h] * end.factor, output[j][2 * h + 1] * end.factor);
-      }
+    for (int j = 0; j < Tile::kOutputTiles; ++j) {
+      *reinterpret_cast<typename PackedPair<O>::Bits*>(target + column + j * 8) =
+          PackedPair<O>::pack(output[j][2 * h] * factor, output[j][2 * h + 1] * factor);
     }
   }
 }

@@ -199,7 +199,13 @@ class MlaProducer {
             ptx::mbarrier_wait(empty, parity);
           }
         }
-        copy_part(part, block, ckv, kpe);
+        if (part == kRope) {
+          copy_rows<1>(block, Tile::kChunksCkv, params_.kpe.data, kpe);
+        } else {
+          const int first_chunk = part * Tile::kChunksHalf;
+          const char* half = static_cast<const char*>(params_.ckv.data) + first_chunk * 128;
+          copy_rows<Tile::kChunksHalf>(block, first_chunk, half, ckv);
+        }
         ptx::cp_async_commit();
         announce<3>(earliest_);
         earliest_ = earlier_;
@@ -210,22 +216,20 @@ class MlaProducer {
     announce_all();
   }
 
-  __device__ __forceinline__ void copy_part(int part, int block, int64_t ckv, int64_t kpe) {
-    const int columns = part == kRope ? 8 : Tile::kChunksHalf * 8;
-    const int first_column = part * Tile::kChunksHalf * 8;
-    const char* base =
-        static_cast<const char*>(part == kRope ? params_.kpe.data : params_.ckv.data);
-    const int64_t offsets = part == kRope ? kpe : ckv;
-    const uint32_t target = block_address(block);
-#pragma unroll 4
-    for (int i = lane_idx_; i < 16 * columns; i += 32) {
-      const int row = i / columns, column = i % columns;
-      const int64_t offset = __shfl_sync(0xffffffffu, offsets, row);
-      const bool exists = offset >= 0;
-      const int source_column = part == kRope ? column : first_column + column;
-      const char* source = exists ? base + offset * 2 + source_column * 16 : base;
-      ptx::cp_async_16(target + swizzled_offset<64>(warp_idx_ * 16 + row, first_column + column),
-                       source, exists);
+  // `kChunks` of the warp's sixteen rows; lane i gives the offset in elements of row i from `base`.
+  template <int kChunks>
+  __device__ __forceinline__ void copy_rows(int block, int first_chunk, const void* base,
+                                            int64_t offset) const {
+    constexpr int kColumns = kChunks * 8, kPasses = 16 * kColumns / 32;
+    const uint32_t target = block_address(block) + first_chunk * Tile::kChunkBytes;
+    const char* const own = static_cast<const char*>(base) + lane_idx_ % kColumns * 16;
+#pragma unroll 2
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = pass * (32 / kColumns) + lane_idx_ / kColumns;
+      const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
+      const bool exists = row_offset >= 0;
+      ptx::cp_async_16(target + swizzled_offset<64>(warp_idx_ * 16 + row, lane_idx_ % kColumns),
+                       exists ? own + row_offset * 2 : base, exists);
     }
   }
 
