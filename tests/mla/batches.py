@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
-from flashinfer.testing import CheckOptions, assert_matches_reference
-from flashinfer.testing.numerics import ErrorBound, unit_roundoff
+from flashinfer.testing import assert_matches_reference
+from flashinfer.testing.mla import mla_check_options
 from flashinfer.trace.template import resolve_template
 from flashinfer.trace.templates.mla import mla_run_trace
 
@@ -102,67 +102,10 @@ def make_wrapper(device: torch.device, **options: Any) -> BatchMLAPagedAttention
     return BatchMLAPagedAttentionWrapper(workspace, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _SpreadBound(ErrorBound):
-    """An error bound with a part of its own for each element."""
-
-    spread: torch.Tensor | None = None
-
-    def systematic(self, expected: torch.Tensor) -> torch.Tensor:
-        assert self.spread is not None
-        return super().systematic(expected) + self.spread
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bounds(CheckOptions):
-    output: torch.Tensor | None = None
-
-    def bound_for(self, output: torch.Tensor, arguments: Any) -> ErrorBound:
-        if output.dtype == torch.float32:
-            return ErrorBound(0.0, 2.0**-20, 1e-3)
-        unit = unit_roundoff(output.dtype)
-        return _SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.output)
-
-
-def check_options(arguments: Mapping[str, Any]) -> CheckOptions:
-    """Bounds of a ``run``.
-
-    Weights p_j are rounded to the operands' type, with independent errors, so that an output is off
-    by about u sqrt(sum p_j^2 c_j^2): the reference with doubled logits and squared latent rows.
-    """
-    template = resolve_template(mla_run_trace, arguments)
-    gathered = dict(template.gathered(arguments))
-    reference = template.reference
-    names = reference.__code__.co_varnames[: reference.__code__.co_argcount]
-
-    def results(**changes: Any) -> Any:
-        values = {**gathered, "lse_base": "log2", "o_scale": 1.0, **changes}
-        return reference(**{name: values[name] for name in names if name in values})
-
-    _, lse = results()
-    sinks = gathered.get("sinks")
-    rows = gathered["ckv_cache"].double().nan_to_num(0.0)
-    # q_nope still meets the plain rows: their logits are doubled by the scale, and values squared.
-    squares, lse_of_squares = _with_values(results, gathered, rows, sinks)
-    shift = (lse_of_squares - 2 * lse).nan_to_num(0.0).clamp(max=0.0)
-    deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
-    unit = unit_roundoff(gathered["q_nope"].dtype)
-    factor = abs(gathered.get("o_scale", 1.0))
-    return _Bounds(output=8 * unit * factor * deviation)
-
-
-def _with_values(results: Any, gathered: Any, rows: torch.Tensor, sinks: Any) -> Any:
-    """Doubled logits over squared values, which take the place of the latent rows' columns."""
-    pe = [gathered[name] for name in ("q_pe", "kpe_cache")]
-    q = gathered["q_nope"].double()
-    q_pe = q if pe[0] is None else torch.cat([q, pe[0].double()], -1)
-    kpe = rows if pe[1] is None else torch.cat([rows, pe[1].double()], -1)
-    changes = {"q_pe": q_pe, "kpe_cache": kpe, "q_nope": torch.zeros_like(q)}
-    changes |= {"ckv_cache": rows.square(), "sm_scale": 2 * gathered["sm_scale"]}
-    return results(**changes, sinks=None if sinks is None else 2 * sinks)
-
-
 def check(wrapper: BatchMLAPagedAttentionWrapper, **arguments: Any) -> dict[str, torch.Tensor]:
     """Compare one ``run`` with the reference; returns its results."""
     call = {"self": wrapper, **arguments}
-    return assert_matches_reference(BatchMLAPagedAttentionWrapper.run, check_options(call), **call)
+    template = resolve_template(mla_run_trace, call)
+    assert template is not None
+    options = mla_check_options(template, call)
+    return assert_matches_reference(BatchMLAPagedAttentionWrapper.run, options, **call)

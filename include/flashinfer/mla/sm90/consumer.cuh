@@ -3,10 +3,10 @@
 // second those of the second.
 //
 //   first                                     second
-//   S0 = q K0^T                               S1 = q K1^T
-//   P0 = weights of S0         --- P0 --->    O += P0 V0[:, right]  while P1 = weights of S1
-//   O += P0 V0[:, left]        <--- P1 ---    O += P1 V1[:, right]
-//   O += P1 V1[:, left]
+//   S0 = q K0^T                               (waits for S0)
+//   P0 = weights of S0                        S1 = q K1^T
+//   O += P0 V0[:, left]        --- P0 --->    O += P0 V0[:, right]  while P1 = weights of S1
+//   O += P1 V1[:, left]        <--- P1 ---    O += P1 V1[:, right]
 //
 // So while one makes weights, the tensor cores work for the other. A warpgroup has its own weights
 // in registers, the other's in shared memory.
@@ -32,7 +32,6 @@ class MlaConsumer {
   static constexpr int kLogitTiles = Tile::kBlock / 8, kSteps = Tile::kBlock / 16;
   static constexpr float kHeadroom = 8.f;
   static constexpr int kOther = 1 - kGroup;
-  static constexpr bool kTakesTurns = false;
   using Logits = float[kLogitTiles][4];
   using Weights = uint32_t[kSteps][4];
   using Output = float[Tile::kOutputTiles][4];
@@ -103,7 +102,7 @@ class MlaConsumer {
     Weights weights;
     float shrink[2];
     multiply_keys(logits, item, token);
-    if (kTakesTurns && has_second) ptx::named_barrier_arrive(kTurn, Tile::kConsumerThreads);
+    if (has_second) ptx::named_barrier_arrive(kTurn, Tile::kConsumerThreads);
     if (is_last) arrive(control_.q_empty);
     float largest[2];
     find_largest(logits, largest, token);
@@ -129,7 +128,7 @@ class MlaConsumer {
     Weights weights;
     float largest[2], shrink[2];
     if (has_second) {
-      if (kTakesTurns) ptx::named_barrier_sync(kTurn, Tile::kConsumerThreads);
+      ptx::named_barrier_sync(kTurn, Tile::kConsumerThreads);  // the first's logits are done
       multiply_keys(logits, item, token);
       find_largest(logits, largest, token);
     }
@@ -141,11 +140,11 @@ class MlaConsumer {
     bool moves = false;
     if (has_second) {
       moves = weigh(logits, weights, largest, shrink);
-      publish(weights);
-      ptx::named_barrier_arrive(kWeightsOfSecond, Tile::kConsumerThreads);
     }
     finish_values(output, control_.kv_empty[0][kRight]);
     if (has_second) {
+      publish(weights);
+      ptx::named_barrier_arrive(kWeightsOfSecond, Tile::kConsumerThreads);
       if (moves) multiply(output, shrink);
       ptx::wgmma_fence();
       add_values_of_registers(output, weights, kRight);

@@ -1,0 +1,91 @@
+"""How closely latent attention must agree with its reference.
+
+As for other attention (attention.py): a kernel rounds each weight p_j to the type it multiplies
+with, so that an output is off by about u sqrt(sum p_j^2 c_j^2). Results of parts of a request are
+rounded once more before they are merged."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..trace.template import TraceTemplate
+from .numerics import ErrorBound, unit_roundoff
+from .reference import CheckOptions
+
+__all__ = ["mla_check_options"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _SpreadBound(ErrorBound):
+    """An error bound with a part of its own for each element."""
+
+    spread: torch.Tensor | None = None
+
+    def systematic(self, expected: torch.Tensor) -> torch.Tensor:
+        assert self.spread is not None
+        return super().systematic(expected) + self.spread
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bounds(CheckOptions):
+    """What `mla_check_options` returns."""
+
+    spread: torch.Tensor | None = None
+
+    def bound_for(self, output: torch.Tensor, arguments: Any) -> ErrorBound:
+        if output.dtype == torch.float32:
+            return ErrorBound(0.0, 2.0**-20, 1e-3)
+        unit = unit_roundoff(output.dtype)
+        return _SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.spread)
+
+
+def mla_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> CheckOptions:
+    """Bounds of the output and of the LSE of one ``run``.
+
+    Parameters
+    ----------
+    template : TraceTemplate
+        Of the ``run`` of a wrapper.
+    arguments : Mapping[str, Any]
+        Of the call, by name.
+    """
+    gathered = dict(template.gathered(arguments))
+    o_scale = abs(gathered.get("o_scale", 1.0))
+    gathered |= {"lse_base": "log2", "o_scale": 1.0}
+    _, lse = _results(template, gathered)
+    squares, lse_of_squares = _results(template, _squared(gathered))
+    shift = (lse_of_squares - 2 * lse).nan_to_num(0.0).clamp(max=0.0)
+    deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
+    unit = unit_roundoff(gathered["q_nope"].dtype)
+    return _Bounds(spread=8 * unit * o_scale * deviation)
+
+
+def _results(template: TraceTemplate, gathered: Mapping[str, Any]) -> Any:
+    assert template.reference is not None
+    taken = inspect.signature(template.reference).parameters
+    return template.reference(**{k: v for k, v in gathered.items() if k in taken})
+
+
+def _squared(gathered: Mapping[str, Any]) -> dict[str, Any]:
+    """Doubled logits over squared values: all of a key stands in the place of its rotary part."""
+    rows, q = gathered["ckv_cache"].double(), gathered["q_nope"].double()
+    rows = rows.nan_to_num(0.0)
+    key, query = [rows], [q]
+    if gathered.get("q_pe") is not None:
+        key.append(gathered["kpe_cache"].double())
+        query.append(gathered["q_pe"].double())
+    sinks = gathered.get("sinks")
+    return {
+        **gathered,
+        "q_nope": torch.zeros_like(q),
+        "q_pe": torch.cat(query, -1),
+        "ckv_cache": rows.square(),
+        "kpe_cache": torch.cat(key, -1),
+        "sm_scale": 2 * gathered["sm_scale"],
+        "sinks": None if sinks is None else 2 * sinks,
+    }
