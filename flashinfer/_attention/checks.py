@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .._common.dtypes import FLOAT8
+from .._common.checks import count as check_count
+from .._common.dtypes import FLOAT8, torch_name
 from .._common.numbers import plain
 from ..jit.attention.config import FLOAT16, QUERIES
 from ..jit.attention.variant import AttentionVariant, make_variant
@@ -48,10 +49,8 @@ def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, t
         ("o_data_type", o_dtype, FLOAT16),
     ):
         if dtype not in allowed:
-            names = ", ".join(str(a).removeprefix("torch.") for a in allowed)
-            raise ValueError(
-                f"`{name}` must be one of {names}, got {str(dtype).removeprefix('torch.')}"
-            )
+            names = ", ".join(torch_name(a) for a in allowed)
+            raise ValueError(f"`{name}` must be one of {names}, got {torch_name(dtype)}")
     return q_dtype, kv_dtype, o_dtype
 
 
@@ -68,26 +67,6 @@ def with_data_type(q: Any, kv: Any, both: Any) -> tuple[Any, Any]:
     if q is None or (isinstance(q, str) and q == "float16" and dtype.itemsize == 2):
         q = dtype if dtype.itemsize == 2 else "float16"
     return q, kv
-
-
-def check_count(name: str, value: Any, low: int = 1, high: int = 2**31 - 1) -> int:
-    """An int within bounds, NumPy's as Python's."""
-    if type(value) is not int:
-        value = plain(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"`{name}` must be an int, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"`{name}` must be from {low} to {high}, got {value}")
-    return value
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """A bool, NumPy's as Python's."""
-    if value is not True and value is not False:
-        value = plain(value)
-        if not isinstance(value, bool):
-            raise TypeError(f"`{name}` must be a bool, got {value!r}")
-    return value
 
 
 def split_size(value: Any) -> int | None:
@@ -179,8 +158,7 @@ def scales_by_position(args: tuple[Any, ...], q: Any, k: Any, v: Any) -> tuple[A
 def _head_scale(name: str, scale: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
     if scale.dtype is not torch.float32:
         raise ValueError(
-            f"`{name}` must be a number or have dtype float32, got "
-            f"{str(scale.dtype).removeprefix('torch.')}"
+            f"`{name}` must be a number or have dtype float32, got {torch_name(scale.dtype)}"
         )
     if scale.shape not in ((), (1,), (count,)):
         raise ValueError(

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from .._attention.checks import check_count, check_flag, resolve_dtype, scalar
+from .._attention.checks import resolve_dtype, scalar
 from .._attention.index_tensors import check_index_vector, device_indices, host_indices
+from .._common.checks import count as check_count
+from .._common.checks import flag as check_flag
 from ..jit.mla import HEAD_DIMS, MlaConfig
 from .metadata import MLAPlanMetadata
 

@@ -47,11 +47,6 @@ PYTHON_LEAVES = {"env", "version", "_common.dtypes", "_common.arch"}
 JIT_MAY_IMPORT = {"env", "version", "compilation_context", "_common.dtypes"}
 # Public modules and packages that private ones may import: they know no operation.
 BELOW_PRIVATE = {"env", "version", "tllm_enums", "compilation_context", "jit", "trace"}
-# Modules that still ask whether the reference backend is on; the list may only shrink.
-KNOW_THE_REFERENCE = {
-    "flashinfer._attention.plan.choice",
-    "flashinfer._attention.plan.executor",
-}
 MAX_LINES = {"include": 500, "csrc": 500, "flashinfer": 500, "tests": 400}
 
 
@@ -285,8 +280,6 @@ def test_private_modules_import_no_public_operation(name: str):
     """A public module is a face: what it shows is built from private modules, never under them."""
     for other in imported(name):
         base = other.split(".")[1] if "." in other else ""
-        if name in KNOW_THE_REFERENCE and base == "reference_backend":
-            continue
         assert is_private(other) or base in BELOW_PRIVATE, f"{rel(modules()[name])} imports {other}"
 
 
@@ -294,7 +287,7 @@ def test_private_modules_import_no_public_operation(name: str):
 def test_operations_do_not_know_the_reference_backend(name: str):
     """The reference backend replaces operations from outside; the package's face alone names it."""
     knows = "flashinfer.reference_backend" in imported(name)
-    assert not knows or name in {"flashinfer", *KNOW_THE_REFERENCE}, rel(modules()[name])
+    assert not knows or name == "flashinfer", rel(modules()[name])
 
 
 def test_top_level_is_the_public_api():

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._attention.checks import check_count, check_flag, scalar, split_size
+from flashinfer._attention.checks import scalar, split_size
+from flashinfer._common.checks import count as check_count
+from flashinfer._common.checks import flag as check_flag
 from flashinfer.quantization import per_token_group_quant_8bit
 from flashinfer.reference_backend import reference_backend
 

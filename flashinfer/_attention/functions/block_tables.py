@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import count as check_count
 from ..._common.dtypes import torch_name
 from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.config import FLOAT16
-from ..checks import check_count, refuse, resolve_dtype, scalar
+from ..checks import refuse, resolve_dtype, scalar
 from ..index_tensors import check_index_vector, host_indices
 from ..wrappers.base import split_cache
 from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper

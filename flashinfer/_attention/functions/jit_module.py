@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import count as check_count
+from ..._common.checks import flag as check_flag
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.customize import (
     gen_batch_decode_module,
@@ -19,7 +21,6 @@ from ...jit.attention.customize import (
 )
 from ...jit.attention.modules import AttentionModule
 from ...jit.attention.variant import AttentionVariant
-from ..checks import check_count, check_flag
 from .single import check_tensor, new_lse, single_problem
 from .single_plans import run_single
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..._common.cache_layout import is_hnd
+from ..._common.checks import flag as check_flag
 from ..._common.packbits import packbits
 from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.variant import AttentionVariant
 from ...trace.templates.attention import single_decode_trace, single_prefill_trace
 from ..checks import (
     check_backend,
-    check_flag,
     check_pos_encoding,
     check_window,
     logits_scale,

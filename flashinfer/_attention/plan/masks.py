@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..._common.checks import count as check_count
 from ..._common.packbits import segment_packbits
-from ..checks import check_count
 from .requests import CustomMask, ItemScoring, Requests
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention_wrappers import sink_arguments, sink_run_trace
-from ..checks import check_count, check_window, refuse, resolve_dtype, resolve_dtypes, scalar
+from ..checks import check_window, refuse, resolve_dtype, resolve_dtypes, scalar
 from ..plan.spec import AttentionSpec
 from .base import Cache, SpecArguments
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper

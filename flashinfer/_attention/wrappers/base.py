@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..._common.cache_layout import is_hnd
+from ..._common.checks import count as check_count
+from ..._common.checks import flag as check_flag
 from ..backends import is_backend_supported, prepare_jit_additional_args
 from ..checks import (
     check_backend,
-    check_count,
-    check_flag,
     check_pos_encoding,
     check_window,
     logits_scale,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention_wrappers import batch_attention_run_trace
-from ..checks import check_count, refuse, soft_cap
+from ..checks import refuse, soft_cap
 from ..index_tensors import device_indices, host_indices
 from ..plan.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import count as check_count
+from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.pod import batch_pod_run_trace
-from ..checks import check_count, check_flag, refuse, with_data_type
+from ..checks import refuse, with_data_type
 from ..index_tensors import device_indices, host_indices
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from .base import Cache, Result, SpecArguments, split_cache

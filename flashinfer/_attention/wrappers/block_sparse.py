@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
     block_sparse_run_trace,
 )
-from ..checks import check_flag, refuse
+from ..checks import refuse
 from .sparse import SparseWrapper
 from .sparse_checks import (
     check_bsr,

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import torch
 
+from ..._common.checks import count as check_count
+from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention_wrappers import cascade_run_trace
-from ..checks import check_count, check_flag
 from ..functions.merge import merge_states
 from .base import Cache
 from .paged import PagedWrapper

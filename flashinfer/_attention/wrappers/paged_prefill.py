@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention import paged_prefill_run_trace
-from ..checks import check_count, refuse
+from ..checks import refuse
 from ..index_tensors import check_buffer, check_page_numbers, device_indices, host_page_table
 from ..plan.requests import ArgumentNames, AttentionProblem, Requests
 from .base import Cache, split_cache

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._common.cache_layout import is_hnd
+from ..._common.checks import count as check_count
+from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.pod import pod_run_trace
-from ..checks import check_count, check_flag, refuse, with_data_type
+from ..checks import refuse, with_data_type
 from ..index_tensors import (
     check_buffer,
     check_fits,

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import count as check_count
+from ..._common.checks import flag as check_flag
 from ..backends import check_lse_base, check_lse_layout
-from ..checks import check_count, check_flag, refuse
+from ..checks import refuse
 from ..index_tensors import check_buffer, check_fits, copy_to_buffer, host_indices
 from ..plan.executor import GraphCapacity, PlanOptions
 from ..plan.masks import make_items, make_mask

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..checks import check_backend, check_count
+from ..._common.checks import count as check_count
+from ..checks import check_backend
 from ..functions.merge import merge_state_in_place
 from ..functions.single import single_prefill_with_kv_cache_return_lse
 from ..index_tensors import host_indices

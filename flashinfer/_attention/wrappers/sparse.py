@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api
-from ..checks import check_count, refuse
+from ..checks import refuse
 from ..plan.masks import make_mask
 from ..plan.requests import (
     ArgumentNames,

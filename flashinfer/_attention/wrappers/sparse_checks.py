@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import count as check_count
 from ..._common.dtypes import torch_name
-from ..checks import check_count
 from ..index_tensors import host_indices
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ..._common.checks import count as check_count
+from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
     variable_block_sparse_run_trace,
 )
-from ..checks import check_count, check_flag
 from .sparse import SparseWrapper, grouped, in_callers_order, in_place
 from .sparse_checks import (
     check_result,
