@@ -14,7 +14,8 @@ from flashinfer import utils
 from flashinfer._attention.plan import choice as backends
 from flashinfer._attention.plan import mixed
 from flashinfer._attention.plan.choice import KernelChoice, choose_kernel
-from flashinfer._attention.plan.executor import AttentionExecutor, GraphCapacity, PlanOptions
+from flashinfer._attention.plan.executor import AttentionExecutor
+from flashinfer._attention.plan.launch import GraphCapacity, PlanOptions
 from flashinfer._attention.plan.planner import ANY_ROWS
 from flashinfer._attention.plan.requests import (
     ArgumentNames,

@@ -16,7 +16,8 @@ import torch
 import flashinfer
 from flashinfer._attention.plan import masks
 from flashinfer._attention.plan.choice import KernelChoice
-from flashinfer._attention.plan.executor import AttentionExecutor, PlanOptions
+from flashinfer._attention.plan.executor import AttentionExecutor
+from flashinfer._attention.plan.launch import PlanOptions
 from flashinfer._attention.wrappers import cascade, two_parts
 from flashinfer.jit import attention as attention_jit
 from flashinfer.reference_backend import reference_backend

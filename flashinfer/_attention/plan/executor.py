@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,10 +11,10 @@ from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.errors import ToolchainError
 from .choice import KernelChoice, choose_kernel
-from .launch import ModuleKey, Workspaces, bind
+from .launch import ALL_ROWS, NO_OPTIONS, ModuleKey, PlanOptions, RowRange, Workspaces
 from .no_kernel import is_computed_from_plans
-from .planner import ANY_ROWS, AttentionPlanner, PlanConfig
-from .requests import AttentionProblem, CustomMask
+from .planner import AttentionPlanner, PlanConfig
+from .requests import AttentionProblem, CustomMask, ItemScoring
 from .spec import KernelOptions
 from .tiles import kv_tiles
 
@@ -25,47 +25,6 @@ _NOMINAL_CTA_SLOTS = CtaSlots(264, 1)  # for plans without a GPU
 
 HeadScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Factors of each head, of queries, keys and values: float32, a value per head or one."""
-
-
-class GraphCapacity(NamedTuple):
-    """What later plans of a CUDA graph may have."""
-
-    batch_size: int
-    qo_tokens: int
-
-
-class RowRange(NamedTuple):
-    """The least and the most packed query rows of the requests that a launch computes."""
-
-    least: int = 0
-    most: int = ANY_ROWS
-
-
-ALL_ROWS = RowRange()
-
-
-class PlanOptions(NamedTuple):
-    """How the work of a batch is divided, whatever the batch.
-
-    Attributes
-    ----------
-    fixed_split_size : int or None
-        Cut keys at multiples of this many tokens and nowhere else.
-    disable_split_kv : bool
-        Cut nothing.
-    capacity : GraphCapacity or None
-        With a CUDA graph.
-    non_blocking : bool
-        Whether to return before the work list is on the GPU.
-    """
-
-    fixed_split_size: int | None = None
-    disable_split_kv: bool = False
-    capacity: GraphCapacity | None = None
-    non_blocking: bool = True
-
-
-NO_OPTIONS = PlanOptions()
 
 
 class AttentionExecutor:
@@ -98,7 +57,7 @@ class AttentionExecutor:
         self._options = NO_OPTIONS
         self._planner: AttentionPlanner | None = None
         self._checker: AttentionPlanner | None = None
-        self._launch = torch.zeros(0, dtype=torch.uint8)  # what runs start; see launch.bind
+        self._launch = torch.zeros(0, dtype=torch.uint8)  # what runs start
         self._modules: dict[ModuleKey, AttentionModule] = {}
         self._key: ModuleKey | None = None
         self._run: Callable[..., None] = _plan_first
@@ -461,12 +420,41 @@ class AttentionExecutor:
     def _bind(
         self, module: AttentionModule, problem: AttentionProblem, second: AttentionProblem | None
     ) -> None:
+        """Put everything that a plan fixes into the bytes of the launch."""
         assert self._planner is not None
         if self._launch.numel() < module.launch_bytes:
             self._launch = torch.zeros(module.launch_bytes, dtype=torch.uint8)
-        is_graph = self._options.capacity is not None
-        layout = self._planner.layout
-        bind(module, self._launch, layout, self.workspaces, problem, second, is_graph)
+        launch, layout, spec, tensors = (
+            self._launch,
+            self._planner.layout,
+            problem.spec,
+            problem.tensors,
+        )
+        module.bind(
+            launch,
+            layout,
+            self.workspaces.ints,
+            self.workspaces.floats,
+            tensors.kv_indices,
+            spec.num_qo_heads,
+            spec.num_kv_heads,
+            problem.requests.page_size,
+            spec.kv_layout == "HND",
+            self._options.capacity is not None,  # then q may have more rows than the plan
+        )
+        mask = tensors.mask
+        if second is not None:
+            rows = int(problem.requests.kv_lengths()[0]) if tensors.rows_as_pages else -1
+            is_hnd = second.spec.kv_layout == "HND"
+            module.bind_second(launch, layout, second.tensors.kv_indices, is_hnd, rows)
+            mask = mask or second.tensors.mask
+        if spec.logits_soft_cap > 0.0 or spec.pos_encoding_mode != "NONE":
+            slopes = tensors.alibi_slopes
+            module.options(launch, spec.logits_soft_cap, spec.rope_scale, spec.rope_theta, slopes)
+        if isinstance(mask, CustomMask):
+            module.mask(launch, *mask)
+        elif isinstance(mask, ItemScoring):
+            module.items(launch, *mask)
 
     def _module(self, key: ModuleKey) -> AttentionModule:
         module = self._modules.get(key)

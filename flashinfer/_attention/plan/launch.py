@@ -1,4 +1,4 @@
-"""Prepares the launches of a plan: which module, and what it is told before it runs."""
+"""What a launch depends on: the module, the memory, and how the work is divided."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, get_attention_module
 from .choice import KernelChoice
-from .requests import AttentionProblem, CustomMask, ItemScoring
+from .planner import ANY_ROWS
 from .spec import KernelOptions
 
 
@@ -62,51 +62,42 @@ class Workspaces(NamedTuple):
     ints: torch.Tensor  # the work list
 
 
-def bind(
-    module: AttentionModule,
-    launch: torch.Tensor,
-    layout: torch.Tensor,
-    workspaces: Workspaces,
-    problem: AttentionProblem,
-    second: AttentionProblem | None,
-    is_graph: bool,
-) -> None:
-    """Put everything that a plan fixes into the bytes of a launch.
+class GraphCapacity(NamedTuple):
+    """What later plans of a CUDA graph may have."""
 
-    Parameters
+    batch_size: int
+    qo_tokens: int
+
+
+class RowRange(NamedTuple):
+    """The least and the most packed query rows of the requests that a launch computes."""
+
+    least: int = 0
+    most: int = ANY_ROWS
+
+
+ALL_ROWS = RowRange()
+
+
+class PlanOptions(NamedTuple):
+    """How the work of a batch is divided, whatever the batch.
+
+    Attributes
     ----------
-    module : AttentionModule
-        Of the plan.
-    launch : torch.Tensor
-        Receives the launch.
-    layout : torch.Tensor
-        The planner's bytes of the plan.
-    is_graph : bool
-        Whether q may have more rows than the plan.
+    fixed_split_size : int or None
+        Cut keys at multiples of this many tokens and nowhere else.
+    disable_split_kv : bool
+        Cut nothing.
+    capacity : GraphCapacity or None
+        With a CUDA graph.
+    non_blocking : bool
+        Whether to return before the work list is on the GPU.
     """
-    spec, tensors = problem.spec, problem.tensors
-    module.bind(
-        launch,
-        layout,
-        workspaces.ints,
-        workspaces.floats,
-        tensors.kv_indices,
-        spec.num_qo_heads,
-        spec.num_kv_heads,
-        problem.requests.page_size,
-        spec.kv_layout == "HND",
-        is_graph,
-    )
-    mask = tensors.mask
-    if second is not None:
-        rows = int(problem.requests.kv_lengths()[0]) if tensors.rows_as_pages else -1
-        is_hnd = second.spec.kv_layout == "HND"
-        module.bind_second(launch, layout, second.tensors.kv_indices, is_hnd, rows)
-        mask = mask or second.tensors.mask
-    if spec.logits_soft_cap > 0.0 or spec.pos_encoding_mode != "NONE":
-        slopes = tensors.alibi_slopes
-        module.options(launch, spec.logits_soft_cap, spec.rope_scale, spec.rope_theta, slopes)
-    if isinstance(mask, CustomMask):
-        module.mask(launch, *mask)
-    elif isinstance(mask, ItemScoring):
-        module.items(launch, *mask)
+
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    capacity: GraphCapacity | None = None
+    non_blocking: bool = True
+
+
+NO_OPTIONS = PlanOptions()

@@ -8,7 +8,8 @@ import torch
 
 from ...jit.attention.config import choose_tile_q
 from .choice import KernelChoice, estimate, hopper_choice, possible_backend
-from .executor import ALL_ROWS, AttentionExecutor, RowRange
+from .executor import AttentionExecutor
+from .launch import ALL_ROWS, RowRange
 from .planner import ANY_ROWS, KernelEstimate
 from .requests import AttentionProblem
 

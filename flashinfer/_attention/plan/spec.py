@@ -47,6 +47,8 @@ class AttentionSpec:
         The user's variant.
     backend : str
         What the caller wants: ``"auto"``, ``"fa2"`` or ``"fa3"``.
+    mask_mode : str
+        Mask of the kernel where no tensor is one, as in ``AttentionConfig``.
     kernel_options : KernelOptions
         Those of the options that select code.
 
@@ -75,6 +77,7 @@ class AttentionSpec:
     backend: str = "auto"
     kernel_options: KernelOptions = field(init=False, repr=False, compare=False)
     group_size: int = field(init=False, repr=False, compare=False)
+    mask_mode: str = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -106,12 +109,8 @@ class AttentionSpec:
         )
         object.__setattr__(self, "kernel_options", options)
         object.__setattr__(self, "group_size", q_heads // kv_heads)
+        object.__setattr__(self, "mask_mode", "causal" if self.causal else "none")
         object.__setattr__(self, "_hash", hash((q_heads, kv_heads, options, scalars)))
 
     def __hash__(self) -> int:
         return self._hash
-
-    @property
-    def mask_mode(self) -> str:
-        """Mask of the kernel where no tensor is one, as in ``AttentionConfig``."""
-        return "causal" if self.causal else "none"

@@ -28,7 +28,8 @@ from ..checks import (
 )
 from ..plan.alibi import get_alibi_slopes
 from ..plan.choice import BACKENDS
-from ..plan.executor import NO_OPTIONS, AttentionExecutor, HeadScales, PlanOptions
+from ..plan.executor import AttentionExecutor, HeadScales
+from ..plan.launch import NO_OPTIONS, PlanOptions
 from ..plan.requests import AttentionProblem, CustomMask, ItemScoring, PlanTensors
 from ..plan.spec import AttentionSpec
 from .graphs import check_unchanged, fixed_by_capture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,65 +19,14 @@ from ..index_tensors import (
     device_indices,
     host_page_table,
 )
-from ..plan.executor import GraphCapacity, PlanOptions
+from ..plan.launch import GraphCapacity, PlanOptions
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from ..plan.spec import AttentionSpec
 from .base import AttentionWrapper, Cache, SpecArguments, split_cache
 from .paged import PagedWrapper
+from .plan_arguments import DecodeArguments, decode_options
 
 _NAMES = ("qo_indptr", "indptr", "last_page_len")
-
-
-@dataclass(slots=True)
-class DecodeArguments:
-    """Arguments of ``BatchDecodeWithPagedKVCacheWrapper.plan``, documented there."""
-
-    indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    pos_encoding_mode: str = "NONE"
-    window_left: int = -1
-    logits_soft_cap: float | None = None
-    q_data_type: Any = "float16"
-    kv_data_type: Any = None
-    o_data_type: Any = None
-    data_type: Any = None
-    sm_scale: float | None = None
-    rope_scale: float | None = None
-    rope_theta: float | None = None
-    non_blocking: bool = True
-    block_tables: torch.Tensor | None = None
-    seq_lens: torch.Tensor | None = None
-    fixed_split_size: int | None = None
-    disable_split_kv: bool = False
-    q_len_per_req: int = 1
-
-    def options(self) -> tuple[Any, ...]:
-        """Everything but the batch."""
-        return (
-            self.num_qo_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.page_size,
-            self.pos_encoding_mode,
-            self.window_left,
-            self.logits_soft_cap,
-            self.q_data_type,
-            self.kv_data_type,
-            self.o_data_type,
-            self.data_type,
-            self.sm_scale,
-            self.rope_scale,
-            self.rope_theta,
-            self.non_blocking,
-            self.fixed_split_size,
-            self.disable_split_kv,
-            self.q_len_per_req,
-        )
 
 
 class _Options(NamedTuple):
@@ -290,7 +238,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         """The problem of a plan, without page numbers, and how it is divided."""
         if a.block_tables is not None:
             refuse("pages are given by `indptr` and `indices`", block_tables=a.block_tables)
-        options = self._remembered(a.options(), lambda: self._checked_options(a))
+        options = self._remembered(decode_options(a), lambda: self._checked_options(a))
         _, indptr, kv_len, last = host_page_table(
             None, a.indptr, a.last_page_len, a.seq_lens, options.page_size, _NAMES
         )

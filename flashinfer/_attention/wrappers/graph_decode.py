@@ -6,7 +6,8 @@ import torch
 
 from ..._instrument.decorator import flashinfer_api
 from ..checks import with_data_type
-from .decode import BatchDecodeWithPagedKVCacheWrapper, DecodeArguments
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .plan_arguments import DecodeArguments
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

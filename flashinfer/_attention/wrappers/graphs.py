@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..plan.executor import PlanOptions
-from ..plan.launch import Workspaces
+from ..plan.launch import PlanOptions, Workspaces
 from ..plan.requests import AttentionProblem
 from ..plan.spec import AttentionSpec
 

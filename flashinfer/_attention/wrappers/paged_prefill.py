@@ -17,21 +17,11 @@ from ..index_tensors import check_buffer, check_page_numbers, device_indices, ho
 from ..plan.requests import ArgumentNames, AttentionProblem, Requests
 from .base import Cache, split_cache
 from .paged import PagedWrapper
-from .prefill import PrefillArguments, PrefillWrapper
+from .plan_arguments import PagedArguments
+from .prefill import PrefillWrapper
 
 _BLACKWELL = "it belongs to kernels for Blackwell"
 _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
-
-
-class PagedArguments(PrefillArguments):
-    """Arguments of ``plan`` with the page table."""
-
-    qo_indptr: torch.Tensor
-    paged_kv_indptr: torch.Tensor
-    paged_kv_indices: torch.Tensor
-    paged_kv_last_page_len: torch.Tensor
-    page_size: int
-    block_tables: torch.Tensor | None
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
@@ -335,13 +325,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         page_size = check_count("page_size", a.page_size)
         if a.qo_indptr is None:
             raise TypeError("`qo_indptr` must be a torch.Tensor, got NoneType")
+        last_page_len = a.paged_kv_last_page_len
         qo_indptr, indptr, kv_len, last = host_page_table(
-            a.qo_indptr,
-            a.paged_kv_indptr,
-            a.paged_kv_last_page_len,
-            a.seq_lens,
-            page_size,
-            _NAMES,
+            a.qo_indptr, a.paged_kv_indptr, last_page_len, a.seq_lens, page_size, _NAMES
         )
         spec = self._prefill_spec(a)
         requests = Requests(

@@ -29,7 +29,7 @@ from ..index_tensors import (
     device_indices,
     host_page_table,
 )
-from ..plan.executor import GraphCapacity
+from ..plan.launch import GraphCapacity
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from .base import Cache, Result, SpecArguments, split_cache
 from .two_parts import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,72 +12,14 @@ from ..._common.checks import flag as check_flag
 from ..backends import check_lse_base, check_lse_layout
 from ..checks import refuse
 from ..index_tensors import check_buffer, check_fits, copy_to_buffer, host_indices
-from ..plan.executor import GraphCapacity, PlanOptions
+from ..plan.launch import GraphCapacity, PlanOptions
 from ..plan.masks import make_items, make_mask
 from ..plan.requests import AttentionProblem, CustomMask, PlanTensors, Requests
 from ..plan.spec import AttentionSpec
-from .base import AttentionWrapper, SpecArguments, option_of_plan
+from .base import AttentionWrapper, option_of_plan
+from .plan_arguments import PrefillArguments
 
 LN_2 = math.log(2.0)
-
-
-class PrefillArguments:
-    """Arguments of a call of ``plan`` or ``workspace_size`` by their names; documented there.
-
-    A method hands over its ``locals()``, so that the names stand in its signature and here only.
-    """
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int | None
-    custom_mask: torch.Tensor | None
-    packed_custom_mask: torch.Tensor | None
-    causal: bool
-    pos_encoding_mode: str
-    use_fp16_qk_reduction: bool
-    window_left: int
-    logits_soft_cap: float | None
-    sm_scale: float | None
-    rope_scale: float | None
-    rope_theta: float | None
-    q_data_type: Any
-    kv_data_type: Any
-    o_data_type: Any
-    prefix_len_ptr: torch.Tensor | None
-    token_pos_in_items_ptr: torch.Tensor | None
-    token_pos_in_items_len: int
-    max_item_len_ptr: torch.Tensor | None
-    seq_lens: torch.Tensor | None
-    seq_lens_q: torch.Tensor | None
-    max_token_per_sequence: int | None
-    max_sequence_kv: int | None
-    uniform_q_len: int | None
-    fixed_split_size: int | None
-    disable_split_kv: bool
-    non_blocking: bool = True
-
-    def __init__(self, call: Mapping[str, Any]) -> None:
-        self.__dict__.update(call)
-
-    def spec_arguments(self) -> SpecArguments:
-        head_dim_vo = self.head_dim_qk if self.head_dim_vo is None else self.head_dim_vo
-        return SpecArguments(
-            self.num_qo_heads,
-            self.num_kv_heads,
-            self.head_dim_qk,
-            head_dim_vo,
-            self.pos_encoding_mode,
-            self.window_left,
-            self.logits_soft_cap,
-            self.sm_scale,
-            self.rope_scale,
-            self.rope_theta,
-            self.q_data_type,
-            self.kv_data_type,
-            self.o_data_type,
-            self.causal,
-        )
 
 
 class PrefillWrapper(AttentionWrapper):

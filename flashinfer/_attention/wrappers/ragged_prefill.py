@@ -12,7 +12,8 @@ from ...trace.templates.attention import ragged_prefill_run_trace
 from ..checks import refuse
 from ..index_tensors import check_buffer, host_indices
 from ..plan.requests import ArgumentNames, Requests
-from .prefill import PrefillArguments, PrefillWrapper
+from .plan_arguments import PrefillArguments
+from .prefill import PrefillWrapper
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import check_pos_encoding, check_window, logits_scale, positive, scalar
-from ..plan.executor import GraphCapacity, PlanOptions
-from ..plan.launch import Workspaces
+from ..plan.launch import GraphCapacity, PlanOptions, Workspaces
 from ..plan.masks import make_mask
 from ..plan.requests import AttentionProblem, CustomMask
 from ..plan.spec import AttentionSpec

@@ -45,7 +45,8 @@ def _config(
     if fields.get("backend") == "fa3":
         tile_q = hopper_tile_q(*head_dims, types[0])
     return AttentionConfig(
-        *(*types, *head_dims),
+        *types,
+        *head_dims,
         tile_q=tile_q,
         mask_mode="none" if decode else "causal",
         pos_encoding=pos_encoding_name(pos_encoding_mode),
@@ -233,9 +234,18 @@ def gen_batch_pod_module(
 ) -> JitSpec:
     """The module of ``BatchPODWithPagedKVCacheWrapper``, which is that of the other."""
     return gen_pod_module(
-        *(dtype_q, dtype_kv, dtype_o, head_dim),
-        *(pos_encoding_mode_p, use_sliding_window_p, use_logits_soft_cap_p, use_fp16_qk_reduction),
-        *(dtype_idx, pos_encoding_mode_d, use_sliding_window_d, use_logits_soft_cap_d),
+        dtype_q,
+        dtype_kv,
+        dtype_o,
+        head_dim,
+        pos_encoding_mode_p,
+        use_sliding_window_p,
+        use_logits_soft_cap_p,
+        use_fp16_qk_reduction,
+        dtype_idx,
+        pos_encoding_mode_d,
+        use_sliding_window_d,
+        use_logits_soft_cap_d,
     )
 
 

@@ -80,8 +80,14 @@ def _aot_configs() -> Iterator[AttentionConfig]:
             for tile_q in TILES[:2]:
                 yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q)
         for paged in (False, True):
+            tile_q = hopper.hopper_tile_q(128, 128, dtype)
             yield AttentionConfig(
-                *(dtype, dtype, dtype, 128, 128, hopper.hopper_tile_q(128, 128, dtype)),
+                dtype,
+                dtype,
+                dtype,
+                128,
+                128,
+                tile_q,
                 paged=paged,
                 mask_mode="causal",
                 backend="fa3",

@@ -34,9 +34,14 @@ TENSOR_TYPES = {
 }
 # Members of `params` that a variant must not hide: the kernel or the hooks read them.
 RESERVED = ("num_qo_heads", "num_kv_heads", "qo_len", "kv_len", "get_qo_len", "get_kv_len", "read")
+_WIDTHS = (8, 16, 32, 64)
 SCALAR_TYPES = (
-    *("float", "double", "bool", "int", "int8_t", "int16_t", "int32_t", "int64_t"),
-    *("uint8_t", "uint16_t", "uint32_t", "uint64_t"),
+    "float",
+    "double",
+    "bool",
+    "int",
+    *(f"int{width}_t" for width in _WIDTHS),
+    *(f"uint{width}_t" for width in _WIDTHS),
 )
 
 

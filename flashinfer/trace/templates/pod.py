@@ -111,14 +111,24 @@ def _batch_pod_reference(
         "rope_theta": rope_theta,
     }
     o_p, lse_p = _paged_attention_reference(
-        *(q_p, k_cache_p, v_cache_p, kv_indptr_p, kv_indices_p, kv_last_page_len_p),
+        q_p,
+        k_cache_p,
+        v_cache_p,
+        kv_indptr_p,
+        kv_indices_p,
+        kv_last_page_len_p,
         qo_indptr=qo_indptr_p,
         causal=causal_p,
         custom_mask=custom_mask_p,
         **options,
     )
     o_d, lse_d = _paged_attention_reference(
-        *(q_d, k_cache_d, v_cache_d, kv_indptr_d, kv_indices_d, kv_last_page_len_d),
+        q_d,
+        k_cache_d,
+        v_cache_d,
+        kv_indptr_d,
+        kv_indices_d,
+        kv_last_page_len_d,
         qo_indptr=qo_indptr_d,
         **options,
     )
