@@ -53,12 +53,6 @@ class Args {
     return {as_tensor(value), name};
   }
 
-  bool next_is_number() const {
-    if (used_ >= count_) return false;
-    const int32_t type = values_[used_].type_index;
-    return type == kTVMFFIFloat || type == kTVMFFIInt;
-  }
-
   bool next_is_tensor() const { return used_ < count_ && is_tensor(values_[used_]); }
 
   double number(const char* name) {

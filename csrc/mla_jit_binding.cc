@@ -1,7 +1,12 @@
-// mla_run(plan, (int_workspace, float_workspace), (q_nope, q_pe | None), (ckv_cache,
-//     kpe_cache | None, kv_indices), out, lse | None, sinks | None, (sm_scale, o_scale, lse_factor),
-//     enable_pdl)
-//   plan: the MlaPlan of mla_plan, whose list is in int_workspace.
+//   mla_run(plan, workspaces, queries, caches, out, lse, sinks, factors, enable_pdl)
+//
+// `plan` is the MlaPlan of mla_plan, whose list is in the first workspace. lse, sinks and
+// enable_pdl may be None. Tuples:
+//
+//   workspaces  (int_workspace, float_workspace)
+//   queries     (q_nope, q_pe or None)
+//   caches      (ckv_cache, kpe_cache or None, kv_indices)
+//   factors     (sm_scale, o_scale, lse_factor)
 #include "index_binding.h"
 #include "mla.h"
 

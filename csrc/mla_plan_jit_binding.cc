@@ -1,11 +1,14 @@
-// Plan objects of MLA, by handle. Index tensors are on the host.
+//   mla_plan_create(handle)
+//   mla_plan_destroy(handle)
+//   mla_plan(handle, plan, int_workspace, float_workspace_bytes, batch, sizes, options)
 //
-// mla_plan_create(handle)                         int64 [1], receives the handle
-// mla_plan_destroy(handle)
-// mla_plan(handle, plan, int_workspace | None, float_workspace_bytes, (qo_indptr, kv_indptr,
-//     kv_len_arr), (num_heads, head_dim_ckv, page_size), (causal, splits, is_graph))
-//   plan: uint8, receives the MlaPlan. int_workspace: a CUDA tensor is filled by one asynchronous
-//   copy on the current stream, a CPU tensor in place; None: only `plan` is wanted.
+// Plan objects of MLA, by handle: create writes it to an int64 [1]. Index tensors are on the host.
+// `plan`, uint8, receives the MlaPlan. int_workspace: a CUDA tensor is filled by one asynchronous
+// copy on the current stream, a CPU tensor in place; None: only `plan` is wanted. Tuples:
+//
+//   batch    (qo_indptr, kv_indptr, kv_len_arr)
+//   sizes    (num_heads, head_dim_ckv, page_size)
+//   options  (causal, splits, is_graph)
 #include <flashinfer/scheduler/mla_plan.h>
 
 #include "index_binding.h"

@@ -28,7 +28,11 @@ MAX_ARGUMENTS = 12
 SAME = {"ACTIVATION", "CODE", "GROUP_SIZE", "INTERLEAVE", "LAYOUT", "NORM", "SCALE"}
 UNKNOWN = "?"  # refused wherever it is taken
 # Their first argument is native state, which a test cannot make up.
-STATEFUL = {"attention_jit_binding.cc", "attention_plan_jit_binding.cc"}
+STATEFUL = {
+    "attention_jit_binding.cc",
+    "attention_plan_jit_binding.cc",
+    "mla_plan_jit_binding.cc",
+}
 EXPORT = re.compile(r"^FLASHINFER_FFI_EXPORT(?:_INT)?\((\w+),", flags=re.M)
 # What a message asks for: a value that is taken for it.
 VALUES: dict[str, Any] = {
@@ -159,3 +163,13 @@ def test_every_export_takes_few_arguments_and_none_that_is_left_over(
         for name in EXPORT.findall(source.read_text())
     }
     assert seen == everything
+
+
+@pytest.mark.parametrize("binding", sorted(STATEFUL))
+def test_exports_with_native_state_are_documented_with_few_arguments(binding: str):
+    """What these take is counted in the comment; a variant's own arguments come on top."""
+    source = CSRC / binding
+    forms = documented(source)
+    assert set(forms) == set(EXPORT.findall(source.read_text()))
+    most = {name: max(high for _, high in counts) for name, counts in forms.items()}
+    assert max(most.values()) <= MAX_ARGUMENTS, most
