@@ -125,6 +125,7 @@ def include_flags_of(flags: Sequence[str]) -> list[str]:
 class _File:
     hash: str
     includes: tuple[str, ...]
+    names_tensor_view: bool
 
 
 # Only saves reading a file again in this process: the stat is not part of the identity.
@@ -140,10 +141,19 @@ def _read(path: str) -> _File:
     with open(path, "rb") as file:
         text = file.read()
     includes = tuple(dict.fromkeys(m.decode(errors="replace") for m in _INCLUDE.findall(text)))
-    parsed = _File(hashlib.sha256(text).hexdigest(), includes)
+    parsed = _File(hashlib.sha256(text).hexdigest(), includes, b"TensorView" in text)
     if len(text) == status.st_size:  # else somebody is writing it
         _files[path] = (stamp, parsed)
     return parsed
+
+
+def takes_tensor_view_for_granted(path: str | Path) -> bool:
+    """Whether a source names `TensorView` and includes no header that declares it."""
+    if not os.path.isfile(path):
+        return False
+    file = _read(str(path))
+    declares = any("tvm_ffi_utils.h" in name or "tvm/ffi/" in name for name in file.includes)
+    return file.names_tensor_view and not declares
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from .. import env
 from ..compilation_context import current_compilation_context
 from ..version import __version__
 from . import cpp_ext, fingerprint, toolchain
+from . import env as jit_env
 from .config import ModuleConfig
 from .fingerprint import Identity
 
@@ -94,7 +95,7 @@ class ModuleSpec:
         defines = self.config.define_flags if self.config else []
         flags = cpp_ext.build_flags(
             [*defines, *self.extra_cflags],
-            [*defines, *self.extra_cuda_cflags],
+            [*defines, *self._granted_header(), *self.extra_cuda_cflags],
             self.extra_ldflags,
             self.use_fast_math,
         )
@@ -105,6 +106,16 @@ class ModuleSpec:
             self._cuda_cflags_by_source,
             self.needs_device_linking,
         )
+
+    def _granted_header(self) -> list[str]:
+        """Flags for a `.cu` that counts on its binding to include `tvm_ffi_utils.h` before it.
+
+        FlashInfer's guide has such a one, whose binding includes the header after it.
+        """
+        cuda = (source for source in self.sources if source.suffix in cpp_ext.CUDA_SUFFIXES)
+        if not any(map(fingerprint.takes_tensor_view_for_granted, cuda)):
+            return []
+        return ["-include", str(jit_env.FLASHINFER_CSRC_DIR / "tvm_ffi_utils.h")]
 
     def _cuda_flags_with_targets(self, flags: cpp_ext.Flags) -> list[str]:
         """nvcc flags, with the default targets if the module chose none."""
