@@ -1,9 +1,9 @@
-// Attention for Hopper (sm_90a): the copy engine feeds shared memory, warpgroups multiply from it,
+// Attention for Hopper (sm_90a). The copy engine feeds shared memory, warpgroups multiply from it,
 // and persistent CTAs, one per SM, take the plan's lists of items one after the other.
 //
-// One warpgroup loads (producer.cuh), two or three multiply (consumer.cuh); what they
-// share is in tile.cuh. Variants, masks and the merge of cut rows are those of the portable
-// kernel (portable/attention.cuh); weights are made in weights.cuh. Sums run in a fixed order:
+// One warpgroup loads (producer.cuh) and two or three multiply (consumer.cuh); tile.cuh holds what
+// they share, and weights.cuh makes the softmax weights. Variants, masks and the merge of split
+// rows are shared with the portable kernel (portable/attention.cuh). Sums run in a fixed order:
 // results repeat bit for bit, whichever CTA takes an item.
 #pragma once
 

@@ -1,8 +1,8 @@
-// The warpgroups that multiply: 64 query rows each.
+// The consumer warpgroups: each multiplies 64 query rows with K and V.
 //
-// While the tensor cores sum p v of one tile, a warpgroup makes weights of the next tile's logits,
-// and while it does, the other warpgroup has the tensor cores: they take turns. J. Shah et al.,
-// "FlashAttention-3", 2024.
+// A warpgroup turns the logits of the next tile into weights while the tensor cores sum p v of the
+// current tile. Meanwhile the other warpgroup uses the tensor cores: they take turns. J. Shah et
+// al., "FlashAttention-3", 2024.
 #pragma once
 
 #include <flashinfer/attention/sm90/weights.cuh>
@@ -28,16 +28,16 @@ class HopperConsumer {
   static_assert(Variant::use_softmax || Tile::kElement == 2, "8 bits hold weights, not logits");
   static constexpr int kSteps = Products::kSteps;
   static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
-  // Without a mask half tiles are few, and ptxas lacks registers for both forms of heads of 64.
+  // Half tiles are rare without a mask, and ptxas lacks registers for both forms with heads of 64.
   static constexpr bool kHalvesProducts = Traits::kMask != MaskMode::none;
-  // Of 8 bits a warp's chain of instructions is what a tile takes; masks of bits would need code
-  // and registers for each number of steps.
+  // With 8-bit operands a warp's chain of instructions limits a tile's time, so a step without
+  // visible tokens is skipped. Bit masks would need code and registers for each number of steps.
   static constexpr bool kSkipsSteps =
       Tile::kProductsAre8Bit && Variant::use_softmax &&
       (Traits::kMask == MaskMode::causal || Traits::kMask == MaskMode::none);
   using Logits = float[1][Tile::kTokenTiles][4];
   using Weights = typename Products::Weights;
-  // Where only the softmax reads logits, what a row's are to be multiplied by is part of its scale.
+  // If only the softmax reads the logits, the inverse scale of q is folded into the row's scale.
   static constexpr bool kUnscalesLogits =
       Tile::kConvertsQuery && (Variant::kHasLogitsTransform || !Variant::use_softmax);
 
@@ -49,16 +49,16 @@ class HopperConsumer {
         tensors_(params.attention.tensors[0]),
         control_(control),
         shared_(shared) {
-    // Shuffled, so that the compiler knows it to be the same in all lanes.
+    // The shuffle tells the compiler that the value is the same in all lanes.
     group_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   }
 
   __device__ __forceinline__ void run() {
-    // The last group gives the first its first turn.
+    // The last group gives the first group its first turn.
     if (group_idx_ == Tile::kConsumers - 1) pass_turn();
     await_work();
     while (work(item_).item.request >= 0) attend();
-    ptx::tma_store_wait_read();  // shared memory is read until then
+    ptx::tma_store_wait_read();  // the copy engine reads shared memory until then
     ptx::grid_launch_dependents();
   }
 
@@ -68,13 +68,13 @@ class HopperConsumer {
     return ptx::shared_address(&in_shared);
   }
 
-  // The warp has read what the barrier guards.
+  // Signals that this warp has finished reading what the barrier guards.
   __device__ __forceinline__ static void arrive(uint64_t& barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(address(barrier));
   }
 
-  // Barrier 2 + group: the tensor cores are free for the group.
+  // Barrier 2 + g says that the tensor cores are free for group g.
   __device__ __forceinline__ void await_turn() const {
     ptx::named_barrier_sync(2 + group_idx_, 256);
   }
@@ -82,7 +82,7 @@ class HopperConsumer {
     ptx::named_barrier_arrive(group_idx_ + 1 == Tile::kConsumers ? 2 : 3 + group_idx_, 256);
   }
 
-  // Items are numbered; rings of them have powers of two of stages.
+  // Items are numbered, and the number of stages in their rings is a power of two.
   __device__ __forceinline__ const HopperControl::Work& work(uint32_t number) const {
     return control_.work[number % HopperControl::kWorkStages];
   }
@@ -108,7 +108,7 @@ class HopperConsumer {
     return address(control_.q_full[item_ % Tile::kStagesQ]);
   }
   __device__ __forceinline__ uint32_t query_phase() const { return item_ / Tile::kStagesQ % 2; }
-  // Those that become float16 change the `scale` of their rows' logits.
+  // Waits for q. If q is converted to float16, this also adjusts the `scale` of the rows' logits.
   __device__ __forceinline__ void take_query(float (&scale)[2]) const {
     await_query();
     if constexpr (Tile::kConvertsQuery) {
@@ -123,7 +123,8 @@ class HopperConsumer {
           scale[h] = fmaxf(scale[h] * inverse_scale[h], 1e-30f);  // not 0, see scale_log2()
         }
       }
-      ptx::named_barrier_sync(kQueryBarrier + group_idx_, 128);  // the other warps' rows, too
+      // the other warps' rows are ready, too
+      ptx::named_barrier_sync(kQueryBarrier + group_idx_, 128);
     }
   }
 
@@ -131,9 +132,9 @@ class HopperConsumer {
     return ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
   }
 
-  // From an item that nothing of is done yet, one item after the other while each gives the tensor
-  // cores its first tile together with the last p v of the one before. Leaves the item that is to
-  // begin anew; the last one has no request.
+  // Processes items until one cannot be overlapped with the item before it. While items overlap,
+  // the first q k^T of an item runs together with the last p v of the item before. On return
+  // `item_` is the item to start afresh; a negative request marks the end.
   __device__ __forceinline__ void attend() {
     const WorkItem& item = work(item_).item;
     Rows rows(params_, item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
@@ -185,8 +186,8 @@ class HopperConsumer {
             });
       }
       ++item_;
-      // Asked one behind the other, so that one answer is not waited for ahead of the next
-      // question.
+      // Both tests are issued together, so that the second does not wait for the first one's
+      // answer.
       const bool has_work = test_work();
       const bool has_query = Tile::kPipelinesItems && test_query();
       if (!has_work) await_work();
@@ -209,8 +210,8 @@ class HopperConsumer {
       new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
       rows.begin(next_state);
       plain = plain_range(rows);
-      // Once for each form: what is under way of one must have ended where they meet, else ptxas
-      // waits for each product.
+      // Each form has its own copy of this code: if products of both were in flight where the
+      // branches meet, ptxas would wait after each product.
       const auto begin_next = [&](auto tiles) {
         multiply_both<kHalvesProducts ? tiles.value : Tile::kTokenTiles>(logits, state, p);
         row_scales(rows, scale);
@@ -220,8 +221,9 @@ class HopperConsumer {
         has_keys = weigh<true, tiles.value>(rows, next_state, logits, p, scale, first_token, plain,
                                             [&] { finish_values(state, p, 2); });
       };
-      // Then only the first half of the tile is multiplied with q and weighed; its other weights
-      // are 0. Where an item begins anew, all of it is multiplied.
+      // If the tile has at most half its tokens, only the first half is multiplied and weighed, and
+      // the other weights are 0. The first tile of an item that starts afresh is always multiplied
+      // whole.
       if (Tile::kHalvesTiles && next_end - first_token <= Tile::kTileKV / 2) {
         begin_next(std::integral_constant<int, kHalfTile>());
 #pragma unroll
@@ -240,11 +242,12 @@ class HopperConsumer {
   __device__ __forceinline__ void await_keys() const {
     ptx::mbarrier_wait(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
   }
-  // Asked ahead of the time, so that nothing waits for the answer.
+  // Tests early, so that nothing waits for the answer later.
   __device__ __forceinline__ bool test_keys() const {
     return ptx::mbarrier_test(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
   }
-  // Of the latest keys given back; those of 8 bits, which come late, since they are transposed.
+  // Tests the values that belong to the keys released last. Only transposed 8-bit values, which
+  // arrive late, are worth a test.
   __device__ __forceinline__ void test_values() {
     if constexpr (Tile::kTransposesV) {
       const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
@@ -256,7 +259,7 @@ class HopperConsumer {
     ptx::mbarrier_wait(address(control_.v_full[values.stage]), values.phase);
   }
 
-  // The next q k^T and p v of the tile before.
+  // Issues the next q k^T, and p v of the tile before it.
   template <int kTiles>
   __device__ __forceinline__ void multiply_both(Logits& logits, WarpState<Tile>& state,
                                                 const Weights& p) {
@@ -273,7 +276,7 @@ class HopperConsumer {
     pass_turn();
   }
 
-  // Waits for p v of the tile `age` ahead of the next keys.
+  // Waits for p v of the tile that lies `age` tiles before the next keys.
   __device__ __forceinline__ void finish_values(WarpState<Tile>& state, Weights& p, int age) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(state.output[0]);
@@ -281,15 +284,16 @@ class HopperConsumer {
     arrive(control_.v_empty[k_ring_.before(age).stage]);
   }
 
-  // Writes what an item's keys summed up to, and gives the item back.
+  // Writes an item's results and releases its slot.
   __device__ __forceinline__ void finish(uint32_t number, WarpState<Tile>& state) {
-    asm volatile("" : "+r"(number));  // else what is made of it takes registers of the loop
+    // else values derived from it occupy registers during the loop
+    asm volatile("" : "+r"(number));
     Rows::end(state);
     const WorkItem& item = work(number).item;
     const int num_packed = item.qo_len * static_cast<int>(params_.group_size.divisor);
     const int num_rows = min(num_packed - item.row_begin, Tile::kTileQ);
     char* const shared = shared_ + Tile::kOffsetOutput;
-    // Made anew, so that the loop need not keep them.
+    // Rebuilt here, so that the loop need not keep them in registers.
     const typename Rows::View view(params_.variant, item.qo_len, item.kv_len);
     Variant variant(view, item.request, reinterpret_cast<uint8_t*>(shared));
     if constexpr (Tile::kOutputOverQ) {
@@ -305,9 +309,9 @@ class HopperConsumer {
     arrive(control_.work_empty[number % HopperControl::kWorkStages]);
   }
 
-  // With the item's last keys its queries, too, have been read. Returns whether they were the last:
-  // of 8 bits, where one item begins anew, by their number, as the item's begin is in shared
-  // memory, and a warp's chain of instructions would wait for it.
+  // Releases the keys, and with an item's last keys also its queries. Returns whether they were the
+  // last. With 8-bit products a counter decides: the item's begin lies in shared memory, and the
+  // warp would wait for it.
   __device__ __forceinline__ bool release_keys(int first_token, int& tiles_left) {
     arrive(control_.k_empty[k_ring_.stage]);
     k_ring_.advance();
@@ -318,14 +322,15 @@ class HopperConsumer {
   }
   __device__ __forceinline__ void release_query() {
     uint32_t number = item_;
-    asm volatile("" : "+r"(number));  // else the barrier's address takes a register of the loop
+    // else the barrier's address occupies a register during the loop
+    asm volatile("" : "+r"(number));
     if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty[number % Tile::kStagesQ]);
   }
 
-  // Operands at the rings' stages, shuffled, so that the compiler knows them to be the same in all
-  // lanes: computed in vector registers they held up each product by 30 clocks. Of 8 bits, ahead of
-  // whose products a warp's chain of instructions is what a tile takes, they are computed without a
-  // mask and from one shuffled stage. In 16 bits ptxas lacks registers for that (C7511).
+  // Descriptors of the operands at the rings' current stages. The shuffle keeps them in uniform
+  // registers; computed in vector registers they delay each product. With 8-bit products they are
+  // computed without a mask and from one shuffled stage, since the warp's chain of instructions
+  // limits a tile's time. With 16-bit products ptxas lacks registers for that (C7511).
   struct Operands {
     uint64_t q, k, v;
   };
@@ -373,23 +378,23 @@ class HopperConsumer {
   __device__ __forceinline__ bool negates() const {
     return Variant::kNegatesQuery && params_.variant.sm_scale < 0.f;
   }
-  // The tokens of which the warp's logits are used as they come.
+  // Range of tokens whose logits the warp uses unchanged.
   __device__ __forceinline__ KeyRange plain_range(const Rows& rows) const {
     const KeyRange range = rows.common_range();
     return {range.begin, negates() ? range.begin : range.end};
   }
 
-  // Makes weights of logits; returns whether the next keys have come. Tiles within `plain` hide
-  // nothing. `finish_values` waits for the p v that is under way, which reads the registers of `p`,
-  // and after which the output may be shrunk; an item's first tile has none yet. Half a tile has
-  // the bits of a whole one whose other half is hidden, which an item's first tile is where the
-  // item begins anew: results do not depend on what a CTA did before.
+  // Turns logits into weights and returns whether the next keys have arrived. No key is hidden in
+  // tiles within `plain`. `finish_values` waits for the p v in flight, which reads the registers of
+  // `p`; the output may be rescaled only after it. An item's first tile has no such p v. A half
+  // tile gives the same bits as a whole tile whose other half is hidden, so results do not depend
+  // on which items the CTA processed before.
   template <bool kFirst, int kTiles, typename FinishValues>
   __device__ __forceinline__ bool weigh(Rows& rows, WarpState<Tile>& state, Logits& logits,
                                         Weights& p, const float (&scale)[2], int first_token,
                                         KeyRange plain, const FinishValues& finish_values) const {
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
-    float inverse_scale[1][2] = {{1.f, 1.f}};  // of the queries
+    float inverse_scale[1][2] = {{1.f, 1.f}};  // inverse scales of the queries
     if constexpr (kUnscalesLogits) {
       const float* const of_rows = control_.inverse_query_scale + first_row<Tile>();
       inverse_scale[0][0] = of_rows[0], inverse_scale[0][1] = of_rows[8];
@@ -423,7 +428,7 @@ class HopperConsumer {
     return has_keys;
   }
 
-  // With masks only of the steps that need them.
+  // Applies masks only to the steps that need them.
   template <int kFrom, int kTiles>
   __device__ __forceinline__ static void transform_steps(Rows& rows, Logits& logits,
                                                          int first_token,
@@ -440,8 +445,8 @@ class HopperConsumer {
     }
   }
 
-  // An item's first tile. Of `num_visible` tokens that any of the warp's rows see, no more steps
-  // are weighed than these take: of causal rows two thirds.
+  // Weighs an item's first tile: only as many steps as its `num_visible` visible tokens take. With
+  // a causal mask that is two thirds of the steps on average.
   template <int kTiles>
   __device__ __forceinline__ bool weigh_visible(Rows& rows, WarpState<Tile>& state, Logits& logits,
                                                 Weights& p, const float (&scale)[2],
@@ -460,7 +465,7 @@ class HopperConsumer {
   }
 
   static constexpr int kOutputBarrier = 1 + 1 + Tile::kConsumers;
-  static constexpr int kQueryBarrier = kOutputBarrier + 1;  // of the first group
+  static constexpr int kQueryBarrier = kOutputBarrier + 1;  // barrier of the first group
 
   const Params& params_;
   const TensorMap& output_map_;
@@ -469,7 +474,7 @@ class HopperConsumer {
   char* const shared_;
   int group_idx_;
   uint32_t item_ = 0;
-  ptx::Ring<Tile::kStages> k_ring_;  // values follow their keys
+  ptx::Ring<Tile::kStages> k_ring_;  // also finds the values, which are one tile late
   bool has_values_ = false;
 };
 

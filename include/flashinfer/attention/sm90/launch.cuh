@@ -11,8 +11,8 @@
 
 namespace flashinfer {
 
-// Boxes of 128 bytes of columns; leaves `box_rows` 0 where the tensor cannot be described: then
-// threads copy it.
+// Describes a tensor in boxes of 128 bytes of columns. `box_rows` stays 0 if the copy engine cannot
+// describe it; threads then copy it.
 template <typename T, int kDims>
 inline void encode_map(TensorMap& map, const void* data, uint64_t columns,
                        const ptx::TensorMapDim (&dims)[kDims], uint32_t box_rows) {
@@ -21,8 +21,8 @@ inline void encode_map(TensorMap& map, const void* data, uint64_t columns,
   map.box_rows = is_encoded ? box_rows : 0;
 }
 
-// Rows of a K or V tile that one box covers: whole groups of eight rows, within a page. Tiles begin
-// at multiples of the largest power of two that divides their size.
+// Rows of a K or V tile that one box covers: whole groups of eight rows within a page. A tile
+// begins at a multiple of the largest power of two that divides its size.
 template <typename Tile>
 inline uint32_t kv_box_rows(uint32_t page_size, bool paged) {
   constexpr uint32_t kTile = Tile::kTileKV, kStep = kTile & -kTile;
@@ -42,7 +42,7 @@ inline void encode_maps(HopperParams<Params>& hopper) {
       {{uint64_t{heads} * group, t.q_stride_head, group},
        {static_cast<uint64_t>(t.num_qo_tokens), t.q_stride_token, Tile::kTileQ / group}},
       Tile::kTileQ % group == 0 ? Tile::kTileQ : 0);
-  // A warp's 16 rows: whole groups, or heads of one group.
+  // A box holds a warp's 16 rows: whole head groups, or some heads of one group.
   const ptx::TensorMapDim box_heads = {uint64_t{heads} * group, t.o_stride_head,
                                        group < 16 ? group : 16};
   const ptx::TensorMapDim box_tokens = {static_cast<uint64_t>(t.num_qo_tokens), t.o_stride_token,
@@ -63,7 +63,8 @@ inline void encode_maps(HopperParams<Params>& hopper) {
     constexpr int kColumns = dim.value;
     using KV = typename Tile::KV;
     if constexpr (HopperRows<Traits, kColumns>::kByPage) {
-      // Groups of eight tokens of chunks of 64 columns. Heads and pages have one dimension of five.
+      // A box holds groups of eight tokens by chunks of 64 columns. Five dimensions leave one for
+      // heads and pages together.
       const int64_t unit = heads == 1 ? page : head;
       map.page_units = unit > 0 && page % unit == 0 ? static_cast<uint32_t>(page / unit) : 0;
       const uint64_t units = uint64_t{map.page_units} * (t.num_pages + 1);
@@ -88,8 +89,8 @@ inline void encode_maps(HopperParams<Params>& hopper) {
   encode_kv(hopper.v, t.v, dim_vo, t.v_stride_page, t.v_stride_token, t.v_stride_head);
 }
 
-// SMs of the current device, which must be a Hopper; also raises the kernel's limit of shared
-// memory, once per device.
+// Returns the number of SMs of the current device, which must be a Hopper GPU, and raises the
+// kernel's shared-memory limit once per device.
 template <typename Traits, typename Params>
 inline cudaError_t prepare_hopper_attention(int* num_sms) {
   return once_per_device(num_sms, [](int device, int* count) {
@@ -101,9 +102,8 @@ inline cudaError_t prepare_hopper_attention(int* num_sms) {
   });
 }
 
-// Heads whose lists are dealt together, the longest first, where there are many: three lists per SM
-// or more. One head at a time, the last 171 lists of a request of 8192 in e4m3 ended 4.5 % later
-// than the median CTA.
+// Number of heads whose lists are dealt together, the longest list first. Heads are dealt together
+// until they have at least three lists per SM, so that CTAs end at about the same time.
 template <typename Params>
 inline uint32_t heads_together(const Params& params, uint32_t num_sms) {
   const uint32_t heads = params.num_kv_heads.divisor;
@@ -123,8 +123,8 @@ inline cudaError_t launch_hopper_attention(const Params& params, bool enable_pdl
   hopper.attention = params;
   encode_maps<Traits>(hopper);
   const uint32_t num_lists = params.num_ctas.divisor * params.num_kv_heads.divisor;
-  // Many lists per SM end together however they are dealt; then what matters is that K and V of the
-  // heads at work stay in L2.
+  // With many lists per SM the CTAs end together in any order, so the order keeps K and V of the
+  // active heads in L2.
   hopper.heads_first = num_lists < 8u * num_sms;
   hopper.heads_together =
       hopper.heads_first ? params.num_kv_heads.divisor : heads_together(params, num_sms);

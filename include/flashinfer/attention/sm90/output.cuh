@@ -1,5 +1,5 @@
-// Finished rows of the attention kernel for Hopper: 16 per warp, by way of its part of shared
-// memory, which stmatrix fills and the copy engine empties while the warp goes on with its next
+// Writes finished rows of the Hopper attention kernel. A warp stages its 16 rows in its part of
+// shared memory with stmatrix, and the copy engine writes them out while the warp starts its next
 // item.
 #pragma once
 
@@ -17,12 +17,13 @@ class HopperOutput : RowWriter<Traits, Params> {
   using typename Base::O;
   using typename Base::Tile;
   static constexpr int kRows = 16;
-  static constexpr int kChunks = ceil_div(Tile::kHeadDimVO, 64);  // of 128 bytes
-  // Else the next query waits for the rows to be gone.
+  static constexpr int kChunks = ceil_div(Tile::kHeadDimVO, 64);  // chunks of 128 bytes
+  // If the output overwrites q, the next query would have to wait until the copy engine has read
+  // the rows.
   static constexpr bool kStoresBoxes = !Tile::kOutputOverQ;
   static constexpr bool kOneBox = kStoresOneBox<Tile>;
-  // LSE behind the rows, whose factors then need no branch. With three warpgroups, and with masks
-  // of bits, ptxas lacks registers for it (C7511).
+  // Writes the LSE after the rows, whose factors then need no branch. With three warpgroups, or
+  // with bit masks, ptxas lacks the registers (C7511).
   static constexpr bool kLseLast = Tile::kConsumers == 2 && Traits::kMask != MaskMode::custom;
 
  public:
@@ -34,7 +35,7 @@ class HopperOutput : RowWriter<Traits, Params> {
   }
 
  private:
-  // Sums of rows that other items, too, have keys of.
+  // Writes partial sums of rows whose other keys belong to other items.
   __device__ __forceinline__ void write_partial(const WarpState<Tile>& state) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -48,11 +49,11 @@ class HopperOutput : RowWriter<Traits, Params> {
     }
   }
 
-  // Without a branch around any computation: rows past the last are computed as the last.
+  // No computation stands in a branch: rows after the last one repeat the last one.
   __device__ __forceinline__ void write_finished(const WarpState<Tile>& state,
                                                  const TensorMap& map) {
     const int lane_idx = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kRows;
-    // Known ahead of the fence, which nothing may pass.
+    // Computed before the fence, because nothing may move across it.
     const QueryRow box_row = query_row(warp_row);
     const int box_token = this->item_.qo_begin + box_row.qo_idx, box_head = box_row.qo_head_idx;
     const auto finished_row = [&](int h) {
@@ -124,7 +125,7 @@ class HopperOutput : RowWriter<Traits, Params> {
     const int lane_idx = threadIdx.x % 32;
     O* const output = static_cast<O*>(this->tensors_.o);
     const int64_t own_offset = this->output_row(query_row(warp_row + lane_idx)) - output;
-    constexpr int kVectors = Tile::kHeadDimVO / 8;  // of a row
+    constexpr int kVectors = Tile::kHeadDimVO / 8;  // vectors per row
 #pragma unroll 2
     for (int i = 0; i < kRows * kVectors / 32; ++i) {
       const int index = i * 32 + lane_idx;

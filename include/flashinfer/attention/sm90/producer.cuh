@@ -1,11 +1,11 @@
-// The warpgroup that feeds the others: takes items, loads q, K and V. Each of its warps has one of
-// these to do, so that none waits for what another needs.
+// The producer warpgroup: it takes items and loads q, K and V for the other warpgroups. Each of its
+// warps has one of these tasks, so that no task waits for what only another one needs.
 //
-// Boxes of the copy engine, or, where pages are no whole groups of eight rows, all four warps copy
-// 16 bytes per thread at a time. What lies behind a request's last token is another's, or nobody's,
-// and may be NaN: logits are replaced there, but of v it has to be zeros, since 0 * NaN is not 0.
-// Threads copy no such rows; of boxes they are cleared before anyone multiplies, in 8 bits by who
-// transposes or widens them.
+// The copy engine loads boxes. Where a page is not a whole number of groups of eight rows, all four
+// warps copy 16 bytes per thread instead. Rows after a request's last token may hold NaN. Masking
+// replaces their logits, but their rows of v must be zero, since 0 * NaN is not 0. Threads do not
+// copy such rows. In boxes they are cleared before the product; for 8-bit values the code that
+// transposes or widens them does it.
 #pragma once
 
 #include <cuda.h>
@@ -19,11 +19,11 @@
 
 namespace flashinfer {
 
-// How the copy engine reads a tensor; `box_rows` 0: it cannot.
+// How the copy engine reads a tensor; `box_rows` is 0 if it cannot.
 struct TensorMap {
   CUtensorMap map;
   uint32_t box_rows;
-  uint32_t page_units;  // of pages that come as one box each: from one to the next, in heads
+  uint32_t page_units;  // distance between pages, in heads, if a page is one box
 };
 
 template <typename Params_>
@@ -31,16 +31,16 @@ struct HopperParams {
   using Params = Params_;
   Params attention;
   TensorMap q, k, v, o;
-  bool heads_first;         // all heads' first lists, then all heads' second lists, ...
-  uint32_t heads_together;  // of 8 bits: the same of so many heads, then of the next ones
+  bool heads_first;         // deals all heads' first lists, then all heads' second lists, ...
+  uint32_t heads_together;  // 8-bit operands: deals the lists of so many heads at a time
 };
 
 template <typename Traits, typename Params>
 class HopperProducer {
   using Tile = typename Traits::Tile;
   static constexpr int kElement = sizeof(typename Tile::Q), kElementKV = sizeof(typename Tile::KV);
-  static constexpr int kBarrier = 1;          // of the producer's warps
-  static constexpr uint32_t kEarlyLists = 3;  // per CTA that there have to be left
+  static constexpr int kBarrier = 1;          // joins the producer's warps
+  static constexpr uint32_t kEarlyLists = 3;  // per CTA; with fewer left, lists are taken late
   enum Warp { kKeyWarp, kValueWarp, kQueryWarp, kListWarp };
 
  public:
@@ -63,7 +63,7 @@ class HopperProducer {
       ptx::mbarrier_wait(address(control_.work_full[work_.stage]), work_.phase);
       if (slot.item.request < 0) return;
       load_item(slot.item, slot.kv_head);
-      // Behind the item's loads, of which some need all warps.
+      // Published after the item's loads, some of which need all warps.
       if (warp_idx_ == kListWarp && lane_idx_ == 0) publish(slot.item.next, slot.kv_head);
       __syncwarp();
       if (lane_idx_ == 0) ptx::mbarrier_arrive(address(control_.work_empty[work_.stage]));
@@ -77,12 +77,12 @@ class HopperProducer {
     return ptx::shared_address(&in_shared);
   }
 
-  // Tells all warps the item that follows: `next` of the list at hand, else the first of a list
-  // that no CTA has taken, or that there is none.
+  // Publishes the item that follows: `next` of the current list, else the first item of a list that
+  // no CTA has taken. A negative request says that there is none.
   __device__ __forceinline__ void publish(int next, uint32_t kv_head) {
     if (next < 0) {
-      // Of the last lists none is taken before the item ahead of the one at hand has ended: another
-      // CTA may be free to begin it sooner.
+      // One of the last lists is taken only after the item before the current one has ended, since
+      // another CTA may be free to start it sooner.
       if (taken_late_) {
         const auto done = published_.before(2);
         ptx::mbarrier_wait(address(control_.work_empty[done.stage]), done.phase);
@@ -95,17 +95,17 @@ class HopperProducer {
       slot.item = params_.items[next];
       slot.kv_head = kv_head;
       if (slot.item.request >= 0) break;
-      next = take_list(kv_head);  // that was a graph's list without items
+      next = take_list(kv_head);  // a captured graph may have lists without items
     }
     if (next < 0) slot.item.request = -1;
     ptx::mbarrier_arrive(address(control_.work_full[published_.stage]));
     published_.advance();
   }
 
-  // Either the lists of one KV head come together, so that what runs at a time shares K and V in
-  // L2, or the longest lists of some or all heads, so that CTAs end together. A CTA begins with the
-  // list of its own number, for which it need not wait. Each asks once in vain; the last of them
-  // sets the counter back for the next launch.
+  // Takes the next list. The order either groups the lists of one KV head, so that CTAs share K and
+  // V in L2, or deals the longest lists of some or all heads first, so that CTAs end together. A
+  // CTA starts with the list of its own number, which needs no wait. Each CTA asks once in vain,
+  // and the last one resets the counter for the next launch.
   __device__ __forceinline__ int take_list(uint32_t& kv_head) {
     int32_t* const counter = const_cast<int32_t*>(&params_.items[0].lists_taken);
     const uint32_t num_lists = params_.num_ctas.divisor * params_.num_kv_heads.divisor;
@@ -135,8 +135,8 @@ class HopperProducer {
 
   __device__ __forceinline__ void load_item(const WorkItem& item, uint32_t kv_head) {
     const int num_tiles = ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
-    // In the order in which consumers need them, from the last keys to the first. Without keys, a
-    // query in vain, so that consumers always have one to give back.
+    // Consumers read the tiles in this order, from the last keys to the first. An item without keys
+    // still loads a query, so that consumers always have one to release.
     for (int tile = num_tiles - 1; tile >= -1; --tile) {
       if (tile >= 0) load_tile<true>(item, kv_head, tile);
       if (tile == num_tiles - 1) load_query(item, kv_head);
@@ -173,7 +173,8 @@ class HopperProducer {
       }
       return;
     }
-    // Lane i knows where row i of the warp's share is, in two halves: there may be more than 32.
+    // Lane i holds the offset of row i. There are two halves, since a warp may have more than 32
+    // rows.
     constexpr int kRows = Tile::kTileQ / 8;
     await_all(kQueryWarp, empty, parity);
 #pragma unroll
@@ -218,7 +219,8 @@ class HopperProducer {
     if (map.box_rows != 0) {
       constexpr int kBytes = kKeys ? Tile::kBytesLoadedK : Tile::kBytesLoadedV;
       announce();
-      // Keys are needed sooner: the warp that waits for no more than the next query helps.
+      // Keys are needed first, so the query warp, which otherwise only waits for the next query,
+      // loads half of their boxes.
       constexpr int kParts = kKeys && Traits::kPaged ? 2 : 1;
       if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) {
         const int num_rows = item.kv_len - first_token;
@@ -235,7 +237,7 @@ class HopperProducer {
       constexpr int kRows = Tile::kTileKV / 4;
       const int64_t offset = token_offset<kKeys>(
           item, kv_head, first_token + warp_idx_ * kRows + min(lane_idx_, kRows - 1));
-      if (pending_ == full) announce();  // a ring of one stage, which is to be emptied first
+      if (pending_ == full) announce();  // a ring of one stage must be announced first
       await_all(kKeys ? kKeyWarp : kValueWarp, empty, ring.phase ^ 1);
       copy_rows<kRows, HopperRows<Traits, kDim>, kDim * kElementKV>(
           target, kKeys ? tensors_.k : tensors_.v, warp_idx_ * kRows, offset * kElementKV);
@@ -244,16 +246,16 @@ class HopperProducer {
     ring.advance();
   }
 
-  // By one warp: a lane per page of every `kParts`, or one for the whole tile. The bytes of all
-  // parts are announced by the first. A page behind the request's last is one outside the tensor,
-  // whose rows arrive as zeros.
+  // One warp loads boxes: a lane per page of every `kParts` pages, or one lane for the whole tile.
+  // The first part announces the bytes of all parts. A page after the request's last is addressed
+  // outside the tensor, so that its rows arrive as zeros.
   template <int kDim, int kBytes, int kPart, int kParts>
   __device__ __forceinline__ void load_boxes(const WorkItem& item, uint32_t kv_head,
                                              int first_token, const TensorMap& map, uint32_t target,
                                              uint32_t full, uint32_t empty, uint32_t phase) {
     static_assert(Tile::kTileKV / 8 <= 32, "a lane per page");
-    // A warp without a box must not wait: no phase of the barrier would wait for it, so that it
-    // could miss two and then wait for ever.
+    // A warp without a box must not wait: the barrier does not wait for this warp, which could miss
+    // two phases and then wait forever.
     if (kPart * map.box_rows >= Tile::kTileKV) return;
     const int row = (lane_idx_ * kParts + kPart) * map.box_rows;
     const bool has_box = row < Tile::kTileKV;
@@ -289,15 +291,15 @@ class HopperProducer {
     }
   }
 
-  // Of a tile of v in 16 bits that is not to be used before rows of it are cleared. A barrier of
-  // its own would be one more that ptxas has heads of 96 pay for (C7511): this one is of keys in 8
-  // bits.
+  // Barrier of a 16-bit tile of v that needs some rows cleared before use. It reuses a barrier of
+  // 8-bit keys, because with one more barrier ptxas serializes the products for heads of 96
+  // (C7511).
   __device__ __forceinline__ uint32_t to_be_cleared() const {
     return address(control_.loaded_k_full[1]);
   }
 
-  // By the warp that has asked for the tile: rows that are not the request's become zeros when they
-  // have come. The next tile of v is asked for no sooner, but long before its turn.
+  // The warp that loaded the tile waits for it and clears the rows that are not the request's. The
+  // warp loads the next tile of v only afterwards, but still long before its turn.
   __device__ __forceinline__ void clear_values(uint32_t target, int num_rows, int box_rows,
                                                uint32_t full) {
     using Rows = HopperRows<Traits, Tile::kHeadDimVO>;
@@ -316,27 +318,28 @@ class HopperProducer {
     __syncwarp();
     if (lane_idx_ == 0) {
       ptx::mbarrier_arrive(full);
-      ptx::mbarrier_arrive(to_be_cleared());  // the phase of parity 1: it is as new
+      ptx::mbarrier_arrive(to_be_cleared());  // flips the barrier back, as if it were new
     }
   }
 
-  // Turns the next tile of 8-bit values from rows of a token to rows of a column, which the tensor
-  // cores read. They end up in the order that costs least: of 16 tokens 2t, 2t + 1, 2t + 8, 2t + 9
-  // in a row, as a lane has their weights (HopperWeights); of 16 columns the even before the odd
-  // ones (output_column<true>).
-  // `num_rows`: that the request has from the tile on; what a warp reads behind them it clears.
+  // Transposes the next tile of 8-bit values from a row per token to a row per column, as the
+  // tensor cores read it. The order is the cheapest one: tokens 2t, 2t + 1, 2t + 8, 2t + 9 of each
+  // 16 are adjacent, as a lane holds their weights (HopperWeights), and of 16 columns the even ones
+  // precede the odd ones (output_column<true>). `num_rows` is the number of the request's rows from
+  // the tile's first on; later rows that a warp reads are cleared first.
   __device__ __forceinline__ void transpose_values(int num_rows) {
     ptx::Ring<Tile::kStages>& ring = transposed_ring_;
     const uint32_t full = address(control_.loaded_v_full[ring.stage]);
     if (pending_ == full) announce();
     ptx::mbarrier_wait(full, ring.phase);
     ptx::mbarrier_wait(address(control_.v_empty[ring.stage]), ring.phase ^ 1);
-    // Two groups of 8 tokens of two chunks of 16 columns at a time: of these each warp has its own
-    // columns, so that addresses are additions to those of the first.
+    // A warp handles two groups of 8 tokens by two chunks of 16 columns at a time. Each warp has
+    // its own columns, so that an address is the first one plus an offset.
     constexpr int kBlocks = Tile::kHeadDimVO / 32, kTokenGroups = Tile::kTileKV / 16;
     constexpr int kColumnWarps = kBlocks % 4 == 0 ? 4 : kBlocks % 2 == 0 ? 2 : 1;
     constexpr int kTokenWarps = 4 / kColumnWarps;
-    const uint32_t token = lane_idx_ % 16, column = lane_idx_;  // whose addresses the lane gives
+    // rows whose addresses this lane gives
+    const uint32_t token = lane_idx_ % 16, column = lane_idx_;
     const uint32_t source =
         shared_ + Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV + token * 128;
     const uint32_t target = shared_ + Tile::kOffsetV + ring.stage * Tile::kBytesV + column * 128;
@@ -385,7 +388,7 @@ class HopperProducer {
     ring.advance();
   }
 
-  // In elements; negative if the request has no such token.
+  // Offset of a token's row in elements; negative if the request has no such token.
   template <bool kKeys>
   __device__ __forceinline__ int64_t token_offset(const WorkItem& item, uint32_t kv_head,
                                                   int token) const {
@@ -400,12 +403,12 @@ class HopperProducer {
     return page * stride_page + (token - number * params_.page_size.divisor) * stride_token + head;
   }
 
-  // `kRows` of an operand's rows; lane i gives the offset in bytes of row `first_row` + i.
+  // Copies `kRows` rows of an operand; lane i gives the byte offset of row `first_row` + i.
   template <int kRows, typename Rows, int kRowBytes>
   __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int first_row,
                                             int64_t offset) {
     static_assert(kRows <= 32, "a lane per row");
-    constexpr int kColumns = kRowBytes / 16, kChunks = kRows * kColumns;  // of 16 bytes
+    constexpr int kColumns = kRowBytes / 16, kChunks = kRows * kColumns;  // chunks have 16 bytes
 #pragma unroll 4
     for (int i = 0; i < ceil_div(kChunks, 32); ++i) {
       const int index = i * 32 + lane_idx_;
@@ -419,15 +422,15 @@ class HopperProducer {
     }
   }
 
-  // Only the warp that loads an operand follows its barrier through all phases: parity tells no
-  // more than the last two apart.
+  // Only the warp that loads an operand waits on its barrier in every phase, because parity tells
+  // only the last two phases apart.
   __device__ __forceinline__ void await_all(Warp owner, uint32_t empty, uint32_t parity) const {
     if (warp_idx_ == owner) ptx::mbarrier_wait(empty, parity);
     ptx::named_barrier_sync(kBarrier, 128);
   }
 
-  // Copies by threads are announced one behind, so that two are under way. Before anything is
-  // waited for that needs more than the copies up to the one before, announce() catches up.
+  // Completion of a copy by threads is announced one copy late, so that two are in flight.
+  // announce() catches up before any wait that depends on a later copy.
   __device__ __forceinline__ void complete_later(uint32_t full) {
     ptx::cp_async_commit();
     const uint32_t earlier = pending_;
@@ -462,7 +465,7 @@ class HopperProducer {
   ptx::Ring<Tile::kLoadedStages> k_ring_, v_ring_;
   ptx::Ring<Tile::kStages> transposed_ring_;
   bool is_first_ = true, taken_late_ = true;
-  uint32_t pending_ = 0;  // the barrier of a copy that is not announced yet
+  uint32_t pending_ = 0;  // barrier of a copy that is not announced yet
 };
 
 }  // namespace flashinfer

@@ -1,4 +1,4 @@
-// The two products of a consumer, by warpgroup: q k^T and p v, and where their operands are.
+// The two warpgroup products of a consumer, q k^T and p v, and the descriptors of their operands.
 #pragma once
 
 #include <flashinfer/attention/sm90/tile.cuh>
@@ -16,7 +16,7 @@ struct HopperProducts {
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
   using Weights = uint32_t[kSteps][1][4];
 
-  // Descriptors of operands that begin `offset` units after `shared`.
+  // Returns the descriptor of an operand that begins `offset` units after `shared`.
   __device__ __forceinline__ static uint64_t operand(uint32_t shared, uint32_t offset,
                                                      uint32_t chunk_stride = 0,
                                                      uint32_t group_stride = 1024) {
@@ -26,7 +26,7 @@ struct HopperProducts {
   __device__ __forceinline__ static uint64_t eight_bit_operand(uint32_t shared, uint32_t offset) {
     return (ptx::wgmma_operand(0) >> 32 << 32) | (offset + shared / 16);
   }
-  static constexpr uint32_t kUnit = Tile::kProductsAre8Bit ? 16 : 1;  // of offsets [bytes]
+  static constexpr uint32_t kUnit = Tile::kProductsAre8Bit ? 16 : 1;  // bytes per unit of an offset
   __device__ __forceinline__ static uint32_t key_offset(uint32_t stage) {
     return stage * (Tile::kBytesK / kUnit) + Tile::kOffsetK / kUnit;
   }
@@ -37,7 +37,7 @@ struct HopperProducts {
     return __shfl_sync(0xffffffffu, value, 0);
   }
 
-  // logits = q k^T for the group's rows and the first `kTiles` of tokens.
+  // logits = q k^T for the group's rows and the first `kTiles` token tiles.
   template <int kTiles>
   __device__ __forceinline__ static void multiply_qk(float (&all_logits)[Tile::kTokenTiles][4],
                                                      uint64_t q, uint64_t k) {
@@ -54,7 +54,8 @@ struct HopperProducts {
   // output += p v
   __device__ __forceinline__ static void multiply_pv(WarpState<Tile>& state, const Weights& p,
                                                      uint64_t v) {
-    constexpr int kPart = Tile::kHeadDimVO < 128 ? Tile::kHeadDimVO : 128;  // columns
+    // columns per instruction
+    constexpr int kPart = Tile::kHeadDimVO < 128 ? Tile::kHeadDimVO : 128;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// Queries of bfloat16 over keys of 8 bits become float16, which holds all values of 8 bits: to
-// widen keys to it takes a quarter of the instructions that bfloat16 takes. Each row is multiplied
-// by a power of two that moves its largest element to [2^14, 2^15), as in the portable kernel
-// (load_query): elements down to 2^-31 of it are exact, of smaller ones the error is at most
-// 2^-39 of it.
+// Converts bfloat16 queries to float16 where the keys have 8 bits. Float16 represents every 8-bit
+// value, and widening keys to it takes a quarter of the instructions that bfloat16 needs. Each row
+// is multiplied by a power of two that moves its largest element to [2^14, 2^15), as in the
+// portable kernel (load_query). Elements down to 2^-31 of the largest stay exact; the error of
+// smaller ones is at most 2^-39 of the largest.
 #pragma once
 
 #include <flashinfer/attention/sm90/tile.cuh>
@@ -11,7 +11,7 @@
 
 namespace flashinfer {
 
-// Bits of two bfloat16 without their signs: they order like integers.
+// Keeps the larger magnitude in each half. Bits of bfloat16 without the sign order like integers.
 __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t largest, uint32_t pair) {
   return __vmaxu2(largest, pair & 0x7fff7fffu);
 }
@@ -21,9 +21,9 @@ __device__ __forceinline__ uint32_t scaled_to_float16(uint32_t pair, float scale
                                           __uint_as_float(pair & 0xffff0000u) * scale);
 }
 
-// The warp's 16 rows from `rows` on in shared memory, in place. `inverse_scale`: what the logits of
-// the lane's two rows (lane / 4, and eight behind) are to be multiplied by. The tensor cores may
-// read them behind a barrier of the warpgroup.
+// Converts the warp's 16 rows at `rows` in shared memory in place. `inverse_scale` receives the
+// factors of the logits of the lane's two rows (lane / 4 and lane / 4 + 8). The tensor cores may
+// read the rows after a barrier of the warpgroup.
 template <typename Tile>
 __device__ __forceinline__ void make_query_float16(uint32_t rows, float (&inverse_scale)[2]) {
   constexpr int kSteps = Tile::kHeadDimQK / 16;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void make_query_float16(uint32_t rows, float (&invers
     uint32_t largest = max(magnitudes[h] >> 16, magnitudes[h] & 0xffffu);
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    // Exponents as floats have them. At most 253, so that the inverse, too, is normal.
+    // Biased float exponents, at most 253, so that the inverse is normal, too.
     const uint32_t exponent = min(127u + 127u + 14u - (largest >> 7), 253u);
     scale[h] = __uint_as_float(exponent << 23);
     inverse_scale[h] = __uint_as_float((254u - exponent) << 23);

@@ -1,11 +1,11 @@
-// Shapes and shared memory of the attention kernel for Hopper (attention.cuh).
+// Shapes and shared memory of the Hopper attention kernel (attention.cuh).
 //
 // A CTA holds kTileQ packed query rows, 64 per consumer warpgroup, and streams K and V in tiles of
 // kTileKV tokens through rings of stages. Operands lie in shared memory as the tensor cores read
-// them: chunks of 128 bytes of columns, in each rows of 128 bytes with the 128-byte swizzle.
+// them: chunks of 128 bytes of columns, each with rows of 128 bytes in the 128-byte swizzle.
 //
-// 8-bit operands have to be contiguous along what is summed, and v along tokens is not: of v that
-// arrives, the producer makes a ring of transposed tiles, a row per column of v.
+// The tensor cores need 8-bit operands contiguous along the summed dimension. V is not contiguous
+// along tokens, so the producer fills a second ring with transposed tiles, a row per column of v.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,17 @@
 
 namespace flashinfer {
 
-// How rows of K or V of `kDim` columns lie in a stage. Pages come as one box each, in which a group
-// of eight rows has its chunks together; else a chunk has all rows together.
+// Layout of K or V rows of `kDim` columns in a stage. If a page arrives as one box, a group of
+// eight rows has its chunks together; otherwise a chunk has all rows together.
 template <typename Traits, int kDim>
 struct HopperRows {
   using Tile = typename Traits::Tile;
   static constexpr bool kByPage =
       Traits::kPaged && sizeof(typename Tile::KV) == 2 && kDim % 64 == 0;
   static constexpr int kChunks = ceil_div(kDim, Tile::kChunkColumns);
-  static constexpr int kChunkBytes = kByPage ? 1024 : Tile::kTileKV * 128;  // from one to the next
-  static constexpr int kGroupBytes = kByPage ? kChunks * 1024 : 1024;       // of eight rows
+  // distance between chunks
+  static constexpr int kChunkBytes = kByPage ? 1024 : Tile::kTileKV * 128;
+  static constexpr int kGroupBytes = kByPage ? kChunks * 1024 : 1024;  // bytes of eight rows
 
   __device__ __forceinline__ static uint32_t offset(int row, int column) {
     return column / 8 * kChunkBytes + row / 8 * kGroupBytes + row % 8 * 128 +
@@ -37,13 +38,13 @@ struct HopperRows {
 
 enum class OperandForm { k16Bit, k8Bit, kWidened };
 
-// Registers of a thread of each warpgroup.
+// Registers per thread of each warpgroup.
 struct HopperRegisters {
   int producer, consumer, widener;
 };
 
-// A launch gives each thread 168 registers, with three consumers or a widener 128, and with both
-// 96; producers and wideners give some of them to consumers. Transposing takes more than loading.
+// A launch gives each thread 168 registers; 128 with three consumers or a widener; 96 with both.
+// Producers and wideners give some of theirs to consumers. Transposing needs more than loading.
 inline constexpr HopperRegisters hopper_registers(OperandForm products, int consumers, int tile_kv,
                                                   int head_dim_vo) {
   if (products == OperandForm::k16Bit) {
@@ -58,11 +59,10 @@ inline constexpr HopperRegisters hopper_registers(OperandForm products, int cons
   return tile_kv == 64 ? HopperRegisters{80, 176, 80} : HopperRegisters{64, 200, 48};
 }
 
-// Tokens of a tile and tiles in flight. Registers of a consumer hold the output, the logits and
-// their weights; shared memory holds two stages of 256 columns for 64 tokens, of fewer columns for
-// 128. There is room for less with 8-bit tiles beside those that they become, and fewer registers
-// with a third consumer: tiles of 96 are the largest for which three consumers of 96 or 128 columns
-// have them.
+// Tokens per tile and tiles in flight. A consumer's registers hold the output, the logits and their
+// weights. Shared memory holds two stages of 64 tokens for 256 columns, or of 128 tokens for fewer.
+// Widened or transposed 8-bit tiles need space for both forms, and a third consumer leaves fewer
+// registers: with three consumers of 96 or 128 columns, 96 tokens are the most that fit.
 struct HopperStages {
   int tile_kv, stages;
 };
@@ -84,9 +84,9 @@ struct HopperTile {
   using Q = Q_;
   using KV = KV_;
   using O = O_;
-  // K and V of 8 bits become 16 between being loaded and being multiplied (widener.cuh).
+  // 8-bit K and V become 16-bit between load and product (widener.cuh).
   static constexpr bool kWidens = sizeof(Q) == 2 && dtype::kIsFloat8<KV>;
-  // Of all operands as they are multiplied.
+  // Type of all operands in the products.
   using Mma = std::conditional_t<kWidens, dtype::float16, Q>;
   static constexpr int kElement = sizeof(Mma);
   static constexpr bool kProductsAre8Bit = kElement == 1;
@@ -108,17 +108,17 @@ struct HopperTile {
                                                         : OperandForm::k16Bit;
   static constexpr HopperStages kShape = hopper_stages(kForm, kConsumers, kHeadDimQK, kHeadDimVO);
   static constexpr int kTileKV = kShape.tile_kv, kStages = kShape.stages;
-  // Packed rows of a group of heads are few tokens: an item's first tile, its last tokens, often
-  // has no more than half of them.
+  // The packed rows of a head group span few tokens, so an item's first tile, which holds its last
+  // tokens, is often at most half full.
   static constexpr bool kHalvesTiles = kElement == 2 && kTileKV == 128;
   static constexpr bool kTransposesV = kProductsAre8Bit;
   static constexpr int kConsumerThreads = 128 * kConsumers;
-  // One warpgroup more produces, the last one widens.
+  // One more warpgroup is the producer; the last one, if any, is the widener.
   static constexpr int kThreads = kConsumerThreads + (kWidens ? 256 : 128);
   static constexpr HopperRegisters kRegisters =
       hopper_registers(kForm, kConsumers, kTileKV, kHeadDimVO);
 
-  // What ../rows.cuh and ../row_writer.cuh read: a warp has 16 rows and all tokens.
+  // Interface to ../rows.cuh and ../row_writer.cuh: a warp has 16 rows and all tokens.
   static constexpr bool kInterleavesColumns = kTransposesV;
   static constexpr bool kScalesQuery = kConvertsQuery;
   static constexpr bool kHidesByMinimum = true;
@@ -133,14 +133,14 @@ struct HopperTile {
   static constexpr int kOutputTiles = kHeadDimVO / 8;
 
   static constexpr int kChunkColumns = 128 / kElement;
-  static constexpr int kStepTokens = 32 / kElement;  // that one instruction sums over
+  static constexpr int kStepTokens = 32 / kElement;  // summed over by one instruction
   static constexpr int kChunksQK = ceil_div(kHeadDimQK, kChunkColumns);
   static constexpr int kChunksVO = ceil_div(kHeadDimVO, kChunkColumns);
   static constexpr int kBytesQ = kTileQ * kChunksQK * 128;
   static constexpr int kBytesK = kTileKV * kChunksQK * 128;
-  // As they are loaded: 8 bits before they are widened or transposed.
+  // Sizes of 8-bit tiles as they are loaded, before they are widened or transposed.
   static constexpr int kLoadedStages = kWidens ? 1 : kStages;
-  static constexpr int kLoadedColumns = 128 / static_cast<int>(sizeof(KV));  // of a chunk
+  static constexpr int kLoadedColumns = 128 / static_cast<int>(sizeof(KV));  // per chunk
   static constexpr int kLoadedChunksQK = ceil_div(kHeadDimQK, kLoadedColumns);
   static constexpr int kLoadedChunksVO = ceil_div(kHeadDimVO, kLoadedColumns);
   static constexpr int kBytesLoadedK = kTileKV * kLoadedChunksQK * 128;
@@ -152,12 +152,13 @@ struct HopperTile {
       kStages * (kBytesK + kBytesV) +
       kLoadedStages *
           ((kWidens ? kBytesLoadedK : 0) + (kTransposesV || kWidens ? kBytesLoadedV : 0));
-  // Finished rows take the place of q where there is no room for both; then the next q has to wait.
+  // Finished rows overwrite q where shared memory has no room for both; the next q then has to
+  // wait.
   static constexpr int kMaxBytes = 226 << 10;
   static constexpr bool kOutputOverQ = kBytesQ + kBytesStages + kBytesOutput > kMaxBytes;
-  // An item begins while the one before ends: with the last p v goes the next first q k^T. Where
-  // the output lies over q that cannot be, and where registers are few it would spill; of three
-  // warpgroups of 8 bits, the others' tiles fill the gap.
+  // An item begins while the one before it ends: its first q k^T is issued with that item's last p
+  // v. This is impossible where the output overwrites q, and would spill where registers are few.
+  // With three warpgroups of 8-bit products, the other warpgroups' tiles fill the gap instead.
   static constexpr bool kPipelinesItems =
       !kOutputOverQ && kHeadDimVO <= 128 && !kWidens && kElement == 2;
   static constexpr int kStagesQ = 2 * kBytesQ + kBytesStages + kBytesOutput > kMaxBytes ? 1 : 2;
@@ -173,29 +174,29 @@ struct HopperTile {
   static constexpr int kOffsetControl = kOutputOverQ ? kOffsetEnd : kOffsetOutput + kBytesOutput;
 };
 
-// Whether all columns of a warp's finished rows leave as one box of chunks; else one for each
-// chunk, of which the last is cut.
+// Whether a warp's finished rows leave as one box of chunks; otherwise each chunk has its own box,
+// and the last one is cut off.
 template <typename Tile>
 inline constexpr bool kStoresOneBox = Tile::kHeadDimVO % 64 == 0;
 
-// An item on its way from the producer to the consumers, and what they tell each other.
+// What producer and consumers share: work items and barriers.
 struct HopperControl {
   struct alignas(16) Work {
     WorkItem item;
     uint32_t kv_head;
   };
   static constexpr int kMaxStages = 3;
-  // One that ends, one that begins, one that is loaded; a power of two.
+  // One item ends, one runs and one is being loaded; the number is a power of two.
   static constexpr int kWorkStages = 4;
   Work work[kWorkStages];
   uint64_t work_full[kWorkStages], work_empty[kWorkStages];
   uint64_t q_full[2], q_empty[2];
   uint64_t k_full[kMaxStages], k_empty[kMaxStages];
   uint64_t v_full[kMaxStages], v_empty[kMaxStages];
-  // What is to be widened, and v that is to be transposed.
+  // Barriers of tiles to be widened, and of v to be transposed.
   uint64_t loaded_k_full[kMaxStages], loaded_k_empty[kMaxStages];
   uint64_t loaded_v_full[kMaxStages], loaded_v_empty[kMaxStages];
-  // Of rows of queries made float16, where not only the softmax reads their logits.
+  // Inverse scales of converted query rows, where more than the softmax reads their logits.
   float inverse_query_scale[192];
 };
 

@@ -1,11 +1,11 @@
-// Weights, from a warp's logits, in the attention kernel for Hopper.
+// Turns a warp's logits into weights in the Hopper attention kernel.
 //
-// A row's largest logit seldom grows, and to look for it takes a sixth of a tile's instructions. So
-// exponentials are taken against the largest so far, and a lane's sums of them tell afterwards
-// whether one may be more than it should, or most of its row: then, and in an item's first tile,
-// the row's largest is looked for and the weights are made again. Logits stay as they are until
-// then. Rows that did not ask keep what they have, bit for bit: a tile's last rows may be another
-// request's.
+// A row's maximum seldom grows, and finding it costs a sixth of a tile's instructions. Exponentials
+// are therefore taken relative to the maximum so far, and a lane's sum shows afterwards whether a
+// weight may be too large or may dominate its row. Only then, and in an item's first tile, the
+// maximum is computed and the weights are made again; the logits stay unchanged until then. Rows
+// that pass the test keep their weights bit for bit, since a tile's last rows may belong to another
+// request.
 #pragma once
 
 #include <flashinfer/attention/rows.cuh>
@@ -21,40 +21,41 @@ class HopperWeights {
   using Logits = float[1][Tile::kTokenTiles][4];
   static constexpr bool kProductsAre8Bit = Tile::kProductsAre8Bit;
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
-  // What a lane's sum may be: of a tile's 16 bits, or of a step's 8 bits, of which it is the
-  // largest number.
+  // Upper bound of a lane's sum: over a tile with 16-bit weights, over a step with 8-bit weights,
+  // where it is also the largest finite number.
   static constexpr float kMost = kProductsAre8Bit ? 448.f : 512.f;
-  // The largest weight of a row, when it has been looked for, is two to this. 8 bits hold 2^-9 to
-  // 448: more room to grow would take the small weights' last bits (3 failed the fuzzer), and with
-  // less the sum of a step's equal weights, eight in a lane, would ask at each tile.
+  // After its maximum has been computed, a row's largest weight is 2^kHeadroom. 8-bit weights span
+  // 2^-9 to 448. A smaller exponent leaves more room to grow but costs the last bits of small
+  // weights. With a larger one the sum of eight equal weights of a lane would fail the test in each
+  // tile.
   static constexpr float kHeadroom = kProductsAre8Bit ? 5.f : 0.f;
-  // A weight that is most of its row should be the one that needs no rounding. So of 16 bits the
-  // largest is looked for, too, where a lane's sum is more than so many times what it had before,
-  // and so much more; without it the largest error of such rows was up to 1.9 times that of weights
-  // against the largest. Normal queries and keys hardly ever ask. Of 8 bits the question costs five
-  // registers more than there are.
+  // The weight that dominates its row should need no rounding. With 16-bit weights the maximum is
+  // therefore also computed when a lane's sum exceeds kPeak times its earlier sum plus kFewLargest.
+  // Ordinary queries and keys hardly ever trigger this. With 8-bit weights there are no registers
+  // for this test.
   static constexpr float kPeak = 4.f, kFewLargest = 4.f;
   static_assert(kProductsAre8Bit ? 8 * 32 < kMost : Tile::kTokenTiles * 2 < kMost);
 
  public:
-  // Makes `p` of the logits of the tile's first `kTiles` of tokens and adds the weights to the
-  // rows' sums. Registers of `p` are written behind finish_values(), which waits for the product
-  // that reads them.
+  // Makes the weights `p` of the tile's first `kTiles` token tiles and adds them to the rows' sums.
+  // The registers of `p` are written after finish_values(), which waits for the product that reads
+  // them.
   template <bool kFirst, int kTiles, typename FinishValues>
   __device__ __forceinline__ static void weigh(State& state, const Logits& logits,
                                                const float (&scale)[2], uint32_t (&p)[kSteps][1][4],
                                                const FinishValues& finish_values) {
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
     float sum[2] = {0.f, 0.f};
-    bool fits[2] = {true, true};  // of the lane's two rows
+    bool fits[2] = {true, true};  // for the lane's two rows
     if constexpr (kFirst) {
       grow<true, kTiles>(state, logits, scale, fits);
       finish_values();
       make<0, kTileSteps>(state, logits, scale, p, sum, fits);
     } else {
-      uint32_t ahead[kSteps][1][4];  // of which the first are used
+      uint32_t ahead[kSteps][1][4];  // only the first kAhead are used
       make<0, kAhead>(state, logits, scale, ahead, sum, fits);
-      // Asked now, too, since the compiler keeps the wait behind a vote: else it stands in front.
+      // This extra vote fixes the order: the compiler keeps the wait after a vote, and otherwise
+      // moves it before the weights.
       bool all_fit = true;
       if constexpr (kAhead > 0) all_fit = __all_sync(0xffffffffu, fits[0] && fits[1]);
       finish_values();
@@ -62,7 +63,7 @@ class HopperWeights {
       if constexpr (!kProductsAre8Bit) tile_fits(state, sum, fits);
 #pragma unroll
       for (int step = 0; step < kAhead; ++step) {
-        // As instructions of their own: else the compiler would write `p` at once.
+        // Explicit moves: otherwise the compiler writes `p` at once, before the wait.
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           asm volatile("mov.b32 %0, %1;" : "=r"(p[step][0][r]) : "r"(ahead[step][0][r]));
@@ -80,11 +81,11 @@ class HopperWeights {
   }
 
  private:
-  // Steps whose weights are made while p v is under way. Of 16 bits the compiler finds no registers
-  // for them but those of `p`, and so waits first.
+  // Number of steps whose weights are made while p v is in flight. With 16-bit weights the compiler
+  // has only the registers of `p` for them, and so would wait first.
   static constexpr int kAhead = kProductsAre8Bit ? 1 : 0;
 
-  // Of 16 bits; not if a sum is NaN.
+  // Tests the sums of 16-bit weights. A NaN sum does not fit.
   __device__ __forceinline__ static void tile_fits(const State& state, const float (&sum)[2],
                                                    bool (&fits)[2]) {
 #pragma unroll
@@ -93,8 +94,7 @@ class HopperWeights {
     }
   }
 
-  // The largest exponents with these logits of the rows that do not fit, and what was summed so far
-  // to match.
+  // Updates the maximum of each row that does not fit, and rescales its sum and its output.
   template <bool kFirst, int kTiles>
   __device__ __forceinline__ static void grow(State& state, const Logits& logits,
                                               const float (&scale)[2], const bool (&fits)[2]) {
@@ -111,7 +111,7 @@ class HopperWeights {
     if constexpr (!kFirst) Rows::shrink_output(state, shrink);
   }
 
-  // In all four lanes that hold a row.
+  // Combines `fits` over the four lanes that hold a row.
   __device__ __forceinline__ static bool row_fits(bool fits) {
     int asking = fits ? 0 : 1;
     asking |= __shfl_xor_sync(0xffffffffu, asking, 1);
@@ -119,8 +119,8 @@ class HopperWeights {
     return asking == 0;
   }
 
-  // Steps kBegin ... kEnd - 1; of 8 bits in the order of tokens that transpose_values() leaves, and
-  // a row `fits` only if each step's sum does.
+  // Makes the weights of steps kBegin ... kEnd - 1. 8-bit weights come in the order of tokens that
+  // transpose_values() leaves, and a row `fits` only if the sum of each step does.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ static void make(const State& state, const Logits& logits,
                                               const float (&scale)[2], uint32_t (&p)[kSteps][1][4],
@@ -131,7 +131,7 @@ class HopperWeights {
       float step_sum[2];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        constexpr int kWeights = kProductsAre8Bit ? 4 : 2;  // of a register
+        constexpr int kWeights = kProductsAre8Bit ? 4 : 2;  // per register
         const int h = r % 2, tile = kProductsAre8Bit ? 4 * step + r / 2 * 2 : 2 * step + r / 2;
         float weights[kWeights];
 #pragma unroll
@@ -152,7 +152,7 @@ class HopperWeights {
       if constexpr (kProductsAre8Bit) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          fits[h] = fits[h] && step_sum[h] <= kMost;  // not if it is NaN
+          fits[h] = fits[h] && step_sum[h] <= kMost;  // false for NaN
           sum[h] = step == 0 ? step_sum[h] : sum[h] + step_sum[h];
         }
       }

@@ -1,6 +1,6 @@
-// The warpgroup that makes float16 of K and V of 8 bits, for queries of 16: from the tiles as they
-// were loaded to those that the tensor cores read. Float16 holds all values of 8 bits, and takes
-// one instruction for two of e4m3, where bfloat16 takes four.
+// The widener warpgroup: for 16-bit queries it converts 8-bit K and V to float16, from the tiles as
+// loaded to the tiles that the tensor cores read. Float16 represents every 8-bit value, and two
+// e4m3 values convert in one instruction, where bfloat16 needs four.
 #pragma once
 
 #include <flashinfer/common/float8.cuh>
@@ -12,8 +12,8 @@
 
 namespace flashinfer {
 
-// Four warps, a quarter of each tile's rows each, in pieces of eight rows by 64 columns, of which a
-// lane takes 16.
+// Each of four warps converts a quarter of a tile's rows, in pieces of eight rows by 64 columns; a
+// lane takes 16 columns.
 template <typename Tile>
 class HopperWidener {
   static constexpr int kRows = Tile::kTileKV / 4;
@@ -23,8 +23,8 @@ class HopperWidener {
  public:
   __device__ __forceinline__ HopperWidener(char* shared, HopperControl& control)
       : control_(control), lane_idx_(threadIdx.x % 32) {
-    // Eight lanes, four in a row: in rows whose numbers differ in bit 2 they load from different
-    // banks, in rows that differ in bit 0 they store to different ones.
+    // Avoids bank conflicts among eight lanes, four per row: loads of two rows use different banks
+    // if bit 2 of the row numbers differs, stores if bit 0 differs.
     const int pair = lane_idx_ / 8, row = lane_idx_ / 4 % 2 == 0 ? pair : pair ^ 5;
     const int column = lane_idx_ % 4;
     const uint32_t rows = ptx::shared_address(shared) + (threadIdx.x / 32 % 4 * kRows + row) * 128;
@@ -32,14 +32,14 @@ class HopperWidener {
     target_ = rows + (column * 2 ^ row) * 16;
   }
 
-  // In the order in which the tiles are loaded.
+  // Converts the tiles in the order in which they are loaded.
   __device__ __forceinline__ void run() {
     while (true) {
       const auto& slot = control_.work[work_.stage];
       ptx::mbarrier_wait(address(control_.work_full[work_.stage]), work_.phase);
       if (slot.item.request < 0) return;
       const int num_tiles = ceil_div(max(slot.item.kv_end - slot.item.kv_begin, 0), Tile::kTileKV);
-      // The last tile's, of the request; other tiles have more.
+      // Rows of the last tile that belong to the request; other tiles are full.
       const int last_rows = slot.item.kv_len - slot.item.kv_begin - (num_tiles - 1) * Tile::kTileKV;
       arrive(control_.work_empty[work_.stage]);
       work_.advance();
@@ -73,14 +73,14 @@ class HopperWidener {
     ptx::Ring<Tile::kStages> widened;
   };
 
-  // Rows behind the request's `num_rows` may be NaN, and 0 * NaN is not 0: this lane's pieces of
-  // them in the next tile of v become zeros.
+  // Clears this lane's pieces of rows after the request's `num_rows` in the next tile of v. They
+  // may hold NaN, and 0 * NaN is not 0.
   __device__ __forceinline__ void clear_values(int num_rows) {
     const auto& loaded = v_ring_.loaded;
     ptx::mbarrier_wait(address(control_.loaded_v_full[loaded.stage]), loaded.phase);
     const uint32_t source = source_ + Tile::kOffsetLoadedV + loaded.stage * Tile::kBytesLoadedV;
     const uint32_t shared = ptx::shared_address(&control_) - Tile::kOffsetControl;
-    const int first = static_cast<int>((source_ - shared) / 128);  // of the lane's rows
+    const int first = static_cast<int>((source_ - shared) / 128);  // first of the lane's rows
 #pragma unroll 1
     for (int rows = 0; rows < kRows; rows += 8) {
       if (first + rows < num_rows) continue;
@@ -97,22 +97,23 @@ class HopperWidener {
   __device__ __forceinline__ void widen(Rings& rings, Barriers& loaded_full, Barriers& loaded_empty,
                                         Barriers& full, Barriers& empty) {
     constexpr int kPieces = kRows / 8 * kChunks<kKeys>;
-    // On their way at a time. More take registers that the producer spills without (pages of one
-    // token 0.86), and gain nothing; with one, each load's latency counts (0.95).
+    // Pieces in flight. More of them take registers from the producer, which then spills; with one,
+    // every load's latency counts.
     constexpr int kAhead = 2;
     static_assert(kPieces >= kAhead);
     const auto& loaded = rings.loaded;
     const uint32_t source =
         source_ + (kKeys ? Tile::kOffsetLoadedK + loaded.stage * Tile::kBytesLoadedK
                          : Tile::kOffsetLoadedV + loaded.stage * Tile::kBytesLoadedV);
-    const uint32_t second = source ^ 64;  // of the 128 columns in a row the second 64
+    const uint32_t second = source ^ 64;  // the second 64 of the 128 columns in a row
     uint4 pieces[kAhead];
     const auto load = [&](int i) {
       const int rows = i / kChunks<kKeys> * 8, chunk = i % kChunks<kKeys>;
       pieces[i % kAhead] = ptx::load_shared_16((chunk % 2 == 0 ? source : second) +
                                                (chunk / 2 * Tile::kTileKV + rows) * 128);
       if (i < kPieces - 1) return;
-      // All in registers: the next tile may come, by the copy engine, hence the fence.
+      // All loads have reached registers, so the copy engine may overwrite the tile after the
+      // fence.
       ptx::async_proxy_fence();
       arrive(loaded_empty[loaded.stage]);
       rings.loaded.advance();
@@ -151,7 +152,7 @@ class HopperWidener {
 
   HopperControl& control_;
   const int lane_idx_;
-  uint32_t source_, target_;  // this lane's first 16 bytes of a tile, before its offset
+  uint32_t source_, target_;  // this lane's first 16 bytes of a tile, without the stage's offset
   ptx::Ring<HopperControl::kWorkStages> work_;
   Rings k_ring_, v_ring_;
 };
