@@ -8,26 +8,26 @@
 
 namespace flashinfer {
 
-// A factor of each head; `stride` 0: one for all of them. Without data it is 1.
+// A factor per head; with `stride` 0 one for all heads. Null `data` stands for 1.
 struct HeadScale {
   const float* data;
   int64_t stride;
 };
 
 // What the built-in variant options read. A user's variant derives from it and adds its own tensors
-// and scalars; a name of its own hides the one here.
+// and scalars; a member of the same name hides the one here.
 struct VariantParams {
   float sm_scale;         // logits are q.k * sm_scale; q_scale and k_scale are folded in
   float logits_soft_cap;  // c * tanh(logits / c); read if the module has soft cap
-  int32_t window_left;    // keys further back than this are masked; negative: none
+  int32_t window_left;    // keys further back than this are masked; negative: no limit
   uint32_t num_qo_heads;
   uint32_t num_kv_heads;
-  float rope_scale_rcp;            // positions are multiplied by it
+  float rope_scale_rcp;            // positions are multiplied by this
   float rope_theta_rcp_log2;       // -log2(theta) * 2 / head_dim: frequency i is exp2(i * this)
   const float* alibi_slopes;       // [num_qo_heads]; null without ALiBi
-  const float* sinks;              // [num_qo_heads] logits; null without
-  HeadScale q_scale;               // of query heads; this and the next multiply the logits
-  HeadScale k_scale, v_scale;      // of KV heads; the second multiplies the output
+  const float* sinks;              // [num_qo_heads] logits; null without sinks
+  HeadScale q_scale;               // query heads; q_scale and k_scale multiply the logits
+  HeadScale k_scale, v_scale;      // KV heads; v_scale multiplies the output
   const uint8_t* custom_mask;      // packed little-endian bits, qo_len x kv_len per request
   const int32_t* mask_indptr;      // [batch_size + 1] first byte of each request's mask
   const uint32_t* prefix_len_ptr;  // [batch_size] multi-item scoring
@@ -36,8 +36,8 @@ struct VariantParams {
   const uint16_t* max_item_len_ptr;  // [batch_size]
 };
 
-// One tile shape's tensors. Strides in elements; the last dimension is contiguous, rows start at
-// multiples of 16 bytes.
+// Tensors of one tile shape. Strides are in elements; the last dimension is contiguous, and rows
+// start at multiples of 16 bytes.
 struct AttentionTensors {
   const void* q;  // [tokens, num_qo_heads, head_dim_qk]
   const void* k;  // paged [pages, slots, num_kv_heads, head_dim_qk] by strides; else tokens
@@ -49,28 +49,29 @@ struct AttentionTensors {
   int64_t o_stride_token, o_stride_head;
   int64_t k_stride_page, k_stride_token, k_stride_head;  // page stride unused for ragged
   int64_t v_stride_page, v_stride_token, v_stride_head;
-  uint32_t num_pages;                    // of the cache; a page number outside is never followed
-  int64_t num_qo_tokens, num_kv_tokens;  // of q, and of ragged k and v
+  uint32_t num_pages;  // pages of the cache; a page number beyond them is never followed
+  int64_t num_qo_tokens, num_kv_tokens;  // tokens of q, and of ragged k and v
   float v_scale;                         // multiplies the output
 };
 
-// `Variant`: VariantParams or what derives from it.
+// `Variant` is VariantParams or derives from it.
 template <typename Variant_>
 struct AttentionParams {
   using Variant = Variant_;
 
-  AttentionTensors tensors[2];  // by WorkItem::kind; the second only in launches of two shapes
+  // by WorkItem::kind; the second is used only in launches of two shapes
+  AttentionTensors tensors[2];
   Variant variant;
   const WorkItem* items;
   const MergeItem* merges;
-  // What cut tiles leave: sum of p v, and (largest exponent, sum of p) of each row, both with p =
-  // 2^(exponent - largest). The pair keeps what an LSE would round away where logits are large.
+  // Partial results of split tiles: sum of p v, and per row (largest exponent, sum of p), with p =
+  // 2^(exponent - largest). The pair keeps what an LSE would round away for large logits.
   float* partial_o;      // [slots, num_kv_heads, rows_per_slot, head_dim_vo]
   float2* partial_sums;  // [slots, num_kv_heads, rows_per_slot]
-  FastDivisor num_ctas;  // lists of items; each is worked off once per KV head
-  uint32_t num_merges;   // 0: nothing was cut
+  FastDivisor num_ctas;  // lists of items; each is processed once per KV head
+  uint32_t num_merges;   // 0: no tile was split
   uint32_t rows_per_slot;
-  uint32_t merged_rows;  // by one CTA of the merge
+  uint32_t merged_rows;  // rows that one CTA merges
   FastDivisor num_kv_heads;
   FastDivisor group_size;  // num_qo_heads / num_kv_heads
   FastDivisor page_size;

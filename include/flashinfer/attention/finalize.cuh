@@ -1,4 +1,4 @@
-// The end of a row, once all of its K and V went by, and the merge of rows that were cut.
+// Finishes a row whose K and V have all been seen, and merges rows that were split.
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
@@ -11,8 +11,8 @@
 
 namespace flashinfer {
 
-// Brings `kParts` sums of exponentials to one maximum: `part(i)` is (largest exponent, sum), and a
-// part's values count with weights[i].
+// Brings `kParts` sums of exponentials to a common maximum. `part(i)` is (largest exponent, sum),
+// and weights[i] becomes the factor of that part's values.
 template <bool kSoftmax, typename Part, int kParts>
 __device__ __forceinline__ void combine_sums(const Part& part, float (&weights)[kParts],
                                              float& largest, float& sum) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void combine_sums(const Part& part, float (&weights)[
   }
 }
 
-// What outputs of a KV head are multiplied by.
+// Factor of a KV head's outputs.
 template <typename Variant, typename Params>
 __device__ __forceinline__ float output_scale(const AttentionTensors& tensors, const Params& params,
                                               uint32_t kv_head) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ float output_scale(const AttentionTensors& tensors, c
   }
 }
 
-// Where a finished row of the output goes, and what its values are multiplied by.
+// Where a finished row goes, and the factor of its values.
 template <typename O, typename Variant, typename View>
 struct FinishedRow {
   O* output;
@@ -51,8 +51,8 @@ struct FinishedRow {
   uint32_t request, qo_idx, qo_head_idx;
   float largest, sum, scale, factor;
 
-  // `variant` is told m and d once, and may add to them. The row's LSE (base 2) is written by the
-  // thread that has `writes_lse`.
+  // Passes m and d to `variant` once, which may change them. The thread with `writes_lse` writes
+  // the row's LSE (base 2).
   __device__ __forceinline__ FinishedRow(O* output, float* lse, Variant& variant, const View& view,
                                          uint32_t request, uint32_t qo_idx, uint32_t qo_head_idx,
                                          float m, float d, float v_scale)
@@ -73,13 +73,13 @@ struct FinishedRow {
         variant.MDUpdate(view, 0u, qo_head_idx, largest, sum, scale);
       }
       if (lse != nullptr) *lse = this->lse();
-      // No key was seen: 0, not 0 / 0.
+      // A row that saw no key gives 0, not 0 / 0.
       factor = largest == -math::inf ? 0.f : scale * math::ptx_rcp(sum) * v_scale;
       if constexpr (Variant::kHasOutputTransform) factor = v_scale;
     }
   }
 
-  // Base 2; NaN where there is none.
+  // Returns the LSE in base 2, or NaN without softmax.
   __device__ __forceinline__ float lse() const {
     if constexpr (!Variant::use_softmax) return math::nan;
     return largest == -math::inf ? -math::inf : largest + log2f(sum);
@@ -114,17 +114,18 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float w
 inline constexpr int kMergeThreads = 256;
 
 // Grid (num_merges * num_kv_heads, rows_per_slot / merged_rows). The warps of a row take its parts
-// in turn; what they have meets in shared memory in order of the warps.
+// in turn, and their results are added in shared memory in order of the warps.
 template <typename Variant, typename O, int kHeadDimVO, typename Params>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ Params params) {
   constexpr int kWarps = kMergeThreads / 32;
-  constexpr int kVectors = (kHeadDimVO + 127) / 128;  // of 4 columns, per lane
+  constexpr int kVectors = (kHeadDimVO + 127) / 128;  // vectors of 4 columns per lane
   __shared__ float4 shared_output[kWarps][kVectors * 32];
   __shared__ float2 shared_sum[kWarps];
   const uint32_t merge_idx = params.num_kv_heads.divide(blockIdx.x);
   const uint32_t kv_head = blockIdx.x - merge_idx * params.num_kv_heads.divisor;
-  const MergeItem item = params.merges[merge_idx];  // of the plan: ready before the grid ahead
+  // part of the plan: ready before the preceding grid
+  const MergeItem item = params.merges[merge_idx];
   const int rows_per_cta = params.merged_rows;
   const int warps_per_row = kWarps / rows_per_cta;
   const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   ptx::grid_launch_dependents();
   if (static_cast<int>(blockIdx.y) * rows_per_cta >= item.num_rows) return;
 
-  // Parts and their sums are loaded at once, so that there is one wait for a batch.
+  // All parts of a batch and their sums are loaded together, so that a batch waits once.
   constexpr int kBatch = kVectors == 1 ? 4 : 2;
   float largest = -math::inf, sum = 0.f;
   float4 output[kVectors];
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kMergeThreads)
 
 #ifndef __CUDACC_RTC__
 
-// Merges what a launch of attention left in the workspace, if anything.
+// Merges the partial results that an attention launch left in the workspace, if any.
 template <typename Variant, typename O, int kHeadDimVO, typename Params>
 inline cudaError_t launch_merge(const Params& params, bool enable_pdl, cudaStream_t stream) {
   if (params.num_merges == 0) return cudaSuccess;

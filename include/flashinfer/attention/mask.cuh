@@ -11,7 +11,7 @@ enum class MaskMode { none, causal, custom, multi_item };
 // One query row of a work item, as masks and variants see it.
 struct QueryRow {
   int32_t qo_idx;
-  int32_t first_kv, last_kv;  // the range that bounds, causality and window leave, both included
+  int32_t first_kv, last_kv;  // keys within bounds, causality and window; both ends included
   uint32_t qo_head_idx;
 };
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ QueryRow make_query_row(const WorkItem& item, uint32_
   return row;
 }
 
-// What the masks that are more than a range say.
+// Evaluates the masks that are more than a range of keys.
 template <MaskMode kMask>
 __device__ __forceinline__ bool is_visible(const WorkItem& item, const QueryRow& row, int kv_idx,
                                            const VariantParams& params) {
@@ -43,8 +43,9 @@ __device__ __forceinline__ bool is_visible(const WorkItem& item, const QueryRow&
     const uint8_t* mask = params.custom_mask + params.mask_indptr[item.request];
     return mask[bit / 8] >> (bit % 8) & 1;
   } else if constexpr (kMask == MaskMode::multi_item) {
-    // Items follow a common prefix, each behind a delimiter of position 0: an item's token sees the
-    // prefix and its own item's past without the delimiter, as if there were no other items.
+    // Items follow a common prefix, and a delimiter of position 0 precedes each. A token sees the
+    // prefix and the earlier tokens of its own item without the delimiter, as if no other item
+    // existed.
     const int prefix_len = static_cast<int>(params.prefix_len_ptr[item.request]);
     const int position = row.qo_idx + item.kv_len - item.qo_len;
     const int in_items = position - prefix_len;

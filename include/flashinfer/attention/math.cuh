@@ -11,7 +11,7 @@ inline constexpr float loge2 = 0.693147180559945309417f;
 inline constexpr float inf = __builtin_huge_valf();
 inline constexpr float nan = __builtin_nanf("");
 
-// 2^x, ex2.approx: within 2 units in the last place; 2^-inf is 0.
+// 2^x by ex2.approx, accurate to 2 units in the last place; 2^-inf is 0.
 __device__ __forceinline__ float ptx_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -30,8 +30,8 @@ __device__ __forceinline__ float ptx_rcp(float x) {
   return y;
 }
 
-// 1 - 2 / (1 + e^2x): tanh.approx has only 11 bits, which a soft cap of 30 turns into errors of
-// several hundredths of a logit.
+// Computes 1 - 2 / (1 + e^2x). tanh.approx has only 11 bits, which a soft cap of 30 turns into
+// errors of several hundredths of a logit.
 __device__ __forceinline__ float tanh(float x) {
   return 1.f - 2.f * ptx_rcp(1.f + ptx_exp2(2.f * log2e * x));
 }

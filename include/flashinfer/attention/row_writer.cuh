@@ -1,5 +1,5 @@
-// What the writers of both implementations need to put the rows of an item to their place: the
-// output or, for an item that saw part of a tile's keys only, the workspace.
+// Shared by the output writers of both implementations: finds where the rows of an item go, in the
+// output or, if the item saw only part of a tile's keys, in the workspace.
 #pragma once
 
 #include <flashinfer/attention/finalize.cuh>
@@ -30,14 +30,14 @@ class RowWriter {
  protected:
   __device__ __forceinline__ bool is_finished() const { return item_.partial_slot < 0; }
 
-  // First of the item's columns of a row in o.
+  // Address in o of a row's first column of this item.
   __device__ __forceinline__ O* output_row(const QueryRow& row) const {
     const int64_t token = item_.qo_begin + int64_t{row.qo_idx};
     return static_cast<O*>(tensors_.o) + token * tensors_.o_stride_token +
            row.qo_head_idx * tensors_.o_stride_head + blockIdx.y * Tile::kOutputDim;
   }
 
-  // Where a row's LSE goes, if it is wanted.
+  // Address of a row's LSE; called only if LSE is wanted.
   __device__ __forceinline__ float* lse_of(const QueryRow& row) const {
     const int64_t token = item_.qo_begin + int64_t{row.qo_idx};
     return tensors_.lse + token * params_.variant.num_qo_heads + row.qo_head_idx;
@@ -53,7 +53,7 @@ class RowWriter {
                sum, output_scale<Variant>(tensors_, params_.variant, kv_head_));
   }
 
-  // Where the sums of a row of the tile go in the workspace; writes its softmax sums.
+  // Returns where the row's partial output goes in the workspace, and writes its softmax sums.
   __device__ __forceinline__ float* partial_row(int row, float largest, float sum,
                                                 bool writes_sums) const {
     const int64_t partial =
@@ -64,13 +64,14 @@ class RowWriter {
     return params_.partial_o + partial * Tile::kHeadDimVO + blockIdx.y * Tile::kOutputDim;
   }
 
-  // Which query a row of the tile is. Made anew, so that the loop over keys need not keep it.
+  // Returns the query row at a row of the tile. Recomputed here, so that the loop over keys need
+  // not keep it.
   __device__ __forceinline__ QueryRow query_row(int row) const {
     return make_query_row<MaskMode::none, false>(item_, item_.row_begin + row, params_.group_size,
                                                  kv_head_, -1);
   }
 
-  // The consecutive columns that this thread holds of one row.
+  // Visits the consecutive columns that this thread holds of one row.
   template <typename Store>
   __device__ __forceinline__ static void for_each_value(const WarpState<Tile>& state, int i, int h,
                                                         const Store& store) {

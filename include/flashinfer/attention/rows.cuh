@@ -1,4 +1,4 @@
-// The query rows that a thread holds: what variants and masks make of their logits, and their
+// The query rows that a thread holds: applies variants and masks to their logits and runs their
 // online softmax. Logits lie in registers as the C fragments of mma.
 #pragma once
 
@@ -26,7 +26,7 @@ class TileRows {
   using Variant = typename Traits::Variant;
   using View = RequestParams<typename Params::Variant>;
 
-  // What there is of each row before any key.
+  // Sets up each row before the first key.
   __device__ __forceinline__ TileRows(const Params& params, const WorkItem& item, uint32_t kv_head,
                                       char* shared)
       : params_(params),
@@ -48,7 +48,7 @@ class TileRows {
             item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
         if constexpr (Variant::kHasHeadScales) {
           const auto& variant = params_.variant;
-          // Rows past the tile's end may be of heads past the last.
+          // Rows after the tile's end may have heads after the last head.
           const uint32_t head = min(rows_[i][h].qo_head_idx, variant.num_qo_heads - 1);
           head_scale_[i][h] =
               head_scale(variant.q_scale, head) * head_scale(variant.k_scale, kv_head_);
@@ -62,7 +62,8 @@ class TileRows {
     }
   }
 
-  // When all keys went by: a row's sum is spread over the lanes that hold its tokens.
+  // Finishes the sums after the last key: a row's sum is spread over the lanes that hold its
+  // tokens.
   __device__ __forceinline__ static void end(WarpState<Tile>& state) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
@@ -77,7 +78,7 @@ class TileRows {
   }
 
   // Whether any of the warp's rows may not see all of its tokens from `first_token` on. Rows ascend
-  // with position: the first has the least end, the last the greatest beginning.
+  // with position, so the first has the smallest end and the last the largest beginning.
   __device__ __forceinline__ bool has_hidden_keys(int first_token) const {
     if constexpr (kReadsMask) return true;
     const int last_token = first_token + Tile::kWarpKV - 1;
@@ -91,8 +92,8 @@ class TileRows {
     return hidden;
   }
 
-  // Tokens that all of the warp's rows see: has_hidden_keys for who asks often. Reductions, since
-  // the compiler knows their results to be the same in all lanes.
+  // Range of tokens that all of the warp's rows see, for callers that test often. It uses warp
+  // reductions, whose results the compiler knows to be the same in all lanes.
   __device__ __forceinline__ KeyRange common_range() const {
     if constexpr (kReadsMask) return KeyRange{0, 0};
     KeyRange range = {0, kv_end_};
@@ -105,14 +106,14 @@ class TileRows {
     return range;
   }
 
-  // Behind the last token that any of the warp's rows may see.
+  // One after the last token that any of the warp's rows may see.
   __device__ __forceinline__ int visible_end() const {
     if constexpr (Traits::kMask != MaskMode::causal) return kv_end_;
     return __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].last_kv) + 1;
   }
 
-  // Applies the variant's transform and, if `kMasked`, hides keys, of tiles kFrom ... kTiles - 1 of
-  // tokens. `inverse_scale`: of each row's query, where tiles have one.
+  // Applies the variant's transform to token tiles kFrom ... kTiles - 1, and hides keys if
+  // `kMasked`. `inverse_scale` belongs to each row's query, where the tile scales queries.
   template <bool kMasked, int kTiles = Tile::kTokenTiles, int kFrom = 0>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
@@ -120,7 +121,8 @@ class TileRows {
     const int column = first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
     const bool negate =
         Variant::use_softmax && !Variant::kNegatesQuery && variant.sm_scale_log2 < 0.f;
-    int first_bounds[Tile::kRowTiles][2], last_bounds[Tile::kRowTiles][2];  // of `column`
+    // bounds relative to `column`
+    int first_bounds[Tile::kRowTiles][2], last_bounds[Tile::kRowTiles][2];
     if constexpr (kMasked && kHidesByBounds) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
@@ -165,12 +167,13 @@ class TileRows {
     }
   }
 
-  // Of row h of row tile i. A scale of zero would make NaN of a masked logit's minus infinity; a
-  // negative one is applied to q or to the logits, so that the largest stays the largest.
+  // Scale of row h of row tile i, in base 2. It is never zero, since zero would turn a masked
+  // logit's minus infinity into NaN. A negative scale is applied to q or to the logits instead, so
+  // that the largest logit stays the largest.
   __device__ __forceinline__ float scale_log2(int i, int h) const {
     if constexpr (!Variant::use_softmax) return 1.f;  // such a variant has no scale
     float scale = variant.sm_scale_log2;
-    // Transforms have applied it.
+    // A logits transform has applied the head scale already.
     if constexpr (Variant::kHasHeadScales && !Variant::kHasLogitsTransform) {
       scale *= head_scale_[i][h];
     }
@@ -184,14 +187,14 @@ class TileRows {
     }
   }
 
-  // The largest exponent of each row, give or take 8: the sums have room for 2^8, and so most tiles
-  // of a long row change nothing. Where it grows in any of the warp's rows, returns true: what was
-  // summed so far is to be multiplied by `shrink`.
+  // Updates each row's largest exponent. It may lag by up to 8, since the sums have room for 2^8,
+  // so most tiles of a long row change nothing. Returns true if any row of the warp grew; the
+  // earlier sums must then be multiplied by `shrink`.
   __device__ __forceinline__ static bool update_largest(WarpState<Tile>& state,
                                                         const Logits& logits, const Scales& scale,
                                                         float (&shrink)[Tile::kRowTiles][2]) {
     if constexpr (Tile::kSplitKV) {
-      // A row grows if any lane's part of it does: decode does not wait for the lanes to meet.
+      // A row grows if any lane's part of it does; decode thus needs no reduction over the lanes.
       bool grow = false;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -219,7 +222,7 @@ class TileRows {
     constexpr float kSlack = 8.f;
     return largest * scale > previous + kSlack;
   }
-  // Of this lane's logits of the first `kTiles` tiles of tokens.
+  // Largest of this lane's logits in the first `kTiles` token tiles.
   template <int kTiles>
   __device__ __forceinline__ static float lane_largest(const float (&logits)[Tile::kTokenTiles][4],
                                                        int h) {
@@ -230,7 +233,7 @@ class TileRows {
     }
     return largest;
   }
-  // Of those of all the row's lanes.
+  // Largest over all lanes of the row.
   template <int kTiles>
   __device__ __forceinline__ static float row_largest(const float (&logits)[Tile::kTokenTiles][4],
                                                       int h) {
@@ -284,12 +287,12 @@ class TileRows {
     }
   }
 
-  // The weights of these tokens as A fragments; narrow: as a B fragment.
+  // Packs the weights of these tokens as A fragments, or as a B fragment for narrow tiles.
   __device__ __forceinline__ static void pack(const Logits& logits, int step,
                                               uint32_t (&p)[Tile::kRowTiles][4]) {
     using Pair = PackedPair<typename Tile::Mma>;
     if constexpr (Tile::kNarrow) {
-      // A pair here is of two rows and one token, there of one row and two tokens.
+      // A pair of logits holds two rows of one token, and a pair of weights one row of two tokens.
       const float (&tile)[4] = logits[0][0];
       p[0][0] = ptx::movmatrix_trans(Pair::pack(tile[0], tile[2]));
       p[0][1] = ptx::movmatrix_trans(Pair::pack(tile[1], tile[3]));
@@ -307,21 +310,21 @@ class TileRows {
   }
 
  private:
-  // Bits of the lane's number that tell the lanes of one row from each other.
+  // Bits of the lane number that distinguish the lanes of one row.
   static constexpr int kFirstLane = Tile::kNarrow ? 4 : 1;
   static constexpr int kEndLane = Tile::kNarrow ? 32 : 4;
 
-  // Exponent of a row without visible keys so far: finite, so that a hidden logit of -inf weighs
-  // 2^(-inf) against it, and below that of any visible one.
+  // Exponent of a row that has seen no key. It is finite, so that a hidden logit of -inf gets the
+  // weight 2^(-inf) = 0, and below that of any visible key.
   static constexpr float kNothingSeen = -3.4028234663852886e38f;
 
   static constexpr bool kReadsMask = Traits::kMask == MaskMode::custom ||
                                      Traits::kMask == MaskMode::multi_item ||
                                      Variant::kHasLogitsMask;
-  // In the Hopper kernel the minimum of a logit and a bound hides it, which takes two instructions
-  // and no predicate. Bounds are integers that count down with the token: as floats those of
-  // visible tokens are NaN, of which the minimum is the logit, and those of hidden tokens stay at
-  // minus infinity.
+  // The Hopper kernel hides a logit by its minimum with a bound, in two instructions and without a
+  // predicate. Bounds are integers that decrease with the token. Read as floats, they are NaN for
+  // visible tokens, for which the minimum is the logit itself, and minus infinity for hidden
+  // tokens.
   static constexpr bool kHidesByBounds =
       Tile::kHidesByMinimum && Variant::use_softmax && !kReadsMask;
   static constexpr int kHiddenBound = static_cast<int>(0xff800000u);  // minus infinity
@@ -333,7 +336,7 @@ class TileRows {
     bool visible = kv_idx <= row.last_kv;
     if constexpr (Traits::kWindow) visible = visible && kv_idx >= row.first_kv;
     if constexpr (kReadsMask) {
-      // Rows past the tile's end have no mask to read.
+      // Rows after the tile's end have no mask to read.
       visible = visible && row.qo_idx < item_.qo_len;
       visible = visible && is_visible<Traits::kMask>(item_, row, kv_idx, params_.variant);
       if constexpr (Variant::kHasLogitsMask) {
@@ -349,7 +352,7 @@ class TileRows {
   const uint32_t kv_head_;
   const int kv_end_;
   QueryRow rows_[Tile::kRowTiles][2];
-  Scales head_scale_;  // of logits, where the variant has such
+  Scales head_scale_;  // factors of logits, if the variant has them
 
  public:
   const View view;

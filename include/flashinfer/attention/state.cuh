@@ -1,21 +1,21 @@
-// What a warp keeps of its query rows while keys pass, and which rows and columns a thread holds:
-// the C fragments of mma, which wgmma shares.
+// State that a warp keeps of its query rows while it streams keys, and the rows and columns that a
+// thread holds: the C fragments of mma, which wgmma shares.
 #pragma once
 
 #include <cstdint>
 
 namespace flashinfer {
 
-// State of a warp's rows; thread_row() says which a thread has.
+// State of a warp's rows; thread_row() maps a thread to its rows.
 template <typename Tile>
 struct WarpState {
   float output[Tile::kRowTiles][Tile::kOutputTiles][4];
-  float largest[Tile::kRowTiles][2];  // exponent so far (logit * sm_scale_log2)
-  float sum[Tile::kRowTiles][2];      // of this lane's columns only
+  float largest[Tile::kRowTiles][2];  // largest exponent so far (logit * sm_scale_log2)
+  float sum[Tile::kRowTiles][2];      // over this lane's columns only
 };
 
-// Column of the output at element `i` (0, 1) of output tile `tile`: 8-bit V comes with the even
-// columns of a block of 16 in one tile and the odd ones in the next.
+// Output column of element `i` (0, 1) of output tile `tile`. 8-bit V has the even columns of a
+// block of 16 in one tile and the odd columns in the next.
 template <bool kInterleaves>
 __device__ __forceinline__ int output_column(int tile, int i) {
   const int quad_lane = threadIdx.x % 4;

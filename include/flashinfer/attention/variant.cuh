@@ -17,7 +17,7 @@
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/attention/math.cuh>
 
-// Beside its function, each macro leaves a flag, by which the kernel knows that the hook is there.
+// Each macro also defines a flag that tells the kernel that the hook exists.
 #define REGISTER_QUERY_TRANSFORM(params, q, ...)                                 \
   static constexpr bool kHasQueryTransform = true;                               \
   template <typename Params, typename T>                                         \
@@ -73,15 +73,15 @@ namespace flashinfer {
 
 struct AttentionVariantBase {
   static constexpr bool use_softmax = true;
-  static constexpr float sm_scale_log2 = 1.f;  // variants without softmax need not say one
+  static constexpr float sm_scale_log2 = 1.f;  // variants without softmax need not define it
   static constexpr bool kHasQueryTransform = false;
   static constexpr bool kHasKeyTransform = false;
   static constexpr bool kHasLogitsTransform = false;
   static constexpr bool kHasLogitsMask = false;
   static constexpr bool kHasMDUpdate = false;
   static constexpr bool kHasOutputTransform = false;
-  // Whether a negative params.sm_scale is the kernel's to apply, to q; the variant then scales by
-  // its magnitude.
+  // Whether the kernel applies the sign of a negative params.sm_scale to q; the variant then scales
+  // by the magnitude.
   static constexpr bool kNegatesQuery = false;
   // Whether the kernel reads params.q_scale, k_scale and v_scale.
   static constexpr bool kHasHeadScales = false;
@@ -91,7 +91,7 @@ __device__ __forceinline__ float head_scale(const HeadScale& scale, uint32_t hea
   return scale.data == nullptr ? 1.f : scale.data[head * scale.stride];
 }
 
-// The params that a variant sees: the launch's own, and the lengths of the request at hand.
+// Parameters that a variant sees: the launch's parameters and the lengths of the current request.
 template <typename Params>
 struct RequestParams : Params {
   uint32_t qo_len, kv_len;
@@ -102,9 +102,9 @@ struct RequestParams : Params {
   __device__ __forceinline__ uint32_t get_kv_len(uint32_t) const { return kv_len; }
 };
 
-// The built-in options. `kSoftCap`: logits <- c * tanh(logits / c). `kAlibi`: logits + slope *
-// (kv - qo position). `kSinks`: one more logit per head in the denominator, with no value.
-// `kHeadScales`: factors of each head for logits and outputs.
+// Implements the built-in options. `kSoftCap`: logits <- c * tanh(logits / c). `kAlibi`: logits +
+// slope * (kv - qo position). `kSinks`: one more logit per head in the denominator, without a
+// value. `kHeadScales`: factors per head for logits and outputs.
 template <bool kSoftCap, bool kAlibi, bool kSinks, bool kHeadScales = false>
 struct DefaultAttention;
 
@@ -123,9 +123,9 @@ struct ScaledAttention : AttentionVariantBase {
 template <bool kSoftCap, bool kAlibi>
 struct TransformedAttention : AttentionVariantBase {
   static constexpr bool kNegatesQuery = true;
-  static constexpr float sm_scale_log2 = math::log2e;  // the scale is applied by the transform
+  static constexpr float sm_scale_log2 = math::log2e;  // the transform applies the scale
   float logits_scale;
-  int32_t shift;  // of a query's position against its index
+  int32_t shift;  // position of a query minus its index
 
   template <typename Params>
   __device__ __forceinline__ TransformedAttention(const Params& params, uint32_t batch_idx,

@@ -1,14 +1,14 @@
-// Which attention kernel takes less time for a batch, and the portable one's tile. Plain C++.
+// Estimates which attention kernel takes less time for a batch, and chooses the portable kernel's
+// tile. Plain C++.
 //
-// The planner's own arithmetic says when the last CTA has done its share of KV tiles and of pieces
-// (attention_shares.h), here from the lengths alone, without a list of tiles. A launch takes
+// The planner's own arithmetic (attention_shares.h) tells when the last CTA has finished its share
+// of KV tiles and pieces, here from the lengths alone, without a list of tiles. A launch takes
 //
 //   start + max(per_kv_tile * that end, first_keys + K and V / DRAM) + merging
 //
-// where merging is a launch, the bytes of partial results, and the parts of a row one after the
-// other, if tiles are cut. The numbers are measurements, which flashinfer/_attention/plan/speeds.py
-// holds. What counts is which of two times is smaller: both kernels have the same masks and
-// options, which are left out.
+// where merging, if tiles are split, is a launch, the bytes of partial results, and the parts of a
+// row in sequence. flashinfer/_attention/plan/speeds.py holds the measured constants. Only the
+// order of two times matters: masks and options cost both kernels the same and are left out.
 #pragma once
 
 #include <algorithm>
@@ -20,48 +20,50 @@
 namespace flashinfer {
 
 struct KernelSpeed {
-  int64_t ctas;        // on a multiprocessor
-  double start;        // [us]; infinite: the kernel does not serve the batch
-  double per_kv_tile;  // [us], of a CTA, with as many as fit
-  double alone;        // factor for a CTA whose multiprocessor has no other
-  double merge;        // [us], the launch that merges
-  double further;      // KV tiles that a CTA's further tiles take more than the planner counts
+  int64_t ctas;        // CTAs per SM
+  double start;        // [us]; infinite: the kernel does not support the batch
+  double per_kv_tile;  // [us] per CTA, with as many CTAs as fit
+  double alone;        // factor for a CTA that has its SM to itself
+  double merge;        // [us], the merge launch
+  double further;      // KV tiles that each further tile of a CTA costs beyond the planner's count
 };
 
-// A tile of the portable kernel, and the batches it is for.
+// A tile of the portable kernel and the batches it is used for.
 struct PortableTile {
   int64_t tile_q;    // packed rows
-  double most_rows;  // of any request: the tile is for batches within this ...
-  double mean_rows;  // ... or with a mean within this
+  double most_rows;  // rows of the longest request up to which the tile is used ...
+  double mean_rows;  // ... or the mean number of rows
   KernelSpeed speed;
 };
 
-// Heads, memory and kernels of one kind of launch. Its bytes come from Python: fields have 8 bytes,
-// and flashinfer/_attention/plan/speeds.py has the same ones.
+// Heads, memory and kernels of one kind of launch. Python passes its bytes: each field has 8 bytes,
+// and flashinfer/_attention/plan/speeds.py declares the same fields.
 struct KernelModel {
   int64_t num_kv_heads, group_size, head_dim_vo;
   int64_t num_sms;
-  int64_t key_bytes;      // of K and V of a token, of a head
-  double first_keys;      // [us], until they come from DRAM
-  double dram, partial;   // [bytes per us], of K and V, and of partial results
-  double per_part;        // [us], of a row
-  int64_t tile_q_second;  // of the requests that fit it, if others do not; 0: all have one tile
+  int64_t key_bytes;     // K and V of one token and head
+  double first_keys;     // [us] until the first keys arrive from DRAM
+  double dram, partial;  // [bytes per us], for K and V, and for partial results
+  double per_part;       // [us] per part of a row
+  // second tile, for requests that fit it if others do not; 0: one tile for all
+  int64_t tile_q_second;
   int64_t portable_tile_kv, portable_piece_tiles;  // as in PlanConfig
-  KernelSpeed second_speed;                        // of a launch with both tiles
+  KernelSpeed second_speed;                        // launch with both tiles
   int64_t hopper_tile_q, hopper_tile_kv, hopper_piece_tiles;
   KernelSpeed hopper_speed;
   int64_t num_tiles;
-  PortableTile tiles[4];  // the first that is for a batch is taken; the last for any
+  PortableTile tiles[4];  // the first one that suits the batch is taken; the last suits any
 };
 
 struct KernelEstimate {
   int64_t tile_q;  // of the portable kernel
   double portable_us, hopper_us;
-  double apart_us;   // the portable kernel for what fits the second tile, Hopper's for the others
-  int64_t few_rows;  // the most of those that fit the second tile; 0: there is one tile for all
+  // portable kernel for requests that fit the second tile, Hopper kernel for the others
+  double apart_us;
+  int64_t few_rows;  // most rows of a request that fits the second tile; 0: one tile for all
 };
 
-// The tiles of a launch, counted without a list of them.
+// Counts the tiles of a launch without a list of them.
 class LaunchEstimate {
  public:
   LaunchEstimate(const KernelModel& model, const KernelSpeed& speed, int64_t tile_q,
@@ -102,14 +104,14 @@ class LaunchEstimate {
     bool is_bounded = false;
     if (group.window_left >= 0 && group.window_left + kind.tokens < seen) {
       is_bounded = true;
-      seen = group.window_left + kind.tokens;  // and a part of a KV tile at either end
+      seen = group.window_left + kind.tokens;  // plus a part of a KV tile at either end
       const double kv_tiles = (seen - 1) * per_key_;
       most = least = std::min(all, static_cast<int64_t>(kv_tiles) + 2);
       sum = std::min(sum, tiles * (kv_tiles + 1));
     }
     if (group.causal && tiles > 1) {
-      // The last tile of a request sees these keys, and each one before it `tokens` fewer as soon
-      // as the window is not full; a KV tile that is not full counts whole.
+      // The last tile of a request sees these keys. Each tile before it sees `tokens` fewer once
+      // the window is not full. A partly filled KV tile counts as a whole one.
       const double hidden = std::max(seen - before, 0.0);
       const double fewer = std::min<double>(tiles, hidden * kind.per_token);
       const double others = seen * per_key_ + kind.partly + (is_bounded ? 0.5 : 0.0);
@@ -164,10 +166,10 @@ class LaunchEstimate {
 
  private:
   struct Kind {
-    int64_t tile_q, cost;      // cost: of a KV tile
-    double tokens, per_token;  // of a tile, and its reciprocal
-    double kv_tiles;           // of as many keys as a tile has tokens
-    double partly;             // of the last KV tile of a tile, which it sees in part
+    int64_t tile_q, cost;      // cost of a KV tile
+    double tokens, per_token;  // tokens of a tile, and its reciprocal
+    double kv_tiles;           // KV tiles that hold as many keys as a tile has tokens
+    double partly;             // mean unseen part of a tile's last KV tile
   };
 
   const KernelModel& model_;
@@ -177,7 +179,7 @@ class LaunchEstimate {
   double per_key_;
   TileTotals totals_;
   int64_t num_tiles_ = 0;
-  int64_t keys_ = 0;  // that any row sees
+  int64_t keys_ = 0;  // keys that any row sees
 };
 
 class KernelEstimator {
@@ -208,7 +210,7 @@ class KernelEstimator {
   }
 
  private:
-  // Of the requests with so many rows.
+  // Time of the requests whose number of rows lies in this range.
   double portable_us(const KernelSpeed& speed, int64_t tile_q, int64_t second, int64_t least,
                      int64_t most) const {
     LaunchEstimate launch(model_, speed, tile_q, model_.portable_tile_kv, second,
@@ -233,7 +235,7 @@ class KernelEstimator {
     return int64_t{request.qo_len} * model_.group_size;
   }
 
-  // For the requests that have more rows than the second tile.
+  // Tile for the requests that have more rows than the second tile.
   const PortableTile& portable_tile() const {
     int64_t rows = all_rows_, count = group_.requests.size();
     if (second_ > 0) {
@@ -252,7 +254,7 @@ class KernelEstimator {
     return model_.tiles[model_.num_tiles - 1];
   }
 
-  // Of a launch of the requests that fit the second tile, which has a tile for these.
+  // Speed of a launch for the requests that fit the second tile, with a tile of that size.
   const KernelSpeed& speed_of_few() const {
     for (int64_t i = 0; i + 1 < model_.num_tiles; ++i) {
       const PortableTile& tile = model_.tiles[i];
@@ -264,7 +266,7 @@ class KernelEstimator {
   const KernelModel& model_;
   const RequestGroup& group_;
   int64_t longest_ = 0, all_rows_ = 0, few_rows_ = 0;
-  int64_t second_;  // the second tile, if some requests fit it and others do not
+  int64_t second_;  // the second tile, if only some requests fit it
 };
 
 }  // namespace flashinfer

@@ -27,13 +27,13 @@ namespace flashinfer {
 
 class AttentionPlanner {
  public:
-  // Of tiles, and of work items: 192 MiB of items.
+  // Limit for tiles and for work items: 192 MiB of items.
   static constexpr int64_t kMaxPieces = 1 << 22;
 
-  // Decides. `float_bytes`: size of the float workspace, from which a graph with fixed split size
-  // gets its number of slots; negative: as many as this plan needs.
-  // The lengths of all requests times group_size must be below 2^31, the groups within the graph's
-  // capacity. Returns whether there is a plan: it has at most kMaxPieces pieces.
+  // Decides the plan. `float_bytes` is the size of the float workspace, which gives a graph with a
+  // fixed split size its number of slots; if negative, there are as many slots as the plan needs.
+  // The lengths of all requests times group_size must be below 2^31, and the groups must fit the
+  // graph's capacity. Returns false if the plan would have more than kMaxPieces pieces.
   bool plan(const PlanConfig& config, const RequestGroup& first, const RequestGroup* second,
             int64_t float_bytes) {
     config_ = &config;
@@ -74,14 +74,14 @@ class AttentionPlanner {
   const PlanLayout& layout() const { return layout_; }
 
  private:
-  static constexpr int64_t kSumsBytes = 8;  // of a row of a slot, besides its output
+  static constexpr int64_t kSumsBytes = 8;  // softmax sums of a slot's row
 
   struct Piece {
     int32_t tile;
     int32_t kv_begin;
     int32_t kv_end;
-    int32_t slot;    // negative: the tile is not cut
-    int32_t column;  // of equal shares
+    int32_t slot;    // negative: the tile is not split
+    int32_t column;  // for equal shares
     int64_t cost;
   };
   bool is_cut(const Tile& tile, const Piece& piece) const {
@@ -94,13 +94,13 @@ class AttentionPlanner {
     return std::min(rows - tile.row_begin, tile.kind ? config_->tile_q_second : config_->tile_q);
   }
 
-  // Without a second group both kinds are requests of the first.
+  // Without a second group, tiles of both kinds belong to the first group.
   int group_of(const Tile& tile) const { return groups_[1] ? tile.kind : 0; }
 
   // ---- Cutting ----
 
-  // Cuts are multiples of the size in the request's own positions, so that neither the query's
-  // position nor the window moves them.
+  // Splits at multiples of the size in the request's own positions, so that neither the query's
+  // position nor the window moves the cuts.
   void cut_at_multiples() {
     const TileCost cost(*config_);
     const int64_t size = config_->fixed_split_size;
@@ -119,16 +119,16 @@ class AttentionPlanner {
     number_slots();
   }
 
-  // Walks all tiles in order and closes a column when its cost reaches `share`. Returns the number
-  // of columns, or more than any GPU has where the share is too small for parts of a tile. No part
-  // of a cut tile is shorter than min_piece. Records the pieces for a share with which the columns
+  // Walks over all tiles in order and closes a column when its cost reaches `share`. Returns the
+  // number of columns, or INT64_MAX if the share is too small for a part of a tile. No part of a
+  // split tile is shorter than min_piece. With kRecord it records the pieces; the columns must then
   // suffice.
   template <bool kRecord>
   int64_t walk(int64_t share) {
     const TileCost cost(*config_);
     int64_t column = 0, room = share;
     const int32_t num_tiles = static_cast<int32_t>(tiles_.size());
-    if constexpr (kRecord) pieces_.resize(num_tiles + gpu_columns_);  // a border cuts one tile
+    if constexpr (kRecord) pieces_.resize(num_tiles + gpu_columns_);  // each border splits one tile
     Piece* next = pieces_.data();
     const auto record = [&](int32_t tile, int64_t begin, int64_t end, int64_t piece_cost) {
       if constexpr (kRecord) {
@@ -167,9 +167,10 @@ class AttentionPlanner {
     return column + 1;
   }
 
-  // Few tiles of one cost are cut into as many parts each where that leaves hardly a column empty:
-  // 16 tiles take 32 of 33 columns, two each, instead of two or three each (1 % faster on an H200).
-  // Long ones take the fewest columns that keep the memory busy: there is less to merge (1 %).
+  // If there are few tiles of equal cost, each is split into the same number of parts where that
+  // leaves hardly a column empty: 16 tiles take 32 of 33 columns, two each, rather than two or
+  // three each. Long tiles take the fewest columns that keep the memory busy, which leaves less to
+  // merge.
   int64_t columns_of_shares() const {
     const int64_t all = shares_.columns();
     const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
@@ -180,15 +181,15 @@ class AttentionPlanner {
     return 32 * columns >= 31 * most && columns > 0 ? columns : all;
   }
 
-  // The smallest share, to about 1/256, with which the columns of the GPU suffice. All costs are
-  // multiples of one unit, and so are the shares that can make a difference.
+  // Finds the smallest share, to about 1/256, for which the GPU's columns suffice. All costs are
+  // multiples of one unit, so only such multiples are tried.
   int64_t smallest_share() {
     const TileCost cost(*config_);
     const int64_t unit = config_->tile_q_second > 0
                              ? std::min(cost.per_kv_tile(0), cost.per_kv_tile(1))
                              : cost.per_kv_tile(0);
     const int64_t lowest = std::max(shares_.least_share(), ceil_div(totals_.cost, share_columns_));
-    int64_t low = ceil_div(lowest, unit) - 1;  // too small; in units, as what follows
+    int64_t low = ceil_div(lowest, unit) - 1;  // too small; in units, like `high`
     int64_t high = std::max(low + 1, ceil_div(shares_.share(), unit));
     int64_t step = std::max<int64_t>(1, high / 64);
     while (!is_enough(high * unit)) {
@@ -196,8 +197,8 @@ class AttentionPlanner {
       high += step;
       step *= 2;
     }
-    // What cutting costs hardly depends on the share: what the columns held now tells where the
-    // search is likely to end, and two tries spare most of the bisection.
+    // The cost of splitting hardly depends on the share. What the columns held in the last walk
+    // tells where the search will probably end, and two guesses spare most of the bisection.
     const int64_t likely = ceil_div(walked_cost_, share_columns_ * unit);
     const int64_t margin = high / 512;
     for (const int64_t guess : {likely + margin, likely - margin - 1}) {
@@ -217,7 +218,7 @@ class AttentionPlanner {
     number_slots();
   }
 
-  // Parts of a cut tile get consecutive slots, in order of KV.
+  // Numbers the parts of each split tile consecutively, in order of KV.
   void number_slots() {
     for (Piece& piece : pieces_) {
       const Tile& tile = tiles_[piece.tile];
@@ -232,7 +233,7 @@ class AttentionPlanner {
 
   // ---- Whole tiles, longest first ----
 
-  // Whether whole tiles end no later than equal shares by more than 1/32.
+  // Whether whole tiles end at most 1/32 later than equal shares.
   bool whole_tiles_are_balanced() {
     const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
     if (num_tiles == 0) return true;
@@ -248,11 +249,11 @@ class AttentionPlanner {
     }
     if (lists <= slots && totals_.most <= allowed) return true;
     if (even + totals_.most <= allowed) return true;
-    // Where heads take turns, the longest tile of the last one begins when the others are done:
-    // then the tiles of each head are dealt to as many columns as run at a time.
+    // If the kernel takes head after head, the longest tile of the last head begins when the others
+    // are done. Each head's tiles are then dealt to as many columns as run at a time.
     const bool is_late =
         config_->takes_heads_in_turn(lists) && even - even / heads + totals_.most > allowed;
-    // So many that the short ones at the end fill every gap; dealing them out would take long.
+    // With so many tiles the short ones at the end fill every gap, and dealing them out takes long.
     if (num_tiles >= 32 * columns && totals_.most <= even && !is_late) return true;
     sorted_.sort(tiles_, totals_.least, totals_.most);
     if (waves * sorted_.deal(tiles_, columns) <= allowed || waves * end_of_columns() <= allowed) {
@@ -263,17 +264,17 @@ class AttentionPlanner {
     return false;
   }
 
-  // How long `running` of all that the GPU holds take for `cost` each while no other runs.
+  // Time that `running` of `all` resident columns take for `cost` each while no other column runs.
   int64_t time_of(int64_t cost, int64_t running, int64_t all) const {
     if (running == 0) return 0;
     const int64_t speed = config_->lone_speed;
     return ceil_div(cost * std::max(all, speed * running), speed * all);
   }
 
-  // When the last of the columns that were dealt ends.
+  // Returns when the last of the dealt columns ends.
   int64_t end_of_columns() {
     const int64_t columns = shares_.columns();
-    int64_t end = 0, done = 0;  // done: cost of the columns that have ended by then
+    int64_t end = 0, done = 0;  // done: cost of the columns that have ended
     int64_t running = std::min<int64_t>(tiles_.size(), columns);
     sorted_.visit_loads([&](int64_t cost) {
       end += time_of(cost - done, running--, columns);
@@ -311,7 +312,7 @@ class AttentionPlanner {
     layout.num_slots = num_slots_;
     int64_t used_items = num_pieces(), max_items = used_items;
     if (config_->is_graph()) {
-      used_items += gpu_columns_;  // an empty column keeps its first item
+      used_items += gpu_columns_;  // an empty column still has its first item
       max_items = std::max(used_items, reserve_for_graph(float_bytes));
     }
     layout.merged_rows = merged_rows();
@@ -325,19 +326,20 @@ class AttentionPlanner {
 
   int64_t num_pieces() const { return are_whole_ ? tiles_.size() : pieces_.size(); }
 
-  // One row per CTA while these run at a time, since its parts are then spread over eight warps;
-  // else four, since each CTA costs more than its few parts. How many warps a row has decides in
-  // which order its parts are added: with fixed splits nothing of the batch may.
+  // Rows per CTA of the merge: one while all these CTAs run at a time, since eight warps then share
+  // the parts; otherwise four, since each CTA costs more than its few parts. The number of warps
+  // per row decides the order in which parts are added, so with a fixed split size it must not
+  // depend on the batch.
   int64_t merged_rows() const {
     const int64_t rows = layout_.rows_per_slot;
     const bool at_a_time = layout_.num_merges * config_->num_kv_heads * rows <= 64;
     return config_->fixed_split_size > 0 || at_a_time ? 1 : std::min<int64_t>(rows, 4);
   }
 
-  // What a captured launch and its kernels' arguments are made from must be the same for every
-  // batch within the capacity. Returns the most items that there can be; with fixed split size
-  // there is no bound but the workspaces: merges come first, so that items may take what is left,
-  // and slots are as many as fit.
+  // Sizes of a captured launch and its kernel arguments must be the same for every batch within the
+  // capacity. Returns the largest possible number of items. With a fixed split size only the
+  // workspaces limit it: merges come first, items take the rest, and there are as many slots as
+  // fit.
   int64_t reserve_for_graph(int64_t float_bytes) {
     PlanLayout& layout = layout_;
     const int64_t tiles = max_tiles(*config_, config_->graph_batch_size, config_->graph_qo_tokens);
@@ -365,8 +367,8 @@ class AttentionPlanner {
     return ceil_div(slots * slot_rows() * config_->head_dim_vo * 4, 256) * 256;
   }
 
-  // The first item of column c is items[c]; those that follow in a column come behind all first
-  // ones, in the order in which they are dealt.
+  // Writes the first item of column c to items[c]; later items of a column follow after all first
+  // items, in the order in which they are dealt.
   void write_items(WorkItem* items) {
     last_of_column_.assign(layout_.num_ctas, -1);
     num_written_ = static_cast<int32_t>(layout_.num_ctas);
@@ -427,7 +429,8 @@ class AttentionPlanner {
     item.lists_taken = 0;
   }
 
-  // In order of the tiles. A graph's merges that this plan does not need have no rows.
+  // Writes the merges in order of the tiles. Merges of a graph that this plan does not need have no
+  // rows.
   void write_merges(MergeItem* merges) {
     MergeItem* merge = merges;
     for (const Piece& piece : pieces_) {
@@ -452,20 +455,20 @@ class AttentionPlanner {
 
   const PlanConfig* config_ = nullptr;
   const RequestGroup* groups_[2] = {};
-  int64_t gpu_columns_ = 0;  // that a graph has
+  int64_t gpu_columns_ = 0;  // columns of a graph
   EqualShares shares_;
-  int64_t share_columns_ = 0;  // that they take
-  int64_t walked_cost_ = 0;    // of the latest walk, with what closed columns left empty
+  int64_t share_columns_ = 0;  // columns that take shares
+  int64_t walked_cost_ = 0;    // cost of the latest walk, including what closed columns left empty
   int64_t num_columns_ = 0, num_slots_ = 0, num_merges_ = 0, max_cut_rows_ = 0;
   PlanLayout layout_ = {};
 
   std::vector<Tile> tiles_;
   TileTotals totals_;
-  bool are_whole_ = false;               // no tile is cut, and there are no pieces
+  bool are_whole_ = false;               // no tile is split, and there are no pieces
   std::vector<Piece> pieces_;            // by tile, then by KV
-  LongestFirst sorted_;                  // of whole tiles, or of pieces of a fixed size
-  std::vector<int32_t> last_of_column_;  // items, while they are written
-  int32_t num_written_ = 0;              // and first ones that are still to be
+  LongestFirst sorted_;                  // sorts whole tiles, or pieces of a fixed size
+  std::vector<int32_t> last_of_column_;  // last item of each column while items are written
+  int32_t num_written_ = 0;              // items written, including first items still to come
 };
 
 }  // namespace flashinfer

@@ -1,5 +1,4 @@
-// The tiles of an attention launch: which query rows against which KV range, and what each costs.
-// Plain C++.
+// The tiles of an attention launch: their query rows, KV ranges and costs. Plain C++.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +15,11 @@ struct PlanRequest {
   int32_t kv_len;    // [tokens]
 };
 
-// Requests that share their tensors and their masks.
+// Requests that share tensors and mask.
 struct RequestGroup {
   std::vector<PlanRequest> requests;
   bool causal;             // a key is visible up to the query's position, aligned to the end
-  int64_t window_left;     // keys further back are not visible; negative: no bound
+  int64_t window_left;     // keys further back are not visible; negative: no limit
   int64_t qo_tokens = 0;   // rows of q
   int64_t kv_entries = 0;  // paged: entries of kv_indices; ragged: rows of k and v
 
@@ -29,34 +28,35 @@ struct RequestGroup {
   }
 };
 
-// Everything that a plan depends on besides the requests. Its bytes come from Python: every field
-// is an int64_t, and flashinfer/_attention/plan/planner.py has the same ones.
+// Everything besides the requests that a plan depends on. Python passes its bytes: every field is
+// an int64_t, and flashinfer/_attention/plan/planner.py declares the same fields.
 struct PlanConfig {
   int64_t num_kv_heads;
-  int64_t group_size;  // query heads of a KV head
+  int64_t group_size;  // query heads per KV head
   int64_t head_dim_vo;
   int64_t tile_q;         // packed rows of a tile of kind 0
-  int64_t tile_q_second;  // of kind 1; 0: there is only kind 0
+  int64_t tile_q_second;  // packed rows of a tile of kind 1; 0: all tiles are of kind 0
   int64_t tile_kv;        // tokens, a power of two
-  // To start and to end a piece takes as long as so many KV tiles: the pipeline fills and drains.
+  // Starting and ending a piece takes as long as this many KV tiles, since the pipeline fills and
+  // drains.
   int64_t piece_tiles = 1;
   int64_t cta_slots;  // CTAs that the GPU holds at a time
-  // How many times as fast a CTA is with a multiprocessor to itself, where the memory is what CTAs
-  // wait for: then half of two CTAs per multiprocessor read as much as all.
+  // How many times as fast a CTA runs alone on an SM, where CTAs wait for memory: with two CTAs per
+  // SM, half of them read as much as all.
   int64_t lone_speed = 1;
   int64_t fixed_split_size;  // [tokens], a multiple of the KV tile; 0: the planner chooses
   int64_t disable_split_kv;  // 0 or 1
   int64_t graph_batch_size;  // capacity of a CUDA graph; negative: no graph
   int64_t graph_qo_tokens;
   int64_t graph_qo_len;  // most tokens of one request; 0: all of them
-  // Packed rows of the requests that are planned; another launch takes the others.
+  // Range of packed rows of the requests to plan; another launch takes the others.
   int64_t least_rows = 0;
   int64_t most_rows = INT64_MAX;
 
   int tile_kv_log2() const { return __builtin_ctzll(tile_kv); }
   int64_t kv_tiles(int64_t tokens) const { return (tokens + tile_kv - 1) >> tile_kv_log2(); }
-  // Whether CTAs take the lists of a head after all of the one before (portable/attention.cuh, and
-  // for many lists attention/sm90/launch.cuh), so that the longest do not come first.
+  // Whether CTAs take all lists of one head before those of the next (portable/attention.cuh, and
+  // with many lists attention/sm90/launch.cuh), so that the longest lists do not come first.
   bool takes_heads_in_turn(int64_t lists) const {
     return piece_tiles == 1 ? tile_q > 16 : lists >= 8 * cta_slots;
   }
@@ -76,7 +76,8 @@ struct Tile {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Time in sixteenths of what a tile of few rows takes for one KV tile, which is the time of its
-// loads. With 128 rows arithmetic takes about twice that, which matters beside a second shape.
+// loads. Arithmetic on 128 rows takes about twice that, which matters if a second shape runs beside
+// it.
 class TileCost {
  public:
   explicit TileCost(const PlanConfig& config) : piece_tiles_(config.piece_tiles) {
@@ -86,7 +87,7 @@ class TileCost {
   int64_t per_kv_tile(int kind) const { return int64_t{1} << shift_[kind]; }
   int64_t per_piece(int kind) const { return piece_tiles_ << shift_[kind]; }
   int64_t of(int kind, int64_t kv_tiles) const { return (kv_tiles + piece_tiles_) << shift_[kind]; }
-  // KV tiles that can be had for a cost; negative if not even a piece without any.
+  // KV tiles that fit in a cost; negative if not even a piece without any fits.
   int64_t kv_tiles_for(int kind, int64_t cost) const {
     return (cost >> shift_[kind]) - piece_tiles_;
   }
@@ -96,7 +97,7 @@ class TileCost {
   int shift_[2];
 };
 
-// Most tiles that any requests within these numbers can have.
+// Largest number of tiles of any requests within these limits.
 inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t qo_tokens) {
   const int64_t tile_q =
       config.tile_q_second > 0 ? std::min(config.tile_q, config.tile_q_second) : config.tile_q;
@@ -105,9 +106,9 @@ inline int64_t max_tiles(const PlanConfig& config, int64_t batch_size, int64_t q
 }
 
 struct TileTotals {
-  int64_t cost = 0, most = 0, least = INT64_MAX;  // of all tiles, and of one
-  int64_t most_of[2] = {};                        // of one, by kind
-  double rows = 0;                                // of all tiles, each times its cost
+  int64_t cost = 0, most = 0, least = INT64_MAX;  // over all tiles, and of one tile
+  int64_t most_of[2] = {};                        // largest cost of a tile, by kind
+  double rows = 0;                                // over all tiles, rows times cost
 
   void add(int64_t tile_cost) {
     cost += tile_cost;
@@ -116,7 +117,7 @@ struct TileTotals {
   }
 };
 
-// The token and the head of a packed row; steps from row to row need no division.
+// Token and head of a packed row; stepping from row to row needs no division.
 struct PackedRow {
   int32_t token, head;
 
@@ -133,8 +134,8 @@ struct PackedRow {
   }
 };
 
-// Puts the tiles of a group behind the first `num_before`, by request and by row, of the requests
-// that the launch takes. `group_kind`: negative gives kind 1 to those requests that fit one tile of
+// Writes the tiles of a group after the first `num_before`, by request and by row, for the requests
+// that the launch takes. A negative `group_kind` gives kind 1 to the requests that fit one tile of
 // the second shape, if there is one.
 inline void append_tiles(const PlanConfig& config, const RequestGroup& group, int group_kind,
                          size_t num_before, std::vector<Tile>& tiles, TileTotals& all_totals) {
@@ -146,7 +147,7 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
     return group_kind >= 0 ? group_kind : static_cast<int>(rows <= config.tile_q_second);
   };
 
-  PackedRow steps[2], last_rows[2];  // of one tile to the next, and of the first tile
+  PackedRow steps[2], last_rows[2];  // from tile to tile, and of the first tile
   for (int kind = 0; kind < 2; ++kind) {
     steps[kind] = PackedRow::of(tile_qs[kind], group_size);
     last_rows[kind] = PackedRow::of(tile_qs[kind] - 1, group_size);
@@ -157,10 +158,10 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
     const int64_t tile_q = tile_qs[kind_of(rows)];
     if (config.takes(rows)) count += rows > tile_q ? ceil_div(rows, tile_q) : rows > 0;
   }
-  tiles.resize(num_before + count);  // what the last plan had needs no zeros
+  tiles.resize(num_before + count);  // elements of the last plan need no zeros
   Tile* tile = tiles.data() + num_before;
 
-  // Copies, since the compiler cannot know that writing tiles leaves them alone.
+  // These are copies, since the compiler cannot know that writing tiles does not change them.
   const bool causal = group.causal;
   const int64_t window_left = group.window_left, tile_kv = config.tile_kv;
   const int tile_kv_log2 = config.tile_kv_log2();

@@ -1,4 +1,4 @@
-// Hands parts of the work to columns of CTAs, the longest first. Plain C++; keeps its memory.
+// Deals parts of the work to columns of CTAs, the longest first. Plain C++; reuses its memory.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class LongestFirst {
   bool is_sorted() const { return !order_.empty(); }
   bool is_dealt() const { return !columns_.empty(); }
 
-  // Sorts parts by their `cost`, to 1/1024 of the range from `least` to `most`; ties stay in order.
+  // Sorts parts by `cost`, to 1/1024 of the range from `least` to `most`; ties keep their order.
   template <typename Part>
   void sort(const std::vector<Part>& parts, int64_t least, int64_t most) {
     int shift = 0;
@@ -35,7 +35,7 @@ class LongestFirst {
     }
   }
 
-  // Sorted parts, each in turn to the column with the least cost so far. Returns the largest cost.
+  // Gives each sorted part to the column with the least cost so far. Returns the largest cost.
   template <typename Part>
   int64_t deal(const std::vector<Part>& parts, int64_t num_columns) {
     loads_.clear();
@@ -59,29 +59,30 @@ class LongestFirst {
     return longest;
   }
 
-  // Costs of the columns that were dealt to, by rising cost; they cannot be dealt to any more.
+  // Visits the costs of the columns in ascending order; nothing can be dealt to them afterwards.
   template <typename Visit>
   void visit_loads(const Visit& visit) {
     std::sort(loads_.begin(), loads_.end());
     for (const uint64_t load : loads_) visit(cost_of(load));
   }
 
-  // Of the part at a position: its index, and its column if parts were dealt.
+  // Index of the part at a position, and its column if parts were dealt.
   int32_t part(size_t position) const { return order_[position]; }
   int32_t column(size_t position) const { return columns_[position]; }
 
  private:
   static constexpr int64_t kBuckets = 1024;
 
-  // A column and its cost so far in one number, which orders columns by cost, then by index. Costs
-  // are multiples of 16, and those of a plan add up to less than 2^52; indices are below 2^15.
+  // Packs a column and its cost so far into one number, which orders columns by cost, then by
+  // index. Costs are multiples of 16 and those of a plan add up to less than 2^52; indices are
+  // below 2^15.
   static uint64_t load_of(int64_t cost, int64_t column) {
     return static_cast<uint64_t>(cost << 11 | column);
   }
   static int64_t cost_of(uint64_t load) { return static_cast<int64_t>(load >> 15 << 4); }
   static int32_t column_of(uint64_t load) { return static_cast<int32_t>(load & 0x7fff); }
 
-  // Which child is less is a sum and not a branch, as nobody can predict it.
+  // The smaller child is chosen by arithmetic, since a branch on it is unpredictable.
   void replace_least(uint64_t load) {
     const size_t size = loads_.size();
     size_t hole = 0;

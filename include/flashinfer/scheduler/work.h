@@ -1,13 +1,13 @@
-// The work list of an attention launch: what a plan writes and the kernels read. Plain C++.
+// The work list of an attention launch: a plan writes it and the kernels read it. Plain C++.
 //
 // A tile is `tile_q` consecutive packed query rows of one request; packed row = token * group_size
 // + head of the group, so that one K/V tile serves the whole GQA group. A work item is one tile
 // against one range of KV tokens. There are num_ctas lists: list c is items[c], then
-// items[items[c].next], and so on; for each KV head one CTA walks each list.
+// items[items[c].next], and so on. For each KV head one CTA walks each list.
 //
-// A tile whose KV range was cut writes its parts to the workspace (slot s of KV head h holds
-// rows_per_slot rows of fp32 output and of its softmax sums), and a MergeItem names the slots to
-// merge, in order of KV.
+// A tile whose KV range was split writes its parts to the workspace: slot s of KV head h holds
+// rows_per_slot rows of fp32 output and their softmax sums. A MergeItem names the slots to merge,
+// in order of KV.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace flashinfer {
 
 struct alignas(16) WorkItem {
   int32_t request;    // negative: the CTA has nothing to do
-  int32_t kind;       // which of the launch's tile shapes: 0 the first, 1 the second
+  int32_t kind;       // tile shape of the launch: 0 the first, 1 the second
   int32_t qo_begin;   // first row of the request in q and o [tokens]
   int32_t qo_len;     // [tokens]
   int32_t kv_len;     // [tokens]
@@ -26,8 +26,8 @@ struct alignas(16) WorkItem {
   int32_t kv_end;     // [tokens]
   int32_t partial_slot;  // negative: write o itself
   int32_t next;          // index of the CTA's next item; negative: none
-  // Of items[0], in launches whose CTAs take lists as they come: how many were taken. 0 between
-  // launches.
+  // Number of lists taken so far, kept in items[0] of launches whose CTAs take lists dynamically.
+  // It is 0 between launches.
   int32_t lists_taken;
 };
 static_assert(sizeof(WorkItem) == 48, "three 16-byte loads");

@@ -1,12 +1,16 @@
-// Attention over paged or ragged K and V:  o = softmax(q k^T * sm_scale) v  per row, with the
-// online softmax of M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
-// 2018, tiled as in T. Dao, "FlashAttention-2", 2023.
+// Attention over paged or ragged K and V:
 //
-// Grid (num_kv_heads * num_ctas, output parts), 128 threads. Long query tiles: lists fastest, so
-// that what runs at a time shares few heads, whose K and V stay in L2. Decode reads each key once:
-// heads fastest, so that neighbours in memory are read at the same time. A CTA works off its list
-// of items, each a tile of packed query rows against a range of K/V (scheduler/work.h). What tiles
-// and warps hold is in tile.cuh. Sums run in a fixed order: results repeat bit for bit.
+//   o = softmax(q k^T * sm_scale) v  per row,
+//
+// with the online softmax of M. Milakov and N. Gimelshein, "Online normalizer calculation for
+// softmax", 2018, tiled as in T. Dao, "FlashAttention-2", 2023.
+//
+// The grid is (num_kv_heads * num_ctas, output parts) with 128 threads. With long query tiles,
+// lists vary fastest, so that concurrent CTAs share few heads, whose K and V stay in L2. Decode
+// reads each key once, so heads vary fastest and neighbours in memory are read at the same time. A
+// CTA processes its list of items, each a tile of packed query rows against a range of K/V
+// (scheduler/work.h). tile.cuh says what tiles and warps hold. Sums run in a fixed order: results
+// repeat bit for bit.
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
@@ -21,7 +25,7 @@
 
 namespace flashinfer {
 
-// Compile-time choice of one tile shape of a launch.
+// Compile-time parameters of one tile shape of a launch.
 template <typename Tile_, typename Variant_, bool kPaged_, MaskMode kMask_, bool kWindow_,
           bool kRotate_>
 struct AttentionTraits {
@@ -35,7 +39,7 @@ struct AttentionTraits {
   static_assert(!kTransformK || !Tile::kKeysAre8Bit, "8-bit keys cannot be rotated in place");
 };
 
-// One work item by one CTA.
+// Computes one work item in one CTA.
 template <typename Traits, typename Params>
 class TileWorker {
   using Tile = typename Traits::Tile;
@@ -60,7 +64,7 @@ class TileWorker {
   __device__ __forceinline__ void run() {
     rows_.begin(state_);
     stream();
-    // Not before: the merge's CTAs would wait where other items could run.
+    // Triggered only now: CTAs of the merge would otherwise wait in the place of further items.
     ptx::grid_launch_dependents();
     rows_.end(state_);
     OutputWriter<Traits, Params>(params_, tensors_, item_, kv_head_, num_rows_, rows_.variant,
@@ -72,13 +76,13 @@ class TileWorker {
   static constexpr bool kConvertQuery =
       Traits::kRotate || Variant::kHasQueryTransform || Tile::kKeysAre8Bit;
 
-  // First half of loading q, ahead of K and V: the copies belong to the first group of the stream.
+  // Starts to load q. It comes before K and V, so that its copies belong to the first group.
   __device__ __forceinline__ void begin_query() {
     copy_query<Tile>(tensors_, item_, params_.group_size, kv_head_, num_rows_,
                      ptx::shared_address(shared_));
   }
 
-  // Second half, when the first group has arrived.
+  // Finishes loading q when the first group of copies has arrived.
   __device__ __forceinline__ void end_query(QueryFragments<Tile>& query) {
     const auto synchronize = [] {
       if constexpr (Tile::kSplitKV) {
@@ -106,22 +110,22 @@ class TileWorker {
     }
   }
 
-  // First query row of the warp.
+  // Address of the warp's first query row.
   __device__ __forceinline__ uint32_t shared_q() const {
     const int row = Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows;
     return ptx::shared_address(shared_) + row * Tile::kPitchQ;
   }
 
-  // Streams K and V and works off tile by tile. Where each warp has its own tokens (decode), no
-  // warp waits for another, and all stages are in flight at a time. Else the barrier that shows a
-  // tile to all warps also says that the other stage is free: one barrier per tile, ahead of which
-  // the next tile's copies run for a whole tile's products.
+  // Streams K and V and processes them tile by tile. In decode each warp has its own tokens: no
+  // warp waits for another, and all stages are in flight. Otherwise one barrier per tile both shows
+  // the tile to all warps and frees the other stage; the next tile's copies start after it and
+  // overlap with a whole tile's products.
   __device__ __forceinline__ void stream() {
 #if defined(__CUDA_ARCH__)
     constexpr int kStages = Tile::num_stages(__CUDA_ARCH__ / 10);
     constexpr int kAhead = Tile::kSplitKV || kStages == 1 ? kStages : kStages - 1;
-    // Addresses are made in the shadow of the products: 0.5 % of decode on an H200. With 8 bits,
-    // whose copies wait for products, that costs as much.
+    // Computes addresses while products run. It costs time with an 8-bit cache, whose copies wait
+    // for products.
     constexpr bool kLocatesEarly = kAhead == kStages && !Tile::kKeysAre8Bit;
     const uint32_t shared_k = ptx::shared_address(stages_);
     TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
@@ -181,15 +185,15 @@ class TileWorker {
 #endif
   }
 
-  // One tile: logits, one step of the online softmax, output. Without branches behind the largest
-  // logit but for the rare one that scales the output down, so that exponentials and products may
-  // overlap. The masks are a branch, not a copy of all this: a CTA of a short prompt masks one tile
-  // of a few, and what runs once has to come through the instruction cache.
+  // Processes one tile: logits, a step of the online softmax, output. After the maximum only the
+  // rare rescaling branches, so that exponentials and products overlap. Masking is a branch rather
+  // than a second copy of the code: a CTA of a short prompt masks one of its few tiles, and code
+  // that runs once has to pass through the instruction cache.
   __device__ __forceinline__ void attend(const QueryFragments<Tile>& query, uint32_t tile_k,
                                          uint32_t tile_v, int first_token) {
     float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
-    // What ends in the first half of its last tile, as every other tile of a causal prompt does in
-    // groups of four: 3 % of the time of 512 tokens.
+    // If the item ends in the first half of its last tile, only that half is computed. In a causal
+    // prompt with groups of four heads every other tile does.
     constexpr bool kHalves = !Tile::kSplitKV;
     const bool half = kHalves && item_.kv_end - first_token <= Tile::kWarpKV / 2;
     if constexpr (Tile::kNarrow) {
@@ -236,7 +240,7 @@ class TileWorker {
   float inverse_scale_[Tile::kRowTiles][2];
 };
 
-// `Second`: the traits of items of kind 1, void where there are none.
+// `Second` holds the traits of items of kind 1, or is void if there are none.
 template <typename First, typename Second, typename Params>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_kernel(const __grid_constant__ Params params) {
@@ -246,8 +250,9 @@ __global__ void __launch_bounds__(kAttentionThreads)
   const uint32_t inner =
       blockIdx.x - outer * (kHeadsFastest ? params.num_kv_heads : params.num_ctas).divisor;
   const uint32_t kv_head = kHeadsFastest ? inner : outer;
-  // The plan was written by a copy, which every grid behind it waits for, PDL or not. Page numbers
-  // an earlier grid may just be writing: they are brought to L2 meanwhile, and read afterwards.
+  // The plan was written by a copy, which every later grid waits for, with or without PDL. An
+  // earlier grid may still write page numbers, so they are only prefetched here and read after the
+  // wait.
   WorkItem item = params.items[kHeadsFastest ? outer : inner];
   if (kHeadsFastest && threadIdx.x == 0 && item.kv_begin < item.kv_end) {
     const int32_t* const pages = params.tensors[item.kind].kv_indices;
@@ -267,7 +272,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
     }
     if (item.next < 0) return;
     item = params.items[item.next];
-    __syncthreads();  // the next item takes the shared memory
+    __syncthreads();  // the next item reuses the shared memory
   }
 }
 

@@ -1,4 +1,4 @@
-// Host side of the attention kernels.
+// Host side of the portable attention kernel.
 #pragma once
 
 #include <flashinfer/attention/portable/attention.cuh>
@@ -9,8 +9,8 @@
 
 namespace flashinfer {
 
-// Shared memory of a CTA on the current device; also raises the kernel's limit to it, once per
-// device: the attribute stays.
+// Returns the shared memory of a CTA on the current device, and raises the kernel's limit to it
+// once per device.
 template <typename First, typename Second, typename Params>
 inline cudaError_t prepare_attention(int* shared_bytes) {
   return once_per_device(shared_bytes, [](int device, int* bytes) {

@@ -1,4 +1,4 @@
-// From global to shared memory: rows of a tile by cp.async, one warp at a time.
+// Copies the rows of a tile from global to shared memory with cp.async, one warp at a time.
 #pragma once
 
 #include <flashinfer/attention/portable/tile.cuh>
@@ -7,8 +7,8 @@
 namespace flashinfer {
 
 // Copies `kRows` rows of `kRowBytes` to shared memory: chunk `column` of row `row` goes to
-// `target(row, column)`. Lane i gives the `offset` of row i in bytes from `base`; negative: no such
-// row, zeros.
+// `target(row, column)`. Lane i gives the `offset` of row i in bytes from `base`; a negative offset
+// stands for a row of zeros.
 template <int kRows, int kRowBytes, typename Target>
 __device__ __forceinline__ void copy_rows_async(const Target& target, const char* base,
                                                 int64_t offset, int lane_idx) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_rows_async(const Target& target, const char
   }
 }
 
-// Which chunk of each 512 bytes a lane copies where steps of the warp are whole rows.
+// The chunk of each 512 bytes that a lane copies, if each step of the warp copies whole rows.
 template <int kRowBytes>
 struct LaneChunk {
   static constexpr int kRowsPerStep = 512 / kRowBytes;
@@ -35,9 +35,9 @@ struct LaneChunk {
   static __device__ __forceinline__ int column() { return threadIdx.x % (kRowBytes / 16) * 16; }
 };
 
-// The same where rows are `stride` bytes apart, the lane's first one begins its chunk at `source`,
-// and rows from the lane's first on exist while there are `num_rows`. Far fewer instructions than
-// by offsets, of which prefill has no time to spare.
+// Copies rows that are `stride` bytes apart. The lane's first row begins its chunk at `source`, and
+// `num_rows` rows exist from there on. This takes far fewer instructions than copying by offsets,
+// and prefill has no instructions to spare.
 template <int kRows, int kRowBytes>
 __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char* source,
                                                      int64_t stride, int num_rows) {
@@ -51,14 +51,14 @@ __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char
   }
 }
 
-// Streams a warp's share of K and V: tokens kv_begin + 64 * tile + 16 * warp + {0 .. 15}. The page
-// of the next tile is looked up one tile ahead, so that the copies never wait for it.
+// Streams a warp's share of K and V, tokens kv_begin + 64 * tile + 16 * warp + {0 .. 15}. It looks
+// up the page of the next tile one tile early, so that copies never wait for it.
 template <typename Traits, bool kPaged>
 class TileLoader {
   static constexpr int kSize = static_cast<int>(sizeof(typename Traits::KV));
   static constexpr int kRowBytesK = Traits::kHeadDimQK * kSize;
   static constexpr int kRowBytesV = Traits::kOutputDim * kSize;
-  // Whether a step of the warp is whole rows.
+  // Whether a step of the warp copies whole rows.
   static constexpr bool kEvenSteps =
       512 % kRowBytesK == 0 && 512 % kRowBytesV == 0 && kRowBytesK >= 32 && kRowBytesV >= 32;
 
@@ -73,8 +73,8 @@ class TileLoader {
       : tensors_(tensors), page_size_(page_size), kv_end_(item.kv_end), kv_base_(item.kv_base) {
     lane_idx_ = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
-    // Sixteen tokens from a multiple of 16 share a page of a multiple of 16; ranges of items begin
-    // at multiples of the K/V tile.
+    // Sixteen tokens that start at a multiple of 16 share a page if the page size is a multiple of
+    // 16. Ranges of items begin at multiples of the K/V tile.
     is_even_ = kEvenSteps && (!kPaged || page_size.divisor % kWarpTokens == 0);
     token_ = item.kv_begin + warp_idx * kWarpTokens + (is_even_ ? 0 : lane_idx_ % kWarpTokens);
     k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize;
@@ -90,7 +90,7 @@ class TileLoader {
     look_up();
   }
 
-  // Finds the next tile, which copy_tile() then copies.
+  // Locates the next tile for copy_tile().
   __device__ __forceinline__ void locate_tile() {
     num_rows_ = kv_end_ - token_;
     if constexpr (kPaged) {
@@ -106,12 +106,10 @@ class TileLoader {
     token_ += kTileKV;
   }
 
-  // Starts the copies of the tile that locate_tile() found, and the lookup of the next one: ahead
-  // of them, or between K and V. In the loop of an 8-bit cache, a lookup ahead of K made ptxas give
-  // the page a second register, and each tile waited for the lookup to move it: on an H200, 24 x
-  // 4096 56.0 -> 55.3 us, 64 x 8192 in pages of one token 269.4 -> 256.6. With 16 bits, whose tiles
-  // are located earlier, and for the first tiles the other way is faster: bf16 16 x 8192 126.2 and
-  // 129.1.
+  // Starts the copies of the tile that locate_tile() found and looks up the next one, either before
+  // K or between K and V. In the loop of an 8-bit cache a lookup before K makes ptxas give the page
+  // a second register, and each tile then waits for the lookup to move it. For 16-bit tiles, which
+  // are located earlier, and for the first tiles, a lookup before K is faster.
   template <bool kLooksAhead>
   __device__ __forceinline__ void copy_tile(int stage) {
     const uint32_t shared_k = shared_k_ + stage * Traits::kBytesK;
@@ -157,8 +155,8 @@ class TileLoader {
   const AttentionTensors& tensors_;
   const FastDivisor& page_size_;
   const char *k_, *v_;
-  int64_t k_offset_, v_offset_;  // of the tile that was found
-  int num_rows_;                 // of it, from this lane's token on
+  int64_t k_offset_, v_offset_;  // of the located tile
+  int num_rows_;                 // rows of the located tile from this lane's token on
   uint32_t shared_k_, shared_v_;
   int32_t token_, kv_end_, kv_base_;
   uint32_t page_ = 0;

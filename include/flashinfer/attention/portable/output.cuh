@@ -1,5 +1,5 @@
-// From a warp's registers to the output or, for an item that saw part of a tile's keys only, to the
-// workspace.
+// Writes a warp's registers to the output or, for an item that saw only part of a tile's keys, to
+// the workspace.
 #pragma once
 
 #include <flashinfer/attention/portable/products.cuh>
@@ -7,8 +7,8 @@
 
 namespace flashinfer {
 
-// Writes the rows of one item: to the output if the item saw all of the row's keys, else as raw
-// sums to the workspace.
+// Writes the rows of one item: to the output if the item saw all keys of the row, otherwise as
+// unscaled sums to the workspace.
 template <typename Traits, typename Params>
 class OutputWriter : RowWriter<Traits, Params> {
   using Base = RowWriter<Traits, Params>;
@@ -21,8 +21,7 @@ class OutputWriter : RowWriter<Traits, Params> {
   using typename Base::View;
 
  public:
-  // `shared`: the query rows, which no warp but their own reads any more; `stages`: where K and V
-  // were.
+  // `shared` holds the query rows, which only their own warp still reads; `stages` held K and V.
   __device__ __forceinline__ OutputWriter(const Params& params, const AttentionTensors& tensors,
                                           const WorkItem& item, uint32_t kv_head, int num_rows,
                                           Variant& variant, const View& view, char* shared,
@@ -38,14 +37,14 @@ class OutputWriter : RowWriter<Traits, Params> {
   }
 
  private:
-  // Finished rows of 16-bit outputs leave by way of the warp's own query rows in shared memory, as
-  // whole lines: the mma layout has 16 bytes of a row at a time.
+  // Finished rows of 16-bit outputs pass through the warp's own query rows in shared memory and
+  // leave as whole lines; the mma layout alone would store 16 bytes of a row at a time.
   static constexpr bool kStageOutput =
       !Tile::kSplitKV && sizeof(O) == 2 && Tile::kOutputDim <= Tile::kHeadDimQK;
 
-  // Each warp has its own rows.
+  // Writes rows that belong to one warp.
   __device__ __forceinline__ void write_rows(const WarpState<Tile>& state) {
-    if constexpr (kStageOutput) __syncwarp();  // the last ldmatrix of q
+    if constexpr (kStageOutput) __syncwarp();  // the last ldmatrix of q has finished
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
@@ -98,19 +97,20 @@ class OutputWriter : RowWriter<Traits, Params> {
     }
   }
 
-  // Column within 16 of the transposed output's element in the upper (0) or lower half of its rows.
+  // Column, within 16, of the transposed output's element in the upper (0) or lower (1) half of its
+  // rows.
   __device__ __forceinline__ static int narrow_column(int half) {
     const int row = threadIdx.x % 32 / 4;
     return Tile::kInterleavesColumns ? 2 * row + half : row + 8 * half;
   }
 
-  // The warps' parts of the same rows meet in shared memory, in order of the warps.
+  // Adds the warps' parts of the same rows in shared memory, in order of the warps.
   __device__ __forceinline__ void write_merged(const WarpState<Tile>& state) {
     constexpr int kRows = Tile::kTileQ, kPitch = Tile::kPitchExchange;
     float* const outputs = reinterpret_cast<float*>(stages_);  // [warps, kRows, kPitch]
     float2* const sums = reinterpret_cast<float2*>(outputs + kAttentionWarps * kRows * kPitch);
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    __syncthreads();  // every warp has read its last K and V
+    __syncthreads();  // every warp has finished reading K and V
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = thread_row<Tile>(0, h);
@@ -136,7 +136,7 @@ class OutputWriter : RowWriter<Traits, Params> {
       }
     }
     __syncthreads();
-    // One warp per row.
+    // Each warp writes one row at a time.
     for (int row = warp_idx; row < num_rows_; row += kAttentionWarps) {
       float largest = -math::inf, sum = 0.f;
       float weights[kAttentionWarps];

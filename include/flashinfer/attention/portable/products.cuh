@@ -1,4 +1,4 @@
-// The two products of an attention tile, by warp: q k^T and p v.
+// The two products of an attention tile, computed by a warp: q k^T and p v.
 #pragma once
 
 #include <flashinfer/common/float8.cuh>
@@ -9,8 +9,8 @@
 
 namespace flashinfer {
 
-// The query rows as A fragments, where a warp keeps them in registers; narrow: as B fragments,
-// those of two steps together.
+// The query rows as A fragments, if a warp keeps them in registers. Narrow tiles hold B fragments,
+// two steps together.
 template <typename Tile>
 struct QueryFragments {
   static constexpr int kSteps = Tile::kQInRegisters ? Tile::kStepsQK : 1;
@@ -39,15 +39,15 @@ struct QueryFragments {
   }
 };
 
-// logits = q k^T for the warp's rows and its 16 tokens from `shared_k` on, as k q^T, for narrow
-// tiles: a thread gets two tokens of its first row, then of the other; they are lane / 4 and 8
-// more.
+// Computes k q^T for narrow tiles: logits of the warp's rows and its 16 tokens at `shared_k`. A
+// thread gets two tokens of its first row, then of its second row; the tokens are lane / 4 and lane
+// / 4 + 8.
 template <typename Tile>
 __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragments<Tile>& query,
                                             uint32_t shared_k) {
   using RowsK = typename Tile::RowsK;
   const int lane_idx = threadIdx.x % 32;
-  // Even and odd steps have sums of their own: a chain of dependent products half as long.
+  // Even and odd steps have separate sums, which halves the chain of dependent products.
   float sums[2][4] = {};
   const auto multiply = [&](int step, const uint32_t (&a)[4]) {
     ptx::mma_m16n8k16<typename Tile::Mma>(sums[step % 2], a, query.get_narrow(step, 0),
@@ -83,7 +83,8 @@ __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragm
   for (int e = 0; e < 4; ++e) logits[e % 2 * 2 + e / 2] = sums[0][e] + sums[1][e];
 }
 
-// For tiles of more rows, the warp's first kTokens tokens; the logits of the others are 0.
+// Computes logits = q k^T for tiles with more rows, for the warp's first kTokens tokens; other
+// logits are 0.
 template <typename Tile, int kTokens>
 __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4],
                                             uint32_t shared_q, const QueryFragments<Tile>& query,
@@ -98,8 +99,8 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
       logits[i][j][0] = logits[i][j][1] = logits[i][j][2] = logits[i][j][3] = 0.f;
     }
   }
-  // With few tokens, even and odd steps have sums of their own: a chain of dependent products half
-  // as long.
+  // With few tokens, even and odd steps have separate sums, which halves the chain of dependent
+  // products.
   constexpr bool kSplitSums = Tile::kSplitKV && Tile::kKeysAre8Bit;
   float odd[Tile::kRowTiles][Tile::kTokenTiles][4] = {};
   const uint32_t lane_q = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
@@ -115,8 +116,8 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
     }
   };
   if constexpr (Tile::kKeysAre8Bit) {
-    // A matrix of 8 tokens x 16 bytes is a whole step for 8 tokens: two steps per load where there
-    // are two, else both loads of the pair read the same step.
+    // A matrix of 8 tokens by 16 bytes is a whole step for 8 tokens. One load covers two steps; the
+    // last of an odd number of steps is loaded twice.
     const auto lane_k = [&](bool has_second) {
       return shared_k + RowsK::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
     };
@@ -175,8 +176,8 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
   }
 }
 
-// output += p v for tokens 16 * token_step ... + 15 of those at `shared_v`: `p` holds their weights
-// as the A fragments of the row tiles.
+// output += p v for tokens 16 * token_step ... + 15 at `shared_v`; `p` holds their weights as the A
+// fragments of the row tiles.
 template <typename Tile>
 __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
                                             const uint32_t (&p)[Tile::kRowTiles][4],
@@ -188,7 +189,8 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
   const auto lane_v = [&](bool has_second) {
     return shared_v + RowsV::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
   };
-  // 16 bytes hold 16 columns of 8 bits, else 8: lanes 16-31 address the next ones.
+  // 16 bytes hold 16 columns of 8-bit values, or 8 columns of 16-bit values; lanes 16-31 address
+  // the next 16 bytes.
   if constexpr (Tile::kKeysAre8Bit) {
 #pragma unroll
     for (int j = 0; j < kColumnTiles; j += 4) {

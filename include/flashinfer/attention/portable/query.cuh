@@ -1,4 +1,4 @@
-// Query rows on their way to shared memory, and rotary embedding in the kernel.
+// Loads query rows into shared memory and applies rotary embedding in the kernel.
 #pragma once
 
 #include <flashinfer/attention/math.cuh>
@@ -7,9 +7,9 @@
 
 namespace flashinfer {
 
-// Rotates (x_i, x_{i + D/2}) for i = first ... first + 7 by position * theta^(-2i/D) / scale: the
-// halves' layout of Llama. The angle in turns is split into a product and its rounding error, so
-// that far positions keep the accuracy of the frequency.
+// Rotates (x_i, x_{i + D/2}) for i = first ... first + 7 by position * theta^(-2i/D) / scale, in
+// Llama's layout of halves. The angle in turns is split into a product and its rounding error, so
+// that distant positions keep the accuracy of the frequency.
 __device__ __forceinline__ void rotate_chunk(float (&low)[8], float (&high)[8], int first,
                                              int position, const VariantParams& params) {
 #pragma unroll
@@ -28,13 +28,13 @@ __device__ __forceinline__ void rotate_chunk(float (&low)[8], float (&high)[8], 
   }
 }
 
-// Column of a 16-column block at which the mma finds element `i` of an 8-bit K row: lane t of a
-// quad reads bytes 4t ... 4t + 3, which mma takes for columns 2t, 2t + 1, 2t + 8, 2t + 9.
+// Column of a 16-column block at which mma finds element `i` of an 8-bit K row. Lane t of a quad
+// reads bytes 4t ... 4t + 3, which mma takes as columns 2t, 2t + 1, 2t + 8, 2t + 9.
 __device__ __forceinline__ int float8_column(int i) {
   return (i / 4) * 2 + i % 2 + (i % 4 / 2) * 8;
 }
 
-// Copies the tile's query rows as they are. Rows past the tile's end become zeros.
+// Copies the tile's query rows unchanged. Rows after the tile's end become zeros.
 template <typename Traits>
 __device__ __forceinline__ void copy_query(const AttentionTensors& tensors, const WorkItem& item,
                                            const FastDivisor& group_size, uint32_t kv_head,
@@ -56,8 +56,8 @@ __device__ __forceinline__ void copy_query(const AttentionTensors& tensors, cons
                                                         row < num_rows ? offset : -1, lane_idx);
 }
 
-// Flips the sign of `kRows` query rows of shared memory, with one warp: for a negative scale, so
-// that the largest q.k stays the largest logit.
+// Flips the sign of `kRows` query rows in shared memory with one warp. A negative scale needs this,
+// so that the largest q.k remains the largest logit.
 template <typename Traits, int kRows>
 __device__ __forceinline__ void negate_query(char* shared) {
   constexpr int kChunks = Traits::kHeadDimQK / 8;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void negate_query(char* shared) {
   }
 }
 
-// A query row as a warp holds it: eight elements per lane and pass.
+// A query row held by a warp: eight elements per lane and pass.
 template <typename Traits>
 struct QueryRowValues {
   static constexpr int kChunks = Traits::kHeadDimQK / 8;
@@ -163,8 +163,8 @@ struct QueryRowValues {
   }
 };
 
-// The power of two that moves a row's largest magnitude to [2^14, 2^15), where what falls below
-// 2^-24 is 2^-38 of it. Lane 0 leaves the inverse.
+// Returns the power of two that moves a row's largest magnitude to [2^14, 2^15). Values below 2^-24
+// are then less than 2^-38 of it. Lane 0 stores the inverse.
 __device__ __forceinline__ float query_scale(float largest, float* inverse) {
   for (int offset = 16; offset > 0; offset /= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
@@ -180,11 +180,9 @@ __device__ __forceinline__ float query_scale(float largest, float* inverse) {
   return scale;
 }
 
-// Changes the copied query rows in place: rotated, transformed, or to another type than they are
-// stored in. One warp per row: the one that multiplies it, unless all warps do. Rows of bfloat16
-// for 8-bit keys are scaled into float16's range, and `row_scale` holds the inverse. A version that
-// read the rows here, after it asked for the first keys, waited for both: 1.5 us of each decode on
-// an H200.
+// Rotates, transforms or converts the copied query rows in place, one warp per row: the warp that
+// multiplies the row, unless all warps do. Rows of bfloat16 for 8-bit keys are scaled into
+// float16's range, and `row_scale` receives the inverse.
 template <typename Traits, bool kRotate, typename Variant, typename Params>
 __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDivisor& group_size,
                                               const Variant& variant, const Params& params,
@@ -211,8 +209,8 @@ __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDi
   }
 }
 
-// Rotates and transforms the K rows of one tile in place: `num_rows` rows from `first_row`, shared
-// among `num_threads` threads.
+// Rotates and transforms `num_rows` K rows of a tile in place, starting at `first_row`, with
+// `num_threads` threads.
 template <typename Traits, bool kRotate, typename Variant, typename Params>
 __device__ __forceinline__ void transform_keys(char* shared, int first_position, int num_rows,
                                                int thread_idx, int num_threads,
