@@ -202,6 +202,21 @@ def refuse(reason: str, **arguments: Any) -> None:
             raise ValueError(f"`{name}` must be left out: {reason}")
 
 
+def check_spare_block_tables(block_tables: Any) -> None:
+    """Take a block table beside the index tensors, which say the same and are what is read."""
+    if block_tables is None:
+        return
+    if not isinstance(block_tables, torch.Tensor):
+        raise TypeError(
+            f"`block_tables` must be a torch.Tensor or None, got {type(block_tables).__name__}"
+        )
+    if block_tables.ndim != 2 or block_tables.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "`block_tables` must be an int32 or int64 matrix, got shape "
+            f"{list(block_tables.shape)} of {block_tables.dtype}"
+        )
+
+
 def check_backend(backend: Any, allowed: Sequence[str] = ("auto", "fa2", "fa3")) -> None:
     """The backends of the attention wrappers, or those that one of them has."""
     if backend in allowed:

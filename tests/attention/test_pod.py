@@ -27,18 +27,21 @@ def check_parts(wrapper: Any, **arguments: Any) -> None:
     gathered = template.gathered(arguments)
     returned = api(**arguments)
     for part, results in zip("pd", returned, strict=True):
-        mine = {key.removesuffix(f"_{part}"): gathered[key] for key in gathered if key[-1] == part}
-        mine |= {key: gathered[key] for key in SHARED if key in gathered}
+        mine = {key: gathered[key] for key in SHARED if key in gathered}
+        if part == "p":
+            mine.pop("v_scale", None)  # scales of quantised tensors are the decoding part's
+        own = {key for key in gathered if key.endswith(f"_{part}")}
+        mine |= {key.removesuffix(f"_{part}"): gathered[key] for key in own}
         mine["o_dtype"] = gathered["o_dtype"]
         if "kv_indptr" in mine:
             trace = paged_prefill_run_trace
             mine.setdefault("qo_indptr", torch.arange(len(mine["q"]) + 1))
         else:
             trace = single_prefill_trace
-        own = trace(return_lse=True) if trace is paged_prefill_run_trace else trace.templates[1]
+        alone = trace(return_lse=True) if trace is paged_prefill_run_trace else trace.templates[1]
         inputs = Gathered(mine)
-        options = attention_check_options(own, inputs)
-        for actual, expected in zip(results, own.compute(inputs), strict=True):
+        options = attention_check_options(alone, inputs)
+        for actual, expected in zip(results, alone.compute(inputs), strict=True):
             found = compare(actual, expected, bound=options.bound_for(actual, mine))
             assert found, f"part {part}: {found}"
 
@@ -108,13 +111,24 @@ def test_heads_first_prefill(device):
             {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 5e5},
             {"pos_encoding_mode_p": "ROPE_LLAMA", "rope_theta_p": 5e5},
         ),
-        ({}, {"q_scale": 0.5, "k_scale": 2.0, "v_scale": 3.0}),
+        ({}, {"q_scale": 0.5, "k_scale": 4.0, "v_scale": 3.0}),
     ],
     ids=["window", "scale", "alibi", "rope", "scales"],
 )
 def test_options(plan, run, device):
     wrapper = plan_pod(DECODE, device, **plan)
     check_pod(wrapper, DECODE, device, (70, 110), causal_p=True, **run)
+
+
+def test_scales_are_those_of_the_decoding_part(device):
+    tensors = prefill_tensors(DECODE, device, 70, 110)
+    tensors |= {"q_d": DECODE.query(device), "paged_kv_cache_d": DECODE.cache(device)}
+    wrapper = plan_pod(DECODE, device)
+    plain = wrapper.run(**tensors, causal_p=True)
+    scaled = wrapper.run(**tensors, causal_p=True, k_scale=2.0, v_scale=2.0)
+    assert torch.equal(plain[0], scaled[0])
+    assert not torch.equal(plain[1], scaled[1])
+    assert torch.equal(2 * plain[1], wrapper.run(**tensors, causal_p=True, v_scale=2.0)[1])
 
 
 def test_masks(device):

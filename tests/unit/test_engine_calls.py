@@ -243,3 +243,29 @@ def test_names_that_engines_import() -> None:
     data, scale = torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 1).to(torch.float8_e4m3fn)
     out = FP4Tensor(data, scale, scale_start_index=1, original_shape=(2, 16))
     assert (out.data, out.scale_start_index, out.original_shape) == (data, 1, (2, 16))
+
+
+def test_block_tables_beside_the_index_tensors(q: torch.Tensor, cache: Any) -> None:
+    """As vLLM passes both: the index tensors are read."""
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.float8_e4m3fn}
+    tables = torch.zeros(3, 7, dtype=torch.int32)
+    wrapper = _planned(block_tables=tables, **dtypes)
+    assert torch.equal(wrapper.run(q, cache), _planned(**dtypes).run(q, cache))
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD")
+    prefill.plan(torch.arange(4), INDPTR, PAGES, LAST, *HEAD_COUNTS, block_tables=tables, **dtypes)
+    for wrong in (tables[0], tables.float()):
+        with pytest.raises(ValueError, match="`block_tables` must be an int32 or int64 matrix"):
+            _planned(block_tables=wrong, **dtypes)
+    with pytest.raises(TypeError, match="`block_tables` must be a torch.Tensor or None"):
+        _planned(block_tables=[[1]], **dtypes)
+
+
+def test_an_upper_bound_is_no_plan(q: torch.Tensor) -> None:
+    """Offsets that only bound the lengths would give other results without a word."""
+    wrapper = _decode()
+    bound = torch.arange(4, dtype=torch.int32) * 7
+    message = r"must have the values of `indptr`.*element 1 is 7, and 5 in `indptr`"
+    with pytest.raises(ValueError, match=message):
+        flashinfer.fast_decode_plan(
+            wrapper, INDPTR, PAGES, LAST, *HEAD_COUNTS, global_override_indptr_cpu=bound
+        )

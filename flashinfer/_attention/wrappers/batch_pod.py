@@ -200,8 +200,9 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
             Query i of a prefill sees keys up to ``i + kv_len - qo_len``. A run that changes it
             plans the launch again.
         q_scale, k_scale, v_scale : float, optional
-            Scales of quantised tensors, of both parts: the first two multiply the logits, the last
-            the outputs.
+            Scales of quantised tensors of the decoding part: the first two multiply its logits, by
+            way of its queries, which they round once more unless they are powers of two; the last
+            multiplies its outputs.
         return_lse : bool
             Whether log-sum-exps are returned, base 2.
         use_fp16_qk_reduction : bool

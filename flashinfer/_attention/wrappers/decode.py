@@ -11,7 +11,7 @@ from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention import paged_decode_run_trace
-from ..checks import refuse, with_data_type
+from ..checks import check_spare_block_tables, refuse, with_data_type
 from ..index_tensors import (
     check_buffer,
     check_page_numbers,
@@ -105,6 +105,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         check_flag("use_tensor_cores", use_tensor_cores)
+        self._indptr_check: Any = None  # of fast_decode_plan
         self._paged_kv_indptr_buf: torch.Tensor | None = None
         self._paged_kv_indices_buf: torch.Tensor | None = None
         self._paged_kv_last_page_len_buf: torch.Tensor | None = None
@@ -237,7 +238,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
     def _problem_of(self, a: DecodeArguments) -> tuple[AttentionProblem, PlanOptions]:
         """The problem of a plan, without page numbers, and how it is divided."""
         if a.block_tables is not None:
-            refuse("pages are given by `indptr` and `indices`", block_tables=a.block_tables)
+            check_spare_block_tables(a.block_tables)
         options = self._remembered(decode_options(a), lambda: self._checked_options(a))
         _, indptr, kv_len, last = host_page_table(
             None, a.indptr, a.last_page_len, a.seq_lens, options.page_size, _NAMES

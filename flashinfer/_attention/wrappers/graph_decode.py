@@ -43,6 +43,49 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )
 
 
+class IndptrCheck:
+    """Whether offsets on the GPU are those that a plan was made of, without waiting for them."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
+
+    def compare(self, given: torch.Tensor, planned: torch.Tensor) -> None:
+        """Begin to compare two tensors, and finish what the last call began.
+
+        Raises
+        ------
+        ValueError
+            If they differ and are both on the host, or those of the last call differed.
+        """
+        if self._pending is not None:
+            fetched, expected, ready = self._pending
+            if not ready.query():
+                return
+            self._pending = None
+            _refuse_other_offsets(fetched, expected)
+        if not isinstance(given, torch.Tensor) or not isinstance(planned, torch.Tensor):
+            return  # for the plan to say
+        count = min(given.numel(), planned.numel())
+        given, planned = given.reshape(-1)[:count], planned.reshape(-1)[:count]
+        if given.device.type == "cpu":
+            _refuse_other_offsets(given, planned)
+        elif given.is_cuda and not torch.cuda.is_current_stream_capturing():
+            fetched = torch.empty(count, dtype=given.dtype, pin_memory=True)
+            fetched.copy_(given, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+            self._pending = fetched, planned.clone(), ready
+
+
+def _refuse_other_offsets(given: torch.Tensor, planned: torch.Tensor) -> None:
+    if not torch.equal(given.long(), planned.long()):
+        at = int((given.long() != planned.long()).nonzero()[0])
+        raise ValueError(
+            "`global_override_indptr_cpu` must have the values of `indptr`, whose lengths the "
+            f"kernels use: element {at} is {int(planned[at])}, and {int(given[at])} in `indptr`"
+        )
+
+
 @flashinfer_api
 def fast_decode_plan(
     self: BatchDecodeWithPagedKVCacheWrapper,
@@ -76,7 +119,9 @@ def fast_decode_plan(
         The wrapper: callers bind this function in place of its ``begin_forward``.
     global_override_indptr_cpu : torch.Tensor, optional
         `indptr` on the host, which spares fetching it from the GPU. With pages of one token
-        nothing else is fetched.
+        nothing else is fetched. It must have the values of `indptr`: the kernels take the lengths
+        from the plan. An upper bound is refused: at once if both are on the host, else by the next
+        plan, as the values on the GPU are fetched without waiting for them.
     indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size
         As for ``plan``, and so is what follows them.
 
@@ -90,6 +135,10 @@ def fast_decode_plan(
             "`self` must be a BatchDecodeWithPagedKVCacheWrapper, got " + type(self).__name__
         )
     q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
+    if global_override_indptr_cpu is not None:
+        if self._indptr_check is None:
+            self._indptr_check = IndptrCheck()
+        self._indptr_check.compare(indptr, global_override_indptr_cpu)
     arguments = DecodeArguments(
         indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
         indices,

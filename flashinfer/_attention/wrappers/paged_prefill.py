@@ -12,7 +12,7 @@ import torch
 from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.attention import paged_prefill_run_trace
-from ..checks import refuse
+from ..checks import check_spare_block_tables, refuse
 from ..index_tensors import check_buffer, check_page_numbers, device_indices, host_page_table
 from ..plan.requests import ArgumentNames, AttentionProblem, Requests
 from .base import Cache, split_cache
@@ -230,8 +230,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         seq_lens : torch.Tensor, optional
             ``[batch_size]``: lengths in tokens. On the host, with `paged_kv_last_page_len` on the
             GPU, they spare fetching it; given both on the host, they must agree.
-        block_tables : None
-            Must be None: pages are given by the index tensors.
+        block_tables : torch.Tensor, optional
+            Not read: the index tensors say which pages there are.
         fixed_split_size : int, optional
             Cut every request at multiples of this many keys (rounded up to 64) and nowhere else:
             a request's result then does not depend on the batch it is in. None or -1: wherever it
@@ -321,7 +321,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
 
     def _paged_problem(self, a: PagedArguments) -> AttentionProblem:
         """The problem of a plan, without page numbers."""
-        refuse("pages are given by the index tensors", block_tables=a.block_tables)
+        check_spare_block_tables(a.block_tables)
         page_size = check_count("page_size", a.page_size)
         if a.qo_indptr is None:
             raise TypeError("`qo_indptr` must be a torch.Tensor, got NoneType")

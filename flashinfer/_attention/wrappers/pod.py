@@ -298,8 +298,9 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         pos_encoding_mode_p, sm_scale_p, window_left_p, rope_scale_p, rope_theta_p
             As planned for the batch: one kernel computes both. Their defaults are those of `plan`.
         q_scale, k_scale, v_scale : float, optional
-            Scales of quantised tensors, of both parts: the first two multiply the logits, the last
-            the outputs.
+            Scales of quantised tensors of the decoding part: the first two multiply its logits, by
+            way of its queries, which they round once more unless they are powers of two; the last
+            multiplies its outputs.
         return_lse_p, return_lse_d : bool
             Whether log-sum-exps are returned, base 2.
         use_fp16_qk_reduction : bool

@@ -121,26 +121,29 @@ class TwoPartWrapper(AttentionWrapper):
         return_lse: tuple[bool, bool],
         enable_pdl: bool | None,
     ) -> tuple[Any, Any]:
-        """`first`, `second`: q, k and v of either part; `scales`: of q, k and v."""
+        """`first`, `second`: q, k and v of either part; `scales`: of the second's q, k and v."""
         assert self._problems is not None
         spec = self._problems[0].spec
-        sm_scale, v_scale = spec.sm_scale, 1.0
-        for name, scale in zip(("q_scale", "k_scale"), scales[:2], strict=True):
-            sm_scale *= 1.0 if scale is None else scalar(name, scale)
-        if scales[2] is not None:
-            v_scale = scalar("v_scale", scales[2])
+        q_scale, k_scale, v_scale = (
+            1.0 if scale is None else scalar(name, scale)
+            for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)
+        )
         results = [
             _empty_results(name, q, spec, lse)
             for name, (q, _, _), lse in zip(
                 ("q_p", "q_d"), (first, second), return_lse, strict=True
             )
         ]
-        self._executor.set_second(*second, *results[1], v_scale)
+        q_d, k_d, v_d = second
+        if q_scale * k_scale != 1.0:
+            # The launch has one factor for the logits of both parts: the queries take the other.
+            q_d = q_d * (q_scale * k_scale)
+        self._executor.set_second(q_d, k_d, v_d, *results[1], v_scale)
         self._executor.run(
             *first,
             *results[0],
-            sm_scale=sm_scale,
-            v_scale=v_scale,
+            sm_scale=spec.sm_scale,
+            v_scale=1.0,
             window_left=spec.window_left,
             enable_pdl=enable_pdl,
         )

@@ -36,6 +36,7 @@ def _pod_reference(
     kv_indices_d: torch.Tensor,
     kv_last_page_len_d: torch.Tensor,
     sm_scale: float,
+    sm_scale_d: float,
     v_scale: float = 1.0,
     causal_p: bool = False,
     window_left: int = -1,
@@ -48,25 +49,31 @@ def _pod_reference(
     return_lse_d: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """o_p = softmax(sm_scale q_p k_p^T + mask) v_p of one request, and o_d likewise of each request
-    of a batch with one query each, whose keys are in pages.
+    of a batch with one query each, whose keys are in pages, with sm_scale_d, times v_scale.
 
     Source: as attention_reference.py states; A. K. Kamath et al., "POD-Attention: Unlocking Full
     Prefill-Decode Overlap for Faster LLM Inference", 2025.
     """
     options: dict[str, Any] = {
-        "sm_scale": sm_scale,
-        "v_scale": v_scale,
         "window_left": window_left,
         "pos_encoding_mode": pos_encoding_mode,
         "rope_scale": rope_scale,
         "rope_theta": rope_theta,
     }
     o_p, lse_p = _single_attention_reference(
-        q_p, k_p, v_p, causal=causal_p, custom_mask=custom_mask_p, **options
+        *(q_p, k_p, v_p),
+        sm_scale=sm_scale,
+        causal=causal_p,
+        custom_mask=custom_mask_p,
+        **options,
     )
     table = (kv_indptr_d, kv_indices_d, kv_last_page_len_d)
     o_d, lse_d = _paged_attention_reference(
-        q_d, k_cache_d, v_cache_d, *table, custom_mask=custom_mask_d, **options
+        *(q_d, k_cache_d, v_cache_d, *table),
+        sm_scale=sm_scale_d,
+        v_scale=v_scale,
+        custom_mask=custom_mask_d,
+        **options,
     )
     prefill = (o_p, lse_p) if return_lse_p else (o_p,)
     return (*prefill, o_d, lse_d) if return_lse_d else (*prefill, o_d)
@@ -88,6 +95,7 @@ def _batch_pod_reference(
     kv_indices_d: torch.Tensor,
     kv_last_page_len_d: torch.Tensor,
     sm_scale: float,
+    sm_scale_d: float,
     v_scale: float = 1.0,
     causal_p: bool = False,
     window_left: int = -1,
@@ -98,13 +106,11 @@ def _batch_pod_reference(
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """o = softmax(sm_scale q k^T + mask) v of each request of either batch, whose keys are in
-    pages.
+    pages; of the second with sm_scale_d, times v_scale.
 
     Source: as _pod_reference.
     """
     options: dict[str, Any] = {
-        "sm_scale": sm_scale,
-        "v_scale": v_scale,
         "window_left": window_left,
         "pos_encoding_mode": pos_encoding_mode,
         "rope_scale": rope_scale,
@@ -118,6 +124,7 @@ def _batch_pod_reference(
         kv_indices_p,
         kv_last_page_len_p,
         qo_indptr=qo_indptr_p,
+        sm_scale=sm_scale,
         causal=causal_p,
         custom_mask=custom_mask_p,
         **options,
@@ -130,6 +137,8 @@ def _batch_pod_reference(
         kv_indices_d,
         kv_last_page_len_d,
         qo_indptr=qo_indptr_d,
+        sm_scale=sm_scale_d,
+        v_scale=v_scale,
         **options,
     )
     return (o_p, lse_p, o_d, lse_d) if return_lse else (o_p, o_d)
@@ -160,10 +169,14 @@ def _checked(part: str, problem: Any, q: Any, k: Any, v: Any) -> None:
 
 
 def _shared(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any]:
-    """Options that both parts have."""
-    inputs = problem_arguments(problem, run, device)
-    names = ("sm_scale", "v_scale", "window_left", "pos_encoding_mode", "rope_scale", "rope_theta")
+    """Options that both parts have, and the decoding part's scales."""
+    without = {**run, "q_scale": None, "k_scale": None, "v_scale": None}
+    inputs = problem_arguments(problem, without, device)
+    names = ("sm_scale", "window_left", "pos_encoding_mode", "rope_scale", "rope_theta")
     kept = {name: inputs[name] for name in (*names, "o_dtype") if name in inputs}
+    scaled = problem_arguments(problem, run, device)
+    kept["sm_scale_d"] = scaled["sm_scale"]
+    kept |= {name: scaled[name] for name in ("v_scale",) if name in scaled}
     return kept | {"enable_pdl": run.get("enable_pdl")}
 
 
@@ -221,8 +234,9 @@ def _gather_batch_pod(run: Arguments) -> dict[str, Any]:
 _FLOAT16 = ("bfloat16", "float16")
 _LSE = "Base-2 logarithm of the sum of exponentials; -inf: no key in sight."
 _SCALARS: dict[str, Value] = {
-    "sm_scale": Scalar("float32", description="Factor of the logits."),
-    "v_scale": Scalar("float32", optional=True, description="Factor of the results."),
+    "sm_scale": Scalar("float32", description="Factor of the logits of the prefill."),
+    "sm_scale_d": Scalar("float32", description="Factor of the logits of the decoding part."),
+    "v_scale": Scalar("float32", optional=True, description="Factor of the decoding results."),
     "window_left": Scalar("int32", optional=True, description="Keys before the query's, in sight."),
     "rope_scale": Scalar("float32", optional=True, above=0, description="Divides positions."),
     "rope_theta": Scalar("float32", optional=True, above=0, description="Base of frequencies."),
