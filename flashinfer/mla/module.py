@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..jit.mla import get_mla_module_of, mla_config
+from ..jit.attention.mla import get_mla_module_of, mla_config
 
 __all__ = ["get_batch_mla_module"]
 

@@ -11,7 +11,7 @@ from .._attention.checks import resolve_dtype, scalar
 from .._attention.index_tensors import check_index_vector, device_indices, host_indices
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
-from ..jit.mla import HEAD_DIMS, MlaConfig
+from ..jit.attention.mla import HEAD_DIMS, MlaConfig
 from .metadata import MLAPlanMetadata
 
 _LIST = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")

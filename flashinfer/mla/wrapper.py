@@ -11,7 +11,7 @@ from .._attention.checks import check_backend, refuse, scalar
 from .._attention.index_tensors import check_buffer, check_page_numbers, copy_to_buffer
 from .._common.checks import flag as check_flag
 from .._instrument.decorator import flashinfer_api
-from ..jit.mla import MlaPlanner, get_mla_module_of
+from ..jit.attention.mla import MlaPlanner, get_mla_module_of
 from ..trace.templates.mla import mla_run_trace
 from .metadata import MLAPlanMetadata
 from .problem import MlaBatch, MlaOptions, place_indices, read_batch, read_options

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flashinfer.jit.mla import MlaPlanner
+from flashinfer.jit.attention.mla import MlaPlanner
 
 pytestmark = pytest.mark.compiler
 

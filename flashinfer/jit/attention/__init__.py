@@ -22,6 +22,7 @@ from .customize import (
     get_single_decode_uri,
     get_single_prefill_uri,
 )
+from .mla import gen_batch_mla_module, get_batch_mla_uri
 from .modules import AttentionModule, gen_attention_module, get_attention_module
 from .plan import gen_attention_plan_module
 from .variant import AttentionVariant, make_variant
@@ -35,6 +36,7 @@ __all__ = [
     "gen_attention_plan_module",
     "gen_batch_attention_module",
     "gen_batch_decode_module",
+    "gen_batch_mla_module",
     "gen_batch_pod_module",
     "gen_batch_prefill_attention_sink_module",
     "gen_batch_prefill_module",
@@ -48,6 +50,7 @@ __all__ = [
     "get_attention_module",
     "get_batch_attention_uri",
     "get_batch_decode_uri",
+    "get_batch_mla_uri",
     "get_batch_prefill_attention_sink_uri",
     "get_batch_prefill_uri",
     "get_pod_uri",

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._common.dtypes import check_dtype
-from . import env as jit_env
-from .attention.hopper import TARGET_FLAGS
-from .config import ModuleConfig
-from .core import JitSpec
-from .registry import register_generator
+from ..._common.dtypes import check_dtype
+from .. import env as jit_env
+from ..config import ModuleConfig
+from ..core import JitSpec
+from ..registry import register_generator
+from .hopper import TARGET_FLAGS
 
 BACKENDS = ("fa3",)
 DTYPES = (torch.float16, torch.bfloat16)
