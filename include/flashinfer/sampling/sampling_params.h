@@ -6,7 +6,7 @@
 
 namespace flashinfer {
 
-// A number for all rows, or one per row.
+// One number for all rows, or one per row.
 template <typename T>
 struct PerRow {
   const T* data;  // device, [num_rows]; null: use `value`
@@ -23,7 +23,7 @@ enum class SamplingFilter {
   kTopK,
   kTopP,
   kMinP,
-  kTopKTopP,       // top-k, then top-p of what is left
+  kTopKTopP,       // top-k, then top-p of the elements that remain
   kTopKTopPJoint,  // both on the whole row
 };
 
@@ -33,9 +33,9 @@ enum class SamplingOutput {
   kMask,   // the input where it is kept, -inf elsewhere
 };
 
-// What the first pass of a draw by draw/stream.cuh leaves of a tile.
+// What the first pass of a draw (draw/stream.cuh) stores per tile.
 struct TileStat {
-  uint64_t sum;  // of weights in the units of the tile's maximum
+  uint64_t sum;  // sum of weights in the units of the tile's maximum
   float max;     // NaN if the tile has one
 };
 
@@ -51,16 +51,17 @@ struct StreamLayout {
   }
 };
 
-// Of top-p draws from probabilities (top_p/nucleus.cuh).
+// Sizes of top-p draws from probabilities (top_p/nucleus.cuh).
 struct NucleusLayout {
-  static constexpr uint32_t kHalves = 64;  // of octaves, of a tile, from its largest element's on
+  // octave halves per tile, from its largest element's octave on
+  static constexpr uint32_t kHalves = 64;
   static constexpr uint32_t kCapacity = 8192;   // elements of a row's list
-  static constexpr uint32_t kTilesPerList = 4;  // that a CTA of 512 threads looks through at once
+  static constexpr uint32_t kTilesPerList = 4;  // tiles that a CTA of 512 threads searches at once
 
   // A row whose token must be compared with the end of the nucleus.
   struct Pending {
-    uint64_t needed;  // sum of mantissas with which the nucleus ends
-    uint32_t half;    // of the octave where it ends
+    uint64_t needed;  // sum of mantissas at which the nucleus ends
+    uint32_t half;    // the octave half where it ends
     uint32_t token;
     float value;  // of the token
     uint32_t list_size;
@@ -68,8 +69,8 @@ struct NucleusLayout {
     uint32_t padding;
   };
 
-  // Whether kernels of their own look at these rows, which pays where some rows of a batch need
-  // it; a single one seldom does. Very many rows would need too large a workspace.
+  // Whether separate kernels process pending rows. That pays if some rows of a batch are pending,
+  // which a single row seldom is. Very many rows would need too large a workspace.
   FLASHINFER_HOST_DEVICE static constexpr bool lists_pending(uint64_t num_rows) {
     return num_rows >= 8 && num_rows <= 1024;
   }
@@ -82,9 +83,9 @@ constexpr bool samples_by_stream(SamplingFilter filter, SamplingOutput output, b
   return output == SamplingOutput::kToken && filter != SamplingFilter::kMinP;
 }
 
-// Bytes of the workspace, for a configuration that runs by stream. Top-p: the sums of the tiles'
-// halves and their maxima, and a state and a list of each row. Others: the tiles' statistics of
-// all input rows, then for top-k the groups' maxima.
+// Bytes of the workspace of a configuration that runs by stream. Top-p stores the sums of the
+// tiles' halves, their maxima, and a state and a list per row. Others store the tiles' statistics
+// of all input rows and, for top-k, the groups' maxima.
 constexpr uint64_t workspace_bytes(SamplingFilter filter, uint64_t num_input_rows,
                                    uint64_t num_rows, uint32_t vocab_size) {
   const uint64_t num_tiles = num_input_rows * StreamLayout::num_tiles(vocab_size);
@@ -115,7 +116,7 @@ struct SamplingParams {
   PerRow<uint64_t> seed;      // by output row, [1] if shared
   PerRow<uint64_t> offset;    // by output row, [1] if shared
   uint32_t num_rows;
-  int64_t first_row;  // of a launch that takes a part of the rows; set by it
+  int64_t first_row;  // first row of a launch that takes a part of the rows; set by the launch
   uint32_t num_input_rows;
   uint32_t vocab_size;
   bool indices_are_64bit;
@@ -123,13 +124,13 @@ struct SamplingParams {
   bool seed_is_shared;     // one seed for all rows
   bool offset_is_shared;   // one offset for all rows
   bool rows_have_streams;  // a row's number chooses its random stream; else all rows use stream 0
-  void* workspace;         // of draws by draw/stream.cuh: see StreamLayout
-  uint32_t paced_rows;     // of a softmax by clusters: rows that start in turn; set by the launch
+  void* workspace;         // for draws by draw/stream.cuh: see StreamLayout
+  uint32_t paced_rows;     // softmax by clusters: rows that start in turn; set by the launch
   uint32_t pace;           // clock cycles between them
-  uint32_t early_rows;     // those that are fetched to L2 before the grid ahead ends
-  uint32_t kept_rows;      // those whose output is to stay in L2
-  uint32_t max_cluster;    // CTAs per row; 0: no limit but the device's
-  uint32_t max_vecs;       // vectors of a row that a CTA has shared memory for; set by the launch
+  uint32_t early_rows;     // rows that are fetched to L2 before the preceding grid ends
+  uint32_t kept_rows;      // rows whose output stays in L2
+  uint32_t max_cluster;    // CTAs per row; 0: only the device limits them
+  uint32_t max_vecs;       // vectors of a row that fit in a CTA's shared memory; set by the launch
 };
 
 }  // namespace flashinfer

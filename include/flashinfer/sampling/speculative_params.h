@@ -10,7 +10,7 @@ struct SpeculativeParams {
   const float* draft_probs;        // [num_rows, num_drafts, vocab_size], contiguous
   const int32_t* draft_token_ids;  // [num_rows, num_drafts], contiguous
   const float* target_probs;       // [num_rows, num_drafts + 1, vocab_size], contiguous
-  int32_t* token_ids;              // [num_rows, num_drafts + 1]; -1 behind the last one
+  int32_t* token_ids;              // [num_rows, num_drafts + 1]; -1 after the last token
   int32_t* num_accepted;           // [num_rows], added to
   int32_t* num_emitted;            // [num_rows], added to
   PerRow<uint64_t> seed;           // [num_rows], or [1] if shared
@@ -21,7 +21,7 @@ struct SpeculativeParams {
   bool seed_is_shared;
   bool offset_is_shared;
   bool rows_have_streams;  // as in SamplingParams
-  uint32_t max_cluster;    // CTAs per row; 0: no limit but the device's
+  uint32_t max_cluster;    // CTAs per row; 0: only the device limits them
   uint32_t max_vecs;       // set by the launch
 };
 

@@ -14,19 +14,19 @@ enum class TopKOutput {
   kRagged,     // offsets[row] + i
 };
 
-// Long rows are chosen from in passes (top_k/stream.cuh), which need a workspace.
+// Long rows are selected in passes (top_k/stream.cuh), which need a workspace.
 struct TopKStream {
   static constexpr uint32_t kTileSize = 4096;
   static constexpr uint32_t kSampleSize = 4096;
   static constexpr uint32_t kCapacity = 5120;  // elements of a row's list
-  // With these limits the list of a row without structure holds all that the sample's bound lets
-  // through, at four standard deviations.
+  // With these limits the list of a row without structure holds everything that the sample's bound
+  // lets through, at four standard deviations.
   static constexpr int64_t kMinCols = 16384, kMaxCols = 262144, kMaxK = 2048;
 
-  // A line of L2 each: the tiles of all rows count at once.
+  // Each row has its own line of L2, since the tiles of all rows count at once.
   struct Row {
     float bound;
-    uint32_t count;  // elements that reach it; those beyond kCapacity are not listed
+    uint32_t count;  // elements that reach the bound; those beyond kCapacity are not listed
     uint32_t padding[30];
   };
   struct Element {
@@ -69,10 +69,10 @@ struct TopKParams {
   uint32_t k;
   bool indices_are_64bit;
   bool prefer_large_index;  // among elements equal to the k-th largest, take the last ones
-  uint32_t max_cluster;     // CTAs per row; 0: no limit but the device's
+  uint32_t max_cluster;     // CTAs per row; 0: only the device limits them
   uint32_t max_vecs;        // set by the launch
-  void* workspace;          // nullable: see TopKStream
-  int64_t first_row;        // of a launch that takes a part of the rows; set by it
+  void* workspace;          // may be null: see TopKStream
+  int64_t first_row;  // first row of a launch that takes a part of the rows; set by the launch
 };
 
 }  // namespace flashinfer

@@ -17,15 +17,15 @@ namespace flashinfer {
 
 namespace detail {
 
-// max(x - other, 0), or x where there is no other.
+// max(x - other, 0), or x without another row.
 struct PositiveDifference {
-  const float* other = nullptr;  // row of as many elements
+  const float* other = nullptr;  // row with the same number of elements
   uint32_t size = 0;
 
   template <typename T, int N>
   __device__ __forceinline__ void apply(Vector<T, N>& x, uint32_t first) const {
     if (!other) return;
-    // The two rows need not be aligned alike.
+    // The two rows may differ in alignment.
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if (first + j < size) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   const uint64_t offset = params.offset[params.offset_is_shared ? 0 : batch];
   const uint32_t stream = params.rows_have_streams ? batch : 0;
 
-  // Every warp decides on its own; a lane takes a draft.
+  // Every warp computes the decision itself, one draft per lane.
   uint32_t num_accepted = 0, num_emitted = num_drafts;
   for (uint32_t base = 0; base < num_drafts; base += 32) {
     const uint32_t i = base + lane_idx;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   ptx::cluster_wait();
   max = detail::gather_maxima(row, max).max;
   if (!(max > 0.f) && !all_accepted && max == max) {
-    // p is q but for rounding: draw from p.
+    // p equals q but for rounding, so the token is drawn from p.
     row.view.other = nullptr;
     max = negative_infinity();
     row.fill([&](float x) { max = detail::max_nan(max, x); });

@@ -17,9 +17,9 @@ namespace flashinfer {
 
 namespace detail {
 
-// Draws the token that top_p/nucleus.cuh draws, from a row of which its own top-k leaves
-// everything: a top-k for all rows that does so sends them there, and the token must not depend on
-// that.
+// Draws the token that top_p/nucleus.cuh would draw. It serves a row whose own top-k keeps every
+// element: with a top-k that keeps everything for all rows, such rows go to the nucleus kernels,
+// and the token must be the same in both cases.
 template <typename Row>
 __device__ __forceinline__ void draw_from_nucleus(const SamplingParams& params, Row& row,
                                                   const ProbWeight& weight, float max,

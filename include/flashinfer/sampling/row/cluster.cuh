@@ -1,11 +1,11 @@
-// One row of logits or probabilities, shared out among the CTAs of a cluster and kept in their
-// shared memory, so that it is read from device memory once however often it is walked.
+// One row of logits or probabilities, divided among the CTAs of a cluster and kept in their shared
+// memory, so that device memory is read once however often the row is walked.
 //
-// The row is cut into vectors of 16 bytes at 16-byte addresses; its first and last vector may be
+// The row is cut into vectors of 16 bytes at 16-byte addresses; its first and last vector may lie
 // partly outside. Ranks, then warps, own consecutive stretches of vectors, so a list of per-warp
-// results in rank and warp order is in index order. A thread walks the same vectors every time:
+// results in rank and warp order is in index order. A thread walks the same vectors every time, so
 // walks need no barrier between them. A row that does not fit (a launch without clusters) is walked
-// in global memory instead.
+// in global memory.
 #pragma once
 
 #include <flashinfer/common/math.cuh>
@@ -16,7 +16,7 @@ namespace flashinfer {
 
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 
-// Larger float, larger key; both zeros have the same key. Not for NaN.
+// Maps larger floats to larger keys; both zeros have the same key. Not for NaN.
 __device__ __forceinline__ uint32_t float_to_key(float x) {
   const uint32_t bits = __float_as_uint(x + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -43,13 +43,13 @@ __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x) {
   return x;
 }
 
-// For __launch_bounds__ of row kernels, which are launched with up to 512 threads: what lets three
-// CTAs of 256 share a multiprocessor's registers (80 each).
+// Bound for __launch_bounds__ of row kernels, which run with up to 512 threads. It lets three CTAs
+// of 256 threads share an SM's registers (80 per thread).
 inline constexpr int kRowThreadLimit = 768;
 
-// How many elements are walked at a time and by whom; the same for host (sizes) and device.
+// How many elements are walked at a time and by which thread; host (sizes) and device share it.
 struct RowLayout {
-  uint32_t num_vecs;  // of the row, those that are partly outside counted
+  uint32_t num_vecs;  // of the row, including vectors that are partly outside
   uint32_t vecs_per_cta;
   uint32_t vecs_per_warp;  // a multiple of 32
 
@@ -60,14 +60,14 @@ struct RowLayout {
   }
 };
 
-// What a walk sees of an element that is in memory: `apply(x, first)` changes a vector whose first
-// element has index `first` (some of its elements may be outside the row).
+// How a walk changes an element that it loads: `apply(x, first)` changes a vector whose first
+// element has index `first`; some of its elements may lie outside the row.
 struct AsItIs {
   template <typename Vec>
   __device__ __forceinline__ void apply(Vec&, uint32_t) const {}
 };
 
-// kCluster = false: the row belongs to one CTA and is walked in global memory.
+// With kCluster = false one CTA owns the row and walks it in global memory.
 template <typename T_, bool kCluster_ = true, typename View = AsItIs>
 class RowCluster {
  public:
@@ -81,20 +81,20 @@ class RowCluster {
   uint32_t phase;  // elements of the first vector that lie before the row
   uint32_t num_ranks, rank;
   uint32_t num_warps, warp_idx, lane_idx;
-  bool is_resident;  // else walk global memory
+  bool is_resident;  // otherwise the row is walked in global memory
   Vec* resident;  // this CTA's vectors in shared memory, indexed by the vector's number in the row
   uint64_t* gathered;           // two lists of every CTA, for gather()
   uint32_t first_vec, end_vec;  // this warp's stretch
   uint32_t parity = 0;
   View view;
 
-  // Words of the two lists that `gather_buffer` holds.
+  // Number of words in the two lists of `gather_buffer`.
   FLASHINFER_HOST_DEVICE static constexpr uint32_t list_words(uint32_t num_ranks,
                                                               uint32_t num_warps) {
     return 2 * num_ranks * list_entries(num_warps);
   }
 
-  // `max_vecs`: vectors that `resident_buffer` holds.
+  // `max_vecs` is the capacity of `resident_buffer` in vectors.
   __device__ RowCluster(const T* row_, uint32_t size_, void* resident_buffer, uint32_t max_vecs,
                         uint64_t* gather_buffer)
       : row(row_), size(size_), gathered(gather_buffer) {
@@ -118,8 +118,8 @@ class RowCluster {
     return ceil_div(phase + size, num_ranks) + 2 * kVecSize;
   }
 
-  // Index in the row of the first element of a vector; "negative" for the one that begins before
-  // the row.
+  // Row index of a vector's first element. It wraps around, like a negative number, for the vector
+  // that begins before the row.
   __device__ __forceinline__ uint32_t index_of(uint32_t vec) const {
     return vec * kVecSize - phase;
   }
@@ -129,7 +129,7 @@ class RowCluster {
     return first < size && size - first >= kVecSize;
   }
 
-  // Elements outside the row are -inf: they weigh nothing and come last in any order.
+  // Elements outside the row become -inf: they weigh nothing and come last in any order.
   __device__ __forceinline__ Vec load_global(uint32_t vec) const {
     Vec x;
     if (is_whole(vec)) {
@@ -149,7 +149,7 @@ class RowCluster {
     return kCluster && is_resident ? resident[vec] : load_global(vec);
   }
 
-  // First walk: brings the row in. `visit(x)` sees each element.
+  // First walk: loads the row. `visit(x)` sees each element.
   template <typename Visit>
   __device__ __forceinline__ void fill(Visit visit) {
     constexpr uint32_t kInFlight = sizeof(T) == 4 ? 8 : 4;
@@ -180,8 +180,9 @@ class RowCluster {
     }
   }
 
-  // `body(x)` sees the elements of this warp in [least, most], 32 at a time: few elements of a row
-  // pass such a test, and a branch on each would idle most lanes. `queue`: 64 floats of this warp.
+  // Calls `body(x)` for the elements of this warp in [least, most], 32 at a time. Few elements pass
+  // such a test, and a branch per element would idle most lanes. `queue` holds 64 floats of this
+  // warp.
   template <typename Body>
   __device__ __forceinline__ void walk_between(float least, float most, float* queue,
                                                Body body) const {
@@ -221,8 +222,8 @@ class RowCluster {
     __syncwarp();
   }
 
-  // Replaces each element of this thread by visit(x), in the shared copy, and returns true; where
-  // there is none that could hold it, only visits.
+  // Replaces each element of this thread in the shared copy by visit(x) and returns true. Without a
+  // shared copy it only visits the elements and returns false.
   template <typename Visit>
   __device__ __forceinline__ bool replace(Visit visit) {
     const bool replaces = sizeof(T) == 4 && kCluster && is_resident;
@@ -249,8 +250,8 @@ class RowCluster {
     }
   }
 
-  // The next list to publish: entry i of every CTA's copy is written by `publish`, and may be read
-  // from the next barrier until the next but one list is published.
+  // The next list to publish. `publish` writes entry i in every CTA's copy. The list may be read
+  // from the next barrier until the list after the next one is published.
   __device__ __forceinline__ uint64_t* next_list() {
     uint64_t* list = gathered + parity * num_ranks * list_entries(num_warps);
     parity ^= 1;
@@ -270,7 +271,7 @@ class RowCluster {
 
   __device__ __forceinline__ uint32_t global_warp() const { return rank * num_warps + warp_idx; }
 
-  // One value per warp, in index order, in every CTA. One barrier.
+  // Gathers one value per warp, in index order, in every CTA. It takes one barrier.
   __device__ __forceinline__ const uint64_t* gather(uint64_t value) {
     uint64_t* list = next_list();
     publish(list, global_warp(), value);
@@ -290,7 +291,7 @@ class RowCluster {
   }
 
  private:
-  // Of one rank in a list: one per warp, or one per group of bins (select.cuh).
+  // Entries of one rank in a list: one per warp, or one per group of bins (select.cuh).
   FLASHINFER_HOST_DEVICE static constexpr uint32_t list_entries(uint32_t num_warps) {
     return num_warps < 8 ? 8 : num_warps;
   }

@@ -1,4 +1,4 @@
-// How many CTAs share a row, and their launch.
+// Decides how many CTAs share a row, and launches them.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -8,7 +8,7 @@
 
 namespace flashinfer {
 
-// What a device allows a row kernel; asked of the driver once.
+// What a device allows for a row kernel; the driver is asked once.
 struct ClusterLimits {
   unsigned max_cluster;  // CTAs per row
   unsigned max_smem;     // dynamic shared memory of a CTA, bytes
@@ -18,7 +18,7 @@ inline size_t list_bytes(unsigned cluster_size, unsigned threads) {
   return RowCluster<float>::list_words(cluster_size, threads / 32) * sizeof(uint64_t);
 }
 
-// `device`: the current one.
+// `device` is the current device.
 template <typename Params>
 inline cudaError_t query_cluster_limits(void (*kernel)(Params), int device, ClusterLimits* limits) {
   int major = 0, max_smem = 0;
@@ -34,7 +34,7 @@ inline cudaError_t query_cluster_limits(void (*kernel)(Params), int device, Clus
   status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, max_smem);
   if (status != cudaSuccess) return status;
   *limits = {1, static_cast<unsigned>(max_smem)};
-  // With few multiprocessors (MIG, MPS) a large cluster may never be scheduled: take what is.
+  // With few SMs (MIG, MPS) a large cluster may never be scheduled, so smaller ones are tried.
   for (unsigned size = major >= 9 ? 8 : 1; size > 1; size /= 2) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -57,11 +57,12 @@ inline cudaError_t query_cluster_limits(void (*kernel)(Params), int device, Clus
   return cudaSuccess;
 }
 
-// How many clusters of `num_ranks` CTAs run at a time on `device`, the current one; 0: none can.
+// Number of clusters of `num_ranks` CTAs that run at a time on `device`, the current one; 0 if none
+// can.
 template <auto kKernel>
 inline cudaError_t count_active_clusters(int device, unsigned threads, size_t smem_bytes,
                                          uint32_t num_ranks, int* num_clusters) {
-  // Asked of the driver once. A race between threads writes the same values twice.
+  // The driver is asked once. Threads that race write the same value.
   constexpr int kMaxDevices = 64, kMaxRanks = 16, kUnknown = 0;
   static int known[kMaxDevices][kMaxRanks + 1] = {};
   *num_clusters = 0;
@@ -103,13 +104,13 @@ struct RowSchedule {
   size_t smem_bytes;
 };
 
-// `row_bytes`: at least one vector.
+// `row_bytes` is at least one vector.
 inline RowSchedule choose_row_schedule(uint64_t row_bytes, uint32_t num_rows, int num_sms,
                                        const ClusterLimits& limits) {
-  // One vector more than the row has, for a row that starts inside one.
+  // The extra vector is for a row that starts inside one.
   const uint32_t num_vecs = static_cast<uint32_t>(row_bytes / 16 + 2);
-  // Three CTAs to a multiprocessor hide each other's barriers; a single row is spread further, for
-  // its latency.
+  // Three CTAs per SM hide each other's barriers; a single row is spread further to reduce its
+  // latency.
   constexpr uint64_t kResidentBytes = 65 * 1024, kLeastBytes = 8 * 1024;
   unsigned size = 1;
   while (size < limits.max_cluster && (row_bytes > kResidentBytes * size ||
@@ -126,8 +127,7 @@ inline RowSchedule choose_row_schedule(uint64_t row_bytes, uint32_t num_rows, in
   return {size, threads, vecs_per_cta, smem_bytes};
 }
 
-// Launches a kernel that takes one cluster per row; its Params have num_rows, max_cluster and
-// max_vecs.
+// Launches a kernel with one cluster per row. Its Params have num_rows, max_cluster and max_vecs.
 template <typename Params>
 struct RowLauncher {
   void (*kernel)(Params);
@@ -136,7 +136,8 @@ struct RowLauncher {
 
   cudaError_t launch(Params params, uint64_t row_bytes, bool enable_pdl,
                      cudaStream_t stream) const {
-    // One kernel per module, so one table. A race between threads writes the same values twice.
+    // There is one kernel per module, so one table suffices. Threads that race write the same
+    // values.
     constexpr int kMaxDevices = 64;
     static ClusterLimits limits[kMaxDevices] = {};
     if (device < 0 || device >= kMaxDevices) return cudaErrorInvalidDevice;
@@ -156,7 +157,7 @@ struct RowLauncher {
   }
 };
 
-// Launches a kernel of one CTA per tile on all rows; its Params have first_row.
+// Launches a kernel with one CTA per tile on all rows. Its Params have first_row.
 template <typename Params>
 inline cudaError_t launch_row_tiles(void (*kernel)(Params), int threads, uint32_t num_tiles,
                                     uint32_t num_rows, Params params, bool enable_pdl,

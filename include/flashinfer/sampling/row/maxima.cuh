@@ -6,16 +6,16 @@
 
 namespace flashinfer {
 
-// The largest element of a row, and bounds from below on its k-th largest.
+// The largest element of a row, and lower bounds of its k-th largest element.
 struct RowMaxima {
   float max;             // NaN if the row has one
-  float min_warp_max;    // at least as many elements as there are warps are not less
-  float min_thread_max;  // the same for threads
+  float min_warp_max;    // at least as many elements as there are warps reach it
+  float min_thread_max;  // at least as many elements as there are threads reach it
 };
 
 namespace detail {
 
-// NaN if either is.
+// Larger of two floats; NaN if either is NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float c;

@@ -43,7 +43,7 @@ struct SamplingTraits {
 
 namespace detail {
 
-// Sum of the weights from `threshold` on, over this warp's stretch.
+// Sum of the weights of this warp's elements that are at least `threshold`.
 template <typename Row, typename Weight>
 __device__ __forceinline__ uint64_t warp_weight(const Row& row, const Weight& weight,
                                                 float threshold) {
@@ -59,14 +59,14 @@ __device__ __forceinline__ uint64_t top_p_target(float p, uint64_t total) {
   return target < 1 ? 1 : target > total ? total : target;
 }
 
-// Key of the smallest element of the nucleus among the elements from `threshold` on.
+// Key of the smallest element of the nucleus among the elements that are at least `threshold`.
 template <typename Row, typename Weight>
 __device__ __forceinline__ uint32_t select_top_p(Row& row, SelectStorage& storage,
                                                  const RowMaxima& maxima, const Weight& weight,
                                                  float threshold, float p) {
   const uint64_t total = row.gather_sum(warp_weight(row, weight, threshold));
   const uint64_t target = top_p_target(p, total);
-  // Elements below this weigh less than 1 - p all together, so the nucleus ends above them.
+  // Elements below this value weigh less than 1 - p in total, so the nucleus ends above them.
   const float negligible =
       __fdividef((1.f - p) * static_cast<float>(total), static_cast<float>(row.size));
   const float bound = weight.at_most(p < 0.999f ? 0.9f * negligible : 0.25f);
@@ -75,8 +75,8 @@ __device__ __forceinline__ uint32_t select_top_p(Row& row, SelectStorage& storag
                           float_to_key(maxima.max), target);
 }
 
-// The element where the running sum of weights, in index order, passes `target`; called by the warp
-// whose stretch has it, with `target` counted from there.
+// Finds the element where the running sum of weights, in index order, passes `target`. The warp
+// whose stretch holds it calls this, with `target` relative to the stretch.
 template <typename Row, typename Weight>
 __device__ __forceinline__ uint32_t find_in_stretch(const Row& row, const Weight& weight,
                                                     float threshold, uint64_t target) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void write_row(const Row& row, TOut* out, Value value
   }
 }
 
-// Input row of an output row; num_input_rows and more: there is none.
+// Input row of an output row; a value of num_input_rows or more means that there is none.
 __device__ __forceinline__ uint64_t input_row_of(const SamplingParams& params, uint32_t out_row) {
   if (!params.indices) return out_row;
   return params.indices_are_64bit
@@ -173,7 +173,7 @@ __device__ __forceinline__ bool has_distribution(float max) {
   return kLogits ? max > negative_infinity() : max > 0.f && max < -negative_infinity();
 }
 
-// The least value that the filter keeps.
+// The smallest value that the filter keeps.
 template <typename Traits, typename Row>
 __device__ __forceinline__ float find_threshold(Row& row, SelectStorage& storage,
                                                 const RowMaxima& maxima,
@@ -198,7 +198,7 @@ __device__ __forceinline__ float find_threshold(Row& row, SelectStorage& storage
   return threshold;
 }
 
-// Draws from the elements that are at least `threshold`; the warp that has the element calls
+// Draws from the elements that are at least `threshold`; the warp that owns the drawn element calls
 // found(token).
 template <typename Row, typename Weight, typename Found>
 __device__ __forceinline__ void find_in_row(Row& row, const Weight& weight, float threshold,
@@ -210,7 +210,7 @@ __device__ __forceinline__ void find_in_row(Row& row, const Weight& weight, floa
   if (target < list[row.global_warp()]) found(find_in_stretch(row, weight, threshold, target));
 }
 
-// The same; the element is the row's token.
+// Draws as find_in_row() does and writes the element as the row's token.
 template <typename Row, typename Weight>
 __device__ __forceinline__ void draw_from_row(const SamplingParams& params, Row& row,
                                               const Weight& weight, float threshold, uint64_t bits,
@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   extern __shared__ __align__(16) uint64_t dynamic_smem[];
   __shared__ SelectStorage storage;
 
-  // The other CTAs may be written to once they run: waited for after the row is in.
+  // Other CTAs may be written to only once they run; the matching wait follows after the row is
+  // loaded.
   ptx::cluster_arrive();
   const uint32_t num_ranks = ptx::cluster_size();
   const uint32_t out_row = blockIdx.x / num_ranks;

@@ -1,5 +1,5 @@
-// The largest threshold above which a row has enough: the k-th largest value, or the nucleus'
-// smallest one.
+// Finds the largest threshold that keeps enough of a row: the k-th largest value, or the smallest
+// value of the nucleus.
 //
 //   T = max { t : sum over { x >= t } of measure(x) >= target },   measure = 1 (top-k) or the
 //   weight (top-p)
@@ -7,10 +7,10 @@
 // Equal values are all in or all out, so the kept set { x >= T } does not depend on the order of
 // the row.
 //
-// The keys between two bounds are cut into kNumBins equal ranges; one walk sums the measure of
-// each, and the cluster finds the range where the target is crossed. When few elements are in it
-// they are ranked directly, else the range is cut again: 32-bit keys are resolved after at most
-// four rounds. Everything is an integer sum, hence exact.
+// The keys between two bounds are cut into kNumBins equal ranges. One walk sums the measure of
+// each, and the cluster finds the range where the target is crossed. Few elements in it are ranked
+// directly; otherwise the range is cut again. 32-bit keys are resolved after at most four rounds.
+// Every sum is an integer, hence exact.
 #pragma once
 
 #include <flashinfer/sampling/row/cluster.cuh>
@@ -33,23 +33,23 @@ struct SelectStorage {
   static constexpr uint32_t kBinBits = 8;
   static constexpr uint32_t kNumBins = 1u << kBinBits;
   static constexpr uint32_t kNumGroups = 8;
-  static constexpr uint32_t kBinsPerGroup = kNumBins / kNumGroups;  // a warp's
+  static constexpr uint32_t kBinsPerGroup = kNumBins / kNumGroups;  // bins of a warp
   static constexpr uint32_t kMaxRanks = 8;
   static constexpr uint32_t kMaxLocal = 48;        // candidates that a CTA may contribute
-  static constexpr uint32_t kMaxCandidates = 256;  // that are ranked, by all pairs
+  static constexpr uint32_t kMaxCandidates = 256;  // candidates that are ranked, by all pairs
 
-  // Shared memory has no 64-bit atomic addition: a bin's sum is collected in three words, 15 bits
-  // of each element in one.
+  // Shared memory has no 64-bit atomic addition, so a bin's sum is collected in three words, which
+  // take 15 bits of each element.
   static constexpr uint32_t kPartBits = 15;
   static constexpr uint32_t kMaxInParts =
-      1u << (32 - kPartBits);    // elements that cannot overflow a word
-  using Queues = float[16][64];  // of the warps, for walk_between
+      1u << (32 - kPartBits);    // so many elements cannot overflow a word
+  using Queues = float[16][64];  // one per warp, for walk_between
 
   union {
     uint64_t bins[kNumBins];
-    uint64_t candidate_measures[kMaxCandidates];  // in use when no bin is
+    uint64_t candidate_measures[kMaxCandidates];  // used when the bins are not
   };
-  // Each walk has its queues where nothing else is alive.
+  // Each walk keeps its queues where nothing else is alive.
   union {
     struct {
       uint32_t parts[3][kNumBins];
@@ -60,8 +60,9 @@ struct SelectStorage {
   union {
     struct {
       union {
-        uint64_t group_bins[kMaxRanks][kBinsPerGroup];  // of the group where the target is crossed
-        uint32_t local_keys[kMaxLocal];                 // this CTA's candidates
+        // bins of the group where the target is crossed
+        uint64_t group_bins[kMaxRanks][kBinsPerGroup];
+        uint32_t local_keys[kMaxLocal];  // this CTA's candidates
       };
       uint32_t pushed_keys[kMaxRanks][kMaxLocal];  // written by all ranks
     };
@@ -75,7 +76,8 @@ struct SelectStorage {
 
 namespace detail {
 
-// Adds to a bin in any case, at the price of an atomic whose result is waited for.
+// Adds to a bin without a limit on the number of additions; it has to wait for the result of an
+// atomic.
 __device__ __forceinline__ void add_with_carry(uint64_t* bin, uint64_t x) {
   auto* words = reinterpret_cast<uint32_t*>(bin);
   const uint32_t low = static_cast<uint32_t>(x);
@@ -93,8 +95,8 @@ __device__ __forceinline__ void add_in_parts(SelectStorage& storage, uint32_t bi
   }
 }
 
-// Index of the first of 32 lanes, in order, where the sum from `above` on reaches the target, 31 if
-// none; `above` becomes the sum before it.
+// Index of the first of 32 lanes, in order, where the sum, starting from `above`, reaches the
+// target; 31 if none does. `above` becomes the sum before that lane.
 __device__ __forceinline__ uint32_t find_crossing(uint64_t value, uint64_t target,
                                                   uint64_t* above) {
   const uint64_t inclusive = *above + warp_inclusive_sum(value);
@@ -104,8 +106,8 @@ __device__ __forceinline__ uint32_t find_crossing(uint64_t value, uint64_t targe
   return static_cast<uint32_t>(lane);
 }
 
-// Sums the measure of [low, high] by bins, the highest keys first, and finds the bin where the
-// target is crossed. All threads return it; storage.above has the sum before it.
+// Sums the measure of [low, high] per bin, the highest keys first, and finds the bin where the
+// target is crossed. All threads return it; storage.above receives the sum before it.
 template <typename Row, typename Measure>
 __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storage,
                                                  const Measure& measure, uint32_t low,
@@ -121,7 +123,7 @@ __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storag
   __syncthreads();
   const bool in_parts = row.elements_per_cta() <= SelectStorage::kMaxInParts;
   const float least = key_to_float(low), most = key_to_float(high);
-  // The keys decide in the end, as they tell apart what is next to 0.
+  // The keys make the final decision, since they distinguish values next to 0.
   row.walk_between(least, most, storage.bin_queues[row.warp_idx], [&](float x) {
     const uint32_t key = float_to_key(x);
     if (key - low > high - low) return;
@@ -147,7 +149,7 @@ __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storag
   }
   row.barrier();
 
-  // Every warp finds the group; then the ranks' bins of it are fetched side by side.
+  // Every warp finds the group; then it fetches the group's bins from all ranks side by side.
   uint64_t sum = 0;
   if (row.lane_idx < kNumGroups) {
     for (uint32_t r = 0; r < row.num_ranks; ++r) sum += list[r * kNumGroups + row.lane_idx];
@@ -173,7 +175,7 @@ __device__ __forceinline__ uint32_t crossing_bin(Row& row, SelectStorage& storag
   return storage.crossing_bin;
 }
 
-// Collects the elements of [low, high] from the whole cluster, in every CTA; false if they are too
+// Collects the elements of [low, high] from the whole cluster in every CTA; false if there are too
 // many.
 template <typename Row, typename Measure>
 __device__ __forceinline__ bool collect_candidates(Row& row, SelectStorage& storage,
@@ -221,7 +223,7 @@ __device__ __forceinline__ bool collect_candidates(Row& row, SelectStorage& stor
   return true;
 }
 
-// The largest candidate from which on the sum reaches the target.
+// The largest candidate for which the sum of all candidates from it upwards reaches the target.
 __device__ __forceinline__ uint32_t rank_candidates(SelectStorage& storage, uint32_t count,
                                                     uint64_t target, uint64_t above) {
   for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
@@ -239,9 +241,9 @@ __device__ __forceinline__ uint32_t rank_candidates(SelectStorage& storage, uint
 
 }  // namespace detail
 
-// Key of the threshold, which must lie in [low, high]: nothing is larger than `high`, and the
-// elements from `low` on reach the target. All threads of the cluster call and get it. Another
-// barrier of the cluster must follow before the next call or the end of the kernel.
+// Key of the threshold, which must lie in [low, high]: no element is larger than `high`, and the
+// elements that are at least `low` reach the target. All threads of the cluster call it and get the
+// result. Another cluster barrier must follow before the next call or the end of the kernel.
 template <typename Row, typename Measure>
 __device__ __forceinline__ uint32_t select_threshold(Row& row, SelectStorage& storage,
                                                      const Measure& measure, uint32_t low,

@@ -10,7 +10,7 @@ namespace flashinfer {
 
 namespace detail {
 
-// Of a row of logits whose softmax is written; draws have none.
+// Reciprocal temperature of a row whose softmax is written; draws have none.
 template <typename Traits>
 __device__ __forceinline__ float inv_temperature(const SamplingParams& params, uint32_t row) {
   if constexpr (Traits::kLogits && Traits::kOutput == SamplingOutput::kProbs) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ bool row_is_aligned(const T* row) {
   return reinterpret_cast<uintptr_t>(row) % 16 == 0;
 }
 
-// N elements from `first` on, by a vector where the row allows; -inf beyond its end.
+// Loads N elements from `first` on, by vectors where the row allows it; -inf after the row's end.
 template <int N, typename T>
 __device__ __forceinline__ void load_elements(const T* row, bool aligned, uint32_t size,
                                               uint32_t first, float (&x)[N]) {
@@ -44,9 +44,7 @@ __device__ __forceinline__ void load_elements(const T* row, bool aligned, uint32
 
 }  // namespace detail
 
-// Measured on an H200, 64 and 256 rows of 128256 float32: without group maxima 128 threads
-// take 13.4 and 37.9 us for the whole draw (256: 14.8, 37.7; 512: 16.5, 43.7), with them 256
-// take 18.8 and 51.6 (128: 20.6, 54.7; 512: 20.6, 59.3). Tiles of 2048 or 8192 elements gain
+// The fastest thread counts with and without group maxima. Tiles of 2048 or 8192 elements gain
 // nothing.
 template <typename Traits>
 inline constexpr int kTileThreads = Traits::kTopK ? 256 : 128;
@@ -134,7 +132,7 @@ __global__ void __launch_bounds__(kTileThreads<Traits>)
 
 namespace detail {
 
-// Statistics of a row's tiles, held by each warp on its own: lane l has tiles l, l + 32, ...
+// Statistics of a row's tiles, held by each warp: lane l has tiles l, l + 32, ...
 template <typename Weight, int kMaxTiles = StreamLayout::kMaxTiles>
 struct TileSums {
   static constexpr int kPerLane = kMaxTiles / 32;
@@ -169,8 +167,8 @@ struct TileSums {
     total = warp_sum_u64(total);
   }
 
-  // The tile where the running sum passes `target`, which is less than the total, and the target in
-  // the units of that tile's weight.
+  // Finds the tile where the running sum passes `target`, which is less than the total, and
+  // converts the target to the units of that tile's weight.
   __device__ __forceinline__ uint32_t find(uint64_t target, uint64_t* local,
                                            float* tile_max) const {
     uint64_t inside = 0, last = 0;
@@ -201,9 +199,9 @@ struct TileSums {
   }
 };
 
-// Calls `found` with index and value of the element of a tile where the running sum of weights from
-// `threshold` on passes `target`, or of the last one, in the one thread that has it.
-// 512 threads; `warp_values` holds 16.
+// Finds the element of a tile where the running sum of the weights that are at least `threshold`
+// passes `target`, or the last such element, and calls `found` with its index and value in the one
+// thread that owns it. 512 threads; `warp_values` holds 16.
 template <typename T, typename Weight, typename Found>
 __device__ __forceinline__ void draw_from_tile(const T* row, uint32_t size, uint32_t tile,
                                                const Weight& weight, float threshold,
@@ -257,7 +255,7 @@ __device__ __forceinline__ void draw_from_tile(const T* row, uint32_t size, uint
 
 #ifndef __CUDACC_RTC__
 
-// Launches a kernel of one CTA per tile on all rows of a draw.
+// Launches a kernel with one CTA per tile on all rows of a draw.
 inline cudaError_t launch_tiles(void (*kernel)(SamplingParams), int threads, uint32_t num_rows,
                                 const SamplingParams& params, bool enable_pdl,
                                 cudaStream_t stream) {

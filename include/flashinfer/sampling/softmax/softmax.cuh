@@ -20,8 +20,8 @@ namespace flashinfer {
 
 namespace detail {
 
-// What makes shares of the row of a tile's weights, which are in units of the tile's maximum; NaN
-// for a row without distribution.
+// Factor that turns a tile's weights, in units of the tile's maximum, into shares of the row; NaN
+// for a row without a distribution.
 template <typename Traits>
 __device__ __forceinline__ float tile_factor(float row_max, uint64_t row_total, float tile_max,
                                              float scale) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ float tile_factor(float row_max, uint64_t row_total, 
                : __uint_as_float(0x7fc00000u);
 }
 
-// `policy`: from ptx::l2_policy, where kHasPolicy.
+// With kHasPolicy, `policy` comes from ptx::l2_policy.
 template <bool kHasPolicy, int N, typename TOut>
 __device__ __forceinline__ void store_elements(TOut* out, bool aligned, uint32_t size,
                                                uint32_t first, const float (&y)[N],
@@ -95,7 +95,7 @@ __device__ __forceinline__ void normalise_tile(const SamplingParams& params, uin
 }  // namespace detail
 
 // Grid (tiles, 2 * rows of a block), kTileThreads threads: odd rows of the grid normalise the block
-// at first_row, even ones sum the block behind it.
+// at first_row, even ones sum the block after it.
 template <typename Traits>
 __global__ void __launch_bounds__(kTileThreads<Traits>)
     softmax_kernel(const __grid_constant__ SamplingParams params) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kTileThreads<Traits>)
 
 namespace detail {
 
-// One vector of 16 bytes to shared memory, -inf beyond the row's end.
+// Copies one vector of 16 bytes to shared memory; -inf after the row's end.
 template <typename T>
 __device__ __forceinline__ void load_to_shared(float4* slot, const T* row, bool aligned,
                                                uint32_t size, uint32_t first) {
@@ -130,20 +130,20 @@ __device__ __forceinline__ void load_to_shared(float4* slot, const T* row, bool 
 
 }  // namespace detail
 
-// How softmax_cluster_kernel divides a row. Some elements of a thread are kept in registers, the
-// others in shared memory, so that a multiprocessor has as many threads as it can.
+// How softmax_cluster_kernel divides a row. Each thread keeps some elements in registers and the
+// others in shared memory, so that an SM can hold as many threads as possible.
 struct SoftmaxSplit {
   static constexpr int kThreads = 256, kPerThread = 32, kInRegisters = 8;
   static constexpr uint32_t kElementsPerCta = kPerThread * kThreads;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100
   static constexpr int kCtasPerSm = 8;
 #else
-  static constexpr int kCtasPerSm = 4;  // multiprocessors of 1024 or 1536 threads
+  static constexpr int kCtasPerSm = 4;  // fits SMs of 1024 or 1536 threads
 #endif
 };
 
-// One cluster per row, whose CTAs keep it until its sum is known. Sums are those of softmax_kernel,
-// bit for bit.
+// One cluster per row, whose CTAs keep the row until its sum is known. Sums equal those of
+// softmax_kernel bit for bit.
 template <typename Traits>
 __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPerSm)
     softmax_cluster_kernel(const __grid_constant__ SamplingParams params) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
   constexpr int kSharedVecs = Split::kPerThread / kVecSize - kOwnVecs;
   constexpr uint32_t kTiles = kThreads / kPerTile, kMaxTiles = 16 * kTiles,
                      kStep = kPerTile * kVecSize;
-  // A thread's column: first vectors as they come, then weights.
+  // Each thread has a column: first its vectors as loaded, then its weights.
   __shared__ float4 kept[kSharedVecs * kQuads][kThreads];
   __shared__ float warp_max[kThreads / 32], tile_max[kTiles];
   __shared__ uint64_t warp_sum[kThreads / 32];
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
   __shared__ ptx::ClusterExchange exchange;
   const uint32_t num_ranks = ptx::cluster_size(), rank = ptx::cluster_rank();
   if (threadIdx.x == 0) exchange.init(num_ranks * kTiles * sizeof(TileStat));
-  // The other CTAs may be written to once they run: waited for before the exchange.
+  // Other CTAs may be written to only once they run; the matching wait follows before the exchange.
   ptx::cluster_arrive();
   const uint32_t row_idx = ptx::cluster_index();
   const uint32_t warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
   ptx::grid_dependency_wait();
   if (params.num_rows <= params.paced_rows) ptx::grid_launch_dependents();
   if (row_idx < params.paced_rows) {
-    // So that some rows are read while others are exchanged or written.
+    // The delay lets some rows be read while others are exchanged or written.
     const uint32_t start = clock(), delay = row_idx * params.pace -
                                             min(row_idx, params.early_rows) * params.pace / 2;
     while (static_cast<uint32_t>(clock()) - start < delay) continue;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
       if (warp_idx % kWarpsPerTile == 0) tile_max[own_tile] = max;
     }
   }
-  // The next grid may come once the last rows are read: what it fetches early would delay them.
+  // The next grid may start once the last rows are read: its early fetches would delay them.
   ptx::grid_launch_dependents();
   __syncthreads();
   ptx::cluster_wait();
@@ -309,7 +309,8 @@ __global__ void __launch_bounds__(SoftmaxSplit::kThreads, SoftmaxSplit::kCtasPer
 
 namespace detail {
 
-// Two kernels, or one that does both for two blocks, where a cluster cannot hold a row.
+// Softmax by tiles, for rows that do not fit in a cluster. Each launch sums one block of rows and
+// normalises the block before it.
 template <typename Traits>
 inline cudaError_t launch_softmax_by_tiles(SamplingParams params, bool enable_pdl,
                                            cudaStream_t stream) {
@@ -332,15 +333,7 @@ inline cudaError_t launch_softmax_by_tiles(SamplingParams params, bool enable_pd
 
 }  // namespace detail
 
-// Rows of 128256 float32 on an H200, 16, 64 and 256 of them: 6.8, 18.4 and 64.8 us. No output kept
-// in L2: 6.8, 18.9 and 66.4. And the next grid let in from the beginning: 6.8, 20.3 and 66.6; for
-// 16 rows too only after the sums: 7.1. And nothing read early, all rows at one pace: 6.8, 20.8 and
-// 67.2. A pace slower or faster by a fifth, then: 68, by two fifths 69; all rows that fit at once
-// 69.7, as then memory idles while they exchange their sums. All rows that fit read early 69. With
-// half of the row in registers and six CTAs to a multiprocessor 20.1 and 69.1; with clusters of 8
-// CTAs of 64 elements per thread, of which 32 or 24 are in registers, 22.8 and 67.5, or 20.1 and
-// 68.7; with all in registers, five CTAs and all rows at once 22.9 and 73.7, of which 2 for spills.
-// By tiles 3.5 for one row, 26.5 and 101.
+// Chooses between clusters and tiles, and sets how rows are paced, fetched early and kept in L2.
 template <typename Traits>
 inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable_pdl,
                                   cudaStream_t stream) {
@@ -355,19 +348,20 @@ inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable
     if (status != cudaSuccess) return status;
   }
   if (num_clusters == 0) return detail::launch_softmax_by_tiles<Traits>(params, enable_pdl, stream);
-  // At the speed of memory: 4 KiB read or written per cycle of 2 GHz, twice what it really is, as
-  // the first rows are only read for a while. Those that are in L2 by then start at twice the pace.
+  // Rows start at the speed of memory: 4 KiB read or written per cycle of 2 GHz. This is twice the
+  // real speed, since the first rows are only read for a while. Rows that are in L2 by then start
+  // at twice the pace.
   constexpr uint32_t kBytesPerCycle = 4096;
   constexpr size_t kBytes = sizeof(typename Traits::T) + sizeof(typename Traits::TOut);
   params.paced_rows = static_cast<uint32_t>(num_clusters);
   params.pace = static_cast<uint32_t>(params.vocab_size * kBytes / kBytesPerCycle);
-  // To read these before the grid ahead has ended.
+  // These bytes are read before the preceding grid has ended.
   constexpr uint32_t kEarlyBytes = 8 << 20;
   params.early_rows =
       std::min(kEarlyBytes / static_cast<uint32_t>(params.vocab_size * sizeof(typename Traits::T)),
                params.paced_rows);
-  // Output of the first rows stays in L2 while the rest passes through: a reader finds it there,
-  // and a buffer that is written again and again does not go to memory each time.
+  // Output of the first rows stays in L2 while the rest passes through. A reader finds it there,
+  // and a buffer that is rewritten again and again does not go to memory each time.
   constexpr uint32_t kKeptBytes = 12 << 20;
   params.kept_rows =
       kKeptBytes / static_cast<uint32_t>(params.vocab_size * sizeof(typename Traits::TOut));
@@ -375,7 +369,7 @@ inline cudaError_t launch_softmax(SamplingParams params, int device, bool enable
       launch_kernel(kKernel, dim3(params.num_rows * num_ranks), dim3(Split::kThreads), 0, stream,
                     enable_pdl, params, num_ranks);
   if (status == cudaSuccess) return status;
-  // A part of the device, which the stream is confined to, may have less room than was asked for.
+  // A stream that is confined to a part of the device may have less room than requested.
   cudaGetLastError();
   return detail::launch_softmax_by_tiles<Traits>(params, enable_pdl, stream);
 }

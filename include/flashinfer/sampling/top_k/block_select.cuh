@@ -1,19 +1,19 @@
-// The k-th largest of the keys that a CTA holds in registers. Histograms of integers, so the result
-// does not depend on the order of the keys.
+// Finds the k-th largest of the keys that a CTA holds in registers. It uses histograms of integers,
+// so the result does not depend on the order of the keys.
 #pragma once
 
 #include <cstdint>
 
 namespace flashinfer {
 
-// Keys that may be the one looked for.
+// Range of keys that may contain the wanted key.
 struct KeyInterval {
   uint32_t low, high;
   uint32_t above;   // keys larger than `high`
   uint32_t inside;  // keys in the range
 };
 
-// A key, how many are larger, and how many equal it.
+// A key, the number of larger keys and the number of equal ones.
 struct SelectedKey {
   uint32_t key, larger, equal;
 };
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t block_extreme(uint32_t x, uint32_t* warp_val
   return x;
 }
 
-// Sum over this thread and those before it. 512 threads; `warp_counts` is read until the next
+// Sum over this thread and the threads before it. 512 threads; `warp_counts` is read until the next
 // barrier.
 __device__ __forceinline__ uint32_t block_inclusive_sum(uint32_t x, uint32_t* warp_counts) {
   constexpr uint32_t kWarps = BlockSelectStorage::kThreads / 32;
@@ -98,7 +98,7 @@ __device__ __forceinline__ KeyInterval narrow(BlockSelectStorage& storage,
   return storage.range;
 }
 
-// The `target`-th largest key, which must be in the range; N keys of each of 512 threads.
+// The `target`-th largest key, which must lie in the range; each of 512 threads holds N keys.
 template <int N>
 __device__ __forceinline__ SelectedKey select_key(BlockSelectStorage& storage,
                                                   const uint32_t (&keys)[N], KeyInterval range,
@@ -125,7 +125,7 @@ __device__ __forceinline__ SelectedKey select_key(BlockSelectStorage& storage,
       larger += storage.ranked[i] > key;
       equal += storage.ranked[i] == key;
     }
-    // All that are equal write the same.
+    // All threads with an equal key write the same value.
     if (larger < target && larger + equal >= target) storage.selected = {key, larger, equal};
   }
   __syncthreads();

@@ -1,6 +1,6 @@
-// Top-k with small k from the maxima of groups of 128 elements: every element of the k largest is
-// in a group whose maximum reaches the k-th largest maximum. These groups are looked at again, and
-// the short list of their elements is filtered and drawn from.
+// Top-k with small k from the maxima of groups of 128 elements: each of the k largest elements lies
+// in a group whose maximum reaches the k-th largest maximum. These groups are read again, and the
+// short list of their elements is filtered and drawn from.
 #pragma once
 
 #include <flashinfer/sampling/row/tiles.cuh>
@@ -11,7 +11,7 @@ namespace flashinfer {
 struct FinishStorage {
   static constexpr uint32_t kFinishWarps = 16;
   static constexpr uint32_t kNumBins = 1024;
-  static constexpr uint32_t kMaxHot = 512;         // groups that are looked at again
+  static constexpr uint32_t kMaxHot = 512;         // groups that are read again
   static constexpr uint32_t kMaxCandidates = 512;  // elements that are ranked, by all pairs
 
   union {
@@ -22,7 +22,7 @@ struct FinishStorage {
       uint32_t indices[kMaxCandidates];
       uint64_t weights[kMaxCandidates];
     };
-    SelectStorage select;  // of the search of the whole row
+    SelectStorage select;  // for the search of the whole row
   };
   uint64_t warp_values[2 * kFinishWarps];
   uint32_t warp_counts[kFinishWarps];
@@ -48,12 +48,13 @@ struct GroupKeys {
   }
 };
 
-// A key that at least k of the group keys reach, and few more: the lower end of a histogram's bin,
-// which is cut once more if it holds many. storage.bins is zero, and is not when this returns.
+// A key that at least k of the group keys reach, and few more. It is the lower end of a histogram
+// bin, which is cut once more if it holds many keys. storage.bins must be zero on entry and is
+// changed.
 __device__ __forceinline__ uint32_t group_bound(FinishStorage& storage, const GroupKeys& groups,
                                                 uint32_t row_max_key, uint32_t k) {
   const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
-  // Each quarter of a warp has a group that reaches the least of the quarters' largest.
+  // Each quarter of a warp has a group that reaches the smallest of the quarters' maxima.
   constexpr uint32_t kQuarters = 64;
   uint32_t least = 0xffffffffu, quarter = 0;
 #pragma unroll
@@ -88,7 +89,7 @@ __device__ __forceinline__ uint32_t group_bound(FinishStorage& storage, const Gr
       if (key - low <= high - low) atomicAdd(&storage.bins[(high - key) >> shift], 1u);
     }
     __syncthreads();
-    // 512 threads, two bins each.
+    // Each of 512 threads has two bins.
     const uint32_t first = storage.bins[2 * threadIdx.x],
                    second = storage.bins[2 * threadIdx.x + 1];
     uint32_t inclusive = first + second;
@@ -114,7 +115,7 @@ __device__ __forceinline__ uint32_t group_bound(FinishStorage& storage, const Gr
     high -= storage.crossing << shift;
     const uint32_t width = (1u << shift) - 1;
     low = high - low > width ? high - width : low;
-    // Groups beyond the k-th cost a look each.
+    // Each group beyond the k-th costs one more look.
     if (shift == 0 || round == 1 || above + storage.in_crossing <= k + 32) break;
     for (uint32_t i = threadIdx.x; i < FinishStorage::kNumBins; i += blockDim.x)
       storage.bins[i] = 0;
@@ -124,7 +125,7 @@ __device__ __forceinline__ uint32_t group_bound(FinishStorage& storage, const Gr
 }
 
 // Fills storage.keys, indices and weights with all elements that reach the k-th largest group
-// maximum. False if they are too many.
+// maximum. Returns false if there are too many.
 template <typename Traits>
 __device__ __forceinline__ bool collect_top_groups(
     const SamplingParams& params, FinishStorage& storage, const typename Traits::T* row,
@@ -173,13 +174,13 @@ __device__ __forceinline__ bool collect_top_groups(
   return storage.num_candidates <= FinishStorage::kMaxCandidates;
 }
 
-// Filters the candidates by top-k and top-p and draws one, in index order. `total`: of the row.
+// Filters the candidates by top-k and top-p and draws one, in index order. `total` is the row's.
 template <typename Traits>
 __device__ __forceinline__ void draw_from_candidates(const SamplingParams& params,
                                                      FinishStorage& storage, uint32_t k, float p,
                                                      uint64_t total, uint64_t bits,
                                                      uint32_t out_row) {
-  // One thread per candidate, or four where there are as many.
+  // Each candidate gets one thread, or four if there are enough threads.
   const uint32_t count = storage.num_candidates, parts = count <= blockDim.x / 4 ? 4 : 1;
   const uint32_t candidate = threadIdx.x / parts, part = threadIdx.x % parts;
   const auto sum_parts = [&](auto x) {
@@ -192,7 +193,7 @@ __device__ __forceinline__ void draw_from_candidates(const SamplingParams& param
   const bool mine = candidate < count;
   const uint32_t key = mine ? storage.keys[candidate] : 0;
   uint32_t rank = 0;
-  uint64_t from_here = 0;  // sum of the weights of candidates that are not smaller
+  uint64_t from_here = 0;  // sum of the weights of all candidates that are not smaller
   if (mine) {
 #pragma unroll 8
     for (uint32_t i = part; i < count; i += parts) {

@@ -31,12 +31,13 @@ struct TopKWorkspace {
   }
 };
 
-// As float_to_key, with NaN as +inf.
+// As float_to_key, but NaN counts as +inf.
 __device__ __forceinline__ uint32_t top_k_key(float x) {
   return float_to_key(x != x ? -negative_infinity() : x);
 }
 
-// Spreads consecutive numbers over 32 bits, so that a sample has no period that data could have.
+// Scatters consecutive numbers over 32 bits, so that the sample has no period that data could
+// share.
 __device__ __forceinline__ uint32_t scatter_bits(uint32_t x) {
   x = (x ^ x >> 16) * 0x9e3779b1u;
   return (x ^ x >> 15) * 0x85ebca6bu;
@@ -60,8 +61,8 @@ __global__ void __launch_bounds__(512)
   if (window.length <= params.k) return;
   const Row row(window.data, window.length, nullptr, 0, nullptr);
 
-  // Four vectors, 64 bytes of memory, of each of as many stretches of equal length; of a short row
-  // each vector.
+  // The sample takes four vectors (64 bytes of memory) from each of many stretches of equal length.
+  // A short row is sampled whole.
   constexpr uint32_t kRun = 4;
   const uint32_t num_vecs = ceil_div(row.phase + row.size, static_cast<uint32_t>(kVecSize));
   const uint32_t num_runs = ceil_div(num_vecs, kRun),
@@ -91,19 +92,21 @@ __global__ void __launch_bounds__(512)
     }
   }
 
-  // Of k elements the sample has about k * share; six standard deviations more are asked for.
+  // The sample holds about k * share of the k largest elements. The target adds six standard
+  // deviations.
   const float share = fminf(static_cast<float>(num_samples) / static_cast<float>(num_runs), 1.f);
   const float expected = static_cast<float>(params.k) * share;
   const float margin = (6.f * sqrtf(expected * (1.f - share)) + 4.f) * (share < 1.f);
   const auto target = static_cast<uint32_t>(expected + margin + 0.5f);
-  // As many elements as there are pairs of lanes are not below the least of the pairs' maxima.
+  // The smallest of the lane pairs' maxima is reached by at least as many elements as there are
+  // pairs.
   if (num_samples == 512 * kVecs / kRun && target <= 240) {
     least = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
   }
   const uint32_t low = detail::block_extreme<true>(least, storage.warp_counts);
   const uint32_t high = detail::block_extreme<false>(most, storage.ranked);
   KeyInterval range{low, high, 0, 512 * kKeys};
-  // A coarse bound lets a few more elements through.
+  // The search stops early: a coarse bound only lets a few more elements through.
 #pragma unroll 1
   for (int round = 0; round < 3 && range.low < range.high; ++round) {
     if (round > 0 && range.inside <= 4 + target / 16) break;
@@ -142,7 +145,7 @@ __global__ void __launch_bounds__(256)
     const uint32_t vec = first_vec + i * 256;
     if (vec < num_vecs) x[i] = row.load_global(vec);
   }
-  uint32_t reaches = 0;  // which elements reach the bound; NaN does
+  uint32_t reaches = 0;  // bit mask of the elements that reach the bound; NaN does
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     const uint32_t vec = first_vec + i * 256;
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(256)
     const uint32_t before = __shfl_up_sync(0xffffffffu, inclusive, offset);
     if (threadIdx.x % 32 >= offset) inclusive += before;
   }
-  // One addition in global memory per CTA: those to one row come one after the other.
+  // One addition in global memory per CTA, since additions to one row are serialized.
   uint32_t warp_base = 0;
   if (threadIdx.x % 32 == 31 && inclusive != 0) warp_base = atomicAdd(&tile_count, inclusive);
   __syncthreads();
@@ -203,7 +206,7 @@ struct IndexSet {
 
   __device__ __forceinline__ void insert(uint32_t i) { atomicOr(&words[i / 32], 1u << i % 32); }
 
-  // Between barriers: after the last insert and before the first rank.
+  // Must run between barriers, after the last insert and before the first rank.
   __device__ __forceinline__ void count(uint32_t* warp_counts) {
     uint32_t counts[kWordsPerThread / kCountedWords];
     uint32_t sum = 0;
@@ -256,7 +259,7 @@ __global__ void __launch_bounds__(512, 2)
     return;
   }
   const detail::TopKWorkspace workspace(params);
-  // The list is fetched before its length is known: one trip to memory less.
+  // The list is fetched before its length is known, which saves a trip to memory.
   TopKStream::Element elements[kMaxMine];
 #pragma unroll
   for (int i = 0; i < kMaxMine; ++i) {
@@ -292,7 +295,7 @@ __global__ void __launch_bounds__(512, 2)
 #pragma unroll
   for (int i = 0; i < kMaxMine; ++i) chosen |= static_cast<uint32_t>(keys[i] >= threshold.key) << i;
   if (wanted != threshold.equal) {
-    // Equal elements compete by their indices.
+    // Indices decide among equal elements.
 #pragma unroll
     for (int i = 0; i < kMaxMine; ++i) {
       if (keys[i] == threshold.key) storage.set.insert(indices[i]);
@@ -321,7 +324,7 @@ __global__ void __launch_bounds__(512, 2)
 #pragma unroll
   for (int i = 0; i < kMaxMine; ++i) {
     if (!(chosen >> i & 1)) continue;
-    // A key tells the value but for zeros and NaN.
+    // A key determines the value except for zeros and NaN.
     const float value = key_to_float(keys[i]);
     const bool told = value != 0.f && value < -negative_infinity();
     detail::write_top_k<Traits>(params, row_idx, storage.set.rank(indices[i]), indices[i],

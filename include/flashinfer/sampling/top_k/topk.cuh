@@ -5,8 +5,8 @@
 //   fill up k
 //
 // A cluster of CTAs takes a row and reads it once (row/cluster.cuh). Each warp owns a stretch of
-// the row, so counting what it chooses gives every element its place in the output: the same result
-// in every run. NaN counts as +inf.
+// the row, so counting what it chooses gives every element its place in the output: every run gives
+// the same result. NaN counts as +inf.
 #pragma once
 
 #include <flashinfer/ptx/pdl.cuh>
@@ -36,7 +36,7 @@ struct NanIsInf {
   }
 };
 
-// Writes output `slot` of a row: the element at index i of its window, or nothing's for i = -1.
+// Writes output `slot` of a row: the element at index i of its window, or padding for i = -1.
 template <typename Traits>
 __device__ __forceinline__ void write_top_k(const TopKParams& params, uint32_t row_idx,
                                             uint32_t slot, int64_t i, typename Traits::T value) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void write_top_k(const TopKParams& params, uint32_t r
   }
 }
 
-// The columns of a row that are looked at.
+// The window of a row's columns that is searched.
 template <typename T>
 struct TopKWindow {
   const T* data;
@@ -87,8 +87,8 @@ struct TopKWindow {
   }
 };
 
-// A window of at most k columns: all of it, then nothing. `first` and `step`: of the outputs that
-// this thread writes.
+// Writes a window of at most k columns: all its elements, then padding. `first` and `step` say
+// which outputs this thread writes.
 template <typename Traits>
 __device__ __forceinline__ void write_whole_window(const TopKParams& params, uint32_t row_idx,
                                                    const TopKWindow<typename Traits::T>& window,
@@ -102,7 +102,7 @@ __device__ __forceinline__ void write_whole_window(const TopKParams& params, uin
   }
 }
 
-// Which of the elements equal to the k-th largest are chosen: `wanted` of them, after `skipped`.
+// Which elements equal to the k-th largest are chosen: `wanted` of them, after `skipped`.
 struct EqualElements {
   uint32_t skipped, wanted;
 
@@ -112,13 +112,13 @@ struct EqualElements {
     skipped = params.prefer_large_index ? equal - wanted : 0;
   }
 
-  // How many of the first `count` are chosen.
+  // Number of the first `count` equal elements that are chosen.
   __device__ __forceinline__ uint32_t chosen_of(uint32_t count) const {
     return count > skipped ? min(count - skipped, wanted) : 0;
   }
 };
 
-// Searches a row that is resident, or in global memory, and writes what it chooses.
+// Searches a row, in shared or global memory, and writes what it chooses.
 template <typename Traits, typename Row>
 __device__ __forceinline__ void search_row(const TopKParams& params, uint32_t row_idx, Row& row,
                                            SelectStorage& storage, const RowMaxima& maxima) {
@@ -126,8 +126,8 @@ __device__ __forceinline__ void search_row(const TopKParams& params, uint32_t ro
   const uint32_t length = row.size;
   const float threshold = key_to_float(select_top_k(row, storage, maxima, params.k));
 
-  // Larger and equal elements of each warp's stretch; what lies outside the row is -inf and must
-  // not count as equal.
+  // Counts the larger and the equal elements of each warp's stretch. Elements outside the row are
+  // -inf and must not count as equal.
   uint64_t counts = 0;
   for (uint32_t vec = row.first_vec + row.lane_idx; vec < row.end_vec; vec += 32) {
     const typename Row::Vec x = row.load(vec);

@@ -1,12 +1,12 @@
-// Top-p draws from probabilities, which read the rows once.
+// Top-p draws from probabilities that read the rows once.
 //
-// The weights of a tile are added up per octave half (the values with one exponent and one first
-// digit): exact integers. The sums of a row tell in which half the nucleus ends, the pivot. All
-// halves above it are in the nucleus, none below it is. A token is drawn from the halves down to
-// the pivot, and is accepted at once if it lies above the pivot. Only a token of the pivot itself
-// needs the exact end of the nucleus: then the pivot's elements are listed. A token that is not in
-// the nucleus is replaced by one drawn from just the nucleus. So there are at most two draws, and
-// whatever comes out is distributed as the nucleus is.
+// The weights of a tile are added up per octave half, exactly, as integers. An octave half holds
+// the values with one exponent and one first binary digit. A row's sums tell in which half, the
+// pivot, the nucleus ends: all halves above it are in the nucleus, and none below it is. A token is
+// drawn from the halves down to the pivot and is accepted at once if it lies above the pivot. Only
+// a token of the pivot needs the exact end of the nucleus; then the pivot's elements are listed. A
+// token outside the nucleus is replaced by one drawn from the nucleus alone. So there are at most
+// two draws, and the result has the distribution of the nucleus.
 //
 //   halves kernel    sums per tile and half                                        reads the rows
 //   propose kernel   a CTA per row: pivot and token                            reads a tile of each
@@ -25,15 +25,16 @@
 
 namespace flashinfer {
 
-// Grid: output rows, with kAlone times the CTAs of a cluster; 512 threads. Dynamic shared memory
-// with kAlone: the row's list.
+// Grid: output rows, times the CTAs of a cluster with kAlone; 512 threads. With kAlone, dynamic
+// shared memory holds the row's list.
 template <typename Traits, bool kAlone>
 __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
     propose_kernel(const __grid_constant__ SamplingParams params) {
   using T = typename Traits::T;
   __shared__ NucleusStorage storage;
   if (threadIdx.x == 0) storage.list_size = 0;
-  // The first CTA's list may be written to once it runs: waited for before that.
+  // The first CTA's list may be written to only once that CTA runs; the matching wait precedes the
+  // writes.
   if constexpr (kAlone) ptx::cluster_arrive();
   const uint32_t rank = kAlone ? ptx::cluster_rank() : 0;
   const bool is_writer = rank == 0 && threadIdx.x == 0;
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
   }
   if (!valid) return;
 
-  // The first half, from the largest element's octave on, with which the target is reached.
+  // Finds the first half, from the largest element's octave on, with which the target is reached.
   uint64_t deeper;
   const ulonglong2 weights = halves.add_up(storage, &deeper);
   const uint64_t inclusive = warp_inclusive_sum(weights.x + weights.y);
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
   if (is_lower) before += upper;
   const uint32_t depth = 2 * octave + is_lower;
   const bool keeps_all = p >= 1.f;
-  // The last octave of a tile has all that is deeper as well.
+  // A tile's last octave also holds everything deeper.
   const bool is_too_deep = octave >= 31 || depth + 2 > halves.top;
 
   const T* row = static_cast<const T*>(params.input) + input_row * params.input_stride;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(512, kAlone ? 1 : 2)
       if (is_writer) detail::write_token(params, out_row, pending.token);
       return;
     }
-    // In mantissas of the pivot.
+    // Counted in mantissas of the pivot.
     const uint64_t left = wanted - before;
     pending.needed = octave <= 20 ? (left + (uint64_t{1} << (20 - octave)) - 1) >> (20 - octave)
                                   : left << (octave - 20);
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(512)
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const detail::NucleusWorkspace workspace(params);
-  // The first entry is fetched before it is known to be one.
+  // The first entry is fetched before it is known to exist.
   NucleusLayout::Pending pending = workspace.pending[blockIdx.y];
   const uint32_t num_pending = *workspace.num_pending;
   for (uint32_t i = blockIdx.y; i < num_pending; i += gridDim.y) {
@@ -186,7 +187,7 @@ inline cudaError_t launch_propose_alone(const SamplingParams& params, int device
       status = launch_kernel(kKernel, dim3(params.num_rows * num_ranks), threads, kListBytes,
                              stream, enable_pdl, params, num_ranks);
       if (status == cudaSuccess) return status;
-      // A part of the device, which the stream is confined to, may have less room.
+      // A stream that is confined to a part of the device may have less room.
       cudaGetLastError();
     }
   }
@@ -208,7 +209,7 @@ inline cudaError_t launch_nucleus_sampling(const SamplingParams& params, int dev
   const dim3 rows(params.num_rows), threads(512);
   status =
       launch_kernel(propose_kernel<Traits, false>, rows, threads, 0, stream, enable_pdl, params);
-  // CTAs that find nothing to do cost time as well: about one for each multiprocessor.
+  // CTAs without work cost time as well, so there is about one per SM.
   constexpr uint32_t kMaxLists = 128, kMaxSettled = 128;
   if (status == cudaSuccess) {
     const uint32_t groups =

@@ -1,5 +1,5 @@
-// Draws by the sums of tiles, and what is done for a token in the half of an octave where the
-// nucleus ends (nucleus.cuh): its elements are listed, the token is accepted or replaced.
+// Draws by the sums of tiles, and settles a token of the octave half where the nucleus ends
+// (nucleus.cuh): lists the half's elements, then accepts or replaces the token.
 #pragma once
 
 #include <flashinfer/sampling/top_p/sums.cuh>
@@ -8,7 +8,7 @@ namespace flashinfer {
 
 namespace detail {
 
-// Draws from the elements of at least `threshold`, whose weight per tile is in
+// Draws from the elements that are at least `threshold`, whose weight per tile is in
 // storage.tile_weights. The token and its value are in `storage` after the next barrier.
 template <typename T>
 __device__ __forceinline__ void draw_by_tiles(NucleusStorage& storage, const SamplingParams& params,
@@ -34,7 +34,7 @@ __device__ __forceinline__ void draw_by_tiles(NucleusStorage& storage, const Sam
     }
     target -= __shfl_sync(0xffffffffu, inclusive, 31);
   }
-  // The tile's own unit is as much smaller as its largest element is.
+  // The tile's own unit is smaller in proportion to its largest element.
   const float max = storage.tile_maxima[tile];
   draw_from_tile(row, params.vocab_size, tile, ProbWeight(max, 1.f), threshold,
                  target << ((top - upper_half_of(max)) / 2), storage.warp_values,
@@ -72,8 +72,8 @@ struct ClusterList {
   }
 };
 
-// Appends the elements of one half to a list, as mantissa << 7 | tile; `x` are those of a
-// thread, kPerTile of each of consecutive tiles.
+// Appends the elements of one half to a list, as mantissa << 7 | tile. `x` holds the elements of a
+// thread, kPerTile from each of consecutive tiles.
 template <int kPerTile, int N, typename List>
 __device__ __forceinline__ void append_half(const float (&x)[N], uint32_t half, uint32_t tile,
                                             const List& list) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void append_half(const float (&x)[N], uint32_t half, 
   }
 }
 
-// The elements of `kTiles` tiles that belong to a thread of kThreads.
+// Loads the elements of `kTiles` tiles that belong to this thread of kThreads.
 template <int kTiles, int kThreads, typename T, int N>
 __device__ __forceinline__ void load_tiles(const T* row, uint32_t size, uint32_t tile,
                                            float (&x)[N]) {
@@ -117,9 +117,9 @@ __device__ __forceinline__ void load_tiles(const T* row, uint32_t size, uint32_t
   }
 }
 
-// The largest listed mantissa from which on the sum reaches `needed`, 0 if none. Cut into ranges,
-// of which the one where the sum is crossed is cut again, until a range is one number or its
-// entries are few enough to be compared with each other.
+// The largest listed mantissa m for which the mantissas that are at least m sum to `needed`; 0 if
+// none. The range where the sum is crossed is cut again and again, until it is one number or its
+// entries are few enough to be compared in pairs.
 template <int N>
 __device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
                                                     const uint32_t (&entries)[N], uint64_t needed) {
@@ -194,8 +194,8 @@ __device__ __forceinline__ uint32_t select_mantissa(NucleusStorage& storage,
   return high;
 }
 
-// Accepts or replaces a token of the pivot. `list`: the pivot's elements, complete if there are at
-// most kCapacity. 512 threads.
+// Accepts or replaces a token of the pivot. `list` holds the pivot's elements and is complete if
+// there are at most kCapacity. 512 threads.
 template <typename Traits>
 __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStorage& storage,
                                        const NucleusWorkspace& workspace,
@@ -212,12 +212,13 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
     const uint32_t slot = threadIdx.x + 512 * i;
     entries[i] = slot < min(list_size, NucleusLayout::kCapacity) ? list[slot] : 0;
   }
-  // Of use if the token is replaced; fetched now, as the trip to memory takes longer than the sum.
+  // Used only if the token is replaced; fetched now, because the trip to memory takes longer than
+  // the sum.
   RowHalves halves;
   halves.load(storage, workspace, input_row, workspace.num_tiles);
   const bool is_complete = list_size <= NucleusLayout::kCapacity;
   if (is_complete) {
-    // It is in if what is larger does not reach the end.
+    // The token is in the nucleus if the larger elements do not reach its end.
     uint64_t larger = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kMine; ++i) {
@@ -239,7 +240,7 @@ __device__ __forceinline__ void settle(const SamplingParams& params, NucleusStor
 
   const uint64_t bits = row_bits(params, out_row, 1);
   if (!is_complete) {
-    // The exact search of row/select.cuh.
+    // Falls back to the exact search of row/select.cuh.
     const ProbWeight weight(halves.max, 1.f);
     RowCluster<T, false> whole(row, params.vocab_size, nullptr, 0, storage.warp_values);
     const RowMaxima all{halves.max, negative_infinity(), negative_infinity()};

@@ -1,5 +1,4 @@
-// What the first pass of a top-p draw (nucleus.cuh) leaves: sums of weights per tile and half of an
-// octave, exact integers.
+// First pass of a top-p draw (nucleus.cuh): exact integer sums of weights per tile and octave half.
 #pragma once
 
 #include <flashinfer/sampling/row/tiles.cuh>
@@ -8,18 +7,18 @@ namespace flashinfer {
 
 namespace detail {
 
-// Number of the half that a value belongs to: twice its exponent, and its first digit behind the
-// point. Zeros and denormals belong to the least one.
+// Number of the half that a value belongs to: twice its exponent plus its first digit after the
+// binary point. Zeros and denormals belong to the lowest half.
 __device__ __forceinline__ uint32_t half_of(float x) {
   return max((__float_as_uint(x) & 0x7fffffffu) >> 22, 2u);
 }
 
-// The least value of a half; that of the least one is 0.
+// The smallest value of a half; 0 for the lowest half.
 __device__ __forceinline__ float half_start(uint32_t half) {
   return half > 2 ? __uint_as_float(half << 22) : 0.f;
 }
 
-// A value is mantissa * 2^(half / 2 - 150).
+// A value equals mantissa * 2^(half / 2 - 150).
 __device__ __forceinline__ uint32_t mantissa_of(float x) {
   const uint32_t bits = __float_as_uint(x) & 0x7fffffffu;
   return bits < 1u << 23 ? bits : (bits & 0x7fffffu) | 1u << 23;
@@ -58,20 +57,20 @@ struct NucleusWorkspace {
   }
 };
 
-// Adds elements of a tile whose largest is in the octave of `top`.
+// Adds the elements of a tile whose largest element is in the octave of `top`.
 template <int N>
 __device__ __forceinline__ void add_to_halves(uint32_t (&sums)[NucleusLayout::kHalves][32],
                                               uint32_t top, const float (&x)[N]) {
   constexpr uint32_t kHalves = NucleusLayout::kHalves;
   uint32_t* column = &sums[0][threadIdx.x % 32];
-  // From here on, values are not denormal and their half has a sum of its own. As integers,
-  // negative values are less than it too.
+  // Values from `least` on are not denormal, and their half has its own sum. Compared as integers,
+  // negative values are smaller, too.
   const auto least = static_cast<int32_t>((top > kHalves ? top - kHalves + 1 : 2u) << 22);
   int32_t smallest = __float_as_int(x[0]);
 #pragma unroll
   for (int j = 1; j < N; ++j) smallest = min(smallest, __float_as_int(x[j]));
   if (smallest >= least) {
-    // A third of the instructions of the general way.
+    // This path takes a third of the instructions of the general one.
     static_assert(sizeof(sums[0]) == 128);
     char* half_0 = reinterpret_cast<char*>(column) + 128 * top;
 #pragma unroll
@@ -85,7 +84,7 @@ __device__ __forceinline__ void add_to_halves(uint32_t (&sums)[NucleusLayout::kH
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     const float value = fmaxf(x[j], 0.f);
-    // What is too small for the last half is counted in its units.
+    // Values too small for the last half are counted in its units.
     const uint32_t depth = top - half_of(value), half = min(depth, kHalves - 1);
     atomicAdd(column + 32 * half, mantissa_of(value) >> min(depth / 2 - half / 2, 31u));
   }
@@ -93,8 +92,7 @@ __device__ __forceinline__ void add_to_halves(uint32_t (&sums)[NucleusLayout::kH
 
 }  // namespace detail
 
-// Measured on an H200, 64 and 256 rows of 128256 float32: this kernel takes 12.3 and 35.3 us with
-// 128 threads, 12.1 and 39.4 with 256.
+// The thread count that is fastest for 64 and for 256 rows.
 inline constexpr int kHalvesThreads = 128;
 
 // Grid (tiles, input rows from first_row on), kHalvesThreads threads.
@@ -105,7 +103,8 @@ __global__ void __launch_bounds__(kHalvesThreads)
   constexpr int kThreads = kHalvesThreads, kVecSize = 16 / sizeof(T);
   constexpr int kVecs = StreamLayout::kTileSize / kThreads / kVecSize;
   constexpr uint32_t kHalves = NucleusLayout::kHalves;
-  // A column per lane: no two lanes of a warp meet. 256 mantissas of 24 bits fit a sum.
+  // Each lane has its own column, so lanes of a warp never collide. A sum has room for 256
+  // mantissas of 24 bits.
   __shared__ __align__(16) uint32_t sums[kHalves][32];
   __shared__ float warp_max[kThreads / 32];
   for (uint32_t i = threadIdx.x; i < kHalves * 8; i += kThreads) {
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(kHalvesThreads)
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) detail::add_to_halves(sums, top, x[i]);
   __syncthreads();
-  // Some threads to a half; each begins at another bank.
+  // Several threads share a half; each starts at a different bank.
   constexpr uint32_t kShare = kThreads / kHalves, kColumns = 32 / kShare;
   const uint32_t half = threadIdx.x / kShare, column = threadIdx.x % kShare * kColumns;
   uint64_t sum = 0;
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(kHalvesThreads)
   }
 }
 
-// Shared memory of the kernels of one CTA per row.
+// Shared memory of the kernels with one CTA per row.
 struct NucleusStorage {
   static constexpr uint32_t kWarps = 16;
   static constexpr uint32_t kNumBins = 1024;
@@ -172,7 +171,7 @@ struct NucleusStorage {
   union {
     struct {
       uint32_t counts[kNumBins];   // of mantissas
-      uint32_t offsets[kNumBins];  // sum of their distances from the bin's largest
+      uint32_t offsets[kNumBins];  // sum of their distances from the bin's largest mantissa
       uint64_t pivot_sums[StreamLayout::kMaxTiles];
     };
     ulonglong2 sums[kWarps][32];  // of two halves
@@ -192,8 +191,8 @@ struct NucleusStorage {
 
 namespace detail {
 
-// In units of the row's weights: of the largest's mantissa, twenty binary places are kept. `depth`
-// in halves below the upper one of the largest.
+// Converts mantissas to the units of the row's weights, which keep twenty binary places of the
+// largest element's mantissa. `depth` counts halves below the upper half of the largest element.
 __device__ __forceinline__ uint64_t to_units(uint64_t mantissas, uint32_t depth) {
   const uint32_t octaves = depth / 2;
   return octaves <= 20  ? mantissas << (20 - octaves)
@@ -207,11 +206,11 @@ struct RowHalves {
   static constexpr int kPerWarp = StreamLayout::kMaxTiles / NucleusStorage::kWarps;
   static constexpr uint32_t kNoTile = 0xffffffffu;
   ulonglong2 sums[kPerWarp];  // the upper half first
-  uint32_t depths[kPerWarp];  // of the upper half; of a warp's last tiles kNoTile
+  uint32_t depths[kPerWarp];  // depth of the upper half; kNoTile for a warp's unused tiles
   float max;                  // of the row; NaN if it has one
   uint32_t top;               // upper half of the largest element
 
-  // The tiles' maxima are in `storage` after the next barrier.
+  // Loads the sums. The tiles' maxima are in `storage` after the next barrier.
   __device__ __forceinline__ void load(NucleusStorage& storage, const NucleusWorkspace& workspace,
                                        uint64_t input_row, uint32_t num_tiles) {
     const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
@@ -242,14 +241,14 @@ struct RowHalves {
       max = max_nan(max, __shfl_xor_sync(0xffffffffu, max, offset));
     }
     top = upper_half_of(max);
-    // A tile that has no positive element may have an exponent of its own.
+    // A tile without a positive element may have an arbitrary exponent.
 #pragma unroll
     for (uint32_t i = 0; i < kPerWarp; ++i) {
       depths[i] = depths[i] == 0 ? kNoTile : top - min(depths[i], top) + 2 * lane_idx;
     }
   }
 
-  // Weights of the row's halves 2 l and 2 l + 1, and of all that is deeper. Contains a barrier.
+  // Weights of the row's halves 2 l and 2 l + 1, and of everything deeper. Contains a barrier.
   __device__ __forceinline__ ulonglong2 add_up(NucleusStorage& storage, uint64_t* deeper) const {
     const uint32_t lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
     ulonglong2 sum = {0, 0};
@@ -282,7 +281,7 @@ struct RowHalves {
     return {to_units(sum.x, 2 * lane_idx), to_units(sum.y, 2 * lane_idx)};
   }
 
-  // Writes the weight that each tile has in the halves less deep than `end`.
+  // Writes each tile's weight in the halves above depth `end`.
   __device__ __forceinline__ void add_up_tiles(NucleusStorage& storage, uint32_t end) const {
 #pragma unroll
     for (uint32_t i = 0; i < kPerWarp; ++i) {
