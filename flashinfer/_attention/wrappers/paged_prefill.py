@@ -20,7 +20,6 @@ from .paged import PagedWrapper
 from .plan_arguments import PagedArguments
 from .prefill import PrefillWrapper
 
-_BLACKWELL = "it belongs to kernels for Blackwell"
 _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
 
 
@@ -415,7 +414,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
             If an argument is not as described.
         """
         refuse(
-            _BLACKWELL,
+            "it belongs to kernels for Blackwell",
             kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             use_fp16_softmax=use_fp16_softmax,
