@@ -32,6 +32,7 @@ inline constexpr DLDataType bfloat16{kDLBfloat, 16, 1};
 inline constexpr DLDataType float8_e4m3fn{kDLFloat8_e4m3fn, 8, 1};
 inline constexpr DLDataType float8_e5m2{kDLFloat8_e5m2, 8, 1};
 inline constexpr DLDataType int8{kDLInt, 8, 1};
+inline constexpr DLDataType int16{kDLInt, 16, 1};
 inline constexpr DLDataType uint8{kDLUInt, 8, 1};
 inline constexpr DLDataType int32{kDLInt, 32, 1};
 inline constexpr DLDataType int64{kDLInt, 64, 1};

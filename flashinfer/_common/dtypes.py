@@ -12,6 +12,7 @@ _SHORT_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
     torch.int8: "i8",
+    torch.int16: "i16",
     torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",

@@ -18,6 +18,7 @@ from tests.trace import (
     attention_cases,
     attention_wrapper_cases,
     cache_cases,
+    linear_attention_cases,
     mla_cases,
     sampling_cases,
 )
@@ -188,6 +189,8 @@ CASES: dict[str, Callable[..., None]] = {
 def test_optional_argument(operation: Operation, name: str, device: torch.device):
     is_attention = operation.template.op_type.startswith(("gqa", "block_sparse_attention"))
     general = attention_cases.CASES if is_attention else CASES
+    if operation.template.op_type in linear_attention_cases.OP_TYPES:
+        general = linear_attention_cases.CASES
     planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES}
     cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"

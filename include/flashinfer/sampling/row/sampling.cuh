@@ -12,7 +12,7 @@
 
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/ptx/pdl.cuh>
-#include <flashinfer/sampling/row/philox.cuh>
+#include <flashinfer/common/philox.cuh>
 #include <flashinfer/sampling/row/cluster.cuh>
 #include <flashinfer/sampling/row/launch.cuh>
 #include <flashinfer/sampling/row/maxima.cuh>

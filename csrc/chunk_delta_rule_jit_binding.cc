@@ -1,0 +1,89 @@
+// chunk_delta_rule(output, q, k, v, g, beta, initial_state, output_state, state_indices,
+//                  state_checkpoints, checkpoint_cu_starts, cu_seqlens, solve, scores, factors,
+//                  scale, gate_form, checkpoint_every_n_tokens, flags, schedule)
+// q, k, v and output are [1, tokens, heads, dim]; solve, scores and factors are the workspace.
+#include "chunk_delta_rule.h"
+#include "delta_rule_binding.h"
+
+namespace flashinfer {
+namespace {
+
+constexpr delta_rule_binding::Types kTypes = {ffi::dtype::FLASHINFER_CFG_DTYPE,
+                                              ffi::dtype::FLASHINFER_CFG_STATE_DTYPE,
+                                              ffi::dtype::float32,
+                                              ffi::dtype::float32,
+                                              ffi::dtype::float32,
+                                              FLASHINFER_CFG_HEAD_DIM_K,
+                                              false,
+                                              8};
+
+void check_workspace(const ffi::Tensor& tensor, DLDataType dtype, int64_t slots, int64_t heads,
+                     int64_t numbers) {
+  ffi::check_dtype(tensor, dtype);
+  ffi::check_shape(tensor, {slots, heads, numbers});
+  ffi::check_last_dim_contiguous(tensor);
+  if (!ffi::is_aligned(tensor, 16)) {
+    ffi::raise("ValueError", "`%s` must start at a multiple of 16 bytes", tensor.name);
+  }
+}
+
+}  // namespace
+}  // namespace flashinfer
+
+FLASHINFER_FFI_EXPORT(chunk_delta_rule, args) {
+  using namespace flashinfer;
+  using namespace flashinfer::delta_rule_binding;
+  Call call;
+  call.types = kTypes;
+  call.out = args.tensor("output");
+  call.q = args.tensor("q");
+  call.k = args.tensor("k");
+  call.v = args.tensor("v");
+  call.gate = args.optional_tensor("g");
+  call.beta = args.optional_tensor("beta");
+  call.state = args.optional_tensor("initial_state");
+  call.state_out = args.optional_tensor("output_state");
+  call.read_slots = args.optional_tensor("state_indices");
+  call.write_slots = args.optional_tensor("output_state_indices");
+  call.snapshots = args.optional_tensor("state_checkpoints");
+  call.snapshot_starts = args.optional_tensor("checkpoint_cu_starts");
+  call.cu_seqlens = args.tensor("cu_seqlens");
+  const ffi::Tensor solve = args.tensor("solve");
+  const ffi::Tensor scores = args.tensor("scores");
+  const ffi::Tensor factors = args.tensor("factors");
+  const double scale = args.number("scale");
+  const int64_t gate_form = args.integer("gate_form");
+  const int64_t snapshot_every = args.integer("checkpoint_every_n_tokens");
+  const int64_t flags = args.integer("flags");
+  const int64_t schedule = args.integer("schedule");
+
+  check_tokens(call);
+  ffi::check_vector_rows(call.v, 8);
+  ffi::check_vector_rows(call.out, 2);
+  if (call.v.dim(3) % 64 != 0) {
+    ffi::raise("ValueError", "`v` must have a head size that is a multiple of 64, got %lld",
+               static_cast<long long>(call.v.dim(3)));
+  }
+  check_pools(call);
+  const int64_t batch = batch_size_of(call), heads = call.out.dim(2);
+  check_slots(call.state, call.read_slots, batch);
+  check_slots(call.state_out, call.write_slots, batch);
+  const int64_t slots = call.q.dim(1) / kChunkSize + batch;
+  check_workspace(solve, kTypes.dtype, slots, heads, kChunkSize * kChunkSize);
+  check_workspace(scores, kTypes.dtype, slots, heads, kChunkSize * kChunkSize);
+  check_workspace(factors, ffi::dtype::float32, slots, heads, 4 * kChunkSize);
+  ChunkDeltaRuleParams params = {};
+  params.recurrence = make_params(call, batch, flags);
+  params.recurrence.scale = static_cast<float>(scale);
+  params.recurrence.gate_form = static_cast<GateForm>(gate_form);
+  params.recurrence.snapshot_every = static_cast<int32_t>(snapshot_every);
+  params.workspace = {solve.data(), scores.data(), static_cast<float*>(factors.data())};
+  params.num_slots = static_cast<int32_t>(slots);
+
+  check_devices(call);
+  if (batch == 0 || heads == 0) return;
+  const ffi::DeviceGuard guard(call.q);
+  const DeviceInfo& device = ffi::device_info(call.q);
+  ffi::check_launch(chunk_delta_rule(params, device.num_sms, static_cast<int>(schedule),
+                                     device.has_pdl(), ffi::current_stream(call.q)));
+}

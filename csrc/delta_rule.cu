@@ -1,0 +1,16 @@
+#include "delta_rule.h"
+
+#include <flashinfer/linear_attention/delta_rule.cuh>
+
+namespace flashinfer {
+
+cudaError_t delta_rule(const DeltaRuleParams& params, int num_sms, int schedule, bool enable_pdl,
+                       cudaStream_t stream) {
+  using Traits = DeltaRuleTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_STATE_DTYPE,
+                                 dtype::FLASHINFER_CFG_GATE_DTYPE, dtype::FLASHINFER_CFG_BETA_DTYPE,
+                                 dtype::FLASHINFER_CFG_BIAS_DTYPE, FLASHINFER_CFG_HEAD_DIM_K,
+                                 FLASHINFER_CFG_CHANNEL_GATE>;
+  return launch_delta_rule<Traits>(params, num_sms, schedule, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

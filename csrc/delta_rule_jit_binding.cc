@@ -1,0 +1,74 @@
+// delta_rule(out, q, k, v, gate, beta, a_log, dt_bias, state, state_out, read_slots, write_slots,
+//            num_accepted, snapshots, snapshot_starts, cu_seqlens, num_tokens, scale, lower_bound,
+//            gate_form, snapshot_every, flags, schedule)
+// q, k, v and out are [batch, tokens, heads, dim]; packed sequences are one batch with cu_seqlens.
+#include "delta_rule.h"
+#include "delta_rule_binding.h"
+
+namespace flashinfer {
+namespace {
+
+constexpr delta_rule_binding::Types kTypes = {
+    ffi::dtype::FLASHINFER_CFG_DTYPE,      ffi::dtype::FLASHINFER_CFG_STATE_DTYPE,
+    ffi::dtype::FLASHINFER_CFG_GATE_DTYPE, ffi::dtype::FLASHINFER_CFG_BETA_DTYPE,
+    ffi::dtype::FLASHINFER_CFG_BIAS_DTYPE, FLASHINFER_CFG_HEAD_DIM_K,
+    FLASHINFER_CFG_CHANNEL_GATE,           8};
+
+}  // namespace
+}  // namespace flashinfer
+
+FLASHINFER_FFI_EXPORT(delta_rule, args) {
+  using namespace flashinfer;
+  using namespace flashinfer::delta_rule_binding;
+  Call call;
+  call.types = kTypes;
+  call.out = args.tensor("output");
+  call.q = args.tensor("q");
+  call.k = args.tensor("k");
+  call.v = args.tensor("v");
+  call.gate = args.optional_tensor(kTypes.channel_gate ? "g" : "a");
+  call.beta = args.optional_tensor("b");
+  call.a_log = args.optional_tensor("A_log");
+  call.dt_bias = args.optional_tensor("dt_bias");
+  call.state = args.optional_tensor("initial_state");
+  call.state_out = args.optional_tensor("output_state");
+  call.read_slots = args.optional_tensor("initial_state_indices");
+  call.write_slots = args.optional_tensor("output_state_indices");
+  call.num_accepted = args.optional_tensor("num_accepted_tokens");
+  call.snapshots = args.optional_tensor("intermediate_states_buffer");
+  call.snapshot_starts = args.optional_tensor("checkpoint_cu_starts");
+  call.cu_seqlens = args.optional_tensor("cu_seqlens");
+  const double scale = args.number("scale");
+  const double lower_bound = args.number("lower_bound");
+  const int64_t gate_form = args.integer("gate_form");
+  const int64_t snapshots_per_batch = args.integer("snapshots_per_batch");
+  const int64_t snapshot_every = args.integer("checkpoint_every_n_tokens");
+  const int64_t flags = args.integer("flags");
+  const int64_t schedule = args.integer("schedule");
+
+  check_tokens(call);
+  check_pools(call);
+  const int64_t batch = batch_size_of(call);
+  check_slots(call.state, call.read_slots, batch);
+  check_slots(call.state_out, call.write_slots, batch);
+  DeltaRuleParams params = make_params(call, batch, flags);
+  params.scale = static_cast<float>(scale);
+  params.lower_bound = static_cast<float>(lower_bound);
+  params.gate_form = static_cast<GateForm>(gate_form);
+  params.snapshots_per_batch = snapshots_per_batch;
+  params.snapshot_every = static_cast<int32_t>(snapshot_every);
+  params.num_tokens = static_cast<int32_t>(call.q.dim(1));
+  if (call.snapshots && !call.snapshot_starts &&
+      call.snapshots.dim(0) < batch * snapshots_per_batch) {
+    ffi::raise("ValueError", "`%s` must have %lld states, got shape %s", call.snapshots.name,
+               static_cast<long long>(batch * snapshots_per_batch),
+               call.snapshots.shape_text().c_str());
+  }
+
+  check_devices(call);
+  if (batch == 0 || call.out.numel() == 0) return;
+  const ffi::DeviceGuard guard(call.q);
+  const DeviceInfo& device = ffi::device_info(call.q);
+  ffi::check_launch(delta_rule(params, device.num_sms, static_cast<int>(schedule), device.has_pdl(),
+                               ffi::current_stream(call.q)));
+}

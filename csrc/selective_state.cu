@@ -1,0 +1,17 @@
+#include "selective_state.h"
+
+#include <flashinfer/linear_attention/selective_state.cuh>
+
+namespace flashinfer {
+
+cudaError_t selective_state(const SelectiveStateParams& params, int num_sms, int schedule,
+                            bool enable_pdl, cudaStream_t stream) {
+  using Traits =
+      SelectiveStateTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_STATE_DTYPE,
+                           dtype::FLASHINFER_CFG_DT_DTYPE, dtype::FLASHINFER_CFG_A_DTYPE,
+                           dtype::FLASHINFER_CFG_WEIGHT_DTYPE, FLASHINFER_CFG_DSTATE,
+                           FLASHINFER_CFG_TIED, FLASHINFER_CFG_STOCHASTIC>;
+  return launch_selective_state<Traits>(params, num_sms, schedule, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

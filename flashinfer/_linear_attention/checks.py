@@ -1,0 +1,63 @@
+"""Checks of arguments that the recurrent layers' functions share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def check_tensor(name: str, value: Any, *ndims: int) -> torch.Tensor:
+    """`value` as a tensor with one of the numbers of dimensions.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it is and what is allowed.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+    if ndims and value.ndim not in ndims:
+        allowed = " or ".join(map(str, ndims))
+        raise ValueError(f"`{name}` must have {allowed} dimensions, got shape {list(value.shape)}")
+    return value
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """`scale`, or one over the root of the head size; finite."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"`scale` must be a float or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"`scale` must be finite, got {scale}")
+    return float(scale)
+
+
+def check_backend(backend: str | None, *allowed: str) -> None:
+    """Refuse a backend that this package does not have."""
+    if backend not in allowed:
+        raise ValueError(f"`backend` must be one of {list(allowed)}, got {backend!r}")
+
+
+def check_one_of(**values: Any) -> None:
+    """Exactly one of the arguments must be given."""
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) != 1:
+        names = " and ".join(f"`{name}`" for name in values)
+        raise ValueError(f"exactly one of {names} must be given, got {given or 'neither'}")
+
+
+def destination(
+    name: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor
+) -> torch.Tensor:
+    """`out`, of this shape and the dtype and device of `like`, or a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    check_tensor(name, out)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(out.shape)}")
+    if out.dtype != like.dtype:
+        raise ValueError(f"`{name}` must have dtype {like.dtype}, got {out.dtype}")
+    return out

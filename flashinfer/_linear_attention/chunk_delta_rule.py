@@ -1,0 +1,50 @@
+"""The chunked delta rule kernels, called with packed tensors and their workspace."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from .._common.kernels import check_cuda_tensors
+from ..jit.delta_rule import ChunkDeltaRuleConfig, gen_chunk_delta_rule_module
+from .delta_rule import Gates, States
+
+CHUNK_SIZE = 64
+_BETA_IS_LOGIT, _NORMALIZE = 1, 2
+
+
+@functools.cache
+def get_chunk_delta_rule_kernel(config: ChunkDeltaRuleConfig) -> Callable[..., None]:
+    """The kernel of a configuration, built at the first call."""
+    module = gen_chunk_delta_rule_module(config).build_and_load()
+    return module.chunk_delta_rule  # type: ignore[no-any-return]
+
+
+def run_chunk_delta_rule(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: Gates,
+    states: States,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float,
+    normalize_qk: bool,
+    schedule: int = 0,
+) -> None:
+    """Run the recurrence over packed sequences; `out` and the pools are written."""
+    check_cuda_tensors(q=q, k=k, v=v)
+    slots = q.shape[1] // CHUNK_SIZE + cu_seqlens.shape[0] - 1
+    heads, square = out.shape[2], CHUNK_SIZE * CHUNK_SIZE
+    matrices = torch.empty((2, slots, heads, square), dtype=q.dtype, device=q.device)
+    factors = torch.empty((slots, heads, 4 * CHUNK_SIZE), dtype=torch.float32, device=q.device)
+    config = ChunkDeltaRuleConfig(q.dtype, states.dtype, q.shape[-1])
+    flags = _BETA_IS_LOGIT * gates.beta_is_logit + _NORMALIZE * normalize_qk
+    get_chunk_delta_rule_kernel(config)(
+        out, q, k, v, gates.gate, gates.beta, states.initial, states.final, states.read_slots,
+        states.write_slots, states.snapshots, states.snapshot_starts, cu_seqlens, matrices[0],
+        matrices[1], factors, scale, int(gates.form), states.snapshot_every, flags, schedule,
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""The recurrent delta rule kernel, called with tensors in one form: [batch, tokens, heads, dim]."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from .._common.kernels import check_cuda_tensors
+from ..jit.delta_rule import DeltaRuleConfig, gen_delta_rule_module
+
+_BETA_IS_LOGIT, _NORMALIZE, _WRITE_EVERY_TOKEN = 1, 2, 4
+
+
+class GateForm(IntEnum):
+    """How a gate's input becomes a decay; see include/flashinfer/linear_attention."""
+
+    LINEAR = 0
+    LOG = 1
+    SOFTPLUS = 2
+    LOWER_BOUND = 3
+
+
+@functools.cache
+def get_delta_rule_kernel(config: DeltaRuleConfig) -> Callable[..., None]:
+    """The kernel of a configuration, built at the first call."""
+    return gen_delta_rule_module(config).build_and_load().delta_rule  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Decay and learning rate: tensors and how they are read.
+
+    `gate` is [batch, tokens, heads] or, by key channel, [batch, tokens, heads, head_dim_k].
+    """
+
+    gate: torch.Tensor | None
+    beta: torch.Tensor | None
+    form: GateForm
+    a_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    lower_bound: float = 0.0
+    beta_is_logit: bool = False
+    by_channel: bool = False
+
+
+@dataclass(frozen=True)
+class States:
+    """Where states are read and written: pools [slots, heads, head_dim_v, head_dim_k].
+
+    `initial` None: zeros; `final` None: not written. Slots are [batch] or, one per token,
+    [batch, tokens].
+    """
+
+    initial: torch.Tensor | None
+    final: torch.Tensor | None
+    read_slots: torch.Tensor | None = None
+    write_slots: torch.Tensor | None = None
+    num_accepted: torch.Tensor | None = None
+    write_every_token: bool = False
+    snapshots: torch.Tensor | None = None
+    snapshot_starts: torch.Tensor | None = None
+    snapshots_per_batch: int = 0
+    snapshot_every: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the pools; float32 where there is none."""
+        for pool in (self.initial, self.final, self.snapshots):
+            if pool is not None:
+                return pool.dtype
+        return torch.float32
+
+
+def run_delta_rule(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: Gates,
+    states: States,
+    *,
+    scale: float,
+    normalize_qk: bool,
+    cu_seqlens: torch.Tensor | None = None,
+    schedule: int = 0,
+) -> None:
+    """Run the recurrence over the tokens of each sequence; `out` and the pools are written."""
+    check_cuda_tensors(q=q, k=k, v=v)
+    none = torch.float32
+    config = DeltaRuleConfig(
+        q.dtype,
+        states.dtype,
+        none if gates.gate is None else gates.gate.dtype,
+        none if gates.beta is None else gates.beta.dtype,
+        none if gates.dt_bias is None else gates.dt_bias.dtype,
+        q.shape[-1],
+        gates.by_channel,
+    )
+    flags = (
+        _BETA_IS_LOGIT * gates.beta_is_logit
+        + _NORMALIZE * normalize_qk
+        + _WRITE_EVERY_TOKEN * states.write_every_token
+    )
+    get_delta_rule_kernel(config)(
+        out, q, k, v, gates.gate, gates.beta, gates.a_log, gates.dt_bias,
+        states.initial, states.final, states.read_slots, states.write_slots, states.num_accepted,
+        states.snapshots, states.snapshot_starts, cu_seqlens, scale, gates.lower_bound,
+        int(gates.form), states.snapshots_per_batch, states.snapshot_every, flags, schedule,
+    )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Prefill of the gated delta rule: whole sequences, in chunks of 64 tokens.
+
+Source: S. Yang, J. Kautz and A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta
+Rule", 2024; the chunked form from S. Yang et al., "Parallelizing Linear Transformers with the Delta
+Rule over Sequence Length", 2024. docs/linear_attention.md derives what the kernels compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._instrument.decorator import flashinfer_api
+from ._linear_attention.checks import check_backend, check_tensor, destination, resolve_scale
+from ._linear_attention.chunk_delta_rule import CHUNK_SIZE, run_chunk_delta_rule
+from ._linear_attention.delta_rule import GateForm, Gates, States, run_delta_rule
+from .jit.delta_rule import CHUNK_HEAD_DIMS
+from .trace.templates.gated_delta_rule import chunk_gated_delta_rule_trace
+
+__all__ = ["chunk_gated_delta_rule"]
+
+
+@flashinfer_api(trace=chunk_gated_delta_rule_trace)
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    state_checkpoints: torch.Tensor | None = None,
+    checkpoint_cu_starts: torch.Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    use_cp: bool | str = "auto",
+    state_indices: torch.Tensor | None = None,
+    _cp_chunk_len: int | None = None,
+    backend: str = "auto",
+    max_seqlen: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gated delta rule over packed sequences.
+
+    Per state head, from the initial state ``S`` of ``[head_dim_v, head_dim_k]`` (zeros if there is
+    none), for each token: ``S = g S; S += beta (v - S k) k^T; output = scale S q``. Products have
+    16-bit operands and float32 sums; gates, the inverse within a chunk and the running state are
+    float32.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``[tokens, q_heads, head_dim_k]``, float16 or bfloat16, last dimension contiguous, rows at
+        multiples of 16 bytes. The tokens of all sequences lie one after the other.
+    k : torch.Tensor
+        ``[tokens, k_heads, head_dim_k]``, dtype of `q`.
+    v : torch.Tensor
+        ``[tokens, v_heads, head_dim_v]``, dtype of `q`. There are
+        ``state_heads = max(q_heads, v_heads)`` states, and each of the numbers of heads divides
+        that; consecutive state heads share a head.
+    g : torch.Tensor, optional
+        ``[tokens, state_heads]``, float32: the decay itself, from 0 to 1, not its logarithm. By
+        default 1.
+    beta : torch.Tensor, optional
+        ``[tokens, state_heads]``, float32: the learning rate. By default 1.
+    scale : float, optional
+        Factor of the output; by default ``1 / sqrt(head_dim_k)``.
+    initial_state : torch.Tensor, optional
+        ``[sequences, state_heads, head_dim_v, head_dim_k]``, float32, bfloat16 or float16; with
+        `state_indices` a pool of such states.
+    output_final_state : bool
+        Return the states after each sequence's last token as well.
+    cu_seqlens : torch.Tensor
+        ``[sequences + 1]``, int64 or int32: where sequences begin in the packed tokens, from 0 to
+        their number, ascending. Required.
+    use_qk_l2norm_in_kernel : bool
+        Divide `q` and `k` by their Euclidean norms (with 1e-6 under the root).
+    output : torch.Tensor, optional
+        Result, ``[tokens, state_heads, head_dim_v]``, dtype of `q`.
+    output_state : torch.Tensor, optional
+        Final states, the shape of `initial_state` and its dtype (float32 without one). It may be
+        `initial_state` itself.
+    state_checkpoints : torch.Tensor, optional
+        ``[checkpoints, state_heads, head_dim_v, head_dim_k]``, dtype of the states: receives the
+        state after every `checkpoint_every_n_tokens` tokens of each sequence.
+    checkpoint_cu_starts : torch.Tensor, optional
+        ``[sequences + 1]``, int64: where each sequence's checkpoints begin.
+    checkpoint_every_n_tokens : int
+        A multiple of 64; 0: no checkpoints.
+    use_cp, _cp_chunk_len, max_seqlen
+        Hints of other implementations; results do not depend on them.
+    state_indices : torch.Tensor, optional
+        ``[sequences]``, int32 or int64: each sequence's slot in `initial_state`, which is read and,
+        with `output_final_state` and no `output_state`, overwritten.
+    backend : str
+        "auto" or "flashinfer".
+
+    Returns
+    -------
+    torch.Tensor or tuple of torch.Tensor
+        `output`, and the final states if `output_final_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    check_backend(backend, "auto", "flashinfer")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor, 3)
+    if cu_seqlens is None:
+        raise ValueError("`cu_seqlens` must be given, got None")
+    check_tensor("cu_seqlens", cu_seqlens, 1)
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, 4)
+    heads = max(q.shape[1], v.shape[1])
+    out = destination("output", output, (q.shape[0], heads, v.shape[2]), q)
+    final = _final_state(initial_state, output_state, state_indices, output_final_state, cu_seqlens,
+                         (heads, v.shape[2], q.shape[2]), q.device)  # fmt: skip
+    _check_checkpoints(state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens)
+    states = States(
+        initial_state,
+        final,
+        read_slots=state_indices,
+        write_slots=state_indices if final is initial_state else None,
+        snapshots=state_checkpoints,
+        snapshot_starts=checkpoint_cu_starts,
+        snapshot_every=checkpoint_every_n_tokens or CHUNK_SIZE,
+    )
+    gates = Gates(_batched(g), _batched(beta), GateForm.LINEAR)
+    options: dict[str, Any] = {
+        "scale": resolve_scale(scale, q.shape[-1]),
+        "normalize_qk": use_qk_l2norm_in_kernel,
+        "cu_seqlens": cu_seqlens,
+    }
+    chunked = q.shape[2] in CHUNK_HEAD_DIMS and v.shape[2] % 64 == 0
+    run = run_chunk_delta_rule if chunked else run_delta_rule
+    run(out[None], q[None], k[None], v[None], gates, states, **options)
+    if not output_final_state:
+        return out
+    assert final is not None
+    return out, final
+
+
+def _batched(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor[None]
+
+
+def _final_state(
+    initial: torch.Tensor | None,
+    output: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    wanted: bool,
+    cu_seqlens: torch.Tensor,
+    shape: tuple[int, int, int],
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Where final states go: `output`, the pool that they come from, or a new tensor."""
+    if indices is not None and initial is None:
+        raise ValueError("`state_indices` needs `initial_state`")
+    if not wanted:
+        if output is not None:
+            raise ValueError("`output_state` needs `output_final_state=True`")
+        return None
+    if output is not None:
+        return check_tensor("output_state", output, 4)
+    if indices is not None:
+        return initial
+    dtype = torch.float32 if initial is None else initial.dtype
+    return torch.empty((cu_seqlens.shape[0] - 1, *shape), dtype=dtype, device=device)
+
+
+def _check_checkpoints(
+    checkpoints: torch.Tensor | None, starts: torch.Tensor | None, every: int
+) -> None:
+    given = checkpoints is not None, starts is not None, every != 0
+    if any(given) and not all(given):
+        raise ValueError(
+            "`state_checkpoints`, `checkpoint_cu_starts` and `checkpoint_every_n_tokens` must be "
+            "given together"
+        )
+    if every % CHUNK_SIZE != 0 or every < 0:
+        raise ValueError(
+            f"`checkpoint_every_n_tokens` must be a multiple of {CHUNK_SIZE}, got {every}"
+        )

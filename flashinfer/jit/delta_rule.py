@@ -1,0 +1,96 @@
+"""Modules of csrc/delta_rule.cu and csrc/chunk_delta_rule.cu: the gated delta rule (GDN, KDA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .._common.dtypes import FLOAT, check_dtype
+from . import env as jit_env
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+HEAD_DIMS = (32, 64, 128, 256)
+CHUNK_HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class DeltaRuleConfig(ModuleConfig):
+    """What selects code; numbers of heads and tokens, and gate forms, are run-time arguments.
+
+    `channel_gate`: the decay differs by key channel (KDA), not by head alone (GDN).
+    """
+
+    module: ClassVar[str] = "delta_rule"
+
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    gate_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    bias_dtype: torch.dtype
+    head_dim_k: int
+    channel_gate: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype("q", self.dtype, (torch.float16, torch.bfloat16))
+        check_dtype("state", self.state_dtype, FLOAT)
+        check_dtype("g" if self.channel_gate else "a", self.gate_dtype, FLOAT)
+        check_dtype("b", self.beta_dtype, FLOAT)
+        check_dtype("dt_bias", self.bias_dtype, FLOAT)
+        if self.head_dim_k not in HEAD_DIMS:
+            raise ValueError(f"`q` must have a head size of {HEAD_DIMS}, got {self.head_dim_k}")
+
+
+def _linear_configs() -> Iterator[DeltaRuleConfig]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for state_dtype in (fp32, bf16):
+        for bias_dtype in (fp32, bf16):
+            yield DeltaRuleConfig(bf16, state_dtype, bf16, bf16, bias_dtype, 128)
+    yield DeltaRuleConfig(bf16, fp32, bf16, bf16, fp32, 128, channel_gate=True)
+
+
+@register_generator(aot=_linear_configs, presets={"linear": _linear_configs})
+def gen_delta_rule_module(config: DeltaRuleConfig | None = None) -> JitSpec:
+    """The module with ``delta_rule``; by default of bfloat16 with a float32 state of 128."""
+    if config is None:
+        config = next(_linear_configs())
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(config, [csrc / "delta_rule.cu", csrc / "delta_rule_jit_binding.cc"])
+
+
+@dataclass(frozen=True)
+class ChunkDeltaRuleConfig(ModuleConfig):
+    """What selects code of the chunked form."""
+
+    module: ClassVar[str] = "chunk_delta_rule"
+
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    head_dim_k: int
+
+    def __post_init__(self) -> None:
+        check_dtype("q", self.dtype, (torch.float16, torch.bfloat16))
+        check_dtype("initial_state", self.state_dtype, FLOAT)
+        if self.head_dim_k not in CHUNK_HEAD_DIMS:
+            raise ValueError(
+                f"`q` must have a head size of {CHUNK_HEAD_DIMS}, got {self.head_dim_k}"
+            )
+
+
+def _chunk_configs() -> Iterator[ChunkDeltaRuleConfig]:
+    for state_dtype in (torch.float32, torch.bfloat16):
+        yield ChunkDeltaRuleConfig(torch.bfloat16, state_dtype, 128)
+
+
+@register_generator(aot=_chunk_configs, presets={"linear": _chunk_configs})
+def gen_chunk_delta_rule_module(config: ChunkDeltaRuleConfig | None = None) -> JitSpec:
+    """The module with ``chunk_delta_rule``; by default of bfloat16 with a float32 state of 128."""
+    config = config or next(_chunk_configs())
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(
+        config, [csrc / "chunk_delta_rule.cu", csrc / "chunk_delta_rule_jit_binding.cc"]
+    )

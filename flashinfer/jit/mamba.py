@@ -1,0 +1,69 @@
+"""Modules of csrc/selective_state.cu: Mamba's selective state update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .._common.dtypes import FLOAT, check_dtype
+from . import env as jit_env
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+STATE_SIZES = (16, 32, 64, 128, 256)
+SCALED = (torch.int16, torch.int8, torch.float8_e4m3fn)
+"""States stored with a scale per row."""
+
+
+@dataclass(frozen=True)
+class SelectiveStateConfig(ModuleConfig):
+    """What selects code; numbers of heads, channels and tokens are run-time arguments.
+
+    `tied`: A, dt and dt_bias are one number per head (Mamba-2). `stochastic`: a 16-bit state is
+    rounded at random.
+    """
+
+    module: ClassVar[str] = "selective_state"
+
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    dt_dtype: torch.dtype
+    a_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    dstate: int
+    tied: bool = True
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype("x", self.dtype, FLOAT)
+        check_dtype("state", self.state_dtype, (*FLOAT, *SCALED))
+        check_dtype("dt", self.dt_dtype, FLOAT)
+        check_dtype("A", self.a_dtype, FLOAT)
+        check_dtype("D", self.weight_dtype, FLOAT)
+        if self.dstate not in STATE_SIZES:
+            raise ValueError(
+                f"`state` must have a last dimension of {STATE_SIZES}, got {self.dstate}"
+            )
+        if self.stochastic:
+            check_dtype("state", self.state_dtype, (torch.float16, torch.bfloat16))
+
+
+def _linear_configs() -> Iterator[SelectiveStateConfig]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for state_dtype in (bf16, torch.float16, fp32):
+        yield SelectiveStateConfig(bf16, state_dtype, bf16, fp32, bf16, 128)
+    yield SelectiveStateConfig(bf16, torch.float16, bf16, fp32, bf16, 128, stochastic=True)
+
+
+@register_generator(aot=_linear_configs, presets={"linear": _linear_configs})
+def gen_selective_state_update_module(config: SelectiveStateConfig | None = None) -> JitSpec:
+    """The module with ``selective_state``; by default of bfloat16 with a state of 128."""
+    config = config or next(_linear_configs())
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(
+        config, [csrc / "selective_state.cu", csrc / "selective_state_jit_binding.cc"]
+    )

@@ -1,0 +1,340 @@
+// Second stage of the gated delta rule in chunks: the state walks over a sequence's chunks. For
+// each, with what chunk_transform left (docs/linear_attention.md derives it),
+//   X = V - diag(key factors) K S^T;  D = solve X
+//   out = diag(query factors) Q S^T + scores D
+//   S = (chunk's decay) S + D^T diag(update factors) K
+//
+// Value channels do not meet, so a warp has 16 rows of S and no other warp needs them. All of the
+// above is computed transposed: S, X^T and D^T are accumulators of one product and the left operand
+// of the next in the same registers, and the tiles in shared memory are only ever read. Warps meet
+// only where tiles change.
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/vec.cuh>
+#include <flashinfer/linear_attention/chunk_transform.cuh>
+#include <flashinfer/linear_attention/sm90/tile.cuh>
+
+namespace flashinfer {
+
+template <typename Traits, int kWarps>
+struct ChunkScanShared {
+  static constexpr int kRows = 16 * kWarps;  // value channels of a CTA
+  using KeyTile = Tile<kChunkSize, Traits::kHeadDimK>;
+  using ValueTile = Tile<kChunkSize, kRows>;
+  using Square = Tile<kChunkSize, kChunkSize>;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = 2;
+  static constexpr int kFactorBytes = 4 * kChunkSize * 4;
+  static constexpr int kStageBytes =
+      2 * KeyTile::kBytes + ValueTile::kBytes + 2 * Square::kBytes + kFactorBytes;
+  static constexpr int kBytes = kStages * kStageBytes;
+  static_assert(kStageBytes % 1024 == 0);
+
+  KeyTile k, q;
+  ValueTile v;
+  Square solve, scores;
+  uint32_t factors;
+
+  __device__ __forceinline__ explicit ChunkScanShared(uint32_t base)
+      : k{base},
+        q{base + KeyTile::kBytes},
+        v{base + 2 * KeyTile::kBytes},
+        solve{v.base + ValueTile::kBytes},
+        scores{solve.base + Square::kBytes},
+        factors(scores.base + Square::kBytes) {}
+};
+
+// Four warps multiply together where the architecture can.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+using ScanProducts = WarpgroupProducts;
+#else
+using ScanProducts = WarpProducts;
+#endif
+
+template <typename Traits, int kWarps>
+struct ChunkScan {
+  using T = typename Traits::T;
+  using Products = ScanProducts;
+  using StateT = typename Traits::StateT;
+  using Shared = ChunkScanShared<Traits, kWarps>;
+  static constexpr int kDim = Traits::kHeadDimK;
+  static constexpr int kTokenBlocks = kChunkSize / 8, kTokenSteps = kChunkSize / 16;
+
+  const ChunkDeltaRuleParams& all;
+  const DeltaRuleParams& params;
+  TokenRange range;
+  int64_t sequence, first_slot;
+  int head, first_channel;  // of the CTA
+  int warp, lane;
+  char* shared;
+  uint32_t shared_base;
+  float state[kDim / 8][4];  // rows lane / 4 and + 8, columns 8 j + lane % 4 * 2 and + 1
+
+  __device__ __forceinline__ int row() const { return first_channel + 16 * warp + lane / 4; }
+
+  // One chunk's tiles to a stage, as one group of copies.
+  __device__ __forceinline__ void load(int chunk) const {
+    constexpr int kThreads = Shared::kThreads;
+    const int num_chunks = ceil_div(range.count, kChunkSize);
+    if (chunk < num_chunks) {
+      const Shared to(shared_base + chunk % Shared::kStages * Shared::kStageBytes);
+      const int64_t token = range.first + int64_t{chunk} * kChunkSize;
+      const int tokens = min(range.count - chunk * kChunkSize, kChunkSize);
+      copy_tile<kThreads>(to.k,
+                          token_address<const T>(params.k, 0, token, params.k_group.divide(head)),
+                          params.k.token_stride, tokens);
+      copy_tile<kThreads>(to.q,
+                          token_address<const T>(params.q, 0, token, params.q_group.divide(head)),
+                          params.q.token_stride, tokens);
+      copy_tile<kThreads>(
+          to.v,
+          token_address<const T>(params.v, 0, token, params.v_group.divide(head)) + first_channel,
+          params.v.token_stride, tokens);
+      const int64_t index = (first_slot + chunk) * params.state_heads + head;
+      constexpr int kSquare = kChunkSize * kChunkSize;
+      copy_tile<kThreads>(to.solve, static_cast<const T*>(all.workspace.solve) + index * kSquare,
+                          kChunkSize, kChunkSize);
+      copy_tile<kThreads>(to.scores, static_cast<const T*>(all.workspace.scores) + index * kSquare,
+                          kChunkSize, kChunkSize);
+      const float* factors = all.workspace.factors + index * 4 * kChunkSize;
+      for (int i = threadIdx.x; i < kChunkSize; i += kThreads) {
+        ptx::cp_async_16(to.factors + i * 16, factors + i * 4, true);
+      }
+    }
+    ptx::cp_async_commit();
+  }
+
+  // The state of element i of block j: two neighbouring columns.
+  __device__ __forceinline__ StateT* address(const StatePool& pool, int64_t slot, int j,
+                                             int half) const {
+    return static_cast<StateT*>(pool.data) + slot * pool.slot_stride + head * pool.head_stride +
+           static_cast<int64_t>(row() + 8 * half) * kDim + 8 * j + lane % 4 * 2;
+  }
+
+  __device__ __forceinline__ void read_state(int64_t slot) {
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        state[j][2 * half] = state[j][2 * half + 1] = 0.f;
+        if (params.state.data == nullptr) continue;
+        Vector<StateT, 2> pair;
+        pair.load(address(params.state, slot, j, half));
+        state[j][2 * half] = pair[0];
+        state[j][2 * half + 1] = pair[1];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_state(const StatePool& pool, int64_t slot) const {
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float values[2] = {state[j][2 * half], state[j][2 * half + 1]};
+        Vector<StateT, 2> pair;
+        pair.from_floats(values);
+        pair.store(address(pool, slot, j, half));
+      }
+    }
+  }
+
+  // X^T: the values less what the state has for their keys.
+  __device__ __forceinline__ void subtract_from_values(float (&sums)[kTokenBlocks][4],
+                                                       const Shared& in,
+                                                       const float2* key_factors) const {
+#pragma unroll
+    for (int j = 0; j < kTokenBlocks; j += 2) {
+      uint32_t values[4];  // channels 0-7 and 8-15 of block j, then of j + 1
+      ptx::ldmatrix_x4_trans(
+          values, in.v.address(8 * j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 factor = key_factors[4 * (j + i / 2) + lane % 4];
+        float* sum = sums[j + i / 2] + i % 2 * 2;
+        sum[0] = to_float(T{static_cast<uint16_t>(values[i])}) - factor.x * sum[0];
+        sum[1] = to_float(T{static_cast<uint16_t>(values[i] >> 16)}) - factor.y * sum[1];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_output(const float (&sums)[kTokenBlocks][4],
+                                               int chunk) const {
+    const int64_t first = range.first + int64_t{chunk} * kChunkSize;
+    const int tokens = min(range.count - chunk * kChunkSize, kChunkSize);
+    T* out = token_address<T>(params.out, 0, first, head) + first_channel + 16 * warp;
+#pragma unroll
+    for (int j = 0; j < kTokenBlocks; ++j) {
+      const int token = 8 * j + lane / 4;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t pair =
+            ptx::movmatrix_trans(PackedPair<T>::pack(sums[j][2 * half], sums[j][2 * half + 1]));
+        if (token < tokens) {
+          *reinterpret_cast<uint32_t*>(out + token * params.out.token_stride + 8 * half +
+                                       lane % 4 * 2) = pair;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void walk(int chunk) {
+    const Shared in(shared_base + chunk % Shared::kStages * Shared::kStageBytes);
+    const float* factors = reinterpret_cast<const float*>(shared + (in.factors - shared_base));
+    const auto* key_factors = reinterpret_cast<const float2*>(factors + kKeyFactor * kChunkSize);
+    const auto* query_factors =
+        reinterpret_cast<const float2*>(factors + kQueryFactor * kChunkSize);
+    const auto* update_factors =
+        reinterpret_cast<const float2*>(factors + kUpdateFactor * kChunkSize);
+    const auto one = [](int, int) { return 1.f; };
+
+    uint32_t state_a[kDim / 16][4];
+    to_fragments<T>(state_a, state, one);
+    float x[kTokenBlocks][4] = {}, out[kTokenBlocks][4] = {};
+    Products::begin(x, out);
+    Products::template rows<T>(x, state_a, in.k);
+    Products::commit();
+    Products::template rows<T>(out, state_a, in.q);
+    Products::commit();
+    const float decay = factors[kChunkDecay * kChunkSize];
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[j][i] *= decay;
+    }
+    Products::template wait<1>(x);
+    subtract_from_values(x, in, key_factors);
+    uint32_t x_a[kTokenSteps][4];
+    to_fragments<T>(x_a, x, one);
+
+    float delta[kTokenBlocks][4] = {};
+    Products::begin(delta);
+    Products::template rows<T>(delta, x_a, in.solve);
+    Products::commit();
+    Products::template wait<1>(out);
+#pragma unroll
+    for (int j = 0; j < kTokenBlocks; ++j) {
+      const float2 factor = query_factors[4 * j + lane % 4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[j][i] *= i % 2 == 0 ? factor.x : factor.y;
+    }
+    Products::template wait<0>(delta);
+    uint32_t delta_a[kTokenSteps][4], update_a[kTokenSteps][4];
+    to_fragments<T>(delta_a, delta, one);
+    to_fragments<T>(update_a, delta, [&](int j, int i) {
+      const float2 factor = update_factors[4 * j + lane % 4];
+      return i == 0 ? factor.x : factor.y;
+    });
+
+    Products::begin(out, state);
+    Products::template rows<T>(out, delta_a, in.scores);
+    Products::commit();
+    Products::template columns<T>(state, update_a, in.k);
+    Products::commit();
+    Products::template wait<1>(out);
+    write_output(out, chunk);
+    Products::template wait<0>(state);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int64_t read_slot = params.read_slot.at(sequence, 0);
+    const int num_chunks = ceil_div(range.count, kChunkSize);
+    load(0);
+    read_state(read_slot);
+    int64_t snapshot = 0;
+    if (params.snapshots.data != nullptr) snapshot = params.snapshot_starts[sequence];
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      load(chunk + 1);
+      ptx::cp_async_wait<1>();
+      Products::fence_copies();
+      __syncthreads();
+      walk(chunk);
+      const int64_t done = int64_t{chunk + 1} * kChunkSize;
+      if (params.snapshots.data != nullptr && done <= range.count &&
+          done % params.snapshot_every == 0) {
+        write_state(params.snapshots, snapshot++);
+      }
+      __syncthreads();
+    }
+    ptx::cp_async_wait<0>();
+    const int64_t write_slot = params.write_slot.at(sequence, 0);
+    if (params.state_out.data != nullptr && write_slot >= 0) {
+      write_state(params.state_out, write_slot);
+    }
+  }
+};
+
+template <typename Traits, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps)
+    chunk_scan_kernel(const __grid_constant__ ChunkDeltaRuleParams all) {
+  using Shared = ChunkScanShared<Traits, kWarps>;
+#ifndef EMULATION_ARCH
+  extern __shared__ __align__(1024) char dynamic_shared[];
+#endif
+  const DeltaRuleParams& params = all.recurrence;
+  const int num_blocks = params.head_dim_v / Shared::kRows;
+  const int64_t sequence = blockIdx.x / num_blocks / params.state_heads;
+  ptx::grid_dependency_wait();
+  ChunkScan<Traits, kWarps> scan{
+      all,
+      params,
+      token_range(params.cu_seqlens, params.cu_seqlens_is_int64, sequence, 0),
+      sequence,
+      Chunk::first_slot(params, sequence),
+      static_cast<int>(blockIdx.x / num_blocks % params.state_heads),
+      static_cast<int>(blockIdx.x % num_blocks) * Shared::kRows,
+      static_cast<int>(threadIdx.x / 32),
+      static_cast<int>(threadIdx.x % 32),
+      dynamic_shared,
+      ptx::shared_address(dynamic_shared)};
+  scan.run();
+}
+
+#ifndef __CUDACC_RTC__
+
+template <typename Traits, int kWarps>
+cudaError_t launch_chunk_scan(const ChunkDeltaRuleParams& params, bool enable_pdl,
+                              cudaStream_t stream) {
+  using Shared = ChunkScanShared<Traits, kWarps>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(chunk_scan_kernel<Traits, kWarps>,
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
+  if (status != cudaSuccess) return status;
+  const DeltaRuleParams& recurrence = params.recurrence;
+  const int64_t num_ctas = int64_t{recurrence.batch_size} * recurrence.state_heads *
+                           (recurrence.head_dim_v / Shared::kRows);
+  return launch_kernel(chunk_scan_kernel<Traits, kWarps>, dim3(static_cast<unsigned>(num_ctas)),
+                       dim3(Shared::kThreads), Shared::kBytes, stream, enable_pdl, params);
+}
+
+// Both stages; head_dim_v is a multiple of 64. `schedule`: warps of a CTA of the second stage, 16
+// value channels each; 0: 8, which share what they read, where that gives every SM a CTA, else 4.
+// On an H200 with 32 heads of 128: 1 x 8192 tokens 255 us with 4 warps and 403 with 8, 8 x 2048
+// tokens 264 and 207 us. Two warps lose to both: they cannot multiply as a warpgroup.
+template <typename Traits>
+cudaError_t launch_chunk_delta_rule(const ChunkDeltaRuleParams& params, int num_sms, int schedule,
+                                    bool enable_pdl, cudaStream_t stream) {
+  using Transform = ChunkTransformShared<Traits>;
+  const DeltaRuleParams& recurrence = params.recurrence;
+  cudaError_t status =
+      cudaFuncSetAttribute(chunk_transform_kernel<Traits>,
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, Transform::kBytes);
+  if (status != cudaSuccess) return status;
+  const int64_t num_ctas = int64_t{params.num_slots} * recurrence.state_heads;
+  status =
+      launch_kernel(chunk_transform_kernel<Traits>, dim3(static_cast<unsigned>(num_ctas)),
+                    dim3(detail::kTransformThreads), Transform::kBytes, stream, enable_pdl, params);
+  if (status != cudaSuccess) return status;
+  if (schedule == 0) {
+    const int64_t channels =
+        int64_t{recurrence.batch_size} * recurrence.state_heads * recurrence.head_dim_v;
+    schedule = channels / 128 >= num_sms && recurrence.head_dim_v % 128 == 0 ? 8 : 4;
+  }
+  return schedule == 8 ? launch_chunk_scan<Traits, 8>(params, enable_pdl, stream)
+                       : launch_chunk_scan<Traits, 4>(params, enable_pdl, stream);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

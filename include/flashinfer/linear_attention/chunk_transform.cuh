@@ -1,0 +1,361 @@
+// First stage of the gated delta rule in chunks: what does not depend on the state, for every chunk
+// of every head at once. docs/linear_attention.md derives it. With c_i the logarithm of the decay
+// from the chunk's start to token i,
+//   A_ij = beta_i exp(c_i - c_j) k_i k_j          (j < i)
+//   solve = (I + A)^-1 diag(beta)
+//   scores_ij = scale exp(c_i - c_j) q_i k_j      (j <= i)
+// A CTA has one chunk of one head. The inverse is formed in float32: two triangles of 32 by
+// substitution, a thread per column, then the square below the diagonal from them.
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/linear_attention/chunk_delta_rule_params.h>
+#include <flashinfer/linear_attention/gate.cuh>
+#include <flashinfer/linear_attention/tile.cuh>
+#include <flashinfer/linear_attention/token_range.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+
+namespace flashinfer {
+
+template <typename T_, typename StateT_, int kHeadDimK_>
+struct ChunkDeltaRuleTraits {
+  using T = T_;
+  using StateT = StateT_;
+  static constexpr int kHeadDimK = kHeadDimK_;
+};
+
+// A chunk of a sequence: slots of consecutive sequences begin at cu_seqlens[s] / C + s, which
+// leaves room for every sequence's last, partial chunk.
+struct Chunk {
+  int64_t sequence;  // negative: the slot has no chunk
+  int64_t first_token;
+  int32_t num_tokens;
+
+  __device__ __forceinline__ static int64_t first_slot(const DeltaRuleParams& params,
+                                                       int64_t sequence) {
+    return token_range(params.cu_seqlens, params.cu_seqlens_is_int64, sequence, 0).first /
+               kChunkSize +
+           sequence;
+  }
+
+  __device__ __forceinline__ static Chunk of_slot(const DeltaRuleParams& params, int64_t slot) {
+    int64_t low = 0, high = params.batch_size - 1;
+    while (low < high) {
+      const int64_t middle = (low + high + 1) / 2;
+      if (first_slot(params, middle) <= slot) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    const TokenRange range = token_range(params.cu_seqlens, params.cu_seqlens_is_int64, low, 0);
+    const int64_t before = (slot - (range.first / kChunkSize + low)) * kChunkSize;
+    if (before >= range.count) return {-1, 0, 0};
+    return {low, range.first + before,
+            static_cast<int32_t>(min(range.count - before, int64_t{kChunkSize}))};
+  }
+};
+
+template <typename Traits>
+struct ChunkTransformShared {
+  static constexpr int kDim = Traits::kHeadDimK;
+  using KeyTile = Tile<kChunkSize, kDim>;
+  // A and its inverse take the tiles' place once those are multiplied.
+  static constexpr int kMatrixBytes = round_up(kChunkSize * (kChunkSize + 4) * 4, 1024);
+  static constexpr int kTileBytes = KeyTile::kBytes > kMatrixBytes ? KeyTile::kBytes : kMatrixBytes;
+  static constexpr int kBytes = 2 * kTileBytes + 6 * kChunkSize * 4;
+};
+
+namespace detail {
+
+inline constexpr int kTransformThreads = 128;
+inline constexpr int kStride = kChunkSize + 4;  // of float matrices: rows in different banks
+
+// The decay's logarithm to base 2. A decay of zero becomes 2^-140: its logarithm may be subtracted.
+__device__ __forceinline__ float log2_decay(const DeltaRuleParams& params, float gate) {
+  constexpr float kLowest = -140.f;
+  if (params.gate_form == GateForm::kLog) return fmaxf(gate * kLog2e, kLowest);
+  return gate > 0x1p-140f ? log2f(gate) : kLowest;
+}
+
+// Sum over this lane and those before it.
+__device__ __forceinline__ float prefix_sum(float x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float before = __shfl_sync(0xffffffffu, x, lane < offset ? lane : lane - offset);
+    if (lane >= offset) x += before;
+  }
+  return x;
+}
+
+// Sums of squares of a tile's rows, a pair of threads each; gives 1 / norm, or 1.
+template <typename T, typename TileType>
+__device__ __forceinline__ void row_norms(float* factors, const TileType& tile, const char* shared,
+                                          uint32_t shared_base, bool normalize) {
+  const int row = threadIdx.x / 2, part = threadIdx.x % 2;
+  if (!normalize) {
+    if (part == 0) factors[row] = 1.f;
+    return;
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int unit = part; unit < TileType::kColumns / 8; unit += 2) {
+    const T* elements =
+        reinterpret_cast<const T*>(shared + (tile.address(row, unit) - shared_base));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float x = to_float(elements[i]);
+      sum += x * x;
+    }
+  }
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  if (part == 0) factors[row] = rsqrtf(sum + 1e-6f);
+}
+
+// Columns `begin` to begin + 31 of the inverse of the unit triangle I + A in rows and columns
+// begin.. of `A`; a thread has column `column`.
+__device__ __forceinline__ void invert_triangle(float* inverse, const float* A, int begin,
+                                                int column) {
+  float x[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float4* row = reinterpret_cast<const float4*>(A + (begin + i) * kStride + begin);
+    float sums[4] = {};
+#pragma unroll
+    for (int m = 0; m < (i + 3) / 4; ++m) {
+      const float4 a = row[m];
+      if (4 * m < i) sums[0] += a.x * x[4 * m];
+      if (4 * m + 1 < i) sums[1] += a.y * x[4 * m + 1];
+      if (4 * m + 2 < i) sums[2] += a.z * x[4 * m + 2];
+      if (4 * m + 3 < i) sums[3] += a.w * x[4 * m + 3];
+    }
+    x[i] = (i == column ? 1.f : 0.f) - ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+#pragma unroll
+  for (int i = 0; i < 32; ++i) inverse[(begin + i) * kStride + begin + column] = x[i];
+}
+
+// out = sign left right, all 32 x 32 within matrices of rows of kStride.
+__device__ __forceinline__ void multiply_32(float* out, const float* left, const float* right,
+                                            float sign) {
+  const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 8;
+  float sums[8] = {};
+#pragma unroll 8
+  for (int m = 0; m < 32; ++m) {
+    const float a = left[row * kStride + m];
+    const float4* b = reinterpret_cast<const float4*>(right + m * kStride + column);
+    const float4 low = b[0], high = b[1];
+    sums[0] += a * low.x, sums[1] += a * low.y, sums[2] += a * low.z, sums[3] += a * low.w;
+    sums[4] += a * high.x, sums[5] += a * high.y, sums[6] += a * high.z, sums[7] += a * high.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) out[row * kStride + column + i] = sign * sums[i];
+}
+
+// A chunk's numbers per token.
+struct ChunkTokens {
+  float* log2_decays;  // from the chunk's start, the token included
+  float* betas;
+  float* key_norms;    // reciprocals
+  float* query_norms;  // reciprocals
+  float* first_half;   // [1]: sum of the first 32 logarithms
+};
+
+__device__ __forceinline__ void load_gates(const ChunkTokens& tokens, const DeltaRuleParams& params,
+                                           const Chunk& chunk, int head) {
+  const int i = threadIdx.x;
+  float log_of = 0.f;
+  if (i < kChunkSize) {
+    float beta = 0.f;
+    if (i < chunk.num_tokens) {
+      const int64_t token = chunk.first_token + i;
+      if (params.gate.data != nullptr) {
+        log_of = log2_decay(params, *token_address<float>(params.gate, 0, token, head));
+      }
+      beta = params.beta.data != nullptr ? *token_address<float>(params.beta, 0, token, head) : 1.f;
+      if (params.beta_is_logit) beta = sigmoid(beta);
+    }
+    tokens.betas[i] = beta;
+  }
+  log_of = prefix_sum(log_of);
+  if (i == 31) tokens.first_half[0] = log_of;
+  __syncthreads();
+  if (i < kChunkSize) tokens.log2_decays[i] = log_of + (i < 32 ? 0.f : tokens.first_half[0]);
+}
+
+// The chunk's factors for the second stage.
+__device__ __forceinline__ void store_factors(float* factors, const ChunkTokens& tokens,
+                                              float scale) {
+  const int i = threadIdx.x;
+  if (i >= kChunkSize) return;
+  const float last = tokens.log2_decays[kChunkSize - 1], own = tokens.log2_decays[i];
+  factors[kKeyFactor * kChunkSize + i] = exp2f(own) * tokens.key_norms[i];
+  factors[kQueryFactor * kChunkSize + i] = scale * exp2f(own) * tokens.query_norms[i];
+  factors[kUpdateFactor * kChunkSize + i] = exp2f(last - own) * tokens.key_norms[i];
+  if (i == 0) factors[kChunkDecay * kChunkSize] = exp2f(last);
+}
+
+}  // namespace detail
+
+// Products of a warp's 16 rows with all keys: of the keys for A, of the queries for the scores.
+template <typename Traits>
+struct ChunkProducts {
+  using T = typename Traits::T;
+  using KeyTile = Tile<kChunkSize, Traits::kHeadDimK>;
+  float keys[kChunkSize / 8][4] = {}, queries[kChunkSize / 8][4] = {};
+
+  __device__ __forceinline__ void compute(const KeyTile& k, const KeyTile& q) {
+    constexpr int kSteps = Traits::kHeadDimK / 16;
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16;
+    const auto load = [&](uint32_t (&a)[kSteps][4], const KeyTile& tile) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        ptx::ldmatrix_x4(a[step], tile.address(first_row + lane % 16, 2 * step + lane / 16));
+      }
+    };
+    uint32_t a[kSteps][4];
+    load(a, k);
+    multiply(keys, a, k, first_row);
+    load(a, q);
+    multiply(queries, a, k, first_row);
+  }
+
+  // Blocks above the diagonal are left out.
+  template <int kSteps>
+  __device__ __forceinline__ static void multiply(float (&sums)[kChunkSize / 8][4],
+                                                  const uint32_t (&a)[kSteps][4], const KeyTile& k,
+                                                  int first_row) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kChunkSize / 8; j += 2) {
+      if (8 * j > first_row) continue;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, k.address(8 * j + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+        ptx::mma_m16n8k16<T>(sums[j], a[step], b[0], b[1]);
+        ptx::mma_m16n8k16<T>(sums[j + 1], a[step], b[2], b[3]);
+      }
+    }
+  }
+
+  // Weighted by decays, norms and beta. Of A only what is below the diagonal, and what shares a
+  // block with it; of the scores all, with zeros above.
+  __device__ __forceinline__ void store(float* A, T* scores, const detail::ChunkTokens& tokens,
+                                        float scale) const {
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16;
+    float log2_decay[2], query_weight[2], key_weight[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + lane / 4 + 8 * half;
+      log2_decay[half] = tokens.log2_decays[row];
+      query_weight[half] = scale * tokens.query_norms[row];
+      key_weight[half] = tokens.key_norms[row] * tokens.betas[row];
+    }
+#pragma unroll
+    for (int j = 0; j < kChunkSize / 8; ++j) {
+      const int column = 8 * j + lane % 4 * 2;
+      const bool is_above = 8 * j > first_row + 8;  // the whole block
+      const float2 log2_decays = reinterpret_cast<const float2*>(tokens.log2_decays)[column / 2];
+      const float2 norms = reinterpret_cast<const float2*>(tokens.key_norms)[column / 2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + lane / 4 + 8 * half;
+        auto* to = reinterpret_cast<uint32_t*>(scores + row * kChunkSize + column);
+        if (is_above) {
+          *to = 0;
+          continue;
+        }
+        const float low = exp2f(fminf(log2_decay[half] - log2_decays.x, 0.f)) * norms.x;
+        const float high = exp2f(fminf(log2_decay[half] - log2_decays.y, 0.f)) * norms.y;
+        *reinterpret_cast<float2*>(A + row * detail::kStride + column) = {
+            low * key_weight[half] * keys[j][2 * half],
+            high * key_weight[half] * keys[j][2 * half + 1]};
+        *to = PackedPair<T>::pack(
+            column <= row ? low * query_weight[half] * queries[j][2 * half] : 0.f,
+            column < row ? high * query_weight[half] * queries[j][2 * half + 1] : 0.f);
+      }
+    }
+  }
+};
+
+// One chunk of one head by the CTA.
+template <typename Traits>
+__device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all, char* memory,
+                                                const Chunk& chunk, int64_t slot, int head) {
+  using T = typename Traits::T;
+  using Shared = ChunkTransformShared<Traits>;
+  constexpr int kThreads = detail::kTransformThreads, kSquare = kChunkSize * kChunkSize;
+  constexpr int kStride = detail::kStride;
+  const DeltaRuleParams& params = all.recurrence;
+  const uint32_t shared = ptx::shared_address(memory);
+  const Tile<kChunkSize, Traits::kHeadDimK> k{shared}, q{shared + Shared::kTileBytes};
+  copy_tile<kThreads>(
+      k, token_address<const T>(params.k, 0, chunk.first_token, params.k_group.divide(head)),
+      params.k.token_stride, chunk.num_tokens);
+  copy_tile<kThreads>(
+      q, token_address<const T>(params.q, 0, chunk.first_token, params.q_group.divide(head)),
+      params.q.token_stride, chunk.num_tokens);
+  ptx::cp_async_commit();
+
+  float* numbers = reinterpret_cast<float*>(memory + 2 * Shared::kTileBytes);
+  const detail::ChunkTokens tokens{numbers, numbers + kChunkSize, numbers + 2 * kChunkSize,
+                                   numbers + 3 * kChunkSize, numbers + 4 * kChunkSize};
+  detail::load_gates(tokens, params, chunk, head);
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  detail::row_norms<T>(tokens.key_norms, k, memory, shared, params.normalize_qk);
+  detail::row_norms<T>(tokens.query_norms, q, memory, shared, params.normalize_qk);
+  ChunkProducts<Traits> products;
+  products.compute(k, q);
+  __syncthreads();
+
+  const int64_t index = slot * params.state_heads + head;
+  float* A = reinterpret_cast<float*>(memory);
+  float* inverse = reinterpret_cast<float*>(memory + Shared::kTileBytes);
+  products.store(A, static_cast<T*>(all.workspace.scores) + index * kSquare, tokens, params.scale);
+  detail::store_factors(all.workspace.factors + index * 4 * kChunkSize, tokens, params.scale);
+  __syncthreads();
+  if (threadIdx.x < kChunkSize) {
+    detail::invert_triangle(inverse, A, threadIdx.x / 32 * 32, threadIdx.x % 32);
+  }
+  __syncthreads();
+  // The square below: -(lower triangle)^-1 (A's square) (upper triangle)^-1. The product of the
+  // last two is put above A's diagonal.
+  detail::multiply_32(A + 32, A + 32 * kStride, inverse, 1.f);
+  __syncthreads();
+  detail::multiply_32(inverse + 32 * kStride, inverse + 32 * kStride + 32, A + 32, -1.f);
+  __syncthreads();
+  T* solve = static_cast<T*>(all.workspace.solve) + index * kSquare;
+#pragma unroll
+  for (int i = 0; i < kSquare / (4 * kThreads); ++i) {
+    const int at = 4 * (i * kThreads + threadIdx.x), row = at / kChunkSize,
+              column = at % kChunkSize;
+    float4 values = *reinterpret_cast<const float4*>(inverse + row * kStride + column);
+    const float4 betas = *reinterpret_cast<const float4*>(tokens.betas + column);
+    if (row < 32 && column >= 32) values = {};
+    *reinterpret_cast<uint2*>(solve + at) = {
+        PackedPair<T>::pack(values.x * betas.x, values.y * betas.y),
+        PackedPair<T>::pack(values.z * betas.z, values.w * betas.w)};
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(detail::kTransformThreads, 4)
+    chunk_transform_kernel(const __grid_constant__ ChunkDeltaRuleParams all) {
+#ifndef EMULATION_ARCH
+  extern __shared__ __align__(1024) char dynamic_shared[];
+#endif
+  const DeltaRuleParams& params = all.recurrence;
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+  const int head = blockIdx.x % params.state_heads;
+  const int64_t slot = blockIdx.x / params.state_heads;
+  const Chunk chunk = Chunk::of_slot(params, slot);
+  if (chunk.sequence >= 0) transform_chunk<Traits>(all, dynamic_shared, chunk, slot, head);
+}
+
+}  // namespace flashinfer

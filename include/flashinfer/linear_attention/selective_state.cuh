@@ -1,0 +1,389 @@
+// Mamba's selective state update, token by token, for each head and channel d:
+//   S[d] = exp(A dt[d]) S[d] + (dt[d] x[d]) B;  out[d] = (S[d] C + D[d] x[d]) silu(z[d])
+//
+// As in delta_rule.cuh, the lanes of a row keep it in registers over all tokens of the call, and
+// memory sees the state once in each direction. The grid is (row blocks, heads, batch).
+//
+// kTied: A is one number per head (Mamba-2), so the decay is one per row. Otherwise A is read and
+// its exponential taken for every element of the state (Mamba).
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/linear_attention/gate.cuh>
+#include <flashinfer/linear_attention/scaled_rows.cuh>
+#include <flashinfer/linear_attention/selective_state_params.h>
+#include <flashinfer/linear_attention/token_range.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+
+namespace flashinfer {
+
+template <typename T_, typename StateT_, typename DtT_, typename AT_, typename WeightT_,
+          int kDState_, bool kTied_, bool kStochastic_>
+struct SelectiveStateTraits {
+  using T = T_;  // x, z, B, C, out
+  using StateT = StateT_;
+  using DtT = DtT_;
+  using AT = AT_;
+  using WeightT = WeightT_;  // D, dt_bias
+  static constexpr int kDState = kDState_;
+  static constexpr bool kTied = kTied_;
+  static constexpr bool kStochastic = kStochastic_;
+  static constexpr bool kScaled = kScaledMax<StateT> > 0.f;
+  using Layout = RowLayout<StateT, kDState>;
+  static constexpr int kThreads = 128;
+  static constexpr int kGroups = kThreads / Layout::kLanes;  // rows that a CTA has at a time
+};
+
+namespace detail {
+
+// 2^x, ex2.approx: within 2 units in the last place.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// What a head needs at one token, in shared memory: B and C for its rows, and a number of each kind
+// per row.
+template <typename Traits, int kRows>
+struct alignas(16) SelectiveToken {
+  static constexpr int kDim = Traits::kDState;
+  float B[kDim], C[kDim];
+  float decay[kRows];  // exp(A dt) where A is tied, else dt log2(e)
+  float dt_x[kRows];
+  float skip[kRows];  // D x
+  float gate[kRows];  // silu(z), or 1
+};
+
+// A warp's part in preparing a token, as DeltaRuleFetch: all loads at once.
+template <typename Traits, int kRows>
+struct SelectiveFetch {
+  using T = typename Traits::T;
+  using DtT = typename Traits::DtT;
+  using AT = typename Traits::AT;
+  using WeightT = typename Traits::WeightT;
+  static constexpr int kColumns = ceil_div(Traits::kDState, 32), kValues = ceil_div(kRows, 32);
+
+  T B[kColumns], C[kColumns], x[kValues], z[kValues];
+  DtT dt[kValues];
+  WeightT bias[kValues], D[kValues];
+  AT A;
+
+  __device__ __forceinline__ void load(const SelectiveStateParams& params, int64_t batch,
+                                       int64_t token, int head, int first_row, int num_rows) {
+    const int lane = threadIdx.x % 32, group = params.heads_per_group.divide(head);
+    const T* from_B = token_address<const T>(params.B, batch, token, group);
+    const T* from_C = token_address<const T>(params.C, batch, token, group);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const int column = min(32 * i + lane, Traits::kDState - 1);
+      B[i] = from_B[column];
+      C[i] = from_C[column];
+    }
+    const T* from_x = token_address<const T>(params.x, batch, token, head) + first_row;
+    const auto* from_dt = token_address<const DtT>(params.dt, batch, token, head);
+    // What is absent is read from where x and A are, and not used.
+    const bool has_z = params.z.data != nullptr;
+    const T* from_z =
+        has_z ? token_address<const T>(params.z, batch, token, head) + first_row : from_x;
+    const auto* from_bias =
+        static_cast<const WeightT*>(params.dt_bias != nullptr ? params.dt_bias : params.state.data);
+    const auto* from_D =
+        static_cast<const WeightT*>(params.D != nullptr ? params.D : params.state.data);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int row = min(32 * i + lane, num_rows - 1), channel = first_row + row;
+      x[i] = from_x[row];
+      z[i] = from_z[row];
+      dt[i] = from_dt[channel * params.dt_dim_stride];
+      bias[i] = from_bias[params.dt_bias == nullptr
+                              ? 0
+                              : head * params.bias_head_stride + channel * params.bias_dim_stride];
+      D[i] =
+          from_D[params.D == nullptr ? 0
+                                     : head * params.D_head_stride + channel * params.D_dim_stride];
+    }
+    A = static_cast<const AT*>(params.A)[head * params.A_head_stride];
+  }
+
+  __device__ __forceinline__ void store(SelectiveToken<Traits, kRows>& to,
+                                        const SelectiveStateParams& params) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const int column = 32 * i + lane;
+      if (Traits::kDState % 32 == 0 || column < Traits::kDState) {
+        to.B[column] = to_float(B[i]);
+        to.C[column] = to_float(C[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int row = 32 * i + lane;
+      if (kRows % 32 != 0 && row >= kRows) continue;
+      float step = to_float(dt[i]) + (params.dt_bias != nullptr ? to_float(bias[i]) : 0.f);
+      if (params.dt_softplus) step = softplus(step);
+      const float channel = to_float(x[i]), z_of = to_float(z[i]);
+      to.decay[row] = Traits::kTied ? expf(to_float(A) * step) : step * kLog2e;
+      to.dt_x[row] = step * channel;
+      to.skip[row] = params.D != nullptr ? channel * to_float(D[i]) : 0.f;
+      to.gate[row] = params.z.data != nullptr ? z_of * sigmoid(z_of) : 1.f;
+    }
+  }
+};
+
+// One token of one row; gives S C, the same in all lanes of the row. Where A is not tied `decay` is
+// the row's time step, and A its part of A.
+template <typename Traits>
+__device__ __forceinline__ float update_row(float (&row)[Traits::Layout::kElements],
+                                            const float (&A)[Traits::Layout::kElements],
+                                            float decay, float dt_x,
+                                            const float (&B)[Traits::Layout::kElements],
+                                            const float (&C)[Traits::Layout::kElements]) {
+  using Layout = typename Traits::Layout;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < Layout::kElements; ++i) {
+    row[i] = row[i] * (Traits::kTied ? decay : exp2_approx(A[i] * decay)) + dt_x * B[i];
+    sum += row[i] * C[i];
+  }
+  return row_sum<Layout::kLanes>(sum);
+}
+
+}  // namespace detail
+
+// One CTA: a block of rows of one head's state.
+template <typename Traits, int kStep, int kPasses>
+struct SelectiveStateBlock {
+  using T = typename Traits::T;
+  using StateT = typename Traits::StateT;
+  using Layout = typename Traits::Layout;
+  using Staged = StagedRows<Layout, StateT, Traits::kThreads, kStep, kPasses>;
+  static constexpr int kDim = Traits::kDState, kElements = Layout::kElements;
+  static constexpr int kRows = Traits::kGroups * kStep * kPasses;
+  using Token = detail::SelectiveToken<Traits, kRows>;
+  static constexpr int kTokens = Traits::kThreads / 32;
+  static constexpr int kSharedBytes = Staged::kBytes + kTokens * static_cast<int>(sizeof(Token));
+
+  const SelectiveStateParams& params;
+  Staged staged;
+  Token* tokens;  // kTokens of them
+  int32_t head, first_row, num_rows, lane;
+  int64_t batch, token_batch;
+  TokenRange range;
+  StochasticRounding rounding;
+  float rows[kStep][kElements];
+
+  __device__ __forceinline__ int64_t matrix(const StatePool& pool, int64_t slot) const {
+    return slot * pool.slot_stride + head * pool.head_stride +
+           static_cast<int64_t>(first_row) * kDim;
+  }
+
+  __device__ __forceinline__ float* scale(const RowScales& scales, int64_t slot, int row) const {
+    return scales.data + slot * scales.slot_stride + head * scales.head_stride + first_row + row;
+  }
+
+  __device__ __forceinline__ void load(int64_t slot, int pass) {
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) {
+      staged.load(rows[i], pass, i);
+      if constexpr (Traits::kScaled) {
+        const int row = Staged::row_of(pass, i);
+        const float factor = row < num_rows ? *scale(params.state_scale, slot, row) : 0.f;
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) rows[i][j] *= factor;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const StatePool& pool, const RowScales& scales,
+                                        int64_t slot, int pass, int t) const {
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) {
+      const int row = Staged::row_of(pass, i);
+      const int64_t at = matrix(pool, slot) + static_cast<int64_t>(row) * kDim;
+      StateT* to = static_cast<StateT*>(pool.data) + at;
+      if constexpr (Traits::kScaled) {
+        store_row_scaled<Layout>(to, scale(scales, slot, row), rows[i], lane, row < num_rows);
+      } else if constexpr (Traits::kStochastic) {
+        if (row < num_rows) {
+          store_row_stochastically<Layout>(to, rows[i], lane, rounding, static_cast<uint64_t>(at),
+                                           t);
+        }
+      } else {
+        if (row < num_rows) store_row<Layout>(to, rows[i], lane);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_A(float (&A)[kElements], int row) const {
+    using AT = typename Traits::AT;
+    const AT* from = static_cast<const AT*>(params.A) + head * params.A_head_stride +
+                     (first_row + row) * params.A_dim_stride;
+    if (params.A_rows_are_vectors) {
+      load_row<Layout>(A, from, lane);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        const int column = Layout::column(lane, i / Layout::kVecSize) + i % Layout::kVecSize;
+        A[i] = to_float(from[column * params.A_state_stride]);
+      }
+    }
+  }
+
+  // This warp's part of tokens `begin` to begin + kTokens - 1.
+  using Fetch = detail::SelectiveFetch<Traits, kRows>;
+  __device__ __forceinline__ bool fetch(Fetch& part, int begin) const {
+    const int t = begin + threadIdx.x / 32;
+    if (t >= range.count) return false;
+    part.load(params, token_batch, range.first + t, head, first_row, num_rows);
+    return true;
+  }
+
+  __device__ __forceinline__ void prepare_tokens(int begin) const {
+    Fetch part;
+    if (fetch(part, begin)) part.store(tokens[threadIdx.x / 32], params);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void update(const Token& token, int t, int pass) {
+    T* out = token_address<T>(params.out, token_batch, range.first + t, head) + first_row;
+    float B[kElements], C[kElements], A[kElements];
+    load_row<Layout>(B, token.B, lane);
+    load_row<Layout>(C, token.C, lane);
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) {
+      const int row = Staged::row_of(pass, i);
+      if constexpr (!Traits::kTied) load_A(A, min(row, num_rows - 1));
+      const float sum =
+          detail::update_row<Traits>(rows[i], A, token.decay[row], token.dt_x[row], B, C);
+      if (lane == i % Layout::kLanes && row < num_rows) {
+        out[row] = from_float<T>((sum + token.skip[row]) * token.gate[row]);
+      }
+    }
+  }
+
+  // After token t: the states that the caller wants.
+  __device__ __forceinline__ void keep(int t, int pass) const {
+    if (params.intermediate.data != nullptr) {
+      const int64_t row = params.snapshot_slot.at(batch, 0) * params.steps + t;
+      store(params.intermediate, params.intermediate_scale, row, pass, t);
+    }
+    if (!params.write_state) return;
+    if (params.write_every_token || t == range.count - 1) {
+      const int64_t slot = params.write_slot.at(batch, params.write_every_token ? t : 0);
+      if (slot != params.pad_slot || params.write_slot.data == nullptr) {
+        store(params.state, params.state_scale, slot, pass, t);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void zero_outputs() const {
+    for (int t = 0; t < range.count; ++t) {
+      T* out = token_address<T>(params.out, token_batch, range.first + t, head) + first_row;
+      for (int row = threadIdx.x; row < min(num_rows, kRows); row += Traits::kThreads) {
+        out[row] = from_float<T>(0.f);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    int64_t accepted = 0;
+    if (params.num_accepted != nullptr) accepted = max(params.num_accepted[batch] - 1, 0);
+    const int64_t slot = params.read_slot.at(batch, accepted);
+    if (slot == params.pad_slot && params.read_slot.data != nullptr) return zero_outputs();
+    Fetch part;
+    const bool has_part = fetch(part, 0);
+    staged.template copy<kDim>(
+        static_cast<const StateT*>(params.state.data) + matrix(params.state, slot), num_rows);
+    if constexpr (Traits::kStochastic) rounding.seed = static_cast<uint64_t>(*params.seed);
+    if (has_part) part.store(tokens[threadIdx.x / 32], params);
+    __syncthreads();
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      staged.wait();
+      load(slot, pass);
+#pragma unroll 1
+      for (int t = 0; t < range.count; ++t) {
+        // What fits is prepared once for all passes.
+        if (t % kTokens == 0 && range.count > kTokens && pass + t > 0) {
+          __syncthreads();
+          prepare_tokens(t);
+        }
+        update(tokens[t % kTokens], t, pass);
+        keep(t, pass);
+      }
+    }
+  }
+};
+
+template <typename Traits, int kStep, int kPasses>
+__global__ void __launch_bounds__(Traits::kThreads)
+    selective_state_kernel(const __grid_constant__ SelectiveStateParams params) {
+  using Block = SelectiveStateBlock<Traits, kStep, kPasses>;
+#ifndef EMULATION_ARCH
+  extern __shared__ __align__(128) char dynamic_shared[];
+#endif
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+  const int first_row = blockIdx.x * Block::kRows;
+  const int64_t batch = blockIdx.z;
+  Block block{params,
+              {dynamic_shared},
+              reinterpret_cast<typename Block::Token*>(dynamic_shared + Block::Staged::kBytes),
+              static_cast<int32_t>(blockIdx.y),
+              first_row,
+              params.dim - first_row,
+              static_cast<int32_t>(threadIdx.x) % Traits::Layout::kLanes,
+              batch,
+              params.cu_seqlens != nullptr ? 0 : batch,
+              token_range(params.cu_seqlens, params.cu_seqlens_is_int64, batch, params.num_tokens),
+              {0, params.philox_rounds}};
+  block.run();
+}
+
+#ifndef __CUDACC_RTC__
+
+template <typename Traits, int kStep, int kPasses>
+cudaError_t launch_selective_state_block(const SelectiveStateParams& params, bool enable_pdl,
+                                         cudaStream_t stream) {
+  using Block = SelectiveStateBlock<Traits, kStep, kPasses>;
+  constexpr size_t kShared = Block::kSharedBytes;
+  if constexpr (kShared > 48 << 10) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(selective_state_kernel<Traits, kStep, kPasses>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (status != cudaSuccess) return status;
+  }
+  const dim3 grid(ceil_div(params.dim, Block::kRows), params.num_heads, params.batch_size);
+  return launch_kernel(selective_state_kernel<Traits, kStep, kPasses>, grid, dim3(Traits::kThreads),
+                       kShared, stream, enable_pdl, params);
+}
+
+// `schedule`: as for launch_delta_rule. On an H200 with 64 heads of 128 x 128 in bfloat16, us for
+// 104 and 402: batch 64 73.8 and 79.1, 256 284 and 298; with A of every element 135 and 114, 515
+// and 423.
+template <typename Traits>
+cudaError_t launch_selective_state(const SelectiveStateParams& params, int num_sms, int schedule,
+                                   bool enable_pdl, cudaStream_t stream) {
+  if (schedule == 0) {
+    const int64_t rows = int64_t{params.batch_size} * params.num_heads * params.dim;
+    const bool several_tokens = params.num_tokens != 1 || params.cu_seqlens != nullptr;
+    const bool few = rows / Traits::kGroups <= 4 * num_sms;
+    schedule = few ? 101 : Traits::kTied || several_tokens ? 104 : 402;
+  }
+  switch (schedule) {
+    case 101:
+      return launch_selective_state_block<Traits, 1, 1>(params, enable_pdl, stream);
+    case 104:
+      return launch_selective_state_block<Traits, 4, 1>(params, enable_pdl, stream);
+    default:
+      return launch_selective_state_block<Traits, 2, 4>(params, enable_pdl, stream);
+  }
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

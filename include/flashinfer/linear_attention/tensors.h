@@ -1,0 +1,42 @@
+// How the kernels of this family address tensors. Plain C++: shared by kernel, launcher and
+// binding. Strides count elements.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer {
+
+// [batch, tokens, heads, dim] with a contiguous last dimension, or [batch, tokens, heads]. Packed
+// sequences have one batch, and their tokens lie one after the other.
+struct TokenHeads {
+  void* data;
+  int64_t batch_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+// A pool of states, [slots, heads, rows, row]: each head's matrix is contiguous.
+struct StatePool {
+  void* data;
+  int64_t slot_stride;
+  int64_t head_stride;
+};
+
+// [batch] or [batch, tokens] slots of a pool; int32 or int64.
+struct SlotIndices {
+  const void* data;  // null: entry b is b
+  int64_t batch_stride;
+  int64_t token_stride;  // 0: one slot for all tokens
+  bool is_int64;
+
+#if defined(__CUDACC__) || defined(__device__)
+  __device__ __forceinline__ int64_t at(int64_t batch, int64_t token) const {
+    if (data == nullptr) return batch;
+    const int64_t i = batch * batch_stride + token * token_stride;
+    return is_int64 ? static_cast<const int64_t*>(data)[i]
+                    : static_cast<int64_t>(static_cast<const int32_t*>(data)[i]);
+  }
+#endif
+};
+
+}  // namespace flashinfer

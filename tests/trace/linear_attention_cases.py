@@ -1,0 +1,97 @@
+"""What the optional arguments of recurrent layers do; see test_argument_coverage.py.
+
+Arguments that only the kernels take (slots per token, packed tokens, scaled states) are shown in
+tests/linear_attention; here their defaults are what leaving them out is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.testing.tensors import clone_arguments
+from tests.trace.calls import Operation, parameters_of
+
+OP_TYPES = ("gated_delta_rule", "selective_state_update")
+
+
+def _results(operation: Operation, arguments: dict[str, Any]) -> list[torch.Tensor]:
+    returned = operation.api(**clone_arguments(arguments))
+    return list(returned) if isinstance(returned, tuple) else [returned]
+
+
+def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.float(), b.float()) for a, b in zip(first, second, strict=True))
+
+
+def _default_is_absence(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    default = parameters_of(operation.function)[name].default
+    assert default is not inspect.Parameter.empty
+    without = {key: value for key, value in arguments.items() if key != name}
+    same = _same(_results(operation, without), _results(operation, {**without, name: default}))
+    assert same
+
+
+def _receives(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    usual = _results(operation, arguments)[0]
+    destination = torch.full_like(usual, float("nan"))
+    assert operation.api(**{**clone_arguments(arguments), name: destination}) is not None
+    assert torch.equal(destination, usual)
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: destination.double()})
+
+
+def _changes(value: Any) -> Callable[..., None]:
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        usual = _results(operation, arguments)
+        assert not _same(usual, _results(operation, {**arguments, name: value}))
+
+    return case
+
+
+def _is_a_flag(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    default = parameters_of(operation.function)[name].default
+    _changes(not default)(operation, name, arguments)
+
+
+def _backend(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: "another"})
+
+
+def _is_required(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=name):
+        operation.api(**{**arguments, name: None})
+
+
+def _cu_seqlens(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    prefill = operation.template.op_type == "gated_delta_rule"
+    (_is_required if prefill else _default_is_absence)(operation, name, arguments)
+
+
+_KNOWN: dict[str, Callable[..., None]] = {
+    "backend": _backend,
+    "scale": _changes(3.0),
+    "cu_seqlens": _cu_seqlens,
+    "output": _receives,
+    "out": _receives,
+    "use_qk_l2norm": _is_a_flag,
+    "use_qk_l2norm_in_kernel": _is_a_flag,
+}
+
+
+class Cases(dict[str, Callable[..., None]]):
+    """The case of an argument; its default is its absence where nothing else is said."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> Callable[..., None]:
+        return _default_is_absence
+
+
+CASES = Cases(_KNOWN)
