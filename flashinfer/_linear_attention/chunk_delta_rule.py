@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .._common.kernels import check_cuda_tensors
+from .._common.checks import cuda_tensors
 from ..jit.delta_rule import ChunkDeltaRuleConfig, gen_chunk_delta_rule_module
 from .delta_rule import Gates, States
 
@@ -36,7 +36,7 @@ def run_chunk_delta_rule(
     schedule: int = 0,
 ) -> None:
     """Run the recurrence over packed sequences; `out` and the pools are written."""
-    check_cuda_tensors(q=q, k=k, v=v)
+    cuda_tensors(q=q, k=k, v=v)
     slots = q.shape[1] // CHUNK_SIZE + cu_seqlens.shape[0] - 1
     heads, square = out.shape[2], CHUNK_SIZE * CHUNK_SIZE
     matrices = torch.empty((2, slots, heads, square), dtype=q.dtype, device=q.device)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._common.kernels import check_cuda_tensors
+from .._common.checks import cuda_tensors
 from .._instrument.decorator import flashinfer_api
 from .._linear_attention.checks import check_backend, check_tensor, destination
 from .._linear_attention.selective_state import get_selective_state_kernel
@@ -143,7 +143,7 @@ def selective_state_update(
     check_tensor("state", state, 3, 4)
     check_tensor("x", x, 2, 3, 4)
     result = destination("out", out, tuple(x.shape), x)
-    check_cuda_tensors(state=state, x=x)
+    cuda_tensors(state=state, x=x)
     packed = cu_seqlens is not None
     tokens = {
         name: _by_token(name, tensor, x.ndim, packed)

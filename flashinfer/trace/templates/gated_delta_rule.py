@@ -114,14 +114,11 @@ def _pretranspose_reference(
     dt_bias: torch.Tensor,
     b: torch.Tensor,
     scale: float | None = None,
-    output: torch.Tensor | None = None,
     use_qk_l2norm: bool = True,
     initial_state: torch.Tensor | None = None,
     initial_state_indices: torch.Tensor | None = None,
     output_state_indices: torch.Tensor | None = None,
-    intermediate_states_buffer: torch.Tensor | None = None,
     disable_state_update: bool = False,
-    backend: str = "auto",
 ) -> Any:
     """S = decay S; S += beta (v - S k) k^T; output = scale S q, per token and head.
 
@@ -147,17 +144,10 @@ def _mtp_reference(
     dt_bias: torch.Tensor,
     b: torch.Tensor,
     scale: float | None = None,
-    output: torch.Tensor | None = None,
-    intermediate_states_buffer: torch.Tensor | None = None,
     ssm_state_indices: torch.Tensor | None = None,
     disable_state_update: bool | None = None,
     use_qk_l2norm: bool = True,
     output_state_indices: torch.Tensor | None = None,
-    cache_replayssm: bool = False,
-    replayssm_rawv: torch.Tensor | None = None,
-    replayssm_rawk: torch.Tensor | None = None,
-    replayssm_g: torch.Tensor | None = None,
-    replayssm_beta: torch.Tensor | None = None,
 ) -> Any:
     """As gated_delta_rule_decode_pretranspose, for several tokens: S = decay S + ...
 
@@ -175,8 +165,6 @@ def _bf16_state_reference(
     A_log: torch.Tensor,
     a: torch.Tensor,
     dt_bias: torch.Tensor,
-    softplus_beta: float = 1.0,
-    softplus_threshold: float = 20.0,
     q: torch.Tensor | None = None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
@@ -184,15 +172,10 @@ def _bf16_state_reference(
     initial_state_source: torch.Tensor | None = None,
     initial_state_indices: torch.Tensor | None = None,
     output_state_indices: torch.Tensor | None = None,
-    intermediate_states_buffer: torch.Tensor | None = None,
-    accepted_steps: torch.Tensor | None = None,
     ssm_state_indices: torch.Tensor | None = None,
     disable_state_update: bool = False,
     use_qk_l2norm_in_kernel: bool = True,
     scale: float | None = None,
-    output: torch.Tensor | None = None,
-    disable_output: bool = False,
-    recovery_steps: int = 0,
 ) -> Any:
     """As gated_delta_rule_mtp: S = decay S + ...
 
@@ -217,16 +200,10 @@ def _chunk_reference(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    output: torch.Tensor | None = None,
     output_state: torch.Tensor | None = None,
     state_checkpoints: torch.Tensor | None = None,
-    checkpoint_cu_starts: torch.Tensor | None = None,
     checkpoint_every_n_tokens: int = 0,
-    use_cp: bool | str = "auto",
     state_indices: torch.Tensor | None = None,
-    _cp_chunk_len: int | None = None,
-    backend: str = "auto",
-    max_seqlen: int | None = None,
 ) -> Any:
     """S = g S; S += beta (v - S k) k^T; output = scale S q, per token, head and sequence.
 

@@ -74,19 +74,10 @@ def _selective_state_update_reference(
     state_batch_indices: torch.Tensor | None = None,
     pad_slot_id: int = -1,
     state_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     disable_state_update: bool = False,
-    intermediate_states_buffer: torch.Tensor | None = None,
-    intermediate_state_indices: torch.Tensor | None = None,
-    intermediate_state_scales: torch.Tensor | None = None,
-    rand_seed: torch.Tensor | None = None,
-    philox_rounds: int = 10,
-    cache_steps: int = 0,
-    algorithm: str = "auto",
     dst_state_batch_indices: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     num_accepted_tokens: torch.Tensor | None = None,
-    backend: str = "auto",
 ) -> Any:
     """S = exp(A dt) S + (dt x) B; out = (S C + D x) silu(z), per token and head.
 

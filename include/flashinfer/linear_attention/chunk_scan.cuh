@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/linear_attention/chunk_transform.cuh>
-#include <flashinfer/linear_attention/sm90/tile.cuh>
+#include <flashinfer/linear_attention/warpgroup_tile.cuh>
 
 namespace flashinfer {
 

@@ -1,6 +1,6 @@
 // Tiles of 16-bit elements in shared memory (layout/swizzle.cuh) and products with them. The left
 // operand is in registers: accumulator fragments become A fragments of the next product without
-// leaving the thread. Here a product is of one warp and its 16 rows (mma.sync); sm90/tile.cuh has
+// leaving the thread. Here a product is of one warp and its 16 rows (mma.sync); warpgroup_tile.cuh has
 // those of four warps together.
 #pragma once
 
