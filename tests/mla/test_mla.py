@@ -125,6 +125,22 @@ def test_results_repeat(device: torch.device, full: bool):
 
 
 @pytest.mark.gpu
+def test_a_bad_row_is_its_own(device: torch.device):
+    """A head's NaN is seen in its output and nowhere else, whether its request is cut or not."""
+    batch = Batch((1, 1), (5000, 70), 20)
+    wrapper = make_wrapper(device)
+    batch.plan(wrapper)
+    arguments = batch.arguments(device)
+    expected = wrapper.run(**arguments)
+    arguments["q_nope"] = arguments["q_nope"].clone()
+    arguments["q_nope"][:, 3, 100] = math.nan
+    output = wrapper.run(**arguments)
+    assert output[:, 3].isnan().all()
+    others = torch.arange(20, device=device) != 3
+    assert torch.equal(output[:, others], expected[:, others])
+
+
+@pytest.mark.gpu
 def test_graph_of_changing_lengths(device: torch.device):
     """One captured launch serves batches that are planned later, by plan() or as engines do."""
     capacity, i32 = 6, {"dtype": torch.int32, "device": device}

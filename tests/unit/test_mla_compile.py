@@ -1,0 +1,67 @@
+"""Latent attention for Hopper: what it multiplies with, no spills, seconds to compile."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from strict_build import spills
+from strict_build import strict_build as strict_build
+
+from flashinfer.jit.attention.mla import HEAD_DIMS, MlaConfig, gen_mla_module_of
+from flashinfer.jit.binary import read_kernels, read_opcodes
+
+pytestmark = pytest.mark.compiler
+
+BF16, FP16 = torch.bfloat16, torch.float16
+HGMMA = (0x9F0, 0xDF0)  # the second waits for what came before
+HMMA, WARPGROUP, UTMALDG, LDGSTS = 0x23C, 0x9C5, 0x5B4, 0xFAE
+CPU_SECONDS = 15  # of all compilers of a module
+
+
+def build(config: MlaConfig) -> tuple[Path, float]:
+    """The library, and the CPU seconds of the compilers."""
+    spec = gen_mla_module_of(config)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spec.build()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert not spills(spec)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return spec.get_library_path(), seconds
+
+
+def products(dim_ckv: int, dim_kpe: int) -> int:
+    """Both warpgroups: logits of a block of 64 tokens, and values of two of them."""
+    return 2 * ((dim_ckv + dim_kpe) // 16 + 2 * 64 // 16)
+
+
+# The others run under --full only.
+KINDS = [(dims, BF16) for dims in HEAD_DIMS] + [(HEAD_DIMS[0], FP16)]
+PARAMETERS = [
+    pytest.param(*kind, marks=pytest.mark.full if i else ()) for i, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.parametrize(("dims", "dtype"), PARAMETERS)
+def test_it_multiplies_by_warpgroups_without_spills(
+    dims: tuple[int, int], dtype: torch.dtype, strict_build: pytest.MonkeyPatch, tmp_path: Path
+):
+    strict_build.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))  # nothing is built already
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0")
+    library, seconds = build(MlaConfig("fa3", dtype, dtype, dtype, *dims))
+    assert seconds < CPU_SECONDS
+    assert {kernel.short_name for kernel in read_kernels(library)} == {
+        "mla_sm90_kernel",
+        "mla_merge_kernel",
+    }
+    ((_, code),) = (
+        (name, code) for name, code in read_opcodes(library).items() if "sm90_kernel" in name[0]
+    )
+    found = sum(map(code.count, HGMMA))
+    assert found == products(*dims)
+    assert HMMA not in code
+    assert code.count(WARPGROUP) < found, "each product waits for the one before"
+    assert UTMALDG in code, "pages come through the copy engine"
+    assert LDGSTS in code, "queries and small pages are copied by threads"
