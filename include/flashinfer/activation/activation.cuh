@@ -14,22 +14,23 @@ namespace flashinfer {
 
 namespace act {
 
-// 1 / (1 + exp(-x)). 16-bit results take the approximate exponential and division (relative error <
-// 2^-20): with the exact ones the kernel would be bound by instructions rather than by memory.
+// 1 / (1 + exp(-x)). 16-bit results use the approximate exponential and division (relative error <
+// 2^-20); with the exact ones instructions rather than memory would limit the kernel.
 template <bool kExact>
 __device__ __forceinline__ float sigmoid(float x) {
   // exp(-|x|) cannot overflow, so the left tail keeps its relative accuracy.
   const float t = kExact ? expf(-fabsf(x)) : __expf(-fabsf(x));
   const float numerator = x < 0.f ? t : 1.f;
   if constexpr (kExact) return numerator / (1.f + t);
-  float reciprocal;  // of 1 to 2: not the range that the intrinsic for division provides for
+  // The divisor is between 1 and 2: the division intrinsic would handle a range that is not needed.
+  float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + t));
   return numerator * reciprocal;
 }
 
-// erfc(z) for z >= 0 to a relative error of 1.2e-7 (and of the approximate exponential): the
+// erfc(z) for z >= 0 with a relative error of 1.2e-7 plus that of the approximate exponential: the
 // Chebyshev fit of W. Press et al., "Numerical Recipes", section 6.2. erfcf takes twice the
-// instructions, and the kernel 1.6 times as long.
+// instructions and makes the kernel 1.6 times as slow.
 __device__ __forceinline__ float erfc_positive(float z) {
   const float t = __fdividef(2.f, 2.f + z);
   float p = 0.17087277f;
@@ -52,9 +53,7 @@ struct silu {
   }
 };
 
-// SiLU for a result of 8 bits, in half the instructions: what is below 2^-120 becomes 0. RMS norm
-// and SiLU of 16384 x 7168 to E4M3 on an H200: 125 -> 111 us; one reciprocal for two elements
-// 108.5.
+// SiLU for an 8-bit result in half the instructions: results below 2^-120 become 0.
 __device__ __forceinline__ float silu_for_8_bits(float x) {
   float t, reciprocal;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(x * -1.4426950408889634f));

@@ -59,7 +59,7 @@ template <typename Variant_>
 struct AttentionParams {
   using Variant = Variant_;
 
-  // by WorkItem::kind; the second is used only in launches of two shapes
+  // By WorkItem::kind; the second is used only in launches of two shapes.
   AttentionTensors tensors[2];
   Variant variant;
   const WorkItem* items;

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   __shared__ float2 shared_sum[kWarps];
   const uint32_t merge_idx = params.num_kv_heads.divide(blockIdx.x);
   const uint32_t kv_head = blockIdx.x - merge_idx * params.num_kv_heads.divisor;
-  // part of the plan: ready before the preceding grid
+  // Part of the plan: ready before the preceding grid.
   const MergeItem item = params.merges[merge_idx];
   const int rows_per_cta = params.merged_rows;
   const int warps_per_row = kWarps / rows_per_cta;

@@ -121,7 +121,7 @@ class TileRows {
     const int column = first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
     const bool negate =
         Variant::use_softmax && !Variant::kNegatesQuery && variant.sm_scale_log2 < 0.f;
-    // bounds relative to `column`
+    // Bounds relative to `column`.
     int first_bounds[Tile::kRowTiles][2], last_bounds[Tile::kRowTiles][2];
     if constexpr (kMasked && kHidesByBounds) {
 #pragma unroll

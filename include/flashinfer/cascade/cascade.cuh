@@ -17,18 +17,16 @@
 
 namespace flashinfer {
 
-// Measured on an H200 (bf16, 4096 tokens of 32 heads of 128), us of 16 states | 2 states: many
-// states with 64 threads 132.7, 128 133.9, 256 137.5; two states with 128 threads 26.3, 256 27.2,
-// 64 40.6 (CTAs cannot be launched that fast); two or four tokens per thread change nothing. Loads
-// and stores that do not stream cost 1.5 % each; but not those of two states that are far beyond L2
-// (16384 tokens: 101 us either way, after L2 was flushed 104 without and 110 with).
+// Threads of a CTA. CTAs of 64 threads that merge two states could not be launched fast enough.
+// Accesses stream, except those of two states that are far larger than L2.
 inline constexpr int kMergeStatesThreads = 64;
 inline constexpr int kMergePairThreads = 128;
-inline constexpr uint64_t kMergeStreamBytes = uint64_t{128} << 20;  // of two states and their merge
+// Bytes of two states and their merge.
+inline constexpr uint64_t kMergeStreamBytes = uint64_t{128} << 20;
 
 namespace detail {
 
-// 0 for a state without keys even if no state has any; NaN for a NaN.
+// Weight of a state: 0 for a state without keys, even if no state has any; NaN for a NaN.
 __device__ __forceinline__ float merge_weight(float s, float max) {
   return s == -INFINITY ? 0.f : exp2f(s - max);
 }
@@ -40,7 +38,7 @@ __device__ __forceinline__ float merged_s(float max, float sum) {
 template <int kVecSize>
 struct MergedState {
   float max_s = -INFINITY;
-  float sum = 0.f;  // of 2^(s_i - max_s)
+  float sum = 0.f;  // sum of 2^(s_i - max_s)
   float v[kVecSize] = {};
 
   template <typename T, int kCount>
@@ -49,7 +47,7 @@ struct MergedState {
     float new_max = max_s;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) new_max = fmaxf(new_max, s[i]);
-    if (sum != 0.f) {  // NaN too
+    if (sum != 0.f) {  // true for NaN, too
       const float old_weight = exp2f(max_s - new_max);
       sum *= old_weight;
 #pragma unroll
@@ -88,12 +86,11 @@ __device__ __forceinline__ T* merged_row(const MergeStatesParams& params, uint32
 
 }  // namespace detail
 
-// Any number of states.
+// Merges any number of states.
 template <typename T, int kVecSize>
 __global__ void __launch_bounds__(kMergeStatesThreads)
     merge_states_kernel(const __grid_constant__ MergeStatesParams params) {
-  // Loads in flight per thread; a chunk is one rescaling. 4 is as fast for many states, 16 is 5 %
-  // slower.
+  // Loads in flight per thread; each chunk rescales once.
   constexpr int kChunk = 8;
   const uint32_t token = blockIdx.x * blockDim.z + threadIdx.z;
   const uint32_t head = blockIdx.y * blockDim.y + threadIdx.y;
@@ -138,7 +135,7 @@ __global__ void __launch_bounds__(kMergeStatesThreads)
 
 namespace detail {
 
-// Reads, merges and writes a vector of two states, whose s arrive meanwhile.
+// Reads, merges and writes a vector of two states, while their s arrive.
 template <typename T, int kVecSize>
 __device__ __forceinline__ void merge_pair_vector(bool streams, const T* address_a,
                                                   const T* address_b, const float* address_s_a,
@@ -181,7 +178,7 @@ __device__ __forceinline__ float merged_pair_s(float s_a, float s_b) {
 
 }  // namespace detail
 
-// Two states, of which the first may be overwritten.
+// Merges two states; the result may overwrite the first.
 template <typename T, int kVecSize>
 __global__ void __launch_bounds__(kMergePairThreads)
     merge_pair_kernel(const __grid_constant__ MergeStatesParams params) {
@@ -213,9 +210,8 @@ __global__ void __launch_bounds__(kMergePairThreads)
   }
 }
 
-// The same where the heads of a token follow each other without gaps, so that a thread has fewer
-// addresses to find before it reads. H200, bfloat16, 32 heads of 128, after a flush of L2: 4096
-// tokens 28.5 -> 27.5 us, 16384 103.5 -> 98.7. CTAs have whole heads of one token.
+// Merges two states whose heads follow each other without gaps, so that a thread computes fewer
+// addresses before it reads. CTAs have whole heads of one token.
 template <typename T, int kVecSize>
 __global__ void __launch_bounds__(kMergePairThreads)
     merge_pair_dense_kernel(const __grid_constant__ MergeStatesParams params) {
@@ -259,8 +255,8 @@ inline bool heads_are_dense(const MergeStatesParams& params) {
 
 }  // namespace detail
 
-// `vectorizable`: head_dim and every row of v are whole, aligned 16-byte vectors. kPair: two
-// states, in `states` and `other`.
+// `vectorizable`: head_dim and every row of v are whole, aligned 16-byte vectors. kPair: merges the
+// two states in `states` and `other`.
 template <typename T, bool kPair>
 inline cudaError_t launch_merge_states(MergeStatesParams params, bool vectorizable, bool enable_pdl,
                                        cudaStream_t stream) {
@@ -282,7 +278,7 @@ inline cudaError_t launch_merge_states(MergeStatesParams params, bool vectorizab
   }
   const uint64_t row_bytes = uint64_t{params.num_heads} * params.head_dim * sizeof(T);
   params.streams = 3 * row_bytes * params.num_tokens <= kMergeStreamBytes;
-  const uint32_t units = params.num_heads * num_vecs;  // of a token
+  const uint32_t units = params.num_heads * num_vecs;  // per token
   if (is_pair && vectorizable && kMergePairThreads % num_vecs == 0 &&
       units % kMergePairThreads == 0 && detail::heads_are_dense(params)) {
     params.units_per_head = FastDivisor(num_vecs);

@@ -1,6 +1,6 @@
-// Sum over a CTA of whole warps. All threads must call; every thread holds the result. `scratch`
-// holds one float per warp; one barrier inside, so a second call must use another scratch array (or
-// be preceded by a barrier).
+// Sum over a CTA of whole warps. All threads must call; every thread gets the result. `scratch`
+// holds one float per warp. There is one barrier inside, so a second call must use another scratch
+// array (or follow a barrier).
 #pragma once
 
 #include <flashinfer/collective/warp_reduce.cuh>

@@ -1,8 +1,8 @@
 // Sum over the CTAs of a cluster, each of whole warps (sm_90). All threads of the cluster must
-// call; every thread holds the result. `scratch` holds one float for each warp of the cluster and
-// serves one call: a second one needs another.
+// call; every thread gets the result. `scratch` holds one float for each warp of the cluster and
+// serves one call: a second call needs another.
 //
-// A CTA's shared memory may be written only once the CTA has started: call ptx::cluster_arrive at
+// A CTA's shared memory may be written only once the CTA has started. Call ptx::cluster_arrive at
 // the beginning of the kernel and ptx::cluster_wait, which by then waits for nothing, before the
 // first reduction.
 #pragma once
@@ -18,8 +18,8 @@ __device__ __forceinline__ float cluster_reduce_sum(float x, float* scratch, uin
   const uint32_t lane_idx = threadIdx.x % 32;
   const uint32_t warp_idx = threadIdx.x / 32;
   x = warp_reduce_sum(x);
-  // Each warp hands its sum to every CTA: one barrier of the cluster instead of one of the CTA and
-  // one of the cluster.
+  // Each warp sends its sum to every CTA: this takes one cluster barrier instead of a CTA barrier
+  // and a cluster barrier.
   if (lane_idx < cluster_size) {
     const float* slot = scratch + ptx::cluster_rank() * num_warps + warp_idx;
     ptx::cluster_store(ptx::cluster_address(slot, lane_idx), x);

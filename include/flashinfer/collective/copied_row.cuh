@@ -1,4 +1,4 @@
-// A row that the copy engine brings to a CTA's shared memory (sm_90).
+// A row that the copy engine loads into a CTA's shared memory (sm_90).
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace flashinfer {
 
-// Begins to copy `bytes` of the row to `shared`; addresses and size are multiples of 16. All
-// threads call, once; `arrival` is in shared memory.
+// Starts to copy `bytes` of the row to `shared`; addresses and size are multiples of 16. All
+// threads call it once; `arrival` is in shared memory.
 __device__ __forceinline__ void start_row_copy(const void* row, uint32_t bytes, uint4* shared,
                                                uint64_t* arrival) {
   if (threadIdx.x != 0) return;
@@ -20,9 +20,9 @@ __device__ __forceinline__ void start_row_copy(const void* row, uint32_t bytes, 
   ptx::bulk_load(ptx::shared_address(shared), row, bytes, barrier);
 }
 
-// All threads call, once; when it returns, each sees the row.
+// All threads call it once; when it returns, each thread sees the row.
 __device__ __forceinline__ void wait_for_row_copy(uint64_t* arrival) {
-  __syncthreads();  // the barrier is there
+  __syncthreads();  // the barrier is initialised
   ptx::mbarrier_wait(ptx::shared_address(arrival), 0);
 }
 

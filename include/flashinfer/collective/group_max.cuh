@@ -1,4 +1,4 @@
-// Largest magnitude of values spread over an aligned power-of-two part of a warp. NaN wins over
+// Largest magnitude of values spread over an aligned power-of-two part of a warp. NaN exceeds
 // everything.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace flashinfer {
 
-// Gathers magnitudes of T in one register: 16-bit types two at a time, in their own format, as that
-// is half the work.
+// Collects magnitudes of T in one register. 16-bit types are kept in their own format, two at a
+// time, which halves the work.
 template <typename T>
 class MagnitudeMax {
  public:
@@ -27,7 +27,7 @@ class MagnitudeMax {
     }
   }
 
-  // Over kLanes lanes; every one of them gets the result. All lanes of the warp must call.
+  // Maximum over kLanes lanes; each of them gets the result. All lanes of the warp must call.
   template <int kLanes>
   __device__ __forceinline__ float reduce() {
 #pragma unroll
@@ -47,7 +47,7 @@ class MagnitudeMax {
   __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) {
     if constexpr (sizeof(T) == 4) {
 #if __CUDA_ARCH__ < 800
-      // max.NaN needs sm_80. Magnitudes are in the order of their bits, NaN above infinity.
+      // max.NaN needs sm_80. Magnitudes order like their bits, NaN above infinity.
       return max(a, b & 0x7fffffffu);
 #else
       float value;

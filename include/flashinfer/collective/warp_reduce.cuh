@@ -1,5 +1,5 @@
 // Reductions over a warp or an aligned power-of-two part of it. All lanes of the warp must call;
-// every lane of a part holds its result. The order of additions is fixed: results repeat bit for
+// every lane of a part gets its result. The order of additions is fixed: results repeat bit for
 // bit.
 #pragma once
 

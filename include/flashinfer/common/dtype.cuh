@@ -1,11 +1,10 @@
 // Storage types of the 16-bit and 8-bit floating-point formats, and their conversion to and from
 // float.
 //
-// Kernels keep these types in memory and compute in float, so all they need is bits and
-// conversions. Own types instead of cuda_fp16.h, cuda_bf16.h and cuda_fp8.h, because parsing those
-// headers costs more than compiling a small kernel (measured with nvcc 13.0, CPU seconds of an
-// empty unit: 0.8 without them, 1.25 with them). The names are PyTorch's, so that a module's
-// configuration names a type by the dtype's own name.
+// Kernels keep these types in memory and compute in float, so they need only bits and conversions.
+// They do not use cuda_fp16.h, cuda_bf16.h and cuda_fp8.h, because parsing these headers costs more
+// than compiling a small kernel (nvcc 13.0: 0.8 CPU seconds for an empty unit, 1.25 with them). The
+// names are PyTorch's, so that a module's configuration uses the dtype's own name.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +44,8 @@ namespace flashinfer {
 
 namespace detail {
 
-// Rounds to nearest even and saturates to the largest finite value; NaN stays NaN. The portable
-// form of cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32, which needs sm_89.
+// Rounds to nearest even and saturates to the largest finite value; NaN stays NaN. This is the
+// portable form of cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32, which needs sm_89.
 template <int kMantissaBits, int kExponentBias, uint32_t kMaxFinite, uint32_t kNaN>
 __device__ __forceinline__ uint8_t float_to_float8(float x) {
   const uint32_t bits = __float_as_uint(x);
@@ -57,13 +56,14 @@ __device__ __forceinline__ uint8_t float_to_float8(float x) {
   constexpr int kMinExponent = 1 - kExponentBias;
   uint32_t code;
   if (exponent >= kMinExponent) {
-    // Normal: round the 23-bit mantissa to kMantissaBits; a carry moves into the exponent by
-    // itself.
+    // Normal result: rounds the 23-bit mantissa to kMantissaBits; a carry moves into the exponent
+    // by itself.
     constexpr int kShift = 23 - kMantissaBits;
     const uint32_t rounded = magnitude + ((1u << (kShift - 1)) - 1u) + ((magnitude >> kShift) & 1u);
     code = (rounded >> kShift) - (static_cast<uint32_t>(127 - kExponentBias) << kMantissaBits);
   } else {
-    // Subnormal: count units of the smallest step; the product is exact and rint rounds to even.
+    // Subnormal result: counts units of the smallest step; the product is exact and rint rounds to
+    // even.
     constexpr int kScaleExponent = kMantissaBits - kMinExponent;
     code = static_cast<uint32_t>(
         rintf(__uint_as_float(magnitude) * __uint_as_float((127u + kScaleExponent) << 23)));
@@ -96,7 +96,7 @@ __device__ __forceinline__ float to_float(dtype::float16 x) {
 
 __device__ __forceinline__ float to_float(dtype::float8_e4m3fn x) {
 #if __CUDA_ARCH__ >= 890
-  uint32_t pair;  // every value is one of float16 too
+  uint32_t pair;  // float16 represents every value, too
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(x.bits)));
   return to_float(dtype::float16{static_cast<uint16_t>(pair)});
 #else
@@ -110,8 +110,8 @@ __device__ __forceinline__ float to_float(dtype::float8_e5m2 x) {
   return to_float(dtype::float16{static_cast<uint16_t>(x.bits << 8)});
 }
 
-// Two floats to two values of T in memory order (`low` first), rounded to nearest even. 8-bit
-// formats saturate.
+// Converts two floats to two values of T in memory order (`low` first), rounded to nearest even.
+// 8-bit formats saturate.
 template <typename T>
 struct PackedPair;
 

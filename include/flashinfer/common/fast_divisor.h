@@ -1,6 +1,6 @@
-// Division by a number that is known at launch: one multiplication and one shift where the GPU
-// would need some twenty instructions. Granlund and Montgomery, "Division by invariant integers
-// using multiplication", 1994.
+// Division by a number known at launch: one multiplication and one shift, where the GPU would need
+// some twenty instructions. Granlund and Montgomery, "Division by invariant integers using
+// multiplication", 1994.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct FastDivisor {
     multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - d) << 32) / d + 1);
   }
 
-  // Quotient; `n` below 2^31, so that the sum does not overflow.
+  // Returns n / divisor; `n` must be below 2^31, so that the sum does not overflow.
   FLASHINFER_HOST_DEVICE uint32_t divide(uint32_t n) const {
     const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(n) * multiplier) >> 32);
     return (high + n) >> shift;

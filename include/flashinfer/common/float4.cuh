@@ -1,5 +1,5 @@
-// Codes of the 4-bit format E2M1: one sign bit and the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 for 0
-// to 7.
+// Codes of the 4-bit format E2M1: one sign bit, and codes 0 to 7 for the magnitudes 0, 0.5, 1, 1.5,
+// 2, 3, 4, 6.
 #pragma once
 
 #include <cstdint>
@@ -8,24 +8,24 @@ namespace flashinfer {
 
 namespace detail {
 
-// 2^23: a float this large has a step of one, so adding to it rounds to an integer, ties to even.
+// 2^23: a float of this size has a step of one, so adding to it rounds to an integer, ties to even.
 inline constexpr float kRoundToInteger = 8388608.f;
 
-// kRoundToInteger plus the code of twice `half`, which is not negative; beyond 6 it is 7, and NaN
-// is 0.
+// Returns kRoundToInteger plus the code of twice `half`, which is not negative; beyond 6 the code
+// is 7, and for NaN it is 0.
 //
-// Below 2 the format's step is 0.5, from there to 4 it is 1, then 2. The three clamped terms run
-// through these ranges one after the other with a slope of one code per step, so that each addition
-// rounds in its own range. An even code has an even mantissa, so ties to even come out right. All
-// of it runs on the floating-point pipe, which leaves the integer pipe, half as wide and needed for
-// packing, alone.
+// The format's step is 0.5 below 2, 1 from there to 4, then 2. The three clamped terms cover these
+// ranges in turn with a slope of one code per step, so that each addition rounds in its own range.
+// An even code has an even mantissa, so ties to even are correct. Everything runs on the
+// floating-point pipe and leaves free the integer pipe, which is half as wide and needed for
+// packing.
 __device__ __forceinline__ float e2m1_shifted_code(float half) {
   float code = fmaf(__saturatef(half), 4.f, kRoundToInteger);
   code = fmaf(__saturatef(half - 1.f), 2.f, code);
   return code + __saturatef(half - 2.f);
 }
 
-// __byte_perm with PTX's fourth selector bit, which spreads a byte's sign over the byte.
+// __byte_perm with PTX's fourth selector bit, which copies a byte's sign to all its bits.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
@@ -34,9 +34,9 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
 
 }  // namespace detail
 
-// Codes of 2 * half[i], rounded to nearest even and saturated; element 0 in the lowest four bits.
-// N is 2, 4 or 8, and that many codes are in the lowest bits of the result. The magnitude of a NaN
-// is 0, or 6 where an instruction converts.
+// Codes of 2 * half[i], rounded to nearest even and saturated; element 0 is in the lowest four
+// bits. N is 2, 4 or 8, and that many codes are in the lowest bits of the result. The magnitude of
+// a NaN is 0, or 6 on devices with a conversion instruction.
 template <int N>
 __device__ __forceinline__ uint32_t pack_e2m1(const float (&half)[N]) {
   static_assert(N == 2 || N == 4 || N == 8, "whole bytes of one word");
@@ -53,10 +53,10 @@ __device__ __forceinline__ uint32_t pack_e2m1(const float (&half)[N]) {
   }
   return word;
 #else
-  // Words by bytes: codes of two elements, and the signs of the even and of the odd elements. Codes
-  // are shifted by products, which the integer pipe has no part in; their factors have a second
-  // bit, as the compiler makes shifts of powers of two. It only reaches bits 24 and up, where
-  // kRoundToInteger's are.
+  // Words of bytes: codes of two elements, and the signs of the even and of the odd elements.
+  // Multiplications shift the codes, since they do not use the integer pipe. Their factors have a
+  // second bit, because the compiler turns powers of two into shifts. It only reaches bits 24 and
+  // up, where the bits of kRoundToInteger are.
   uint32_t codes[4] = {}, even[4] = {}, odd[4] = {};
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {

@@ -1,4 +1,4 @@
-// 8-bit floats to pairs of float16 for mma.
+// Converts 8-bit floats to pairs of float16 for mma.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace flashinfer {
 
-// Four 8-bit floats to four float16, exactly, NaN and infinities included: `low` gets the first
-// two.
+// Converts four 8-bit floats to four float16, exactly, NaN and infinities included; `low` gets the
+// first two.
 template <typename T>
 __device__ __forceinline__ void float8_to_half2(uint32_t bytes, uint32_t& low, uint32_t& high) {
   if constexpr (std::is_same_v<T, dtype::float8_e5m2>) {
@@ -32,14 +32,15 @@ __device__ __forceinline__ void float8_to_half2(uint32_t bytes, uint32_t& low, u
   }
 }
 
-// Four values of one K row: the B fragment {b0, b1} for the columns that float8_column names.
+// Converts four values of one K row to the B fragment {b0, b1} for the columns that float8_column
+// names.
 template <typename T>
 __device__ __forceinline__ void float8_keys(uint32_t bytes, uint32_t& b0, uint32_t& b1) {
   float8_to_half2<T>(bytes, b0, b1);
 }
 
-// Two columns of two V rows, as a transposing ldmatrix of byte pairs leaves them: the rows' values
-// of the even column and of the odd one.
+// Converts two columns of two V rows, as a transposing ldmatrix of byte pairs leaves them, to the
+// rows' values of the even column and of the odd column.
 template <typename T>
 __device__ __forceinline__ void float8_values(uint32_t bytes, uint32_t& even, uint32_t& odd) {
   float8_to_half2<T>(__byte_perm(bytes, 0, 0x3120), even, odd);

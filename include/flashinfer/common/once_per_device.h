@@ -1,4 +1,4 @@
-// What a launcher prepares once per device and keeps.
+// Values that a launcher determines once per device and keeps.
 #pragma once
 
 #ifndef __CUDACC_RTC__
@@ -6,12 +6,12 @@
 
 namespace flashinfer {
 
-// The number that `find(device, value)` gives for the current device. It is called once per device
-// and place in the code, unless it fails; the number is not 0.
+// Returns the number that `find(device, value)` gives for the current device. It is called once per
+// device and call site, unless it fails; the number must not be 0.
 template <typename Find>
 inline cudaError_t once_per_device(int* value, const Find& find) {
   constexpr int kMaxDevices = 64;
-  static int found[kMaxDevices] = {};  // of this closure's type
+  static int found[kMaxDevices] = {};  // one array per closure type
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return status;

@@ -57,7 +57,7 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
     for (int i = 0; i < kNumAccesses; ++i) reinterpret_cast<Word*>(address)[i] = words[i];
   }
 
-  // For what is not used again soon: the line is the first to leave L2 (ld.global.cs,
+  // Access to data that is not used again soon: its lines leave L2 first (ld.global.cs,
   // st.global.cs).
   __device__ __forceinline__ void load_streaming(const T* address) {
 #pragma unroll
@@ -75,8 +75,8 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
 
   __device__ __forceinline__ float operator[](int i) const { return to_float(elements[i]); }
 
-  // All elements. After from_floats this takes fewer instructions than one by one: the compiler
-  // keeps the words whole.
+  // Converts all elements. After from_floats this takes fewer instructions than single elements:
+  // the compiler keeps the words whole.
   __device__ __forceinline__ void to_floats(float (&values)[N]) const {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {
       const auto* pairs = reinterpret_cast<const uint32_t*>(elements);

@@ -1,8 +1,9 @@
-// K of multi-head latent attention from its parts: k[t, h] = (k_nope[t, h], k_rope[t]).
+// Concatenates K of multi-head latent attention from its parts: k[t, h] = (k_nope[t, h],
+// k_rope[t]).
 //
-// A copy in units of 16 bytes (or of what sizes and alignment allow), one unit per thread:
-// threadIdx.x runs over a head, threadIdx.y over heads, threadIdx.z over tokens. The rotary part
-// comes from L1 for all heads but the first.
+// It copies units of 16 bytes (or of what sizes and alignment allow), one per thread: threadIdx.x
+// runs over a head, threadIdx.y over heads, threadIdx.z over tokens. The rotary part comes from L1
+// for all heads but the first.
 #pragma once
 
 #include <flashinfer/common/head_grid.cuh>
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(256)
 
 #ifndef __CUDACC_RTC__
 
-// `unit_bytes`: 16, 4, 2 or 1; divides every size and stride and every address.
+// `unit_bytes` is 16, 4, 2 or 1, and divides every size, stride and address.
 inline cudaError_t launch_concat_mla_k(const ConcatMlaKParams& params, uint32_t unit_bytes,
                                        bool enable_pdl, cudaStream_t stream) {
   constexpr uint32_t kThreads = 256;

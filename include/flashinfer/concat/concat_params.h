@@ -5,7 +5,7 @@
 
 namespace flashinfer {
 
-// Strides in bytes.
+// Strides are in bytes.
 struct ConcatMlaKParams {
   void* k;             // [num_tokens, num_heads, nope + rope]
   const void* k_nope;  // [num_tokens, num_heads, nope]

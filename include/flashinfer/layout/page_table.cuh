@@ -11,8 +11,8 @@ struct PageSlot {
   bool exists;
 };
 
-// What does not lead to a page of the token's own request has no slot: writing it would hit another
-// request's pages, or memory that is no cache at all.
+// A token that does not lead to a page of its own request has no slot: writing there would hit
+// another request's pages, or memory outside the cache.
 __device__ __forceinline__ PageSlot find_slot(const PageTable& table, uint32_t token) {
   const int32_t request = table.batch_indices[token];
   const int32_t position = table.positions[token];

@@ -17,7 +17,7 @@ struct PageTable {
   const int32_t* indptr;         // [batch_size + 1]
   uint32_t batch_size;
   uint32_t num_indices;
-  uint32_t num_pages;  // of the cache
+  uint32_t num_pages;  // pages of the cache
   FastDivisor page_size;
 };
 

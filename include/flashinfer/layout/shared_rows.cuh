@@ -6,25 +6,24 @@
 
 namespace flashinfer {
 
-// Rows in shared memory. Any eight consecutive rows have the chunks (16 bytes) of a
-// column in different banks.
+// Rows in shared memory. Any eight consecutive rows keep the 16-byte chunks of a column in
+// different banks.
 //
-// Rows of whole lines lie as in global memory but for the order of the chunks of a line, since
-// cp.async copies line by line: to rows that are padded, and so begin within a line, it asked L2
-// for 1.5 times the bytes, in 2.6 times the requests, and decode on an H200 took 8 % longer. Rows
-// of other lengths are padded to an odd number of chunks.
+// Rows of whole 128-byte lines lie as in global memory except for the order of chunks within a
+// line, since cp.async copies line by line. Padded rows begin within a line and cost more requests
+// to L2 and more bytes. Rows of other lengths are padded to an odd number of chunks.
 template <int kRowBytes>
 struct SharedRows {
   static constexpr bool kPermuted = kRowBytes == 64 || kRowBytes % 128 == 0;
   static constexpr int kPitch = kPermuted ? kRowBytes : (kRowBytes / 16 | 1) * 16;
 
-  // Of the chunk at byte `column` of `row`. The rows begin at a multiple of 128 bytes.
+  // Offset of the chunk at byte `column` of `row`. The rows begin at a multiple of 128 bytes.
   FLASHINFER_HOST_DEVICE static constexpr uint32_t offset(uint32_t row, uint32_t column) {
     return (row * kPitch + column) ^ permutation(row);
   }
 
-  // From the address of a chunk to that of the one `rows` and `columns` further on, where no sum
-  // has a carry: the row and the column come from have no bits in common with these.
+  // Moves from the address of a chunk to the one `rows` and `columns` further on. The additions
+  // must not carry: the chunk's row and column share no bits with `rows` and `columns`.
   FLASHINFER_HOST_DEVICE static constexpr uint32_t move(uint32_t address, uint32_t rows,
                                                         uint32_t columns) {
     const uint32_t in_line = kPermuted ? columns % 128 : 0;

@@ -1,5 +1,4 @@
-// Descriptions of tensors for the copy engine of sm_90, made by the driver, which nothing here
-// links to.
+// Tensor descriptions for the copy engine of sm_90, made by the driver, which is not linked.
 #pragma once
 
 #ifndef __CUDACC_RTC__
@@ -10,7 +9,7 @@
 
 namespace flashinfer {
 
-// cuTensorMapEncodeTiled of the driver; null if it has none.
+// The driver's cuTensorMapEncodeTiled; null if the driver has none.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encode_function() {
   static const auto encode = [] {
     void* function = nullptr;
@@ -28,9 +27,10 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encode_function() {
   return encode;
 }
 
-// A tensor of `kDims` dimensions, the contiguous one first; `strides` in elements, of the others.
-// `swizzle`: bytes of a row of a box in shared memory, 128, 64 or 32, which are swizzled. False if
-// the copy engine cannot read such a tensor: addresses and strides are multiples of 16 bytes.
+// Describes a tensor of `kDims` dimensions, the contiguous one first; `strides` are those of the
+// other dimensions, in elements. `swizzle` is the bytes of a box's row in shared memory that are
+// swizzled: 128, 64 or 32. Returns false if the copy engine cannot read the tensor: addresses and
+// strides must be multiples of 16 bytes.
 template <typename T, int kDims>
 inline bool encode_tensor_map(CUtensorMap* map, const void* data, const uint64_t (&lengths)[kDims],
                               const int64_t* strides, const uint32_t (&box)[kDims], int swizzle) {
@@ -43,7 +43,7 @@ inline bool encode_tensor_map(CUtensorMap* map, const void* data, const uint64_t
     sizes[i] = lengths[i];
     boxes[i] = box[i];
     steps[i] = 1;
-    // The stride of a dimension of one element is anything: it is never walked.
+    // The stride of a dimension of one element is arbitrary, since it is never used.
     if (i > 0) {
       const int64_t bytes = strides[i - 1] * kSize;
       steps_in_bytes[i - 1] = static_cast<cuuint64_t>(lengths[i] <= 1 ? 128 : bytes);

@@ -1,12 +1,12 @@
-// RMS norm of rows with what follows it in one pass:
+// RMS norm of rows, fused with the step that follows it:
 //
 //   h = input [+ residual]                         residual <- h, rounded
 //   y = h * rsqrt(mean(h^2) + eps) * weight        normed_out <- y, rounded
-//   y = silu(y), where asked for
+//   y = silu(y), if requested
 //   out = y, or codes and scales of groups of y: see group_scale.cuh
 //
-// What is quantised in groups is y rounded to the input's type, so that the codes are those of
-// quantising the norm's result. One row is in the registers of a CTA, or of a warp where it is
+// Before groups are quantised, y is rounded to the input's type, so that the codes equal those of
+// quantising the norm's result. One row is held in the registers of a CTA, or of a warp if it is
 // short; rows that do not fit are read twice.
 #pragma once
 
@@ -25,7 +25,7 @@
 
 namespace flashinfer {
 
-// What a row becomes.
+// Output formats of a row.
 namespace norm_output {
 
 // Elements of a floating-point type, converted by rounding (8 bits saturate).
@@ -40,14 +40,13 @@ struct elements {
 template <typename Code_, typename Scale_, typename Layout_, int kGroupSize_>
 struct groups {
   static constexpr int kGroupSize = kGroupSize_;
-  static constexpr bool kIsFloat8 =
-      false;  // what is quantised is rounded to the input's type first
+  static constexpr bool kIsFloat8 = false;  // rounds to the input's type before quantising
   using Code = Code_;
   using Scale = Scale_;
   using Layout = Layout_;
 };
 
-// float32 scales for block-scaled matrix products of DeepSeek's kind.
+// float32 scales for block-scaled matrix products as in DeepSeek's models.
 using e4m3_blocks = groups<code::e4m3, scale::float32, layout::column_major, 128>;
 using float32 = elements<dtype::float32>;
 using float16 = elements<dtype::float16>;
@@ -64,13 +63,12 @@ struct FusedRmsnormTraits {
   static constexpr bool kSilu = kSilu_;
   static constexpr bool kGroups = Output::kGroupSize > 1;
   static constexpr bool kRoundsTo8Bits = Output::kIsFloat8;
-  // Two accesses next to each other for groups: half as many lanes then share, and make, a scale.
-  // H200, 16384 x 7168 bfloat16: 117 us, with one 142; with a residual, for which registers are
-  // short, 290 and 275.
+  // Groups use two adjacent accesses, so that half as many lanes share a scale and compute it. With
+  // a residual, registers are too scarce for that.
   static constexpr int kVecSize = (kGroups && !kAddResidual ? 32 : 16) / sizeof(T);
-  static constexpr int kMostVecs = 64 / (kVecSize * sizeof(T));  // of a thread: 64 bytes
+  static constexpr int kMostVecs = 64 / (kVecSize * sizeof(T));  // 64 bytes per thread
   static constexpr int kLanesPerGroup = kGroups ? Output::kGroupSize / kVecSize : 1;
-  // Magnitudes below this do not make a scale smaller; the value of DeepSeek's kernels.
+  // Smaller magnitudes do not make a scale smaller; DeepSeek's kernels use the same value.
   static constexpr float kGroupEps = 1e-4f;
 };
 
@@ -86,7 +84,7 @@ __device__ __forceinline__ void zero_scales(const FusedRmsnormParams& params, ui
   }
 }
 
-// Brings a row, where there is one, to L2: by one thread of a CTA.
+// Prefetches a row, if it exists, to L2 with one thread of a CTA.
 template <typename Traits>
 __device__ __forceinline__ void prefetch_row(const FusedRmsnormParams& params, uint32_t row) {
   using T = typename Traits::T;
@@ -99,7 +97,8 @@ __device__ __forceinline__ void prefetch_row(const FusedRmsnormParams& params, u
   }
 }
 
-// The row that is params.rows_ahead after `row`, so that memory has work while CTAs reduce.
+// Prefetches the row that is params.rows_ahead after `row`, so that memory has work while CTAs
+// reduce.
 template <typename Traits>
 __device__ __forceinline__ void prefetch_later_row(const FusedRmsnormParams& params, uint32_t row) {
   if (params.rows_ahead != 0) prefetch_row<Traits>(params, row + params.rows_ahead);
@@ -119,7 +118,7 @@ __device__ __forceinline__ Vector<typename Traits::T, N> load_norm_sum(
   return x;
 }
 
-// The rest of one vector's way, all lanes of the warp together; only valid ones write.
+// Finishes one vector. All lanes of the warp take part; only valid ones write.
 template <typename Traits, int N>
 __device__ __forceinline__ void finish_norm(const FusedRmsnormParams& params, uint32_t row,
                                             uint32_t col, bool is_valid, const float (&h)[N],
@@ -180,17 +179,15 @@ __device__ __forceinline__ void finish_norm(const FusedRmsnormParams& params, ui
 
 }  // namespace detail
 
-// What the first CTAs read is brought to L2 while the grid ahead ends, up to so many bytes of
-// input; about as much is read at a time. H200, bfloat16, a graph of independent calls: block
-// quantisation of 64 | 1024 x 8192 2.69 -> 2.42 | 9.99 -> 9.17 us, with a residual 3.38 -> 2.83
-// | 17.9 -> 16.4.
+// Bytes of input that the first CTAs prefetch to L2 while the preceding grid ends; about as much is
+// read at a time.
 inline constexpr uint64_t kFirstBytes = uint64_t{8} << 20;
-inline constexpr uint32_t kLeastFirstRow = 8192;  // bytes; 1024 x 2048 loses: 4.19 -> 4.72 us
+inline constexpr uint32_t kLeastFirstRow = 8192;  // bytes; shorter rows lose time by it
 
-// blockDim.x threads (whole warps) share a row and hold kVecsPerThread vectors each; a CTA takes
-// blockDim.y rows at a time, of a warp each where there are several. With kLoop it goes on to rows
-// a grid further, which are under way while it reduces and writes these; the schedules are those of
-// norm.cuh, where they were measured.
+// blockDim.x threads (whole warps) share a row and hold kVecsPerThread vectors each. A CTA takes
+// blockDim.y rows at a time, one per warp if there are several. With kLoop it continues with rows a
+// grid further, whose loads are in flight while it reduces and writes the current ones. The
+// schedules are those of norm.cuh.
 template <typename Traits, int kVecsPerThread, bool kLoop>
 __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
     fused_rmsnorm_kernel(const __grid_constant__ FusedRmsnormParams params) {
@@ -200,7 +197,7 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
   __shared__ float scratch[2][32];
   const uint32_t row_step = gridDim.x * blockDim.y;
   const uint32_t num_rows = Traits::kGroups ? params.scale_rows : params.num_rows;
-  // A warp's vectors are next to each other.
+  // The vectors of a warp are adjacent.
   const uint32_t first_vec = threadIdx.x / 32 * (32 * kVecsPerThread) + threadIdx.x % 32;
   const auto col_of = [&](int i) { return (first_vec + i * 32) * kVecSize; };
   const auto is_valid = [&](uint32_t row, int i) {
@@ -248,7 +245,7 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) load_weight(i);
   }
-  // All threads of a CTA go round equally often, for the barrier of the reduction.
+  // All threads of a CTA run the same number of rounds, because the reduction has a barrier.
   for (uint32_t parity = 0; first_row < num_rows; first_row += row_step, parity ^= 1) {
     const uint32_t row = first_row + threadIdx.y;
     float h[kVecsPerThread][kVecSize];
@@ -279,21 +276,16 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
   }
 }
 
-// Many rows. A CTA per row, which the copy engine brings to shared memory (sm_90), so that six or
-// more of them are on an SM in different phases, where the loop above has two; a thread takes 64
-// bytes. kThreads: those of a CTA, where its row is 64 bytes of each; 0: known at launch.
-//
-// H200, 16384 x 7168 bfloat16, in a loop | so, and weights loaded behind the sum | so: block
-// quantisation 104.5 | 101.2 | 100.1 us (with nine CTAs on an SM 105; 2048 rows 18.1 | 17.5
-// | 15.6), SiLU to E4M3 108.6 | 95.9 | 94.1, to bfloat16 127.1 | 124.2 | 121.6. With a later row
-// brought to L2 SiLU takes 88.5 and 115.3 (2 MB ahead 89 and 116, 6 MB the same), block
-// quantisation 103. With a residual copies lose (281), rows ahead gain: 224 -> 209.
+// Kernel for many rows. Each CTA takes one row, which the copy engine brings to shared memory
+// (sm_90), so that six or more rows are on an SM in different phases; the loop above has two. A
+// thread handles 64 bytes. kThreads is the CTA's size if its row is 64 bytes per thread; 0 means
+// known only at launch. With a residual, copies lose to the loop and prefetching later rows gains.
 inline constexpr int kCopiedBytesPerThread = 64;
 inline constexpr int kCopiedThreads = 256;  // at most
 inline constexpr uint32_t kCopiedBytesAhead = 4u << 20;
-inline constexpr uint32_t kResidualBytesAhead = 2u << 20;  // of each operand
+inline constexpr uint32_t kResidualBytesAhead = 2u << 20;  // per operand
 
-// Six CTAs of 224 threads on an SM: more do not have the registers.
+// An SM has registers for six CTAs of 224 threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr int kCopiedThreadsOfSm = kCopiedThreads;
 #else
@@ -354,7 +346,8 @@ __global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads,
   }
   sum = block_reduce_sum(sum, scratch, static_cast<int>(threads) / 32);
   const float inv_rms = rsqrtf(sum * params.inv_hidden_size + params.eps);
-  Vector<T, kVecSize> x[kVecs];  // ahead of the stores, across which the compiler moves no load
+  // Loaded before the stores, since the compiler moves no load across them.
+  Vector<T, kVecSize> x[kVecs];
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const uint32_t i = threadIdx.x + k * threads;
@@ -374,7 +367,7 @@ __global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads,
 #endif
 }
 
-// Rows of any length, a CTA each, read again for the second pass; kVecSize 1 serves any alignment.
+// Kernel for rows of any length. Each CTA reads its row twice; kVecSize 1 serves any alignment.
 template <typename Traits, int kVecSize>
 __global__ void __launch_bounds__(1024)
     fused_rmsnorm_looped_kernel(const __grid_constant__ FusedRmsnormParams params) {
@@ -399,7 +392,7 @@ __global__ void __launch_bounds__(1024)
   }
   sum = block_reduce_sum(sum, scratch, static_cast<int>(blockDim.x) / 32);
   const float inv_rms = rsqrtf(sum * params.inv_hidden_size + params.eps);
-  // Whole warps go round together, for the shuffles of a group.
+  // Whole warps run the same rounds, because groups use shuffles.
   for (uint32_t first = 0; first < num_vecs; first += blockDim.x) {
     const uint32_t i = first + threadIdx.x;
     Vector<T, kVecSize> weight = {};
@@ -425,7 +418,7 @@ inline auto fused_rmsnorm_kernel_for(int vecs_per_thread) -> void (*)(FusedRmsno
   }
 }
 
-// A kernel for each size of rows costs 0.04 s to compile, so only the usual ones have their own.
+// Each specialised row size costs 0.04 s of compile time, so only the usual sizes have one.
 template <typename Traits, int kThreads = kCopiedThreads>
 inline auto fused_rmsnorm_copied_kernel_for(uint32_t row_bytes) -> void (*)(FusedRmsnormParams) {
   if (row_bytes == kThreads * kCopiedBytesPerThread) {
@@ -437,7 +430,7 @@ inline auto fused_rmsnorm_copied_kernel_for(uint32_t row_bytes) -> void (*)(Fuse
   return fused_rmsnorm_copied_kernel<Traits, 0>;
 }
 
-// Groups ask for vectorizable rows.
+// Groups require vectorizable rows.
 template <typename Traits>
 inline cudaError_t launch_fused_rmsnorm(FusedRmsnormParams params, const DeviceInfo& device,
                                         bool enable_pdl, cudaStream_t stream) {
@@ -456,7 +449,7 @@ inline cudaError_t launch_fused_rmsnorm(FusedRmsnormParams params, const DeviceI
                                                                                           : 512;
     return launch_kernel(kernel, dim3(num_rows), dim3(threads), 0, stream, enable_pdl, params);
   }
-  // A warp per row, or a CTA with 32 bytes per thread.
+  // Each row gets a warp, or a CTA with 32 bytes per thread.
   const bool is_warp = num_vecs <= 32 * Traits::kMostVecs;
   constexpr int kVecsOfCta = Traits::kMostVecs / 2;
   const uint32_t threads = is_warp ? 32 : round_up(ceil_div<uint32_t>(num_vecs, kVecsOfCta), 32u);

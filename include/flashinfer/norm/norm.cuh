@@ -27,7 +27,7 @@ template <typename T_, typename TOut_, bool kSubtractMean_, bool kAddResidual_>
 struct NormTraits {
   using T = T_;
   using TOut = TOut_;
-  using TWeight = std::conditional_t<kSubtractMean_, float, T>;  // of the bias too
+  using TWeight = std::conditional_t<kSubtractMean_, float, T>;  // for the bias, too
   static constexpr bool kSubtractMean = kSubtractMean_;          // layer norm
   static constexpr bool kAddResidual = kAddResidual_;
   static constexpr bool kScaleOutput = dtype::kIsFloat8<TOut>;
@@ -47,8 +47,8 @@ __device__ __forceinline__ float norm_out_scale(const NormParams& params) {
   return 1.f / (params.out_scale ? *params.out_scale : params.out_scale_value);
 }
 
-// Brings a row to L2: one that a later CTA reads, so that memory has work while CTAs reduce, or a
-// CTA's first one while the grid ahead ends.
+// Prefetches a row to L2: a row that a later CTA reads, so that memory has work while CTAs reduce,
+// or a CTA's first row while the preceding grid ends.
 template <typename Traits>
 __device__ __forceinline__ void prefetch_norm_row(const NormParams& params, uint32_t row) {
   using T = typename Traits::T;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void prefetch_norm_row(const NormParams& params, uint
   }
 }
 
-// Sum over the threads of one row. `scratch` as for block_reduce_sum.
+// Sum over the threads of one row. `scratch` is used as in block_reduce_sum.
 __device__ __forceinline__ float norm_row_sum(float x, float* scratch) {
   const int threads_per_row = static_cast<int>(blockDim.x);
   if (threads_per_row <= 32) return warp_reduce_sum(x, threads_per_row);
@@ -104,11 +104,12 @@ __device__ __forceinline__ void norm_store(const NormParams& params, uint32_t ro
 }  // namespace detail
 
 // Block (threads_per_row, rows_per_cta): a CTA takes rows_per_cta rows at a time. kSpread says how
-// rows meet CTAs:
-//   kOnce     once: grid ceil(num_rows / rows_per_cta)
-//   kLoop     grid-strided, with the next rows under way while it reduces and writes these, as
-//             memory would idle during the reduction
-//   kCluster  a row to each cluster of CTAs (sm_90): grid num_rows * cluster_size, rows_per_cta 1
+// rows are assigned to CTAs:
+//   kOnce     each CTA takes rows once: grid ceil(num_rows / rows_per_cta)
+//   kLoop     grid-strided; the next rows load while a CTA reduces and writes the current ones,
+//             since memory would idle during the reduction
+//   kCluster  each cluster of CTAs takes a row (sm_90): grid num_rows * cluster_size,
+//             rows_per_cta 1
 template <typename Traits, int kVecsPerThread, NormSpread kSpread>
 __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2 : 1)
     norm_kernel(const __grid_constant__ NormParams params) {
@@ -116,8 +117,8 @@ __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2
   constexpr int kVecSize = Traits::kVecSize;
   constexpr int kNumOperands = Traits::kAddResidual ? 2 : 1;
   using Vec = Vector<T, kVecSize>;
-  // Weights stay in registers while they take no more than 16 of them, and the loop has no second
-  // operand to hold.
+  // Weights stay in registers if they take at most 16 of them and the loop has no second operand to
+  // hold.
   constexpr int kAffineBytes = kVecsPerThread * kVecSize * sizeof(typename Traits::TWeight) *
                                (Traits::kSubtractMean ? 2 : 1);
   constexpr bool kKeepAffine =
@@ -127,11 +128,11 @@ __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2
 
   const uint32_t num_vecs = params.hidden_size / kVecSize;
   const uint32_t row_step = gridDim.x * blockDim.y;
-  // The loop runs on the CTA's first row: threads past the last row go on with zeros, as the
+  // The loop runs on the CTA's first row. Threads after the last row continue with zeros, since the
   // shuffles need whole warps.
   uint32_t first_row = blockIdx.x * blockDim.y;
-  // A warp's vectors are next to each other (0.5 to 2 KiB), which HBM likes better than vectors a
-  // row part away.
+  // The vectors of a warp are adjacent (0.5 to 2 KiB); HBM serves them faster than vectors that lie
+  // part of a row apart.
   const uint32_t vec_stride = blockDim.x < 32 ? blockDim.x : 32;
   uint32_t first_vec = threadIdx.x / 32 * (32 * kVecsPerThread) + threadIdx.x % 32;
   uint32_t parity = 0;
@@ -164,10 +165,8 @@ __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2
     }
   };
 
-  // The CTA's first rows, while the grid ahead ends. H200, bfloat16, a graph of independent calls:
-  // 64 x 8192 2.34 -> 1.85 us, with a residual 2.92 -> 2.26, 1024 x 8192 10.5 -> 9.8 and 18.8 ->
-  // 18.2; the second rows of a loop too 10.1 and 19.1, all four 11.5 and 21.3. Not the many small
-  // rows of a warp: 131072 x 128 23.9 -> 25.2.
+  // Prefetches the CTA's first rows while the preceding grid ends. Many small rows per CTA would
+  // lose time by it.
   if ((kSpread != NormSpread::kLoop || blockDim.y == 1) && threadIdx.x == 0 &&
       first_row + threadIdx.y < params.num_rows) {
     detail::prefetch_norm_row<Traits>(params, first_row + threadIdx.y);
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2
   const float inv_hidden_size = 1.f / static_cast<float>(params.hidden_size);
   Vec next[kNumOperands][kVecsPerThread];
   load_row(first_row + threadIdx.y, next);
-  // Loaded ahead of the reductions, which would otherwise be followed by the latency of L2.
+  // Loaded before the reductions; otherwise the latency of L2 would follow them.
   detail::NormAffine<Traits, kVecSize> affine[kKeepAffine ? kVecsPerThread : 1];
   if constexpr (kKeepAffine) {
 #pragma unroll
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2
       }
     }
     if constexpr (Traits::kAddResidual) {
-      // Written ahead of the reduction: writes then spread over the time that it takes.
+      // Written before the reduction, so that writes spread over its duration.
       T* residual = detail::norm_row<T>(params.residual, row, params.num_heads);
 #pragma unroll
       for (int i = 0; i < kVecsPerThread; ++i) {
@@ -236,8 +235,8 @@ __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2
     float sum_squares = 0.f;
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
-      // Vectors past the end of the row are zero: they add nothing to a sum, but would to a centred
-      // one.
+      // Vectors after the end of the row are zero: they add nothing to a plain sum, but would to a
+      // centred one.
       const bool counts = !Traits::kSubtractMean || is_valid(row, i);
 #pragma unroll
       for (int j = 0; j < kVecSize; ++j) {
@@ -260,8 +259,8 @@ __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2
   }
 }
 
-// Rows of any size: one CTA per row, which it reads again for each pass (from L1 or L2). kVecSize 1
-// serves any alignment.
+// Kernel for rows of any size. Each CTA reads its row again for each pass (from L1 or L2). kVecSize
+// 1 serves any alignment.
 template <typename Traits, int kVecSize>
 __global__ void __launch_bounds__(1024)
     norm_looped_kernel(const __grid_constant__ NormParams params) {
@@ -282,9 +281,9 @@ __global__ void __launch_bounds__(1024)
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) h[j] = Traits::kAddResidual ? x[j] + r[j] : x[j];
   };
-  // As above; with a residual and rows of 32 KiB it loses (256 x 16384: 11.2 -> 11.9 us).
+  // Prefetches as above; with a residual, long rows lose time by it.
   constexpr uint32_t kFirstRows = 256;  // at least as many CTAs run at a time
-  constexpr uint32_t kMostBytes = 32768 / (Traits::kAddResidual ? 2 : 1);  // of a row
+  constexpr uint32_t kMostBytes = 32768 / (Traits::kAddResidual ? 2 : 1);  // per row
   if (kVecSize > 1 && row < kFirstRows && params.hidden_size * sizeof(T) <= kMostBytes &&
       threadIdx.x == 0) {
     detail::prefetch_norm_row<Traits>(params, row);
@@ -332,14 +331,14 @@ __global__ void __launch_bounds__(1024)
 
 #ifndef __CUDACC_RTC__
 
-// Of each operand, between the row that a CTA works on and the one that it brings to L2. 16384 x
-// 8192 with a residual on an H200: 1 MB 259.9 us, 2 MB 256.8, 3 MB 257.6, none 274; much more is
-// gone from L2 when its turn comes.
+// Distance, per operand, between the row that a CTA works on and the row that it prefetches to L2.
+// Rows fetched much earlier have left L2 when their turn comes.
 inline constexpr uint32_t kNormBytesAhead = 2u << 20;
 
-// The rules below come from measurements on an NVIDIA H200 (bfloat16, launches in a CUDA graph,
-// inputs not in L2); docs/performance.md has the numbers and what lost. `vectorizable`: hidden_size
-// is a whole number of vectors and every row of every operand is aligned to its vectors.
+// Chooses the launch shape by rules measured on an NVIDIA H200 (bfloat16, launches in a CUDA graph,
+// inputs not in L2); docs/performance.md has the numbers and the alternatives. `vectorizable`:
+// hidden_size is a whole number of vectors, and every row of every operand is aligned to its
+// vectors.
 template <typename Traits>
 inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size, bool vectorizable,
                                          uint32_t num_sms, bool has_clusters) {
@@ -354,9 +353,8 @@ inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size
     return {NormSchedule::kElementwise, Spread::kOnce, threads, 1, num_rows, 1};
   }
 
-  // Few wide rows: latency counts. A lone row of 8192 takes 1.5 us from four CTAs and 1.55 from
-  // one, one of 16384 1.57 from eight and 1.9 from one. With many rows clusters lose by far (2048 x
-  // 65536: 266 us against 187).
+  // With few wide rows latency counts, and a cluster shares a row. With many rows clusters lose by
+  // far.
   if (has_clusters && num_rows <= 8 && num_vecs >= 1024) {
     const uint32_t cluster_size = num_vecs < 2048 ? 4 : kMaxNormCluster;
     const uint32_t threads = round_up(ceil_div(num_vecs, 2 * cluster_size), 32u);
@@ -365,20 +363,17 @@ inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size
     }
   }
 
-  // Rows over 16 KiB: reading them again from L1 beats holding them in registers, which leaves a
-  // CTA alone on its SM (8192 x 16384: 137 us against 146; 16384 x 8192 of float32: 259 against
-  // 293). From 64 KiB on, what comes early only takes room (2048 x 65536: 195 us, without 189).
+  // For rows over 16 KiB, reading them again from L1 beats holding them in registers, which leaves
+  // a CTA alone on its SM. From 64 KiB on, prefetched rows only take room.
   if (num_vecs > 1024) {
-    const bool is_many = num_rows >= 12 * num_sms;  // 512 x 16384: 12.2 us, as if many 13.1
+    const bool is_many = num_rows >= 12 * num_sms;  // fewer rows lose time by it
     const bool is_narrow = num_vecs <= 2048 && !Traits::kAddResidual;
     NormSchedule schedule = looped(is_narrow && (Traits::kSubtractMean || !is_many) ? 512 : 1024);
     if (!is_many || num_vecs > 4096) schedule.rows_ahead = 0;
     return schedule;
   }
 
-  // Rows of a warp or less: no barrier, four vectors per thread where there are enough (131072 x
-  // 1024: 140 us with CTAs of two warps, 145 with four; 262144 x 256: 71 us with eight threads a
-  // row, 89 with 32).
+  // A row of a warp or less needs no barrier. A thread takes four vectors if there are enough.
   if (num_vecs <= 128) {
     uint32_t threads = 8;
     while (threads < 32 && threads * 4 < num_vecs) threads *= 2;
@@ -396,27 +391,25 @@ inline NormSchedule choose_norm_schedule(uint32_t num_rows, uint32_t hidden_size
             1};
   }
 
-  // A CTA per row, with two vectors per thread: 64 rows of 8192 take 2.35 us, with one vector (1024
-  // threads) 2.44. CTAs loop once the rows outnumber what the chip holds at 1024 threads per SM,
-  // over equal numbers of rows each. Where there are very many, a CTA for each that holds nothing
-  // in registers, and a row brought to L2 ahead of it, are better still: 16384 x 8192 133.3 us,
-  // with a loop over four rows 138, 32768 x 4096 133.2 and 140.3; rows of 4 KiB keep the loop.
+  // A CTA takes a row, with two vectors per thread. CTAs loop over equal numbers of rows once the
+  // rows outnumber what the GPU holds at 1024 threads per SM. With very many rows it is faster
+  // still if each row has its own CTA, holds nothing in registers, and prefetches a later row to
+  // L2; rows of 4 KiB keep the loop.
   const uint32_t threads = round_up(ceil_div(num_vecs, 2u), 32u);
   uint32_t rows_per_loop = ceil_div(num_rows, num_sms * (1024 / threads));
   if constexpr (Traits::kSubtractMean) {
-    // The weight and bias of a layer norm, in float32, are four times the bytes of a row. One
-    // vector per thread leaves room for them in registers; four, in fewer threads, for several CTAs
-    // that share them in L1 (16384 x 8192: 148.6 us, in a loop with registers 162).
+    // The float32 weight and bias of a layer norm are four times the bytes of a row. With one
+    // vector per thread there are registers for them. With four vectors in fewer threads, several
+    // CTAs share them in L1, which is faster than a loop that keeps them in registers.
     if (rows_per_loop <= 1) return {1, Spread::kOnce, round_up(num_vecs, 32u), 1, num_rows, 1};
     const uint32_t few_threads = round_up(ceil_div(num_vecs, 4u), 32u);
     rows_per_loop = ceil_div(num_rows, num_sms * (512 / few_threads));
     if (rows_per_loop >= 32 && num_vecs > 512) return looped(few_threads);
     return {4, Spread::kLoop, few_threads, 1, ceil_div(num_rows, rows_per_loop), 1};
   }
-  // A residual: 16384 x 8192 256.8 us, in a loop 271.5, 65536 x 2048 256.6 and 281, 4096 x
-  // 4096 35.2 and 36.6, with 8-bit outputs 225.5 and 231.
+  // With a residual, prefetching beats the loop.
   if (Traits::kAddResidual && rows_per_loop >= 8) return looped(round_up(num_vecs, 32u));
-  // Other 8-bit outputs have persistent CTAs (16384 x 8192: 102.6 us, otherwise 111.7).
+  // Other 8-bit outputs are faster with persistent CTAs.
   if (!Traits::kScaleOutput && rows_per_loop >= 32) {
     if (num_vecs >= 512) return looped(threads);
     rows_per_loop = 4;

@@ -18,10 +18,9 @@ struct NormParams {
   NormRows input;     // read only, unless `out` aliases it
   NormRows residual;  // read and written (sum rounded to the input's type); only with kAddResidual
   NormRows out;
-  const void* weight;  // [hidden_size]
-  const void* bias;    // [hidden_size]; layer norm only
-  const float*
-      out_scale;  // device, [1]: 8-bit outputs are divided by it; null: use out_scale_value
+  const void* weight;      // [hidden_size]
+  const void* bias;        // [hidden_size]; layer norm only
+  const float* out_scale;  // null: use out_scale_value
   float out_scale_value;
   float eps;
   float weight_offset;  // added to every weight: 1 for Gemma's norms, else 0
@@ -31,7 +30,7 @@ struct NormParams {
   uint32_t rows_ahead;  // set at launch: see NormSchedule
 };
 
-// How rows meet CTAs; see norm_kernel.
+// How rows are assigned to CTAs; see norm_kernel.
 enum class NormSpread { kOnce, kLoop, kCluster };
 
 inline constexpr uint32_t kMaxNormCluster =
@@ -42,15 +41,15 @@ struct NormSchedule {
   static constexpr int kElementwise = -1;
   static constexpr int kLooped = 0;
 
-  // 16-byte vectors of a row that a thread keeps in registers: 1, 2 or 4; or kLooped: the row is
-  // read again for each pass; or kElementwise: that by single elements.
+  // Number of 16-byte vectors of a row that a thread keeps in registers: 1, 2 or 4. kLooped: the
+  // row is read again for each pass. kElementwise: the same by single elements.
   int vecs_per_thread;
   NormSpread spread;
   uint32_t threads_per_row;  // of one CTA; a power of two up to 32, or a multiple of 32
   uint32_t rows_per_cta;     // 1 where threads_per_row > 32
   uint32_t num_ctas;
-  uint32_t cluster_size;  // 1 but for NormSpread::kCluster
-  // kLooped only: how far ahead of its own a CTA brings a row to L2; 0: none.
+  uint32_t cluster_size;  // 1 except for NormSpread::kCluster
+  // KLooped only: how many rows later than its own a CTA prefetches to L2; 0: none.
   uint32_t rows_ahead = 0;
 };
 

@@ -1,9 +1,9 @@
-// Appending rows to a paged cache: a copy whose destination each token looks up.
+// Appends rows to a paged cache: a copy whose destination each token looks up.
 //
 // The copy knows no element type, only units of 16 bytes (or of what sizes and alignment allow). A
-// thread moves one unit or two of a row. A CTA works on one of the two tensors, over which threads
-// are counted off: unit, then head, then token. A thread loads its units before it looks the slot
-// up, so that the two latencies overlap.
+// thread moves one or two units of a row. A CTA works on one of the two tensors, whose threads are
+// numbered by unit, then head, then token. A thread loads its units before it looks up the slot, so
+// that the two latencies overlap.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -15,19 +15,14 @@
 
 namespace flashinfer {
 
-// Measured on an H200 (bf16, 8192 | 65536 tokens of 8 heads of 128, pages of 16, in a graph; a
-// source that streams leaves L2 to the cache, but beyond L2 it is the cache that had better
-// stream): two units per thread, 128 threads 16.7 | 137.8 us (142 after L2 was flushed), 96 the
-// same, 160 16.8 | 141; one unit, 256 threads 16.8 | 139 (150); four units 17.7 | 148; a unit of K
-// and one of V 16.9 | 137. The other kind of streaming: 17.4 | 140 to 150. What a short
-// grid reads goes to L2 while the one before it ends: 64 tokens 1.49 -> 1.17 us; not in a long one
-// (8192 tokens 17.49, with the first wave 17.65). Later triggers of the next grid lose (17.2).
+// Threads of a CTA. The source streams if the cache fits in L2, and the cache streams if it does
+// not. A short grid prefetches its rows to L2 while the preceding grid ends; a long grid gains
+// nothing by it.
 template <int kUnits>
 inline constexpr int kAppendThreads = 256 / kUnits;
 inline constexpr uint64_t kAppendStreamBytes = uint64_t{64} << 20;
 inline constexpr uint32_t kAppendPrefetchCtas = 1024;
-// What a token so many bytes later reads goes to L2 too, beyond L2: 65536 tokens 140.3 -> 137.5 us,
-// with half of it 138.0.
+// If the cache does not fit in L2, a CTA also prefetches the rows of a token this many bytes later.
 inline constexpr uint64_t kAppendBytesAhead = uint64_t{4} << 20;
 
 template <typename Unit, int kUnits>
@@ -82,7 +77,7 @@ __global__ void __launch_bounds__(kAppendThreads<kUnits>)
 
 namespace detail {
 
-// Number of entries of indptr[first .. last) that are at most `i`, plus `first`: the upper bound of
+// Number of entries of indptr[first .. last) that are at most `i`, plus `first`: the upper bound in
 // a sorted array.
 __device__ __forceinline__ uint32_t upper_bound(const int32_t* indptr, uint32_t first,
                                                 uint32_t last, int32_t i) {
@@ -103,8 +98,7 @@ __device__ __forceinline__ uint32_t upper_bound(const int32_t* indptr, uint32_t 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     batch_indices_kernel(const __grid_constant__ BatchIndicesParams params) {
-  // The search is a chain of dependent loads, so it runs on a copy in shared memory where that
-  // fits.
+  // The search is a chain of dependent loads, so it runs on a copy in shared memory if that fits.
   constexpr uint32_t kMaxShared = 2048;
   __shared__ int32_t shared_indptr[kMaxShared];
   const uint32_t num_bounds = params.batch_size + 1;
@@ -129,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
   params.positions[token] = position;
 }
 
-// (pages - 1) * page_size + last_page_len, and last_page_len for a request without pages.
+// Computes (pages - 1) * page_size + last_page_len, or last_page_len for a request without pages.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     seq_lens_kernel(const __grid_constant__ SeqLensParams params) {
@@ -145,10 +139,11 @@ __global__ void __launch_bounds__(kThreads)
 
 #ifndef __CUDACC_RTC__
 
-// `unit_bytes`: 16, 4, 2 or 1; divides every size and stride of the operands and every address.
+// `unit_bytes` is 16, 4, 2 or 1, and divides every size and stride of the operands and every
+// address.
 inline cudaError_t launch_append(AppendParams params, uint32_t unit_bytes, bool enable_pdl,
                                  cudaStream_t stream) {
-  constexpr uint32_t kMaxIndex = 1u << 30;  // of a thread: FastDivisor takes 31 bits
+  constexpr uint32_t kMaxIndex = 1u << 30;  // per thread: FastDivisor takes 31 bits
   const bool is_paired = unit_bytes == 16 && params.operands[0].row_bytes % 32 == 0 &&
                          params.operands[1].row_bytes % 32 == 0;
   const uint32_t thread_bytes = is_paired ? 32 : unit_bytes;

@@ -6,10 +6,11 @@
 
 namespace flashinfer {
 
-// One of the two tensors that are appended, and its cache. Strides in bytes.
+// One of the two tensors to append, and its cache. Strides are in bytes.
 struct AppendOperand {
   const void* source;  // [num_tokens, num_heads, row]
-  void* cache;         // [num_pages, page_size, num_heads, row], or heads before slots: strides say
+  // [num_pages, page_size, num_heads, row], or heads before slots, depending on the strides
+  void* cache;
   int64_t source_stride_token;
   int64_t source_stride_head;
   int64_t cache_stride_page;
@@ -27,15 +28,15 @@ struct AppendParams {
   FastDivisor heads;
   uint32_t tokens_per_chunk;  // set at launch: threads are counted off over so many tokens per
                               // blockIdx.y
-  bool streams;               // set at launch: what is written does not fit in L2
-  uint32_t tokens_ahead;      // set at launch: how far ahead rows are brought to L2; 0: not
+  bool streams;               // set at launch: the written data does not fit in L2
+  uint32_t tokens_ahead;  // set at launch: how many tokens later rows are prefetched to L2; 0: none
 };
 
 struct BatchIndicesParams {
   const int32_t* append_indptr;  // [batch_size + 1]
   const int32_t* seq_lens;       // [batch_size], new tokens included
-  int32_t* batch_indices;        // [num_tokens]; -1 for tokens of no request
-  int32_t* positions;            // [num_tokens]; 0 for tokens of no request
+  int32_t* batch_indices;        // [num_tokens]; -1 for tokens without a request
+  int32_t* positions;            // [num_tokens]; 0 for tokens without a request
   uint32_t batch_size;
   uint32_t num_tokens;
 };

@@ -1,12 +1,12 @@
-// Stores that say how long their lines are to stay in L2 (createpolicy and st with
-// .L2::cache_hint, sm_80).
+// Stores that set how long their lines stay in L2 (createpolicy and st with .L2::cache_hint,
+// sm_80).
 #pragma once
 
 #include <cstdint>
 
 namespace flashinfer::ptx {
 
-// Lines are evicted after those of other policies where `keeps`, else in the usual order.
+// With `keeps`, lines are evicted after those of other policies, otherwise in the usual order.
 __device__ __forceinline__ uint64_t l2_policy(bool keeps) {
   uint64_t last, normal;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
@@ -14,7 +14,7 @@ __device__ __forceinline__ uint64_t l2_policy(bool keeps) {
   return keeps ? last : normal;
 }
 
-// 16 bytes at a 16-byte address.
+// Stores 16 bytes at a 16-byte address.
 __device__ __forceinline__ void store_16(void* address, const uint4& x, uint64_t policy) {
   asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address),
                "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "l"(policy)

@@ -16,7 +16,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 #endif
 }
 
-// Number of the cluster in a grid of one dimension.
+// Index of the cluster in a grid of one dimension.
 __device__ __forceinline__ uint32_t cluster_index() {
 #if __CUDA_ARCH__ >= 900
   uint32_t index;
@@ -95,7 +95,7 @@ __device__ __forceinline__ uint64_t cluster_load_u64(uint32_t address) {
   return value;
 }
 
-// Adds to a number, and returns what it was.
+// Adds to a number and returns its old value.
 __device__ __forceinline__ uint32_t cluster_add(uint32_t address, uint32_t value) {
   uint32_t before;
   asm volatile("atom." FLASHINFER_SHARED_CLUSTER ".add.u32 %0, [%1], %2;"

@@ -1,15 +1,15 @@
-// Data that the CTAs of a cluster push into each other's shared memory once, with a barrier that
-// completes when all of it is there: one trip, where a store and a barrier of the cluster are two
-// (st.async and mbarrier, sm_90). A cluster of one CTA, as on older architectures, stores and
-// meets.
+// Data that the CTAs of a cluster push once into each other's shared memory, with a barrier that
+// completes when all of it has arrived (st.async and mbarrier, sm_90). This is one trip, where a
+// store and a cluster barrier are two. A cluster of one CTA, as on older architectures, uses plain
+// stores and a CTA barrier.
 #pragma once
 
 #include <flashinfer/ptx/cluster.cuh>
 
 namespace flashinfer::ptx {
 
-// In shared memory. Order of use: one thread calls init(bytes that this CTA will receive), all
-// threads meet in a barrier of the cluster, any thread calls push, all threads call wait.
+// Lives in shared memory. Order of use: one thread calls init(bytes that this CTA will receive),
+// all threads pass a cluster barrier, any thread calls push, all threads call wait.
 struct ClusterExchange {
   uint64_t barrier;
 

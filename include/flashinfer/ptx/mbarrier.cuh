@@ -6,8 +6,8 @@
 
 namespace flashinfer::ptx {
 
-// `arrivals` complete a phase. Seen by the other threads and by the copy engine after
-// mbarrier_init_fence() and a barrier.
+// `arrivals` arrivals complete a phase. Other threads and the copy engine see the barrier after
+// mbarrier_init_fence() and a barrier of the CTA.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -16,19 +16,19 @@ __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Releases what this thread wrote and read before.
+// Arrives, and releases this thread's earlier reads and writes.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The phase also waits for `bytes` of copies that name the barrier.
+// Arrives, and makes the phase wait for `bytes` of copies that name the barrier.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
 // Waits until the phase of this parity (0 for the first) is complete. The hint keeps waiting warps
-// from polling: they would take issue slots from those that work.
+// from polling, which would take issue slots from working warps.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   constexpr uint32_t kSleepNanoseconds = 10'000'000;
   asm volatile(
@@ -44,7 +44,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// The same without the hint, for waits that are short: a warp that sleeps wakes up late.
+// Waits without the hint, for short waits: a warp that sleeps wakes up late.
 __device__ __forceinline__ void mbarrier_wait_soon(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

@@ -1,4 +1,4 @@
-// Barriers of mbarrier.cuh that threads of other CTAs of the cluster arrive at (sm_90), and that
+// Barriers (mbarrier.cuh) at which threads of other CTAs of the cluster arrive (sm_90), and which
 // copies of 4 to 16 bytes by threads (cp.async) complete.
 #pragma once
 
@@ -6,14 +6,14 @@
 
 namespace flashinfer::ptx {
 
-// Address in the cluster of the counterpart of `shared` in CTA `rank`.
+// Cluster address of the counterpart of `shared` in CTA `rank`.
 __device__ __forceinline__ uint32_t remote_address(uint32_t shared, uint32_t rank) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
   return remote;
 }
 
-// Arrives at a barrier by its address in the cluster. For reads that are complete: it publishes no
+// Arrives at a barrier by its cluster address. It is for completed reads only: it publishes no
 // write, which would take a fence of the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_relaxed(uint32_t remote_barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier)
@@ -46,8 +46,8 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
       : "memory");
 }
 
-// This thread arrives once its cp.async copies so far are complete; the barrier's count of arrivals
-// includes it.
+// Makes this thread arrive once its cp.async copies so far are complete; the barrier's count of
+// arrivals includes it.
 __device__ __forceinline__ void mbarrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -9,8 +9,8 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Brings a stretch of memory into L2 (cp.async.bulk.prefetch.L2, sm_90; nothing before that).
-// Address and size must be multiples of 16.
+// Prefetches a stretch of memory into L2 (cp.async.bulk.prefetch.L2, sm_90; does nothing on older
+// architectures). Address and size must be multiples of 16.
 __device__ __forceinline__ void prefetch_bulk_l2(const void* address, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");

@@ -1,9 +1,9 @@
-// Registers that change hands between warpgroups (sm_90a). All warps of a warpgroup call together.
+// Moves registers between warpgroups (sm_90a). All warps of a warpgroup call together.
 #pragma once
 
 namespace flashinfer::ptx {
 
-// Waits until the CTA has so many to give.
+// Waits until the CTA has enough free registers.
 template <int kCount>
 __device__ __forceinline__ void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));

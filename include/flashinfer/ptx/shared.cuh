@@ -1,5 +1,4 @@
-// Accesses of 16 bytes of shared memory by its address, in the order in which they are written
-// down.
+// 16-byte accesses of shared memory by address, which keep their program order.
 #pragma once
 
 #include <cstdint>

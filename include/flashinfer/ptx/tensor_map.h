@@ -1,5 +1,5 @@
-// Tensor maps, which tell the copy engine of sm_90 (tma.cuh) how a tensor lies in global memory and
-// what a box of it is. Host code.
+// Tensor maps tell the copy engine of sm_90 (tma.cuh) how a tensor lies in global memory and what a
+// box of it is. Host code.
 #pragma once
 
 #ifndef __CUDACC_RTC__
@@ -11,7 +11,7 @@
 
 namespace flashinfer::ptx {
 
-// cuTensorMapEncodeTiled of the driver, which nothing here links to; null if it has none.
+// The driver's cuTensorMapEncodeTiled, which is not linked; null if the driver has none.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encoder = [] {
     void* function = nullptr;
@@ -29,18 +29,18 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// One dimension of a tensor beyond the contiguous one: its length, the elements between neighbours,
-// and how many of it a box has.
+// One dimension of a tensor other than the contiguous one: its length, the elements between
+// neighbours, and its extent in a box.
 struct TensorMapDim {
   uint64_t length;
   int64_t stride;
   uint32_t box;
 };
 
-// Describes a tensor of `columns` contiguous elements, of which a box has `box_columns`, and of
-// `dims` after them. Elements outside of it are read as zeros. Returns false where it cannot be
-// described: an address that is no multiple of 16 bytes, a stride that is none or is too large, or
-// a driver without tensor maps.
+// Describes a tensor of `columns` contiguous elements, of which a box has `box_columns`, and of the
+// dimensions `dims`. Elements outside the tensor are read as zeros. Returns false if it cannot be
+// described: the address or a stride is not a multiple of 16 bytes, a stride is too large, or the
+// driver lacks tensor maps.
 template <typename T, int kDims>
 inline bool encode_tensor_map(CUtensorMap& map, const void* data, uint64_t columns,
                               uint32_t box_columns, const TensorMapDim (&dims)[kDims],
@@ -53,7 +53,7 @@ inline bool encode_tensor_map(CUtensorMap& map, const void* data, uint64_t colum
   cuuint32_t box[kDims + 1] = {box_columns}, steps[kDims + 1] = {1};
   for (int i = 0; i < kDims; ++i) {
     lengths[i + 1] = dims[i].length;
-    // The stride of a dimension of one element is anything: it is never walked.
+    // The stride of a dimension of one element is arbitrary, since it is never used.
     strides[i] = static_cast<cuuint64_t>(dims[i].length <= 1 ? 128 : dims[i].stride * kSize);
     box[i + 1] = dims[i].box;
     steps[i + 1] = 1;

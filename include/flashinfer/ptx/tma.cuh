@@ -1,13 +1,13 @@
-// The copy engine of sm_90: boxes of a tensor in global memory to shared memory, by a tensor map
-// that the host encodes. What lies outside the tensor arrives as zeros.
+// The copy engine of sm_90: copies boxes of a tensor from global to shared memory by a tensor map
+// that the host encodes. Elements outside the tensor arrive as zeros.
 #pragma once
 
 #include <cstdint>
 
 namespace flashinfer::ptx {
 
-// `map` in parameter or global memory; coordinates in elements, the contiguous dimension first. The
-// bytes of the box count towards the phase of `barrier`.
+// `map` is in parameter or global memory. Coordinates are in elements, the contiguous dimension
+// first. The bytes of the box count towards the phase of `barrier`.
 __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int x,
                                          int y, int z) {
   asm volatile(
@@ -26,7 +26,7 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint3
       : "memory");
 }
 
-// A stretch of global memory instead of a box of a tensor; addresses and size are multiples of 16.
+// Copies a contiguous stretch of global memory; addresses and size are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* source, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
@@ -36,8 +36,8 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* source, u
       : "memory");
 }
 
-// Between this thread's ordinary accesses of shared memory and later ones by the copy engine or the
-// tensor cores (of other threads too, after a barrier).
+// Orders this thread's ordinary accesses of shared memory before later ones by the copy engine or
+// the tensor cores (also of other threads, after a barrier).
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,4 +1,5 @@
-// More boxes of the copy engine of sm_90 (tma.cuh): of five dimensions, and back to global memory.
+// More boxes of the copy engine of sm_90 (tma.cuh): boxes of five dimensions, and stores to global
+// memory.
 #pragma once
 
 #include <flashinfer/ptx/tma.cuh>
@@ -14,8 +15,8 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint3
       : "memory");
 }
 
-// From shared memory to the box; what lies outside the tensor is not written. The stores of a
-// thread up to its tma_store_commit() are one group.
+// Stores a box from shared memory; elements outside the tensor are not written. A thread's stores
+// up to its tma_store_commit() form one group.
 __device__ __forceinline__ void tma_store(const void* map, uint32_t shared, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(

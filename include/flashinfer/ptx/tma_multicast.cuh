@@ -1,12 +1,12 @@
-// More boxes of the copy engine of sm_90 (tma.cuh): with a policy for L2, into the shared memory of
-// several CTAs of a cluster, and into L2 alone.
+// More copies by the copy engine of sm_90 (tma.cuh): with a policy for L2, into the shared memory
+// of several CTAs of a cluster, and into L2 alone.
 #pragma once
 
 #include <cstdint>
 
 namespace flashinfer::ptx {
 
-// How long lines stay in L2: data that is read once leaves first.
+// Policy for data that is read once: its lines leave L2 first.
 __device__ __forceinline__ uint64_t l2_evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -19,8 +19,8 @@ __device__ __forceinline__ uint64_t l2_evict_normal() {
   return policy;
 }
 
-// True for one lane of a warp whose lanes are all here (elect.sync, sm_90). The compiler knows that
-// one thread goes on, and puts the operands of a copy into uniform registers without a loop.
+// True in one lane of a fully active warp (elect.sync, sm_90). The compiler then knows that one
+// thread continues, and puts the operands of a copy into uniform registers without a loop.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -33,7 +33,7 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
-// As tma_load() of three dimensions.
+// tma_load() of three dimensions with a policy for L2.
 __device__ __forceinline__ void tma_load_hinted(uint32_t shared, const void* map, uint32_t barrier,
                                                 int x, int y, int z, uint64_t policy) {
   asm volatile(
@@ -43,8 +43,8 @@ __device__ __forceinline__ void tma_load_hinted(uint32_t shared, const void* map
       : "memory");
 }
 
-// Into every CTA of the cluster whose bit is set in `ctas`, at the same offset in each one's shared
-// memory; the bytes count towards the barrier at the same offset in each.
+// Loads a box into every CTA of the cluster whose bit is set in `ctas`, at the same offset in each
+// one's shared memory. The bytes count towards the barrier at the same offset in each CTA.
 __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const void* map,
                                                    uint32_t barrier, int x, int y, int z,
                                                    uint16_t ctas) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void tma_prefetch(const void* map, int x, int y, int 
                : "memory");
 }
 
-// Brings the map itself nearer, before its first use.
+// Prefetches the map itself before its first use.
 __device__ __forceinline__ void tma_prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -1,5 +1,5 @@
 // Products of a warpgroup (wgmma, sm_90a): 64 rows of A times N columns of B, summed in registers.
-// They run on their own from wgmma_commit() to the wgmma_wait() that covers them; until then
+// They run asynchronously from wgmma_commit() to the wgmma_wait() that covers them; until then
 // neither the sums nor A's registers may be touched.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace flashinfer::ptx {
 
-// Ahead of the first product that reads registers which ordinary instructions wrote.
+// Required before the first product that reads registers written by ordinary instructions.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// After the wait: keeps the compiler from reading sums ahead of it.
+// Follows the wait and keeps the compiler from reading sums before it.
 template <int kTiles>
 __device__ __forceinline__ void wgmma_done(float (&d)[kTiles][4]) {
 #pragma unroll
@@ -33,8 +33,8 @@ __device__ __forceinline__ void wgmma_done(float (&d)[kTiles][4]) {
   }
 }
 
-// The same for fragments of A, whose registers the compiler would else give to others ahead of the
-// wait, and move the wait up to there.
+// The same for fragments of A. Otherwise the compiler could reuse their registers before the wait,
+// and would then move the wait up to there.
 template <int kSteps>
 __device__ __forceinline__ void wgmma_done(uint32_t (&a)[kSteps][1][4]) {
 #pragma unroll
@@ -44,10 +44,11 @@ __device__ __forceinline__ void wgmma_done(uint32_t (&a)[kSteps][1][4]) {
 }
 
 // Describes an operand in shared memory whose rows are 128 bytes with the 128-byte swizzle: chunk c
-// of 16 bytes of row r lies at chunk c ^ (r % 8), from a multiple of 1024 bytes on. `address` moves
-// on by 32 bytes (K-major) or two groups (MN-major) per step of 16 along k. `chunk_stride`: bytes
-// from 64 columns to the next 64 of an MN-major operand; `group_stride`: from eight rows to the
-// next. 8-bit operands are K-major, 32 bytes per step of 32.
+// of 16 bytes of row r lies at chunk c ^ (r % 8); the operand starts at a multiple of 1024 bytes.
+// `address` advances by 32 bytes (K-major) or two groups (MN-major) per step of 16 along k.
+// `chunk_stride` is the distance in bytes between blocks of 64 columns of an MN-major operand, and
+// `group_stride` the distance between groups of eight rows. 8-bit operands are K-major and take 32
+// bytes per step of 32.
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t chunk_stride = 0,
                                                   uint32_t group_stride = 1024) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
@@ -55,7 +56,7 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t chu
          static_cast<uint64_t>(chunk_stride >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The same operand `bytes` further on: an addition to its address alone.
+// The same operand `bytes` later: only its address changes.
 __device__ __forceinline__ uint64_t wgmma_advance(uint64_t operand, uint32_t bytes) {
   const uint32_t low = static_cast<uint32_t>(operand) + (bytes >> 4);
   return (operand >> 32 << 32) | low;
@@ -178,9 +179,9 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t operand, uint32_t byt
 template <int kTiles>
 inline constexpr bool kIsWgmmaSize = kTiles <= 8 || (kTiles <= 32 && kTiles % 2 == 0);
 
-// d = a b, or d + a b, over 32 bytes of k. `A`: a descriptor of K-major rows, or uint32_t[4], an A
-// fragment of mma.m16n8k16 (8 bits: k32) for the warp's 16 rows. d[j] is C fragment j of mma.m16n8.
-// `TB`, the type of b, differs from a's only among the 8-bit types.
+// d = a b, or d + a b, over 32 bytes of k. `A` is a descriptor of K-major rows, or uint32_t[4], an
+// A fragment of mma.m16n8k16 (k32 for 8-bit operands) for the warp's 16 rows. d[j] is C fragment j
+// of mma.m16n8. `TB`, the type of b, may differ from a's only among the 8-bit types.
 template <typename T, bool kTransposeB, typename TB = T, int kTiles, typename A>
 __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], const A& a, uint64_t b,
                                       bool accumulate) {

@@ -1,12 +1,12 @@
-// Quantisation of groups: each run of kGroupSize elements of a row shares one scale, made from its
-// largest magnitude.
+// Quantisation in groups: each run of kGroupSize elements of a row shares one scale, computed from
+// its largest magnitude.
 //
 //   y = input, or silu(input[:, :n]) * input[:, n:] rounded to the input's type
 //   scale(row, group) and out = codes of y / scale: see group_scale.cuh
 //
-// The lanes that share a group each hold a part of it in registers and meet in shuffles. Groups
-// follow each other through the grid, those of the layout's padding included: they have scale 0 and
-// no codes.
+// The lanes that share a group each hold a part of it in registers and combine their maxima by
+// shuffles. Groups follow each other through the grid, including those of the layout's padding,
+// which have scale 0 and no codes.
 #pragma once
 
 #include <flashinfer/activation/activation.cuh>
@@ -29,24 +29,23 @@ struct GroupQuantTraits {
   static constexpr int kGroupSize = kGroupSize_;
   static constexpr bool kSiluAndMul = kSiluAndMul_;
   static constexpr int kVecSize = 16 / sizeof(T);
-  // A lane takes a chunk of two adjacent vectors, so that what a group costs is shared by more
-  // elements and codes leave in wider stores; one vector where a group has an odd number of them.
-  // 16384 x 7168 bfloat16 to fp8 by 128 on an H200: 87 us, with one vector 96. Four for 4-bit
-  // codes, which take more instructions: MXFP4 79 us, with two vectors 89.
+  // A lane takes a chunk of two adjacent vectors, or of four for 4-bit codes, which need more
+  // instructions. More elements then share the cost of a group, and codes leave in wider stores.
+  // The chunk is one vector if a group has an odd number of them.
   static constexpr int kMostVecs = Code::kBits == 4 ? 4 : 2;
   static constexpr int kChunkVecs = kGroupSize % (kMostVecs * kVecSize) == 0 ? kMostVecs
                                     : kGroupSize % (2 * kVecSize) == 0       ? 2
                                                                              : 1;
   static constexpr int kChunkSize = kChunkVecs * kVecSize;
   static constexpr int kChunks = kGroupSize / kChunkSize;
-  // The largest power of two that divides the number of chunks, at most a warp.
+  // The largest power of two that divides the number of chunks, at most the size of a warp.
   static constexpr int kLanes = kChunks % 32 == 0 ? 32 : kChunks & -kChunks;
   static constexpr int kChunksPerLane = kLanes == 0 ? 0 : kChunks / kLanes;
-  // Else a thread would hold too much: the kernel that reads the group twice serves such sizes.
+  // If a thread would hold too much, the kernel that reads the group twice serves the size.
   static constexpr bool kFitsRegisters =
       kGroupSize % kVecSize == 0 && kChunksPerLane * kChunkVecs <= 4;
-  // Two neighbouring groups per lane, where a group is only half of what a lane can hold and the
-  // two scales are next to each other.
+  // A lane takes two adjacent groups if a group is only half of what a lane can hold and the two
+  // scales are adjacent.
   static constexpr bool kPairs = Code::kBits == 4 && kGroupSize * sizeof(T) == 32 && !kSiluAndMul &&
                                  sizeof(typename Scale::Stored) == 1 &&
                                  !std::is_same_v<Layout, layout::column_major>;
@@ -89,8 +88,8 @@ __device__ __forceinline__ void store_scale(const GroupQuantParams& params, uint
 struct GroupPlace {
   uint32_t row;
   uint32_t group;
-  bool exists;   // in this launch
-  bool has_row;  // else its scale is layout padding
+  bool exists;   // is part of this launch
+  bool has_row;  // otherwise its scale is layout padding
 
   __device__ __forceinline__ GroupPlace(const GroupQuantParams& params, uint32_t index) {
     const uint32_t launch_row = params.divide_by_scale_cols.divide(index);
@@ -153,8 +152,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Two groups per thread, which share the work of finding them. 16384 x 7168 bfloat16 to NVFP4 on an
-// H200: 80.5 us with 12 CTAs per SM, with 10 or 14 81.8 and 80.4, a group per thread 84.6.
+// Kernel with two groups per thread, which share the work of locating them.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 inline constexpr int kGroupPairCtas = 8;
 #else
@@ -210,13 +208,13 @@ __global__ void __launch_bounds__(128, kGroupPairCtas)
       make_uint4(codes[0].word.x, codes[0].word.y, codes[1].word.x, codes[1].word.y);
 }
 
-// Any group size and alignment: a warp per group, which it reads twice, by single elements. 4-bit
+// Kernel for any group size and alignment. A warp reads its group twice by single elements. 4-bit
 // codes come in pairs.
 template <typename Traits>
 __global__ void __launch_bounds__(256)
     group_quant_elementwise_kernel(const __grid_constant__ GroupQuantParams params) {
   using T = typename Traits::T;
-  constexpr int kStep = Traits::Code::kBits == 4 ? 2 : 1;  // elements of one store
+  constexpr int kStep = Traits::Code::kBits == 4 ? 2 : 1;  // elements per store
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const detail::GroupPlace place(params, index);
@@ -256,8 +254,8 @@ __global__ void __launch_bounds__(256)
 
 #ifndef __CUDACC_RTC__
 
-// Launches over all of params.scale_rows, in as many grids as 31-bit group numbers need. Sets the
-// fields of a launch.
+// Launches over all of params.scale_rows, in as many grids as 31-bit group numbers need, and sets
+// the fields of each launch.
 template <typename Traits>
 inline cudaError_t launch_group_quant(GroupQuantParams params, bool enable_pdl,
                                       cudaStream_t stream) {
@@ -269,7 +267,7 @@ inline cudaError_t launch_group_quant(GroupQuantParams params, bool enable_pdl,
       kernel = group_quant_kernel<Traits>;
       groups_per_cta = kThreads / Traits::kLanes;
       if constexpr (Traits::kPairs) {
-        // Codes and scales of two groups are whole words.
+        // The codes and scales of two groups are whole words.
         if (params.out_cols % (2 * Traits::kGroupSize) == 0 && params.scale_cols % 2 == 0 &&
             reinterpret_cast<uintptr_t>(params.scale) % 2 == 0) {
           kernel = group_pair_quant_kernel<Traits>;

@@ -1,9 +1,9 @@
-// The arithmetic of one group: from its largest magnitude to its scale, from values to codes.
+// Arithmetic of one group: from its largest magnitude to its scale, and from values to codes.
 //
 //   scale = amax / largest code, in the format of the scale
 //   code = x / scale, rounded to nearest even and saturated
 //
-// Every step is a correctly rounded float operation, divisions included, so that PyTorch's float32
+// Every step, divisions included, is a correctly rounded float operation, so that PyTorch's float32
 // arithmetic gives the same bits.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace flashinfer {
 
-// Formats of the codes; kMax is the largest one's value.
+// Formats of the codes; kMax is the value of the largest code.
 namespace code {
 
 struct int8 {
@@ -50,7 +50,7 @@ struct CodeVector {
     uint32_t quads[N * Code::kBits < 32 ? 1 : N * Code::kBits / 32];
   };
 
-  // `scaled` holds x / scale; for 4-bit codes half of that, as pack_e2m1 takes it.
+  // `scaled` holds x / scale; for 4-bit codes x / scale / 2, as pack_e2m1 takes it.
   __device__ __forceinline__ void from_floats(const float (&scaled)[N]) {
     if constexpr (!std::is_same_v<Code, code::e2m1>) {
 #pragma unroll
@@ -83,19 +83,19 @@ struct CodeVector {
   }
 };
 
-// Formats of the scales. `of<Code>(amax, eps, global)` makes the scale of a group from its largest
-// magnitude (NaN if it holds one); `stored` is written; `apply<T>(x)`, x of type T, is what
-// CodeVector takes.
+// Formats of the scales. `of<Code>(amax, eps, global)` makes a group's scale from its largest
+// magnitude (NaN if the group has one); `stored` is the scale as it is written; `apply<T>(x)`, for
+// x of type T, returns the input of CodeVector.
 namespace scale {
 
 inline constexpr uint32_t kInfinityBits = 0x7f800000u;
 
-// pack_e2m1 takes halves.
+// pack_e2m1 takes half of the scaled value.
 template <typename Code>
 inline constexpr float kFactor = std::is_same_v<Code, code::e2m1> ? 0.5f : 1.f;
 
-// The least k >= -127 for which amax <= kMax * 2^k; amax is finite and not negative. Exact: the
-// comparison is one of exponents, then of mantissas.
+// The smallest k >= -127 for which amax <= kMax * 2^k; amax is finite and not negative. The result
+// is exact: it compares exponents, then mantissas.
 template <typename Code>
 __device__ __forceinline__ int least_exponent(float amax) {
   const uint32_t bits = __float_as_uint(amax), max_bits = __float_as_uint(Code::kMax);
@@ -104,26 +104,26 @@ __device__ __forceinline__ int least_exponent(float amax) {
   return k < -127 ? -127 : k;
 }
 
-// 2^k for k from -127, a subnormal, to 127.
+// Returns 2^k for k from -127 (a subnormal) to 127.
 __device__ __forceinline__ float power_of_two(int k) {
   return __uint_as_float(k == -127 ? 0x00400000u : static_cast<uint32_t>(k + 127) << 23);
 }
 
-// Not max(): a NaN stays.
+// Larger of x and eps; unlike max(), it keeps a NaN.
 __device__ __forceinline__ float at_least(float x, float eps) { return x < eps ? eps : x; }
 
 // x / y, correctly rounded, from the rounded reciprocal of y and without the range checks of the
-// division operator. Checked for every mantissa of y with every x of at most 11 significant bits,
-// and for every mantissa of x with the constants and the E4M3 numbers that are divided by here. x,
-// y and the quotient are normal numbers, or the result is too small to matter.
+// division operator. This was checked for every mantissa of y with every x of at most 11
+// significant bits, and for every mantissa of x with the constants and the E4M3 numbers that are
+// divisors here. x, y and the quotient must be normal numbers, or the result too small to matter.
 __device__ __forceinline__ float divide(float x, float y, float reciprocal) {
   const float quotient = x * reciprocal;
-  // Signs are such that the quotient of a negative zero stays one.
+  // With these signs the quotient of a negative zero stays negative.
   const float excess = fmaf(quotient, y, -x);
   return fmaf(-excess, reciprocal, quotient);
 }
 
-// 1 / y, correctly rounded, for a y that is normal as its reciprocal is.
+// 1 / y, correctly rounded, where y and its reciprocal are normal.
 __device__ __forceinline__ float reciprocal_of(float y) {
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(y));
@@ -141,7 +141,8 @@ struct float32 {
 
   template <typename Code>
   __device__ __forceinline__ static float32 of(float amax, float eps, float) {
-    // Products with 0 and not the quotient, whose correction would be infinity times zero.
+    // This multiplies by 0 instead of dividing, since correcting the quotient would give infinity
+    // times zero.
     if (__float_as_uint(amax) == kInfinityBits) return {amax, 0.f, 0.f};
     const float s = divide(at_least(amax, eps), Code::kMax, 1.f / Code::kMax);
     return {s, reciprocal_of(s), s};
@@ -154,7 +155,8 @@ struct float32 {
   }
 };
 
-// The least power of two that is not below amax / kMax, in float32. Infinity and NaN as in float32.
+// The smallest power of two that is at least amax / kMax, in float32. Infinity and NaN behave as in
+// float32.
 struct power_of_two_float32 {
   using Stored = float;
   static constexpr bool kTakesGlobal = false;
@@ -176,8 +178,8 @@ struct power_of_two_float32 {
   }
 };
 
-// The same as a biased exponent in a byte, for global * x. NaN is 255; infinity takes the largest
-// power, 254, and its elements saturate.
+// The same scale, for global * x, as a biased exponent in a byte. NaN is 255. Infinity takes the
+// largest power, 254, and its elements saturate.
 struct ue8m0 {
   using Stored = uint8_t;
   static constexpr bool kTakesGlobal = true;
@@ -198,8 +200,8 @@ struct ue8m0 {
   }
 };
 
-// global * amax / kMax rounded to nearest in E4M3; the codes are those of x * (global / scale), 0
-// where the scale is 0.
+// Rounds global * amax / kMax to nearest in E4M3. The codes are those of x * (global / scale), and
+// 0 if the scale is 0.
 struct e4m3 {
   using Stored = uint8_t;
   static constexpr bool kTakesGlobal = true;
@@ -208,7 +210,7 @@ struct e4m3 {
 
   template <typename Code>
   __device__ __forceinline__ static e4m3 of(float amax, float, float global) {
-    float product = amax * global;  // bounded above: correcting an infinite quotient gives NaN
+    float product = amax * global;  // finite, since correcting an infinite quotient gives NaN
 #if __CUDA_ARCH__ >= 800
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(product) : "f"(product), "f"(1e6f));
 #else

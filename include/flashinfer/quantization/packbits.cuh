@@ -1,10 +1,10 @@
 // Bytes to bits: bit i of an output byte (counted from the low or the high end) says whether byte 8
-// * byte + i of x is not zero; bits past the end are 0. In the segmented form each segment of x
+// * byte + i of x is nonzero; bits after the end are 0. In the segmented form each segment of x
 // starts a new output byte.
 //
-// A thread makes aligned words of the output. Without segments it reads the 32 bytes of x of a word
-// as aligned vectors and shifts them into place as bits. With segments, whose bits may come from
-// any address, a warp makes bits of the aligned vectors that its part of x lies in, in shared
+// A thread makes aligned words of the output. Without segments it reads a word's 32 bytes of x as
+// aligned vectors and shifts them into place as bits. With segments the bits may start at any
+// address: a warp makes bits of the aligned vectors that cover its part of x, stores them in shared
 // memory, and takes its words from there.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace flashinfer {
 
 namespace detail {
 
-// Bit i: whether byte i is not zero.
+// Bit i says whether byte i is nonzero.
 __device__ __forceinline__ uint32_t nonzero_bits(uint32_t word) {
   // Bit 7 of each byte, then a product that moves these four bits next to each other at the top.
   const uint32_t flags = (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t nonzero_bits(uint4 v) {
          nonzero_bits(v.w) << 12;
 }
 
-// Bytes begin ... end - 1 of x, at most 32, as bits, the first one lowest.
+// Packs bytes begin ... end - 1 of x, at most 32, into bits, the first one lowest.
 __device__ __forceinline__ uint32_t pack_bytes(const PackBitsParams& params, int64_t begin,
                                                int64_t end) {
   uint32_t word = 0;
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t pack_bytes(const PackBitsParams& params, int
   return word;
 }
 
-// The same for `count` bytes from `begin`, from the two or three aligned vectors around them.
+// Packs `count` bytes from `begin`, reading the two or three aligned vectors around them.
 __device__ __forceinline__ uint32_t pack_word(const PackBitsParams& params, int64_t begin,
                                               uint32_t count) {
   const uint8_t* address = params.x + begin;
@@ -91,11 +91,9 @@ __global__ void __launch_bounds__(kThreads)
   detail::store_word(params, position, detail::pack_word(params, 8 * position, count));
 }
 
-// A warp's part of the output: a word less than as many vectors of x hold, so that they hold it
-// wherever it begins. 2^28 bytes on an H200, segments of 2^20 | 1001 | 64: 72.8 | 86.9 | 141 us;
-// with six vectors per lane 77 | 91 | 96, four 87 | 98 | 102, sixteen 74 | 95 | 206; all with the
-// words of a lane apart, see below. A CTA instead of a warp, with its barriers: 97 | 136 | 237.
-inline constexpr int kPackVectors = 8;  // of a lane
+// Words in a warp's part of the output: one less than the bits of its vectors of x fill, so that
+// the vectors cover the part wherever it begins.
+inline constexpr int kPackVectors = 8;  // vectors per lane
 inline constexpr uint32_t kPackWarpWords = 32 * kPackVectors / 2 - 1;
 inline constexpr uint32_t kPackWarpBytes = 4 * kPackWarpWords;
 
@@ -103,11 +101,12 @@ namespace detail {
 
 inline constexpr uint32_t kWarpMask = 0xffffffffu;
 
-// 64 entries of the indptr arrays from `base` on, two per lane; the last one of all repeats.
+// A window of 64 entries of the indptr arrays from `base` on, two per lane; the last entry of the
+// array repeats.
 template <typename Index>
 struct SegmentWindow {
   Index begins[2], out_begins[2];
-  // Output bytes first ... last are in the window's segments from `low` to before `high`.
+  // Output bytes first ... last belong to the window's segments `low` to `high` - 1.
   uint32_t low, high;
 
   __device__ __forceinline__ static Index get(const Index (&entries)[2], uint32_t i) {
@@ -134,9 +133,9 @@ struct SegmentWindow {
     high = count_at_most(out_begins, last);
   }
 
-  // Finds the output bytes, in a window that begins at `base`, which has low = 0 if high = 64: more
-  // segments than it takes. The first guess is from the mean length of segments, others from what a
-  // window shows. For the whole warp.
+  // Finds the window with the output bytes. If they span more segments than a window holds, the
+  // window begins at the first of them: low = 0 and high = 64. The first guess uses the mean length
+  // of segments; later ones use what a window shows. All lanes of the warp call together.
   __device__ __forceinline__ uint32_t find(const PackBitsParams& params, int64_t first,
                                            int64_t last) {
     constexpr int64_t kMargin = 12;
@@ -166,8 +165,8 @@ struct SegmentWindow {
   }
 };
 
-// The last segment from `low` on that starts at or before `position`, which is not far, by strides
-// that double.
+// The last segment from `low` on that starts at or before `position`, which is near; the stride
+// doubles.
 template <typename Index>
 __device__ __forceinline__ uint32_t find_segment_from(const Index* out_indptr,
                                                       uint32_t num_segments, uint32_t low,
@@ -185,8 +184,7 @@ __device__ __forceinline__ uint32_t find_segment_from(const Index* out_indptr,
   return low;
 }
 
-// The last of the segments from `low` to before `high` that begins at or before `position`; `low`
-// does.
+// The last of the segments `low` to `high` - 1 that begins at or before `position`; `low` does.
 template <typename Index, typename Position>
 __device__ __forceinline__ uint32_t last_at_most(const Index* entries, uint32_t low, uint32_t high,
                                                  Position position) {
@@ -197,8 +195,8 @@ __device__ __forceinline__ uint32_t last_at_most(const Index* entries, uint32_t 
   return low;
 }
 
-// The output word at byte `position`, whose first byte is in `segment`, which counts entries of the
-// two arrays; nothing after byte `end`. `pack(begin, count)` makes bits of `count` bytes of x.
+// Packs the output word at byte `position`, whose first byte is in `segment`, an index into the two
+// arrays; bytes from `end` on are left 0. `pack(begin, count)` makes bits of `count` bytes of x.
 template <typename Index, typename Position, typename Pack>
 __device__ __forceinline__ uint32_t pack_segments(const Index* begins, const Index* out_begins,
                                                   uint32_t segment, Position position, Position end,
@@ -214,8 +212,8 @@ __device__ __forceinline__ uint32_t pack_segments(const Index* begins, const Ind
   return word;
 }
 
-// A warp's part in shared memory: bits of the vectors that it lies in, and its segments, counted
-// from the first of these bits and from the first byte of output.
+// A warp's part in shared memory: the bits of its vectors, and its segments, relative to the first
+// of these bits and to the first byte of output.
 struct PackTile {
   union {
     uint16_t halves[32 * kPackVectors];
@@ -224,13 +222,13 @@ struct PackTile {
   int32_t begins[64], out_begins[64];
   uint32_t out[kPackWarpWords + 1];
 
-  // From where in x the vectors are, and how many.
+  // Loads `num_vectors` vectors of x from `base` on as bits.
   __device__ __forceinline__ void load(const PackBitsParams& params, int64_t base,
                                        uint32_t num_vectors) {
     const uint32_t lane = threadIdx.x % 32;
     const auto* source = reinterpret_cast<const uint4*>(params.x + base);
     if (base < 0 || base + 16 * num_vectors > params.num_x) {
-      // x begins or ends in a vector.
+      // X begins or ends within this vector.
 #pragma unroll 1
       for (uint32_t i = lane; i < num_vectors; i += 32) {
         const int64_t first = base + 16 * i, from = first < 0 ? 0 : first;
@@ -252,7 +250,7 @@ struct PackTile {
     }
   }
 
-  // `count` <= 32 bits from the one at `first`.
+  // Returns `count` <= 32 bits, starting with bit `first`.
   __device__ __forceinline__ uint32_t bits(uint32_t first, uint32_t count) const {
     const uint32_t word = __funnelshift_r(words[first / 32], words[first / 32 + 1], first % 32);
     return count < 32 ? word & ((1u << count) - 1) : word;
@@ -311,9 +309,8 @@ __global__ void __launch_bounds__(kPackThreads)
   }
   tile.load(params, base, static_cast<uint32_t>(ceil_div<int64_t>(end - base, 16)));
   __syncwarp();
-  // A lane makes words that are next to each other, so that it looks for its segment once, and goes
-  // from part to part, as hardly any word has two. 2^28 bytes on an H200, segments of 1001 | of 300
-  // on average | of 64, before that and now: 88.6 | 106 | 142.7 and 83.4 | 95 | 144.7 us.
+  // A lane makes adjacent words, so that it searches for its segment once and then steps from part
+  // to part; hardly any word has two.
   constexpr uint32_t kLaneBytes = 4 * ceil_div<uint32_t>(kPackWarpWords, 32);
   uint32_t position = kLaneBytes * lane;
   const uint32_t lane_end = position + kLaneBytes < num_bytes ? position + kLaneBytes : num_bytes;
@@ -351,7 +348,7 @@ template <typename Index>
 inline cudaError_t launch_packbits(const PackBitsParams& params, bool enable_pdl,
                                    cudaStream_t stream) {
   void (*kernel)(PackBitsParams) = packbits_kernel<kPackThreads>;
-  int64_t bytes = 4 * kPackThreads;  // of a CTA
+  int64_t bytes = 4 * kPackThreads;  // per CTA
   if constexpr (!std::is_same_v<Index, void>) {
     kernel = segment_packbits_kernel<Index>;
     bytes = kPackThreads / 32 * kPackWarpBytes;

@@ -11,7 +11,7 @@ struct PackBitsParams {
   int64_t num_x;
   int64_t num_out;
   const void* indptr;  // [num_segments + 1], where segments start in x; only in the segmented form
-  const void* out_indptr;  // [num_segments + 1], where they start in out
+  const void* out_indptr;  // [num_segments + 1], where segments start in out
   uint32_t num_segments;
   bool big_endian;  // the first bit of eight is the highest one
 };

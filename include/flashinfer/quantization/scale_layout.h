@@ -23,8 +23,9 @@ struct column_major {
   }
 };
 
-// Tiles of 128 rows by 4 groups, as block-scaled tensor cores read them. A row is (quarter, row in
-// the quarter of 32); a tile is [row in the quarter, quarter, group]. Tiles run along rows first.
+// Tiles of 128 rows by 4 groups, as block-scaled tensor cores read them. A row splits into
+// (quarter, row in the quarter of 32), and a tile is [row in the quarter, quarter, group]. Tiles
+// run along rows first.
 struct swizzled_128x4 {
   static constexpr uint32_t kTileRows = 128, kTileCols = 4;
   FLASHINFER_HOST_DEVICE static int64_t offset(uint32_t row, uint32_t col, uint32_t cols, int64_t) {
@@ -33,7 +34,7 @@ struct swizzled_128x4 {
   }
 };
 
-// Tiles of 8 rows by 4 groups, each one row-major.
+// Tiles of 8 rows by 4 groups; each tile is row-major.
 struct swizzled_8x4 {
   static constexpr uint32_t kTileRows = 8, kTileCols = 4;
   FLASHINFER_HOST_DEVICE static int64_t offset(uint32_t row, uint32_t col, uint32_t cols, int64_t) {

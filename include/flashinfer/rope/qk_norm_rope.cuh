@@ -1,11 +1,10 @@
 // RMS norm over all heads of Q and of K (Zhang and Sennrich, "Root Mean Square Layer
-// Normalization", 2019), then a rotary embedding (Su et al., "RoFormer", 2021) whose pairs turn
-// with the frame, the row or the column of a token; V is copied. One kernel from the rows of a QKV
-// projection to the operands of an attention, 8-bit ones if wanted.
+// Normalization", 2019), then a rotary embedding (Su et al., "RoFormer", 2021) whose pairs rotate
+// with the frame, the row or the column of a token; V is copied. One kernel turns the rows of a QKV
+// projection into the operands of an attention, with 8-bit outputs if wanted.
 //
-// A CTA works on Q, on K or on V of one token at a time. A thread takes a unit, which is two
-// vectors half a head apart, as in rope.cuh. The next token's vectors are under way while a CTA
-// reduces, as in norm.cuh, where the schedule was measured.
+// A CTA works on Q, K or V of one token at a time. A thread takes a unit, which is two vectors half
+// a head apart, as in rope.cuh. The next token's vectors load while a CTA reduces, as in norm.cuh.
 #pragma once
 
 #include <flashinfer/collective/block_reduce.cuh>
@@ -32,8 +31,8 @@ struct QkNormRopeTraits {
 
 namespace detail {
 
-// Where a unit's two vectors begin in a row of the part, and the pairs that they hold: in order,
-// or interleaved first those of `first`, then those of `second`.
+// Where a unit's two vectors begin in a row of the part, and which pairs they hold: in order or, if
+// interleaved, first those of `first`, then those of `second`.
 struct QkUnit {
   uint32_t first, second;
   uint32_t pairs_a, pairs_b;
@@ -67,7 +66,7 @@ __device__ __forceinline__ void compute_rotations(const QkNormRopeParams& params
                               : pair < params.row_end   ? row
                                                         : column;
     const uint64_t turn = position * ptx::load_parameter(&params.frequencies.turns[pair]);
-    // The upper half as a signed number is in [-1/2, 1/2) turns, which is [-1, 1) pi.
+    // Read as a signed number, the upper half is in [-1/2, 1/2) turns, that is in [-1, 1) pi.
     const float half_turns = static_cast<float>(static_cast<int32_t>(turn >> 32)) * 0x1p-31f;
     float2 cos_sin;
     sincospif(half_turns, &cos_sin.y, &cos_sin.x);
@@ -94,7 +93,7 @@ __device__ __forceinline__ void load_rotation(const float2* table, const QkUnit&
   }
 }
 
-// A unit's way from the values of the projection to the output.
+// Normalises, rotates and writes one unit.
 template <typename Traits, int kVecSize>
 __device__ __forceinline__ void finish_unit(const QkNormRopePart& part, bool is_v,
                                             const QkUnit& unit,
@@ -156,8 +155,8 @@ __device__ __forceinline__ float sum_of_squares(const Vector<T, kVecSize> (&x)[2
 
 inline constexpr int kQkNormRopeThreads = 512;
 
-// Rows that the CTA's threads hold, kUnits units each. Grid: Q, K and V of a token one after the
-// other, for as many tokens as go round together; shared memory: two tables of rotations.
+// Each of the CTA's threads holds kUnits units of the row. The grid has Q, K and V of a token in
+// sequence, for as many tokens as run at a time. Shared memory holds two tables of rotations.
 template <typename Traits, int kUnits>
 __global__ void __launch_bounds__(kQkNormRopeThreads, kUnits == 1 ? 2 : 1)
     qk_norm_rope_kernel(const __grid_constant__ QkNormRopeParams params) {
@@ -219,8 +218,8 @@ __global__ void __launch_bounds__(kQkNormRopeThreads, kUnits == 1 ? 2 : 1)
         sum = block_reduce_sum(sum, scratch[parity], static_cast<int>(blockDim.x) / 32);
       }
       if (!Traits::kNorm || blockDim.x == 32) __syncthreads();
-      // The next token's table, behind this barrier, which has seen every thread read what was in
-      // its place, and ahead of the next one.
+      // Computes the next token's table. It comes after this barrier, since by then every thread
+      // has read the old entries, and before the next barrier.
       if (token + token_step < params.num_tokens) {
         detail::compute_rotations(params, token + token_step,
                                   tables + (parity ^ 1) * (params.head_dim / 2));
@@ -237,7 +236,8 @@ __global__ void __launch_bounds__(kQkNormRopeThreads, kUnits == 1 ? 2 : 1)
   }
 }
 
-// Rows of any length, a CTA each, read again after the sum; kVecSize 1 serves any alignment.
+// Kernel for rows of any length. Each CTA reads its row again after the sum; kVecSize 1 serves any
+// alignment.
 template <typename Traits, int kVecSize>
 __global__ void __launch_bounds__(1024)
     qk_norm_rope_looped_kernel(const __grid_constant__ QkNormRopeParams params) {
@@ -303,11 +303,8 @@ inline cudaError_t launch_qk_norm_rope(QkNormRopeParams params, bool vectorizabl
   }
   const bool is_wide = num_units > kQkNormRopeThreads;
   const uint32_t threads = round_up(is_wide ? ceil_div(num_units, 2u) : num_units, 32u);
-  // Few tokens go round in as many CTAs as the SMs hold. Of many a CTA takes two, with 8-bit
-  // results four, and brings later ones to L2, 4 MB or 2 MB ahead. 8192 tokens of 40 heads of 128
-  // on an H200, bf16 | 8-bit results: 125.8 | 99.7 us; six tokens and nothing ahead 132.6 | 106.1.
-  // Before, with the table of angles made ahead of the barrier instead of one token early,
-  // persistent CTAs were 3 | 9 % slower than six tokens. Loads and stores that stream: 178.
+  // With few tokens there are as many CTAs as the SMs hold. With many a CTA takes two tokens, four
+  // with 8-bit outputs, and prefetches later ones to L2, 4 MB or 2 MB ahead in memory.
   uint32_t steps = ceil_div<uint32_t>(kParts * params.num_tokens, num_sms * (1024 / threads));
   params.tokens_ahead = 0;
   if (steps >= 32) {

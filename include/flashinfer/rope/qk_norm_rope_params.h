@@ -8,7 +8,7 @@
 
 namespace flashinfer {
 
-// Q, K or V: columns of the projection, and where they go.
+// Q, K or V: its columns of the projection, and its output.
 struct QkNormRopePart {
   const void* weight;     // [num_heads * head_dim]; Q and K only
   void* out;              // [num_tokens, num_heads, head_dim], contiguous
@@ -25,15 +25,15 @@ struct QkNormRopeParams {
   int64_t qkv_stride;               // elements from one token to the next
   uint32_t num_tokens;
   uint32_t head_dim;
-  uint32_t tokens_ahead;  // set at launch: how far ahead a CTA brings a row to L2; 0: none
-  // A token is a patch of a video: its number counts columns, then rows, then frames, then videos.
+  uint32_t tokens_ahead;  // set at launch: how many tokens later a CTA prefetches to L2; 0: none
+  // A token is a patch of a video: its index counts columns, then rows, then frames, then videos.
   FastDivisor columns, rows, frames;
-  // Pairs of a head below `frame_pairs` turn with the frame, those from there below `row_end` with
-  // the row, the others with the column.
+  // Pairs of a head below `frame_pairs` rotate with the frame, pairs from there to `row_end` with
+  // the row, and the others with the column.
   uint32_t frame_pairs, row_end;
   float eps;
-  float attention_factor;       // of cosines and sines
-  RopeFrequencies frequencies;  // of the pairs of a head
+  float attention_factor;       // factor of cosines and sines
+  RopeFrequencies frequencies;  // for the pairs of a head
 };
 
 }  // namespace flashinfer

@@ -1,13 +1,13 @@
 // Rotary position embedding (Su et al., "RoFormer", 2021), out of place or in place, with an
-// optional 8-bit result and an optional paged cache as the destination of K and V:
+// optional 8-bit output and an optional paged cache as the destination of K and V:
 //
 //   (x_a, x_b) <- (x_a cos - x_b sin, x_b cos + x_a sin)        angle = position * frequency_j
 //
-// Pair j is (x_j, x_{j + rope_dim / 2}), or (x_{2j}, x_{2j + 1}) when interleaved. A thread takes
-// kVecSize pairs, that is two vectors ("unit"), of one token and of one or two heads, which share
-// the angles. A CTA works on one segment (the heads of Q, of K, ...), over which threads are
-// counted off: unit, then head, then token. Each element is read and written by one thread, after
-// all of that thread's reads: the kernel works in place.
+// Pair j is (x_j, x_{j + rope_dim / 2}), or (x_{2j}, x_{2j + 1}) if interleaved. A thread takes
+// kVecSize pairs, that is two vectors (a "unit"), of one token and of one or two heads, which share
+// the angles. A CTA works on one segment (the heads of Q, of K, ...), whose threads are numbered by
+// unit, then head, then token. Each element is read and written by one thread, after all of that
+// thread's reads, so the kernel works in place.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -22,7 +22,7 @@
 
 namespace flashinfer {
 
-// TCache: element type of the cache of cosines and sines; void: angles are computed.
+// TCache is the element type of the cos-sin cache; with void, angles are computed.
 template <typename T_, typename TOut_, typename TCache_, bool kInterleave_, bool kAppend_>
 struct RopeTraits {
   using T = T_;
@@ -37,9 +37,8 @@ struct RopeTraits {
 
 namespace detail {
 
-// The thread's two vectors, as elements into the head's part of a segment, and the first of the
-// kVecSize / 2 pairs (or the one pair) that go with the first and with the second half of its
-// angles.
+// The thread's two vectors, as element offsets into the head's part of a segment, and the first of
+// the kVecSize / 2 pairs (or the one pair) for the first and for the second half of its angles.
 struct RopeUnit {
   uint32_t first, second;
   uint32_t pairs_a, pairs_b;
@@ -56,12 +55,12 @@ __device__ __forceinline__ RopeUnit rope_unit(const RopeSegment& segment, uint32
   if constexpr (!Traits::kInterleave)
     return {first, first + half, first, first + kVecSize / 2, true};
   if constexpr (kVecSize == 1) return {2 * unit, 2 * unit + 1, unit, unit, true};
-  // Each vector holds whole pairs: the two are far apart so that a warp reads without gaps.
+  // Each vector holds whole pairs. The two vectors are far apart so that a warp reads without gaps.
   return {first, first + half, first / 2, (first + half) / 2, true};
 }
 
-// Sequence position of a token given by pos_ids, or by the request it belongs to. A token of no
-// request is at position 0, where the rotation is the identity.
+// Sequence position of a token, given by pos_ids or by its request. A token without a request is at
+// position 0, where the rotation is the identity.
 __device__ __forceinline__ int64_t rope_position(const RopeParams& params, uint32_t token,
                                                  uint32_t request) {
   if (params.pos_ids == nullptr) {
@@ -77,8 +76,8 @@ __device__ __forceinline__ int64_t rope_position(const RopeParams& params, uint3
                                    : static_cast<const int32_t*>(params.pos_ids)[token];
 }
 
-// Number of entries of indptr[1 .. batch_size] that are at most `token`: the request of `token`, or
-// batch_size. For the whole warp at once.
+// Request of `token`: the number of entries of indptr[1 .. batch_size] that are at most `token`.
+// The result is batch_size if it has none. All lanes of the warp call together.
 __device__ __forceinline__ uint32_t request_of(const RopeParams& params, uint32_t token) {
   uint32_t count = 0;
   for (uint32_t first = 0; first < params.batch_size; first += 32) {
@@ -94,8 +93,8 @@ struct Rotation {
   float cos[kVecSize], sin[kVecSize];
 };
 
-// Pairs first_pair ... of the row of a position; NaN outside the cache, so that a bad position
-// cannot go unnoticed.
+// Loads pairs first_pair ... of a position's row; NaN for a position outside the cache, so that it
+// does not go unnoticed.
 template <typename TCache, int kVecSize>
 __device__ __forceinline__ void load_rotation(const RopeParams& params, int64_t position,
                                               const RopeUnit& unit, Rotation<kVecSize>& rotation) {
@@ -123,8 +122,8 @@ __device__ __forceinline__ void load_rotation(const RopeParams& params, int64_t 
   }
 }
 
-// Cosines and sines of tokens first_token ... last_token, [tokens][num_pairs]: all heads of the
-// warp need them, so its lanes share the pairs among them.
+// Computes cosines and sines of tokens first_token ... last_token, [tokens][num_pairs]. All heads
+// of the warp need them, so its lanes share the work.
 __device__ __forceinline__ void compute_rotations(const ComputedRopeParams& params,
                                                   uint32_t first_token, uint32_t last_token,
                                                   float2* table) {
@@ -135,7 +134,7 @@ __device__ __forceinline__ void compute_rotations(const ComputedRopeParams& para
     const uint64_t position = static_cast<uint64_t>(rope_position(params, token, request));
     for (uint32_t pair = threadIdx.x % 32; pair < num_pairs; pair += 32) {
       const uint64_t turn = position * ptx::load_parameter(&params.frequencies.turns[pair]);
-      // The upper half as a signed number is in [-1/2, 1/2) turns, which is [-1, 1) pi.
+      // Read as a signed number, the upper half is in [-1/2, 1/2) turns, that is in [-1, 1) pi.
       const float half_turns = static_cast<float>(static_cast<int32_t>(turn >> 32)) * 0x1p-31f;
       float2 cos_sin;
       sincospif(half_turns, &cos_sin.y, &cos_sin.x);
@@ -179,16 +178,11 @@ __device__ __forceinline__ T* rope_row(const RopeRows& rows, uint32_t token, uin
 
 }  // namespace detail
 
-// Measured on an H200 (bf16, 32768 | 8192 tokens of 32 + 8 heads of 128, in place, after L2 was
-// flushed; without rotating 167 | 48 us): two heads per thread 176 | 49.7 us with 64 threads, 178 |
-// 50.2 with 96, 181 | 50.3 with 128; one head 201 | 52.6 with 128 threads (256: 222); four heads
-// 184 | 50.6. Angles that are loaded ahead of the data gain 1 us. In a graph that repeats, stores
-// that do not stream cost 2 to 3 us. Angles that are computed, 32768 tokens: a table per warp 164
-// us with 64 threads, 166 with 128; a table per CTA of 128 167; with the data under way meanwhile
-// 166 to 172; frequencies from the constant bank, whose lanes are served one by one, 180 to 192.
+// Threads of a CTA. Two heads per thread share their angles. The data is loaded before the angles,
+// and a table of computed angles belongs to a warp.
 //
-// What the first wave reads goes to L2 while the grid before it ends, and a long grid lets the next
-// one come when its last CTAs write: 42.7 -> 42.2 us; a short one at once (one token 1.42 -> 1.17).
+// Rows of the first wave are prefetched to L2 while the preceding grid ends. A long grid lets the
+// next one start when its last CTAs write; a short grid at once.
 template <typename Traits, int kHeads>
 inline constexpr int kRopeThreads = kHeads == 1 ? 128 : 64;
 inline constexpr uint32_t kRopePrefetchCtas = 2048;
@@ -240,7 +234,7 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
     }
   };
   detail::Rotation<kVecSize> rotation;
-  uint32_t first_token = 0;  // of the warp
+  uint32_t first_token = 0;  // first token of the warp
   float2* table = rotations + threadIdx.x / 32 * params.rotations_per_warp;
   if constexpr (Traits::kComputed) {
     if (segment.rotates) {
@@ -319,7 +313,7 @@ template <typename Traits>
 inline cudaError_t launch_rope(typename Traits::Params params, bool vectorizable, bool enable_pdl,
                                cudaStream_t stream) {
   constexpr uint32_t kVecSize = 16 / sizeof(typename Traits::T);
-  constexpr uint32_t kMaxIndex = 1u << 30;  // of a thread: FastDivisor takes 31 bits
+  constexpr uint32_t kMaxIndex = 1u << 30;  // per thread: FastDivisor takes 31 bits
   const uint32_t vec_size = vectorizable ? kVecSize : 1, heads = vectorizable ? 2 : 1;
   const uint32_t threads = vectorizable ? kRopeThreads<Traits, 2> : kRopeThreads<Traits, 1>;
   uint64_t max_threads_per_token = 1;

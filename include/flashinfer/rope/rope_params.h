@@ -9,13 +9,13 @@ namespace flashinfer {
 // A [num_tokens, num_heads, dim] view whose last dimension is contiguous. Strides in elements.
 struct RopeRows {
   void* data = nullptr;
-  int64_t stride_token = 0;  // of a paged cache: from one slot of a page to the next
+  int64_t stride_token = 0;  // paged cache: from one slot of a page to the next
   int64_t stride_head = 0;
-  int64_t stride_page = 0;  // of a paged cache only
+  int64_t stride_page = 0;  // paged cache only
 };
 
 // Heads that are all rotated, or all only copied (and quantised): the rotary part of Q or of K, the
-// rest of either, V.
+// rest of either, or V.
 struct RopeSegment {
   RopeRows in, out;  // `out` may be `in`
   uint32_t num_heads = 0;
@@ -23,8 +23,8 @@ struct RopeSegment {
   bool rotates = false;
   bool appends = false;  // `out` is a paged cache
   float scale = 1.f;     // 8-bit outputs are multiplied by it
-  // Set at launch: how threads are counted off over (token, group of heads, unit), and the
-  // segment's first CTA.
+  // Set at launch: how threads are numbered over (token, group of heads, unit), and the segment's
+  // first CTA.
   FastDivisor units, head_groups;
   uint32_t first_cta = 0;
 };
@@ -45,7 +45,7 @@ struct RopeParams {
   const int32_t* indptr;   // [batch_size + 1]
   const int32_t* offsets;  // [batch_size]
   uint32_t batch_size;
-  // Angles that are looked up.
+  // Parameters if angles are looked up.
   const void* cos_sin_cache;  // [cache_rows, rope_dim]: cosines, then sines
   int64_t cos_sin_stride;     // elements
   int64_t cache_rows;
@@ -53,11 +53,11 @@ struct RopeParams {
   PageTable table;
 };
 
-// Angles that are computed.
+// Parameters if angles are computed.
 struct RopeFrequencies {
   static constexpr int kMaxPairs = 256;
-  // Turns (of 2 pi) per position, in units of 2^-64 of a turn: a product with a position modulo
-  // 2^64 is the angle's fraction of a turn, exactly, at any position.
+  // Turns (of 2 pi) per position in units of 2^-64 turn. The product with a position, modulo 2^64,
+  // is the exact fraction of a turn at any position.
   uint64_t turns[kMaxPairs];
 };
 

@@ -53,7 +53,7 @@ struct StreamLayout {
 
 // Sizes of top-p draws from probabilities (top_p/nucleus.cuh).
 struct NucleusLayout {
-  // octave halves per tile, from its largest element's octave on
+  // Octave halves per tile, from its largest element's octave on.
   static constexpr uint32_t kHalves = 64;
   static constexpr uint32_t kCapacity = 8192;   // elements of a row's list
   static constexpr uint32_t kTilesPerList = 4;  // tiles that a CTA of 512 threads searches at once

@@ -45,7 +45,7 @@ struct KernelModel {
   double first_keys;     // [us] until the first keys arrive from DRAM
   double dram, partial;  // [bytes per us], for K and V, and for partial results
   double per_part;       // [us] per part of a row
-  // second tile, for requests that fit it if others do not; 0: one tile for all
+  // Second tile, for requests that fit it if others do not; 0: one tile for all.
   int64_t tile_q_second;
   int64_t portable_tile_kv, portable_piece_tiles;  // as in PlanConfig
   KernelSpeed second_speed;                        // launch with both tiles
@@ -58,7 +58,7 @@ struct KernelModel {
 struct KernelEstimate {
   int64_t tile_q;  // of the portable kernel
   double portable_us, hopper_us;
-  // portable kernel for requests that fit the second tile, Hopper kernel for the others
+  // Portable kernel for requests that fit the second tile, Hopper kernel for the others.
   double apart_us;
   int64_t few_rows;  // most rows of a request that fits the second tile; 0: one tile for all
 };

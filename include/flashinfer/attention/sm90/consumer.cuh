@@ -123,7 +123,7 @@ class HopperConsumer {
           scale[h] = fmaxf(scale[h] * inverse_scale[h], 1e-30f);  // not 0, see scale_log2()
         }
       }
-      // the other warps' rows are ready, too
+      // The other warps' rows are ready, too.
       ptx::named_barrier_sync(kQueryBarrier + group_idx_, 128);
     }
   }
@@ -286,7 +286,7 @@ class HopperConsumer {
 
   // Writes an item's results and releases its slot.
   __device__ __forceinline__ void finish(uint32_t number, WarpState<Tile>& state) {
-    // else values derived from it occupy registers during the loop
+    // Else values derived from it occupy registers during the loop.
     asm volatile("" : "+r"(number));
     Rows::end(state);
     const WorkItem& item = work(number).item;
@@ -322,7 +322,7 @@ class HopperConsumer {
   }
   __device__ __forceinline__ void release_query() {
     uint32_t number = item_;
-    // else the barrier's address occupies a register during the loop
+    // Else the barrier's address occupies a register during the loop.
     asm volatile("" : "+r"(number));
     if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty[number % Tile::kStagesQ]);
   }

@@ -338,7 +338,7 @@ class HopperProducer {
     constexpr int kBlocks = Tile::kHeadDimVO / 32, kTokenGroups = Tile::kTileKV / 16;
     constexpr int kColumnWarps = kBlocks % 4 == 0 ? 4 : kBlocks % 2 == 0 ? 2 : 1;
     constexpr int kTokenWarps = 4 / kColumnWarps;
-    // rows whose addresses this lane gives
+    // Rows whose addresses this lane gives.
     const uint32_t token = lane_idx_ % 16, column = lane_idx_;
     const uint32_t source =
         shared_ + Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV + token * 128;

@@ -37,7 +37,7 @@ struct HopperProducts {
     return __shfl_sync(0xffffffffu, value, 0);
   }
 
-  // logits = q k^T for the group's rows and the first `kTiles` token tiles.
+  // Logits = q k^T for the group's rows and the first `kTiles` token tiles.
   template <int kTiles>
   __device__ __forceinline__ static void multiply_qk(float (&all_logits)[Tile::kTokenTiles][4],
                                                      uint64_t q, uint64_t k) {
@@ -54,7 +54,7 @@ struct HopperProducts {
   // output += p v
   __device__ __forceinline__ static void multiply_pv(WarpState<Tile>& state, const Weights& p,
                                                      uint64_t v) {
-    // columns per instruction
+    // Columns per instruction.
     constexpr int kPart = Tile::kHeadDimVO < 128 ? Tile::kHeadDimVO : 128;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

@@ -26,7 +26,7 @@ struct HopperRows {
   static constexpr bool kByPage =
       Traits::kPaged && sizeof(typename Tile::KV) == 2 && kDim % 64 == 0;
   static constexpr int kChunks = ceil_div(kDim, Tile::kChunkColumns);
-  // distance between chunks
+  // Distance between chunks.
   static constexpr int kChunkBytes = kByPage ? 1024 : Tile::kTileKV * 128;
   static constexpr int kGroupBytes = kByPage ? kChunks * 1024 : 1024;  // bytes of eight rows
 

@@ -60,7 +60,7 @@ struct SelectStorage {
   union {
     struct {
       union {
-        // bins of the group where the target is crossed
+        // Bins of the group where the target is crossed.
         uint64_t group_bins[kMaxRanks][kBinsPerGroup];
         uint32_t local_keys[kMaxLocal];  // this CTA's candidates
       };
