@@ -8,12 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from flashinfer._attention.plan.planner import ANY_ROWS, AttentionPlanner, PlanConfig
 from flashinfer._attention.plan.requests import ArgumentNames
 from flashinfer._attention.plan.requests import Requests as PlannerRequests
 from tests.native_structs import struct_dtype
+
+FUZZ = settings(
+    max_examples=300,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 
 ITEM = struct_dtype("scheduler/work.h", "WorkItem")
 MERGE = struct_dtype("scheduler/work.h", "MergeItem")

@@ -37,18 +37,22 @@ DRAWS: dict[str, Draw] = {
 each_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 
 
-def _logits(rows: int, vocab_size: int, device: torch.device, scale: float = 3.0) -> torch.Tensor:
+def random_logits(
+    rows: int, vocab_size: int, device: torch.device, scale: float = 3.0
+) -> torch.Tensor:
     return torch.randn(rows, vocab_size, device=device) * scale
 
 
-def _probs(rows: int, vocab_size: int, device: torch.device, scale: float = 3.0) -> torch.Tensor:
-    return torch.softmax(_logits(rows, vocab_size, device, scale), -1)
+def random_probs(
+    rows: int, vocab_size: int, device: torch.device, scale: float = 3.0
+) -> torch.Tensor:
+    return torch.softmax(random_logits(rows, vocab_size, device, scale), -1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_softmax(vocab_size, dtype, device):
-    logits = _logits(3, vocab_size, device).to(dtype)
+    logits = random_logits(3, vocab_size, device).to(dtype)
     for temperature in (None, 0.5, torch.tensor([0.1, 1.0, 7.0], device=device)):
         got = flashinfer.softmax(logits, temperature)
         divisor = temperature.view(-1, 1).double() if torch.is_tensor(temperature) else temperature
@@ -61,7 +65,7 @@ def test_softmax(vocab_size, dtype, device):
 @pytest.mark.parametrize("vocab_size", [1, 8192, 8193, 40000, 128256, 140000])
 def test_softmax_of_a_row_does_not_depend_on_its_batch(vocab_size, device):
     """One row is taken by tiles, several by clusters where they fit: the same bits."""
-    logits = _logits(6, vocab_size, device)
+    logits = random_logits(6, vocab_size, device)
     together = flashinfer.softmax(logits, 0.7)
     for i in range(6):
         assert torch.equal(flashinfer.softmax(logits[i : i + 1], 0.7)[0], together[i])
@@ -84,7 +88,7 @@ def test_softmax_limits(device):
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("k", [1, 5, 50, 1000, 10**6])
 def test_top_k_keeps_what_a_sort_keeps(k, vocab_size, dtype, device):
-    logits = _logits(4, vocab_size, device).to(dtype)
+    logits = random_logits(4, vocab_size, device).to(dtype)
     bound = logits.float().sort(descending=True).values[:, min(k, vocab_size) - 1 :][:, :1]
     kept = logits.float() >= bound
     got = flashinfer.top_k_mask_logits(logits, k)
@@ -98,7 +102,7 @@ def test_top_k_keeps_what_a_sort_keeps(k, vocab_size, dtype, device):
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 0.999, 1.0, 2.0])
 def test_top_p_keeps_what_a_sort_keeps(p, vocab_size, device):
-    probs = _probs(16, vocab_size, device)
+    probs = random_probs(16, vocab_size, device)
     values, order = probs.double().sort(descending=True)
     total = values.cumsum(-1)
     single = float(torch.tensor(p, dtype=torch.float32))
@@ -117,7 +121,7 @@ def test_ties_are_all_in_or_all_out(device):
 
 def test_ten_thousand_rows_keep_what_a_sort_keeps(device, full):
     rows = 10_000 if device.type == "cuda" or full else 50
-    probs = _probs(rows, 5003, device)
+    probs = random_probs(rows, 5003, device)
     values = probs.double().sort(descending=True).values
     total = values.cumsum(-1)
     p = torch.rand(rows, device=device)
@@ -132,7 +136,7 @@ def test_ten_thousand_rows_keep_what_a_sort_keeps(device, full):
 @pytest.mark.parametrize("vocab_size", [1, 33, 4097, 20011])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tokens_are_those_of_the_reference(vocab_size, dtype, device):
-    probs = _probs(6, vocab_size, device).to(dtype)
+    probs = random_probs(6, vocab_size, device).to(dtype)
     number = torch.arange(6, device=device)
     key = {"seed": number * 7, "offset": number + 3}
     column = {**key, "seed": key["seed"][:, None]}
@@ -161,7 +165,7 @@ def test_tokens_are_those_of_the_reference(vocab_size, dtype, device):
 @pytest.mark.parametrize("rows", [3, 12])
 def test_a_top_k_that_keeps_all_draws_the_same_as_a_number_and_as_a_tensor(rows, p, order, device):
     vocab_size = 12007 if device.type == "cuda" else 501
-    probs = _probs(rows, vocab_size, device)
+    probs = random_probs(rows, vocab_size, device)
     probs[0] = 1.0
     probs[1] = torch.exp2(-torch.arange(vocab_size, device=device) / 8.0)
     single = torch.full((rows,), p, device=device)
@@ -188,7 +192,7 @@ def test_a_row_does_not_depend_on_its_batch(draw, device, full):
     """With a column of seeds: the same token under permutations and paddings, bit for bit."""
     rows, changes = 17, (1000 if full else 40) if device.type == "cuda" else 2
     vocab_size = 30011 if device.type == "cuda" else 501
-    probs = _probs(rows, vocab_size, device)
+    probs = random_probs(rows, vocab_size, device)
     seed = torch.randint(2**60, (rows, 1), device=device)
     offset = torch.randint(2**40, (rows,), device=device)
     usual = draw(probs, seed=seed, offset=offset)
@@ -210,9 +214,9 @@ def test_a_row_does_not_depend_on_its_batch(draw, device, full):
 def test_top_p_tokens_of_awkward_rows(rows, device):
     """Nuclei that end among thousands of equal elements, among denormals, or very deep."""
     vocab_size = 12007
-    probs = _probs(rows, vocab_size, device)
+    probs = random_probs(rows, vocab_size, device)
     probs[0] = 1.0
-    probs[1] = (_probs(1, vocab_size, device, 0.1) * 1e5).round()
+    probs[1] = (random_probs(1, vocab_size, device, 0.1) * 1e5).round()
     probs[2] = 1e-40 * torch.arange(vocab_size, device=device)
     if rows > 3:
         probs[3] = torch.exp2(-torch.arange(vocab_size, device=device) / 300.0)
@@ -265,7 +269,7 @@ def test_chi_square(draw):
     """A million draws from one distribution, for flat and for peaked ones."""
     draws = 1_000_000
     for scale, vocab_size in ((0.5, 1200), (2.5, 5000)):
-        probs = _probs(1, vocab_size, torch.device("cuda"), scale)
+        probs = random_probs(1, vocab_size, torch.device("cuda"), scale)
         row = torch.zeros(draws, dtype=torch.int32, device="cuda")
         counts = draw(probs, indices=row, seed=17).long().bincount(minlength=vocab_size).double()
         kept = _kept_by(draw, probs)
@@ -310,7 +314,7 @@ def _kept_by(draw: Draw, probs: torch.Tensor) -> torch.Tensor:
 
 
 def test_per_row_filters_beyond_their_range(device):
-    probs = _probs(6, 5003, device)
+    probs = random_probs(6, 5003, device)
     k = torch.tensor([0, -1, 1, 5003, 2**31 - 1, 3], dtype=torch.int32, device=device)
     kept = (flashinfer.top_k_renorm_probs(probs, k) > 0).sum(-1)
     assert kept.tolist() == [5003, 5003, 1, 5003, 5003, 3]
@@ -328,7 +332,7 @@ def test_per_row_filters_beyond_their_range(device):
 
 @pytest.mark.parametrize("vocab_size", [5, 4099, 128256])
 def test_rows_without_distribution_do_not_touch_others(vocab_size, device):
-    probs = _probs(9, vocab_size, device)
+    probs = random_probs(9, vocab_size, device)
     seed = torch.arange(9, device=device)
     usual = flashinfer.sampling_from_probs(probs, seed=seed)
     spoilt = probs.clone()
@@ -363,7 +367,7 @@ def test_one_positive_element_is_always_drawn(device):
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_outputs_of_every_batch_size(rows, device):
-    probs = _probs(rows, 101, device)
+    probs = random_probs(rows, 101, device)
     for draw in DRAWS.values():
         tokens = draw(probs, seed=1)
         assert tokens.shape == (rows,) and tokens.dtype == torch.int32
@@ -391,82 +395,3 @@ def test_a_captured_graph_draws_anew():
         assert results[0] != results[1], name
     with pytest.raises(RuntimeError, match="seed"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         flashinfer.sampling_from_probs(probs)
-
-
-@pytest.mark.parametrize("num_drafts", [0, 1, 3, 40])
-def test_chain_speculative_sampling(num_drafts, device):
-    batch, vocab_size = 7, 517
-    draft_probs = _probs(batch * max(num_drafts, 1), vocab_size, device, 1.0)
-    draft_probs = draft_probs[: batch * num_drafts].view(batch, num_drafts, vocab_size)
-    target_probs = _probs(batch * (num_drafts + 1), vocab_size, device, 1.0)
-    target_probs = target_probs.view(batch, num_drafts + 1, vocab_size)
-    target_probs[:3, :num_drafts] = draft_probs[:3]  # everything is accepted
-    tokens = torch.randint(-1, vocab_size + 1, (batch, num_drafts), device=device).int()
-    tokens[:3].clamp_(0, vocab_size - 1)
-    outputs = assert_matches_reference(
-        flashinfer.chain_speculative_sampling,
-        draft_probs=draft_probs,
-        draft_token_ids=tokens,
-        target_probs=target_probs,
-        seed=torch.arange(batch, device=device),
-    )
-    assert outputs["emitted"][:3].tolist() == [num_drafts] * 3
-
-
-@pytest.mark.gpu
-def test_speculative_tokens_are_the_target_models_own():
-    batch, vocab_size = 400_000, 40
-    device = torch.device("cuda")
-    draft, target = _probs(1, vocab_size, device, 1.0), _probs(2, vocab_size, device, 1.0)
-    tokens = flashinfer.sampling_from_probs(
-        draft, indices=torch.zeros(batch, dtype=torch.int32, device=device), seed=3
-    )
-    emitted, _, _ = flashinfer.chain_speculative_sampling(
-        draft.expand(batch, 1, -1).contiguous(),
-        tokens.view(batch, 1),
-        target.expand(batch, 2, -1).contiguous(),
-        seed=4,
-    )
-    expected = target[0].double() * batch
-    counts = emitted[:, 0].long().bincount(minlength=vocab_size)
-    statistic = ((counts - expected).square() / expected).sum().item()
-    assert statistic < vocab_size - 1 + 5 * math.sqrt(2 * (vocab_size - 1))
-
-
-@pytest.mark.gpu
-def test_a_million_adversarial_rows():
-    """No hang, no illegal access, no token out of range."""
-    device, vocab_size, rows = torch.device("cuda"), 1031, 62_500
-    special = torch.tensor(
-        [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, 1e-38, 3e38, 1.0, -1.0], device=device
-    )
-    for _ in range(16):
-        kind = torch.randint(0, 8, (rows, 1), device=device)
-        logits = _logits(rows, vocab_size, device, 10.0)
-        spoilt = special[torch.randint(len(special), logits.shape, device=device)]
-        one_hot = torch.where(logits == logits.amax(-1, keepdim=True), 1.0, 0.0)
-        probs = torch.softmax(logits, -1)
-        probs = torch.where(kind == 0, spoilt, probs)
-        probs = torch.where(kind == 1, one_hot, probs)
-        probs = torch.where(kind == 2, spoilt[:, :1], probs)
-        probs = torch.where(kind == 3, (probs * 1e4).floor() * 1e-4, probs)
-        probs = torch.where(kind == 4, probs * 1e-42, probs)
-        k = torch.tensor([0, 1, 50, vocab_size, vocab_size + 9, -5, 500], device=device)
-        k = k[torch.randint(len(k), (rows,), device=device)].int()
-        p = torch.tensor([0.0, 1.0, 0.9, 1.5, -1.0, math.nan, 1e-9, 0.999999], device=device)
-        p = p[torch.randint(len(p), (rows,), device=device)]
-        for tokens in (
-            flashinfer.sampling_from_probs(probs, seed=1),
-            flashinfer.sampling_from_logits(probs, seed=1),
-            flashinfer.top_p_sampling_from_probs(probs, p, seed=1),
-            flashinfer.top_k_sampling_from_probs(probs, k, seed=1),
-            flashinfer.min_p_sampling_from_probs(probs, p, seed=1),
-            flashinfer.top_k_top_p_sampling_from_probs(probs, k, p, seed=1),
-            flashinfer.top_k_top_p_sampling_from_logits(probs, k, p, seed=1),
-        ):
-            assert bool(((tokens >= 0) & (tokens < vocab_size)).all())
-        flashinfer.top_p_renorm_probs(probs, p)
-        flashinfer.top_k_renorm_probs(probs, k)
-        flashinfer.top_k_mask_logits(probs, k)
-        flashinfer.top_k(probs, 64)
-    torch.cuda.synchronize()
