@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CALLS = """
 import torch
-from tests.unit.test_attention_wrapper_refusals import _RUNS, half, ints, workspace
+from tests.unit.test_attention_wrapper_refusals import half, ints, workspace
+from tests.unit.test_attention_wrapper_runs import _RUNS
 import flashinfer
 
 for plan, (arguments, _) in _RUNS.items():

@@ -15,6 +15,7 @@ from flashinfer._attention.plan.choice import choose_kernel
 from flashinfer._attention.plan.requests import CustomMask, ItemScoring
 from flashinfer.jit.attention import hopper
 from flashinfer.reference_backend import reference_backend
+from tests.unit.test_attention_backend_plans import workspace
 from tests.unit.test_attention_backends import (
     BF16,
     CUDA,
@@ -26,7 +27,6 @@ from tests.unit.test_attention_backends import (
     QUERY_HOOK,
     problem,
     variant,
-    workspace,
 )
 
 DOCUMENT = Path(flashinfer.__file__).parents[1] / "docs" / "attention.md"

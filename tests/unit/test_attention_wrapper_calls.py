@@ -28,7 +28,6 @@ from flashinfer.trace.templates.attention_reference import (
     _ragged_attention_reference,
 )
 from tests.unit.test_attention_wrapper_refusals import (
-    _RUNS,
     half,
     plan_batch_pod,
     plan_bsr,
@@ -38,6 +37,7 @@ from tests.unit.test_attention_wrapper_refusals import (
     plan_sinks,
     plan_variable,
 )
+from tests.unit.test_attention_wrapper_runs import _RUNS
 
 
 def _launch(
