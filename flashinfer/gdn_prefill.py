@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ._common.arch import get_compute_capability
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, check_tensor, destination, resolve_scale
 from ._linear_attention.chunk_delta_rule import CHUNK_SIZE, run_chunk_delta_rule
@@ -19,6 +20,9 @@ from .jit.delta_rule import CHUNK_HEAD_DIMS
 from .trace.templates.gated_delta_rule import chunk_gated_delta_rule_trace
 
 __all__ = ["chunk_gated_delta_rule"]
+
+_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities whose CTAs may have 99 KiB of shared memory."""
 
 
 @flashinfer_api(trace=chunk_gated_delta_rule_trace)
@@ -137,13 +141,19 @@ def chunk_gated_delta_rule(
         "normalize_qk": use_qk_l2norm_in_kernel,
         "cu_seqlens": cu_seqlens,
     }
-    chunked = q.shape[2] in CHUNK_HEAD_DIMS and v.shape[2] % 64 == 0
+    sizes_fit = q.shape[2] in CHUNK_HEAD_DIMS and v.shape[2] % 64 == 0
+    chunked = sizes_fit and _has_room_for_chunks(q)
     run = run_chunk_delta_rule if chunked else run_delta_rule
     run(out[None], q[None], k[None], v[None], gates, states, **options)
     if not output_final_state:
         return out
     assert final is not None
     return out, final
+
+
+def _has_room_for_chunks(q: torch.Tensor) -> bool:
+    """Whether a CTA may have the 114 KiB of shared memory that two chunks take."""
+    return not q.is_cuda or get_compute_capability(q.device) not in _SMALL
 
 
 def _batched(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -26,6 +26,7 @@ class DeltaRuleConfig(ModuleConfig):
     """
 
     module: ClassVar[str] = "delta_rule"
+    supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
 
     dtype: torch.dtype
     state_dtype: torch.dtype
@@ -67,6 +68,7 @@ class ChunkDeltaRuleConfig(ModuleConfig):
     """What selects code of the chunked form."""
 
     module: ClassVar[str] = "chunk_delta_rule"
+    supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
 
     dtype: torch.dtype
     state_dtype: torch.dtype

@@ -28,6 +28,7 @@ class SelectiveStateConfig(ModuleConfig):
     """
 
     module: ClassVar[str] = "selective_state"
+    supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
 
     dtype: torch.dtype
     state_dtype: torch.dtype
