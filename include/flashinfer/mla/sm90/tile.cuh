@@ -28,7 +28,8 @@ struct MlaTile {
   static constexpr int kOutputTiles = kDimCkv / 2 / 8;
 
   static constexpr int kConsumerThreads = 256, kThreads = 384;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = kDimCkv == 512 ? 56 : 72;
+  static constexpr int kConsumerRegisters = kDimCkv == 512 ? 224 : 216;
 
   static constexpr int kOffsetQ = 0;
   static constexpr int kOffsetK = kChunks * kChunkBytes;  // of block 0
