@@ -11,7 +11,12 @@ import textwrap
 
 import pytest
 import torch
-from test_api_dump import (
+
+import flashinfer
+from flashinfer._instrument import call as api_call
+from flashinfer._instrument import dump as api_dump
+from flashinfer.api_logging import replay_from_dump, replay_sequence
+from tests.unit.test_api_dump import (
     Wrapper,
     add_in_place,
     dumped,
@@ -20,12 +25,7 @@ from test_api_dump import (
     replay_only,
     scale,
 )
-from test_api_dump import folder as folder
-
-import flashinfer
-from flashinfer._instrument import call as api_call
-from flashinfer._instrument import dump as api_dump
-from flashinfer.api_logging import replay_from_dump, replay_sequence
+from tests.unit.test_api_dump import folder as folder
 
 
 @pytest.mark.parametrize(

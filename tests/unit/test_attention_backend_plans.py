@@ -7,9 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from test_attention_backends import BF16, int32
-from test_attention_backends import on_hopper as on_hopper
-from test_attention_backends import target as target
 
 import flashinfer
 from flashinfer._attention.plan import mixed
@@ -25,6 +22,9 @@ from flashinfer.jit.attention import (
 )
 from flashinfer.reference_backend import reference_backend
 from tests.attention_plans import layout_of
+from tests.unit.test_attention_backends import BF16, int32
+from tests.unit.test_attention_backends import on_hopper as on_hopper
+from tests.unit.test_attention_backends import target as target
 
 HEADS = (8, 2, 128)
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention_wrapper_refusals import (
+
+import flashinfer
+from flashinfer.reference_backend import reference_backend
+from tests.unit.test_attention_wrapper_refusals import (
     LONG,
     WRONG_PLANS,
     argument_of,
@@ -21,9 +24,6 @@ from test_attention_wrapper_refusals import (
     plan_variable,
     workspace,
 )
-
-import flashinfer
-from flashinfer.reference_backend import reference_backend
 
 _Q, _CACHE = half(21, 8, 64), half(5, 2, 16, 2, 64)
 _RUNS: dict[Callable[..., Any], tuple[dict[str, Any], list[tuple[str, Any]]]] = {
