@@ -23,6 +23,8 @@ from typing import Any
 from .._instrument.call import public_path
 from ..jit.attention import AttentionConfig
 from ..jit.config import ModuleConfig
+from ..jit.delta_rule import ChunkDeltaRuleConfig, DeltaRuleConfig
+from ..jit.mamba import SelectiveStateConfig
 
 ARCHITECTURES = (
     "7.5", "8.0", "8.6", "8.9", "9.0a", "10.0a", "10.3a", "11.0a", "12.0a", "12.1a",
@@ -49,7 +51,12 @@ TESTED = {("9.0a", family) for family in _ON_HOPPER}
 
 
 _ATTENTION = ("attention", "decode", "pod", "prefill", "sparse")  # modules of one family
-_CONFIGS: dict[str, type[ModuleConfig]] = {"attention": AttentionConfig}
+_CONFIGS: dict[str, type[ModuleConfig]] = {
+    "attention": AttentionConfig,
+    "gdn_decode": DeltaRuleConfig,
+    "gdn_prefill": ChunkDeltaRuleConfig,
+    "mamba": SelectiveStateConfig,
+}
 """What says which architectures a family's kernels are for, if not all."""
 
 
