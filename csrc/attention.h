@@ -17,11 +17,11 @@ using ConfiguredVariantParams = UserVariantParams;
 using ConfiguredVariantParams = VariantParams;
 #endif
 
-// One launch for the plan's items and, if any tile was cut, one that merges.
+// Launches the plan's items and, if any tile was split, the merge.
 cudaError_t attention(const AttentionParams<ConfiguredVariantParams>& params, bool enable_pdl,
                       cudaStream_t stream);
 
-// How many CTAs of the attention kernel an SM of the current device takes.
+// Number of CTAs of the attention kernel that fit on an SM of the current device.
 cudaError_t attention_ctas_per_sm(int* ctas);
 
 }  // namespace flashinfer

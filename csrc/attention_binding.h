@@ -1,8 +1,8 @@
 // Checks and state of the attention bindings.
 //
-// A plan's tensors and options are checked once, by attention_bind(), and kept as ready launch
-// arguments in a CPU tensor that Python owns (struct_tensor.h). A run checks q, k, v, o and lse
-// only and launches.
+// attention_bind() checks a plan's tensors and options once and keeps them as ready launch
+// arguments in a CPU tensor that Python owns (struct_tensor.h). A run checks only q, k, v, o and
+// lse, and launches.
 #pragma once
 
 #include <flashinfer/scheduler/plan_layout.h>
@@ -18,20 +18,20 @@ namespace flashinfer {
 
 using ffi::Tensor;
 
-// What a plan says of the tensors of one kind of work item.
+// Requirements of a plan on the tensors of one kind of work item.
 struct PlannedTensors {
   int64_t qo_tokens;
   int64_t kv_entries;  // paged: entries of kv_indices; ragged: tokens
-  int64_t paged_rows;  // at least 0: k and v are this many tokens, to be read as pages
+  int64_t paged_rows;  // if not negative, k and v have this many tokens and are read as pages
   bool is_hnd;
-  bool exact_tokens;  // false: q may have more rows than the plan, which are left alone
+  bool exact_tokens;  // false: q may have more rows than the plan; they are left unchanged
 };
 
-// What attention_bind() writes and attention_run() reads.
+// Written by attention_bind() and read by attention_run().
 struct AttentionLaunch {
   static constexpr uint64_t kTag = 0x61747465'6e74696fu;
 
-  uint64_t tag;  // bytes that were not bound do not begin with it
+  uint64_t tag;  // bytes that were not bound have a different tag
   AttentionParams<ConfiguredVariantParams> params;
   PlannedTensors planned[2];
   int32_t device_id;
@@ -46,7 +46,7 @@ inline AttentionLaunch& bound_launch_of(ffi::Args& args) {
   return launch;
 }
 
-// Rows that are read or written 16 bytes at a time.
+// Checks rows that are read or written 16 bytes at a time.
 inline void check_rows(const Tensor& tensor) {
   ffi::check_last_dim_contiguous(tensor);
   bool aligned = ffi::is_aligned(tensor, 16);
@@ -61,7 +61,7 @@ inline void check_rows(const Tensor& tensor) {
   }
 }
 
-// A contiguous operand of the options, by its elements; the device is checked by the caller.
+// Elements of a contiguous operand of the options; the caller checks the device.
 template <typename T>
 const T* option_data(const Tensor& tensor, DLDataType type, int64_t min_length) {
   if (!tensor) return nullptr;
@@ -89,7 +89,7 @@ inline void check_on_device(const Tensor& tensor, int32_t device_id) {
   }
 }
 
-// A factor of each of `heads` heads, or one of all of them.
+// A factor for each of `heads` heads, or one factor for all.
 inline HeadScale read_head_scale(ffi::Args& args, const char* name, int64_t heads,
                                  int32_t device_id) {
   const Tensor scale = args.optional_tensor(name);
@@ -101,7 +101,7 @@ inline HeadScale read_head_scale(ffi::Args& args, const char* name, int64_t head
   return {static_cast<const float*>(scale.data()), is_one ? 0 : scale.stride(0)};
 }
 
-// The query and the output of one run.
+// Checks and sets the query and the output of one run.
 inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned, int64_t heads,
                         const Tensor& q, const Tensor& o, const Tensor& lse) {
   ffi::check_dtype(q, ffi::dtype::FLASHINFER_CFG_DTYPE_Q);
@@ -133,8 +133,8 @@ inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned
   ffi::check_disjoint(lse, o);
 }
 
-// Keys and values in pages: two caches, or one with a dimension of 2 after the pages. Pages of one
-// token need no dimension for it: engines keep [tokens, heads, dim].
+// Checks and sets keys and values in pages: two caches, or one with a dimension of 2 after the
+// pages. Pages of one token may lack the dimension of slots: engines keep [tokens, heads, dim].
 inline void set_paged(AttentionTensors& tensors, bool is_hnd, int64_t page_size, int64_t heads,
                       const Tensor& k, const Tensor& v) {
   const int parts = v ? 0 : 1;
@@ -174,7 +174,7 @@ inline void set_paged(AttentionTensors& tensors, bool is_hnd, int64_t page_size,
   tensors.num_pages = static_cast<uint32_t>(k.dim(0));
 }
 
-// Keys and values as tokens: [tokens, heads, dim], or [heads, tokens, dim] for HND.
+// Checks and sets keys and values as tokens: [tokens, heads, dim], or [heads, tokens, dim] for HND.
 inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned, int64_t min_tokens,
                        int64_t heads, const Tensor& k, const Tensor& v) {
   const int token = planned.is_hnd ? 1 : 0, head = 1 - token;
@@ -200,8 +200,8 @@ inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned,
   tensors.v_stride_head = v.stride(head);
 }
 
-// Tokens, [tokens, heads, dim] or [heads, tokens, dim], read as pages that follow each other. The
-// last one may end behind the tensors: its slots from `paged_rows` on are of no request.
+// Reads tokens, [tokens, heads, dim] or [heads, tokens, dim], as consecutive pages. The last page
+// may extend past the end of the tensors: no request uses its slots from `paged_rows` on.
 inline void set_paged_rows(AttentionTensors& tensors, const PlannedTensors& planned,
                            int64_t page_size, int64_t heads, const Tensor& k, const Tensor& v) {
   set_ragged(tensors, planned, planned.paged_rows, heads, k, v);
@@ -210,7 +210,7 @@ inline void set_paged_rows(AttentionTensors& tensors, const PlannedTensors& plan
   tensors.num_pages = static_cast<uint32_t>((planned.paged_rows + page_size - 1) / page_size);
 }
 
-// What the caller of a run calls its tensors: those of a launch with one set, or of either kind.
+// Names of the tensors in the caller's signature, for a launch with one set or for either kind.
 struct TensorNames {
   const char *q, *k, *v, *cache, *cache_k, *cache_v, *o, *lse;
 };
@@ -222,8 +222,8 @@ constexpr TensorNames kTensorNames[3] = {
      "lse_d"},
 };
 
-// The tensors of one kind, read from the arguments q, k, v | None, o, lse | None. Where they are is
-// for the caller to check, when everything else is.
+// The tensors of one kind, read from the arguments q, k, v | None, o, lse | None. The caller checks
+// their devices after everything else.
 struct RunTensors {
   Tensor q, k, v, o, lse;
 
@@ -263,12 +263,12 @@ inline RunTensors read_tensors(ffi::Args& args, const AttentionLaunch& launch, i
 }
 
 // Fills the members that a user's variant adds: `read(reader)` of the rendered struct calls these
-// in the order in which run() takes the values.
+// functions in the order in which run() takes the values.
 class VariantReader {
  public:
   explicit VariantReader(ffi::Args& args) : args_(args) {}
 
-  // Names that begin with maybe_ may be None.
+  // A tensor whose name begins with maybe_ may be None.
   template <typename T>
   void tensor(const char* name, T*& pointer, const char* type) {
     const bool optional = std::strncmp(name, "maybe_", 6) == 0;

@@ -1,4 +1,4 @@
-// What a module's configuration selects, for both attention kernels.
+// The compile-time configuration of a module, for both attention kernels.
 #pragma once
 
 #include <flashinfer/attention/variant.cuh>

@@ -53,7 +53,7 @@ FLASHINFER_FFI_EXPORT_INT(attention_ctas_per_sm, args) {
   int ctas = 0;
   const cudaError_t status = flashinfer::attention_ctas_per_sm(&ctas);
   if (status == cudaErrorInvalidValue) {
-    cudaGetLastError();  // said here, not at the next call of somebody else
+    cudaGetLastError();  // reported here, not at the next call of another module
     const int cc = ffi::device_info(workspace).compute_capability;
     ffi::raise(
         "ValueError",
@@ -101,7 +101,7 @@ FLASHINFER_FFI_EXPORT(attention_bind, args) {
   params.partial_o = reinterpret_cast<float*>(floats);
   params.partial_sums = reinterpret_cast<float2*>(floats + plan.sums_offset);
 
-  // Whether this is a GPU is looked at when it is used.
+  // Whether this is a GPU is checked when it is used.
   launch.device_id = float_workspace.dl->device.device_id;
   if (kv_indices) params.tensors[0].kv_indices = page_numbers(kv_indices, planned);
   launch.tag = AttentionLaunch::kTag;
@@ -137,7 +137,7 @@ FLASHINFER_FFI_EXPORT(attention_options, args) {
 }
 
 FLASHINFER_FFI_EXPORT(attention_mask, args) {
-  // As the base: a user's variant may have members of the same names.
+  // Taken as the base class, since a user's variant may have members of the same names.
   VariantParams& variant = bound_launch_of(args).params.variant;
   const Tensor mask = args.tensor("custom_mask");
   const Tensor indptr = args.tensor("mask_indptr");
@@ -196,7 +196,7 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   given.check_device(launch.device_id);
   if (sinks) check_on_device(sinks, launch.device_id);
 
-  if (params.num_ctas.divisor == 0) return;  // no query at all
+  if (params.num_ctas.divisor == 0) return;  // there are no queries
   const DLTensor device{nullptr, {kDLCUDA, launch.device_id}, 0, {}, nullptr, nullptr, 0};
   const Tensor place{&device, "q"};
   const ffi::DeviceGuard guard(place);

@@ -39,7 +39,7 @@ namespace {
 struct Planner {
   static constexpr uint64_t kTag = 0x706c616e'6e657221u;
 
-  uint64_t tag = kTag;  // bytes that are no planner do not begin with it
+  uint64_t tag = kTag;  // bytes that are not a planner have a different tag
   PlanLayout* layout;
   PlanConfig config = {};
   RequestGroup groups[2];
@@ -145,7 +145,7 @@ void check_workspace(const char* name, int64_t needed, int64_t given) {
              static_cast<long long>(needed), static_cast<long long>(given));
 }
 
-// Puts the work list where it belongs.
+// Writes the work list to its destination.
 void write_plan(Planner& planner, const Tensor& workspace) {
   const PlanLayout& layout = planner.planner.layout();
   ffi::check_ndim(workspace, 1, 1);
@@ -199,7 +199,8 @@ FLASHINFER_FFI_EXPORT(attention_plan_configure, args) {
   PlanConfig config = exact_struct_in<PlanConfig>(args.tensor("config"));
   args.all_taken();
   check_config(config);
-  // What is not cut at all is cut alike in every batch: engines that want that ask for both.
+  // Without splitting, the result does not depend on the batch: engines that need that set both
+  // options.
   config.fixed_split_size =
       config.disable_split_kv ? 0
                               : ceil_div(config.fixed_split_size, config.tile_kv) * config.tile_kv;
@@ -222,7 +223,7 @@ FLASHINFER_FFI_EXPORT(attention_plan, args) {
   const int64_t float_bytes = args.integer("float_workspace_bytes");
   const PlanConfig& config = planner.config;
   const RequestGroup* second = planner.has_second ? &planner.groups[1] : nullptr;
-  planner.has_second = false;  // whatever becomes of this plan
+  planner.has_second = false;  // reset even if planning fails
 
   int64_t longest = read_requests(args, config.group_size, planner.groups[0]);
   if (second) longest = std::max(longest, planner.longest_second);
@@ -256,7 +257,7 @@ FLASHINFER_FFI_EXPORT(attention_estimate, args) {
   KernelEstimate& estimate = exact_struct_in<KernelEstimate>(args.tensor("estimate"));
   const KernelModel& model = exact_struct_in<KernelModel>(args.tensor("model"));
   check_model(model);
-  thread_local RequestGroup group;  // not freed, as a planner's scratch is not
+  thread_local RequestGroup group;  // kept, like a planner's scratch memory
   read_requests(args, model.group_size, group);
   estimate = KernelEstimator(model, group).estimate();
 }

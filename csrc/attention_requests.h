@@ -1,5 +1,5 @@
-// The requests of an attention plan, as bindings take them: host tensors of lengths, each checked
-// by the name that its caller knows.
+// The requests of an attention plan as bindings take them: host tensors of lengths, each checked
+// under the name that the caller uses.
 #pragma once
 
 #include <flashinfer/scheduler/attention_tiles.h>
@@ -13,11 +13,11 @@ namespace flashinfer {
 
 using ffi::Tensor;
 
-// What a public function calls these arguments. Python chooses one by its position: ArgumentNames
-// in flashinfer/_attention/plan/requests.py.
+// Names of these arguments in a public function. Python chooses an entry by its position:
+// ArgumentNames in flashinfer/_attention/plan/requests.py.
 struct ArgumentNames {
   const char *qo_indptr, *kv_indptr, *kv_len, *last_page_len;
-  bool first_row_is_0;  // false: rows in front of the first request are not the caller's
+  bool first_row_is_0;  // false: rows before the first request are not the caller's
 };
 constexpr ArgumentNames kArgumentNames[] = {
     {"qo_indptr", "indptr", "seq_lens", "last_page_len", false},
@@ -49,8 +49,8 @@ struct RequestArguments {
   bool first_row_is_0;
 };
 
-// Takes the fields of `Requests` in flashinfer/_attention/plan/requests.py in their order, then
-// `causal` and `window_left`.
+// Takes the fields of `Requests` in flashinfer/_attention/plan/requests.py in order, then `causal`
+// and `window_left`.
 inline RequestArguments take_request_arguments(ffi::Args& args, RequestGroup& group) {
   const int64_t position = args.integer_in("argument_names", 0, std::size(kArgumentNames) - 1);
   const ArgumentNames& names = kArgumentNames[position];
@@ -76,14 +76,14 @@ inline RequestArguments take_request_arguments(ffi::Args& args, RequestGroup& gr
   return result;
 }
 
-// Length in tokens of request i with `pages` pages, from whichever tensors there are.
+// Length in tokens of request i with `pages` pages, from the tensors that were given.
 inline int64_t paged_length(const RequestArguments& arguments, const int32_t* kv_len,
                             const int32_t* last_page_len, int64_t i, int64_t pages) {
   const int64_t page_size = arguments.page_size;
   int64_t length = 0;
   if (last_page_len) {
     const int64_t last = last_page_len[i];
-    // Engines pad a batch with requests that have no page and any last_page_len.
+    // Engines pad a batch with requests that have no pages and an arbitrary last_page_len.
     const int64_t low = pages > 0 ? 1 : 0;
     if (last < low || last > page_size) {
       ffi::raise("ValueError",
@@ -119,8 +119,8 @@ inline int64_t paged_length(const RequestArguments& arguments, const int32_t* kv
   return length;
 }
 
-// Takes the arguments of a group, checks every number, and gathers the requests. Returns the most
-// query tokens of a request.
+// Takes the arguments of a group, checks every number, and collects the requests. Returns the
+// largest number of query tokens of a request.
 inline int64_t read_requests(ffi::Args& args, int64_t group_size, RequestGroup& group) {
   const RequestArguments arguments = take_request_arguments(args, group);
   const Tensor& kv_name = arguments.kv_indptr;
@@ -132,7 +132,7 @@ inline int64_t read_requests(ffi::Args& args, int64_t group_size, RequestGroup& 
   if (arguments.qo_indptr) qo_indptr = host_indices(arguments.qo_indptr, batch_size + 1);
   if (arguments.kv_len) kv_len = host_indices(arguments.kv_len, batch_size);
   if (arguments.last_page_len) last_page_len = host_indices(arguments.last_page_len, batch_size);
-  // Above 0 in a slice of a larger batch, whose tensors are given whole.
+  // A slice of a larger batch, whose tensors are given whole, begins above 0.
   if (kv_indptr[0] < 0) raise_element(kv_name.name, 0, kv_indptr[0], "at least", 0);
   if (qo_indptr && qo_indptr[0] < 0) {
     raise_element(arguments.qo_indptr.name, 0, qo_indptr[0], "at least", 0);

@@ -15,7 +15,7 @@ using ffi::Tensor;
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
 constexpr int64_t kVecSize = 16 / (kDtype.bits / 8);
 
-// v[..., heads, head_dim] and s[..., heads] describe the same states.
+// Checks that v[..., heads, head_dim] and s[..., heads] describe the same states.
 void check_states(const Tensor& v, const Tensor& s, int ndim) {
   ffi::check_dtype(v, kDtype);
   ffi::check_ndim(v, ndim, ndim);
@@ -63,7 +63,7 @@ bool rows_are_vectors(const Tensor& v) {
   return aligned;
 }
 
-// The caller has set what the inputs are; `tensors` holds every tensor of the call.
+// Launches a merge. The caller has set the inputs; `tensors` holds every tensor of the call.
 void launch(MergeStatesParams& params, const Tensor& v_out, const Tensor& s_out,
             std::initializer_list<Tensor> values, std::initializer_list<Tensor> others) {
   params.v_out = v_out.data();

@@ -45,7 +45,7 @@ class Args {
     return result;
   }
 
-  // None gives a Tensor that is false.
+  // None gives an empty Tensor, which converts to false.
   Tensor optional_tensor(const char* name) {
     const TVMFFIAny& value = next(name);
     if (value.type_index == kTVMFFINone) return {nullptr, name};
@@ -62,7 +62,7 @@ class Args {
     raise_type(name, "a number", value);
   }
 
-  // From `low` to `high`, both included.
+  // Accepts `low` to `high`, both included.
   double number_in(const char* name, double low, double high) {
     const double value = number(name);
     if (!(value >= low && value <= high)) {
@@ -71,7 +71,7 @@ class Args {
     return value;
   }
 
-  // Finite, and positive or at least zero.
+  // A finite number that is positive, or at least zero if `zero` allows it.
   double positive(const char* name, Zero zero = Zero::refused) {
     const double value = number(name);
     const bool fits = zero == Zero::allowed ? value >= 0. : value > 0.;
@@ -82,7 +82,7 @@ class Args {
     return value;
   }
 
-  // The same of the float32 that a kernel takes. One that is positive has a finite reciprocal.
+  // The same for the float32 that a kernel takes. A positive one has a finite reciprocal.
   float float32(const char* name, Zero zero = Zero::refused) {
     const double value = number(name);
     const auto rounded = static_cast<float>(value);
@@ -100,7 +100,7 @@ class Args {
     return value.v_int64;
   }
 
-  // From `low` to `high`, both included.
+  // Accepts `low` to `high`, both included.
   int64_t integer_in(const char* name, int64_t low, int64_t high) {
     const int64_t value = integer(name);
     if (value < low || value > high) {
@@ -165,7 +165,7 @@ class Args {
     return text;
   }
 
-  // What follows the header of an array object (part of the stable ABI, as for tensors).
+  // Follows the header of an array object (part of the stable ABI, as for tensors).
   struct ArrayCell {
     const TVMFFIAny* elements;
     int64_t size;
@@ -304,7 +304,7 @@ inline void check_launch(cudaError_t status) {
   }                                                                                                \
   static void name##_ffi(::flashinfer::ffi::Args& args)
 
-// The same of a function that returns an int64_t.
+// The same for a function that returns an int64_t.
 #define FLASHINFER_FFI_EXPORT_INT(name, args)                                            \
   static int64_t name##_ffi(::flashinfer::ffi::Args& args);                              \
   extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* values,     \

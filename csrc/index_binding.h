@@ -7,7 +7,7 @@
 
 namespace flashinfer::ffi {
 
-// A contiguous int32 vector of `length` elements; any length where that is negative.
+// Checks a contiguous int32 vector of `length` elements; a negative `length` allows any.
 inline void check_indices(const Tensor& tensor, int64_t length) {
   check_dtype(tensor, dtype::int32);
   check_ndim(tensor, 1, 1);
@@ -19,7 +19,7 @@ inline void check_indices(const Tensor& tensor, int64_t length) {
   }
 }
 
-// [batch_size + 1]; gives batch_size.
+// Checks a tensor [batch_size + 1] and returns batch_size.
 inline int64_t check_indptr(const Tensor& indptr) {
   check_indices(indptr, -1);
   if (indptr.dim(0) < 1) {
@@ -65,12 +65,12 @@ struct CacheAxes {
 
 inline CacheAxes cache_axes(bool is_hnd) { return is_hnd ? CacheAxes{2, 1} : CacheAxes{1, 2}; }
 
-// Copies move units of the largest size that divides every address, size and stride: collected
-// here, in bytes.
+// Copies move units of the largest size that divides every address, size and stride; this collects
+// these, in bytes.
 class UnitSize {
  public:
   void divides(int64_t bytes) { bits_ |= static_cast<uint64_t>(bytes); }
-  // The address of every row: all strides but the last dimension's.
+  // Collects the address of every row: all strides but the last dimension's.
   void divides_rows(const Tensor& tensor) {
     divides(static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data())));
     divides(tensor.dim(-1) * tensor.itemsize());

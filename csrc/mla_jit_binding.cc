@@ -17,7 +17,7 @@ using ffi::Tensor;
 
 constexpr int64_t kDimCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kDimKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
 
-// What the kernel finds where in the workspaces.
+// Sets the kernel's pointers into the workspaces.
 void bind(MlaParams& params, const MlaPlan& plan, const Tensor& ints, const Tensor& floats) {
   const MlaPlanLayout layout(plan.num_ctas);
   const char* base = static_cast<const char*>(ints.data());

@@ -34,8 +34,7 @@ bool rows_are_vectors(const ffi::Tensor& tensor) {
   return aligned;
 }
 
-// [batch, heads, hidden] is one row dimension where the strides allow it, as in a contiguous
-// tensor.
+// Whether [batch, heads, hidden] folds into one row dimension, as in a contiguous tensor.
 bool heads_fold(const ffi::Tensor& tensor) {
   return tensor.dim(0) == 1 || tensor.stride(0) == tensor.dim(1) * tensor.stride(1);
 }
@@ -76,7 +75,7 @@ Call take(ffi::Args& args) {
   return call;
 }
 
-// A vector of one value per column.
+// Checks a vector of one value per column.
 void check_columns(const ffi::Tensor& tensor, int64_t hidden_size, const ffi::Tensor& out) {
   ffi::check_dtype(tensor, kWeightDtype);
   ffi::check_shape(tensor, {hidden_size});

@@ -20,8 +20,8 @@ struct PageArguments {
   Tensor batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len;
 };
 
-// The rows of one appended tensor and of its cache. `parts`: the cache has a dimension of K and V
-// after the pages.
+// Adds the rows of one tensor to append, and of its cache. If `parts` is not 0, the cache has a
+// dimension for K and V after the pages.
 void add_operand(AppendOperand& operand, ffi::UnitSize& unit, const Tensor& source,
                  const Tensor& cache, int slot_axis, int head_axis, int part) {
   const int64_t itemsize = source.itemsize();

@@ -5,19 +5,19 @@
 
 namespace flashinfer {
 
-// A few buffers in turn, each with an event that says when its last copy has been read: planning
-// again does not wait for the GPU unless it is that many copies behind.
+// A few buffers used in turn. Each has an event that tells when its last copy has been read, so
+// planning again waits for the GPU only if all of them are still in flight.
 class StagingRing {
  public:
   StagingRing() = default;
   StagingRing(const StagingRing&) = delete;
   StagingRing& operator=(const StagingRing&) = delete;
-  // At exit the runtime may be gone before the last plan: errors mean nothing here.
+  // At exit the runtime may be gone before the last plan, so errors are ignored here.
   ~StagingRing() {
     for (Buffer& buffer : buffers_) release(buffer);
   }
 
-  // Lets `write` fill `bytes` bytes and copies them to the tensor on the current stream.
+  // Lets `write` fill `bytes` bytes, and copies them to the tensor on the current stream.
   template <typename Write>
   void copy(const ffi::Tensor& target, int64_t bytes, const Write& write) {
     if (bytes == 0) return;

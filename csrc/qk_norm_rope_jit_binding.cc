@@ -23,20 +23,21 @@ constexpr DLDataType kOutDtype = ffi::dtype::FLASHINFER_CFG_OUT_DTYPE;
 constexpr int64_t kVecSize = 16 / (kDtype.bits / 8);
 constexpr int64_t kMaxHeadDim = 2 * RopeFrequencies::kMaxPairs;
 
-// What the frequencies depend on; compared as bytes.
+// Inputs of the frequencies; compared as bytes.
 struct FrequencyKey {
   int64_t channels[3];
   double base, factor, low, high;
 };
 
-// The pairs of an axis count from 0.
+// The pairs of each axis are numbered from 0.
 RopeFrequencies compute_frequencies(const FrequencyKey& key) {
   RopeFrequencies result = {};
   int pair = 0;
   for (const int64_t channels : key.channels) {
     for (int64_t j = 0; j < channels / 2; ++j) {
       double frequency = std::pow(key.base, -2. * j / channels);  // radians per position
-      // YaRN: frequencies before `low` stay, those after `high` are divided, between they blend.
+      // YaRN: frequencies before `low` stay, those after `high` are divided, and those between are
+      // blended.
       const double span = key.high > key.low ? key.high - key.low : 1e-3;
       double ramp = (j - key.low) / span;
       ramp = ramp < 0. ? 0. : ramp > 1. ? 1. : ramp;
@@ -47,7 +48,7 @@ RopeFrequencies compute_frequencies(const FrequencyKey& key) {
   return result;
 }
 
-// The patches of a video, and how the pairs of a head follow its axes.
+// Takes the patches of a video, and the split of a head's pairs among its axes.
 void take_video(ffi::Args args, QkNormRopeParams& params, FrequencyKey& key) {
   const int64_t frames = args.integer_in("ppf", 1, INT32_MAX);
   const int64_t rows = args.integer_in("pph", 1, INT32_MAX);
@@ -88,7 +89,7 @@ void take_scales(ffi::Args args, QkNormRopeParams& params) {
   params.parts[2].scale = args.float32("v_quant_scale");
 }
 
-// q_out and its like have the shape of qkv, but [heads, head_dim] in place of the columns.
+// An output has the shape of qkv with [heads, head_dim] in place of the columns.
 void check_output(const Tensor& out, const Tensor& qkv, int64_t heads, int64_t head_dim) {
   ffi::check_dtype(out, kOutDtype);
   if (qkv.ndim() == 2) {
@@ -110,7 +111,7 @@ bool is_vectorizable(const QkNormRopeParams& params, const Tensor& qkv) {
   return result;
 }
 
-// What the numbers have to do with each other; gives the patches of a video.
+// Checks how the numbers relate to each other; returns the number of patches of a video.
 int64_t check_numbers(const QkNormRopeParams& params, const FrequencyKey& key) {
   const int64_t frames = params.frames.divisor, rows = params.rows.divisor;
   const int64_t columns = params.columns.divisor;
@@ -132,7 +133,7 @@ int64_t check_numbers(const QkNormRopeParams& params, const FrequencyKey& key) {
   return frames * rows * columns;
 }
 
-// Cuts the columns of qkv into heads; gives the number of tokens.
+// Splits the columns of qkv into heads; returns the number of tokens.
 int64_t check_qkv(const Tensor& qkv, int64_t patches, QkNormRopeParams& params) {
   ffi::check_dtype(qkv, kDtype);
   ffi::check_ndim(qkv, 2, 3);

@@ -1,4 +1,4 @@
-// What the bindings of the rope modules share: operands from tensors, positions, the cos-sin cache.
+// Shared by the bindings of the rope modules: operands from tensors, positions, the cos-sin cache.
 #pragma once
 
 #include "ffi.h"
@@ -13,7 +13,7 @@ inline constexpr DLDataType kCacheDtype = ffi::dtype::FLASHINFER_CFG_CACHE_DTYPE
 // A vector is 16 bytes of the input; its counterparts in the other tensors have as many elements.
 inline constexpr int64_t kVecSize = 16 / (kDtype.bits / 8);
 
-// Whether all rows of all tensors seen are whole vectors that lie at multiples of their size.
+// Tracks whether all rows of all tensors seen are whole, aligned vectors.
 class RopeAlignment {
  public:
   // The rows start `offset` elements into each row of the tensor.
@@ -32,7 +32,8 @@ class RopeAlignment {
   bool vectorizable_ = true;
 };
 
-// Rows of a [tokens, heads, dim] or, of one head, [tokens, dim] tensor, from column `offset` on.
+// Rows of a [tokens, heads, dim] tensor, or of a [tokens, dim] tensor for one head, from column
+// `offset` on.
 inline RopeRows rope_rows(const ffi::Tensor& tensor, int64_t offset = 0) {
   RopeRows rows;
   rows.data = static_cast<char*>(tensor.data()) + offset * tensor.itemsize();
@@ -41,7 +42,7 @@ inline RopeRows rope_rows(const ffi::Tensor& tensor, int64_t offset = 0) {
   return rows;
 }
 
-// Heads that are all rotated, or all copied; nothing where there are none.
+// Adds heads that are all rotated or all copied; adds nothing if there are none.
 inline void add_segment(RopeParams& params, const RopeRows& in, const RopeRows& out,
                         int64_t num_heads, int64_t dim, bool rotates, float scale = 1.f,
                         bool appends = false) {
@@ -64,7 +65,7 @@ inline void check_positions(RopeParams& params, const ffi::Tensor& pos_ids, int6
   params.pos_ids_are_64_bit = pos_ids.dtype().bits == 64;
 }
 
-// [max position + 1, rope_dim]; gives rope_dim.
+// Checks a cache [max position + 1, rope_dim] and returns rope_dim.
 inline int64_t check_cos_sin_cache(RopeParams& params, RopeAlignment& alignment,
                                    const ffi::Tensor& cache) {
   ffi::check_dtype(cache, kCacheDtype);

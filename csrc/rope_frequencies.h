@@ -9,12 +9,12 @@ namespace flashinfer {
 
 inline constexpr double kTwoPi = 6.283185307179586476925;
 
-// 2^64 times the turns that `radians` are, modulo 2^64.
+// Converts radians to turns, in units of 2^-64 turn, modulo 2^64.
 inline uint64_t turns_of(double radians) {
   return static_cast<uint64_t>(std::ldexp(std::fmod(radians / kTwoPi, 1.), 64));
 }
 
-// What compute_frequencies(key) gives. A model's frequencies do not change from call to call, and
+// Returns compute_frequencies(key). A model's frequencies do not change between calls, and
 // computing them takes longer than a launch, so each thread keeps those of its latest key. Keys are
 // compared as bytes: they have no padding.
 template <typename Key>

@@ -60,7 +60,7 @@ void check_same_tokens(const Tensor& tensor, const Tensor& like) {
 namespace flashinfer {
 namespace {
 
-// What the frequencies depend on; compared as bytes.
+// Inputs of the frequencies; compared as bytes.
 struct FrequencyKey {
   int64_t rotary_dim;
   double scale, theta;
@@ -73,7 +73,7 @@ RopeFrequencies compute_frequencies(const FrequencyKey& key) {
     const double base = std::pow(key.theta, -2. * j / key.rotary_dim);  // radians per position
     double frequency = base / key.scale;
     if (key.old_context_len > 0.) {
-      // Llama 3.1: wavelengths that the old context holds often stay, those it holds seldom are
+      // Llama 3.1: short wavelengths, which the old context holds many times, stay; long ones are
       // stretched.
       const double periods = key.old_context_len * base / kTwoPi;
       double keep = (periods - key.low_freq_factor) / (key.high_freq_factor - key.low_freq_factor);
@@ -110,7 +110,7 @@ void check_rotary_dim(int64_t rotary_dim, int64_t head_dim) {
   }
 }
 
-// Positions of their own, or by the request that a token belongs to.
+// Checks positions that follow from the request of a token.
 void check_ragged(RopeParams& params, const Tensor& indptr, const Tensor& offsets) {
   if (!indptr || !offsets) ffi::raise("TypeError", "`indptr` and `offsets` must be torch.Tensor");
   params.batch_size = static_cast<uint32_t>(ffi::check_indptr(indptr));

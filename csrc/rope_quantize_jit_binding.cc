@@ -41,7 +41,7 @@ void check_rows(const Tensor& tensor, int64_t num_tokens) {
   ffi::check_count(tensor, "columns", tensor.dim(-1));
 }
 
-// `nope` fits `rope` but for the number of columns; gives that number.
+// Checks that `nope` fits `rope` except for the number of columns; returns that number.
 int64_t check_nope(const Tensor& nope, const Tensor& rope, int64_t num_tokens) {
   if (!nope) return 0;
   bool fits = nope.ndim() == rope.ndim();
@@ -192,7 +192,7 @@ void check_cache(const Tensor& cache, std::initializer_list<int64_t> shape) {
   ffi::check_no_broadcast(cache);
 }
 
-// Where tokens go.
+// The arguments that say where tokens go.
 struct Pages {
   Tensor kv_indices, kv_indptr, batch_indices, positions;
   int64_t page_size;
@@ -205,7 +205,7 @@ struct Pages {
         page_size(args.integer_in("page_size", 1, INT32_MAX)) {}
 };
 
-// `page_size` is stated beside the caches, whose `axis` has it, too.
+// `page_size` is an argument, and `axis` of the caches must agree with it.
 int64_t check_pages(const Tensor& cache, int axis, int64_t page_size) {
   if (page_size != cache.dim(axis)) {
     ffi::raise("ValueError", "`page_size` must be %lld as in `paged_kv_cache`, got %lld",
@@ -215,7 +215,7 @@ int64_t check_pages(const Tensor& cache, int axis, int64_t page_size) {
   return cache.dim(0);
 }
 
-// K and V of each head.
+// Appends K and V of each head.
 void append_heads(RopeParams& params, RopeAlignment& alignment, const Inputs& in, const Tensor& v,
                   const Tensor (&caches)[2], int64_t page_size, bool is_hnd) {
   ffi::check_ndim(v, 3, 3);
@@ -235,7 +235,7 @@ void append_heads(RopeParams& params, RopeAlignment& alignment, const Inputs& in
   add_rows(params, alignment, in.k_nope, k_nope_out, false, in.scale_kv, true);
 }
 
-// Compressed K and V, and the rotary part of K, of one head.
+// Appends compressed K and V, and the rotary part of K, of one head.
 void append_latent(RopeParams& params, RopeAlignment& alignment, const Inputs& in,
                    const Tensor (&caches)[2], int64_t page_size) {
   if (in.k_rope.ndim() == 3 && in.k_rope.dim(1) != 1) {

@@ -30,7 +30,7 @@ inline void check_row_vector(const Tensor& tensor, int64_t num_rows) {
   check_last_dim_contiguous(tensor);
 }
 
-// Statistics that kernels leave for each other; None where they need no bytes.
+// Statistics that one kernel leaves for the next; may be None if they need no bytes.
 inline void check_workspace(const Tensor& workspace, int64_t bytes) {
   if (bytes == 0 && !workspace) return;
   if (!workspace) raise("TypeError", "`%s` must be a torch.Tensor, got None", workspace.name);
@@ -69,7 +69,7 @@ inline RowValue<uint64_t> take_row_seed(Args& args, const char* name) {
   return {tensor, 0};
 }
 
-// An offset [num_rows] or [1], and a seed that may also be a column.
+// Checks an offset [num_rows] or [1], and a seed, which may also be a column.
 inline void check_row_seeds(const RowValue<uint64_t>& seed, const RowValue<uint64_t>& offset,
                             int64_t num_rows) {
   const auto rows_of = [&](const Tensor& tensor) { return tensor.numel() == 1 ? 1 : num_rows; };

@@ -1,7 +1,7 @@
-// Native structs that Python owns: the bytes of a CPU tensor of uint8.
+// Native structs that Python owns, as the bytes of a CPU tensor of uint8.
 //
-// This is how state outlives a call, and how plain structs pass between Python and the native
-// modules. Python asks the module for the size, allocates zeros, and hands the tensor to every
+// They hold state that outlives a call, and pass plain structs between Python and the native
+// modules. Python asks the module for the size, allocates zeros, and passes the tensor to every
 // call.
 #pragma once
 
@@ -24,7 +24,7 @@ T& struct_in(const ffi::Tensor& bytes) {
   return *static_cast<T*>(bytes.data());
 }
 
-// A struct that Python fills or reads by the names of its fields: the size has to agree.
+// A struct whose fields Python fills or reads by name; the size must agree.
 template <typename T>
 T& exact_struct_in(const ffi::Tensor& bytes) {
   T& result = struct_in<T>(bytes);

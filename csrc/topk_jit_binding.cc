@@ -191,7 +191,7 @@ void run(ffi::Args& args) {
 
 FLASHINFER_FFI_EXPORT(top_k, args) { flashinfer::run(args); }
 
-// 0 where one kernel does it.
+// Returns 0 if a single kernel suffices.
 FLASHINFER_FFI_EXPORT_INT(workspace_bytes, args) {
   const int64_t num_rows = args.integer("num_rows"), num_cols = args.integer("num_cols");
   return flashinfer::bytes_needed(num_rows, num_cols, args.integer("k"));

@@ -62,7 +62,7 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// The caller's stream: the current one of PyTorch when called from there.
+// The caller's stream; for a call from PyTorch, PyTorch's current stream.
 inline cudaStream_t get_stream(DLDevice device) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
@@ -98,7 +98,7 @@ inline constexpr DLDataType dl_bool{kDLBool, 8, 1};
 
 }  // namespace flashinfer
 
-// An exported function may take a flashinfer::TensorView wherever it may take a tvm::ffi one.
+// Lets an exported function take a flashinfer::TensorView wherever it may take a tvm::ffi one.
 namespace tvm {
 namespace ffi {
 template <>

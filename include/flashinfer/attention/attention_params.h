@@ -14,8 +14,8 @@ struct HeadScale {
   int64_t stride;
 };
 
-// What the built-in variant options read. A user's variant derives from it and adds its own tensors
-// and scalars; a member of the same name hides the one here.
+// Parameters of the built-in variant options. A user's variant derives from it and adds its own
+// tensors and scalars; a member of the same name hides the one here.
 struct VariantParams {
   float sm_scale;         // logits are q.k * sm_scale; q_scale and k_scale are folded in
   float logits_soft_cap;  // c * tanh(logits / c); read if the module has soft cap
@@ -59,7 +59,7 @@ template <typename Variant_>
 struct AttentionParams {
   using Variant = Variant_;
 
-  // By WorkItem::kind; the second is used only in launches of two shapes.
+  // WorkItem::kind is the index; the second is used only in launches of two shapes.
   AttentionTensors tensors[2];
   Variant variant;
   const WorkItem* items;

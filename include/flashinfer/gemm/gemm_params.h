@@ -22,7 +22,7 @@ enum class GemmGroups {
   indices,  // A [m, k]: rows meet B[indices[row]], the same for 128 rows; none if negative
 };
 
-// What follows the product.
+// The operation that follows the product.
 enum class GemmActivation {
   identity,
   // D [m, n / 2] = g sigmoid(gate_alpha g) (u + gate_beta), with g and u from the first and the
@@ -57,8 +57,8 @@ struct GemmParams {
   const float* alpha_a;                     // device, [1]: further factors of alpha; null: 1
   const float* alpha_b;                     // device, [1]
   const void* bias;                         // [n] of D's type; null: none
-  // Offsets [groups + 1], lengths or counts [groups], or indices [m]. Of 64-bit numbers the lower
-  // halves: neighbours are group_stride (1 or 2) apart.
+  // Offsets [groups + 1], lengths or counts [groups], or indices [m]. Only the lower half
+  // of a 64-bit number is read: neighbours are group_stride (1 or 2) apart.
   const int32_t* group_rows;
   const int32_t* weight_indices;  // [groups]: group g meets B[weight_indices[g]]; null: B[g]
   uint32_t group_stride, weight_index_stride;

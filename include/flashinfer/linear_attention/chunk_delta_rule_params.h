@@ -8,7 +8,7 @@ namespace flashinfer {
 
 inline constexpr int kChunkSize = 64;
 
-// What chunk_transform leaves for chunk_scan about one chunk of one head; C = kChunkSize.
+// Results of chunk_transform that chunk_scan reads: one chunk of one head; C = kChunkSize.
 struct ChunkWorkspace {
   void* solve;     // [slots, heads, C, C], type of q: (I + A)^-1 diag(beta)
   void* scores;    // [slots, heads, C, C], type of q: scale (q_i k_j) decay(i, j], j <= i

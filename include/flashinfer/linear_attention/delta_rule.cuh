@@ -54,7 +54,7 @@ __device__ __forceinline__ float decay_of(const DeltaRuleParams& params, float i
   }
 }
 
-// What the rows of a head share at one token, in shared memory.
+// Operands that the rows of a head share at one token, in shared memory.
 template <typename Traits, int kRows>
 struct alignas(16) DeltaRuleToken {
   static constexpr int kDim = Traits::kHeadDimK;

@@ -45,8 +45,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// What a head needs at one token, in shared memory: B and C for its rows, and a number of each kind
-// per row.
+// Operands of a head at one token, in shared memory: B and C for its rows, and a number of each
+// kind per row.
 template <typename Traits, int kRows>
 struct alignas(16) SelectiveToken {
   static constexpr int kDim = Traits::kDState;

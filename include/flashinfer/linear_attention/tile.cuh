@@ -1,7 +1,7 @@
 // Tiles of 16-bit elements in shared memory (layout/swizzle.cuh) and products with them. The left
 // operand is in registers: accumulator fragments become A fragments of the next product without
-// leaving the thread. Here a product is of one warp and its 16 rows (mma.sync); warpgroup_tile.cuh has
-// those of four warps together.
+// leaving the thread. Here a product is of one warp and its 16 rows (mma.sync); warpgroup_tile.cuh
+// has those of four warps together.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Tile {
   static_assert(kColumns % 64 == 0 && kRows % 8 == 0);
   uint32_t base;
 
-  // Of 8 columns, the unit of 16 bytes.
+  // Address of a unit: 8 columns, 16 bytes.
   __device__ __forceinline__ uint32_t address(int row, int unit) const {
     return base + swizzled_offset<kRows>(row, unit);
   }

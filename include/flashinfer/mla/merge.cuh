@@ -1,8 +1,9 @@
 // Merges the parts of tiles whose KV range was cut.
 //
-// A group of threads has one thread for each four columns of a row. Of rows in few parts each group
-// of a CTA takes one; of rows in many parts each takes every kGroups-th part of the same row, and
-// the groups' sums meet in shared memory. The order is fixed: results repeat bit for bit.
+// A group of threads has one thread for each four columns of a row. If rows have few parts,
+// each group of a CTA takes one row. If they have many, each group takes every kGroups-th part of
+// the same row, and the groups' sums are added in shared memory. The order is fixed: results repeat
+// bit for bit.
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
@@ -56,7 +57,7 @@ class MlaMerger {
     return to_float(O{static_cast<uint16_t>(pair >> 16)});
   }
 
-  // By the thread's group: the sum of parts first, first + step, ...
+  // The thread's group adds parts first, first + step, ...
   __device__ __forceinline__ float add_parts(const MlaMerge& merge, int row, int first, int step,
                                              float largest, float4& output) const {
     float sum = 0.f;

@@ -49,7 +49,7 @@ struct NormSchedule {
   uint32_t rows_per_cta;     // 1 where threads_per_row > 32
   uint32_t num_ctas;
   uint32_t cluster_size;  // 1 except for NormSpread::kCluster
-  // KLooped only: how many rows later than its own a CTA prefetches to L2; 0: none.
+  // With kLooped only: how many rows later than its own a CTA prefetches to L2; 0: none.
   uint32_t rows_ahead = 0;
 };
 

@@ -228,7 +228,7 @@ struct PackTile {
     const uint32_t lane = threadIdx.x % 32;
     const auto* source = reinterpret_cast<const uint4*>(params.x + base);
     if (base < 0 || base + 16 * num_vectors > params.num_x) {
-      // X begins or ends within this vector.
+      // The array x begins or ends within this vector.
 #pragma unroll 1
       for (uint32_t i = lane; i < num_vectors; i += 32) {
         const int64_t first = base + 16 * i, from = first < 0 ? 0 : first;

@@ -33,7 +33,7 @@ enum class SamplingOutput {
   kMask,   // the input where it is kept, -inf elsewhere
 };
 
-// What the first pass of a draw (draw/stream.cuh) stores per tile.
+// Statistics that the first pass of a draw (draw/stream.cuh) stores per tile.
 struct TileStat {
   uint64_t sum;  // sum of weights in the units of the tile's maximum
   float max;     // NaN if the tile has one

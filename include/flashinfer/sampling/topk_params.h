@@ -6,7 +6,7 @@
 
 namespace flashinfer {
 
-// What is written for the element at index i of a row's window.
+// The output for the element at index i of a row's window.
 enum class TopKOutput {
   kValues,     // the value, and i
   kPageTable,  // the slot of position i: page_table[batch][start + i / page_size] * page_size + i %

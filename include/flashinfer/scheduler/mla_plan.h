@@ -30,7 +30,7 @@ class MlaPlanner {
  public:
   static constexpr int64_t kRows = kMlaTileRows;
   static constexpr int64_t kStepTokens = 128;  // that a kernel takes at once
-  // What an item costs beside its steps, in half steps: its queries, the last product, its output.
+  // Cost of an item besides its steps, in half steps: its queries, the last product, its output.
   static constexpr int64_t kItemCost = 5, kStepCost = 2;
 
   // Decides; fills in the sizes of `plan`.

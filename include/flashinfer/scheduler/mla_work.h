@@ -68,7 +68,7 @@ inline int64_t mla_float_bytes(int64_t num_ctas, int64_t num_slots, int64_t head
   return (4 * mla_most_slots(num_ctas) + 2 * num_slots * head_dim_ckv) * kMlaTileRows;
 }
 
-// What a launch has to know of its plan beside the list.
+// Everything besides the list that a launch needs of its plan.
 struct MlaPlan {
   int64_t num_ctas;     // 0: there is no plan
   int64_t num_tokens;   // that q must have

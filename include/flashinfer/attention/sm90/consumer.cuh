@@ -286,7 +286,7 @@ class HopperConsumer {
 
   // Writes an item's results and releases its slot.
   __device__ __forceinline__ void finish(uint32_t number, WarpState<Tile>& state) {
-    // Else values derived from it occupy registers during the loop.
+    // Otherwise values derived from it occupy registers during the loop.
     asm volatile("" : "+r"(number));
     Rows::end(state);
     const WorkItem& item = work(number).item;
@@ -322,7 +322,7 @@ class HopperConsumer {
   }
   __device__ __forceinline__ void release_query() {
     uint32_t number = item_;
-    // Else the barrier's address occupies a register during the loop.
+    // Otherwise the barrier's address occupies a register during the loop.
     asm volatile("" : "+r"(number));
     if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty[number % Tile::kStagesQ]);
   }

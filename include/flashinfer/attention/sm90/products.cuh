@@ -37,7 +37,7 @@ struct HopperProducts {
     return __shfl_sync(0xffffffffu, value, 0);
   }
 
-  // Logits = q k^T for the group's rows and the first `kTiles` token tiles.
+  // Computes logits = q k^T for the group's rows and the first `kTiles` token tiles.
   template <int kTiles>
   __device__ __forceinline__ static void multiply_qk(float (&all_logits)[Tile::kTokenTiles][4],
                                                      uint64_t q, uint64_t k) {

@@ -1,4 +1,4 @@
-// What threads copy, 16 or 4 bytes at a time: rows of A through an index map, and scales.
+// Copies by threads, 16 or 4 bytes at a time: rows of A through an index map, and scales.
 #pragma once
 
 #include <flashinfer/gemm/sm90/scheduler.cuh>

@@ -156,7 +156,7 @@ class GemmProducer {
     }
   }
 
-  // Those of the blocks from `first` on that come together.
+  // Copies the scales of the blocks from `first` on that share a stage.
   __device__ __forceinline__ void copy_scales(const GemmScaleSource<Tile>& scales, uint32_t first,
                                               ScaleRing& ring) const {
     const uint32_t barrier = shared_ + Tile::kOffsetControl + (2 * Tile::kStages + 2) * 8;

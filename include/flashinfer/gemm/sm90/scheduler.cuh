@@ -10,7 +10,7 @@
 
 namespace flashinfer {
 
-// What every scheduler knows from the launch.
+// Sizes that every scheduler gets from the launch.
 struct GemmSchedule {
   uint32_t num_columns;  // tiles along a row of D, in clusters
   uint32_t num_rows;     // tiles along a column of D, in clusters; not by offsets or masked
@@ -18,7 +18,7 @@ struct GemmSchedule {
   uint32_t band;         // rows of tiles that are at work together
 };
 
-// What lies before a group: rows of tiles, in clusters, and rows of A.
+// Totals before a group: rows of tiles, in clusters, and rows of A.
 struct GemmTableEntry {
   uint32_t tiles, rows;
 };

@@ -58,7 +58,7 @@ class GemmSplit {
   }
 
  private:
-  // Of this thread's four sums of a tile that `split` pushed to its owner.
+  // Address of this thread's four sums of a tile that `split` pushed to its owner.
   __device__ __forceinline__ uint32_t address(uint32_t split, int rep, int j) const {
     return sums_ + split * kSourceBytes +
            ((rep * kOwned + j % kOwned) * Tile::kConsumerThreads + threadIdx.x) * 16;

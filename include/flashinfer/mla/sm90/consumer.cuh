@@ -204,7 +204,8 @@ class MlaConsumer {
     ptx::wgmma_commit();
   }
 
-  // Those of the other one's, which has seen them come; its barrier passes that on.
+  // Multiplies the other warpgroup's values. It has waited for them, and its barrier passes that
+  // on.
   __device__ __forceinline__ void add_values_of_shared(Output& output, int half) {
     const uint64_t v = value_operand(kOther, half);
     const uint64_t p = ptx::wgmma_operand(weights_address(kOther));

@@ -102,7 +102,7 @@ class MlaProducer {
 
   // ---- Boxes of the copy engine, by one warp ----
 
-  // Of 32 boxes in a row each lane keeps the page of one.
+  // Each lane holds the page of one of 32 consecutive boxes.
   __device__ __forceinline__ int page_of(const MlaWorkItem& item, int token) const {
     if (token >= item.kv_end) return -1;
     const int page = params_.kv_indices[item.kv_base + params_.page_size.divide(token)];
@@ -233,7 +233,7 @@ class MlaProducer {
     }
   }
 
-  // Of a part (block * kNumParts + part) before which no more than `kPending` groups are copied.
+  // Announces a part (block * kNumParts + part) once at most `kPending` later groups are in flight.
   template <int kPending>
   __device__ __forceinline__ void announce(int& which) {
     if (which < 0) return;

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kRowThreadLimit)
   ptx::cluster_wait();
   max = detail::gather_maxima(row, max).max;
   if (!(max > 0.f) && !all_accepted && max == max) {
-    // P equals q but for rounding, so the token is drawn from p.
+    // Except for rounding, p equals q, so the token is drawn from p.
     row.view.other = nullptr;
     max = negative_infinity();
     row.fill([&](float x) { max = detail::max_nan(max, x); });

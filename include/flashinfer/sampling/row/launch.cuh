@@ -8,7 +8,7 @@
 
 namespace flashinfer {
 
-// What a device allows for a row kernel; the driver is asked once.
+// Limits of a device for a row kernel; the driver is asked once.
 struct ClusterLimits {
   unsigned max_cluster;  // CTAs per row
   unsigned max_smem;     // dynamic shared memory of a CTA, bytes
