@@ -181,13 +181,11 @@ def positive(name: str, value: Any, default: float) -> float:
 
 
 def soft_cap(value: Any) -> float:
-    """`logits_soft_cap`: None and 0 mean none."""
+    """`logits_soft_cap`: None, 0 and what is negative mean none."""
     if value is None:
         return 0.0
     number = scalar("logits_soft_cap", value)
-    if number < 0.0:
-        raise ValueError(f"`logits_soft_cap` must be 0 (none) or positive, got {number}")
-    return number
+    return max(number, 0.0)
 
 
 def logits_scale(sm_scale: Any, head_dim_qk: int) -> float:

@@ -82,7 +82,7 @@ def fp4_quantize(
 
     With g the global scale and amax the largest magnitude of a block, NVFP4 (E4M3 scales) is
     ``sf = g * amax / 6`` rounded to nearest and ``x_q = input * (g / sf)``; MXFP4 (UE8M0 scales) is
-    ``sf`` the least power of two not below ``g * amax / 6`` and ``x_q = input * g / sf``. Codes are
+    ``sf`` the least power of two not below ``amax / 6`` and ``x_q = input / sf``. Codes are
     rounded to nearest even and saturate. Each operation is a float32 one, correctly rounded. Runs
     on every architecture; where there is an instruction for the conversion it is used.
 
@@ -92,7 +92,8 @@ def fp4_quantize(
         ``[..., k]``, float16, bfloat16 or float32, the last dimension contiguous, leading ones
         foldable into one (m rows); k is a multiple of `sf_vec_size`.
     global_scale : torch.Tensor, optional
-        One float32 on the GPU, usually ``448 * 6 / input.abs().max()`` for NVFP4; 1 if None.
+        One float32 on the GPU, usually ``448 * 6 / input.abs().max()``; 1 if None. For NVFP4:
+        MXFP4 has none, and what is given is not read.
     sf_vec_size : {16, 32}
         Elements of a block.
     sf_use_ue8m0 : bool
@@ -141,11 +142,11 @@ def fp4_quantize(
     _refuse(nvfp4_4over6=nvfp4_4over6)
     return _quantize(
         input,
-        global_scale,
+        None if sf_use_ue8m0 else global_scale,
         sf_vec_size,
         "ue8m0" if sf_use_ue8m0 else "e4m3",
         _layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout),
-        invert=plain(is_global_scale_inversed),
+        invert=bool(is_global_scale_inversed) and not sf_use_ue8m0,
         enable_pdl=enable_pdl,
     )
 

@@ -65,13 +65,22 @@ def test_codes_and_scales_are_exact(shape, dtype, device):
                 sf_use_ue8m0=ue8m0,
                 **flags,
             )
+            inverse = None if ue8m0 else 1 / _global_scale(x)  # MXFP4 has no global scale
             back = e2m1_and_ufp8sf_scale_to_float(
-                outputs["x_q"], outputs["sf"], 1 / _global_scale(x), block, int(not ue8m0), **flags
+                outputs["x_q"], outputs["sf"], inverse, block, int(not ue8m0), **flags
             )
             error = (back - x.float()).abs().reshape(*shape[:-1], -1, block)
             amax = x.float().abs().reshape(error.shape).amax(-1, keepdim=True)
             # Half of the widest step, 2, of codes up to 6; a power of two may double it.
             assert bool((error <= (2.2 if ue8m0 else 1.1) * amax / 6 + 1e-3).all())
+
+
+def test_a_global_scale_beside_powers_of_two_is_not_read(device):
+    x = make_tensor(4, 64, dtype=torch.float16, device=device)
+    plain = fp4_quantize(x, sf_vec_size=32, sf_use_ue8m0=True)
+    for scale in (3.0, 4.0):
+        given = fp4_quantize(x, torch.tensor([scale], device=device), 32, True)
+        assert torch.equal(given[0], plain[0]) and torch.equal(given[1], plain[1])
 
 
 def test_named_forms(device):

@@ -67,7 +67,8 @@ def _fp4_quantize_reference(
     is_sf_8x4_layout: bool = False,
     is_global_scale_inversed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sf = g * amax / 6 of each block, in E4M3 or rounded up to 2^n; x_q = input * g / sf in E2M1.
+    """sf = g * amax / 6 of each block in E4M3, or amax / 6 rounded up to 2^n (then g is 1);
+    x_q = input * g / sf in E2M1.
 
     Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; Open Compute Project, "OCP
     Microscaling Formats (MX) Specification 1.0", 2023.
@@ -83,6 +84,8 @@ def _fp4_quantize_reference(
         scale = global_scale.reshape(())
     if is_global_scale_inversed:
         scale = torch.ones_like(scale) / scale
+    if sf_use_ue8m0:
+        scale = torch.ones_like(scale)
     layout = (1 if is_sf_8x4_layout else 0) if is_sf_swizzled_layout else 2
     return _fp4(input.float(), scale, sf_vec_size, sf_use_ue8m0, layout)
 
