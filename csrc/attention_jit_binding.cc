@@ -11,15 +11,16 @@
 //   attention_head_scales(launch, q_scale, k_scale, v_scale)
 //   attention_run(launch, q, k, v, o, lse, sm_scale, v_scale, window_left, sinks, enable_pdl)
 //
-// `launch` is the bytes of an AttentionLaunch (attention_binding.h), of that size: attention_bind
-// begins one, attention_run starts it. `plan` is the bytes of a PlanLayout. The additional tensors
-// and scalars of a user's variant follow the arguments of attention_run.
+// `launch` holds the bytes of an AttentionLaunch (attention_binding.h), whose size is
+// attention_launch_size(): attention_bind fills it and attention_run launches it. `plan` holds the
+// bytes of a PlanLayout. The additional tensors and scalars of a user's variant follow the
+// arguments of attention_run.
 //
-// The `second` functions are for launches whose items of kind 1 have tensors of their own; `rows`:
-// the tensors of kind 0 are that many rows of k and v, which are read as pages; negative: they are
-// in pages. v None: k is a cache that holds both. kv_indices, alibi_slopes, lse, sinks, enable_pdl
-// and scales may be None. The tensors of a plan are those that the caller moved to the device
-// itself: only a run asks where its tensors are.
+// The `second` functions serve launches whose items of kind 1 have separate tensors. If `rows` is
+// not negative, the tensors of kind 0 have that many rows of k and v, which are read as pages;
+// otherwise they are in pages. If v is None, k is a cache that holds both. kv_indices,
+// alibi_slopes, lse, sinks, enable_pdl and scales may be None. The caller has moved a plan's
+// tensors to the device: only a run checks the device of its tensors.
 #include "attention_binding.h"
 
 #include <cmath>

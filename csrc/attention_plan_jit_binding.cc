@@ -13,16 +13,17 @@
 //   attention_estimate(estimate, model, argument_names, qo_indptr, kv_indptr, kv_len, last_page_len,
 //                      page_size, tokens_per_request, causal, window_left)
 //
-// `planner` is the bytes of a planner, of the first size. `create` makes one, whose plans are
-// written to `layout`: the bytes of a PlanLayout, of the second size, which have to live as long.
-// `config`, `model` and `estimate` are the bytes of a PlanConfig, a KernelModel and a
-// KernelEstimate; the last is written. The next plan also takes the requests of `second`, which
-// have tensors of their own. The bytes that a plan needs are those of the latest one.
+// `planner` holds the bytes of a planner, attention_planner_size() of them. `create` makes one and
+// writes its plans to `layout`, the bytes of a PlanLayout, attention_plan_layout_size() of them,
+// which must live as long as the planner. `config`, `model` and `estimate` hold the bytes of a
+// PlanConfig, a KernelModel and a KernelEstimate; the last is written. The next plan also takes the
+// requests of `second`, which have separate tensors. The `_bytes` functions describe the latest
+// plan.
 //
-// int_workspace: a CUDA tensor is filled by one asynchronous copy on the current stream, a CPU
-// tensor in place; None: only the layout is wanted. float_workspace_bytes: negative: it is not
-// checked. argument_names is a position in kArgumentNames. page_size 0: ragged keys. qo_indptr
-// None: every request has tokens_per_request tokens. kv_len and last_page_len may be None. All
+// A CUDA int_workspace is filled by one asynchronous copy on the current stream, and a CPU tensor
+// in place; with None, only the layout is made. A negative float_workspace_bytes is not checked.
+// argument_names is a position in kArgumentNames. With page_size 0, keys are ragged. If qo_indptr
+// is None, every request has tokens_per_request tokens. kv_len and last_page_len may be None. All
 // index tensors are on the host.
 #include <flashinfer/scheduler/attention_choice.h>
 #include <flashinfer/scheduler/attention_plan.h>

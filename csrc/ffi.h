@@ -1,9 +1,9 @@
-// What a binding needs of TVM-FFI, on its C ABI: arguments taken by name, checks whose message
-// names the argument, what it is and what is allowed, and the export macro.
+// TVM-FFI for bindings, on its C ABI: arguments taken by name, checks whose message names the
+// argument, its value and the allowed values, and the export macro.
 //
-// It is the C ABI and not the C++ API of tvm/ffi/tvm_ffi.h, because that header costs the host
-// compiler 2.3 s a unit and this one 0.4 s, and because its own conversion errors know an
-// argument's position and not its name. Users' ops may use either; tvm_ffi_utils.h is the C++ one.
+// It uses the C ABI instead of the C++ API of tvm/ffi/tvm_ffi.h for two reasons: that header costs
+// the host compiler 2.3 s per unit and this one 0.4 s, and its conversion errors name an argument's
+// position instead of the argument. Users' ops may use either; tvm_ffi_utils.h is for the C++ API.
 //
 //   FLASHINFER_FFI_EXPORT(rmsnorm, args) {
 //     const ffi::Tensor out = args.tensor("out"), input = args.tensor("input");
@@ -148,8 +148,7 @@ class Args {
 
   explicit operator bool() const { return count_ != 0; }
 
-  // Refuses what is left over. To be called after the last argument is taken, before anything is
-  // done with them.
+  // Refuses surplus arguments. Call it after the last argument is taken, before any is used.
   void all_taken() const {
     if (used_ < count_) {
       raise("TypeError", "takes %lld arguments, got %lld", static_cast<long long>(used_),

@@ -1,4 +1,4 @@
-// Which kernels answer which call, and where they are. Rows are of probabilities or of logits.
+// Which kernels answer which call, and where they are. Rows hold probabilities or logits.
 //
 //   call                                     kernels                              header
 //   softmax of logits                        tile sums; weight / total            softmax/softmax.cuh
@@ -10,12 +10,12 @@
 //     of long rows                           bound; collect; choose               top_k/stream.cuh
 //   accepted tokens of a draft               one: a cluster of CTAs holds the row draw/speculative.cuh
 //
-// A room includes only rooms above it:
+// A folder includes only folders above it:
 //
 //   row/                      a row in a cluster's shared memory or cut to tiles: maxima, the
 //                             search for its k-th largest element or its nucleus, weights, random bits
 //   softmax/ top_p/ top_k/    one operation each
-//   draw/                     what needs several of these
+//   draw/                     operations that need several of these
 //
 // csrc/sampling.cu chooses, with samples_by_stream() of sampling_params.h.
 #pragma once
