@@ -26,6 +26,7 @@ class GemmConsumer {
         shared_(shared) {
     // The compiler then knows that a warp's descriptors are one.
     warpgroup_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    if (Tile::kBlockScales) along_k_ = params.scale_copy == GemmScaleCopy::kAlongK;
     warp_idx_ = threadIdx.x % 128 / 32;
     lane_idx_ = threadIdx.x % 32;
     if constexpr (Tile::kMulticast > 1) {
@@ -124,7 +125,7 @@ class GemmConsumer {
   // Scales of a thread's two left rows, and that of all right rows where they share one.
   struct StageScales {
     float low = 1.f, high = 1.f, both = 1.f, second = 1.f;
-    uint32_t right = 0;  // shared address of the scales of the right rows
+    uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
     uint32_t stage = 0;
   };
 
@@ -137,11 +138,11 @@ class GemmConsumer {
       float products[kTiles / Tile::kParts][4];
       for (uint32_t i = 0; i < count; ++i) {
         await_stage();
-        const uint32_t scales = await_scales(i);
+        await_scales(i);
 #pragma unroll
         for (int at = 0; at < kReps * Tile::kParts; ++at) {
           const int rep = at / Tile::kParts, part = at % Tile::kParts;
-          StageScales stage_scales = load_scales(scales, rep, part);
+          StageScales stage_scales = load_scales(rep, part);
           start(products, ring_.stage, rep, part);
           ptx::wgmma_wait<0>();
           ptx::wgmma_done(products);
@@ -190,7 +191,8 @@ class GemmConsumer {
   __device__ __forceinline__ void begin(float (&products)[kTiles][4], StageScales& scales,
                                         uint32_t i) {
     await_stage();
-    scales = load_scales(await_scales(i), 0, 0);
+    await_scales(i);
+    scales = load_scales(0, 0);
     scales.stage = ring_.stage;
     start(products, ring_.stage, 0, 0);
     ring_.advance();
@@ -204,17 +206,18 @@ class GemmConsumer {
     release_scales(i);
   }
 
-  // Where the scales of block `i` are; barriers guard those of four blocks at a time.
-  __device__ __forceinline__ uint32_t await_scales(uint32_t i) {
-    if constexpr (!Tile::kBlockScales) return 0;
+  // Finds the scales of block `i`; barriers guard those of four blocks at a time.
+  __device__ __forceinline__ void await_scales(uint32_t i) {
+    if constexpr (!Tile::kBlockScales) return;
     if (i % Tile::kScaleBlocks == 0) {
       ptx::mbarrier_wait_soon(scale_barrier(scale_ring_.stage), scale_ring_.phase);
       scales_ = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
+      column_scales_ = scales_ + Tile::kScaleBlocks * Tile::kTileRows * 4;
       scale_ring_.advance();
     } else {
-      scales_ += Tile::kScaleBlockBytes;
+      scales_ += along_k_ ? 4 : Tile::kTileRows * 4;
+      column_scales_ += Tile::kColumnScaleBytes;
     }
-    return scales_;
   }
 
   __device__ __forceinline__ void release_scales(uint32_t i) {
@@ -238,17 +241,11 @@ class GemmConsumer {
     return value;
   }
 
-  __device__ __forceinline__ static float2 load_float2(uint32_t shared) {
-    float2 value;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(shared));
-    return value;
-  }
-
-  __device__ __forceinline__ StageScales load_scales(uint32_t rows, int rep, int part) const {
+  __device__ __forceinline__ StageScales load_scales(int rep, int part) const {
     StageScales scales;
     if constexpr (Tile::kBlockScales) {
       constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
-      const uint32_t columns = rows + Tile::kTileRows * 4;
+      const uint32_t rows = scales_, columns = column_scales_, row_step = along_k_ ? 16 : 4;
       const int first = (warpgroup_idx_ * kReps + rep) * 64;
       const int low = first + warp_idx_ * 16 + lane_idx_ / 4;
       if constexpr (Tile::kSwap && Tile::kScale == GemmScale::group) {
@@ -257,8 +254,8 @@ class GemmConsumer {
       } else if constexpr (Tile::kSwap) {
         scales.both = load_float(columns + column_scale(first) * 4);
       } else {
-        scales.low = load_float(rows + low * 4);
-        scales.high = load_float(rows + low * 4 + 32);
+        scales.low = load_float(rows + low * row_step);
+        scales.high = load_float(rows + (low + 8) * row_step);
         if constexpr (Tile::kScale == GemmScale::block && kHalvesDiffer) {
           scales.both = load_float(columns);
           scales.second = load_float(columns + 4);
@@ -267,7 +264,9 @@ class GemmConsumer {
           scales.both = load_float(columns + column_scale(part * kPartRows) * 4);
         }
       }
-      scales.right = (Tile::kSwap ? rows : columns) + (part * kPartRows + lane_idx_ % 4 * 2) * 4;
+      const int right = part * kPartRows + lane_idx_ % 4 * 2;
+      scales.right_step = Tile::kSwap ? row_step : 4;
+      scales.right = (Tile::kSwap ? rows : columns) + right * scales.right_step;
     }
     return scales;
   }
@@ -306,7 +305,10 @@ class GemmConsumer {
         for (int i = 0; i < 4; ++i) sum[i] += products[j][i];
       } else {
         float2 right = make_float2(1.f, 1.f);
-        if constexpr (kReadsRightScales) right = load_float2(scales.right + j * 32);
+        if constexpr (kReadsRightScales) {
+          const uint32_t address = scales.right + j * 8 * scales.right_step;
+          right = make_float2(load_float(address), load_float(address + scales.right_step));
+        }
         sum[0] += products[j][0] * (low * right.x);
         sum[1] += products[j][1] * (low * right.y);
         sum[2] += products[j][2] * (high * right.x);
@@ -325,7 +327,9 @@ class GemmConsumer {
   int warpgroup_idx_, warp_idx_, lane_idx_;
   GemmRing<Tile::kStages> ring_;
   GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
-  uint32_t scales_ = 0;  // of the latest block
+  // Scales of the latest block; a row's four blocks are neighbours, or a block's rows.
+  uint32_t scales_ = 0, column_scales_ = 0;
+  bool along_k_ = false;
   uint32_t released_scales_ = 0;
 };
 

@@ -84,7 +84,8 @@ class GemmEpilogue {
   template <typename Sums>
   __device__ __forceinline__ void store(const GemmWork& work, Sums& sums) {
     const bool whole =
-        params_.stores_boxes && (!Tile::kGrouped || work.row + Tile::kTileRows <= work.row_end);
+        params_.stores_boxes && (!Tile::kGrouped || (work.row >= work.row_begin &&
+                                                     work.row + Tile::kTileRows <= work.row_end));
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) scale(work, rep, sums[rep]);
     if constexpr (Tile::kGated) activate(sums);
@@ -258,7 +259,7 @@ class GemmEpilogue {
     D* out = static_cast<D*>(params.d.data) + work.batch * params.d.stride_batch;
     for (int i = thread_idx_; i < Tile::kBoxRows * kChunks; i += 128) {
       const uint32_t r = row + i / kChunks, c = column + i % kChunks * 8;
-      if (r >= work.row_end || c >= num_columns()) continue;
+      if (r < work.row_begin || r >= work.row_end || c >= num_columns()) continue;
       const uint4 values = ptx::load_shared_16(chunk(i / kChunks, i % kChunks));
       D* target = out + r * params.d.stride_row + c;
       if (c + 8 <= num_columns() && reinterpret_cast<uint64_t>(target) % 16 == 0) {
@@ -287,7 +288,7 @@ class GemmEpilogue {
         const uint32_t right = j * 8 + lane_idx_ % 4 * 2 + i % 2;
         const uint32_t r = row + (Tile::kSwap ? right : left);
         const uint32_t c = column + (Tile::kSwap ? left : right);
-        if (r < work.row_end && c < num_columns()) {
+        if (r >= work.row_begin && r < work.row_end && c < num_columns()) {
           out[r * params.d.stride_row + c] = from_float<D>(sums[first_tile + j][i]);
         }
       }

@@ -56,52 +56,105 @@ class GemmGather {
   uint32_t rows_[kRows];
 };
 
-// A lane's scales of a tile's rows, then those of its columns (or blocks of them); zeros where
-// there is no such row.
+// How a lane copies scales of rows: 4 bytes at a time, or 16 where memory and alignment allow it.
+enum class GemmScaleCopy : uint32_t { kWord, kAlongK, kAlongRows };
+
+// Scales of a tile for four blocks of k: first those of the rows, a row's four next to each other
+// (kAlongK) or a block's rows next to each other, then those of the columns, block after block.
 template <typename Tile>
 class GemmScaleSource {
-  static constexpr int kRows = ceil_div(Tile::kTileRows, 32);
+  static constexpr int kRows = Tile::kTileRows, kColumns = Tile::kColumnScales;
   static constexpr bool kPerColumn = Tile::kScale == GemmScale::group;
-  static constexpr int kColumns = ceil_div(Tile::kColumnScales, 32);
+  static constexpr uint32_t kBlocks = Tile::kScaleBlocks;
 
  public:
-  __device__ __forceinline__ GemmScaleSource(const GemmParams& params, const GemmWork& work,
-                                             int lane_idx)
-      : params_(params), work_(work), lane_idx_(lane_idx) {
+  __device__ __forceinline__ GemmScaleSource(const GemmParams& params, GemmScaleCopy way,
+                                             const GemmWork& work, int lane_idx)
+      : params_(params), work_(work), way_(way), lane_idx_(lane_idx) {
     if constexpr (Tile::kBlockScales && Tile::kGathers) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) sources_[i] = row_of_a<Tile>(params, work, row(i));
+      for (int i = 0; i < ceil_div(kRows, 32); ++i) {
+        sources_[i] = row_of_a<Tile>(params, work, work.row + i * 32 + lane_idx);
+      }
     }
   }
 
-  __device__ __forceinline__ void copy(uint32_t target, uint32_t block) const {
+  // `count` blocks from `block` on; what is not there becomes zero.
+  __device__ __forceinline__ void copy(uint32_t target, uint32_t block, uint32_t count) const {
     const GemmScaleMatrix& a = params_.a_scale;
     const float* rows = a.data + work_.batch * a.stride_batch + block * a.stride_k;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const uint32_t local = i * 32 + lane_idx_;
-      if (Tile::kTileRows % 32 != 0 && local >= Tile::kTileRows) break;
-      const uint32_t source = Tile::kGathers ? sources_[i] : row(i);
-      const bool exists = Tile::kGathers ? source != 0xffffffffu : source < work_.row_end;
-      const int64_t offset = (source >> a.row_shift) * a.stride_row;
-      ptx::cp_async_4(target + local * 4, exists ? rows + offset : rows, exists);
+    if (way_ == GemmScaleCopy::kAlongK) {
+      copy_along_k(target, rows);
+    } else if (way_ == GemmScaleCopy::kAlongRows && !Tile::kGathers) {
+      copy_along_rows(target, rows, count);
+    } else {
+      copy_words(target, rows, count);
     }
-    const GemmScaleMatrix& b = params_.b_scale;
-    const float* columns = b.data + work_.group * b.stride_batch + block * b.stride_k;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      const uint32_t local = i * 32 + lane_idx_;
-      if (Tile::kColumnScales % 32 != 0 && local >= Tile::kColumnScales) break;
-      const uint32_t row = row_of_b(local);
-      const bool exists = row < params_.n;
-      const uint32_t scale = kPerColumn ? row : row / 128;
-      ptx::cp_async_4(target + (Tile::kTileRows + local) * 4,
-                      exists ? columns + scale * b.stride_row : columns, exists);
-    }
+    copy_columns(target + kBlocks * kRows * 4, block, count);
   }
 
  private:
-  __device__ __forceinline__ uint32_t row(int i) const { return work_.row + i * 32 + lane_idx_; }
+  // Offset of the scales of this lane's row number `i`, or a negative number.
+  __device__ __forceinline__ int64_t offset(int i) const {
+    const uint32_t row = Tile::kGathers ? sources_[i] : work_.row + i * 32 + lane_idx_;
+    const bool exists = Tile::kGathers ? row != 0xffffffffu : row < work_.row_end;
+    return exists ? (row >> params_.a_scale.row_shift) * params_.a_scale.stride_row : -1;
+  }
+
+  __device__ __forceinline__ void copy_along_k(uint32_t target, const float* rows) const {
+#pragma unroll
+    for (int i = 0; i < ceil_div(kRows, 32); ++i) {
+      const uint32_t local = i * 32 + lane_idx_;
+      if (kRows % 32 != 0 && local >= kRows) break;
+      const int64_t source = offset(i);
+      ptx::cp_async_16(target + local * 16, source < 0 ? rows : rows + source, source >= 0);
+    }
+  }
+
+  __device__ __forceinline__ void copy_along_rows(uint32_t target, const float* rows,
+                                                  uint32_t count) const {
+    constexpr uint32_t kVecs = kRows / 4;  // of a block
+#pragma unroll 1
+    for (uint32_t first = 0; first < kBlocks * kVecs; first += 32) {
+      const uint32_t i = first + lane_idx_, block = i / kVecs, row = i % kVecs * 4;
+      if (kBlocks * kVecs % 32 != 0 && block >= kBlocks) break;
+      const bool exists = block < count && work_.row + row < params_.m;
+      const float* source = rows + block * params_.a_scale.stride_k + work_.row + row;
+      ptx::cp_async_16(target + i * 16, exists ? source : rows, exists);
+    }
+  }
+
+  __device__ __forceinline__ void copy_words(uint32_t target, const float* rows,
+                                             uint32_t count) const {
+#pragma unroll(Tile::kGathers ? 32 : 1)
+    for (int i = 0; i < ceil_div(kRows, 32); ++i) {
+      const uint32_t local = i * 32 + lane_idx_;
+      if (kRows % 32 != 0 && local >= kRows) break;
+      const int64_t source = offset(i);
+      for (uint32_t block = 0; block < count; ++block) {
+        const float* from = rows + block * params_.a_scale.stride_k;
+        ptx::cp_async_4(target + (block * kRows + local) * 4, source < 0 ? rows : from + source,
+                        source >= 0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void copy_columns(uint32_t target, uint32_t block,
+                                               uint32_t count) const {
+    const GemmScaleMatrix& b = params_.b_scale;
+    const float* columns = b.data + work_.group * b.stride_batch + block * b.stride_k;
+#pragma unroll 1
+    for (uint32_t first = 0; first < kBlocks * kColumns; first += 32) {
+      const uint32_t i = first + lane_idx_, slot = i / kColumns, local = i % kColumns;
+      if (slot >= count) break;
+      const uint32_t row = row_of_b(local);
+      const bool exists = row < params_.n;
+      const uint32_t scale = kPerColumn ? row : row / 128;
+      const float* source = columns + slot * b.stride_k + scale * b.stride_row;
+      ptx::cp_async_4(target + slot * Tile::kColumnScaleBytes + local * 4,
+                      exists ? source : columns, exists);
+    }
+  }
 
   // The row of B whose scale is number `i`.
   __device__ __forceinline__ uint32_t row_of_b(uint32_t i) const {
@@ -112,8 +165,9 @@ class GemmScaleSource {
 
   const GemmParams& params_;
   const GemmWork& work_;
+  const GemmScaleCopy way_;
   int lane_idx_;
-  uint32_t sources_[Tile::kGathers ? kRows : 1];
+  uint32_t sources_[Tile::kGathers ? ceil_div(kRows, 32) : 1];
 };
 
 }  // namespace flashinfer

@@ -76,6 +76,24 @@ inline bool encode_maps(GemmKernelParams& kernel) {
   return true;
 }
 
+// 16 bytes of scales along k or along rows at a time, if all of them begin at multiples of 16 bytes.
+template <typename Tile>
+inline GemmScaleCopy scale_copy_of(const GemmParams& p) {
+  const GemmScaleMatrix& s = p.a_scale;
+  if (reinterpret_cast<uint64_t>(s.data) % 16 != 0 || s.stride_batch % 4 != 0) {
+    return GemmScaleCopy::kWord;
+  }
+  const uint32_t blocks = ceil_div(p.k, 128u);
+  if (s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) return GemmScaleCopy::kAlongK;
+  // Tiles begin anywhere where groups do; the last one of a matrix ends with it.
+  const bool aligned_rows = Tile::kGroups == GemmGroups::batch ||
+                            Tile::kGroups == GemmGroups::masked ||
+                            Tile::kGroups == GemmGroups::indices;
+  const bool along_rows = s.stride_row == 1 && s.stride_k % 4 == 0 && s.row_shift == 0 &&
+                          p.m % 4 == 0 && aligned_rows && !Tile::kGathers;
+  return along_rows ? GemmScaleCopy::kAlongRows : GemmScaleCopy::kWord;
+}
+
 // Tiles in clusters, the number of clusters, and the band that keeps operands in L2.
 template <typename Tile>
 inline uint32_t make_schedule(GemmSchedule& schedule, const GemmParams& p, uint32_t clusters) {
@@ -108,6 +126,7 @@ inline cudaError_t launch_gemm_sm90(const GemmParams& params, bool enable_pdl,
   GemmKernelParams kernel;
   kernel.gemm = params;
   if (!encode_maps<Tile>(kernel)) return cudaErrorInvalidValue;
+  if constexpr (Tile::kBlockScales) kernel.scale_copy = scale_copy_of<Tile>(params);
   const uint32_t clusters = make_schedule<Tile>(kernel.schedule, params, num_clusters);
   return launch_kernel(gemm_sm90_kernel<Tile>, dim3(clusters * Tile::kCluster),
                        dim3(Tile::kThreads), kGemmSharedBytes<Tile>, stream, enable_pdl, kernel,

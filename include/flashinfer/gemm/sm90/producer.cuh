@@ -20,6 +20,7 @@ struct GemmKernelParams {
   bool stores_boxes;    // the copy engine can write D
   uint32_t box_rows_a;  // rows of A that a CTA loads at once: few where there are only few
   uint32_t parts_a;     // CTAs that load a part of A for those that share it
+  GemmScaleCopy scale_copy;
 };
 
 // Blocks of k that a CTA sums: all, or its part of a split product.
@@ -33,9 +34,12 @@ struct GemmBlocks {
       first = 0;
       count = blocks;
     } else {
-      const uint32_t split = GemmPlace<Tile>().split;
-      first = blocks * split / Tile::kSplits;
-      count = blocks * (split + 1) / Tile::kSplits - first;
+      // Whole units of the blocks whose scales come together.
+      constexpr uint32_t kUnit = Tile::kBlockScales ? Tile::kScaleBlocks : 1;
+      const uint32_t split = GemmPlace<Tile>().split, units = ceil_div(blocks, kUnit);
+      const uint32_t end = units * (split + 1) / Tile::kSplits * kUnit;
+      first = units * split / Tile::kSplits * kUnit;
+      count = (end < blocks ? end : blocks) - first;
     }
   }
 };
@@ -88,7 +92,7 @@ class GemmProducer {
       uint32_t row = work.row;
       if (Tile::kSharedA > 1) row += place_.column * (Tile::kTileRows / Tile::kSharedA);
       if constexpr (kGathers) gather.find(work, thread_idx);
-      GemmScaleSource<Tile> scales(params, work, thread_idx % 32);
+      GemmScaleSource<Tile> scales(params, params_.scale_copy, work, thread_idx % 32);
       for (uint32_t i = 0; i < blocks_.count; ++i) {
         ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
         const uint32_t barrier = full(ring.stage), block = blocks_.first + i;
@@ -151,7 +155,7 @@ class GemmProducer {
     ScaleRing ring;
     GemmWork work;
     while (scheduler_.next(work)) {
-      GemmScaleSource<Tile> scales(params_.gemm, work, lane_idx);
+      GemmScaleSource<Tile> scales(params_.gemm, params_.scale_copy, work, lane_idx);
       for (uint32_t i = 0; i < blocks_.count; i += Tile::kScaleBlocks) copy_scales(scales, i, ring);
     }
   }
@@ -162,9 +166,9 @@ class GemmProducer {
     const uint32_t barrier = shared_ + Tile::kOffsetControl + (2 * Tile::kStages + 2) * 8;
     ptx::mbarrier_wait_soon(barrier + (4 + ring.stage) * 8, ring.phase ^ 1);
     const uint32_t target = shared_ + Tile::kOffsetScales + ring.stage * Tile::kScaleBytes;
-    for (uint32_t i = 0; i < Tile::kScaleBlocks && first + i < blocks_.count; ++i) {
-      scales.copy(target + i * Tile::kScaleBlockBytes, blocks_.first + first + i);
-    }
+    const uint32_t left = blocks_.count - first;
+    scales.copy(target, blocks_.first + first,
+                left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks);
     ptx::mbarrier_arrive_copies(barrier + ring.stage * 8);
     ring.advance();
   }

@@ -101,12 +101,12 @@ struct GemmTile : Config {
   // Scales of the rows and of the (blocks of) columns of a block of k.
   static constexpr int kColumnScales =
       kScale == GemmScale::group ? kTileColumns : kBoxesB * ceil_div(kBoxRowsB, 128);
-  // They come for four blocks of k at a time, so that a sector of 32 bytes of scales that are
-  // contiguous along k is fetched twice, not eight times.
+  // They come for four blocks of k at a time: a row's are 16 bytes where they are contiguous along k,
+  // and one copy of a thread.
   static constexpr int kScaleBlocks = 4;
   static constexpr int kScaleStages = !kBlockScales ? 0 : kTileRows > 128 ? 2 : 4;
-  static constexpr int kScaleBlockBytes = round_up((kTileRows + kColumnScales) * 4, 16);
-  static constexpr int kScaleBytes = kScaleBlocks * kScaleBlockBytes;
+  static constexpr int kColumnScaleBytes = round_up(kColumnScales * 4, 16);
+  static constexpr int kScaleBytes = kScaleBlocks * (kTileRows * 4 + kColumnScaleBytes);
 
   static constexpr int kMaxGroups = 1024;
   static constexpr bool kHasTable = Config::kGroups == GemmGroups::offsets ||
