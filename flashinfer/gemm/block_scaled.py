@@ -10,9 +10,10 @@ from ..compat.backends import backend_requirement, supported_compute_capability
 from ..quantization._kernels import group_quant_kernel
 from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
 from ._checks import check_out, check_same_device, check_tensors
+from ._choice import GemmProblem
+from ._launch import launch
 
 _BLOCK = 128
-_ROWS = 4  # cuBLASLt takes multiples of so many rows of `input`, for scales that begin on 16 bytes
 _OPERANDS = (torch.float8_e4m3fn, torch.bfloat16)
 _LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
 
@@ -153,21 +154,12 @@ def fp8_blockscale_gemm_sm90(
     if weight.dtype == torch.bfloat16:
         weight, weight_scale = _quantize_rows(weight)
     assert input_scale is not None and weight_scale is not None
-    padding = -input.shape[0] % _ROWS
-    product = torch._scaled_mm(
-        _pad_rows(input.view(torch.uint8), padding).view(input.dtype),
-        weight.t(),
-        _rows_adjacent(_pad_rows(input_scale, padding)),
-        _scale_for_cublas(weight_scale, weight.shape[0]).t(),
-        out_dtype=torch.bfloat16,
-        out=None if padding else out,
+    by_row = weight_scale.shape[0] == weight.shape[0]
+    problem = GemmProblem(
+        *(input.dtype, weight.dtype, torch.bfloat16, *input.shape[:1], *weight.shape),
+        scale="group" if by_row else "block",
     )
-    return out.copy_(product[: out.shape[0]]) if padding else out
-
-
-def _pad_rows(x: torch.Tensor, padding: int) -> torch.Tensor:
-    """`x` with so many rows of zeros after its own."""
-    return torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
+    return launch(problem, "input", out, input, weight, (input_scale, weight_scale))
 
 
 def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,21 +169,3 @@ def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.empty(x.shape[1] // _BLOCK, x.shape[0], dtype=torch.float32, device=x.device)
     kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, None)
     return codes, scale.t()
-
-
-def _rows_adjacent(scale: torch.Tensor) -> torch.Tensor:
-    """`scale` with strides (1, rows), as cuBLASLt reads scales of rows."""
-    return scale.t().contiguous().t()
-
-
-def _scale_for_cublas(scale: torch.Tensor, n: int) -> torch.Tensor:
-    """The weight's scales as cuBLASLt reads them: of blocks, or of rows.
-
-    A row of scales of blocks must begin on 16 bytes there. Where it does not, each row of the
-    weight gets the scale of its block.
-    """
-    if scale.shape[0] == n:
-        return _rows_adjacent(scale)
-    if scale.shape[1] % 4 == 0:
-        return scale.contiguous()
-    return _rows_adjacent(scale.repeat_interleave(_BLOCK, dim=0)[:n])

@@ -144,3 +144,115 @@ fp8_blockscale_gemm_sm90_trace = TraceTemplate(
     init=_fp8_blockscale_init,
     description="Product of 8-bit matrices with scales of 128 elements along the sum.",
 )
+
+
+def _mm_bf16_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "cudnn",
+) -> torch.Tensor:
+    """out = a @ b + bias."""
+    product = a.double() @ b.double()
+    return product if bias is None else product + bias.double()
+
+
+def _bmm_bf16_reference(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "cudnn",
+) -> torch.Tensor:
+    """out[i] = A[i] @ B[i]."""
+    return A.double() @ B.double()
+
+
+def _tinygemm_bf16_reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> torch.Tensor:
+    """out = input @ weight.T + bias."""
+    product = input.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+def _random(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(s, generator=generator).to(device, torch.bfloat16) for s in shapes]
+
+
+def _mm_init(arguments: dict[str, Any]) -> dict[str, Any]:
+    a, b = _random(arguments["a"].device, (5, 64), (24, 64))
+    return {"a": a, "b": b.T}
+
+
+def _bmm_init(arguments: dict[str, Any]) -> dict[str, Any]:
+    A, B = _random(arguments["A"].device, (3, 5, 64), (3, 24, 64))
+    return {"A": A, "B": B.transpose(1, 2)}
+
+
+_GEMM_AXES = {
+    "m": Var("Rows of the left operand."),
+    "n": Const("Columns of the result.", abbrev="n"),
+    "k": Const("Terms of each sum.", abbrev="k"),
+}
+_BACKENDS = ("cudnn", "auto", "cublaslt", "tinygemm")
+_WIDE = ("bfloat16", "float16", "float32")
+
+mm_bf16_trace = TraceTemplate(
+    "gemm_bf16",
+    axes=dict(_GEMM_AXES),
+    inputs={
+        "a": Tensor(["m", "k"], dtype="bfloat16", layout="rows", description="Left operand."),
+        "b": Tensor(["k", "n"], dtype="bfloat16", description="Right operand, column-major."),
+        "bias": Tensor(["n"], dtypes=_WIDE, optional=True, description="Added to every row."),
+    },
+    outputs={
+        "out": Tensor(["m", "n"], dtype_from_scalar="out_dtype", dtypes=_WIDE, layout="rows"),
+    },
+    name_prefix="mm_bf16",
+    reference=_mm_bf16_reference,
+    init=_mm_init,
+    hints=["pdl"],
+    options={"backend": _BACKENDS},
+    description="Product of two bfloat16 matrices.",
+)
+
+bmm_bf16_trace = TraceTemplate(
+    "gemm_bf16",
+    axes={"b": Const("Matrices of the batch.", abbrev="b"), **_GEMM_AXES},
+    inputs={
+        "A": Tensor(["b", "m", "k"], dtype="bfloat16", layout="rows", description="Left operands."),
+        "B": Tensor(["b", "k", "n"], dtype="bfloat16", description="Right ones, column-major."),
+    },
+    outputs={
+        "out": Tensor(["b", "m", "n"], dtype_from_scalar="out_dtype", dtypes=_WIDE, layout="rows"),
+    },
+    name_prefix="bmm_bf16",
+    reference=_bmm_bf16_reference,
+    init=_bmm_init,
+    options={"backend": _BACKENDS},
+    description="Products of a batch of bfloat16 matrices.",
+)
+
+tinygemm_bf16_trace = TraceTemplate(
+    "gemm_bf16",
+    axes=dict(_GEMM_AXES),
+    inputs={
+        "input": Tensor(["m", "k"], dtype="bfloat16", layout="rows", description="Left operand."),
+        "weight": Tensor(["n", "k"], dtype="bfloat16", layout="rows", description="Weight."),
+        "bias": Tensor(["n"], dtype="bfloat16", optional=True, description="Added to every row."),
+    },
+    outputs={"out": Tensor(["m", "n"], param="out", dtype="bfloat16", layout="rows")},
+    name_prefix="tinygemm_bf16",
+    reference=_tinygemm_bf16_reference,
+    hints=["use_pdl"],
+    description="Product of few rows with a weight.",
+)

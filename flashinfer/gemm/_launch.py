@@ -1,0 +1,70 @@
+"""Launches of the products' kernels: the module of a configuration, and its call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .._common.kernels import Kernel
+from ..jit.gemm import GemmConfig, gen_gemm_sm90_module
+from ._checks import check_tensors
+from ._choice import GemmProblem, choose_config
+
+TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK = 1, 2, 4
+"""Bits of the binding's `layout`: b is [.., k, n]; scales are [.., k / 128, rows]; 128 rows share
+a scale."""
+
+NAMES = {"a": 0, "A": 1, "input": 2, "m_indices": 3, "masked_m": 4, "x": 5}
+"""What a public function calls its tensors, as the binding knows it."""
+
+
+@functools.cache
+def get_gemm_kernel(config: GemmConfig) -> Kernel:
+    """The loaded kernel, compiled first if need be."""
+    return gen_gemm_sm90_module(config).build_and_load().gemm  # type: ignore[no-any-return]
+
+
+def launch(
+    problem: GemmProblem,
+    names: str,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    rows: tuple[Any, ...] | None = None,
+    layout: int = 0,
+    max_ctas: int = 0,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """Compute the product into `out`, and give it back.
+
+    Parameters
+    ----------
+    problem : GemmProblem
+        What the tile is chosen for.
+    names : str
+        A key of `NAMES`.
+    scales, bias, rows, layout, max_ctas, enable_pdl
+        As csrc/gemm_jit_binding.cc says.
+    """
+    kernel = get_gemm_kernel(choose_config(problem))
+    kernel(*(NAMES[names], out, a, b, scales, bias, 1.0, rows, None, layout, max_ctas, enable_pdl))
+    return out
+
+
+def check_tensors_on_gpu(**tensors: Any) -> None:
+    """Refuse what is not a CUDA tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument and what it is.
+    """
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        if not tensor.is_cuda:
+            raise ValueError(f"`{name}` must be a CUDA tensor, got one on {tensor.device}")

@@ -1,0 +1,225 @@
+"""Products of matrices of 16 bits, alone and in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from .._common.arch import get_compute_capability
+from .._common.dtypes import check_dtype
+from .._instrument.decorator import flashinfer_api
+from ..compat.backends import BackendSupportedError
+from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
+from ._choice import GemmProblem, choose_config
+from ._launch import NAMES, TRANSPOSED_B, check_tensors_on_gpu, get_gemm_kernel
+
+_HOPPER = (9, 0)
+_MOST_TOKENS = 64
+"""Rows up to which ``"auto"`` takes this library's kernel on Hopper, and cuBLAS beyond: measured
+on one H200 over the shapes of docs/gemm.md."""
+_OWN, _CUBLAS = ("tinygemm", "cudnn", "auto"), ("cublaslt", "cudnn", "auto")
+
+_Call = Callable[..., Any]
+_products: dict[tuple[Any, ...], _Call] = {}
+_MOST_PRODUCTS = 1 << 14
+
+
+def _is_backend_supported(backend: str, cc: int | tuple[int, int] | None = None) -> bool:
+    """Whether there is a backend of this name, and whether it runs on a compute capability."""
+    if cc is None:
+        return backend in (*_OWN, *_CUBLAS)
+    number = 10 * cc[0] + cc[1] if isinstance(cc, tuple) else cc
+    return (backend in _OWN and number == 90) or (backend in _CUBLAS and number >= 80)
+
+
+def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -> _Call:
+    """What computes ``out = a @ b`` of these shapes, kept for the next call."""
+    names = ("a", "b") if a.ndim == 2 else ("A", "B")
+    check_tensors_on_gpu(**dict(zip(names, (a, b), strict=True)), out=out)
+    for name, tensor in zip(names, (a, b), strict=True):
+        check_dtype(name, tensor.dtype, (torch.bfloat16,))
+        if tensor.ndim not in (2, 3) or tensor.ndim != a.ndim:
+            raise ValueError(
+                f"`{name}` must have {a.ndim} dimensions, got shape {list(tensor.shape)}"
+            )
+    check_dtype("out_dtype", out.dtype, (torch.bfloat16, torch.float16, torch.float32))
+    capability = get_compute_capability(a.device)
+    if not _is_backend_supported(backend, capability):
+        raise BackendSupportedError(
+            f"`backend` must be 'cudnn', 'cublaslt', 'tinygemm' or 'auto' on a GPU that has it, "
+            f"got {backend!r} for compute capability {capability[0]}.{capability[1]}"
+        )
+    rows, k = a.shape[-2], a.shape[-1]
+    is_own = capability == _HOPPER and backend != "cublaslt"
+    if is_own and backend != "tinygemm" and rows > _MOST_TOKENS:
+        is_own = out.dtype != torch.bfloat16
+    if not is_own:
+        return _cublas
+    batches = a.shape[0] if a.ndim == 3 else 1
+    problem = GemmProblem(a.dtype, b.dtype, out.dtype, rows, b.shape[-1], k, batches)
+    return get_gemm_kernel(choose_config(problem))
+
+
+def _cublas(
+    names: int,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: None,
+    bias: Any,
+    *_: Any,
+) -> None:
+    """The product by cuBLASLt."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    if a.shape[-1] != b.shape[-2] or out.shape != shape or a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(
+            f"`out` must have shape [.., m, n] of [.., m, k] @ [.., k, n], got {list(out.shape)} "
+            f"for {list(a.shape)} @ {list(b.shape)}"
+        )
+    if out.dtype != a.dtype:
+        raise ValueError(f"`out_dtype` must be torch.bfloat16 for cuBLASLt, got {out.dtype}")
+    torch.matmul(a, b, out=out)
+    if bias is not None:
+        out += bias
+
+
+def _product(
+    names: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    pdl: bool,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    try:
+        if out is None:
+            out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+        elif out.dtype is not out_dtype:
+            check_dtype("out", out.dtype, (out_dtype,))
+        product = _products[a.shape, b.shape, out_dtype, backend, a.device]
+    except (KeyError, AttributeError, RuntimeError):
+        check_tensors_on_gpu(a=a, b=b)
+        assert out is not None
+        if len(_products) > _MOST_PRODUCTS:
+            _products.clear()
+        product = _choose(a, b, out, backend)
+        _products[a.shape, b.shape, out_dtype, backend, a.device] = product
+    product(names, out, a, b, None, bias, 1.0, None, None, TRANSPOSED_B, 0, pdl)
+    return out
+
+
+@flashinfer_api(trace=mm_bf16_trace)
+def mm_bf16(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: Literal[
+        "cudnn", "cutlass", "tgv", "cublaslt", "tinygemm", "cutile", "cute-dsl", "auto"
+    ] = "cudnn",
+) -> torch.Tensor:
+    """``out = a @ b + bias``, summed in float32 and rounded once.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[m, k]``, bfloat16, rows contiguous, on a GPU. k is a multiple of 8.
+    b : torch.Tensor
+        ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``.
+    bias : torch.Tensor, optional
+        ``[n]``, of `out_dtype`: added to every row.
+    pdl : bool
+        Programmatic dependent launch of this library's kernel (compute capability 9.0): it may be
+        scheduled before the kernel that precedes it ends. Changes no result.
+    out : torch.Tensor, optional
+        ``[m, n]``, of `out_dtype`, rows contiguous: receives the result.
+    out_dtype : torch.dtype
+        bfloat16; float16 and float32 by this library's kernel alone.
+    backend : {"cudnn", "auto", "cublaslt", "tinygemm"}
+        ``"tinygemm"``: this library's kernel for Hopper. ``"cublaslt"``: cuBLASLt. The others
+        choose between both. The remaining names of FlashInfer's backends are refused.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above, or the GPU has no such backend.
+
+    Examples
+    --------
+    >>> a = torch.randn(16, 4096, dtype=torch.bfloat16, device="cuda")
+    >>> w = torch.randn(6144, 4096, dtype=torch.bfloat16, device="cuda")
+    >>> flashinfer.mm_bf16(a, w.t()).shape
+    torch.Size([16, 6144])
+    """
+    return _product(NAMES["a"], a, b, bias, pdl, out, out_dtype, backend)
+
+
+@flashinfer_api(trace=bmm_bf16_trace)
+def bmm_bf16(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: Literal["cudnn", "cutlass", "cutile", "tgv", "cake", "auto"] = "cudnn",
+) -> torch.Tensor:
+    """``out[i] = A[i] @ B[i]``, summed in float32 and rounded once.
+
+    Parameters
+    ----------
+    A : torch.Tensor
+        ``[b, m, k]``, bfloat16, rows contiguous, on a GPU. k is a multiple of 8.
+    B : torch.Tensor
+        ``[b, k, n]``, bfloat16, column-major: the transpose of weights ``[b, n, k]``.
+    out : torch.Tensor, optional
+        ``[b, m, n]``, of `out_dtype`, rows contiguous: receives the result.
+    out_dtype, backend
+        As for `mm_bf16`, which also lists the errors.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor.
+    """
+    return _product(NAMES["A"], A, B, None, False, out, out_dtype, backend)
+
+
+@flashinfer_api(trace=tinygemm_bf16_trace)
+def tinygemm_bf16(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> None:
+    """``out = input @ weight.T + bias`` for few rows, on Hopper.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[m, k]``, bfloat16, rows contiguous, on the GPU. k is a multiple of 8.
+    weight : torch.Tensor
+        ``[n, k]``, bfloat16, rows contiguous.
+    out : torch.Tensor
+        ``[m, n]``, bfloat16, rows contiguous: receives the result.
+    bias : torch.Tensor, optional
+        ``[n]``, bfloat16.
+    use_pdl : bool
+        As `pdl` of `mm_bf16`, which also lists the errors.
+    """
+    check_tensors_on_gpu(input=input, weight=weight, out=out)
+    _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm")
+
+
+for _function in (mm_bf16, bmm_bf16):
+    _function.is_backend_supported = _is_backend_supported  # type: ignore[attr-defined]

@@ -1,0 +1,322 @@
+"""Products of 8-bit matrices with scales of 128 elements along k, alone and in groups."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from .._common.dtypes import FLOAT8, check_dtype
+from .._instrument.decorator import flashinfer_api
+from ..compat.backends import backend_requirement, supported_compute_capability
+from ..trace.templates.groupwise import (
+    batch_deepgemm_fp8_nt_groupwise_trace,
+    gemm_fp8_nt_blockscaled_trace,
+    gemm_fp8_nt_groupwise_trace,
+    group_deepgemm_fp8_nt_groupwise_trace,
+    group_gemm_fp8_nt_groupwise_trace,
+)
+from ._checks import check_tensors
+from ._choice import GemmProblem
+from ._launch import SCALES_BY_BLOCK, SCALES_BY_K, launch
+
+_OUT = (torch.bfloat16, torch.float16)
+_Mode = Literal["MN", "K"]
+
+
+@supported_compute_capability([90])
+def _check(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> bool:
+    check_tensors(a=a, b=b, a_scale=a_scale, b_scale=b_scale)
+    for name, operand in (("a", a), ("b", b)):
+        check_dtype(name, operand.dtype, FLOAT8)
+        if operand.ndim not in (2, 3):
+            raise ValueError(f"`{name}` must have 2 or 3 dimensions, got {list(operand.shape)}")
+    if out is not None:
+        check_tensors(out=out)
+        check_dtype("out", out.dtype, _OUT)
+    if out_dtype is not None:
+        check_dtype("out_dtype", out_dtype, _OUT)
+        if out is not None:
+            check_dtype("out", out.dtype, (out_dtype,))
+    return True
+
+
+def _check_mode(mode: object, granularity: tuple[int, int, int], allowed: tuple[Any, ...]) -> int:
+    """Bits of the launch's layout."""
+    if mode not in ("MN", "K"):
+        raise ValueError(f"`scale_major_mode` must be 'MN' or 'K', got {mode!r}")
+    if tuple(granularity) not in allowed:
+        listed = " or ".join(map(str, allowed))
+        raise ValueError(f"`scale_granularity_mnk` must be {listed}, got {granularity!r}")
+    by_block = SCALES_BY_BLOCK if granularity[0] == 128 else 0
+    return (SCALES_BY_K if mode == "MN" else 0) | by_block
+
+
+_BY_ROW, _BY_BLOCK = (1, 128, 128), (128, 128, 128)
+
+
+def _run(
+    names: str,
+    groups: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor | None,
+    layout: int,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    typical_rows: int | None = None,
+) -> torch.Tensor:
+    if out is None:
+        out = a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype or torch.bfloat16)
+    if out.numel() == 0:
+        return out
+    batches = b.shape[0] if b.ndim == 3 else 1
+    problem = GemmProblem(
+        *(a.dtype, b.dtype, out.dtype, typical_rows or a.shape[-2], b.shape[-2], a.shape[-1]),
+        *(batches, "block", groups),
+    )
+    index = (rows, None, None, None) if rows is not None else None
+    return launch(problem, names, out, a, b, scales, rows=index, layout=layout)
+
+
+@backend_requirement({}, common_check=_check)
+@flashinfer_api(trace=gemm_fp8_nt_groupwise_trace)
+def gemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    scale_major_mode: _Mode | None = None,
+    mma_sm: int = 1,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: Literal["cutlass", "trtllm", "cutile"] = "cutlass",
+) -> torch.Tensor:
+    """``out = a @ b.T`` in 8 bits, with scales of blocks.
+
+    Sums over 128 elements of k are multiplied by both scales and added up in float32.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[m, k]``, float8_e4m3fn or float8_e5m2, rows contiguous, on a Hopper GPU; k is a multiple
+        of 128.
+    b : torch.Tensor
+        ``[n, k]``, 8 bits, rows contiguous; n is a multiple of 8.
+    a_scale : torch.Tensor
+        float32, what the elements of `a` are multiplied by: ``[m, k / 128]``, for a granularity of
+        128 rows ``[ceil(m / 128), k / 128]``; in mode ``"MN"`` with both dimensions exchanged.
+    b_scale : torch.Tensor
+        ``[ceil(n / 128), k / 128]``, float32; in mode ``"MN"`` with both dimensions exchanged.
+    scale_major_mode : {"K", "MN"}
+        Order of the scales' dimensions.
+    mma_sm : int
+        1 or 2: CTAs of a product on Blackwell; changes nothing here.
+    scale_granularity_mnk : tuple of int
+        ``(1, 128, 128)`` or ``(128, 128, 128)``.
+    out : torch.Tensor, optional
+        ``[m, n]``, bfloat16 or float16: receives the result.
+    out_dtype : torch.dtype, optional
+        Of the result, bfloat16 if None.
+    backend : str
+        ``"cutlass"`` and ``"cutile"`` mean this library's kernel; ``"trtllm"`` is refused.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[m, n]``; `out` if it was given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    BackendSupportedError
+        A ``ValueError``: if the GPU is not a Hopper.
+
+    Notes
+    -----
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
+    """
+    if backend not in ("cutlass", "cutile"):
+        raise ValueError(f"`backend` must be 'cutlass' or 'cutile', got {backend!r}")
+    if mma_sm not in (1, 2):
+        raise ValueError(f"`mma_sm` must be 1 or 2, got {mma_sm!r}")
+    layout = _check_mode(scale_major_mode, scale_granularity_mnk, (_BY_ROW, _BY_BLOCK))
+    return _run("a", "batch", a, b, (a_scale, b_scale), None, layout, out, out_dtype)
+
+
+@backend_requirement({}, common_check=_check)
+@flashinfer_api(trace=gemm_fp8_nt_blockscaled_trace)
+def gemm_fp8_nt_blockscaled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    scale_major_mode: _Mode | None = "MN",
+    mma_sm: int = 1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`gemm_fp8_nt_groupwise` with a scale for each block of 128 by 128 elements of both operands.
+
+    Arguments, result and errors as there, with ``scale_granularity_mnk=(128, 128, 128)``.
+    """
+    if mma_sm not in (1, 2):
+        raise ValueError(f"`mma_sm` must be 1 or 2, got {mma_sm!r}")
+    layout = _check_mode(scale_major_mode, _BY_BLOCK, (_BY_BLOCK,))
+    return _run("a", "batch", a, b, (a_scale, b_scale), None, layout, out, out_dtype)
+
+
+@backend_requirement({}, common_check=_check)
+@flashinfer_api(trace=group_gemm_fp8_nt_groupwise_trace)
+def group_gemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    scale_major_mode: _Mode = "MN",
+    mma_sm: int = 1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: Literal["trtllm", "cutile"] = "trtllm",
+    segment_alignment: int = 1,
+) -> torch.Tensor:
+    """``out[r] = a[r] @ b[g].T`` in 8 bits, for the rows r of each group g.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[m, k]``, 8 bits, rows contiguous, on a Hopper GPU; k is a multiple of 128.
+    b : torch.Tensor
+        ``[groups, n, k]``, 8 bits, at most 1024 groups.
+    a_scale : torch.Tensor
+        ``[m, k / 128]`` (``"K"``) or ``[k / 128, m]`` (``"MN"``), float32.
+    b_scale : torch.Tensor
+        ``[groups, ceil(n / 128), k / 128]`` (``"K"``) or with the last two exchanged (``"MN"``).
+    m_indptr : torch.Tensor
+        ``[groups + 1]``, int32 or int64: rows ``m_indptr[g]`` to ``m_indptr[g + 1]`` are group g's.
+        Rows of no group are not written.
+    scale_granularity_mnk : tuple of int
+        ``(1, 128, 128)``.
+    scale_major_mode, mma_sm, out, out_dtype
+        As for `gemm_fp8_nt_groupwise`, which also lists the errors.
+    backend : str
+        Both names mean this library's kernel.
+    segment_alignment : int
+        What the caller aligns groups to; any alignment is right here.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[m, n]``; `out` if it was given.
+    """
+    if backend not in ("trtllm", "cutile"):
+        raise ValueError(f"`backend` must be 'trtllm' or 'cutile', got {backend!r}")
+    if segment_alignment < 1:
+        raise ValueError(f"`segment_alignment` must be at least 1, got {segment_alignment!r}")
+    layout = _check_mode(scale_major_mode, scale_granularity_mnk, (_BY_ROW,))
+    check_tensors(m_indptr=m_indptr)
+    return _run("a", "offsets", a, b, (a_scale, b_scale), m_indptr, layout, out, out_dtype)
+
+
+@backend_requirement({}, common_check=_check)
+@flashinfer_api(trace=group_deepgemm_fp8_nt_groupwise_trace)
+def group_deepgemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indices: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``out[r] = a[r] @ b[m_indices[r]].T`` in 8 bits.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[m, k]``, 8 bits, rows contiguous, on a Hopper GPU; k is a multiple of 128.
+    b : torch.Tensor
+        ``[groups, n, k]``, 8 bits.
+    a_scale, b_scale : torch.Tensor
+        ``[m, k / 128]`` and ``[groups, ceil(n / 128), k / 128]``, float32.
+    m_indices : torch.Tensor
+        ``[m]``, int32 or int64: group of each row. Rows 128 i to 128 i + 127 are of the group of
+        the first of them: groups are padded to multiples of 128 rows. Blocks of 128 rows whose
+        first number is negative are not computed.
+    scale_granularity_mnk : tuple of int
+        ``(1, 128, 128)``.
+    out, out_dtype
+        As for `gemm_fp8_nt_groupwise`, which also lists the errors.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[m, n]``; `out` if it was given.
+    """
+    layout = _check_mode("K", scale_granularity_mnk, (_BY_ROW,))
+    check_tensors(m_indices=m_indices)
+    scales = a_scale, b_scale
+    return _run("m_indices", "indices", a, b, scales, m_indices, layout, out, out_dtype)
+
+
+@backend_requirement({}, common_check=_check)
+@flashinfer_api(trace=batch_deepgemm_fp8_nt_groupwise_trace)
+def batch_deepgemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: Literal["deepgemm", "cake"] = "deepgemm",
+) -> torch.Tensor:
+    """``out[g, r] = a[g, r] @ b[g].T`` in 8 bits, for the first ``masked_m[g]`` rows r.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[groups, m, k]``, 8 bits, rows contiguous, on a Hopper GPU; k is a multiple of 128.
+    b : torch.Tensor
+        ``[groups, n, k]``, 8 bits, at most 1024 groups.
+    a_scale, b_scale : torch.Tensor
+        ``[groups, m, k / 128]`` and ``[groups, ceil(n / 128), k / 128]``, float32.
+    masked_m : torch.Tensor
+        ``[groups]``, int32 or int64: rows that are computed. The others are not written.
+    expected_m : int
+        Rows that a group typically has: what the tile is chosen for. It changes no result.
+    scale_granularity_mnk : tuple of int
+        ``(1, 128, 128)``.
+    out, out_dtype
+        As for `gemm_fp8_nt_groupwise`, which also lists the errors.
+    backend : {"deepgemm"}
+        This library's kernel; ``"cake"`` is for Blackwell and is refused.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[groups, m, n]``; `out` if it was given.
+    """
+    if backend != "deepgemm":
+        raise ValueError(f"`backend` must be 'deepgemm', got {backend!r}")
+    if expected_m < 1:
+        raise ValueError(f"`expected_m` must be at least 1, got {expected_m!r}")
+    layout = _check_mode("K", scale_granularity_mnk, (_BY_ROW,))
+    check_tensors(masked_m=masked_m)
+    scales, rows = (a_scale, b_scale), min(expected_m, max(a.shape[-2], 1))
+    return _run("masked_m", "masked", a, b, scales, masked_m, layout, out, out_dtype, rows)

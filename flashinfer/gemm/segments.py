@@ -1,0 +1,217 @@
+"""Products of segments of rows with a matrix each: 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._common.dtypes import check_dtype
+from .._instrument.decorator import flashinfer_api
+from ..compat.backends import backend_requirement, supported_compute_capability
+from ..trace.templates.groupwise import grouped_mm_bf16_trace
+from ._checks import check_tensors
+from ._choice import GemmProblem
+from ._launch import TRANSPOSED_B, check_tensors_on_gpu, launch
+
+_OPERANDS = (torch.bfloat16, torch.float16)
+
+
+@supported_compute_capability([90])
+def _check_grouped(a: torch.Tensor, b: torch.Tensor, m_indptr: torch.Tensor) -> bool:
+    check_tensors(a=a, b=b, m_indptr=m_indptr)
+    check_dtype("a", a.dtype, _OPERANDS)
+    check_dtype("b", b.dtype, (a.dtype,))
+    for name, operand, rank in (("a", a, 2), ("b", b, 3)):
+        if operand.ndim != rank:
+            raise ValueError(
+                f"`{name}` must have {rank} dimensions, got shape {list(operand.shape)}"
+            )
+    return True
+
+
+@backend_requirement({}, common_check=_check_grouped)
+@flashinfer_api(trace=grouped_mm_bf16_trace)
+def grouped_mm_bf16(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    m_indptr: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    backend: str = "cudnn",
+    tactic: int = -1,
+) -> torch.Tensor:
+    """``out[r] = a[r] @ b[g].T`` for the rows r of each group g, summed in float32.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[m, k]``, bfloat16 or float16, rows contiguous, on a Hopper GPU; k is a multiple of 8.
+    b : torch.Tensor
+        ``[groups, n, k]``, dtype of `a`, rows contiguous, at most 1024 groups.
+    m_indptr : torch.Tensor
+        ``[groups + 1]``, int32 or int64: rows ``m_indptr[g]`` to ``m_indptr[g + 1]`` are group g's.
+        Rows of no group are not written.
+    out : torch.Tensor, optional
+        ``[m, n]``, of `out_dtype`: receives the result.
+    out_dtype : torch.dtype
+        bfloat16, float16 or float32.
+    backend : {"cudnn", "auto"}
+        Both mean this library's kernel.
+    tactic : int
+        -1: this library chooses the tile. Other numbers are refused.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[m, n]``; `out` if it was given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    BackendSupportedError
+        A ``ValueError``: if the GPU is not a Hopper.
+    """
+    if backend not in ("cudnn", "auto"):
+        raise ValueError(f"`backend` must be 'cudnn' or 'auto', got {backend!r}")
+    if tactic != -1:
+        raise ValueError(f"`tactic` must be -1, got {tactic!r}")
+    check_dtype("out_dtype", out_dtype, (*_OPERANDS, torch.float32))
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    check_dtype("out", out.dtype, (out_dtype,))
+    if out.numel() == 0:
+        return out
+    problem = GemmProblem(
+        *(a.dtype, b.dtype, out.dtype, *a.shape[:1], *b.shape[1:], b.shape[0]), groups="offsets"
+    )
+    return launch(problem, "a", out, a, b, rows=(m_indptr, None, None, None))
+
+
+class SegmentGEMMWrapper:
+    """Products of segments of rows with a weight each, such as those of LoRA adapters.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        Kept for callers that ask for it; the kernel needs no workspace.
+    backend : {"auto", "sm90"}
+        Both mean this library's kernel for Hopper.
+
+    Examples
+    --------
+    >>> workspace = torch.empty(1 << 20, dtype=torch.int8, device="cuda")
+    >>> wrapper = flashinfer.SegmentGEMMWrapper(workspace)
+    >>> x = torch.randn(12, 256, dtype=torch.bfloat16, device="cuda")
+    >>> weights = torch.randn(2, 512, 256, dtype=torch.bfloat16, device="cuda")
+    >>> lens = torch.tensor([5, 7], device="cuda")
+    >>> wrapper.run(x, weights, 2, weight_column_major=True, seg_lens=lens).shape
+    torch.Size([12, 512])
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        check_tensors(float_workspace_buffer=float_workspace_buffer)
+        if backend not in ("auto", "sm90"):
+            raise ValueError(f"`backend` must be 'auto' or 'sm90', got {backend!r}")
+        self._float_workspace_buffer = float_workspace_buffer
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Take other workspaces, which the kernel does not use."""
+        check_tensors(
+            float_workspace_buffer=float_workspace_buffer, int_workspace_buffer=int_workspace_buffer
+        )
+        self._float_workspace_buffer = float_workspace_buffer
+
+    @flashinfer_api
+    def run(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        batch_size: int,
+        weight_column_major: bool,
+        out: torch.Tensor | None = None,
+        seg_lens: torch.Tensor | None = None,
+        seg_indptr: torch.Tensor | None = None,
+        weight_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``out[r] = x[r] @ W`` for the rows r of each segment and its weight W.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            ``[rows, d_in]``, bfloat16 or float16, on a Hopper GPU; d_in is a multiple of 8.
+        weights : torch.Tensor
+            ``[weights, d_out, d_in]`` where `weight_column_major`, else ``[weights, d_in, d_out]``,
+            dtype of `x`. The second form is copied to the first, unless its memory is that already.
+        batch_size : int
+            Segments, at most 1024.
+        weight_column_major : bool
+            Which form `weights` has.
+        out : torch.Tensor, optional
+            ``[rows, d_out]``, dtype of `x`: receives the result.
+        seg_lens : torch.Tensor, optional
+            ``[batch_size]``, int32 or int64: rows of each segment.
+        seg_indptr : torch.Tensor, optional
+            ``[batch_size + 1]``, int32 or int64: where segments begin and end. Either this or
+            `seg_lens` is given; rows of no segment are not written.
+        weight_indices : torch.Tensor, optional
+            ``[batch_size]``, int32 or int64: weight of each segment, by default its own number.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[rows, d_out]``; `out` if it was given.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as listed above.
+        """
+        check_tensors_on_gpu(x=x, weights=weights)
+        check_dtype("x", x.dtype, _OPERANDS)
+        if x.ndim != 2 or weights.ndim != 3:
+            raise ValueError(
+                f"`x` and `weights` must have 2 and 3 dimensions, got {x.ndim} and {weights.ndim}"
+            )
+        if (seg_lens is None) == (seg_indptr is None):
+            raise ValueError("either `seg_lens` or `seg_indptr` must be given")
+        if not weight_column_major and weights.stride(1) != 1:
+            weights = weights.mT.contiguous().mT
+        n = weights.shape[1 if weight_column_major else 2]
+        if out is None:
+            out = x.new_empty((x.shape[0], n))
+        check_dtype("out", out.dtype, (x.dtype,))
+        groups, kind = (seg_indptr, "offsets") if seg_lens is None else (seg_lens, "lengths")
+        assert groups is not None
+        expected = batch_size + (kind == "offsets")
+        name = "seg_lens" if kind == "lengths" else "seg_indptr"
+        if groups.shape != (expected,):
+            raise ValueError(
+                f"`{name}` must have shape [{expected}] for `batch_size` {batch_size}, got "
+                f"{list(groups.shape)}"
+            )
+        if weight_indices is None and weights.shape[0] != batch_size:
+            raise ValueError(
+                f"`weights` must have {batch_size} matrices where `weight_indices` is None, got "
+                f"shape {list(weights.shape)}"
+            )
+        if out.numel() == 0 or batch_size == 0:
+            return out
+        problem = GemmProblem(
+            *(x.dtype, weights.dtype, out.dtype, x.shape[0], n, x.shape[1], batch_size),
+            groups=kind,
+        )
+        layout = 0 if weight_column_major else TRANSPOSED_B
+        index: tuple[Any, ...] = (groups, weight_indices, None, None)
+        return launch(problem, "x", out, x, weights, rows=index, layout=layout)
+
+    forward = run
+
+
+def determine_gemm_backend(device: torch.device) -> str:
+    """Name of the segments' backend that FlashInfer has for a device: ``"sm90"`` or ``"sm80"``."""
+    return "sm90" if torch.cuda.get_device_capability(device)[0] == 9 else "sm80"
