@@ -1,7 +1,7 @@
 """Which kernel a product gets: an analytic model of its time, evaluated for a few tiles.
 
-The time is the longer one of two: what the tensor cores and the loads of the busiest CTA take, and
-what memory takes to deliver the operands once. The constants are those of one H200; docs/gemm.md
+The time is the longest one of three: what the tensor cores of the busiest CTA take, what L2 takes to
+deliver every tile's operands, and what memory takes to deliver them once. The constants are those of one H200; docs/gemm.md
 says where they come from.
 """
 
@@ -19,6 +19,8 @@ _CLUSTERS = {1: 132, 2: 66, 4: 30}
 """CTAs of a cluster to clusters that an H200 runs at a time."""
 _CLOCK = 1700.0  # per microsecond
 _BYTES = 3.9e6  # of memory per microsecond
+_CACHE_BYTES = 7.5e6  # of L2 per microsecond
+_OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longest
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
 _STORE = 0.6  # microseconds to store a tile
@@ -80,13 +82,15 @@ def _candidates(problem: GemmProblem) -> Iterator[GemmConfig]:
     gated = problem.activation != "identity"
     if problem.groups != "indices" and problem.group_rows <= _MAX_TOKENS:
         yield from _narrow(base, _rows_of_tile(problem.group_rows), gated)
-        return
+        if problem.group_rows <= _MAX_TOKENS // 2:
+            return
     if problem.groups == "indices":
         shared = [replace(base, cluster_columns=columns) for columns in (1, 2)]
     elif problem.gathers:
         shared = [base]
     else:
-        shared = [replace(base, cluster_rows=rows) for rows in (1, 2)]
+        pairs = (1, 2) if problem.group_rows > base.tile_rows else (1,)
+        shared = [replace(base, cluster_rows=rows) for rows in pairs]
     is_16_bit = problem.dtype_a.itemsize == 2
     widths = (256, 128) if gated or not is_16_bit else (256, 224, 192, 128)
     # Sums of all columns with a scale each, beside their products, have no registers at 256.
@@ -95,7 +99,7 @@ def _candidates(problem: GemmProblem) -> Iterator[GemmConfig]:
     for tile in shared:
         for columns in widths:
             yield replace(tile, tile_columns=columns)
-    if problem.scale == "block" and problem.groups == "batch" and not gated:
+    if problem.scale == "block" and problem.groups == "batch" and not gated and len(shared) == 2:
         yield replace(base, tile_rows=256, cluster_rows=2)
 
 
@@ -130,23 +134,25 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     rounds = -(-units // _CLUSTERS[cluster])
     clocks = max(_block_clocks(config, element), _LEAST_CLOCKS)
     compute = rounds * (blocks * clocks / _CLOCK + _STORE)
+    # What the other CTA of a cluster does not load comes from L2.
+    loaded = 128 * (
+        config.tile_rows / config.cluster_columns + config.tile_columns / config.cluster_rows
+    )
+    cache = units * cluster * blocks * loaded / _CACHE_BYTES
     weights = problem.batches * problem.columns * problem.k * element
     rows = problem.batches * problem.group_rows * (problem.k * element + 2 * columns)
+    parts = sorted((compute, cache, (weights + rows) / _BYTES))
     overhead = _LAUNCH + (_SPLIT if config.splits > 1 else 0.0)
-    return overhead + max(compute, (weights + rows) / _BYTES)
+    return overhead + parts[2] + _OVERLAP * (parts[0] + parts[1])
 
 
 def _block_clocks(config: GemmConfig, element: int) -> float:
     """Clocks of a stage: 128 bytes of k of both operands."""
     products = config.tile_rows * config.tile_columns * (128 // element) * 2
     clocks = products / (4096 if element == 2 else 8192)
-    # What the other CTA of a cluster does not load comes from L2, at some 45 bytes a clock.
-    loaded = 128 * (
-        config.tile_rows / config.cluster_columns + config.tile_columns / config.cluster_rows
-    )
     overhead = 80.0
     if element == 1:  # sums are promoted
         area = config.tile_rows * config.tile_columns
         overhead = 160.0 + area / 154 + (120.0 if config.swap else 0.0)
         overhead += 60.0 if config.tile_rows == 256 else 0.0
-    return max(clocks + overhead, loaded / 45.0)
+    return clocks + overhead
