@@ -99,16 +99,6 @@ class SegmentGEMMWrapper:
         Kept for callers that ask for it; the kernel needs no workspace.
     backend : {"auto", "sm90"}
         Both mean this library's kernel for Hopper.
-
-    Examples
-    --------
-    >>> workspace = torch.empty(1 << 20, dtype=torch.int8, device="cuda")
-    >>> wrapper = flashinfer.SegmentGEMMWrapper(workspace)
-    >>> x = torch.randn(12, 256, dtype=torch.bfloat16, device="cuda")
-    >>> weights = torch.randn(2, 512, 256, dtype=torch.bfloat16, device="cuda")
-    >>> lens = torch.tensor([5, 7], device="cuda")
-    >>> wrapper.run(x, weights, 2, weight_column_major=True, seg_lens=lens).shape
-    torch.Size([12, 512])
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:

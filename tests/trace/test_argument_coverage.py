@@ -119,6 +119,19 @@ def is_a_hint(operation: Operation, name: str, arguments: dict[str, Any]) -> Non
             operation.api(**{**arguments, name: value})
 
 
+def adds_to_the_result(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A vector of zeros is what None means; another one counts."""
+    usual = _call(operation, {**arguments, name: None})
+    result = usual.get("returned", usual.get("out"))
+    assert result is not None
+    zeros = result.new_zeros(result.shape[-1])
+    assert _same(
+        usual, {k: v for k, v in _call(operation, {**arguments, name: zeros}).items() if k in usual}
+    )
+    changed = _call(operation, {**arguments, name: zeros + 1})
+    assert not _same(usual, {k: v for k, v in changed.items() if k in usual})
+
+
 def scales_the_result(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """A global scale of one is what None means; another one counts."""
     usual = _call(operation, {**arguments, name: None})
@@ -136,11 +149,11 @@ def is_a_factor(operation: Operation, name: str, arguments: dict[str, Any]) -> N
 
 
 def is_a_dtype(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
-    """The dtype that None means can be said; others are refused."""
+    """The dtype that None means can be said; others are refused, by their name or the result's."""
     usual = _call(operation, arguments)
     assert _same(usual, _call(operation, {**arguments, name: usual["returned"].dtype}))
     for wrong in (torch.int8, "another"):
-        with pytest.raises((TypeError, ValueError), match=name):
+        with pytest.raises((TypeError, ValueError), match=name.removesuffix("_dtype")):
             operation.api(**{**arguments, name: wrong})
 
 
@@ -164,6 +177,14 @@ CASES: dict[str, Callable[..., None]] = {
     "out_dtype": is_a_dtype,
     "out_scale": is_refused_beyond_the_listed,
     "per_token_activation": is_refused_beyond_the_listed,
+    "bias": adds_to_the_result,
+    "mma_sm": is_refused_beyond_the_listed,
+    "pdl": is_a_hint,
+    "scale_granularity_mnk": is_refused_beyond_the_listed,
+    "scale_major_mode": is_refused_beyond_the_listed,
+    "segment_alignment": is_refused_beyond_the_listed,
+    "tactic": is_refused_beyond_the_listed,
+    "use_pdl": is_a_hint,
     "scale_tma_aligned": is_refused_beyond_the_listed,
     "scale_ue8m0": chooses(True),
     "sfLayout": is_refused_beyond_the_listed,

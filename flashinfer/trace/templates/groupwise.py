@@ -34,11 +34,7 @@ def _gemm_fp8_nt_groupwise_reference(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     scale_major_mode: str | None = None,
-    mma_sm: int = 1,
     scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "cutlass",
 ) -> torch.Tensor:
     """out = (a a_scale) (b b_scale)^T, with the scales of 128 elements spread over them.
 
@@ -55,11 +51,8 @@ def _gemm_fp8_nt_blockscaled_reference(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     scale_major_mode: str | None = "MN",
-    mma_sm: int = 1,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """As gemm_fp8_nt_groupwise, with a scale per 128 x 128 elements of both."""
+    """out = a b^T, with a scale per 128 x 128 elements of both. Source: as groupwise."""
     mode = scale_major_mode or "K"
     return _scaled(a, a_scale, False, mode) @ _scaled(b, b_scale, False, mode).T
 
@@ -78,15 +71,9 @@ def _group_gemm_fp8_nt_groupwise_reference(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     m_indptr: torch.Tensor,
-    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
     scale_major_mode: str = "MN",
-    mma_sm: int = 1,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "trtllm",
-    segment_alignment: int = 1,
 ) -> torch.Tensor:
-    """As gemm_fp8_nt_groupwise, for each group's rows and its matrix of b."""
+    """out = a b[g]^T for the rows of each group g. Source: as gemm_fp8_nt_groupwise."""
     left = _scaled(a, a_scale, True, scale_major_mode)
     return _by_group(left, _scaled(b, b_scale, False, scale_major_mode), m_indptr.tolist())
 
@@ -97,11 +84,8 @@ def _group_deepgemm_fp8_nt_groupwise_reference(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     m_indices: torch.Tensor,
-    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """As gemm_fp8_nt_groupwise, with the matrix of b that each row's number names."""
+    """out[r] = a[r] b[m_indices[r]]^T. Source: as gemm_fp8_nt_groupwise."""
     left, right = _scaled(a, a_scale, True), _scaled(b, b_scale, False)
     result = left.new_full((a.shape[0], b.shape[1]), float("nan"))
     for g in range(b.shape[0]):
@@ -116,13 +100,8 @@ def _batch_deepgemm_fp8_nt_groupwise_reference(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     masked_m: torch.Tensor,
-    expected_m: int,
-    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "deepgemm",
 ) -> torch.Tensor:
-    """As gemm_fp8_nt_groupwise for each pair of matrices; NaN for rows beyond the count."""
+    """out[g] = a[g] b[g]^T; NaN for rows beyond the count. Source: as gemm_fp8_nt_groupwise."""
     result = _scaled(a, a_scale, True) @ _scaled(b, b_scale, False).transpose(1, 2)
     rows = torch.arange(a.shape[1], device=a.device)
     result[rows[None, :] >= masked_m[:, None]] = float("nan")
@@ -133,13 +112,8 @@ def _grouped_mm_bf16_reference(
     a: torch.Tensor,
     b: torch.Tensor,
     m_indptr: torch.Tensor,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    backend: str = "cudnn",
-    tactic: int = -1,
 ) -> torch.Tensor:
-    """out[r] = a[r] b[g]^T for the rows r of each group g."""
+    """out[r] = a[r] b[g]^T for the rows r of each group g. Source: as mm_bf16."""
     return _by_group(a.double(), b.double(), m_indptr.tolist())
 
 
