@@ -221,5 +221,14 @@ def tinygemm_bf16(
     _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm")
 
 
+def _runs_on(cc: int | tuple[int, int]) -> bool:
+    """Whether some backend runs on a compute capability."""
+    return _is_backend_supported("auto", cc)
+
+
 for _function in (mm_bf16, bmm_bf16):
     _function.is_backend_supported = _is_backend_supported  # type: ignore[attr-defined]
+    _function.is_compute_capability_supported = _runs_on  # type: ignore[attr-defined]
+tinygemm_bf16.is_compute_capability_supported = (  # type: ignore[attr-defined]
+    lambda cc: _is_backend_supported("tinygemm", cc)
+)
