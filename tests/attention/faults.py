@@ -155,7 +155,7 @@ FAULTS: dict[str, NamedFault] = {
     "scale not finite": _of(option_is("sm_scale", float("nan")), "sm_scale"),
     "scale infinite": _of(option_is("sm_scale", float("inf")), "sm_scale"),
     "scale as text": _of(option_is("sm_scale", "1"), "sm_scale"),
-    "soft cap negative": _of(option_is("logits_soft_cap", -1.0), "logits_soft_cap"),
+    "soft cap of a text": _of(option_is("logits_soft_cap", "1"), "logits_soft_cap"),
     "soft cap not finite": _of(option_is("logits_soft_cap", float("inf")), "logits_soft_cap"),
     "window as float": _of(option_is("window_left", 1.5), "window_left"),
     "window below -1": _of(option_is("window_left", -2), "window_left"),

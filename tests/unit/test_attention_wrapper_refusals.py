@@ -173,7 +173,7 @@ WRONG_PLANS: dict[Callable[..., Any], list[tuple[str, Any]]] = {
         ("pos_encoding_mode", "ALIBI"),
         ("pos_encoding_mode", "ROPE_LLAMA"),
         ("use_fp16_qk_reduction", True),
-        ("logits_soft_cap", -1.0),
+        ("logits_soft_cap", float("nan")),
         ("o_data_type", torch.float32),
         ("non_blocking", 1),
         ("block_mask", torch.ones(3, 4)),
