@@ -33,6 +33,10 @@ also writes their list, which is:
     bmm_fp8_b128_n512_k128_e4m3_out_bf16.json
     cascade_attention_h32_kv8_d128_dv128_ps16_l2_causal.json
     chain_speculative_sampling_n3_v128256.json
+    chunk_gated_delta_rule_final_q16_kh16_hv32_k128_v128_cu_seqlens_int64.json
+    chunk_gated_delta_rule_initial_final_q16_kh16_hv32_k128_v128_cu_seqlens_int64_initial_state_f32_final_state_f32.json
+    chunk_gated_delta_rule_initial_q16_kh16_hv32_k128_v128_cu_seqlens_int64_initial_state_f32.json
+    chunk_gated_delta_rule_q16_kh16_hv32_k128_v128_cu_seqlens_int64.json
     concat_mla_k_h128_n128_r64.json
     convert_bsr_mask_layout_r16_c16.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
@@ -46,6 +50,9 @@ also writes their list, which is:
     fused_qk_rmsnorm_rope_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_rmsnorm_silu_h8192.json
     fused_rmsnorm_silu_h8192_output_e4m3.json
+    gated_delta_rule_bf16_state_h16_hv32_k128_v128_a_bf16_q_bf16_k_bf16_v_bf16_b_bf16_initial_state_source_bf16_initial_state_indices_initial_state_indices_int32_output_bf16_initial_state_source_bf16.json
+    gated_delta_rule_decode_h16_hv32_k128_v128_state_f32_dt_bias_f32_state_f32.json
+    gated_delta_rule_mtp_h16_hv32_k128_v128_initial_state_f32_initial_state_indices_int32_dt_bias_f32_initial_state_f32_disable_state_update.json
     gelu_and_mul_d10240.json
     gelu_tanh_and_mul_d14336.json
     gemma_fused_add_rmsnorm_h3584.json
@@ -102,6 +109,8 @@ also writes their list, which is:
     sampling_from_logits_v128256_f32.json
     sampling_from_probs_valid_v128256_f32.json
     segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
+    selective_state_update_h64_g8_d64_n128_A_f32_D_f32_state_batch_indices_state_batch_indices_int32.json
+    selective_state_update_tokens_h64_g8_d64_n128_A_f32_D_f32_state_batch_indices_state_batch_indices_int32.json
     silu_and_mul_d14336.json
     silu_and_mul_nvfp4_quantize_h4096.json
     silu_and_mul_per_token_group_quant_8bit_float8_e5m2_h4096_g128.json
@@ -155,6 +164,7 @@ def main(folder: Path) -> None:
         call_activations(torch.bfloat16)
         call_quantization(torch.bfloat16)
         call_products(torch.bfloat16)
+        call_linear_attention(torch.bfloat16)
         call_sampling(8, 128256)
         call_rope(torch.bfloat16)
         call_caches(torch.bfloat16)
@@ -202,6 +212,40 @@ def call_quantized_norms(dtype) -> None:
     call_video_norm(dtype)
     flashinfer.fused_rmsnorm_silu(rows, weight)
     flashinfer.fused_rmsnorm_silu(rows, weight, out=out)
+
+
+def call_linear_attention(dtype) -> None:
+    """A layer of Qwen3-Next and one of Mamba-2, with few sequences."""
+    import torch
+
+    from flashinfer import gdn_decode, gdn_prefill, mamba
+    from flashinfer.gdn_kernels import gdn_decode_bf16_state
+
+    def new(*shape: int):
+        return torch.randn(*shape, dtype=dtype)
+
+    q, v, b = new(2, 3, 16, 128), new(2, 3, 32, 128), new(2, 3, 32)
+    state, gate = torch.randn(4, 32, 128, 128), torch.randn(32)
+    slots = torch.tensor([3, 1], dtype=torch.int32)
+    one = [x[:, :1] for x in (q, q, v)]
+    gdn_decode.gated_delta_rule_decode_pretranspose(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
+    gdn_decode.gated_delta_rule_mtp(
+        q, q, v, state, slots, gate, b, gate, b, disable_state_update=True
+    )
+    gdn_decode_bf16_state.gated_delta_rule_mtp(
+        gate, b, gate, q=q, k=q, v=v, b=b, initial_state_source=state.to(dtype),
+        initial_state_indices=slots,
+    )  # fmt: skip
+    tokens, values, bounds = q.flatten(0, 1), v.flatten(0, 1), torch.tensor([0, 4, 6])
+    for initial in ({}, {"initial_state": state[:2]}):
+        for final in (False, True):
+            gdn_prefill.chunk_gated_delta_rule(
+                tokens, tokens, values, cu_seqlens=bounds, output_final_state=final, **initial
+            )
+    pool, A, D = new(4, 64, 64, 128), -torch.rand(64, 64, 128), torch.ones(64, 64)
+    for steps in ((), (3,)):
+        x, B = new(2, *steps, 64, 64), new(2, *steps, 8, 128)
+        mamba.selective_state_update(pool, x, x, A, B, B, D, state_batch_indices=slots)
 
 
 def call_products(dtype) -> None:
