@@ -1,7 +1,13 @@
-// chunk_delta_rule(output, q, k, v, g, beta, initial_state, output_state, state_indices,
-//                  state_checkpoints, checkpoint_cu_starts, cu_seqlens, solve, scores, factors,
-//                  scale, gate_form, checkpoint_every_n_tokens, flags, schedule)
-// q, k, v and output are [1, tokens, heads, dim]; solve, scores and factors are the workspace.
+//   chunk_delta_rule(output, q, k, v, gates, states, snapshots, cu_seqlens, workspace, scale, flags,
+//                    schedule)
+//
+// q, k, v and output are [1, tokens, heads, dim]. Tuples, whose tensors may be None but for those
+// of the workspace:
+//
+//   gates      (g, beta, gate_form)
+//   states     (initial_state, output_state, state_indices, output_state_indices)
+//   snapshots  (state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens)
+//   workspace  (solve, scores, factors)
 #include "chunk_delta_rule.h"
 #include "delta_rule_binding.h"
 
@@ -39,23 +45,28 @@ FLASHINFER_FFI_EXPORT(chunk_delta_rule, args) {
   call.q = args.tensor("q");
   call.k = args.tensor("k");
   call.v = args.tensor("v");
-  call.gate = args.optional_tensor("g");
-  call.beta = args.optional_tensor("beta");
-  call.state = args.optional_tensor("initial_state");
-  call.state_out = args.optional_tensor("output_state");
-  call.read_slots = args.optional_tensor("state_indices");
-  call.write_slots = args.optional_tensor("output_state_indices");
-  call.snapshots = args.optional_tensor("state_checkpoints");
-  call.snapshot_starts = args.optional_tensor("checkpoint_cu_starts");
+  ffi::Args gates = args.group("gates", 3);
+  call.gate = gates.optional_tensor("g");
+  call.beta = gates.optional_tensor("beta");
+  const int64_t gate_form = gates.integer("gate_form");
+  ffi::Args states = args.group("states", 4);
+  call.state = states.optional_tensor("initial_state");
+  call.state_out = states.optional_tensor("output_state");
+  call.read_slots = states.optional_tensor("state_indices");
+  call.write_slots = states.optional_tensor("output_state_indices");
+  ffi::Args snapshots = args.group("snapshots", 3);
+  call.snapshots = snapshots.optional_tensor("state_checkpoints");
+  call.snapshot_starts = snapshots.optional_tensor("checkpoint_cu_starts");
+  const int64_t snapshot_every = snapshots.integer("checkpoint_every_n_tokens");
   call.cu_seqlens = args.tensor("cu_seqlens");
-  const ffi::Tensor solve = args.tensor("solve");
-  const ffi::Tensor scores = args.tensor("scores");
-  const ffi::Tensor factors = args.tensor("factors");
+  ffi::Args workspace = args.group("workspace", 3);
+  const ffi::Tensor solve = workspace.tensor("solve");
+  const ffi::Tensor scores = workspace.tensor("scores");
+  const ffi::Tensor factors = workspace.tensor("factors");
   const double scale = args.number("scale");
-  const int64_t gate_form = args.integer("gate_form");
-  const int64_t snapshot_every = args.integer("checkpoint_every_n_tokens");
   const int64_t flags = args.integer("flags");
   const int64_t schedule = args.integer("schedule");
+  args.all_taken();
 
   check_tokens(call);
   ffi::check_vector_rows(call.v, 8);

@@ -1,7 +1,13 @@
-// delta_rule(out, q, k, v, gate, beta, a_log, dt_bias, state, state_out, read_slots, write_slots,
-//            num_accepted, snapshots, snapshot_starts, cu_seqlens, num_tokens, scale, lower_bound,
-//            gate_form, snapshot_every, flags, schedule)
-// q, k, v and out are [batch, tokens, heads, dim]; packed sequences are one batch with cu_seqlens.
+//   delta_rule(output, q, k, v, gates, states, snapshots, cu_seqlens, scale, flags, schedule)
+//
+// q, k, v and output are [batch, tokens, heads, dim]; packed sequences are one batch with
+// cu_seqlens, else that is None. Tuples, whose tensors may be None:
+//
+//   gates      (a, b, A_log, dt_bias, lower_bound, gate_form); g in place of a where it is by channel
+//   states     (initial_state, output_state, initial_state_indices, output_state_indices,
+//              num_accepted_tokens)
+//   snapshots  (intermediate_states_buffer, checkpoint_cu_starts, snapshots_per_batch,
+//              checkpoint_every_n_tokens)
 #include "delta_rule.h"
 #include "delta_rule_binding.h"
 
@@ -26,25 +32,29 @@ FLASHINFER_FFI_EXPORT(delta_rule, args) {
   call.q = args.tensor("q");
   call.k = args.tensor("k");
   call.v = args.tensor("v");
-  call.gate = args.optional_tensor(kTypes.channel_gate ? "g" : "a");
-  call.beta = args.optional_tensor("b");
-  call.a_log = args.optional_tensor("A_log");
-  call.dt_bias = args.optional_tensor("dt_bias");
-  call.state = args.optional_tensor("initial_state");
-  call.state_out = args.optional_tensor("output_state");
-  call.read_slots = args.optional_tensor("initial_state_indices");
-  call.write_slots = args.optional_tensor("output_state_indices");
-  call.num_accepted = args.optional_tensor("num_accepted_tokens");
-  call.snapshots = args.optional_tensor("intermediate_states_buffer");
-  call.snapshot_starts = args.optional_tensor("checkpoint_cu_starts");
+  ffi::Args gates = args.group("gates", 6);
+  call.gate = gates.optional_tensor(kTypes.channel_gate ? "g" : "a");
+  call.beta = gates.optional_tensor("b");
+  call.a_log = gates.optional_tensor("A_log");
+  call.dt_bias = gates.optional_tensor("dt_bias");
+  const double lower_bound = gates.number("lower_bound");
+  const int64_t gate_form = gates.integer("gate_form");
+  ffi::Args states = args.group("states", 5);
+  call.state = states.optional_tensor("initial_state");
+  call.state_out = states.optional_tensor("output_state");
+  call.read_slots = states.optional_tensor("initial_state_indices");
+  call.write_slots = states.optional_tensor("output_state_indices");
+  call.num_accepted = states.optional_tensor("num_accepted_tokens");
+  ffi::Args snapshots = args.group("snapshots", 4);
+  call.snapshots = snapshots.optional_tensor("intermediate_states_buffer");
+  call.snapshot_starts = snapshots.optional_tensor("checkpoint_cu_starts");
+  const int64_t snapshots_per_batch = snapshots.integer("snapshots_per_batch");
+  const int64_t snapshot_every = snapshots.integer("checkpoint_every_n_tokens");
   call.cu_seqlens = args.optional_tensor("cu_seqlens");
   const double scale = args.number("scale");
-  const double lower_bound = args.number("lower_bound");
-  const int64_t gate_form = args.integer("gate_form");
-  const int64_t snapshots_per_batch = args.integer("snapshots_per_batch");
-  const int64_t snapshot_every = args.integer("checkpoint_every_n_tokens");
   const int64_t flags = args.integer("flags");
   const int64_t schedule = args.integer("schedule");
+  args.all_taken();
 
   check_tokens(call);
   check_pools(call);

@@ -1,8 +1,14 @@
-// selective_state(out, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, read_slots, write_slots,
-//                 pad_slot, state_scale, intermediate, intermediate_indices, intermediate_scales,
-//                 rand_seed, philox_rounds, cu_seqlens, num_accepted, flags, schedule)
+//   selective_state(out, x, dt, A, B, C, options, pool, sequences, intermediate, flags, schedule)
+//
 // x, dt, z and out are [batch, tokens, heads, dim], B and C [batch, tokens, groups, dstate]; packed
-// sequences are one batch with cu_seqlens.
+// sequences are one batch with cu_seqlens. Tuples, whose tensors may be None but for `state`:
+//
+//   options       (D, z, dt_bias)
+//   pool          (state, state_scale, rand_seed, philox_rounds)
+//   sequences     (cu_seqlens, state_batch_indices, dst_state_batch_indices, num_accepted_tokens,
+//                 pad_slot_id)
+//   intermediate  (intermediate_states_buffer, intermediate_state_indices,
+//                 intermediate_state_scales, cache_steps)
 #include "ffi.h"
 #include "linear_attention_binding.h"
 #include "selective_state.h"
@@ -197,29 +203,34 @@ FLASHINFER_FFI_EXPORT(selective_state, args) {
   using namespace flashinfer;
   Call call;
   call.out = args.tensor("out");
-  call.state = args.tensor("state");
   call.x = args.tensor("x");
   call.dt = args.tensor("dt");
   call.A = args.tensor("A");
   call.B = args.tensor("B");
   call.C = args.tensor("C");
-  call.D = args.optional_tensor("D");
-  call.z = args.optional_tensor("z");
-  call.dt_bias = args.optional_tensor("dt_bias");
-  call.read_slots = args.optional_tensor("state_batch_indices");
-  call.write_slots = args.optional_tensor("dst_state_batch_indices");
-  const int64_t pad_slot = args.integer("pad_slot_id");
-  call.state_scale = args.optional_tensor("state_scale");
-  call.intermediate = args.optional_tensor("intermediate_states_buffer");
-  call.intermediate_indices = args.optional_tensor("intermediate_state_indices");
-  call.intermediate_scales = args.optional_tensor("intermediate_state_scales");
-  const int64_t steps = args.integer("cache_steps");
-  call.seed = args.optional_tensor("rand_seed");
-  const int64_t philox_rounds = args.integer("philox_rounds");
-  call.cu_seqlens = args.optional_tensor("cu_seqlens");
-  call.num_accepted = args.optional_tensor("num_accepted_tokens");
+  ffi::Args options = args.group("options", 3);
+  call.D = options.optional_tensor("D");
+  call.z = options.optional_tensor("z");
+  call.dt_bias = options.optional_tensor("dt_bias");
+  ffi::Args pool = args.group("pool", 4);
+  call.state = pool.tensor("state");
+  call.state_scale = pool.optional_tensor("state_scale");
+  call.seed = pool.optional_tensor("rand_seed");
+  const int64_t philox_rounds = pool.integer("philox_rounds");
+  ffi::Args sequences = args.group("sequences", 5);
+  call.cu_seqlens = sequences.optional_tensor("cu_seqlens");
+  call.read_slots = sequences.optional_tensor("state_batch_indices");
+  call.write_slots = sequences.optional_tensor("dst_state_batch_indices");
+  call.num_accepted = sequences.optional_tensor("num_accepted_tokens");
+  const int64_t pad_slot = sequences.integer("pad_slot_id");
+  ffi::Args intermediate = args.group("intermediate", 4);
+  call.intermediate = intermediate.optional_tensor("intermediate_states_buffer");
+  call.intermediate_indices = intermediate.optional_tensor("intermediate_state_indices");
+  call.intermediate_scales = intermediate.optional_tensor("intermediate_state_scales");
+  const int64_t steps = intermediate.integer("cache_steps");
   const int64_t flags = args.integer("flags");
   const int64_t schedule = args.integer("schedule");
+  args.all_taken();
 
   check_pools(call);
   ffi::check_ndim(call.x, 4, 4);

@@ -44,7 +44,16 @@ def run_chunk_delta_rule(
     config = ChunkDeltaRuleConfig(q.dtype, states.dtype, q.shape[-1])
     flags = _BETA_IS_LOGIT * gates.beta_is_logit + _NORMALIZE * normalize_qk
     get_chunk_delta_rule_kernel(config)(
-        out, q, k, v, gates.gate, gates.beta, states.initial, states.final, states.read_slots,
-        states.write_slots, states.snapshots, states.snapshot_starts, cu_seqlens, matrices[0],
-        matrices[1], factors, scale, int(gates.form), states.snapshot_every, flags, schedule,
-    )  # fmt: skip
+        out,
+        q,
+        k,
+        v,
+        (gates.gate, gates.beta, int(gates.form)),
+        (states.initial, states.final, states.read_slots, states.write_slots),
+        (states.snapshots, states.snapshot_starts, states.snapshot_every),
+        cu_seqlens,
+        (matrices[0], matrices[1], factors),
+        scale,
+        flags,
+        schedule,
+    )

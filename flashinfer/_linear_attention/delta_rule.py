@@ -106,8 +106,12 @@ def run_delta_rule(
         + _WRITE_EVERY_TOKEN * states.write_every_token
     )
     get_delta_rule_kernel(config)(
-        out, q, k, v, gates.gate, gates.beta, gates.a_log, gates.dt_bias,
-        states.initial, states.final, states.read_slots, states.write_slots, states.num_accepted,
-        states.snapshots, states.snapshot_starts, cu_seqlens, scale, gates.lower_bound,
-        int(gates.form), states.snapshots_per_batch, states.snapshot_every, flags, schedule,
+        out, q, k, v,
+        (gates.gate, gates.beta, gates.a_log, gates.dt_bias, gates.lower_bound, int(gates.form)),
+        (states.initial, states.final, states.read_slots, states.write_slots, states.num_accepted),
+        (
+            states.snapshots, states.snapshot_starts, states.snapshots_per_batch,
+            states.snapshot_every,
+        ),
+        cu_seqlens, scale, flags, schedule,
     )  # fmt: skip

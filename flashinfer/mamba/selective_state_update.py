@@ -173,10 +173,11 @@ def selective_state_update(
     )
     flags = _SOFTPLUS * dt_softplus + _WRITE_STATE * (not disable_state_update)
     kernel(
-        tokens["out"], pool, tokens["x"], tokens["dt"], A, tokens["B"], tokens["C"], D,
-        tokens["z"], dt_bias, state_batch_indices, written, pad_slot_id,
-        _scale(state_scale, state), buffer, intermediate_state_indices, scales, steps,
-        rand_seed if stochastic else None, philox_rounds, cu_seqlens, num_accepted_tokens,
+        tokens["out"], tokens["x"], tokens["dt"], A, tokens["B"], tokens["C"],
+        (D, tokens["z"], dt_bias),
+        (pool, _scale(state_scale, state), rand_seed if stochastic else None, philox_rounds),
+        (cu_seqlens, state_batch_indices, written, num_accepted_tokens, pad_slot_id),
+        (buffer, intermediate_state_indices, scales, steps),
         flags + _WRITE_EVERY_TOKEN * every_token, 0,
     )  # fmt: skip
     return result
