@@ -201,6 +201,7 @@ def test_committed_references_run_without_this_package(tmp_path):
         "segment_packbits",
         "gqa",
         "attention",
+        "mla_paged",
         "pod",
         "convert_bsr",
         "rope",

@@ -35,7 +35,7 @@ def flashinfer(*arguments: str, input: str | None = None) -> Result:
 
 def test_every_command_has_help(cache: Path):
     expected = {"build", "clear-cache", "collect-env", "export-compile-commands", "list-modules"}
-    expected |= {"compare-sass", "module-status", "replay", "show-config", "version"}
+    expected |= {"compare-sass", "module-status", "new-op", "replay", "show-config", "version"}
     assert set(main.commands) == expected
     for name in expected:
         result = flashinfer(name, "--help")
