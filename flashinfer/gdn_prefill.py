@@ -67,10 +67,10 @@ def chunk_gated_delta_rule(
         ``state_heads = max(q_heads, v_heads)`` states, and each of the numbers of heads divides
         that; consecutive state heads share a head.
     g : torch.Tensor, optional
-        ``[tokens, state_heads]``, float32: the decay itself, from 0 to 1, not its logarithm. By
-        default 1.
+        ``[tokens, state_heads]``, float32: the decay itself, from 0 to 1, not its logarithm; 1
+        if None.
     beta : torch.Tensor, optional
-        ``[tokens, state_heads]``, float32: the learning rate. By default 1.
+        ``[tokens, state_heads]``, float32: the learning rate; 1 if None.
     scale : float, optional
         Factor of the output; by default ``1 / sqrt(head_dim_k)``.
     initial_state : torch.Tensor, optional

@@ -1,1 +1,1 @@
-"""What the modules of recurrent layers (GDN, KDA, Mamba) share: one caller per kernel."""
+"""The modules of recurrent layers (GDN, KDA, Mamba) share one caller per kernel."""

@@ -19,7 +19,7 @@ _BETA_IS_LOGIT, _NORMALIZE = 1, 2
 def get_chunk_delta_rule_kernel(config: ChunkDeltaRuleConfig) -> Callable[..., None]:
     """The kernel of a configuration, built at the first call."""
     module = gen_chunk_delta_rule_module(config).build_and_load()
-    return module.chunk_delta_rule  # type: ignore[no-any-return]
+    return module.chunk_delta_rule
 
 
 def run_chunk_delta_rule(

@@ -27,7 +27,7 @@ class GateForm(IntEnum):
 @functools.cache
 def get_delta_rule_kernel(config: DeltaRuleConfig) -> Callable[..., None]:
     """The kernel of a configuration, built at the first call."""
-    return gen_delta_rule_module(config).build_and_load().delta_rule  # type: ignore[no-any-return]
+    return gen_delta_rule_module(config).build_and_load().delta_rule
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class States:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the pools; float32 where there is none."""
+        """Type of the pools; float32 where there is none."""
         for pool in (self.initial, self.final, self.snapshots):
             if pool is not None:
                 return pool.dtype

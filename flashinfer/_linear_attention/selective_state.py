@@ -12,4 +12,4 @@ from ..jit.mamba import SelectiveStateConfig, gen_selective_state_update_module
 def get_selective_state_kernel(config: SelectiveStateConfig) -> Callable[..., None]:
     """The kernel of a configuration, built at the first call."""
     module = gen_selective_state_update_module(config).build_and_load()
-    return module.selective_state  # type: ignore[no-any-return]
+    return module.selective_state

@@ -30,14 +30,14 @@ _MAX_TOKENS = 128  # up to which rows of weights are the tensor cores' rows
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """What the choice of a kernel depends on.
+    """The shapes and types that decide which kernel runs.
 
     Attributes
     ----------
     rows : int
-        Of each batch or masked group; of all groups together where they are neighbours.
+        Rows of each batch or masked group, or of all groups together where they are neighbours.
     columns, k : int
-        Of each product.
+        Columns and terms of each product.
     batches : int
         Batches, groups or experts.
     scale, groups, activation, gathers
@@ -89,10 +89,10 @@ def _candidates(problem: GemmProblem) -> Iterator[GemmConfig]:
     elif problem.gathers:
         shared = [base]
     else:
-        pairs = (1, 2) if problem.group_rows > base.tile_rows else (1,)
+        pairs: tuple[int, ...] = (1, 2) if problem.group_rows > base.tile_rows else (1,)
         shared = [replace(base, cluster_rows=rows) for rows in pairs]
     is_16_bit = problem.dtype_a.itemsize == 2
-    widths = (256, 128) if gated or not is_16_bit else (256, 224, 192, 128)
+    widths: tuple[int, ...] = (256, 128) if gated or not is_16_bit else (256, 224, 192, 128)
     # Sums of all columns with a scale each, beside their products, have no registers at 256.
     if problem.scale in ("group", "token_channel"):
         widths = widths[-1:]

@@ -23,7 +23,7 @@ NAMES = {"a": 0, "A": 1, "input": 2, "m_indices": 3, "masked_m": 4, "x": 5}
 @functools.cache
 def get_gemm_kernel(config: GemmConfig) -> Kernel:
     """The loaded kernel, compiled first if need be."""
-    return gen_gemm_sm90_module(config).build_and_load().gemm  # type: ignore[no-any-return]
+    return gen_gemm_sm90_module(config).build_and_load().gemm
 
 
 def launch(
@@ -45,7 +45,7 @@ def launch(
     Parameters
     ----------
     problem : GemmProblem
-        What the tile is chosen for.
+        The product that the tile is chosen for.
     names : str
         A key of `NAMES`.
     scales, bias, rows, layout, max_ctas, enable_pdl

@@ -12,6 +12,7 @@ from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.gemm import bmm_fp8_trace
 from ._checks import check_out, check_same_device, check_tensors
+from ._launch import check_tensors_on_gpu
 
 _ALIGNMENT = 16  # elements: the bytes that cuBLASLt wants every row of an 8-bit operand to begin on
 
@@ -99,7 +100,7 @@ def bmm_fp8(
     A_scale, B_scale : torch.Tensor
         One float32 element each, on the GPU: what the operand is multiplied by.
     dtype : torch.dtype
-        Of the result: bfloat16 or float16.
+        Type of the result: bfloat16 or float16.
     out : torch.Tensor, optional
         ``[b, m, n]``, contiguous, of `dtype`: receives the result.
     backend : {"cublas", "auto"}
@@ -126,6 +127,7 @@ def bmm_fp8(
     >>> flashinfer.bmm_fp8(A, B, one, one, torch.bfloat16).shape
     torch.Size([2, 48, 80])
     """
+    check_tensors_on_gpu(A=A, B=B, A_scale=A_scale, B_scale=B_scale)
     if out is None:
         out = torch.empty(A.shape[0], A.shape[1], B.shape[2], dtype=dtype, device=A.device)
     if out.numel():

@@ -156,7 +156,12 @@ def fp8_blockscale_gemm_sm90(
     assert input_scale is not None and weight_scale is not None
     by_row = weight_scale.shape[0] == weight.shape[0]
     problem = GemmProblem(
-        *(input.dtype, weight.dtype, torch.bfloat16, *input.shape[:1], *weight.shape),
+        input.dtype,
+        weight.dtype,
+        torch.bfloat16,
+        rows=input.shape[0],
+        columns=weight.shape[0],
+        k=weight.shape[1],
         scale="group" if by_row else "block",
     )
     return launch(problem, "input", out, input, weight, (input_scale, weight_scale))

@@ -35,7 +35,7 @@ def _is_backend_supported(backend: str, cc: int | tuple[int, int] | None = None)
 
 
 def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -> _Call:
-    """What computes ``out = a @ b`` of these shapes, kept for the next call."""
+    """The call that computes ``out = a @ b`` of these shapes, kept for the next one."""
     names = ("a", "b") if a.ndim == 2 else ("A", "B")
     check_tensors_on_gpu(**dict(zip(names, (a, b), strict=True)), out=out)
     for name, tensor in zip(names, (a, b), strict=True):
@@ -227,8 +227,6 @@ def _runs_on(cc: int | tuple[int, int]) -> bool:
 
 
 for _function in (mm_bf16, bmm_bf16):
-    _function.is_backend_supported = _is_backend_supported  # type: ignore[attr-defined]
-    _function.is_compute_capability_supported = _runs_on  # type: ignore[attr-defined]
-tinygemm_bf16.is_compute_capability_supported = (  # type: ignore[attr-defined]
-    lambda cc: _is_backend_supported("tinygemm", cc)
-)
+    _function.is_backend_supported = _is_backend_supported
+    _function.is_compute_capability_supported = _runs_on
+tinygemm_bf16.is_compute_capability_supported = lambda cc: _is_backend_supported("tinygemm", cc)

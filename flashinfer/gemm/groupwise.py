@@ -126,7 +126,7 @@ def gemm_fp8_nt_groupwise(
     out : torch.Tensor, optional
         ``[m, n]``, bfloat16 or float16: receives the result.
     out_dtype : torch.dtype, optional
-        Of the result, bfloat16 if None.
+        Type of the result, bfloat16 if None.
     backend : str
         ``"cutlass"`` and ``"cutile"`` mean this library's kernel; ``"trtllm"`` is refused.
 
@@ -214,7 +214,7 @@ def group_gemm_fp8_nt_groupwise(
     backend : str
         Both names mean this library's kernel.
     segment_alignment : int
-        What the caller aligns groups to; any alignment is right here.
+        Alignment of the groups' rows; any is right here.
 
     Returns
     -------

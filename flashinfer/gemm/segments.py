@@ -84,8 +84,9 @@ def grouped_mm_bf16(
     check_dtype("out", out.dtype, (out_dtype,))
     if out.numel() == 0:
         return out
+    (rows, k), (batches, columns, _) = a.shape, b.shape
     problem = GemmProblem(
-        *(a.dtype, b.dtype, out.dtype, *a.shape[:1], *b.shape[1:], b.shape[0]), groups="offsets"
+        a.dtype, b.dtype, out.dtype, rows, columns, k, batches=batches, groups="offsets"
     )
     return launch(problem, "a", out, a, b, rows=(m_indptr, None, None, None))
 

@@ -38,7 +38,7 @@ class GemmConfig(ModuleConfig):
     splits : int
         CTAs that sum a part of k each.
     activation : str
-        What follows the product: ``"swiglu"`` halves the columns.
+        The step after the product: ``"swiglu"`` halves the columns.
     gathers : bool
         Rows of a come through an index map.
     max_stages : int

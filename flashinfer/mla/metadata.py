@@ -18,9 +18,9 @@ class MLAHeadDimensions:
     qk_rope_head_dim : int
         Part with it, which all heads' keys share.
     v_head_dim : int
-        Of a value.
+        Columns of a value.
     kv_lora_rank : int
-        Of the latent vector that keys and values are made from.
+        Columns of the latent vector that keys and values are made from.
     """
 
     qk_nope_head_dim: int
@@ -36,7 +36,7 @@ class MLALayerDimensions:
     Attributes
     ----------
     head_dimensions : MLAHeadDimensions
-        Of each head.
+        Dimensions of each head.
     num_heads : int
         Query heads of the layer on this GPU.
     """

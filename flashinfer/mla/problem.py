@@ -1,7 +1,8 @@
-"""What a plan of MLA is for: the batch and its options, checked."""
+"""Checks the batch and the options that a plan of MLA is made for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class MlaOptions:
     num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale
         As ``plan`` takes them.
     q_dtype, kv_dtype, o_dtype : torch.dtype
-        Of queries, caches and outputs.
+        Types of queries, caches and outputs.
     lse_mode : str
         ``"none"``, ``"base2"`` or ``"basee"``.
     """
@@ -129,9 +130,7 @@ def read_batch(metadata: Any, given: dict[str, Any], page_size: int) -> MlaBatch
     if most is not None:
         most = check_count("max_q_len", most)
     listed = [name for name in _LIST if given[name] is not None]
-    batch = (
-        _from_list(given) if listed else _from_table(*(given[name] for name in _TABLE), page_size)
-    )
+    batch = _from_list(given) if listed else _from_table(given, page_size)
     longest = int(batch.qo_indptr.diff().max()) if len(batch.qo_indptr) > 1 else 0
     if most is not None and longest > most:
         raise ValueError(f"`max_q_len` must be at least the {longest} of a request, got {most}")
@@ -149,7 +148,8 @@ def _from_list(given: dict[str, Any]) -> MlaBatch:
     return MlaBatch(qo, kv, given["kv_indices"], lengths)
 
 
-def _from_table(cum_seq_lens_q: Any, block_tables: Any, seq_lens: Any, page_size: int) -> MlaBatch:
+def _from_table(given: Mapping[str, Any], page_size: int) -> MlaBatch:
+    cum_seq_lens_q, block_tables, seq_lens = (given[name] for name in _TABLE)
     for name, value in zip(_TABLE, (cum_seq_lens_q, block_tables, seq_lens), strict=True):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")

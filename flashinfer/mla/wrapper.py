@@ -268,11 +268,16 @@ class BatchMLAPagedAttentionWrapper:
         on_gpu = self.device.type == "cuda"
         config = options.config("fa3")
         self._planner.make(
-            *(self._int_workspace_buffer if on_gpu else None, self._float_bytes),
-            *(batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr),
-            *(options.num_heads, options.head_dim_ckv, options.page_size, options.causal),
-            True,
-            self._use_cuda_graph,
+            int_workspace=self._int_workspace_buffer if on_gpu else None,
+            float_workspace_bytes=self._float_bytes,
+            qo_indptr=batch.qo_indptr,
+            kv_indptr=batch.kv_indptr,
+            kv_len_arr=batch.kv_len_arr,
+            num_heads=options.num_heads,
+            head_dim_ckv=options.head_dim_ckv,
+            page_size=options.page_size,
+            causal=options.causal,
+            is_graph=self._use_cuda_graph,
         )
         if self._use_cuda_graph:
             self._kv_indices = self._keep(batch)
@@ -389,6 +394,7 @@ class BatchMLAPagedAttentionWrapper:
             bmm1_scale=bmm1_scale,
             bmm2_scale=bmm2_scale,
         )
+        assert self._options is not None and self._planner is not None  # `_resolve` asked for both
         q = call.q_nope
         if out is None:
             out = torch.empty(q.shape, dtype=self._options.o_dtype, device=q.device)
@@ -403,7 +409,10 @@ class BatchMLAPagedAttentionWrapper:
             (call.sm_scale, call.o_scale, _LN_2 if call.lse_on_e else 1.0),
             self._enable_pdl,
         )
-        return (out, lse) if return_lse else out
+        if not return_lse:
+            return out
+        assert lse is not None
+        return out, lse
 
     def _resolve(
         self,
@@ -520,7 +529,7 @@ class BatchMLAPagedAttentionWrapper:
 
 
 class _PlannedModule:
-    """What engines call ``_cached_module``: planning anew for a captured graph."""
+    """Plans anew for a captured graph; engines call it ``_cached_module``."""
 
     def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
         self._wrapper = wrapper
@@ -557,9 +566,16 @@ class _PlannedModule:
                 f"{(num_heads, head_dim_ckv, causal)}"
             )
         wrapper._planner.make(
-            *(wrapper._int_workspace_buffer, wrapper._float_bytes),
-            *(qo_indptr, kv_indptr, kv_len_arr),
-            *(num_heads, head_dim_ckv, options.page_size, causal, True, wrapper._use_cuda_graph),
+            int_workspace=wrapper._int_workspace_buffer,
+            float_workspace_bytes=wrapper._float_bytes,
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_len_arr=kv_len_arr,
+            num_heads=num_heads,
+            head_dim_ckv=head_dim_ckv,
+            page_size=options.page_size,
+            causal=causal,
+            is_graph=wrapper._use_cuda_graph,
         )
         wrapper._batch = MlaBatch(qo_indptr, kv_indptr, wrapper._kv_indices, kv_len_arr)
 

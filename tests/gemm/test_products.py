@@ -284,7 +284,7 @@ def test_segments(by: str, column_major: bool, gpu: torch.device) -> None:
     bounds = bounds_of(lengths)
     x, w = halves(bounds[-1], 128, device=gpu), halves(3, 72, 128, device=gpu)
     given = torch.tensor(lengths if by == "seg_lens" else bounds, device=gpu)
-    wrapper = flashinfer.SegmentGEMMWrapper(torch.empty(16, dtype=torch.int8, device=gpu))
+    wrapper = flashinfer.gemm.SegmentGEMMWrapper(torch.empty(16, dtype=torch.int8, device=gpu))
     form = w if column_major else w.mT.contiguous()
     index = torch.tensor(chosen, device=gpu)
     out = wrapper.run(x, form, 4, column_major, weight_indices=index, **{by: given})

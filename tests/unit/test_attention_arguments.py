@@ -90,7 +90,7 @@ def test_fast_decode_plan_is_the_plan_with_lengths_of_the_host():
     slow = planned(lambda w: w.plan, *table, *HEADS, q_data_type=BF16, **options)
     fast = planned(
         lambda w: functools.partial(flashinfer.fast_decode_plan, w),
-        *(torch.zeros(3, dtype=torch.int32), *table[1:], *HEADS),  # the host's indptr counts
+        *(table[0].clone(), *table[1:], *HEADS),
         data_type=BF16,
         global_override_indptr_cpu=table[0],
         **options,

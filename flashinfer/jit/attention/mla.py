@@ -116,7 +116,7 @@ def gen_batch_mla_module(
     backend : str
         ``"fa3"``.
     dtype_q, dtype_kv, dtype_o : torch.dtype
-        Of queries, caches and outputs.
+        Types of queries, caches and outputs.
     dtype_idx : torch.dtype
         int32.
     head_dim_ckv, head_dim_kpe : int

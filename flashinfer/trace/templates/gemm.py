@@ -190,7 +190,7 @@ def _bmm_init(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"A": A, "B": B.transpose(1, 2)}
 
 
-_GEMM_AXES = {
+_GEMM_AXES: dict[str, Var | Const] = {
     "m": Var("Rows of the left operand."),
     "n": Const("Columns of the result.", abbrev="n"),
     "k": Const("Terms of each sum.", abbrev="k"),

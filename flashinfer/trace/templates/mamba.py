@@ -86,9 +86,8 @@ def _selective_state_update_reference(
     packed = cu_seqlens is not None
     pool = (state if state.ndim == 4 else state[:, None]).double().clone()
     scales = None if state_scale is None else state_scale.double().reshape(pool.shape[:3]).clone()
-    A, D, dt_bias = (
-        t if t is None or t.ndim == n else t[None] for t, n in ((A, 3), (D, 2), (dt_bias, 2))
-    )
+    A = A if A.ndim == 3 else A[None]
+    D, dt_bias = (t if t is None or t.ndim == 2 else t[None] for t in (D, dt_bias))
     xs, dts, Bs, Cs = (_steps(t, packed).double() for t in (x, dt, B, C))
     if dt_bias is not None:
         dts = dts + dt_bias.double()
