@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 GPU_EXAMPLES = 2500
 CPU_EXAMPLES = 100  # of the reference backend; every fault also has a test of its own
+FIRST_EXAMPLES = 3  # of each function, before functions are drawn too
 
 WIDTHS = st.one_of(
     st.sampled_from([1, 2, 3, 7, 8, 16, 31, 64, 127, 128, 129, 256, 1024, 1032, 2048, 4096, 8192]),
@@ -289,21 +290,36 @@ class FuzzRun:
         return CPU_EXAMPLES * (15 if self.full else 1)
 
 
+def _draw(
+    check: Callable[[Any, str | None], None],
+    examples: int,
+    cases: st.SearchStrategy[Any],
+    drawn_faults: st.SearchStrategy[str | None],
+) -> None:
+    """Call `check` with so many cases."""
+    fuzz_settings(examples)(given(case=cases, fault=drawn_faults)(check))()
+
+
 def run_fuzz(family: Family, run: FuzzRun) -> None:
-    """Draw calls of a family: each is right, or refused by the name of what is wrong with it."""
+    """Draw calls of a family: each is right, or refused by the name of what is wrong with it.
+
+    The functions take turns without faults first, so that chance cannot leave one out. The rest
+    of the cases is drawn freely.
+    """
     kernels = run.device.type == "cuda"
     if kernels:
         build_jit_specs(family.specs())
     tally = Tally({**family.faults, **(family.kernel_faults if kernels else {})})
 
-    @fuzz_settings(run.examples)
-    @given(case=family.cases, fault=faults(tally.faults))
     def check(case: Any, fault: str | None) -> None:
         arguments = family.build(case, run.device)
         api = family.api(family.function_of(case))
         tally.judge(api, arguments, family.options(case, arguments), fault)
 
-    check()
+    for function in family.functions:
+        own = family.cases.filter(lambda case, name=function: family.function_of(case) == name)
+        _draw(check, FIRST_EXAMPLES, own, st.none())
+    _draw(check, run.examples - tally.accepted.total(), family.cases, faults(tally.faults))
     run.tell(tally.report(family.name, run.device))
     assert set(tally.accepted) == set(family.functions), "a function was never called"
     assert tally.accepted.total() + tally.refused.total() >= run.examples
