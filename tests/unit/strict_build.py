@@ -20,6 +20,8 @@ from flashinfer.jit.binary import read_kernels
 MAY_USE_STACK = {
     "attention_kernel": "128 rows take all registers; what is spilled waits for the end of the loop"
     " over keys (test_attention_compile.py looks into it)",
+    "chunk_scan_kernel": "40 bytes on sm_90a where four warps take all registers, while they ask"
+    " for the next chunk; never where they multiply",
     "hopper_attention_kernel": "the addresses of a producer that serves every kind of page; never"
     " where it multiplies (test_attention_hopper_compile.py)",
     "rope_kernel": "16 bytes on sm_90a where angles are computed, in the fastest form measured",
