@@ -84,7 +84,7 @@ def _aot_configs() -> Iterator[GemmConfig]:
     yield GemmConfig(bf16, bf16, bf16, 128, 256, cluster_rows=2)
 
 
-@register_generator(aot=_aot_configs)
+@register_generator(aot=_aot_configs, presets={"gemm": _aot_configs})
 def gen_gemm_sm90_module(config: GemmConfig | None = None) -> JitSpec:
     """The module with ``gemm`` for one configuration; by default of large bfloat16 matrices."""
     config = config or next(_aot_configs())

@@ -25,11 +25,13 @@ also writes their list, which is:
     attention_sink_h32_kv8_d128_dv128_ps16_sinks_causal.json
     attention_sink_lse_h32_kv8_d128_dv128_ps16_sinks_causal.json
     batch_attention_h32_kv8_d128_dv128_ps16_causal.json
+    batch_deepgemm_fp8_nt_groupwise_n1536_k2048_g8_e4m3_masked_m_int32_out_bf16.json
     batch_pod_h32_kv8_d128_dv128_ps16_causal_p.json
     batch_pod_lse_h32_kv8_d128_dv128_ps16_causal_p.json
     block_scale_interleave_b448_uint8.json
     block_sparse_attention_h32_kv8_d128_dv128.json
     block_sparse_attention_lse_h32_kv8_d128_dv128.json
+    bmm_bf16_b128_n512_k128.json
     bmm_fp8_b128_n512_k128_e4m3_out_bf16.json
     cascade_attention_h32_kv8_d128_dv128_ps16_l2_causal.json
     chain_speculative_sampling_n3_v128256.json
@@ -55,6 +57,12 @@ also writes their list, which is:
     gated_delta_rule_mtp_h16_hv32_k128_v128_initial_state_f32_initial_state_indices_int32_dt_bias_f32_initial_state_f32_disable_state_update.json
     gelu_and_mul_d10240.json
     gelu_tanh_and_mul_d14336.json
+    gemm_fp8_nt_blockscaled_k_by_block_n1536_k2048_e4m3_out_bf16.json
+    gemm_fp8_nt_blockscaled_mn_by_block_n1536_k2048_e4m3_out_bf16.json
+    gemm_fp8_nt_groupwise_k_by_block_n1536_k2048_e4m3_out_bf16.json
+    gemm_fp8_nt_groupwise_k_n1536_k2048_e4m3_out_bf16.json
+    gemm_fp8_nt_groupwise_mn_by_block_n1536_k2048_e4m3_out_bf16.json
+    gemm_fp8_nt_groupwise_mn_n1536_k2048_e4m3_out_bf16.json
     gemma_fused_add_rmsnorm_h3584.json
     gemma_rmsnorm_h3584.json
     get_batch_indices_positions_n32.json
@@ -69,6 +77,10 @@ also writes their list, which is:
     gqa_ragged_prefill_h32_kv8_d128_dv128_causal.json
     gqa_ragged_prefill_lse_h32_kv8_d128_dv128_causal.json
     gqa_ragged_prefill_lse_heads_first_h32_kv8_d128_dv128_causal.json
+    group_deepgemm_fp8_nt_groupwise_n1536_k2048_g8_e4m3_m_indices_int32_out_bf16.json
+    group_gemm_fp8_nt_groupwise_k_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
+    group_gemm_fp8_nt_groupwise_mn_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
+    grouped_mm_bf16_n1536_k2048_g8_m_indptr_int32.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json
     merge_state_h32_d128.json
@@ -79,6 +91,8 @@ also writes their list, which is:
     mla_paged_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_paged_lse_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_rope_quantize_fp8_q16_r64_qn512_kn512_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3_no_is_neox.json
+    mm_bf16_n6144_k4096.json
+    mm_bf16_n6144_k4096_bias.json
     mxfp4_dequantize_b3584.json
     mxfp4_dequantize_host_b3584_g32.json
     mxfp4_quantize_h7168.json
@@ -122,6 +136,7 @@ also writes their list, which is:
     single_prefill_h32_kv8_d128_dv128_custom_mask.json
     single_prefill_lse_h32_kv8_d128_dv128_causal.json
     softmax_v128256_f32.json
+    tinygemm_bf16_n256_k7168.json
     top_k_k2048_f32.json
     top_k_mask_logits_v128256_f32.json
     top_k_page_table_transform_k2048_p64_f32.json
@@ -264,6 +279,47 @@ def call_products(dtype) -> None:
     latent = torch.randn(128, 512, 128).to(codes.dtype).transpose(1, 2)
     one = torch.ones(1)
     flashinfer.bmm_fp8(queries, latent, one, one, dtype)
+    rows, wide = torch.randn(NUM_TOKENS, 4096, dtype=dtype), torch.randn(6144, 4096, dtype=dtype)
+    flashinfer.mm_bf16(rows, wide.T)
+    flashinfer.mm_bf16(rows, wide.T, bias=wide[:, 0].contiguous())
+    flashinfer.bmm_bf16(queries.to(dtype), latent.to(dtype))
+    gate = torch.randn(256, 7168, dtype=dtype)
+    flashinfer.gemm.tinygemm_bf16(x, gate, torch.empty(NUM_TOKENS, 256, dtype=dtype))
+    call_groupwise_products()
+
+
+def call_groupwise_products() -> None:
+    """The first weights of 8 experts of Qwen3 30B A3B; one of them with every layout of scales."""
+    import torch
+
+    from flashinfer import gemm
+
+    def transposed(scale):
+        return scale.transpose(-1, -2).contiguous()
+
+    groups, padded = 8, 128
+    a = torch.randn(groups, padded, 2048).to(torch.float8_e4m3fn)
+    b = torch.randn(groups, 1536, 2048).to(torch.float8_e4m3fn)
+    a_scale, b_scale = torch.ones(groups, padded, 16), torch.ones(groups, 12, 16)
+    for mode, arrange in (("K", torch.clone), ("MN", transposed)):
+        by_row, by_block, weight_scale = map(arrange, (a_scale[0], a_scale[0, :1], b_scale[0]))
+        gemm.gemm_fp8_nt_groupwise(a[0], b[0], by_row, weight_scale, mode)
+        gemm.gemm_fp8_nt_groupwise(
+            a[0], b[0], by_block, weight_scale, mode, scale_granularity_mnk=(128, 128, 128)
+        )
+        gemm.gemm_fp8_nt_blockscaled(a[0], b[0], by_block, weight_scale, mode)
+
+    starts = torch.arange(groups + 1, dtype=torch.int32) * padded
+    rows, row_scale = a.flatten(0, 1), a_scale.flatten(0, 1)
+    for mode, arrange in (("K", torch.clone), ("MN", transposed)):
+        gemm.group_gemm_fp8_nt_groupwise(
+            rows, b, arrange(row_scale), arrange(b_scale), starts, scale_major_mode=mode
+        )
+    expert = torch.arange(groups, dtype=torch.int32).repeat_interleave(padded)
+    gemm.group_deepgemm_fp8_nt_groupwise(rows, b, row_scale, b_scale, expert)
+    counts = torch.full((groups,), NUM_TOKENS, dtype=torch.int32)
+    gemm.batch_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, counts, NUM_TOKENS)
+    gemm.grouped_mm_bf16(rows.bfloat16(), b.bfloat16(), starts)
 
 
 def call_video_norm(dtype) -> None:

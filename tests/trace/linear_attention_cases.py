@@ -81,6 +81,7 @@ _KNOWN: dict[str, Callable[..., None]] = {
     "out": _receives,
     "use_qk_l2norm": _is_a_flag,
     "use_qk_l2norm_in_kernel": _is_a_flag,
+    **dict.fromkeys(("q", "k", "v", "b", "initial_state_source"), _is_required),
 }
 
 
