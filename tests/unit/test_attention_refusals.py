@@ -300,7 +300,7 @@ def _items(**changes: Any) -> dict[str, Any]:
 PLANS: list[tuple[str, dict[str, Any], str]] = [
     ("decode", {"q_len_per_req": 0}, "q_len_per_req"),
     ("decode", {"q_len_per_req": 1.0}, "q_len_per_req"),
-    ("decode", {"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, "block_tables"),
+    ("decode", {"block_tables": [[0, 1]]}, "block_tables"),
     ("decode", {"seq_lens": torch.tensor([40, 3], dtype=torch.int32)}, "seq_lens"),
     ("decode", {"seq_lens": torch.tensor([40, 3, 99], dtype=torch.int32)}, "seq_lens"),
     ("decode", {"seq_lens": torch.tensor([40, 3, -1], dtype=torch.int32)}, "seq_lens"),
@@ -319,7 +319,7 @@ PLANS: list[tuple[str, dict[str, Any], str]] = [
     ("paged", {"qo_indptr": indptr((5, 3, 20)) + 1}, "qo_indptr"),
     ("paged", {"qo_indptr": torch.tensor([0, 8, 5, 28], dtype=torch.int32)}, "qo_indptr"),
     ("paged", {"qo_indptr": None}, "qo_indptr"),
-    ("paged", {"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, "block_tables"),
+    ("paged", {"block_tables": torch.zeros(3, 4)}, "block_tables"),
     ("paged", {"seq_lens_q": torch.tensor([5, 3, 21], dtype=torch.int32)}, "seq_lens_q"),
     ("paged", {"max_token_per_sequence": 19}, "max_token_per_sequence"),
     ("paged", {"max_sequence_kv": 39}, "max_sequence_kv"),
