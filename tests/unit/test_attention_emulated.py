@@ -274,7 +274,7 @@ FAULTS = [
     (
         "items_without_barrier",
         "attention/portable/attention.cuh",
-        "__syncthreads();  // the next item takes the shared memory",
+        "__syncthreads();  // the next item reuses the shared memory",
         "",
         16,
         False,
@@ -282,7 +282,7 @@ FAULTS = [
     (
         "warps_merge_too_early",
         "attention/portable/output.cuh",
-        "__syncthreads();  // every warp has read its last K and V",
+        "__syncthreads();  // every warp has finished reading K and V",
         "",
         16,
         False,
