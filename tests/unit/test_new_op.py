@@ -16,6 +16,8 @@ from flashinfer.cli.new_op import new_op
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "weigh_rows"
 COPIED = ("benchmarks", "csrc", "examples", "flashinfer", "include", "tests")
+# An editable install has links in `data` to the sources of its own checkout.
+IGNORED = shutil.ignore_patterns("__pycache__", "data")
 FILES = ("pyproject.toml", "README.md", "version.txt", ".clang-format")
 
 
@@ -39,7 +41,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of the tree with a new operation in the family that the test names."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=IGNORED)
     for name in FILES:
         shutil.copy(ROOT / name, tmp_path / name)
     done = run(tmp_path, "flashinfer", "new-op", NAME, "--family", request.param)
