@@ -6,7 +6,6 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,77 +20,9 @@ from .modules import modules
 from .runner import UNKNOWN, Chunk, Runner
 from .sampling import SamplingParams as SamplingParams
 from .sampling import sample
+from .state import Output as Output
+from .state import RequestState, Step
 from .tokens import TextStream, Tokenizer
-
-
-@dataclass
-class Output:
-    """A new token of a request.
-
-    Attributes
-    ----------
-    request_id : str
-        Whose.
-    token_id : int
-        The token.
-    text : str
-        Text that became final, possibly empty; of a token that stops the request, what was held
-        back before it.
-    finished : bool
-        Whether it is the request's last.
-    reason : str or None
-        Then: "stop" (end-of-text or a stop token) or "length".
-    """
-
-    request_id: str
-    token_id: int
-    text: str
-    finished: bool
-    reason: str | None
-
-
-@dataclass(eq=False)
-class _Request:
-    """`tokens` are prompt and generated; the first `computed` have keys and values in `pages`."""
-
-    id: str
-    tokens: list[int]
-    prompt_length: int
-    params: SamplingParams
-    seed: int
-    stops: frozenset[int]
-    text: TextStream | None
-    computed: int = 0
-    pages: array[int] = field(default_factory=lambda: array("i"))  # cheap to put together
-    keys: list[bytes] = field(default_factory=list)  # of the pages that are published
-
-    @property
-    def drawn(self) -> int:
-        return len(self.tokens) - self.prompt_length
-
-
-@dataclass
-class _Step:
-    """What the device is computing: these requests get these tokens."""
-
-    requests: list[_Request]
-    tokens: torch.Tensor  # on the device, for the next step
-    arriving: torch.Tensor  # on the host, valid after `arrived`
-    arrived: torch.cuda.Event | None
-
-    @staticmethod
-    def of(requests: list[_Request], tokens: torch.Tensor) -> _Step:
-        arriving = tokens.to("cpu", non_blocking=True)
-        arrived = None
-        if tokens.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return _Step(requests, tokens, arriving, arrived)
-
-    def wait(self) -> list[int]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.arriving.tolist()
 
 
 class Engine:
@@ -165,10 +96,10 @@ class Engine:
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self._runner = Runner(model, num_pages, page_size, kv_dtype, max_batch_size, use_cuda_graph)
         self._pool = PagePool(num_pages)
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []  # in the order of their arrival
-        self._live: dict[str, _Request] = {}
-        self._ahead: _Step | None = None  # launched before the tokens of the one before are known
+        self._waiting: deque[RequestState] = deque()
+        self._running: list[RequestState] = []  # in the order of their arrival
+        self._live: dict[str, RequestState] = {}
+        self._ahead: Step | None = None  # launched before the tokens of the one before are known
 
     @property
     def has_work(self) -> bool:
@@ -228,7 +159,7 @@ class Engine:
             stops |= self._model.config.eos_token_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
         text = None if self._tokenizer is None else TextStream(self._tokenizer)
-        request = _Request(request_id, tokens, len(tokens), params, seed, stops, text)
+        request = RequestState(request_id, tokens, len(tokens), params, seed, stops, text)
         self._waiting.append(request)
         self._live[request_id] = request
 
@@ -262,8 +193,8 @@ class Engine:
         ]
 
     def _launch(
-        self, scheduled: Sequence[tuple[_Request, Chunk]], tokens: torch.Tensor | None = None
-    ) -> _Step | None:
+        self, scheduled: Sequence[tuple[RequestState, Chunk]], tokens: torch.Tensor | None = None
+    ) -> Step | None:
         """Start a step; None if no request gets a token from it. `tokens`: see `Runner.run`."""
         logits = self._runner.run([chunk for _, chunk in scheduled], tokens)
         ends = [chunk.start + len(chunk.tokens) for _, chunk in scheduled]
@@ -282,14 +213,14 @@ class Engine:
                 [request.seed for request in ready],
                 [ends[row] - scheduled[row][0].prompt_length for row in rows],
             )
-            step = _Step.of(ready, drawn)
+            step = Step.of(ready, drawn)
         # Last: a step that failed can be tried again.
         for (request, _), end in zip(scheduled, ends, strict=True):
             request.computed = end
             self._publish(request)
         return step
 
-    def _foresee(self, step: _Step) -> list[tuple[_Request, Chunk]] | None:
+    def _foresee(self, step: Step) -> list[tuple[RequestState, Chunk]] | None:
         """The next step's chunks, of tokens that `step` draws; None if they depend on these."""
         if self._waiting or step.requests != self._running:
             return None
@@ -335,10 +266,10 @@ class Engine:
                 f"{pages} pages of the KV cache, which has {self._pool.num_pages}"
             )
 
-    def _schedule(self) -> list[tuple[_Request, Chunk]]:
+    def _schedule(self) -> list[tuple[RequestState, Chunk]]:
         """Chunks of this step: running requests first, then new ones while there is room."""
         budget = self._max_batch_tokens
-        chunks: list[tuple[_Request, Chunk]] = []
+        chunks: list[tuple[RequestState, Chunk]] = []
         # Those that decode need one token each; a prompt in progress takes what they leave.
         decoding = sum(len(r.tokens) - r.computed == 1 for r in self._running)
         for request in list(self._running):
@@ -362,21 +293,21 @@ class Engine:
             budget -= count
         return chunks
 
-    def _chunk(self, request: _Request, count: int) -> tuple[_Request, Chunk]:
+    def _chunk(self, request: RequestState, count: int) -> tuple[RequestState, Chunk]:
         start = request.computed
         tokens = request.tokens[start : start + count]
         return request, Chunk(tokens, start, request.pages, self._rotation_of(request))
 
-    def _next_chunk(self, request: _Request) -> tuple[_Request, Chunk]:
+    def _next_chunk(self, request: RequestState) -> tuple[RequestState, Chunk]:
         """The token that is being drawn."""
         start = request.computed
         self._grow(request, start + 1)
         return request, Chunk(UNKNOWN, start, request.pages, self._rotation(start + 1))
 
-    def _missing_pages(self, request: _Request, length: int) -> int:
+    def _missing_pages(self, request: RequestState, length: int) -> int:
         return -(-length // self._page_size) - len(request.pages)
 
-    def _grow(self, request: _Request, length: int) -> bool:
+    def _grow(self, request: RequestState, length: int) -> bool:
         """Pages for `length` tokens, at the cost of younger requests; False if it had to yield."""
         while self._missing_pages(request, length) > 0:
             page = self._pool.allocate()
@@ -389,13 +320,13 @@ class Engine:
                 return False
         return True
 
-    def _preempt(self, request: _Request) -> None:
+    def _preempt(self, request: RequestState) -> None:
         """Back to the head of the queue; it starts again with what the cache still has of it."""
         self._release(request)
         self._running.remove(request)
         self._waiting.appendleft(request)
 
-    def _admit(self, request: _Request, count: int) -> bool:
+    def _admit(self, request: RequestState, count: int) -> bool:
         """Pages for a waiting request's first chunk, if they are there without preemption.
 
         A page is left for each running request, else it could be thrown out at the next step.
@@ -410,7 +341,7 @@ class Engine:
             request.pages.append(page)
         return True
 
-    def _share_prefix(self, request: _Request) -> None:
+    def _share_prefix(self, request: RequestState) -> None:
         """Take the pages that are in the cache; the last token is left, for its logits."""
         for key in page_keys(request.tokens[:-1], self._page_size, self._root(request)):
             page = self._pool.share(key)
@@ -420,7 +351,7 @@ class Engine:
             request.keys.append(key)
         request.computed = len(request.pages) * self._page_size
 
-    def _publish(self, request: _Request) -> None:
+    def _publish(self, request: RequestState) -> None:
         """Let later requests share the pages that have become full."""
         done = len(request.keys)
         parent = request.keys[-1] if done else self._root(request)
@@ -429,7 +360,7 @@ class Engine:
             self._pool.publish(request.pages[len(request.keys)], key)
             request.keys.append(key)
 
-    def _accept(self, request: _Request, token: int) -> Output:
+    def _accept(self, request: RequestState, token: int) -> Output:
         rotation = self._rotation_of(request)
         request.tokens.append(token)
         reason = None
@@ -450,22 +381,22 @@ class Engine:
     def _rotation(self, length: int) -> int:
         return self._model.config.rotation(length)
 
-    def _rotation_of(self, request: _Request) -> int:
+    def _rotation_of(self, request: RequestState) -> int:
         return self._rotation(len(request.tokens))
 
-    def _is_served(self, request: _Request) -> bool:
+    def _is_served(self, request: RequestState) -> bool:
         """Whether it has neither ended nor been cancelled, even if its name has come back."""
         return self._live.get(request.id) is request
 
-    def _root(self, request: _Request) -> bytes:
+    def _root(self, request: RequestState) -> bytes:
         """Parent of a request's first page: equal tokens of other frequencies are not shared."""
         return self._rotation_of(request).to_bytes(8, "big")
 
-    def _release(self, request: _Request) -> None:
+    def _release(self, request: RequestState) -> None:
         self._pool.release(request.pages)
         request.pages, request.keys, request.computed = array("i"), [], 0
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: RequestState) -> None:
         self._release(request)
         del self._live[request.id]
         if request in self._running:

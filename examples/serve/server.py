@@ -19,10 +19,11 @@ import click
 import torch
 
 from . import warmup
+from .answers import Answer, error_body
 from .chat import load_chat, plain_chat
 from .engine import Engine, Output, load
 from .mistakes import bind, reported
-from .protocol import Answer, BadRequest, Request, StopText, error_body, parse
+from .protocol import BadRequest, Request, StopText, parse
 from .worker import Overloaded, Worker
 
 try:

@@ -40,7 +40,7 @@ def _alone(model: Model, prompt: list[int], params: SamplingParams = PARAMS) -> 
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What an engine does, in its order: launches, of tokens known or not, and waits."""
     seen: list[str] = []
-    launch, wait = Engine._launch, engine._Step.wait
+    launch, wait = Engine._launch, engine.Step.wait
 
     def launched(self, scheduled, tokens=None):
         seen.append("launch" if tokens is None else "ahead")
@@ -51,7 +51,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return wait(self)
 
     monkeypatch.setattr(Engine, "_launch", launched)
-    monkeypatch.setattr(engine._Step, "wait", waited)
+    monkeypatch.setattr(engine.Step, "wait", waited)
     return seen
 
 
