@@ -1,10 +1,8 @@
-"""Continuous batching: who is served in a step, with which pages, and what comes of it."""
+"""Continuous batching: steps of the requests that the scheduler chooses, and what comes of it."""
 
 from __future__ import annotations
 
 import secrets
-from array import array
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +11,14 @@ import torch
 from flashinfer.jit import build_jit_specs
 from flashinfer.jit.progress import compile_seconds
 
-from .cache import PagePool, page_keys
+from .cache import PagePool
 from .checkpoint import load as load
 from .model import Model
 from .modules import modules
-from .runner import UNKNOWN, Chunk, Runner
+from .runner import Chunk, Runner
 from .sampling import SamplingParams as SamplingParams
 from .sampling import sample
+from .scheduler import Scheduler
 from .state import Output as Output
 from .state import RequestState, Step
 from .tokens import TextStream, Tokenizer
@@ -93,11 +92,11 @@ class Engine:
             raise ValueError(f"`use_cuda_graph` needs a GPU, the model is on {model.device}")
         self._model, self._tokenizer = model, tokenizer
         self._page_size, self._max_waiting = page_size, max_waiting
-        self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self._runner = Runner(model, num_pages, page_size, kv_dtype, max_batch_size, use_cuda_graph)
         self._pool = PagePool(num_pages)
-        self._waiting: deque[RequestState] = deque()
-        self._running: list[RequestState] = []  # in the order of their arrival
+        self._scheduler = Scheduler(
+            self._pool, page_size, max_batch_size, max_batch_tokens, model.config.rotation
+        )
         self._live: dict[str, RequestState] = {}
         self._ahead: Step | None = None  # launched before the tokens of the one before are known
 
@@ -122,8 +121,8 @@ class Engine:
         return {
             "pages_total": self._pool.num_pages,
             "pages_free": self._pool.num_free,
-            "running": len(self._running),
-            "waiting": len(self._waiting),
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting),
             "compile_seconds": compile_seconds(),
         }
 
@@ -152,15 +151,16 @@ class Engine:
             raise ValueError(f"`request_id` must be new, {request_id!r} is being served")
         tokens = self._tokens(prompt)
         self._check_length(len(tokens), params.max_tokens)
-        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
-            raise ValueError(f"over capacity: {len(self._waiting)} requests wait, try again later")
+        waiting = len(self._scheduler.waiting)
+        if self._max_waiting is not None and waiting >= self._max_waiting:
+            raise ValueError(f"over capacity: {waiting} requests wait, try again later")
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self._model.config.eos_token_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
         text = None if self._tokenizer is None else TextStream(self._tokenizer)
         request = RequestState(request_id, tokens, len(tokens), params, seed, stops, text)
-        self._waiting.append(request)
+        self._scheduler.add(request)
         self._live[request_id] = request
 
     def cancel(self, request_id: str) -> bool:
@@ -179,11 +179,11 @@ class Engine:
         with self._runner.backend():
             step, self._ahead = self._ahead, None
             if step is None or not any(map(self._is_served, step.requests)):
-                step = self._launch(self._schedule())
+                step = self._launch(self._scheduler.schedule())
             if step is None:
                 return []  # parts of long prompts
             self._ahead = step  # if the launch fails, its tokens are still there to be taken
-            following = self._foresee(step)
+            following = self._scheduler.foresee(step.requests)
             self._ahead = None if following is None else self._launch(following, step.tokens)
             tokens = step.wait()
         return [
@@ -217,24 +217,8 @@ class Engine:
         # Last: a step that failed can be tried again.
         for (request, _), end in zip(scheduled, ends, strict=True):
             request.computed = end
-            self._publish(request)
+            self._scheduler.publish(request)
         return step
-
-    def _foresee(self, step: Step) -> list[tuple[RequestState, Chunk]] | None:
-        """The next step's chunks, of tokens that `step` draws; None if they depend on these."""
-        if self._waiting or step.requests != self._running:
-            return None
-        pages = 0
-        for request in step.requests:
-            length = len(request.tokens) + 1  # with the token that `step` draws
-            if length - request.prompt_length >= request.params.max_tokens:
-                return None
-            if self._rotation(length) != self._rotation(length - 1):
-                return None  # computed again
-            pages += self._missing_pages(request, length)
-        if pages > self._pool.num_free:
-            return None
-        return [self._next_chunk(request) for request in step.requests]
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -266,102 +250,8 @@ class Engine:
                 f"{pages} pages of the KV cache, which has {self._pool.num_pages}"
             )
 
-    def _schedule(self) -> list[tuple[RequestState, Chunk]]:
-        """Chunks of this step: running requests first, then new ones while there is room."""
-        budget = self._max_batch_tokens
-        chunks: list[tuple[RequestState, Chunk]] = []
-        # Those that decode need one token each; a prompt in progress takes what they leave.
-        decoding = sum(len(r.tokens) - r.computed == 1 for r in self._running)
-        for request in list(self._running):
-            if request not in self._running:
-                continue  # preempted by an older one
-            missing = len(request.tokens) - request.computed
-            if missing == 1:
-                decoding -= 1
-            count = min(missing, budget - decoding)
-            if count > 0 and self._grow(request, request.computed + count):
-                chunks.append(self._chunk(request, count))
-                budget -= count
-        while self._waiting and len(self._running) < self._max_batch_size and budget > 0:
-            request = self._waiting[0]
-            self._share_prefix(request)
-            count = min(len(request.tokens) - request.computed, budget)
-            if not self._admit(request, count):
-                break
-            self._running.append(self._waiting.popleft())
-            chunks.append(self._chunk(request, count))
-            budget -= count
-        return chunks
-
-    def _chunk(self, request: RequestState, count: int) -> tuple[RequestState, Chunk]:
-        start = request.computed
-        tokens = request.tokens[start : start + count]
-        return request, Chunk(tokens, start, request.pages, self._rotation_of(request))
-
-    def _next_chunk(self, request: RequestState) -> tuple[RequestState, Chunk]:
-        """The token that is being drawn."""
-        start = request.computed
-        self._grow(request, start + 1)
-        return request, Chunk(UNKNOWN, start, request.pages, self._rotation(start + 1))
-
-    def _missing_pages(self, request: RequestState, length: int) -> int:
-        return -(-length // self._page_size) - len(request.pages)
-
-    def _grow(self, request: RequestState, length: int) -> bool:
-        """Pages for `length` tokens, at the cost of younger requests; False if it had to yield."""
-        while self._missing_pages(request, length) > 0:
-            page = self._pool.allocate()
-            if page is not None:
-                request.pages.append(page)
-                continue
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            if youngest is request:
-                return False
-        return True
-
-    def _preempt(self, request: RequestState) -> None:
-        """Back to the head of the queue; it starts again with what the cache still has of it."""
-        self._release(request)
-        self._running.remove(request)
-        self._waiting.appendleft(request)
-
-    def _admit(self, request: RequestState, count: int) -> bool:
-        """Pages for a waiting request's first chunk, if they are there without preemption.
-
-        A page is left for each running request, else it could be thrown out at the next step.
-        """
-        needed = self._missing_pages(request, request.computed + count)
-        if needed + len(self._running) > self._pool.num_free and self._running:
-            self._release(request)
-            return False
-        for _ in range(needed):
-            page = self._pool.allocate()
-            assert page is not None, "add_request refuses what does not fit an empty cache"
-            request.pages.append(page)
-        return True
-
-    def _share_prefix(self, request: RequestState) -> None:
-        """Take the pages that are in the cache; the last token is left, for its logits."""
-        for key in page_keys(request.tokens[:-1], self._page_size, self._root(request)):
-            page = self._pool.share(key)
-            if page is None:
-                break
-            request.pages.append(page)
-            request.keys.append(key)
-        request.computed = len(request.pages) * self._page_size
-
-    def _publish(self, request: RequestState) -> None:
-        """Let later requests share the pages that have become full."""
-        done = len(request.keys)
-        parent = request.keys[-1] if done else self._root(request)
-        new = request.tokens[done * self._page_size : request.computed]
-        for key in page_keys(new, self._page_size, parent):
-            self._pool.publish(request.pages[len(request.keys)], key)
-            request.keys.append(key)
-
     def _accept(self, request: RequestState, token: int) -> Output:
-        rotation = self._rotation_of(request)
+        rotation = self._scheduler.rotation_of(request)
         request.tokens.append(token)
         reason = None
         if token in request.stops:
@@ -372,34 +262,16 @@ class Engine:
         if (stream := request.text) is not None:
             text = stream.flush() if reason == "stop" else stream.push(token, reason is not None)
         if reason is not None:
-            self._publish(request)
+            self._scheduler.publish(request)
             self._forget(request)
-        elif self._rotation_of(request) != rotation:
-            self._release(request)  # its keys have the other frequencies: computed again
+        elif self._scheduler.rotation_of(request) != rotation:
+            self._scheduler.release(request)  # its keys have the other frequencies: computed again
         return Output(request.id, token, text, reason is not None, reason)
-
-    def _rotation(self, length: int) -> int:
-        return self._model.config.rotation(length)
-
-    def _rotation_of(self, request: RequestState) -> int:
-        return self._rotation(len(request.tokens))
 
     def _is_served(self, request: RequestState) -> bool:
         """Whether it has neither ended nor been cancelled, even if its name has come back."""
         return self._live.get(request.id) is request
 
-    def _root(self, request: RequestState) -> bytes:
-        """Parent of a request's first page: equal tokens of other frequencies are not shared."""
-        return self._rotation_of(request).to_bytes(8, "big")
-
-    def _release(self, request: RequestState) -> None:
-        self._pool.release(request.pages)
-        request.pages, request.keys, request.computed = array("i"), [], 0
-
     def _forget(self, request: RequestState) -> None:
-        self._release(request)
+        self._scheduler.forget(request)
         del self._live[request.id]
-        if request in self._running:
-            self._running.remove(request)
-        else:
-            self._waiting.remove(request)

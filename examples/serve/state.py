@@ -48,9 +48,15 @@ class RequestState:
     seed: int
     stops: frozenset[int]
     text: TextStream | None
+    arrival: int = 0  # a later request has a larger number
     computed: int = 0
     pages: array[int] = field(default_factory=lambda: array("i"))  # cheap to put together
     keys: list[bytes] = field(default_factory=list)  # of the pages that are published
+
+    @property
+    def missing(self) -> int:
+        """Tokens without keys and values; 1 of them: the request decodes."""
+        return len(self.tokens) - self.computed
 
     @property
     def drawn(self) -> int:

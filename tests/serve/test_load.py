@@ -98,7 +98,7 @@ class _Load:
             self._end(victim, "cancelled")
 
     def step(self) -> None:
-        running = {request.id for request in self.engine._running}
+        running = {request.id for request in self.engine._scheduler.running}
         for output in self.engine.step():
             name = output.request_id
             assert 0 <= output.token_id < 257
@@ -108,9 +108,9 @@ class _Load:
             if output.finished:
                 self._end(name, str(output.reason))
         self.steps += 1
-        self.preempted += len(running & {request.id for request in self.engine._waiting})
+        self.preempted += len(running & {request.id for request in self.engine._scheduler.waiting})
         free = self.engine.stats()["pages_free"]
-        assert free == PAGES - len({p for r in self.engine._running for p in r.pages})
+        assert free == PAGES - len({p for r in self.engine._scheduler.running for p in r.pages})
 
     def _end(self, name: str, reason: str) -> None:
         del self.missing[name]

@@ -20,6 +20,8 @@ import torch
 from examples.serve import checkpoint, engine
 from examples.serve.engine import Engine, SamplingParams
 from examples.serve.runner import Chunk
+from examples.serve.scheduler import token_shares
+from examples.serve.state import RequestState
 
 PAGES, PAGE_SIZE, BATCH, BATCH_TOKENS, WAITING = 90, 4, 16, 64, 40
 
@@ -95,7 +97,7 @@ def test_20000_requests(served: tuple[Engine, _Pages]):
 
     def receive() -> None:
         nonlocal preemptions, finished_tokens
-        before = {request.id for request in engine._running}
+        before = {request.id for request in engine._scheduler.running}
         for output in engine.step():
             name = output.request_id
             assert output.token_id == _next(tokens[name])
@@ -105,8 +107,8 @@ def test_20000_requests(served: tuple[Engine, _Pages]):
             if output.finished:
                 finished_tokens += len(tokens.pop(name))
                 end(str(output.reason))
-        preemptions += len(before & {request.id for request in engine._waiting})
-        used = {page for request in engine._running for page in request.pages}
+        preemptions += len(before & {request.id for request in engine._scheduler.waiting})
+        used = {page for request in engine._scheduler.running for page in request.pages}
         assert engine.stats()["pages_free"] == PAGES - len(used)
 
     for number in range(20000):
@@ -151,3 +153,57 @@ def test_the_oldest_request_is_served_first(served: tuple[Engine, _Pages]):
     while engine.has_work:
         ended += [int(o.request_id) for o in engine.step() if o.finished]
     assert ended == sorted(ended) and len(ended) == 15
+
+
+def _first_tokens(engine: Engine, arrivals: dict[int, list[tuple[str, int]]]) -> dict[str, int]:
+    """The step of each request's first token; `arrivals`: names and lengths, by step."""
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    first: dict[str, int] = {}
+    step = 0
+    while engine.has_work or step <= max(arrivals):
+        for name, length in arrivals.get(step, ()):
+            engine.add_request(name, [zlib.crc32(name.encode()) % 256] * length, params)
+        for output in engine.step():
+            first.setdefault(output.request_id, step)
+        step += 1
+    return first
+
+
+def test_a_long_prompt_does_not_hold_back_short_ones(served: tuple[Engine, _Pages]):
+    engine, _ = served
+    long = 5 * BATCH_TOKENS  # takes 5 steps alone
+    names = [f"short {number}" for number in range(4)]
+    arrivals = {0: [("long", long)], 1: [(name, 8) for name in names]}
+    first = _first_tokens(engine, arrivals)
+    assert [first[name] for name in names] == [1] * 4
+    assert first["long"] == 5  # one step later than alone
+
+
+def test_short_prompts_do_not_starve_a_long_one(served: tuple[Engine, _Pages]):
+    """Half of the tokens go to the oldest prompt, whatever else arrives."""
+    engine, _ = served
+    long = (PAGES - 40) * PAGE_SIZE
+    arrivals = {step: [(f"{step} {n}", 20) for n in range(3)] for step in range(1, 30)}
+    first = _first_tokens(engine, {0: [("long", long)], **arrivals})
+    assert first["long"] <= -(-long // (BATCH_TOKENS // 2 - BATCH // 2))
+
+
+def test_shares_use_the_whole_budget():
+    rng = random.Random(1)
+    for _ in range(500):
+        lengths = [rng.randint(1, 100) for _ in range(rng.randint(1, 12))]
+        prompts = [
+            RequestState(str(n), [0] * length, length, SamplingParams(), 0, frozenset(), None)
+            for n, length in enumerate(lengths)
+        ]
+        decoding = rng.randint(0, 20)
+        budget = rng.randint(decoding + 1, 300)
+        shares = token_shares(decoding, prompts, budget)
+        given = [shares[request] for request in prompts]
+        assert all(0 <= share <= length for share, length in zip(given, lengths, strict=True))
+        assert sum(given) == min(sum(lengths), budget - decoding)
+        assert given[0] >= min(lengths[0], (budget - decoding) // 2)
+        # Of the others, a longer one gets something only when the shorter ones have all they need.
+        order = sorted(range(1, len(lengths)), key=lambda n: lengths[n])
+        first_cut = next((i for i, n in enumerate(order) if given[n] < lengths[n]), len(order))
+        assert all(given[n] == 0 for n in order[first_cut + 1 :])
