@@ -164,4 +164,6 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     link_data()
     write_build_meta(ROOT)
-    return _setuptools.build_editable(wheel_directory, config_settings, None)
+    # Type checkers follow a path in a .pth file; they do not run setuptools' import hook.
+    settings = {"editable_mode": "compat", **(config_settings or {})}
+    return _setuptools.build_editable(wheel_directory, settings, None)

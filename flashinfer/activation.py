@@ -1,7 +1,5 @@
 """Gated activations: ``out = act(input[..., :d]) * input[..., d:]``."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -1,7 +1,5 @@
 """Concatenation of the parts of multi-head latent attention's keys."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -12,8 +12,6 @@ Source: S. Yang, J. Kautz and A. Hatamizadeh, "Gated Delta Networks: Improving M
 Rule", 2024.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ._instrument.decorator import flashinfer_api

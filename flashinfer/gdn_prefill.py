@@ -5,8 +5,6 @@ Rule", 2024; the chunked form from S. Yang et al., "Parallelizing Linear Transfo
 Rule over Sequence Length", 2024. docs/linear_attention.md derives what the kernels compute.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ A cache is a pool of pages of `page_size` slots. Request ``b`` owns the pages
 request's page ``p // page_size`` at slot ``p % page_size``.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

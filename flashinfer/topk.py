@@ -5,8 +5,6 @@ index are taken (with ``TopKTieBreak.LARGE`` the largest), NaN counts as +inf, a
 the order of their indices unless `sorted` asks for another: every run gives the same bits.
 """
 
-from __future__ import annotations
-
 from numbers import Integral
 from typing import Any
 

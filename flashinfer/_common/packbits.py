@@ -1,7 +1,5 @@
 """Bits from bytes: masks as the attention kernels read them."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

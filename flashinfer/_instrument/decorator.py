@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, overload
 
 import torch
 
@@ -31,6 +31,7 @@ from .call import ApiCall, is_paused
 from .definitions import dump_definition, fi_trace
 from .dump import dump_inputs
 from .text import describe_inputs, describe_outputs, write_record
+from .typed import ApiFunction, Parameters, Returned
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -44,6 +45,16 @@ _TRACE_REGISTRY: list[tuple[Callable[..., Any], Any]] = []
 on_registration: list[Callable[[], None]] = []
 
 
+class _Decorator(Protocol):
+    def __call__(
+        self, func: Callable[Parameters, Returned], /
+    ) -> ApiFunction[Parameters, Returned]: ...
+
+
+@overload
+def flashinfer_api(func: Callable[Parameters, Returned]) -> ApiFunction[Parameters, Returned]: ...
+@overload
+def flashinfer_api(func: None = None, *, trace: Any = None) -> _Decorator: ...
 def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None) -> Any:
     """Mark a public function or method.
 
@@ -89,6 +100,11 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
     if trace is not None:
         api.fi_trace = functools.partial(fi_trace, api)  # type: ignore[attr-defined]
     return api
+
+
+def flashinfer_constructor(init: AnyFunction) -> AnyFunction:
+    """`flashinfer_api` on ``__init__``, whose type has to stay that of a function."""
+    return cast(AnyFunction, flashinfer_api(init))
 
 
 def _with_trace_dump(api: AnyFunction, func: Callable[..., Any], trace: Any) -> AnyFunction:

@@ -24,11 +24,12 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
 from .._common.arch import get_compute_capability, get_device_name
+from .._instrument.typed import CheckedFunction, Parameters, Returned
 
 Capability = int | tuple[int, int]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -308,11 +309,17 @@ class _Requirement:
         return not self.backends or any(c.supports(number) for c in self.backends.values())
 
 
+class _Requires(Protocol):
+    def __call__(
+        self, func: Callable[Parameters, Returned], /
+    ) -> CheckedFunction[Parameters, Returned]: ...
+
+
 def backend_requirement(
     backend_checks: dict[str, Callable[..., Any]],
     common_check: Callable[..., Any] | None = None,
     heuristic_func: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> _Requires:
     """Check backend, device and arguments before each call of an API.
 
     Parameters
@@ -346,7 +353,7 @@ def backend_requirement(
         only the check functions decide.
     """
 
-    def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(func: Callable[Parameters, Returned], /) -> CheckedFunction[Parameters, Returned]:
         requirement = _Requirement(func, backend_checks, common_check, heuristic_func)
         auto = SuitableBackends() if heuristic_func is not None else None
         api: Any = functools.wraps(func)(_checked(func, requirement, auto))

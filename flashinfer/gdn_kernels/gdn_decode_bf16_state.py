@@ -1,7 +1,5 @@
 """`gated_delta_rule_mtp` as engines import it from here, with the state pool as a keyword."""
 
-from __future__ import annotations
-
 import torch
 
 from .._instrument.decorator import flashinfer_api

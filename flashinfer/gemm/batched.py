@@ -1,7 +1,5 @@
 """Products of batches of 8-bit matrices with one scale per operand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Products of 8-bit matrices whose blocks of 128 elements have scales."""
 
-from __future__ import annotations
-
 import torch
 
 from .._common.dtypes import check_dtype, torch_name

@@ -1,15 +1,14 @@
 """Products of matrices of 16 bits, alone and in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from .._common.arch import get_compute_capability
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
+from .._instrument.typed import ApiFunction, CheckedFunction, Parameters, Returned
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
 from ._choice import GemmProblem, choose_config
@@ -32,6 +31,16 @@ def _is_backend_supported(backend: str, cc: int | tuple[int, int] | None = None)
         return backend in (*_OWN, *_CUBLAS)
     number = 10 * cc[0] + cc[1] if isinstance(cc, tuple) else cc
     return (backend in _OWN and number == 90) or (backend in _CUBLAS and number >= 80)
+
+
+def _says_where_it_runs(
+    function: ApiFunction[Parameters, Returned],
+) -> CheckedFunction[Parameters, Returned]:
+    """Give a function the questions that ``@backend_requirement`` answers for others."""
+    checked = cast(Any, function)
+    checked.is_backend_supported = _is_backend_supported
+    checked.is_compute_capability_supported = lambda cc: _is_backend_supported("auto", cc)
+    return cast(CheckedFunction[Parameters, Returned], checked)
 
 
 def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -> _Call:
@@ -112,6 +121,7 @@ def _product(
     return out
 
 
+@_says_where_it_runs
 @flashinfer_api(trace=mm_bf16_trace)
 def mm_bf16(
     a: torch.Tensor,
@@ -165,6 +175,7 @@ def mm_bf16(
     return _product(NAMES["a"], a, b, bias, pdl, out, out_dtype, backend)
 
 
+@_says_where_it_runs
 @flashinfer_api(trace=bmm_bf16_trace)
 def bmm_bf16(
     A: torch.Tensor,
@@ -221,12 +232,6 @@ def tinygemm_bf16(
     _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm")
 
 
-def _runs_on(cc: int | tuple[int, int]) -> bool:
-    """Whether some backend runs on a compute capability."""
-    return _is_backend_supported("auto", cc)
-
-
-for _function in (mm_bf16, bmm_bf16):
-    _function.is_backend_supported = _is_backend_supported
-    _function.is_compute_capability_supported = _runs_on
-tinygemm_bf16.is_compute_capability_supported = lambda cc: _is_backend_supported("tinygemm", cc)
+cast(Any, tinygemm_bf16).is_compute_capability_supported = lambda cc: _is_backend_supported(
+    "tinygemm", cc
+)

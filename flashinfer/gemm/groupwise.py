@@ -1,7 +1,5 @@
 """Products of 8-bit matrices with scales of 128 elements along k, alone and in groups."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Products of segments of rows with a matrix each: 16 bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ Source: T. Dao and A. Gu, "Transformers are SSMs", 2024, and A. Gu and T. Dao, "
 Sequence Modeling with Selective State Spaces", 2023.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,20 +1,23 @@
 """``BatchMLAPagedAttentionWrapper``: absorbed latent attention over a paged cache."""
 
-from __future__ import annotations
-
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
 from .._attention.checks import check_backend, refuse, scalar
 from .._attention.index_tensors import check_buffer, check_page_numbers, copy_to_buffer
 from .._common.checks import flag as check_flag
-from .._instrument.decorator import flashinfer_api
+from .._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ..jit.attention.mla import MlaPlanner, get_mla_module_of
 from ..trace.templates.mla import mla_run_trace
 from .metadata import MLAPlanMetadata
 from .problem import MlaBatch, MlaOptions, place_indices, read_batch, read_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .._attention.wrappers.run_options import MLARunOptions
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 260,000 tiles of 64 query rows."""
@@ -89,7 +92,7 @@ class BatchMLAPagedAttentionWrapper:
     torch.Size([2, 128, 512])
     """
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -308,6 +311,41 @@ class BatchMLAPagedAttentionWrapper:
 
     # --- Running ------------------------------------------------------------------------------
 
+    @overload
+    def run(
+        self,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: Literal[False] = False,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        **options: "Unpack[MLARunOptions]",
+    ) -> torch.Tensor: ...
+    @overload
+    def run(
+        self,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        profiler_buffer: torch.Tensor | None = None,
+        kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        **options: "Unpack[MLARunOptions]",
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @flashinfer_api(trace=mla_run_trace)
     def run(
         self,

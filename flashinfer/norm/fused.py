@@ -1,7 +1,5 @@
 """RMS norm with SiLU or with quantisation in blocks behind; `flashinfer.norm` exports it."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -1,7 +1,5 @@
 """Norm and rotation of the Q and K of video tokens in one kernel; `flashinfer.norm` exports it."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -1,7 +1,5 @@
 """RMS norm and layer norm, with the residual sum before and the cast to 8 bits after."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

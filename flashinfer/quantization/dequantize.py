@@ -1,7 +1,5 @@
 """4-bit codes back to float32, in PyTorch: for checks and for loading, on any device."""
 
-from __future__ import annotations
-
 import torch
 
 from .._common import checks

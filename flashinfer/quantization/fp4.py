@@ -1,7 +1,5 @@
 """4-bit codes (E2M1) with a scale per block of each row: NVFP4 and MXFP4."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

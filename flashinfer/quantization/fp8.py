@@ -1,7 +1,5 @@
 """8-bit codes with a scale per group of each row."""
 
-from __future__ import annotations
-
 import torch
 
 from .._common import checks

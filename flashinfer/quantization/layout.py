@@ -1,7 +1,5 @@
 """Layouts of block scales."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rotary embedding whose result is quantised to 8-bit floats, and appended to a paged cache."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -1,7 +1,5 @@
 """Rotary position embedding of queries and keys in their own type."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

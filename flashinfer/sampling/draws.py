@@ -1,8 +1,6 @@
 """Draws of one token per row, from probabilities or logits, with or without a filter."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -65,6 +63,29 @@ def _sample(
     return (samples, valid) if return_valid else samples
 
 
+@overload
+def sampling_from_probs(
+    probs: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def sampling_from_probs(
+    probs: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    *,
+    return_valid: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @flashinfer_api(trace=sampling_from_probs_trace)
 def sampling_from_probs(
     probs: torch.Tensor,
@@ -148,6 +169,31 @@ def sampling_from_logits(
     return _sample(kernels, logits, (), indices, deterministic, generator, check_nan, seed, offset)
 
 
+@overload
+def top_p_sampling_from_probs(
+    probs: torch.Tensor,
+    top_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def top_p_sampling_from_probs(
+    probs: torch.Tensor,
+    top_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    *,
+    return_valid: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @flashinfer_api(trace=top_p_sampling_from_probs_trace)
 def top_p_sampling_from_probs(
     probs: torch.Tensor,
@@ -191,6 +237,31 @@ def top_p_sampling_from_probs(
     )
 
 
+@overload
+def top_k_sampling_from_probs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor | int,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def top_k_sampling_from_probs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor | int,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    *,
+    return_valid: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @flashinfer_api(trace=top_k_sampling_from_probs_trace)
 def top_k_sampling_from_probs(
     probs: torch.Tensor,
@@ -227,6 +298,31 @@ def top_k_sampling_from_probs(
     )
 
 
+@overload
+def min_p_sampling_from_probs(
+    probs: torch.Tensor,
+    min_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def min_p_sampling_from_probs(
+    probs: torch.Tensor,
+    min_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    *,
+    return_valid: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @flashinfer_api(trace=min_p_sampling_from_probs_trace)
 def min_p_sampling_from_probs(
     probs: torch.Tensor,
@@ -298,6 +394,35 @@ def _both_filters(
     return filter, (row_ints(top_k), row_floats(top_p))
 
 
+@overload
+def top_k_top_p_sampling_from_probs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor | int,
+    top_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def top_k_top_p_sampling_from_probs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor | int,
+    top_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    *,
+    return_valid: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @flashinfer_api(trace=top_k_top_p_sampling_from_probs_trace)
 def top_k_top_p_sampling_from_probs(
     probs: torch.Tensor,

@@ -1,7 +1,5 @@
 """Softmax, and the filters top-k and top-p applied to whole rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

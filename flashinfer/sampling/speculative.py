@@ -1,7 +1,5 @@
 """Chain speculative sampling: draft tokens checked against the target model."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

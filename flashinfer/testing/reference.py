@@ -6,8 +6,6 @@ Here the public function runs on copies of the arguments, into poisoned outputs,
 can have done is compared: what it returned, what it wrote in place, and that it wrote nothing
 else."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping

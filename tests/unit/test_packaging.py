@@ -91,7 +91,8 @@ def test_runtime_dependencies_are_few_and_unpinned(wheel: Path):
 def test_every_import_is_declared():
     """What the package imports is a dependency, an optional one, or the standard library."""
     distribution = {"tvm_ffi": "apache-tvm-ffi", "pynvml": "nvidia-ml-py"}
-    optional = {"safetensors", "cupti", "flashinfer_jit_cache"}
+    # Nothing imports typing_extensions at run time: type checkers bring it.
+    optional = {"safetensors", "cupti", "flashinfer_jit_cache", "typing_extensions"}
     imported = set()
     for path in (ROOT / "flashinfer").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -178,6 +179,9 @@ def test_editable_wheel_leads_to_the_checkout(tmp_path: Path):
     (editable,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(editable) as archive:
         archive.extractall(site)
+    # A type checker reads paths from .pth files, and runs none of their code.
+    (pth,) = site.glob("*.pth")
+    assert pth.read_text().split() == [str(tree)]
     code = (
         "import site, sys; site.addsitedir(sys.argv[1]); import flashinfer\n"
         "from flashinfer.jit import env\n"

@@ -4,8 +4,6 @@ them.
 The kernels are those of ``BatchPrefillWithPagedKVCacheWrapper``, planned in the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

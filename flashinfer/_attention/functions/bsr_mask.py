@@ -1,7 +1,5 @@
 """Masks of block-sparse matrices."""
 
-from __future__ import annotations
-
 import torch
 
 from ..._instrument.decorator import flashinfer_api

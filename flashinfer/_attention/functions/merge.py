@@ -5,8 +5,6 @@ base 2* of the sum of the exponentials of the logits, as the attention functions
 without keys has ``s = -inf``; its `v` is not used.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

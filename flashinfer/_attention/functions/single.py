@@ -1,9 +1,7 @@
 """Attention of one request: public as ``flashinfer.single_decode_with_kv_cache`` and its like."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -31,6 +29,43 @@ from ..plan.spec import AttentionSpec
 from .single_plans import run_single
 
 
+@overload
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @flashinfer_api(trace=single_decode_trace)
 def single_decode_with_kv_cache(
     q: torch.Tensor,
@@ -124,6 +159,59 @@ def single_decode_with_kv_cache(
     return out[0] if lse is None else (out[0], lse[0])
 
 
+@overload
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: float | torch.Tensor | None = None,
+    scale_k: float | torch.Tensor | None = None,
+    scale_v: float | torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+    kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+) -> torch.Tensor: ...
+@overload
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: float | torch.Tensor | None = None,
+    scale_k: float | torch.Tensor | None = None,
+    scale_v: float | torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    *,
+    return_lse: Literal[True],
+    kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @flashinfer_api(trace=single_prefill_trace)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,

@@ -1,19 +1,22 @@
 """Attention with sinks: ``flashinfer.attention.BatchAttentionWithAttentionSinkWrapper``."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from ..._common.checks import count as check_count
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention_wrappers import sink_arguments, sink_run_trace
 from ..checks import check_window, refuse, resolve_dtype, resolve_dtypes, scalar
 from ..plan.spec import AttentionSpec
 from .base import Cache, SpecArguments
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .run_options import PrefillRunOptions
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -64,7 +67,7 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
     >>> out = wrapper.run(q, cache, torch.randn(64, device="cuda"))
     """
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -135,6 +138,33 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
             made = self._made_for[name]
             raise ValueError(f"`{name}` must be {made} as the wrapper was made, got {planned}")
 
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: Literal[False] = False,
+        **options: "Unpack[PrefillRunOptions]",
+    ) -> torch.Tensor: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: Literal[True],
+        **options: "Unpack[PrefillRunOptions]",
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: bool,
+        **options: "Unpack[PrefillRunOptions]",
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
     @flashinfer_api(trace=sink_run_trace)
     def run(
         self,

@@ -1,11 +1,9 @@
 """Attention of mixed batches: ``flashinfer.attention.BatchAttention``."""
 
-from __future__ import annotations
-
 import torch
 
 from ..._common.checks import count as check_count
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention_wrappers import batch_attention_run_trace
 from ..checks import refuse, soft_cap
 from ..index_tensors import device_indices, host_indices
@@ -54,7 +52,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
     _executor_type = MixedExecutor
     _executor: MixedExecutor
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(self, kv_layout: str = "NHD", device: str = "cuda", backend: str = "auto") -> None:
         workspace = torch.empty(FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         super().__init__(workspace, kv_layout, False, backend, None)

@@ -1,7 +1,5 @@
 """Two batches in one launch: ``flashinfer.pod.BatchPODWithPagedKVCacheWrapper``."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +8,7 @@ import torch
 
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.pod import batch_pod_run_trace
 from ..checks import refuse, with_data_type
 from ..index_tensors import device_indices, host_indices
@@ -50,7 +48,7 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
     >>> out_p, out_d = wrapper.run(q_p, cache, q_d, cache, causal_p=True)
     """
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         super().__init__(float_workspace_buffer, kv_layout, False)
         self._bases: Parts | None = None

@@ -4,7 +4,7 @@ Both wrappers describe a row of blocks to the kernels as a request whose pages a
 the row attends to; what is not attended to is neither read nor computed.
 """
 
-from __future__ import annotations
+from typing import Literal, overload
 
 import torch
 
@@ -196,6 +196,35 @@ class BlockSparseAttentionWrapper(SparseWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: Literal[False] = False,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        enable_pdl: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @flashinfer_api(trace=block_sparse_run_trace)
     def run(
         self,

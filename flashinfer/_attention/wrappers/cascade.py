@@ -1,15 +1,13 @@
 """Cascades of shared keys: ``flashinfer.cascade.MultiLevelCascadeAttentionWrapper``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention_wrappers import cascade_run_trace
 from ..functions.merge import merge_states
 from .base import Cache
@@ -66,7 +64,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
     >>> out = wrapper.run(q, cache)
     """
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(
         self,
         num_levels: int,
@@ -198,8 +196,12 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
                 f"where keys have no positions in common, got {given!r}"
             )
         for i, (wrapper, tables) in enumerate(zip(self._wrappers, levels, strict=True)):
+            qo_indptr, kv_indptr, kv_indices, last_page_len = tables
             wrapper.plan(
-                *tables,
+                qo_indptr,
+                kv_indptr,
+                kv_indices,
+                last_page_len,
                 num_qo_heads,
                 num_kv_heads,
                 head_dim,
@@ -252,7 +254,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
             If nothing is planned, or a tensor is not as planned.
         """
         if len(self._wrappers) == 1:
-            return cast(torch.Tensor, self._wrappers[0].run(q, paged_kv_cache))
+            return self._wrappers[0].run(q, paged_kv_cache)
         if not isinstance(q, torch.Tensor):
             raise TypeError(f"`q` must be a torch.Tensor, got {type(q).__name__}")
         shape = (len(self._wrappers), *q.shape)

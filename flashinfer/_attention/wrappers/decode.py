@@ -1,15 +1,13 @@
 """Decode attention of a batch: ``flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper``."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention import paged_decode_run_trace
 from ..checks import check_spare_block_tables, refuse, with_data_type
 from ..index_tensors import (
@@ -25,6 +23,11 @@ from ..plan.spec import AttentionSpec
 from .base import AttentionWrapper, Cache, SpecArguments, split_cache
 from .paged import PagedWrapper
 from .plan_arguments import DecodeArguments, decode_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .run_options import DecodeRunOptions
 
 _NAMES = ("qo_indptr", "indptr", "last_page_len")
 
@@ -90,7 +93,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
 
     _backends = ("auto", "fa2")
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -323,6 +326,33 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         problem, options = self._problem_of(DecodeArguments(**arguments))
         return self._executor.workspace_size(problem, options)
 
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: Literal[False] = False,
+        **options: "Unpack[DecodeRunOptions]",
+    ) -> torch.Tensor: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: Literal[True],
+        **options: "Unpack[DecodeRunOptions]",
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: bool,
+        **options: "Unpack[DecodeRunOptions]",
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
     @flashinfer_api(trace=paged_decode_run_trace)
     def run(
         self,

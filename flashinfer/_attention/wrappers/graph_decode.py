@@ -1,7 +1,5 @@
 """Decoding under CUDA graphs: a wrapper with that name, and a plan that engines bind to it."""
 
-from __future__ import annotations
-
 import torch
 
 from ..._instrument.decorator import flashinfer_api

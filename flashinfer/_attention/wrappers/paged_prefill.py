@@ -2,15 +2,13 @@
 ``flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper``.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from ..._common.checks import count as check_count
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention import paged_prefill_run_trace
 from ..checks import check_spare_block_tables, refuse
 from ..index_tensors import check_buffer, check_page_numbers, device_indices, host_page_table
@@ -19,6 +17,11 @@ from .base import Cache, split_cache
 from .paged import PagedWrapper
 from .plan_arguments import PagedArguments
 from .prefill import PrefillWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .run_options import PrefillRunOptions
 
 _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
 
@@ -81,7 +84,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
     torch.Size([57, 32, 128])
     """
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -341,6 +344,33 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         )
         return self._prefill_problem(a, spec, requests)
 
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: Literal[False] = False,
+        **options: "Unpack[PrefillRunOptions]",
+    ) -> torch.Tensor: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: Literal[True],
+        **options: "Unpack[PrefillRunOptions]",
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        return_lse: bool,
+        **options: "Unpack[PrefillRunOptions]",
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
     @flashinfer_api(trace=paged_prefill_run_trace)
     def run(
         self,

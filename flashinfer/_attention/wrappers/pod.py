@@ -6,8 +6,6 @@ Inference", 2025. Here a launch has one work list: its items are of two kinds, e
 and its tensors, and the planner spreads both over all CTAs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping
@@ -18,7 +16,7 @@ import torch
 from ..._common.cache_layout import is_hnd
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.pod import pod_run_trace
 from ..checks import refuse, with_data_type
 from ..index_tensors import (
@@ -107,7 +105,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
     >>> out_p, out_d = wrapper.run(q_p, k_p, v_p, q_d, cache, causal_p=True)
     """
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

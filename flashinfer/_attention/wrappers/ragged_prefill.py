@@ -1,13 +1,11 @@
 """Prefill attention over ragged keys and values: ``BatchPrefillWithRaggedKVCacheWrapper``."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention import ragged_prefill_run_trace
 from ..checks import refuse
 from ..index_tensors import check_buffer, host_indices
@@ -58,7 +56,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     torch.Size([57, 32, 128])
     """
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -236,6 +234,44 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        o_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: Literal[False] = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        o_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: Literal[True],
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @flashinfer_api(trace=ragged_prefill_run_trace)
     def run(
         self,

@@ -268,7 +268,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
         for name, tensor in (("q", q), ("k_shared", k_shared)):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-        options = {
+        options: dict[str, Any] = {
             "causal": causal,
             "use_fp16_qk_reduction": use_fp16_qk_reduction,
             "sm_scale": sm_scale,

@@ -1,14 +1,12 @@
 """What the wrappers of block-sparse attention share."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 import torch
 
 from ..._common.checks import count as check_count
-from ..._instrument.decorator import flashinfer_api
+from ..._instrument.decorator import flashinfer_constructor
 from ..checks import refuse
 from ..plan.masks import make_mask
 from ..plan.requests import (
@@ -27,7 +25,7 @@ from .sparse_tables import SparseTable
 class SparseWrapper(AttentionWrapper):
     """What the two kinds of blocks share."""
 
-    @flashinfer_api
+    @flashinfer_constructor
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend, None)
 

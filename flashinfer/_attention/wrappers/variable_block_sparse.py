@@ -1,6 +1,6 @@
 """Attention over blocks of sizes of their own: ``VariableBlockSparseAttentionWrapper``."""
 
-from __future__ import annotations
+from typing import Literal, overload
 
 import torch
 
@@ -135,6 +135,29 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: Literal[False] = False,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        enable_pdl: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @flashinfer_api(trace=variable_block_sparse_run_trace)
     def run(
         self,
