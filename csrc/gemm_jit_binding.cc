@@ -4,11 +4,11 @@
 // configuration says. `scales`: None or (a_scale, b_scale); where the configuration has no scales,
 // factors of alpha with one element, each of which may be None. `rows`: None or (groups,
 // weight_indices, row_index, row_weight), each of which may be None: row r of the result reads row
-// row_index[r] of a. `gate`: None or (alpha, beta, limit). `names` says what the public function
-// calls its tensors. Bits of `layout`: 1: b is [.., k, n] (else [.., n, k]); 2: scales are [..,
-// k / 128, rows] (else [.., rows, k / 128]); 4: 128 rows of a share a scale. a and out have a
-// leading dimension for batches or masked groups, b for batches or groups; a single one may be left
-// out.
+// row_index[r] of a. `gate`: None or (alpha, beta, limit), each a number or, in groups, a tensor.
+// `names` says what the public function calls its tensors. Bits of `layout`: 1: b is [.., k, n]
+// (else [.., n, k]); 2: scales are [.., k / 128, rows] (else [.., rows, k / 128]); 4: 128 rows of a
+// share a scale. a and out have a leading dimension for batches or masked groups, b for batches or
+// groups; a single one may be left out.
 #include "ffi.h"
 #include "gemm.h"
 
@@ -28,7 +28,8 @@ constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale:
 constexpr bool kFlatRows = kGroups != GemmGroups::batch && kGroups != GemmGroups::masked;
 constexpr int kElement = kDtypeA.bits / 8;
 constexpr int64_t kMaxGroups = 1024;
-constexpr bool kGated = GemmActivation::FLASHINFER_CFG_ACTIVATION != GemmActivation::identity;
+constexpr bool kGated = is_gated(GemmActivation::FLASHINFER_CFG_ACTIVATION);
+constexpr bool kGrouped = kGroups != GemmGroups::batch;
 constexpr bool kGathers = FLASHINFER_CFG_GATHERS;
 enum Layout { kTransposedB = 1, kScalesByK = 2, kScalesByBlock = 4 };
 
@@ -42,7 +43,10 @@ constexpr Names kNames[] = {
     {"a", "b", "a_scale", "b_scale", "m_indices"},
     {"a", "b", "a_scale", "b_scale", "masked_m"},
     {"x", "weights", "a_scale", "b_scale", "seg_indptr"},
+    {"input", "fc1_expert_weights", "input_scale", "quant_scales[0]", "offsets"},
+    {"hidden", "fc2_expert_weights", "hidden_scale", "quant_scales[1]", "offsets"},
 };
+constexpr int64_t kNumNames = sizeof(kNames) / sizeof(Names);
 
 // Rows and k of an operand; `transposed` operands are [.., k, rows].
 struct Operand {
@@ -169,8 +173,34 @@ void fill_scales(GemmParams& params, const Tensors& t, const Operand& a, const O
   }
 }
 
+// Constants of a gated activation: numbers, or in groups tensors with one of each matrix of b.
+struct Gate {
+  ffi::Tensor alphas, betas, limits;
+
+  Gate(GemmParams& params, ffi::Args& args) {
+    params.gate_alpha = 1.f;
+    params.gate_limit = std::numeric_limits<float>::infinity();
+    ffi::Args gate = args.optional_group("gate", 3);
+    if (!gate) return;
+    alphas = take(gate, "swiglu_alpha", params.gate_alpha, params.gate_alphas);
+    betas = take(gate, "swiglu_beta", params.gate_beta, params.gate_betas);
+    limits = take(gate, "swiglu_limit", params.gate_limit, params.gate_limits);
+  }
+
+ private:
+  static ffi::Tensor take(ffi::Args& gate, const char* name, float& value, const float*& values) {
+    if (!kGrouped || !gate.next_is_tensor()) {
+      value = static_cast<float>(gate.number(name));
+      return {};
+    }
+    const ffi::Tensor tensor = gate.tensor(name);
+    values = static_cast<const float*>(tensor.data());
+    return tensor;
+  }
+};
+
 void run(ffi::Args& args) {
-  const Names names = kNames[args.integer("names") % 6];
+  const Names names = kNames[args.integer_in("names", 0, kNumNames - 1)];
   Tensors t;
   t.out = args.tensor("out");
   t.a = args.tensor(names.a);
@@ -188,13 +218,7 @@ void run(ffi::Args& args) {
     t.row_weight = rows.optional_tensor("row_weight");
   }
   GemmParams params = {};
-  params.gate_alpha = 1.f;
-  params.gate_limit = std::numeric_limits<float>::infinity();
-  if (ffi::Args gate = args.optional_group("gate", 3)) {
-    params.gate_alpha = static_cast<float>(gate.number("gate alpha"));
-    params.gate_beta = static_cast<float>(gate.number("gate beta"));
-    params.gate_limit = static_cast<float>(gate.number("gate limit"));
-  }
+  const Gate gate(params, args);
   const int64_t layout = args.integer("layout");
   const int64_t max_ctas = args.integer_in("max_ctas", 0, INT32_MAX);
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
@@ -232,7 +256,16 @@ void run(ffi::Args& args) {
                t.a.name, t.b.name, t.a.shape_text().c_str(), t.b.shape_text().c_str());
   }
   fill_scales(params, t, a, b, layout);
-  if (t.bias) check_vector(t.bias, kDtypeOut, b.rows);
+  if (t.bias && kGrouped) {
+    ffi::check_dtype(t.bias, kDtypeOut);
+    ffi::check_shape(t.bias, {b.batches, b.rows});
+    ffi::check_contiguous(t.bias);
+  } else if (t.bias) {
+    check_vector(t.bias, kDtypeOut, b.rows);
+  }
+  for (const ffi::Tensor& constants : {gate.alphas, gate.betas, gate.limits}) {
+    if (constants) check_vector(constants, ffi::dtype::float32, b.batches);
+  }
   params.alpha = static_cast<float>(alpha);
   int64_t num_groups = b.batches;
   if (kGroups != GemmGroups::batch) {
@@ -255,8 +288,9 @@ void run(ffi::Args& args) {
   }
 
   ffi::check_cuda(t.a);
-  for (const ffi::Tensor& tensor : {t.out, t.b, t.a_scale, t.b_scale, t.bias, t.groups,
-                                    t.weight_indices, t.row_index, t.row_weight}) {
+  for (const ffi::Tensor& tensor :
+       {t.out, t.b, t.a_scale, t.b_scale, t.bias, t.groups, t.weight_indices, t.row_index,
+        t.row_weight, gate.alphas, gate.betas, gate.limits}) {
     if (tensor) ffi::check_same_device(tensor, t.a);
   }
   if (t.out.numel() == 0) return;

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..jit.gemm import GemmConfig
+from ..jit.gemm import GATED, GemmConfig
 
 _CLUSTERS = {1: 132, 2: 66, 4: 30}
 """CTAs of a cluster to clusters that an H200 runs at a time."""
@@ -63,6 +63,11 @@ class GemmProblem:
             return -(-self.rows // max(self.batches, 1))
         return self.rows
 
+    @property
+    def gated(self) -> bool:
+        """Whether the activation halves the columns."""
+        return self.activation in GATED
+
 
 @functools.lru_cache(maxsize=4096)
 def choose_config(problem: GemmProblem) -> GemmConfig:
@@ -79,7 +84,7 @@ def _candidates(problem: GemmProblem) -> Iterator[GemmConfig]:
         activation=problem.activation,
         gathers=problem.gathers,
     )
-    gated = problem.activation != "identity"
+    gated = problem.gated
     if problem.groups != "indices" and problem.group_rows <= _MAX_TOKENS:
         yield from _narrow(base, _rows_of_tile(problem.group_rows), gated)
         if problem.group_rows <= _MAX_TOKENS // 2:
@@ -125,8 +130,8 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     element = problem.dtype_a.itemsize
     blocks = -(-problem.k * element // 128)
     blocks = -(-blocks // config.splits)
-    out_columns = config.tile_columns // (2 if problem.activation != "identity" else 1)
-    columns = problem.columns // (2 if problem.activation != "identity" else 1)
+    out_columns = config.tile_columns // (2 if problem.gated else 1)
+    columns = problem.columns // (2 if problem.gated else 1)
     row_units = -(-problem.group_rows // (config.tile_rows * config.cluster_rows))
     column_units = -(-columns // (out_columns * config.cluster_columns))
     cluster = config.cluster_rows * config.cluster_columns * config.splits

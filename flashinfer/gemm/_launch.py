@@ -16,7 +16,7 @@ TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK = 1, 2, 4
 """Bits of the binding's `layout`: b is [.., k, n]; scales are [.., k / 128, rows]; 128 rows share
 a scale."""
 
-NAMES = {"a": 0, "A": 1, "input": 2, "m_indices": 3, "masked_m": 4, "x": 5}
+NAMES = {"a": 0, "A": 1, "input": 2, "m_indices": 3, "masked_m": 4, "x": 5, "fc1": 6, "fc2": 7}
 """What a public function calls its tensors, as the binding knows it."""
 
 
@@ -36,6 +36,7 @@ def launch(
     *,
     bias: torch.Tensor | None = None,
     rows: tuple[Any, ...] | None = None,
+    gate: tuple[Any, Any, Any] | None = None,
     layout: int = 0,
     max_ctas: int = 0,
     enable_pdl: bool | None = None,
@@ -48,11 +49,11 @@ def launch(
         The product that the tile is chosen for.
     names : str
         A key of `NAMES`.
-    scales, bias, rows, layout, max_ctas, enable_pdl
+    scales, bias, rows, gate, layout, max_ctas, enable_pdl
         As csrc/gemm_jit_binding.cc says.
     """
     kernel = get_gemm_kernel(choose_config(problem))
-    kernel(*(NAMES[names], out, a, b, scales, bias, 1.0, rows, None, layout, max_ctas, enable_pdl))
+    kernel(*(NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl))
     return out
 
 

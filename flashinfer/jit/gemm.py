@@ -17,7 +17,8 @@ TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 """wgmma exists for this target alone, whatever list of targets there is."""
 
 SCALES = ("none", "token_channel", "block", "group")
-ACTIVATIONS = ("identity", "swiglu")
+GATED = ("swiglu", "swiglu_gate_last", "geglu_gate_last")
+ACTIVATIONS = ("identity", "relu2", *GATED)
 GROUPS = ("batch", "offsets", "lengths", "masked", "indices")
 
 
@@ -38,7 +39,7 @@ class GemmConfig(ModuleConfig):
     splits : int
         CTAs that sum a part of k each.
     activation : str
-        The step after the product: ``"swiglu"`` halves the columns.
+        The step after the product, as gemm_params.h says; those in `GATED` halve the columns.
     gathers : bool
         Rows of a come through an index map.
     max_stages : int

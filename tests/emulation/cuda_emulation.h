@@ -75,6 +75,23 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
   return emulation::block.exchange(value)[emulation::block.thread() % 32 ^ mask];
 }
 
+template <typename T>
+inline T __shfl_up_sync(unsigned, T value, unsigned distance) {
+  const T* all = emulation::block.exchange(value);
+  const unsigned lane = emulation::block.thread() % 32;
+  return all[lane < distance ? lane : lane - distance];
+}
+
+template <typename T>
+inline unsigned __match_any_sync(unsigned, T value) {
+  const T* all = emulation::block.exchange(value);
+  unsigned peers = 0;
+  for (int lane = 0; lane < 32; ++lane) peers |= (all[lane] == value ? 1u : 0u) << lane;
+  return peers;
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 inline bool __any_sync(unsigned, bool predicate) {
   const bool* all = emulation::block.exchange(predicate);
   return std::any_of(all, all + 32, [](bool x) { return x; });

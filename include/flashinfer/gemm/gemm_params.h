@@ -22,13 +22,24 @@ enum class GemmGroups {
   indices,  // A [m, k]: rows meet B[indices[row]], the same for 128 rows; none if negative
 };
 
-// The operation that follows the product.
+// The operation that follows the product and its bias. The gated ones halve the columns: D [m, n /
+// 2], with gates g and values u from the two halves of B's rows.
 enum class GemmActivation {
   identity,
-  // D [m, n / 2] = g sigmoid(gate_alpha g) (u + gate_beta), with g and u from the first and the
-  // second half of B's rows, limited to gate_limit: g from above, u on both sides.
+  relu2,  // max(x, 0)^2
+  // g sigmoid(gate_alpha g) (u + gate_beta), limited to gate_limit: g from above, u on both sides.
+  // The first half of B's rows makes gates.
   swiglu,
+  // The same; the first half makes values.
+  swiglu_gate_last,
+  // g Phi(g) u, with the normal distribution Phi. The first half makes values.
+  geglu_gate_last,
 };
+
+constexpr bool is_gated(GemmActivation activation) {
+  return activation == GemmActivation::swiglu || activation == GemmActivation::swiglu_gate_last ||
+         activation == GemmActivation::geglu_gate_last;
+}
 
 // A matrix per batch or group; the last dimension is contiguous.
 struct GemmMatrix {
@@ -56,7 +67,7 @@ struct GemmParams {
   float gate_alpha, gate_beta, gate_limit;  // of swiglu; 1, 0 and infinity for silu(g) u
   const float* alpha_a;                     // device, [1]: further factors of alpha; null: 1
   const float* alpha_b;                     // device, [1]
-  const void* bias;                         // [n] of D's type; null: none
+  const void* bias;  // [n] of D's type, in groups [num_weights, n]; null: none
   // Offsets [groups + 1], lengths or counts [groups], or indices [m]. Only the lower half
   // of a 64-bit number is read: neighbours are group_stride (1 or 2) apart.
   const int32_t* group_rows;
@@ -66,6 +77,8 @@ struct GemmParams {
   const float* row_weight;   // [m]: factor of each row of D; null: 1
   uint32_t num_input_rows;   // of A where row_index is given
   uint32_t max_ctas;         // SMs that the launch may use; 0: all
+  // [num_weights], in place of gate_alpha, gate_beta and gate_limit in groups; null: none
+  const float *gate_alphas, *gate_betas, *gate_limits;
 };
 
 }  // namespace flashinfer

@@ -37,11 +37,33 @@ struct GemmFinish {
     return row < work.row_end ? __ldg(params.row_weight + row) : 0.f;
   }
 
-  __device__ __forceinline__ float activate(float gate, float up) const {
-    gate = fminf(gate, params.gate_limit);
-    up = fminf(fmaxf(up, -params.gate_limit), params.gate_limit);
-    const float sigmoid = 1.f / (1.f + __expf(-params.gate_alpha * gate));
-    return gate * sigmoid * (up + params.gate_beta);
+  // Constants of a gated activation, which groups may have of their own.
+  struct Gate {
+    float alpha, beta, limit;
+  };
+
+  __device__ __forceinline__ Gate gate(const GemmWork& work) const {
+    Gate gate = {params.gate_alpha, params.gate_beta, params.gate_limit};
+    if constexpr (Tile::kGrouped) {
+      if (params.gate_alphas != nullptr) gate.alpha = __ldg(params.gate_alphas + work.group);
+      if (params.gate_betas != nullptr) gate.beta = __ldg(params.gate_betas + work.group);
+      if (params.gate_limits != nullptr) gate.limit = __ldg(params.gate_limits + work.group);
+    }
+    return gate;
+  }
+
+  // `first` and `second` come from the halves of B's rows.
+  __device__ __forceinline__ static float activate(const Gate& constants, float first,
+                                                   float second) {
+    float gate = Tile::kActivation == GemmActivation::swiglu ? first : second;
+    float value = Tile::kActivation == GemmActivation::swiglu ? second : first;
+    if constexpr (Tile::kActivation == GemmActivation::geglu_gate_last) {
+      return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * value;
+    }
+    gate = fminf(gate, constants.limit);
+    value = fminf(fmaxf(value, -constants.limit), constants.limit);
+    const float sigmoid = 1.f / (1.f + __expf(-constants.alpha * gate));
+    return gate * sigmoid * (value + constants.beta);
   }
 
   __device__ __forceinline__ float column_factor(const GemmWork& work, uint32_t column) const {
@@ -53,9 +75,11 @@ struct GemmFinish {
     return 1.f;
   }
 
-  __device__ __forceinline__ float addend(uint32_t column) const {
+  __device__ __forceinline__ float addend(const GemmWork& work, uint32_t column) const {
     if (params.bias == nullptr || column >= params.n) return 0.f;
-    return to_float(static_cast<const D*>(params.bias)[column]);
+    const D* bias = static_cast<const D*>(params.bias);
+    if constexpr (Tile::kGrouped) bias += static_cast<uint64_t>(work.group) * params.n;
+    return to_float(bias[column]);
   }
 };
 
@@ -83,12 +107,13 @@ class GemmEpilogue {
 
   template <typename Sums>
   __device__ __forceinline__ void store(const GemmWork& work, Sums& sums) {
-    const bool whole =
-        params_.stores_boxes && (!Tile::kGrouped || (work.row >= work.row_begin &&
-                                                     work.row + Tile::kTileRows <= work.row_end));
+    const bool whole = params_.stores_boxes &&
+                       (!Tile::kGrouped ||
+                        (work.row >= work.row_begin && work.row + Tile::kTileRows <= work.row_end));
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) scale(work, rep, sums[rep]);
-    if constexpr (Tile::kGated) activate(sums);
+    if constexpr (Tile::kGated) activate(work, sums);
+    if constexpr (Tile::kActivation == GemmActivation::relu2) square(sums);
     if (params_.gemm.row_weight != nullptr) weigh(work, sums);
 #pragma unroll
     for (int rep = 0; rep < kOutReps; ++rep) {
@@ -130,7 +155,7 @@ class GemmEpilogue {
       if constexpr (Tile::kSwap) {
         const uint32_t column = work.row_of_b<Tile>(left + 8 * i, n);
         factor[i] = finish_.alpha * finish_.column_factor(work, column);
-        addend[i] = finish_.addend(column);
+        addend[i] = finish_.addend(work, column);
       } else {
         factor[i] = finish_.alpha * finish_.row_factor(work, work.row + left + 8 * i);
       }
@@ -159,7 +184,7 @@ class GemmEpilogue {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float add =
-            Tile::kSwap ? 0.f : finish_.addend(work.row_of_b<Tile>(right + j * 8 + i, n));
+            Tile::kSwap ? 0.f : finish_.addend(work, work.row_of_b<Tile>(right + j * 8 + i, n));
         sums[j][i] += Tile::kSwap ? addend[0] : add;
         sums[j][i + 2] += Tile::kSwap ? addend[1] : add;
       }
@@ -168,15 +193,31 @@ class GemmEpilogue {
 
   // The first half of the sums becomes the activation of both.
   template <typename Sums>
-  __device__ __forceinline__ void activate(Sums& sums) const {
+  __device__ __forceinline__ void activate(const GemmWork& work, Sums& sums) const {
+    const typename GemmFinish<Tile>::Gate constants = finish_.gate(work);
 #pragma unroll
     for (int rep = 0; rep < kOutReps; ++rep) {
 #pragma unroll
       for (int j = 0; j < kOutTiles; ++j) {
-        float (&gate)[4] = sums[rep][j];
-        const float (&up)[4] = Tile::kSwap ? sums[rep + 1][j] : sums[rep][j + kOutTiles];
+        float (&first)[4] = sums[rep][j];
+        const float (&second)[4] = Tile::kSwap ? sums[rep + 1][j] : sums[rep][j + kOutTiles];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) gate[i] = finish_.activate(gate[i], up[i]);
+        for (int i = 0; i < 4; ++i) first[i] = finish_.activate(constants, first[i], second[i]);
+      }
+    }
+  }
+
+  template <typename Sums>
+  __device__ __forceinline__ void square(Sums& sums) const {
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float positive = fmaxf(sums[rep][j][i], 0.f);
+          sums[rep][j][i] = positive * positive;
+        }
       }
     }
   }

@@ -76,7 +76,8 @@ inline bool encode_maps(GemmKernelParams& kernel) {
   return true;
 }
 
-// 16 bytes of scales along k or along rows at a time, if all of them begin at multiples of 16 bytes.
+// 16 bytes of scales along k or along rows at a time, if all of them begin at multiples of 16
+// bytes.
 template <typename Tile>
 inline GemmScaleCopy scale_copy_of(const GemmParams& p) {
   const GemmScaleMatrix& s = p.a_scale;

@@ -27,8 +27,8 @@ struct GemmWork {
   uint32_t row, column;  // of D where this CTA's tile begins
   // Rows of the group; the tile may begin before them, so that it does not end after A.
   uint32_t row_begin, row_end;
-  uint32_t batch;        // of A and D
-  uint32_t group;        // of B
+  uint32_t batch;  // of A and D
+  uint32_t group;  // of B
 
   // The row of B (of `n`) that is row `local` of the tile.
   template <typename Tile>

@@ -57,7 +57,8 @@ struct GemmTile : Config {
   static_assert(!kBlockScales || kPromotes);
   // Rows of A come through an index map: threads copy them, where else the copy engine does.
   static constexpr bool kGathers = Config::kGathers;
-  static constexpr bool kGated = Config::kActivation != GemmActivation::identity;
+  static constexpr GemmActivation kActivation = Config::kActivation;
+  static constexpr bool kGated = is_gated(kActivation);
   static constexpr bool kGrouped = Config::kGroups != GemmGroups::batch;
 
   // CTAs of a cluster share an operand by multicast, split k among them, or both.
@@ -101,8 +102,8 @@ struct GemmTile : Config {
   // Scales of the rows and of the (blocks of) columns of a block of k.
   static constexpr int kColumnScales =
       kScale == GemmScale::group ? kTileColumns : kBoxesB * ceil_div(kBoxRowsB, 128);
-  // They come for four blocks of k at a time: a row's are 16 bytes where they are contiguous along k,
-  // and one copy of a thread.
+  // They come for four blocks of k at a time: a row's are 16 bytes where they are contiguous along
+  // k, and one copy of a thread.
   static constexpr int kScaleBlocks = 4;
   static constexpr int kScaleStages = !kBlockScales ? 0 : kTileRows > 128 ? 2 : 4;
   static constexpr int kColumnScaleBytes = round_up(kColumnScales * 4, 16);

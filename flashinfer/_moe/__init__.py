@@ -1,0 +1,4 @@
+"""Mixtures of experts on Hopper: routing, maps of rows, the grouped products and their sum.
+
+No public function stands on these yet.
+"""

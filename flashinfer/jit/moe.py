@@ -1,0 +1,101 @@
+"""Modules of csrc/moe_*.cu: what stands around the products of a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .._common.dtypes import FLOAT, check_dtype
+from .config import ModuleConfig
+from .core import JitSpec
+from .registry import register_generator
+
+_ROWS = (torch.float16, torch.bfloat16)
+MOE_SCORES = ("softmax", "sigmoid")
+EXPERTS_PER_LANE = (1, 2, 4, 8, 16, 32)
+"""A warp routes a token; at most 1024 experts."""
+
+
+@dataclass(frozen=True)
+class MoeRouteConfig(ModuleConfig):
+    """What selects code: the logits' dtype, how they become scores, and the experts of a lane."""
+
+    module: ClassVar[str] = "moe_route"
+
+    dtype: torch.dtype
+    score: str
+    experts_per_lane: int
+
+    def __post_init__(self) -> None:
+        check_dtype("scores", self.dtype, FLOAT)
+        if self.score not in MOE_SCORES:
+            raise ValueError(f"`score` must be one of {', '.join(MOE_SCORES)}, got {self.score!r}")
+        if self.experts_per_lane not in EXPERTS_PER_LANE:
+            raise ValueError(
+                f"`experts_per_lane` must be one of {EXPERTS_PER_LANE}, got "
+                f"{self.experts_per_lane!r}"
+            )
+
+
+@dataclass(frozen=True)
+class MoeMapConfig(ModuleConfig):
+    """What selects code: the type of the experts' numbers."""
+
+    module: ClassVar[str] = "moe_map"
+
+    index: str
+
+    def __post_init__(self) -> None:
+        if self.index not in ("int32", "int64"):
+            raise ValueError(f"`index` must be int32 or int64, got {self.index!r}")
+
+
+@dataclass(frozen=True)
+class MoeCombineConfig(ModuleConfig):
+    """What selects code: the dtypes of the experts' rows and of the result."""
+
+    module: ClassVar[str] = "moe_combine"
+
+    dtype: torch.dtype
+    dtype_out: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_dtype("rows", self.dtype, _ROWS)
+        check_dtype("output", self.dtype_out, FLOAT)
+
+
+def _route_cases() -> Iterator[MoeRouteConfig]:
+    for experts_per_lane in (4, 8):  # 128 and 256 experts
+        yield MoeRouteConfig(torch.float32, "softmax", experts_per_lane)
+        yield MoeRouteConfig(torch.float32, "sigmoid", experts_per_lane)
+
+
+def _map_cases() -> Iterator[MoeMapConfig]:
+    yield MoeMapConfig("int32")
+    yield MoeMapConfig("int64")
+
+
+def _combine_cases() -> Iterator[MoeCombineConfig]:
+    for dtype in _ROWS:
+        yield MoeCombineConfig(dtype, dtype)
+
+
+@register_generator(aot=_route_cases, presets={"moe": _route_cases})
+def gen_moe_route_module(config: MoeRouteConfig) -> JitSpec:
+    """The module with ``moe_route`` for one configuration."""
+    return JitSpec.from_config(config, ["moe_route.cu", "moe_route_jit_binding.cc"])
+
+
+@register_generator(aot=_map_cases, presets={"moe": _map_cases})
+def gen_moe_map_module(config: MoeMapConfig) -> JitSpec:
+    """The module with ``moe_map`` for one configuration."""
+    return JitSpec.from_config(config, ["moe_map.cu", "moe_map_jit_binding.cc"])
+
+
+@register_generator(aot=_combine_cases, presets={"moe": _combine_cases})
+def gen_moe_combine_module(config: MoeCombineConfig) -> JitSpec:
+    """The module with ``moe_combine`` for one configuration."""
+    return JitSpec.from_config(config, ["moe_combine.cu", "moe_combine_jit_binding.cc"])

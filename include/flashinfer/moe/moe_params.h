@@ -1,0 +1,50 @@
+// Arguments of what stands around the products of a mixture of experts. Plain C++: shared by
+// kernels, launchers and bindings.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer {
+
+// How a router's logits become scores.
+enum class MoeScore { softmax, sigmoid };
+
+// Which experts a token goes to, and with which weights.
+struct MoeRouteParams {
+  const void* logits;     // [num_tokens, num_experts]
+  int64_t logits_stride;  // elements from one token to the next
+  const float* bias;      // [num_experts], added to scores for the choice alone; null: none
+  float* weights;         // [num_tokens, top_k]
+  int32_t* experts;       // [num_tokens, top_k], from the best one on
+  uint32_t num_tokens, num_experts, top_k;
+  // Experts are chosen from the best `top_groups` of `num_groups` groups of neighbours. A group
+  // counts what its two best experts have together.
+  uint32_t num_groups, top_groups;
+  bool renormalize;  // a token's weights sum to `scale`
+  float scale;       // factor of all weights
+};
+
+// The rows of the grouped products: a row per chosen expert that is here, sorted by expert, and
+// for one expert in the order of the tokens.
+struct MoeMapParams {
+  const void* experts;  // [num_tokens, top_k]
+  uint32_t num_entries, top_k;
+  int64_t first_expert;  // experts first_expert to first_expert + num_experts - 1 are here
+  uint32_t num_experts;
+  int32_t* offsets;    // [num_experts + 1]: expert e has rows offsets[e] to offsets[e + 1]
+  int32_t* row_token;  // [num_entries]: the token of each row; not written after the last row
+  int32_t* entry_row;  // [num_tokens, top_k]: the row of each choice; -1 if its expert is elsewhere
+};
+
+// out[t] = sum over j of weights[t, j] rows[entry_row[t, j]], in the order of j.
+struct MoeCombineParams {
+  const void* rows;
+  int64_t rows_stride;
+  const int32_t* entry_row;  // [num_tokens, top_k]; negative: nothing
+  const float* weights;      // [num_tokens, top_k]
+  void* out;                 // [num_tokens, hidden]
+  int64_t out_stride;
+  uint32_t num_tokens, top_k, hidden;
+};
+
+}  // namespace flashinfer
