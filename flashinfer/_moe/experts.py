@@ -37,8 +37,8 @@ class Experts:
     activation : str
         An activation of `GemmConfig`.
     scales : (torch.Tensor, torch.Tensor), optional
-        Of 8-bit weights: ``[experts, columns / 128, hidden / 128]`` and ``[experts, hidden / 128,
-        intermediate / 128]``, float32.
+        The scales of 8-bit weights, float32: ``[experts, columns / 128, hidden / 128]`` and
+        ``[experts, hidden / 128, intermediate / 128]``.
     biases : (torch.Tensor or None, torch.Tensor or None)
         ``[experts, columns]`` and ``[experts, hidden]``, dtype of the activations.
     gate : tuple, optional

@@ -58,7 +58,7 @@ def route(
     topk_values, topk_indices : torch.Tensor
         ``[tokens, top_k]``, float32 and int32: receive weights and experts, from the best one on.
     score : {"softmax", "sigmoid"}
-        What makes scores of logits.
+        How logits become scores.
     groups : (int, int)
         Groups of neighbouring experts and how many of them are kept: those whose two best experts
         have the largest sum.

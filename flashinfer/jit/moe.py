@@ -21,7 +21,7 @@ EXPERTS_PER_LANE = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class MoeRouteConfig(ModuleConfig):
-    """What selects code: the logits' dtype, how they become scores, and the experts of a lane."""
+    """The logits' dtype, how they become scores, and the experts of a lane select code."""
 
     module: ClassVar[str] = "moe_route"
 
@@ -42,7 +42,7 @@ class MoeRouteConfig(ModuleConfig):
 
 @dataclass(frozen=True)
 class MoeMapConfig(ModuleConfig):
-    """What selects code: the type of the experts' numbers."""
+    """The type of the experts' numbers selects code."""
 
     module: ClassVar[str] = "moe_map"
 
@@ -55,7 +55,7 @@ class MoeMapConfig(ModuleConfig):
 
 @dataclass(frozen=True)
 class MoeCombineConfig(ModuleConfig):
-    """What selects code: the dtypes of the experts' rows and of the result."""
+    """The dtypes of the experts' rows and of the result select code."""
 
     module: ClassVar[str] = "moe_combine"
 

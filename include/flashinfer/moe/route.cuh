@@ -1,8 +1,8 @@
 // The experts of each token from its router's logits, one warp a token: scores, the best groups of
 // experts if there are groups, the best experts of these, and their weights.
 //
-// Of equal scores the expert with the lower number is better. A logit that is NaN is better than
-// all numbers, and the token's weights become NaN: they do not look like a result.
+// The expert with the lower number is the better one of two with equal scores. A logit that is NaN
+// is better than all numbers, and the token's weights become NaN: they do not look like a result.
 #pragma once
 
 #include <flashinfer/collective/warp_reduce.cuh>
