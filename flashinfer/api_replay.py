@@ -1,4 +1,4 @@
-"""Replay of dumped calls; a dump names functions to import, so replay only what you would run."""
+"""Replay of dumped calls; loading a dump runs nothing that the dump names."""
 
 from ._instrument.replay import replay_from_dump as replay_from_dump
 from ._instrument.replay import replay_sequence as replay_sequence

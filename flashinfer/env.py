@@ -237,11 +237,15 @@ FLASHINFER_LOGLEVEL = _integer(
 )
 FLASHINFER_LOGDEST = _text(
     "FLASHINFER_LOGDEST",
-    "`stdout`, `stderr` or a file; `%i` becomes the process id.",
+    "`stdout`, `stderr`, or a file or named pipe, which is created for the user alone (0600); `%i` "
+    "becomes the process id.",
     "stdout",
 )
 FLASHINFER_DUMP_DIR = _text(
-    "FLASHINFER_DUMP_DIR", "Where level 10 writes the tensors of each call.", "flashinfer_dumps"
+    "FLASHINFER_DUMP_DIR",
+    "Where level 10 writes the tensors of each call, for the user alone (folders 0700, files "
+    "0600).",
+    "flashinfer_dumps",
 )
 FLASHINFER_DUMP_INCLUDE = _text(
     "FLASHINFER_DUMP_INCLUDE", "Dump only these APIs: names or `*` patterns, comma-separated."

@@ -30,6 +30,7 @@ from .. import env
 from .call import ApiCall, is_paused
 from .definitions import dump_definition, fi_trace
 from .dump import dump_inputs
+from .names import register_operation
 from .text import describe_inputs, describe_outputs, write_record
 from .typed import ApiFunction, Parameters, Returned
 
@@ -85,6 +86,7 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
             "@flashinfer_api goes on a function, below any @staticmethod or @classmethod, "
             f"got {func!r}"
         )
+    register_operation(func)
     if trace is not None:
         _TRACE_REGISTRY.append((func, trace))
         _TRACE_REGISTRY.extend((func, template) for template in getattr(trace, "templates", ()))

@@ -11,7 +11,8 @@ import inspect
 import json
 import logging
 import os
-import threading
+import re
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,15 @@ from .. import env
 from .._common.numbers import plain_arguments
 from ..trace.template import resolve_template
 from .call import public_path
+from .files import ForkSafeLock, make_private_folder
 
 _logger = logging.getLogger("flashinfer.fi_trace")
 
+# A definition's name becomes the name of a file.
+_NAME = re.compile(r"[\w-][\w.-]*")
+
 _registered: dict[str, Any] = {}
-_dump_lock = threading.Lock()
+_dump_lock = ForkSafeLock()
 _dumped: set[tuple[Path, str]] = set()
 _complaints: set[str] = set()
 
@@ -121,20 +126,38 @@ def qualified_name(func_or_method: Callable[..., Any]) -> str:
 def save_definition(definition: Mapping[str, Any], save_dir: str | Path) -> Path:
     """Write ``<name>.json`` into `save_dir`; a reader never sees half a file.
 
+    The file, and folders that are created for it, can be read by the user alone.
+
     Returns
     -------
     Path
         The file, which is not touched if it already has this content.
+
+    Raises
+    ------
+    ValueError
+        If the definition's name is not a plain file name, which would lead out of the folder.
     """
+    name = definition["name"]
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"definition['name'] must consist of letters, digits, '_', '-' and '.', and not begin "
+            f"with '.', got {name!r}"
+        )
     directory = Path(save_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{definition['name']}.json"
+    make_private_folder(directory)
+    path = directory / f"{name}.json"
     text = json.dumps(definition, indent=2) + "\n"
-    if path.exists() and path.read_text() == text:
+    if path.is_file() and path.read_text() == text:
         return path
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
+    descriptor, unfinished = tempfile.mkstemp(prefix=f".{name}.", dir=directory)
+    try:
+        with open(descriptor, "w") as stream:
+            stream.write(text)
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
     return path
 
 

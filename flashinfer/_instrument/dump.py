@@ -7,8 +7,10 @@
   hold;
 - ``outputs.pt`` or ``outputs.safetensors``: what it returned, and the arguments that it changed.
 
-The limits ``FLASHINFER_DUMP_MAX_COUNT`` and ``FLASHINFER_DUMP_MAX_SIZE_GB`` are per process. A dump
-that cannot be made (disk full, no permission) is reported and does not disturb the call.
+Folders and files can be read by the user alone (modes 0700 and 0600), since they hold the tensors
+of prompts. The limits ``FLASHINFER_DUMP_MAX_COUNT`` and ``FLASHINFER_DUMP_MAX_SIZE_GB`` are per
+process. A dump that cannot be made (disk full, no permission) is reported and does not disturb the
+call.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,10 @@ import torch
 from .. import env
 from ..version import __version__
 from .call import ApiCall, is_capturing, matches
+from .files import ForkSafeLock, make_private_folder, private
+from .names import import_path
 from .text import warn_once, write_record
-from .values import Encoder, import_path, object_key
+from .values import Encoder, object_key
 
 FORMAT = 1
 
@@ -47,7 +52,7 @@ class _Budget:
     """How much this process may still dump."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self.count = 0
         self.nbytes = 0
 
@@ -116,10 +121,15 @@ class Dump:
             warn_once(f"no more dumps: {refusal}")
             write_record(f"#{call.number} {call.name} not dumped: {refusal}")
             return None
-        dump.folder.mkdir(parents=True)
-        dump._before = [blob.read() for blob in dump._blobs]
-        metadata["inputs"] = dump._save("inputs", inputs, dump._before)
-        dump._save_metadata()
+        make_private_folder(dump.folder)
+        try:
+            dump._before = [blob.read() for blob in dump._blobs]
+            metadata["inputs"] = dump._save("inputs", inputs, dump._before)
+            dump._save_metadata()
+        except BaseException:
+            # Half a dump is of no use, and a full disk fills up with one for each call.
+            shutil.rmtree(dump.folder, ignore_errors=True)
+            raise
         _stack().append(dump)
         return dump
 
@@ -242,7 +252,7 @@ def _safetensors() -> Any:
 
 def _write(path: Path, write: Any) -> None:
     """Write a file and wait until it is on disk: the call that follows may kill the process."""
-    with open(path, "wb") as stream:
+    with open(path, "wb", opener=private) as stream:
         write(stream)
         stream.flush()
         os.fsync(stream.fileno())

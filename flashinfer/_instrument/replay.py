@@ -1,13 +1,16 @@
 """Running calls again that level 10 of ``@flashinfer_api`` dumped, and comparing what they return.
 
-A dump names functions to import and call: replay only what you would also run.
+A dump is data. It may name operations and types of this package, and operations of modules that the
+program has imported itself. Loading a dump runs none of them. A dump that is damaged, or that names
+anything else, is refused with a ValueError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ import torch
 
 from .call import paused
 from .dump import FORMAT
-from .values import Decoder, import_object
+from .names import find_operation, find_owner
+from .values import Decoder
 
 # (relative, absolute). A call repeated on the same GPU agrees bit for bit; on another one the order
 # of sums may differ, which costs a few units in the last place of the type.
@@ -27,6 +31,22 @@ _TOLERANCES = {
     torch.float8_e4m3fn: (0.15, 0.02),
     torch.float8_e5m2: (0.3, 0.02),
 }
+
+
+# The entries of metadata.json, by the type that JSON gives them. The names are those of `dump.py`.
+_ENTRIES: dict[str, tuple[type, ...]] = {
+    "api": (str,),
+    "function": (str,),
+    "run": (str,),
+    "number": (int,),
+    "parent": (int, type(None)),
+    "status": (str,),
+    "owner": (dict, type(None)),
+    "args": (list,),
+    "kwargs": (dict,),
+    "inputs": (dict,),
+}
+_FILES = ("inputs.pt", "inputs.safetensors", "outputs.pt", "outputs.safetensors")
 
 
 def replay_from_dump(
@@ -63,18 +83,19 @@ def replay_from_dump(
     Raises
     ------
     ValueError
-        If the folder is no dump of this format, or refers to something that cannot be found, or the
-        device is not there.
+        If the folder is no dump of this format or a damaged one, or refers to something that cannot
+        be found, or the device is not there.
     """
     folder = Path(dump_dir)
     metadata = _load_metadata(folder)
     registry = object_registry if object_registry is not None else {}
-    _require_device(device, metadata)
-    inputs = _decoder(folder, metadata["inputs"], device, registry)
-    args = [inputs.decode(node) for node in metadata["args"]]
-    kwargs = {name: inputs.decode(node) for name, node in metadata["kwargs"].items()}
-    names = [entry["name"] for entry in metadata["inputs"]["tensors"]]
-    tensors = {name: inputs.tensor(index) for index, name in enumerate(names)}
+    with _explained(folder, "loaded"):
+        _require_device(device, metadata)
+        inputs = _decoder(folder, metadata["inputs"], device, registry)
+        args = [inputs.decode(node) for node in metadata["args"]]
+        kwargs = {name: inputs.decode(node) for name, node in metadata["kwargs"].items()}
+        names = [entry["name"] for entry in metadata["inputs"]["tensors"]]
+        tensors = {name: inputs.tensor(index) for index, name in enumerate(names)}
     replay: dict[str, Any] = {
         "dump_dir": str(folder),
         "api": metadata["api"],
@@ -84,9 +105,12 @@ def replay_from_dump(
         "tensors": tensors,
     }
     if run or compare_outputs:
-        replay |= _run(metadata, args, kwargs, inputs, registry)
+        with _explained(folder, "run"):
+            function, args = _find_call(metadata, args, inputs, registry)
+        replay |= _run(function, args, kwargs)
     if compare_outputs:
-        differences = _compare_with_record(folder, replay, inputs, device, registry)
+        with _explained(folder, "compared"):
+            differences = _compare_with_record(folder, replay, inputs, device, registry)
         replay["differences"] = differences
         replay["comparison_match"] = all(line.endswith(_TOLERATED) for line in differences)
     return replay
@@ -109,7 +133,8 @@ def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]
     -------
     list of dict
         For each call what :func:`replay_from_dump` returns with ``compare_outputs=True``. A call
-        that cannot be set up has ``error`` and ``comparison_match`` False; the next ones are tried.
+        that cannot be loaded or set up has ``error`` and ``comparison_match`` False; the next ones
+        are tried. Dumps without readable metadata come last, with an empty ``metadata``.
 
     Raises
     ------
@@ -119,7 +144,12 @@ def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]
     folders = sorted(path.parent for path in Path(root_dir).glob("*/metadata.json"))
     if not folders:
         raise ValueError(f"root_dir must hold dumps (folders with metadata.json), got {root_dir}")
-    calls = [(folder, _load_metadata(folder)) for folder in folders]
+    calls, unreadable = [], []
+    for folder in folders:
+        try:
+            calls.append((folder, _load_metadata(folder)))
+        except ValueError as error:
+            unreadable.append(_not_run(folder, {}, error))
     calls.sort(key=lambda call: (call[1]["run"], call[1]["number"]))
     dumped = {(metadata["run"], metadata["number"]) for _, metadata in calls}
     objects: dict[str, dict[tuple[int, int], Any]] = {metadata["run"]: {} for _, metadata in calls}
@@ -130,31 +160,54 @@ def replay_sequence(root_dir: str, device: str = "cuda") -> list[dict[str, Any]]
         registry = objects[metadata["run"]]
         try:
             replays.append(replay_from_dump(str(folder), True, device, True, registry))
-        except (ValueError, OSError) as error:
-            replays.append(
-                {
-                    "dump_dir": str(folder),
-                    "api": metadata["api"],
-                    "metadata": metadata,
-                    "error": error,
-                    "comparison_match": False,
-                    "differences": [f"not run: {error}"],
-                }
-            )
-    return replays
+        except ValueError as error:
+            replays.append(_not_run(folder, metadata, error))
+    return replays + unreadable
+
+
+def _not_run(folder: Path, metadata: dict[str, Any], error: ValueError) -> dict[str, Any]:
+    """What stands for a call that cannot be set up."""
+    return {
+        "dump_dir": str(folder),
+        "api": metadata.get("api", "unknown"),
+        "metadata": metadata,
+        "error": error,
+        "comparison_match": False,
+        "differences": [f"not run: {error}"],
+    }
+
+
+@contextlib.contextmanager
+def _explained(folder: Path, verb: str) -> Iterator[None]:
+    """Turn whatever a damaged dump leads to into a ValueError that names the folder."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder} cannot be {verb}: {reason}") from error
 
 
 def _load_metadata(folder: Path) -> dict[str, Any]:
+    path = folder / "metadata.json"
     try:
-        metadata = json.loads((folder / "metadata.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        if not path.is_file():  # reading a pipe would wait for ever
+            raise FileNotFoundError(f"{path} is missing or not a file")
+        metadata = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"dump_dir must hold a readable metadata.json, got {folder}: {error}"
         ) from error
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path} must hold an object, got {type(metadata).__name__}")
     if metadata.get("format") != FORMAT:
         raise ValueError(
             f"{folder} has dump format {metadata.get('format')}, this version reads {FORMAT}"
         )
+    for name, types in _ENTRIES.items():
+        if name not in metadata or not isinstance(metadata[name], types):
+            expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+            got = repr(metadata[name])[:100] if name in metadata else "nothing"
+            raise ValueError(f"{path}: {name!r} must be {expected}, got {got}")
     return metadata
 
 
@@ -175,32 +228,36 @@ def _decoder(
     folder: Path, saved: Mapping[str, Any], device: str, registry: Mapping[tuple[int, int], Any]
 ) -> Decoder:
     path = folder / saved["file"]
+    if saved["file"] not in _FILES or not path.is_file():
+        raise ValueError(f"'file' must be one of {', '.join(_FILES)} there, got {saved['file']!r}")
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         blobs = load_file(path)
     else:
+        # With weights_only, unpickling makes tensors and containers, and calls nothing else.
         blobs = torch.load(path, map_location="cpu", weights_only=True)
     return Decoder(saved["tensors"], blobs, torch.device(device), registry)
 
 
-def _run(
+def _find_call(
     metadata: Mapping[str, Any],
     args: list[Any],
-    kwargs: dict[str, Any],
     inputs: Decoder,
     registry: dict[tuple[int, int], Any],
-) -> dict[str, Any]:
-    function = import_object(metadata["function"])
-    owner = metadata["owner"]
-    if owner is not None:
-        if function.__name__ == "__init__":
-            cls = import_object(owner["type"])
-            target = cls.__new__(cls)
-            registry[tuple(owner["object"])] = target
-        else:
-            target = inputs.find_object(owner)
-        args = [target, *args]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The operation, and its positional arguments with the object that it is a method of."""
+    function, owner = find_operation(metadata["function"]), metadata["owner"]
+    if owner is None:
+        return function, args
+    if function.__name__ != "__init__":
+        return function, [inputs.find_object(owner), *args]
+    cls: Any = find_owner(owner["type"], metadata["function"])
+    target = registry[tuple(owner["object"])] = cls.__new__(cls)
+    return function, [target, *args]
+
+
+def _run(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     with paused():
         try:
             return {"execution_result": function(*args, **kwargs), "error": None}

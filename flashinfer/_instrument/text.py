@@ -8,9 +8,7 @@ import enum
 import os
 import sys
 import textwrap
-import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +16,11 @@ import torch
 from .. import env
 from .._common.dtypes import torch_name
 from .call import ApiCall, is_capturing, matches
+from .files import AppendedFile, ForkSafeLock
 
-_files: dict[str, int] = {}
+_files: dict[str, AppendedFile] = {}
 _warned: set[str] = set()
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 _MAX_ITEMS = 64  # of a list or a dict: a record stays readable
 _MAX_TEXT = 200
@@ -32,42 +31,38 @@ _WITHOUT_MINIMUM = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 def write_record(text: str) -> None:
     """Write one record to ``FLASHINFER_LOGDEST`` so that it survives a crash right after.
 
-    A file is appended to with one ``write`` and synced to disk. A destination that cannot be
-    written to must not break the program that is being debugged: the record goes to stderr instead,
-    after one warning.
+    A file is appended to and synced to disk. A destination that cannot be written to must not
+    break or stop the program that is being debugged: the record goes to stderr instead, after one
+    warning. The streams stdout and stderr are the program's own, and block where its prints block.
     """
     now = datetime.datetime.now().isoformat(" ", "milliseconds")
     record = f"[flashinfer {now} {os.getpid()}] {text}\n"
     destination = env.FLASHINFER_LOGDEST.get()
     if destination in ("stdout", "stderr"):
-        # A daemon may have closed it or have none, and who reads a pipe may be gone.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream = getattr(sys, destination)
-            stream.write(record)
-            stream.flush()
+        _write_stream(destination, record)
         return
     path = os.path.expanduser(destination.replace("%i", str(os.getpid())))
     try:
         with _lock:
-            if path not in _files:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                _files[path] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            os.write(_files[path], record.encode(errors="replace"))
-            # A character device or a pipe has no disk behind it.
-            with contextlib.suppress(OSError):
-                os.fsync(_files[path])
+            _files.setdefault(path, AppendedFile(path)).append(record.encode(errors="replace"))
     except OSError as error:
         warn_once(f"cannot write API log FLASHINFER_LOGDEST={destination}: {error}")
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(record)
+        _write_stream("stderr", record)
 
 
 def warn_once(message: str) -> None:
     """Print a warning about logging itself to stderr, the first time only."""
     if message not in _warned:
         _warned.add(message)
-        with contextlib.suppress(OSError, ValueError):
-            print(f"[flashinfer] warning: {message}", file=sys.stderr, flush=True)
+        _write_stream("stderr", f"[flashinfer] warning: {message}\n")
+
+
+def _write_stream(name: str, text: str) -> None:
+    # A daemon may have closed the stream or have none, and the reader of a pipe may be gone.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream = getattr(sys, name)
+        stream.write(text)
+        stream.flush()
 
 
 def describe_inputs(call: ApiCall, level: int) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -22,6 +21,14 @@ from typing import Any
 import torch
 
 from .._common.dtypes import torch_name
+from .names import (
+    find_argument,
+    find_member,
+    find_named_tuple,
+    find_type,
+    import_path,
+    is_known,
+)
 
 _ALIGNMENT = 256
 
@@ -82,7 +89,7 @@ class Encoder:
         """The JSON form of a value that messages call ``name``."""
         if isinstance(value, torch.Tensor):
             return self._encode_tensor(value, name)
-        if isinstance(value, enum.Enum):
+        if isinstance(value, enum.Enum) and is_known(type(value), find_type):
             return {"enum": import_path(type(value)), "name": value.name}
         if value is None or isinstance(value, (bool, int, str)):
             return value
@@ -98,7 +105,7 @@ class Encoder:
             items = [self.encode(item, f"{name}.{i}") for i, item in enumerate(value)]
             if isinstance(value, list):
                 return items
-            if hasattr(value, "_fields"):
+            if is_known(type(value), find_named_tuple):
                 return {"namedtuple": import_path(type(value)), "items": items}
             return {"tuple": items}
         if isinstance(value, Mapping):
@@ -110,7 +117,7 @@ class Encoder:
         if isinstance(value, torch.Generator):
             state = self.encode(value.get_state(), f"{name}.state")
             return {"generator": str(value.device), "state": state}
-        if _is_importable(value):
+        if is_known(value, find_argument):
             return {"import": import_path(value)}
         return {"object": list(object_key(value)), "type": import_path(type(value))}
 
@@ -208,6 +215,8 @@ class Decoder:
 
     def tensor(self, index: int) -> torch.Tensor:
         """The tensor of a given index; the same object each time."""
+        if index not in range(len(self._described)):
+            raise ValueError(f"tensor {index!r} is not among the {len(self._described)} recorded")
         if index not in self._tensors:
             self._tensors[index] = self._build(self._described[index])
         return self._tensors[index]
@@ -218,13 +227,15 @@ class Decoder:
         Raises
         ------
         ValueError
-            If it refers to an object that is not in ``objects``.
+            If it is no node, or refers to an object that is not in ``objects``.
         """
         if isinstance(node, list):
             return [self.decode(item) for item in node]
         if not isinstance(node, dict):
             return node
-        tag = next(iter(node))
+        tag = next(iter(node), None)
+        if tag not in _DECODERS:
+            raise ValueError(f"a value of a kind that this version does not know: {node!r:.200}")
         return _DECODERS[tag](self, node)
 
     def place(self, device: str) -> torch.device:
@@ -243,27 +254,44 @@ class Decoder:
             ) from None
 
     def _build(self, entry: Mapping[str, Any]) -> torch.Tensor:
-        dtype = getattr(torch, entry["dtype"])
-        device = self.place(entry["device"])
+        dtype, device = _dtype(entry["dtype"]), self.place(entry["device"])
+        shape, stride = entry["shape"], entry["stride"]
         if "blob" not in entry:
-            return torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype, device=device)
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
         memory = self._load(entry["blob"], entry["alignment"], device)
-        offset = memory.storage_offset() + entry["offset"]
+        offset = entry["offset"]
+        reach = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        # set_() would enlarge the memory, and the tensor would show what was there before.
+        is_inside = min([offset, *shape, *stride]) >= 0 and offset % dtype.itemsize == 0
+        if not is_inside or offset + (reach + 1) * dtype.itemsize > memory.numel():
+            raise ValueError(
+                f"tensor {entry['name']!r} of shape {shape}, strides {stride} and {dtype} at byte "
+                f"{offset} does not lie in the {memory.numel()} bytes that were recorded"
+            )
+        first = (memory.storage_offset() + offset) // dtype.itemsize
         tensor = torch.empty(0, dtype=dtype, device=device)
-        tensor.set_(
-            memory.untyped_storage(), offset // dtype.itemsize, entry["shape"], entry["stride"]
-        )
+        tensor.set_(memory.untyped_storage(), first, shape, stride)
         return tensor.requires_grad_(entry["requires_grad"])
 
     def _load(self, name: str, alignment: int, device: torch.device) -> torch.Tensor:
         if name not in self._memory:
-            content = self._blobs[name].reshape(-1).view(torch.uint8)
+            saved = self._blobs[name]
+            if not saved.is_contiguous():
+                raise ValueError(f"the memory {name!r} must be saved as a contiguous tensor")
+            content = saved.reshape(-1).view(torch.uint8)
             room = torch.empty(content.numel() + _ALIGNMENT, dtype=torch.uint8, device=device)
             skip = (alignment - room.data_ptr()) % _ALIGNMENT
             memory = room[skip : skip + content.numel()]
             memory.copy_(content)
             self._memory[name] = memory
         return self._memory[name]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype must name a dtype of torch such as 'float16', got {name!r}")
+    return found
 
 
 def _decode_generator(decoder: Decoder, node: Mapping[str, Any]) -> torch.Generator:
@@ -275,18 +303,18 @@ def _decode_generator(decoder: Decoder, node: Mapping[str, Any]) -> torch.Genera
 
 _DECODERS: dict[str, Callable[[Decoder, Any], Any]] = {
     "tensor": lambda decoder, node: decoder.tensor(node["tensor"]),
-    "enum": lambda decoder, node: import_object(node["enum"])[node["name"]],
+    "enum": lambda decoder, node: find_member(node["enum"], node["name"]),
     "float": lambda decoder, node: float(node["float"]),
-    "dtype": lambda decoder, node: getattr(torch, node["dtype"]),
+    "dtype": lambda decoder, node: _dtype(node["dtype"]),
     "device": lambda decoder, node: decoder.place(node["device"]),
     "size": lambda decoder, node: torch.Size(node["size"]),
     "tuple": lambda decoder, node: tuple(decoder.decode(node["tuple"])),
-    "namedtuple": lambda decoder, node: import_object(node["namedtuple"])(
-        *decoder.decode(node["items"])
+    "namedtuple": lambda decoder, node: find_named_tuple(node["namedtuple"])._make(
+        decoder.decode(node["items"])
     ),
     "dict": lambda decoder, node: {decoder.decode(k): decoder.decode(v) for k, v in node["dict"]},
     "generator": _decode_generator,
-    "import": lambda decoder, node: import_object(node["import"]),
+    "import": lambda decoder, node: find_argument(node["import"]),
     "object": lambda decoder, node: decoder.find_object(node),
 }
 
@@ -294,36 +322,3 @@ _DECODERS: dict[str, Callable[[Decoder, Any], Any]] = {
 def object_key(value: Any) -> tuple[int, int]:
     """Identity of an object across the processes of one run."""
     return os.getpid(), id(value)
-
-
-def import_path(value: Any) -> str:
-    """``module:qualified.name`` of a class or function."""
-    return f"{value.__module__}:{value.__qualname__}"
-
-
-def _is_importable(value: Any) -> bool:
-    """Whether a class or function is found again by its name (a local one is not)."""
-    if not hasattr(value, "__module__") or not hasattr(value, "__qualname__"):
-        return False
-    try:
-        return import_object(import_path(value)) is value
-    except ValueError:
-        return False
-
-
-def import_object(path: str) -> Any:
-    """What an import path names.
-
-    Raises
-    ------
-    ValueError
-        If the module cannot be imported, or has no such name (local functions have none).
-    """
-    module, _, qualname = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in qualname.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot find {qualname} of module {module}: {error}") from error
-    return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from .._instrument.replay import replay_from_dump, replay_sequence
 from . import tables
@@ -17,14 +19,27 @@ DIFFERENT = 3
 @click.command("replay")
 @click.argument("dump_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--compare", is_flag=True, help=f"Exit with {DIFFERENT} if results differ.")
-@click.option("--device", default="cuda", show_default=True, help="Where to run the calls.")
+@click.option("--device", help="Where to run the calls.  [default: cuda, without a GPU cpu]")
+@click.option(
+    "--import",
+    "modules",
+    metavar="MODULE",
+    multiple=True,
+    help="A module of yours whose @flashinfer_api functions were recorded.",
+)
 @explained
-def replay(dump_dir: Path, compare: bool, device: str) -> None:
+def replay(dump_dir: Path, compare: bool, device: str | None, modules: tuple[str, ...]) -> None:
     """Run recorded calls again: those under DUMP_DIR, or the one whose folder it is.
 
-    Calls are recorded with FLASHINFER_LOGLEVEL=10 in FLASHINFER_DUMP_DIR. A dump names the
-    functions to call, so replay only dumps that you trust.
+    Calls are recorded with FLASHINFER_LOGLEVEL=10 in FLASHINFER_DUMP_DIR. A dump can call the
+    operations of this package, and those of modules that you --import.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise click.BadParameter(f"cannot import {module}: {error}") from None
     if (dump_dir / "metadata.json").is_file():
         replays = [replay_from_dump(str(dump_dir), compare, device, run=True)]
     else:

@@ -133,7 +133,7 @@ def test_crash_leaves_a_dump_that_loads(folder):
     assert metadata(*dumps(folder))["status"] == "called"
     replay = replay_only(folder)
     assert torch.equal(replay["args"][0], torch.full((3, 5), 2.0)) and replay["args"][1] == 0.25
-    with pytest.raises(ValueError, match="cannot find kernel of module __main__"):
+    with pytest.raises(ValueError, match="__main__:kernel is no operation of this program"):
         replay_only(folder, run=True)
 
 
