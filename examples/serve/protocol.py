@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .engine import SamplingParams
+from .limits import Limits
+
+LIMITS = Limits()
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BadRequest(ValueError):
@@ -82,7 +87,7 @@ def _is_ids(value: Any) -> bool:
 
 def _is_stop(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
-    return len(texts) <= 4 and all(isinstance(t, str) and t for t in texts)
+    return all(isinstance(text, str) and text for text in texts)
 
 
 def _is_messages(value: Any) -> bool:
@@ -109,7 +114,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_p": _number(0, 1),
     "seed": _integer(0, 2**63),
     "stop_token_ids": (_is_ids, "a list of token ids"),
-    "stop": (_is_stop, "a string or up to 4, none of them empty"),
+    "stop": (_is_stop, "a string or a list of strings, none of them empty"),
     "ignore_eos": _one_of(False, True),
     "stream": _one_of(False, True),
     "stream_options": (
@@ -139,7 +144,7 @@ _CHAT = _FIELDS | {
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
 
 
-def parse(body: bytes, *, chat: bool) -> Request:
+def parse(body: bytes, *, chat: bool, limits: Limits = LIMITS) -> Request:
     """Check the body of a request.
 
     Parameters
@@ -148,6 +153,8 @@ def parse(body: bytes, *, chat: bool) -> Request:
         JSON.
     chat : bool
         Of `/v1/chat/completions` (`messages`), else of `/v1/completions` (`prompt`).
+    limits : Limits
+        Number and length of stop texts.
 
     Returns
     -------
@@ -159,12 +166,7 @@ def parse(body: bytes, *, chat: bool) -> Request:
     BadRequest
         What is wrong, and with which field.
     """
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body must be JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise BadRequest(f"the body must be a JSON object, got {type(content).__name__}")
+    content = _content(body)
     allowed = _CHAT if chat else _COMPLETION
     given = {name: value for name, value in content.items() if value is not None}
     for name, value in given.items():
@@ -176,6 +178,10 @@ def parse(body: bytes, *, chat: bool) -> Request:
     source = "messages" if chat else "prompt"
     if not given.get(source):
         raise BadRequest(f"{source} is required and must not be empty", source)
+    stop = _stops(given.get("stop", ()), limits)
+    lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    if len(lengths) > 1:
+        raise BadRequest("max_tokens and max_completion_tokens must not differ", "max_tokens")
     if "stream_options" in given and not given.get("stream"):
         raise BadRequest("stream_options is only allowed with stream", "stream_options")
     sampling = {name: given[name] for name in _SAMPLING if name in given}
@@ -188,41 +194,50 @@ def parse(body: bytes, *, chat: bool) -> Request:
     except ValueError as error:
         raise BadRequest(str(error)) from None
     usage = given.get("stream_options", {}).get("include_usage", False)
-    stop = given.get("stop", [])
     return Request(
         model=given.get("model"),
         prompt=given[source],
         params=params,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop,
         stream=given.get("stream", False),
         include_usage=usage,
     )
 
 
-class StopText:
-    """Finds the first of some texts in text that comes in pieces.
+def _content(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body."""
+    try:
+        content = json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body must be JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise BadRequest(f"the body must be a JSON object, got {type(content).__name__}")
+    if _SURROGATE.search(body):
+        _check_text(content)
+    return content
 
-    Parameters
-    ----------
-    stops : sequence of str
-        The texts, none empty.
-    """
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = stops
-        self._held = ""  # may be the beginning of one of them
+def _check_text(content: dict[str, Any]) -> None:
+    """Refuse half of a surrogate pair, which an escape can name and no encoder takes."""
+    for name, value in content.items():
+        for text, param in ((name, None), (value, name)):
+            try:
+                json.dumps(text, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                message = f"{param or 'a name'} must be Unicode, it has half of a surrogate pair"
+                raise BadRequest(message, param) from None
 
-    def push(self, piece: str, *, last: bool) -> tuple[str, bool]:
-        """What can be shown after another piece, and whether a stop has been found behind it."""
-        text = self._held + piece
-        found = [i for i in map(text.find, self._stops) if i >= 0]
-        if found:
-            return text[: min(found)], True
-        # The longest beginning of a stop at the end of the text waits for what follows.
-        hold = max(
-            (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
-            default=0,
+
+def _stops(value: str | Sequence[str], limits: Limits) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else tuple(value)
+    if len(stops) > limits.max_stops:
+        raise BadRequest(
+            f"stop must have at most {limits.max_stops} texts, got {len(stops)}", "stop"
         )
-        shown = len(text) - (0 if last else hold)
-        self._held = text[shown:]
-        return text[:shown], False
+    longest = max(map(len, stops), default=0)
+    if longest > limits.max_stop_length:
+        most = limits.max_stop_length
+        raise BadRequest(
+            f"stop must have texts of at most {most} characters, got {longest}", "stop"
+        )
+    return stops

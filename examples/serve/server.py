@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import torch
@@ -22,20 +23,32 @@ from . import warmup
 from .answers import Answer, error_body
 from .chat import load_chat, plain_chat
 from .engine import Engine, Output, load
+from .limits import Limits, limit_options
 from .mistakes import bind, reported
-from .protocol import BadRequest, Request, StopText, parse
+from .protocol import LIMITS, BadRequest, Request, parse
+from .stops import StopText
 from .worker import Overloaded, Worker
 
 try:
-    import uvicorn
     from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
+
+    from .connections import HTTPServer, fit_descriptors
 except ImportError as error:
     raise ImportError('the server needs pip install -e ".[serve]"') from error
 
-MAX_BODY = 4 << 20  # bytes
+_T = TypeVar("_T")
+_Outputs = asyncio.Queue[Output | Exception]
+
+
+class _Stopped(RuntimeError):
+    """The server ends before the answer does."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
 
 
 class Server:
@@ -51,6 +64,8 @@ class Server:
         Messages (dicts with "role" and "content") to token ids; default: `plain_chat`, encoded.
     model : str
         Name to answer with.
+    limits : Limits
+        What a request may ask for.
     """
 
     def __init__(
@@ -59,11 +74,21 @@ class Server:
         encode: Callable[[str], list[int]],
         chat: Callable[[list[dict]], list[int]] | None = None,
         model: str = "model",
+        limits: Limits = LIMITS,
     ):
         self.worker = worker
         self.encode = encode
         self.chat = chat or (lambda messages: encode(plain_chat(messages)))
         self.model = model
+        self.limits = limits
+        self._stopped = asyncio.Event()
+        self._answers: dict[str, _Outputs] = {}  # of the requests that are under way
+
+    def stop(self) -> None:
+        """Fail the requests that are under way, each in its protocol."""
+        self._stopped.set()
+        for outputs in self._answers.values():
+            outputs.put_nowait(_Stopped())
 
     def app(self) -> Starlette:
         """The ASGI application; it stops the worker when it shuts down."""
@@ -71,7 +96,7 @@ class Server:
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             yield
-            await asyncio.to_thread(self.worker.close)
+            await asyncio.to_thread(self.worker.close, self.limits.shutdown_timeout / 8)
 
         return Starlette(
             routes=[
@@ -81,9 +106,19 @@ class Server:
                 Route("/health", self.health),
                 Route("/stats", self.stats),
             ],
-            exception_handlers={404: _http_error, 405: _http_error},
+            exception_handlers={
+                404: _http_error,
+                405: _http_error,
+                BadRequest: _refused,
+                RuntimeError: _failed,
+                ClientDisconnect: _left,
+            },
             lifespan=lifespan,
         )
+
+    def http(self, **options: Any) -> HTTPServer:
+        """A server of the application, with the limits; `options` of `uvicorn.Config`."""
+        return HTTPServer(self.app(), self.limits, self.stop, **options)
 
     async def completions(self, http: HTTPRequest) -> Response:
         return await self._answer(http, chat=False)
@@ -96,36 +131,55 @@ class Server:
         return JSONResponse({"object": "list", "data": [entry]})
 
     async def health(self, _: HTTPRequest) -> Response:
-        await asyncio.wrap_future(self.worker.stats())
+        await self._unless_stopped(asyncio.wrap_future(self.worker.stats()))
         return JSONResponse({"status": "ok"})
 
     async def stats(self, _: HTTPRequest) -> Response:
-        return JSONResponse(await asyncio.wrap_future(self.worker.stats()))
+        stats = await self._unless_stopped(asyncio.wrap_future(self.worker.stats()))
+        return JSONResponse(stats)
 
     async def _answer(self, http: HTTPRequest, *, chat: bool) -> Response:
+        body = await _body(http, self.limits.max_body_bytes)
+        request = parse(body, chat=chat, limits=self.limits)
+        if request.model not in (None, self.model):
+            message = f"model must be {self.model!r} or absent, got {request.model[:40]!r}"
+            raise BadRequest(message, "model", status=404)
+        # Before the tokenizer has work with it.
+        if len(self._answers) >= self.worker.max_requests:
+            raise Overloaded.of(self.worker.max_requests)
+        request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._answers[request_id] = outputs = asyncio.Queue()
         try:
-            request = parse(await _body(http), chat=chat)
-            if request.model not in (None, self.model):
-                message = f"model must be {self.model!r} or absent, got {request.model[:40]!r}"
-                raise BadRequest(message, "model", status=404)
             # In a thread: a long text takes the tokenizer a while, in which others are served.
-            tokens = await asyncio.to_thread(self._tokens, request, chat)
-            request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-            outputs = await self._submit(request_id, tokens, request)
-        except BadRequest as error:
-            body = error_body(str(error), "invalid_request_error", error.param)
-            return JSONResponse(body, status_code=error.status)
-        except Overloaded as error:
-            body = error_body(str(error), "overloaded_error")
-            return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
-        except RuntimeError as error:
-            return JSONResponse(error_body(str(error), "server_error"), status_code=500)
+            encoding = asyncio.to_thread(self._tokens, request, chat)
+            tokens = await self._unless_stopped(encoding)
+            await self._unless_stopped(self._submit(request_id, tokens, request, outputs))
+        except BaseException:
+            self._end(request_id)
+            raise
         answer = Answer(request_id, self.model, len(tokens), chat=chat)
         if request.stream:
             events = _events(_answered(outputs, request.stop), answer, request.include_usage)
-            # Of no effect on a request that has finished.
-            return _Stream(events, lambda: self.worker.cancel(request_id))
+            return _Stream(events, lambda: self._end(request_id))
         return await self._whole(http, request_id, _answered(outputs, request.stop), answer)
+
+    def _end(self, request_id: str) -> None:
+        """Forget a request; the engine does so too if it has not finished it."""
+        self._answers.pop(request_id, None)
+        self.worker.cancel(request_id)
+
+    async def _unless_stopped(self, work: Awaitable[_T]) -> _T:
+        """The result of `work`; `_Stopped` if the server stops first."""
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((stopped, working), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _Stopped
+            return working.result()
+        finally:
+            stopped.cancel()
+            working.cancel()
 
     def _tokens(self, request: Request, chat: bool) -> list[int]:
         if isinstance(request.prompt, list) and not chat:
@@ -135,10 +189,11 @@ class Server:
         except ValueError as error:  # such as half of a surrogate pair
             raise BadRequest(str(error), "messages" if chat else "prompt") from None
 
-    async def _submit(self, request_id: str, tokens: list[int], request: Request) -> asyncio.Queue:
+    async def _submit(
+        self, request_id: str, tokens: list[int], request: Request, outputs: _Outputs
+    ) -> None:
         """Hand a request to the engine; what it generates comes through the queue."""
         loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
 
         def listen(output: Output | Exception) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
@@ -148,35 +203,30 @@ class Server:
             await asyncio.wrap_future(accepted)
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        except asyncio.CancelledError:
-            self.worker.cancel(request_id)
-            raise
-        return outputs
 
     async def _whole(
         self, http: HTTPRequest, request_id: str, outputs: AsyncIterator[Output], answer: Answer
     ) -> Response:
         async def collect() -> Response:
-            text, reason = "", None
+            texts, reason = [], None
             async for output in outputs:
                 answer.tokens += output.token_id >= 0
-                text, reason = text + output.text, output.reason
-            return JSONResponse(answer.whole(text, reason))
+                texts.append(output.text)
+                reason = output.reason
+            return JSONResponse(answer.whole("".join(texts), reason))
 
         async def leave() -> Response:
             while (await http.receive())["type"] != "http.disconnect":
                 pass
-            return Response(status_code=499)  # nobody reads it
+            return await _left(http, ClientDisconnect())
 
         tasks = [asyncio.create_task(collect()), asyncio.create_task(leave())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # If both are done, the answer counts.
             return tasks[0].result() if tasks[0] in done else tasks[1].result()
-        except RuntimeError as error:
-            return JSONResponse(error_body(str(error), "server_error"), status_code=500)
         finally:
-            self.worker.cancel(request_id)  # of no effect on what has finished
+            self._end(request_id)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -199,11 +249,13 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-async def _answered(outputs: asyncio.Queue, stops: Sequence[str]) -> AsyncIterator[Output]:
+async def _answered(outputs: _Outputs, stops: Sequence[str]) -> AsyncIterator[Output]:
     """Outputs up to the last, or to the first of the texts that end the answer."""
     stop_text = StopText(stops)
     while True:
         output = await outputs.get()
+        if isinstance(output, _Stopped):
+            raise output
         if isinstance(output, Exception):
             raise RuntimeError(f"generation failed: {output}")
         text, stopped = stop_text.push(output.text, last=output.finished)
@@ -233,13 +285,39 @@ def _event(body: dict) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-async def _body(http: HTTPRequest) -> bytes:
-    body = b""
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise BadRequest(f"the body must have at most {MAX_BODY} bytes", status=413)
-    return body
+async def _body(http: HTTPRequest, most: int) -> bytes:
+    # A page in a browser can send any other type to any address without being asked.
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"Content-Type must be application/json, got {kind[:40]!r}"
+        raise BadRequest(message, status=415)
+    length = http.headers.get("content-length", "")
+    body = bytearray()
+    if not length.isdecimal() or int(length) <= most:
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > most:
+                break
+        else:
+            return bytes(body)
+    raise BadRequest(f"the body must have at most {most} bytes", status=413)
+
+
+async def _refused(_: HTTPRequest, error: Exception) -> Response:
+    assert isinstance(error, BadRequest)
+    body = error_body(str(error), "invalid_request_error", error.param)
+    return JSONResponse(body, status_code=error.status)
+
+
+async def _failed(_: HTTPRequest, error: Exception) -> Response:
+    if isinstance(error, Overloaded | _Stopped):
+        body = error_body(str(error), "overloaded_error")
+        return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
+    return JSONResponse(error_body(str(error), "server_error"), status_code=500)
+
+
+async def _left(_http: HTTPRequest, _error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
 
 
 async def _http_error(http: HTTPRequest, error: Exception) -> Response:
@@ -260,6 +338,8 @@ async def _http_error(http: HTTPRequest, error: Exception) -> Response:
 @click.option("--max-requests", default=256, help="Requests served or waiting; more get a 503.")
 @click.option("--cuda-graph/--no-cuda-graph", default=None, help="Default: on a GPU.")
 @click.option("--warm-up/--no-warm-up", default=None, help="Default: on a GPU.")
+@click.option("--access-log", is_flag=True, help="Write a line for each request.")
+@limit_options
 def serve(
     model,
     device,
@@ -272,6 +352,8 @@ def serve(
     max_requests,
     cuda_graph,
     warm_up,
+    access_log,
+    **limits,
 ):
     """Serve OpenAI's completion endpoints over HTTP."""
     on_gpu = device.startswith("cuda")
@@ -289,7 +371,10 @@ def serve(
             warmup.warm_up(engine, max_batch_size)
         worker = Worker(engine, max_requests=max_requests)
     name = Path(model).resolve().name if model else "demo"
-    app = Server(worker, tokenizer.encode, chat, model=name).app()
+    fitting = fit_descriptors(Limits(**limits))
+    if fitting.max_connections < limits["max_connections"]:
+        click.echo(f"--max-connections {fitting.max_connections}: open files are limited", err=True)
+    server = Server(worker, tokenizer.encode, chat, model=name, limits=fitting)
     click.echo(f"Serving {name!r} on http://{host}:{address.getsockname()[1]}/v1")
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5)).run(sockets=[address])
+        server.http(access_log=access_log).run(sockets=[address])

@@ -16,6 +16,11 @@ logger = logging.getLogger(__name__)
 class Overloaded(RuntimeError):
     """As many requests as are allowed are being served or wait."""
 
+    @classmethod
+    def of(cls, max_requests: int) -> Overloaded:
+        """With the message for clients."""
+        return cls(f"{max_requests} requests are being served; try again later")
+
 
 class Worker:
     """Runs an engine in a thread of its own.
@@ -72,7 +77,7 @@ class Worker:
 
         def add() -> None:
             if len(self._listeners) >= self.max_requests:
-                raise Overloaded(f"{self.max_requests} requests are being served; try again later")
+                raise Overloaded.of(self.max_requests)
             self._engine.add_request(request_id, prompt, params)
             self._listeners[request_id] = listener
 
@@ -92,12 +97,12 @@ class Worker:
         """What `Engine.stats` says between two steps."""
         return self._call(self._engine.stats)
 
-    def close(self) -> None:
-        """End the thread after its step, and with it every request."""
+    def close(self, timeout: float | None = None) -> None:
+        """End the thread after its step, and with it every request; wait so many seconds for it."""
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(timeout)
 
     def _call(self, function: Callable[[], object]) -> Future:
         future: Future = Future()

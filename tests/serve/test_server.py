@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,14 @@ import pytest
 
 from tests.serve.fake_engine import FakeEngine
 
-uvicorn = pytest.importorskip("uvicorn", reason='the server needs pip install -e ".[serve]"')
+pytest.importorskip("uvicorn", reason='the server needs pip install -e ".[serve]"')
 pytest.importorskip("starlette", reason='the server needs pip install -e ".[serve]"')
 
-from examples.serve import protocol, server  # noqa: E402
-from examples.serve.worker import Overloaded, Worker  # noqa: E402
+from examples.serve import protocol, server
+from examples.serve.limits import Limits
+from examples.serve.mistakes import bind
+from examples.serve.stops import StopText
+from examples.serve.worker import Overloaded, Worker
 
 PATIENCE = 20.0  # seconds before a test gives up; nothing is expected to take as long
 
@@ -25,13 +29,17 @@ PATIENCE = 20.0  # seconds before a test gives up; nothing is expected to take a
 class Site:
     """A server on a free port, and a client."""
 
-    def __init__(self, engine: FakeEngine, max_requests: int):
+    def __init__(self, engine: FakeEngine, max_requests: int, limits: Limits, send_buffer: int):
         self.engine = engine
         self.worker = Worker(engine, max_requests=max_requests)
-        handlers = server.Server(self.worker, lambda text: list(text.encode()), model="fake")
-        config = uvicorn.Config(handlers.app(), port=0, log_level="error", lifespan="on")
-        self.uvicorn = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.uvicorn.run)
+        self.server = server.Server(
+            self.worker, lambda text: list(text.encode()), model="fake", limits=limits
+        )
+        self.uvicorn = self.server.http(log_level="error", lifespan="on")
+        listener = bind("127.0.0.1", 0)
+        if send_buffer:  # connections have that of the socket that accepts them
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        self.thread = threading.Thread(target=self.uvicorn.run, args=([listener],))
         self.thread.start()
         wait_for(lambda: self.uvicorn.started)
         self.port = self.uvicorn.servers[0].sockets[0].getsockname()[1]
@@ -39,7 +47,8 @@ class Site:
     def send(self, path: str, body: object = None, method: str = "") -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method or ("GET" if body is None else "POST"), path, data)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        connection.request(method or ("GET" if body is None else "POST"), path, data, headers)
         return connection
 
     def ask(self, path: str, body: object = None, method: str = "") -> tuple[int, dict]:
@@ -65,8 +74,13 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def running(engine: FakeEngine, max_requests: int = 64) -> Iterator[Site]:
-    site = Site(engine, max_requests)
+def running(
+    engine: FakeEngine,
+    max_requests: int = 64,
+    limits: Limits = protocol.LIMITS,
+    send_buffer: int = 0,
+) -> Iterator[Site]:
+    site = Site(engine, max_requests, limits, send_buffer)
     try:
         yield site
     finally:
@@ -137,7 +151,7 @@ def test_stop_texts_are_found_however_the_text_is_cut(size: int):
     text = "aab aabaac, abab"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     for stop in ("aabaac", "aac", "abab", "b", "nothing", "abac"):
-        filter_, shown, stopped = protocol.StopText([stop]), "", False
+        filter_, shown, stopped = StopText([stop]), "", False
         for i, piece in enumerate(pieces):
             new, stopped = filter_.push(piece, last=i == len(pieces) - 1)
             shown += new
@@ -227,8 +241,9 @@ def test_malformed_chats(site: Site, messages: object):
 def test_too_long_too_large_and_unknown_paths(site: Site):
     status, answer = site.ask("/v1/completions", {"prompt": "x" * 300})
     assert status == 400 and "300 tokens" in answer["error"]["message"]
-    status, answer = site.ask("/v1/completions", {"prompt": "x" * server.MAX_BODY})
-    assert status == 413 and str(server.MAX_BODY) in answer["error"]["message"]
+    most = site.server.limits.max_body_bytes
+    status, answer = site.ask("/v1/completions", {"prompt": "x" * most})
+    assert status == 413 and str(most) in answer["error"]["message"]
     assert site.ask("/v1/embeddings", {})[0] == 404
     assert site.ask("/v1/completions")[0] == 405
 
