@@ -138,11 +138,13 @@ def test_serve(folder: Path):
         assert line.startswith("Serving 'model' on http://127.0.0.1:")
         url = line.split()[-1]
         body = {"model": "model", "prompt": "x", "max_tokens": 2, "ignore_eos": True}
-        request = json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         deadline = time.monotonic() + 60
         while True:
             try:
-                with urllib.request.urlopen(f"{url}/completions", request) as response:
+                with urllib.request.urlopen(request) as response:
                     assert json.load(response)["usage"]["completion_tokens"] == 2
                 break
             except ConnectionError:  # bound, and not yet listening
