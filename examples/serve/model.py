@@ -48,7 +48,7 @@ class _Layer:
     """Weights of a layer; products of the same input are one product. Biases may be None.
 
     Matrices are ``[inputs, outputs]``, the other way round than in checkpoints: for few rows cuBLAS
-    has faster kernels for these (docs/performance.md).
+    has faster kernels for these (docs/tuning/serving_step.md).
     """
 
     window: int

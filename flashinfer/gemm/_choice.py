@@ -2,7 +2,7 @@
 
 The time is the longest one of three: what the tensor cores of the busiest CTA take, what L2 takes
 to deliver every tile's operands, and what memory takes to deliver them once. The constants are
-those of one H200; docs/gemm.md says where they come from.
+those of one H200; docs/tuning/gemm.md says where they come from.
 """
 
 from __future__ import annotations

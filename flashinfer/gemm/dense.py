@@ -17,7 +17,7 @@ from ._launch import NAMES, TRANSPOSED_B, check_tensors_on_gpu, get_gemm_kernel
 _HOPPER = (9, 0)
 _MOST_TOKENS = 64
 """Rows up to which ``"auto"`` takes this library's kernel on Hopper, and cuBLAS beyond: measured
-on one H200 over the shapes of docs/gemm.md."""
+on one H200 over the shapes of docs/tuning/gemm.md."""
 _OWN, _CUBLAS = ("tinygemm", "cudnn", "auto"), ("cublaslt", "cudnn", "auto")
 
 _Call = Callable[..., Any]

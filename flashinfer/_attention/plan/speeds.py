@@ -2,7 +2,7 @@
 
 The model that they are the numbers of is ``include/flashinfer/scheduler/attention_choice.h``. They
 are fitted to the times of ``benchmarks/bench_prefill_backends.py`` on an H200
-(docs/performance.md).
+(docs/tuning/kernel_choice.md).
 """
 
 from __future__ import annotations

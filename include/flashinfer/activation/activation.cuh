@@ -2,6 +2,8 @@
 //
 // A CTA covers consecutive vectors of one row (grid.x) and strides over rows (grid.y). Computed in
 // float and rounded once.
+//
+// Measurements, also of what lost: docs/tuning/norm.md.
 #pragma once
 
 #include <flashinfer/activation/activation_params.h>

@@ -6,6 +6,8 @@
 // A thread owns one vector of one head (threadIdx.x within the head, threadIdx.y heads, threadIdx.z
 // tokens) and walks over the states in order, several loads at a time: the result repeats bit for
 // bit. A state without keys is not used at all, whatever its v holds.
+//
+// Measurements, also of what lost: docs/tuning/rope_page_merge.md.
 #pragma once
 
 #include <flashinfer/cascade/cascade_params.h>

@@ -1,5 +1,7 @@
 // Launch shape of kernels over [tokens, heads, units of a head], in which no thread divides an
 // index.
+//
+// Measurements, also of what lost: docs/tuning/memory.md.
 #pragma once
 
 #include <cstdint>

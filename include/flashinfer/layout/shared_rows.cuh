@@ -1,4 +1,6 @@
 // Rows in shared memory that cp.async writes and ldmatrix reads without bank conflicts.
+//
+// Measurements, also of what lost: docs/tuning/memory.md.
 #pragma once
 
 #include <cstdint>

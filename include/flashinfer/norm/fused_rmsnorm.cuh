@@ -8,6 +8,8 @@
 // Before groups are quantised, y is rounded to the input's type, so that the codes equal those of
 // quantising the norm's result. One row is held in the registers of a CTA, or of a warp if it is
 // short; rows that do not fit are read twice.
+//
+// Measurements, also of what lost: docs/tuning/fused_norm.md.
 #pragma once
 
 #include <flashinfer/activation/activation.cuh>

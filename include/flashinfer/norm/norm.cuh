@@ -9,6 +9,8 @@
 // A row stays in the registers of the threads that share it (a part of a warp, a warp, or a CTA),
 // so each input byte is read once. All arithmetic is float, on the unrounded h. Each element is
 // read and written by one thread, after all of that thread's reads: `out` may be `input`.
+//
+// Measurements, also of what lost: docs/tuning/norm.md.
 #pragma once
 
 #include <flashinfer/collective/block_reduce.cuh>
@@ -336,7 +338,7 @@ __global__ void __launch_bounds__(1024)
 inline constexpr uint32_t kNormBytesAhead = 2u << 20;
 
 // Chooses the launch shape by rules measured on an NVIDIA H200 (bfloat16, launches in a CUDA graph,
-// inputs not in L2); docs/performance.md has the numbers and the alternatives. `vectorizable`:
+// inputs not in L2); docs/tuning/norm.md has the numbers and the alternatives. `vectorizable`:
 // hidden_size is a whole number of vectors, and every row of every operand is aligned to its
 // vectors.
 template <typename Traits>

@@ -4,6 +4,8 @@
 // thread moves one or two units of a row. A CTA works on one of the two tensors, whose threads are
 // numbered by unit, then head, then token. A thread loads its units before it looks up the slot, so
 // that the two latencies overlap.
+//
+// Measurements, also of what lost: docs/tuning/rope_page_merge.md.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>

@@ -1,4 +1,6 @@
 // cp.async (sm_80): copies of 16 bytes from global to shared memory that bypass the registers.
+//
+// Measurements, also of what lost: docs/tuning/memory.md.
 #pragma once
 
 #include <cstdint>

@@ -7,6 +7,8 @@
 // The lanes that share a group each hold a part of it in registers and combine their maxima by
 // shuffles. Groups follow each other through the grid, including those of the layout's padding,
 // which have scale 0 and no codes.
+//
+// Measurements, also of what lost: docs/tuning/quantization.md.
 #pragma once
 
 #include <flashinfer/activation/activation.cuh>

@@ -6,6 +6,8 @@
 // aligned vectors and shifts them into place as bits. With segments the bits may start at any
 // address: a warp makes bits of the aligned vectors that cover its part of x, stores them in shared
 // memory, and takes its words from there.
+//
+// Measurements, also of what lost: docs/tuning/quantization.md.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>

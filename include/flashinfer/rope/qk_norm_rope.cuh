@@ -5,6 +5,8 @@
 //
 // A CTA works on Q, K or V of one token at a time. A thread takes a unit, which is two vectors half
 // a head apart, as in rope.cuh. The next token's vectors load while a CTA reduces, as in norm.cuh.
+//
+// Measurements, also of what lost: docs/tuning/fused_norm.md.
 #pragma once
 
 #include <flashinfer/collective/block_reduce.cuh>

@@ -8,6 +8,8 @@
 // the angles. A CTA works on one segment (the heads of Q, of K, ...), whose threads are numbered by
 // unit, then head, then token. Each element is read and written by one thread, after all of that
 // thread's reads, so the kernel works in place.
+//
+// Measurements, also of what lost: docs/tuning/rope_page_merge.md.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>

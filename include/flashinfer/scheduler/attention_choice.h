@@ -9,6 +9,8 @@
 // where merging, if tiles are split, is a launch, the bytes of partial results, and the parts of a
 // row in sequence. flashinfer/_attention/plan/speeds.py holds the measured constants. Only the
 // order of two times matters: masks and options cost both kernels the same and are left out.
+//
+// Measurements, also of what lost: docs/tuning/kernel_choice.md.
 #pragma once
 
 #include <algorithm>

@@ -12,6 +12,8 @@
 // Uncut tiles and fixed pieces become one column each, longest first: the hardware hands CTAs out
 // in order. A CUDA graph has a fixed number of columns; there they are dealt longest first, each to
 // the least loaded column.
+//
+// Example and costs: docs/design/scheduler.md. Measurements: docs/tuning/kernel_choice.md.
 #pragma once
 
 #include <algorithm>

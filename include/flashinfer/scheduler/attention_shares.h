@@ -1,5 +1,7 @@
 // Equal shares of a batch: how many columns of CTAs take one share each, and when the last column
 // ends. Plain C++. Times are costs as in attention_tiles.h.
+//
+// Measurements, also of what lost: docs/tuning/kernel_choice.md.
 #pragma once
 
 #include <algorithm>

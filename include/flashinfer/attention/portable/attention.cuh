@@ -11,6 +11,8 @@
 // CTA processes its list of items, each a tile of packed query rows against a range of K/V
 // (scheduler/work.h). tile.cuh says what tiles and warps hold. Sums run in a fixed order: results
 // repeat bit for bit.
+//
+// Measurements, also of what lost: docs/tuning/attention_decode.md.
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>

@@ -1,4 +1,6 @@
 // Copies the rows of a tile from global to shared memory with cp.async, one warp at a time.
+//
+// Measurements, also of what lost: docs/tuning/attention_decode.md.
 #pragma once
 
 #include <flashinfer/attention/portable/tile.cuh>

@@ -1,4 +1,6 @@
 // Loads query rows into shared memory and applies rotary embedding in the kernel.
+//
+// Measurements, also of what lost: docs/tuning/attention_decode.md.
 #pragma once
 
 #include <flashinfer/attention/math.cuh>

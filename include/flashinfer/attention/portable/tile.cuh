@@ -9,6 +9,8 @@
 // transposed: the rows are tokens or columns of v, and the 8 columns are the query rows. This takes
 // 16 products instead of 32 for 16 tokens of 128 columns, half the exponentials and half the
 // registers.
+//
+// Measurements, also of what lost: docs/tuning/attention_decode.md.
 #pragma once
 
 #include <cstdint>

@@ -5,6 +5,8 @@
 // they share, and weights.cuh makes the softmax weights. Variants, masks and the merge of split
 // rows are shared with the portable kernel (portable/attention.cuh). Sums run in a fixed order:
 // results repeat bit for bit, whichever CTA takes an item.
+//
+// docs/design/attention_sm90.md has a timeline, docs/tuning/attention_sm90.md the measurements.
 #pragma once
 
 #include <flashinfer/attention/sm90/consumer.cuh>

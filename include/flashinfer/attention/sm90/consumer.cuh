@@ -3,6 +3,8 @@
 // A warpgroup turns the logits of the next tile into weights while the tensor cores sum p v of the
 // current tile. Meanwhile the other warpgroup uses the tensor cores: they take turns. J. Shah et
 // al., "FlashAttention-3", 2024.
+//
+// Measurements, also of what lost: docs/tuning/attention_sm90.md and attention_sm90_fp8.md.
 #pragma once
 
 #include <flashinfer/attention/sm90/weights.cuh>

@@ -1,4 +1,6 @@
 // Host side of the attention kernel for Hopper.
+//
+// Measurements, also of what lost: docs/tuning/attention_sm90_items.md.
 #pragma once
 
 #include <flashinfer/attention/finalize.cuh>

@@ -1,6 +1,8 @@
 // Writes finished rows of the Hopper attention kernel. A warp stages its 16 rows in its part of
 // shared memory with stmatrix, and the copy engine writes them out while the warp starts its next
 // item.
+//
+// Measurements, also of what lost: docs/tuning/attention_sm90_items.md.
 #pragma once
 
 #include <flashinfer/attention/row_writer.cuh>

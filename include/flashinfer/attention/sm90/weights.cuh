@@ -6,6 +6,8 @@
 // maximum is computed and the weights are made again; the logits stay unchanged until then. Rows
 // that pass the test keep their weights bit for bit, since a tile's last rows may belong to another
 // request.
+//
+// Measurements, also of what lost: docs/tuning/attention_sm90.md and attention_sm90_fp8.md.
 #pragma once
 
 #include <flashinfer/attention/rows.cuh>

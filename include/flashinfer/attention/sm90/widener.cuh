@@ -1,6 +1,8 @@
 // The widener warpgroup: for 16-bit queries it converts 8-bit K and V to float16, from the tiles as
 // loaded to the tiles that the tensor cores read. Float16 represents every 8-bit value, and two
 // e4m3 values convert in one instruction, where bfloat16 needs four.
+//
+// Measurements, also of what lost: docs/tuning/attention_sm90_kv8.md.
 #pragma once
 
 #include <flashinfer/common/float8.cuh>

@@ -2,6 +2,8 @@
 // speed of memory, and draws that start from these sums.
 //
 // Tiles are cut by index, so a row's result does not depend on its address or its batch.
+//
+// Measurements, also of what lost: docs/tuning/sampling.md.
 #pragma once
 
 #include <flashinfer/sampling/row/sampling.cuh>

@@ -4,6 +4,8 @@
 //   by clusters   a cluster keeps a row in registers and exchanges its tiles' sums
 //   by tiles      a CTA per tile reads the row twice. Rows are taken in blocks that stay in L2
 //                 between the passes: launch i normalises block i - 1 and sums block i side by side
+//
+// Measurements, also of what lost: docs/tuning/sampling.md.
 #pragma once
 
 #include <flashinfer/ptx/cache_hint.cuh>

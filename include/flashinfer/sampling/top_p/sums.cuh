@@ -1,4 +1,6 @@
 // First pass of a top-p draw (nucleus.cuh): exact integer sums of weights per tile and octave half.
+//
+// Measurements, also of what lost: docs/tuning/sampling.md.
 #pragma once
 
 #include <flashinfer/sampling/row/tiles.cuh>
