@@ -11,16 +11,20 @@ import torch
 from flashinfer.jit import build_jit_specs
 from flashinfer.jit.progress import compile_seconds
 
+from .adjust import Adjustment, adjust
 from .cache import PagePool
 from .checkpoint import load as load
+from .grammar import GrammarError
+from .logprobs import PromptLogprobs
 from .model import Model
 from .modules import modules
 from .runner import Chunk, Runner
 from .sampling import SamplingParams as SamplingParams
 from .sampling import sample
-from .scheduler import Scheduler
+from .scheduler import Scheduled, Scheduler
+from .speculation import Speculator
+from .state import Draw, RequestState, Step
 from .state import Output as Output
-from .state import RequestState, Step
 from .tokens import TextStream, Tokenizer
 
 
@@ -50,6 +54,13 @@ class Engine:
         Replay steps in which every request decodes from CUDA graphs.
     max_waiting : int, optional
         Most requests that wait; more are refused. None: any number.
+    prefix_caching : bool
+        Let requests share pages of equal tokens, and keep those of ended ones until they are
+        needed, the longest unused first to go.
+    speculation : int
+        Tokens of a request to guess in a step (see `Speculator`); 0: none.
+    ngram : int
+        Tokens that must have occurred before for a guess.
 
     Raises
     ------
@@ -69,6 +80,9 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         use_cuda_graph: bool = False,
         max_waiting: int | None = None,
+        prefix_caching: bool = True,
+        speculation: int = 0,
+        ngram: int = 3,
     ) -> None:
         for name, value in (
             ("num_pages", num_pages),
@@ -95,8 +109,10 @@ class Engine:
         self._runner = Runner(model, num_pages, page_size, kv_dtype, max_batch_size, use_cuda_graph)
         self._pool = PagePool(num_pages)
         self._scheduler = Scheduler(
-            self._pool, page_size, max_batch_size, max_batch_tokens, model.config.rotation
-        )
+            self._pool, page_size, max_batch_size, max_batch_tokens, model.config.rotation,
+            prefix_caching,
+        )  # fmt: skip
+        self._speculator = Speculator(speculation, ngram) if speculation != 0 else None
         self._live: dict[str, RequestState] = {}
         self._ahead: Step | None = None  # launched before the tokens of the one before are known
 
@@ -117,13 +133,20 @@ class Engine:
             build_jit_specs(modules(config, self._model.dtype, runner.kv_dtype))
 
     def stats(self) -> dict[str, Any]:
-        """Pages (in all, and free), requests (running, waiting), seconds of compilation so far."""
+        """Pages (in all, and free), requests (running, waiting), and counts since the beginning.
+
+        These are: seconds of compilation, tokens of prompts that were found in the cache, tokens
+        that were guessed, and guesses that were right.
+        """
         return {
             "pages_total": self._pool.num_pages,
             "pages_free": self._pool.num_free,
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
             "compile_seconds": compile_seconds(),
+            "cached_tokens": self._scheduler.cached_tokens,
+            "drafted_tokens": self._speculator.proposed if self._speculator else 0,
+            "accepted_tokens": self._speculator.accepted if self._speculator else 0,
         }
 
     def add_request(
@@ -147,10 +170,13 @@ class Engine:
             out of its range, or too many wait. Nothing is queued then.
         """
         params.check()
+        vocabulary = self._model.config.vocab_size
+        if any(not 0 <= token < vocabulary for token in params.logit_bias):
+            raise ValueError(f"`logit_bias` must have ids from 0 to {vocabulary - 1}")
         if request_id in self._live:
             raise ValueError(f"`request_id` must be new, {request_id!r} is being served")
         tokens = self._tokens(prompt)
-        self._check_length(len(tokens), params.max_tokens)
+        most = self._most_tokens(len(tokens), params.max_tokens)
         waiting = len(self._scheduler.waiting)
         if self._max_waiting is not None and waiting >= self._max_waiting:
             raise ValueError(f"over capacity: {waiting} requests wait, try again later")
@@ -159,7 +185,9 @@ class Engine:
             stops |= self._model.config.eos_token_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
         text = None if self._tokenizer is None else TextStream(self._tokenizer)
-        request = RequestState(request_id, tokens, len(tokens), params, seed, stops, text)
+        request = RequestState(request_id, tokens, len(tokens), params, seed, stops, text, most)
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = PromptLogprobs(tuple(tokens), params.prompt_logprobs)
         self._scheduler.add(request)
         self._live[request_id] = request
 
@@ -179,46 +207,70 @@ class Engine:
         with self._runner.backend():
             step, self._ahead = self._ahead, None
             if step is None or not any(map(self._is_served, step.requests)):
-                step = self._launch(self._scheduler.schedule())
+                step = self._launch(self._next_step())
             if step is None:
                 return []  # parts of long prompts
             self._ahead = step  # if the launch fails, its tokens are still there to be taken
-            following = self._scheduler.foresee(step.requests)
+            # Which tokens of a step with guesses count is known when it has ended.
+            following = None if self._speculator else self._scheduler.foresee(step.requests)
             self._ahead = None if following is None else self._launch(following, step.tokens)
             tokens = step.wait()
-        return [
-            self._accept(request, token)
-            for request, token in zip(step.requests, tokens, strict=True)
-            if self._is_served(request)
-        ]
+        outputs, row = [], 0
+        for draw in step.draws:
+            if self._is_served(draw.request):
+                outputs += self._accept_draw(step, draw, row, tokens[row : row + draw.rows])
+            row += draw.rows
+        return outputs
+
+    def _next_step(self) -> Scheduled:
+        scheduled = self._scheduler.schedule()
+        return (
+            self._speculator.extend(scheduled, self._scheduler) if self._speculator else scheduled
+        )
 
     def _launch(
         self, scheduled: Sequence[tuple[RequestState, Chunk]], tokens: torch.Tensor | None = None
     ) -> Step | None:
         """Start a step; None if no request gets a token from it. `tokens`: see `Runner.run`."""
         logits = self._runner.run([chunk for _, chunk in scheduled], tokens)
-        ends = [chunk.start + len(chunk.tokens) for _, chunk in scheduled]
-        # Prompts in parts draw nothing before their end.
-        rows = [
-            row for row, (request, _) in enumerate(scheduled) if ends[row] >= len(request.tokens)
-        ]
-        ready = [scheduled[row][0] for row in rows]
+        draws, rows, row = [], [], 0
+        for request, chunk in scheduled:
+            # Prompts in parts draw nothing before their end.
+            if chunk.end >= len(request.tokens):
+                draws.append(
+                    Draw(request, chunk.tokens[len(chunk.tokens) - chunk.drafts :], chunk.end)
+                )
+                rows += range(row, row + 1 + chunk.drafts)
+            row += 1 + chunk.drafts
         step = None
-        if ready:
-            if len(rows) < len(scheduled):
+        if draws:
+            if len(rows) < len(logits):
                 logits = logits[torch.tensor(rows).to(logits.device)]
-            drawn = sample(
-                logits,
-                [request.params for request in ready],
-                [request.seed for request in ready],
-                [ends[row] - scheduled[row][0].prompt_length for row in rows],
-            )
-            step = Step.of(ready, drawn)
+            step = Step.of(draws, logits, self._draw(draws, logits))
         # Last: a step that failed can be tried again.
-        for (request, _), end in zip(scheduled, ends, strict=True):
-            request.computed = end
+        if step is not None:
+            step.count()
+        for request, chunk in scheduled:
+            request.computed = chunk.end
             self._scheduler.publish(request)
         return step
+
+    def _draw(self, draws: list[Draw], logits: torch.Tensor) -> torch.Tensor:
+        """A token of each row, as the rows' requests want it."""
+        for draw in draws:
+            request = draw.request
+            if request.adjustment is None and request.params.adjusts:
+                prompt = request.tokens[: request.prompt_length]
+                request.adjustment = Adjustment(
+                    request.params, prompt, logits.shape[1], logits.device
+                )
+        requests = [draw.request for draw in draws for _ in range(draw.rows)]
+        return sample(
+            adjust(logits, [request.adjustment for request in requests]),
+            [request.params for request in requests],
+            [request.seed for request in requests],
+            [d.end - d.request.prompt_length + row for d in draws for row in range(d.rows)],
+        )
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -235,8 +287,12 @@ class Engine:
                 raise ValueError(f"`prompt` must have ids from 0 to {vocabulary - 1}, got {token}")
         return tokens
 
-    def _check_length(self, prompt: int, generated: int) -> None:
+    def _most_tokens(self, prompt: int, generated: int | None) -> int:
+        """Tokens to generate, checked; None: as many as there is room for."""
         positions = self._model.config.max_positions
+        if generated is None:
+            room = min(positions, self._pool.num_pages * self._page_size + 1) - prompt
+            generated = max(1, room)
         if prompt + generated > positions:
             raise ValueError(
                 f"too long: {prompt} tokens of `prompt` and {generated} of `max_tokens` are more "
@@ -249,24 +305,51 @@ class Engine:
                 f"too long: {prompt} tokens of `prompt` and {generated} of `max_tokens` need "
                 f"{pages} pages of the KV cache, which has {self._pool.num_pages}"
             )
+        return generated
+
+    def _accept_draw(self, step: Step, draw: Draw, row: int, tokens: Sequence[int]) -> list[Output]:
+        """The tokens of a request that count: up to the first that was not guessed."""
+        outputs: list[Output] = []
+        for number, token in enumerate(tokens):
+            output = self._accept(draw.request, token)
+            count = draw.request.params.logprobs
+            if step.logprobs is not None and count is not None:
+                output.logprobs = step.logprobs.read(row + number, token, count)
+            outputs.append(output)
+            guessed = number < len(draw.draft) and draw.draft[number] == token
+            if output.finished or not guessed:
+                break
+            draw.request.computed += 1  # the guess has been computed
+        if self._speculator:
+            self._speculator.proposed += len(draw.draft)
+            self._speculator.accepted += len(outputs) - 1
+        return outputs
 
     def _accept(self, request: RequestState, token: int) -> Output:
         rotation = self._scheduler.rotation_of(request)
         request.tokens.append(token)
-        reason = None
+        reason = error = None
         if token in request.stops:
             reason = "stop"
-        elif request.drawn >= request.params.max_tokens:
+        elif request.drawn >= request.max_tokens:
             reason = "length"
+        if request.adjustment is not None and request.adjustment.matcher is not None:
+            try:
+                request.adjustment.matcher.accept(token)
+            except GrammarError as failure:  # too complex: no other request suffers
+                reason, error = "error", str(failure)
         text = ""
         if (stream := request.text) is not None:
             text = stream.flush() if reason == "stop" else stream.push(token, reason is not None)
+        scores = request.prompt_logprobs if request.drawn == 1 else None
         if reason is not None:
             self._scheduler.publish(request)
             self._forget(request)
         elif self._scheduler.rotation_of(request) != rotation:
             self._scheduler.release(request)  # its keys have the other frequencies: computed again
-        return Output(request.id, token, text, reason is not None, reason)
+        output = Output(request.id, token, text, reason is not None, reason, error)
+        output.prompt_logprobs = None if scores is None else scores.entries
+        return output
 
     def _is_served(self, request: RequestState) -> bool:
         """Whether it has neither ended nor been cancelled, even if its name has come back."""

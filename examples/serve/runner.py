@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,6 +16,7 @@ import flashinfer
 from .model import Batch, Model
 
 WORKSPACE_BYTES = 128 << 20
+SCORED_ROWS = 256  # of which logits are in memory at a time: half a megabyte each
 UNKNOWN = (-1,)  # tokens of a chunk whose token is still being drawn
 
 
@@ -23,13 +24,27 @@ UNKNOWN = (-1,)  # tokens of a chunk whose token is still being drawn
 class Chunk:
     """The part of a request that a step computes: its tokens ``[start, start + len(tokens))``.
 
-    `rotation`: from `ModelConfig.rotation`, of the request's length.
+    Attributes
+    ----------
+    rotation : int
+        From `ModelConfig.rotation`, of the request's length.
+    drafts : int
+        How many of its last tokens are guesses: logits are computed after these too.
+    score : callable, optional
+        Gets the logits after all of its tokens, in pieces, with the position of a piece's first.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     rotation: int = 0
+    drafts: int = 0
+    score: Callable[[int, torch.Tensor], None] | None = None
+
+    @property
+    def end(self) -> int:
+        """Tokens of the request that are computed then, without guesses."""
+        return self.start + len(self.tokens) - self.drafts
 
 
 @dataclass
@@ -124,12 +139,13 @@ class Runner:
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the chunks; logits after the last token of each, ``[chunks, vocab]`` float32.
+        """Compute the chunks; logits after the last token of each and before its drafts.
 
-        Nothing waits for the device. `tokens`, on the device, take the place of the chunks' if
-        the host does not know these yet.
+        The result is ``[chunks + drafts, vocab]`` float32, in the order of the chunks. Nothing
+        waits for the device. `tokens`, on the device, take the place of the chunks' if the host
+        does not know these yet.
         """
-        decodes = all(len(chunk.tokens) == 1 for chunk in chunks)
+        decodes = all(len(chunk.tokens) == 1 and chunk.score is None for chunk in chunks)
         if decodes and self.use_cuda_graph:
             return self._replay(chunks, tokens)
         host = self._table(chunks, len(chunks), sum(len(chunk.tokens) for chunk in chunks))
@@ -143,7 +159,30 @@ class Runner:
             self._plan_prefill(host, table.kv_indices)
             batch.attention = self._prefill
         rows = self.model.forward(batch, self.cache)
-        return self.model.logits(rows[table.qo_indptr[1:].long() - 1])
+        self._score(chunks, rows)
+        return self.model.logits(rows[self._last_rows(chunks, table)])
+
+    def _score(self, chunks: Sequence[Chunk], rows: torch.Tensor) -> None:
+        end = 0
+        for chunk in chunks:
+            start, end = end, end + len(chunk.tokens)
+            if chunk.score is not None:
+                for first in range(start, end, SCORED_ROWS):
+                    piece = rows[first : min(end, first + SCORED_ROWS)]
+                    chunk.score(chunk.start + first - start, self.model.logits(piece))
+
+    def _last_rows(self, chunks: Sequence[Chunk], table: _Table) -> torch.Tensor:
+        """Rows after which a token is drawn."""
+        if not any(chunk.drafts for chunk in chunks):
+            return table.qo_indptr[1:].long() - 1
+        ends = accumulate(len(chunk.tokens) for chunk in chunks)
+        rows = [
+            row
+            for chunk, end in zip(chunks, ends, strict=True)
+            for row in range(end - 1 - chunk.drafts, end)
+        ]
+        on_gpu = self.model.device.type == "cuda"
+        return torch.tensor(rows, pin_memory=on_gpu).to(self.model.device, non_blocking=True)
 
     def _table(self, chunks: Sequence[Chunk], requests: int, tokens: int) -> _Table:
         """On the host, with room for so many requests and tokens: those beyond have none."""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 import flashinfer
+
+if TYPE_CHECKING:
+    from .grammar import Grammar
+
+
+MAX_LOGPROBS = 20
+"""Most alternatives of which the probability is reported."""
 
 
 @dataclass
@@ -20,19 +28,34 @@ class SamplingParams:
     temperature : float
         Divides the logits; 0: always the most probable token, the lowest id of equal ones.
     top_k : int
-        How many of the most probable tokens are kept; 0: all.
+        How many of the most probable tokens are kept; 0 or -1: all.
     top_p : float
         Then: the most probable tokens that together have this probability, in (0, 1].
     min_p : float
         Then: tokens of at least this share of the largest probability, in [0, 1].
     seed : int, optional
         Equal seeds give equal tokens, whatever else is served. None: a random one.
-    max_tokens : int
-        Tokens to generate, at least 1.
+    max_tokens : int or None
+        Tokens to generate, at least 1. None: as many as the model's positions and the KV cache
+        have room for.
     stop_token_ids : sequence of int
         Further tokens that end the request, as end-of-text does; their text is left out.
     ignore_eos : bool
         Go on after end-of-text.
+    repetition_penalty : float
+        Divides the positive logits of tokens of the prompt or the answer, and multiplies the
+        negative ones; above 0, 1: off.
+    presence_penalty, frequency_penalty : float
+        Subtracted from the logits of tokens of the answer: once, and once for each occurrence.
+    logit_bias : mapping of int to float
+        Added to the logits of these tokens, after the penalties.
+    grammar : Grammar, optional
+        What the answer must conform to: other tokens are never drawn.
+    logprobs : int, optional
+        Report the logarithm of each token's probability, and of so many of the most probable
+        tokens; by the model's own logits, before all of the above. None: do not.
+    prompt_logprobs : int, optional
+        The same for the tokens of the prompt. Its pages are not taken from other requests then.
     """
 
     temperature: float = 1.0
@@ -40,16 +63,34 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on the tokens before."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits are changed before anything is drawn."""
+        return bool(self.penalizes or self.logit_bias or self.grammar)
 
     def check(self) -> None:
         """Raise ValueError, naming the parameter, if one is out of its range."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"`temperature` must be finite and >= 0, got {self.temperature}")
-        if type(self.top_k) is not int or not 0 <= self.top_k < 1 << 31:
-            raise ValueError(f"`top_k` must be an int, 0 (all) or more, got {self.top_k!r}")
+        if type(self.top_k) is not int or not -1 <= self.top_k < 1 << 31:
+            raise ValueError(f"`top_k` must be an int, 0 or -1 (all) or more, got {self.top_k!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
@@ -57,8 +98,33 @@ class SamplingParams:
         seed = self.seed
         if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 63):
             raise ValueError(f"`seed` must be an int from 0 to 2^63 - 1, got {seed!r}")
-        if type(self.max_tokens) is not int or self.max_tokens < 1:
-            raise ValueError(f"`max_tokens` must be an int of at least 1, got {self.max_tokens!r}")
+        most = self.max_tokens
+        if most is not None and (type(most) is not int or most < 1):
+            raise ValueError(f"`max_tokens` must be an int of at least 1 or None, got {most!r}")
+        self._check_adjustments()
+
+    def _check_adjustments(self) -> None:
+        repetition = self.repetition_penalty
+        if not (math.isfinite(repetition) and repetition > 0):
+            raise ValueError(f"`repetition_penalty` must be finite and > 0, got {repetition}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"`{name}` must be finite, got {getattr(self, name)}")
+        for token, bias in self.logit_bias.items():
+            if type(token) is not int or not math.isfinite(bias):
+                raise ValueError(
+                    f"`logit_bias` must map token ids to finite numbers, got {token!r}: {bias!r}"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
+                raise ValueError(
+                    f"`{name}` must be an int from 0 to {MAX_LOGPROBS} or None, got {count!r}"
+                )
+        if self.grammar is not None and (self.ignore_eos or self.stop_token_ids):
+            raise ValueError(
+                "`grammar` must be None with `ignore_eos` or `stop_token_ids`: it decides the end"
+            )
 
 
 def sample(
@@ -100,8 +166,9 @@ def sample(
 
     temperature = column([p.temperature or 1.0 for p in params], torch.float32)
     probs = flashinfer.softmax(logits, temperature)
-    if any(p.top_k for p in params):
-        probs = flashinfer.top_k_renorm_probs(probs, column([p.top_k for p in params], torch.int32))
+    kept = [max(p.top_k, 0) for p in params]
+    if any(kept):
+        probs = flashinfer.top_k_renorm_probs(probs, column(kept, torch.int32))
     if any(p.top_p < 1 for p in params):
         top_p = column([p.top_p for p in params], torch.float32)
         probs = flashinfer.top_p_renorm_probs(probs, top_p)

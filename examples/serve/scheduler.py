@@ -69,6 +69,8 @@ class Scheduler:
         Most requests and most tokens of a step.
     rotation : callable
         `ModelConfig.rotation`: equal tokens of other rotations share no page.
+    prefix_caching : bool
+        Whether requests share pages of equal tokens.
     """
 
     def __init__(
@@ -78,15 +80,17 @@ class Scheduler:
         max_batch_size: int,
         max_batch_tokens: int,
         rotation: Callable[[int], int],
+        prefix_caching: bool = True,
     ) -> None:
         self.pool = pool
         # Both in the order of arrival.
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self._page_size = page_size
-        self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
-        self._rotation = rotation
+        self._max_batch_size, self.max_batch_tokens = max_batch_size, max_batch_tokens
+        self._rotation, self._prefix_caching = rotation, prefix_caching
         self._arrivals = count()
+        self.cached_tokens = 0
 
     def add(self, request: RequestState) -> None:
         """Let a request wait."""
@@ -98,7 +102,7 @@ class Scheduler:
         prompts = [request for request in self.running if request.missing > 1]
         decoding = len(self.running) - len(prompts)
         candidates = self.waiting[: self._max_batch_size - len(self.running)]
-        shares = token_shares(decoding, prompts + candidates, self._max_batch_tokens)
+        shares = token_shares(decoding, prompts + candidates, self.max_batch_tokens)
         chunks, preempted = self._serve_running(shares)
         if not preempted:
             chunks += self._serve_new(candidates, shares)
@@ -131,6 +135,7 @@ class Scheduler:
             if not self._admit(request, length):
                 break
             surplus = share - length
+            self.cached_tokens += request.computed
             self.waiting.remove(request)
             insort(self.running, request, key=_ARRIVAL)
             chunks.append(self._chunk(request, length))
@@ -146,10 +151,12 @@ class Scheduler:
         """
         if self.waiting or requests != self.running:
             return None
+        if any(request.params.grammar is not None for request in requests):
+            return None  # the mask of a token follows from the one before
         pages = 0
         for request in requests:
             length = len(request.tokens) + 1  # with the token that is being drawn
-            if length - request.prompt_length >= request.params.max_tokens:
+            if length - request.prompt_length >= request.max_tokens:
                 return None
             if self._rotation(length) != self._rotation(length - 1):
                 return None  # computed again
@@ -158,8 +165,17 @@ class Scheduler:
             return None
         return [self._next_chunk(request) for request in requests]
 
+    def reserve(self, request: RequestState, length: int) -> bool:
+        """Pages for `length` tokens, if no running request needs them and keys stay as they are."""
+        missing = self._missing_pages(request, length)
+        if missing > self.pool.num_free - len(self.running):
+            return False
+        return self._rotation(length) == self.rotation_of(request) and self._grow(request, length)
+
     def publish(self, request: RequestState) -> None:
         """Let later requests share the pages that have become full."""
+        if not self._prefix_caching:
+            return
         done = len(request.keys)
         parent = request.keys[-1] if done else self._root(request)
         new = request.tokens[done * self._page_size : request.computed]
@@ -184,7 +200,8 @@ class Scheduler:
     def _chunk(self, request: RequestState, length: int) -> tuple[RequestState, Chunk]:
         start = request.computed
         tokens = request.tokens[start : start + length]
-        return request, Chunk(tokens, start, request.pages, self.rotation_of(request))
+        rotation = self.rotation_of(request)
+        return request, Chunk(tokens, start, request.pages, rotation, score=request.score)
 
     def _next_chunk(self, request: RequestState) -> tuple[RequestState, Chunk]:
         """The token that is being drawn."""
@@ -226,6 +243,8 @@ class Scheduler:
 
     def _share_prefix(self, request: RequestState) -> None:
         """Take the pages that are in the cache; the last token is left, for its logits."""
+        if not self._prefix_caching or request.score is not None:
+            return
         for key in page_keys(request.tokens[:-1], self._page_size, self._root(request)):
             page = self.pool.share(key)
             if page is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from .files import read_json
 
@@ -22,6 +22,12 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
 
+    def piece(self, token: int) -> bytes:
+        """What a token stands for, perhaps part of a character; of a special one its name."""
+
+    def for_grammars(self, eos: Sequence[int], vocabulary: int) -> Any:
+        """The tokens as an ``LLTokenizer`` of llguidance; `eos`: what ends a text."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes are tokens 0 to 255; others have no text."""
@@ -33,6 +39,28 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        """A byte, or the name of what is none."""
+        return bytes([token]) if token < 256 else f"<{token}>".encode()
+
+    def for_grammars(self, eos: Sequence[int], vocabulary: int) -> Any:
+        """`vocabulary`: with what the model has beyond bytes."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_Bytes(vocabulary, eos)), eos_token=list(eos))
+
+
+class _Bytes:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, vocabulary: int, eos: Sequence[int]) -> None:
+        self.eos_token_id, self.bos_token_id = eos[0], None
+        self.special_token_ids = list(range(256, vocabulary))
+        self.tokens = [ByteTokenizer().piece(token) for token in range(vocabulary)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
 
 
 class FileTokenizer:
@@ -49,6 +77,7 @@ class FileTokenizer:
             self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
         except Exception as error:  # the library has no other class for it
             raise ValueError(f"{path} must be a tokenizer: {error}") from error
+        self._pieces: Any = None
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """`special`: with the tokens that the file adds to a prompt. Those in `text` count too."""
@@ -57,6 +86,23 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Special tokens are left out."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def piece(self, token: int) -> bytes:
+        """Undone is whatever the file does to spaces and bytes; needs llguidance."""
+        if self._pieces is None:
+            # An end-of-text token is asked for, and of no effect here.
+            self._pieces = self.for_grammars([0], self._tokenizer.get_vocab_size())
+        return self._pieces.decode_bytes([token])
+
+    def for_grammars(self, eos: Sequence[int], vocabulary: int) -> Any:
+        """`vocabulary`: with what the model has beyond the tokens of the file."""
+        from llguidance import LLTokenizer
+
+        # Padding and truncation are for batches of texts.
+        source = self._tokenizer.from_str(self._tokenizer.to_str())
+        source.no_padding()
+        source.no_truncation()
+        return LLTokenizer(source.to_str(), n_vocab=vocabulary, eos_token=list(eos))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -6,65 +6,23 @@ shows whether batching, preemption, sharing or a cancellation ever touched pages
 
 from __future__ import annotations
 
-import contextlib
 import random
 import zlib
-from array import array
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from examples.serve import checkpoint, engine
+from examples.serve import checkpoint
 from examples.serve.engine import Engine, SamplingParams
-from examples.serve.runner import Chunk
 from examples.serve.scheduler import token_shares
 from examples.serve.state import RequestState
+from tests.serve.hash_model import HashModel, install, next_token
 
 PAGES, PAGE_SIZE, BATCH, BATCH_TOKENS, WAITING = 90, 4, 16, 64, 40
 
 
-def _next(tokens: Sequence[int]) -> int:
-    return zlib.crc32(array("H", tokens).tobytes()) % 256
-
-
-class _Pages:
-    """Writes tokens to pages as a model writes keys and values, and reads them back."""
-
-    def __init__(self, served: Engine) -> None:
-        self.pool = served._pool
-        self.content: list[list[int]] = [[] for _ in range(PAGES)]
-        self.computed = self.ahead = 0
-
-    def run(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None = None) -> torch.Tensor:
-        if tokens is not None:
-            self.ahead += 1
-            drawn = tokens.tolist()
-            chunks = [replace(c, tokens=[t]) for c, t in zip(chunks, drawn, strict=True)]
-        assert 1 <= len(chunks) <= BATCH
-        assert sum(len(chunk.tokens) for chunk in chunks) <= BATCH_TOKENS
-        for chunk in chunks:
-            self._write(chunk)
-        # Read after all have written, as the layers do.
-        return torch.tensor([[_next(self._read(chunk))] for chunk in chunks])
-
-    def _write(self, chunk: Chunk) -> None:
-        for position, token in enumerate(chunk.tokens, chunk.start):
-            page, slot = chunk.pages[position // PAGE_SIZE], position % PAGE_SIZE
-            assert self.pool._users[page] == 1, "a page that others read is written"
-            del self.content[page][slot:]
-            self.content[page].append(token)
-        self.computed += len(chunk.tokens)
-
-    def _read(self, chunk: Chunk) -> list[int]:
-        length = chunk.start + len(chunk.tokens)
-        return [token for page in chunk.pages for token in self.content[page]][:length]
-
-
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, _Pages]:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, HashModel]:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 16}
     folder = checkpoint.write_random_checkpoint(tmp_path, {**checkpoint.SMALL, **shape})
     result = Engine(
@@ -75,14 +33,10 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, _Pa
         max_batch_tokens=BATCH_TOKENS,
         max_waiting=WAITING,
     )
-    pages = _Pages(result)
-    monkeypatch.setattr(result._runner, "run", pages.run)
-    monkeypatch.setattr(result._runner, "backend", contextlib.nullcontext)
-    monkeypatch.setattr(engine, "sample", lambda logits, *others: logits[:, 0])
-    return result, pages
+    return result, install(monkeypatch, result)
 
 
-def test_20000_requests(served: tuple[Engine, _Pages]):
+def test_20000_requests(served: tuple[Engine, HashModel]):
     """Every request is answered with its own tokens, cancelled, or refused with a reason."""
     engine, pages = served
     rng = random.Random(0)
@@ -100,7 +54,7 @@ def test_20000_requests(served: tuple[Engine, _Pages]):
         before = {request.id for request in engine._scheduler.running}
         for output in engine.step():
             name = output.request_id
-            assert output.token_id == _next(tokens[name])
+            assert output.token_id == next_token(tokens[name])
             tokens[name].append(output.token_id)
             wanted[name] -= 1
             assert output.finished == (wanted[name] == 0)
@@ -143,7 +97,7 @@ def test_20000_requests(served: tuple[Engine, _Pages]):
     assert stats["pages_free"] == PAGES and stats["running"] == stats["waiting"] == 0
 
 
-def test_the_oldest_request_is_served_first(served: tuple[Engine, _Pages]):
+def test_the_oldest_request_is_served_first(served: tuple[Engine, HashModel]):
     """Requests that together take three times the cache end in the order of their arrival."""
     engine, _ = served
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -169,7 +123,7 @@ def _first_tokens(engine: Engine, arrivals: dict[int, list[tuple[str, int]]]) ->
     return first
 
 
-def test_a_long_prompt_does_not_hold_back_short_ones(served: tuple[Engine, _Pages]):
+def test_a_long_prompt_does_not_hold_back_short_ones(served: tuple[Engine, HashModel]):
     engine, _ = served
     long = 5 * BATCH_TOKENS  # takes 5 steps alone
     names = [f"short {number}" for number in range(4)]
@@ -179,7 +133,7 @@ def test_a_long_prompt_does_not_hold_back_short_ones(served: tuple[Engine, _Page
     assert first["long"] == 5  # one step later than alone
 
 
-def test_short_prompts_do_not_starve_a_long_one(served: tuple[Engine, _Pages]):
+def test_short_prompts_do_not_starve_a_long_one(served: tuple[Engine, HashModel]):
     """Half of the tokens go to the oldest prompt, whatever else arrives."""
     engine, _ = served
     long = (PAGES - 40) * PAGE_SIZE
