@@ -1,18 +1,17 @@
 """Choosing between implementations of an operation by measuring them.
 
-An operation offers candidates: runners (implementations), each with its tactics (tile sizes and
-the like). Inside ``with autotune():`` every call of the operation measures the candidates for the
-sizes it may meet, and keeps the fastest; outside, calls look the result up, and take the runner's
-own heuristic (tactic -1) where there is none.
+An operation offers candidates: runners (implementations), each with its tactics (tile sizes, for
+example). Inside ``with autotune():`` every call of the operation measures the candidates for the
+sizes that it may meet, and keeps the fastest. Outside, a call looks the result up; a call without
+a result takes the runner's own heuristic (tactic -1).
 """
 
 from .autotuner import AutoTuner as AutoTuner
-from .autotuner import AutoTunerStatistics as AutoTunerStatistics
-from .autotuner import autotune as autotune
-from .autotuner import get_autotune_process_group as get_autotune_process_group
-from .autotuner import is_in_profile_measurement as is_in_profile_measurement
-from .autotuner import set_autotune_process_group as set_autotune_process_group
+from .candidates import is_in_profile_measurement as is_in_profile_measurement
+from .context import autotune as autotune
 from .measure import MeasurementPolicy as MeasurementPolicy
+from .process_group import get_autotune_process_group as get_autotune_process_group
+from .process_group import set_autotune_process_group as set_autotune_process_group
 from .runner import TunableRunner as TunableRunner
 from .specs import ConstraintSpec as ConstraintSpec
 from .specs import DynamicDim as DynamicDim
@@ -29,6 +28,7 @@ from .specs import autotuner_initializer_randn as autotuner_initializer_randn
 from .specs import autotuner_initializer_zeros as autotuner_initializer_zeros
 from .specs import make_bucket_mapper as make_bucket_mapper
 from .specs import round_to_nearest_bucket as round_to_nearest_bucket
+from .statistics import AutoTunerStatistics as AutoTunerStatistics
 from .store import _collect_metadata as _collect_metadata
 from .store import _json_to_tactic as _json_to_tactic
 from .store import _tactic_to_json as _tactic_to_json

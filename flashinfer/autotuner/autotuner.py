@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import env
+from . import store
+from .candidates import (
+    HEURISTIC,
+    Candidate,
+    Race,
+    candidates_for,
+    compile_candidates,
+    is_in_profile_measurement,
+)
 from .measure import MeasurementPolicy, Timer, cuda_timer
-from .runner import TunableRunner
+from .process_group import gathered, get_autotune_process_group
+from .runner import TunableRunner, key_of
 from .specs import (
     OptimizationProfile,
-    ProfilingCacheKey,
     Shape,
     TuningConfig,
     make_bucket_mapper,
     make_inputs,
     profile_at,
     shape_of,
+    varying_sizes,
 )
+from .statistics import AutoTunerStatistics
 from .store import (
     UnusableFileError,
     _json_to_tactic,
     _tactic_to_json,
     _tactic_to_json_hashable,
     add_to_file,
-    default_cache_path,
     read_file,
 )
 from .store import _classify_metadata_mismatches as _classify_metadata_mismatches
@@ -41,46 +49,10 @@ from .store import _collect_metadata as _collect_metadata
 
 _logger = logging.getLogger("flashinfer.autotuner")
 
-# A first round of a few samples leaves out what is clearly slower: 1.25 times the fastest.
-_FIRST_SAMPLES, _WORTH_A_SECOND_ROUND = 3, 1.25
-# Candidates that are nearly equal: the earlier one wins, so that two tunings agree.
-_A_TIE = 1.01
-
-_HEURISTIC = -1
-
-_group: Any = None
-
-
-def set_autotune_process_group(group: torch.distributed.ProcessGroup | None) -> None:
-    """Tune with the processes of `group`: times are averaged over it, so that all choose the same.
-
-    Every process of the group must make the same tuned calls in the same order. None ends it. A
-    group of the CPU (gloo) keeps the exchange off the stream that is measured.
-    """
-    global _group
-    _group = group
-
-
-def get_autotune_process_group() -> torch.distributed.ProcessGroup | None:
-    """The group of `set_autotune_process_group`."""
-    return _group
-
-
-class _InThisThread(threading.local):
-    measuring = False
-
-
-_in_this_thread = _InThisThread()
-
-
-def is_in_profile_measurement() -> bool:
-    """Whether this thread runs a candidate in order to measure it."""
-    return _in_this_thread.measuring
-
 
 @dataclass(frozen=True)
-class _Mode:
-    """What the surrounding ``autotune()`` asks for."""
+class TuningMode:
+    """The arguments of the surrounding ``autotune()``."""
 
     tune: bool = False
     skip_ops: frozenset[str] = frozenset()
@@ -90,34 +62,8 @@ class _Mode:
     policy: MeasurementPolicy = MeasurementPolicy()
 
 
-@dataclass
-class AutoTunerStatistics:
-    """Counts since the start, or since `AutoTuner.reset_statistics`.
-
-    Attributes
-    ----------
-    cache_misses : int
-        Calls that took the heuristic for want of a result.
-    cache_miss_config_collection : dict of str to set
-        By operation, the shapes of those calls.
-    failed_profiling_count : dict of str to set
-        By operation, the keys of candidates that could not be measured.
-    tuned_op_total_configs, tuned_op_successful_configs : dict of str to int
-        By operation, profiles that were to be measured, and that gave a result.
-    failed_tactics : dict of str to set
-        By operation, tactics that could not be measured.
-    """
-
-    cache_misses: int = 0
-    cache_miss_config_collection: dict[str, set[Any]] = field(default_factory=dict)
-    failed_profiling_count: dict[str, set[ProfilingCacheKey]] = field(default_factory=dict)
-    tuned_op_total_configs: dict[str, int] = field(default_factory=dict)
-    tuned_op_successful_configs: dict[str, int] = field(default_factory=dict)
-    failed_tactics: dict[str, set[Any]] = field(default_factory=dict)
-
-
 class AutoTuner:
-    """Results of tuning, and how they come about; there is one per process: `AutoTuner.get()`.
+    """Holds the results of tuning and makes new ones; `AutoTuner.get()` is the process's tuner.
 
     Parameters
     ----------
@@ -126,7 +72,7 @@ class AutoTuner:
     repeat : int
         Samples of each candidate of the last round.
     stream_delay_micro_secs : int
-        Taken for callers of FlashInfer; here the write before each sample keeps the GPU busy.
+        Accepted for callers of FlashInfer; the write before each sample keeps the GPU busy here.
     timer : callable, optional
         ``timer(call, samples, replays)`` returns milliseconds; CUDA events by default.
     """
@@ -148,12 +94,12 @@ class AutoTuner:
         self.stats = AutoTunerStatistics()
         self._given_timer = timer
         self._timers: dict[MeasurementPolicy, Timer] = {}
-        self._mode = _Mode()
+        self._mode = TuningMode()
         self._lock = threading.RLock()
-        self._results: dict[str, dict[str, Any]] = {}  # by the text of a key
+        self._results: dict[str, dict[str, Any]] = {}  # keyed by the text of a key
         self._records: dict[str, dict[str, Any]] = {}
-        self._tuned: set[Any] = set()  # calls whose profiles have been gone through
-        self._known: dict[Any, tuple[int, Any]] = {}  # by operation, runners and shapes
+        self._tuned: set[Any] = set()  # calls whose profiles were tried
+        self._known: dict[Any, tuple[int, Any]] = {}  # keyed by operation, runners and shapes
         self._dirty = False
 
     @classmethod
@@ -163,14 +109,14 @@ class AutoTuner:
             if cls._instance is None:
                 cls._instance = cls()
                 if env.FLASHINFER_AUTOTUNER_LOAD_FROM_FILE.get():
-                    path = default_cache_path()
+                    path = store.default_cache_path()
                     if path.exists():
                         cls._instance.load_configs(str(path))
             return cls._instance
 
     @property
     def is_tuning_mode(self) -> bool:
-        """Whether calls measure what has no result."""
+        """Whether calls measure shapes that have no result."""
         return self._mode.tune
 
     # ---- serving -------------------------------------------------------------------------------
@@ -190,31 +136,31 @@ class AutoTuner:
         custom_op : str
             Name of the operation; results are kept under it.
         runners : list of TunableRunner
-            Implementations; the first serves calls without a result, by its heuristic.
+            Implementations. The heuristic of the first serves calls that have no result.
         tuning_config : TuningConfig
-            What varies, and how it is measured.
+            The sizes that vary, and how they are measured.
         inputs : list
-            The call's tensors. A candidate is run on them, so that it may write to outputs.
+            The call's tensors. Candidates run on them and may overwrite the outputs.
         **kwargs
-            Passed on to ``forward`` while measuring.
+            Passed to ``forward`` when a candidate is measured.
 
         Returns
         -------
         runner : TunableRunner
         tactic
-            -1 if nothing is known for these shapes.
+            -1 if these shapes have no result.
         """
         if not runners:
             raise ValueError(f"`runners` of {custom_op} must not be empty")
         shapes = tuple(map(shape_of, inputs))
         extras = tuple(runner.get_cache_key_extras(inputs) for runner in runners)
         names = tuple(type(runner).__qualname__ for runner in runners)
-        mode = (self._mode.buckets, self._mode.round_up, id(_group))
+        mode = (self._mode.buckets, self._mode.round_up, id(get_autotune_process_group()))
         call = (custom_op, names, extras, shapes, mode)
         tune = (
             self._mode.tune
             and custom_op not in self._mode.skip_ops
-            and not _in_this_thread.measuring
+            and not is_in_profile_measurement()
             and not _is_capturing()
         )
         if not tune or call in self._tuned:
@@ -242,15 +188,15 @@ class AutoTuner:
     ) -> tuple[bool, int, Any, OptimizationProfile | None]:
         """Whether there is a result, the index of its runner, its tactic, and its profile.
 
-        `inputs` are what `get_cache_key_extras` of the runners is asked with.
+        `inputs` are passed to `get_cache_key_extras` of the runners.
         """
         profile = self._nearest(input_shapes, tuning_config)
         for index, runner in enumerate(runners):
-            key = _key(custom_op, runner, profile, tuning_config, inputs or [])
+            key = key_of(custom_op, runner, profile, tuning_config, inputs or [])
             found = self._results.get(key.text())
             if found is not None:
                 return True, index, _json_to_tactic(found["tactic"]), profile
-        return False, 0, _HEURISTIC, None
+        return False, 0, HEURISTIC, None
 
     def _look_up(
         self,
@@ -266,27 +212,27 @@ class AutoTuner:
         if not found:
             self.stats.cache_misses += 1
             self.stats.cache_miss_config_collection.setdefault(custom_op, set()).add(shapes)
-            return 0, _HEURISTIC
+            return 0, HEURISTIC
         assert profile is not None
-        if profile.get_opt_shapes() != shapes and tactic != _HEURISTIC:
-            # A tactic of the bucket's size need not serve every size of the bucket.
-            own = profile_at(shapes, config, _varying_sizes(shapes, config))
+        if profile.get_opt_shapes() != shapes and tactic != HEURISTIC:
+            # A tactic that serves the bucket's size may not serve every size in the bucket.
+            own = profile_at(shapes, config, varying_sizes(shapes, config))
             valid = map(_tactic_to_json_hashable, runners[index].get_valid_tactics(inputs, own))
             if tactic not in valid:
-                return index, _HEURISTIC
+                return index, HEURISTIC
         return index, tactic
 
     def _nearest(self, shapes: tuple[Shape, ...], config: TuningConfig) -> OptimizationProfile:
         sizes = [
             self.get_effective_map_to_tuning_buckets(config, i)(size)
-            for i, size in enumerate(_varying_sizes(shapes, config))
+            for i, size in enumerate(varying_sizes(shapes, config))
         ]
         return profile_at(shapes, config, sizes)
 
     def get_effective_map_to_tuning_buckets(
         self, tuning_config: TuningConfig, spec_idx: int = 0
     ) -> Callable[[int], int]:
-        """From a size to its bucket, as the surrounding ``autotune()`` may have set it."""
+        """A function from a size to its bucket, as the surrounding ``autotune()`` may set it."""
         own = tuning_config.dynamic_tensor_specs[spec_idx]
         mode = self._mode
         if mode.buckets is not None:
@@ -309,34 +255,45 @@ class AutoTuner:
         shapes = tuple(map(shape_of, inputs))
         profiles = list(self._profiles(shapes, config))
         missing = [not self._has(custom_op, runners, p, config, inputs) for p in profiles]
-        if _group is not None:  # who has a result must still measure with those who have none
-            missing = [any(column) for column in zip(*_gathered(missing), strict=True)]
-        todo = [p for p, is_missing in zip(profiles, missing, strict=True) if is_missing]
-        jobs = [(p, make_inputs(inputs, p, config)) for p in todo]
-        candidates = [
-            [(r, t) for r, runner in enumerate(runners) for t in _tactics(runner, made, p)]
-            for p, made in jobs
-        ]
-        _compile(runners, jobs, candidates, kwargs)
-        for (profile, made), choices in zip(jobs, candidates, strict=True):
+        # A process that has a result still measures with the processes that have none.
+        is_missing = [any(column) for column in zip(*gathered(missing), strict=True)]
+        jobs = []
+        for profile in itertools.compress(profiles, is_missing):
+            made = make_inputs(inputs, profile, config)
+            jobs.append((profile, made, candidates_for(runners, made, profile)))
+        compile_candidates(runners, jobs, kwargs)
+        race = Race(
+            custom_op=custom_op,
+            runners=runners,
+            config=config,
+            kwargs=kwargs,
+            timer=self._time,
+            warmup=self.warmup,
+            repeat=config.profiling_repeat or self.repeat,
+            replays=self._mode.replays or config.cuda_graph_profile_replays,
+            stats=self.stats,
+        )
+        for profile, made, candidates in jobs:
             total = self.stats.tuned_op_total_configs
             total[custom_op] = total.get(custom_op, 0) + 1
-            best = self._fastest(custom_op, runners, choices, config, profile, made, kwargs)
-            if best is None:
+            winner = race.fastest(candidates, profile, made)
+            if winner is None:
                 _logger.warning(
                     "%s stays untuned for shapes %s: none of %d candidates could be measured",
-                    *(custom_op, profile.get_opt_shapes(), len(choices)),
+                    custom_op,
+                    profile.get_opt_shapes(),
+                    len(candidates),
                 )
                 continue
             good = self.stats.tuned_op_successful_configs
             good[custom_op] = good.get(custom_op, 0) + 1
-            self._keep(custom_op, runners, profile, config, inputs, *best)
+            self._record(custom_op, runners, profile, config, inputs, winner)
 
     def _profiles(
         self, shapes: tuple[Shape, ...], config: TuningConfig
     ) -> Iterator[OptimizationProfile]:
-        """The profiles of every combination of buckets, that of the call among them."""
-        sizes = _varying_sizes(shapes, config)
+        """The profile of each combination of buckets; the call's own bucket is among them."""
+        sizes = varying_sizes(shapes, config)
         seen = set()
         axes = []
         for i, (spec, size) in enumerate(zip(config.dynamic_tensor_specs, sizes, strict=True)):
@@ -356,127 +313,48 @@ class AutoTuner:
         config: TuningConfig,
         inputs: list[Any],
     ) -> bool:
-        keys = (_key(custom_op, runner, profile, config, inputs) for runner in runners)
+        keys = (key_of(custom_op, runner, profile, config, inputs) for runner in runners)
         return any(key.text() in self._results for key in keys)
 
-    def _keep(
+    def _record(
         self,
         custom_op: str,
         runners: list[TunableRunner],
         profile: OptimizationProfile,
         config: TuningConfig,
         inputs: list[Any],
-        index: int,
-        tactic: Any,
+        winner: Candidate,
     ) -> None:
-        """Store a result in place of those of the other runners."""
+        """Store the winner, and remove the results of the other runners."""
         for runner in runners:
-            key = _key(custom_op, runner, profile, config, inputs)
+            key = key_of(custom_op, runner, profile, config, inputs)
             self._results.pop(key.text(), None)
-        key = _key(custom_op, runners[index], profile, config, inputs)
+        index, tactic = winner
+        key = key_of(custom_op, runners[index], profile, config, inputs)
         runner_name = type(runners[index]).__qualname__
         self._results[key.text()] = {"runner": runner_name, "tactic": _tactic_to_json(tactic)}
         self._known.clear()
         self._dirty = True
 
-    def _fastest(
-        self,
-        custom_op: str,
-        runners: list[TunableRunner],
-        choices: list[tuple[int, Any]],
-        config: TuningConfig,
-        profile: OptimizationProfile,
-        inputs: list[Any],
-        kwargs: dict[str, Any],
-    ) -> tuple[int, Any] | None:
-        """The best of `choices` in two rounds; None if none of them runs."""
-        replays = self._mode.replays or config.cuda_graph_profile_replays
-        repeat = config.profiling_repeat or self.repeat
-        prepared: set[int] = set()
-
-        def times(choice: tuple[int, Any], samples: int) -> float:
-            index, tactic = choice
-            runner = runners[index]
-            if index not in prepared:
-                prepared.add(index)
-                runner.forward(inputs, tactic=_HEURISTIC, do_preparation=True, **kwargs)
-
-            def call() -> object:
-                return runner.forward(inputs, tactic=tactic, **kwargs)
-
-            return statistics.median(self._measured(call, samples, replays))
-
-        def round_of(chosen: Sequence[tuple[int, Any]], samples: int) -> list[float]:
-            found = []
-            for choice in chosen:
-                try:
-                    found.append(times(choice, samples))
-                except Exception as error:  # a candidate that does not run is not chosen
-                    self._failed(custom_op, runners, choice, profile, config, inputs, error)
-                    found.append(float("inf"))
-            if _group is not None:
-                found = [statistics.fmean(c) for c in zip(*_gathered(found), strict=True)]
-            return found
-
-        first = round_of(choices, _FIRST_SAMPLES)
-        limit = min(first, default=float("inf")) * _WORTH_A_SECOND_ROUND
-        if limit == float("inf"):
-            return None
-        left = [choice for choice, time in zip(choices, first, strict=True) if time <= limit]
-        if len(left) == 1:
-            return left[0]
-        second = round_of(left, repeat)
-        best = min(second)
-        if best == float("inf"):
-            return None
-        return next(c for c, time in zip(left, second, strict=True) if time <= best * _A_TIE)
-
-    def _measured(self, call: Callable[[], object], samples: int, replays: int) -> list[float]:
-        _in_this_thread.measuring = True
-        try:
-            for _ in range(self.warmup):
-                call()
-            return self._timer()(call, samples, replays)
-        finally:
-            _in_this_thread.measuring = False
-
-    def _timer(self) -> Timer:
+    def _time(self, call: Callable[[], object], samples: int, replays: int) -> list[float]:
+        """Milliseconds of each sample, by the timer that is in force."""
         if self._given_timer is not None:
-            return self._given_timer
+            return self._given_timer(call, samples, replays)
         policy = self._mode.policy
         if policy not in self._timers:
             self._timers[policy] = cuda_timer(policy)
-        return self._timers[policy]
-
-    def _failed(
-        self,
-        custom_op: str,
-        runners: list[TunableRunner],
-        choice: tuple[int, Any],
-        profile: OptimizationProfile,
-        config: TuningConfig,
-        inputs: list[Any],
-        error: Exception,
-    ) -> None:
-        index, tactic = choice
-        key = _key(custom_op, runners[index], profile, config, inputs)
-        self.stats.failed_profiling_count.setdefault(custom_op, set()).add(key)
-        failed = self.stats.failed_tactics.setdefault(custom_op, set())
-        failed.add(_tactic_to_json_hashable(tactic))
-        _logger.info("%s, tactic %s: %s", key.text(), tactic, error)
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            torch.cuda.empty_cache()
+        return self._timers[policy](call, samples, replays)
 
     # ---- files ---------------------------------------------------------------------------------
 
     def load_configs(self, path: str) -> bool:
-        """Take the results of a file, in place of present ones with the same keys.
+        """Add the results of a file; they replace present ones with the same keys.
 
         Returns
         -------
         bool
-            False, with a warning that says why, if the file is missing, is no such file, or is
-            of another GPU or version; nothing is taken then.
+            False if nothing was added, because the file is missing, is no file of results, or is
+            of another GPU or version; a warning says why.
         """
         try:
             results, records = read_file(Path(path))
@@ -491,7 +369,7 @@ class AutoTuner:
         return True
 
     def save_configs(self, path: str) -> None:
-        """Write all results into a file, beside what other processes wrote there."""
+        """Add all results to a file; results of other processes stay in it."""
         with self._lock:
             complaint = add_to_file(Path(path), self._results, self._records)
             self._dirty = False
@@ -499,17 +377,17 @@ class AutoTuner:
             _logger.warning("Tuning results of a file are given up: %s", complaint)
 
     def get_namespaced_records(self, namespace: str) -> dict[str, Any]:
-        """What `publish_namespaced_records` kept under a name; a copy."""
+        """A copy of the values that `publish_namespaced_records` keeps under a name."""
         return dict(self._records.get(namespace, {}))
 
     def publish_namespaced_records(self, namespace: str, records: dict[str, Any]) -> None:
-        """Keep values that JSON can hold, beside the results: in files, too."""
+        """Keep values that JSON can hold with the results, also in files."""
         with self._lock:
             self._records.setdefault(namespace, {}).update(records)
             self._dirty = True
 
     def clear_cache(self) -> None:
-        """Forget all results."""
+        """Delete all results."""
         with self._lock:
             self._results.clear()
             self._records.clear()
@@ -518,137 +396,10 @@ class AutoTuner:
             self._dirty = False
 
     def reset_statistics(self) -> None:
-        """Begin counting anew."""
+        """Start new counts."""
         self.stats = AutoTunerStatistics()
-
-
-def _varying_sizes(shapes: tuple[Shape, ...], config: TuningConfig) -> list[int]:
-    return [shapes[s.input_idx[0]][s.dim_idx[0]] for s in config.dynamic_tensor_specs]
-
-
-def _key(
-    custom_op: str,
-    runner: TunableRunner,
-    profile: OptimizationProfile,
-    config: TuningConfig,
-    inputs: list[Any],
-) -> ProfilingCacheKey:
-    shapes = [list(shape) for shape in profile.get_opt_shapes()]
-    for constraint in config.constraint_specs:
-        shapes[constraint.input_idx][constraint.dim_idx] = -1
-    return ProfilingCacheKey(
-        custom_op,
-        type(runner).__qualname__,
-        0,
-        tuple(map(tuple, shapes)),
-        tuple(runner.get_cache_key_extras(inputs)),
-    )
-
-
-def _tactics(runner: TunableRunner, inputs: list[Any], profile: OptimizationProfile) -> list[Any]:
-    return runner.get_valid_tactics(inputs, profile) or [_HEURISTIC]
-
-
-def _compile(
-    runners: list[TunableRunner],
-    jobs: list[tuple[OptimizationProfile, list[Any]]],
-    candidates: list[list[tuple[int, Any]]],
-    kwargs: dict[str, Any],
-) -> None:
-    """Build what all candidates of all profiles need, side by side."""
-    specs = {}
-    for (profile, made), choices in zip(jobs, candidates, strict=True):
-        for index, runner in enumerate(runners):
-            tactics = [tactic for i, tactic in choices if i == index]
-            for spec in runner.jit_specs(made, tactics):
-                specs[spec.name] = spec
-            runner.precompile_tactics(made, tactics, profile, **kwargs)
-    if specs:
-        from ..jit.core import build_jit_specs
-
-        build_jit_specs(list(specs.values()))
-
-
-def _gathered(values: list[Any]) -> list[list[Any]]:
-    """The lists of all processes of the group."""
-    lists: list[Any] = [None] * torch.distributed.get_world_size(_group)
-    torch.distributed.all_gather_object(lists, values, group=_group)
-    return lists
 
 
 def _is_capturing() -> bool:
     # The first question does not make a CUDA context.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-@contextlib.contextmanager
-def autotune(
-    tune_mode: bool = True,
-    cache: str | None = None,
-    tuning_buckets: tuple[int, ...] | None = None,
-    round_up: bool | None = None,
-    skip_ops: str | set[str] | None = None,
-    cuda_graph_profile_replays: int | None = None,
-    *,
-    measurement: MeasurementPolicy | None = None,
-) -> Iterator[None]:
-    """Measure, inside the block, what tuned operations have no result for.
-
-    Parameters
-    ----------
-    tune_mode : bool
-        Whether to measure; False only uses `cache`.
-    cache : str, optional
-        A file of results: read at the beginning if it exists, added to at the end.
-    tuning_buckets : tuple of int, optional
-        Sizes to measure in place of the operations' own.
-    round_up : bool, optional
-        Whether a size between two buckets gets the result of the larger one; None leaves it to
-        the operation.
-    skip_ops : str or set of str, optional
-        Operations that are not measured.
-    cuda_graph_profile_replays : int, optional
-        Replays in one timed sample, in place of the operations' own.
-    measurement : MeasurementPolicy, optional
-        How to measure.
-
-    Raises
-    ------
-    ValueError
-        If an argument has a value that is not listed above.
-
-    Examples
-    --------
-    >>> with flashinfer.autotuner.autotune(cache=None):
-    ...     pass  # run the model once for each batch size that is to come
-    """
-    if tuning_buckets is not None and not tuning_buckets:
-        raise ValueError("`tuning_buckets` must hold a size, got none")
-    if cuda_graph_profile_replays is not None and cuda_graph_profile_replays < 1:
-        raise ValueError(
-            f"`cuda_graph_profile_replays` must be at least 1, got {cuda_graph_profile_replays}"
-        )
-    tuner = AutoTuner.get()
-    if cache is None and env.FLASHINFER_AUTOTUNER_LOAD_FROM_FILE.get():
-        cache = str(default_cache_path())
-    elif cache is not None and Path(cache).exists():
-        tuner.load_configs(cache)
-    before = tuner._mode
-    skipped = {skip_ops} if isinstance(skip_ops, str) else set(skip_ops or ())
-    tuner._mode = replace(
-        before,
-        tune=bool(tune_mode),
-        skip_ops=frozenset(skipped),
-        buckets=before.buckets if tuning_buckets is None else tuple(sorted(set(tuning_buckets))),
-        round_up=before.round_up if round_up is None else bool(round_up),
-        replays=cuda_graph_profile_replays or before.replays,
-        policy=measurement or before.policy,
-    )
-    try:
-        yield
-        if tune_mode and cache is not None and tuner._dirty:
-            tuner.save_configs(cache)
-    finally:
-        tuner._mode = before
-        if not before.tune:
-            tuner._timers.clear()  # and the memory that they write to

@@ -51,7 +51,7 @@ class MeasurementPolicy:
             raise ValueError(f"`_timer` must be 'auto' or 'cuda_event', got {self._timer!r}")
 
     def manifest_fields(self) -> dict[str, str]:
-        """What it comes to, by name."""
+        """The settings that are in force, by name."""
         return {
             "execution_mode": self.execution_mode,
             "cold_l2": str(self.cold_l2 is not False),
@@ -87,7 +87,7 @@ def cuda_timer(policy: MeasurementPolicy) -> Timer:
 
 
 def _recorded(call: Call, mode: str) -> Call:
-    """`call` as one launch, after a first run of it."""
+    """`call` as one launch of a CUDA graph; `call` runs once before it is recorded."""
     call()
     if mode == "eager":
         return call

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .specs import OptimizationProfile
+from .specs import OptimizationProfile, ProfilingCacheKey, TuningConfig
 
 if TYPE_CHECKING:
     from ..jit.core import JitSpec
@@ -50,9 +50,9 @@ class TunableRunner(ABC):
         return self.forward(inputs, **kwargs)
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What a result depends on beside the shapes; dtypes of the inputs by default.
+        """Values that a result depends on besides the shapes; by default the inputs' dtypes.
 
-        Its text is part of the key in files: no addresses.
+        Their text is part of the key in files, so it must not contain addresses.
         """
         return tuple(
             str(value.dtype) if isinstance(value, torch.Tensor) else "-" for value in inputs
@@ -71,3 +71,23 @@ class TunableRunner(ABC):
     ) -> bool:
         """Prepare tactics in another way than `jit_specs`; whether there was anything to do."""
         return False
+
+
+def key_of(
+    custom_op: str,
+    runner: TunableRunner,
+    profile: OptimizationProfile,
+    config: TuningConfig,
+    inputs: list[Any],
+) -> ProfilingCacheKey:
+    """The key of a runner's result for a profile."""
+    shapes = [list(shape) for shape in profile.get_opt_shapes()]
+    for constraint in config.constraint_specs:
+        shapes[constraint.input_idx][constraint.dim_idx] = -1
+    return ProfilingCacheKey(
+        custom_op,
+        type(runner).__qualname__,
+        0,
+        tuple(map(tuple, shapes)),
+        tuple(runner.get_cache_key_extras(inputs)),
+    )

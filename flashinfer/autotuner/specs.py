@@ -1,4 +1,4 @@
-"""What a tuned operation says of its inputs: which sizes vary, and in which buckets."""
+"""Describes the inputs of a tuned operation: the sizes that vary, and their buckets."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class DynamicTensorSpec:
     gen_tuning_buckets : tuple of int, or callable
         Sizes that are measured, or a function of the present size that returns them.
     map_to_tuning_buckets : callable
-        From a size to the bucket whose result serves it.
+        A function from a size to the bucket whose result serves it.
     """
 
     input_idx: tuple[int, ...]
@@ -130,7 +130,7 @@ class ConstraintSpec:
     input_idx, dim_idx : int
         The input and its dimension.
     infer_shape : callable
-        From the shapes of all inputs to the size.
+        A function from the shapes of all inputs to the size.
     """
 
     input_idx: int
@@ -145,15 +145,15 @@ class TuningConfig:
     Parameters
     ----------
     dynamic_tensor_specs : tuple of DynamicTensorSpec
-        What varies from call to call. All other sizes belong to the key of a result.
+        Sizes that vary from call to call. All other sizes belong to the key of a result.
     constraint_specs : tuple of ConstraintSpec
-        What follows from it; not part of the key.
+        Sizes that follow from the varying ones; they are not part of the key.
     tensor_initializers : tuple of (int, callable)
-        By input: makes the tensor of a size that the call does not have. Normally distributed
-        numbers without one (zeros of an integer dtype).
+        For an input, the function that makes its tensor at a size that the call does not have.
+        An input without one gets normally distributed numbers, or zeros if its dtype is integer.
     use_cold_l2_cache, use_cuda_graph, use_cold_l2_graph_replay : bool
-        Taken as callers of FlashInfer write them. Measurements use a CUDA graph and a cold cache
-        in any case, unless a `MeasurementPolicy` says otherwise.
+        Accepted for callers of FlashInfer. Measurements use a CUDA graph and a cold cache in any
+        case, unless a `MeasurementPolicy` says otherwise.
     cuda_graph_profile_replays : int
         Replays in one timed sample.
     profiling_repeat : int, optional
@@ -162,7 +162,7 @@ class TuningConfig:
         Inputs whose values count (routing, lengths): a measurement at another size takes the
         call's values, cut or repeated to the size.
     inputs_pre_hook : callable, optional
-        From the list of a measurement's inputs to the list that is used.
+        A function from the list of a measurement's inputs to the list that is used.
     """
 
     dynamic_tensor_specs: tuple[DynamicTensorSpec, ...] = ()
@@ -221,13 +221,13 @@ class OptimizationProfile:
         return tuple(tuple(dim.opt for dim in dims) for dims in self.shapes)
 
     def get_hash_key(self) -> tuple[Shape, ...]:
-        """What tells two profiles apart: the measured shapes."""
+        """The measured shapes, which distinguish profiles."""
         return self.get_opt_shapes()
 
 
 @dataclass(frozen=True)
 class ProfilingCacheKey:
-    """What a result is stored under.
+    """The key that a result is stored under.
 
     Attributes
     ----------
@@ -240,7 +240,7 @@ class ProfilingCacheKey:
     nearest_profile : tuple of tuple of int
         Shapes with varying sizes at their buckets and those that follow from them at -1.
     extras : tuple
-        What else the runner's choice depends on, such as dtypes.
+        Other values that the runner's choice depends on, such as dtypes.
     """
 
     custom_op: str
@@ -258,6 +258,11 @@ class ProfilingCacheKey:
 def shape_of(value: Any) -> Shape:
     """The shape of an input; none for what is no tensor."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def varying_sizes(shapes: tuple[Shape, ...], config: TuningConfig) -> list[int]:
+    """The sizes that a call has for the specs of `config`."""
+    return [shapes[s.input_idx[0]][s.dim_idx[0]] for s in config.dynamic_tensor_specs]
 
 
 def profile_at(

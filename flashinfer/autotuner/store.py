@@ -27,7 +27,7 @@ _MUST_AGREE = ("format", "flashinfer_version", "gpu")
 
 
 def _collect_metadata() -> dict[str, str]:
-    """What a file says of where its results are from."""
+    """The origin of a file's results, as the file states it."""
     gpu = "none"
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())

@@ -180,7 +180,8 @@ def test_modules_of_all_candidates_are_built_at_once(
 ) -> None:
     built: list[list[str]] = []
     monkeypatch.setattr(
-        "flashinfer.jit.core.build_jit_specs", lambda specs: built.append([s.name for s in specs])
+        "flashinfer.autotuner.candidates.build_jit_specs",
+        lambda specs: built.append([s.name for s in specs]),
     )
 
     class Spec:
@@ -282,7 +283,7 @@ def test_the_variable_keeps_results_in_the_cache_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "autotuner" / "none.json"
-    monkeypatch.setattr("flashinfer.autotuner.autotuner.default_cache_path", lambda: path)
+    monkeypatch.setattr("flashinfer.autotuner.store.default_cache_path", lambda: path)
     monkeypatch.setenv("FLASHINFER_AUTOTUNER_LOAD_FROM_FILE", "1")
     runner = Runner(prefers(1), [0, 1])
     for expected_calls in (True, False):
