@@ -14,8 +14,9 @@ Rule", 2024.
 
 import torch
 
+from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
-from ._linear_attention.checks import check_backend, check_one_of, check_tensor
+from ._linear_attention.checks import check_backend, check_one_of
 from ._linear_attention.decode import run_decode
 from .trace.templates.gated_delta_rule import (
     gated_delta_rule_decode_pretranspose_trace,

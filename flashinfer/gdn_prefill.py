@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ._common.arch import get_compute_capability
+from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
-from ._linear_attention.checks import check_backend, check_tensor, destination, resolve_scale
+from ._linear_attention.checks import check_backend, destination, resolve_scale
 from ._linear_attention.chunk_delta_rule import CHUNK_SIZE, run_chunk_delta_rule
 from ._linear_attention.delta_rule import GateForm, Gates, States, run_delta_rule
 from .jit.delta_rule import CHUNK_HEAD_DIMS

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .._common.checks import tensor as check_tensor
+
 
 def host_page_table(
     qo_indptr: Any | None,
@@ -96,8 +98,7 @@ def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
 
 def check_index_vector(name: str, tensor: Any) -> None:
     """A vector of int32 or int64."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"`{name}` must have dtype int32 or int64, got "

@@ -16,11 +16,20 @@ from .dtypes import check_dtype
 from .numbers import plain
 
 
-def tensor(name: str, value: Any) -> torch.Tensor:
-    """A tensor."""
+def tensor(name: str, value: Any, *ndims: int) -> torch.Tensor:
+    """A tensor, with one of the numbers of dimensions `ndims` if there are any."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+    if ndims and value.ndim not in ndims:
+        allowed = " or ".join(map(str, ndims))
+        raise ValueError(f"`{name}` must have {allowed} dimensions, got shape {list(value.shape)}")
     return value
+
+
+def tensors(**values: Any) -> None:
+    """Tensors, by name."""
+    for name, value in values.items():
+        tensor(name, value)
 
 
 def cuda_tensors(**tensors: Any) -> None:

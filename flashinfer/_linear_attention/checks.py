@@ -7,21 +7,7 @@ from typing import Any
 
 import torch
 
-
-def check_tensor(name: str, value: Any, *ndims: int) -> torch.Tensor:
-    """`value` as a tensor with one of the numbers of dimensions.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what it is and what is allowed.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
-    if ndims and value.ndim not in ndims:
-        allowed = " or ".join(map(str, ndims))
-        raise ValueError(f"`{name}` must have {allowed} dimensions, got shape {list(value.shape)}")
-    return value
+from .._common.checks import tensor as check_tensor
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

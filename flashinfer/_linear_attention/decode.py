@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .checks import check_tensor, destination, resolve_scale
+from .._common.checks import tensor as check_tensor
+from .checks import destination, resolve_scale
 from .delta_rule import GateForm, Gates, States, run_delta_rule
 
 

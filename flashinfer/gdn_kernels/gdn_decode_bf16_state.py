@@ -2,8 +2,8 @@
 
 import torch
 
+from .._common.checks import tensor as check_tensor
 from .._instrument.decorator import flashinfer_api
-from .._linear_attention.checks import check_tensor
 from .._linear_attention.decode import run_decode
 from ..trace.templates.gated_delta_rule import gated_delta_rule_bf16_state_trace
 

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .._common.checks import tensor as check_tensor
 from .._common.dtypes import check_dtype
-
-
-def check_tensors(**arguments: object) -> None:
-    """Refuse what is not a tensor.
-
-    Raises
-    ------
-    TypeError
-        Naming the argument and its type.
-    """
-    for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
 
 
 def check_out(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -30,7 +18,7 @@ def check_out(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dty
     """
     if out is None:
         return
-    check_tensors(out=out)
+    check_tensor("out", out)
     if out.shape != shape:
         raise ValueError(f"`out` must have shape {list(shape)}, got {list(out.shape)}")
     check_dtype("out", out.dtype, (dtype,))

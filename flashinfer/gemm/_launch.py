@@ -9,7 +9,6 @@ import torch
 
 from .._common.kernels import Kernel
 from ..jit.gemm import GemmConfig, gen_gemm_sm90_module
-from ._checks import check_tensors
 from ._choice import GemmProblem, choose_config
 
 TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK = 1, 2, 4
@@ -55,17 +54,3 @@ def launch(
     kernel = get_gemm_kernel(choose_config(problem))
     kernel(*(NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl))
     return out
-
-
-def check_tensors_on_gpu(**tensors: Any) -> None:
-    """Refuse what is not a CUDA tensor.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument and what it is.
-    """
-    check_tensors(**tensors)
-    for name, tensor in tensors.items():
-        if not tensor.is_cuda:
-            raise ValueError(f"`{name}` must be a CUDA tensor, got one on {tensor.device}")

@@ -5,12 +5,13 @@ from typing import Literal
 
 import torch
 
+from .._common.checks import cuda_tensors
+from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.gemm import bmm_fp8_trace
-from ._checks import check_out, check_same_device, check_tensors
-from ._launch import check_tensors_on_gpu
+from ._checks import check_out, check_same_device
 
 _ALIGNMENT = 16  # elements: the bytes that cuBLASLt wants every row of an 8-bit operand to begin on
 
@@ -125,7 +126,7 @@ def bmm_fp8(
     >>> flashinfer.bmm_fp8(A, B, one, one, torch.bfloat16).shape
     torch.Size([2, 48, 80])
     """
-    check_tensors_on_gpu(A=A, B=B, A_scale=A_scale, B_scale=B_scale)
+    cuda_tensors(A=A, B=B, A_scale=A_scale, B_scale=B_scale)
     if out is None:
         out = torch.empty(A.shape[0], A.shape[1], B.shape[2], dtype=dtype, device=A.device)
     if out.numel():

@@ -2,12 +2,14 @@
 
 import torch
 
+from .._common.checks import tensor as check_tensor
+from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype, torch_name
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..quantization._kernels import group_quant_kernel
 from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
-from ._checks import check_out, check_same_device, check_tensors
+from ._checks import check_out, check_same_device
 from ._choice import GemmProblem
 from ._launch import launch
 
@@ -70,7 +72,7 @@ def _check_scale(
         return
     if scale is None:
         raise ValueError(f"{name}_scale is required when {name} is FP8, got None")
-    check_tensors(**{f"{name}_scale": scale})
+    check_tensor(f"{name}_scale", scale)
     if scale.dtype != torch.float32:
         raise ValueError(f"{name}_scale must be float32, got {torch_name(scale.dtype)}")
     if tuple(scale.shape) in shapes:

@@ -6,13 +6,14 @@ from typing import Any, Literal, cast
 import torch
 
 from .._common.arch import get_compute_capability
+from .._common.checks import cuda_tensors
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
 from .._instrument.typed import ApiFunction, CheckedFunction, Parameters, Returned
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
 from ._choice import GemmProblem, choose_config
-from ._launch import NAMES, TRANSPOSED_B, check_tensors_on_gpu, get_gemm_kernel
+from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel
 
 _HOPPER = (9, 0)
 _MOST_TOKENS = 64
@@ -46,7 +47,7 @@ def _says_where_it_runs(
 def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -> _Call:
     """The call that computes ``out = a @ b`` of these shapes, kept for the next one."""
     names = ("a", "b") if a.ndim == 2 else ("A", "B")
-    check_tensors_on_gpu(**dict(zip(names, (a, b), strict=True)), out=out)
+    cuda_tensors(**dict(zip(names, (a, b), strict=True)), out=out)
     for name, tensor in zip(names, (a, b), strict=True):
         check_dtype(name, tensor.dtype, (torch.bfloat16,))
         if tensor.ndim not in (2, 3) or tensor.ndim != a.ndim:
@@ -111,7 +112,7 @@ def _product(
             check_dtype("out", out.dtype, (out_dtype,))
         product = _products[a.shape, b.shape, out_dtype, backend, a.device]
     except (KeyError, AttributeError, RuntimeError):
-        check_tensors_on_gpu(a=a, b=b)
+        cuda_tensors(a=a, b=b)
         assert out is not None
         if len(_products) > _MOST_PRODUCTS:
             _products.clear()
@@ -228,7 +229,7 @@ def tinygemm_bf16(
     use_pdl : bool
         As `pdl` of `mm_bf16`, which also lists the errors.
     """
-    check_tensors_on_gpu(input=input, weight=weight, out=out)
+    cuda_tensors(input=input, weight=weight, out=out)
     _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm")
 
 

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import torch
 
+from .._common.checks import tensor as check_tensor
+from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
@@ -14,7 +16,6 @@ from ..trace.templates.groupwise import (
     group_deepgemm_fp8_nt_groupwise_trace,
     group_gemm_fp8_nt_groupwise_trace,
 )
-from ._checks import check_tensors
 from ._choice import GemmProblem
 from ._launch import SCALES_BY_BLOCK, SCALES_BY_K, launch
 
@@ -37,7 +38,7 @@ def _check(
         if operand.ndim not in (2, 3):
             raise ValueError(f"`{name}` must have 2 or 3 dimensions, got {list(operand.shape)}")
     if out is not None:
-        check_tensors(out=out)
+        check_tensor("out", out)
         check_dtype("out", out.dtype, _OUT)
     if out_dtype is not None:
         check_dtype("out_dtype", out_dtype, _OUT)
@@ -224,7 +225,7 @@ def group_gemm_fp8_nt_groupwise(
     if segment_alignment < 1:
         raise ValueError(f"`segment_alignment` must be at least 1, got {segment_alignment!r}")
     layout = _check_mode(scale_major_mode, scale_granularity_mnk, (_BY_ROW,))
-    check_tensors(m_indptr=m_indptr)
+    check_tensor("m_indptr", m_indptr)
     return _run("a", "offsets", a, b, (a_scale, b_scale), m_indptr, layout, out, out_dtype)
 
 
@@ -265,7 +266,7 @@ def group_deepgemm_fp8_nt_groupwise(
         ``[m, n]``; `out` if it was given.
     """
     layout = _check_mode("K", scale_granularity_mnk, (_BY_ROW,))
-    check_tensors(m_indices=m_indices)
+    check_tensor("m_indices", m_indices)
     scales = a_scale, b_scale
     return _run("m_indices", "indices", a, b, scales, m_indices, layout, out, out_dtype)
 
@@ -315,6 +316,6 @@ def batch_deepgemm_fp8_nt_groupwise(
     if expected_m < 1:
         raise ValueError(f"`expected_m` must be at least 1, got {expected_m!r}")
     layout = _check_mode("K", scale_granularity_mnk, (_BY_ROW,))
-    check_tensors(masked_m=masked_m)
+    check_tensor("masked_m", masked_m)
     scales, rows = (a_scale, b_scale), min(expected_m, max(a.shape[-2], 1))
     return _run("masked_m", "masked", a, b, scales, masked_m, layout, out, out_dtype, rows)

@@ -4,13 +4,15 @@ from typing import Any
 
 import torch
 
+from .._common.checks import cuda_tensors
+from .._common.checks import tensor as check_tensor
+from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.groupwise import grouped_mm_bf16_trace
-from ._checks import check_tensors
 from ._choice import GemmProblem
-from ._launch import TRANSPOSED_B, check_tensors_on_gpu, launch
+from ._launch import TRANSPOSED_B, launch
 
 _OPERANDS = (torch.bfloat16, torch.float16)
 
@@ -101,7 +103,7 @@ class SegmentGEMMWrapper:
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        check_tensors(float_workspace_buffer=float_workspace_buffer)
+        check_tensor("float_workspace_buffer", float_workspace_buffer)
         if backend not in ("auto", "sm90"):
             raise ValueError(f"`backend` must be 'auto' or 'sm90', got {backend!r}")
         self._float_workspace_buffer = float_workspace_buffer
@@ -160,7 +162,7 @@ class SegmentGEMMWrapper:
         TypeError, ValueError
             If an argument is not as listed above.
         """
-        check_tensors_on_gpu(x=x, weights=weights)
+        cuda_tensors(x=x, weights=weights)
         check_dtype("x", x.dtype, _OPERANDS)
         if x.ndim != 2 or weights.ndim != 3:
             raise ValueError(

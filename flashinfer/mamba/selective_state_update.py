@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from .._common.checks import cuda_tensors
+from .._common.checks import tensor as check_tensor
 from .._instrument.decorator import flashinfer_api
-from .._linear_attention.checks import check_backend, check_tensor, destination
+from .._linear_attention.checks import check_backend, destination
 from .._linear_attention.selective_state import get_selective_state_kernel
 from ..jit.mamba import SCALED, SelectiveStateConfig
 from ..trace.templates.mamba import selective_state_update_trace

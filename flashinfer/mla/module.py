@@ -1,7 +1,8 @@
-"""The kernel's module under FlashInfer's name."""
+"""The kernel's module under FlashInfer's name, and the module that engines plan with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,3 +37,39 @@ def get_batch_mla_module(
     types = (dtype_q, dtype_kv, dtype_o, dtype_idx)
     config = mla_config(backend, *types, head_dim_ckv, head_dim_kpe, use_profiler)
     return get_mla_module_of(config)
+
+
+class PlannedModule:
+    """Plans again for a captured graph; engines call it ``_cached_module``.
+
+    Parameters
+    ----------
+    plan_again : callable
+        Takes `qo_indptr`, `kv_indptr`, `kv_len_arr` and the tuple of the last three arguments.
+    """
+
+    def __init__(self, plan_again: Callable[..., None]) -> None:
+        self._plan_again = plan_again
+
+    def plan(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        int_workspace_buffer: torch.Tensor,
+        pin_memory_int_workspace_buffer: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        causal: bool,
+    ) -> None:
+        """Plan the wrapper's next launches with the options of its latest ``plan``.
+
+        Page numbers stay where they are: the caller has written them to the wrapper's buffer.
+
+        Raises
+        ------
+        ValueError
+            If the wrapper has no plan yet, or its plan has other heads or another mask.
+        """
+        self._plan_again(qo_indptr, kv_indptr, kv_len_arr, (num_heads, head_dim_ckv, causal))

@@ -12,6 +12,7 @@ from .._attention.checks import resolve_dtype, scalar
 from .._attention.index_tensors import check_index_vector, device_indices, host_indices
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
+from .._common.checks import tensor as check_tensor
 from ..jit.attention.mla import HEAD_DIMS, MlaConfig
 from .metadata import MLAPlanMetadata
 
@@ -66,6 +67,21 @@ class MlaOptions:
         """The kernel's configuration."""
         types = (self.q_dtype, self.kv_dtype, self.o_dtype)
         return MlaConfig(backend, *types, self.head_dim_ckv, self.head_dim_kpe)
+
+    def is_lse_on_e(self, return_lse_base_on_e: Any) -> bool:
+        """Whether a ``run`` with this argument returns natural logarithms.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the argument is no bool, or contradicts `lse_mode`.
+        """
+        if not return_lse_base_on_e:
+            return self.lse_mode == "basee"
+        on_e = check_flag("return_lse_base_on_e", return_lse_base_on_e)
+        if self.lse_mode == "base2":
+            raise ValueError("`return_lse_base_on_e` must be False: `lse_mode` is 'base2'")
+        return on_e
 
 
 def read_options(
@@ -151,8 +167,7 @@ def _from_list(given: dict[str, Any]) -> MlaBatch:
 def _from_table(given: Mapping[str, Any], page_size: int) -> MlaBatch:
     cum_seq_lens_q, block_tables, seq_lens = (given[name] for name in _TABLE)
     for name, value in zip(_TABLE, (cum_seq_lens_q, block_tables, seq_lens), strict=True):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+        check_tensor(name, value)
     if block_tables.ndim != 2:
         raise ValueError(
             f"`block_tables` must have 2 dimensions, got shape {list(block_tables.shape)}"

@@ -1,17 +1,21 @@
 """``BatchMLAPagedAttentionWrapper``: absorbed latent attention over a paged cache."""
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from .._attention.checks import check_backend, refuse, scalar
+from .._attention.checks import check_backend
 from .._attention.index_tensors import check_buffer, check_page_numbers, copy_to_buffer
 from .._common.checks import flag as check_flag
+from .._common.checks import optional_flag as check_optional_flag
+from .._common.checks import tensor as check_tensor
 from .._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ..jit.attention.mla import MlaPlanner, get_mla_module_of
 from ..trace.templates.mla import mla_run_trace
+from .call import CallModes, MlaCall, read_call, read_call_modes, refuse_modes
 from .metadata import MLAPlanMetadata
+from .module import PlannedModule
 from .problem import MlaBatch, MlaOptions, place_indices, read_batch, read_options
 
 if TYPE_CHECKING:
@@ -22,20 +26,7 @@ if TYPE_CHECKING:
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 260,000 tiles of 64 query rows."""
 
-
 _LN_2 = math.log(2.0)
-
-
-class _Call(NamedTuple):
-    """Arguments of one launch."""
-
-    q_nope: torch.Tensor
-    q_pe: torch.Tensor | None
-    ckv_cache: torch.Tensor
-    kpe_cache: torch.Tensor | None
-    sm_scale: float
-    o_scale: float
-    lse_on_e: bool
 
 
 class BatchMLAPagedAttentionWrapper:
@@ -104,11 +95,7 @@ class BatchMLAPagedAttentionWrapper:
         backend: str = "auto",
     ) -> None:
         check_backend(backend, ("auto", "fa3"))
-        if not isinstance(float_workspace_buffer, torch.Tensor):
-            raise TypeError(
-                "`float_workspace_buffer` must be a torch.Tensor, got "
-                f"{type(float_workspace_buffer).__name__}"
-            )
+        check_tensor("float_workspace_buffer", float_workspace_buffer)
         if not float_workspace_buffer.is_contiguous():
             raise ValueError("`float_workspace_buffer` must be contiguous")
         self._backend = backend
@@ -130,10 +117,11 @@ class BatchMLAPagedAttentionWrapper:
             check_buffer("kv_indices", kv_indices, torch.int32, self.device)
         self._planner: MlaPlanner | None = None
         self._options: MlaOptions | None = None
+        self._modes = CallModes()
         self._batch: MlaBatch | None = None
         self._kv_indices: torch.Tensor | None = None
         self._run: Any = None
-        self._cached_module = _PlannedModule(self)
+        self._cached_module = PlannedModule(self._plan_again)
 
     # --- Planning -----------------------------------------------------------------------------
 
@@ -234,18 +222,20 @@ class BatchMLAPagedAttentionWrapper:
         """
         self._run = self._options = self._batch = None  # whatever becomes of this plan
         options = read_options(
-            *(num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale),
-            *(q_data_type, kv_data_type, output_dtype, lse_mode),
+            num_heads=num_heads,
+            head_dim_ckv=head_dim_ckv,
+            head_dim_kpe=head_dim_kpe,
+            page_size=page_size,
+            causal=causal,
+            sm_scale=sm_scale,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            output_dtype=output_dtype,
+            lse_mode=lse_mode,
         )
-        _check_modes(use_profiler, output_scale, scale_mode, skip_softmax)
-        for name, layout in (("query_layout", query_layout), ("kv_cache_layout", kv_cache_layout)):
-            if layout not in (None, "packed", "split"):
-                raise ValueError(f"`{name}` must be 'packed', 'split' or None, got {layout!r}")
-        if enable_pdl is not None:
-            check_flag("enable_pdl", enable_pdl)
-        self._layouts = (query_layout, kv_cache_layout)
-        self._scale_mode, self._enable_pdl = scale_mode, enable_pdl
-        self._use_sinks = check_flag("use_sinks", use_sinks)
+        refuse_modes(use_profiler, output_scale, skip_softmax)
+        self._modes = read_call_modes(query_layout, kv_cache_layout, scale_mode, use_sinks)
+        self._enable_pdl = check_optional_flag("enable_pdl", enable_pdl)
         given: dict[str, Any] = dict(
             qo_indptr=qo_indptr,
             kv_indptr=kv_indptr,
@@ -268,26 +258,60 @@ class BatchMLAPagedAttentionWrapper:
                 f"`kv_indices` must have the {int(batch.kv_indptr[-1])} elements of `kv_indptr`, "
                 f"got {batch.kv_indices.numel()}"
             )
-        on_gpu = self.device.type == "cuda"
         config = options.config("fa3")
+        self._make_plan(options, batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
+        if self._use_cuda_graph:
+            self._kv_indices = self._copy_to_buffers(batch)
+        else:
+            self._kv_indices = place_indices(batch, self.device)
+        self._options, self._batch = options, batch
+        self._run = _without_gpu
+        if self.device.type == "cuda":
+            self._run = get_mla_module_of(config).mla_run
+
+    def _make_plan(
+        self,
+        options: MlaOptions,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+    ) -> None:
+        assert self._planner is not None
         self._planner.make(
-            int_workspace=self._int_workspace_buffer if on_gpu else None,
+            int_workspace=self._int_workspace_buffer if self.device.type == "cuda" else None,
             float_workspace_bytes=self._float_bytes,
-            qo_indptr=batch.qo_indptr,
-            kv_indptr=batch.kv_indptr,
-            kv_len_arr=batch.kv_len_arr,
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_len_arr=kv_len_arr,
             num_heads=options.num_heads,
             head_dim_ckv=options.head_dim_ckv,
             page_size=options.page_size,
             causal=options.causal,
             is_graph=self._use_cuda_graph,
         )
-        if self._use_cuda_graph:
-            self._kv_indices = self._keep(batch)
-        else:
-            self._kv_indices = place_indices(batch, self.device)
-        self._options, self._batch = options, batch
-        self._run = get_mla_module_of(config).mla_run if on_gpu else _without_gpu
+
+    def _plan_again(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        heads: tuple[int, int, bool],
+    ) -> None:
+        """Plan other lengths for the options of the latest ``plan``.
+
+        `heads` repeats its `num_heads`, `head_dim_ckv` and `causal`.
+        """
+        options = self._options
+        if options is None or self._kv_indices is None:
+            raise ValueError("plan() of the wrapper must be called before that of its module")
+        expected = (options.num_heads, options.head_dim_ckv, options.causal)
+        if heads != expected:
+            raise ValueError(
+                f"`num_heads`, `head_dim_ckv` and `causal` must be the {expected} of plan(), got "
+                f"{heads}"
+            )
+        self._make_plan(options, qo_indptr, kv_indptr, kv_len_arr)
+        self._batch = MlaBatch(qo_indptr, kv_indptr, self._kv_indices, kv_len_arr)
 
     def _check_capacity(self, batch: MlaBatch) -> None:
         assert self._kv_len_arr_buf is not None and self._kv_indices_buf is not None
@@ -298,7 +322,7 @@ class BatchMLAPagedAttentionWrapper:
             )
         check_page_numbers("kv_indices", batch.kv_indices, self._kv_indices_buf, batch.kv_indptr)
 
-    def _keep(self, batch: MlaBatch) -> torch.Tensor:
+    def _copy_to_buffers(self, batch: MlaBatch) -> torch.Tensor:
         buffers = (self._qo_indptr_buf, self._kv_indptr_buf, self._kv_len_arr_buf)
         values = (batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
         for name, value, buffer in zip(
@@ -420,9 +444,16 @@ class BatchMLAPagedAttentionWrapper:
         """
         if self._run is None:
             raise ValueError("plan() must be called before run()")
-        call = self._resolve(
-            *(q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse, profiler_buffer, kv_len),
-            *(page_table, return_lse_base_on_e, o_scale),
+        call = self._read_call(
+            q_nope=q_nope,
+            q_pe=q_pe,
+            ckv_cache=ckv_cache,
+            kpe_cache=kpe_cache,
+            profiler_buffer=profiler_buffer,
+            kv_len=kv_len,
+            page_table=page_table,
+            return_lse_base_on_e=return_lse_base_on_e,
+            o_scale=o_scale,
             query=query,
             kv_cache=kv_cache,
             ckv_scale=ckv_scale,
@@ -432,7 +463,7 @@ class BatchMLAPagedAttentionWrapper:
             bmm1_scale=bmm1_scale,
             bmm2_scale=bmm2_scale,
         )
-        assert self._options is not None and self._planner is not None  # `_resolve` asked for both
+        assert self._options is not None and self._planner is not None  # `plan` sets them
         q = call.q_nope
         if out is None:
             out = torch.empty(q.shape, dtype=self._options.o_dtype, device=q.device)
@@ -443,7 +474,9 @@ class BatchMLAPagedAttentionWrapper:
             (self._int_workspace_buffer, self._float_workspace_buffer),
             (q, call.q_pe),
             (call.ckv_cache, call.kpe_cache, self._kv_indices),
-            *(out, lse, sinks),
+            out,
+            lse,
+            sinks,
             (call.sm_scale, call.o_scale, _LN_2 if call.lse_on_e else 1.0),
             self._enable_pdl,
         )
@@ -452,195 +485,13 @@ class BatchMLAPagedAttentionWrapper:
         assert lse is not None
         return out, lse
 
-    def _resolve(
-        self,
-        q_nope: Any = None,
-        q_pe: Any = None,
-        ckv_cache: Any = None,
-        kpe_cache: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        profiler_buffer: Any = None,
-        kv_len: Any = None,
-        page_table: Any = None,
-        return_lse_base_on_e: bool = False,
-        o_scale: Any = None,
-        *,
-        query: Any = None,
-        kv_cache: Any = None,
-        ckv_scale: Any = None,
-        kpe_scale: Any = None,
-        sinks: Any = None,
-        skip_softmax_threshold_scale_factor: Any = None,
-        bmm1_scale: Any = None,
-        bmm2_scale: Any = None,
-    ) -> _Call:
-        """Arguments of ``run`` in one form."""
-        options = self._options
-        assert options is not None
-        if query is not None or self._layouts[0] is not None:
-            q_nope, q_pe = self._split("query", query, q_nope, q_pe, self._layouts[0])
-        if kv_cache is not None or self._layouts[1] is not None:
-            caches = (ckv_cache, kpe_cache)
-            ckv_cache, kpe_cache = self._split("kv_cache", kv_cache, *caches, self._layouts[1])
-        refuse(
-            "it belongs to another backend",
-            profiler_buffer=profiler_buffer,
-            kv_len=kv_len,
-            page_table=page_table,
-            o_scale=o_scale,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        )
-        sm_scale, factor = options.sm_scale, 1.0
-        if not (ckv_scale is None and kpe_scale is None and bmm1_scale is bmm2_scale is None):
-            sm_scale, factor = self._scales(ckv_scale, kpe_scale, bmm1_scale, bmm2_scale)
-        if self._use_sinks and sinks is None:
-            raise ValueError("`sinks` must be given: plan() was told `use_sinks`")
-        if not isinstance(q_nope, torch.Tensor):
-            raise TypeError(f"`q_nope` must be a torch.Tensor, got {type(q_nope).__name__}")
-        if q_nope.ndim != 3:
-            raise ValueError(f"`q_nope` must have 3 dimensions, got shape {list(q_nope.shape)}")
-        on_e = options.lse_mode == "basee"
-        if return_lse_base_on_e:
-            on_e = check_flag("return_lse_base_on_e", return_lse_base_on_e)
-            if options.lse_mode == "base2":
-                raise ValueError("`return_lse_base_on_e` must be False: `lse_mode` is 'base2'")
-        if options.head_dim_kpe == 0:
-            refuse("`head_dim_kpe` is 0", q_pe=_columns(q_pe), kpe_cache=_columns(kpe_cache))
-            q_pe = kpe_cache = None
-        parts = {"ckv_cache": ckv_cache}
-        if options.head_dim_kpe:
-            parts |= {"q_pe": q_pe, "kpe_cache": kpe_cache}
-        for name, part in parts.items():
-            if part is None:
-                raise TypeError(f"`{name}` must be a torch.Tensor, got None")
-        return _Call(q_nope, q_pe, ckv_cache, kpe_cache, sm_scale, factor, on_e)
-
-    def _split(self, name: str, both: Any, first: Any, second: Any, layout: str | None) -> Any:
-        """The two parts, however they are given."""
-        if both is None:
-            if layout == "packed":
-                raise ValueError(f"`{name}` must be given as one tensor, as plan() was told")
-            return first, second
-        if first is not None or second is not None:
-            raise ValueError(f"`{name}` must be left out where its parts are given")
-        if isinstance(both, torch.Tensor):
-            if layout == "split":
-                raise ValueError(f"`{name}` must be a pair of tensors, as plan() was told")
-            assert self._options is not None
-            dims = (self._options.head_dim_ckv, self._options.head_dim_kpe)
-            if both.ndim != 3 or both.shape[-1] != sum(dims):
-                raise ValueError(
-                    f"`{name}` must have 3 dimensions, the last of {sum(dims)}, got shape "
-                    f"{list(both.shape)}"
-                )
-            return both[..., : dims[0]], both[..., dims[0] :] if dims[1] else None
-        if not isinstance(both, (tuple, list)) or len(both) != 2:
-            raise TypeError(
-                f"`{name}` must be a torch.Tensor or a pair of them, got {type(both).__name__}"
-            )
-        if layout == "packed":
-            raise ValueError(f"`{name}` must be one tensor, as plan() was told")
-        return both
-
-    def _scales(self, ckv: Any, kpe: Any, bmm1: Any, bmm2: Any) -> tuple[float, float]:
-        """Factors of the logits and of the output."""
+    def _read_call(self, **arguments: Any) -> MlaCall:
+        """Arguments of ``run`` in one form, which the trace reads too."""
         assert self._options is not None
-        if self._scale_mode == "bmm-scalar":
-            refuse("plan() was told scale_mode 'bmm-scalar'", ckv_scale=ckv, kpe_scale=kpe)
-            sm_scale = self._options.sm_scale if bmm1 is None else _positive("bmm1_scale", bmm1)
-            return sm_scale, 1.0 if bmm2 is None else scalar("bmm2_scale", bmm2)
-        refuse(
-            f"plan() was told scale_mode {self._scale_mode!r}, not 'bmm-scalar'",
-            bmm1_scale=bmm1,
-            bmm2_scale=bmm2,
-        )
-        scale = 1.0 if ckv is None else _positive("ckv_scale", ckv)
-        other = 1.0 if kpe is None else _positive("kpe_scale", kpe)
-        if self._options.head_dim_kpe and other != scale:
-            raise ValueError(f"`kpe_scale` must be the `ckv_scale` {scale}, got {other}")
-        return self._options.sm_scale * scale, scale
+        return read_call(self._options, self._modes, **arguments)
 
     def end_forward(self) -> None:
         """Deprecated: nothing ends with a step; here for callers that pair it."""
-
-
-class _PlannedModule:
-    """Plans anew for a captured graph; engines call it ``_cached_module``."""
-
-    def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
-        self._wrapper = wrapper
-
-    def plan(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        int_workspace_buffer: torch.Tensor,
-        pin_memory_int_workspace_buffer: torch.Tensor,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        causal: bool,
-    ) -> None:
-        """Plan the wrapper's next launches with the options of its latest ``plan``.
-
-        Page numbers stay where they are: the caller has written them to the wrapper's buffer.
-
-        Raises
-        ------
-        ValueError
-            If the wrapper has no plan yet, or it is for other heads or another mask.
-        """
-        wrapper = self._wrapper
-        options = wrapper._options
-        if options is None or wrapper._kv_indices is None or wrapper._planner is None:
-            raise ValueError("plan() of the wrapper must be called before that of its module")
-        planned = (options.num_heads, options.head_dim_ckv, options.causal)
-        if (num_heads, head_dim_ckv, causal) != planned:
-            raise ValueError(
-                f"`num_heads`, `head_dim_ckv` and `causal` must be the {planned} of plan(), got "
-                f"{(num_heads, head_dim_ckv, causal)}"
-            )
-        wrapper._planner.make(
-            int_workspace=wrapper._int_workspace_buffer,
-            float_workspace_bytes=wrapper._float_bytes,
-            qo_indptr=qo_indptr,
-            kv_indptr=kv_indptr,
-            kv_len_arr=kv_len_arr,
-            num_heads=num_heads,
-            head_dim_ckv=head_dim_ckv,
-            page_size=options.page_size,
-            causal=causal,
-            is_graph=wrapper._use_cuda_graph,
-        )
-        wrapper._batch = MlaBatch(qo_indptr, kv_indptr, wrapper._kv_indices, kv_len_arr)
-
-
-def _positive(name: str, value: Any) -> float:
-    number = scalar(name, value)
-    if number <= 0.0:
-        raise ValueError(f"`{name}` must be positive, got {number}")
-    return number
-
-
-def _columns(tensor: Any) -> Any:
-    """The tensor, or None if it has no columns."""
-    return None if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (0,) else tensor
-
-
-def _check_modes(use_profiler: Any, output_scale: Any, scale_mode: Any, skip_softmax: Any) -> None:
-    if check_flag("use_profiler", use_profiler):
-        raise ValueError("`use_profiler` must be False: the kernels write no profile")
-    if output_scale != "none":
-        raise ValueError(f"`output_scale` must be 'none', got {output_scale!r}")
-    if scale_mode not in ("default", "kv-per-tensor", "bmm-scalar"):
-        raise ValueError(
-            f"`scale_mode` must be 'default', 'kv-per-tensor' or 'bmm-scalar', got {scale_mode!r}"
-        )
-    if check_flag("skip_softmax", skip_softmax):
-        raise ValueError("`skip_softmax` must be False: every weight is computed")
 
 
 def _without_gpu(*_: Any) -> None:

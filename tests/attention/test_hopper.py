@@ -16,7 +16,6 @@ from flashinfer.jit.attention import hopper
 from tests.attention.batches import (
     BF16,
     E4M3,
-    E5M2,
     FP16,
     Batch,
     check,
@@ -70,26 +69,6 @@ def test_head_dims_of_8_bits(qk, vo, o_dtype, causal, device):
     both(batch, device, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("qk", "vo"), hopper.HEAD_DIMS)
-def test_head_dims_of_8_bit_keys(qk, vo, dtype, kv_dtype, causal, device):
-    lengths = (129, 0, 40, 1), (300, 70, 0, 515)
-    batch = Batch(*lengths, head_dim_qk=qk, head_dim_vo=vo, dtype=dtype, kv_dtype=kv_dtype)
-    both(batch, device, causal=causal)
-
-
-@pytest.mark.parametrize("form", ["tuple", "strided"])
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 100, 128, 384])
-def test_pages_of_8_bit_keys(page_size, kv_layout, form, device):
-    lengths = (200, 5, 31), (777, 129, 2000)
-    batch = Batch(*lengths, page_size=page_size, kv_layout=kv_layout, form=form, kv_dtype=E4M3)
-    scales = {"q_scale": 0.5, "k_scale": 1.5, "v_scale": 3.0}
-    check_paged(plan_paged(batch, device, "fa3", causal=True), batch, device, **scales)
-
-
 @pytest.mark.parametrize("page_size", [128, 384])
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3], ids=["bf16", "e4m3"])
 def test_many_items_of_pages_of_a_tile_end(kv_dtype, page_size, device):
@@ -100,54 +79,6 @@ def test_many_items_of_pages_of_a_tile_end(kv_dtype, page_size, device):
     q, cache = batch.query(device), batch.cache(device)
     first = wrapper.run(q, cache)
     assert all(torch.equal(wrapper.run(q, cache), first) for _ in range(50))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"window_left": 70}, {"logits_soft_cap": 5.0}, {"fixed_split_size": 300}, {"causal": True}],
-)
-@pytest.mark.parametrize("group", [1, 5, 8])
-def test_options_of_8_bit_keys(group, options, device):
-    """Groups that do not divide a tile: their queries are copied by threads."""
-    batch = Batch((200, 5, 31), (777, 129, 5000), group=group, kv_dtype=E4M3)
-    both(batch, device, **options)
-
-
-@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-def test_every_value_of_8_bits_is_widened_exactly(dtype, kv_dtype, device):
-    """Each query sees one key, whose value is the output: all 256, NaN and infinities included."""
-    codes = torch.arange(256, device=device).to(torch.uint8)
-    v = torch.stack([codes.roll(i) for i in range(128)], 1).view(kv_dtype)
-    q = torch.zeros(256, 1, 128, dtype=dtype, device=device)
-    k = torch.zeros_like(q).to(kv_dtype)
-    for token in (0, 77, 255):  # the others' weights are zero, and zero times NaN is NaN
-        alone = v[token : token + 1, None].contiguous()
-        out = flashinfer.single_prefill_with_kv_cache(q, k[:1], alone, backend="fa3")
-        expected = alone.to(dtype).expand_as(out)
-        assert torch.equal(out.nan_to_num(777.0), expected.nan_to_num(777.0))
-
-
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
-@pytest.mark.parametrize("exponent", [-90, -20, 20, 90])
-def test_queries_of_any_magnitude_over_8_bit_keys(exponent, soft_cap, device):
-    """Those of bfloat16 become float16, which has less range: each row has a factor of its own."""
-    batch = Batch((150,), (300,), dtype=BF16, kv_dtype=E5M2)
-    q, (k, v) = batch.query(device), ragged_kv(batch, device)
-    rows = torch.arange(150, device=device).view(-1, 1, 1) % 3
-    q = (q.float() * 2.0 ** (exponent - rows)).to(BF16)
-    q[..., ::2] *= 2.0**-12
-    options = {"sm_scale": 128**-0.5 * 2.0**-exponent, "logits_soft_cap": soft_cap, "causal": True}
-    check(flashinfer.single_prefill_with_kv_cache, q=q, k=k, v=v, backend="fa3", **options)
-
-
-def test_keys_that_are_nan_are_seen(device):
-    """NaN of 8 bits is NaN of 16, in the rows that see it and no others."""
-    batch = Batch((150,), (150,), num_kv_heads=1, kv_dtype=E4M3)
-    q, (k, v) = batch.query(device), ragged_kv(batch, device)
-    k.view(torch.uint8)[100, 0, 7] = 0xFF
-    out = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, backend="fa3")
-    assert not out[:100].isnan().any() and out[100:].isnan().all()
 
 
 @pytest.mark.parametrize(

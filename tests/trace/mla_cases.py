@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -82,12 +83,13 @@ def _bmm_scale(operation: Operation, name: str, arguments: dict[str, Any]) -> No
     _is_refused(2.0)(operation, name, arguments)  # as plan() was not told
     usual = _results(operation, arguments)
     wrapper = arguments["self"]
-    wrapper._scale_mode = "bmm-scalar"
+    modes = wrapper._modes
+    wrapper._modes = dataclasses.replace(modes, scale_mode="bmm-scalar")
     try:
         assert not _equal(usual, _results(operation, {**arguments, name: 2.0}))
         _is_refused("2")(operation, name, arguments)
     finally:
-        wrapper._scale_mode = "default"
+        wrapper._modes = modes
 
 
 def _natural(operation: Operation, name: str, arguments: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..._common.checks import count as check_count
+from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
 from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.config import FLOAT16
@@ -383,8 +384,7 @@ def _host_lengths(
 
 def _page_numbers(block_tables: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The first `counts` (on the host) entries of each row, behind each other."""
-    if not isinstance(block_tables, torch.Tensor):
-        raise TypeError(f"`block_tables` must be a torch.Tensor, got {type(block_tables).__name__}")
+    check_tensor("block_tables", block_tables)
     needed = int(counts.max()) if len(counts) else 0
     if (
         block_tables.dtype not in (torch.int32, torch.int64)

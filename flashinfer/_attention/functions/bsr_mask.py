@@ -2,6 +2,7 @@
 
 import torch
 
+from ..._common.checks import tensor as check_tensor
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
     convert_bsr_mask_layout_trace,
@@ -43,8 +44,7 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
     """
     (host_indptr,) = host_indices({"indptr": indptr})
     check_offsets(host_indptr, host_indptr.numel())
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"`mask` must be a torch.Tensor, got {type(mask).__name__}")
+    check_tensor("mask", mask)
     if mask.ndim != 3:
         raise ValueError(f"`mask` must have 3 dimensions, [nnz, R, C], got {list(mask.shape)}")
     check_mask(mask, int(host_indptr[-1]), mask.shape[1], mask.shape[2])

@@ -9,6 +9,7 @@ import torch
 
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
+from ..._common.checks import tensor as check_tensor
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.customize import (
     gen_batch_decode_module,
@@ -21,7 +22,7 @@ from ...jit.attention.customize import (
 )
 from ...jit.attention.modules import AttentionModule
 from ...jit.attention.variant import AttentionVariant
-from .single import check_tensor, new_lse, single_problem
+from .single import new_lse, single_problem
 from .single_plans import run_single
 
 

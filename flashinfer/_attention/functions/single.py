@@ -7,6 +7,7 @@ import torch
 
 from ..._common.cache_layout import is_hnd
 from ..._common.checks import flag as check_flag
+from ..._common.checks import tensor as check_tensor
 from ..._common.packbits import packbits
 from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.variant import AttentionVariant
@@ -469,11 +470,3 @@ def _single_mask(
 def new_lse(q: torch.Tensor) -> torch.Tensor:
     """Room for the log-sum-exps of `q`."""
     return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-
-
-def check_tensor(name: str, tensor: Any, ndim: int) -> None:
-    """Refuse what is no tensor of `ndim` dimensions."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.ndim != ndim:
-        raise ValueError(f"`{name}` must have {ndim} dimensions, got shape {list(tensor.shape)}")

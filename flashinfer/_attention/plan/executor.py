@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import tensor as check_tensor
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.errors import ToolchainError
@@ -477,7 +478,6 @@ def _plan_first(*_: Any) -> None:
 
 
 def _check_workspace(name: str, buffer: Any) -> None:
-    if not isinstance(buffer, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(buffer).__name__}")
+    check_tensor(name, buffer)
     if not buffer.is_contiguous() or buffer.data_ptr() % 16:
         raise ValueError(f"`{name}` must be contiguous and begin at a multiple of 16 bytes")

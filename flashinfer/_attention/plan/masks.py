@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..._common.checks import count as check_count
+from ..._common.checks import tensor as check_tensor
 from ..._common.packbits import segment_packbits
 from .requests import CustomMask, ItemScoring, Requests
 
@@ -111,8 +112,7 @@ def _unsigned(name: str, tensor: Any, dtype: torch.dtype, length: int) -> torch.
 def _vector(
     name: str, tensor: Any, dtype: torch.dtype, length: int, may_be_longer: bool = False
 ) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tensor.dtype != dtype:
         raise ValueError(
             f"`{name}` must have dtype {str(dtype).removeprefix('torch.')}, got "

@@ -11,6 +11,7 @@ import torch
 from ..._common.cache_layout import is_hnd
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
+from ..._common.checks import tensor as check_tensor
 from ..backends import is_backend_supported, prepare_jit_additional_args
 from ..checks import (
     check_backend,
@@ -312,10 +313,7 @@ class AttentionWrapper:
             window_left = spec.window_left
         elif window_left != spec.window_left:
             window_left = _narrower(spec.window_left, window_left)
-        if not isinstance(q, torch.Tensor):
-            raise TypeError(f"`q` must be a torch.Tensor, got {type(q).__name__}")
-        if q.ndim != 3:
-            raise ValueError(f"`q` must have 3 dimensions, got shape {list(q.shape)}")
+        check_tensor("q", q, 3)
         if out is None:
             if spec.o_data_type is q.dtype and spec.head_dim_vo == q.shape[-1]:
                 out = torch.empty_like(q)
@@ -421,8 +419,7 @@ def split_cache(
         )
     k, v = paged_kv_cache
     for i, part in enumerate((k, v)):
-        if not isinstance(part, torch.Tensor):
-            raise TypeError(f"`{name}[{i}]` must be a torch.Tensor, got {type(part).__name__}")
+        check_tensor(f"{name}[{i}]", part)
     return k, v
 
 

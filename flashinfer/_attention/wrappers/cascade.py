@@ -7,6 +7,7 @@ import torch
 
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
+from ..._common.checks import tensor as check_tensor
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention_wrappers import cascade_run_trace
 from ..functions.merge import merge_states
@@ -255,8 +256,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
         """
         if len(self._wrappers) == 1:
             return self._wrappers[0].run(q, paged_kv_cache)
-        if not isinstance(q, torch.Tensor):
-            raise TypeError(f"`q` must be a torch.Tensor, got {type(q).__name__}")
+        check_tensor("q", q)
         shape = (len(self._wrappers), *q.shape)
         outs = torch.empty(shape, dtype=q.dtype, device=q.device)
         lses = torch.empty(shape[:-1], dtype=torch.float32, device=q.device)

@@ -1,6 +1,7 @@
 """Decode attention of a batch: ``flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper``."""
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -22,7 +23,7 @@ from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Reques
 from ..plan.spec import AttentionSpec
 from .base import AttentionWrapper, Cache, SpecArguments, split_cache
 from .paged import PagedWrapper
-from .plan_arguments import DecodeArguments, decode_options
+from .plan_arguments import DecodeArguments, decode_options, takes_arguments_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -289,40 +290,15 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         tensors = PlanTensors(alibi_slopes=self._alibi_slopes(spec))
         return _Options(spec, page_size, tokens, plan, tensors)
 
-    def workspace_size(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        data_type: Any = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        block_tables: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-    ) -> tuple[int, int]:
+    @takes_arguments_of(DecodeArguments, without="non_blocking")
+    def workspace_size(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
         """Bytes of workspace that ``plan`` with these arguments needs, exactly.
 
         Returns
         -------
         tuple of int
-            Of the float and of the int workspace.
+            Bytes of the float workspace and of the int workspace.
         """
-        arguments = dict(locals())
-        del arguments["self"]
         problem, options = self._problem_of(DecodeArguments(**arguments))
         return self._executor.workspace_size(problem, options)
 

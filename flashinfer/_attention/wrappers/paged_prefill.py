@@ -3,6 +3,7 @@
 """
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -15,7 +16,7 @@ from ..index_tensors import check_buffer, check_page_numbers, device_indices, ho
 from ..plan.requests import ArgumentNames, AttentionProblem, Requests
 from .base import Cache, split_cache
 from .paged import PagedWrapper
-from .plan_arguments import PagedArguments
+from .plan_arguments import PagedArguments, takes_arguments_of
 from .prefill import PrefillWrapper
 
 if TYPE_CHECKING:
@@ -273,51 +274,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
 
     begin_forward = plan
 
-    def workspace_size(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | str | None = None,
-        o_data_type: torch.dtype | str | None = None,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        uniform_q_len: int | None = None,
-    ) -> tuple[int, int]:
+    @takes_arguments_of(plan, without="non_blocking")
+    def workspace_size(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
         """Bytes of workspace that ``plan`` with these arguments needs, exactly.
 
         Returns
         -------
         tuple of int
-            Of the float and of the int workspace.
+            Bytes of the float workspace and of the int workspace.
         """
-        a = PagedArguments(locals())
+        a = PagedArguments(arguments)
         problem = self._paged_problem(a)
         return self._executor.workspace_size(problem, self._prefill_options(a, problem.requests))
 

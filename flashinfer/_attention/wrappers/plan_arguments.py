@@ -1,15 +1,41 @@
-"""Arguments of ``plan`` and ``workspace_size`` by their names: what both parse alike."""
+"""Arguments of ``plan`` and ``workspace_size`` by their names, which both parse alike."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .base import SpecArguments
+
+R = TypeVar("R")
+
+
+def takes_arguments_of(
+    plan: Callable[..., Any], without: str
+) -> Callable[[Callable[[Any, Mapping[str, Any]], R]], Callable[..., R]]:
+    """Give a method the parameters of `plan` but one; the method gets their values by name."""
+    given = inspect.signature(plan).parameters
+    accepted = inspect.Signature([p for n, p in given.items() if n not in ("self", without)])
+
+    def decorate(method: Callable[[Any, Mapping[str, Any]], R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> R:
+            bound = accepted.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return method(self, bound.arguments)
+
+        own = inspect.signature(method)
+        parameters = [own.parameters["self"], *accepted.parameters.values()]
+        call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 @dataclass(slots=True)

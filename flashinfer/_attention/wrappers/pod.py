@@ -16,6 +16,7 @@ import torch
 from ..._common.cache_layout import is_hnd
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
+from ..._common.checks import tensor as check_tensor
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.pod import pod_run_trace
 from ..checks import refuse, with_data_type
@@ -371,10 +372,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
     ) -> AttentionProblem:
         """The prefill of a run, whose keys are read as pages of the batch's size."""
         for name, tensor in (("q_p", q), ("k_p", k)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-            if tensor.ndim != 3:
-                raise ValueError(f"`{name}` must have 3 dimensions, got {list(tensor.shape)}")
+            check_tensor(name, tensor, 3)
         kv_len = k.shape[1 if is_hnd(options.kv_layout) else 0]
         num_pages = -(-kv_len // base.requests.page_size)
         if len(self._pages[-1]) < num_pages:

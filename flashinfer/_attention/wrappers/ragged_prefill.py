@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from ..._common.checks import tensor as check_tensor
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention import ragged_prefill_run_trace
 from ..checks import refuse
@@ -325,8 +326,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             If an argument is not as described.
         """
         refuse("it belongs to kernels for Blackwell", kv_cache_sf=kv_cache_sf, o_scale=o_scale)
-        if not isinstance(v, torch.Tensor):
-            raise TypeError(f"`v` must be a torch.Tensor, got {type(v).__name__}")
+        check_tensor("v", v)
         return self._launch_prefill(
             q,
             k,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..._common.checks import count as check_count
+from ..._common.checks import tensor as check_tensor
 from ..checks import check_backend
 from ..functions.merge import merge_state_in_place
 from ..functions.single import single_prefill_with_kv_cache_return_lse
@@ -266,8 +267,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
         if self._table is None:
             raise ValueError("begin_forward() must be called before forward()")
         for name, tensor in (("q", q), ("k_shared", k_shared)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+            check_tensor(name, tensor)
         options: dict[str, Any] = {
             "causal": causal,
             "use_fp16_qk_reduction": use_fp16_qk_reduction,

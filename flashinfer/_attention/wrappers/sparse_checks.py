@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..._common.checks import count as check_count
+from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
 from ..index_tensors import host_indices
 
@@ -76,8 +77,7 @@ def check_variable_blocks(
     TypeError, ValueError
         If they do not describe one matrix per KV head, all of the same size.
     """
-    if not isinstance(block_map, torch.Tensor):
-        raise TypeError(f"`block_mask_map` must be a torch.Tensor, got {type(block_map).__name__}")
+    check_tensor("block_mask_map", block_map)
     if block_map.ndim != 3 or block_map.shape[0] != num_kv_heads:
         raise ValueError(
             f"`block_mask_map` must have shape [{num_kv_heads}, row_blocks, col_blocks], got "
@@ -109,8 +109,7 @@ def check_variable_blocks(
 
 def check_shape(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
     """Refuse what is not a tensor of this shape."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(tensor.shape)}")
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._common.checks import tensor as check_tensor
 from ..checks import check_pos_encoding, check_window, logits_scale, positive, scalar
 from ..plan.launch import GraphCapacity, PlanOptions, Workspaces
 from ..plan.masks import make_mask
@@ -158,8 +159,7 @@ def _empty_results(
     name: str, q: torch.Tensor, spec: AttentionSpec, lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Room for an output and, if it is wanted, its log-sum-exps."""
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(q).__name__}")
+    check_tensor(name, q)
     shape = (*q.shape[:-1], spec.head_dim_vo)
     out = torch.empty(shape, dtype=spec.o_data_type, device=q.device)
     return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse else None

@@ -159,8 +159,8 @@ def _register(name: str, family: str) -> Iterator[Path]:
         r"    from \.version import __git_version__",
         f"    from .{family} import {name} as {name}\n",
     )
-    call = f"        flashinfer.{name}(torch.randn(NUM_TOKENS, 4096, dtype=torch.bfloat16), 2.0)\n"
-    yield _inserted("tests/trace/example.py", r"        call_norms\(", call)
+    call = f"    flashinfer.{name}(torch.randn(NUM_TOKENS, 4096, dtype=torch.bfloat16), 2.0)\n"
+    yield _inserted("tests/trace/example_calls.py", r"    call_norms\(", call)
 
 
 def _inserted(file: str, before: str, line: str) -> Path:
@@ -173,7 +173,7 @@ def _inserted(file: str, before: str, line: str) -> Path:
 
 
 def _finish(name: str) -> Iterator[Path]:
-    """The trace file of the call in tests/trace/example.py, and README.md."""
+    """The trace file of the call in tests/trace/example_calls.py, and README.md."""
     folder = ROOT / "tests" / "trace" / "fi_trace_out"
     before = set(folder.iterdir())
     changes = {

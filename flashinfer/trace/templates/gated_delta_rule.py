@@ -402,6 +402,24 @@ def _chunk_init(arguments: dict[str, Any], final: bool) -> dict[str, Any]:
     return arguments
 
 
+def _chunk_axes(initial: bool) -> dict[str, Axis]:
+    return {
+        "num_tokens": Var("Tokens of all sequences."),
+        "num_sequences": Var("Sequences.", from_values=not initial),
+        "len_indptr": Var("num_sequences + 1."),
+        "num_q_heads": Const("Heads of q.", abbrev="q"),
+        "num_k_heads": Const("Heads of k.", abbrev="kh"),
+        "num_v_heads": Const("Heads of v.", abbrev="hv"),
+        "num_state_heads": Const(
+            "The larger of the numbers of heads of q and v.",
+            abbrev="",
+            derive=lambda sizes: max(sizes["num_q_heads"], sizes["num_v_heads"]),
+        ),
+        "head_dim_k": Const("Elements of a key.", abbrev="k"),
+        "head_dim_v": Const("Elements of a value.", abbrev="v"),
+    }
+
+
 def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
     def heads(name: str, dim: str, **properties: Any) -> Tensor:
         return Tensor(["num_tokens", name, dim], layout="rows", **properties)
@@ -438,21 +456,7 @@ def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
         op_type="gated_delta_rule",
         name_prefix=f"chunk_gated_delta_rule{suffix}",
         description="Gated delta rule over packed sequences.",
-        axes={
-            "num_tokens": Var("Tokens of all sequences."),
-            "num_sequences": Var("Sequences.", from_values=not initial),
-            "len_indptr": Var("num_sequences + 1."),
-            "num_q_heads": Const("Heads of q.", abbrev="q"),
-            "num_k_heads": Const("Heads of k.", abbrev="kh"),
-            "num_v_heads": Const("Heads of v.", abbrev="hv"),
-            "num_state_heads": Const(
-                "The larger of the numbers of heads of q and v.",
-                abbrev="",
-                derive=lambda sizes: max(sizes["num_q_heads"], sizes["num_v_heads"]),
-            ),
-            "head_dim_k": Const("Elements of a key.", abbrev="k"),
-            "head_dim_v": Const("Elements of a value.", abbrev="v"),
-        },
+        axes=_chunk_axes(initial),
         inputs=inputs,
         outputs=outputs,
         options={

@@ -73,11 +73,7 @@ def _mla_paged_reference(
     return output, lse / (torch.log(lse.new_tensor(2.0)) if lse_base == "log2" else 1.0)
 
 
-_ARGUMENTS = (
-    *("q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse", "return_lse", "profiler_buffer"),
-    *("kv_len", "page_table", "return_lse_base_on_e", "o_scale", "query", "kv_cache", "ckv_scale"),
-    *("kpe_scale", "sinks", "skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
-)
+_DESTINATIONS = {"self", "out", "lse", "return_lse"}
 
 
 def _gather(run: Arguments) -> dict[str, Any]:
@@ -85,7 +81,7 @@ def _gather(run: Arguments) -> dict[str, Any]:
     options, batch = getattr(wrapper, "_options", None), getattr(wrapper, "_batch", None)
     if wrapper is None or options is None or batch is None:
         raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
-    call = wrapper._resolve(**{name: run.get(name) for name in _ARGUMENTS if name in run})
+    call = wrapper._read_call(**{name: run[name] for name in run if name not in _DESTINATIONS})
     device = call.q_nope.device
     return {
         "q_nope": call.q_nope,

@@ -6,6 +6,7 @@ cache is not written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -160,6 +161,25 @@ def example_table(device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
+def _kv_init(fused: bool, kv_layout: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Values of an example call: 3 heads of 32 elements, 7 pages of 4 slots."""
+    key = arguments["append_key"]
+    generator = torch.Generator().manual_seed(key.numel())
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(key.device, key.dtype)
+
+    page = (4, 3, 32) if kv_layout == "NHD" else (3, 4, 32)
+    both = values(7, 2, *page) if fused else (values(7, *page), values(7, *page))
+    return {
+        "append_key": values(7, 3, 32),
+        "append_value": values(7, 3, 32),
+        "paged_kv_cache": both,
+        "kv_layout": kv_layout,
+        **example_table(key.device),
+    }
+
+
 def _kv_template(suffix: str, *, fused: bool, kv_layout: str) -> TraceTemplate:
     inner = ["page_size", "num_kv_heads"] if kv_layout == "NHD" else ["num_kv_heads", "page_size"]
     dims = ["num_pages", *(["two"] if fused else []), *inner, "head_dim"]
@@ -185,24 +205,6 @@ def _kv_template(suffix: str, *, fused: bool, kv_layout: str) -> TraceTemplate:
         else {"k_cache": cache("k_cache", 0), "v_cache": cache("v_cache", 1)}
     )
     rows = ["num_tokens", "num_kv_heads", "head_dim"]
-
-    def init(arguments: dict[str, Any]) -> dict[str, Any]:
-        key = arguments["append_key"]
-
-        def values(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(key.device, key.dtype)
-
-        generator = torch.Generator().manual_seed(key.numel())
-        page = (4, 3, 32) if kv_layout == "NHD" else (3, 4, 32)
-        both = values(7, 2, *page) if fused else (values(7, *page), values(7, *page))
-        return {
-            "append_key": values(7, 3, 32),
-            "append_value": values(7, 3, 32),
-            "paged_kv_cache": both,
-            "kv_layout": kv_layout,
-            **example_table(key.device),
-        }
-
     return TraceTemplate(
         op_type="append_paged_kv_cache",
         name_prefix=f"append_paged_kv_cache{suffix}",
@@ -220,7 +222,7 @@ def _kv_template(suffix: str, *, fused: bool, kv_layout: str) -> TraceTemplate:
         tags=["status:verified"],
         reference=_append_paged_kv_cache_reference,
         gather=_with_pages,
-        init=init,
+        init=functools.partial(_kv_init, fused, kv_layout),
     )
 
 

@@ -6,6 +6,7 @@ cache gives NaN. A token that belongs to no request keeps its values.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -365,6 +366,17 @@ apply_llama31_rope_pos_ids_inplace_trace = _template(
 )
 
 
+def _cache_init(heads: bool, arguments: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "positions": [3, 0, 17, 99, 4],
+        "query": (5, 4, 32) if heads else (5, 128),
+        "key": (5, 2, 32) if heads else (5, 64),
+        "head_size": 32,
+    }
+    values = _example(arguments["query"], **values, cos_sin_cache=(100, 32))
+    return {**values, "cos_sin_cache": values["cos_sin_cache"].float(), "is_neox": True}
+
+
 def _cache_template(name: str, *, heads: bool, inplace: bool) -> TraceTemplate:
     """For query and key as [tokens, heads * head_size], or with a dimension of heads."""
     axes: dict[str, Axis] = {"num_tokens": Var("Tokens of all requests.")}
@@ -382,17 +394,6 @@ def _cache_template(name: str, *, heads: bool, inplace: bool) -> TraceTemplate:
     axes["head_size"] = Const("Elements of a head.", abbrev="d")
     axes["rotary_dim"] = Const("Leading elements of a head that are rotated.", abbrev="r")
     axes["max_position"] = Var("Rows of the cache.")
-
-    def init(arguments: dict[str, Any]) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "positions": [3, 0, 17, 99, 4],
-            "query": (5, 4, 32) if heads else (5, 128),
-            "key": (5, 2, 32) if heads else (5, 64),
-            "head_size": 32,
-        }
-        values = _example(arguments["query"], **values, cos_sin_cache=(100, 32))
-        return {**values, "cos_sin_cache": values["cos_sin_cache"].float(), "is_neox": True}
-
     return TraceTemplate(
         op_type="rope",
         name_prefix=name,
@@ -426,7 +427,7 @@ def _cache_template(name: str, *, heads: bool, inplace: bool) -> TraceTemplate:
         options={"is_neox": (True, False)},
         tags=["status:verified"],
         reference=_apply_rope_with_cos_sin_cache_reference,
-        init=init,
+        init=functools.partial(_cache_init, heads),
     )
 
 

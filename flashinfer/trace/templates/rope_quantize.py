@@ -6,6 +6,7 @@ round them. A missing `nope` part is one without columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -303,6 +304,21 @@ mla_rope_quantize_fp8_trace = _quantize_template(
 )
 
 
+def _append_init(mla: bool, kv_layout: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Values of an example call: 7 pages of 4 slots, and 2 heads of K and V unless it is MLA."""
+    values = _init("one" if mla else "kv")(arguments)
+    q_rope = arguments["q_rope"]
+    page = (7, 4) if mla else (7, 4, 2) if kv_layout == "NHD" else (7, 2, 4)
+    dims = (64, 32) if mla else (96, 48)
+    shapes = [(*page, dim) for dim in dims]
+    both = _example(q_rope, first=shapes[0], second=shapes[1])
+    values["paged_kv_cache"] = tuple(x.to(torch.float8_e4m3fn) for x in both.values())
+    values["v"] = None if mla else _example(q_rope, v=(7, 2, 48))["v"]
+    pages = example_table(q_rope.device)
+    del pages["kv_last_page_len"]
+    return {**values, **pages, "page_size": 4, "kv_layout": kv_layout}
+
+
 def _append_template(suffix: str, *, mla: bool, kv_layout: str) -> TraceTemplate:
     keys = "one" if mla else "kv"
     axes: dict[str, Axis] = {**_AXES, **({} if mla else _KV_HEADS), **_TABLE_AXES}
@@ -333,20 +349,6 @@ def _append_template(suffix: str, *, mla: bool, kv_layout: str) -> TraceTemplate
         for i, (name, last) in enumerate(names)
     }
     table = {key: spec for key, spec in _TABLE.items() if key != "kv_last_page_len"}
-
-    def init(arguments: dict[str, Any]) -> dict[str, Any]:
-        values = _init(keys)(arguments)
-        q_rope = arguments["q_rope"]
-        page = (7, 4) if mla else (7, 4, 2) if kv_layout == "NHD" else (7, 2, 4)
-        dims = (64, 32) if mla else (96, 48)
-        shapes = [(*page, dim) for dim in dims]
-        both = _example(q_rope, first=shapes[0], second=shapes[1])
-        values["paged_kv_cache"] = tuple(x.to(torch.float8_e4m3fn) for x in both.values())
-        values["v"] = None if mla else _example(q_rope, v=(7, 2, 48))["v"]
-        pages = example_table(q_rope.device)
-        del pages["kv_last_page_len"]
-        return {**values, **pages, "page_size": 4, "kv_layout": kv_layout}
-
     constraints = ["len_indptr >= 1", *_CONSTRAINTS]
     if not mla:
         constraints.append("k_dim == rope_dim + k_nope_dim")
@@ -374,7 +376,7 @@ def _append_template(suffix: str, *, mla: bool, kv_layout: str) -> TraceTemplate
         hints=["enable_pdl"],
         tags=["status:verified", "fused", "quantize"],
         reference=_rope_quantize_fp8_append_paged_kv_cache_reference,
-        init=init,
+        init=functools.partial(_append_init, mla, kv_layout),
     )
 
 

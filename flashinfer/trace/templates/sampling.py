@@ -103,25 +103,28 @@ def _complete(
     return init
 
 
+def _draw_axes(passed: frozenset[_Passed], has_indices: bool) -> dict[str, Axis]:
+    axes: dict[str, Axis] = {"batch_size": Var("Draws.")}
+    if has_indices:
+        axes["num_rows"] = Var("Distributions.")
+    axes["vocab_size"] = Const("Elements of a distribution.", abbrev="v")
+    if any(kind != "rows" for _, _, kind in passed):
+        axes["one"] = Const("A number for all rows, or a column.", abbrev="", value=1)
+    return axes
+
+
 def _draw_trace(
     name: str, reference: Callable[..., Any], filters: tuple[str, ...], description: str
 ) -> Callable[..., TraceTemplate]:
     """Dispatch function of a draw: chooses by what is passed per row."""
     kind = "logits" if name.endswith("logits") else "probs"
     names = (*filters, "seed", "offset")
-    ordered = len(filters) == 2
 
     @functools.cache
     def make(
         passed: frozenset[_Passed], absent: frozenset[str], indices: str | None, valid: bool
     ) -> TraceTemplate:
         row_axis = "batch_size" if indices is None else "num_rows"
-        axes: dict[str, Axis] = {"batch_size": Var("Draws.")}
-        if indices is not None:
-            axes["num_rows"] = Var("Distributions.")
-        axes["vocab_size"] = Const("Elements of a distribution.", abbrev="v")
-        if any(kind != "rows" for _, _, kind in passed):
-            axes["one"] = Const("A number for all rows, or a column.", abbrev="", value=1)
         inputs: dict[str, Value] = {kind: Tensor([row_axis, "vocab_size"], dtypes=FLOATING,
                                                  layout="rows")}  # fmt: skip
         for n in filters:
@@ -143,16 +146,15 @@ def _draw_trace(
         options: dict[str, tuple[Any, ...]] = {"generator": (None,), "check_nan": (False, True)}
         if kind == "probs":
             options["return_valid"] = (valid,)
-        if ordered:
+        if len(filters) == 2:
             options["filter_apply_order"] = ("top_k_first", "joint")
-        if indices is None:
-            options["indices"] = (None,)
-        options |= {n: (None,) for n in sorted(absent)}
+        left_out = ["indices"] if indices is None else []
+        options |= {n: (None,) for n in [*left_out, *sorted(absent)]}
         return TraceTemplate(
             op_type="sampling",
             name_prefix=name + ("_valid" if valid else ""),
             description=description,
-            axes=axes,
+            axes=_draw_axes(passed, indices is not None),
             inputs=inputs,
             outputs=outputs,
             options=options,
@@ -289,6 +291,18 @@ def _complete_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _chain_axes(passed: frozenset[_Passed]) -> dict[str, Axis]:
+    axes: dict[str, Axis] = {
+        "batch_size": Var("Requests."),
+        "num_drafts": Const("Draft tokens of a request.", abbrev="n"),
+        "num_positions": Const("num_drafts + 1.", abbrev="", derive=lambda v: v["num_drafts"] + 1),
+        "vocab_size": Const("Elements of a distribution.", abbrev="v"),
+    }
+    if any(kind != "rows" for _, _, kind in passed):
+        axes["one"] = Const("A number for all rows, or a column.", abbrev="", value=1)
+    return axes
+
+
 def _chain_trace() -> Callable[..., TraceTemplate]:
     @functools.cache
     def make(
@@ -302,16 +316,6 @@ def _chain_trace() -> Callable[..., TraceTemplate]:
                 ["batch_size", "num_positions", "vocab_size"], dtype="float32", layout="matrix"
             ),
         }
-        axes: dict[str, Axis] = {
-            "batch_size": Var("Requests."),
-            "num_drafts": Const("Draft tokens of a request.", abbrev="n"),
-            "num_positions": Const(
-                "num_drafts + 1.", abbrev="", derive=lambda v: v["num_drafts"] + 1
-            ),
-            "vocab_size": Const("Elements of a distribution.", abbrev="v"),
-        }
-        if any(kind != "rows" for _, _, kind in passed):
-            axes["one"] = Const("A number for all rows, or a column.", abbrev="", value=1)
         for n in ("seed", "offset"):
             if n not in absent:
                 inputs[n] = _parameter(n, passed, "batch_size")
@@ -332,7 +336,7 @@ def _chain_trace() -> Callable[..., TraceTemplate]:
             op_type="sampling",
             name_prefix="chain_speculative_sampling",
             description="Draft tokens that the target model accepts, and one of its own.",
-            axes=axes,
+            axes=_chain_axes(passed),
             inputs=inputs,
             outputs=outputs,
             constraints=["num_positions == num_drafts + 1"],

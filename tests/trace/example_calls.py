@@ -1,0 +1,284 @@
+"""Calls of ``example.py``: every operation but attention."""
+
+from __future__ import annotations
+
+import torch
+
+import flashinfer
+from flashinfer import gdn_decode, gdn_prefill, gemm, mamba, rope
+from flashinfer import quantization as quant
+from flashinfer.concat_ops import concat_mla_k
+from flashinfer.gdn_kernels import gdn_decode_bf16_state
+
+NUM_TOKENS = 32
+
+
+def make_calls(dtype: torch.dtype) -> None:
+    call_norms(dtype)
+    call_quantized_norms(dtype)
+    call_linear_attention(dtype)
+    call_products(dtype)
+    call_activations(dtype)
+    call_quantization(dtype)
+    call_sampling(8, 128256)
+    call_rope(dtype)
+    call_caches(dtype)
+
+
+def call_norms(dtype) -> None:
+    def rows(hidden_size: int):
+        return torch.randn(NUM_TOKENS, hidden_size, dtype=dtype)
+
+    flashinfer.rmsnorm(rows(4096), torch.ones(4096, dtype=dtype))
+    flashinfer.rmsnorm(rows(4096).half(), torch.ones(4096, dtype=torch.float16))
+    queries = torch.randn(NUM_TOKENS, 32, 128, dtype=dtype)
+    flashinfer.rmsnorm(queries, torch.ones(128, dtype=dtype), out=queries)
+    flashinfer.fused_add_rmsnorm(rows(4096), rows(4096), torch.ones(4096, dtype=dtype))
+    flashinfer.gemma_rmsnorm(rows(3584), torch.zeros(3584, dtype=dtype))
+    flashinfer.gemma_fused_add_rmsnorm(rows(3584), rows(3584), torch.zeros(3584, dtype=dtype))
+    flashinfer.layernorm(rows(128), torch.ones(128), torch.zeros(128))
+
+
+def call_quantized_norms(dtype) -> None:
+    rows, residual = torch.randn(2, NUM_TOKENS, 8192, dtype=dtype)
+    weight = torch.ones(8192, dtype=dtype)
+    out = torch.empty(NUM_TOKENS, 8192, dtype=torch.float8_e4m3fn)
+    flashinfer.rmsnorm_quant(out, rows, weight, 0.02)
+    flashinfer.fused_add_rmsnorm_quant(out, rows, residual, weight, 0.02)
+    factor, offset = torch.ones(4096), torch.zeros(4096)
+    flashinfer.layernorm_quant(out[:, :4096], rows[:, :4096], factor, offset, 0.02)
+    scales = torch.empty(8192 // 128, NUM_TOKENS)
+    normed = torch.empty_like(rows)
+    flashinfer.fused_add_rmsnorm_fp8_block_quant(out, scales, normed, rows, residual, weight)
+    flashinfer.norm.rmsnorm_fp8_block_quant(out, scales, rows, weight)
+    call_video_norm(dtype)
+    flashinfer.fused_rmsnorm_silu(rows, weight)
+    flashinfer.fused_rmsnorm_silu(rows, weight, out=out)
+
+
+def call_linear_attention(dtype) -> None:
+    """A layer of Qwen3-Next and one of Mamba-2, with few sequences."""
+
+    def new(*shape: int):
+        return torch.randn(*shape, dtype=dtype)
+
+    q, v, b = new(2, 3, 16, 128), new(2, 3, 32, 128), new(2, 3, 32)
+    state, gate = torch.randn(4, 32, 128, 128), torch.randn(32)
+    slots = torch.tensor([3, 1], dtype=torch.int32)
+    one = [x[:, :1] for x in (q, q, v)]
+    gdn_decode.gated_delta_rule_decode_pretranspose(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
+    gdn_decode.gated_delta_rule_mtp(
+        q, q, v, state, slots, gate, b, gate, b, disable_state_update=True
+    )
+    gdn_decode_bf16_state.gated_delta_rule_mtp(
+        gate, b, gate, q=q, k=q, v=v, b=b, initial_state_source=state.to(dtype),
+        initial_state_indices=slots,
+    )  # fmt: skip
+    tokens, values, bounds = q.flatten(0, 1), v.flatten(0, 1), torch.tensor([0, 4, 6])
+    for initial in ({}, {"initial_state": state[:2]}):
+        for final in (False, True):
+            gdn_prefill.chunk_gated_delta_rule(
+                tokens, tokens, values, cu_seqlens=bounds, output_final_state=final, **initial
+            )
+    pool, A, D = new(4, 64, 64, 128), -torch.rand(64, 64, 128), torch.ones(64, 64)
+    for steps in ((), (3,)):
+        x, B = new(2, *steps, 64, 64), new(2, *steps, 8, 128)
+        mamba.selective_state_update(pool, x, x, A, B, B, D, state_batch_indices=slots)
+
+
+def call_products(dtype) -> None:
+    """The first weights of an expert of DeepSeek V3, and a query projection of its MLA."""
+    x, weight = torch.randn(NUM_TOKENS, 7168, dtype=dtype), torch.randn(4096, 7168)
+    scale = torch.ones(32, 56)
+    codes = weight.to(torch.float8_e4m3fn)
+    flashinfer.gemm.fp8_blockscale_gemm_sm90(x, codes, weight_scale=scale)
+    x_scale = torch.ones(NUM_TOKENS, 56)
+    flashinfer.gemm.fp8_blockscale_gemm_sm90(x.to(codes.dtype), codes, x_scale, scale)
+    queries = torch.randn(128, NUM_TOKENS, 128).to(codes.dtype)
+    latent = torch.randn(128, 512, 128).to(codes.dtype).transpose(1, 2)
+    one = torch.ones(1)
+    flashinfer.bmm_fp8(queries, latent, one, one, dtype)
+    rows, wide = torch.randn(NUM_TOKENS, 4096, dtype=dtype), torch.randn(6144, 4096, dtype=dtype)
+    flashinfer.mm_bf16(rows, wide.T)
+    flashinfer.mm_bf16(rows, wide.T, bias=wide[:, 0].contiguous())
+    flashinfer.bmm_bf16(queries.to(dtype), latent.to(dtype))
+    gate = torch.randn(256, 7168, dtype=dtype)
+    flashinfer.gemm.tinygemm_bf16(x, gate, torch.empty(NUM_TOKENS, 256, dtype=dtype))
+    call_groupwise_products()
+
+
+def call_groupwise_products() -> None:
+    """The first weights of 8 experts of Qwen3 30B A3B; one of them with every layout of scales."""
+
+    def transposed(scale):
+        return scale.transpose(-1, -2).contiguous()
+
+    groups, padded = 8, 128
+    a = torch.randn(groups, padded, 2048).to(torch.float8_e4m3fn)
+    b = torch.randn(groups, 1536, 2048).to(torch.float8_e4m3fn)
+    a_scale, b_scale = torch.ones(groups, padded, 16), torch.ones(groups, 12, 16)
+    for mode, arrange in (("K", torch.clone), ("MN", transposed)):
+        by_row, by_block, weight_scale = map(arrange, (a_scale[0], a_scale[0, :1], b_scale[0]))
+        gemm.gemm_fp8_nt_groupwise(a[0], b[0], by_row, weight_scale, mode)
+        gemm.gemm_fp8_nt_groupwise(
+            a[0], b[0], by_block, weight_scale, mode, scale_granularity_mnk=(128, 128, 128)
+        )
+        gemm.gemm_fp8_nt_blockscaled(a[0], b[0], by_block, weight_scale, mode)
+
+    starts = torch.arange(groups + 1, dtype=torch.int32) * padded
+    rows, row_scale = a.flatten(0, 1), a_scale.flatten(0, 1)
+    for mode, arrange in (("K", torch.clone), ("MN", transposed)):
+        gemm.group_gemm_fp8_nt_groupwise(
+            rows, b, arrange(row_scale), arrange(b_scale), starts, scale_major_mode=mode
+        )
+    expert = torch.arange(groups, dtype=torch.int32).repeat_interleave(padded)
+    gemm.group_deepgemm_fp8_nt_groupwise(rows, b, row_scale, b_scale, expert)
+    counts = torch.full((groups,), NUM_TOKENS, dtype=torch.int32)
+    gemm.batch_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, counts, NUM_TOKENS)
+    gemm.grouped_mm_bf16(rows.bfloat16(), b.bfloat16(), starts)
+
+
+def call_video_norm(dtype) -> None:
+    """Wan 2.1 14B: 40 heads of 128, a small video."""
+    qkv = torch.randn(2 * 4 * 4, 3 * 40 * 128, dtype=dtype)
+    weight = torch.ones(40 * 128, dtype=dtype)
+    sizes = {"ppf": 2, "pph": 4, "ppw": 4, "head_dim": 128}
+    channels = {"num_frame_channels": 44, "num_height_channels": 42, "num_width_channels": 42}
+    heads = {"num_heads_q": 40, "num_heads_k": 40, "num_heads_v": 40}
+    for output_fp8 in (False, True):
+        flashinfer.fused_qk_rmsnorm_rope(
+            qkv, weight, weight, **sizes, **channels, **heads, output_fp8=output_fp8
+        )
+
+
+def call_activations(dtype) -> None:
+    for function, hidden_size in (
+        (flashinfer.silu_and_mul, 14336),
+        (flashinfer.gelu_and_mul, 10240),
+        (flashinfer.gelu_tanh_and_mul, 14336),
+    ):
+        function(torch.randn(NUM_TOKENS, 2 * hidden_size, dtype=dtype))
+
+
+def call_quantization(dtype) -> None:
+    rows = torch.randn(NUM_TOKENS, 7168, dtype=dtype)
+    for dst_dtype in (None, torch.float8_e5m2, torch.int8):
+        quant.per_token_group_quant_8bit(rows, 128, dst_dtype=dst_dtype)
+        quant.silu_and_mul_per_token_group_quant_8bit(rows[:, :4096], 128, dst_dtype=dst_dtype)
+    quant.per_token_group_quant_8bit(
+        rows, 128, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=True
+    )
+    quant.mxfp8_dequantize_host(*quant.mxfp8_quantize(rows))
+    scale = torch.full((1,), 700.0)
+    codes, scales = quant.nvfp4_quantize(rows, scale)
+    quant.fp4_quantize(rows, scale)
+    quant.e2m1_and_ufp8sf_scale_to_float(codes, scales, 1 / scale)
+    quant.silu_and_mul_nvfp4_quantize(rows[:, :4096], scale)
+    quant.mxfp4_dequantize(*quant.mxfp4_quantize(rows))
+    quant.mxfp4_dequantize_host(*quant.mxfp4_quantize(rows, sfLayout=quant.SfLayout.layout_linear))
+    quant.block_scale_interleave(scales)
+    quant.nvfp4_block_scale_interleave(scales)
+    mask = torch.rand(4096) < 0.5
+    quant.packbits(mask)
+    quant.segment_packbits(mask, torch.tensor([0, 1000, 1024, 4096], dtype=torch.int32), "little")
+
+
+def call_sampling(batch_size: int, vocab_size: int) -> None:
+    logits = torch.randn(batch_size, vocab_size) * 3
+    probs = flashinfer.softmax(logits, torch.full((batch_size,), 0.7))
+    number = torch.arange(batch_size)
+    key = {"seed": number, "offset": number + 1}
+    top_k, top_p = (number + 40).int(), torch.full((batch_size,), 0.9)
+    flashinfer.sampling_from_probs(probs, return_valid=True, **key)
+    flashinfer.sampling_from_logits(logits, **key)
+    flashinfer.top_p_sampling_from_probs(probs, top_p, **key)
+    flashinfer.top_k_sampling_from_probs(probs, top_k, **key)
+    flashinfer.min_p_sampling_from_probs(probs, top_p / 9, **key)
+    flashinfer.top_k_top_p_sampling_from_probs(probs, top_k, top_p, **key)
+    flashinfer.top_k_top_p_sampling_from_probs(
+        probs, top_k, top_p, filter_apply_order="joint", **key
+    )
+    flashinfer.top_k_top_p_sampling_from_logits(logits, top_k, top_p, **key)
+    flashinfer.top_k_renorm_probs(probs, top_k)
+    flashinfer.top_p_renorm_probs(probs, top_p)
+    flashinfer.top_k_mask_logits(logits, top_k)
+    tokens = torch.ones(2, 3, dtype=torch.int32)
+    chain = (probs[:6].view(2, 3, -1), tokens, probs.view(2, 4, -1))
+    flashinfer.chain_speculative_sampling(*chain, seed=number[:2], offset=number[:2])
+
+    lengths = (number * 4096 + 1024).int()
+    flashinfer.top_k(logits, 2048)
+    pages = torch.arange(batch_size * 2048).view(batch_size, 2048).int()
+    flashinfer.top_k_page_table_transform(logits, pages, lengths, 2048, page_size=64)
+    flashinfer.top_k_ragged_transform(logits, lengths, lengths, 2048)
+
+
+def call_rope(dtype) -> None:
+    """Llama 3.1 8B; DeepSeek V3 with one of 8 shards of its heads."""
+    q, k = (
+        torch.randn(NUM_TOKENS, 32, 128, dtype=dtype),
+        torch.randn(NUM_TOKENS, 8, 128, dtype=dtype),
+    )
+    pos_ids = torch.arange(NUM_TOKENS, dtype=torch.int32)
+    requests = torch.tensor([0, 20, NUM_TOKENS]).int(), torch.tensor([0, 100]).int()
+    for name in ("apply_rope", "apply_llama31_rope"):
+        for inplace in ("", "_inplace"):
+            getattr(rope, f"{name}{inplace}")(q, k, *requests)
+            getattr(rope, f"{name}_pos_ids{inplace}")(q, k, pos_ids)
+    angle = torch.arange(4096.0)[:, None] * 1e4 ** (-torch.arange(64) / 64)
+    cache = torch.cat([angle.cos(), angle.sin()], -1)
+    half = torch.cat([angle[:, ::2].cos(), angle[:, ::2].sin()], -1)
+    for query, key in ((q, k), (q.flatten(1), k.flatten(1))):
+        rope.apply_rope_with_cos_sin_cache(pos_ids, query, key, 128, cache)
+        rope.apply_rope_with_cos_sin_cache_inplace(pos_ids, query, key, 128, cache)
+
+    heads = torch.randn(NUM_TOKENS, 16, 576, dtype=dtype)
+    q_mla = heads[..., 512:], heads[..., :512]
+    k_mla = heads[:, 0, 512:], heads[:, 0, :512]
+    parts = q_mla[0], k_mla[0], q_mla[1], k_mla[1]
+    rope.mla_rope_quantize_fp8(*parts, half, pos_ids, is_neox=False)
+    rope.rope_quantize_fp8(*parts, half, pos_ids)
+    rope.rope_quantize_fp8(q, k, None, None, cache, pos_ids)
+    i32 = {"dtype": torch.int32}
+    table = torch.tensor([3, 0, 1], **i32), torch.tensor([0, 3], **i32)
+    where = torch.zeros(NUM_TOKENS, **i32), pos_ids
+    fp8 = torch.float8_e4m3fn
+    latent = torch.zeros(4, 16, 576).to(fp8)
+    rope.rope_quantize_fp8_append_paged_kv_cache(
+        *parts, None, half, pos_ids, (latent[..., :512], latent[..., 512:]), *table, *where
+    )
+    for kv_layout, inner in (("NHD", (16, 8)), ("HND", (8, 16))):
+        caches = torch.zeros(4, 2, *inner, 128).to(fp8).unbind(1)
+        rope.rope_quantize_fp8_append_paged_kv_cache(
+            q, k, None, None, k, cache, pos_ids, caches, *table, *where, kv_layout=kv_layout
+        )
+
+
+def call_caches(dtype) -> None:
+    """Llama 3.1 8B with pages of 16; latent attention of DeepSeek V3 with pages of 64."""
+    i32 = {"dtype": torch.int32}
+    append_indptr = torch.tensor([0, 20, 30], **i32)
+    seq_lens = torch.tensor([100, 10], **i32)
+    where = flashinfer.get_batch_indices_positions(append_indptr, seq_lens, NUM_TOKENS)
+    table = torch.arange(8, **i32), torch.tensor([0, 7, 8], **i32), torch.tensor([4, 10], **i32)
+    flashinfer.get_seq_lens(*table[1:], 16)
+    k, v = torch.randn(2, NUM_TOKENS, 8, 128, dtype=dtype)
+    for kv_layout, inner in (("NHD", (16, 8)), ("HND", (8, 16))):
+        fused = torch.zeros(8, 2, *inner, 128, dtype=dtype)
+        for cache in (fused, fused.unbind(1)):
+            flashinfer.append_paged_kv_cache(k, v, *where, cache, *table, kv_layout)
+    latent = torch.zeros(8, 64, 576, dtype=dtype)
+    rows = torch.randn(NUM_TOKENS, 576, dtype=dtype)
+    parts = latent[..., :512], latent[..., 512:]
+    flashinfer.append_paged_mla_kv_cache(rows[:, :512], rows[:, 512:], *where, *parts, *table)
+
+    states, lse = torch.randn(NUM_TOKENS, 4, 32, 128, dtype=dtype), torch.randn(NUM_TOKENS, 4, 32)
+    flashinfer.merge_states(states, lse)
+    pair = states[:, 0], lse[:, 0], states[:, 1], lse[:, 1]
+    flashinfer.merge_state(*pair)
+    flashinfer.merge_state_in_place(*pair)
+    flashinfer.merge_state_in_place(*pair, torch.ones(NUM_TOKENS, dtype=torch.bool))
+
+    nope, shared = torch.randn(2, NUM_TOKENS, 128, 128, dtype=dtype).unbind()
+    key = torch.empty(NUM_TOKENS, 128, 192, dtype=dtype)
+    concat_mla_k(key, nope, shared[:, :1, :64])
