@@ -323,13 +323,8 @@ class BatchMLAPagedAttentionWrapper:
         check_page_numbers("kv_indices", batch.kv_indices, self._kv_indices_buf, batch.kv_indptr)
 
     def _copy_to_buffers(self, batch: MlaBatch) -> torch.Tensor:
-        buffers = (self._qo_indptr_buf, self._kv_indptr_buf, self._kv_len_arr_buf)
-        values = (batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
-        for name, value, buffer in zip(
-            ("qo_indptr", "kv_indptr", "kv_len_arr"), values, buffers, strict=True
-        ):
-            assert buffer is not None
-            copy_to_buffer(name, value, buffer)
+        for name in ("qo_indptr", "kv_indptr", "kv_len_arr"):
+            copy_to_buffer(name, getattr(batch, name), getattr(self, f"_{name}_buf"))
         assert self._kv_indices_buf is not None
         return copy_to_buffer("kv_indices", batch.kv_indices, self._kv_indices_buf)
 
