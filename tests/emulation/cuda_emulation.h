@@ -121,6 +121,8 @@ inline void sincospif(float x, float* sine, float* cosine) {
   *cosine = static_cast<float>(std::cos(kPi * x));
 }
 
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
 template <typename T>
 inline T __ldcs(const T* address) {
   return *address;

@@ -17,7 +17,7 @@
 #pragma once
 
 #include <flashinfer/common/math.cuh>
-#include <flashinfer/mla/sm90/output.cuh>
+#include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
@@ -374,7 +374,7 @@ class MlaConsumer {
     for (int h = 0; h < 2; ++h) {
       sum[h] = control_.sums[parity][0][row_ + 8 * h] + control_.sums[parity][1][row_ + 8 * h];
     }
-    write_output<Tile, kGroup>(params_, item, output, largest_, sum, row_, lane_idx_);
+    write_output<Tile>(params_, item, output, largest_, sum, kGroup, row_, lane_idx_);
   }
 
   const MlaParams& params_;

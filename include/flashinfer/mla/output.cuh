@@ -4,24 +4,23 @@
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/row_end.cuh>
-#include <flashinfer/mla/sm90/tile.cuh>
 
 namespace flashinfer {
 
-// `output`: the thread's accumulators of the columns of warpgroup `kGroup`, in rows `row` and
-// `row` + 8 of the tile.
-template <typename Tile, int kGroup>
+// `output`: the thread's accumulators in rows `row` and `row` + 8 of the tile, for the first or,
+// with `half` 1, the second half of the columns.
+template <typename Tile>
 __device__ __forceinline__ void write_output(const MlaParams& params, const MlaWorkItem& item,
                                              const float (&output)[Tile::kOutputTiles][4],
                                              const float (&largest)[2], const float (&sum)[2],
-                                             int row, int lane_idx) {
+                                             int half, int row, int lane_idx) {
   const int num_rows = item.qo_len * static_cast<int>(params.num_heads.divisor) - item.row_begin;
-  const int column = kGroup * (Tile::kDimCkv / 2) + lane_idx % 4 * 2;
+  const int column = half * (Tile::kDimCkv / 2) + lane_idx % 4 * 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int tile_row = row + 8 * h;
     if (tile_row >= num_rows) continue;
-    const bool writes_lse = kGroup == 0 && lane_idx % 4 == 0;
+    const bool writes_lse = half == 0 && lane_idx % 4 == 0;
     using O = typename Tile::O;
     O* target;
     float factor;

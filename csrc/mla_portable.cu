@@ -1,0 +1,17 @@
+#include "mla.h"
+
+#include <flashinfer/mla/portable/launch.cuh>
+
+namespace flashinfer {
+
+cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
+  using T = dtype::FLASHINFER_CFG_DTYPE_Q;
+  using O = dtype::FLASHINFER_CFG_DTYPE_O;
+  constexpr int kDimCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kDimKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
+  const cudaError_t status =
+      launch_mla_portable<T, O, kDimCkv, kDimKpe>(params, enable_pdl, stream);
+  if (status != cudaSuccess || !merges) return status;
+  return launch_mla_merge<O, kDimCkv>(params, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,188 @@
+// Random MLA problems through the planner, the portable kernel and the merge, emulated on the CPU,
+// against a reference in double precision.
+//
+//   mla_emulation <cases>
+//
+// Prints what is wrong with the first bad case and exits with 1.
+#include "cuda_emulation.h"
+// The order matters: the builtins come first.
+#include "mla_portable.cu"
+
+#include <flashinfer/scheduler/mla_plan.h>
+
+#include <random>
+#include <vector>
+
+namespace flashinfer {
+namespace {
+
+using T = dtype::FLASHINFER_CFG_DTYPE_Q;
+using O = dtype::FLASHINFER_CFG_DTYPE_O;
+constexpr int kCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
+
+struct Random {
+  std::mt19937 engine{5};
+  int integer(int low, int high) { return std::uniform_int_distribution<int>(low, high)(engine); }
+  float normal(float width) { return std::normal_distribution<float>(0.f, width)(engine); }
+  bool one_in(int n) { return integer(1, n) == 1; }
+};
+
+// Rows of `dim` values with a gap after each, which is NaN.
+struct Matrix {
+  int dim, pitch;
+  std::vector<T> values;
+
+  Matrix(Random& random, int rows, int dim)
+      : dim(dim), pitch(dim + 8), values(size_t(rows) * pitch, from_float<T>(NAN)) {
+    for (int row = 0; row < rows; ++row) fill(random, row);
+  }
+  void fill(Random& random, int row) {
+    for (int i = 0; i < dim; ++i) values[size_t(row) * pitch + i] = from_float<T>(random.normal(1));
+  }
+  const T* row(int64_t index) const { return &values[index * pitch]; }
+};
+
+struct Case {
+  int heads, page_size, num_pages;
+  bool causal, sinks;
+  std::vector<MlaRequest> requests;
+  std::vector<int32_t> indices;
+  int tokens = 0;
+
+  explicit Case(Random& random) {
+    heads = random.one_in(3) ? random.integer(1, 20) : 16;
+    page_size = random.one_in(2) ? 1 << random.integer(0, 6) : random.integer(1, 40);
+    causal = random.one_in(2);
+    sinks = random.one_in(3);
+    const int batch = random.integer(1, 4);
+    int pages = 0;
+    for (int i = 0; i < batch; ++i) {
+      const int qo_len = random.one_in(6) ? 0 : random.integer(1, 5);
+      const int kv_len = random.one_in(6) ? random.integer(0, 3) : random.integer(1, 500);
+      requests.push_back({tokens, qo_len, pages, kv_len});
+      tokens += qo_len;
+      pages += (kv_len + page_size - 1) / page_size;
+    }
+    num_pages = pages + 2;
+    for (int i = 0; i < pages; ++i) indices.push_back(i);
+    std::shuffle(indices.begin(), indices.end(), random.engine);
+  }
+};
+
+bool check(Random& random) {
+  const Case problem(random);
+  const int rows = std::max(problem.tokens, 1) * problem.heads;
+  Matrix q_nope(random, rows, kCkv), q_pe(random, rows, kKpe);
+  Matrix ckv(random, problem.num_pages * problem.page_size, kCkv);
+  Matrix kpe(random, problem.num_pages * problem.page_size, kKpe);
+  const auto slot_of = [&](const MlaRequest& request, int token) {
+    return int64_t{problem.indices[request.kv_base + token / problem.page_size]} *
+               problem.page_size +
+           token % problem.page_size;
+  };
+  // What no request has is NaN.
+  std::vector<bool> used(problem.num_pages * problem.page_size);
+  for (const MlaRequest& request : problem.requests) {
+    for (int token = 0; token < request.kv_len; ++token) used[slot_of(request, token)] = true;
+  }
+  for (size_t i = 0; i < used.size(); ++i) {
+    if (used[i]) continue;
+    std::fill_n(ckv.values.begin() + i * ckv.pitch, kCkv, from_float<T>(NAN));
+    std::fill_n(kpe.values.begin() + i * kpe.pitch, kKpe, from_float<T>(NAN));
+  }
+
+  MlaPlanner planner;
+  MlaPlan plan = {};
+  const MlaPlanConfig config = {problem.heads, random.integer(1, 9), problem.causal,
+                                !random.one_in(4)};
+  planner.plan(config, problem.requests, plan);
+  std::vector<uint4> ints(plan.int_bytes / 16 + 1);
+  planner.write(reinterpret_cast<char*>(ints.data()));
+  std::vector<float> floats(mla_float_bytes(plan.num_ctas, plan.num_slots, kCkv) / 4, NAN);
+  std::vector<O> out(size_t(rows) * kCkv, from_float<O>(NAN));
+  std::vector<float> lse(rows, NAN), sinks(problem.heads);
+  for (float& sink : sinks) sink = random.normal(2.f);
+
+  MlaParams params = {};
+  params.q_nope = {q_nope.values.data(), int64_t{q_nope.pitch} * problem.heads, q_nope.pitch};
+  params.q_pe = {q_pe.values.data(), int64_t{q_pe.pitch} * problem.heads, q_pe.pitch};
+  params.o = {out.data(), int64_t{kCkv} * problem.heads, kCkv};
+  params.ckv = {ckv.values.data(), int64_t{ckv.pitch} * problem.page_size, ckv.pitch};
+  params.kpe = {kpe.values.data(), int64_t{kpe.pitch} * problem.page_size, kpe.pitch};
+  params.kv_indices = problem.indices.data();
+  params.lse = lse.data();
+  params.sinks = problem.sinks ? sinks.data() : nullptr;
+  const MlaPlanLayout layout(plan.num_ctas);
+  const char* base = reinterpret_cast<const char*>(ints.data());
+  params.header = reinterpret_cast<const MlaPlanHeader*>(base);
+  params.cta_begin = reinterpret_cast<const int32_t*>(base + layout.cta_begin_offset);
+  params.merges = reinterpret_cast<const MlaMerge*>(base + layout.merges_offset);
+  params.items = reinterpret_cast<const MlaWorkItem*>(base + layout.items_offset);
+  params.partial_lse = floats.data();
+  params.partial_o = floats.data() + mla_most_slots(plan.num_ctas) * kMlaTileRows;
+  params.num_heads = FastDivisor(problem.heads);
+  params.page_size = FastDivisor(problem.page_size);
+  params.num_pages = problem.num_pages;
+  params.num_ctas = plan.num_ctas;
+  const float sm_scale = 1.f / std::sqrt(128.f + kKpe);
+  params.sm_scale_log2 = sm_scale * 1.44269504f;
+  params.o_scale = random.one_in(2) ? 1.f : 0.5f;
+  params.lse_factor = random.one_in(2) ? 1.f : 0.69314718f;
+  params.causal = problem.causal;
+  if (mla(params, plan.num_merges > 0, false, nullptr) != cudaSuccess) emulation::fail("no launch");
+
+  for (const MlaRequest& request : problem.requests) {
+    for (int q = 0; q < request.qo_len; ++q) {
+      for (int head = 0; head < problem.heads; ++head) {
+        const int row = (request.qo_begin + q) * problem.heads + head;
+        const int seen =
+            problem.causal ? std::max(0, request.kv_len - request.qo_len + q + 1) : request.kv_len;
+        std::vector<double> expected(kCkv), magnitude(kCkv);
+        double sum = problem.sinks ? std::exp(double{sinks[head]}) : 0.;
+        for (int token = 0; token < seen; ++token) {
+          const int64_t slot = slot_of(request, token);
+          double logit = 0.;
+          for (int i = 0; i < kCkv; ++i)
+            logit += double{to_float(q_nope.row(row)[i])} * to_float(ckv.row(slot)[i]);
+          for (int i = 0; i < kKpe; ++i)
+            logit += double{to_float(q_pe.row(row)[i])} * to_float(kpe.row(slot)[i]);
+          const double weight = std::exp(logit * sm_scale);
+          sum += weight;
+          for (int i = 0; i < kCkv; ++i) {
+            expected[i] += weight * to_float(ckv.row(slot)[i]);
+            magnitude[i] += weight * std::fabs(to_float(ckv.row(slot)[i]));
+          }
+        }
+        const double log_sum = std::log2(sum) * params.lse_factor;
+        if (!(lse[row] == log_sum || std::fabs(lse[row] - log_sum) < 2e-3)) {
+          std::printf("lse of row %d: got %g, expected %g\n", row, lse[row], log_sum);
+          return false;
+        }
+        for (int i = 0; i < kCkv; ++i) {
+          const double factor = sum == 0. ? 0. : params.o_scale / sum;
+          const double got = to_float(out[size_t(row) * kCkv + i]);
+          if (!(std::fabs(got - expected[i] * factor) <= 0.01 * (magnitude[i] * factor) + 1e-30)) {
+            std::printf("output %d of row %d: got %g, expected %g\n", i, row, got,
+                        expected[i] * factor);
+            return false;
+          }
+        }
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace flashinfer
+
+int main(int argc, char** argv) {
+  flashinfer::Random random;
+  for (int i = 0; i < std::atoi(argv[1]); ++i) {
+    if (!flashinfer::check(random)) {
+      std::printf("in case %d\n", i);
+      return 1;
+    }
+  }
+  return 0;
+}
