@@ -7,6 +7,7 @@ import torch
 
 from .._attention.checks import check_backend
 from .._attention.index_tensors import check_buffer, check_page_numbers, copy_to_buffer
+from .._common.arch import is_sm90a_supported
 from .._common.checks import flag as check_flag
 from .._common.checks import optional_flag as check_optional_flag
 from .._common.checks import tensor as check_tensor
@@ -53,7 +54,8 @@ class BatchMLAPagedAttentionWrapper:
         With `use_cuda_graph`: int32 buffers on the device, of ``capacity + 1`` elements, the same,
         of the most page numbers a batch can have, and of ``capacity``. ``plan`` fills them.
     backend : str
-        ``"auto"`` or ``"fa3"``, the kernel for Hopper.
+        ``"fa2"``, the kernel for every GPU, ``"fa3"``, the one for Hopper, or ``"auto"``: the
+        second where the GPU is a Hopper.
 
     Raises
     ------
@@ -94,7 +96,7 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        check_backend(backend, ("auto", "fa3"))
+        check_backend(backend, ("auto", "fa2", "fa3"))
         check_tensor("float_workspace_buffer", float_workspace_buffer)
         if not float_workspace_buffer.is_contiguous():
             raise ValueError("`float_workspace_buffer` must be contiguous")
@@ -258,7 +260,7 @@ class BatchMLAPagedAttentionWrapper:
                 f"`kv_indices` must have the {int(batch.kv_indptr[-1])} elements of `kv_indptr`, "
                 f"got {batch.kv_indices.numel()}"
             )
-        config = options.config("fa3")
+        config = options.config(self._kernel_name())
         self._make_plan(options, batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
         if self._use_cuda_graph:
             self._kv_indices = self._copy_to_buffers(batch)
@@ -312,6 +314,13 @@ class BatchMLAPagedAttentionWrapper:
             )
         self._make_plan(options, qo_indptr, kv_indptr, kv_len_arr)
         self._batch = MlaBatch(qo_indptr, kv_indptr, self._kv_indices, kv_len_arr)
+
+    def _kernel_name(self) -> str:
+        """The backend, chosen by the device where it is ``"auto"``."""
+        if self._backend != "auto":
+            return self._backend
+        has_hopper_kernel = self.device.type != "cuda" or is_sm90a_supported(self.device)
+        return "fa3" if has_hopper_kernel else "fa2"
 
     def _check_capacity(self, batch: MlaBatch) -> None:
         assert self._kv_len_arr_buf is not None and self._kv_indices_buf is not None

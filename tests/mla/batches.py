@@ -17,6 +17,8 @@ from flashinfer.trace.templates.mla import mla_run_trace
 
 BF16, FP16 = torch.bfloat16, torch.float16
 WORKSPACE_BYTES = 64 << 20
+BACKENDS = ["fa2", "fa3"] if torch.cuda.is_available() else ["auto"]
+"""Kernels to test; without a GPU there is one reference for all."""
 
 
 def need_hopper(device: torch.device) -> None:
@@ -97,9 +99,12 @@ class Batch:
         return parts
 
 
+default_backend = "auto"  # of `make_wrapper`; a fixture may change it
+
+
 def make_wrapper(device: torch.device, **options: Any) -> BatchMLAPagedAttentionWrapper:
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return BatchMLAPagedAttentionWrapper(workspace, **options)
+    return BatchMLAPagedAttentionWrapper(workspace, **{"backend": default_backend, **options})
 
 
 def check(wrapper: BatchMLAPagedAttentionWrapper, **arguments: Any) -> dict[str, torch.Tensor]:

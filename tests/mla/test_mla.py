@@ -9,14 +9,21 @@ import pytest
 import torch
 
 from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+from tests.mla import batches
 from tests.mla.batches import BF16, FP16, Batch, check, indptr, make_wrapper, need_hopper
 
 MIXED = (700, 64, 0, 1, 129, 1300)
 
 
-@pytest.fixture(autouse=True)
-def hopper(device: torch.device) -> None:
-    need_hopper(device)
+@pytest.fixture(autouse=True, params=batches.BACKENDS)
+def backend(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Every test runs with every kernel."""
+    if request.param != "fa2":
+        need_hopper(device)
+    monkeypatch.setattr(batches, "default_backend", request.param)
+    return request.param
 
 
 def run(batch: Batch, device: torch.device, **arguments: Any) -> dict[str, torch.Tensor]:

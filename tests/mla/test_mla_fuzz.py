@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.mla.batches import BF16, FP16, Batch, check, make_wrapper, need_hopper, randn
+from tests.mla.batches import BACKENDS, BF16, FP16, Batch, check, make_wrapper, need_hopper, randn
 
 CASES, FULL_CASES, CPU_CASES = 150, 2500, 8
 
@@ -81,7 +81,8 @@ def test_random_batches(device: torch.device, full: bool):
         batch = draw_batch(draw)
         if device.type != "cuda" and sum(batch.qo_lens) * batch.num_heads > 300:
             continue
-        wrapper = make_wrapper(device)
+        backend = draw.choice(BACKENDS)
+        wrapper = make_wrapper(device, backend=backend)
         sm_scale = draw.choice([192**-0.5, 0.01, 0.5])
         batch.plan(wrapper, sm_scale=sm_scale)
         arguments = spread_out(draw, batch.arguments(device))
@@ -90,7 +91,9 @@ def test_random_batches(device: torch.device, full: bool):
         try:
             check(wrapper, **arguments, **options)
         except Exception as error:
-            raise AssertionError(f"case {case}: {batch}, {sm_scale=}, {options}") from error
+            raise AssertionError(
+                f"case {case}: {batch}, {backend=}, {sm_scale=}, {options}"
+            ) from error
         if sum(batch.qo_lens) == 0:
             continue
         wrong = {**arguments, name: spoil(arguments.get(name))}

@@ -1,4 +1,4 @@
-"""Latent attention for Hopper: what it multiplies with, no spills, seconds to compile."""
+"""Latent attention: what it multiplies with, no spills, seconds to compile."""
 
 from __future__ import annotations
 
@@ -65,3 +65,26 @@ def test_it_multiplies_by_warpgroups_without_spills(
     assert code.count(WARPGROUP) < found, "each product waits for the one before"
     assert UTMALDG in code, "pages come through the copy engine"
     assert LDGSTS in code, "queries and small pages are copied by threads"
+
+
+@pytest.mark.parametrize(
+    ("arch", "dims"),
+    [
+        ("9.0", (512, 64)),
+        pytest.param("8.0", (512, 64), marks=pytest.mark.full),
+        pytest.param("8.6", (512, 0), marks=pytest.mark.full),
+        pytest.param("9.0", (256, 64), marks=pytest.mark.full),
+    ],
+)
+def test_the_portable_kernel_multiplies_by_warps_without_spills(
+    arch: str, dims: tuple[int, int], strict_build: pytest.MonkeyPatch, tmp_path: Path
+):
+    strict_build.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", arch)
+    library, seconds = build(MlaConfig("fa2", BF16, BF16, BF16, *dims))
+    assert seconds < CPU_SECONDS
+    ((_, code),) = (
+        (name, code) for name, code in read_opcodes(library).items() if "portable" in name[0]
+    )
+    assert HMMA in code and LDGSTS in code
+    assert not any(code.count(opcode) for opcode in HGMMA)

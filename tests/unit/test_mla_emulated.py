@@ -40,9 +40,7 @@ def find_fault(
         (860, "float16", (256, 64)),
     ],
 )
-def test_random_problems(
-    emulator: Emulator, arch: int, dtype: str, dims: tuple[int, int]
-) -> None:
+def test_random_problems(emulator: Emulator, arch: int, dtype: str, dims: tuple[int, int]) -> None:
     assert not find_fault(emulator, arch, dtype, dims)
 
 

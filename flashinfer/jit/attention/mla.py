@@ -17,7 +17,9 @@ from ..core import JitSpec
 from ..registry import register_generator
 from .hopper import TARGET_FLAGS
 
-BACKENDS = ("fa3",)
+BACKENDS = {"fa2": "mla_portable.cu", "fa3": "mla_sm90.cu"}
+"""Kernels by name: for every GPU, and for Hopper."""
+
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = ((512, 64), (512, 0), (256, 64), (256, 0))
 """Pairs (head_dim_ckv, head_dim_kpe) that there are kernels for."""
@@ -41,7 +43,7 @@ class MlaConfig(ModuleConfig):
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"`backend` must be one of {BACKENDS}, got {self.backend!r}")
+            raise ValueError(f"`backend` must be one of {tuple(BACKENDS)}, got {self.backend!r}")
         check_dtype("q_data_type", self.dtype_q, DTYPES)
         check_dtype("kv_data_type", self.dtype_kv, (self.dtype_q,))
         check_dtype("output_dtype", self.dtype_o, DTYPES)
@@ -57,8 +59,9 @@ class MlaConfig(ModuleConfig):
 
 
 def _aot_configs() -> Iterator[MlaConfig]:
-    for dtype in DTYPES:
-        yield MlaConfig("fa3", dtype, dtype, dtype, 512, 64)
+    for backend in BACKENDS:
+        for dtype in DTYPES:
+            yield MlaConfig(backend, dtype, dtype, dtype, 512, 64)
 
 
 def _preset_configs() -> Iterator[MlaConfig]:
@@ -71,8 +74,8 @@ def gen_mla_module_of(config: MlaConfig) -> JitSpec:
     csrc = jit_env.FLASHINFER_CSRC_DIR
     return JitSpec.from_config(
         config,
-        [csrc / "mla_sm90.cu", csrc / "mla_jit_binding.cc"],
-        extra_cuda_cflags=list(TARGET_FLAGS),
+        [csrc / BACKENDS[config.backend], csrc / "mla_jit_binding.cc"],
+        extra_cuda_cflags=list(TARGET_FLAGS) if config.backend == "fa3" else None,
     )
 
 
@@ -114,7 +117,7 @@ def gen_batch_mla_module(
     Parameters
     ----------
     backend : str
-        ``"fa3"``.
+        ``"fa2"``, for every GPU, or ``"fa3"``, for Hopper.
     dtype_q, dtype_kv, dtype_o : torch.dtype
         Types of queries, caches and outputs.
     dtype_idx : torch.dtype
