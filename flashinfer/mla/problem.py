@@ -10,6 +10,7 @@ import torch
 
 from .._attention.checks import resolve_dtype, scalar
 from .._attention.index_tensors import check_index_vector, device_indices, host_indices
+from .._common.arch import is_sm90a_supported
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
@@ -63,8 +64,11 @@ class MlaOptions:
     o_dtype: torch.dtype
     lse_mode: str
 
-    def config(self, backend: str) -> MlaConfig:
-        """The kernel's configuration."""
+    def config(self, backend: str, device: torch.device) -> MlaConfig:
+        """The configuration of the kernel for a device; `backend` may be ``"auto"``."""
+        if backend == "auto":
+            on_hopper = device.type != "cuda" or is_sm90a_supported(device)
+            backend = "fa3" if on_hopper else "fa2"
         types = (self.q_dtype, self.kv_dtype, self.o_dtype)
         return MlaConfig(backend, *types, self.head_dim_ckv, self.head_dim_kpe)
 

@@ -7,7 +7,6 @@ import torch
 
 from .._attention.checks import check_backend
 from .._attention.index_tensors import check_buffer, check_page_numbers, copy_to_buffer
-from .._common.arch import is_sm90a_supported
 from .._common.checks import flag as check_flag
 from .._common.checks import optional_flag as check_optional_flag
 from .._common.checks import tensor as check_tensor
@@ -260,7 +259,7 @@ class BatchMLAPagedAttentionWrapper:
                 f"`kv_indices` must have the {int(batch.kv_indptr[-1])} elements of `kv_indptr`, "
                 f"got {batch.kv_indices.numel()}"
             )
-        config = options.config(self._kernel_name())
+        config = options.config(self._backend, self.device)
         self._make_plan(options, batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
         if self._use_cuda_graph:
             self._kv_indices = self._copy_to_buffers(batch)
@@ -314,13 +313,6 @@ class BatchMLAPagedAttentionWrapper:
             )
         self._make_plan(options, qo_indptr, kv_indptr, kv_len_arr)
         self._batch = MlaBatch(qo_indptr, kv_indptr, self._kv_indices, kv_len_arr)
-
-    def _kernel_name(self) -> str:
-        """The backend, chosen by the device where it is ``"auto"``."""
-        if self._backend != "auto":
-            return self._backend
-        has_hopper_kernel = self.device.type != "cuda" or is_sm90a_supported(self.device)
-        return "fa3" if has_hopper_kernel else "fa2"
 
     def _check_capacity(self, batch: MlaBatch) -> None:
         assert self._kv_len_arr_buf is not None and self._kv_indices_buf is not None
