@@ -1,3 +1,5 @@
+//   attention_kv_tile()
+//   attention_hopper_kv_tile(query_bytes, widens, tile_q, head_dim_qk, head_dim_vo)
 //   attention_planner_size()
 //   attention_plan_layout_size()
 //   attention_plan_create(planner, layout)
@@ -13,11 +15,12 @@
 //   attention_estimate(estimate, model, argument_names, qo_indptr, kv_indptr, kv_len, last_page_len,
 //                      page_size, tokens_per_request, causal, window_left)
 //
-// `planner` holds the bytes of a planner, attention_planner_size() of them. `create` makes one and
-// writes its plans to `layout`, the bytes of a PlanLayout, attention_plan_layout_size() of them,
-// which must live as long as the planner. `config`, `model` and `estimate` hold the bytes of a
-// PlanConfig, a KernelModel and a KernelEstimate; the last is written. The next plan also takes the
-// requests of `second`, which have separate tensors. The `_bytes` functions describe the latest
+// The first two return the tokens by which plans for the portable and for the Hopper kernel cut
+// keys. `planner` holds the bytes of a planner, attention_planner_size() of them. `create` makes
+// one and writes its plans to `layout`, the bytes of a PlanLayout, attention_plan_layout_size() of
+// them, which must live as long as the planner. `config`, `model` and `estimate` hold the bytes of
+// a PlanConfig, a KernelModel and a KernelEstimate; the last is written. The next plan also takes
+// the requests of `second`, which have separate tensors. The `_bytes` functions describe the latest
 // plan.
 //
 // A CUDA int_workspace is filled by one asynchronous copy on the current stream, and a CPU tensor
@@ -25,6 +28,7 @@
 // argument_names is a position in kArgumentNames. With page_size 0, keys are ragged. If qo_indptr
 // is None, every request has tokens_per_request tokens. kv_len and last_page_len may be None. All
 // index tensors are on the host.
+#include <flashinfer/attention/kv_tiles.h>
 #include <flashinfer/scheduler/attention_choice.h>
 #include <flashinfer/scheduler/attention_plan.h>
 
@@ -169,6 +173,23 @@ void write_plan(Planner& planner, const Tensor& workspace) {
 }  // namespace flashinfer
 
 using namespace flashinfer;
+
+FLASHINFER_FFI_EXPORT_INT(attention_kv_tile, args) {
+  args.all_taken();
+  return kTileKV;
+}
+
+FLASHINFER_FFI_EXPORT_INT(attention_hopper_kv_tile, args) {
+  const bool is_8_bit = args.integer_in("query_bytes", 1, 2) == 1;
+  const bool widens = args.flag("widens");
+  const int consumers = static_cast<int>(args.integer_in("tile_q", 64, 192)) / 64;
+  const int head_dim_qk = static_cast<int>(args.integer_in("head_dim_qk", 1, 256));
+  const int head_dim_vo = static_cast<int>(args.integer_in("head_dim_vo", 1, 256));
+  const OperandForm form = is_8_bit ? OperandForm::k8Bit
+                           : widens ? OperandForm::kWidened
+                                    : OperandForm::k16Bit;
+  return hopper_plan_tile(form, consumers, head_dim_qk, head_dim_vo);
+}
 
 FLASHINFER_FFI_EXPORT_INT(attention_planner_size, args) {
   args.all_taken();

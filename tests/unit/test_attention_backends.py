@@ -20,6 +20,7 @@ from flashinfer._attention.plan.requests import (
 )
 from flashinfer._attention.plan.spec import AttentionSpec
 from flashinfer._attention.plan.speeds import SPEEDS
+from flashinfer._attention.plan.tiles import hopper_tiles
 from flashinfer.jit import current_compilation_context
 from flashinfer.jit.attention import (
     AttentionConfig,
@@ -142,7 +143,7 @@ def test_configurations_with_a_kernel(fields: dict[str, Any]):
 
 def test_kv_tiles_are_powers_of_two_that_fit():
     for qk, vo in hopper.HEAD_DIMS:
-        tile = hopper.hopper_tile_kv(qk, vo)
+        tile = hopper_tiles(torch.bfloat16, torch.bfloat16, qk, vo).tile_kv
         assert tile & (tile - 1) == 0
         query_and_two_stages = 2 * (hopper.hopper_tile_q(qk, vo) * qk + 2 * tile * (qk + vo))
         assert query_and_two_stages <= 227 << 10

@@ -21,8 +21,9 @@ from flashinfer._attention.plan.speeds import (
     KernelSpeed,
     kernel_model,
 )
+from flashinfer._attention.plan.tiles import hopper_tiles
 from flashinfer.jit.attention.config import choose_tile_q
-from flashinfer.jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
+from flashinfer.jit.attention.hopper import hopper_tile_q, is_widened
 from tests.attention_plans import Requests
 from tests.attention_shares import Totals, best_shares
 from tests.native_structs import struct_dtype
@@ -142,12 +143,12 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     mean = sum(rows) / len(rows) if rows else 0
     tile_q = choose_tile_q(max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size)
     widens = is_widened(BF16, launch.kv_dtype)
-    tile_kv = hopper_tile_kv(*launch.head_dims, widens)
+    tile_kv = hopper_tiles(BF16, launch.kv_dtype, *launch.head_dims).tile_kv
     of_few, portable, later, slower = 1.0, 1.0, 0.0, 1.0
     kind = speeds.widened if widens else speeds
     if widens:
         of_few, portable, later, slower = speeds.widened[:4]
-        slower *= tile_kv / hopper_tile_kv(*launch.head_dims)
+        slower *= tile_kv / hopper_tiles(BF16, BF16, *launch.head_dims).tile_kv
     if not has_boxes(batch.page_size, tile_kv):
         slower *= kind.gathered
 

@@ -10,6 +10,7 @@ import torch
 from strict_build import build_and_measure
 from strict_build import strict_build as strict_build
 
+from flashinfer._attention.plan.tiles import hopper_tiles
 from flashinfer.jit import JitSpec
 from flashinfer.jit.attention import AttentionConfig, gen_attention_module, hopper, make_variant
 from flashinfer.jit.binary import read_kernels, read_opcodes
@@ -86,8 +87,8 @@ def code_of(spec: JitSpec) -> list[int]:
 def matrix_products(value: AttentionConfig) -> int:
     """Instructions of 64 rows, 32 bytes of terms, for a KV tile: both products."""
     terms = 32 // value.dtype_q.itemsize
-    widens = hopper.is_widened(value.dtype_q, value.dtype_kv)
-    tile_kv = hopper.hopper_tile_kv(value.head_dim_qk, value.head_dim_vo, widens)
+    head_dims = value.head_dim_qk, value.head_dim_vo
+    tile_kv = hopper_tiles(value.dtype_q, value.dtype_kv, *head_dims).tile_kv
     return value.head_dim_qk // terms + tile_kv // terms
 
 

@@ -316,7 +316,8 @@ def test_variants_of_engines_compile(fields: dict[str, Any]):
 def _bound_state(module: Any) -> torch.Tensor:
     """The launch of a planned request of five tokens, with memory of the CPU."""
     planner = AttentionPlanner()
-    planner.configure(PlanConfig(num_kv_heads=2, group_size=4, head_dim_vo=128, tile_q=16))
+    heads = {"num_kv_heads": 2, "group_size": 4, "head_dim_vo": 128}
+    planner.configure(PlanConfig(**heads, tile_q=16, tile_q_second=0, tile_kv=64))
     indptr, last = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     workspace = torch.zeros(1 << 16, dtype=torch.uint8)
     requests = Requests(ArgumentNames.DECODE, None, indptr, last_page_len=last, page_size=4)

@@ -116,8 +116,9 @@ def estimate(
     with_hopper : bool
         Whether the kernel for Hopper serves the launch.
     """
-    model = kernel_model(spec, requests.page_size, tile_q_second, fixed_split_size, with_hopper)
     try:
+        page_size = requests.page_size
+        model = kernel_model(spec, page_size, tile_q_second, fixed_split_size, with_hopper)
         return estimate_kernels(model, requests)
     except ToolchainError:
         if not is_computed_from_plans():

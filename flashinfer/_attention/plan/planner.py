@@ -61,8 +61,8 @@ class PlanConfig(NamedTuple):
     group_size: int
     head_dim_vo: int
     tile_q: int
-    tile_q_second: int = 0
-    tile_kv: int = 64
+    tile_q_second: int
+    tile_kv: int
     piece_tiles: int = 1
     cta_slots: int = 264
     lone_speed: int = 1

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from ...jit.attention.config import tile_rules
-from ...jit.attention.hopper import hopper_tile_kv, hopper_tile_q, is_widened
+from ...jit.attention.hopper import hopper_tile_q, is_widened
 from .spec import AttentionSpec
-from .tiles import HOPPER_PIECE_TILES, PORTABLE
+from .tiles import hopper_tiles, portable_tiles
 
 _NUM_SMS = 132  # of an H100 and an H200
 MEMORY = (2.5, 4.1e6, 1.4e6, 0.05)
@@ -120,6 +120,9 @@ SPEEDS = {
 """By head sizes (qk, vo)."""
 
 
+# Element types of queries and of keys that `SPEEDS` was measured with.
+_MEASURED = (torch.bfloat16, torch.bfloat16)
+
 _UNKNOWN = KernelSpeed(1, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -192,14 +195,15 @@ def kernel_model(
     speeds = SPEEDS[head_dims] if with_hopper else None
     hopper = _UNKNOWN._replace(start=math.inf)
     few, portable, portable_start = 1.0, 1.0, 0.0
-    tile_kv = PORTABLE.tile_kv  # where Hopper's kernel has none
+    portable_sizes = hopper_sizes = portable_tiles()
     if speeds is not None:
         widens = is_widened(spec.q_data_type, spec.kv_data_type)
-        tile_kv = hopper_tile_kv(*head_dims, widens)
+        hopper_sizes = hopper_tiles(spec.q_data_type, spec.kv_data_type, *head_dims)
+        tile_kv = hopper_sizes.tile_kv
         factor, gathered = 1.0, speeds.gathered
         if widens:
             few, portable, portable_start, factor, gathered = speeds.widened
-            factor *= tile_kv / hopper_tile_kv(*head_dims)
+            factor *= tile_kv / hopper_tiles(*_MEASURED, *head_dims).tile_kv
         if _are_gathered(page_size, tile_kv):
             factor *= gathered
         hopper = _slower(speeds.hopper, factor)
@@ -210,12 +214,12 @@ def kernel_model(
     model["key_bytes"] = sum(head_dims) * spec.kv_data_type.itemsize
     model["first_keys"], model["dram"], model["partial"], model["per_part"] = MEMORY
     model["tile_q_second"] = tile_q_second
-    model["portable_tile_kv"], model["portable_piece_tiles"] = PORTABLE
+    model["portable_tile_kv"], model["portable_piece_tiles"] = portable_sizes
     model["second_speed"] = (
         _UNKNOWN if speeds is None else _slower(speeds.second, portable, portable_start)
     )
     model["hopper_tile_q"] = hopper_tile_q(*head_dims)
-    model["hopper_tile_kv"], model["hopper_piece_tiles"] = tile_kv, HOPPER_PIECE_TILES
+    model["hopper_tile_kv"], model["hopper_piece_tiles"] = hopper_sizes
     model["hopper_speed"] = hopper
     rules = tile_rules(spec.head_dim_vo, fixed_split_size)
     model["num_tiles"] = len(rules)

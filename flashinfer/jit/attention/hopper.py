@@ -33,18 +33,6 @@ def hopper_tile_q(head_dim_qk: int, head_dim_vo: int, dtype_q: torch.dtype = tor
 
 
 @functools.cache
-def hopper_tile_kv(head_dim_qk: int, head_dim_vo: int, widens: bool = False) -> int:
-    """Tokens by which plans cut keys: a KV tile (sm90/tile.cuh), or the next power of two.
-
-    Tiles have as many as leave room for two stages of K and V. `widens`: whether keys and values
-    of 8 bits become 16.
-    """
-    if widens and (head_dim_qk > 128 or head_dim_vo == 64):
-        return 64
-    return 64 if head_dim_qk > 192 or head_dim_vo > 128 else 128
-
-
-@functools.cache
 def is_widened(dtype_q: torch.dtype, dtype_kv: torch.dtype) -> bool:
     """Whether keys and values of 8 bits become 16 on their way to the tensor cores."""
     return dtype_kv in FLOAT8 and dtype_q.itemsize == 2

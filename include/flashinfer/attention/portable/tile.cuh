@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/attention/kv_tiles.h>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/shared_limit.h>
 #include <flashinfer/layout/shared_rows.cuh>
@@ -25,7 +26,6 @@ namespace flashinfer {
 
 inline constexpr int kAttentionThreads = 128;
 inline constexpr int kAttentionWarps = kAttentionThreads / 32;
-inline constexpr int kTileKV = 64;
 inline constexpr int kWarpTokens = kTileKV / kAttentionWarps;  // loaded by one warp
 
 template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_, int kTileQ_>

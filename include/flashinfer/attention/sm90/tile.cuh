@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 #include <flashinfer/attention/attention_params.h>
+#include <flashinfer/attention/kv_tiles.h>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/layout/swizzle.cuh>
@@ -36,8 +37,6 @@ struct HopperRows {
   }
 };
 
-enum class OperandForm { k16Bit, k8Bit, kWidened };
-
 // Registers per thread of each warpgroup.
 struct HopperRegisters {
   int producer, consumer, widener;
@@ -57,26 +56,6 @@ inline constexpr HopperRegisters hopper_registers(OperandForm products, int cons
   if (consumers == 3) return {72, 120, 48};
   if (head_dim_vo > 128) return {48, 208, 48};
   return tile_kv == 64 ? HopperRegisters{80, 176, 80} : HopperRegisters{64, 200, 48};
-}
-
-// Tokens per tile and tiles in flight. A consumer's registers hold the output, the logits and their
-// weights. Shared memory holds two stages of 64 tokens for 256 columns, or of 128 tokens for fewer.
-// Widened or transposed 8-bit tiles need space for both forms, and a third consumer leaves fewer
-// registers: with three consumers of 96 or 128 columns, 96 tokens are the most that fit.
-struct HopperStages {
-  int tile_kv, stages;
-};
-inline constexpr HopperStages hopper_stages(OperandForm products, int consumers, int head_dim_qk,
-                                            int head_dim_vo) {
-  if (products == OperandForm::k8Bit) {
-    if (head_dim_vo > 128) return {64, 2};  // two consumers
-    if (head_dim_vo == 64) return {128, 3};
-    return {96, head_dim_vo != 96 && head_dim_qk > 128 ? 2 : 3};
-  }
-  const bool widens = products == OperandForm::kWidened;
-  const bool is_small =
-      head_dim_qk > (widens ? 128 : 192) || head_dim_vo > 128 || (widens && consumers == 3);
-  return {is_small ? 64 : 128, 2};
 }
 
 template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_, int kConsumers_>
