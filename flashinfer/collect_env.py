@@ -39,8 +39,9 @@ def collect_env() -> dict[str, dict[str, Any]]:
     Returns
     -------
     dict of str to dict
-        By section: `flashinfer`, `system`, `packages`, `gpu`, `toolchain`, `cache`, `variables`.
-        All values can be written as JSON. What is missing is None or a text that says why.
+        The sections are `flashinfer`, `system`, `packages`, `gpu`, `toolchain`, `cache` and
+        `variables`. All values can be written as JSON. A missing value is None, or a text that
+        says why it is missing.
     """
     return {
         "flashinfer": _flashinfer(),

@@ -26,7 +26,7 @@ class Variable(Generic[T]):
     name : str
         Name in the environment.
     type : str
-        What a value looks like, for messages and documentation.
+        The form of a value, for messages and documentation.
     default : T
         Value when the variable is unset or empty.
     doc : str

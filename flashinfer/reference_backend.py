@@ -192,7 +192,7 @@ def _call_arguments(code: CodeType, values: Mapping[str, Any]) -> tuple[list[Any
 
 
 def _run_reference(route: _Route, arguments: dict[str, Any]) -> Any:
-    """What the public function does, computed by the reference of its template."""
+    """The public function's result, computed by the reference of its template."""
     _announce()
     name = route.function.__qualname__
     arguments = plain_arguments(arguments)

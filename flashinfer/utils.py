@@ -90,7 +90,7 @@ class FP4Tensor:
     scale_start_index : int
         The row of `scale` that belongs to the first of `data`.
     original_shape : tuple of int, optional
-        Of the numbers.
+        Shape of the numbers.
     """
 
     data: torch.Tensor
@@ -198,7 +198,7 @@ def check_shape_dtype_device(
     expected_device : torch.device, optional
         Device; without an index any device of that type is accepted.
     name : str
-        What the message calls the tensor.
+        The tensor's name in the message.
 
     Raises
     ------

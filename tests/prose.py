@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = {".h", ".cuh", ".cu", ".cc", ".py", ".md"}
 
 # Findings that a folder may still have. These numbers only shrink.
-ALLOWED = {"include": 0, "csrc": 0, "flashinfer": 184, "docs": 0}
+ALLOWED = {"include": 0, "csrc": 0, "flashinfer": 0, "docs": 0}
 
 _VERB = re.compile(
     r"\b(?:is|are|was|were|has|have|had|does|do|did|can|cannot|could|may|might|must|will|would|should|"

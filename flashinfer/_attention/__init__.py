@@ -1,1 +1,1 @@
-"""What the attention wrappers share."""
+"""Attention: plans, wrappers and functions below the public modules."""

@@ -36,7 +36,7 @@ def determine_attention_backend(
     use_fp16_qk_reductions, use_custom_mask : bool
         Options of the call.
     dtype_q, dtype_kv : torch.dtype
-        Of queries, and of keys and values.
+        Element types of queries, and of keys and values.
     head_dim_qk, head_dim_vo : int, optional
         Head sizes.
 
@@ -132,7 +132,7 @@ def prepare_jit_additional_args(
     jit_additional_tensor_names : sequence of str
         Its tensors, in order.
     known_bufs : dict
-        Those that the caller has already, by name.
+        Buffers that the caller has already, by name.
     user_args : tuple
         The other tensors, then the scalars.
 

@@ -23,7 +23,7 @@ def host_page_table(
     Parameters
     ----------
     names : tuple of str
-        What the caller calls `qo_indptr`, `indptr` and `last_page_len`.
+        The caller's names of `qo_indptr`, `indptr` and `last_page_len`.
 
     Notes
     -----

@@ -1,1 +1,1 @@
-"""What families share: loaded kernels, checks of arguments, dtypes, devices."""
+"""Helpers of all families: loaded kernels, checks of arguments, dtypes, devices."""

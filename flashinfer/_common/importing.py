@@ -1,4 +1,4 @@
-"""What makes the import of the package quick."""
+"""Makes the import of the package quick."""
 
 from __future__ import annotations
 

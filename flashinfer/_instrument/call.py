@@ -19,7 +19,7 @@ _paused = False
 
 
 class ApiCall:
-    """What was called, and with what.
+    """A call and its arguments.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class ApiCall:
     owner : object or None
         The object whose method it is.
     arguments : dict
-        What was passed, by parameter name; a method's object left out.
+        The arguments that were passed, by parameter name, without a method's object.
     defaults : dict
         The parameters that were not passed.
     """

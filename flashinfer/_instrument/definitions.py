@@ -88,7 +88,7 @@ def build_fi_trace_fn(spec: Any) -> Callable[..., dict[str, Any]]:
     Parameters
     ----------
     spec : TraceTemplate, dispatch function, or decorated function
-        What defines the operation. Of a bare template, the definition's ``fi_api`` tag is the
+        The definition of the operation. Of a bare template, the definition's ``fi_api`` tag is the
         template's prefix.
     """
     if hasattr(spec, "__flashinfer_trace__"):

@@ -141,7 +141,7 @@ def _import_ours(path: str) -> None:
 
 
 def _lookup(path: str) -> Any:
-    """What a path names, looked up in the namespaces of a module and its classes."""
+    """The object that a path names, looked up in the namespaces of a module and its classes."""
     module, _, qualname = path.partition(":")
     found: Any = sys.modules.get(module)
     if found is None:

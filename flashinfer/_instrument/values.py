@@ -153,7 +153,7 @@ class Encoder:
         return blobs
 
     def describe(self, blobs: list[_Blob]) -> list[dict[str, Any]]:
-        """What :class:`Decoder` needs to know of each tensor besides its bytes."""
+        """Facts about each tensor that :class:`Decoder` needs besides its bytes."""
         home = {index: blob for blob in blobs for index in blob.members}
         described = []
         for index, tensor in enumerate(self.tensors):
@@ -192,11 +192,11 @@ class Decoder:
     Parameters
     ----------
     tensors : list of dict
-        What :meth:`Encoder.describe` returned.
+        The result of :meth:`Encoder.describe`.
     blobs : dict of str to torch.Tensor
         Content of each blob, typed or bytes.
     device : torch.device
-        Where tensors go that were on a GPU. Those on the CPU stay there: an API may want lengths
+        Where tensors go that were on a GPU. CPU tensors stay there: an API may want lengths
         on the host.
     objects : mapping
         Objects by ``(process id, id)``, for what JSON cannot hold.

@@ -16,7 +16,7 @@ from . import cache, environment, modules, new_op, replay, sass
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package.__version__, "--version", message="flashinfer %(version)s")
 def main() -> None:
-    """FlashInfer: look at this installation, build kernels ahead of use, replay recorded calls."""
+    """FlashInfer: look at this installation, build kernels before use, replay recorded calls."""
 
 
 @main.command()

@@ -158,7 +158,7 @@ def _show_status(status: list[dict[str, Any]], detailed: bool) -> None:
 @targets_option
 @explained
 def build(names: tuple[str, ...], verbose: bool) -> None:
-    """Build modules ahead of their first use.
+    """Build modules before their first use.
 
     NAMES are presets (llama-bf16), generators (gen_norm_module), modules or patterns ('norm_*').
     """

@@ -1,4 +1,4 @@
-"""What communication asks of a group of processes."""
+"""The interface of a group of processes that communication uses."""
 
 from __future__ import annotations
 

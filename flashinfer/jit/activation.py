@@ -18,7 +18,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class ActAndMulConfig(ModuleConfig):
-    """What selects code: the activation and the dtype of input and output."""
+    """Selects code: the activation and the dtype of input and output."""
 
     module: ClassVar[str] = "act_and_mul"
 

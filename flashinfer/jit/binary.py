@@ -1,4 +1,4 @@
-"""What is inside a built module: architectures, resources and instructions of each kernel.
+"""Reads a built module: architectures, resources and instructions of each kernel.
 
 Reads the file itself: neither a GPU nor `cuobjdump` is needed. A shared library holds a fat binary
 per translation unit: a header, then entries (device ELF, PTX) for the architectures asked for.
@@ -102,7 +102,7 @@ def read_opcodes(path: Path | str) -> dict[tuple[str, str], list[int]]:
     Returns
     -------
     dict of (str, str) to list of int
-        By mangled name and architecture, in the order of the code.
+        Opcodes by mangled name and architecture, in the order of the code.
     """
     found = {}
     for arch, _, elf in _device_elfs(Path(path).read_bytes()):
@@ -124,7 +124,7 @@ def read_code(path: Path | str) -> dict[tuple[str, str], bytes]:
     Returns
     -------
     dict of (str, str) to bytes
-        By mangled name and architecture. The bytes hold neither names nor absolute addresses.
+        Code by mangled name and architecture. The bytes hold neither names nor absolute addresses.
     """
     found = {}
     for arch, _, elf in _device_elfs(Path(path).read_bytes()):

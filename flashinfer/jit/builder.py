@@ -23,7 +23,7 @@ from .resources import default_jobs
 from .spec import ModuleSpec
 
 # ninja dies with the process that started it (and takes its compilers along): a killed server
-# leaves no compilers behind. Set between fork and exec, in a small interpreter of its own, since
+# leaves no compilers running. Set between fork and exec, in a small interpreter of its own, since
 # code after the fork of a process with threads may deadlock.
 _DIE_WITH_PARENT = (
     "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,15);"

@@ -16,7 +16,7 @@ from .registry import register_generator
 
 @dataclass(frozen=True)
 class CascadeConfig(ModuleConfig):
-    """What selects code. `pair`: two states in tensors of their own, else any number in one."""
+    """Selects code. `pair`: two states in tensors of their own, else any number in one."""
 
     module: ClassVar[str] = "cascade"
 

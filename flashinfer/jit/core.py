@@ -148,7 +148,7 @@ class JitSpec(ModuleSpec):
         return store.load(self, Path(so_path) if so_path else self.get_library_path())
 
     def build_and_load(self) -> Any:
-        """The loaded module, compiled first if need be. What callers normally use.
+        """The loaded module, compiled first if need be. Callers normally use this.
 
         Returns
         -------
@@ -178,7 +178,7 @@ class JitSpecStatus:
     library_path : Path or None
         Where, if so.
     sources : list of Path
-        What it is compiled from.
+        The files that it is compiled from.
     needs_device_linking : bool
         Whether device code is linked.
     """

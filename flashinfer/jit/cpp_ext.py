@@ -141,7 +141,7 @@ def get_nvcc_parallelism_flags() -> list[str]:
 
 @dataclass(frozen=True)
 class NinjaModule:
-    """What ninja needs to know to build one module."""
+    """Everything that ninja needs to build one module."""
 
     name: str
     sources: Sequence[Path]

@@ -65,7 +65,7 @@ def gen_delta_rule_module(config: DeltaRuleConfig | None = None) -> JitSpec:
 
 @dataclass(frozen=True)
 class ChunkDeltaRuleConfig(ModuleConfig):
-    """What selects code of the chunked form."""
+    """Selects code of the chunked form."""
 
     module: ClassVar[str] = "chunk_delta_rule"
     supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)

@@ -37,7 +37,7 @@ class MissingJITCacheError(JitError):
         self.spec = spec
 
 
-# What to look for in the output, and the remedy. The first match wins, so causes stand before
+# Text to look for in the output, and the remedy. The first match wins, so causes stand before
 # the errors that they produce further on.
 _REMEDIES: tuple[tuple[str, str], ...] = (
     (

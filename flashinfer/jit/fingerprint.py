@@ -39,7 +39,7 @@ class Identity:
     toolchain : str
         Hash of the compilers, or "" if they are not there.
     ingredients : dict
-        What was hashed, for the manifest.
+        The hashed facts, for the manifest.
     """
 
     content: str
@@ -158,7 +158,7 @@ def takes_tensor_view_for_granted(path: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class Reached:
-    """What the sources of a module reach through `#include`.
+    """The files that a module's sources reach through `#include`.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Modules of csrc/fused_rmsnorm.cu: RMS norm with SiLU or quantisation in blocks behind."""
+"""Modules of csrc/fused_rmsnorm.cu: RMS norm, then SiLU or quantisation in blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUTS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "e4m3_blocks")
 
 @dataclass(frozen=True)
 class FusedRmsnormConfig(ModuleConfig):
-    """What selects code: input dtype, form of the output, residual before, SiLU behind."""
+    """Selects code: input dtype, form of the output, residual before, SiLU after."""
 
     module: ClassVar[str] = "fused_rmsnorm"
 

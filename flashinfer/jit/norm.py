@@ -16,7 +16,7 @@ from .registry import register_generator
 
 @dataclass(frozen=True)
 class NormConfig(ModuleConfig):
-    """What selects code. Sizes, strides and Gemma's weight offset are run-time arguments."""
+    """Selects code. Sizes, strides and Gemma's weight offset are run-time arguments."""
 
     module: ClassVar[str] = "norm"
 

@@ -1,4 +1,4 @@
-"""What a user sees while modules compile."""
+"""Shows users the progress of compilation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Progress:
     names : sequence of str
         The modules that are built.
     archs : str
-        What they are built for.
+        The architectures that they are built for.
     place : Path
         Where they go.
     """

@@ -16,7 +16,7 @@ from .registry import register_generator
 
 @dataclass(frozen=True)
 class QkNormRopeConfig(ModuleConfig):
-    """What selects code; `out_dtype` is `dtype` or float8_e4m3fn."""
+    """Selects code; `out_dtype` is `dtype` or float8_e4m3fn."""
 
     module: ClassVar[str] = "qk_norm_rope"
 

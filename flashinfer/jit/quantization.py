@@ -21,7 +21,7 @@ MAX_GROUP_SIZE = 1 << 20
 
 @dataclass(frozen=True)
 class GroupQuantConfig(ModuleConfig):
-    """What selects code: input dtype, formats of codes and scales, the scales' layout, group size,
+    """Selects code: input dtype, formats of codes and scales, the scales' layout, group size,
     gate before."""
 
     module: ClassVar[str] = "group_quant"
@@ -50,7 +50,7 @@ class GroupQuantConfig(ModuleConfig):
 
 @dataclass(frozen=True)
 class PackBitsConfig(ModuleConfig):
-    """What selects code: the type of the segments' offsets, ``none`` without segments."""
+    """Selects code: the type of the segments' offsets, ``none`` without segments."""
 
     module: ClassVar[str] = "packbits"
 

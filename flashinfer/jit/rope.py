@@ -1,4 +1,4 @@
-"""Modules of csrc/rope.cu: rotary embedding, with a quantised result or a paged cache behind it."""
+"""Modules of csrc/rope.cu: rotary embedding, also into a quantised result or a paged cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .registry import register_generator
 
 @dataclass(frozen=True)
 class RopeConfig(ModuleConfig):
-    """What selects code.
+    """Selects code.
 
     `computed`: angles come from frequencies, else from a cache of `cache_dtype`. `out_dtype` is
     `dtype`, or an 8-bit float. `append`: K and V go to a paged cache. Sizes, strides and

@@ -27,7 +27,7 @@ class Filter(enum.Enum):
 
 
 class Output(enum.Enum):
-    """What is computed of the kept elements; the enumerators of ``SamplingOutput``."""
+    """Results that are computed from the kept elements; the enumerators of ``SamplingOutput``."""
 
     TOKEN = "kToken"
     PROBS = "kProbs"

@@ -40,7 +40,7 @@ class ThirdParty:
 
     @property
     def requirement(self) -> str:
-        """What pip installs."""
+        """The requirement that pip installs."""
         return f"{self.distribution}=={self.version}"
 
 
@@ -61,7 +61,7 @@ def find_include_dir(headers: ThirdParty) -> Path:
     Parameters
     ----------
     headers : ThirdParty
-        What to find, e.g. `CUTLASS`.
+        The headers to find, e.g. `CUTLASS`.
 
     Returns
     -------

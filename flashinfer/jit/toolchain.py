@@ -176,7 +176,7 @@ def require_ninja() -> str:
 
 
 def ingredients(uses_cuda: bool) -> dict[str, str] | None:
-    """What identifies the compilers of a module, or None if it cannot be compiled here."""
+    """Identity of a module's compilers, or None if it cannot be compiled here."""
     import tvm_ffi
 
     try:

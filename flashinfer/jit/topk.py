@@ -16,7 +16,7 @@ from .registry import register_generator
 
 
 class TopKOutput(enum.Enum):
-    """What is written of the chosen elements; the enumerators of ``TopKOutput`` in C++."""
+    """Results for the chosen elements; the enumerators of ``TopKOutput`` in C++."""
 
     VALUES = "kValues"
     PAGE_TABLE = "kPageTable"

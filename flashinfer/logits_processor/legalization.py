@@ -1,4 +1,4 @@
-"""From processors to operations."""
+"""Turns processors into operations."""
 
 from __future__ import annotations
 

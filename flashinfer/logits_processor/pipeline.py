@@ -90,7 +90,7 @@ class LogitsPipe:
         Returns
         -------
         torch.Tensor
-            What the last operation gives.
+            The result of the last operation.
 
         Raises
         ------

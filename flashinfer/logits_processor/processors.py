@@ -1,4 +1,4 @@
-"""What a pipeline is written in."""
+"""The processors that a pipeline is made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tensor in a pipeline means."""
+"""The meanings that a tensor in a pipeline can have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMS norm with SiLU or with quantisation in blocks behind; `flashinfer.norm` exports it."""
+"""RMS norm, then SiLU or quantisation in blocks; `flashinfer.norm` exports it."""
 
 from typing import cast
 

@@ -99,7 +99,7 @@ def fused_qk_rmsnorm_rope(
         YaRN: the frequency ``f`` of pair ``j`` of an axis becomes ``(1 - r) * f + r * f / factor``,
         where ``r`` rises from 0 at ``j = low`` to 1 at ``j = high``. A factor of 1 leaves ``f``.
     attention_factor : float
-        Of all cosines and sines (YaRN's temperature); positive, finite.
+        Factor of all cosines and sines (YaRN's temperature); positive, finite.
     is_qk_norm : bool
         False: Q and K are only rotated; the weights are not read.
     output_fp8 : bool

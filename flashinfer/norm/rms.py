@@ -59,7 +59,7 @@ def rmsnorm(
     out : torch.Tensor, optional
         Result, shape and dtype of `input`; may be `input` itself, may not overlap it otherwise.
     enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be scheduled before the one ahead of it in
+        Programmatic dependent launch: the kernel may be scheduled before the previous one in
         the stream ends (it still waits for its data). None: where the device has it (compute
         capability 9.0 and later).
 

@@ -1,6 +1,6 @@
 """Softmax, sampling, and the filters top-k, top-p and min-p on rows of logits or probabilities.
 
-What holds for every function here:
+These rules hold for every function here:
 
 - Rows are ``[batch, vocab]`` in float32, float16 or bfloat16, last dimension contiguous, any row
   stride, 1 to 524288 columns. Probabilities need not be normalised; negative ones count as zero.

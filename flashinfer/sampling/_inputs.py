@@ -1,4 +1,4 @@
-"""What the functions of this package take besides rows: seeds, numbers per row, flags."""
+"""Arguments of this package besides the rows: seeds, numbers per row, flags."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def get_seed_and_offset(
     increment : int
         How far; rounded up to a multiple of 4, which PyTorch asks of an offset.
     generator : torch.Generator, optional
-        By default the default generator of `device`.
+        None means the default generator of `device`.
     device : torch.device, optional
-        By default the current device.
+        None means the current device.
 
     Returns
     -------

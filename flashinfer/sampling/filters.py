@@ -39,7 +39,7 @@ def softmax(
         Not negative; a float32 tensor ``[batch]`` has one per row. None is 1. At 0 the maxima share
         everything. A row whose temperature is negative or NaN becomes NaN.
     enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be scheduled before the one ahead of it in
+        Programmatic dependent launch: the kernel may be scheduled before the previous one in
         the stream ends (it still waits for its data). None: where the device has it.
 
     Returns

@@ -52,17 +52,17 @@ def chain_speculative_sampling(
         ``[batch, num_drafts + 1, vocab]``, float32, contiguous.
     maybe_output_accepted_token_num : torch.Tensor, optional
         ``[batch]``, int32: the number of drafts that are accepted, each looked at on its own, is
-        added to it. By default to zeros.
+        added to it. None means a new tensor of zeros.
     maybe_output_emitted_draft_token_num : torch.Tensor, optional
-        ``[batch]``, int32: the number of drafts that are emitted is added to it. By default to
-        zeros.
+        ``[batch]``, int32: the number of drafts that are emitted is added to it. None means
+        a new tensor of zeros.
     deterministic, generator, seed, offset
         As for `sampling_from_probs`; a seed per row of the batch.
 
     Returns
     -------
     tuple of torch.Tensor
-        Emitted tokens ``[batch, num_drafts + 1]``, int32, -1 behind the last one; and the two
+        Emitted tokens ``[batch, num_drafts + 1]``, int32, -1 after the last one; and the two
         counts. A position without positive weight, or with a NaN, emits token 0.
 
     Raises

@@ -29,9 +29,9 @@ def attention_check_options(template: TraceTemplate, arguments: Mapping[str, Any
     Parameters
     ----------
     template : TraceTemplate
-        Of an attention function or the ``run`` of a wrapper.
+        Template of an attention function or of the ``run`` of a wrapper.
     arguments : Mapping[str, Any]
-        Of the call, by name.
+        Arguments of the call, by name.
     """
     gathered = template.gathered(arguments)
     output, lse = _errors(template, gathered)
@@ -51,7 +51,7 @@ class _SpreadBound(ErrorBound):
 
 @dataclasses.dataclass(frozen=True)
 class _AttentionBounds(CheckOptions):
-    """What `attention_check_options` returns."""
+    """The result of `attention_check_options`."""
 
     output: torch.Tensor | None = None
     lse: torch.Tensor | None = None
@@ -122,9 +122,9 @@ def _rotated_error(gathered: Any, keys: str) -> float:
 
 
 def _summing_error(gathered: Any, keys: str) -> float:
-    """What a logit is off by where 8-bit queries and keys are multiplied as they are.
+    """The error of a logit where 8-bit queries and keys are multiplied as they are.
 
-    The tensor cores of Hopper keep 13 bits behind the largest of the products that they sum:
+    The tensor cores of Hopper keep 13 bits below the largest of the products that they sum:
     DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
     """
     q, k = gathered["q"], gathered[keys]

@@ -33,7 +33,7 @@ class _SpreadBound(ErrorBound):
 
 @dataclasses.dataclass(frozen=True)
 class _Bounds(CheckOptions):
-    """What `mla_check_options` returns."""
+    """The result of `mla_check_options`."""
 
     spread: torch.Tensor | None = None
 
@@ -50,9 +50,9 @@ def mla_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> 
     Parameters
     ----------
     template : TraceTemplate
-        Of the ``run`` of a wrapper.
+        Template of the ``run`` of a wrapper.
     arguments : Mapping[str, Any]
-        Of the call, by name.
+        Arguments of the call, by name.
     """
     gathered = dict(template.gathered(arguments))
     o_scale = abs(gathered.get("o_scale", 1.0))

@@ -139,7 +139,7 @@ def error_bound(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found. ``bool(comparison)`` is True when nothing is wrong.
+    """The result of :func:`compare`. ``bool(comparison)`` is True when nothing is wrong.
 
     Attributes
     ----------
@@ -267,7 +267,7 @@ def compare(
     Parameters
     ----------
     actual : torch.Tensor
-        What the kernel wrote.
+        The kernel's result.
     expected : torch.Tensor
         Same shape and device. A wider type is taken as not rounded; the same type as rounded once.
     bound : ErrorBound, optional

@@ -215,14 +215,14 @@ def check_against(
     template : TraceTemplate
         Gives the reference and which argument receives which output.
     arguments : Mapping[str, Any]
-        By name; not modified.
+        Arguments by name; they are not modified.
     options : CheckOptions, optional
         Bounds and what to compare.
 
     Returns
     -------
     dict of str to torch.Tensor
-        What ``function`` computed, by the template's output names.
+        The results of ``function``, by the template's output names.
 
     Raises
     ------

@@ -239,7 +239,7 @@ def make_tensor(
     storage_offset : int
         Elements before the first one; 1 makes a bf16 tensor 2-byte aligned only.
     mean, std : float
-        Of the distribution, before rounding to ``dtype``.
+        Mean and deviation of the distribution, before rounding to ``dtype``.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""How the three clocks work, behind the public functions of ``timing``."""
+"""The three clocks that the public functions of ``timing`` use."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _warn_once(subject: str, message: str) -> None:
 
 @dataclasses.dataclass
 class Request:
-    """What the four public functions share, with aliases resolved and arguments checked."""
+    """Arguments of the four public functions, with aliases resolved and values checked."""
 
     fn: Callable[..., Any]
     dry_run_iters: int | None
@@ -177,7 +177,7 @@ def _across_ranks(
 
 
 def _event_times(run: _Call, before: _Call, n: int, sleep: bool) -> list[float]:
-    """Milliseconds of each of ``n`` runs; ``before`` runs ahead of each, outside the timed span."""
+    """Milliseconds of each of ``n`` runs; ``before`` runs before each, outside the timed span."""
     pairs = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(n)

@@ -173,8 +173,8 @@ def bench_gpu_time(
     Parameters
     ----------
     fn : Callable
-        What to time; called as ``fn(*input_args, **input_kwargs)`` on the current stream. It must
-        do the same work every time, and be safe to repeat on the same tensors.
+        The function to time; called as ``fn(*input_args, **input_kwargs)`` on the current stream.
+        It must do the same work every time, and be safe to repeat on the same tensors.
     dry_run_iters : int, optional
         Untimed calls; by default as many as take ``dry_run_time_ms``.
     repeat_iters : int, optional

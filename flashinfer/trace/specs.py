@@ -19,7 +19,7 @@ class Var:
     Parameters
     ----------
     description : str
-        What the axis counts.
+        The things that the axis counts.
     from_values : bool
         On an axis of outputs only: its size follows from the inputs' values or sizes by a rule that
         the reference has and the template does not state.
@@ -36,7 +36,7 @@ class Const:
     Parameters
     ----------
     description : str
-        What the axis counts.
+        The things that the axis counts.
     abbrev : str, optional
         Letters before the value in the definition's name: ``"h"`` gives ``_h4096``. ``""`` leaves
         the axis out of the name, None uses the axis' own name.
@@ -90,10 +90,10 @@ class Tensor:
         Accepted strides: ``"rows"`` has a contiguous last dimension, ``"matrix"`` moreover leading
         dimensions that fold into one. Any when None.
     in_place_of : str, optional
-        Of an output: the argument that its destination may be the same view of (``out=input``).
+        For an output, the argument that its destination may be the same view of (``out=input``).
         Any other sharing of memory with another argument is refused.
     returned : bool
-        Of an output: whether the public function also returns an optional destination.
+        For an output, whether the public function also returns an optional destination.
     """
 
     dim_names: Sequence[str]

@@ -41,7 +41,7 @@ class Gathered(dict[str, Any]):
 
 
 class TraceTemplate:
-    """What one operation computes, on which tensors.
+    """Describes what one operation computes, and on which tensors.
 
     Parameters
     ----------
@@ -50,8 +50,9 @@ class TraceTemplate:
     axes : dict of str to Var or Const
         Every axis that a tensor names.
     inputs, outputs : dict of str to Tensor or Scalar
-        By JSON key, in the order of the definition. An output that is named as an input is that
-        input updated in place; the format has no such thing, so its JSON key gains ``_out``.
+        The tensors by JSON key, in the order of the definition. An output with the name of an
+        input is that input updated in place; the format has no such thing, so its JSON key gains
+        ``_out``.
     name_prefix : str, optional
         First part of the definition's name; unique. Defaults to `op_type`.
     reference : callable, optional
@@ -148,7 +149,7 @@ class TraceTemplate:
     def compute(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """Results of the reference for a call, in the order of `outputs`.
 
-        Those that the template does not list are left out.
+        Results that the template does not list are left out.
 
         Raises
         ------

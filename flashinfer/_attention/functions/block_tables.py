@@ -81,8 +81,8 @@ def trtllm_batch_decode_with_kv_cache(
     workspace_buffer : torch.Tensor
         For partial results of requests that are split; contiguous, any dtype.
     block_tables : torch.Tensor
-        ``[batch_size, max_pages]`` int32 or int64: page numbers of each request. Those beyond its
-        length are not looked at.
+        ``[batch_size, max_pages]`` int32 or int64: page numbers of each request. Entries beyond its
+        length are not read.
     seq_lens : torch.Tensor
         ``[batch_size]`` int32 or int64: tokens of keys, the queries' own included.
     max_seq_len : int
@@ -383,7 +383,7 @@ def _host_lengths(
 
 
 def _page_numbers(block_tables: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The first `counts` (on the host) entries of each row, behind each other."""
+    """The first `counts` (on the host) entries of each row, as one vector."""
     check_tensor("block_tables", block_tables)
     needed = int(counts.max()) if len(counts) else 0
     if (

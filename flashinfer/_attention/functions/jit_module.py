@@ -41,7 +41,7 @@ def single_decode_with_kv_cache_with_jit_module(
     Parameters
     ----------
     jit_module : AttentionModule
-        What ``gen_customize_single_decode_module(...).build_and_load()`` returns.
+        The result of ``gen_customize_single_decode_module(...).build_and_load()``.
     q : torch.Tensor
         ``[num_qo_heads, head_dim_qk]``, of the module's dtypes and head sizes as `k` and `v` are.
     k, v, kv_layout, window_left, return_lse
@@ -75,7 +75,7 @@ def single_prefill_with_kv_cache_with_jit_module(
     Parameters
     ----------
     jit_module : AttentionModule
-        What ``gen_customize_single_prefill_module(...).build_and_load()`` returns.
+        The result of ``gen_customize_single_prefill_module(...).build_and_load()``.
     q : torch.Tensor
         ``[qo_len, num_qo_heads, head_dim_qk]``, of the module's dtypes and head sizes as `k` and
         `v` are.
@@ -180,7 +180,7 @@ def get_batch_decode_jit_module(module_name: str, jit_module: AttentionModule) -
     module_name : str
         The variant's `uri`.
     jit_module : AttentionModule
-        What ``gen_customize_batch_decode_module(...).build_and_load()`` returns.
+        The result of ``gen_customize_batch_decode_module(...).build_and_load()``.
 
     Returns
     -------

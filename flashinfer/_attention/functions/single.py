@@ -254,7 +254,7 @@ def single_prefill_with_kv_cache(
         Scales of quantised `q`, `k` and `v`: the first two multiply the logits, the last the
         output. A number (also a tensor of one on the CPU), or float32 on the device of `q`, which
         the host does not wait for: ``[num_qo_heads]`` for `q`, ``[num_kv_heads]`` for `k` and `v`,
-        or one value for all heads. Those on the device must be positive.
+        or one value for all heads. Values on the device must be positive.
     o_dtype : torch.dtype, optional
         float16 or bfloat16; that of `q` by default, required with 8-bit queries.
     custom_mask : torch.Tensor, optional

@@ -1,1 +1,1 @@
-"""What a plan of attention is made from: options, requests, the choice of a kernel, workspaces."""
+"""A plan of attention is made from options, requests, the choice of a kernel and workspaces."""

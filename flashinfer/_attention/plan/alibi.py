@@ -13,7 +13,7 @@ def get_alibi_slopes(n_heads: int, device: torch.device | None = None) -> torch.
     n_heads : int
         Number of query heads.
     device : torch.device, optional
-        Of the result.
+        Device of the result.
 
     Returns
     -------

@@ -33,7 +33,7 @@ class KernelChoice(NamedTuple):
     tile_q : int
         Packed query rows of a tile.
     tile_q_second : int
-        Those of a second shape in a launch of the portable kernel; 0: there is one shape.
+        Rows of a tile of the second shape in a launch of the portable kernel; 0: one shape.
     """
 
     backend: str
@@ -55,7 +55,7 @@ def choose_kernel(
     problem : AttentionProblem
         The requests; the backend of its spec is what the caller wants.
     device : torch.device
-        Of the plan. One that is no GPU lacks no architecture.
+        Device of the plan. A device that is no GPU lacks no architecture.
     second : AttentionProblem, optional
         Requests of the same launch that have tensors of their own.
     fixed_split_size : bool
@@ -65,7 +65,7 @@ def choose_kernel(
     ------
     ValueError
         If ``"fa3"`` is wanted, or needed, where it does not run; the message says what is missing.
-        Of index tensors that are no batch, the message of the planner.
+        If index tensors describe no batch, the message is the planner's.
     """
     spec, requests = problem.spec, problem.requests
     decodes = requests.qo_indptr is None
@@ -141,7 +141,7 @@ def possible_backend(
     spec : AttentionSpec
         Its backend is what the caller wants.
     device : torch.device
-        Of the plan.
+        Device of the plan.
     decodes : bool
         Whether all requests have one number of query tokens, as those of decode wrappers.
     two_parts : bool

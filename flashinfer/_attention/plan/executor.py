@@ -1,4 +1,4 @@
-"""Plans and launches attention: the state behind every wrapper."""
+"""Plans and launches attention: the state of every wrapper."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AttentionExecutor:
     choice : KernelChoice or None
         The kernel of the latest plan.
     workspaces : Workspaces
-        What the next plan uses.
+        Memory that the next plan uses.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AttentionExecutor:
 
     @property
     def config(self) -> AttentionConfig:
-        """Of the module that the latest plan chose."""
+        """Configuration of the module that the latest plan chose."""
         assert self._key is not None
         return self._key.config()
 
@@ -277,7 +277,7 @@ class AttentionExecutor:
             As the wrappers take them; `v` None means that `k` is a cache of both; `lse` None that
             it is not wanted.
         sm_scale, v_scale : float
-            Of the logits, all scales folded in, and of the output.
+            Factors of the logits, with all scales folded in, and of the output.
         window_left : int
             The plan's, or narrower.
         sinks : torch.Tensor, optional

@@ -15,7 +15,7 @@ from .spec import KernelOptions
 
 
 class ModuleKey(NamedTuple):
-    """What selects a module: quicker to make and to look up than an ``AttentionConfig``."""
+    """Selects a module; it is quicker to make and to look up than an ``AttentionConfig``."""
 
     options: KernelOptions
     choice: KernelChoice

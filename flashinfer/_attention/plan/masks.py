@@ -29,7 +29,7 @@ def make_mask(
     custom_mask, packed_custom_mask : torch.Tensor
         Bools or packed bits; the latter take the place of the former.
     device : torch.device
-        Of the result.
+        Device of the result.
     may_be_longer : bool
         Whether it may be longer than the batch needs, as queries and page numbers may be: engines
         capture a CUDA graph with a mask of the largest batch.

@@ -1,6 +1,6 @@
 """The native planner: ``include/flashinfer/scheduler/attention_plan.h``.
 
-The head of ``csrc/attention_plan_jit_binding.cc`` says what the functions behind this file take.
+The head of ``csrc/attention_plan_jit_binding.cc`` lists the arguments of the native functions.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ class PlanConfig(NamedTuple):
 
 
 class KernelEstimate(NamedTuple):
-    """What ``attention_choice.h`` says of the kernels for a batch: its ``KernelEstimate``.
+    """Estimated times of the kernels for a batch: ``KernelEstimate`` of ``attention_choice.h``.
 
     Attributes
     ----------
     tile_q : int
         Packed query rows of a tile of the portable kernel.
     portable_us, hopper_us : float
-        Microseconds of a launch with it, and of one of the kernel for Hopper.
+        Microseconds of a launch of the portable kernel, and of one of the kernel for Hopper.
     apart_us : float
-        Of two: of the former for the requests that fit the second tile, of the latter for the
-        others. Infinite if the batch has one tile.
+        Microseconds of two launches: the portable kernel serves the requests that fit the second
+        tile, the kernel for Hopper the others. Infinite if the batch has one tile.
     few_rows : int
         The most packed query rows of the requests that fit the second tile; 0 if the batch has one
         tile, as all requests fit it or none does.
@@ -113,7 +113,7 @@ _of_thread = threading.local()  # the bytes that `estimate_kernels` reads its re
 
 
 def estimate_kernels(model: torch.Tensor, requests: Requests) -> KernelEstimate:
-    """What takes how long for a batch.
+    """Estimate how long each kernel takes for a batch.
 
     Parameters
     ----------
@@ -149,9 +149,9 @@ class AttentionPlanner:
         The bytes of the latest plan's ``PlanLayout`` (``scheduler/plan_layout.h``), uint8 on the
         CPU. The same tensor for the life of the object.
     config : PlanConfig or None
-        What the planner was told last.
+        The planner's latest configuration.
     config_source : tuple or None
-        What the owner made `config` from, for it to compare: that takes less time than `config`.
+        The values that the owner made `config` from; comparing them is quicker than making one.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from .spec import AttentionSpec
 
 
 class ArgumentNames:
-    """What a public function calls its index tensors: positions in csrc/attention_requests.h."""
+    """A public function's names of its index tensors: positions in csrc/attention_requests.h."""
 
     DECODE, PREFILL, RAGGED, BATCH_ATTENTION, POD_PREFILL, POD_DECODE = range(6)
 

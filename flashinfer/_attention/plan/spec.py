@@ -46,11 +46,11 @@ class AttentionSpec:
     variant : AttentionVariant or None
         The user's variant.
     backend : str
-        What the caller wants: ``"auto"``, ``"fa2"`` or ``"fa3"``.
+        The backend that the caller asks for: ``"auto"``, ``"fa2"`` or ``"fa3"``.
     mask_mode : str
         Mask of the kernel where no tensor is one, as in ``AttentionConfig``.
     kernel_options : KernelOptions
-        Those of the options that select code.
+        The options that select code.
 
     Raises
     ------

@@ -26,7 +26,7 @@ results, which are written and read; microseconds per part of a row."""
 
 
 class KernelSpeed(NamedTuple):
-    """Of tiles of one number of rows."""
+    """Speed of the tiles that have one number of rows."""
 
     ctas: int  # on an SM
     start: float  # microseconds
@@ -37,7 +37,7 @@ class KernelSpeed(NamedTuple):
 
 
 class Widened(NamedTuple):
-    """Of 8-bit keys of 16-bit queries."""
+    """Changes of the speeds for 16-bit queries over 8-bit keys."""
 
     few: float  # factor for tiles of 8 and 16 rows, which wait for the keys
     portable: float  # factor for the portable kernel's larger ones ...
@@ -47,7 +47,7 @@ class Widened(NamedTuple):
 
 
 class Speeds(NamedTuple):
-    """Of the kernels for one pair of head sizes."""
+    """Speeds of the kernels for one pair of head sizes."""
 
     tiles: dict[int, KernelSpeed]  # of the portable kernel, by rows
     hopper: KernelSpeed

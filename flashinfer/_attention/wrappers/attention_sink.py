@@ -37,11 +37,11 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
     use_fp16_qk_reduction : bool
         False: logits are summed in float32.
     q_data_type, kv_data_type : torch.dtype
-        What `plan` has to be given.
+        The value that every `plan` must be given.
     head_dim_qk, head_dim_vo : int
-        What `plan` has to be given.
+        The value that every `plan` must be given.
     window_left : int
-        What `plan` takes by default.
+        The default of `plan`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the attention wrappers have in common: workspaces, options, and the launch."""
+"""The base of the attention wrappers: workspaces, options, and the launch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class SpecArguments(NamedTuple):
-    """What a spec is made from, as the caller of ``plan`` gave it."""
+    """Arguments that a spec is made from, as the caller of ``plan`` gives them."""
 
     num_qo_heads: Any
     num_kv_heads: Any

@@ -25,7 +25,7 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
     float_workspace_buffer : torch.Tensor
         For partial results of requests that are split, contiguous, any dtype; 128 MiB are plenty.
     kv_layout : str
-        Of both caches: ``"NHD"`` or ``"HND"``.
+        Layout of both caches: ``"NHD"`` or ``"HND"``.
 
     Raises
     ------
@@ -89,9 +89,9 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
         qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d : torch.Tensor
             The same of the batch that decodes. A query of it sees all keys of its request.
         num_qo_heads, num_kv_heads, head_dim, page_size : int
-            Of both.
+            Sizes of both batches.
         pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
-            Of both, as there.
+            Options of both batches, as for ``BatchPrefillWithPagedKVCacheWrapper.plan``.
         q_data_type, kv_data_type : str or torch.dtype, optional
             float16 or bfloat16; that, float8_e4m3fn or float8_e5m2. Outputs have `q_data_type`.
         data_type : str or torch.dtype, optional
@@ -191,7 +191,7 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
             Keys and values, as for ``BatchPrefillWithPagedKVCacheWrapper.run``; mostly one cache.
         custom_mask_p : torch.Tensor, optional
             Keys that the queries of the prefilling batch see: the requests' ``[qo_len, kv_len]``
-            behind each other, bool. Takes the place of `causal_p`.
+            one after the other, bool. Takes the place of `causal_p`.
         packed_custom_mask_p : torch.Tensor, optional
             The same as little-endian bits, each request from a new byte on, uint8.
         causal_p : bool

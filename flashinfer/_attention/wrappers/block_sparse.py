@@ -146,9 +146,9 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             Whether to return before the work list is on the GPU; later work on the stream waits
             for it either way.
         block_mask, kv_block_lens, q2k_indices, q2k_num, kv_splits, use_clc : None
-            Of kernels for Blackwell.
+            These belong to kernels for Blackwell.
         q_scale, k_scale, v_scale : None
-            Of queries of 8 bits.
+            These belong to 8-bit queries.
 
         Raises
         ------

@@ -34,7 +34,7 @@ _NAMES = ("qo_indptr", "indptr", "last_page_len")
 
 
 class _Options(NamedTuple):
-    """What the options of a plan mean."""
+    """The options of a plan, checked."""
 
     spec: AttentionSpec
     page_size: int
@@ -172,8 +172,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         logits_soft_cap : float, optional
             c of ``c * tanh(logits / c)``; None and 0: none.
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
-            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for the cache. By default
-            float16, and the first's for the others.
+            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for the cache. The default
+            of the first is float16, and the others have the first's.
         data_type : torch.dtype or str, optional
             Stands in for those of `q_data_type` and `kv_data_type` that are left out; one of 8 bits
             is the cache's alone.
@@ -380,7 +380,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
             ``[num_qo_heads]`` float32: a logit per head that takes part in the softmax without a
             value.
         q_len_per_req : int, optional
-            What was planned.
+            The planned number, or None.
 
         Returns
         -------

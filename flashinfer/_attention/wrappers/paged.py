@@ -1,4 +1,4 @@
-"""What the wrappers over pages have in common."""
+"""The base of the wrappers over pages."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
     float_workspace_buffer : torch.Tensor
         For partial results of requests that are split, contiguous, any dtype; 128 MiB are plenty.
     kv_layout : str
-        Of the batch's cache: ``"NHD"`` or ``"HND"``.
+        Layout of the batch's cache: ``"NHD"`` or ``"HND"``.
     use_cuda_graph : bool
         Whether ``run`` will be captured: the graph then serves every batch of up to
         ``len(paged_kv_last_page_len_buffer)`` requests by planning anew, with the prefill's
@@ -282,8 +282,8 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         paged_kv_cache_d : torch.Tensor or tuple of torch.Tensor
             Its keys and values, as for ``BatchDecodeWithPagedKVCacheWrapper.run``.
         custom_mask_p, custom_mask_d : torch.Tensor, optional
-            Keys that are seen, bool: ``[qo_len, kv_len]``; the requests' ``[kv_len]`` behind each
-            other. Only one of the two parts may have a mask. It takes the place of `causal_p`.
+            Keys that are seen, bool: ``[qo_len, kv_len]``; the requests' ``[kv_len]`` one after
+            the other. Only one of the two parts may have a mask. It takes the place of `causal_p`.
         packed_custom_mask_p, packed_custom_mask_d : torch.Tensor, optional
             The same as little-endian bits, each request from a new byte on, uint8.
         causal_p : bool
@@ -291,9 +291,9 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         causal_d : bool
             The same for the batch, whose requests' only query sees all keys either way.
         kv_layout_p : str
-            Of `k_p` and `v_p`.
+            Layout of `k_p` and `v_p`.
         kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
-            What the wrapper has and what was planned, or the default, which means that.
+            The wrapper's layout and the planned options; the defaults mean the same.
         pos_encoding_mode_p, sm_scale_p, window_left_p, rope_scale_p, rope_theta_p
             As planned for the batch: one kernel computes both. Their defaults are those of `plan`.
         q_scale, k_scale, v_scale : float, optional

@@ -1,4 +1,4 @@
-"""What the paged and the ragged prefill wrapper share."""
+"""The base of the paged and the ragged prefill wrapper."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         head_dim_qk : int
             A multiple of 16 from 16 to 256, or 512.
         head_dim_vo : int, optional
-            Of values and outputs; `head_dim_qk` by default.
+            Head size of values and outputs; `head_dim_qk` by default.
         custom_mask : torch.Tensor, optional
             ``[sum of qo_len * kv_len]`` bool, or uint8 with 0 for False: for each request, row by
             row, which keys a query sees. Takes the place of `causal`. With CUDA graphs it may be
@@ -171,8 +171,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             the second (10,000).
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
             float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for keys and values. On
-            Hopper also float8_e4m3fn for all three, with a 16-bit `o_data_type`. By
-            default float16, and the first's for the others.
+            Hopper also float8_e4m3fn for all three, with a 16-bit `o_data_type`.
+            The default of the first is float16, and the others have the first's.
         non_blocking : bool
             False waits until the plan and a graph's buffers are on the GPU; else index tensors in
             pinned memory must stay as they are until then.
@@ -180,7 +180,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             Multi-item scoring: ``[batch_size]`` uint32 (int32 is taken for it), tokens of the
             prefix that all items of a request share. With the next three.
         token_pos_in_items_ptr : torch.Tensor, optional
-            ``[batch_size * token_pos_in_items_len]`` uint16 (or int16): for the tokens behind the
+            ``[batch_size * token_pos_in_items_len]`` uint16 (or int16): for the tokens after the
             prefix, their positions in their items; 0 for the delimiters between these.
         token_pos_in_items_len : int
             Entries of each request in it.

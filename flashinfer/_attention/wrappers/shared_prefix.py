@@ -76,11 +76,11 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         Parameters
         ----------
         unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len : torch.Tensor
-            Page table of what follows the prefix; a request may have nothing there.
+            Page table of the tokens after the prefix; a request may have none.
         num_qo_heads, num_kv_heads, head_dim, page_size : int
             As there.
         data_type : str or torch.dtype
-            Of queries and keys: float16 or bfloat16.
+            Element type of queries and keys: float16 or bfloat16.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What the wrappers of block-sparse attention share."""
+"""The base of the wrappers of block-sparse attention."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ from .sparse_tables import SparseTable
 
 
 class SparseWrapper(AttentionWrapper):
-    """What the two kinds of blocks share."""
+    """The base of the two kinds of blocks."""
 
     @flashinfer_constructor
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
@@ -93,7 +93,7 @@ def in_place(result: torch.Tensor, num_kv_heads: int) -> torch.Tensor | None:
 def in_callers_order(
     written: torch.Tensor, result: torch.Tensor | None, heads: tuple[int, int]
 ) -> torch.Tensor:
-    """What the kernel wrote, reordered for the caller, and in `result` if there is one."""
+    """The kernel's output in the caller's order; it is in `result` if there is one."""
     num_qo_heads, num_kv_heads = heads
     if result is not None and written.data_ptr() == result.data_ptr():
         return result

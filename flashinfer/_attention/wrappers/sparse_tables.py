@@ -75,7 +75,7 @@ class _Blocks:
         )
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Of each request over its blocks."""
+        """Sum of `values` over the blocks of each request."""
         total = torch.zeros(self.num_requests, dtype=torch.int64)
         return total.index_add_(0, self.request, values)
 
@@ -100,7 +100,7 @@ def bsr_table(
     causal : bool
         Whether row i sees columns up to ``i + columns - rows`` only.
     device : torch.device
-        Of the page numbers.
+        Device of the page numbers.
     """
     (rows, columns), (block_rows, block_cols) = shape, block
     indptr, indices = indptr.long(), indices.long()
@@ -129,8 +129,8 @@ def variable_block_table(
     """Requests of one matrix per KV head, in blocks of any size.
 
     The requests of head h come before those of head h + 1, and so do their rows and pages: the
-    heads' keys lie behind each other as one head's. A page is the largest piece of which every
-    block of columns is a multiple.
+    heads' keys follow each other as if they were one head's. A page is the largest piece of which
+    every block of columns is a multiple.
 
     Parameters
     ----------

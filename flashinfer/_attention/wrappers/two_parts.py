@@ -173,7 +173,8 @@ def check_shared_options(
     Raises
     ------
     TypeError, ValueError
-        Naming the option. Those of the decoding part may be left at their defaults.
+        If an option differs; the message names it. Options of the decoding part may be left at
+        their defaults.
     """
     defaults = SharedOptions()._asdict()
     for part, options in (("p", prefill), ("d", decode)):

@@ -1,7 +1,7 @@
 """`new-op`: every file of an element-wise operation, from the templates beside this file.
 
-What is written multiplies by a number. It builds, runs on the reference backend and passes its own
-tests as it is; the formula is then yours to change. Lists of names get a line each.
+The new operation multiplies by a number. It builds, runs on the reference backend and passes its
+own tests as it is; the formula is then yours to change. Lists of names get a line each.
 """
 
 from __future__ import annotations

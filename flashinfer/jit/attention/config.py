@@ -1,4 +1,4 @@
-"""What selects the code of an attention module."""
+"""Selects the code of an attention module."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class AttentionModule:
     Attributes
     ----------
     config : AttentionConfig
-        What it was compiled for.
+        The configuration that it was compiled for.
     variant : AttentionVariant or None
         The user's variant in it.
     launch_bytes : int
@@ -56,7 +56,7 @@ class AttentionModule:
         self._cta_slots: dict[int, CtaSlots] = {}
 
     def cta_slots(self, workspace: torch.Tensor) -> CtaSlots:
-        """What the device of `workspace` holds at a time.
+        """The CTAs that the device of `workspace` holds at a time.
 
         Decode with keys of 256 bytes has 96 KiB under way in a CTA: one on each multiprocessor
         keeps the memory of an H200 busy. With fewer bytes the products are what a CTA alone waits

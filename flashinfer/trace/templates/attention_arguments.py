@@ -1,4 +1,4 @@
-"""From a call's arguments and the wrapper's plan to the one form that definitions are stated in.
+"""Brings a call's arguments and the wrapper's plan into the form of the definitions.
 
 Keys and values as [..., num_kv_heads, head_dim], a cache's keys apart from its values, scales
 folded into one for the logits and one for the output, masks as bools.
@@ -89,7 +89,7 @@ def _check_kv_dtype(q: Any, name: str, kv: torch.Tensor) -> None:
 
 
 def _in_use(**scalars: tuple[float, float]) -> dict[str, float]:
-    """Those of (value, value that means none) that mean something."""
+    """The values that mean something; each has a second value that means none."""
     return {name: value for name, (value, none) in scalars.items() if value != none}
 
 
@@ -230,11 +230,11 @@ def problem_arguments(
     Parameters
     ----------
     problem : AttentionProblem
-        What `plan` kept.
+        The problem that `plan` has kept.
     run : mapping
         Arguments of `run`: scales, a window and sinks override or join the plan's.
     device : torch.device
-        Of the queries.
+        Device of the queries.
     scales : tuple of float, optional
         Factors of the logits and of the output, if not all scales of `run` are numbers.
     """
@@ -379,7 +379,7 @@ def _check_planned(problem: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 def gather_paged(
     run: Arguments, cache: str = "paged_kv_cache", args: tuple[Any, ...] | None = None
 ) -> dict[str, Any]:
-    """Of `run(q, paged_kv_cache, ...)`; `args`: its scales by position, None: its own."""
+    """Arguments of `run(q, paged_kv_cache, ...)`; `args`: scales by position, None: its own."""
     problem = planned_problem(run)
     spec, requests, tensors = problem
     q = _tensor("q", run["q"], 3)
@@ -426,7 +426,7 @@ def _with_padding(inputs: Arguments, rows: int, tokens_per_request: int) -> dict
 
 
 def gather_paged_decode(run: Arguments) -> dict[str, Any]:
-    """Of a decode wrapper's `run`."""
+    """Arguments of a decode wrapper's `run`."""
     per_request = planned_problem(run).requests.tokens_per_request
     choice("q_len_per_req", run.get("q_len_per_req"), (None, per_request))
     inputs = gather_paged(run)

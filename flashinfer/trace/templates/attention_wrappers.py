@@ -34,7 +34,7 @@ def sink_arguments(
     Raises
     ------
     TypeError, ValueError
-        Unless there are sinks, once, and at most a scale behind them.
+        Unless sinks are given once, and at most a scale after them.
     """
     given = list(args)
     if sinks is None:

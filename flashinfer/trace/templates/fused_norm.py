@@ -1,4 +1,4 @@
-"""Templates and references of RMS norms with SiLU or quantisation in blocks behind."""
+"""Templates and references of RMS norms, then SiLU or quantisation in blocks."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ def _halved(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode_template(mtp: bool) -> TraceTemplate:
-    """Of a state per sequence, or (mtp) of a pool of states with slots."""
+    """For a state per sequence, or (mtp) for a pool of states with slots."""
     state = "initial_state" if mtp else "state"
     first = "num_slots" if mtp else "batch_size"
     inputs = {**_DECODE_INPUTS, state: _pool(first, dtypes=_STATES, description="Key axis last.")}
@@ -482,7 +482,7 @@ _CHUNK = {
 
 
 def chunk_gated_delta_rule_trace(**arguments: Any) -> TraceTemplate:
-    """By which states the call takes and gives."""
+    """The template for the states that the call takes and gives."""
     return _CHUNK[
         bool(arguments.get("output_final_state")), arguments.get("initial_state") is not None
     ]

@@ -211,7 +211,7 @@ _TEMPLATES = {tokens: _template(tokens) for tokens in (False, True)}
 
 
 def selective_state_update_trace(**arguments: Any) -> TraceTemplate:
-    """By whether tokens have a dimension."""
+    """The template for a call whose tokens have a dimension, or none."""
     return _TEMPLATES[getattr(arguments.get("x"), "ndim", 3) == 4]
 
 
