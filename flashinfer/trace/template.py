@@ -50,9 +50,8 @@ class TraceTemplate:
     axes : dict of str to Var or Const
         Every axis that a tensor names.
     inputs, outputs : dict of str to Tensor or Scalar
-        The tensors by JSON key, in the order of the definition. An output with the name of an
-        input is that input updated in place; the format has no such thing, so its JSON key gains
-        ``_out``.
+        The tensors by JSON key, in order. An output with the name of an input is that input
+        updated in place; the format has no such thing, so its JSON key gains ``_out``.
     name_prefix : str, optional
         First part of the definition's name; unique. Defaults to `op_type`.
     reference : callable, optional
