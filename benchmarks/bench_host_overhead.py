@@ -1,6 +1,6 @@
 """Host time: what the decorators add to a call, and what attention's `plan` and `run` take.
 
-Of the decorators ``@flashinfer_api`` at level 0 and ``@backend_requirement`` are timed::
+The decorators ``@flashinfer_api`` at level 0 and ``@backend_requirement`` are timed::
 
     python benchmarks/bench_host_overhead.py [--limit_us 1.5]
 

@@ -9,7 +9,7 @@ This is what the rules of ``flashinfer/_attention/plan/speeds.py`` are made from
 shape are timed in turns, each as a CUDA graph of several runs, so that clocks and neighbours are
 the same for all; the median round counts. Runs take turns with copies of keys and values that
 together do not fit the L2 cache, as those of a model's layers do not; only what is less than a
-thirtieth of that stays there. Of mixed batches a launch of each kernel ("apart") is timed too.
+thirtieth of that stays there. For mixed batches, a launch of each kernel ("apart") is timed too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MIXED_LENGTHS: tuple[Lengths, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What shapes have besides lengths; page size 0: ragged keys."""
+    """Properties of shapes besides lengths; page size 0: ragged keys."""
 
     qo_heads: int
     kv_heads: int
@@ -154,7 +154,7 @@ def is_mixed(shape: Shape) -> bool:
 
 
 def taken(wrapper: Any) -> str:
-    """What a plan launches: ``"fa2"``, ``"fa3"`` or a launch of each."""
+    """The kernel that a plan launches: ``"fa2"``, ``"fa3"`` or one launch of each."""
     executor = wrapper._executor
     return APART if getattr(executor, "_is_apart", False) else executor.config.backend
 
@@ -174,7 +174,7 @@ def compile_all(shapes: list[Shape]) -> None:
 
 
 def tensors(shape: Shape) -> list[dict[str, Any]]:
-    """Of runs that take turns."""
+    """Times of runs that take turns."""
     kind, lengths = shape
     qo_lens, kv_lens = per_request(lengths)
 
@@ -307,7 +307,7 @@ def write(file: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """All shapes, then those where ``auto`` is behind."""
+    """All shapes, then the shapes where ``auto`` is slower."""
     behind = [r for r in rows if r["auto_behind"] > ALLOWED]
     # The same kernel twice differs by noise; another kernel is a rule that is wrong.
     wrong = [r for r in behind if r["us"][r["auto"]] > ALLOWED * min(r["us"].values())]

@@ -27,7 +27,7 @@ OK, FAILED, USAGE, NO_GPU = 0, 1, 2, 3
 
 
 class UsageError(Exception):
-    """What is wrong with the command line."""
+    """The command line is wrong; the message says how."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     argv : sequence of str, optional
         Arguments without the program's name; those of the process by default.
     timer : Timer, optional
-        What measures; the GPU by default.
+        The clock of measurements; the GPU by default.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:

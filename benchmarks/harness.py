@@ -21,7 +21,7 @@ from flashinfer.testing.timers import checked_request, time_and_clock
 
 
 class Timer(Protocol):
-    """What measures; tests put a simulated one here."""
+    """The clock of measurements; tests put a simulated one here."""
 
     device: str
 

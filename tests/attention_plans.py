@@ -167,7 +167,7 @@ def read_plan(info: dict[str, Any], workspace: torch.Tensor) -> Plan:
 
 
 def item_costs(options: Options, plan: Plan) -> list[list[int]]:
-    """Of the items of each column, in the planner's unit (TileCost in attention_tiles.h)."""
+    """Cost of the items of each column, in the planner's unit (TileCost in attention_tiles.h)."""
     tiles = -(-(plan.items["kv_end"] - plan.items["kv_begin"]) // options.tile_kv)
     per_tile = [32 if q >= 128 else 16 for q in (options.tile_q, options.tile_q_second)]
     return [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Totals:
-    """Of all tiles of a launch; costs by `TileCost`, with a KV tile of kind 0 or 1 as `unit`."""
+    """Sums over all tiles of a launch; costs by `TileCost`, in `unit` for each kind of KV tile."""
 
     unit: list[int]
     piece_tiles: int
@@ -35,7 +35,7 @@ class Totals:
 
 @dataclass
 class Shares:
-    """Of `columns` that fill the CTA slots `waves` times."""
+    """Shares of `columns` that fill the CTA slots `waves` times."""
 
     totals: Totals
     heads: int

@@ -1,4 +1,4 @@
-"""What the fuzzers of all families share: awkward layouts, faults, the verdict and the driver.
+"""Helpers of all fuzzers: awkward layouts, faults, the verdict and the driver.
 
 A fuzzer draws a call that the documentation allows, and with some probability one fault. Without
 a fault the call must be accepted and match the reference; with a fault it must be refused by name

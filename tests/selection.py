@@ -1,7 +1,7 @@
 """Which of the collected tests run, and in which order.
 
 - Without a GPU a test of kernels runs on the reference backend, which it does not test as such.
-  Of the cases of such a test function a fixed sample runs: a quarter, at least `LEAST_CASES`, in
+  A fixed sample of the cases of such a test function runs: a quarter, at least `LEAST_CASES`, in
   which every value of every parameter occurs. A case is chosen by a hash of its name, so that new
   cases do not move the others. `--full` runs all.
 - What is marked `full` runs under `--full` only.

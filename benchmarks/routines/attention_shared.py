@@ -94,7 +94,7 @@ def _seen(s_qo: int, s_kv: int, causal: bool) -> torch.Tensor:
 
 
 def _token_bytes(tokens: int, cache: tuple[torch.Tensor, torch.Tensor], heads: int) -> int:
-    """Of the keys and values of tokens."""
+    """Bytes of the keys and values of tokens."""
     return tokens * heads * sum(part.shape[-1] * part.element_size() for part in cache)
 
 
@@ -140,7 +140,7 @@ def _build_cascade(case: Namespace, device: str) -> Arguments:
 
 
 def _cascade_bytes(arguments: Arguments) -> int:
-    """Of both levels' tokens, and of the result."""
+    """Bytes of both levels' tokens, and of the result."""
     problems = [wrapper._problem for wrapper in arguments["self"]._wrappers]
     tokens = sum(int(problem.requests.kv_lengths().sum()) for problem in problems)
     heads = problems[0].spec.num_kv_heads
@@ -195,7 +195,7 @@ def _build_pod(case: Namespace, device: str) -> Arguments:
 
 
 def _pod_bytes(arguments: Arguments) -> int:
-    """Of the decoding requests' tokens, and of both results."""
+    """Bytes of the decoding requests' tokens, and of both results."""
     problem = arguments["self"]._base
     tokens = int(problem.requests.kv_lengths().sum())
     results: int = arguments["q_p"].nbytes + arguments["q_d"].nbytes

@@ -1,4 +1,4 @@
-"""What a routine declares. Everything else (command line, timing, checks, output) is shared."""
+"""The declaration of a routine; command line, timing, checks and output are shared."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class Flag:
     name : str
         Without the leading dashes; also the column of the output files.
     parse : Callable[[str], Any]
-        From text; raises ValueError with what is wrong. ``bool`` makes a switch without a value.
+        A function of the text; it raises ValueError and says what is wrong. ``bool`` makes a
+        switch without a value.
     default : Any
         Value when the flag is not given.
     help : str
@@ -110,7 +111,7 @@ class Backend:
         return found
 
     def arguments(self, arguments: Mapping[str, Any]) -> Arguments:
-        """Those of ``arguments`` that it takes."""
+        """The ``arguments`` that it takes."""
         return {name: value for name, value in arguments.items() if name not in self.omits}
 
 
@@ -126,23 +127,23 @@ class Routine:
         Import path ``"module:name"`` of the public function (or method, as in `Backend`); its
         trace template gives the reference.
     flags : sequence of Flag
-        What shapes the inputs.
+        The flags that shape the inputs.
     build : Callable[[Namespace, str], dict]
-        From the values of the flags and a device: the function's arguments by name.
+        A function of the flags' values and a device; it returns the arguments by name.
     reads, writes : sequence of str
         Arguments whose elements the operation must read and write once each. They make the bytes
         that the bandwidth is computed from; an argument that is updated in place is in both.
     fresh : Callable[[dict], int], optional
-        From the arguments: bytes of the results that the function allocates itself.
+        A function of the arguments; it returns bytes of results that the operation allocates.
     check_options : Callable[[TraceTemplate, dict], CheckOptions], optional
-        From the template and the arguments: how closely to compare. By default the results may be
-        off by as many roundings as the backend says.
+        A function of the template and the arguments; it says how closely to compare. Without it,
+        results may be off by as many roundings as the backend says.
     flops : Callable[[Namespace], int], optional
         Floating-point operations of a call, where arithmetic is what limits it.
     captures : bool
         Whether a CUDA graph can hold the call; one that copies from the host's memory cannot.
     backends : Mapping[str, Backend]
-        By name; the first one is the default.
+        The backends by name; the first one is the default.
     """
 
     name: str

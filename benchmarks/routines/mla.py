@@ -58,7 +58,7 @@ def _build(case: Namespace, device: str) -> Arguments:
 
 
 def _flops(case: Namespace) -> int:
-    """Of logits and of weighted values; a query token sees the tokens up to its own."""
+    """Operations for logits and weighted values; a query token sees the tokens up to its own."""
     seen = case.qo_len * case.kv_len - case.qo_len * (case.qo_len - 1) // 2
     return 2 * case.batch_size * case.num_heads * seen * (2 * _CKV + _KPE)
 

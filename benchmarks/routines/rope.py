@@ -58,7 +58,7 @@ def _build_computed(case: Namespace, device: str) -> Arguments:
 
 
 def _build_ragged(case: Namespace, device: str) -> Arguments:
-    """Requests of as equal lengths as can be, each behind a context of 100 tokens."""
+    """Requests of as equal lengths as can be, each after a context of 100 tokens."""
     q, k = _heads(case, device)
     bounds = torch.linspace(0, case.batch_size, case.num_requests + 1, device=device).int()
     where = {"indptr": bounds, "offsets": torch.full_like(bounds[1:], 100)}

@@ -67,7 +67,7 @@ class Call:
 def make_call(path: str, batch: Batch, device: torch.device, **options: Any) -> Call:
     """A call of `path` with the tensors of `batch`; `options` are further arguments of plan().
 
-    Of a function without plan they are arguments of the function.
+    A function without plan takes them as its arguments.
     """
     heads = {"num_qo_heads": batch.num_qo_heads, "num_kv_heads": batch.num_kv_heads}
     make = {"float_workspace_buffer": workspace(device), "kv_layout": batch.kv_layout}

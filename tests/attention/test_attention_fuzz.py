@@ -34,7 +34,7 @@ MAX_LOGITS = 2**20  # of all heads and requests
 
 @dataclass(frozen=True)
 class Kernel:
-    """What selects a module."""
+    """The options that select a module."""
 
     path: str
     dtype: torch.dtype
@@ -256,7 +256,7 @@ def _mask(kernel: Kernel, case: Case, device: torch.device) -> dict[str, torch.T
 
 
 def _items(case: Case, device: torch.device) -> dict[str, Any]:
-    """Items of random lengths, with a delimiter before each, behind random prefixes."""
+    """Items of random lengths, with a delimiter before each, after random prefixes."""
     rng, rows, prefixes = random.Random(case.seed), [], []
     for kv_len in case.batch.kv_lens:
         prefixes.append(rng.randint(0, kv_len))

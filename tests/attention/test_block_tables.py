@@ -24,7 +24,7 @@ PREFILL = Batch((70, 3, 0, 33), (700, 40, 64, 33), kv_layout="HND")
 
 
 def block_tables(batch: Batch, device: torch.device, beyond: int = 2**30) -> torch.Tensor:
-    """[requests, pages and two more], with numbers that no cache has behind a request's own."""
+    """[requests, pages and two more], with numbers that no cache has after a request's own."""
     starts, pages, _, _ = batch.table()
     counts = starts.diff().tolist()
     table = torch.full((len(counts), max(counts) + 2), beyond, dtype=torch.int32)

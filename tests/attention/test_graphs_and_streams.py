@@ -167,7 +167,7 @@ def test_growing_past_the_capacity_is_refused(device):
 
 @pytest.mark.gpu
 def test_planning_while_a_run_is_in_flight_does_not_disturb_it(device):
-    """The work list of the next plan is copied behind the run that reads the last one."""
+    """The work list of the next plan is copied after the run that reads the last one."""
     batches = [Batch((1,) * n, (200 * n,) * n, seed=n) for n in (1, 8, 3, 20)]
     expected = [plan_decode(b, device).run(b.query(device), b.cache(device)) for b in batches]
     prepared = [(b, b.query(device), b.cache(device)) for b in batches]

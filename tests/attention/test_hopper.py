@@ -1,4 +1,4 @@
-"""What is particular about the kernel for Hopper: tiles of 128 rows, boxes of pages, its schedule.
+"""Details of the kernel for Hopper alone: tiles of 128 rows, boxes of pages, its schedule.
 
 Masks, options and the wrappers are tested with both kernels, where `backend` is a parameter.
 """
@@ -146,7 +146,7 @@ def test_largest_logits_change_from_tile_to_tile(
     ("dtype", "lengths"), [(BF16, LENGTHS), (E4M3, LENGTHS_OF_8_BITS)], ids=["bf16", "8_bits"]
 )
 def test_lengths_around_the_tiles(dtype, lengths, group, causal, device):
-    """Every pair of numbers of packed rows and keys that end just before, at and behind a tile."""
+    """Every pair of numbers of packed rows and keys that end just before, at and after a tile."""
     qo = tuple(max(1, n // group) for n in lengths)
     options = {"group": group, "num_kv_heads": 1, "page_size": 32, "dtype": dtype, "o_dtype": BF16}
     for shift in range(len(qo)):

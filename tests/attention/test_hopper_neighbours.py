@@ -1,6 +1,6 @@
-"""What lies behind a request's last key is another's, or nobody's: whatever it is, no bit changes.
+"""Memory after a request's last key is another's, or nobody's: whatever it holds, no bit changes.
 
-The kernel for Hopper takes whole KV tiles where it can, and what it takes too much it must not use.
+The kernel for Hopper loads whole KV tiles where it can, and must not use what it loads too much.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def poisoned_rows(batch: Batch, values: torch.Tensor, poison: float) -> torch.Te
 
 
 def poisoned_pages(batch: Batch, values: torch.Tensor, poison: float) -> torch.Tensor:
-    """The same of pages, of which also slots behind a request's end hold `poison`."""
+    """The same for pages, whose slots after a request's end hold `poison` as well."""
     poison = as_stored(poison, values.dtype)
     pages = values.float()
     pages[pages.isnan()] = poison
@@ -170,7 +170,7 @@ def test_behind_the_end_of_one_request(types, kv_len, kv_layout, device):
     expected = single(q, *kv, **options)
     for poison in POISONS:
         k, v = (poisoned_rows(batch, x, poison) for x in kv)
-        if kv_layout == "HND":  # the same rows, for each head behind the other's poison
+        if kv_layout == "HND":  # the same rows, for each head after the other's poison
             k, v = (
                 x.as_strided((kv_len + 130, *x.shape[1:]), x.stride())
                 .transpose(0, 1)

@@ -1,5 +1,5 @@
 """Cascades, POD and block-sparse matrices at random: the wrappers that `test_attention_fuzz` has
-not. What selects a module is drawn first, then many batches for each.
+not. The options that select a module are drawn first, then many batches for each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LOGITS = 2**20  # of all requests and heads
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What selects a module."""
+    """The options that select a module."""
 
     wrapper: str
     dtype: torch.dtype

@@ -30,7 +30,7 @@ inline constexpr MaskMode kMaskSecond = MaskMode::FLASHINFER_CFG_MASK_MODE_SECON
 class Random {
  public:
   explicit Random(uint32_t seed) : engine_(seed) {}
-  // From `low` to `high`, both included.
+  // A number from `low` to `high`, both included.
   int integer(int low, int high) { return low + static_cast<int>(engine_() % (high - low + 1)); }
   bool one_in(int n) { return integer(1, n) == 1; }
   float normal() { return normal_(engine_); }
@@ -142,7 +142,7 @@ class Case {
     if (two_groups) groups.push_back(draw_group(true, kMaskSecond, kTileQSecond, false));
   }
 
-  // Of which the plan and the workspaces are yet to come.
+  // The plan and the workspaces are filled in later.
   Params params() {
     Params p = {};
     p.tensors[0] = groups.front().tensors();

@@ -13,9 +13,9 @@
 namespace flashinfer {
 namespace {
 
-// Of LSE, and of output relative to 1 + its magnitude. Keys that are rotated or transformed are
-// rounded once more, by which large logits move; weights that no softmax divides by their sum add
-// up the roundings of hundreds of them.
+// Bounds of the LSE's error, and of the output's relative to 1 + its magnitude. Keys that are
+// rotated or transformed are rounded once more, which moves large logits. Weights that no softmax
+// divides by their sum add up the roundings of hundreds of them.
 double tolerance(const Case& problem) {
   if (!ConfiguredVariant::use_softmax) return 0.06;
   if (!(kPosEncoding == PosEncoding::rope_llama) && !ConfiguredVariant::kHasKeyTransform)
@@ -116,7 +116,7 @@ Errors compare(const Case& problem, const Group& group) {
   return errors;
 }
 
-// What the kernel wrote for a request, as bits.
+// The kernel's output for a request, as bits.
 std::vector<uint16_t> result_of(const Case& problem, const Group& group,
                                 const PlanRequest& request) {
   std::vector<uint16_t> bits;

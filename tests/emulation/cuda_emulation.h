@@ -1,5 +1,5 @@
 // CUDA C++ as far as the attention kernels use it, for a host compiler: kernels become functions
-// that emulation::Block runs thread by thread. Included ahead of all of the product's headers.
+// that emulation::Block runs thread by thread. It is included before all of the product's headers.
 //
 // What is checked beyond results: barriers and warp collectives that not all threads reach,
 // misaligned asynchronous copies, copies past the launch's shared memory, copies that nobody waits

@@ -37,8 +37,8 @@ struct Fiber {
   std::vector<char> stack;
 };
 
-// What the lanes of a warp tell each other. While a lane reads one buffer, another may be ahead by
-// one exchange and write the other.
+// The values that the lanes of a warp exchange. While a lane reads one buffer, another lane may be
+// one exchange further and write the other buffer.
 struct Warp {
   static constexpr size_t kSlotBytes = 32;
   alignas(16) char slots[2][32 * kSlotBytes];
@@ -70,7 +70,7 @@ class Block {
     }
   }
 
-  // Of the running thread: waits until all of its warp or block do.
+  // The running thread waits until all threads of its warp or block wait.
   void wait(State at) {
     Fiber& fiber = fibers_[current_];
     fiber.state = at;

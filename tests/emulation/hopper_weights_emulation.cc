@@ -29,7 +29,7 @@ struct Traits {
 // [tile][row][token]
 using AllLogits = std::vector<std::vector<std::vector<float>>>;
 
-// What a lane has of one of its rows when all tiles went by.
+// A lane's results for one of its rows after all tiles.
 struct Result {
   float largest, sum, output;
   std::vector<uint8_t> weights;

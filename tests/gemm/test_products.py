@@ -29,7 +29,7 @@ def _on_hopper(device: torch.device) -> None:
 
 
 def _problems() -> Iterator[GemmProblem]:
-    """What the tests below compute."""
+    """The products that the tests below compute."""
     shapes = [*SHAPES, (5, 72, 256), (70, 200, 256), (4, 24, 64), (3, 72, 192), (100, 72, 256)]
     for dtype in (BF16, torch.float16, torch.float32):
         for m, n, k in shapes if dtype == BF16 else [(100, 72, 256)]:

@@ -1,4 +1,4 @@
-"""RMS norm with SiLU or quantisation in blocks behind, on the GPU."""
+"""RMS norm, then SiLU or quantisation in blocks, on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMS norms with SiLU or quantisation in blocks behind, under random dtypes, shapes and layouts."""
+"""RMS norms, then SiLU or quantisation in blocks, under random dtypes, shapes and layouts."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_strided_and_misaligned_rows(device, hidden, gap, offset):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["rms", "add_rms", "layer"])
 def test_many_rows(device, op):
-    """So many that rows are brought to L2 ahead of their turn; some of them are compared."""
+    """So many that rows are brought to L2 before their turn; some of them are compared."""
     rows, hidden = 13_000, 4104
     x, r = (new(device, rows, hidden, row_stride=hidden + 8) for _ in range(2))
     w = new(device, hidden, dtype=torch.float32 if op == "layer" else torch.bfloat16)

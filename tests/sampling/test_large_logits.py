@@ -67,7 +67,7 @@ def test_softmax_of_large_logits(extreme, device):
 @pytest.mark.parametrize("extreme", EXTREMES)
 @each_draw
 def test_draws_from_equal_large_logits(draw, extreme, device):
-    """What a mask of large numbers leaves of a row without any token."""
+    """A mask of large numbers leaves a row without any token."""
     logits = torch.full((24, 9000), extreme, device=device)
     tokens = draw(logits, seed=3)
     assert bool(((tokens >= 0) & (tokens < 9000)).all())

@@ -21,7 +21,7 @@ from tests.trace.calls import Operation, operations, results_of
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
-# What this process finds its packages by may be PYTHONPATH itself.
+# This process may find its packages by PYTHONPATH itself.
 SEARCH_PATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 COMMITTED = sorted((HERE / "fi_trace_out").glob("*.json"))
 

@@ -59,7 +59,7 @@ def test_every_public_operation_has_a_template():
 
 
 def _named(operation: Operation) -> set[str]:
-    """What inputs, outputs and options of the template can be called."""
+    """The names that inputs, outputs and options of the template can have."""
     named = set(parameters_of(operation.function))
     if operation.template.gather is not None:
         named |= {*operation.template.gathered(operation.arguments())}

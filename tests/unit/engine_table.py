@@ -1,4 +1,4 @@
-"""What serving engines import and call of FlashInfer, compared with this package.
+"""The names of FlashInfer that serving engines import and call, compared with this package.
 
 ``engine_calls.json`` lists the names that six engines touch (vLLM 0.33.0, SGLang 0.5.23, LightLLM
 of August 2026, mini-sglang, Text Generation Inference, flashinfer-bench), how often, whether they
@@ -111,7 +111,7 @@ def unbound_calls(name: str) -> list[str]:
 
 
 def waits_for(name: str) -> str:
-    """What an absent or refusing name waits for."""
+    """The feature that an absent or refusing name waits for."""
     rest = name.removeprefix("flashinfer.")
     for beginning, what in WAITS_FOR.items():
         if rest.startswith(beginning):

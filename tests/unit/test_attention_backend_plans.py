@@ -52,7 +52,7 @@ def planned(
 
 
 def configured(executor: AttentionExecutor, **options: Any) -> AttentionConfig:
-    """Of the module that a plan for the same problem takes."""
+    """Configuration of the module that a plan for the same problem takes."""
     assert executor.problem is not None
     return executor._module_key(executor.problem, None, PlanOptions(**options)).config()
 

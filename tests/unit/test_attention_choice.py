@@ -1,4 +1,4 @@
-"""What the planner predicts of the attention kernels, against the model written plainly."""
+"""The planner's predictions for the attention kernels, against the model written plainly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_SMS = 132
 
 @dataclass(frozen=True)
 class Launch:
-    """What a batch is launched with."""
+    """The options of a launch."""
 
     num_kv_heads: int = 8
     group_size: int = 4
@@ -70,7 +70,7 @@ def launch_us(
     tile_kv: int = 64,
     piece_tiles: int = 1,
 ) -> float:
-    """Of one kernel for (rows, keys) of some requests."""
+    """Time of one kernel for (rows, keys) of some requests."""
     group, heads, slots = launch.group_size, launch.num_kv_heads, speed.ctas * NUM_SMS
     totals = Totals([32 if q >= 128 else 16 for q in (tile_q, second)], piece_tiles)
     keys = 0.0

@@ -33,7 +33,7 @@ def config(dims: tuple[int, int] = (128, 128), **fields) -> AttentionConfig:
     return AttentionConfig(*types, *dims, tile_q, backend="fa3", **fields)
 
 
-# What engines call all the time.
+# Configurations that engines use all the time.
 COMMON = [
     config(mask_mode="causal", paged=False),
     config(mask_mode="causal"),
@@ -93,7 +93,7 @@ def matrix_products(value: AttentionConfig) -> int:
 
 
 def loop(code: list[int]) -> list[int]:
-    """From the first to the last product."""
+    """The instructions from the first to the last product."""
     places = [i for i, opcode in enumerate(code) if opcode in HGMMA + QGMMA]
     return code[places[0] : places[-1] + 1]
 

@@ -1,4 +1,4 @@
-"""What of the attention kernel for Hopper can be emulated on the CPU: the weights of a warp."""
+"""Emulates a warp's weights of the attention kernel for Hopper; the rest needs a GPU."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ FIXED = ("num_ctas", "num_merges", "rows_per_slot", "items_offset", "merges_offs
     st.booleans(),
 )
 def test_a_graph_replays_for_every_batch_within_its_capacity(data, tiles, split, disable):
-    """What the captured launches were made from never changes, and the first workspaces suffice."""
+    """The inputs of captured launches never change, and the first workspaces suffice."""
     options = Options(
         tile_q=tiles[0],
         tile_kv=tiles[1],

@@ -159,7 +159,7 @@ def test_long_tiles_come_first():
 
 
 def test_a_long_chunk_over_few_rows_is_cut():
-    """Prefill with too few tiles for the GPU: 512 new tokens behind 32768."""
+    """Prefill with too few tiles for the GPU: 512 new tokens after 32768."""
     plan = make_plan(Options(tile_q=128, cta_slots=264), Requests((512,), (32768,), causal=True))
     loads = kv_tiles(plan)
     assert len(loads) == 33 and max(loads) <= 1.05 * sum(loads) / 33
@@ -216,7 +216,7 @@ def test_prompts_fill_a_gpu_of_one_cta_per_multiprocessor(name, num_kv_heads, ca
 
 
 def test_where_heads_take_turns_long_tiles_are_dealt_to_columns():
-    """512 new tokens behind 8192 among requests that decode: one head's long tiles must not wait
+    """512 new tokens after 8192 among requests that decode: one head's long tiles must not wait
     for the others' short ones; without long tiles the hardware deals.
     """
     sizes = {"num_kv_heads": 8, "group_size": 2, "head_dim_vo": 256}

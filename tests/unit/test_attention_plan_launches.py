@@ -168,7 +168,7 @@ def end_of_columns(loads: list[int], columns: int) -> int:
 
 
 def shares_of(options: Options, plan: Plan) -> Shares:
-    """Of the tiles that a plan has cut or not."""
+    """The tiles that a plan has cut, or has not."""
     tiles: dict[tuple[int, int, int], list[int]] = {}
     for index in (i for column in plan.columns for i in column):
         item = plan.items[index]

@@ -134,7 +134,7 @@ def test_pages_in_any_order_are_rows(tensors):
 
 
 def test_items_are_scored_as_if_alone():
-    """Of <prefix> | item | item |, each item's queries see what they see behind the prefix."""
+    """In <prefix> | item | item |, an item's queries see what they see right after the prefix."""
     prefix, items = 4, (3, 2)
     places = [0, 1, 2, 3, 0, 1, 2, 0]
     total = prefix + len(places)

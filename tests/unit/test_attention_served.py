@@ -44,7 +44,7 @@ def pages_of(size: int) -> dict[str, Any]:
     }
 
 
-# What the document calls it: fields of a problem of one long request.
+# The document's names, and the fields of a problem of one long request.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "causal, full": [{"causal": True}, {}],
     "window": [{"causal": True, "window_left": 700}, {"window_left": 700}],

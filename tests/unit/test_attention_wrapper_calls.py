@@ -1,4 +1,4 @@
-"""What the wrappers hand to the launch, without a GPU: a stand-in computes it in float64.
+"""Arguments that the wrappers hand to the launch: a stand-in computes it in float64.
 
 Plans are made by the reference backend; runs are the wrappers' own, with the executor's launch
 replaced by one that reads pages as the kernel does, and compared with the reference of the call.
@@ -49,7 +49,7 @@ def _launch(
     lse: torch.Tensor | None,
     **options: Any,
 ) -> None:
-    """What the kernel and the checks in front of it do."""
+    """Do what the kernel and the checks before it do."""
     spec, requests, tensors = problem
     assert q.shape == (requests.num_qo_tokens, spec.num_qo_heads, spec.head_dim_qk)
     assert out.shape == (*q.shape[:2], spec.head_dim_vo) and out.dtype == spec.o_data_type

@@ -112,7 +112,7 @@ _CALLS = [(plan, name, value) for plan, (_, bad) in _RUNS.items() for name, valu
 )
 @pytest.mark.parametrize("by_reference", [False, True])
 def test_run_refuses(plan, name, value, by_reference):
-    """By the function's own checks, and by those of the reference backend."""
+    """The function's own checks refuse it, and so do those of the reference backend."""
     with reference_backend():
         wrapper = plan()
         arguments = {**_RUNS[plan][0], name: value}

@@ -168,7 +168,7 @@ def test_the_grid_of_prefill_has_both_kernels_of_200_shapes(monkeypatch):
     row |= {"us": times, "tflops": times, "auto": "fa3", "auto_behind": 1.06}
     slow = {**row, "us": {**times, "fa3": 2.0, "fa2": 1.0}, "auto_behind": 2.0}
     text = grid.report([row, {**row, "auto_behind": 1.04}, slow])
-    assert text.count("1x5x9 + 2x1x70") == 5  # three shapes, two of them again as behind
+    assert text.count("1x5x9 + 2x1x70") == 5  # three shapes, two again as slower ones
     assert "in 2 of 3 shapes (1 by its choice); at worst 2.000" in text
     assert grid.per_request(((1, 5, 9), (2, 1, 70)))[0].tolist() == [5, 1, 1]
 

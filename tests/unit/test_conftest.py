@@ -1,4 +1,4 @@
-"""What tests/conftest.py promises to every test."""
+"""The promises of tests/conftest.py to every test."""
 
 from __future__ import annotations
 

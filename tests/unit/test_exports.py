@@ -1,4 +1,4 @@
-"""What the native modules export: few arguments, none left over, and as their comments say.
+"""Exports of native modules take few arguments, leave none over, and are as their comments say.
 
 Only the bindings are compiled. Their launchers stay undefined symbols, which nothing calls: every
 call here is refused before that.

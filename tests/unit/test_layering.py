@@ -19,7 +19,7 @@ PACKAGE = ROOT / "flashinfer"
 
 CXX = {".h", ".cuh", ".cu", ".cc", ".cpp", ".inc", ".jinja"}
 
-# What a layer of include/flashinfer may include, itself aside. Other folders are op families.
+# The layers that a layer of include/flashinfer may include besides itself. Other folders are op families.
 BASE_LAYERS = {
     "common": set(),
     "ptx": {"common"},
@@ -43,7 +43,7 @@ TVM_HEADERS = {"ffi.h", "tvm_ffi_utils.h"}
 
 # Modules of the package that import nothing of ours.
 PYTHON_LEAVES = {"env", "version", "_common.dtypes", "_common.arch"}
-# What jit/ may import from outside jit/.
+# Modules outside jit/ that jit/ may import.
 JIT_MAY_IMPORT = {"env", "version", "compilation_context", "_common.dtypes"}
 # Public modules and packages that private ones may import: they know no operation.
 BELOW_PRIVATE = {"env", "version", "tllm_enums", "compilation_context", "jit", "trace"}

@@ -1,6 +1,6 @@
 """NumPy's numbers are taken for counts, scales and flags as Python's are, and give the same.
 
-By the kernels where there is a GPU, else by the reference backend.
+The kernels compute where there is a GPU, else the reference backend does.
 """
 
 from __future__ import annotations

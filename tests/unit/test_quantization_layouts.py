@@ -21,7 +21,7 @@ from flashinfer.quantization.layout import padded_shape, to_linear
 
 
 def _offset(row: int, block: int, blocks: int) -> int:
-    """Of a scale in tiles of 128 x 4, spelled out."""
+    """Position of a scale in tiles of 128 x 4, spelled out."""
     tile = row // 128 * (blocks // 4) + block // 4
     return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
 

@@ -79,7 +79,7 @@ def test_quickstart_in_a_shell(number: int):
 
 
 def attention(q, k, v, lengths):
-    """Of the last token of each request, in double precision."""
+    """Attention of the last token of each request, in double precision."""
     rows = []
     for row, (keys, values, length) in enumerate(zip(k, v, lengths, strict=True)):
         group = q.shape[1] // keys.shape[1]
@@ -103,7 +103,7 @@ def test_integration():
     queries = names["qkv"][last, : names["heads"]]
     expected = attention(queries, k, v, lengths)
     torch.testing.assert_close(names["out"][last].double(), expected, rtol=0.02, atol=0.02)
-    # What was appended: every new token's value, and nothing else.
+    # The cache has every new token's value, and nothing else.
     filled = torch.cat([g[1, 1, :n] for g, n in zip(gathered, lengths, strict=True)])
     new = torch.cat([filled[:23], filled[-1:]])
     assert torch.equal(new, names["qkv"][:, names["heads"] + names["kv_heads"] :])
