@@ -19,7 +19,7 @@ PACKAGE = ROOT / "flashinfer"
 
 CXX = {".h", ".cuh", ".cu", ".cc", ".cpp", ".inc", ".jinja"}
 
-# The layers that a layer of include/flashinfer may include besides itself. Other folders are op families.
+# The layers that a layer of include/flashinfer may include. Other folders are op families.
 BASE_LAYERS = {
     "common": set(),
     "ptx": {"common"},
