@@ -50,7 +50,7 @@ $(VENV)/.installed: pyproject.toml version.txt build_backend.py
 	else \
 	  $(PYTHON) -m venv $(VENV) && $(call install,1,$(TORCH),"$(TORCH)"); \
 	fi
-	@$(call install,2,tools that build the package,"setuptools>=77" wheel)
+	@$(call install,2,tools that build the package,"setuptools>=77")
 	@$(call install,3,this package and its tests,--no-build-isolation -e ".[dev]")
 	@$(call install,4,flashinfer-bench,--no-deps flashinfer-bench)
 	@if $(VENV)/bin/python -c "import flashinfer.jit.toolchain as t; t.require_toolkit()" 2>/dev/null; \

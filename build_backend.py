@@ -4,6 +4,10 @@ A wheel carries `include/`, `csrc/` and whatever third-party headers lie under `
 in `flashinfer/data/`; an editable install has links there, so that an edited header is compiled on
 next use. `flashinfer/_build_meta.py` records version and commit.
 
+`README.index.md` is README.md for an index page, where relative links lead nowhere. The setting
+`repository` (`python -m build -C repository=https://...`) adds the address of the sources to the
+metadata, and links lead there. Otherwise a link becomes the path of a file that the sdist has.
+
 Wheels and sdists are built from a copy of the tree in a temporary folder. The checkout is not
 written, so it stays clean and two builds may run at once.
 """
@@ -16,7 +20,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from setuptools import build_meta as _setuptools
@@ -35,12 +39,15 @@ __all__ = [
 ROOT = Path(__file__).resolve().parent
 DATA = Path("flashinfer", "data")
 META = Path("flashinfer", "_build_meta.py")
+INDEX_README = "README.index.md"
 PROJECT_FILES = ("pyproject.toml", "version.txt", "README.md", "LICENSE", "build_backend.py")
-# What an sdist has beyond the files that a wheel is made from.
+# What an sdist has beyond the files that a wheel is made from. A test compares it with git's list.
 SDIST_EXTRA = (
-    "3rdparty", "CHANGELOG.md", "CLAUDE.md", "Makefile", "benchmarks", "csrc", "docs", "examples",
-    "include", "tests",
+    ".ci", ".clang-format", ".claude", ".gitignore", ".pre-commit-config.yaml", "3rdparty",
+    "CHANGELOG.md", "CLAUDE.md", "Makefile", "benchmarks", "csrc", "docs", "examples",
+    "flashinfer-jit-cache", "include", "tests",
 )  # fmt: skip
+URLS = "[project.urls]\n"
 BUILD_PRODUCTS = shutil.ignore_patterns(
     "__pycache__", "*.py[cod]", "*.so", "*.o", "*.egg-info", ".*_cache", ".hypothesis"
 )
@@ -88,8 +95,45 @@ def write_build_meta(root: Path) -> None:
     (root / META).write_text(text)
 
 
+def with_repository(project: str, settings: Mapping[str, str] | None) -> str:
+    """The text of pyproject.toml with the address of the sources that the builder gives."""
+    address = (settings or {}).get("repository", "").rstrip("/")
+    if not address:
+        return project
+    if not re.fullmatch(r"https?://[\w.:/~-]+", address):
+        raise ValueError(f"repository must be an address such as https://..., got {address!r}")
+    return project.replace(URLS, f'{URLS}Repository = "{address}"\n')
+
+
+def index_readme(text: str, project: str) -> str:
+    """README.md for an index page.
+
+    Parameters
+    ----------
+    text : str
+        README.md.
+    project : str
+        pyproject.toml: with `Repository` among its URLs, relative links lead to the files there.
+    """
+    repository = re.search(r'^Repository = "(.*)"$', project, flags=re.M)
+    version = (ROOT / "version.txt").read_text().strip()
+
+    def rewritten(link: re.Match[str]) -> str:
+        label, target = link[1], link[2]
+        if repository:
+            return f"[{label}]({repository[1]}/blob/v{version}/{target})"
+        return f"`{target}`" if label.strip("`") == target else f"{label} (`{target}`)"
+
+    relative = r"\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)"
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # each second one is a code block
+    parts[::2] = [re.sub(relative, rewritten, part) for part in parts[::2]]
+    return "".join(parts)
+
+
 @contextlib.contextmanager
-def _staged(extra: tuple[str, ...] = (), with_data: bool = False) -> Iterator[None]:
+def _staged(
+    settings: Mapping[str, str] | None, extra: tuple[str, ...] = (), with_data: bool = False
+) -> Iterator[None]:
     """Copy the project to a temporary folder and make it the working directory."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="flashinfer-build-") as temp:
@@ -104,8 +148,12 @@ def _staged(extra: tuple[str, ...] = (), with_data: bool = False) -> Iterator[No
             for name, source in data_sources().items():
                 shutil.copytree(source, stage / DATA / name, ignore=_ignored)
         write_build_meta(stage)
+        project = with_repository((ROOT / "pyproject.toml").read_text(), settings)
+        (stage / "pyproject.toml").write_text(project)
+        (stage / INDEX_README).write_text(index_readme((ROOT / "README.md").read_text(), project))
         if extra:
-            grafts = [f"graft {name}" for name in extra if (stage / name).is_dir()]
+            folders = ("flashinfer", *extra)
+            grafts = [f"graft {name}" for name in folders if (stage / name).is_dir()]
             files = [
                 f"include {name}" for name in (*PROJECT_FILES, *extra) if (stage / name).is_file()
             ]
@@ -141,19 +189,19 @@ get_requires_for_build_sdist = get_requires_for_build_wheel
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     target = os.path.abspath(wheel_directory)
-    with _staged(with_data=True):
+    with _staged(config_settings, with_data=True):
         return _setuptools.build_wheel(target, config_settings, None)
 
 
 def build_sdist(sdist_directory, config_settings=None):
     target = os.path.abspath(sdist_directory)
-    with _staged(extra=SDIST_EXTRA):
+    with _staged(config_settings, extra=SDIST_EXTRA):
         return _setuptools.build_sdist(target, config_settings)
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
     target = os.path.abspath(metadata_directory)
-    with _staged():
+    with _staged(config_settings):
         return _setuptools.prepare_metadata_for_build_wheel(target, config_settings)
 
 
@@ -166,4 +214,9 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
     write_build_meta(ROOT)
     # Type checkers follow a path in a .pth file; they do not run setuptools' import hook.
     settings = {"editable_mode": "compat", **(config_settings or {})}
-    return _setuptools.build_editable(wheel_directory, settings, None)
+    readme = ROOT / INDEX_README
+    readme.write_text((ROOT / "README.md").read_text())
+    try:
+        return _setuptools.build_editable(wheel_directory, settings, None)
+    finally:
+        readme.unlink()

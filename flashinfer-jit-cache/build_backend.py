@@ -30,7 +30,8 @@ def _staged() -> Iterator[Path]:
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="flashinfer-jit-cache-") as temp:
         stage = Path(temp)
-        shutil.copy2(HERE / "pyproject.toml", stage)
+        for file in (HERE / "pyproject.toml", HERE / "README.md", ROOT / "LICENSE"):
+            shutil.copy2(file, stage)
         (stage / "flashinfer_jit_cache").mkdir()
         shutil.copy2(HERE / "flashinfer_jit_cache" / "__init__.py", stage / "flashinfer_jit_cache")
         (stage / "version.txt").write_text(version + "\n")

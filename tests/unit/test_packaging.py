@@ -36,7 +36,7 @@ def build_products() -> set[Path]:
     return {path for pattern in patterns for path in ROOT.glob(pattern)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a wheel and an sdist built from this checkout, which stays as it was."""
     out = tmp_path_factory.mktemp("dist")
@@ -47,7 +47,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def wheel(dist: Path) -> Path:
     (path,) = dist.glob("*.whl")
     return path
@@ -78,16 +78,6 @@ def test_wheel_contents(wheel: Path):
     assert f'__version__ = "{VERSION}"' in meta and "__git_version__" in meta
 
 
-def test_runtime_dependencies_are_few_and_unpinned(wheel: Path):
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(f"flashinfer_python-{VERSION}.dist-info/METADATA").decode()
-    required = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, flags=re.M)
-    assert sorted(required) == sorted(
-        ["apache-tvm-ffi", "click", "jinja2", "ninja", "numpy", "nvidia-ml-py"]
-        + ["packaging", "tabulate", "torch", "tqdm"]
-    )
-
-
 def test_every_import_is_declared():
     """What the package imports is a dependency, an optional one, or the standard library."""
     distribution = {"tvm_ffi": "apache-tvm-ffi", "pynvml": "nvidia-ml-py"}
@@ -103,7 +93,7 @@ def test_every_import_is_declared():
     ours = imported - set(sys.stdlib_module_names) - {"flashinfer"} - optional
     project = (ROOT / "pyproject.toml").read_text()
     declared = re.search(r"^dependencies = \[(.*?)\]", project, flags=re.S | re.M)
-    missing = {n for n in ours if f'"{distribution.get(n, n)}"' not in declared[1]}
+    missing = {n for n in ours if f'"{distribution.get(n, n)}>=' not in declared[1]}
     assert not missing
 
 
