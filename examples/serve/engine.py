@@ -15,6 +15,7 @@ from .adjust import Adjustment, adjust
 from .cache import PagePool
 from .checkpoint import load as load
 from .grammar import GrammarError
+from .invariance import sample_alone
 from .logprobs import PromptLogprobs
 from .model import Model
 from .modules import modules
@@ -52,6 +53,9 @@ class Engine:
         Of the cache: the model's (default), torch.float8_e4m3fn or torch.float8_e5m2.
     use_cuda_graph : bool
         Replay steps in which every request decodes from CUDA graphs.
+    batch_invariant : bool
+        Let the tokens of a request with a seed depend on the request alone, whatever else is
+        served: see `invariance`. Steps take longer.
     max_waiting : int, optional
         Most requests that wait; more are refused. None: any number.
     prefix_caching : bool
@@ -83,6 +87,7 @@ class Engine:
         prefix_caching: bool = True,
         speculation: int = 0,
         ngram: int = 3,
+        batch_invariant: bool = False,
     ) -> None:
         for name, value in (
             ("num_pages", num_pages),
@@ -106,7 +111,10 @@ class Engine:
             raise ValueError(f"`use_cuda_graph` needs a GPU, the model is on {model.device}")
         self._model, self._tokenizer = model, tokenizer
         self._page_size, self._max_waiting = page_size, max_waiting
-        self._runner = Runner(model, num_pages, page_size, kv_dtype, max_batch_size, use_cuda_graph)
+        self._runner = Runner(
+            model, num_pages, page_size, kv_dtype, max_batch_size, use_cuda_graph, batch_invariant
+        )
+        self._batch_invariant = batch_invariant
         self._pool = PagePool(num_pages)
         self._scheduler = Scheduler(
             self._pool, page_size, max_batch_size, max_batch_tokens, model.config.rotation,
@@ -265,7 +273,8 @@ class Engine:
                     request.params, prompt, logits.shape[1], logits.device
                 )
         requests = [draw.request for draw in draws for _ in range(draw.rows)]
-        return sample(
+        draw_rows = sample_alone if self._batch_invariant else sample
+        return draw_rows(
             adjust(logits, [request.adjustment for request in requests]),
             [request.params for request in requests],
             [request.seed for request in requests],

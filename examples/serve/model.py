@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import embedding
 import flashinfer
 
 from .config import ModelConfig
+from .invariance import in_tiles, padded, round_up
 from .rope import rope_cache
 
 
@@ -31,6 +33,10 @@ class Batch:
         Page table, int32, as in `flashinfer.append_paged_kv_cache`.
     attention : dict
         A planned wrapper for each window of the model's layers.
+    attended : int
+        Rows that attention computes; rows beyond are padding.
+    tile : int or None
+        Rows of a tile: see `in_tiles`.
     """
 
     tokens: torch.Tensor
@@ -41,6 +47,8 @@ class Batch:
     kv_indptr: torch.Tensor
     kv_last_page_len: torch.Tensor
     attention: dict[int, Any]
+    attended: int
+    tile: int | None = None
 
 
 @dataclass
@@ -127,27 +135,29 @@ class Model:
         torch.Tensor
             ``[nnz, hidden_size]``, normalised: see `logits`.
         """
-        config, eps = self.config, self.config.rms_norm_eps
+        eps = self.config.rms_norm_eps
         residual = embedding(batch.tokens, self.embedding)
-        x = flashinfer.rmsnorm(residual, self.layers[0].input_norm, eps)
-        for number, layer in enumerate(self.layers):
-            x = self._attention(layer, x, batch, cache[number])
-            # In place: residual += x, x = norm(residual).
-            flashinfer.fused_add_rmsnorm(x, residual, layer.mlp_norm, eps)
-            x = flashinfer.silu_and_mul(_product(x, layer.gate_up, layer.gate_up_bias))
-            x = _product(x, layer.down, layer.down_bias)
-            last = number + 1 == config.num_layers
-            norm = self.norm if last else self.layers[number + 1].input_norm
-            flashinfer.fused_add_rmsnorm(x, residual, norm, eps)
+        norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+
+        def begin(residual: torch.Tensor) -> torch.Tensor:
+            return flashinfer.rmsnorm(residual, self.layers[0].input_norm, eps)
+
+        x = in_tiles(batch.tile, begin, residual)
+        for layer, norm, pages in zip(self.layers, norms, cache, strict=True):
+            q, k, v = in_tiles(batch.tile, partial(self._project, layer), x, batch.rotations)
+            out = self._attend(layer, q, k, v, batch, pages)
+            x = in_tiles(batch.tile, partial(self._mix, layer, norm), out, residual)
         return x
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, vocab_size]`` float32 of rows of `forward`."""
-        return (x @ self.head).float()
+    def logits(self, x: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+        """``[rows, vocab_size]`` float32 of rows of `forward`; `tile`: see `in_tiles`."""
+        whole = padded(x, round_up(len(x), tile))
+        return in_tiles(tile, lambda rows: (rows @ self.head).float(), whole)[: len(x)]
 
-    def _attention(
-        self, layer: _Layer, x: torch.Tensor, batch: Batch, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def _project(
+        self, layer: _Layer, x: torch.Tensor, rotations: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of normalised rows."""
         config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = _product(x, layer.qkv, layer.qkv_bias).view(len(x), heads + 2 * kv_heads, dim)
@@ -156,8 +166,19 @@ class Model:
             q = flashinfer.rmsnorm(q, layer.q_norm, config.rms_norm_eps)
             k = flashinfer.rmsnorm(k, layer.k_norm, config.rms_norm_eps)
         flashinfer.apply_rope_with_cos_sin_cache_inplace(
-            batch.rotations, q, k, dim, self.cos_sin, is_neox=True
+            rotations, q, k, dim, self.cos_sin, is_neox=True
         )
+        return q, k, v
+
+    def _attend(
+        self,
+        layer: _Layer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        cache: torch.Tensor,
+    ) -> torch.Tensor:
         flashinfer.append_paged_kv_cache(
             _as_cached(k, cache.dtype),
             _as_cached(v, cache.dtype),
@@ -168,8 +189,21 @@ class Model:
             batch.kv_indptr,
             batch.kv_last_page_len,
         )
-        out = batch.attention[layer.window].run(q, cache)
-        return _product(out.reshape(len(x), heads * dim), layer.o, layer.o_bias)
+        out = batch.attention[layer.window].run(q[: batch.attended], cache)
+        return padded(out.flatten(1), len(q))
+
+    def _mix(
+        self, layer: _Layer, norm: torch.Tensor, out: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """What follows attention; `residual` is updated in place."""
+        eps = self.config.rms_norm_eps
+        x = _product(out, layer.o, layer.o_bias)
+        # In place: residual += x, x = norm(residual).
+        flashinfer.fused_add_rmsnorm(x, residual, layer.mlp_norm, eps)
+        x = flashinfer.silu_and_mul(_product(x, layer.gate_up, layer.gate_up_bias))
+        x = _product(x, layer.down, layer.down_bias)
+        flashinfer.fused_add_rmsnorm(x, residual, norm, eps)
+        return x
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

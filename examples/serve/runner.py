@@ -13,6 +13,7 @@ import torch
 
 import flashinfer
 
+from .invariance import ATTENTION, round_up, tile_rows
 from .model import Batch, Model
 
 WORKSPACE_BYTES = 128 << 20
@@ -99,6 +100,8 @@ class Runner:
         Requests of a step.
     use_cuda_graph : bool
         Whether steps in which every request decodes are replayed from a graph.
+    batch_invariant : bool
+        Whether a token's result does not depend on what else is in the step: see `invariance`.
     """
 
     model: Model
@@ -107,6 +110,7 @@ class Runner:
     kv_dtype: torch.dtype
     max_batch_size: int
     use_cuda_graph: bool
+    batch_invariant: bool = False
     _graphs: dict[int, _Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,6 +122,8 @@ class Runner:
         )
         # Wrappers of one stream run one after the other and may share the workspace.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._tile = tile_rows(device) if self.batch_invariant else None
+        self._plan_options: dict[str, Any] = ATTENTION if self.batch_invariant else {}
         self._windows = sorted(set(config.windows))
         # Rows of cosines and sines beyond those of the positions: frequencies of long texts.
         self._switches = len(self.model.cos_sin) > config.max_positions
@@ -148,10 +154,11 @@ class Runner:
         decodes = all(len(chunk.tokens) == 1 and chunk.score is None for chunk in chunks)
         if decodes and self.use_cuda_graph:
             return self._replay(chunks, tokens)
-        host = self._table(chunks, len(chunks), sum(len(chunk.tokens) for chunk in chunks))
-        table, batch = self._on_device(host)
+        count = sum(len(chunk.tokens) for chunk in chunks)
+        host = self._table(chunks, len(chunks), round_up(count, self._tile))
+        table, batch = self._on_device(host, count)
         if tokens is not None:
-            table.tokens.copy_(tokens)
+            table.tokens[:count].copy_(tokens)
         if decodes:
             self._plan_decode(self._decode, host, table.kv_indices, len(chunks))
             batch.attention = self._decode
@@ -160,7 +167,7 @@ class Runner:
             batch.attention = self._prefill
         rows = self.model.forward(batch, self.cache)
         self._score(chunks, rows)
-        return self.model.logits(rows[self._last_rows(chunks, table)])
+        return self.model.logits(rows[self._last_rows(chunks, table)], self._tile)
 
     def _score(self, chunks: Sequence[Chunk], rows: torch.Tensor) -> None:
         end = 0
@@ -169,7 +176,7 @@ class Runner:
             if chunk.score is not None:
                 for first in range(start, end, SCORED_ROWS):
                     piece = rows[first : min(end, first + SCORED_ROWS)]
-                    chunk.score(chunk.start + first - start, self.model.logits(piece))
+                    chunk.score(chunk.start + first - start, self.model.logits(piece, self._tile))
 
     def _last_rows(self, chunks: Sequence[Chunk], table: _Table) -> torch.Tensor:
         """Rows after which a token is drawn."""
@@ -220,12 +227,12 @@ class Runner:
         table.kv_indices.copy_(torch.frombuffer(pages, dtype=torch.int32))
         return table
 
-    def _on_device(self, host: _Table) -> tuple[_Table, Batch]:
+    def _on_device(self, host: _Table, count: int) -> tuple[_Table, Batch]:
         packed = host.packed.to(self.model.device, non_blocking=True)
         table = _Table.divide(packed, len(host.lengths), len(host.tokens))
-        return table, self._batch(table)
+        return table, self._batch(table, count)
 
-    def _batch(self, table: _Table) -> Batch:
+    def _batch(self, table: _Table, attended: int) -> Batch:
         batch_indices, positions = flashinfer.get_batch_indices_positions(
             table.qo_indptr, table.lengths, len(table.tokens)
         )
@@ -238,6 +245,8 @@ class Runner:
             kv_indptr=table.kv_indptr,
             kv_last_page_len=table.last_page_len,
             attention={},
+            attended=attended,
+            tile=self._tile,
         )
 
     def _plan_prefill(self, host: _Table, kv_indices: torch.Tensor) -> None:
@@ -258,6 +267,7 @@ class Runner:
                 q_data_type=self.model.dtype,
                 kv_data_type=self.kv_dtype,
                 o_data_type=self.model.dtype,
+                **self._plan_options,
             )
 
     def _plan_decode(
@@ -277,6 +287,7 @@ class Runner:
                 q_data_type=self.model.dtype,
                 kv_data_type=self.kv_dtype,
                 o_data_type=self.model.dtype,
+                **self._plan_options,
             )
 
     def _replay(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None) -> torch.Tensor:
@@ -291,7 +302,7 @@ class Runner:
         if capacity not in self._graphs:
             self._graphs[capacity] = self._new_graph(capacity)
         graph = self._graphs[capacity]
-        host = self._table(chunks, capacity, capacity)
+        host = self._table(chunks, capacity, round_up(capacity, self._tile))
         graph.table.packed[: len(host.packed)].copy_(host.packed, non_blocking=True)
         if tokens is not None:
             graph.table.tokens[:count].copy_(tokens)
@@ -306,15 +317,10 @@ class Runner:
     def _new_graph(self, capacity: int) -> _Graph:
         longest = min(self.num_pages, -(-self.model.config.max_positions // self.page_size))
         pages = capacity * longest  # more than there are: prefixes are shared
-        table = _Table.divide(
-            torch.zeros(
-                _Table.length(capacity, capacity, pages),
-                dtype=torch.int32,
-                device=self.model.device,
-            ),
-            capacity,
-            capacity,
-        )
+        rows = round_up(capacity, self._tile)
+        length = _Table.length(capacity, rows, pages)
+        packed = torch.zeros(length, dtype=torch.int32, device=self.model.device)
+        table = _Table.divide(packed, capacity, rows)
         # The wrappers of the windows have the same page table, hence the same buffers.
         wrappers: dict[int, Any] = {
             window: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -329,9 +335,10 @@ class Runner:
         return _Graph(capacity, table, wrappers)
 
     def _compute(self, graph: _Graph) -> torch.Tensor:
-        batch = self._batch(graph.table)
+        batch = self._batch(graph.table, graph.capacity)
         batch.attention = graph.wrappers
-        return self.model.logits(self.model.forward(batch, self.cache))
+        rows = self.model.forward(batch, self.cache)[: graph.capacity]
+        return self.model.logits(rows, self._tile)
 
     def _capture(self, graph: _Graph) -> torch.Tensor:
         # The first run compiles what is missing, and its result is this step's. A capture only

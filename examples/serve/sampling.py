@@ -34,7 +34,8 @@ class SamplingParams:
     min_p : float
         Then: tokens of at least this share of the largest probability, in [0, 1].
     seed : int, optional
-        Equal seeds give equal tokens, whatever else is served. None: a random one.
+        Equal seeds give equal random numbers, whatever else is served; with the engine's
+        `batch_invariant` also equal tokens. None: a random one.
     max_tokens : int or None
         Tokens to generate, at least 1. None: as many as the model's positions and the KV cache
         have room for.

@@ -338,6 +338,11 @@ async def _http_error(http: HTTPRequest, error: Exception) -> Response:
 @click.option("--max-requests", default=256, help="Requests served or waiting; more get a 503.")
 @click.option("--cuda-graph/--no-cuda-graph", default=None, help="Default: on a GPU.")
 @click.option("--warm-up/--no-warm-up", default=None, help="Default: on a GPU.")
+@click.option(
+    "--batch-invariant",
+    is_flag=True,
+    help="Equal seeds give equal tokens, whatever else is served; slower.",
+)
 @click.option("--access-log", is_flag=True, help="Write a line for each request.")
 @limit_options
 def serve(
@@ -352,6 +357,7 @@ def serve(
     max_requests,
     cuda_graph,
     warm_up,
+    batch_invariant,
     access_log,
     **limits,
 ):
@@ -366,6 +372,7 @@ def serve(
             loaded, tokenizer, num_pages=num_pages, page_size=page_size,
             max_batch_size=max_batch_size, max_batch_tokens=max(2048, max_batch_size),
             use_cuda_graph=on_gpu if cuda_graph is None else cuda_graph,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
         if on_gpu if warm_up is None else warm_up:
             warmup.warm_up(engine, max_batch_size)
