@@ -11,6 +11,7 @@ import torch
 
 from ._common import checks
 from ._common.cache_layout import is_hnd, of_pages
+from ._common.conversions import converted
 from ._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ._instrument.decorator import flashinfer_api
 from .compat.backends import only_elsewhere
@@ -50,6 +51,7 @@ _append_paged_kv_cache = _table("append_paged_kv_cache")
 _append_paged_mla_kv_cache = _table("append_paged_mla_kv_cache")
 _get_batch_indices_positions = _table("get_batch_indices_positions")
 _get_seq_lens = _table("get_seq_lens")
+_INDICES_OF_APPENDS = dict.fromkeys((2, 3, 6, 7, 8), torch.int32)
 
 
 @flashinfer_api(trace=append_paged_kv_cache_trace)
@@ -72,7 +74,8 @@ def append_paged_kv_cache(
         ``[nnz, num_kv_heads, head_dim]``, dtype of the cache, last dimension contiguous, other
         strides free (slices of a fused projection are fine).
     batch_indices : torch.Tensor
-        Request of each token, ``[nnz]``, int32; see `get_batch_indices_positions`.
+        Request of each token, ``[nnz]``, int32; see `get_batch_indices_positions`. Integers of
+        another dtype are converted, here and below, which launches kernels more.
     positions : torch.Tensor
         Position of each token in its request, ``[nnz]``, int32.
     paged_kv_cache : torch.Tensor or tuple of torch.Tensor
@@ -124,18 +127,12 @@ def append_paged_kv_cache(
         kernel = _append_paged_kv_cache[append_key.dtype]
     except NOT_LOADED:
         kernel = _append_paged_kv_cache.load(append_key=append_key)
-    kernel(
-        append_key,
-        append_value,
-        batch_indices,
-        positions,
-        first,
-        second,
-        kv_indices,
-        kv_indptr,
-        kv_last_page_len,
-        hnd,
-    )
+    indices = (kv_indices, kv_indptr, kv_last_page_len)
+    arguments = (append_key, append_value, batch_indices, positions, first, second, *indices, hnd)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, _INDICES_OF_APPENDS))
 
 
 def _split(cache: Any) -> tuple[Any, Any]:
@@ -186,17 +183,12 @@ def append_paged_mla_kv_cache(
         kernel = _append_paged_mla_kv_cache[append_ckv.dtype]
     except NOT_LOADED:
         kernel = _append_paged_mla_kv_cache.load(append_ckv=append_ckv)
-    kernel(
-        append_ckv,
-        append_kpe,
-        batch_indices,
-        positions,
-        ckv_cache,
-        kpe_cache,
-        kv_indices,
-        kv_indptr,
-        kv_last_page_len,
-    )
+    caches, indices = (ckv_cache, kpe_cache), (kv_indices, kv_indptr, kv_last_page_len)
+    arguments = (append_ckv, append_kpe, batch_indices, positions, *caches, *indices)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, _INDICES_OF_APPENDS))
 
 
 @flashinfer_api(trace=get_batch_indices_positions_trace)
@@ -212,7 +204,8 @@ def get_batch_indices_positions(
     Parameters
     ----------
     append_indptr : torch.Tensor
-        First new token of each request, ``[batch_size + 1]``, int32, not decreasing.
+        First new token of each request, ``[batch_size + 1]``, int32, not decreasing. Integers of
+        another dtype are converted, here and below.
     seq_lens : torch.Tensor
         Length of each request with its new tokens, ``[batch_size]``, int32.
     nnz : int
@@ -253,7 +246,11 @@ def get_batch_indices_positions(
         kernel = _get_batch_indices_positions[append_indptr.dtype]
     except NOT_LOADED:
         kernel = _get_batch_indices_positions.load(append_indptr=append_indptr)
-    kernel(batch_indices, positions, append_indptr, seq_lens, nnz)
+    arguments = (batch_indices, positions, append_indptr, seq_lens, nnz)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, {2: torch.int32, 3: torch.int32}))
     return batch_indices, positions
 
 
@@ -270,7 +267,8 @@ def get_seq_lens(
     Parameters
     ----------
     kv_indptr : torch.Tensor
-        First page of each request, ``[batch_size + 1]``, int32.
+        First page of each request, ``[batch_size + 1]``, int32. Integers of another dtype are
+        converted, here and below.
     kv_last_page_len : torch.Tensor
         Tokens in each request's last page, ``[batch_size]``, int32.
     page_size : int
@@ -299,12 +297,18 @@ def get_seq_lens(
     """
     page_size = checks.count("page_size", page_size)
     checks.tensor("kv_last_page_len", kv_last_page_len)
-    seq_lens = torch.empty_like(kv_last_page_len, memory_format=torch.contiguous_format)
+    seq_lens = torch.empty_like(
+        kv_last_page_len, dtype=torch.int32, memory_format=torch.contiguous_format
+    )
     try:
         kernel = _get_seq_lens[kv_indptr.dtype]
     except NOT_LOADED:
         kernel = _get_seq_lens.load(kv_indptr=kv_indptr)
-    kernel(seq_lens, kv_indptr, kv_last_page_len, page_size)
+    arguments = (seq_lens, kv_indptr, kv_last_page_len, page_size)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, {1: torch.int32, 2: torch.int32}))
     return seq_lens
 
 

@@ -31,7 +31,7 @@ from ._attention.plan.no_kernel import compute_from_plans_when
 from ._common.numbers import plain_arguments
 from ._instrument.decorator import _TRACE_REGISTRY, on_registration
 from .trace.arguments import check_aliasing, check_destination, check_one_device
-from .trace.specs import argument_of
+from .trace.specs import Value, argument_of
 from .trace.template import TraceTemplate, resolve_template
 
 _logger = logging.getLogger("flashinfer.reference_backend")
@@ -203,8 +203,29 @@ def _run_reference(route: _Route, arguments: dict[str, Any]) -> Any:
     template.validate(gathered)
     check_one_device(gathered)
     with torch.no_grad():
-        results = template.compute(gathered)
+        results = _computed(template, gathered)
         return _deliver(route.function, template, gathered, results)
+
+
+def _computed(template: TraceTemplate, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Results of the reference; of tensors without values, results without values.
+
+    Raises
+    ------
+    ValueError
+        If the shape of a result follows from values that a meta tensor does not have.
+    """
+    without_values = [
+        name
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    ]
+    if not without_values:
+        return template.compute(arguments)
+    try:
+        return template.compute(arguments)
+    except (RuntimeError, NotImplementedError):  # it looks at values
+        return template.without_values(arguments, without_values[0])
 
 
 def _deliver(
@@ -225,12 +246,13 @@ def _deliver(
     written: dict[str, torch.Tensor] = {}
     writes: list[tuple[torch.Tensor, torch.Tensor]] = []
     in_place_of: dict[str, str | None] = {}
+    given = getattr(arguments, "given", {})
     # A reference may return fewer results than the template lists: optional ones come last.
     for (key, spec), result in zip(template.outputs.items(), results, strict=False):
         param = spec.param or key
-        destination = argument_of(key, spec, arguments)
+        destination = given.get(param, argument_of(key, spec, arguments))
         if destination is None:
-            returned.append(result.to(getattr(torch, dtypes[key]), copy=True))
+            returned.append(_rounded(result, getattr(torch, dtypes[key]), spec))
             continue
         check_destination(param, getattr(spec, "layout", None), destination, result.shape)
         index = getattr(spec, "tuple_idx", None)
@@ -248,6 +270,16 @@ def _deliver(
     if not returned:
         return None
     return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _rounded(result: torch.Tensor, dtype: torch.dtype, spec: Value) -> torch.Tensor:
+    """A new tensor of a result."""
+    if not getattr(spec, "keeps_strides", False):
+        return result.to(dtype, copy=True)
+    strides = result.stride()
+    return torch.empty_strided(result.shape, strides, dtype=dtype, device=result.device).copy_(
+        result
+    )
 
 
 def _announce() -> None:

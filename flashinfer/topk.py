@@ -53,7 +53,8 @@ def _prefers_large(tie_break: int) -> bool:
     try:
         return TopKTieBreak(tie_break) is TopKTieBreak.LARGE
     except (ValueError, TypeError):
-        raise ValueError(
+        error = ValueError if isinstance(tie_break, int) else TypeError
+        raise error(
             f"`tie_break` must be one of {[int(t) for t in TopKTieBreak]}, got {tie_break!r}"
         ) from None
 

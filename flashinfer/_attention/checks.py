@@ -157,9 +157,11 @@ def scales_by_position(args: tuple[Any, ...], q: Any, k: Any, v: Any) -> tuple[A
 
 def _head_scale(name: str, scale: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
     if scale.dtype is not torch.float32:
-        raise ValueError(
-            f"`{name}` must be a number or have dtype float32, got {torch_name(scale.dtype)}"
-        )
+        if not scale.is_floating_point():
+            raise ValueError(
+                f"`{name}` must be a number or have dtype float32, got {torch_name(scale.dtype)}"
+            )
+        scale = scale.float()
     if scale.shape not in ((), (1,), (count,)):
         raise ValueError(
             f"`{name}` must be one number or a value for each of {count} heads, got shape "

@@ -9,6 +9,8 @@ import torch
 
 from .._common.checks import tensor as check_tensor
 
+INDEX_DTYPES = (torch.int32, torch.int64, torch.uint32)
+
 
 def host_page_table(
     qo_indptr: Any | None,
@@ -82,6 +84,7 @@ def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
         if tensor.is_cpu:
             found[i] = _as_int32(name, tensor)
         else:
+            found[i] = tensor.to(torch.int64)
             distant.append(i)
     if distant:
         names = list(tensors)
@@ -97,11 +100,11 @@ def host_indices(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def check_index_vector(name: str, tensor: Any) -> None:
-    """A vector of int32 or int64."""
+    """A vector of int32, int64 or uint32."""
     check_tensor(name, tensor)
-    if tensor.dtype not in (torch.int32, torch.int64):
+    if tensor.dtype not in INDEX_DTYPES:
         raise ValueError(
-            f"`{name}` must have dtype int32 or int64, got "
+            f"`{name}` must have dtype int32, int64 or uint32, got "
             f"{str(tensor.dtype).removeprefix('torch.')}"
         )
     if tensor.ndim != 1:
@@ -109,7 +112,8 @@ def check_index_vector(name: str, tensor: Any) -> None:
 
 
 def _as_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype == torch.int64:
+    if tensor.dtype != torch.int32:
+        tensor = tensor.to(torch.int64)  # uint32 has no minimum
         if tensor.numel() and not -(2**31) <= int(tensor.min()) <= int(tensor.max()) < 2**31:
             raise ValueError(f"`{name}` must have values that fit int32, got {int(tensor.max())}")
         tensor = tensor.to(torch.int32)
@@ -126,7 +130,9 @@ def device_indices(name: str, tensor: Any, device: torch.device) -> torch.Tensor
 
 def page_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Page numbers whose values fit int32: one beyond stays one that no cache has."""
-    return tensor.clamp(-1, 2**31 - 1) if tensor.dtype == torch.int64 else tensor
+    if tensor.dtype == torch.int32:
+        return tensor
+    return tensor.to(torch.int64).clamp(-1, 2**31 - 1)
 
 
 # --- Buffers of CUDA graphs ----------------------------------------------------------------------

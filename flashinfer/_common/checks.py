@@ -114,6 +114,13 @@ def dtype(name: str, value: Any, allowed: tuple[torch.dtype, ...]) -> torch.dtyp
     return value
 
 
+def optional_generator(name: str, value: Any) -> torch.Generator | None:
+    """A source of random numbers or None."""
+    if not isinstance(value, (torch.Generator, type(None))):
+        raise TypeError(f"`{name}` must be a torch.Generator or None, got {_shown(value)}")
+    return value
+
+
 def _shown(value: Any) -> str:
     """`value` as a message shows it: a large object, or one on a GPU, by its type alone."""
     plain_types = (bool, int, float, complex, str, torch.dtype, type(None))

@@ -4,6 +4,7 @@ from typing import cast
 
 import torch
 
+from .._common.conversions import converted
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
 from ..jit.norm import NormConfig, gen_norm_module
@@ -185,13 +186,18 @@ def rmsnorm_quant(
         As for `rmsnorm`, which also lists the errors.
     scale : float or torch.Tensor
         Dequantisation scale: ``out * scale`` approximates the norm. Positive and finite. A tensor
-        is float32 with one element on the device of `input`; its value is not checked.
+        has one element on the device of `input`, float32 or a floating dtype that is converted; its
+        value is not checked.
     """
     try:
         kernel = _rmsnorm[input.dtype, out.dtype]
     except NOT_LOADED:
         kernel = _rmsnorm.load(input=input, out=out)
-    kernel(out, input, weight, scale, eps, enable_pdl)
+    arguments = (out, input, weight, scale, eps, enable_pdl)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, {3: torch.float32}))
 
 
 @flashinfer_api(trace=fused_add_rmsnorm_quant_trace)
@@ -220,7 +226,11 @@ def fused_add_rmsnorm_quant(
         kernel = _fused_add_rmsnorm[input.dtype, out.dtype]
     except NOT_LOADED:
         kernel = _fused_add_rmsnorm.load(input=input, out=out)
-    kernel(out, input, residual, weight, scale, eps, enable_pdl)
+    arguments = (out, input, residual, weight, scale, eps, enable_pdl)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, {4: torch.float32}))
 
 
 @flashinfer_api(trace=layernorm_trace)
@@ -285,4 +295,8 @@ def layernorm_quant(
         kernel = _layernorm[input.dtype, out.dtype]
     except NOT_LOADED:
         kernel = _layernorm.load(input=input, out=out)
-    kernel(out, input, gemma, beta, scale, eps, None)
+    arguments = (out, input, gemma, beta, scale, eps, None)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, {4: torch.float32}))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from .._common import checks
+from .._common.conversions import converted
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
 from ..tllm_enums import SfLayout
@@ -42,7 +43,11 @@ def _quantize(
     codes = torch.empty(*input.shape[:-1], width // 2, dtype=torch.uint8, device=input.device)
     shape = padded_shape(layout, rows, width // block)
     scales = torch.empty(shape, dtype=torch.uint8, device=input.device)
-    kernel(codes, scales, input, global_scale, 1.0, invert, enable_pdl)
+    arguments = (codes, scales, input, global_scale, 1.0, invert, enable_pdl)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, {3: torch.float32}))
     return codes, scales
 
 
@@ -90,8 +95,8 @@ def fp4_quantize(
         ``[..., k]``, float16, bfloat16 or float32, the last dimension contiguous, leading ones
         foldable into one (m rows); k is a multiple of `sf_vec_size`.
     global_scale : torch.Tensor, optional
-        One float32 on the GPU, usually ``448 * 6 / input.abs().max()``; 1 if None. For NVFP4:
-        MXFP4 has none, and what is given is not read.
+        One float32 on the GPU, usually ``448 * 6 / input.abs().max()``; 1 if None; another
+        floating dtype is converted. For NVFP4: MXFP4 has none, and what is given is not read.
     sf_vec_size : {16, 32}
         Elements of a block.
     sf_use_ue8m0 : bool

@@ -4,7 +4,6 @@ import torch
 
 from .._common import checks
 from .._common.dtypes import check_dtype
-from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantization import (
@@ -243,8 +242,8 @@ def mxfp8_quantize(
     """
     checks.choice("backend", backend, ("cuda",))
     layout = _chosen_layout(is_sf_swizzled_layout, sf_swizzle_layout)
-    alignment = plain(alignment)
-    if type(alignment) is not int or alignment < 1 or alignment % _MX_BLOCK:
+    alignment = checks.count("alignment", alignment, _MX_BLOCK)
+    if alignment % _MX_BLOCK:
         raise ValueError(f"`alignment` must be a multiple of {_MX_BLOCK}, got {alignment!r}")
     checks.matrix("input", input, _MX_BLOCK)
     kernel = group_quant_kernel(input, "e4m3", "ue8m0", KERNEL_LAYOUT[layout], _MX_BLOCK, False)

@@ -6,6 +6,7 @@ import torch
 
 from .._common import checks
 from .._common.cache_layout import is_hnd
+from .._common.conversions import converted
 from .._common.dtypes import FLOAT, FLOAT8, check_dtype
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
@@ -307,5 +308,9 @@ def rope_quantize_fp8_append_paged_kv_cache(
         kernel = table[q_rope.dtype, cos_sin_cache.dtype, dtype]
     except NOT_LOADED:
         kernel = table.load(dtype, q_rope=q_rope, cos_sin_cache=cos_sin_cache)
-    kernel(*arguments)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        indices = converted(arguments[6], dict.fromkeys(range(4), torch.int32))
+        kernel(*arguments[:6], tuple(indices), *arguments[7:])
     return q_rope_out, q_nope_out

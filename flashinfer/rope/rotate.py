@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 
 from .._common import checks
+from .._common.conversions import converted
 from .._common.dtypes import FLOAT, check_dtype
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
@@ -68,7 +69,11 @@ def _apply(
     except NOT_LOADED:
         kernel = table.load(q=q)
     dim = (q.shape or (0,))[-1] if rotary_dim is None else rotary_dim
-    kernel(q_out, k_out, q, k, pos_ids, indptr, offsets, dim, *numbers)
+    arguments = (q_out, k_out, q, k, pos_ids, indptr, offsets, dim, *numbers)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, {5: torch.int32, 6: torch.int32}))
     return q_out, k_out
 
 
@@ -104,9 +109,9 @@ def apply_rope(
         ``[nnz, num_kv_heads, head_dim]``, dtype of `q`, last dimension contiguous.
     indptr : torch.Tensor
         First token of each request, ``[batch_size + 1]``, int32, not decreasing. Tokens outside
-        of all requests keep their values.
+        of all requests keep their values. Integers of another dtype are converted.
     offsets : torch.Tensor
-        Position of each request's first token, ``[batch_size]``, int32.
+        Position of each request's first token, ``[batch_size]``, int32; others are converted.
     rotary_dim : int, optional
         Leading elements of a head that are rotated, the others are copied: even, at most `head_dim`
         and 512. None: all.

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .._common import checks
+from .._common.conversions import as_dtype, is_convertible
 from .._common.numbers import plain
 
 Seed = int | torch.Tensor | None
@@ -68,12 +70,12 @@ def _as_int64(name: str, value: Any) -> Any:
 def resolve_seed(
     seed: Seed, offset: Seed, generator: torch.Generator | None, device: torch.device
 ) -> tuple[Any, Any]:
+    if generator is not None:
+        checks.optional_generator("generator", generator)
     if seed is None:
         if offset is not None:
             raise ValueError("`offset` needs a `seed`, got None")
         return get_seed_and_offset(4, generator, device)
-    if generator is not None:
-        raise ValueError("`generator` and `seed` exclude each other, got both")
     return _as_int64("seed", seed), 0 if offset is None else _as_int64("offset", offset)
 
 
@@ -85,10 +87,9 @@ def row_floats(value: Any) -> Any:
 
 def row_ints(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype != torch.int32:
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        if not is_convertible(value, torch.int32):
             raise ValueError(f"`top_k` must have an integer dtype, got {value.dtype}")
-        # Narrow and unsigned dtypes cannot be clamped to this range as they are.
-        return value.to(torch.int64).clamp(-1, 2**31 - 1).to(torch.int32)
+        return as_dtype(value, torch.int32)
     return value
 
 

@@ -110,7 +110,7 @@ def sampling_from_probs(
     deterministic : bool
         Accepted for compatibility: results are always deterministic.
     generator : torch.Generator, optional
-        Source of seed and offset when `seed` is None; see `get_seed_and_offset`.
+        Source of seed and offset when `seed` is None, else not used; see `get_seed_and_offset`.
     check_nan : bool
         Look for NaN first, which waits for the GPU, and raise ``ValueError``.
     seed, offset : int or torch.Tensor, optional
@@ -132,7 +132,7 @@ def sampling_from_probs(
         If an argument has a wrong type.
     ValueError
         If a tensor is not on the GPU or has a shape, dtype or stride not listed above; if `offset`
-        is given without `seed`, or `generator` with it.
+        is given without `seed`.
 
     Notes
     -----
@@ -369,7 +369,8 @@ def _ordered_filter(filter_apply_order: str) -> Filter:
     try:
         return orders[filter_apply_order]
     except (KeyError, TypeError):
-        raise ValueError(
+        error = ValueError if isinstance(filter_apply_order, str) else TypeError
+        raise error(
             f"`filter_apply_order` must be 'top_k_first' or 'joint', got {filter_apply_order!r}"
         ) from None
 

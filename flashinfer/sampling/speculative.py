@@ -5,6 +5,7 @@ from typing import cast
 import torch
 
 from .._common import checks
+from .._common.conversions import as_dtype, converted, is_convertible
 from .._common.dtypes import check_dtype
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
@@ -20,6 +21,7 @@ def _speculative_kernel(dtype: torch.dtype) -> Kernel:
 
 
 _chain_speculative = KernelTable(_speculative_kernel)
+_DTYPES = {1: torch.int32, 2: torch.int32, 4: torch.int32, 5: torch.float32}
 
 
 @flashinfer_api(trace=chain_speculative_sampling_trace)
@@ -45,7 +47,8 @@ def chain_speculative_sampling(
     Parameters
     ----------
     draft_probs : torch.Tensor
-        ``[batch, num_drafts, vocab]``, float32, contiguous: what the drafts were drawn from.
+        ``[batch, num_drafts, vocab]``, float32, contiguous: what the drafts were drawn from. Here
+        and below, floats and integers of another dtype than the listed one are converted.
     draft_token_ids : torch.Tensor
         ``[batch, num_drafts]``, int32, contiguous. A token out of range is not accepted.
     target_probs : torch.Tensor
@@ -77,6 +80,8 @@ def chain_speculative_sampling(
     try:
         kernel = _chain_speculative[draft_probs.dtype]
     except NOT_LOADED:
+        if is_convertible(draft_probs, torch.float32):
+            draft_probs = as_dtype(draft_probs, torch.float32)
         kernel = _chain_speculative.load(draft_probs=draft_probs)
     checks.cuda_tensors(draft_token_ids=draft_token_ids, target_probs=target_probs)
     device, batch = draft_probs.device, draft_probs.shape[:1]
@@ -90,5 +95,13 @@ def chain_speculative_sampling(
     checks.optional_flag("deterministic", deterministic)
     seed, offset = resolve_seed(seed, offset, generator, device)
     inputs = (draft_probs, draft_token_ids, target_probs)
-    kernel(token_ids, accepted, emitted, *inputs, seed, offset, None)
+    arguments = (token_ids, accepted, emitted, *inputs, seed, offset, None)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        changed = converted(arguments, _DTYPES)
+        kernel(*changed)
+        for given, counted in zip(arguments[1:3], changed[1:3], strict=True):
+            if counted is not given:
+                given.copy_(counted)
     return token_ids, accepted, emitted

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._common.conversions import is_convertible
 from .._common.dtypes import torch_name
 from .specs import Scalar, Tensor
 
@@ -61,7 +62,8 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
     if value is None and spec.optional:
         return
     if isinstance(value, torch.Tensor) and spec.tensor:
-        if value.numel() != 1 or torch_name(value.dtype) != spec.dtype:
+        dtype = getattr(torch, spec.dtype)
+        if value.numel() != 1 or not (value.dtype == dtype or is_convertible(value, dtype)):
             raise ValueError(
                 f"`{param}` must be a number or a {spec.dtype} tensor of one element, got "
                 f"{torch_name(value.dtype)} of shape {list(value.shape)}"
@@ -71,10 +73,14 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
         raise TypeError(f"`{param}` must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"`{param}` must be finite, got {value}")
+    if "int" in spec.dtype and not isinstance(value, int):
+        raise TypeError(f"`{param}` must be an int, got {type(value).__name__}")
     if spec.dtype == "float32" and abs(value) > _FLOAT32.max:
         raise ValueError(f"`{param}` must be finite in float32, got {value}")
     if spec.minimum is not None and value < spec.minimum:
         raise ValueError(f"`{param}` must be at least {spec.minimum}, got {value}")
+    if spec.below is not None and value >= spec.below:
+        raise ValueError(f"`{param}` must be less than {spec.below}, got {value}")
     if spec.above is not None and value <= spec.above:
         raise ValueError(f"`{param}` must be greater than {spec.above}, got {value}")
     if spec.dtype == "float32" and spec.above == 0 and value < _FLOAT32.tiny:

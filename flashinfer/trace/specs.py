@@ -94,6 +94,10 @@ class Tensor:
         Any other sharing of memory with another argument is refused.
     returned : bool
         For an output, whether the public function also returns an optional destination.
+    keeps_strides : bool
+        An output has the strides of the reference's result.
+    converts : bool
+        An input of another dtype than `dtype` is converted if its numbers are of the same kind.
     """
 
     dim_names: Sequence[str]
@@ -111,6 +115,8 @@ class Tensor:
     layout: Literal["rows", "matrix"] | None = None
     in_place_of: str | None = None
     returned: bool = True
+    keeps_strides: bool = False
+    converts: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,12 +134,12 @@ class Scalar:
     description : str
         Meaning and unit.
     tensor : bool
-        A one-element tensor of `dtype` is accepted in place of the number; its value is not
-        looked at.
+        A one-element tensor of `dtype`, or of another one of its kind, is accepted in place of the
+        number; its value is not looked at.
     minimum : float, optional
         Least value.
-    above : float, optional
-        Every value is greater than this.
+    above, below : float, optional
+        Every value is greater, or less, than this.
     """
 
     dtype: str = "float32"
@@ -144,6 +150,7 @@ class Scalar:
     tensor: bool = False
     minimum: float | None = None
     above: float | None = None
+    below: float | None = None
 
 
 Axis = Var | Const
@@ -172,6 +179,8 @@ def axis_without_tensor(
             return kind.value
         if kind.derive is not None:
             return kind.derive(values)
+        if axis in arguments:
+            raise TypeError(f"`{axis}` must be an int, got {type(given).__name__}")
         raise ValueError(f"axis {axis} has no value in this call: no tensor and no argument has it")
     return None
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .._common.checks import choice
+from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import SHORT_FLOATS, torch_name
 from .arguments import check_layout, check_scalar, folded_shape
 from .specs import (
@@ -37,7 +38,9 @@ from .standalone import required_parameters, standalone_reference
 
 
 class Gathered(dict[str, Any]):
-    """Arguments that `TraceTemplate.gathered` has put together."""
+    """Arguments that `TraceTemplate.gathered` has put together; `given` has those it converted."""
+
+    given: Mapping[str, Any] = {}
 
 
 class TraceTemplate:
@@ -138,12 +141,32 @@ class TraceTemplate:
     def gathered(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """What inputs, outputs, options and the reference are named by, from a call's arguments.
 
-        The arguments themselves unless the template has `gather`; what was gathered before is
-        returned as it is. The other methods gather, too.
+        The arguments themselves unless the template has `gather`, or a tensor has to be converted;
+        what was gathered before is returned as it is. The other methods gather, too.
         """
-        if self.gather is None or isinstance(arguments, Gathered):
+        if isinstance(arguments, Gathered):
             return arguments
-        return Gathered(self.gather(arguments))
+        if self.gather is not None:
+            arguments = Gathered(self.gather(arguments))
+        changed = {
+            name: as_dtype(tensor, dtype)
+            for name, tensor, dtype in self._converting(arguments)
+            if is_convertible(tensor, dtype)
+        }
+        if not changed:
+            return arguments
+        result = Gathered({**arguments, **changed})
+        result.given = {name: arguments[name] for name in changed}
+        return result
+
+    def _converting(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, torch.dtype]]:
+        for key, spec in self.inputs.items():
+            if isinstance(spec, Tensor) and spec.converts and spec.dtype is not None:
+                yield (
+                    spec.param or key,
+                    arguments.get(spec.param or key),
+                    getattr(torch, spec.dtype),
+                )
 
     def compute(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """Results of the reference for a call, in the order of `outputs`.
@@ -162,6 +185,24 @@ class TraceTemplate:
         results = self.reference(**{k: v for k, v in gathered.items() if k in taken})
         results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         return results[: len(self.outputs)]
+
+    def without_values(self, arguments: Mapping[str, Any], name: str) -> tuple[torch.Tensor, ...]:
+        """Meta tensors in place of the results of a call whose argument `name` is one.
+
+        Raises
+        ------
+        ValueError
+            If a result's shape is not known from the shapes of the arguments.
+        """
+        sizes, dtypes = self.axis_values(arguments), self.dtypes(arguments)
+        results = []
+        for key, spec in self.outputs.items():
+            axes = getattr(spec, "dim_names", ())
+            if any(axis not in sizes for axis in axes):
+                raise ValueError(f"`{name}` must have values, which decide the shape of the result")
+            shape, dtype = [sizes[axis] for axis in axes], getattr(torch, dtypes[key])
+            results.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return tuple(results)
 
     def axis_values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Sizes of all axes of a call.
@@ -212,7 +253,9 @@ class TraceTemplate:
                 derived = axis_without_tensor(axis, kind, arguments, values)
                 if derived is not None:
                     values[axis] = derived
-        self._check_constraints(values, seen_in)
+        # A size that no tensor has is an argument of its own.
+        named = {axis: axis for axis in values if axis in arguments} | seen_in
+        self._check_constraints(values, named)
         return values
 
     def dtypes(self, arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -254,6 +297,9 @@ class TraceTemplate:
             Naming the argument, what it is and what is allowed.
         """
         arguments = self.gathered(arguments)
+        # A dispatch function that knows no template for an option falls back to another's shapes.
+        for name, allowed in self.options.items():
+            choice(name, arguments.get(name, allowed[0]), allowed)
         values = self.axis_values(arguments)
         self._check_destination_types(arguments)
         self.dtypes(arguments)
@@ -262,8 +308,6 @@ class TraceTemplate:
         for key, spec in self.inputs.items():
             if isinstance(spec, Scalar):
                 check_scalar(spec.param or key, spec, argument_of(key, spec, arguments))
-        for name, allowed in self.options.items():
-            choice(name, arguments.get(name, allowed[0]), allowed)
         for hint in self.hints:
             if not isinstance(arguments.get(hint), (bool, type(None))):
                 raise TypeError(

@@ -147,7 +147,7 @@ for _name in ("v", "v_a", "v_b", "v_other"):
     }
 for _name in ("s", "s_a", "s_b", "s_other"):
     FAULTS |= {
-        f"{_name} in half precision": replace(_name, with_dtype(torch.float16)),
+        f"{_name} of integers": replace(_name, with_dtype(torch.int32)),
         f"{_name} longer": replace(_name, longer),
         f"{_name} with one row more": replace(_name, one_row_more),
         f"{_name} with a dimension more": replace(_name, lambda t: t[..., None]),

@@ -192,15 +192,15 @@ def _scale_with_two_elements(arguments: dict[str, Any]) -> dict[str, Any] | None
     return {**arguments, "scale": scale} if "scale" in arguments else None
 
 
-def _scale_in_half_precision(arguments: dict[str, Any]) -> dict[str, Any] | None:
-    scale = torch.ones(1, dtype=torch.float16, device=arguments["input"].device)
+def _scale_of_integers(arguments: dict[str, Any]) -> dict[str, Any] | None:
+    scale = torch.ones(1, dtype=torch.int32, device=arguments["input"].device)
     return {**arguments, "scale": scale} if "scale" in arguments else None
 
 
 FAULTS |= {
     "out shifted from input": _out_over_input,
     "scale with two elements": _scale_with_two_elements,
-    "scale in half precision": _scale_in_half_precision,
+    "scale of integers": _scale_of_integers,
 }
 
 

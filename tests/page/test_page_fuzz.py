@@ -200,7 +200,7 @@ def _cache_fault(change: Any) -> Fault:
 
 def _index_faults(name: str) -> dict[str, Fault]:
     return {
-        f"{name} 64-bit": replace(name, lambda t: t.long()),
+        f"{name} of floats": replace(name, lambda t: t.float()),
         f"{name} floating": replace(name, with_dtype(torch.float32)),
         f"{name} two-dimensional": replace(name, lambda t: t[None]),
         f"{name} strided": replace(name, strided),

@@ -212,7 +212,7 @@ FAULTS: dict[str, Fault] = {
         "indptr", lambda t: torch.cat([t, t.new_tensor([0]), t[-1:]]) if t[-1] else None
     ),
     "global_scale with two elements": replace("global_scale", _two),
-    "global_scale of halves": replace("global_scale", with_dtype(torch.float16)),
+    "global_scale of integers": replace("global_scale", with_dtype(torch.int32)),
     "global_scale a number": put("global_scale", 1.0),
     "a_global_sf missing": put("a_global_sf", None),
     "a_global_sf a number": put("a_global_sf", 1.0),

@@ -223,7 +223,7 @@ FAULTS: dict[str, Fault] = {
     "page_size other": put("page_size", 16),
     "page_size zero": put("page_size", 0),
     "kv_layout unknown": put("kv_layout", "DHN"),
-    "kv_indices 64-bit": replace("kv_indices", lambda t: t.long()),
+    "kv_indices of floats": replace("kv_indices", lambda t: t.float()),
     "kv_indptr empty": replace("kv_indptr", lambda t: t[:0]),
     "batch_indices longer": replace("batch_indices", longer),
     "positions longer": replace("positions", longer),

@@ -285,7 +285,8 @@ def scales_heads(heads: int) -> Case:
         ascending = 1 + torch.arange(heads, device=device) / heads
         becomes(ascending)(operation, name, arguments)
         becomes(torch.full((1,), 2.0, device=device))(operation, name, arguments)
-        for wrong in (ascending.repeat(2), ascending.double(), ascending[:, None]):
+        becomes(ascending.double())(operation, name, arguments)
+        for wrong in (ascending.repeat(2), ascending.int(), ascending[:, None]):
             with pytest.raises(ValueError, match=name):
                 operation.api(**{**arguments, name: wrong})
 

@@ -110,6 +110,20 @@ def is_a_page_size(operation: Operation, name: str, arguments: dict[str, Any]) -
     assert not _equal(usual, _results(operation, {**arguments, name: 4}))
 
 
+def draws_the_key(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Equal generators give equal tokens and move on; beside a seed, a generator stays."""
+    device = _rows(arguments).device
+    first, second = (torch.Generator(device).manual_seed(5) for _ in range(2))
+    before = first.get_state()
+    assert _equal(_results(operation, arguments), _results(operation, {**arguments, name: first}))
+    assert torch.equal(first.get_state(), before)
+    unseeded = {k: v for k, v in arguments.items() if k not in ("seed", "offset")}
+    drawn = [_results(operation, {**unseeded, name: g}) for g in (first, second)]
+    assert _equal(*drawn) and not torch.equal(first.get_state(), before)
+    with pytest.raises(TypeError, match="`generator` must be a torch.Generator or None"):
+        operation.api(**{**arguments, name: 3})
+
+
 def _number(rows: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(rows), dtype=torch.int32, device=rows.device)
 
@@ -119,7 +133,7 @@ CASES: dict[str, Case] = {
     "deterministic": has_no_effect,
     "dsa_graph_safe": has_no_effect,
     "filter_apply_order": refuses_what_is_not_listed,
-    "generator": refuses_what_is_not_listed,
+    "generator": draws_the_key,
     "indices": chooses_rows,
     "is_deterministic": has_no_effect,
     "maybe_output_accepted_token_num": is_added_to,

@@ -90,6 +90,9 @@ def test_every_argument_is_accounted_for(operation: Operation):
     template = operation.template
     known = {spec.param or key for key, spec in {**template.inputs, **template.outputs}.items()}
     known |= {*template.axes, *template.hints, *template.options}
+    known |= (
+        {"generator"} if "generator" in inspect.signature(template.reference).parameters else set()
+    )
     known |= {s.dtype_from_scalar for s in template.outputs.values() if isinstance(s, Tensor)}
     if template.gather is not None:
         call = _Recorder(inspect.signature(operation.function).bind(**operation.arguments()))

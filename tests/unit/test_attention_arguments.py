@@ -46,7 +46,11 @@ def test_index_tensors_become_contiguous_int32():
     [
         (torch.tensor([0, 2**31]), ValueError, "`x` must have values that fit int32"),
         (torch.tensor([0, -(2**31) - 1]), ValueError, "`x` must have values that fit int32"),
-        (torch.tensor([0.0, 1.0]), ValueError, "`x` must have dtype int32 or int64, got float32"),
+        (
+            torch.tensor([0.0, 1.0]),
+            ValueError,
+            "`x` must have dtype int32, int64 or uint32, got float32",
+        ),
         (torch.tensor([[0, 1]]), ValueError, "`x` must have 1 dimension"),
         ([0, 1], TypeError, "`x` must be a torch.Tensor, got list"),
     ],

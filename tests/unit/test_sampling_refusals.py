@@ -84,9 +84,9 @@ FAULTS: dict[str, list[Any]] = {
     "src_page_table": [torch.zeros(4, 100), torch.zeros(3, 100, dtype=torch.int32), None],
     "lengths": [*INT_ROWS, None],
     "offsets": [*INT_ROWS, None],
-    "draft_probs": [torch.full((2, 3, 100), 0.01).half(), torch.ones(2, 3), None],
+    "draft_probs": [torch.ones(2, 3, 100).int(), torch.ones(2, 3), None],
     "draft_token_ids": [torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 3), None],
-    "target_probs": [torch.full((2, 3, 100), 0.01), torch.ones(2, 4, 100).double(), None],
+    "target_probs": [torch.full((2, 3, 100), 0.01), torch.ones(2, 4, 100).int(), None],
 }
 OPTIONAL: dict[str, dict[str, list[Any]]] = {
     "softmax": {"enable_pdl": ["yes", 1]},
@@ -107,7 +107,7 @@ OPTIONAL: dict[str, dict[str, list[Any]]] = {
         "out_raw_indices": [torch.zeros(4, 3), torch.zeros(3, 3).int()],
     },
     "chain_speculative_sampling": {
-        "maybe_output_accepted_token_num": [_numbers(3, torch.int32), _numbers(2, torch.int64)]
+        "maybe_output_accepted_token_num": [_numbers(3, torch.int32), _numbers(2, torch.float32)]
     },
 }
 BAD_CALLS = [
@@ -139,11 +139,13 @@ def test_a_fault_is_refused_by_name(function: str, name: str, value: Any):
     assert "must be a CUDA tensor" not in str(error.value)
 
 
-def test_seed_and_generator_exclude_each_other():
+def test_a_seed_takes_the_place_of_a_generator():
     with pytest.raises(ValueError, match="offset"):
         flashinfer.sampling_from_probs(_probs(), offset=1)
-    with pytest.raises(ValueError, match="generator"):
+    with pytest.raises(ValueError, match="must be a CUDA tensor"):
         flashinfer.sampling_from_probs(_probs(), seed=1, generator=torch.Generator())
+    with pytest.raises(TypeError, match="`generator` must be a torch.Generator or None, got 3"):
+        flashinfer.sampling_from_probs(_probs(), seed=1, generator=3)
 
 
 def test_unsigned_seeds_pass():
@@ -168,7 +170,7 @@ def test_top_k_of_every_integer_dtype():
         for kind in ("int", "uint"):
             values = torch.tensor([0, 3, 100]).to(getattr(torch, f"{kind}{bits}"))
             assert _inputs.row_ints(values).tolist() == [0, 3, 100]
-    assert _inputs.row_ints(torch.tensor([2**40, -(2**40)])).tolist() == [2**31 - 1, -1]
+    assert _inputs.row_ints(torch.tensor([2**40, -(2**40)])).tolist() == [2**31 - 1, -(2**31)]
     for dtype in (torch.float32, torch.bool, torch.complex64):
         with pytest.raises(ValueError, match="`top_k`"):
             _inputs.row_ints(torch.ones(3, dtype=dtype))

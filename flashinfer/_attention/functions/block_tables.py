@@ -84,7 +84,7 @@ def trtllm_batch_decode_with_kv_cache(
         ``[batch_size, max_pages]`` int32 or int64: page numbers of each request. Entries beyond its
         length are not read.
     seq_lens : torch.Tensor
-        ``[batch_size]`` int32 or int64: tokens of keys, the queries' own included.
+        ``[batch_size]`` int32, int64 or uint32: tokens of keys, the queries' own included.
     max_seq_len : int
         At least the largest of them.
     bmm1_scale, bmm2_scale : float or torch.Tensor
@@ -410,12 +410,12 @@ def _logits_scale(scale: Scale) -> tuple[float, torch.Tensor | None]:
 def _one_number(name: str, scale: Scale) -> Any:
     if not isinstance(scale, torch.Tensor) or scale.is_cpu:
         return scalar(name, scale)
-    if scale.dtype != torch.float32 or scale.numel() != 1:
+    if not scale.is_floating_point() or scale.numel() != 1:
         raise ValueError(
             f"`{name}` must be a number or one float32, got "
             f"{torch_name(scale.dtype)} of shape {list(scale.shape)}"
         )
-    return scale.reshape(1)
+    return scale.float().reshape(1)
 
 
 def _one_tensor(sinks: Any) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from ..._common import checks
+from ..._common.conversions import converted
 from ..._common.dtypes import FLOAT, check_dtype
 from ..._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ..._instrument.decorator import flashinfer_api
@@ -65,7 +66,8 @@ def merge_state(
         Outputs over either set, ``[num_tokens, num_heads, head_dim]``, float16, bfloat16 or
         float32, last dimension contiguous, other strides free.
     s_a, s_b : torch.Tensor
-        Their log-sum-exp, base 2, ``[num_tokens, num_heads]``, float32; any strides.
+        Their log-sum-exp, base 2, ``[num_tokens, num_heads]``, float32, or another floating dtype,
+        which is converted; any strides.
 
     Returns
     -------
@@ -98,7 +100,12 @@ def merge_state(
         kernel = _merge_state[v_a.dtype]
     except NOT_LOADED:
         kernel = _merge_state.load(v_a=v_a)
-    kernel(v, s, v_a, s_a, v_b, s_b)
+    arguments = (v, s, v_a, s_a, v_b, s_b)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        v, s, *states = converted(arguments, dict.fromkeys((1, 3, 5), torch.float32))
+        kernel(v, s, *states)
     return v, s
 
 
@@ -115,7 +122,7 @@ def merge_state_in_place(
     Parameters
     ----------
     v, s : torch.Tensor
-        First state, as in `merge_state`; overwritten with the merged one.
+        First state, as in `merge_state`; overwritten with the merged one, in its dtype.
     v_other, s_other : torch.Tensor
         Second state; may share no memory with the first.
     mask : torch.Tensor, optional
@@ -131,7 +138,14 @@ def merge_state_in_place(
         kernel = _merge_state_in_place[v.dtype]
     except NOT_LOADED:
         kernel = _merge_state_in_place.load(v=v)
-    kernel(v, s, v_other, s_other, mask)
+    arguments = (v, s, v_other, s_other, mask)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        _, merged, *others = converted(arguments, {1: torch.float32, 3: torch.float32})
+        kernel(v, merged, *others)
+        if merged is not s:
+            s.copy_(merged)
 
 
 @flashinfer_api(trace=merge_states_trace)
@@ -144,7 +158,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         Outputs over the sets, ``[num_tokens, num_states, num_heads, head_dim]``, float16, bfloat16
         or float32, last dimension contiguous, other strides free. `num_states` may be 0.
     s : torch.Tensor
-        Their log-sum-exp, base 2, ``[num_tokens, num_states, num_heads]``, float32; any strides.
+        Their log-sum-exp, base 2, ``[num_tokens, num_states, num_heads]``, float32, or another
+        floating dtype, which is converted; any strides.
 
     Returns
     -------
@@ -172,5 +187,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         kernel = _merge_states[v.dtype]
     except NOT_LOADED:
         kernel = _merge_states.load(v=v)
-    kernel(v_out, s_out, v, s)
+    arguments = (v_out, s_out, v, s)
+    try:
+        kernel(*arguments)
+    except ValueError:
+        kernel(*converted(arguments, {3: torch.float32}))
     return v_out, s_out

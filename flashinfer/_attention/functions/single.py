@@ -259,7 +259,7 @@ def single_prefill_with_kv_cache(
         float16 or bfloat16; that of `q` by default, required with 8-bit queries.
     custom_mask : torch.Tensor, optional
         ``[qo_len, kv_len]`` bool, or uint8 with 0 for False: which keys each query sees. Takes
-        the place of `causal`.
+        the place of `causal`. Another shape of as many elements is read row by row.
     packed_custom_mask : torch.Tensor, optional
         The same row by row as bits, ``[ceil(qo_len * kv_len / 8)]`` uint8, as
         ``packbits(..., bitorder="little")`` packs them. Takes the place of `custom_mask`.
@@ -449,10 +449,11 @@ def _single_mask(
 ) -> CustomMask:
     if packed is None:
         mask = as_bools(mask)
-        check_tensor("custom_mask", mask, 2)
-        if mask.dtype != torch.bool or mask.shape != (qo_len, kv_len):
+        if not isinstance(mask, torch.Tensor):
+            raise TypeError(f"`custom_mask` must be a torch.Tensor, got {type(mask).__name__}")
+        if mask.dtype != torch.bool or mask.numel() != qo_len * kv_len:
             raise ValueError(
-                f"`custom_mask` must be bool of shape [{qo_len}, {kv_len}], got "
+                f"`custom_mask` must be bool of the elements of [{qo_len}, {kv_len}], got "
                 f"{str(mask.dtype).removeprefix('torch.')} of shape {list(mask.shape)}"
             )
         packed = packbits(mask.reshape(-1), "little")

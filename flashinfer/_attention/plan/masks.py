@@ -90,13 +90,22 @@ def make_items(
     TypeError, ValueError
         If some are missing, of another dtype or shorter than the batch needs.
     """
+    if isinstance(token_pos_in_items_len, torch.Tensor) and token_pos_in_items_len.is_cpu:
+        token_pos_in_items_len = token_pos_in_items_len.item()
     row = check_count("token_pos_in_items_len", token_pos_in_items_len)
     prefix = _unsigned("prefix_len_ptr", prefix_len_ptr, torch.uint32, batch_size)
-    positions = _unsigned(
-        "token_pos_in_items_ptr", token_pos_in_items_ptr, torch.uint16, batch_size * row
-    )
+    positions = _whole_rows(token_pos_in_items_ptr, batch_size, row)
     longest = _unsigned("max_item_len_ptr", max_item_len_ptr, torch.uint16, batch_size)
     return ItemScoring(prefix.to(device), positions.to(device), row, longest.to(device))
+
+
+def _whole_rows(positions: Any, batch_size: int, row: int) -> torch.Tensor:
+    """`token_pos_in_items_ptr`; the row of a single request may be shorter, or longer."""
+    name, length = "token_pos_in_items_ptr", batch_size * row
+    if batch_size == 1 and isinstance(positions, torch.Tensor) and positions.numel() != length:
+        flat = positions.reshape(-1)[:length]
+        positions = torch.cat([flat, flat.new_zeros(length - flat.numel())])
+    return _unsigned(name, positions, torch.uint16, length)
 
 
 def _unsigned(name: str, tensor: Any, dtype: torch.dtype, length: int) -> torch.Tensor:
@@ -104,7 +113,7 @@ def _unsigned(name: str, tensor: Any, dtype: torch.dtype, length: int) -> torch.
     signed = {torch.int32: torch.uint32, torch.int16: torch.uint16}
     if isinstance(tensor, torch.Tensor) and signed.get(tensor.dtype) == dtype:
         tensor = tensor.view(dtype)
-    if isinstance(tensor, torch.Tensor) and tensor.ndim == 2:
+    if isinstance(tensor, torch.Tensor) and tensor.ndim != 1:
         tensor = tensor.reshape(-1)
     return _vector(name, tensor, dtype, length)
 

@@ -222,7 +222,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
             pinned memory must stay as they are until then.
         prefix_len_ptr : torch.Tensor, optional
             Multi-item scoring: ``[batch_size]`` uint32 (int32 is taken for it), tokens of the
-            prefix that all items of a request share. With the next three.
+            prefix that all items of a request share. With the next three. Any shape.
         token_pos_in_items_ptr : torch.Tensor, optional
             ``[batch_size * token_pos_in_items_len]`` uint16 (or int16): for the tokens after the
             prefix, their positions in their items; 0 for the delimiters between these.

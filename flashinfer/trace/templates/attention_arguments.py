@@ -59,11 +59,12 @@ def _split_scales(
             numbers.append(_scale(name, value))
             continue
         numbers.append(1.0)
-        if value.dtype != torch.float32 or value.shape not in ((), (1,), (count,)):
+        if not value.is_floating_point() or value.shape not in ((), (1,), (count,)):
             raise ValueError(
                 f"`{name}` must be one number or float32 of shape [{count}], got {value.dtype} of "
                 f"shape {list(value.shape)}"
             )
+        value = value.float()
         if value.device != q.device:
             raise ValueError(f"`{name}` must be on {q.device}, got {value.device}")
         of_heads[f"{operand}_head_scale"] = value.expand(count)
@@ -118,7 +119,7 @@ def _single_options(
     choice("pos_encoding_mode", mode, POS_ENCODINGS)
     sm_scale = _number("sm_scale", arguments.get("sm_scale"), 1 / math.sqrt(max(head_dim, 1)))
     window = _window(arguments.get("window_left"))
-    soft_cap = _number("logits_soft_cap", arguments.get("logits_soft_cap"), 0.0)
+    soft_cap = max(_number("logits_soft_cap", arguments.get("logits_soft_cap"), 0.0), 0.0)
     options: dict[str, Any] = {
         "sm_scale": sm_scale * factor,
         "pos_encoding_mode": mode,
@@ -250,7 +251,7 @@ def problem_arguments(
             f"`window_left` of run() must be from 0 to the {spec.window_left} of plan(), got "
             f"{window}"
         )
-    soft_cap = _number("logits_soft_cap", run.get("logits_soft_cap") or None, 0.0)
+    soft_cap = max(_number("logits_soft_cap", run.get("logits_soft_cap"), 0.0), 0.0)
     inputs: dict[str, Any] = {
         "sm_scale": spec.sm_scale * scales[0],
         "causal": spec.causal and problem.mask_mode != "custom",

@@ -98,9 +98,9 @@ merge_state_trace = TraceTemplate(
     axes=_axes(states=False),
     inputs={
         "v_a": _v(dtypes=FLOATING),
-        "s_a": _s(),
+        "s_a": _s(converts=True),
         "v_b": _v(dtype_from="v_a"),
-        "s_b": _s(),
+        "s_b": _s(converts=True),
     },
     outputs=_outputs("v_a"),
     constraints=["head_dim >= 1"],
@@ -115,9 +115,9 @@ merge_state_in_place_trace = TraceTemplate(
     axes=_axes(states=False),
     inputs={
         "v": _v(dtypes=FLOATING),
-        "s": _s(),
+        "s": _s(converts=True),
         "v_other": _v(dtype_from="v"),
-        "s_other": _s(),
+        "s_other": _s(converts=True),
         "mask": Tensor(
             ["num_tokens"],
             dtypes=("bool", "uint8"),
@@ -141,7 +141,12 @@ merge_states_trace = TraceTemplate(
         "v": Tensor(
             ["num_tokens", "num_states", "num_heads", "head_dim"], dtypes=FLOATING, layout="rows"
         ),
-        "s": Tensor(["num_tokens", "num_states", "num_heads"], dtype="float32", description=_LSE),
+        "s": Tensor(
+            ["num_tokens", "num_states", "num_heads"],
+            dtype="float32",
+            description=_LSE,
+            converts=True,
+        ),
     },
     outputs=_outputs("v"),
     constraints=["head_dim >= 1"],

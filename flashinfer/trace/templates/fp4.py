@@ -198,7 +198,7 @@ _FLAGS: dict[str, tuple[Any, ...]] = {
     "is_sf_swizzled_layout": (True, False),
     "is_sf_8x4_layout": (False, True),
 }
-_LAYOUT: dict[str, tuple[Any, ...]] = {"sfLayout": tuple(SfLayout)}
+_LAYOUT: dict[str, tuple[Any, ...]] = {"sfLayout": (*SfLayout, *map(int, SfLayout))}
 _CUDA: dict[str, tuple[Any, ...]] = {"backend": ("cuda",)}
 _NO_4OVER6: dict[str, tuple[Any, ...]] = {"nvfp4_4over6": (None,)}
 _ROWS = ["num_tokens", "hidden_size"]
@@ -226,7 +226,9 @@ def _matrix(param: str) -> Tensor:
 
 
 def _global_scale(param: str, *, optional: bool = False) -> Tensor:
-    return Tensor(["one"], param=param, dtype="float32", optional=optional, ranks=(0, 1))
+    return Tensor(
+        ["one"], param=param, dtype="float32", optional=optional, ranks=(0, 1), converts=True
+    )
 
 
 _OUTPUTS: dict[str, Any] = {

@@ -128,7 +128,14 @@ _LENGTH = "len_indptr == batch_size + 1"
 
 
 def _indices(axis: str, description: str, **properties: Any) -> Tensor:
-    return Tensor([axis], dtype="int32", layout="rows", description=description, **properties)
+    return Tensor(
+        [axis],
+        dtype="int32",
+        layout="rows",
+        description=description,
+        converts=True,
+        **properties,
+    )
 
 
 _TABLE: dict[str, Value] = {
@@ -232,7 +239,12 @@ def _with_pages(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _append_paged_kv_cache_trace(**arguments: Any) -> TraceTemplate:
-    fused = isinstance(arguments.get("paged_kv_cache"), torch.Tensor)
+    cache = arguments.get("paged_kv_cache")
+    fused = isinstance(cache, torch.Tensor)
+    if not fused and (not isinstance(cache, (tuple, list)) or len(cache) != 2):
+        raise TypeError(
+            f"`paged_kv_cache` must be a torch.Tensor or a pair of them, got {type(cache).__name__}"
+        )
     kv_layout = arguments.get("kv_layout", "NHD")
     choice("kv_layout", kv_layout, ("NHD", "HND"))
     return _KV_TEMPLATES[fused, kv_layout]

@@ -87,6 +87,19 @@ def _check_scale_layout(x: torch.Tensor, column_major: bool, tma_aligned: bool) 
         raise ValueError(f"`x` must have 2 dimensions for `column_major_scales`, got {x.ndim}")
 
 
+def _in_scale_layout(
+    results: tuple[torch.Tensor, torch.Tensor], column_major: bool, tma_aligned: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales, which lie column by column if asked for, each of whole fours of rows."""
+    codes, scale = results
+    if column_major:
+        rows, groups = scale.shape
+        columns = scale.new_zeros(groups, -(-rows // 4) * 4 if tma_aligned else rows)
+        columns[:, :rows] = scale.t()
+        scale = columns[:, :rows].t()
+    return codes, scale
+
+
 def _per_token_group_quant_8bit_reference(
     x: torch.Tensor,
     group_size: int,
@@ -103,7 +116,8 @@ def _per_token_group_quant_8bit_reference(
     """
     _check_scale_layout(x, column_major_scales, scale_tma_aligned)
     dtype = torch.float8_e4m3fn if dst_dtype is None else dst_dtype
-    return _group_quant_8bit(x.float(), group_size, eps, dtype, scale_ue8m0)
+    results = _group_quant_8bit(x.float(), group_size, eps, dtype, scale_ue8m0)
+    return _in_scale_layout(results, column_major_scales, scale_tma_aligned)
 
 
 def _silu_and_mul_per_token_group_quant_8bit_reference(
@@ -123,7 +137,8 @@ def _silu_and_mul_per_token_group_quant_8bit_reference(
     gate, up = x.double().chunk(2, dim=-1)
     y = (gate * torch.sigmoid(gate) * up).to(x.dtype).float()
     dtype = torch.float8_e4m3fn if dst_dtype is None else dst_dtype
-    return _group_quant_8bit(y, group_size, eps, dtype, scale_ue8m0)
+    results = _group_quant_8bit(y, group_size, eps, dtype, scale_ue8m0)
+    return _in_scale_layout(results, column_major_scales, scale_tma_aligned)
 
 
 def _mxfp8_quantize_reference(
@@ -281,7 +296,7 @@ def _group_quant_trace(dtype: torch.dtype, *, silu_and_mul: bool) -> TraceTempla
         inputs={"x": _matrix("x"), "eps": _EPS},
         outputs={
             "x_q": Tensor(["num_tokens", "out_size"], dtype=name),
-            "scale": Tensor(["num_tokens", "num_groups"], dtype="float32"),
+            "scale": Tensor(["num_tokens", "num_groups"], dtype="float32", keeps_strides=True),
         },
         constraints=[f"group_size > 0 and hidden_size % ({width} * group_size) == 0"],
         tags=["status:verified", "quantize", *(["fused"] if silu_and_mul else [])],
@@ -320,7 +335,7 @@ def _padded_size(sizes: Mapping[str, int]) -> int:
 
 _SWIZZLE: dict[str, tuple[Any, ...]] = {
     "is_sf_swizzled_layout": (True, False),
-    "sf_swizzle_layout": (None, *SfLayout),
+    "sf_swizzle_layout": (None, *SfLayout, *map(int, SfLayout)),
 }
 
 mxfp8_quantize_trace = TraceTemplate(

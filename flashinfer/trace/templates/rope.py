@@ -214,13 +214,18 @@ def _axes(*, requests: bool) -> dict[str, Axis]:
 _Q = Tensor(["num_tokens", "num_qo_heads", "head_dim"], param="q", dtypes=FLOATING, layout="rows")
 _K = Tensor(["num_tokens", "num_kv_heads", "head_dim"], param="k", dtype_from="q", layout="rows")
 _INDPTR = Tensor(
-    ["len_indptr"], dtype="int32", layout="rows", description="First token of each request."
+    ["len_indptr"],
+    dtype="int32",
+    layout="rows",
+    description="First token of each request.",
+    converts=True,
 )
 _OFFSETS = Tensor(
     ["batch_size"],
     dtype="int32",
     layout="rows",
     description="Position of each request's first token.",
+    converts=True,
 )
 _POS_IDS = Tensor(
     ["num_tokens"],

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import optional_generator
 from ..._common.dtypes import torch_name
 from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
@@ -40,6 +41,9 @@ _DESCRIPTIONS = {
     "offset": "Counter of the random numbers.",
 }
 _DTYPES = {"top_k": "int32", "seed": "int64", "offset": "int64"}
+_LOWEST = {"temperature": 0.0, "seed": -(2**63), "offset": -(2**63)}
+_END = {"seed": 2**64, "offset": 2**64}
+_VOCABULARY = "1 <= vocab_size <= 524288"  # sums of weights of more would not fit 64 bits
 _EXAMPLES: dict[str, Any] = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}
 
 
@@ -73,10 +77,17 @@ def _parameter(name: str, passed: frozenset[_Passed], axis: str) -> Value:
     axes = {"one": ["one"], "rows": [axis], "column": [axis, "one"]}
     for key, dtype, kind in passed:
         if key == name:
-            is_integer = "int" in dtype
-            declared = dtype if is_integer == ("int" in usual) else usual
-            return Tensor(axes[kind], dtype=declared, description=description)
-    return Scalar(usual, description=description)
+            declared = dtype if _is_taken(name, dtype) else usual
+            return Tensor(axes[kind], dtype=declared, description=description, layout="rows")
+    lowest, end = _LOWEST.get(name), _END.get(name)
+    return Scalar(usual, description=description, minimum=lowest, below=end)
+
+
+def _is_taken(name: str, dtype: str) -> bool:
+    """Whether a parameter may be a tensor of a dtype."""
+    if name in ("seed", "offset"):
+        return dtype in ("int64", "uint64")
+    return "int" in dtype if name == "top_k" else not dtype.startswith("complex")
 
 
 def _complete(
@@ -131,7 +142,7 @@ def _draw_trace(
             inputs[n] = _parameter(n, passed, row_axis)
         if indices is not None:
             inputs["indices"] = Tensor(
-                ["batch_size"], dtype=indices, description="Row of each draw."
+                ["batch_size"], dtype=indices, description="Row of each draw.", layout="rows"
             )
         for n in ("seed", "offset"):
             if n not in absent:
@@ -143,7 +154,7 @@ def _draw_trace(
             outputs["valid"] = Tensor(
                 ["batch_size"], dtype="bool", description="Whether there was a distribution."
             )
-        options: dict[str, tuple[Any, ...]] = {"generator": (None,), "check_nan": (False, True)}
+        options: dict[str, tuple[Any, ...]] = {"check_nan": (False, True)}
         if kind == "probs":
             options["return_valid"] = (valid,)
         if len(filters) == 2:
@@ -157,6 +168,7 @@ def _draw_trace(
             axes=_draw_axes(passed, indices is not None),
             inputs=inputs,
             outputs=outputs,
+            constraints=[_VOCABULARY],
             options=options,
             hints=["deterministic"],
             tags=["status:verified"],
@@ -165,9 +177,12 @@ def _draw_trace(
         )
 
     def dispatch(**arguments: Any) -> TraceTemplate:
+        optional_generator("generator", arguments.get("generator"))
         absent = frozenset(n for n in ("seed", "offset") if arguments.get(n) is None)
         indices = arguments.get("indices")
-        dtype = torch_name(indices.dtype) if isinstance(indices, torch.Tensor) else None
+        dtype = None
+        if isinstance(indices, torch.Tensor):
+            dtype = "int64" if indices.dtype == torch.int64 else "int32"
         valid = bool(arguments.get("return_valid", False))
         return make(_passed_tensors(names, arguments), absent, dtype, valid)
 
@@ -216,6 +231,7 @@ def _row_trace(
                     layout="rows",
                 )
             },
+            constraints=[_VOCABULARY],
             options=options,
             hints=hints,
             tags=["status:verified"],
@@ -224,7 +240,7 @@ def _row_trace(
         )
 
     def dispatch(**arguments: Any) -> TraceTemplate:
-        given = arguments.get(parameter) is not None
+        given = parameter != "temperature" or arguments.get(parameter) is not None
         return make(_passed_tensors((parameter,), arguments) if given else None)
 
     dispatch.templates = [make(_listed((parameter,)))]  # type: ignore[attr-defined]
@@ -310,10 +326,13 @@ def _chain_trace() -> Callable[..., TraceTemplate]:
     ) -> TraceTemplate:
         shape = ["batch_size", "num_drafts", "vocab_size"]
         inputs: dict[str, Value] = {
-            "draft_probs": Tensor(shape, dtype="float32", layout="matrix"),
-            "draft_token_ids": Tensor(shape[:2], dtype="int32", layout="matrix"),
+            "draft_probs": Tensor(shape, dtype="float32", layout="matrix", converts=True),
+            "draft_token_ids": Tensor(shape[:2], dtype="int32", layout="matrix", converts=True),
             "target_probs": Tensor(
-                ["batch_size", "num_positions", "vocab_size"], dtype="float32", layout="matrix"
+                ["batch_size", "num_positions", "vocab_size"],
+                dtype="float32",
+                layout="matrix",
+                converts=True,
             ),
         }
         for n in ("seed", "offset"):
@@ -328,10 +347,9 @@ def _chain_trace() -> Callable[..., TraceTemplate]:
         }
         for key, param in counts.items():
             if param in added:
-                inputs[param] = Tensor(["batch_size"], dtype="int32")
+                inputs[param] = Tensor(["batch_size"], dtype="int32", converts=True)
             outputs[key] = Tensor(["batch_size"], dtype="int32", param=param)
-        options: dict[str, tuple[Any, ...]] = {"generator": (None,)}
-        options |= {n: (None,) for n in sorted(absent)}
+        options: dict[str, tuple[Any, ...]] = {n: (None,) for n in sorted(absent)}
         return TraceTemplate(
             op_type="sampling",
             name_prefix="chain_speculative_sampling",
@@ -339,7 +357,7 @@ def _chain_trace() -> Callable[..., TraceTemplate]:
             axes=_chain_axes(passed),
             inputs=inputs,
             outputs=outputs,
-            constraints=["num_positions == num_drafts + 1"],
+            constraints=["num_positions == num_drafts + 1", _VOCABULARY],
             options=options,
             hints=["deterministic"],
             tags=["status:verified"],
@@ -348,6 +366,7 @@ def _chain_trace() -> Callable[..., TraceTemplate]:
         )
 
     def dispatch(**arguments: Any) -> TraceTemplate:
+        optional_generator("generator", arguments.get("generator"))
         absent = frozenset(n for n in ("seed", "offset") if arguments.get(n) is None)
         added = {n for n, v in arguments.items() if n.startswith("maybe_") and v is not None}
         return make(_passed_tensors(("seed", "offset"), arguments), absent, frozenset(added))

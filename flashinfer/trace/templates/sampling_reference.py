@@ -32,12 +32,18 @@ def _row_value(value: Any, row: int) -> Any:
     return value.reshape(-1)[row if value.numel() > 1 else 0].item()
 
 
+def _drawn_key(seed: Any, offset: Any, generator: torch.Generator | None) -> tuple[Any, Any]:
+    """Seed and offset of a call, from a generator if it says none."""
+    if seed is not None:
+        return seed, offset
+    if offset is not None:
+        raise ValueError("`offset` needs a `seed`, got None")
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device)), None
+
+
 def _row_key(seed: Any, offset: Any, row: int, num_rows: int) -> tuple[int, int, int]:
     """Seed, offset and stream of an output: its number, or 0 for a column of seeds."""
-    if seed is None:
-        if offset is not None:
-            raise ValueError("`offset` needs a `seed`, got None")
-        seed = int(torch.randint(2**62, ()))
     for name, value in (("seed", seed), ("offset", offset)):
         if isinstance(value, torch.Tensor) and value.numel() not in (1, num_rows):
             raise ValueError(f"`{name}` must have shape [{num_rows}], got {list(value.shape)}")
@@ -131,6 +137,7 @@ def _draw(
     rows: torch.Tensor,
     logits: bool,
     indices: torch.Tensor | None,
+    generator: torch.Generator | None,
     check_nan: bool,
     seed: Any,
     offset: Any,
@@ -139,6 +146,7 @@ def _draw(
     """A token per output and whether it comes from a distribution; 0 where it does not."""
     if check_nan and rows.isnan().any():
         raise ValueError(f"`{'logits' if logits else 'probs'}` must not contain NaN")
+    seed, offset = _drawn_key(seed, offset, generator)
     chosen = list(range(rows.shape[0])) if indices is None else indices.tolist()
     tokens, valid = [0] * len(chosen), [False] * len(chosen)
     for output, index in enumerate(chosen):
@@ -184,6 +192,7 @@ def _softmax_reference(
 def _sampling_from_probs_reference(
     probs: torch.Tensor,
     indices: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -193,13 +202,14 @@ def _sampling_from_probs_reference(
 
     Source: L. Devroye, "Non-Uniform Random Variate Generation", 1986, chapter III.2.
     """
-    drawn = _draw(probs, False, indices, check_nan, seed, offset, {})
+    drawn = _draw(probs, False, indices, generator, check_nan, seed, offset, {})
     return drawn if return_valid else drawn[0]
 
 
 def _sampling_from_logits_reference(
     logits: torch.Tensor,
     indices: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -208,13 +218,14 @@ def _sampling_from_logits_reference(
 
     Source: as sampling_from_probs.
     """
-    return _draw(logits, True, indices, check_nan, seed, offset, {})[0]
+    return _draw(logits, True, indices, generator, check_nan, seed, offset, {})[0]
 
 
 def _top_p_sampling_from_probs_reference(
     probs: torch.Tensor,
     top_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -224,7 +235,7 @@ def _top_p_sampling_from_probs_reference(
 
     Source: A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
     """
-    drawn = _draw(probs, False, indices, check_nan, seed, offset, {"top_p": top_p})
+    drawn = _draw(probs, False, indices, generator, check_nan, seed, offset, {"top_p": top_p})
     return drawn if return_valid else drawn[0]
 
 
@@ -232,6 +243,7 @@ def _top_k_sampling_from_probs_reference(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,
     indices: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -241,7 +253,7 @@ def _top_k_sampling_from_probs_reference(
 
     Source: A. Fan et al., "Hierarchical Neural Story Generation", 2018.
     """
-    drawn = _draw(probs, False, indices, check_nan, seed, offset, {"top_k": top_k})
+    drawn = _draw(probs, False, indices, generator, check_nan, seed, offset, {"top_k": top_k})
     return drawn if return_valid else drawn[0]
 
 
@@ -249,6 +261,7 @@ def _min_p_sampling_from_probs_reference(
     probs: torch.Tensor,
     min_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -258,7 +271,7 @@ def _min_p_sampling_from_probs_reference(
 
     Source: M. Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
     """
-    drawn = _draw(probs, False, indices, check_nan, seed, offset, {"min_p": min_p})
+    drawn = _draw(probs, False, indices, generator, check_nan, seed, offset, {"min_p": min_p})
     return drawn if return_valid else drawn[0]
 
 
@@ -268,6 +281,7 @@ def _top_k_top_p_sampling_from_probs_reference(
     top_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
     filter_apply_order: str = "top_k_first",
+    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -278,7 +292,7 @@ def _top_k_top_p_sampling_from_probs_reference(
     Source: as those.
     """
     filters = {"top_k": top_k, "top_p": top_p, "joint": filter_apply_order == "joint"}
-    drawn = _draw(probs, False, indices, check_nan, seed, offset, filters)
+    drawn = _draw(probs, False, indices, generator, check_nan, seed, offset, filters)
     return drawn if return_valid else drawn[0]
 
 
@@ -288,6 +302,7 @@ def _top_k_top_p_sampling_from_logits_reference(
     top_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
     filter_apply_order: str = "top_k_first",
+    generator: torch.Generator | None = None,
     check_nan: bool = False,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
@@ -297,7 +312,7 @@ def _top_k_top_p_sampling_from_logits_reference(
     Source: as that.
     """
     filters = {"top_k": top_k, "top_p": top_p, "joint": filter_apply_order == "joint"}
-    return _draw(logits, True, indices, check_nan, seed, offset, filters)[0]
+    return _draw(logits, True, indices, generator, check_nan, seed, offset, filters)[0]
 
 
 def _renormalise(probs: torch.Tensor, name: str, value: Any) -> torch.Tensor:
@@ -349,6 +364,7 @@ def _chain_speculative_sampling_reference(
     target_probs: torch.Tensor,
     maybe_output_accepted_token_num: torch.Tensor | None = None,
     maybe_output_emitted_draft_token_num: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -358,6 +374,7 @@ def _chain_speculative_sampling_reference(
     2023.
     """
     batch, num_drafts, vocab_size = draft_probs.shape
+    seed, offset = _drawn_key(seed, offset, generator)
     token_ids = torch.full((batch, num_drafts + 1), -1, device=draft_probs.device)
     counts = torch.zeros(2, batch, dtype=torch.int64, device=draft_probs.device)
     for b in range(batch):

@@ -113,6 +113,9 @@ _TIES = {"tie_break": (*TopKTieBreak, *map(int, TopKTieBreak))}
 _INPUT = Tensor(["num_rows", "size"], param="input", dtypes=FLOATING, layout="rows")
 
 
+_K_AT_LEAST = "1 <= k"
+
+
 def _axes(**more: Axis) -> dict[str, Axis]:
     return {
         "num_rows": Var("Rows of scores."),
@@ -123,7 +126,7 @@ def _axes(**more: Axis) -> dict[str, Axis]:
 
 
 def _ints(description: str) -> Tensor:
-    return Tensor(["num_rows"], dtype="int32", description=description)
+    return Tensor(["num_rows"], dtype="int32", description=description, layout="rows")
 
 
 top_k_trace = TraceTemplate(
@@ -136,6 +139,7 @@ top_k_trace = TraceTemplate(
         "values": Tensor(["num_rows", "k"], dtype_from="scores"),
         "indices": Tensor(["num_rows", "k"], dtype="int64"),
     },
+    constraints=["1 <= k <= size"],
     options={"sorted": (False, True), **_TIES},
     hints=_HINTS,
     tags=["status:verified"],
@@ -171,10 +175,16 @@ def _page_table_template(given: frozenset[str]) -> TraceTemplate:
         "page_table_row_starts": _ints("First entry of each row in the page table."),
     }
     inputs |= {name: spec for name, spec in optional.items() if name in given}
-    outputs: dict[str, Value] = {"slots": Tensor(["num_rows", "k"], dtype="int32", param="out")}
+    outputs: dict[str, Value] = {
+        "slots": Tensor(["num_rows", "k"], dtype="int32", param="out", layout="rows")
+    }
     raw: dict[str, Value] = {
         "raw_indices": Tensor(
-            ["num_rows", "k"], dtype="int32", param="out_raw_indices", returned=False
+            ["num_rows", "k"],
+            dtype="int32",
+            param="out_raw_indices",
+            returned=False,
+            layout="rows",
         )
     }
     options: dict[str, tuple[Any, ...]] = {
@@ -191,6 +201,11 @@ def _page_table_template(given: frozenset[str]) -> TraceTemplate:
         ),
         inputs=inputs,
         outputs={**outputs, **(raw if "out_raw_indices" in given else {})},
+        constraints=[
+            _K_AT_LEAST,
+            "1 <= page_size",
+            *([] if "row_to_batch" in given else ["num_batches == num_rows"]),
+        ],
         options={**options, **_TIES},
         hints=_HINTS,
         tags=["status:verified"],
@@ -215,6 +230,7 @@ def _ragged_template(with_starts: bool) -> TraceTemplate:
         axes=_axes(),
         inputs=inputs,
         outputs={"positions": Tensor(["num_rows", "k"], dtype="int32")},
+        constraints=[_K_AT_LEAST],
         options={**({} if with_starts else {"row_starts": (None,)}), **_TIES},
         hints=_HINTS,
         tags=["status:verified"],

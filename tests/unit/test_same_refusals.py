@@ -1,0 +1,76 @@
+"""The reference backend refuses what the bindings refuse, with the same kind of error.
+
+The hostile calls are those that tests send to the bindings: the faults of every fuzzer, and those
+of sampling and top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.reference_backend import is_active
+from tests.fuzzing import families
+from tests.unit import test_sampling_refusals as sampling
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.usefixtures("bindings_on_the_cpu"),
+    pytest.mark.skipif(is_active(), reason="compares the bindings with the reference backend"),
+]
+CPU = torch.device("cpu")
+
+# Kernels read whole vectors, which a reference has none of.
+OF_KERNELS_ALONE = {
+    (function, f"{name} off its vectors")
+    for function in ("fused_add_rmsnorm_fp8_block_quant", "rmsnorm_fp8_block_quant")
+    for name in ("input", "weight", "residual", "normed_out", "out")
+}
+
+
+def _error(api: Callable[..., Any], arguments: dict[str, Any]) -> Exception | None:
+    try:
+        api(**arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def _compare(api: Callable[..., Any], bad: Callable[[], dict[str, Any]], name: str) -> None:
+    refused = _error(api, bad())
+    assert isinstance(refused, (TypeError, ValueError)), "a hostile call is not one"
+    with flashinfer.reference_backend():
+        found = _error(api, bad())
+    assert type(found) is type(refused), (
+        f"{name}: the reference backend says {found!r}, the binding {refused!r}"
+    )
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_faults_of_the_fuzzers(family):
+    compared = 0
+    for function in family.functions:
+        for fault, change in family.faults_of(function, kernels=True).items():
+            if (function, fault) in OF_KERNELS_ALONE:
+                continue
+            if change(family.usual(function, CPU)) is None:
+                continue
+
+            def bad(function: str = function, change: Any = change) -> dict[str, Any]:
+                return change(family.usual(function, CPU))
+
+            _compare(family.api(function), bad, f"{function}, {fault}")
+            compared += 1
+    assert compared >= 10
+
+
+@pytest.mark.parametrize("function", sampling.CALLS)
+def test_faults_of_sampling(function: str):
+    for called, name, value in sampling.BAD_CALLS:
+        if called == function:
+            call = {**sampling.CALLS[function], name: value}
+            _compare(getattr(flashinfer, function), lambda call=call: call, f"{function}, {name}")
