@@ -11,6 +11,31 @@ class LegalizationError(ValueError):
     """A processor cannot work on the tensor that reaches it."""
 
 
+def infer_input_type(processor: LogitsProcessor) -> TensorType:
+    """What a pipeline that begins with `processor` receives.
+
+    Raises
+    ------
+    LegalizationError
+        If the processor takes logits as well as probabilities, or neither.
+    """
+    taken, refusal = [], None
+    for candidate in (TensorType.LOGITS, TensorType.PROBS):
+        try:
+            legalize_processors([processor], candidate)
+            taken.append(candidate)
+        except LegalizationError as error:
+            refusal = refusal or error
+    if len(taken) == 1:
+        return taken[0]
+    if refusal is not None:
+        raise refusal
+    raise LegalizationError(
+        f"Cannot infer what a pipeline receives that begins with {type(processor).__name__}: "
+        "`input_type` must be TensorType.LOGITS or TensorType.PROBS, got None"
+    )
+
+
 def legalize_processors(
     processors: list[LogitsProcessor], initial_type: TensorType = TensorType.LOGITS
 ) -> list[Op]:

@@ -26,6 +26,10 @@ class Op:
         """Apply to `tensor`; `kwargs` are the parameters of the pipeline's call."""
         raise NotImplementedError(f"{type(self).__name__} does not define __call__")
 
+    def _validate_input_type(self, tensor: TaggedTensor) -> None:
+        """Refuse a tensor of another meaning than `IN`; operations of users call it."""
+        self._checked(tensor)
+
     def _checked(self, tensor: TaggedTensor) -> TaggedTensor:
         if tensor.type is not self.IN:
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 
 from .compiler import check_joint_is_fused, compile_pipeline
 from .fusion_rules import FusionRule
-from .legalization import legalize_processors
+from .legalization import infer_input_type, legalize_processors
 from .op import Op
 from .processors import LogitsProcessor
 from .types import TaggedTensor, TensorType
@@ -25,7 +25,8 @@ class LogitsPipe:
     compile : bool
         Join operations. Without, each processor runs by itself.
     input_type : TensorType, optional
-        What a call passes; logits by default.
+        What a call passes. By default what the first processor takes; it must be said if that
+        takes both logits and probabilities.
     custom_fusion_rules, custom_validity_checks : list, optional
         As for `compile_pipeline`.
 
@@ -54,7 +55,9 @@ class LogitsPipe:
         if not processors:
             raise ValueError("`processors` must have at least one processor, got none")
         self.processors = list(processors)
-        self.input_type = TensorType.LOGITS if input_type is None else input_type
+        if input_type is None:
+            input_type = infer_input_type(self.processors[0])
+        self.input_type = self.initial_type = input_type
         self.ops = legalize_processors(self.processors, self.input_type)
         self.compiled_ops: list[Op] | None = None
         if compile:

@@ -65,7 +65,8 @@ def _refuse(**arguments: object) -> None:
     """Refuse options of kernels for Blackwell that are not built here."""
     for name, value in arguments.items():
         if value is not None and value is not False:
-            raise ValueError(f"`{name}` must be None or False: it is not supported, got {value!r}")
+            error = ValueError if isinstance(value, bool) else TypeError
+            raise error(f"`{name}` must be None or False: it is not supported, got {value!r}")
 
 
 @flashinfer_api(trace=fp4_quantize_trace)

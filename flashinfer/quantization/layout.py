@@ -30,14 +30,15 @@ def check_layout(name: str, layout: Any) -> SfLayout:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         For anything else.
     """
     try:
         return SfLayout(layout)
     except ValueError:
         names = ", ".join(f"SfLayout.{member.name}" for member in SfLayout)
-        raise ValueError(f"`{name}` must be one of {names}, got {layout!r}") from None
+        error = ValueError if isinstance(layout, int) else TypeError
+        raise error(f"`{name}` must be one of {names}, got {layout!r}") from None
 
 
 def padded_shape(layout: SfLayout, rows: int, blocks: int) -> tuple[int, int]:

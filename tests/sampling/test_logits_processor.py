@@ -51,7 +51,9 @@ def _name(value):
 def test_fused_and_unfused_draw_the_same(processors, parameters, length, device):
     logits = torch.randn(6, 517, device=device) * 3
     key = {"seed": torch.arange(6, device=device), **parameters}
-    fused, unfused = LogitsPipe(processors), LogitsPipe(processors, compile=False)
+    logits_in = TensorType.LOGITS
+    fused = LogitsPipe(processors, input_type=logits_in)
+    unfused = LogitsPipe(processors, compile=False, input_type=logits_in)
     assert len(fused.compiled_ops) == length
     assert len(unfused.ops) == len(processors)
     if type(fused.compiled_ops[-1]).__name__ != "TopPSampleOp":  # draws in another way
@@ -96,9 +98,9 @@ def test_pipelines_without_a_draw(device):
     logits = torch.randn(3, 517, device=device)
     probs = LogitsPipe([Softmax(), TopK(top_k=5)])(logits)
     assert (probs > 0).sum(-1).tolist() == [5] * 3
-    masked = LogitsPipe([TopK()])(logits, top_k=4)
+    masked = LogitsPipe([TopK()], input_type=TensorType.LOGITS)(logits, top_k=4)
     assert masked.isfinite().sum(-1).tolist() == [4] * 3
-    kept = LogitsPipe([TopP(top_p=0.5)], input_type=TensorType.PROBS)(torch.softmax(logits, -1))
+    kept = LogitsPipe([TopP(top_p=0.5)])(torch.softmax(logits, -1))
     torch.testing.assert_close(kept.sum(-1), torch.ones(3, device=device))
 
 
@@ -116,13 +118,13 @@ def test_joint_filters(device):
         ([Softmax(), top_k, TopP(), Sample()], False),
     ):
         with pytest.raises(CompileError, match="joint_topk_topp"):
-            LogitsPipe(processors, compile=compile)
+            LogitsPipe(processors, compile=compile, input_type=TensorType.LOGITS)
 
 
 def test_min_p_without_a_draw(device):
     nan = float("nan")
     rows = [[0.5, 0.3, 0.2], [0, 0, 0], [nan, 1, 0], [0.5, -0.5, 0.1], [0.5, 0.5, 0]]
-    pipe = LogitsPipe([MinP()], input_type=TensorType.PROBS)
+    pipe = LogitsPipe([MinP()])
     shares = torch.tensor([0.5, 0.5, 0.5, -1.0, nan], device=device)
     kept = pipe(torch.tensor(rows, device=device), min_p=shares)
     torch.testing.assert_close(kept[0], torch.tensor([0.625, 0.375, 0], device=device))
@@ -133,17 +135,23 @@ def test_min_p_without_a_draw(device):
 def test_refusals(device):
     logits = torch.randn(2, 9, device=device)
     with pytest.raises(LegalizationError, match="TopP takes probs, got logits"):
-        LogitsPipe([TopP()])
+        LogitsPipe([TopP()], input_type=TensorType.LOGITS)
+    for first in (TopK(), Sample()):
+        with pytest.raises(LegalizationError, match="Cannot infer .* `input_type` must be"):
+            LogitsPipe([first])
+    assert LogitsPipe([TopP(), Sample()]).initial_type is TensorType.PROBS
+    assert LogitsPipe([Temperature(), Sample()]).initial_type is TensorType.LOGITS
+    top_k = LogitsPipe([TopK()], input_type=TensorType.LOGITS)
     with pytest.raises(LegalizationError, match="Temperature"):
         LogitsPipe([Softmax(), Temperature()])
     with pytest.raises(ValueError, match="processors"):
         LogitsPipe([])
     with pytest.raises(ValueError, match="`top_k`"):
-        LogitsPipe([TopK()])(logits)
+        top_k(logits)
     with pytest.raises(TypeError, match="`top_q`"):
-        LogitsPipe([TopK()])(logits, top_q=1)
+        top_k(logits, top_q=1)
     with pytest.raises(ValueError, match="probs"):
-        LogitsPipe([TopK()])(TaggedTensor.probs(logits), top_k=1)
+        top_k(TaggedTensor.probs(logits), top_k=1)
     with pytest.raises(ValueError, match="temperature"):
         LogitsPipe([Temperature()])(logits, temperature=-0.5)
 
