@@ -23,6 +23,7 @@ from .._common.checks import choice
 from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import SHORT_FLOATS, torch_name
 from .arguments import check_layout, check_scalar, folded_shape
+from .examples import example_arguments
 from .specs import (
     Axis,
     Const,
@@ -468,56 +469,7 @@ class TraceTemplate:
 
         return trace_call
 
-    def example_arguments(
-        self,
-        sizes: Mapping[str, int],
-        dtype: torch.dtype = torch.bfloat16,
-        device: str | torch.device = "cpu",
-        seed: int = 0,
-    ) -> dict[str, Any]:
-        """Random arguments of one call, outputs that the caller must provide included.
-
-        Parameters
-        ----------
-        sizes : mapping
-            Size of each axis.
-        dtype : torch.dtype
-            Dtype of the tensors that are free to have any accepted one.
-        device : str or torch.device
-            Where the tensors are.
-        seed : int
-            Seed of the random numbers.
-
-        Returns
-        -------
-        dict
-            Arguments by name: those of `inputs` that are not optional, and what else the
-            reference requires. A scalar without default is 0.5; an output's dtype is the first
-            that is accepted.
-        """
-        generator = torch.Generator(device="cpu").manual_seed(seed)
-        arguments: dict[str, Any] = {}
-        fallback = torch_name(dtype)
-        for key, spec in self.inputs.items():
-            if isinstance(spec, Scalar) or spec.optional:
-                continue
-            name = spec.dtype or fallback
-            shape = [sizes[axis] for axis in spec.dim_names]
-            values = torch.randn(shape, generator=generator, dtype=torch.float32)
-            arguments[spec.param or key] = values.to(device, getattr(torch, name))
-        for param in required_parameters(self.reference) - set(arguments):
-            arguments[param] = self._example_of(param, sizes, fallback, device)
-        return self.init(arguments) if self.init is not None else arguments
-
-    def _example_of(
-        self, param: str, sizes: Mapping[str, int], fallback: str, device: str | torch.device
-    ) -> Any:
-        for key, spec in self.outputs.items():
-            if isinstance(spec, Tensor) and (spec.param or key) == param:
-                name = spec.dtype or (spec.dtypes[0] if spec.dtypes else fallback)
-                shape = [sizes[axis] for axis in spec.dim_names]
-                return torch.empty(shape, dtype=getattr(torch, name), device=device)
-        return 0.5
+    example_arguments = example_arguments
 
 
 def resolve_template(trace: Any, arguments: Mapping[str, Any]) -> TraceTemplate | None:

@@ -124,6 +124,13 @@ def _draw_axes(passed: frozenset[_Passed], has_indices: bool) -> dict[str, Axis]
     return axes
 
 
+def _index_dtype(indices: Any) -> str | None:
+    """The dtype of indices and tokens, or the one that indices of another must have."""
+    if not isinstance(indices, torch.Tensor):
+        return None
+    return "int64" if indices.dtype == torch.int64 else "int32"
+
+
 def _draw_trace(
     name: str, reference: Callable[..., Any], filters: tuple[str, ...], description: str
 ) -> Callable[..., TraceTemplate]:
@@ -179,12 +186,9 @@ def _draw_trace(
     def dispatch(**arguments: Any) -> TraceTemplate:
         optional_generator("generator", arguments.get("generator"))
         absent = frozenset(n for n in ("seed", "offset") if arguments.get(n) is None)
-        indices = arguments.get("indices")
-        dtype = None
-        if isinstance(indices, torch.Tensor):
-            dtype = "int64" if indices.dtype == torch.int64 else "int32"
         valid = bool(arguments.get("return_valid", False))
-        return make(_passed_tensors(names, arguments), absent, dtype, valid)
+        indices = _index_dtype(arguments.get("indices"))
+        return make(_passed_tensors(names, arguments), absent, indices, valid)
 
     dispatch.templates = [  # type: ignore[attr-defined]
         make(_listed(names), frozenset(), None, valid)
