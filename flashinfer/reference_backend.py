@@ -286,9 +286,15 @@ def _announce() -> None:
     global _announced
     if not _announced:
         _announced = True
+        remedy = (
+            "unset FLASHINFER_BACKEND"
+            if _process_wide
+            else "leave the block of flashinfer.reference_backend()"
+        )
         _logger.warning(
             "FlashInfer's reference backend is on: operations run as plain PyTorch, without "
-            "GPU kernels. Unset FLASHINFER_BACKEND (or leave the block) for speed."
+            "GPU kernels. To run the kernels, %s.",
+            remedy,
         )
 
 

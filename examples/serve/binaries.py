@@ -28,5 +28,8 @@ def kernel_table(specs: Sequence[JitSpec]) -> str:
             stack = max(kernel.stack_bytes for kernel in kernels)
             span = "-".join(map(str, (registers[0], registers[-1])[: len(registers)]))
             rows.append((number, name, len(kernels), arch, span, f"{stack} B" if stack else "none"))
-    headers = ["module", "kernel", "instances", "arch", "registers", "spills or stack"]
-    return tabulate(rows, headers, disable_numparse=True)
+    headers = ["module", "kernel", "instances", "arch", "registers", "stack"]
+    table = tabulate(rows, headers, disable_numparse=True)
+    if all(row[-1] == "none" for row in rows):
+        return table
+    return f"{table}\nstack: bytes of a thread, for arrays indexed at run time or spilled registers"
