@@ -90,6 +90,8 @@ def test_the_operation_of_the_skill_builds_and_refuses(tmp_path: Path):
 
 # ---- Snippets of Python that stand alone ----
 
+CACHES = ("ckv_cache", "kpe_cache")
+
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
@@ -147,6 +149,20 @@ def test_autotuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (snippet,) = snippets(ROOT / "docs" / "autotuning.md", "python")
     execute(snippet)
+
+
+@pytest.mark.compiler
+def test_latent_attention():
+    (snippet,) = snippets(ROOT / "docs" / "mla.md", "python")
+    names = execute(snippet)
+    bounds = names["kv_indptr"].tolist()
+    for request, length in enumerate(names["lengths"]):
+        pages = slice(bounds[request], bounds[request + 1])
+        ckv, kpe = (names[name][pages].flatten(0, 1)[:length].double() for name in CACHES)
+        q_nope, q_pe = (names[name][request].double() for name in ("q_nope", "q_pe"))
+        logits = (q_nope @ ckv.T + q_pe @ kpe.T) * 192**-0.5
+        expected = logits.softmax(-1) @ ckv
+        torch.testing.assert_close(names["out"][request].double(), expected, rtol=0.02, atol=0.02)
 
 
 # ---- The macros for users' operations ----

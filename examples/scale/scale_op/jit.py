@@ -1,12 +1,9 @@
 """JIT module of the scale op."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from flashinfer.jit import JitSpec, gen_jit_spec, register_generator
-from flashinfer.jit import env as jit_env
 
 HERE = Path(__file__).resolve().parent.parent
 DTYPES = ("float32", "float16", "bfloat16")
@@ -25,21 +22,12 @@ def _aot_cases() -> Iterator[tuple[str, str]]:
 def gen_scale_module(dtype_in: str, dtype_out: str) -> JitSpec:
     """Describe the module; nothing is compiled yet.
 
-    The sources are copied to the folder for generated code, as an op that renders a template
-    would do. An op that does not may as well pass the files where they are.
+    An op that renders its sources from a template writes them to a folder under
+    ``flashinfer.jit.env.FLASHINFER_GEN_SRC_DIR`` and passes those files.
     """
-    uri = get_scale_uri(dtype_in, dtype_out)
-    gen_directory = jit_env.FLASHINFER_GEN_SRC_DIR / uri
-    os.makedirs(gen_directory, exist_ok=True)
-    sources = []
-    for fname in ["scale.cu", "scale_jit_binding.cu"]:
-        dest_path = gen_directory / fname
-        shutil.copy(HERE / "csrc" / fname, dest_path)
-        sources.append(dest_path)
     return gen_jit_spec(
-        name=uri,
-        sources=sources,
-        extra_cuda_cflags=[],
+        name=get_scale_uri(dtype_in, dtype_out),
+        sources=[HERE / "csrc" / "scale.cu", HERE / "csrc" / "scale_jit_binding.cu"],
         extra_include_paths=[HERE / "include"],
         use_fast_math=False,
     )

@@ -1,3 +1,4 @@
+// output[i] = input[i] * factor, in the type of the elements. One element per thread.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -7,20 +8,20 @@
 
 namespace flashinfer {
 
-// output = input * factor, one element per thread.
 template <typename T>
-__global__ void ScaleKernel(const T* input, T* output, T factor, int64_t n) {
-  const int64_t idx = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (idx < n) output[idx] = input[idx] * factor;
+__global__ void __launch_bounds__(256)
+    scale_kernel(const T* input, T* output, T factor, int64_t num_elements) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < num_elements) output[i] = input[i] * factor;
 }
 
 template <typename T>
-cudaError_t ScaleLauncher(const T* input, T* output, T factor, int64_t n,
-                          cudaStream_t stream = nullptr) {
-  if (n == 0) return cudaSuccess;  // an empty grid is an error
-  const int threads = 256;
-  const int64_t blocks = (n + threads - 1) / threads;
-  ScaleKernel<T><<<blocks, threads, 0, stream>>>(input, output, factor, n);
+cudaError_t launch_scale(const T* input, T* output, T factor, int64_t num_elements,
+                         cudaStream_t stream) {
+  if (num_elements == 0) return cudaSuccess;  // an empty grid is an error
+  constexpr int kThreads = 256;
+  const int64_t blocks = (num_elements + kThreads - 1) / kThreads;
+  scale_kernel<T><<<blocks, kThreads, 0, stream>>>(input, output, factor, num_elements);
   return cudaGetLastError();
 }
 
