@@ -14,15 +14,30 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from .files import read_json
 from .tokens import Tokenizer
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
+Chat = Callable[[Messages, "Tools | None"], list[int]]
 
 
-def plain_chat(messages: Messages) -> str:
-    """A chat as text, for models without a template: a line per message, then the answer."""
-    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+def plain_chat(messages: Messages, tools: Tools | None = None) -> str:
+    """A chat as text, for models without a template: a line per message, then the answer.
+
+    Raises
+    ------
+    ValueError
+        If there are tools, of which a line cannot tell.
+    """
+    if tools or any("tool_calls" in message for message in messages):
+        raise ValueError("the model has no chat template, and without one no tools")
+
+    def speaker(message: dict[str, Any]) -> str:
+        name = message.get("name")
+        return f"{message['role']} ({name})" if name else message["role"]
+
+    return "".join(f"{speaker(m)}: {m['content']}\n" for m in messages) + "assistant:"
 
 
-def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Callable[[Messages], list[int]]:
+def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Chat:
     """What turns messages into a prompt.
 
     Parameters
@@ -36,9 +51,10 @@ def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Callable[[Mess
     Returns
     -------
     callable
-        Messages (dicts with "role" and "content") to token ids; ValueError if the template refuses
-        them. A template writes the special tokens of a prompt itself, and the tokenizer adds none;
-        without a template it is `plain_chat`, encoded as any prompt.
+        Messages (of `read_messages`) and tools, or None, to token ids; ValueError if the template
+        refuses them or knows no tools. Developer messages are system messages to a template that
+        does not know the role. A template writes the special tokens of a prompt itself, and the
+        tokenizer adds none; without a template it is `plain_chat`, encoded as any prompt.
 
     Raises
     ------
@@ -47,7 +63,7 @@ def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Callable[[Mess
     """
     source, special = _find(Path(folder)) if folder else (None, {})
     if source is None:
-        return lambda messages: tokenizer.encode(plain_chat(messages))
+        return lambda messages, tools=None: tokenizer.encode(plain_chat(messages, tools))
     # A template is part of a downloaded file: it can compute, but reach nothing of this process.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -62,10 +78,14 @@ def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Callable[[Mess
     except TemplateError as error:
         raise ValueError(f"the chat template of {folder} is wrong: {error}") from error
 
-    def chat(messages: Messages) -> list[int]:
+    def chat(messages: Messages, tools: Tools | None = None) -> list[int]:
+        _check_tools(source, messages, tools)
+        if "developer" not in source:
+            roles = {"developer": "system"}
+            messages = [m | {"role": roles.get(m["role"], m["role"])} for m in messages]
         # Templates may ask if there are tools or documents, and take undefined ones for some.
-        absent = {"tools": None, "documents": None}
-        names = special | absent | {"messages": messages, "add_generation_prompt": True}
+        names = special | {"tools": tools, "documents": None}
+        names |= {"messages": messages, "add_generation_prompt": True}
         try:
             text = template.render(names)
         except (TemplateError, TypeError) as error:
@@ -73,6 +93,13 @@ def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Callable[[Mess
         return tokenizer.encode(text, special=False)
 
     return chat
+
+
+def _check_tools(source: str, messages: Messages, tools: Tools | None) -> None:
+    """A template that does not know of tools would leave them out, without a word."""
+    calls = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+    if (tools and "tools" not in source) or (calls and "tool" not in source):
+        raise ValueError("the model's chat template knows no tools")
 
 
 def _find(folder: Path) -> tuple[str | None, dict[str, Any]]:

@@ -58,6 +58,9 @@ class Engine:
         served: see `invariance`. Steps take longer.
     max_waiting : int, optional
         Most requests that wait; more are refused. None: any number.
+    chunked_prefill : bool
+        Divide prompts among steps. Otherwise each is computed in one step, which must have room for
+        the longest text that fits the model and the cache, beside the other requests.
     prefix_caching : bool
         Let requests share pages of equal tokens, and keep those of ended ones until they are
         needed, the longest unused first to go.
@@ -84,6 +87,7 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         use_cuda_graph: bool = False,
         max_waiting: int | None = None,
+        chunked_prefill: bool = True,
         prefix_caching: bool = True,
         speculation: int = 0,
         ngram: int = 3,
@@ -109,6 +113,12 @@ class Engine:
             )
         if use_cuda_graph and model.device.type != "cuda":
             raise ValueError(f"`use_cuda_graph` needs a GPU, the model is on {model.device}")
+        longest = min(model.config.max_positions, num_pages * page_size) + max_batch_size
+        if not chunked_prefill and max_batch_tokens < longest:
+            raise ValueError(
+                f"`max_batch_tokens` must be at least {longest} without `chunked_prefill`: the "
+                f"longest text and `max_batch_size`; got {max_batch_tokens}"
+            )
         self._model, self._tokenizer = model, tokenizer
         self._page_size, self._max_waiting = page_size, max_waiting
         self._runner = Runner(
@@ -118,7 +128,7 @@ class Engine:
         self._pool = PagePool(num_pages)
         self._scheduler = Scheduler(
             self._pool, page_size, max_batch_size, max_batch_tokens, model.config.rotation,
-            prefix_caching,
+            prefix_caching, chunked_prefill,
         )  # fmt: skip
         self._speculator = Speculator(speculation, ngram) if speculation != 0 else None
         self._live: dict[str, RequestState] = {}
@@ -133,6 +143,11 @@ class Engine:
     def page_size(self) -> int:
         """Tokens of a page of the KV cache."""
         return self._page_size
+
+    @property
+    def cache(self) -> torch.Tensor:
+        """Keys and values, ``[layers, pages, 2, page_size, heads, head_dim]``."""
+        return self._runner.cache
 
     def build(self) -> None:
         """Compile all modules that requests may need, in parallel; without a GPU, nothing."""

@@ -28,6 +28,7 @@ class Limits:
     max_header_bytes: int = _limit(16 << 10, "Largest head of a request.")
     max_stops: int = _limit(4, "Stop texts of a request.")
     max_stop_length: int = _limit(1000, "Characters of a stop text.")
+    max_choices: int = _limit(128, "Answers that one request may ask for.")
     max_connections: int = _limit(
         1024, "Open connections; one more takes the oldest idle one's place."
     )

@@ -6,14 +6,16 @@ A field that would have no effect is refused, not ignored.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .engine import SamplingParams
+from .fields import CHAT, COMPLETION, Check, is_ids
+from .grammar import ANY_OBJECT
 from .limits import Limits
+from .messages import read_messages
 
 LIMITS = Limits()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -36,112 +38,43 @@ class Request:
     ----------
     model : str or None
         Name of the model that is meant.
-    prompt : str, list of int or list of dict
-        Text, token ids, or the messages of a chat.
+    prompts : list
+        Of completions: texts, or lists of token ids. Of a chat: its messages, once.
     params : SamplingParams
         How to sample.
+    n : int
+        Answers to each prompt.
     stop : tuple of str
         Texts that end the answer; they are left out.
     stream, include_usage : bool
         Answer token by token; with the counts of tokens at the end.
+    tools : list of dict or None
+        What the chat template is told about.
+    schema : dict or None
+        The JSON schema that answers conform to.
+    echo : bool
+        Begin each answer with its prompt.
+    only_prompt : bool
+        Generate nothing.
     """
 
     model: str | None
-    prompt: Any
+    prompts: list[Any]
     params: SamplingParams
+    n: int
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    tools: list[dict[str, Any]] | None
+    schema: dict[str, Any] | None
+    echo: bool
+    only_prompt: bool
 
 
-def _integer(low: int, high: float = math.inf) -> tuple[Callable[[Any], bool], str]:
-    text = f"an integer of at least {low}" if high == math.inf else f"an integer from {low} to 2^63"
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v < high, text
-
-
-def _number(low: float, high: float) -> tuple[Callable[[Any], bool], str]:
-    def check(value: Any) -> bool:
-        return (
-            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-        )
-
-    return check, f"a number from {low} to {high}"
-
-
-def _share() -> tuple[Callable[[Any], bool], str]:
-    check, _ = _number(0, 1)
-    return lambda v: check(v) and v > 0, "a number above 0, up to 1"
-
-
-def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
-    # `1 == True`, but a client that sends one for the other is mistaken.
-    text = " or ".join(json.dumps(v) for v in values)
-    return lambda v: any(
-        v == a and isinstance(v, bool) == isinstance(a, bool) for a in values
-    ), text
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(_integer(0)[0](v) for v in value)
-
-
-def _is_stop(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return all(isinstance(text, str) and text for text in texts)
-
-
-def _is_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(
-            isinstance(m, dict)
-            and set(m) == {"role", "content"}
-            and m["role"] in ("system", "user", "assistant")
-            and isinstance(m["content"], str)
-            for m in value
-        )
-    )
-
-
-# Field -> its check and what is allowed. `null` counts as absent.
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (lambda v: isinstance(v, str), "a string"),
-    "max_tokens": _integer(1),
-    "temperature": _number(0, 2),
-    "top_p": _share(),
-    "top_k": _integer(0),
-    "min_p": _number(0, 1),
-    "seed": _integer(0, 2**63),
-    "stop_token_ids": (_is_ids, "a list of token ids"),
-    "stop": (_is_stop, "a string or a list of strings, none of them empty"),
-    "ignore_eos": _one_of(False, True),
-    "stream": _one_of(False, True),
-    "stream_options": (
-        lambda v: isinstance(v, dict) and set(v) <= {"include_usage"}
-        and all(isinstance(x, bool) for x in v.values()),
-        '{"include_usage": true or false}',
-    ),
-    "user": (lambda v: isinstance(v, str), "a string"),
-    # Of these, only the values that change nothing.
-    "n": _one_of(1),
-    "frequency_penalty": _one_of(0),
-    "presence_penalty": _one_of(0),
-}  # fmt: skip
-_COMPLETION = _FIELDS | {
-    "prompt": (lambda v: isinstance(v, str) or _is_ids(v), "a string or a list of token ids"),
-    "echo": _one_of(False),
-    "best_of": _one_of(1),
-}
-_CHAT = _FIELDS | {
-    "messages": (
-        _is_messages,
-        'a list of {"role": "system", "user" or "assistant", "content": a string}, at least one',
-    ),
-    "max_completion_tokens": _integer(1),
-    "logprobs": _one_of(False),
-}
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos",
+    "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
 
 
 def parse(body: bytes, *, chat: bool, limits: Limits = LIMITS) -> Request:
@@ -159,49 +92,102 @@ def parse(body: bytes, *, chat: bool, limits: Limits = LIMITS) -> Request:
     Returns
     -------
     Request
-        What it asks for. `max_tokens` is 16 unless told, in a chat as well.
+        What it asks for. Without `max_tokens` a completion has 16 tokens, and a chat goes on to
+        the end of the context.
 
     Raises
     ------
     BadRequest
         What is wrong, and with which field.
     """
-    content = _content(body)
-    allowed = _CHAT if chat else _COMPLETION
-    given = {name: value for name, value in content.items() if value is not None}
+    given = _given(body, CHAT if chat else COMPLETION)
+    source = "messages" if chat else "prompt"
+    if not given.get(source):
+        raise BadRequest(f"{source} is required and must not be empty", source)
+    _check_pairs(given, chat)
+    n = given.get("n", 1)
+    if chat:
+        try:
+            prompts = [read_messages(given["messages"])]
+        except ValueError as error:
+            raise BadRequest(str(error), "messages") from None
+    else:
+        several = isinstance(given["prompt"], list) and not is_ids(given["prompt"])
+        prompts = given["prompt"] if several else [given["prompt"]]
+    if n * len(prompts) > limits.max_choices:
+        message = (
+            f"n must be at most {limits.max_choices} in all, got {n} of {len(prompts)} prompts"
+        )
+        raise BadRequest(message, "n")
+    return Request(
+        model=given.get("model"),
+        prompts=prompts,
+        params=_params(given, chat),
+        n=n,
+        stop=_stops(given.get("stop", ()), limits),
+        stream=given.get("stream", False),
+        include_usage=given.get("stream_options", {}).get("include_usage", False),
+        tools=None if given.get("tool_choice") == "none" else given.get("tools") or None,
+        schema=_schema(given.get("response_format", {})),
+        echo=given.get("echo", False),
+        only_prompt=given.get("max_tokens") == 0,
+    )
+
+
+def _given(body: bytes, allowed: Mapping[str, Check]) -> dict[str, Any]:
+    """Fields of a body that are not null, each checked for itself."""
+    given = {name: value for name, value in _content(body).items() if value is not None}
     for name, value in given.items():
         if name not in allowed:
             raise BadRequest(f"{name[:40]} is not supported", name[:40])
         check, text = allowed[name]
         if not check(value):
             raise BadRequest(f"{name} must be {text}, got {json.dumps(value)[:80]}", name)
-    source = "messages" if chat else "prompt"
-    if not given.get(source):
-        raise BadRequest(f"{source} is required and must not be empty", source)
-    stop = _stops(given.get("stop", ()), limits)
+    return given
+
+
+def _check_pairs(given: Mapping[str, Any], chat: bool) -> None:
+    """Refuse fields that contradict each other, or that have no effect without another."""
     lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
     if len(lengths) > 1:
         raise BadRequest("max_tokens and max_completion_tokens must not differ", "max_tokens")
+    if given.get("max_tokens") == 0 and not given.get("echo"):
+        raise BadRequest("max_tokens must be at least 1 without echo, got 0", "max_tokens")
     if "stream_options" in given and not given.get("stream"):
         raise BadRequest("stream_options is only allowed with stream", "stream_options")
-    sampling = {name: given[name] for name in _SAMPLING if name in given}
-    try:
-        params = SamplingParams(
-            max_tokens=given.get("max_completion_tokens", given.get("max_tokens", 16)),
-            stop_token_ids=tuple(given.get("stop_token_ids", ())),
-            **sampling,
-        )
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    usage = given.get("stream_options", {}).get("include_usage", False)
-    return Request(
-        model=given.get("model"),
-        prompt=given[source],
-        params=params,
-        stop=stop,
-        stream=given.get("stream", False),
-        include_usage=usage,
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise BadRequest("best_of must be n: all answers are returned", "best_of")
+    if chat and "top_logprobs" in given and not given.get("logprobs"):
+        raise BadRequest("top_logprobs is only allowed with logprobs", "top_logprobs")
+    if given.get("tool_choice") == "auto" and not given.get("tools"):
+        raise BadRequest("tool_choice is only allowed with tools", "tool_choice")
+    constrained = given.get("response_format", {}).get("type", "text") != "text"
+    if constrained and (given.get("ignore_eos") or given.get("stop_token_ids")):
+        message = "response_format is not allowed with ignore_eos or stop_token_ids"
+        raise BadRequest(message, "response_format")
+
+
+def _params(given: Mapping[str, Any], chat: bool) -> SamplingParams:
+    logprobs = given.get("logprobs")
+    if chat:
+        logprobs = given.get("top_logprobs", 0) if logprobs else None
+    length = given.get("max_completion_tokens", given.get("max_tokens", None if chat else 16))
+    bias = {int(token): float(value) for token, value in given.get("logit_bias", {}).items()}
+    return SamplingParams(
+        max_tokens=None if length is None else max(1, length),
+        stop_token_ids=tuple(given.get("stop_token_ids", ())),
+        logit_bias=bias,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if given.get("echo") else None,
+        **{name: given[name] for name in _SAMPLING if name in given},
     )
+
+
+def _schema(response_format: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = response_format.get("type", "text")
+    if kind == "json_schema":
+        return response_format["json_schema"]["schema"]
+    return ANY_OBJECT if kind == "json_object" else None
 
 
 def _content(body: bytes) -> dict[str, Any]:

@@ -56,6 +56,18 @@ def token_shares(
     return shares
 
 
+def whole_prompts(
+    decoding: int, prompts: Sequence[RequestState], budget: int
+) -> dict[RequestState, int]:
+    """Tokens of a step as `token_shares`, for prompts that are not divided: all or none of each."""
+    rest = budget - decoding
+    shares = {}
+    for request in prompts:
+        shares[request] = request.missing if request.missing <= rest else 0
+        rest -= shares[request]
+    return shares
+
+
 class Scheduler:
     """The requests that run or wait, and which tokens of them the next step computes.
 
@@ -71,6 +83,8 @@ class Scheduler:
         `ModelConfig.rotation`: equal tokens of other rotations share no page.
     prefix_caching : bool
         Whether requests share pages of equal tokens.
+    chunked_prefill : bool
+        Whether a prompt may take several steps.
     """
 
     def __init__(
@@ -81,6 +95,7 @@ class Scheduler:
         max_batch_tokens: int,
         rotation: Callable[[int], int],
         prefix_caching: bool = True,
+        chunked_prefill: bool = True,
     ) -> None:
         self.pool = pool
         # Both in the order of arrival.
@@ -89,6 +104,7 @@ class Scheduler:
         self._page_size = page_size
         self._max_batch_size, self.max_batch_tokens = max_batch_size, max_batch_tokens
         self._rotation, self._prefix_caching = rotation, prefix_caching
+        self._shares = token_shares if chunked_prefill else whole_prompts
         self._arrivals = count()
         self.cached_tokens = 0
 
@@ -102,7 +118,7 @@ class Scheduler:
         prompts = [request for request in self.running if request.missing > 1]
         decoding = len(self.running) - len(prompts)
         candidates = self.waiting[: self._max_batch_size - len(self.running)]
-        shares = token_shares(decoding, prompts + candidates, self.max_batch_tokens)
+        shares = self._shares(decoding, prompts + candidates, self.max_batch_tokens)
         chunks, preempted = self._serve_running(shares)
         if not preempted:
             chunks += self._serve_new(candidates, shares)

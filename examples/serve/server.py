@@ -1,16 +1,19 @@
 """An HTTP server with OpenAI's completion endpoints in front of an engine.
 
-`/v1/completions` and `/v1/chat/completions`, whole or streamed, `/v1/models`, `/health` and
-`/stats`. The event loop parses and writes; the engine runs in a thread (`Worker`).
+`/v1/completions` and `/v1/chat/completions`, whole or streamed, `/v1/models`, `/health`,
+`/version`, `/metrics` and `/stats`. The event loop parses and writes; the engine runs in a thread
+(`Worker`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +22,19 @@ from typing import Any, TypeVar
 import click
 import torch
 
+import flashinfer
+
 from . import warmup
 from .answers import Answer, error_body
-from .chat import load_chat, plain_chat
-from .engine import Engine, Output, load
+from .chat import Chat, load_chat, plain_chat
+from .engine import Engine, Output, SamplingParams, load
+from .grammar import Grammars
 from .limits import Limits, limit_options
 from .mistakes import bind, reported
+from .options import engine_options
 from .protocol import LIMITS, BadRequest, Request, parse
-from .stops import StopText
+from .startup import describe
+from .tokens import ByteTokenizer, Tokenizer
 from .worker import Overloaded, Worker
 
 try:
@@ -37,11 +45,14 @@ try:
     from starlette.routing import Route
 
     from .connections import HTTPServer, fit_descriptors
+    from .generation import Generation, choices_of
+    from .metrics import CONTENT_TYPE_LATEST as CONTENT_TYPE
+    from .metrics import Metrics
 except ImportError as error:
     raise ImportError('the server needs pip install -e ".[serve]"') from error
 
 _T = TypeVar("_T")
-_Outputs = asyncio.Queue[Output | Exception]
+_Outputs = AsyncIterator[tuple[int, Output]]
 
 
 class _Stopped(RuntimeError):
@@ -66,29 +77,40 @@ class Server:
         Name to answer with.
     limits : Limits
         What a request may ask for.
+    tokenizer : Tokenizer, optional
+        What `encode` is of; default: bytes.
+    grammars : callable, optional
+        Makes what turns schemas into grammars when a request first asks for one; ValueError if
+        there can be none.
     """
 
     def __init__(
         self,
         worker: Worker,
         encode: Callable[[str], list[int]],
-        chat: Callable[[list[dict]], list[int]] | None = None,
+        chat: Chat | None = None,
         model: str = "model",
         limits: Limits = LIMITS,
+        tokenizer: Tokenizer | None = None,
+        grammars: Callable[[], Grammars] | None = None,
     ):
         self.worker = worker
         self.encode = encode
-        self.chat = chat or (lambda messages: encode(plain_chat(messages)))
+        self.chat = chat or (lambda messages, tools=None: encode(plain_chat(messages, tools)))
         self.model = model
         self.limits = limits
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.metrics = Metrics()
+        self._grammars = functools.cache(grammars or _no_grammars)
+        self._created = int(time.time())
         self._stopped = asyncio.Event()
-        self._answers: dict[str, _Outputs] = {}  # of the requests that are under way
+        self._answers: dict[str, Generation] = {}  # of the requests that are under way
 
     def stop(self) -> None:
         """Fail the requests that are under way, each in its protocol."""
         self._stopped.set()
-        for outputs in self._answers.values():
-            outputs.put_nowait(_Stopped())
+        for generation in self._answers.values():
+            generation.fail(_Stopped())
 
     def app(self) -> Starlette:
         """The ASGI application; it stops the worker when it shuts down."""
@@ -103,7 +125,10 @@ class Server:
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
                 Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.one_model),
                 Route("/health", self.health),
+                Route("/version", self.version),
+                Route("/metrics", self.prometheus),
                 Route("/stats", self.stats),
             ],
             exception_handlers={
@@ -127,8 +152,27 @@ class Server:
         return await self._answer(http, chat=True)
 
     async def models(self, _: HTTPRequest) -> Response:
-        entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "local"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        return JSONResponse({"object": "list", "data": [self._entry()]})
+
+    async def one_model(self, http: HTTPRequest) -> Response:
+        self._check_model(http.path_params["name"])
+        return JSONResponse(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
+        entry = {"id": self.model, "object": "model", "owned_by": "local"}
+        return entry | {"created": self._created}
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.model):
+            message = f"model must be {self.model!r} or absent, got {name[:40]!r}"
+            raise BadRequest(message, "model", status=404)
+
+    async def version(self, _: HTTPRequest) -> Response:
+        return JSONResponse({"version": flashinfer.__version__})
+
+    async def prometheus(self, _: HTTPRequest) -> Response:
+        stats = await self._unless_stopped(asyncio.wrap_future(self.worker.stats()))
+        return Response(self.metrics.text(stats), media_type=CONTENT_TYPE)
 
     async def health(self, _: HTTPRequest) -> Response:
         await self._unless_stopped(asyncio.wrap_future(self.worker.stats()))
@@ -141,32 +185,45 @@ class Server:
     async def _answer(self, http: HTTPRequest, *, chat: bool) -> Response:
         body = await _body(http, self.limits.max_body_bytes)
         request = parse(body, chat=chat, limits=self.limits)
-        if request.model not in (None, self.model):
-            message = f"model must be {self.model!r} or absent, got {request.model[:40]!r}"
-            raise BadRequest(message, "model", status=404)
+        self._check_model(request.model)
         # Before the tokenizer has work with it.
         if len(self._answers) >= self.worker.max_requests:
             raise Overloaded.of(self.worker.max_requests)
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._answers[request_id] = outputs = asyncio.Queue()
+        generation = Generation(self.worker, request_id, request.stop, self.metrics)
+        self._answers[request_id] = generation
         try:
             # In a thread: a long text takes the tokenizer a while, in which others are served.
-            encoding = asyncio.to_thread(self._tokens, request, chat)
-            tokens = await self._unless_stopped(encoding)
-            await self._unless_stopped(self._submit(request_id, tokens, request, outputs))
-        except BaseException:
+            preparing = asyncio.to_thread(self._prepared, request, chat)
+            prompts, params = await self._unless_stopped(preparing)
+            submitting = generation.submit(choices_of(prompts, request.n, params))
+            await self._unless_stopped(submitting)
+        except BaseException as error:
             self._end(request_id)
+            if type(error) is ValueError:  # the engine's
+                raise BadRequest(str(error)) from None
             raise
-        answer = Answer(request_id, self.model, len(tokens), chat=chat)
+        answer = Answer(
+            request_id, self.model, prompts, self.tokenizer, request.n, chat,
+            params.logprobs is not None, self._echoes(request, prompts), request.only_prompt,
+        )  # fmt: skip
         if request.stream:
-            events = _events(_answered(outputs, request.stop), answer, request.include_usage)
+            events = _events(generation.outputs(), answer, request.include_usage)
             return _Stream(events, lambda: self._end(request_id))
-        return await self._whole(http, request_id, _answered(outputs, request.stop), answer)
+        return await self._whole(http, request_id, generation.outputs(), answer)
 
     def _end(self, request_id: str) -> None:
         """Forget a request; the engine does so too if it has not finished it."""
-        self._answers.pop(request_id, None)
-        self.worker.cancel(request_id)
+        if (generation := self._answers.pop(request_id, None)) is not None:
+            generation.cancel()
+
+    def _echoes(self, request: Request, prompts: list[list[int]]) -> list[str] | None:
+        if not request.echo:
+            return None
+        given = zip(request.prompts, prompts, strict=True)
+        return [
+            text if isinstance(text, str) else self.tokenizer.decode(ids) for text, ids in given
+        ]
 
     async def _unless_stopped(self, work: Awaitable[_T]) -> _T:
         """The result of `work`; `_Stopped` if the server stops first."""
@@ -181,39 +238,32 @@ class Server:
             stopped.cancel()
             working.cancel()
 
-    def _tokens(self, request: Request, chat: bool) -> list[int]:
-        if isinstance(request.prompt, list) and not chat:
-            return request.prompt
+    def _prepared(self, request: Request, chat: bool) -> tuple[list[list[int]], SamplingParams]:
+        """Token ids of the prompts, and the parameters with the grammar."""
+        params = request.params
+        if request.schema is not None:
+            try:
+                params = replace(params, grammar=self._grammars().json(request.schema))
+            except ValueError as error:
+                raise BadRequest(f"response_format: {error}", "response_format") from None
+        return [self._tokens(prompt, request.tools, chat) for prompt in request.prompts], params
+
+    def _tokens(self, prompt: Any, tools: list[dict] | None, chat: bool) -> list[int]:
         try:
-            return (self.chat if chat else self.encode)(request.prompt)
-        except ValueError as error:  # such as half of a surrogate pair
-            raise BadRequest(str(error), "messages" if chat else "prompt") from None
-
-    async def _submit(
-        self, request_id: str, tokens: list[int], request: Request, outputs: _Outputs
-    ) -> None:
-        """Hand a request to the engine; what it generates comes through the queue."""
-        loop = asyncio.get_running_loop()
-
-        def listen(output: Output | Exception) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        accepted = self.worker.submit(request_id, tokens, request.params, listen)
-        try:
-            await asyncio.wrap_future(accepted)
+            if chat:
+                return self.chat(prompt, tools)
+            return self.encode(prompt) if isinstance(prompt, str) else prompt
         except ValueError as error:
-            raise BadRequest(str(error)) from None
+            param = "prompt" if not chat else "tools" if "tools" in str(error) else "messages"
+            raise BadRequest(str(error), param) from None
 
     async def _whole(
-        self, http: HTTPRequest, request_id: str, outputs: AsyncIterator[Output], answer: Answer
+        self, http: HTTPRequest, request_id: str, outputs: _Outputs, answer: Answer
     ) -> Response:
         async def collect() -> Response:
-            texts, reason = [], None
-            async for output in outputs:
-                answer.tokens += output.token_id >= 0
-                texts.append(output.text)
-                reason = output.reason
-            return JSONResponse(answer.whole("".join(texts), reason))
+            async for index, output in outputs:
+                answer.add(index, output)
+            return JSONResponse(answer.whole())
 
         async def leave() -> Response:
             while (await http.receive())["type"] != "http.disconnect":
@@ -232,16 +282,12 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _events(
-    outputs: AsyncIterator[Output], answer: Answer, include_usage: bool
-) -> AsyncIterator[str]:
+async def _events(outputs: _Outputs, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
     """Server-sent events of a streamed answer."""
-    first = True
     try:
-        async for output in outputs:
-            answer.tokens += output.token_id >= 0
-            yield _event(answer.chunk(output.text, output.reason, first=first))
-            first = False
+        async for index, output in outputs:
+            answer.add(index, output)
+            yield _event(answer.chunk(index))
         if include_usage:
             yield _event(answer.usage())
     except RuntimeError as error:  # the status has been sent: the stream has to tell
@@ -249,22 +295,8 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-async def _answered(outputs: _Outputs, stops: Sequence[str]) -> AsyncIterator[Output]:
-    """Outputs up to the last, or to the first of the texts that end the answer."""
-    stop_text = StopText(stops)
-    while True:
-        output = await outputs.get()
-        if isinstance(output, _Stopped):
-            raise output
-        if isinstance(output, Exception):
-            raise RuntimeError(f"generation failed: {output}")
-        text, stopped = stop_text.push(output.text, last=output.finished)
-        if stopped:
-            yield replace(output, text=text, finished=True, reason="stop")
-            return
-        yield replace(output, text=text)
-        if output.finished:
-            return
+def _no_grammars() -> Grammars:
+    raise ValueError("this server has no grammars")
 
 
 class _Stream(StreamingResponse):
@@ -344,6 +376,7 @@ async def _http_error(http: HTTPRequest, error: Exception) -> Response:
     help="Equal seeds give equal tokens, whatever else is served; slower.",
 )
 @click.option("--access-log", is_flag=True, help="Write a line for each request.")
+@engine_options
 @limit_options
 def serve(
     model,
@@ -359,6 +392,11 @@ def serve(
     warm_up,
     batch_invariant,
     access_log,
+    max_batch_tokens,
+    chunked_prefill,
+    prefix_caching,
+    speculation,
+    ngram,
     **limits,
 ):
     """Serve OpenAI's completion endpoints over HTTP."""
@@ -368,20 +406,31 @@ def serve(
         address = bind(host, port)
         loaded, tokenizer = load(model, device, getattr(torch, dtype))
         chat = load_chat(model, tokenizer)
-        engine = Engine(
-            loaded, tokenizer, num_pages=num_pages, page_size=page_size,
-            max_batch_size=max_batch_size, max_batch_tokens=max(2048, max_batch_size),
-            use_cuda_graph=on_gpu if cuda_graph is None else cuda_graph,
-            batch_invariant=batch_invariant,
-        )  # fmt: skip
+        options = {
+            "max_batch_size": max_batch_size,
+            "max_batch_tokens": max(max_batch_tokens, max_batch_size),
+            "use_cuda_graph": on_gpu if cuda_graph is None else cuda_graph,
+            "batch_invariant": batch_invariant,
+            "chunked_prefill": chunked_prefill,
+            "prefix_caching": prefix_caching,
+            "speculation": speculation,
+            "ngram": ngram,
+        }
+        engine = Engine(loaded, tokenizer, num_pages=num_pages, page_size=page_size, **options)
+        name = Path(model).resolve().name if model else "demo"
+        for line in describe(name, loaded, engine.cache, options):
+            click.echo(line)
         if on_gpu if warm_up is None else warm_up:
             warmup.warm_up(engine, max_batch_size)
         worker = Worker(engine, max_requests=max_requests)
-    name = Path(model).resolve().name if model else "demo"
     fitting = fit_descriptors(Limits(**limits))
     if fitting.max_connections < limits["max_connections"]:
         click.echo(f"--max-connections {fitting.max_connections}: open files are limited", err=True)
-    server = Server(worker, tokenizer.encode, chat, model=name, limits=fitting)
+    config = loaded.config
+    server = Server(
+        worker, tokenizer.encode, chat, model=name, limits=fitting, tokenizer=tokenizer,
+        grammars=lambda: Grammars(tokenizer, config.eos_token_ids, config.vocab_size),
+    )  # fmt: skip
     click.echo(f"Serving {name!r} on http://{host}:{address.getsockname()[1]}/v1")
     with contextlib.suppress(KeyboardInterrupt):
         server.http(access_log=access_log).run(sockets=[address])

@@ -40,7 +40,7 @@ class FakeEngine:
         """Nothing is compiled."""
 
     def _pages(self, prompt: list[int], params: SamplingParams) -> int:
-        return -(-(len(prompt) + params.max_tokens) // self.page_size)
+        return -(-(len(prompt) + (params.max_tokens or 99)) // self.page_size)
 
     def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         self.threads.add(threading.current_thread().name)
@@ -64,7 +64,7 @@ class FakeEngine:
             if pages <= self.pages_free and len(self.running) < self.max_batch_size:
                 del self.waiting[request_id]
                 self.pages_free -= pages
-                self.running[request_id] = [0, params.max_tokens, pages]
+                self.running[request_id] = [0, params.max_tokens or 99, pages]
         outputs = []
         for request_id, state in list(self.running.items()):
             token = state[0]
@@ -87,4 +87,7 @@ class FakeEngine:
             "running": len(self.running),
             "waiting": len(self.waiting),
             "compile_seconds": self.compile_seconds,
+            "cached_tokens": 0,
+            "drafted_tokens": 0,
+            "accepted_tokens": 0,
         }

@@ -9,6 +9,7 @@ import pytest
 
 from examples.serve.engine import Engine, SamplingParams
 from examples.serve.model import Model
+from examples.serve.runner import Chunk
 from examples.serve.speculation import NgramIndex
 from tests.serve.hash_model import install, repetitive_token
 
@@ -17,6 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prefix caching": {},
     "speculation": {"prefix_caching": False, "speculation": 3, "ngram": 2},
     "both": {"speculation": 5, "ngram": 2},
+    "whole prompts": {"chunked_prefill": False, "max_batch_tokens": 136, "speculation": 2},
     "both in small steps": {"speculation": 2, "ngram": 2, "max_batch_tokens": 9},
 }
 SMALL: dict[str, Any] = {
@@ -129,6 +131,28 @@ def test_prefix_caching_saves_what_is_shared(model: Model, monkeypatch: pytest.M
     assert computed == {False: 34, True: 18}
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_prompts_are_divided_or_not(chunked: bool, model: Model, monkeypatch: pytest.MonkeyPatch):
+    """Two prompts of 100 tokens, in steps of 132 and their share of one that decodes."""
+    engine = Engine(
+        model, None, num_pages=40, page_size=4, max_batch_size=4, max_batch_tokens=132,
+        chunked_prefill=chunked,
+    )  # fmt: skip
+    steps: list[list[int]] = []
+    pages = install(monkeypatch, engine, repetitive_token)
+
+    def run(chunks: list[Chunk], *others: Any) -> Any:
+        steps.append([len(chunk.tokens) for chunk in chunks])
+        return pages.run(chunks, *others)
+
+    monkeypatch.setattr(engine._runner, "run", run)
+    for name, token in (("a", 1), ("b", 2)):
+        engine.add_request(name, [token] * 100, SamplingParams(max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    assert steps == ([[100, 32], [68]] if chunked else [[100], [100]])
+
+
 def test_index_of_ngrams():
     index = NgramIndex(2)
     tokens = [1, 2, 3, 1, 2]
@@ -141,7 +165,11 @@ def test_index_of_ngrams():
 
 @pytest.mark.parametrize(
     "options, name",
-    [({"speculation": -1}, "speculation"), ({"speculation": 1, "ngram": 0}, "ngram")],
+    [
+        ({"speculation": -1}, "speculation"),
+        ({"speculation": 1, "ngram": 0}, "ngram"),
+        ({"chunked_prefill": False, "max_batch_tokens": 79}, "max_batch_tokens"),
+    ],
 )
 def test_options_out_of_range(model: Model, options: dict[str, int], name: str):
     with pytest.raises(ValueError, match=f"`{name}`"):
