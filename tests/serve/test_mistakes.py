@@ -17,6 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import flashinfer
 from examples.serve.__main__ import main
 from examples.serve.checkpoint import load, write_random_checkpoint
 from examples.serve.mistakes import bind, lacking, reported
@@ -134,7 +135,15 @@ def test_serve(folder: Path):
     )
     try:
         assert server.stdout is not None
-        line = next(line for line in server.stdout if line.startswith("Serving"))
+        log = ""
+        for line in server.stdout:
+            if line.startswith("Serving"):
+                break
+            log += line
+        assert f"FlashInfer {flashinfer.__version__}" in log and "Model 'model': Llama" in log
+        # Room for fewer tokens than the model has positions.
+        assert "Context: 1,025 tokens (the model has 32,768" in log
+        assert "64 pages of 16 tokens, 1,024 tokens in all" in log and "speculation 0" in log
         assert line.startswith("Serving 'model' on http://127.0.0.1:")
         url = line.split()[-1]
         body = {"model": "model", "prompt": "x", "max_tokens": 2, "ignore_eos": True}
