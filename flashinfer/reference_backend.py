@@ -29,7 +29,7 @@ import torch
 from . import env
 from ._attention.plan.no_kernel import compute_from_plans_when
 from ._common.numbers import plain_arguments
-from ._instrument.decorator import _TRACE_REGISTRY, on_registration
+from ._instrument.decorator import on_registration, traced_functions
 from .trace.arguments import check_aliasing, check_destination, check_one_device
 from .trace.specs import Value, argument_of
 from .trace.template import TraceTemplate, resolve_template
@@ -90,7 +90,7 @@ def route_registered() -> None:
         return
     with _lock:
         known = {id(route.function) for route in _routes}
-        for function, trace in list(_TRACE_REGISTRY):
+        for function, trace in list(traced_functions):
             if trace is not None and id(function) not in known:
                 known.add(id(function))
                 _routes.append(_new_route(function, trace, len(_routes)))

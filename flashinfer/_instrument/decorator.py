@@ -36,10 +36,13 @@ from .typed import ApiFunction, Parameters, Returned
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-#: Every ``(function, trace)`` pair, in decoration order: what trace tests and the reference backend
-#: enumerate. A dispatch function that lists its ``templates`` is followed by one pair for each of
-#: them.
-_TRACE_REGISTRY: list[tuple[Callable[..., Any], Any]] = []
+#: Every ``(function, template, label)``, in decoration order: what trace tests enumerate. The label
+#: is the function's name, with the template's where a dispatch function chooses among several.
+_TRACE_REGISTRY: list[tuple[Callable[..., Any], Any, str]] = []
+
+#: Every ``(function, trace)`` pair, in decoration order: what the reference backend routes. A trace
+#: is a template, or a dispatch function.
+traced_functions: list[tuple[Callable[..., Any], Any]] = []
 
 #: Called after each addition to the registry: a function that is decorated while the reference
 #: backend is on must not escape it.
@@ -88,8 +91,8 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
         )
     register_operation(func)
     if trace is not None:
-        _TRACE_REGISTRY.append((func, trace))
-        _TRACE_REGISTRY.extend((func, template) for template in getattr(trace, "templates", ()))
+        traced_functions.append((func, trace))
+        _TRACE_REGISTRY.extend(_labelled(func, trace))
         for notify in on_registration:
             notify()
     level = env.FLASHINFER_LOGLEVEL.get()
@@ -107,6 +110,14 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
 def flashinfer_constructor(init: AnyFunction) -> AnyFunction:
     """`flashinfer_api` on ``__init__``, whose type has to stay that of a function."""
     return cast(AnyFunction, flashinfer_api(init))
+
+
+def _labelled(func: Callable[..., Any], trace: Any) -> list[tuple[Callable[..., Any], Any, str]]:
+    """The entries of the registry for a function."""
+    if not callable(trace):
+        return [(func, trace, func.__qualname__)]
+    templates = getattr(trace, "templates", ())
+    return [(func, t, f"{func.__qualname__}[{t.name_prefix}]") for t in templates]
 
 
 def _with_trace_dump(api: AnyFunction, func: Callable[..., Any], trace: Any) -> AnyFunction:

@@ -44,7 +44,8 @@ def fi_trace(
     func_or_method : callable
         A public function, or a bound method such as ``wrapper.run``.
     save_dir : str or Path, optional
-        Folder in which ``<name>.json`` is written as well; created if missing.
+        Folder in which ``<name>.json`` is written as well; created if missing. By default that of
+        ``FLASHINFER_TRACE_DUMP_DIR``, if it is set.
     **kwargs
         The call's arguments by name; those with a default may be left out. Tensors may be on any
         device: their shapes and dtypes are read, not their values.
@@ -77,6 +78,7 @@ def fi_trace(
     if template is None:
         raise ValueError(f"{name} has no trace template for these arguments")
     definition = template.definition(arguments, name)
+    save_dir = env.FLASHINFER_TRACE_DUMP_DIR.get() if save_dir is None else save_dir
     if save_dir is not None:
         save_definition(definition, save_dir)
     return definition

@@ -12,7 +12,7 @@ class LegalizationError(ValueError):
 
 
 def infer_input_type(processor: LogitsProcessor) -> TensorType:
-    """What a pipeline that begins with `processor` receives.
+    """The input type of a pipeline that begins with `processor`.
 
     Raises
     ------

@@ -25,8 +25,8 @@ class LogitsPipe:
     compile : bool
         Join operations. Without, each processor runs by itself.
     input_type : TensorType, optional
-        What a call passes. By default what the first processor takes; it must be said if that
-        takes both logits and probabilities.
+        What a call passes. None infers it from the first processor, if that takes either logits or
+        probabilities and not both.
     custom_fusion_rules, custom_validity_checks : list, optional
         As for `compile_pipeline`.
 

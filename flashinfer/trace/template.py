@@ -23,6 +23,7 @@ from .._common.checks import choice
 from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import SHORT_FLOATS, torch_name
 from .arguments import check_layout, check_scalar, folded_shape
+from .check import default_check
 from .examples import example_arguments
 from .specs import (
     Axis,
@@ -35,6 +36,7 @@ from .specs import (
     axis_without_tensor,
     value_json,
 )
+from .specs import Var as Var
 from .standalone import required_parameters, standalone_reference
 
 
@@ -63,8 +65,8 @@ class TraceTemplate:
         returns its results in the order of `outputs` (a tensor, or a tuple of them, which may be
         more) in higher precision, not yet rounded to the output's dtype.
     check : callable, optional
-        ``check(reference_outputs, actual_outputs) -> bool``: whether a result is acceptable, where
-        closeness by dtype (`flashinfer.trace.default_check`) is not the right question.
+        ``check(reference_outputs, actual_outputs) -> bool``: whether a result is acceptable; by
+        default closeness by dtype (`flashinfer.trace.default_check`).
     init : callable, optional
         ``init(arguments) -> arguments`` completes the random arguments of `example_arguments` for
         an operation whose inputs are not free (offsets, page tables).
@@ -114,7 +116,7 @@ class TraceTemplate:
         self.outputs = outputs
         self.name_prefix = name_prefix or op_type
         self.reference = reference
-        self.check = check
+        self.check = default_check if check is None else check
         self.init = init
         self.constraints = list(constraints or [])
         self.tags = list(tags or [])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import flashinfer
-from flashinfer.api_logging import _TRACE_REGISTRY
+from flashinfer._instrument.decorator import traced_functions
 from flashinfer.testing.tensors import iter_tensors
 from flashinfer.trace.specs import argument_of
 from flashinfer.trace.template import TraceTemplate, templates_of
@@ -65,7 +65,7 @@ def operations() -> list[Operation]:
     """Every registered (function, template) pair of the package; each template once."""
     import_all_public_modules()
     found: dict[tuple[int, int], Operation] = {}
-    for function, trace in _TRACE_REGISTRY:
+    for function, trace in traced_functions:
         if not function.__module__.startswith("flashinfer."):
             continue  # a test's own function
         for template in templates_of(trace):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from flashinfer.api_logging import _TRACE_REGISTRY
+from flashinfer._instrument.decorator import _TRACE_REGISTRY, traced_functions
 
 
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
-    before = len(_TRACE_REGISTRY)
+    lists: tuple[list[Any], ...] = (_TRACE_REGISTRY, traced_functions)
+    before = [len(entries) for entries in lists]
     yield
-    del _TRACE_REGISTRY[before:]
+    for entries, count in zip(lists, before, strict=True):
+        del entries[count:]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def log(monkeypatch, tmp_path):
 def registry(monkeypatch):
     entries: list = []
     monkeypatch.setattr(decorator, "_TRACE_REGISTRY", entries)
+    monkeypatch.setattr(decorator, "traced_functions", [])
     return entries
 
 
@@ -290,7 +292,7 @@ def test_only_functions_can_be_decorated(bad):
 
 
 def test_registry_and_trace_attributes(log, registry):
-    template, other = object(), object()
+    template, other = SimpleNamespace(name_prefix="one"), SimpleNamespace(name_prefix="other")
 
     def dispatch(**kwargs):
         return template
@@ -307,7 +309,11 @@ def test_registry_and_trace_attributes(log, registry):
     logged = log.decorate(3, g, trace=dispatch)
     assert logged.__flashinfer_trace__ is dispatch and callable(logged.fi_trace)
     log.decorate(0, add)
-    assert registry == [(f, template), (g, dispatch), (g, template), (g, other)]
+    f_name, g_name = f.__qualname__, g.__qualname__
+    labels = (f_name, f"{g_name}[one]", f"{g_name}[other]")
+    functions, templates = (f, g, g), (template, template, other)
+    assert registry == list(zip(functions, templates, labels, strict=True))
+    assert decorator.traced_functions == [(f, template), (g, dispatch)]
     assert not hasattr(add, "fi_trace")
 
 

@@ -33,7 +33,7 @@ def test_every_public_operation_is_in_the_table():
     from flashinfer.api_logging import _TRACE_REGISTRY
 
     names = {name for _, name, _ in support.operations()}
-    traced = {function.__qualname__.removesuffix(".run") for function, _ in _TRACE_REGISTRY}
+    traced = {function.__qualname__.removesuffix(".run") for function, _, _ in _TRACE_REGISTRY}
     assert traced & set(vars(flashinfer)) <= names
     assert {"rmsnorm", "BatchAttention", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"} <= names
 

@@ -15,6 +15,7 @@ from ..checks import check_spare_block_tables, refuse
 from ..index_tensors import check_buffer, check_page_numbers, device_indices, host_page_table
 from ..plan.requests import ArgumentNames, AttentionProblem, Requests
 from .base import Cache, split_cache
+from .cached_module import planned_module
 from .paged import PagedWrapper
 from .plan_arguments import PagedArguments, takes_arguments_of
 from .prefill import PrefillWrapper
@@ -273,6 +274,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         )
 
     begin_forward = plan
+    _cached_module = property(planned_module)
 
     @takes_arguments_of(plan, without="non_blocking")
     def workspace_size(self, arguments: Mapping[str, Any]) -> tuple[int, int]:

@@ -53,6 +53,7 @@ class PrefillWrapper(AttentionWrapper):
         self._variant_owns_mask = variant_owns_mask
         self._qo_indptr_buf = self._custom_mask_buf = self._mask_indptr_buf = None
         self._max_qo_tokens = 0
+        self._plan_info: list[int] | None = None  # engines keep here what `_cached_module` returns
         self._pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # for buffers of a graph
         if not use_cuda_graph:
             return
@@ -70,6 +71,20 @@ class PrefillWrapper(AttentionWrapper):
                 self.device,
                 self._qo_indptr_buf.numel(),
             )
+
+    @property
+    def _max_total_num_rows(self) -> int | None:
+        """Query rows that a CUDA graph has room for; None before its first plan."""
+        return self._max_qo_tokens or None
+
+    @_max_total_num_rows.setter
+    def _max_total_num_rows(self, rows: int | None) -> None:
+        self._max_qo_tokens = rows or 0
+
+    @property
+    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
+        """Nothing: the planner has a host buffer of its own. Engines pass this one around."""
+        return torch.empty(0, dtype=torch.uint8)
 
     # --- Planning -----------------------------------------------------------------------------
 
