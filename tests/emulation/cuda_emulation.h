@@ -115,6 +115,8 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   return result;
 }
 
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+
 inline void sincospif(float x, float* sine, float* cosine) {
   constexpr double kPi = 3.14159265358979323846;
   *sine = static_cast<float>(std::sin(kPi * x));

@@ -227,11 +227,10 @@ int main(int argc, char** argv) {
   Random random;
   if (!check_special_logits()) return 1;
   for (int i = 0; i < cases; ++i) {
-    const bool right = check_map<int32_t>(random) && check_map<int64_t>(random) &&
-                       check_combine(random) && check_route<MoeScore::softmax, 1>(random) &&
-                       check_route<MoeScore::softmax, 4>(random) &&
-                       check_route<MoeScore::sigmoid, 8>(random) &&
-                       check_route<MoeScore::sigmoid, 2>(random);
+    const bool right =
+        check_map<int32_t>(random) && check_map<int64_t>(random) && check_combine(random) &&
+        check_route<MoeScore::softmax, 1>(random) && check_route<MoeScore::softmax, 4>(random) &&
+        check_route<MoeScore::sigmoid, 8>(random) && check_route<MoeScore::sigmoid, 2>(random);
     if (!right) {
       std::printf("in case %d\n", i);
       return 1;

@@ -269,9 +269,7 @@ template <typename Traits, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps)
     chunk_scan_kernel(const __grid_constant__ ChunkDeltaRuleParams all) {
   using Shared = ChunkScanShared<Traits, kWarps>;
-#ifndef EMULATION_ARCH
   extern __shared__ __align__(1024) char dynamic_shared[];
-#endif
   const DeltaRuleParams& params = all.recurrence;
   const int num_blocks = params.head_dim_v / Shared::kRows;
   const int64_t sequence = blockIdx.x / num_blocks / params.state_heads;

@@ -346,9 +346,7 @@ __device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all,
 template <typename Traits>
 __global__ void __launch_bounds__(detail::kTransformThreads, 4)
     chunk_transform_kernel(const __grid_constant__ ChunkDeltaRuleParams all) {
-#ifndef EMULATION_ARCH
   extern __shared__ __align__(1024) char dynamic_shared[];
-#endif
   const DeltaRuleParams& params = all.recurrence;
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();

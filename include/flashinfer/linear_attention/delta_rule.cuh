@@ -331,9 +331,7 @@ template <typename Traits, int kStep, int kPasses>
 __global__ void __launch_bounds__(Traits::kThreads)
     delta_rule_kernel(const __grid_constant__ DeltaRuleParams params) {
   using Block = DeltaRuleBlock<Traits, kStep, kPasses>;
-#ifndef EMULATION_ARCH
   extern __shared__ __align__(128) char dynamic_shared[];
-#endif
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
   const int first_row = blockIdx.x * Block::kRows;

@@ -323,9 +323,7 @@ template <typename Traits, int kStep, int kPasses>
 __global__ void __launch_bounds__(Traits::kThreads)
     selective_state_kernel(const __grid_constant__ SelectiveStateParams params) {
   using Block = SelectiveStateBlock<Traits, kStep, kPasses>;
-#ifndef EMULATION_ARCH
   extern __shared__ __align__(128) char dynamic_shared[];
-#endif
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
   const int first_row = blockIdx.x * Block::kRows;

@@ -16,13 +16,11 @@ inline cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, dim3 block, 
   gridDim = grid;
   blockDim = block;
   const std::function<void(int)> enter = [](int thread) { threadIdx = dim3(thread, 0, 0); };
-  for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; ++x) {
-      blockIdx = dim3(x, y, 0);
-      std::memset(dynamic_shared, 0xff, smem_bytes);
-      emulation::block.run(block.x, x + y * grid.x, [&] { kernel(params); }, enter);
-      ptx::check_no_copy_is_left();
-    }
+  for (unsigned i = 0; i < grid.x * grid.y * grid.z; ++i) {
+    blockIdx = dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
+    std::memset(dynamic_shared, 0xff, smem_bytes);
+    emulation::block.run(block.x, i, [&] { kernel(params); }, enter);
+    ptx::check_no_copy_is_left();
   }
   return cudaSuccess;
 }

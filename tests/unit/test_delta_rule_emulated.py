@@ -1,0 +1,81 @@
+"""The gated delta rule on the CPU, token by token and in chunks: tests/emulation says how."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.test_attention_emulated import Emulator, emulator
+
+__all__ = ["emulator"]  # a fixture
+
+SCAN = "flashinfer/linear_attention/chunk_scan.cuh"
+TRANSFORM = "flashinfer/linear_attention/chunk_transform.cuh"
+RECURRENCE = "flashinfer/linear_attention/delta_rule.cuh"
+
+
+def find_fault(emulator: Emulator, cases: int = 3, **config: str | int) -> str:
+    """What the emulation says; empty if all is right. Without gate types: in chunks."""
+    options = [f"-DFLASHINFER_CFG_{name.upper()}={value}" for name, value in config.items()]
+    if "gate_dtype" not in config:
+        options.append("-DEMULATION_CHUNKS")
+    for header, alignment in ((RECURRENCE, 128), (TRANSFORM, 1024), (SCAN, 1024)):
+        shared = f"extern __shared__ __align__({alignment}) char dynamic_shared[];"
+        emulator.substitute(header, shared, "")  # the emulation's own has this name
+    program = emulator.build("delta_rule_emulation.cc", ["-DEMULATION_ARCH=900", *options])
+    done = emulator.call([program, str(cases * emulator.rounds)])
+    return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
+
+
+GATES = {"gate_dtype": "float32", "beta_dtype": "float32", "bias_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state", "dim"), [("bfloat16", "float32", 128), ("float16", "bfloat16", 64)]
+)
+def test_in_chunks(emulator: Emulator, dtype: str, state: str, dim: int) -> None:
+    assert not find_fault(emulator, dtype=dtype, state_dtype=state, head_dim_k=dim)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state", "dim", "channel_gate"),
+    [
+        ("bfloat16", "float32", 128, "false"),
+        ("bfloat16", "float32", 128, "true"),
+        ("float16", "float16", 64, "false"),
+        ("bfloat16", "bfloat16", 32, "true"),
+    ],
+)
+def test_token_by_token(
+    emulator: Emulator, dtype: str, state: str, dim: int, channel_gate: str
+) -> None:
+    config = {"dtype": dtype, "state_dtype": state, "head_dim_k": dim, "channel_gate": channel_gate}
+    assert not find_fault(emulator, cases=12, **config, **GATES)
+
+
+@pytest.mark.parametrize(
+    ("header", "statement", "other"),
+    [
+        (SCAN, "ptx::cp_async_wait<1>();", "ptx::cp_async_wait<2>();"),
+        (SCAN, "Products::template rows<T>(out, delta_a, in.scores);", ""),
+        (TRANSFORM, "rsqrtf(sum + 1e-6f)", "1.f"),
+    ],
+)
+def test_faults_in_chunks_are_found(
+    emulator: Emulator, header: str, statement: str, other: str
+) -> None:
+    emulator.substitute(header, statement, other)
+    assert find_fault(emulator, dtype="bfloat16", state_dtype="float32", head_dim_k=64)
+
+
+@pytest.mark.parametrize(
+    ("statement", "other"),
+    [
+        ("if (has_part) part.store(tokens[threadIdx.x / 32], params);\n    __syncthreads();", ";"),
+        ("rsqrtf(warp_reduce_sum(kk) + 1e-6f)", "1.f"),
+        ("pass + t > 0", "t > 0"),
+    ],
+)
+def test_faults_token_by_token_are_found(emulator: Emulator, statement: str, other: str) -> None:
+    emulator.substitute(RECURRENCE, statement, other)
+    config = {"dtype": "bfloat16", "state_dtype": "float32", "head_dim_k": 64}
+    assert find_fault(emulator, cases=24, channel_gate="false", **config, **GATES)
