@@ -8,6 +8,8 @@
 // above is computed transposed: S, X^T and D^T are accumulators of one product and the left operand
 // of the next in the same registers, and the tiles in shared memory are only ever read. Warps meet
 // only where tiles change.
+//
+// Measurements, also of what lost: docs/tuning/linear_attention.md.
 #pragma once
 
 #include <cstdint>

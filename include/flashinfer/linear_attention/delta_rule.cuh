@@ -9,6 +9,8 @@
 //
 // The output follows from the sums before the update, S q + (beta (v - S k)) (k q), so both sums
 // of a token are reduced together.
+//
+// Measurements, also of what lost: docs/tuning/linear_attention.md.
 #pragma once
 
 #include <cstdint>

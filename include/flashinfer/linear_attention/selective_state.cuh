@@ -6,6 +6,8 @@
 //
 // kTied: A is one number per head (Mamba-2), so the decay is one per row. Otherwise A is read and
 // its exponential taken for every element of the state (Mamba).
+//
+// Measurements, also of what lost: docs/tuning/linear_attention.md.
 #pragma once
 
 #include <cstdint>

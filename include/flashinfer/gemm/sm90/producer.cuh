@@ -1,5 +1,7 @@
 // The warpgroup that feeds the tensor cores: one thread asks the copy engine for both operands, one
 // warp copies scales. Where rows of A are gathered, all threads copy them (gather.cuh).
+//
+// Measurements, also of what lost: docs/tuning/gemm.md.
 #pragma once
 
 #include <cuda.h>

@@ -3,6 +3,8 @@
 // Producer and consumers each run a scheduler of their own and come to the same sequence. Tiles are
 // counted in units of a cluster's; rows come first within a band, so that the tiles that are at
 // work together need few rows of A and of B.
+//
+// Measurements, also of what lost: docs/tuning/gemm.md.
 #pragma once
 
 #include <flashinfer/gemm/sm90/tile.cuh>
