@@ -60,7 +60,8 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
     Returns
     -------
     torch.Tensor
-        ``[rows, vocab]`` float32: penalties first, then biases, then the grammars' masks.
+        ``[rows, vocab]`` float32: penalties first, then biases, then the grammars' masks. Nothing
+        waits for the device.
     """
     if not any(adjustments):
         return logits
@@ -73,7 +74,7 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
         found = [(row, a) for row, a in enumerate(adjustments) if a is not None and wanted(a)]
         if not found:
             return None
-        rows = torch.tensor([row for row, _ in found]).to(logits.device, non_blocking=True)
+        rows = _on_device([row for row, _ in found], torch.int64, logits.device)
         return rows, [adjustment for _, adjustment in found]
 
     if picked := chosen(lambda a: a.counts is not None):
@@ -81,12 +82,15 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
         logits[rows] = _penalized(logits[rows], having)
     if picked := chosen(lambda a: len(a.biased)):
         rows, having = picked
-        repeats = torch.tensor([len(a.biased) for a in having]).to(logits.device)
-        where = (rows.repeat_interleave(repeats), torch.cat([a.biased for a in having]))
+        counts = [len(a.biased) for a in having]
+        repeats = _on_device(counts, torch.int64, logits.device)
+        each = rows.repeat_interleave(repeats, output_size=sum(counts))  # without waiting for it
+        where = (each, torch.cat([a.biased for a in having]))
         logits.index_put_(where, torch.cat([a.biases for a in having]), accumulate=True)
     if picked := chosen(lambda a: a.matcher is not None):
         rows, having = picked
         words = torch.stack([a.matcher.allowed() for a in having if a.matcher is not None])
+        words = words.pin_memory() if logits.is_cuda else words
         allowed = unpacked(words.to(logits.device, non_blocking=True), logits.shape[1])
         logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
     return logits
@@ -94,7 +98,7 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
 
 def _penalized(logits: torch.Tensor, having: Sequence[Adjustment]) -> torch.Tensor:
     def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(logits.device)[:, None]
+        return _on_device(values, torch.float32, logits.device)[:, None]
 
     counts = torch.stack([a.counts for a in having if a.counts is not None])
     in_prompt = torch.stack([a.in_prompt for a in having if a.in_prompt is not None])
@@ -105,6 +109,12 @@ def _penalized(logits: torch.Tensor, having: Sequence[Adjustment]) -> torch.Tens
     )
     logits = logits - column([a.params.frequency_penalty for a in having]) * counts
     return logits - column([a.params.presence_penalty for a in having]) * (counts > 0)
+
+
+def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """By way of pinned memory: copies from other memory wait for the device."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def unpacked(words: torch.Tensor, size: int) -> torch.Tensor:

@@ -246,6 +246,8 @@ class Server:
                 params = replace(params, grammar=self._grammars().json(request.schema))
             except ValueError as error:
                 raise BadRequest(f"response_format: {error}", "response_format") from None
+        if params.logprobs is not None:
+            self.tokenizer.piece(0)  # the first one takes a while
         return [self._tokens(prompt, request.tools, chat) for prompt in request.prompts], params
 
     def _tokens(self, prompt: Any, tools: list[dict] | None, chat: bool) -> list[int]:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.serve.adjust import unpacked
 from examples.serve.chat import load_chat
+from examples.serve.grammar import Grammars
 from examples.serve.tokens import ByteTokenizer, load_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <b>"}]
@@ -102,6 +104,49 @@ def test_a_prompt_begins_once(tmp_path: Path, template: str | None, begins: list
         MESSAGES, add_generation_prompt=True, return_dict=False
     )
     assert got == expected
+
+
+def test_tools_and_developers(tmp_path: Path):
+    """What a template does not know of is refused, or said in a way that it knows."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "x"}
+    developer = {"role": "developer", "content": "x"}
+    simple = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    configure(tmp_path, chat_template=simple)
+    chat = load_chat(tmp_path, BYTES)
+    assert BYTES.decode(chat([developer], None)) == "system"
+    for arguments in (([developer], tools), ([result], None)):
+        with pytest.raises(ValueError, match="knows no tools"):
+            chat(*arguments)
+    configure(tmp_path, chat_template=simple + "{{ tools | length }}{# developer #}")
+    chat = load_chat(tmp_path, BYTES)
+    assert BYTES.decode(chat([developer, result], tools)) == "developertool1"
+    named = [{"role": "user", "name": "Ann", "content": "x"}, developer]
+    without = load_chat(None, BYTES)
+    assert BYTES.decode(without(named, None)) == "user (Ann): x\ndeveloper: x\nassistant:"
+    with pytest.raises(ValueError, match="no chat template"):
+        without(named, tools)
+
+
+def test_pieces_of_a_tokenizer(tmp_path: Path):
+    """Bytes that tokens stand for, parts of characters and special tokens included."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("llguidance")
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    text = "H\u00e9 {\n"
+    ids = tokenizer.encode(text, special=False)
+    assert b"".join(map(tokenizer.piece, ids)) == text.encode() and len(ids) == 6
+    assert [tokenizer.piece(token) for token in (0, 1)] == [b"<s>", b"</s>"]
+    # A grammar allows the same bytes, and the end.
+    grammar = Grammars(tokenizer, [1], 300).json({"enum": ["\u00e9"]}).start()
+    for token in tokenizer.encode('"\u00e9"', special=False):
+        allowed = unpacked(grammar.allowed()[None], 300)[0]
+        assert allowed[token] and not allowed[1] and not allowed[258:].any()
+        grammar.accept(token)
+    assert unpacked(grammar.allowed()[None], 300)[0].nonzero().tolist() == [[1]]
+    with pytest.raises(ValueError, match="no end-of-text"):
+        Grammars(tokenizer, [], 300)
 
 
 def test_a_template_reaches_nothing(tmp_path: Path):

@@ -96,3 +96,26 @@ def test_cuda_graphs_give_the_same_tokens(tmp_path: Any):
 def test_graphs_need_a_gpu(tmp_path: Any):
     with pytest.raises(ValueError, match="`use_cuda_graph` needs a GPU, the model is on cpu"):
         Engine(_model(tmp_path, "cpu"), None, num_pages=8, use_cuda_graph=True)
+
+
+@pytest.mark.gpu
+def test_graphs_beside_guesses_penalties_and_probabilities(tmp_path: Any):
+    """Steps with guesses are eager, those without are replayed; the tokens are the same."""
+    model = _model(tmp_path, "cuda")
+    answers = []
+    for options in ({}, {"speculation": 3, "ngram": 1}, {"speculation": 3, "use_cuda_graph": True}):
+        engine = Engine(model, None, num_pages=64, page_size=4, batch_invariant=True, **options)
+        for number in range(4):
+            params = SamplingParams(
+                temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2,
+                frequency_penalty=0.5 * (number % 2), logit_bias={7: 0.5},
+            )  # fmt: skip
+            engine.add_request(str(number), [5, 6, 7, 8] * (1 + number), params)
+        tokens: dict[str, list[int]] = {str(number): [] for number in range(4)}
+        while engine.has_work:
+            for output in engine.step():
+                tokens[output.request_id].append(output.token_id)
+                assert output.logprobs is not None and len(output.logprobs.top) == 2
+        answers.append(tokens)
+        assert engine.stats()["pages_free"] == 64
+    assert answers[0] == answers[1] == answers[2]

@@ -119,6 +119,49 @@ def test_a_real_model_gives_the_same_tokens(model: Model, temperature: float):
         assert answers[0][1][name] == pytest.approx(answers[1][1][name], abs=0.05)
 
 
+def _serve_mixed(model: Model, **options: Any) -> tuple[dict[str, list[int]], int]:
+    """Tokens of requests of which one is cancelled, and how many lost their pages."""
+    usual = {"num_pages": 14, "page_size": 4, "max_batch_size": 4, "max_batch_tokens": 24}
+    engine = Engine(model, None, batch_invariant=True, **(usual | options))
+    tokens: dict[str, list[int]] = {}
+    preempted = 0
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    for number in range(5):
+        prompt = [5, 6, 7, 8] * 4 + [number // 2] * (1 + 4 * number)
+        engine.add_request(str(number), prompt, params)
+        tokens[str(number)] = []
+    while engine.has_work:
+        running = set(engine._scheduler.running)
+        for output in engine.step():
+            tokens[output.request_id].append(output.token_id)
+        preempted += len(running & set(engine._scheduler.waiting))
+        if len(tokens.get("2", [])) >= 3:
+            engine.cancel("2")
+            del tokens["2"]
+    assert engine.stats()["pages_free"] == 14
+    assert (engine.stats()["accepted_tokens"] > 0) == ("speculation" in options)
+    return tokens, preempted
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> dict[str, list[int]]:
+    tokens, preempted = _serve_mixed(model)
+    assert preempted > 0 and all(len(tokens) == 10 for tokens in tokens.values())
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"speculation": 3, "ngram": 1}, {"prefix_caching": False}, {"max_batch_tokens": 9}],
+    ids=["speculation", "no caching", "small chunks"],
+)
+def test_a_real_model_under_preemption_and_cancellation(
+    options: dict[str, Any], model: Model, expected: dict[str, list[int]]
+):
+    """Every bit of the logits is the same: greedy tokens never tie another way."""
+    assert _serve_mixed(model, **options)[0] == expected
+
+
 def test_prefix_caching_saves_what_is_shared(model: Model, monkeypatch: pytest.MonkeyPatch):
     computed = {}
     for caching in (False, True):
