@@ -1,117 +1,122 @@
 """GPU kernels for LLM serving, compiled when they are first called."""
 
-from ._common.importing import without_collections
+from ._common.importing import is_command_line, without_collections
+from .version import __git_version__ as __git_version__
+from .version import __version__ as __version__
 
-with without_collections():
-    from . import api_logging as api_logging
-    from .activation import gelu_and_mul as gelu_and_mul
-    from .activation import gelu_tanh_and_mul as gelu_tanh_and_mul
-    from .activation import silu_and_mul as silu_and_mul
-    from .attention import BatchAttention as BatchAttention
-    from .attention import (
-        BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
-    )
-    from .autotuner import MeasurementPolicy as MeasurementPolicy
-    from .autotuner import autotune as autotune
-    from .cascade import (
-        BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
-    )
-    from .cascade import (
-        BatchPrefillWithSharedPrefixPagedKVCacheWrapper as BatchPrefillWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
-    )
-    from .cascade import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper
-    from .cascade import merge_state as merge_state
-    from .cascade import merge_state_in_place as merge_state_in_place
-    from .cascade import merge_states as merge_states
-    from .decode import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
-    from .decode import (
-        CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    )
-    from .decode import fast_decode_plan as fast_decode_plan
-    from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
-    from .fi_trace import fi_trace as fi_trace
-    from .gemm import bmm_bf16 as bmm_bf16
-    from .gemm import bmm_fp8 as bmm_fp8
-    from .gemm import grouped_mm_bf16 as grouped_mm_bf16
-    from .gemm import mm_bf16 as mm_bf16
-    from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
-    from .norm import fused_add_rmsnorm as fused_add_rmsnorm
-    from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant
-    from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
-    from .norm import fused_qk_rmsnorm_rope as fused_qk_rmsnorm_rope
-    from .norm import fused_rmsnorm_silu as fused_rmsnorm_silu
-    from .norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
-    from .norm import gemma_rmsnorm as gemma_rmsnorm
-    from .norm import layernorm as layernorm
-    from .norm import layernorm_quant as layernorm_quant
-    from .norm import rmsnorm as rmsnorm
-    from .norm import rmsnorm_quant as rmsnorm_quant
-    from .page import append_paged_kv_cache as append_paged_kv_cache
-    from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
-    from .page import get_batch_indices_positions as get_batch_indices_positions
-    from .page import get_seq_lens as get_seq_lens
-    from .page import (
-        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,  # noqa: E501
-    )
-    from .pod import BatchPODWithPagedKVCacheWrapper as BatchPODWithPagedKVCacheWrapper
-    from .pod import PODWithPagedKVCacheWrapper as PODWithPagedKVCacheWrapper
-    from .prefill import (
-        BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
-    )
-    from .prefill import (
-        BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper,
-    )
-    from .prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cache
-    from .prefill import (
-        single_prefill_with_kv_cache_return_lse as single_prefill_with_kv_cache_return_lse,
-    )
-    from .quantization import block_scale_interleave as block_scale_interleave
-    from .quantization import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float
-    from .quantization import fp4_quantize as fp4_quantize
-    from .quantization import mxfp4_dequantize as mxfp4_dequantize
-    from .quantization import mxfp4_dequantize_host as mxfp4_dequantize_host
-    from .quantization import mxfp4_quantize as mxfp4_quantize
-    from .quantization import mxfp8_dequantize_host as mxfp8_dequantize_host
-    from .quantization import mxfp8_quantize as mxfp8_quantize
-    from .quantization import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
-    from .quantization import nvfp4_quantize as nvfp4_quantize
-    from .quantization import packbits as packbits
-    from .quantization import segment_packbits as segment_packbits
-    from .quantization import shuffle_matrix_a as shuffle_matrix_a
-    from .quantization import shuffle_matrix_sf_a as shuffle_matrix_sf_a
-    from .quantization import silu_and_mul_nvfp4_quantize as silu_and_mul_nvfp4_quantize
-    from .rope import apply_llama31_rope as apply_llama31_rope
-    from .rope import apply_llama31_rope_inplace as apply_llama31_rope_inplace
-    from .rope import apply_llama31_rope_pos_ids as apply_llama31_rope_pos_ids
-    from .rope import apply_llama31_rope_pos_ids_inplace as apply_llama31_rope_pos_ids_inplace
-    from .rope import apply_rope as apply_rope
-    from .rope import apply_rope_inplace as apply_rope_inplace
-    from .rope import apply_rope_pos_ids as apply_rope_pos_ids
-    from .rope import apply_rope_pos_ids_inplace as apply_rope_pos_ids_inplace
-    from .rope import apply_rope_with_cos_sin_cache as apply_rope_with_cos_sin_cache
-    from .rope import apply_rope_with_cos_sin_cache_inplace as apply_rope_with_cos_sin_cache_inplace
-    from .sampling import chain_speculative_sampling as chain_speculative_sampling
-    from .sampling import min_p_sampling_from_probs as min_p_sampling_from_probs
-    from .sampling import sampling_from_logits as sampling_from_logits
-    from .sampling import sampling_from_probs as sampling_from_probs
-    from .sampling import softmax as softmax
-    from .sampling import top_k_mask_logits as top_k_mask_logits
-    from .sampling import top_k_renorm_probs as top_k_renorm_probs
-    from .sampling import top_k_sampling_from_probs as top_k_sampling_from_probs
-    from .sampling import top_k_top_p_sampling_from_logits as top_k_top_p_sampling_from_logits
-    from .sampling import top_k_top_p_sampling_from_probs as top_k_top_p_sampling_from_probs
-    from .sampling import top_p_renorm_probs as top_p_renorm_probs
-    from .sampling import top_p_sampling_from_probs as top_p_sampling_from_probs
-    from .sparse import BlockSparseAttentionWrapper as BlockSparseAttentionWrapper
-    from .sparse import VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper
-    from .tllm_enums import SfLayout as SfLayout
-    from .topk import TopKTieBreak as TopKTieBreak
-    from .topk import top_k as top_k
-    from .topk import top_k_page_table_transform as top_k_page_table_transform
-    from .topk import top_k_ragged_transform as top_k_ragged_transform
-    from .utils import next_positive_power_of_2 as next_positive_power_of_2
-    from .version import __git_version__ as __git_version__
-    from .version import __version__ as __version__
+if not is_command_line():
+    with without_collections():
+        from . import api_logging as api_logging
+        from .activation import gelu_and_mul as gelu_and_mul
+        from .activation import gelu_tanh_and_mul as gelu_tanh_and_mul
+        from .activation import silu_and_mul as silu_and_mul
+        from .attention import BatchAttention as BatchAttention
+        from .attention import (
+            BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
+        )
+        from .autotuner import MeasurementPolicy as MeasurementPolicy
+        from .autotuner import autotune as autotune
+        from .cascade import (
+            BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+        )
+        from .cascade import (
+            BatchPrefillWithSharedPrefixPagedKVCacheWrapper as BatchPrefillWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+        )
+        from .cascade import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper
+        from .cascade import merge_state as merge_state
+        from .cascade import merge_state_in_place as merge_state_in_place
+        from .cascade import merge_states as merge_states
+        from .decode import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
+        from .decode import (
+            CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,  # noqa: E501
+        )
+        from .decode import fast_decode_plan as fast_decode_plan
+        from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
+        from .fi_trace import fi_trace as fi_trace
+        from .gemm import bmm_bf16 as bmm_bf16
+        from .gemm import bmm_fp8 as bmm_fp8
+        from .gemm import grouped_mm_bf16 as grouped_mm_bf16
+        from .gemm import mm_bf16 as mm_bf16
+        from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
+        from .norm import fused_add_rmsnorm as fused_add_rmsnorm
+        from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant
+        from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
+        from .norm import fused_qk_rmsnorm_rope as fused_qk_rmsnorm_rope
+        from .norm import fused_rmsnorm_silu as fused_rmsnorm_silu
+        from .norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
+        from .norm import gemma_rmsnorm as gemma_rmsnorm
+        from .norm import layernorm as layernorm
+        from .norm import layernorm_quant as layernorm_quant
+        from .norm import rmsnorm as rmsnorm
+        from .norm import rmsnorm_quant as rmsnorm_quant
+        from .page import append_paged_kv_cache as append_paged_kv_cache
+        from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
+        from .page import get_batch_indices_positions as get_batch_indices_positions
+        from .page import get_seq_lens as get_seq_lens
+        from .page import (
+            nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,  # noqa: E501
+        )
+        from .pod import BatchPODWithPagedKVCacheWrapper as BatchPODWithPagedKVCacheWrapper
+        from .pod import PODWithPagedKVCacheWrapper as PODWithPagedKVCacheWrapper
+        from .prefill import (
+            BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
+        )
+        from .prefill import (
+            BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper,
+        )
+        from .prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cache
+        from .prefill import (
+            single_prefill_with_kv_cache_return_lse as single_prefill_with_kv_cache_return_lse,
+        )
+        from .quantization import block_scale_interleave as block_scale_interleave
+        from .quantization import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float
+        from .quantization import fp4_quantize as fp4_quantize
+        from .quantization import mxfp4_dequantize as mxfp4_dequantize
+        from .quantization import mxfp4_dequantize_host as mxfp4_dequantize_host
+        from .quantization import mxfp4_quantize as mxfp4_quantize
+        from .quantization import mxfp8_dequantize_host as mxfp8_dequantize_host
+        from .quantization import mxfp8_quantize as mxfp8_quantize
+        from .quantization import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
+        from .quantization import nvfp4_quantize as nvfp4_quantize
+        from .quantization import packbits as packbits
+        from .quantization import segment_packbits as segment_packbits
+        from .quantization import shuffle_matrix_a as shuffle_matrix_a
+        from .quantization import shuffle_matrix_sf_a as shuffle_matrix_sf_a
+        from .quantization import silu_and_mul_nvfp4_quantize as silu_and_mul_nvfp4_quantize
+        from .rope import apply_llama31_rope as apply_llama31_rope
+        from .rope import apply_llama31_rope_inplace as apply_llama31_rope_inplace
+        from .rope import apply_llama31_rope_pos_ids as apply_llama31_rope_pos_ids
+        from .rope import apply_llama31_rope_pos_ids_inplace as apply_llama31_rope_pos_ids_inplace
+        from .rope import apply_rope as apply_rope
+        from .rope import apply_rope_inplace as apply_rope_inplace
+        from .rope import apply_rope_pos_ids as apply_rope_pos_ids
+        from .rope import apply_rope_pos_ids_inplace as apply_rope_pos_ids_inplace
+        from .rope import apply_rope_with_cos_sin_cache as apply_rope_with_cos_sin_cache
+        from .rope import (
+            apply_rope_with_cos_sin_cache_inplace as apply_rope_with_cos_sin_cache_inplace,
+        )
+        from .sampling import chain_speculative_sampling as chain_speculative_sampling
+        from .sampling import min_p_sampling_from_probs as min_p_sampling_from_probs
+        from .sampling import sampling_from_logits as sampling_from_logits
+        from .sampling import sampling_from_probs as sampling_from_probs
+        from .sampling import softmax as softmax
+        from .sampling import top_k_mask_logits as top_k_mask_logits
+        from .sampling import top_k_renorm_probs as top_k_renorm_probs
+        from .sampling import top_k_sampling_from_probs as top_k_sampling_from_probs
+        from .sampling import top_k_top_p_sampling_from_logits as top_k_top_p_sampling_from_logits
+        from .sampling import top_k_top_p_sampling_from_probs as top_k_top_p_sampling_from_probs
+        from .sampling import top_p_renorm_probs as top_p_renorm_probs
+        from .sampling import top_p_sampling_from_probs as top_p_sampling_from_probs
+        from .sparse import BlockSparseAttentionWrapper as BlockSparseAttentionWrapper
+        from .sparse import (
+            VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper,
+        )
+        from .tllm_enums import SfLayout as SfLayout
+        from .topk import TopKTieBreak as TopKTieBreak
+        from .topk import top_k as top_k
+        from .topk import top_k_page_table_transform as top_k_page_table_transform
+        from .topk import top_k_ragged_transform as top_k_ragged_transform
+        from .utils import next_positive_power_of_2 as next_positive_power_of_2
 
-    # Last: FLASHINFER_BACKEND=reference routes what was imported above.
-    from .reference_backend import reference_backend as reference_backend  # isort: skip
+        # Last: FLASHINFER_BACKEND=reference routes what was imported above.
+        from .reference_backend import reference_backend as reference_backend  # isort: skip

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,31 @@ def collect_env() -> dict[str, dict[str, Any]]:
         The sections are `flashinfer`, `system`, `packages`, `gpu`, `toolchain`, `cache` and
         `variables`. All values can be written as JSON. A missing value is None, or a text that
         says why it is missing.
+        A part that fails is a text that begins with ``broken:``.
     """
-    return {
-        "flashinfer": _flashinfer(),
-        "system": _system(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "gpu": _gpu(),
-        "toolchain": _toolchain(),
-        "cache": _cache(),
-        "variables": _variables(),
+    sections: dict[str, Callable[[], dict[str, Any]]] = {
+        "flashinfer": _flashinfer,
+        "system": _system,
+        "packages": lambda: {name: _or_broken(_version, name) for name in PACKAGES},
+        "gpu": _gpu,
+        "toolchain": _toolchain,
+        "cache": _cache,
+        "variables": _variables,
     }
+    report = {title: _or_broken(collect) for title, collect in sections.items()}
+    return {t: part if isinstance(part, dict) else {"all": part} for t, part in report.items()}
+
+
+def _or_broken(collect: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns, or a line about its failure.
+
+    A report is read where something does not work: one broken part must not hide the others.
+    """
+    try:
+        return collect(*arguments)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        return f"broken: {type(error).__name__}: {lines[0]}"
 
 
 def _variables() -> dict[str, str]:
@@ -115,25 +131,32 @@ def _gpu() -> dict[str, Any]:
 
 
 def _toolchain() -> dict[str, Any]:
-    targets = CompilationContext().TARGET_CUDA_ARCHS
+    described = _or_broken(toolchain.describe)
+    if not isinstance(described, dict):
+        described = {"programs": described}
     found: dict[str, Any] = {}
-    for what, value in toolchain.describe().items():
+    for what, value in described.items():
         if isinstance(value, dict):
             folder = f", toolkit {value['root']}" if "root" in value else ""
             found[what] = f"{value.get('nvcc') or value.get('path')}: {value['version']}{folder}"
         else:
             found[what] = value
-    found["targets"] = " ".join(f"{major}.{minor}" for major, minor in sorted(targets)) or None
-    return found
+    return found | {"targets": _or_broken(_targets)}
+
+
+def _targets() -> str | None:
+    targets = CompilationContext().TARGET_CUDA_ARCHS
+    return " ".join(f"{major}.{minor}" for major, minor in sorted(targets)) or None
 
 
 def _cache() -> dict[str, Any]:
-    aot = jit_env.FLASHINFER_AOT_DIR
-    return {
-        "base": str(jit_env.FLASHINFER_BASE_DIR),
-        "modules": str(jit_env.FLASHINFER_JIT_DIR),
-        "include": str(jit_env.FLASHINFER_INCLUDE_DIR),
-        "csrc": str(jit_env.FLASHINFER_CSRC_DIR),
-        "prebuilt": str(aot) if aot else None,
-        "jit_cache_package": jit_env.has_flashinfer_jit_cache(),
+    folders = {
+        "base": "FLASHINFER_BASE_DIR",
+        "modules": "FLASHINFER_JIT_DIR",
+        "include": "FLASHINFER_INCLUDE_DIR",
+        "csrc": "FLASHINFER_CSRC_DIR",
+        "prebuilt": "FLASHINFER_AOT_DIR",
     }
+    found = {what: _or_broken(getattr, jit_env, name) for what, name in folders.items()}
+    report = {what: str(folder) if folder else None for what, folder in found.items()}
+    return report | {"jit_cache_package": _or_broken(jit_env.has_flashinfer_jit_cache)}

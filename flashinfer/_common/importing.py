@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+
+def is_command_line() -> bool:
+    """Whether this process is ``flashinfer COMMAND``, with a command that calls no operation.
+
+    Commands import what they need. So ``flashinfer --help`` needs no PyTorch, and a report about a
+    setting that is wrong does not fail because of it.
+    """
+    arguments = getattr(sys, "argv", None) or [""]
+    started = arguments[0]
+    if started == "-m":  # so long as Python looks for the module that it is to run
+        started = sys.orig_argv[-len(arguments)]
+    return Path(started).name == "flashinfer" and arguments[1:2] != ["replay"]
 
 
 @contextmanager

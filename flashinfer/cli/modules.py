@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import json
+import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,9 +115,13 @@ def _status(spec: JitSpec, detailed: bool) -> dict[str, Any]:
         status |= _describe(entry)
         if detailed:
             status["library"] = str(entry.library)
+            try:
+                kernels = read_kernels(entry.library)
+            except (OSError, ValueError, IndexError, struct.error) as error:
+                status |= {"broken": f"{type(error).__name__}: {error}"}
+                kernels = []
             status["kernels"] = [
-                {"name": k.short_name, **{f: getattr(k, f) for f in KERNEL_FIELDS}}
-                for k in read_kernels(entry.library)
+                {"name": k.short_name, **{f: getattr(k, f) for f in KERNEL_FIELDS}} for k in kernels
             ]
     return status
 
@@ -125,11 +130,18 @@ KERNEL_FIELDS = ("arch", "registers", "stack_bytes", "shared_bytes")
 
 
 def _describe(entry: Entry) -> dict[str, Any]:
-    created = datetime.datetime.fromtimestamp(entry.manifest["created"])
+    """What is known of an entry; `unknown` where its manifest does not say."""
+    try:
+        time_of_build = datetime.datetime.fromtimestamp(entry.manifest["created"])
+        created = time_of_build.isoformat(" ", "minutes")
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        created = "unknown"
+    archs = entry.manifest.get("archs")
+    listed = archs if isinstance(archs, list) else []
     return {
-        "archs": " ".join(f"sm_{arch}" for arch in entry.manifest["archs"]),
+        "archs": " ".join(f"sm_{arch}" for arch in listed) or "unknown",
         "bytes": entry.library.stat().st_size,
-        "created": created.isoformat(" ", "minutes"),
+        "created": created,
     }
 
 
@@ -146,6 +158,8 @@ def _show_status(status: list[dict[str, Any]], detailed: bool) -> None:
     for s in status if detailed else ():
         if s["built"]:
             click.echo(f"\n{s['name']}\n{s['library']}")
+            if "broken" in s:
+                click.echo(f"cannot be read: {s['broken']}")
             headers = ["kernel", "arch", "registers", "stack bytes", "static shared bytes"]
             tables.show(
                 ([k["name"], *(k[f] for f in KERNEL_FIELDS)] for k in s["kernels"]), headers

@@ -156,8 +156,8 @@ def _register(name: str, family: str) -> Iterator[Path]:
     """The lines that lists of names get."""
     yield _inserted(
         "flashinfer/__init__.py",
-        r"    from \.version import __git_version__",
-        f"    from .{family} import {name} as {name}\n",
+        r"        from \.utils import",
+        f"        from .{family} import {name} as {name}\n",
     )
     call = f"    flashinfer.{name}(torch.randn(NUM_TOKENS, 4096, dtype=torch.bfloat16), 2.0)\n"
     yield _inserted("tests/trace/example_calls.py", r"    call_norms\(", call)
