@@ -170,7 +170,7 @@ inline DeltaRuleParams make_params(const Call& call, int64_t batch, int64_t flag
   return params;
 }
 
-// All on the device of q, checked last.
+// All tensors are on the device of q; this is checked last.
 inline void check_devices(const Call& call) {
   ffi::check_cuda(call.q);
   for (const ffi::Tensor& tensor :

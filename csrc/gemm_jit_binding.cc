@@ -67,7 +67,7 @@ struct Operand {
     }
   }
 
-  // What the copy engine and asynchronous copies ask for.
+  // Alignment that the copy engine and asynchronous copies need.
   void check_aligned(const ffi::Tensor& tensor, int64_t element) const {
     const bool aligned = ffi::is_aligned(tensor, 16) &&
                          (rows <= 1 || stride_row * element % 16 == 0) &&
@@ -173,7 +173,7 @@ void fill_scales(GemmParams& params, const Tensors& t, const Operand& a, const O
   }
 }
 
-// Constants of a gated activation: numbers, or in groups tensors with one of each matrix of b.
+// Constants of a gated activation: numbers, or in groups tensors with one for each matrix of b.
 struct Gate {
   ffi::Tensor alphas, betas, limits;
 

@@ -13,13 +13,13 @@ enum class GemmScale {
   group,          // a_scale[row, k / 128] b_scale[column, k / 128], applied per 128 of k
 };
 
-// Which rows of A meet which matrix of B.
+// Chooses the matrix of B that a row of A is multiplied by.
 enum class GemmGroups {
   batch,    // A [batch, m, k], B [batch, n, k]
-  offsets,  // A [m, k]: rows offsets[g] to offsets[g + 1] meet B[g]
-  lengths,  // A [m, k]: the next lengths[g] rows meet B[g]
-  masked,   // A [groups, m, k]: the first counts[g] rows of A[g] meet B[g]
-  indices,  // A [m, k]: rows meet B[indices[row]], the same for 128 rows; none if negative
+  offsets,  // A [m, k]: rows from offsets[g] to offsets[g + 1] use B[g]
+  lengths,  // A [m, k]: the next lengths[g] rows use B[g]
+  masked,   // A [groups, m, k]: the first counts[g] rows of A[g] use B[g]
+  indices,  // A [m, k]: rows use B[indices[row]], the same for 128 rows; none if negative
 };
 
 // The operation that follows the product and its bias. The gated ones halve the columns: D [m, n /
@@ -27,7 +27,7 @@ enum class GemmGroups {
 enum class GemmActivation {
   identity,
   relu2,  // max(x, 0)^2
-  // g sigmoid(gate_alpha g) (u + gate_beta), limited to gate_limit: g from above, u on both sides.
+  // g sigmoid(gate_alpha g) (u + gate_beta). gate_limit bounds g from above and u on both sides.
   // The first half of B's rows makes gates.
   swiglu,
   // The same; the first half makes values.
@@ -71,7 +71,7 @@ struct GemmParams {
   // Offsets [groups + 1], lengths or counts [groups], or indices [m]. Only the lower half
   // of a 64-bit number is read: neighbours are group_stride (1 or 2) apart.
   const int32_t* group_rows;
-  const int32_t* weight_indices;  // [groups]: group g meets B[weight_indices[g]]; null: B[g]
+  const int32_t* weight_indices;  // [groups]: group g uses B[weight_indices[g]]; null: B[g]
   uint32_t group_stride, weight_index_stride;
   const int32_t* row_index;  // [m]: row r of the product reads row row_index[r] of A
   const float* row_weight;   // [m]: factor of each row of D; null: 1

@@ -23,9 +23,8 @@ enum ChunkFactor : int {
   kChunkDecay = 3,    // [0]: of the whole chunk
 };
 
-// Sequences are packed; `recurrence` has their tensors, states and gates. Only its state,
-// state_out, read_slot, write_slot and snapshots (every multiple of kChunkSize) are used of what
-// concerns states.
+// Sequences are packed; `recurrence` has their tensors, states and gates. Its state fields that are
+// used are state, state_out, read_slot, write_slot and snapshots (every multiple of kChunkSize).
 struct ChunkDeltaRuleParams {
   DeltaRuleParams recurrence;
   ChunkWorkspace workspace;

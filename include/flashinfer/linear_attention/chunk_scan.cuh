@@ -1,13 +1,13 @@
 // Second stage of the gated delta rule in chunks: the state walks over a sequence's chunks. For
-// each, with what chunk_transform left (docs/linear_attention.md derives it),
+// each chunk, with the results of chunk_transform (docs/linear_attention.md derives it),
 //   X = V - diag(key factors) K S^T;  D = solve X
 //   out = diag(query factors) Q S^T + scores D
 //   S = (chunk's decay) S + D^T diag(update factors) K
 //
-// Value channels do not meet, so a warp has 16 rows of S and no other warp needs them. All of the
-// above is computed transposed: S, X^T and D^T are accumulators of one product and the left operand
-// of the next in the same registers, and the tiles in shared memory are only ever read. Warps meet
-// only where tiles change.
+// Value channels are independent, so a warp has 16 rows of S that no other warp needs. All of the
+// above is computed transposed: S, X^T and D^T are accumulators of one product and, in the same
+// registers, the left operand of the next. The tiles in shared memory are only read, and warps
+// synchronise only where tiles change.
 //
 // Measurements, also of what lost: docs/tuning/linear_attention.md.
 #pragma once
@@ -75,7 +75,7 @@ struct ChunkScan {
 
   __device__ __forceinline__ int row() const { return first_channel + 16 * warp + lane / 4; }
 
-  // One chunk's tiles to a stage, as one group of copies.
+  // Copies one chunk's tiles to a stage, as one group of copies.
   __device__ __forceinline__ void load(int chunk) const {
     constexpr int kThreads = Shared::kThreads;
     const int num_chunks = ceil_div(range.count, kChunkSize);
@@ -142,7 +142,7 @@ struct ChunkScan {
     }
   }
 
-  // X^T: the values less what the state has for their keys.
+  // X^T: the values minus the state's values for their keys.
   __device__ __forceinline__ void subtract_from_values(float (&sums)[kTokenBlocks][4],
                                                        const Shared& in,
                                                        const float2* key_factors) const {
@@ -309,9 +309,8 @@ cudaError_t launch_chunk_scan(const ChunkDeltaRuleParams& params, bool enable_pd
 }
 
 // Both stages; head_dim_v is a multiple of 64. `schedule`: warps of a CTA of the second stage, 16
-// value channels each; 0: 8, which share what they read, where that gives every SM a CTA, else 4.
-// On an H200 with 32 heads of 128: 1 x 8192 tokens 255 us with 4 warps and 403 with 8, 8 x 2048
-// tokens 264 and 207 us. Two warps lose to both: they cannot multiply as a warpgroup.
+// value channels each. 0 chooses 8, which share what they read, if that gives every SM a CTA, else
+// 4. Two warps cannot multiply as a warpgroup and lose to both (docs/tuning/linear_attention.md).
 template <typename Traits>
 cudaError_t launch_chunk_delta_rule(const ChunkDeltaRuleParams& params, int num_sms, int schedule,
                                     bool enable_pdl, cudaStream_t stream) {

@@ -1,6 +1,6 @@
-// First stage of the gated delta rule in chunks: what does not depend on the state, for every chunk
-// of every head at once. docs/linear_attention.md derives it. With c_i the logarithm of the decay
-// from the chunk's start to token i,
+// First stage of the gated delta rule in chunks: computes what does not depend on the state, for
+// every chunk of every head at once. docs/linear_attention.md derives it. With c_i the logarithm of
+// the decay from the chunk's start to token i,
 //   A_ij = beta_i exp(c_i - c_j) k_i k_j          (j < i)
 //   solve = (I + A)^-1 diag(beta)
 //   scores_ij = scale exp(c_i - c_j) q_i k_j      (j <= i)
@@ -62,7 +62,7 @@ template <typename Traits>
 struct ChunkTransformShared {
   static constexpr int kDim = Traits::kHeadDimK;
   using KeyTile = Tile<kChunkSize, kDim>;
-  // A and its inverse take the tiles' place once those are multiplied.
+  // A and its inverse overwrite the tiles after these are multiplied.
   static constexpr int kMatrixBytes = round_up(kChunkSize * (kChunkSize + 4) * 4, 1024);
   static constexpr int kTileBytes = KeyTile::kBytes > kMatrixBytes ? KeyTile::kBytes : kMatrixBytes;
   static constexpr int kBytes = 2 * kTileBytes + 6 * kChunkSize * 4;
@@ -80,7 +80,7 @@ __device__ __forceinline__ float log2_decay(const DeltaRuleParams& params, float
   return gate > 0x1p-140f ? log2f(gate) : kLowest;
 }
 
-// Sum over this lane and those before it.
+// Sum over this lane and the lanes before it.
 __device__ __forceinline__ float prefix_sum(float x) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ float prefix_sum(float x) {
   return x;
 }
 
-// Sums of squares of a tile's rows, a pair of threads each; gives 1 / norm, or 1.
+// Sums the squares of a tile's rows, a pair of threads per row; returns 1 / norm, or 1.
 template <typename T, typename TileType>
 __device__ __forceinline__ void row_norms(float* factors, const TileType& tile, const char* shared,
                                           uint32_t shared_base, bool normalize) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void store_factors(float* factors, const ChunkTokens&
 
 }  // namespace detail
 
-// Products of a warp's 16 rows with all keys: of the keys for A, of the queries for the scores.
+// Products of a warp's 16 rows with all keys: rows of keys for A, rows of queries for the scores.
 template <typename Traits>
 struct ChunkProducts {
   using T = typename Traits::T;
@@ -223,7 +223,7 @@ struct ChunkProducts {
     multiply(queries, a, k, first_row);
   }
 
-  // Blocks above the diagonal are left out.
+  // Skips blocks above the diagonal.
   template <int kSteps>
   __device__ __forceinline__ static void multiply(float (&sums)[kChunkSize / 8][4],
                                                   const uint32_t (&a)[kSteps][4], const KeyTile& k,
@@ -242,8 +242,8 @@ struct ChunkProducts {
     }
   }
 
-  // Weighted by decays, norms and beta. Of A only what is below the diagonal, and what shares a
-  // block with it; of the scores all, with zeros above.
+  // Weights the products by decays, norms and beta. Stores A below the diagonal and in the blocks
+  // on it, and all scores, with zeros above the diagonal.
   __device__ __forceinline__ void store(float* A, T* scores, const detail::ChunkTokens& tokens,
                                         float scale) const {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16;
@@ -282,7 +282,7 @@ struct ChunkProducts {
   }
 };
 
-// One chunk of one head by the CTA.
+// The CTA computes one chunk of one head.
 template <typename Traits>
 __device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all, char* memory,
                                                 const Chunk& chunk, int64_t slot, int head) {

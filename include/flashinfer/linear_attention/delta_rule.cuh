@@ -1,11 +1,11 @@
 // The delta rule token by token: S = S diag(decay); S += beta (v - S k) k^T; out = scale S q.
 //
-// A state row belongs to one value channel and rows do not meet, so a row's lanes keep it in
-// registers over all tokens of the call: memory sees the state once in each direction. The grid is
+// A state row belongs to one value channel and rows are independent, so a row's lanes keep it in
+// registers over all tokens of the call, and the state is read once and written once. The grid is
 // (row blocks, heads, batch). A CTA has kStep rows per group of lanes at a time, kPasses times.
 //
-// What the rows share at a token (q, k, v, gates) is prepared in shared memory, by a warp per
-// token, kTokens tokens at a time, while the state is on its way.
+// The operands that rows share at a token (q, k, v, gates) are prepared in shared memory while the
+// state is loaded: a warp prepares a token, kTokens tokens at a time.
 //
 // The output follows from the sums before the update, S q + (beta (v - S k)) (k q), so both sums
 // of a token are reduced together.
@@ -97,7 +97,7 @@ struct DeltaRuleFetch {
         token_address<const T>(params.v, batch, token, params.v_group.divide(head)) + first_row;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = from_v[min(32 * i + lane, num_rows - 1)];
-    // What is absent is read from where q is, and not used.
+    // An absent operand is read from q's address, and not used.
     const auto* some = static_cast<const char*>(params.q.data);
     const auto* from_gate = reinterpret_cast<const GateT*>(some);
     if (params.gate.data != nullptr) {
@@ -183,7 +183,7 @@ struct DeltaRuleLane {
   }
 };
 
-// One token of one row; gives the output channel, the same in all lanes of the row.
+// Updates one row with one token; returns the output channel, equal in all lanes of the row.
 template <typename Traits>
 __device__ __forceinline__ float update_row(float (&row)[Traits::Layout::kElements],
                                             const DeltaRuleLane<Traits>& token, float value) {
@@ -267,7 +267,7 @@ struct DeltaRuleBlock {
     }
   }
 
-  // After token t: the states that the caller wants.
+  // Stores the states after token t that the caller wants.
   __device__ __forceinline__ void keep(int t, int pass, int64_t snapshot) const {
     if (params.snapshots.data != nullptr && (t + 1) % params.snapshot_every == 0) {
       store(params.snapshots, snapshot + (t + 1) / params.snapshot_every - 1, pass);
@@ -312,7 +312,7 @@ struct DeltaRuleBlock {
       for (int i = 0; i < kStep; ++i) staged.load(rows[i], pass, i);
 #pragma unroll 1
       for (int t = 0; t < range.count; ++t) {
-        // What fits is prepared once for all passes.
+        // As many tokens as fit are prepared once for all passes.
         if (t % kTokens == 0 && range.count > kTokens && pass + t > 0) {
           __syncthreads();
           prepare_tokens(t);
@@ -369,11 +369,9 @@ cudaError_t launch_delta_rule_block(const DeltaRuleParams& params, bool enable_p
                        kShared, stream, enable_pdl, params);
 }
 
-// `schedule`: rows per thread at a time, and in hundreds the passes; 0: by the size of the state.
-// Few rows spread a small batch over all SMs, many share what is prepared per CTA. On an H200 with
-// 32 heads of 128 x 128, us for 102, 104 and 204, float32 state: batch 1 3.3, 3.6 and 5.0;
-// 8 12.1, 11.3 and 14.5; 32 38.9, 40.1 and 40.3; 256 -, 296 and 284; bfloat16, batch 256: -, 150
-// and 146.
+// `schedule`: rows per thread at a time, plus 100 times the passes; 0 chooses by the state's size.
+// Few rows spread a small batch over all SMs; many rows share what a CTA prepares
+// (docs/tuning/linear_attention.md).
 template <typename Traits>
 cudaError_t launch_delta_rule(const DeltaRuleParams& params, int num_sms, int schedule,
                               bool enable_pdl, cudaStream_t stream) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ float to_float(int8 x) {
 
 }  // namespace dtype
 
-// Values are within the range: the scale sees to it.
+// The scale keeps values within the range.
 template <>
 struct PackedPair<dtype::int16> {
   using Bits = uint32_t;
@@ -54,7 +54,7 @@ inline constexpr float kScaledMax<dtype::int8> = 127.f;
 template <>
 inline constexpr float kScaledMax<dtype::float8_e4m3fn> = 448.f;
 
-// Rounds to one of the two neighbours with the probability of its nearness; `random` has 16 bits.
+// Rounds to one of the two neighbours at random, right on average; `random` has 16 bits.
 __device__ __forceinline__ float round_stochastically(float x, uint32_t random, dtype::bfloat16) {
   const uint32_t bits = __float_as_uint(x);
   if ((bits & 0x7f800000u) == 0x7f800000u) return x;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_row_stochastically(StateT* row,
 }
 
 // Divides the row by its new scale, which maps the largest element to the format's largest value.
-// All lanes of a warp call; those of rows that are not `valid` write nothing.
+// All lanes of a warp call it; lanes whose row is not `valid` write nothing.
 template <typename Layout, typename StateT>
 __device__ __forceinline__ void store_row_scaled(StateT* row, float* scale,
                                                  const float (&values)[Layout::kElements], int lane,

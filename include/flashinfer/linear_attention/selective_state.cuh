@@ -2,7 +2,7 @@
 //   S[d] = exp(A dt[d]) S[d] + (dt[d] x[d]) B;  out[d] = (S[d] C + D[d] x[d]) silu(z[d])
 //
 // As in delta_rule.cuh, the lanes of a row keep it in registers over all tokens of the call, and
-// memory sees the state once in each direction. The grid is (row blocks, heads, batch).
+// the state is read once and written once. The grid is (row blocks, heads, batch).
 //
 // kTied: A is one number per head (Mamba-2), so the decay is one per row. Otherwise A is read and
 // its exponential taken for every element of the state (Mamba).
@@ -86,7 +86,7 @@ struct SelectiveFetch {
     }
     const T* from_x = token_address<const T>(params.x, batch, token, head) + first_row;
     const auto* from_dt = token_address<const DtT>(params.dt, batch, token, head);
-    // What is absent is read from where x and A are, and not used.
+    // An absent operand is read from the address of x or A, and not used.
     const bool has_z = params.z.data != nullptr;
     const T* from_z =
         has_z ? token_address<const T>(params.z, batch, token, head) + first_row : from_x;
@@ -136,8 +136,8 @@ struct SelectiveFetch {
   }
 };
 
-// One token of one row; gives S C, the same in all lanes of the row. Where A is not tied `decay` is
-// the row's time step, and A its part of A.
+// Updates one row with one token; returns S C, equal in all lanes of the row. If A is not tied,
+// `decay` is the row's time step and `A` the lane's part of A.
 template <typename Traits>
 __device__ __forceinline__ float update_row(float (&row)[Traits::Layout::kElements],
                                             const float (&A)[Traits::Layout::kElements],
@@ -267,7 +267,7 @@ struct SelectiveStateBlock {
     }
   }
 
-  // After token t: the states that the caller wants.
+  // Stores the states after token t that the caller wants.
   __device__ __forceinline__ void keep(int t, int pass) const {
     if (params.intermediate.data != nullptr) {
       const int64_t row = params.snapshot_slot.at(batch, 0) * params.steps + t;
@@ -309,7 +309,7 @@ struct SelectiveStateBlock {
       load(slot, pass);
 #pragma unroll 1
       for (int t = 0; t < range.count; ++t) {
-        // What fits is prepared once for all passes.
+        // As many tokens as fit are prepared once for all passes.
         if (t % kTokens == 0 && range.count > kTokens && pass + t > 0) {
           __syncthreads();
           prepare_tokens(t);
@@ -362,9 +362,8 @@ cudaError_t launch_selective_state_block(const SelectiveStateParams& params, boo
                        kShared, stream, enable_pdl, params);
 }
 
-// `schedule`: as for launch_delta_rule. On an H200 with 64 heads of 128 x 128 in bfloat16, us for
-// 104 and 402: batch 64 73.8 and 79.1, 256 284 and 298; with A of every element 135 and 114, 515
-// and 423.
+// `schedule`: as for launch_delta_rule. With an A for every element, fewer rows and more passes win
+// (docs/tuning/linear_attention.md).
 template <typename Traits>
 cudaError_t launch_selective_state(const SelectiveStateParams& params, int num_sms, int schedule,
                                    bool enable_pdl, cudaStream_t stream) {

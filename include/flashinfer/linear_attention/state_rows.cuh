@@ -2,9 +2,9 @@
 // lanes of a warp, so a warp holds 32 / kLanes rows, and the 16-byte accesses of a warp are whole
 // lines. Nothing is shared between rows, so a kernel on this layout needs no barrier.
 //
-// Rows come by asynchronous copies to shared memory, where a thread reads back only what it copied
-// itself. All rows of a thread are in flight at once without a register for any of them, and what
-// they share (queries, keys, gates) is computed while they are.
+// Asynchronous copies bring rows to shared memory, where a thread reads back only what it copied
+// itself. All rows of a thread are in flight at once and take no registers. Meanwhile the operands
+// that rows share (queries, keys, gates) are computed.
 #pragma once
 
 #include <cstdint>
@@ -95,8 +95,8 @@ struct StagedRows {
     }
   }
 
-  // In the order of passes: waits for the next one's rows. An empty group per call keeps the number
-  // of groups that may be unfinished the same.
+  // Waits for the rows of the next pass, in order. An empty group per call keeps the number of
+  // groups that may be unfinished constant.
   __device__ __forceinline__ void wait() const {
     ptx::cp_async_commit();
     ptx::cp_async_wait<kPasses>();
@@ -116,7 +116,7 @@ struct StagedRows {
   }
 };
 
-// Over the lanes of a row, in a fixed order; every one of them has the result.
+// Sums over the lanes of a row, in a fixed order; all of them get the result.
 template <int kLanes>
 __device__ __forceinline__ float row_sum(float x) {
 #pragma unroll

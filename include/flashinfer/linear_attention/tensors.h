@@ -1,4 +1,4 @@
-// How the kernels of this family address tensors. Plain C++: shared by kernel, launcher and
+// Addresses of tensors in the kernels of this family. Plain C++: shared by kernel, launcher and
 // binding. Strides count elements.
 #pragma once
 

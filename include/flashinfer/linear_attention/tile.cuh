@@ -1,7 +1,7 @@
 // Tiles of 16-bit elements in shared memory (layout/swizzle.cuh) and products with them. The left
 // operand is in registers: accumulator fragments become A fragments of the next product without
-// leaving the thread. Here a product is of one warp and its 16 rows (mma.sync); warpgroup_tile.cuh
-// has those of four warps together.
+// leaving the thread. Here one warp multiplies its 16 rows (mma.sync); in warpgroup_tile.cuh four
+// warps multiply together.
 #pragma once
 
 #include <cstdint>
@@ -90,7 +90,7 @@ struct WarpProducts {
   __device__ __forceinline__ static void commit() {}
   template <int kPending, int kBlocks>
   __device__ __forceinline__ static void wait(float (&)[kBlocks][4]) {}
-  // Between copies to tiles and products with them, before the barrier.
+  // Called after copies to tiles, before the barrier and the products with them.
   __device__ __forceinline__ static void fence_copies() {}
 };
 

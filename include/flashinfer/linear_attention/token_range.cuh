@@ -1,4 +1,4 @@
-// Where a sequence's tokens are.
+// The range of a sequence's tokens.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,7 @@
 
 namespace flashinfer {
 
-// Products of a warpgroup, which run on their own from commit() to the wait() for their sums.
+// Products of a warpgroup; they run asynchronously from commit() to the wait() for their sums.
 struct WarpgroupProducts {
   template <typename T, int kBlocks, int kSteps, typename TileType>
   __device__ __forceinline__ static void rows(float (&sums)[kBlocks][4],
@@ -35,14 +35,14 @@ struct WarpgroupProducts {
     }
   }
 
-  // Before products that add to `sums`, which ordinary instructions wrote.
+  // Called before products that add to `sums` if ordinary instructions wrote `sums`.
   template <typename... Sums>
   __device__ __forceinline__ static void begin(Sums&... sums) {
     (ptx::wgmma_done(sums), ...);
     ptx::wgmma_fence();
   }
   __device__ __forceinline__ static void commit() { ptx::wgmma_commit(); }
-  // Until at most kPending of the latest groups are unfinished; `sums` are of the groups before.
+  // Waits until at most kPending of the latest groups are unfinished; earlier groups own `sums`.
   template <int kPending, int kBlocks>
   __device__ __forceinline__ static void wait(float (&sums)[kBlocks][4]) {
     ptx::wgmma_wait<kPending>();

@@ -57,7 +57,7 @@ class MlaMerger {
     return to_float(O{static_cast<uint16_t>(pair >> 16)});
   }
 
-  // The thread's group adds parts first, first + step, ...
+  // The thread's group adds the parts first, first + step, ...
   __device__ __forceinline__ float add_parts(const MlaMerge& merge, int row, int first, int step,
                                              float largest, float4& output) const {
     float sum = 0.f;
@@ -79,7 +79,7 @@ class MlaMerger {
     return sum;
   }
 
-  // Each warp looks at all parts, so that nobody waits for another.
+  // Each warp reads all parts, so that no warp waits for another.
   __device__ __forceinline__ float find_largest(const MlaMerge& merge, int row) const {
     float largest = -math::inf;
     for (int part = threadIdx.x % 32; part < merge.num_parts; part += 32) {

@@ -1,4 +1,4 @@
-// The end of a query row, once all of its KV went by: the sink, the factor of its output, its LSE.
+// Ends a query row after all of its KV: adds the sink, and gives the output's factor and the LSE.
 #pragma once
 
 #include <flashinfer/mla/math.cuh>
@@ -11,7 +11,7 @@ struct MlaRowEnd {
   float factor;  // of the row's sum of weighted values
   float lse;     // base 2
 
-  // Weights were taken against 2^largest and sum up to `sum`.
+  // The weights are relative to 2^largest, and their sum is `sum`.
   __device__ __forceinline__ MlaRowEnd(const MlaParams& params, int qo_begin, uint32_t packed_row,
                                        float largest, float sum) {
     const uint32_t in_request = params.num_heads.divide(packed_row);
@@ -27,7 +27,7 @@ struct MlaRowEnd {
         largest = both;
       }
     }
-    // A row that sees no key is 0, not 0 / 0; NaN stays NaN.
+    // The result of a row that sees no key is 0, not 0 / 0; NaN stays NaN.
     factor = sum == 0.f ? 0.f : scale * params.o_scale / sum;
     lse = sum == 0.f ? -math::inf : largest + math::ptx_log2(sum);
   }

@@ -1,5 +1,5 @@
-// The warpgroups that multiply: each has 64 rows of the left operand (kReps times) by all rows of
-// the right one, with the sums in registers.
+// The warpgroups that multiply. Each multiplies 64 rows of the left operand (kReps times) by all
+// rows of the right one and keeps the sums in registers.
 //
 // 16-bit operands are summed by the tensor cores alone. Sums of 128 8-bit products are added to the
 // tile's sums in float32, times their scales: while one warpgroup does that, the other multiplies.
@@ -24,7 +24,7 @@ class GemmConsumer {
         scheduler_(params.gemm, params.schedule, table),
         blocks_(params.gemm.k),
         shared_(shared) {
-    // The compiler then knows that a warp's descriptors are one.
+    // The compiler then knows that all lanes of a warp have the same descriptors.
     warpgroup_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (Tile::kBlockScales) along_k_ = params.scale_copy == GemmScaleCopy::kAlongK;
     warp_idx_ = threadIdx.x % 128 / 32;
@@ -61,7 +61,7 @@ class GemmConsumer {
     return shared_ + Tile::kOffsetControl + stage * 8;
   }
 
-  // This warp has read a stage of its own CTA and, of shared operands, of the others.
+  // Tells that this warp has read a stage of its own CTA and, where operands are shared, of others.
   __device__ __forceinline__ void release(uint32_t stage) const {
     if constexpr (Tile::kMulticast > 1) {
       if (lane_idx_ < Tile::kReaders) ptx::mbarrier_arrive_relaxed(remote_empty_ + stage * 8);
@@ -94,7 +94,7 @@ class GemmConsumer {
 
   __device__ __forceinline__ void await_stage() const {
     ptx::mbarrier_wait_soon(full(ring_.stage), ring_.phase);
-    // Threads wrote the gathered rows, and the tensor cores read them.
+    // Threads have written the gathered rows, and the tensor cores read them next.
     if constexpr (Tile::kGathers) ptx::async_proxy_fence();
   }
 
@@ -122,7 +122,7 @@ class GemmConsumer {
     if (blocks_.count > 0) release(previous);
   }
 
-  // Scales of a thread's two left rows, and that of all right rows where they share one.
+  // Scales of a thread's two left rows, and the scale of all right rows where they share one.
   struct StageScales {
     float low = 1.f, high = 1.f, both = 1.f, second = 1.f;
     uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
@@ -206,7 +206,7 @@ class GemmConsumer {
     release_scales(i);
   }
 
-  // Finds the scales of block `i`; barriers guard those of four blocks at a time.
+  // Finds the scales of block `i`; one barrier guards the scales of four blocks.
   __device__ __forceinline__ void await_scales(uint32_t i) {
     if constexpr (!Tile::kBlockScales) return;
     if (i % Tile::kScaleBlocks == 0) {
@@ -271,7 +271,7 @@ class GemmConsumer {
     return scales;
   }
 
-  // Number of the scale of row `local` of the tile's rows of B.
+  // Index of the scale that row `local` of the tile's rows of B has.
   __device__ __forceinline__ static constexpr int column_scale(int local) {
     constexpr int kPerBox = ceil_div(Tile::kBoxRowsB, 128);
     return local / Tile::kBoxRowsB * kPerBox + local % Tile::kBoxRowsB / 128;

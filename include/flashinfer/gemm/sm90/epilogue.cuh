@@ -1,5 +1,5 @@
-// From sums in registers to D: factors and bias, rounding, and the way to global memory by shared
-// memory and the copy engine, or, where a tile is not whole, row by row.
+// Turns sums in registers into D: applies factors and bias, rounds, and stores through shared
+// memory with the copy engine. Tiles that are not whole are stored row by row.
 #pragma once
 
 #include <flashinfer/common/vec.cuh>
@@ -11,7 +11,7 @@
 
 namespace flashinfer {
 
-// Factors and addends of D by row and column. Threads ask for those of their own elements.
+// Factors and addends of D by row and column. A thread reads them for its own elements.
 template <typename Tile>
 struct GemmFinish {
   using D = typename Tile::D;
@@ -37,7 +37,7 @@ struct GemmFinish {
     return row < work.row_end ? __ldg(params.row_weight + row) : 0.f;
   }
 
-  // Constants of a gated activation, which groups may have of their own.
+  // Constants of a gated activation; each group may have its own.
   struct Gate {
     float alpha, beta, limit;
   };
@@ -137,13 +137,13 @@ class GemmEpilogue {
     }
   }
 
-  // Shared memory may not go before the copy engine has read it.
+  // The CTA must not end before the copy engine has read its shared memory.
   __device__ __forceinline__ void finish() {
     if (Tile::kStagesOutput && thread_idx_ == 0) ptx::tma_store_wait_read();
   }
 
  private:
-  // Scales and bias: of a thread's two left rows, then of the right ones where they have any.
+  // Scales and bias of a thread's two left rows, then of the right rows if they have any.
   __device__ __forceinline__ void scale(const GemmWork& work, int rep,
                                         float (&sums)[kTiles][4]) const {
     const uint32_t left = (warpgroup_idx_ * kReps + rep) * 64 + warp_idx_ * 16 + lane_idx_ / 4;
@@ -191,7 +191,7 @@ class GemmEpilogue {
     }
   }
 
-  // The first half of the sums becomes the activation of both.
+  // The first half of the sums becomes the activation of both halves.
   template <typename Sums>
   __device__ __forceinline__ void activate(const GemmWork& work, Sums& sums) const {
     const typename GemmFinish<Tile>::Gate constants = finish_.gate(work);

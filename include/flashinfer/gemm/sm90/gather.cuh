@@ -6,7 +6,7 @@
 
 namespace flashinfer {
 
-// The row of A that is row `row` of D; a number that no row has where there is none.
+// The row of A that row `row` of D reads; an index outside A if there is none.
 template <typename Tile>
 __device__ __forceinline__ uint32_t row_of_a(const GemmParams& params, const GemmWork& work,
                                              uint32_t row) {
@@ -79,7 +79,7 @@ class GemmScaleSource {
     }
   }
 
-  // `count` blocks from `block` on; what is not there becomes zero.
+  // Copies `count` blocks from `block` on; absent scales become zero.
   __device__ __forceinline__ void copy(uint32_t target, uint32_t block, uint32_t count) const {
     const GemmScaleMatrix& a = params_.a_scale;
     const float* rows = a.data + work_.batch * a.stride_batch + block * a.stride_k;
@@ -94,7 +94,7 @@ class GemmScaleSource {
   }
 
  private:
-  // Offset of the scales of this lane's row number `i`, or a negative number.
+  // Offset of the scales of this lane's row `i`, or a negative number if it has none.
   __device__ __forceinline__ int64_t offset(int i) const {
     const uint32_t row = Tile::kGathers ? sources_[i] : work_.row + i * 32 + lane_idx_;
     const bool exists = Tile::kGathers ? row != 0xffffffffu : row < work_.row_end;
@@ -156,7 +156,7 @@ class GemmScaleSource {
     }
   }
 
-  // The row of B whose scale is number `i`.
+  // The row of B that scale `i` belongs to.
   __device__ __forceinline__ uint32_t row_of_b(uint32_t i) const {
     constexpr uint32_t kPerBox = kPerColumn ? Tile::kBoxRowsB : ceil_div(Tile::kBoxRowsB, 128);
     const uint32_t within = i % kPerBox * (kPerColumn ? 1 : 128);

@@ -54,7 +54,7 @@ inline bool encode_maps(GemmKernelParams& kernel) {
   const bool flat = kGroups != GemmGroups::batch && kGroups != GemmGroups::masked;
   const uint64_t batches = flat ? 1 : p.num_groups;
   const uint64_t rows = p.m;
-  // Rows outside A take the copy engine some 20 clocks each: boxes have no more rows than A.
+  // Rows outside A cost the copy engine time, so boxes have no more rows than A.
   constexpr uint32_t kPartRows = Tile::kTileRows / Tile::kSharedA;
   kernel.box_rows_a = p.m < kPartRows ? p.m : kPartRows;
   kernel.parts_a = p.m < kPartRows ? 1 : ceil_div<uint32_t>(p.m, kPartRows);
@@ -76,8 +76,8 @@ inline bool encode_maps(GemmKernelParams& kernel) {
   return true;
 }
 
-// 16 bytes of scales along k or along rows at a time, if all of them begin at multiples of 16
-// bytes.
+// How scales are copied: 16 bytes at a time along k or along rows, if all of them begin at
+// multiples of 16 bytes.
 template <typename Tile>
 inline GemmScaleCopy scale_copy_of(const GemmParams& p) {
   const GemmScaleMatrix& s = p.a_scale;
@@ -86,7 +86,7 @@ inline GemmScaleCopy scale_copy_of(const GemmParams& p) {
   }
   const uint32_t blocks = ceil_div(p.k, 128u);
   if (s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) return GemmScaleCopy::kAlongK;
-  // Tiles begin anywhere where groups do; the last one of a matrix ends with it.
+  // Tiles begin wherever groups do; the last tile of a matrix ends with it.
   const bool aligned_rows = Tile::kGroups == GemmGroups::batch ||
                             Tile::kGroups == GemmGroups::masked ||
                             Tile::kGroups == GemmGroups::indices;
@@ -109,7 +109,7 @@ inline uint32_t make_schedule(GemmSchedule& schedule, const GemmParams& p, uint3
   while ((band + 1) * (band + 1) * kUnitRows <= clusters * kUnitColumns) ++band;
   schedule.band = band;
   if (Tile::kHasTable) return clusters;
-  // As many clusters as make all of them work equally long.
+  // The number of clusters with which all of them work equally long.
   const uint32_t rounds = ceil_div(schedule.num_tiles, clusters);
   return ceil_div(schedule.num_tiles, rounds);
 }

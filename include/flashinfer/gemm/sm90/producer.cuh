@@ -75,16 +75,15 @@ class GemmProducer {
     return full(stage) + Tile::kStages * 8;
   }
 
-  // Both operands by one thread of the first warp; where rows are gathered, by all threads of the
-  // warpgroup, with scales.
+  // One thread of the first warp loads both operands. Where rows are gathered, all threads of the
+  // warpgroup load them, and the scales.
   template <bool kGathers>
   __device__ __forceinline__ void load(int thread_idx) {
     const GemmParams& params = params_.gemm;
     GemmRing<Tile::kStages> ring;
     ScaleRing scale_ring;
     const uint64_t normal = ptx::l2_evict_normal();
-    // Weights that few rows read leave L2 first: 28672 x 4096 in bfloat16 stream at 4.0 instead of
-    // 3.4 TB/s (one H200).
+    // Weights that few rows read leave L2 first, so that they stream faster (docs/tuning/gemm.md).
     const bool streams = Tile::kGrouped ? Tile::kSwap : params_.schedule.num_rows == 1;
     const uint64_t policy = streams ? ptx::l2_evict_first() : normal;
     const uint32_t bytes_a = params_.parts_a * params_.box_rows_a * 128;
@@ -118,7 +117,7 @@ class GemmProducer {
         ring.advance();
       }
     }
-    // The other CTAs still have to tell that they read what this one loaded for them.
+    // Waits until the other CTAs have read what this one loaded for them.
     for (int i = 0; Tile::kMulticast > 1 && i < Tile::kStages; ++i) {
       ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
       ring.advance();
@@ -137,7 +136,7 @@ class GemmProducer {
     }
   }
 
-  // A box of an operand; where CTAs share it, part number `part`, to all of `readers`.
+  // Loads a box of an operand; if CTAs share it, loads part `part` for all of `readers`.
   template <int kShared, int kRows>
   __device__ __forceinline__ static void copy_box(const CUtensorMap& map, uint32_t target,
                                                   uint32_t barrier, int x, int y, int z,

@@ -1,6 +1,7 @@
-// Which tiles of D a CTA computes: the tiles are numbered, and cluster c of C takes c, c + C, ...
+// Chooses the tiles of D that a CTA computes: of the numbered tiles, cluster c of C takes c, c + C,
+// ...
 //
-// Producer and consumers each run a scheduler of their own and come to the same sequence. Tiles are
+// Producer and consumers each run a scheduler and get the same sequence. Tiles are
 // counted in units of a cluster's; rows come first within a band, so that the tiles that are at
 // work together need few rows of A and of B.
 //
@@ -73,7 +74,7 @@ class GemmScheduler {
 
   __device__ __forceinline__ bool has_next() const { return index_ < num_tiles_; }
 
-  // Before the kernel's first barrier: what lies before each group, by one warp.
+  // One warp sums the totals before each group, before the kernel's first barrier.
   __device__ __forceinline__ static void make_table(const GemmParams& params,
                                                     GemmTableEntry* table) {
     if (!kHasTable || threadIdx.x >= 32) return;
@@ -171,8 +172,8 @@ class GemmScheduler {
     }
   }
 
-  // The copy engine takes 20 clocks for each row outside a tensor (measured on an H200), more than
-  // for one inside. So the last tiles overlap the ones before: both store the same values.
+  // The copy engine takes longer for a row outside a tensor than for a row inside. So the last
+  // tiles overlap the ones before, and both store the same values.
   __device__ __forceinline__ void move_inside(GemmWork& work) const {
     const uint32_t m = params_.m, n = Tile::kGated ? params_.n / 2 : params_.n;
     if (m >= Tile::kTileRows && work.row > m - Tile::kTileRows) {

@@ -24,7 +24,7 @@ class GemmSplit {
     empty_ = full_ + 8;
   }
 
-  // Sums that this CTA owns become whole; the others are left as they are.
+  // Completes the sums that this CTA owns, and leaves the others as they are.
   template <typename Sums>
   __device__ __forceinline__ void add_up(Sums& sums, bool is_last) {
     const bool owns = place_.split < kOwners;
@@ -79,7 +79,7 @@ class GemmSplit {
     for (int i = 0; i < 4; ++i) sum[i] = total[i];
   }
 
-  // Each warp of each CTA, before any of them pushes again.
+  // Every warp of every CTA calls this before any of them pushes again.
   __device__ __forceinline__ void tell_read() const {
     __syncwarp();
     const uint32_t lane_idx = threadIdx.x % 32;

@@ -1,8 +1,9 @@
 // Shapes and shared memory of the matrix products for Hopper (gemm/sm90/kernel.cuh).
 //
 // The tensor cores multiply a left operand, 64 rows per warpgroup, by a right one of 8 to 256 rows;
-// both are K-major. Left are the rows of A and right those of B, or, with kSwap, the reverse: few
-// tokens then cost a narrow right operand instead of a left one that is mostly padding.
+// both are K-major. The left operand has the rows of A, the right one the rows of B. With kSwap it
+// is the reverse: few tokens then need a narrow right operand, not a left one that is mostly
+// padding.
 //
 // A stage is 128 bytes of k of both operands, in rows of 128 bytes with the 128-byte swizzle.
 #pragma once
@@ -45,13 +46,13 @@ struct GemmTile : Config {
       : Config::kGathers                                                       ? 56
                                                                                : 40;
   static constexpr int kConsumerRegisters = 252 - kProducerRegisters / 2;
-  // One consumer has all the registers that a thread can have from the start.
+  // A single consumer has the most registers per thread from the start.
   static constexpr bool kMovesRegisters = kConsumers > 1;
 
   // Tensor cores sum 8-bit products with fewer bits than float32, so partial sums of 128 products
   // are added up in float32.
   static constexpr bool kPromotes = kElement == 1;
-  // Products that are promoted at a time take registers beside the sums.
+  // Products that wait for promotion take registers besides the sums.
   static constexpr int kParts = kTiles > 16 ? 2 : 1;
   static constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
   static_assert(!kBlockScales || kPromotes);
@@ -78,14 +79,14 @@ struct GemmTile : Config {
   static constexpr int kBytesA = kTileRows * 128, kBytesB = kTileColumns * 128;
   static constexpr int kStageBytes = kBytesA + kBytesB;
 
-  // Each CTA of a split product adds up and stores so many groups of eight right rows.
+  // Groups of eight right rows that each CTA of a split product adds up and stores.
   static_assert(kSplits == 1 || kSwap, "split products have few rows");
   static constexpr int kOwnedTiles = ceil_div(kTiles, kSplits);
   static_assert(kTiles % kOwnedTiles == 0);
   static constexpr int kPartialBytes =
       kSplits > 1 ? kSplits * kReps * kOwnedTiles * kConsumerThreads * 16 : 0;
 
-  // Finished sums go by way of shared memory, per warpgroup: 64 left rows by up to 64 right ones,
+  // Finished sums go through shared memory, per warpgroup: 64 left rows by up to 64 right ones,
   // two bytes each, so many that they make boxes of D. 32-bit results leave from registers.
   static constexpr bool kStagesOutput = sizeof(D) == 2;
   static constexpr int kOutRights = kGated && !kSwap ? kRightRows / 2 : kRightRows;
@@ -99,11 +100,11 @@ struct GemmTile : Config {
   static constexpr int kBoxRows = kSwap ? kStoreRights : 64;
   static constexpr int kStoreBytes = kStagesOutput ? round_up(kBoxRows * kBoxColumns * 2, 1024) : 0;
 
-  // Scales of the rows and of the (blocks of) columns of a block of k.
+  // A block of k has one scale for each row, and this many for the columns.
   static constexpr int kColumnScales =
       kScale == GemmScale::group ? kTileColumns : kBoxesB * ceil_div(kBoxRowsB, 128);
-  // They come for four blocks of k at a time: a row's are 16 bytes where they are contiguous along
-  // k, and one copy of a thread.
+  // Scales are copied for four blocks of k at a time: if a row's scales are contiguous along k, a
+  // thread copies its 16 bytes at once.
   static constexpr int kScaleBlocks = 4;
   static constexpr int kScaleStages = !kBlockScales ? 0 : kTileRows > 128 ? 2 : 4;
   static constexpr int kColumnScaleBytes = round_up(kColumnScales * 4, 16);
@@ -121,7 +122,7 @@ struct GemmTile : Config {
     const int stages = (kMaxBytes - fixed) / (kStageBytes + 16);
     return stages < Config::kMaxStages ? stages : Config::kMaxStages;
   }
-  // Two buffers let a warpgroup fill one while the other one is stored; a stage is worth more.
+  // With two buffers a warpgroup fills one while the other is stored, but a stage is worth more.
   static constexpr int kStoreBuffers = fitting_stages(2) == fitting_stages(1) ? 2 : 1;
   static constexpr int kStages = fitting_stages(kStoreBuffers);
   static_assert(kStages >= 2, "two stages do not fit");
@@ -136,7 +137,8 @@ struct GemmTile : Config {
 template <typename Tile>
 struct GemmControl {
   uint64_t full[Tile::kStages], empty[Tile::kStages];
-  // The other CTAs' sums of a split product are there; all CTAs have read theirs.
+  // The first completes when the other CTAs' sums of a split product have arrived, the second when
+  // all CTAs have read theirs.
   uint64_t split_full, split_empty;
   uint64_t scales_full[4], scales_empty[4];
 };
@@ -174,7 +176,7 @@ struct GemmPlace {
     return bits;
   }
 
-  // The CTA number `i` of those whose loads this one reads.
+  // CTA `i` among those whose loads this one reads.
   __device__ __forceinline__ uint32_t loader(uint32_t i) const {
     if (i < Tile::kClusterColumns) return rank(row, i, split);
     return rank((row + 1 + i - Tile::kClusterColumns) % Tile::kClusterRows, column, split);

@@ -1,6 +1,6 @@
-// The two warpgroups that multiply. Both have all 64 rows of the tile and half of the output's
-// columns; of each step's two blocks of KV the first warpgroup makes the weights of the first, the
-// second those of the second.
+// The two warpgroups that multiply. Each has all 64 rows of the tile and half of the output's
+// columns. A step has two blocks of KV: the first warpgroup computes the weights of the first
+// block, the second warpgroup the weights of the second.
 //
 //   first                                     second
 //   S0 = q K0^T                               (waits for S0)
@@ -8,12 +8,12 @@
 //   O += P0 V0[:, left]        --- P0 --->    O += P0 V0[:, right]  while P1 = weights of S1
 //   O += P1 V1[:, left]        <--- P1 ---    O += P1 V1[:, right]
 //
-// So while one makes weights, the tensor cores work for the other. A warpgroup has its own weights
-// in registers, the other's in shared memory.
+// While one computes weights, the tensor cores work for the other. A warpgroup reads its own
+// weights from registers and the other's from shared memory.
 //
-// Weights are exponentials against a reference per row that both share, not its largest logit: it
-// moves only when a logit exceeds it by 2^kHeadroom, which few steps see, so that the output is
-// seldom multiplied anew.
+// Weights are exponentials relative to a reference per row, which both warpgroups share. It is not
+// the row's largest logit: it moves only when a logit exceeds it by 2^kHeadroom. This is rare, so
+// the output is seldom scaled again.
 #pragma once
 
 #include <flashinfer/common/math.cuh>
@@ -58,7 +58,7 @@ class MlaConsumer {
     return ptx::shared_address(&in_shared);
   }
 
-  // The warp has read what the barrier guards.
+  // Tells that the warp has read what the barrier guards.
   __device__ __forceinline__ void arrive(uint64_t& barrier) const {
     __syncwarp();
     if (lane_idx_ == 0) ptx::mbarrier_arrive(address(barrier));
@@ -180,13 +180,13 @@ class MlaConsumer {
     ptx::wgmma_done(logits);
   }
 
-  // The chunk that comes at place i: the producer asks for the half first that is free first.
+  // The chunk at position i: the producer loads the half that is free first before the other.
   __device__ __forceinline__ static constexpr int chunk_in_turn(int i) {
     const bool is_kpe = i == Tile::kChunksCkv;
     return kGroup == 0 || is_kpe ? i : (i + Tile::kChunksHalf) % Tile::kChunksCkv;
   }
 
-  // Waits for the products with values, and gives these back.
+  // Waits for the products with values, and releases the values.
   __device__ __forceinline__ void finish_values(Output& output, uint64_t& empty) const {
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(output);
@@ -204,8 +204,8 @@ class MlaConsumer {
     ptx::wgmma_commit();
   }
 
-  // Multiplies the other warpgroup's values. It has waited for them, and its barrier passes that
-  // on.
+  // Multiplies the other warpgroup's values. That warpgroup has waited for them, and its barrier
+  // makes them visible here.
   __device__ __forceinline__ void add_values_of_shared(Output& output, int half) {
     const uint64_t v = value_operand(kOther, half);
     const uint64_t p = ptx::wgmma_operand(weights_address(kOther));
@@ -222,7 +222,7 @@ class MlaConsumer {
     return ptx::wgmma_operand(first, Tile::kChunkBytes, 1024);
   }
 
-  // Rows of the own block that the request does not have: 0 * NaN is not 0.
+  // Clears rows of the own block that are beyond the request: 0 * NaN is not 0.
   __device__ __forceinline__ void clear_rows(int num_tokens, uint32_t phase) {
 #pragma unroll 1
     for (int chunk = 0; chunk < Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0); ++chunk) {
@@ -240,7 +240,8 @@ class MlaConsumer {
 
   // ---- Weights ----
 
-  // How many tokens the thread's two rows see, and the fewest that any row of the tile sees.
+  // The numbers of tokens that the thread's two rows see, and the fewest that a row of the tile
+  // sees.
   __device__ __forceinline__ void set_limits(const MlaWorkItem& item) {
     const auto limit = [&](int row) {
       if (!params_.causal) return item.kv_end;
@@ -269,8 +270,8 @@ class MlaConsumer {
     }
   }
 
-  // Makes weights of the block's logits. `shrink`: what the output so far is to be multiplied by;
-  // returns whether that is not 1 in some row of the warp.
+  // Turns the block's logits into weights. `shrink` is the factor for the output so far; returns
+  // whether it is not 1 in some row of the warp.
   __device__ __forceinline__ bool weigh(const Logits& logits, Weights& weights,
                                         const float (&largest)[2], float (&shrink)[2]) {
     float reference[2];
@@ -316,8 +317,8 @@ class MlaConsumer {
     }
   }
 
-  // Tells the other warpgroup the weights and references. All warps have multiplied the block's kpe
-  // before the weights take its place.
+  // Gives the other warpgroup the weights and references. All warps have multiplied the block's kpe
+  // before the weights overwrite it.
   __device__ __forceinline__ void publish(const Weights& weights) {
     ptx::named_barrier_sync(kGroupBarrier + kGroup, 128);
     const int row = warp_idx_ * 16 + lane_idx_ % 16;

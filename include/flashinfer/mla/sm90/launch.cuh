@@ -10,7 +10,7 @@
 
 namespace flashinfer {
 
-// Tokens of a box: the largest power of two from 16 to 64 that divides the page; else 0.
+// Tokens of a box: the largest power of two from 16 to 64 that divides the page, or 0.
 inline uint32_t mla_box_rows(uint32_t page_size) {
   const uint32_t step = page_size & -page_size;
   return step < 16 ? 0 : step < 64 ? step : 64;

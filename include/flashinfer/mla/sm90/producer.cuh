@@ -1,5 +1,5 @@
-// The warpgroup that feeds the others: one warp asks the copy engine for KV, three copy queries.
-// Where pages are no multiples of 16 tokens all four copy KV, 16 bytes per thread at a time.
+// The warpgroup that feeds the others. One warp makes the copy engine load KV, and three copy
+// queries. If pages are no multiples of 16 tokens, all four copy KV, 16 bytes per thread at a time.
 #pragma once
 
 #include <cuda.h>
@@ -65,7 +65,7 @@ class MlaProducer {
     return parity;
   }
 
-  // Rows warp, warp + kWarps, ...; rows that the request does not have are zeros.
+  // Copies rows warp, warp + kWarps, ...; rows beyond the request become zeros.
   template <int kWarps>
   __device__ __forceinline__ void load_query(const MlaWorkItem& item, int warp, uint32_t parity) {
     constexpr int kColumnsCkv = Tile::kDimCkv / 8, kColumns = kColumnsCkv + Tile::kDimKpe / 8;
@@ -125,7 +125,7 @@ class MlaProducer {
     }
   }
 
-  // A lane per box of 64 columns. The part whose owner multiplies it first is asked for first.
+  // One lane per box of 64 columns. The part that is multiplied first is loaded first.
   __device__ __forceinline__ void load_block(const MlaWorkItem& item, int block, int first_token,
                                              int pages, int first_box) {
     const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + maps_.box_rows - 1) /
@@ -146,7 +146,7 @@ class MlaProducer {
     }
     const int num_chunks = part == kRope ? 1 : Tile::kChunksHalf;
     const int first_chunk = part * Tile::kChunksHalf;
-    // Pages that do not exist bring nothing: the queries' request has none there.
+    // Boxes of pages that do not exist load nothing: the request has no tokens there.
     unsigned existing = 0;
     for (int i = 0; i < num_boxes; ++i) {
       existing += __shfl_sync(0xffffffffu, pages, first_box + i) >= 0;
@@ -174,12 +174,12 @@ class MlaProducer {
 
   // ---- Copies by threads, of pages of any size ----
 
-  // Copies are announced three parts later, so that four are under way.
+  // A copy is announced three parts later, so that four copies are in flight.
   __device__ __forceinline__ void copy_blocks(const MlaWorkItem& item) {
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
       const uint32_t parity = next_parity(block);
-      // Lane i knows where row i of the warp's sixteen is.
+      // Lane i holds the offset of row i of the warp's sixteen rows.
       const int row_token = token + warp_idx_ * 16 + lane_idx_ % 16;
       int64_t ckv = -1, kpe = -1;
       const int page = page_of(item, row_token);

@@ -2,8 +2,8 @@
 //
 // Operands lie as the tensor cores read them: chunks of 64 columns, in each 64 rows of 128 bytes
 // with the 128-byte swizzle. One copy of queries and two blocks of KV fill the CTA's shared memory;
-// values are the first chunks of the keys. The weights of a block take the place of its kpe, which
-// nobody needs any more once the block's logits exist.
+// values are the first chunks of the keys. The weights of a block overwrite its kpe, which is not
+// needed after the block's logits.
 #pragma once
 
 #include <cstdint>
