@@ -94,7 +94,9 @@ class Experts:
             a, a_scale = quantize_rows(a)
             scales = (a_scale, self.scales[number - 1])
         problem = GemmProblem(
-            *(a.dtype, b.dtype, dtype),
+            a.dtype,
+            b.dtype,
+            dtype,
             rows=rows.row_token.numel(),
             columns=b.shape[1],
             k=b.shape[2],
@@ -108,7 +110,12 @@ class Experts:
         out = a.new_empty((problem.rows, columns), dtype=dtype)
         index = (rows.offsets, None, rows.row_token if first else None, None)
         return launch(
-            *(problem, f"fc{number}", out, a, b, scales),
+            problem,
+            f"fc{number}",
+            out,
+            a,
+            b,
+            scales,
             bias=self.biases[number - 1],
             rows=index,
             gate=self.gate if problem.gated else None,

@@ -78,7 +78,11 @@ def choose_config(problem: GemmProblem) -> GemmConfig:
 def _candidates(problem: GemmProblem) -> Iterator[GemmConfig]:
     """Few tokens make the right operand; otherwise tiles are as large as registers allow."""
     base = GemmConfig(
-        *(problem.dtype_a, problem.dtype_b, problem.dtype_out, 128, 128),
+        problem.dtype_a,
+        problem.dtype_b,
+        problem.dtype_out,
+        128,
+        128,
         scale=problem.scale,
         groups=problem.groups,
         activation=problem.activation,

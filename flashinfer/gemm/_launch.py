@@ -52,5 +52,5 @@ def launch(
         As csrc/gemm_jit_binding.cc says.
     """
     kernel = get_gemm_kernel(choose_config(problem))
-    kernel(*(NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl))
+    kernel(NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl)
     return out

@@ -79,8 +79,15 @@ def _run(
         return out
     batches = b.shape[0] if b.ndim == 3 else 1
     problem = GemmProblem(
-        *(a.dtype, b.dtype, out.dtype, typical_rows or a.shape[-2], b.shape[-2], a.shape[-1]),
-        *(batches, "block", groups),
+        a.dtype,
+        b.dtype,
+        out.dtype,
+        rows=typical_rows or a.shape[-2],
+        columns=b.shape[-2],
+        k=a.shape[-1],
+        batches=batches,
+        scale="block",
+        groups=groups,
     )
     index = (rows, None, None, None) if rows is not None else None
     return launch(problem, names, out, a, b, scales, rows=index, layout=layout)

@@ -193,7 +193,13 @@ class SegmentGEMMWrapper:
         if out.numel() == 0 or batch_size == 0:
             return out
         problem = GemmProblem(
-            *(x.dtype, weights.dtype, out.dtype, x.shape[0], n, x.shape[1], batch_size),
+            x.dtype,
+            weights.dtype,
+            out.dtype,
+            rows=x.shape[0],
+            columns=n,
+            k=x.shape[1],
+            batches=batch_size,
             groups=kind,
         )
         layout = 0 if weight_column_major else TRANSPOSED_B

@@ -110,6 +110,12 @@ class MLAPlanMetadata:
     ) -> MLAPlanMetadata:
         """Both forms of the same batch; the list is what is used."""
         return cls(
-            *(qo_indptr, kv_indptr, kv_indices, kv_len_arr),
-            *(cum_seq_lens_q, block_tables, seq_lens, max_q_len),
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            kv_len_arr,
+            cum_seq_lens_q,
+            block_tables,
+            seq_lens,
+            max_q_len,
         )

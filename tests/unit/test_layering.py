@@ -297,6 +297,15 @@ def test_top_level_is_the_public_api():
     assert not helpers, f"{helpers} belong into _common/, _instrument/ or a family's package"
 
 
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_no_call_spreads_a_literal_tuple(name: str):
+    """Arguments that belong together have a name or a type; `f(*(a, b), *(c, d))` hides them."""
+    for node in ast.walk(ast.parse(modules()[name].read_text())):
+        for argument in node.args if isinstance(node, ast.Call) else ():
+            spread = isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
+            assert not spread, f"{rel(modules()[name])}:{argument.lineno}"
+
+
 @pytest.mark.parametrize("leaf", sorted(PYTHON_LEAVES))
 def test_leaves_import_nothing_of_ours(leaf: str):
     assert imported(f"flashinfer.{leaf}") == set()

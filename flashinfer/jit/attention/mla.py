@@ -245,7 +245,10 @@ class MlaPlanner:
             If index tensors contradict one another or a workspace is too small.
         """
         self._plan(
-            *(self._handle, self.plan, int_workspace, float_workspace_bytes),
+            self._handle,
+            self.plan,
+            int_workspace,
+            float_workspace_bytes,
             (qo_indptr, kv_indptr, kv_len_arr),
             (num_heads, head_dim_ckv, page_size),
             (causal, splits, is_graph),

@@ -61,7 +61,9 @@ def _pod_reference(
         "rope_theta": rope_theta,
     }
     o_p, lse_p = _single_attention_reference(
-        *(q_p, k_p, v_p),
+        q_p,
+        k_p,
+        v_p,
         sm_scale=sm_scale,
         causal=causal_p,
         custom_mask=custom_mask_p,
@@ -69,7 +71,10 @@ def _pod_reference(
     )
     table = (kv_indptr_d, kv_indices_d, kv_last_page_len_d)
     o_d, lse_d = _paged_attention_reference(
-        *(q_d, k_cache_d, v_cache_d, *table),
+        q_d,
+        k_cache_d,
+        v_cache_d,
+        *table,
         sm_scale=sm_scale_d,
         v_scale=v_scale,
         custom_mask=custom_mask_d,
