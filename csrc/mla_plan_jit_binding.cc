@@ -1,18 +1,24 @@
-//   mla_plan_create(handle)
-//   mla_plan_destroy(handle)
-//   mla_plan(handle, plan, int_workspace, float_workspace_bytes, batch, sizes, options)
+//   mla_planner_size()
+//   mla_plan_size()
+//   mla_plan_create(planner)
+//   mla_plan_destroy(planner)
+//   mla_plan(planner, plan, int_workspace, float_workspace_bytes, batch, sizes, options)
 //
-// Plan objects of MLA, by handle: create writes it to an int64 [1]. Index tensors are on the host.
-// `plan`, uint8, receives the MlaPlan. int_workspace: a CUDA tensor is filled by one asynchronous
-// copy on the current stream, a CPU tensor in place; None: only `plan` is wanted. Tuples:
+// `planner` holds the bytes of a planner, mla_planner_size() of them, and `plan` those of an
+// MlaPlan, mla_plan_size() of them, which mla_plan writes. Index tensors are on the host. A CUDA
+// int_workspace is filled by one asynchronous copy on the current stream, and a CPU tensor in
+// place; with None, only `plan` is made. Tuples:
 //
 //   batch    (qo_indptr, kv_indptr, kv_len_arr)
 //   sizes    (num_heads, head_dim_ckv, page_size)
 //   options  (causal, splits, is_graph)
 #include <flashinfer/scheduler/mla_plan.h>
 
+#include <new>
+
 #include "index_binding.h"
 #include "plan_staging.h"
+#include "struct_tensor.h"
 
 namespace flashinfer {
 namespace {
@@ -20,15 +26,18 @@ namespace {
 using ffi::Tensor;
 
 struct Planner {
+  static constexpr uint64_t kTag = 0x6d6c6170'6c616e72u;
+
+  uint64_t tag = kTag;  // bytes that are not a planner have a different tag
   MlaPlanner planner;
   std::vector<MlaRequest> requests;
   StagingRing staging;
 };
 
 Planner& planner_of(ffi::Args& args) {
-  const int64_t handle = args.integer("handle");
-  if (handle == 0) ffi::raise("ValueError", "`handle` must be that of a planner, got 0");
-  return *reinterpret_cast<Planner*>(handle);
+  Planner& planner = struct_in<Planner>(args.tensor("planner"));
+  if (planner.tag != Planner::kTag) ffi::raise("RuntimeError", "mla_plan_create() comes first");
+  return planner;
 }
 
 const int32_t* host_indices(const Tensor& tensor, int64_t length) {
@@ -85,23 +94,36 @@ void check_workspace(const char* name, int64_t needed, int64_t given) {
 }  // namespace
 }  // namespace flashinfer
 
+FLASHINFER_FFI_EXPORT_INT(mla_planner_size, args) {
+  args.all_taken();
+  return sizeof(flashinfer::Planner);
+}
+
+FLASHINFER_FFI_EXPORT_INT(mla_plan_size, args) {
+  args.all_taken();
+  return sizeof(flashinfer::MlaPlan);
+}
+
 FLASHINFER_FFI_EXPORT(mla_plan_create, args) {
   using namespace flashinfer;
-  const ffi::Tensor handle = args.tensor("handle");
-  ffi::check_dtype(handle, ffi::dtype::int64);
-  ffi::check_shape(handle, {1});
-  *static_cast<int64_t*>(handle.data()) = reinterpret_cast<int64_t>(new Planner());
+  const ffi::Tensor bytes = args.tensor("planner");
+  struct_in<Planner>(bytes);
+  args.all_taken();
+  new (bytes.data()) Planner();
 }
 
 FLASHINFER_FFI_EXPORT(mla_plan_destroy, args) {
   using namespace flashinfer;
-  delete &planner_of(args);
+  Planner& planner = planner_of(args);
+  args.all_taken();
+  planner.tag = 0;
+  planner.~Planner();
 }
 
 FLASHINFER_FFI_EXPORT(mla_plan, args) {
   using namespace flashinfer;
   Planner& planner = planner_of(args);
-  const ffi::Tensor result = args.tensor("plan");
+  MlaPlan& plan = exact_struct_in<MlaPlan>(args.tensor("plan"));
   const ffi::Tensor ints = args.optional_tensor("int_workspace_buffer");
   const int64_t float_bytes = args.integer("float_workspace_bytes");
   ffi::Args batch = args.group("batch", 3);
@@ -118,9 +140,6 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   config.splits = options.flag("splits");
   const bool is_graph = options.flag("is_graph");
   args.all_taken();
-  ffi::check_dtype(result, ffi::dtype::uint8);
-  ffi::check_shape(result, {static_cast<int64_t>(sizeof(MlaPlan))});
-  MlaPlan& plan = *static_cast<MlaPlan*>(result.data());
   plan = {};
   MlaPlan made = {};
   read_requests(planner, made, qo_indptr, kv_indptr, kv_len, num_heads, page_size);

@@ -24,9 +24,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = ((512, 64), (512, 0), (256, 64), (256, 0))
 """Pairs (head_dim_ckv, head_dim_kpe) that there are kernels for."""
 
-PLAN_BYTES = 80
-"""Of an ``MlaPlan`` (``include/flashinfer/scheduler/mla_work.h``)."""
-
 
 @dataclass(frozen=True)
 class MlaConfig(ModuleConfig):
@@ -187,19 +184,18 @@ class MlaPlanner:
     Attributes
     ----------
     plan : torch.Tensor
-        ``[PLAN_BYTES]`` uint8 on the CPU: what ``mla_run`` has to know of the latest plan. The same
-        tensor for the life of the object.
+        The bytes of the latest plan's ``MlaPlan``, uint8 on the CPU, which ``mla_run`` reads. The
+        same tensor for the life of the object.
     """
 
     def __init__(self) -> None:
         module = get_mla_plan_module()
-        handle = torch.zeros(1, dtype=torch.int64)
-        module.mla_plan_create(handle)
-        self._handle = int(handle.item())
+        self._native = torch.zeros(module.mla_planner_size(), dtype=torch.uint8)
+        module.mla_plan_create(self._native)
         self._plan = module.mla_plan
-        self.plan = torch.zeros(PLAN_BYTES, dtype=torch.uint8)
-        # The module is kept alive by the callback.
-        weakref.finalize(self, module.mla_plan_destroy, self._handle)
+        self.plan = torch.zeros(module.mla_plan_size(), dtype=torch.uint8)
+        # The callback keeps the module and the planner's bytes alive.
+        weakref.finalize(self, module.mla_plan_destroy, self._native)
 
     def make(
         self,
@@ -245,7 +241,7 @@ class MlaPlanner:
             If index tensors contradict one another or a workspace is too small.
         """
         self._plan(
-            self._handle,
+            self._native,
             self.plan,
             int_workspace,
             float_workspace_bytes,
