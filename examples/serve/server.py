@@ -137,6 +137,7 @@ class Server:
                 BadRequest: _refused,
                 RuntimeError: _failed,
                 ClientDisconnect: _left,
+                Exception: _failed,
             },
             lifespan=lifespan,
         )

@@ -278,3 +278,17 @@ def test_a_crowd_at_the_door_meets_a_limit():
             thread.join(PATIENCE)
     assert set(statuses) == {200, 503} and len(statuses) == 20
     assert len(engine.seen) == statuses.count(200)
+
+
+def test_a_fault_of_the_server_is_an_error_in_json(monkeypatch: pytest.MonkeyPatch):
+    def encode(_: str) -> list[int]:
+        raise TypeError("a fault of the tokenizer")
+
+    with running(FakeEngine()) as site:
+        usual = site.server.encode
+        monkeypatch.setattr(site.server, "encode", encode)
+        status, answer = site.ask("/v1/completions", {"prompt": "x"})
+        assert status == 500 and "tokenizer" in answer["error"]["message"]
+        monkeypatch.setattr(site.server, "encode", usual)
+        assert site.ask("/v1/completions", {"prompt": "x"})[0] == 200
+        assert not site.server._answers
