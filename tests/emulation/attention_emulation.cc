@@ -155,6 +155,31 @@ bool is_batch_invariant(Case& problem, PlanConfig config, Random& random) {
   return true;
 }
 
+// Whether a query alone has bit for bit the result that it had among those of its request, if
+// nothing is cut: a token then is the same in a prompt, in a part of it and while decoding.
+bool is_query_invariant(Case& problem, PlanConfig config, Random& random) {
+  Group& group = problem.groups[0];
+  config.fixed_split_size = 4096;
+  config.disable_split_kv = true;
+  config.graph_batch_size = -1;
+  run(config, {group.plan}, problem.params());
+  for (const PlanRequest& request : group.plan.requests) {
+    if (request.qo_len < 2) continue;
+    const int query = random.integer(0, request.qo_len - 1);
+    PlanRequest one = request;
+    one.qo_begin += query;
+    one.qo_len = 1;
+    one.kv_len -= request.qo_len - 1 - query;
+    if (one.kv_len < 1) continue;
+    const std::vector<uint16_t> before = result_of(problem, group, one);
+    RequestGroup alone = group.plan;
+    alone.requests = {one};
+    run(config, {alone}, problem.params());
+    if (result_of(problem, group, one) != before) return false;
+  }
+  return true;
+}
+
 void print(const Case& problem, const PlanConfig& config, const Group& group) {
   std::printf("  %d x %d heads, pages of %d, window %d, scale %g, ", problem.num_kv_heads,
               problem.group_size, group.paged ? problem.page_size : 0, problem.variant.window_left,
@@ -186,6 +211,14 @@ bool check(uint32_t seed, bool huge_strides) {
     good = is_batch_invariant(problem, config, random);
     if (!good) {
       std::printf("WRONG, a request alone has another result than in the batch:\n");
+      print(problem, config, problem.groups[0]);
+    }
+  }
+  const bool is_plain = kMask == MaskMode::causal && !kCustomVariant && groups.size() == 1;
+  if (good && is_plain && problem.groups[0].mask == kMask) {
+    good = is_query_invariant(problem, config, random);
+    if (!good) {
+      std::printf("WRONG, a query alone has another result than in its request:\n");
       print(problem, config, problem.groups[0]);
     }
   }

@@ -311,6 +311,15 @@ FAULTS = [
         16,
         False,
     ),
+    (
+        "queries_depend_on_each_other",
+        "attention/rows.cuh",
+        "if (grows(previous, largest, scale[i][h])) state.largest[i][h] = largest * scale[i][h];",
+        "if (__any_sync(0xffffffffu, grows(previous, largest, scale[i][h])))"
+        " state.largest[i][h] = fmaxf(previous, largest * scale[i][h]);",
+        64,
+        False,
+    ),
 ]
 
 
