@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_SHORT_NAMES: dict[torch.dtype, str] = {
+SHORT_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64",
     torch.float32: "f32",
     torch.float16: "f16",
@@ -22,7 +22,7 @@ _SHORT_NAMES: dict[torch.dtype, str] = {
 # Floating dtypes in the names of definitions, by PyTorch's name.
 SHORT_FLOATS = {
     str(dtype).removeprefix("torch."): short
-    for dtype, short in _SHORT_NAMES.items()
+    for dtype, short in SHORT_NAMES.items()
     if dtype.is_floating_point
 }
 
@@ -32,7 +32,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def short_name(dtype: torch.dtype) -> str:
     """Name for files and module names, such as ``bf16``."""
-    return _SHORT_NAMES[dtype]
+    return SHORT_NAMES[dtype]
 
 
 def torch_name(dtype: torch.dtype | str) -> str:

@@ -118,6 +118,15 @@ class JitSpec(ModuleSpec):
         """Path of the library: where it is, or where a build would put it."""
         return store.library_path(self)
 
+    @property
+    def aot_path(self) -> Path:
+        """Path of the library among prebuilt modules, whether it is there or not."""
+        entry = self.find()
+        if entry is not None and any(map(entry.library.is_relative_to, cache.prebuilt_roots())):
+            return entry.library
+        root = next(iter(cache.prebuilt_roots()), cache.writable_base())
+        return root / self.name / f"{self.name}.so"
+
     def get_library_paths(self) -> tuple[Path, ...]:
         """The library, as the only element."""
         return (self.get_library_path(),)
