@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 import torch
 
 from .. import env
+from .._compile.traced import make_traceable
 from .call import ApiCall, is_paused
 from .definitions import dump_definition, fi_trace
 from .dump import dump_inputs
@@ -104,6 +105,7 @@ def flashinfer_api(func: Callable[..., Any] | None = None, *, trace: Any = None)
     api.__flashinfer_trace__ = trace  # type: ignore[attr-defined]
     if trace is not None:
         api.fi_trace = functools.partial(fi_trace, api)  # type: ignore[attr-defined]
+        make_traceable(api, func, trace)
     return api
 
 

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar, overload
 import torch
 
 from .._common.arch import get_compute_capability, get_device_name
+from .._compile.traced import make_traceable
 from .._instrument.typed import CheckedFunction, Parameters, Returned
 
 Capability = int | tuple[int, int]
@@ -363,6 +364,8 @@ def backend_requirement(
         api.has_backend_choices = lambda: bool(requirement.backends)
         if auto is not None:
             api.suitable_auto_backends = auto
+        if getattr(func, "__flashinfer_trace__", None) is not None:
+            make_traceable(api, func, api.__flashinfer_trace__)
         return api
 
     return decorate

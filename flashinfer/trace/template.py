@@ -89,6 +89,12 @@ class TraceTemplate:
         ``gather(arguments) -> arguments`` where inputs and reference are not the arguments of the
         call: a method's, part of which its object keeps, or one that takes the same tensors in
         several layouts. The reference is then a function of what is gathered.
+    predict : callable, optional
+        ``predict(arguments) -> arguments`` where `gather` needs values: the sizes of axes and the
+        dtypes of the results that no tensor of the call shows, without a look at any value.
+    has_own_strides : bool
+        Whether a result of the reference has strides that a caller relies on; others are
+        contiguous.
     """
 
     def __init__(
@@ -109,6 +115,8 @@ class TraceTemplate:
         options: dict[str, tuple[Any, ...]] | None = None,
         gather: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
         nest: Callable[[tuple[Any, ...]], Any] | None = None,
+        predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+        has_own_strides: bool = False,
     ) -> None:
         self.op_type = op_type
         self.axes = axes
@@ -125,6 +133,8 @@ class TraceTemplate:
         self.options = dict(options or {})
         self.gather = gather
         self.nest = nest
+        self.predict = predict
+        self.has_own_strides = has_own_strides
         self._refuse_unknown_axes()
 
     def __repr__(self) -> str:
@@ -289,6 +299,20 @@ class TraceTemplate:
                 )
             # An input that is also an output keeps the input's entry under another JSON key.
             names[key] = observed
+        return names
+
+    def known_dtypes(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        """As `dtypes`, of a call that is not checked and that may have to be gathered."""
+        names: dict[str, str] = {}
+        for key, spec in [*self.inputs.items(), *self.outputs.items()]:
+            if isinstance(spec, Scalar):
+                continue
+            tensor = argument_of(key, spec, arguments)
+            name = self._declared_dtype(spec, names, arguments)
+            if isinstance(tensor, torch.Tensor):
+                name = torch_name(tensor.dtype)
+            if name is not None:
+                names[key] = name
         return names
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Attention with sinks: ``flashinfer.attention.BatchAttentionWithAttentionSinkWrapper``."""
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -10,7 +9,7 @@ from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention_wrappers import sink_arguments, sink_run_trace
 from ..checks import check_window, refuse, resolve_dtype, resolve_dtypes, scalar
 from ..plan.spec import AttentionSpec
-from .base import Cache, SpecArguments
+from .base import Cache, SpecArguments, returning_lse
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 if TYPE_CHECKING:
@@ -239,4 +238,4 @@ window_left, kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax,
         )
 
     # The base's would go round the sinks.
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)

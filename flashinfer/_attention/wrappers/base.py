@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -105,6 +106,16 @@ class AttentionWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         """Whether the wrapper was made for CUDA graphs."""
         return self._use_cuda_graph
+
+    @property
+    def _runs_in_graphs(self) -> bool:
+        """Whether a CUDA graph may hold a run, whose plan then changes in place."""
+        return self._use_cuda_graph
+
+    @property
+    def _planned_results(self) -> tuple[int, torch.dtype] | None:
+        """Columns and dtype of the results, as planned; a compiled graph depends on them."""
+        return results_of(self._problem)
 
     @property
     def _float_workspace_buffer(self) -> torch.Tensor:
@@ -390,6 +401,27 @@ class AttentionWrapper:
 
     def _fixed_by_capture(self, problem: AttentionProblem) -> dict[str, Any]:
         return fixed_by_capture(problem, self._plan_options, self._executor.workspaces)
+
+
+def results_of(problem: AttentionProblem | None) -> tuple[int, torch.dtype] | None:
+    """Columns and dtype of the results of a planned problem."""
+    return None if problem is None else (problem.spec.head_dim_vo, problem.spec.o_data_type)
+
+
+def returning_lse(run: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The method ``run_return_lse`` of a wrapper."""
+
+    def run_return_lse(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """``run`` with ``return_lse=True``."""
+        return cast(tuple[torch.Tensor, torch.Tensor], self.run(*args, return_lse=True, **kwargs))
+
+    signature = inspect.signature(run)
+    flag = inspect.Parameter("return_lse", inspect.Parameter.KEYWORD_ONLY, default=True)
+    parameters = signature.parameters | {"return_lse": flag}
+    run_return_lse.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=list(parameters.values())
+    )
+    return run_return_lse
 
 
 def _known_tensors(tensors: PlanTensors) -> dict[str, Any]:

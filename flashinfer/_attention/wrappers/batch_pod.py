@@ -13,7 +13,7 @@ from ...trace.templates.pod import batch_pod_run_trace
 from ..checks import refuse, with_data_type
 from ..index_tensors import device_indices, host_indices
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
-from .base import Cache, Result, SpecArguments, split_cache
+from .base import Cache, Result, SpecArguments, results_of, split_cache
 from .two_parts import Parts, TwoPartWrapper, mask_of_part
 
 
@@ -238,6 +238,10 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
 
     def _plan_run(self, problems: Parts) -> None:
         self._plan_parts(problems, self._non_blocking)
+
+    @property
+    def _planned_results(self) -> tuple[int, torch.dtype] | None:
+        return results_of(None if self._bases is None else self._bases[0])
 
     def _problems_of(self, call: Mapping[str, Any]) -> Parts:
         """Both parts of a run with these arguments."""

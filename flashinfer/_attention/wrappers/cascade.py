@@ -108,6 +108,14 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
         """Whether the wrapper was made for CUDA graphs."""
         return self._wrappers[0].is_cuda_graph_enabled
 
+    @property
+    def _runs_in_graphs(self) -> bool:
+        return self._wrappers[0].is_cuda_graph_enabled
+
+    @property
+    def _planned_results(self) -> tuple[int, torch.dtype] | None:
+        return self._wrappers[-1]._planned_results
+
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: list[torch.Tensor]
     ) -> None:

@@ -1,6 +1,5 @@
 """Decode attention of a batch: ``flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper``."""
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -21,7 +20,7 @@ from ..index_tensors import (
 from ..plan.launch import GraphCapacity, PlanOptions
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from ..plan.spec import AttentionSpec
-from .base import AttentionWrapper, Cache, SpecArguments, split_cache
+from .base import AttentionWrapper, Cache, SpecArguments, returning_lse, split_cache
 from .paged import PagedWrapper
 from .plan_arguments import DecodeArguments, decode_options, takes_arguments_of
 
@@ -417,7 +416,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
             enable_pdl=enable_pdl,
         )
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
 
     def _check_q_len(self, q_len_per_req: int) -> None:
         planned = 1 if self._problem is None else self._problem.requests.tokens_per_request

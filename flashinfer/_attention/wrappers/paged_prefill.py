@@ -2,7 +2,6 @@
 ``flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper``.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,7 +13,7 @@ from ...trace.templates.attention import paged_prefill_run_trace
 from ..checks import check_spare_block_tables, refuse
 from ..index_tensors import check_buffer, check_page_numbers, device_indices, host_page_table
 from ..plan.requests import ArgumentNames, AttentionProblem, Requests
-from .base import Cache, split_cache
+from .base import Cache, returning_lse, split_cache
 from .cached_module import planned_module
 from .paged import PagedWrapper
 from .plan_arguments import PagedArguments, takes_arguments_of
@@ -437,7 +436,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
             enable_pdl=enable_pdl,
         )
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
 
     @flashinfer_api
     def forward(

@@ -30,7 +30,7 @@ from ..index_tensors import (
 )
 from ..plan.launch import GraphCapacity
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
-from .base import Cache, Result, SpecArguments, split_cache
+from .base import Cache, Result, SpecArguments, results_of, split_cache
 from .two_parts import (
     Parts,
     SharedOptions,
@@ -340,6 +340,10 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
             (return_lse_p, return_lse_d),
             enable_pdl,
         )
+
+    @property
+    def _planned_results(self) -> tuple[int, torch.dtype] | None:
+        return results_of(self._base)
 
     def _problems_of(self, call: Mapping[str, Any]) -> Parts:
         """Both parts of a run with these arguments."""

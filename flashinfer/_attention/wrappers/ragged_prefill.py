@@ -1,6 +1,5 @@
 """Prefill attention over ragged keys and values: ``BatchPrefillWithRaggedKVCacheWrapper``."""
 
-import functools
 from typing import Any, Literal, overload
 
 import torch
@@ -11,6 +10,7 @@ from ...trace.templates.attention import ragged_prefill_run_trace
 from ..checks import refuse
 from ..index_tensors import check_buffer, host_indices
 from ..plan.requests import ArgumentNames, Requests
+from .base import returning_lse
 from .plan_arguments import PrefillArguments
 from .prefill import PrefillWrapper
 
@@ -343,7 +343,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             enable_pdl=enable_pdl,
         )
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
 
     @flashinfer_api
     def forward(

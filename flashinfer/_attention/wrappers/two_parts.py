@@ -49,6 +49,11 @@ class TwoPartWrapper(AttentionWrapper):
         self._key: Any = None  # what they depend on
         self._captured_run: CapturedRun | None = None
 
+    @property
+    def _runs_in_graphs(self) -> bool:
+        """A run may plan and allocate, which the memory of a compiled graph cannot hold."""
+        return False
+
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:

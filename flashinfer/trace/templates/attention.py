@@ -24,6 +24,8 @@ from .attention_arguments import (
     gather_single_decode,
     gather_single_prefill,
     planned_problem,
+    predict_planned,
+    predict_single,
 )
 from .attention_reference import (
     _paged_attention_reference,
@@ -193,6 +195,7 @@ def paged_template(
         tags=["status:verified"],
         reference=_paged_attention_reference,
         gather=gather,
+        predict=predict_planned,
         init=init,
     )
 
@@ -234,6 +237,7 @@ def ragged_template(
         tags=["status:verified"],
         reference=_ragged_attention_reference,
         gather=gather,
+        predict=predict_planned,
         init=init,
     )
 
@@ -265,6 +269,7 @@ def _single_template(name: str, init: Any, *, lse: bool, decode: bool) -> TraceT
         tags=["status:verified"],
         reference=_single_attention_reference,
         gather=gather_single_decode if decode else gather_single_prefill,
+        predict=predict_single,
         init=lambda arguments: {**init(arguments), "return_lse": lse},
     )
 

@@ -331,8 +331,21 @@ def planned_problem(run: Arguments) -> Any:
     """
     problem = getattr(run.get("self"), "_problem", None)
     if problem is None:
-        raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
+        raise ValueError("plan() must be called before run(), and again after new workspaces")
     return problem
+
+
+def predict_planned(run: Arguments) -> dict[str, Any]:
+    """Columns and dtype of the results of a planned wrapper."""
+    planned = run["self"]._planned_results
+    if planned is None:
+        raise ValueError("plan() must be called before run(), and again after new workspaces")
+    return {"head_dim_vo": planned[0], "o_dtype": planned[1]}
+
+
+def predict_single(arguments: Arguments) -> dict[str, Any]:
+    """The dtype of the result of a call for one request."""
+    return {"o_dtype": arguments.get("o_dtype") or arguments["q"].dtype}
 
 
 def pages_of(name: str, cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from .attention_arguments import (
     gather_paged,
     pages_of,
     planned_problem,
+    predict_planned,
     problem_arguments,
 )
 from .attention_reference import _paged_attention_reference
@@ -130,7 +131,7 @@ def _gather_cascade(run: Arguments) -> dict[str, Any]:
         getattr(level, "_problem", None) for level in getattr(wrapper, "_wrappers", [])
     ]
     if not problems or any(problem is None for problem in problems):
-        raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
+        raise ValueError("plan() must be called before run(), and again after new workspaces")
     q, last = _tensor("q", run["q"], 3), problems[-1]
     k, v = pages_of("paged_kv_cache", run["paged_kv_cache"], last.spec.kv_layout)
     _check_planned(last, q, k, v)
@@ -229,4 +230,5 @@ cascade_run_trace = TraceTemplate(
     tags=["status:verified"],
     reference=_cascade_reference,
     gather=_gather_cascade,
+    predict=predict_planned,
 )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -420,6 +421,11 @@ def _chunk_axes(initial: bool) -> dict[str, Axis]:
     }
 
 
+def _predict_sequences(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    bounds = arguments["cu_seqlens"]
+    return {} if bounds is None else {"num_sequences": bounds.shape[0] - 1}
+
+
 def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
     def heads(name: str, dim: str, **properties: Any) -> Tensor:
         return Tensor(["num_tokens", name, dim], layout="rows", **properties)
@@ -471,6 +477,7 @@ def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
         tags=["status:verified", "stage:prefill"],
         reference=_chunk_reference,
         init=lambda arguments: _chunk_init(arguments, final),
+        predict=_predict_sequences,
     )
 
 

@@ -80,7 +80,7 @@ def _gather(run: Arguments) -> dict[str, Any]:
     wrapper = run.get("self")
     options, batch = getattr(wrapper, "_options", None), getattr(wrapper, "_batch", None)
     if wrapper is None or options is None or batch is None:
-        raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
+        raise ValueError("plan() must be called before run(), and again after new workspaces")
     call = wrapper._read_call(**{name: run[name] for name in run if name not in _DESTINATIONS})
     device = call.q_nope.device
     return {
@@ -102,6 +102,14 @@ def _gather(run: Arguments) -> dict[str, Any]:
         "out": run.get("out"),
         "lse": run.get("lse"),
     }
+
+
+def _predict(run: Arguments) -> dict[str, Any]:
+    wrapper = run["self"]
+    if wrapper._planned_results is None:
+        raise ValueError("plan() must be called before run(), and again after new workspaces")
+    call = wrapper._read_call(**{name: run[name] for name in run if name not in _DESTINATIONS})
+    return {"q_nope": call.q_nope, "o_dtype": wrapper._planned_results[1]}
 
 
 _AXES: dict[str, Axis] = {
@@ -170,6 +178,7 @@ def _template(*, lse: bool) -> TraceTemplate:
         tags=["status:verified"],
         reference=_mla_paged_reference,
         gather=_gather,
+        predict=_predict,
     )
 
 

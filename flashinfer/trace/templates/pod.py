@@ -18,6 +18,7 @@ from .attention_arguments import (
     _check_planned,
     _tensor,
     pages_of,
+    predict_planned,
     problem_arguments,
 )
 from .attention_reference import _paged_attention_reference, _single_attention_reference
@@ -156,7 +157,7 @@ def _problems(run: Arguments) -> tuple[Any, Any]:
     """Both parts of a call, by the wrapper's own rules."""
     wrapper = run.get("self")
     if wrapper is None:
-        raise ValueError("`plan` must be called before `run`; a trace needs the planned object")
+        raise ValueError("plan() must be called before run(), and again after new workspaces")
     choice("use_fp16_qk_reduction", run.get("use_fp16_qk_reduction", False), (False,))
     if run.get("args"):
         raise TypeError("run() has no additional arguments")
@@ -353,6 +354,7 @@ def _pod_template(lse: tuple[bool, bool]) -> TraceTemplate:
         tags=["status:verified"],
         reference=_pod_reference,
         gather=_gather_pod,
+        predict=predict_planned,
         nest=_nest(lse),
     )
 
@@ -390,6 +392,7 @@ def _batch_pod_template(lse: bool) -> TraceTemplate:
         tags=["status:verified"],
         reference=_batch_pod_reference,
         gather=_gather_batch_pod,
+        predict=predict_planned,
         nest=_nest((lse, lse)),
     )
 

@@ -242,6 +242,8 @@ segment_packbits_trace = TraceTemplate(
     tags=["status:verified", "quantize"],
     reference=_segment_packbits_reference,
     init=_segments,
+    # Segments are padded by their values: a compiled graph has a size that it does not know.
+    predict=lambda arguments: {"num_bytes": torch.library.get_ctx().new_dynamic_size()},
     options=_BITORDER,
 )
 
@@ -303,6 +305,7 @@ def _group_quant_trace(dtype: torch.dtype, *, silu_and_mul: bool) -> TraceTempla
         reference=reference,
         check=neighbouring_codes if silu_and_mul else same_bits,
         init=init,
+        has_own_strides=True,
         options=options,
     )
 

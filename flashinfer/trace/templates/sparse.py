@@ -11,7 +11,7 @@ from ..._common.checks import choice
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor
-from .attention_arguments import _check_planned, _mask_of, _tensor, planned_problem
+from .attention_arguments import _check_planned, _mask_of, _tensor, planned_problem, predict_planned
 from .attention_reference import _attend
 
 Arguments = Mapping[str, Any]
@@ -242,6 +242,7 @@ def _block_sparse_template(*, lse: bool) -> TraceTemplate:
         tags=["status:verified"],
         reference=_block_sparse_reference,
         gather=_gather_block_sparse,
+        predict=predict_planned,
     )
 
 
@@ -281,6 +282,7 @@ def _variable_block_sparse_template(*, lse: bool) -> TraceTemplate:
         tags=["status:verified"],
         reference=_variable_block_sparse_reference,
         gather=_gather_variable_block_sparse,
+        predict=predict_planned,
     )
 
 
@@ -294,6 +296,7 @@ convert_bsr_mask_layout_trace = TraceTemplate(
         "len_indptr": Var("Rows of blocks + 1."),
         "mask_size": Var("nnz * block_rows * block_cols.", from_values=True),
     },
+    predict=lambda arguments: {"mask_size": arguments["mask"].numel()},
     inputs={
         "mask": Tensor(["nnz", "block_rows", "block_cols"], dtype="bool"),
         "indptr": indices("len_indptr", "First block of each row of blocks."),

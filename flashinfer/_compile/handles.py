@@ -1,0 +1,42 @@
+"""Objects that a graph refers to by a number: planned wrappers and generators."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+_numbers = itertools.count(1)
+_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_number_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def handle_of(target: Any) -> int:
+    """The number of an object, the same each time; the object is not kept alive.
+
+    Numbers follow the order of first use, so that a process that does the same work as an earlier
+    one finds the graphs which that one has compiled and stored.
+    """
+    number = _number_of.get(target)
+    if number is None:
+        number = _number_of[target] = next(_numbers)
+        _objects[number] = target
+    return number
+
+
+# Dynamo calls the function while it traces, and guards on the identity of the object.
+handle_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def object_of(handle: int) -> Any:
+    """The object that has a number.
+
+    Raises
+    ------
+    RuntimeError
+        If the object is gone.
+    """
+    target = _objects.get(handle)
+    if target is None:
+        raise RuntimeError(f"the object with handle {handle} that this graph uses no longer exists")
+    return target

@@ -1,0 +1,295 @@
+"""Operators of ``torch.library``, one overload for each pattern of arguments that is compiled.
+
+The schema of an overload follows from the call's pattern and the operation's trace template: the
+template names the results and the arguments that are written. An overload is registered when
+Dynamo first traces a call of its pattern; its name depends on the pattern alone, so that graphs
+which another process has compiled and stored find it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .._common.numbers import plain_arguments
+from ..trace.template import TraceTemplate, resolve_template
+from .handles import object_of
+from .outputs import fake_results, tensors_in
+
+NAMESPACE = "flashinfer"
+Pattern = tuple[Any, ...]
+
+
+class _Api(NamedTuple):
+    """A public function that ``torch.compile`` may meet."""
+
+    api: Callable[..., Any]
+    function: Callable[..., Any]
+    trace: Any
+
+
+class Operator(NamedTuple):
+    """One registered overload.
+
+    Attributes
+    ----------
+    name : str
+        What ``torch.ops.flashinfer`` has it under: operator and overload, with a dot between. A
+        graph calls it with the leaves of the arguments.
+    arrangement : int, tuple or None
+        What the public function returns: number ``i`` is result ``i`` of the operator, and
+        ``-1 - i`` is leaf ``i``, which the function has written.
+    """
+
+    name: str
+    arrangement: Any
+
+
+_apis: list[_Api] = []
+_operators: dict[tuple[Any, ...], Operator] = {}
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    return torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def declare(api: Callable[..., Any], function: Callable[..., Any], trace: Any) -> int:
+    """Note a public function; returns its number."""
+    _apis.append(_Api(api, function, trace))
+    return len(_apis) - 1
+
+
+def operator_for(
+    number: int, pattern: Pattern, names: tuple[str, ...], handles: tuple[int, ...]
+) -> tuple[str, str, Any]:
+    """Names of the operator and of its overload for a call, registered if it is new.
+
+    The third value is what the public function returns, see `Operator.arrangement`.
+
+    Parameters
+    ----------
+    number : int
+        The function, by the number of `declare`.
+    pattern : tuple
+        Of each argument, in order.
+    names : tuple of str
+        Names of the arguments that are passed by keyword; they come last in `pattern`.
+    handles : tuple of int
+        Objects among the arguments, see `handles`.
+    """
+    operator = _operator(number, pattern, names, handles)
+    name, _, overload = operator.name.partition(".")
+    return name, overload, operator.arrangement
+
+
+# Dynamo calls the function while it traces, and its result is a constant of the graph.
+operator_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _operator(
+    number: int, pattern: Pattern, names: tuple[str, ...], handles: tuple[int, ...]
+) -> Operator:
+    call = _Call(_apis[number], pattern, names)
+    leaves = list(_example_leaves(pattern, iter(handles)))
+    arguments = call.arguments(leaves)
+    template = resolve_template(call.target.trace, arguments)
+    if template is None:
+        raise NotImplementedError(f"{call.name} has no trace template for these arguments")
+    in_graph = _can_be_captured(call, arguments)
+    # Objects with one pattern may have several templates, by what they have planned.
+    key = (number, pattern, names, template.name_prefix, in_graph)
+    if key not in _operators:
+        _operators[key] = _register(call, template, leaves, in_graph)
+    return _operators[key]
+
+
+class _Call:
+    """The form of a call: a function and the pattern of its arguments."""
+
+    def __init__(self, target: _Api, pattern: Pattern, names: tuple[str, ...]) -> None:
+        self.target, self.pattern, self.names = target, pattern, names
+        self.name = target.function.__qualname__.replace(".", "_")
+        self.signature = inspect.signature(target.function)
+
+    def parts(self, leaves: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments of the call with these leaves."""
+        stream = iter(leaves)
+        values = [_join(part, stream) for part in self.pattern]
+        count = len(values) - len(self.names)
+        return values[:count], dict(zip(self.names, values[count:], strict=True))
+
+    def arguments(self, leaves: Any) -> dict[str, Any]:
+        """Arguments by name, defaults included."""
+        args, kwargs = self.parts(leaves)
+        known = {name: value for name, value in kwargs.items() if name != "skip_check"}
+        bound = self.signature.bind(*args, **known)
+        bound.apply_defaults()
+        return plain_arguments(bound.arguments)
+
+
+def _leaf_patterns(pattern: Any) -> Iterator[Any]:
+    for part in pattern:
+        if part[0] == "tuple":
+            yield from _leaf_patterns(part[1])
+        elif part[0] != "constant":
+            yield part
+
+
+def _example_leaves(pattern: Pattern, handles: Iterator[int]) -> Iterator[Any]:
+    """Leaves that have the right types, and tensors of the right dtypes and ranks."""
+    for kind, *properties in _leaf_patterns(pattern):
+        if kind == "tensor":
+            dtype, rank = properties
+            yield torch.empty((1,) * rank, dtype=dtype, device="meta")
+        else:
+            yield {"int": 1, "float": 1.0}.get(kind) or next(handles)
+
+
+def _join(part: Any, leaves: Iterator[Any]) -> Any:
+    if part[0] == "constant":
+        return part[1]
+    if part[0] == "tuple":
+        return tuple(_join(item, leaves) for item in part[1])
+    leaf = next(leaves)
+    return object_of(int(leaf)) if part[0] == "object" else leaf
+
+
+def _can_be_captured(call: _Call, arguments: Mapping[str, Any]) -> bool:
+    """Whether a CUDA graph may replay the call.
+
+    A plan that is not made for graphs, and a random number that the host draws, would be frozen in
+    it; the functions for one request keep plans, which a graph's memory pool must not hold.
+    """
+    owner = arguments.get("self")
+    if owner is not None:
+        return bool(getattr(owner, "_runs_in_graphs", False))
+    if "generator" in arguments:
+        return isinstance(arguments.get("seed"), torch.Tensor)
+    return not call.name.startswith("single_")
+
+
+def _written(template: TraceTemplate, arguments: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Ids of tensors that receive each output, for the outputs that have a destination."""
+    found: dict[str, list[int]] = {}
+    for key, spec in template.outputs.items():
+        destination = arguments.get(spec.param or key)
+        index = getattr(spec, "tuple_idx", None)
+        if isinstance(destination, tuple) and index is not None:
+            destination = destination[index]
+        tensors = destination if isinstance(destination, tuple) else (destination,)
+        ids = [id(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        if ids:
+            found[key] = ids
+    return found
+
+
+def _register(call: _Call, template: TraceTemplate, leaves: list[Any], in_graph: bool) -> Operator:
+    arguments = call.arguments(leaves)
+    written = _written(template, arguments)
+    ids = {tensor for tensors in written.values() for tensor in tensors}
+    fresh = [key for key in template.outputs if key not in written]
+    overload = _overload_name(call, template, in_graph)
+    schema = _schema(call, leaves, ids, len(fresh))
+    library, name = _library(), f"{call.name}.{overload}"
+    tags = [torch.Tag.pt2_compliant_tag]
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    if not in_graph and unsafe is not None:
+        tags.append(unsafe)
+    if "generator" in arguments:
+        tags.append(torch.Tag.nondeterministic_seeded)
+    library.define(f"{name}{schema}", tags=tuple(tags))
+    library.impl(name, _implementation(call, template, len(fresh)), "CompositeExplicitAutograd")
+
+    def fake(*leaves: Any) -> Any:
+        results = fake_results(template, call.arguments(leaves), fresh)
+        return _as_returns(results)
+
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    return Operator(name, _arrangement(call, template, arguments, leaves, written, fresh))
+
+
+def _overload_name(call: _Call, template: TraceTemplate, in_graph: bool) -> str:
+    """A name that only this pattern has, in every process."""
+    text = repr((call.pattern, call.names, template.name_prefix, in_graph))
+    return f"{template.name_prefix}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _schema(call: _Call, leaves: list[Any], written: set[int], num_results: int) -> str:
+    types = {"tensor": "Tensor", "int": "SymInt", "float": "float", "object": "int"}
+    declared = []
+    names = iter(_leaf_names(call))
+    for i, (part, leaf) in enumerate(zip(_leaf_patterns(call.pattern), leaves, strict=True)):
+        mutated = f"(a{i}!)" if id(leaf) in written else ""
+        declared.append(f"{types[part[0]]}{mutated} {next(names)}")
+    returns = ", ".join(["Tensor"] * num_results)
+    return f"({', '.join(declared)}) -> {returns if num_results == 1 else f'({returns})'}"
+
+
+def _leaf_names(call: _Call) -> Iterator[str]:
+    """Names for the schema: the parameters', numbered where one has several leaves."""
+    parameters = list(call.signature.parameters)
+    count = len(call.pattern) - len(call.names)
+    positional = [parameters[min(i, len(parameters) - 1)] for i in range(count)]
+    seen: dict[str, int] = {}
+    for name, part in zip([*positional, *call.names], call.pattern, strict=True):
+        for _ in _leaf_patterns((part,)):
+            seen[name] = seen.get(name, -1) + 1
+            shown = f"{name}_{seen[name]}" if seen[name] or part[0] == "tuple" else name
+            yield f"{shown}_" if shown in ("self", "out") else shown
+
+
+def _implementation(call: _Call, template: TraceTemplate, num_results: int) -> Callable[..., Any]:
+    """The eager call, as a function of the leaves, which returns what it did not write.
+
+    Results are contiguous, as a compiled graph expects: a function that allocates its result like
+    a permuted input gives it other strides.
+    """
+    api, keep = call.target.api, template.has_own_strides
+
+    def run(*leaves: Any) -> Any:
+        args, kwargs = call.parts(leaves)
+        returned = api(*args, **kwargs)
+        given = {id(leaf) for leaf in leaves}
+        results = [tensor for tensor in tensors_in((returned,)) if id(tensor) not in given]
+        results = results[:num_results]
+        return _as_returns(results if keep else [tensor.contiguous() for tensor in results])
+
+    return run
+
+
+def _as_returns(results: list[torch.Tensor]) -> Any:
+    if len(results) > 1:
+        return tuple(results)
+    return results[0] if results else None
+
+
+def _arrangement(
+    call: _Call,
+    template: TraceTemplate,
+    arguments: Mapping[str, Any],
+    leaves: list[Any],
+    written: Mapping[str, list[int]],
+    fresh: list[str],
+) -> Any:
+    """By the rule of all public functions: what a call has to provide is not returned."""
+    index_of = {id(leaf): -1 - i for i, leaf in enumerate(leaves)}
+    parts: list[Any] = []
+    for key, spec in template.outputs.items():
+        if key in fresh:
+            parts.append(fresh.index(key))
+            continue
+        parameter = call.signature.parameters[spec.param or key]
+        optional = parameter.default is not inspect.Parameter.empty
+        if optional and getattr(spec, "returned", True):
+            parts.append(index_of[written[key][0]])
+    if template.nest is not None:
+        return template.nest(tuple(parts))
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else tuple(parts)

@@ -1,0 +1,93 @@
+"""Shapes and dtypes of an operation's results without its kernel, from its trace template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..trace.arguments import folded_shape
+from ..trace.specs import Const, Scalar, Tensor, argument_of, axis_without_tensor
+from ..trace.template import TraceTemplate
+
+Shape = Sequence[int]
+
+
+def fake_results(
+    template: TraceTemplate, arguments: Mapping[str, Any], fresh: Sequence[str]
+) -> list[torch.Tensor]:
+    """New tensors like the results of a call, without values.
+
+    Parameters
+    ----------
+    template : TraceTemplate
+        Describes the operation.
+    arguments : mapping
+        The call's arguments by name, defaults included; tensors may be fake.
+    fresh : sequence of str
+        The outputs that the call has no destination for.
+    """
+    if not fresh:
+        return []
+    device = next(tensors_in(arguments.values())).device
+    known = dict(arguments) | (template.predict(arguments) if template.predict else {})
+    axes, shapes = _axes(template, known)
+    dtypes = _dtypes(template, known)
+    results = []
+    for key in fresh:
+        spec = template.outputs[key]
+        assert isinstance(spec, Tensor)
+        dims = tuple(spec.dim_names)
+        shape: Any = shapes.get(dims) or [axes.get(axis) for axis in dims]
+        if None in shape or template.has_own_strides:
+            return _like_reference(template, arguments, fresh)
+        results.append(torch.empty(shape, dtype=dtypes[key], device=device))
+    return results
+
+
+def _axes(
+    template: TraceTemplate, arguments: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[tuple[str, ...], Shape]]:
+    """Sizes of axes, and shapes by the names of their axes, as far as the arguments show them."""
+    axes: dict[str, Any] = {}
+    shapes: dict[tuple[str, ...], Shape] = {}
+    for key, spec in template.inputs.items():
+        tensor = None if isinstance(spec, Scalar) else argument_of(key, spec, arguments)
+        if not isinstance(spec, Tensor) or not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.ndim in (spec.ranks or (len(spec.dim_names),)):
+            sizes = folded_shape(key, spec, tensor)
+            for axis, size in zip(spec.dim_names, sizes, strict=True):
+                axes.setdefault(axis, size)
+            shapes.setdefault(tuple(spec.dim_names), tensor.shape)
+    for axis, kind in template.axes.items():
+        given = arguments.get(axis)
+        if isinstance(given, (int, torch.SymInt)):
+            axes[axis] = given
+        elif axis not in axes and isinstance(kind, Const) and (kind.value or kind.derive):
+            axes[axis] = axis_without_tensor(axis, kind, {}, axes)
+    return axes, shapes
+
+
+def _dtypes(template: TraceTemplate, arguments: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    names = template.known_dtypes(arguments)
+    return {key: getattr(torch, names[key]) for key in template.outputs if key in names}
+
+
+def _like_reference(
+    template: TraceTemplate, arguments: Mapping[str, Any], fresh: Sequence[str]
+) -> list[torch.Tensor]:
+    """Results of the reference on tensors without values, where it alone knows a size."""
+    results = dict(zip(template.outputs, template.compute(arguments), strict=False))
+    dtypes = _dtypes(template, arguments)
+    return [results[key].to(dtypes[key], copy=True) for key in fresh]
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among values, those within tuples included."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(value)

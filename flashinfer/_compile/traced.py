@@ -1,0 +1,91 @@
+"""The stand-in of a decorated function: what Dynamo traces in its place.
+
+Dynamo reads the attribute ``_torchdynamo_inline`` of a function before it traces the function's
+body. Eager calls never see the stand-in, so they cost what they cost without it.
+
+The stand-in takes the arguments apart. Tensors, integers and floats become arguments of the
+operator. Planned wrappers and generators become numbers (see `handles`). Everything else, and the
+nesting of tuples, becomes the *pattern* of the call, which selects the overload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .handles import handle_of
+from .operators import declare, operator_for
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+def make_traceable(api: AnyFunction, function: Callable[..., Any], trace: Any) -> AnyFunction:
+    """Let ``torch.compile`` see a public function as an operator.
+
+    Parameters
+    ----------
+    api : callable
+        The function as users call it, with all its decorators.
+    function : callable
+        The function that the decorators were put on.
+    trace : TraceTemplate or dispatch function
+        Describes the operation: its results and what it writes.
+    """
+    number = declare(api, function, trace)
+    local: dict[str, Any] = {}
+    # The number is a literal: for a method, Dynamo would look for a closure in `function`.
+    exec(f"def traced(*args, **kwargs): return _call({number}, args, kwargs)", globals(), local)
+    api._torchdynamo_inline = local["traced"]  # type: ignore[attr-defined]
+    return api
+
+
+def _call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call of function `number`, as Dynamo sees it."""
+    leaves: list[Any] = []
+    handles: list[int] = []
+    pattern = [_split(value, leaves, handles) for value in args]
+    names = list(kwargs)
+    pattern += [_split(kwargs[name], leaves, handles) for name in names]
+    call = (number, tuple(pattern), tuple(names), tuple(handles))
+    name, overload, arrangement = operator_for(*call)
+    results = getattr(getattr(torch.ops.flashinfer, name), overload)(*leaves)
+    if results is None:
+        results = ()
+    elif isinstance(results, torch.Tensor):
+        results = (results,)
+    return _arrange(arrangement, results, leaves)
+
+
+def _split(value: Any, leaves: list[Any], handles: list[int]) -> Any:
+    """The pattern of a value; its tensors and numbers are appended to `leaves`."""
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return ("tensor", value.dtype, value.ndim)
+    if value is None or isinstance(value, (bool, str, torch.dtype, torch.device)):
+        return ("constant", value)
+    if isinstance(value, float):
+        leaves.append(value)
+        return ("float",)
+    if type(value) is int or isinstance(value, torch.SymInt):
+        leaves.append(value)
+        return ("int",)
+    if isinstance(value, (tuple, list)):
+        return ("tuple", tuple([_split(item, leaves, handles) for item in value]))
+    if isinstance(value, torch.Generator) or hasattr(value, "plan"):
+        handle = handle_of(value)
+        leaves.append(handle)
+        handles.append(handle)
+        # The results follow the plan: a plan of other results needs another graph.
+        return ("object", getattr(value, "_planned_results", None))
+    return ("constant", value)
+
+
+def _arrange(arrangement: Any, results: tuple[Any, ...], leaves: list[Any]) -> Any:
+    """What the public function returns, from results of the operator and written arguments."""
+    if arrangement is None:
+        return None
+    if isinstance(arrangement, tuple):
+        return tuple([_arrange(part, results, leaves) for part in arrangement])
+    return results[arrangement] if arrangement >= 0 else leaves[-1 - arrangement]
