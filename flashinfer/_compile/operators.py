@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ class Operator(NamedTuple):
     Attributes
     ----------
     name : str
-        What ``torch.ops.flashinfer`` has it under: operator and overload, with a dot between. A
+        Operator and overload in ``torch.ops.flashinfer``, with a dot between. A
         graph calls it with the leaves of the arguments.
     arrangement : int, tuple or None
         What the public function returns: number ``i`` is result ``i`` of the operator, and
@@ -56,7 +58,16 @@ _operators: dict[tuple[Any, ...], Operator] = {}
 
 @functools.cache
 def _library() -> torch.library.Library:
-    return torch.library.Library(NAMESPACE, "FRAGMENT")
+    """The library of all operators, which stay registered until the process is gone.
+
+    PyTorch takes operators back when the interpreter exits. Compiled graphs that die later would
+    use them then, which ends the process with an error.
+    """
+    known = set(weakref.finalize._registry)  # type: ignore[attr-defined]
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for finalizer in set(weakref.finalize._registry) - known:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    return library
 
 
 def declare(api: Callable[..., Any], function: Callable[..., Any], trace: Any) -> int:
@@ -77,7 +88,7 @@ def operator_for(
     number : int
         The function, by the number of `declare`.
     pattern : tuple
-        Of each argument, in order.
+        The pattern of each argument, in order.
     names : tuple of str
         Names of the arguments that are passed by keyword; they come last in `pattern`.
     handles : tuple of int
@@ -206,6 +217,10 @@ def _register(call: _Call, template: TraceTemplate, leaves: list[Any], in_graph:
     library.define(f"{name}{schema}", tags=tuple(tags))
     library.impl(name, _implementation(call, template, len(fresh)), "CompositeExplicitAutograd")
 
+    # No operation has a derivative. Without these, PyTorch's own kernels for that cost 4 us a call.
+    for key in ("Autograd", "ADInplaceOrView"):
+        library.impl(name, torch.library.fallthrough_kernel, key)
+
     def fake(*leaves: Any) -> Any:
         results = fake_results(template, call.arguments(leaves), fresh)
         return _as_returns(results)
@@ -250,17 +265,51 @@ def _implementation(call: _Call, template: TraceTemplate, num_results: int) -> C
     Results are contiguous, as a compiled graph expects: a function that allocates its result like
     a permuted input gives it other strides.
     """
-    api, keep = call.target.api, template.has_own_strides
+    invoke, keep = _invocation(call), template.has_own_strides
+    if num_results == 0:
+
+        def write(*leaves: Any) -> None:
+            invoke(*leaves)
+
+        return write
 
     def run(*leaves: Any) -> Any:
-        args, kwargs = call.parts(leaves)
-        returned = api(*args, **kwargs)
+        returned = invoke(*leaves)
+        if num_results == 1 and isinstance(returned, torch.Tensor):
+            return returned if keep else returned.contiguous()
         given = {id(leaf) for leaf in leaves}
         results = [tensor for tensor in tensors_in((returned,)) if id(tensor) not in given]
         results = results[:num_results]
         return _as_returns(results if keep else [tensor.contiguous() for tensor in results])
 
     return run
+
+
+def _invocation(call: _Call) -> Callable[..., Any]:
+    """The public function as a function of the leaves.
+
+    It is written out, so that a compiled call pays for no walk through the pattern.
+    """
+    constants: list[Any] = []
+    numbers = itertools.count()
+
+    def written(part: Any) -> str:
+        if part[0] == "tuple":
+            return f"({''.join(written(item) + ', ' for item in part[1])})"
+        if part[0] == "constant":
+            constants.append(part[1])
+            return f"_constants[{len(constants) - 1}]"
+        leaf = f"leaf{next(numbers)}"
+        return f"_object_of({leaf})" if part[0] == "object" else leaf
+
+    values = [written(part) for part in call.pattern]
+    count = len(values) - len(call.names)
+    values[count:] = [f"{n}={v}" for n, v in zip(call.names, values[count:], strict=True)]
+    leaves = ", ".join(f"leaf{i}" for i in range(next(numbers)))
+    source = f"lambda {leaves}: _api({', '.join(values)})"
+    known = {"_api": call.target.api, "_constants": constants, "_object_of": object_of}
+    invoke: Callable[..., Any] = eval(source, known)
+    return invoke
 
 
 def _as_returns(results: list[torch.Tensor]) -> Any:
@@ -277,7 +326,7 @@ def _arrangement(
     written: Mapping[str, list[int]],
     fresh: list[str],
 ) -> Any:
-    """By the rule of all public functions: what a call has to provide is not returned."""
+    """The arrangement by the rule of public functions: a required destination is not returned."""
     index_of = {id(leaf): -1 - i for i, leaf in enumerate(leaves)}
     parts: list[Any] = []
     for key, spec in template.outputs.items():

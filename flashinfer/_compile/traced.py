@@ -83,7 +83,7 @@ def _split(value: Any, leaves: list[Any], handles: list[int]) -> Any:
 
 
 def _arrange(arrangement: Any, results: tuple[Any, ...], leaves: list[Any]) -> Any:
-    """What the public function returns, from results of the operator and written arguments."""
+    """The value that the public function returns, from results and written arguments."""
     if arrangement is None:
         return None
     if isinstance(arrangement, tuple):

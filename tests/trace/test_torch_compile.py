@@ -1,0 +1,209 @@
+"""``torch.compile(fullgraph=True)`` of every public operation, and what its operators promise.
+
+Without a GPU the operators compute by their references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.testing.tensors import clone_arguments, iter_tensors
+from tests.trace.calls import Operation, operations
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+each_operation = pytest.mark.parametrize("operation", operations(), ids=lambda o: o.label)
+# torch.library.opcheck takes half a second for each: by default it looks at every twelfth.
+checked_operations = [
+    pytest.param(operation, id=operation.label, marks=[] if i % 12 == 0 else [pytest.mark.full])
+    for i, operation in enumerate(operations())
+]
+
+
+@pytest.fixture(autouse=True)
+def backend() -> Iterator[None]:
+    torch._dynamo.reset()
+    with contextlib.nullcontext() if DEVICE == "cuda" else flashinfer.reference_backend():
+        yield
+
+
+def is_random(operation: Operation) -> bool:
+    return "generator" in inspect.signature(operation.function).parameters
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    pairs = list(zip(iter_tensors(actual), iter_tensors(expected), strict=True))
+    for a, b in pairs:
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=0, equal_nan=True)
+
+
+@each_operation
+def test_one_graph_computes_and_writes_what_the_call_does(operation: Operation):
+    api, arguments = operation.api, operation.arguments(device=DEVICE)
+    if is_random(operation):
+        arguments["seed"] = torch.tensor([5], device=DEVICE)
+    eager, compiled = clone_arguments(arguments), clone_arguments(arguments)
+    expected = api(**eager)
+    actual = torch.compile(lambda **call: api(**call), fullgraph=True, backend="aot_eager")(
+        **compiled
+    )
+    assert type(actual) is type(expected)
+    assert_same(actual, expected)
+    assert_same([compiled[name] for name in eager], [eager[name] for name in eager])
+
+
+def graph_of(call: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Operators of this package that a compiled call uses, with their arguments."""
+    found = []
+
+    class Noted(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if getattr(target, "namespace", None) == "flashinfer":
+                given = clone_arguments(dict(enumerate(args)))
+                found.append((target, tuple(given.values())))
+            return super().call_function(target, args, kwargs)
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return lambda *args: Noted(graph).run(*args)
+
+    torch.compile(lambda **given: call(**given), fullgraph=True, backend=backend)(**arguments)
+    yield from found
+
+
+@pytest.mark.parametrize("operation", checked_operations)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_operators_pass_the_check_of_torch(operation: Operation):
+    arguments = operation.arguments(device=DEVICE)
+    names = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    tensors = list(iter_tensors(arguments))
+    if DEVICE == "cuda" or not any(t.dtype.is_floating_point and t.itemsize == 1 for t in tensors):
+        names.append("test_schema")  # which multiplies the arguments: no float8 on a CPU
+    checked = 0
+    for operator, args in graph_of(operation.api, arguments):
+        torch.library.opcheck(operator, args, test_utils=names)
+        checked += 1
+    assert checked == 1
+
+
+def test_the_operator_shows_in_the_graph_with_what_it_writes():
+    x, weight = torch.randn(4, 64, device=DEVICE), torch.ones(64, device=DEVICE)
+    call = {"input": x, "residual": x.clone(), "weight": weight}
+    ((operator, _),) = graph_of(flashinfer.fused_add_rmsnorm, call)
+    arguments = operator._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert operator._schema.name == "flashinfer::fused_add_rmsnorm"
+    assert written == ["input", "residual"]
+    ((operator, _),) = graph_of(flashinfer.rmsnorm, {"input": x, "weight": weight})
+    assert not operator._schema.is_mutable and len(operator._schema.returns) == 1
+
+
+def test_sizes_may_change_without_a_new_graph():
+    graphs = []
+    call = torch.compile(
+        lambda x, w: flashinfer.rmsnorm(x, w),
+        fullgraph=True,
+        dynamic=True,
+        backend=lambda graph, inputs: graphs.append(graph) or graph,
+    )
+    weight = torch.ones(64, device=DEVICE)
+    for rows in (3, 5, 17):
+        x = torch.randn(rows, 64, device=DEVICE)
+        assert_same(call(x, weight), flashinfer.rmsnorm(x, weight))
+    assert len(graphs) == 1
+
+
+def _decode(o_dtype: torch.dtype | None = None, pages: tuple[int, ...] = (0, 1, 2)) -> dict:
+    """Arguments of a plan of two requests."""
+    return {
+        "indptr": torch.tensor([0, 1, 3], dtype=torch.int32),
+        "indices": torch.tensor(pages, dtype=torch.int32, device=DEVICE),
+        "last_page_len": torch.tensor([3, 4], dtype=torch.int32),
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "page_size": 4,
+        "q_data_type": torch.float16,
+        "o_data_type": o_dtype,
+    }
+
+
+def test_a_new_plan_serves_the_graph_and_other_results_make_another():
+    graphs = []
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
+    )
+    q = torch.randn(2, 4, 64, dtype=torch.float16, device=DEVICE)
+    cache = torch.randn(8, 2, 4, 2, 64, dtype=torch.float16, device=DEVICE)
+    step = torch.compile(
+        lambda q, cache: wrapper.run(q, cache),
+        fullgraph=True,
+        backend=lambda graph, inputs: graphs.append(graph) or graph,
+    )
+    for pages in ((0, 1, 2), (5, 6, 7)):
+        wrapper.plan(**_decode(pages=pages))
+        assert_same(step(q, cache), wrapper.run(q, cache))
+    assert len(graphs) == 1
+    wrapper.plan(**_decode(torch.bfloat16))
+    assert step(q, cache).dtype == torch.bfloat16 and len(graphs) == 2
+    lse = torch.compile(lambda q, cache: wrapper.run_return_lse(q, cache)[1], fullgraph=True)
+    assert_same(lse(q, cache), wrapper.run_return_lse(q, cache)[1])
+
+
+def test_two_wrappers_of_one_function_have_their_own_plans():
+    wrappers = []
+    for pages in ((0, 1, 2), (5, 6, 7)):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
+        )
+        wrapper.plan(**_decode(pages=pages))
+        wrappers.append(wrapper)
+    q = torch.randn(2, 4, 64, dtype=torch.float16, device=DEVICE)
+    cache = torch.randn(8, 2, 4, 2, 64, dtype=torch.float16, device=DEVICE)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(wrapper: Any, q: torch.Tensor) -> torch.Tensor:
+        return wrapper.run(q, cache)
+
+    for wrapper in (*wrappers, *wrappers):
+        assert_same(step(wrapper, q), wrapper.run(q, cache))
+
+
+def test_strides_that_callers_rely_on_are_kept():
+    x = torch.randn(6, 256, device=DEVICE, dtype=torch.bfloat16)
+
+    def quantize(x: torch.Tensor) -> Any:
+        return flashinfer.quantization.per_token_group_quant_8bit(x, 128, column_major_scales=True)
+
+    compiled = torch.compile(quantize, fullgraph=True, backend="aot_eager")(x)
+    assert_same(compiled, quantize(x))
+    assert [t.stride() for t in compiled] == [t.stride() for t in quantize(x)]
+    rows = torch.randn(3, 5, 64, device=DEVICE).transpose(0, 1)  # the kernel's result is permuted
+    weight = torch.ones(64, device=DEVICE)
+    norm = torch.compile(lambda x: flashinfer.rmsnorm(x, weight), fullgraph=True)
+    torch.testing.assert_close(norm(rows), flashinfer.rmsnorm(rows, weight), rtol=0, atol=0)
+
+
+def test_mistakes_are_refused_as_without_compile():
+    x, weight = torch.randn(4, 64, device=DEVICE), torch.ones(32, device=DEVICE)
+    norm = torch.compile(lambda: flashinfer.rmsnorm(x, weight), fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="weight"):
+        norm()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+    )
+    with pytest.raises(Exception, match=r"plan\(\) must be called before run\(\)"):
+        torch.compile(lambda: wrapper.run(x, (x, x)), fullgraph=True, backend="eager")()
+
+
+def test_eager_calls_do_not_come_here():
+    """Without tracing, a public function is the function that was written, with no test in it."""
+    traced = flashinfer.rmsnorm._torchdynamo_inline
+    assert flashinfer.rmsnorm.__code__.co_filename != traced.__code__.co_filename
+    assert "is_compiling" not in flashinfer.rmsnorm.__code__.co_names
