@@ -179,7 +179,8 @@ def _can_be_captured(call: _Call, arguments: Mapping[str, Any]) -> bool:
     """
     owner = arguments.get("self")
     if owner is not None:
-        return bool(getattr(owner, "_runs_in_graphs", False))
+        in_place = getattr(owner, "_use_cuda_graph", False)  # plans change in place
+        return bool(getattr(owner, "_runs_in_graphs", in_place))
     if "generator" in arguments:
         return isinstance(arguments.get("seed"), torch.Tensor)
     return not call.name.startswith("single_")

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .._common.dtypes import torch_name
 from ..trace.arguments import folded_shape
-from ..trace.specs import Const, Scalar, Tensor, argument_of, axis_without_tensor
+from ..trace.specs import Const, Scalar, Tensor, argument_of, axis_without_tensor, declared_dtype
 from ..trace.template import TraceTemplate
 
 Shape = Sequence[int]
@@ -71,7 +72,17 @@ def _axes(
 
 
 def _dtypes(template: TraceTemplate, arguments: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    names = template.known_dtypes(arguments)
+    """As `TraceTemplate.dtypes`, of a call that is not checked and that may have to be gathered."""
+    names: dict[str, str] = {}
+    for key, spec in [*template.inputs.items(), *template.outputs.items()]:
+        if isinstance(spec, Scalar):
+            continue
+        tensor = argument_of(key, spec, arguments)
+        name = declared_dtype(spec, names, arguments, template.outputs)
+        if isinstance(tensor, torch.Tensor):
+            name = torch_name(tensor.dtype)
+        if name is not None:
+            names[key] = name
     return {key: getattr(torch, names[key]) for key in template.outputs if key in names}
 
 

@@ -64,6 +64,11 @@ class MlaOptions:
     o_dtype: torch.dtype
     lse_mode: str
 
+    @property
+    def results(self) -> tuple[int, torch.dtype]:
+        """Columns and dtype of the results; a compiled graph depends on them."""
+        return self.head_dim_ckv, self.o_dtype
+
     def config(self, backend: str, device: torch.device) -> MlaConfig:
         """The configuration of the kernel for a device; `backend` may be ``"auto"``."""
         if backend == "auto":

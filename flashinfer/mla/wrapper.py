@@ -124,15 +124,7 @@ class BatchMLAPagedAttentionWrapper:
         self._run: Any = None
         self._cached_module = PlannedModule(self._plan_again)
 
-    @property
-    def _runs_in_graphs(self) -> bool:
-        return self._use_cuda_graph
-
-    @property
-    def _planned_results(self) -> tuple[int, torch.dtype] | None:
-        """Columns and dtype of the results, as planned; a compiled graph depends on them."""
-        options = self._options
-        return None if options is None else (options.head_dim_ckv, options.o_dtype)
+    _planned_results = property(lambda self: self._options and self._options.results)
 
     # --- Planning -----------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from .._common.dtypes import torch_name
+
 FLOATING = ("bfloat16", "float16", "float32")
 """The dtypes of activations that kernels read."""
 
@@ -183,6 +185,33 @@ def axis_without_tensor(
             raise TypeError(f"`{axis}` must be an int, got {type(given).__name__}")
         raise ValueError(f"axis {axis} has no value in this call: no tensor and no argument has it")
     return None
+
+
+def declared_dtype(
+    spec: Tensor,
+    names: Mapping[str, str],
+    arguments: Mapping[str, Any],
+    outputs: Mapping[str, Value],
+) -> str | None:
+    """The dtype that a tensor's entry states, by the dtypes found so far and a call's arguments."""
+    if spec.dtype is not None:
+        return spec.dtype
+    if spec.dtype_from is not None:
+        if spec.dtype_from in names:
+            return names[spec.dtype_from]
+        source = arguments.get(spec.dtype_from)
+        return torch_name(source.dtype) if isinstance(source, torch.Tensor) else None
+    if spec.dtype_from_scalar is None:
+        return None
+    chosen = arguments.get(spec.dtype_from_scalar)
+    if chosen is not None:
+        return torch_name(chosen)
+    for key, other in outputs.items():
+        if getattr(other, "dtype_from_scalar", None) == spec.dtype_from_scalar:
+            given = argument_of(key, other, arguments)
+            if isinstance(given, torch.Tensor):
+                return torch_name(given.dtype)
+    return spec.dtype_default
 
 
 def axis_json(axis: str, kind: Axis, values: Mapping[str, int]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from .specs import (
     argument_of,
     axis_json,
     axis_without_tensor,
+    declared_dtype,
     value_json,
 )
 from .specs import Var as Var
@@ -90,11 +91,10 @@ class TraceTemplate:
         call: a method's, part of which its object keeps, or one that takes the same tensors in
         several layouts. The reference is then a function of what is gathered.
     predict : callable, optional
-        ``predict(arguments) -> arguments`` where `gather` needs values: the sizes of axes and the
-        dtypes of the results that no tensor of the call shows, without a look at any value.
+        ``predict(arguments) -> arguments``: sizes of axes and dtypes of results that no tensor of a
+        call shows, without a look at any value, where `gather` needs values.
     has_own_strides : bool
-        Whether a result of the reference has strides that a caller relies on; others are
-        contiguous.
+        Whether callers rely on the strides of the reference's results.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class TraceTemplate:
                 names[key] = spec.dtype
                 continue
             tensor = argument_of(key, spec, arguments)
-            declared = self._declared_dtype(spec, names, arguments)
+            declared = declared_dtype(spec, names, arguments, self.outputs)
             observed = torch_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else declared
             if observed is None:
                 if key in self.outputs:
@@ -299,20 +299,6 @@ class TraceTemplate:
                 )
             # An input that is also an output keeps the input's entry under another JSON key.
             names[key] = observed
-        return names
-
-    def known_dtypes(self, arguments: Mapping[str, Any]) -> dict[str, str]:
-        """As `dtypes`, of a call that is not checked and that may have to be gathered."""
-        names: dict[str, str] = {}
-        for key, spec in [*self.inputs.items(), *self.outputs.items()]:
-            if isinstance(spec, Scalar):
-                continue
-            tensor = argument_of(key, spec, arguments)
-            name = self._declared_dtype(spec, names, arguments)
-            if isinstance(tensor, torch.Tensor):
-                name = torch_name(tensor.dtype)
-            if name is not None:
-                names[key] = name
         return names
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -355,29 +341,6 @@ class TraceTemplate:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"`{param}` must be a torch.Tensor, got {type(tensor).__name__}")
             yield param, spec, tensor
-
-    def _declared_dtype(
-        self, spec: Tensor, names: Mapping[str, str], arguments: Mapping[str, Any]
-    ) -> str | None:
-        if spec.dtype is not None:
-            return spec.dtype
-        if spec.dtype_from is not None:
-            if spec.dtype_from in names:
-                return names[spec.dtype_from]
-            source = arguments.get(spec.dtype_from)
-            return torch_name(source.dtype) if isinstance(source, torch.Tensor) else None
-        if spec.dtype_from_scalar is not None:
-            chosen = arguments.get(spec.dtype_from_scalar)
-            return self._default_dtype(spec, arguments) if chosen is None else torch_name(chosen)
-        return None
-
-    def _default_dtype(self, spec: Tensor, arguments: Mapping[str, Any]) -> str | None:
-        for key, other in self.outputs.items():
-            if getattr(other, "dtype_from_scalar", None) == spec.dtype_from_scalar:
-                given = argument_of(key, other, arguments)
-                if isinstance(given, torch.Tensor):
-                    return torch_name(given.dtype)
-        return spec.dtype_default
 
     def _check_destination_types(self, arguments: Mapping[str, Any]) -> None:
         required = required_parameters(self.reference)

@@ -108,11 +108,6 @@ class AttentionWrapper:
         return self._use_cuda_graph
 
     @property
-    def _runs_in_graphs(self) -> bool:
-        """Whether a CUDA graph may hold a run, whose plan then changes in place."""
-        return self._use_cuda_graph
-
-    @property
     def _planned_results(self) -> tuple[int, torch.dtype] | None:
         """Columns and dtype of the results, as planned; a compiled graph depends on them."""
         return results_of(self._problem)
