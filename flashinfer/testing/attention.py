@@ -39,7 +39,7 @@ def attention_check_options(template: TraceTemplate, arguments: Mapping[str, Any
 
 
 @dataclasses.dataclass(frozen=True)
-class _SpreadBound(ErrorBound):
+class SpreadBound(ErrorBound):
     """An error bound with a part of its own for each element."""
 
     spread: torch.Tensor | None = None
@@ -58,10 +58,10 @@ class _AttentionBounds(CheckOptions):
 
     def bound_for(self, output: torch.Tensor, arguments: Any) -> ErrorBound:
         if output.dtype == torch.float32:
-            return _SpreadBound(0.0, 2.0**-20, 1e-3, spread=self.lse)
+            return SpreadBound(0.0, 2.0**-20, 1e-3, spread=self.lse)
         # The output's own rounding; sums in float32 of terms that cancel.
         unit = unit_roundoff(output.dtype)
-        return _SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.output)
+        return SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.output)
 
 
 def _errors(template: TraceTemplate, gathered: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,21 +14,11 @@ from typing import Any
 import torch
 
 from ..trace.template import TraceTemplate
+from .attention import SpreadBound
 from .numerics import ErrorBound, unit_roundoff
 from .reference import CheckOptions
 
 __all__ = ["mla_check_options"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _SpreadBound(ErrorBound):
-    """An error bound with a part of its own for each element."""
-
-    spread: torch.Tensor | None = None
-
-    def systematic(self, expected: torch.Tensor) -> torch.Tensor:
-        assert self.spread is not None
-        return super().systematic(expected) + self.spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +31,7 @@ class _Bounds(CheckOptions):
         if output.dtype == torch.float32:
             return ErrorBound(0.0, 2.0**-20, 1e-3)
         unit = unit_roundoff(output.dtype)
-        return _SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.spread)
+        return SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.spread)
 
 
 def mla_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> CheckOptions:

@@ -35,9 +35,11 @@ SUBSTITUTIONS = {
             "high_bits = emulation::float_to_half(high);"
         ),
     },
-    "flashinfer/attention/math.cuh": {
+    "flashinfer/common/exp2.cuh": {
         'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = exp2f(x);",
         'asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = log2f(x);",
+    },
+    "flashinfer/attention/math.cuh": {
         'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.f / x;",
     },
     "flashinfer/attention/portable/attention.cuh": {

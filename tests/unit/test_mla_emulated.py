@@ -8,7 +8,7 @@ from tests.unit.test_attention_emulated import Emulator, emulator
 
 __all__ = ["emulator"]  # a fixture
 
-KERNEL, MATH = "flashinfer/mla/portable/mla.cuh", "flashinfer/mla/math.cuh"
+KERNEL = "flashinfer/mla/portable/mla.cuh"
 
 
 def find_fault(
@@ -17,11 +17,6 @@ def find_fault(
     """What the emulation says; empty if all is right."""
     shared = "extern __shared__ __align__(128) char shared[];"
     emulator.substitute(KERNEL, shared, "char* const shared = dynamic_shared;")
-    for asm, portable in (
-        ('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));', "y = exp2f(x);"),
-        ('asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));', "y = log2f(x);"),
-    ):
-        emulator.substitute(MATH, asm, portable)
     flags = {"DTYPE_Q": dtype, "DTYPE_O": dtype, "HEAD_DIM_CKV": dims[0], "HEAD_DIM_KPE": dims[1]}
     options = [f"-DFLASHINFER_CFG_{name}={value}" for name, value in flags.items()]
     program = emulator.build("mla_emulation.cc", [f"-DEMULATION_ARCH={arch}", *options])

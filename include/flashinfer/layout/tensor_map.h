@@ -6,26 +6,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <flashinfer/ptx/tensor_map.h>
 
 namespace flashinfer {
-
-// The driver's cuTensorMapEncodeTiled; null if the driver has none.
-inline decltype(&cuTensorMapEncodeTiled) tensor_map_encode_function() {
-  static const auto encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    constexpr const char* kName = "cuTensorMapEncodeTiled";
-#if CUDART_VERSION >= 12050
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion(kName, &function, 12000, cudaEnableDefault, &found);
-#else
-    const cudaError_t status = cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault, &found);
-#endif
-    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return encode;
-}
 
 // Describes a tensor of `kDims` dimensions, the contiguous one first; `strides` are those of the
 // other dimensions, in elements. `swizzle` is the bytes of a box's row in shared memory that are
@@ -34,7 +17,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encode_function() {
 template <typename T, int kDims>
 inline bool encode_tensor_map(CUtensorMap* map, const void* data, const uint64_t (&lengths)[kDims],
                               const int64_t* strides, const uint32_t (&box)[kDims], int swizzle) {
-  const auto encode = tensor_map_encode_function();
+  const auto encode = ptx::tensor_map_encoder();
   if (encode == nullptr) return false;
   constexpr int kSize = static_cast<int>(sizeof(T));
   cuuint64_t sizes[kDims], steps_in_bytes[kDims - 1];

@@ -1,7 +1,7 @@
 // Ends a query row after all of its KV: adds the sink, and gives the output's factor and the LSE.
 #pragma once
 
-#include <flashinfer/mla/math.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/mla/mla_params.h>
 
 namespace flashinfer {

@@ -1,14 +1,12 @@
-// Functions and constants of the softmax.
+// Fast exponential and logarithm to base 2, under the names that attention variants use.
 #pragma once
-
-#include <cstdint>
 
 namespace flashinfer::math {
 
 inline constexpr float log2e = 1.44269504088896340736f;
 inline constexpr float inf = __builtin_huge_valf();
 
-// 2^x, ex2.approx: within 2 units in the last place; 2^-inf is 0.
+// 2^x by ex2.approx, accurate to 2 units in the last place; 2^-inf is 0.
 __device__ __forceinline__ float ptx_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
