@@ -59,7 +59,7 @@ def collect_env() -> dict[str, dict[str, Any]]:
 
 
 def _or_broken(collect: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns, or a line about its failure.
+    """Return the value of a function, or a line about its failure.
 
     A report is read where something does not work: one broken part must not hide the others.
     """

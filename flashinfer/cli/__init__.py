@@ -51,7 +51,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package.__version__, "--version", message="flashinfer %(version)s")
 def main() -> None:
-    """FlashInfer: look at this installation, build kernels ahead of use, replay recorded calls."""
+    """FlashInfer: look at this installation, build kernels before use, replay recorded calls."""
 
 
 @main.command()

@@ -119,6 +119,13 @@ def test_versions_of_python_are_stated_once_and_alike(metadata: Message):
     assert f'python_version = "3.{minors[0]}"' in project
 
 
+def test_no_hint_installs_a_distribution_of_that_name_from_an_index():
+    """There it is another project: a hint says `pip install -e ".[serve]"`."""
+    texts = {n: (ROOT / n).read_text() for n in listed() if n.endswith((".py", ".md"))}
+    wanted = re.compile(r"pip install[^\n]*\bflashinfer-python")
+    assert {n for n, text in texts.items() if wanted.search(text) and "/tests/" not in n} == set()
+
+
 @pytest.mark.full
 def test_the_lowest_dependencies_work(wheel: Path, tmp_path: Path):
     """pip installs them into a new environment, where the smoke test and the example run."""

@@ -113,3 +113,26 @@ def test_import_needs_no_heavy_module():
     """What only a build, a benchmark or the command line needs is imported by them."""
     loaded = set(import_report()["modules"])
     assert not loaded & {"jinja2", "click", "tabulate", "tqdm", "pynvml", "cupti", "setuptools"}
+
+
+WITHOUT_OTHERS = """
+import sys, torch
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(name)
+
+missing = {"apache_tvm_ffi", "click", "jinja2", "ninja", "pynvml", "tabulate", "tqdm", "tvm_ffi"}
+sys.meta_path.insert(0, Missing())
+for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
+    del sys.modules[name]
+import flashinfer
+print(flashinfer.rmsnorm(torch.ones(2, 8).half(), torch.ones(8).half()).tolist())
+"""
+
+
+def test_a_checkout_runs_with_torch_numpy_and_packaging():
+    """README says so of `PYTHONPATH=<this folder>`."""
+    env = os.environ | {"FLASHINFER_BACKEND": "reference"}
+    assert run_watched(WITHOUT_OTHERS, env) == [[1.0] * 8] * 2
