@@ -1,5 +1,7 @@
 """GPU kernels for LLM serving, compiled when they are first called."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from ._common.importing import is_command_line, without_collections
 from .version import __git_version__ as __git_version__
 from .version import __version__ as __version__
@@ -120,3 +122,25 @@ if not is_command_line():
 
         # Last: FLASHINFER_BACKEND=reference routes what was imported above.
         from .reference_backend import reference_backend as reference_backend  # isort: skip
+
+if _TYPE_CHECKING:
+    from . import aot as aot
+    from . import collect_env as collect_env
+    from . import comm as comm
+    from . import concat_ops as concat_ops
+    from . import fp4_quantization as fp4_quantization
+    from . import fp8_quantization as fp8_quantization
+    from . import fused_moe as fused_moe
+    from . import gdn_decode as gdn_decode
+    from . import gdn_kernels as gdn_kernels
+    from . import gdn_prefill as gdn_prefill
+    from . import logits_processor as logits_processor
+    from . import mamba as mamba
+    from . import testing as testing
+else:
+
+    def __getattr__(name: str) -> object:
+        """The submodules that few programs need are imported when they are first named."""
+        from ._common.importing import missing_attribute
+
+        return missing_attribute(name, globals())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
+import importlib
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
 def is_command_line() -> bool:
@@ -35,3 +40,31 @@ def without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def missing_attribute(name: str, package: Mapping[str, Any]) -> ModuleType:
+    """The public submodule of a name that a package does not have yet.
+
+    Parameters
+    ----------
+    name : str
+        The attribute that a program asks for.
+    package : mapping
+        The package's namespace.
+
+    Raises
+    ------
+    AttributeError
+        If there is none; it names the closest public names.
+    """
+    module = f"{package['__name__']}.{name}"
+    if not name.startswith("_") and importlib.util.find_spec(module) is not None:
+        return importlib.import_module(module)
+    public = [known for known in package if not known.startswith("_")]
+    close = difflib.get_close_matches(name, public, n=3)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    if not name.startswith("_"):
+        hint += "; docs/engines.md lists what is still to come"
+    raise AttributeError(
+        f"module {package['__name__']!r} has no attribute {name!r}{hint}", name=name
+    )

@@ -276,7 +276,8 @@ def gen_jit_spec(
     post_load_adapter : callable, optional
         Applied to the loaded module; what it returns is what loading returns.
     use_fast_math : bool
-        Pass ``-use_fast_math``.
+        Pass ``-use_fast_math``. The default is FlashInfer's, for operations that users write; the
+        modules of this package pass False.
     extra_cuda_cflags_by_source : mapping, optional
         More nvcc flags for single sources.
     config : ModuleConfig, optional

@@ -10,7 +10,7 @@ import torch
 from ..._common.checks import tensor as check_tensor
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, CtaSlots
-from ...jit.errors import ToolchainError
+from ...jit.errors import MissingJITCacheError, ToolchainError
 from .choice import KernelChoice, choose_kernel
 from .launch import ALL_ROWS, NO_OPTIONS, ModuleKey, PlanOptions, RowRange, Workspaces
 from .no_kernel import is_computed_from_plans
@@ -22,6 +22,8 @@ from .tiles import kv_tiles
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 100,000 tiles."""
 
+# The planner is compiled for the host. A reference needs its checks alone, and can go without them.
+_NO_MODULE = (ToolchainError, MissingJITCacheError)
 _NOMINAL_CTA_SLOTS = CtaSlots(264, 1)  # for plans without a GPU
 
 HeadScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -180,7 +182,7 @@ class AttentionExecutor:
             checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, options, ALL_ROWS)
             self._checker = checker
             checker.plan(None, -1, problem.requests, None if second is None else second.requests)
-        except ToolchainError:
+        except _NO_MODULE:
             if not is_computed_from_plans():
                 raise
         finally:
@@ -406,7 +408,7 @@ class AttentionExecutor:
             planner = self._configured(problem, key, _NOMINAL_CTA_SLOTS, self._options, rows)
             seconds = None if second is None else second.requests
             planner.plan(self.workspaces.ints, self._float_bytes, problem.requests, seconds)
-        except ToolchainError:
+        except _NO_MODULE:
             if not is_computed_from_plans():
                 raise
         self._check_is_computed()
