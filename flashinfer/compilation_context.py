@@ -15,6 +15,11 @@ from . import env
 Arch = tuple[int, str]  # (9, "0a") is sm_90a
 
 _ARCH = re.compile(r"(\d{1,2})\.(\d)([af]?)")
+# Minor versions by major, of every compute capability that nvcc 11 to 13 knows and of 10.7.
+_EXISTING = {
+    3: "57", 5: "023", 6: "012", 7: "025", 8: "06789", 9: "0", 10: "0137", 11: "0", 12: "01",
+}  # fmt: skip
+_FIRST_WITH_SUFFIX = {"a": 9, "f": 10}
 
 NO_ARCH_MESSAGE = (
     "No GPU was found to compile for: set FLASHINFER_CUDA_ARCH_LIST to the architectures you "
@@ -99,7 +104,8 @@ def parse_arch_list(text: str) -> list[Arch]:
     Raises
     ------
     ValueError
-        If an entry is not of the form ``major.minor`` with an optional ``a`` or ``f``.
+        If an entry is not of the form ``major.minor`` with an optional ``a`` or ``f``, or names
+        an architecture that does not exist.
     """
     archs = []
     for word in re.split(r"[\s,;]+", text.strip()):
@@ -109,8 +115,20 @@ def parse_arch_list(text: str) -> list[Arch]:
                 f"FLASHINFER_CUDA_ARCH_LIST={text!r}: {word!r} is not an architecture; "
                 'expected entries such as "8.0", "9.0a" or "12.0f"'
             )
-        archs.append((int(match[1]), match[2] + match[3]))
+        major, minor, suffix = int(match[1]), match[2], match[3]
+        if minor not in _EXISTING.get(major, "") or major < _FIRST_WITH_SUFFIX.get(suffix, 0):
+            raise ValueError(
+                f"FLASHINFER_CUDA_ARCH_LIST={text!r}: there is no architecture {word}; "
+                f"expected some of {', '.join(_known_archs())}"
+            )
+        archs.append((major, minor + suffix))
     return archs
+
+
+def _known_archs() -> list[str]:
+    """Architectures from 7.5 on as they are usually written."""
+    numbers = [(major, int(m)) for major, minors in _EXISTING.items() for m in minors]
+    return [_dotted(arch_of_capability(*number)) for number in numbers if number >= (7, 5)]
 
 
 def arch_of_capability(major: int, minor: int) -> Arch:

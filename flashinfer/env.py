@@ -17,6 +17,10 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
+class _Unusable(ValueError):
+    """A value whose form is right, and the reason why it cannot be used."""
+
+
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """One environment variable: how it is parsed, what it means when absent.
@@ -65,7 +69,10 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise ValueError(f"{self.name}={text!r} is not valid: expected {self.type}") from error
+            why = f" ({error})" if isinstance(error, _Unusable) else ""
+            raise ValueError(
+                f"{self.name}={text!r} is not valid: expected {self.type}{why}"
+            ) from error
 
 
 VARIABLES: dict[str, Variable] = {}
@@ -97,7 +104,23 @@ def _words(name: str, doc: str) -> Variable[tuple[str, ...]]:
 
 def _path(name: str, doc: str, shown: str | None = None) -> Variable[Path | None]:
     """Absolute: compilers run in other folders."""
-    return _declare(name, "path", None, lambda t: Path(t).expanduser().absolute(), doc, shown)
+    return _declare(name, "path", None, _absolute, doc, shown)
+
+
+def _absolute(text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise _Unusable(f"there is no user {text.split('/')[0]}") from error
+    except OSError as error:
+        raise _Unusable("it is relative to the working folder, which was removed") from error
+
+
+def _paths(name: str, doc: str) -> Variable[tuple[Path, ...]]:
+    def parse(text: str) -> tuple[Path, ...]:
+        return tuple(_absolute(part) for part in text.split(os.pathsep) if part)
+
+    return _declare(name, "paths with `:` between", (), parse, doc, "unset")
 
 
 def _flag(name: str, doc: str) -> Variable[bool]:
@@ -152,6 +175,21 @@ FLASHINFER_WORKSPACE_BASE = _path(
     "FLASHINFER_WORKSPACE_BASE",
     "Folder that holds `.cache/flashinfer`, the cache of compiled modules.",
     "home directory",
+)
+FLASHINFER_TRUSTED_FOLDERS = _paths(
+    "FLASHINFER_TRUSTED_FOLDERS",
+    "Folders whose compiled modules are loaded whoever owns or can write them "
+    "([who is trusted](security.md)).",
+)
+FLASHINFER_BUILD_TIMEOUT = _number(
+    "FLASHINFER_BUILD_TIMEOUT",
+    "Seconds without any finished step after which compilers count as hanging and are ended.",
+    1800.0,
+)
+FLASHINFER_TOOLCHAIN_TIMEOUT = _number(
+    "FLASHINFER_TOOLCHAIN_TIMEOUT",
+    "Seconds in which a compiler must answer what version it is.",
+    60.0,
 )
 FLASHINFER_CUDA_ARCH_LIST = _text(
     "FLASHINFER_CUDA_ARCH_LIST",
@@ -281,6 +319,7 @@ CXX = _text("CXX", "Host C++ compiler.", shown="g++, c++ or clang++ from `PATH`"
 NVCC_PREPEND_FLAGS = _text("NVCC_PREPEND_FLAGS", "Flags that nvcc itself puts first.")
 NVCC_APPEND_FLAGS = _text("NVCC_APPEND_FLAGS", "Flags that nvcc itself puts last.")
 HOME = _text("HOME", "Home directory, the default cache base.")
+TMPDIR = _text("TMPDIR", "Where compilers put temporary files.", "/tmp")
 PATH = _text("PATH", "Where programs are looked for.", os.defpath)
 
 

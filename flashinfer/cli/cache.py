@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from ..jit import cache
+from ..jit import cache, places
+from ..jit.publish import clear_cache_dir
 from . import tables
 from .failure import explained
 
@@ -17,7 +18,7 @@ from .failure import explained
 @explained
 def clear_cache(yes: bool) -> None:
     """Remove the compiled modules of this version. Running processes keep what they have loaded."""
-    folder = cache.version_dir()
+    folder = places.version_dir()
     if not folder.is_dir():
         click.echo(f"{folder} does not exist: nothing to remove.")
         return
@@ -25,7 +26,7 @@ def clear_cache(yes: bool) -> None:
     question = f"Remove {folder} ({count} modules, {tables.size(size)})?"
     if not yes:
         click.confirm(question, abort=True)
-    cache.clear_cache_dir()
+    clear_cache_dir()
     click.echo(f"Removed {folder} ({count} modules, {tables.size(size)}).")
 
 

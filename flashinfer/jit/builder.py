@@ -5,31 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import env
-from . import cache, cpp_ext, store, toolchain
-from .errors import BuildError, JitError, build_error, killed_for_memory
+from . import cpp_ext, files, locks, places, publish, store, toolchain, trust
+from .errors import (
+    BuildError,
+    JitError,
+    ToolchainError,
+    build_error,
+    killed_for_memory,
+    system_error,
+)
 from .fingerprint import Identity
 from .log import logger
+from .process import run_ninja
 from .progress import Progress, Waiting
 from .resources import default_jobs
 from .spec import ModuleSpec
 
-# ninja dies with the process that started it (and takes its compilers along): a killed server
-# leaves no compilers running. Set between fork and exec, in a small interpreter of its own, since
-# code after the fork of a process with threads may deadlock.
-_DIE_WITH_PARENT = (
-    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,15);"
-    "os.getppid()==int(sys.argv[1]) and os.execv(sys.argv[2],sys.argv[2:])"
-)
-_MAX_ATTEMPTS = 5  # of a build whose sources are written while it runs
+_MAX_ATTEMPTS = 5  # of a build whose sources or folders change while it runs
 
 
 @dataclass
@@ -38,7 +35,7 @@ class _Job:
 
     spec: ModuleSpec
     identity: Identity
-    stamps: dict[str, int]
+    stamps: dict[str, files.Stamp]
     home: Path
     private: Path
 
@@ -64,48 +61,65 @@ def build(
             return
         by_name = {spec.name: spec for spec in changed}
     raise BuildError(
-        f"The sources of {', '.join(by_name)} kept changing while they were compiled.\n"
-        "  hint: try again when the edit or checkout is finished"
+        f"The sources of {', '.join(by_name)}, or its folders in the cache, kept changing while "
+        "they were compiled.\n  hint: try again when the edit, checkout or clean-up is finished"
     )
 
 
 def _build_once(
     specs: Sequence[ModuleSpec], verbose: bool | None, skip_prebuilt: bool
 ) -> list[ModuleSpec]:
-    """One attempt; returns the modules whose sources changed meanwhile."""
+    """One attempt; returns the modules whose sources or folders changed meanwhile."""
     for spec in specs:
         store.require_buildable(spec)
-    root = cache.jit_dir(cache.writable_base())
+    base = places.writable_base()
+    root = places.jit_dir(base)
+    trust.require_trusted(trust.chain(root, base))
+    failures = {spec.name: locks.last_failure(root / spec.name) for spec in specs}
     with contextlib.ExitStack() as stack, _explained(root):
         # Sorted by name, so that two builds of overlapping sets cannot wait for each other.
         for spec in specs:
-            stack.enter_context(cache.building(root / spec.name, Waiting(spec.name)))
-        # Somebody may have built some of them while we waited for the locks.
-        jobs = [
-            _begin(spec, root / spec.name)
-            for spec in specs
-            if store.find(spec, skip_prebuilt) is None
-        ]
-        for job in jobs:
-            stack.callback(shutil.rmtree, job.private, ignore_errors=True)
-        return _compile_and_publish(jobs, root, verbose) if jobs else []
+            stack.enter_context(locks.building(root / spec.name, Waiting(spec.name)))
+        # Somebody may have built some of them, or failed to, while we waited for the locks.
+        missing = [spec for spec in specs if store.find(spec, skip_prebuilt) is None]
+        errors: list[JitError] = []
+        jobs: list[_Job] = []
+        for spec in missing:
+            home, key = root / spec.name, spec.identity().key
+            if failure := locks.shared_failure(home, failures[spec.name], key):
+                errors.append(failure)
+                continue
+            jobs.append(_begin(spec, home))
+            stack.callback(files.remove_tree, jobs[-1].private)
+        changed = _compile_and_publish(jobs, root, verbose, errors) if jobs else []
+        if errors:
+            raise errors[0]
+        return changed
 
 
 def _begin(spec: ModuleSpec, home: Path) -> _Job:
+    if "`" in str(home) and spec.uses_cuda(spec.reached().external):
+        raise ToolchainError(
+            f"nvcc cannot work in {home}: its path has a backtick in it.\n"
+            "  hint: set FLASHINFER_WORKSPACE_BASE to another folder"
+        )
     stamps = spec.reached().stamps  # before the identity: an edit in between is seen as one
-    return _Job(spec, spec.identity(), stamps, home, cache.private_dir(home))
+    return _Job(spec, spec.identity(), stamps, home, publish.private_dir(home))
 
 
 @contextlib.contextmanager
-def _explained(root: Path):
+def _explained(root: Path) -> Iterator[None]:
     """Turn an operating-system error on the cache into one with a remedy."""
     try:
         yield
     except OSError as error:
-        raise build_error(f"Cannot build in {root}.", f"error: {error}", "none") from error
+        raise system_error(root, error) from error
 
 
-def _compile_and_publish(jobs: list[_Job], root: Path, verbose: bool | None) -> list[ModuleSpec]:
+def _compile_and_publish(
+    jobs: list[_Job], root: Path, verbose: bool | None, errors: list[JitError]
+) -> list[ModuleSpec]:
+    """Build, publish what succeeds, add to `errors`; returns what must be built again."""
     if verbose is None:
         verbose = env.FLASHINFER_JIT_VERBOSE.get()
     archs = sorted({arch for job in jobs for arch in job.identity.archs}, key=lambda a: (len(a), a))
@@ -115,25 +129,46 @@ def _compile_and_publish(jobs: list[_Job], root: Path, verbose: bool | None) -> 
     try:
         outputs = _run(jobs, progress, verbose)
         succeeded = all(job.library.exists() for job in jobs)
+    except TimeoutError as error:
+        outputs = _timeout_message(jobs, error)
+    except FileNotFoundError:
+        if all(job.private.is_dir() for job in jobs):
+            raise
+        return [job.spec for job in jobs]
     finally:
         progress.done(succeeded)
-    changed, errors = [], []
+    changed = []
     for job in jobs:
         log = outputs if len(jobs) == 1 else _part_of(outputs, job.private.name)
-        built = job.library.exists()
-        # A generator that writes its sources in place may have shown the compiler half a file, or
-        # an empty one, which compiles.
-        touched = job.spec.reached().stamps != job.stamps
-        if touched or job.spec.identity() != job.identity:
+        try:
+            if _has_changed(job):
+                changed.append(job.spec)
+            elif not job.library.exists():
+                errors.append(_failed(job, targets, log))
+            else:
+                (job.private / "build.log").write_text(log)
+                publish.publish(job.private, job.spec.name, job.identity)
+        except FileNotFoundError:
+            if job.private.is_dir():
+                raise
             changed.append(job.spec)
-        elif not built:
-            errors.append(_failed(job, targets, log))
-        else:
-            (job.private / "build.log").write_text(log)
-            cache.publish(job.private, job.spec.name, job.identity)
-    if errors:
-        raise errors[0]
     return changed
+
+
+def _has_changed(job: _Job) -> bool:
+    """Whether what was compiled may be something else than what the identity says.
+
+    A generator that writes its sources in place may have shown the compiler half a file, or an
+    empty one, which compiles. Somebody may have removed the folder of the build.
+    """
+    if not job.private.is_dir():
+        return True
+    return job.spec.reached().stamps != job.stamps or job.spec.identity() != job.identity
+
+
+def _timeout_message(jobs: list[_Job], error: TimeoutError) -> str:
+    waiting = [job.spec.name for job in jobs if not job.library.exists()]
+    return f"error: a compiler hangs: {error} ({', '.join(waiting)})\n"
 
 
 def _failed(job: _Job, targets: str, output: str) -> JitError:
@@ -144,7 +179,9 @@ def _failed(job: _Job, targets: str, output: str) -> JitError:
         scratch.replace(log)
     except OSError:
         log = Path("not written")
-    return build_error(f"Building {job.spec.name} for {targets} failed.", output, log)
+    error = build_error(f"Building {job.spec.name} for {targets} failed.", output, log)
+    locks.record_failure(job.home, job.private, job.identity.key, error)
+    return error
 
 
 def _part_of(output: str, folder: str) -> str:
@@ -155,18 +192,21 @@ def _part_of(output: str, folder: str) -> str:
 
 def _run(jobs: list[_Job], progress: Progress, verbose: bool) -> str:
     """Run ninja over all modules; what was killed for memory gets one more chance, alone."""
+    folder = jobs[0].private
     for job in jobs:
-        (job.private / "build.ninja").write_text(job.spec.ninja_module().text())
-    if len(jobs) == 1:
-        folder, ninja_file = jobs[0].private, "build.ninja"
-    else:
+        module = job.spec.ninja_module()
+        (job.private / "build.ninja").write_text(module.text())
+        for place, link in module.links().items():
+            (job.private / link).symlink_to(place)
+        # Relative: nvcc takes only some characters in the path of a file.
+        part = module.text(os.path.relpath(job.private, folder))
+        (job.private / "part.ninja").write_text(part)
+    ninja_file = "build.ninja"
+    if len(jobs) > 1:
         # Rules are named alike in each module, and a subninja file has its own scope for them.
-        folder, ninja_file = jobs[0].private, "batch.ninja"
-        lines = []
-        for job in jobs:
-            (job.private / "part.ninja").write_text(job.spec.ninja_module().text(str(job.private)))
-            lines.append(f"subninja {cpp_ext.ninja_path(str(job.private / 'part.ninja'))}")
-        (folder / ninja_file).write_text("\n".join(lines) + "\n")
+        ninja_file = "batch.ninja"
+        parts = (cpp_ext.ninja_path(str(job.private / "part.ninja")) for job in jobs)
+        (folder / ninja_file).write_text("".join(f"subninja {part}\n" for part in parts))
     output, code = _ninja(folder, ninja_file, default_jobs(), len(jobs) > 1, progress, verbose)
     if code != 0 and killed_for_memory(output):
         victims = ", ".join(re.findall(r"^FAILED:(?: \[code=\d+\])? (\S+)", output, re.MULTILINE))
@@ -186,41 +226,10 @@ def _ninja(
     command = [toolchain.require_ninja(), "-C", str(folder), "-f", ninja_file, f"-j{jobs}"]
     command += ["-k0"] if keep_going else []
     command += ["-v"] if verbose else []
-    # An embedding program may have no interpreter to start.
-    if sys.platform == "linux" and sys.executable and os.access(sys.executable, os.X_OK):
-        prelude = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-        command = [*prelude, *command]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        # Error messages are read by errors.py, which knows the English ones.
-        env=env.child_environment({"NINJA_STATUS": "[%f/%t] ", "LC_ALL": "C"}),
-    )
-    lines: list[str] = []
 
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            progress.line(line)
-            if verbose:
-                logger.info("%s", line.rstrip())
+    def on_line(line: str) -> None:
+        progress.line(line)
+        if verbose:
+            logger.info("%s", line.rstrip())
 
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout=0.1)
-                break
-            progress.tick()
-    except BaseException:
-        process.terminate()  # ninja then stops its compilers
-        process.wait()
-        raise
-    reader.join()
-    return "".join(lines), code
+    return run_ninja(command, on_line, progress.tick)

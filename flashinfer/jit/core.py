@@ -17,12 +17,13 @@ from ..compilation_context import (
     CompilationContext,
     current_compilation_context,
 )
-from . import builder, cache, store
+from . import builder, cache, places, store
 from . import env as jit_env
-from .cache import clear_cache_dir, write_if_different
 from .config import ModuleConfig
 from .errors import BuildError, JitError, MissingJITCacheError, ToolchainError
+from .files import write_if_different
 from .log import FlashInferJITLogger, logger
+from .publish import clear_cache_dir
 from .spec import ModuleSpec
 
 __all__ = [
@@ -44,6 +45,10 @@ __all__ = [
     "logger",
     "write_if_different",
 ]
+
+
+# Of a load while others clear or damage the cache.
+_MAX_ATTEMPTS = 10
 
 
 class JitSpec(ModuleSpec):
@@ -79,13 +84,13 @@ class JitSpec(ModuleSpec):
         Path
             The file. A build writes its own, next to the library.
         """
-        path = cache.jit_dir(cache.writable_base()) / self.name / "build.ninja"
+        path = places.jit_dir(places.writable_base()) / self.name / "build.ninja"
         write_if_different(path, self.ninja_module().text())
         return path
 
     def get_compile_commands(self) -> list[dict[str, str]]:
         """Entries for ``compile_commands.json``, one per source."""
-        return self.ninja_module().compile_commands(cache.jit_dir() / self.name)
+        return self.ninja_module().compile_commands(places.jit_dir() / self.name)
 
     def build(self, verbose: bool | None = None) -> None:
         """Compile the module, unless it is there already.
@@ -107,7 +112,10 @@ class JitSpec(ModuleSpec):
         build_jit_specs([self], verbose)
 
     def find(self, prebuilt: bool = True) -> cache.Entry | None:
-        """The compiled module on disk: in the cache or, if `prebuilt`, among those shipped."""
+        """The compiled module on disk: in the cache or, if `prebuilt`, among those shipped.
+
+        A module that is damaged counts as missing.
+        """
         return store.find(self, prebuilt)
 
     def is_built(self) -> bool:
@@ -134,7 +142,7 @@ class JitSpec(ModuleSpec):
     def try_load(self) -> Any | None:
         """The loaded module if it is compiled already, else None. Never compiles."""
         entry = self.find()
-        return store.load(self, entry.library) if entry else None
+        return store.load_entry(self, entry) if entry else None
 
     def load(self, so_path: Path | None = None) -> Any:
         """Load the compiled module.
@@ -163,13 +171,26 @@ class JitSpec(ModuleSpec):
         -------
         tvm_ffi.Module
             Its exported functions are attributes.
+
+        Raises
+        ------
+        BuildError, ToolchainError, MissingJITCacheError
+            As :meth:`build`.
+        UntrustedError
+            If somebody else can have written the compiled module.
+        JitError
+            If the system cannot load the module.
         """
-        entry = self.find()
-        if entry is None:
-            self.build()
+        for _ in range(_MAX_ATTEMPTS):
             entry = self.find()
-            assert entry is not None, self.name
-        return store.load(self, entry.library)
+            if entry is None:
+                self.build()
+            elif (module := store.load_entry(self, entry)) is not None:
+                return module
+        raise JitError(
+            f"{self.name} was removed or damaged {_MAX_ATTEMPTS} times while it was loaded.\n"
+            f"  hint: look what removes or changes files in {places.jit_dir()}"
+        )
 
 
 @dataclass(frozen=True)
@@ -219,7 +240,7 @@ class JitSpecRegistry:
         if name not in self._specs:
             return None
         spec, created = self._specs[name]
-        entry = spec.find()
+        entry = store.find(spec, verify=False)
         return JitSpecStatus(
             name=name,
             created_at=created,

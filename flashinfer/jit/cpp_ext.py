@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,15 +15,19 @@ from .. import env
 from . import env as jit_env
 from . import toolchain
 
+# nvcc starts its parts through a shell, splits folders at commas, and quotes neither well enough.
+_AWKWARD_FOR_NVCC = re.compile(r"[,'\"$`\\;&()|<>\n]")
 CUDA_SUFFIXES = (".cu",)
 HOST_SUFFIXES = (".cc", ".cpp", ".cxx", ".c++")
 
 
 def checked_name(name: str) -> str:
     """The name of a module, if files can be called so."""
-    if not name or len(name) > 200 or not all(c.isalnum() or c in "_-." for c in name):
+    too_long = len(name.encode(errors="replace")) > 200
+    if not name or too_long or not all(c.isalnum() or c in "_-." for c in name):
         raise ValueError(
-            f"name of a module must be 1 to 200 letters, digits, '_', '-' or '.', got {name!r}"
+            "name of a module must be 1 to 200 bytes of letters, digits, '_', '-' or '.', "
+            f"got {name!r}"
         )
     if name.startswith("."):
         raise ValueError(f"name of a module must not start with '.', got {name!r}")
@@ -36,6 +41,11 @@ def checked_source(name: str, source: str | Path) -> Path:
     if path.suffix not in allowed:
         raise ValueError(
             f"sources of module {name!r}: {str(path)!r} must end in one of {', '.join(allowed)}"
+        )
+    if path.suffix in CUDA_SUFFIXES and (odd := _AWKWARD_FOR_NVCC.search(path.name)):
+        raise ValueError(
+            f"sources of module {name!r}: nvcc cannot read a file with {odd[0]!r} in its name, "
+            f"got {str(path)!r}"
         )
     return path
 
@@ -155,8 +165,25 @@ class NinjaModule:
         names = [f"{source.stem}{_object_suffix(source)}" for source in self.sources]
         return [f"{i}_{n}" if names.count(n) > 1 else n for i, n in enumerate(names)]
 
-    def commands(self) -> dict[str, str]:
-        """Command of each rule, as ninja wants it: with `$in` and `$out`."""
+    def links(self) -> dict[str, str]:
+        """Folders whose path nvcc does not understand, each with the link that stands for it."""
+        sources = [os.path.dirname(os.path.abspath(s)) for s in self._cuda_sources()]
+        folders = [*map(str, self.include_dirs), *external_include_dirs(self.toolkit), *sources]
+        awkward = dict.fromkeys(f for f in folders if _AWKWARD_FOR_NVCC.search(f))
+        return {folder: f"link{i}" for i, folder in enumerate(awkward)} if sources else {}
+
+    def _cuda_sources(self) -> list[Path]:
+        return [source for source in self.sources if source.suffix in CUDA_SUFFIXES]
+
+    def commands(self, links: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Command of each rule, as ninja wants it: with `$in` and `$out`.
+
+        Parameters
+        ----------
+        links : mapping, optional
+            What nvcc is told instead of a folder.
+        """
+        links = links or {}
         host = [*env.FLASHINFER_CXX_LAUNCHER.get(), self.host_compiler.path]
         own = [f"-I{d}" for d in self.include_dirs]
         external = [w for d in external_include_dirs(self.toolkit) for w in ("-isystem", d)]
@@ -166,6 +193,8 @@ class NinjaModule:
             link += cudart_link_flags(self.toolkit)
             nvcc = [*env.FLASHINFER_NVCC_LAUNCHER.get(), self.toolkit.nvcc]
             nvcc += [f"-ccbin={self.host_compiler.path}", *get_nvcc_parallelism_flags()]
+            own = [f"-I{links.get(str(d), d)}" for d in self.include_dirs]
+            external = [links.get(word, word) for word in external]
             cuda = _shell([*nvcc, *self.flags.cuda, *own, *external])
             if self.flags.device_link:
                 commands["nvcc"] = f"{cuda} -dc $flags $in -o $out"
@@ -178,22 +207,24 @@ class NinjaModule:
         commands["link"] = f"{_shell(host)} $in -o $out {_shell(link)}"
         return commands
 
-    def rules(self) -> str:
+    def rules(self, links: Mapping[str, str] | None = None) -> str:
         """The compile and link rules of `build.ninja`."""
         lines = ["ninja_required_version = 1.8", ""]
-        for name, command in self.commands().items():
+        for name, command in self.commands(links).items():
             lines += [f"rule {name}", f"  command = {command}", ""]
         return "\n".join(lines)
 
-    def edges(self, folder: str = "") -> str:
+    def edges(self, folder: str = "", links: Mapping[str, str] | None = None) -> str:
         """The build statements of `build.ninja`, with the outputs in a folder."""
         prefix = f"{ninja_path(folder)}/" if folder else ""
         lines, objects = [], []
         for source, name in zip(self.sources, self.objects(), strict=True):
             rule = "nvcc" if source.suffix in CUDA_SUFFIXES else "cxx"
-            lines.append(
-                f"build {prefix}{ninja_path(name)}: {rule} {ninja_path(os.path.abspath(source))}"
-            )
+            place, file = os.path.split(os.path.abspath(source))
+            if rule == "nvcc":
+                place = (links or {}).get(place, place)
+            path = ninja_path(os.path.join(place, file))
+            lines.append(f"build {prefix}{ninja_path(name)}: {rule} {path}")
             if more := self.flags.cuda_by_source.get(str(source)):
                 lines.append(f"  flags = {_shell(more)}")
             objects.append(prefix + ninja_path(name))
@@ -206,8 +237,9 @@ class NinjaModule:
         return "\n".join(lines) + "\n"
 
     def text(self, folder: str = "") -> str:
-        """The whole of `build.ninja`."""
-        return f"{self.rules()}\n{self.edges(folder)}"
+        """The whole of `build.ninja`, with the outputs and the links in a folder."""
+        links = {place: os.path.join(folder, name) for place, name in self.links().items()}
+        return f"{self.rules(links)}\n{self.edges(folder, links)}"
 
     def compile_commands(self, directory: Path) -> list[dict[str, str]]:
         """Entries of `compile_commands.json`, for editors."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
-from . import cache
+from . import places
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -35,7 +35,7 @@ def get_aot_path(module_name: str) -> Path:
     FileNotFoundError
         If there are no prebuilt modules at all.
     """
-    roots = cache.prebuilt_roots()
+    roots = places.prebuilt_roots()
     if not roots:
         raise FileNotFoundError(
             "no prebuilt modules: FLASHINFER_AOT_DIR is not set and flashinfer_jit_cache is not "
@@ -48,15 +48,15 @@ def get_aot_path(module_name: str) -> Path:
 
 def has_flashinfer_jit_cache() -> bool:
     """Whether the package of prebuilt modules is installed."""
-    return cache.jit_cache_package() is not None
+    return places.jit_cache_package() is not None
 
 
 _FOLDERS: dict[str, Callable[[], Path | None]] = {
-    "FLASHINFER_BASE_DIR": cache.base_dir,
-    "FLASHINFER_CACHE_DIR": lambda: cache.version_dir().parent,
-    "FLASHINFER_WORKSPACE_DIR": cache.arch_dir,
-    "FLASHINFER_JIT_DIR": lambda: cache.jit_dir(cache.writable_base()),
-    "FLASHINFER_GEN_SRC_DIR": cache.generated_dir,
+    "FLASHINFER_BASE_DIR": places.base_dir,
+    "FLASHINFER_CACHE_DIR": lambda: places.version_dir().parent,
+    "FLASHINFER_WORKSPACE_DIR": places.arch_dir,
+    "FLASHINFER_JIT_DIR": lambda: places.jit_dir(places.writable_base()),
+    "FLASHINFER_GEN_SRC_DIR": places.generated_dir,
     "FLASHINFER_CSRC_DIR": lambda: _data("csrc"),
     "FLASHINFER_INCLUDE_DIR": lambda: _data("include"),
     "FLASHINFER_DATA": lambda: _data("include").parent,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import shutil
 from collections.abc import Iterable
 from typing import Any
+
+from .. import env
 
 
 class JitError(RuntimeError):
@@ -17,6 +21,14 @@ class ToolchainError(JitError):
 
 class BrokenToolError(ToolchainError):
     """A program that a build needs is there, but fails to say even what it is."""
+
+
+class DamagedError(JitError):
+    """A compiled module on disk is not what its manifest says; the message says why."""
+
+
+class UntrustedError(JitError):
+    """A compiled module is not loaded, since a stranger can have written it."""
 
 
 class BuildError(JitError):
@@ -46,6 +58,11 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
         "(compiler scratch) elsewhere",
     ),
     (
+        r"a compiler hangs",
+        "look why it waits (a licence, a network file system, a full disk); if it only is slow, "
+        "raise FLASHINFER_BUILD_TIMEOUT",
+    ),
+    (
         r"died due to signal 9|Killed signal terminated|\bKilled\b|code=137|std::bad_alloc"
         r"|out of memory|Cannot allocate memory",
         "the compiler was killed, most likely for lack of memory, also when it ran alone: give "
@@ -64,6 +81,20 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"Failed to preprocess host compiler properties|cannot find compiler",
         "nvcc cannot run the host C++ compiler: install g++, or point CXX at one",
+    ),
+    (
+        r"File too large|File size limit exceeded|died due to signal 25\b",
+        "a file would be larger than this process may write: raise `ulimit -f`",
+    ),
+    (
+        r"Segmentation fault|Bus error|Illegal instruction|Aborted|died due to signal",
+        "a compiler crashed: try another toolkit (FLASHINFER_NVCC) or host compiler (CXX); "
+        "FLASHINFER_JIT_VERBOSE=1 shows the command",
+    ),
+    (
+        r"cannot find \S+\.o\b|\S+\.o: No such file or directory",
+        "a compiler ended well but wrote no object file: check FLASHINFER_NVCC, CXX and the "
+        "launchers (FLASHINFER_NVCC_LAUNCHER, FLASHINFER_CXX_LAUNCHER)",
     ),
     (
         r"fatal error: \S+: No such file or directory|cannot open source file",
@@ -94,10 +125,29 @@ _CODE_REMEDY = (
     "the source or a header does not compile: fix it at the line above; "
     "FLASHINFER_JIT_VERBOSE=1 shows each command"
 )
-_OUT_OF_MEMORY = re.compile(_REMEDIES[1][0])
+# What to do about an error of the operating system on a folder of the cache.
+_DISK_FULL = _REMEDIES[0][1]
+_OTHER_BASE = "set FLASHINFER_WORKSPACE_BASE to a folder that can be written"
+_REMEDIES_BY_NUMBER = {
+    errno.ENOSPC: _DISK_FULL,
+    errno.EDQUOT: _DISK_FULL,
+    errno.EFBIG: "a file would be larger than this process may write: raise `ulimit -f`",
+    errno.EMFILE: "this process has too many open files: raise `ulimit -n`",
+    errno.ENFILE: "the system has too many open files: close some programs",
+    errno.EAGAIN: "no process can be started: raise `ulimit -u`",
+    errno.ENOMEM: "the memory is full: end some programs, or give the container more",
+    errno.ELOOP: f"links of this path lead in a circle: remove them, or {_OTHER_BASE}",
+    errno.ENOENT: f"a folder was removed, or a link leads nowhere: try again, or {_OTHER_BASE}",
+    errno.ENOTDIR: f"a file lies where a folder is needed: remove it, or {_OTHER_BASE}",
+    errno.EEXIST: f"a file lies where a folder is needed: remove it, or {_OTHER_BASE}",
+    errno.ENAMETOOLONG: "the path is too long: set FLASHINFER_WORKSPACE_BASE to a shorter one",
+}
+_SCRATCH_BYTES = 16 << 20  # that compilers of a small module write to TMPDIR, with a margin
+_OUT_OF_MEMORY = re.compile(_REMEDIES[2][0])
 _ERROR_LINE = re.compile(
     r"\berror\b\s*[:#]|\bfatal\b\s*:|fatal error|error\s*:|undefined reference|cannot find -l"
-    r"|died due to signal|Killed|No space left|Permission denied|not found$|Segmentation fault",
+    r"|cannot find \S+\.o\b|died due to signal|Killed|No space left"
+    r"|Permission denied|not found$|Segmentation fault",
     re.IGNORECASE,
 )
 
@@ -120,8 +170,30 @@ def remedy(output: str) -> str:
     """One sentence on what to do about failed compiler output."""
     for pattern, advice in _REMEDIES:
         if re.search(pattern, output, re.MULTILINE):
-            return advice
-    return _CODE_REMEDY
+            return f"{advice}{scratch_problem()}"
+    return _CODE_REMEDY + scratch_problem()
+
+
+def scratch_problem() -> str:
+    """A clause for a hint if compilers have no room for temporary files, else nothing.
+
+    They seldom say so themselves.
+    """
+    folder = env.TMPDIR.get()
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"; TMPDIR={folder} cannot be used ({error.strerror})"
+    if free < _SCRATCH_BYTES:
+        return f"; TMPDIR={folder} has only {free >> 10} KiB free for compilers"
+    return ""
+
+
+def system_error(place: Any, error: OSError) -> BuildError:
+    """The exception for an error of the operating system while a module is built in `place`."""
+    advice = _REMEDIES_BY_NUMBER.get(error.errno or 0, f"check this path, or {_OTHER_BASE}")
+    what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    return BuildError(f"Cannot build in {place}.\n  first error: {what}\n  hint: {advice}")
 
 
 def build_error(title: str, output: str, log: Any) -> BuildError:

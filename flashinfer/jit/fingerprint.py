@@ -17,9 +17,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import files
 from .errors import JitError
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include(?:_next)?[ \t]*([<"][^>"\n]+[>"]|\w+)', re.MULTILINE)
+# What may stand between the words of a directive: white space and comments.
+_GAP = rb"(?:[ \t\f\v\r]|/\*(?s:.*?)\*/)*"
+_DIRECTIVE = re.compile(
+    rb"(?:#|%:|\?\?=)" + _GAP + rb"(?:include_next|include|import)\b" + _GAP
+    + rb'("[^"\n]+"|<[^>\n]+>|\w+)?'
+)  # fmt: skip
+_COMMENT = re.compile(rb"/\*(?s:.*?)\*/")
+_SPLICE = re.compile(rb"(?:\\|\?\?/)[ \t\f\v\r]*\n")  # a line that goes on in the next one
 _PATH_FLAG = re.compile(
     r"(-I|-L|-isystem|-iquote|-idirafter|-Wl,-rpath,?=?|-Wl,-rpath-link,?=?)(.*)"
 )
@@ -40,12 +48,15 @@ class Identity:
         Hash of the compilers, or "" if they are not there.
     ingredients : dict
         The hashed facts, for the manifest.
+    uses_cuda : bool
+        Whether the toolkit is among the compilers.
     """
 
     content: str
     archs: tuple[str, ...]
     toolchain: str
     ingredients: dict = field(compare=False, repr=False)
+    uses_cuda: bool = field(default=False, compare=False, repr=False)
 
     @property
     def key_without_toolchain(self) -> str:
@@ -129,22 +140,39 @@ class _File:
 
 
 # Only saves reading a file again in this process: the stat is not part of the identity.
-_files: dict[str, tuple[tuple[int, int], _File]] = {}
+_files: dict[str, tuple[files.Stamp, _File]] = {}
 
 
 def _read(path: str) -> _File:
     status = os.stat(path)
-    stamp = (status.st_mtime_ns, status.st_size)
+    stamp = files.stamp_of(status)
     known = _files.get(path)
     if known and known[0] == stamp:
         return known[1]
     with open(path, "rb") as file:
         text = file.read()
-    includes = tuple(dict.fromkeys(m.decode(errors="replace") for m in _INCLUDE.findall(text)))
-    parsed = _File(hashlib.sha256(text).hexdigest(), includes, b"TensorView" in text)
-    if len(text) == status.st_size:  # else somebody is writing it
+    parsed = _File(hashlib.sha256(text).hexdigest(), _includes_of(text), b"TensorView" in text)
+    if len(text) == status.st_size and files.has_settled(status):  # else somebody is writing it
         _files[path] = (stamp, parsed)
     return parsed
+
+
+def _includes_of(text: bytes) -> tuple[str, ...]:
+    """What the directives of a source name, with quotes or brackets; "" for what is no name.
+
+    Directives are found however they are spelled: with digraphs, comments inside or before them,
+    or broken over lines. Those inside of a comment or string are taken along where they look like
+    directives, which only makes the identity depend on one file more.
+    """
+    if b"\\" in text or b"??/" in text:
+        text = _SPLICE.sub(b"", text)
+    found: dict[str, None] = {}
+    for match in _DIRECTIVE.finditer(text):
+        line = text.rfind(b"\n", 0, match.start()) + 1
+        before = _COMMENT.sub(b"", text[line : match.start()]).rpartition(b"*/")[2]
+        if not before.strip(b" \t\f\v\r\xef\xbb\xbf"):
+            found[(match[1] or b"").decode(errors="replace")] = None
+    return tuple(found)
 
 
 def takes_tensor_view_for_granted(path: str | Path) -> bool:
@@ -169,15 +197,15 @@ class Reached:
         the toolchain stands.
     included_sources : set of str
         Sources that another file includes.
-    stamps : dict of str to int
-        Modification time of each file: not part of the identity, but a sign that somebody is
-        writing it.
+    stamps : dict of str to tuple
+        Inode, size and times of each file: not part of the identity, but a sign that somebody
+        writes it.
     """
 
     files: list[tuple[str, str]]
     external: list[str]
     included_sources: set[str]
-    stamps: dict[str, int]
+    stamps: dict[str, files.Stamp]
 
 
 def reached_files(
@@ -219,8 +247,8 @@ def reached_files(
     while todo:
         path, name = todo.pop()
         for token in _read(path).includes:
-            spelled = macros.get(token, token) if token[0] not in '<"' else token
-            if spelled[0] not in '<"':
+            spelled = macros.get(token, token) if token[:1] not in ("<", '"') else token
+            if spelled[:1] not in ("<", '"'):
                 raise JitError(
                     f"{path}: `#include {token}` cannot be followed, so edits of that header would "
                     f"go unseen.\n  hint: write the name literally, or define {token} by a -D flag"
@@ -235,10 +263,10 @@ def reached_files(
                 visit(target[0], os.path.normpath(f"{os.path.dirname(name)}/{header}"))
             else:
                 visit(target[0], f"include{target[1]}/{os.path.normpath(header)}")
-    files = sorted((name, _read(path).hash) for path, name in found.items())
-    stamps = {path: os.stat(path).st_mtime_ns for path in found}
+    hashes = sorted((name, _read(path).hash) for path, name in found.items())
+    stamps = {path: files.stamp_of(os.stat(path)) for path in found}
     return Reached(
-        files, sorted(external), included & {os.path.abspath(s) for s in sources}, stamps
+        hashes, sorted(external), included & {os.path.abspath(s) for s in sources}, stamps
     )
 
 

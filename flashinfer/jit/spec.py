@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -177,13 +178,22 @@ class ModuleSpec:
         own = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
         if self._has_device_code and any(own):
             ingredients["flags of nvcc's own variables"] = own
-        uses_cuda = self.uses_cuda(reached.external)
-        compilers = toolchain.ingredients(uses_cuda) if with_toolchain else None
-        return Identity(
+        content = Identity(
             content=fingerprint.digest(ingredients)[:24],
             archs=archs,
+            toolchain="",
+            ingredients={**ingredients, "archs": archs, "toolchain": None},
+            uses_cuda=self.uses_cuda(reached.external),
+        )
+        return self.with_toolchain(content) if with_toolchain else content
+
+    def with_toolchain(self, content: Identity) -> Identity:
+        """An identity without compilers, completed by those of this machine."""
+        compilers = toolchain.ingredients(content.uses_cuda)
+        return dataclasses.replace(
+            content,
             toolchain=fingerprint.digest(compilers)[:8] if compilers else "",
-            ingredients={**ingredients, "archs": archs, "toolchain": compilers},
+            ingredients={**content.ingredients, "toolchain": compilers},
         )
 
     @property

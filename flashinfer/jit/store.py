@@ -6,22 +6,37 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
-from . import cache, toolchain
+from . import cache, places, toolchain
 from .errors import JitError, MissingJITCacheError
 from .spec import ModuleSpec
 
 
-def find(spec: ModuleSpec, prebuilt: bool = True) -> cache.Entry | None:
-    """The compiled module: in the cache or, if `prebuilt`, among those shipped."""
+def find(spec: ModuleSpec, prebuilt: bool = True, verify: bool = True) -> cache.Entry | None:
+    """The compiled module: in the cache or, if `prebuilt`, among those shipped.
+
+    Parameters
+    ----------
+    spec : ModuleSpec
+        What it must have been compiled from.
+    prebuilt : bool
+        Look among the prebuilt modules first.
+    verify : bool
+        Compare the library with its hash, so that a damaged one counts as missing.
+
+    Raises
+    ------
+    UntrustedError
+        If the module is there, but a stranger can have written it.
+    """
     content = spec.identity(with_toolchain=False)
-    if prebuilt and (entry := cache.find_prebuilt(spec.name, content)):
+    if prebuilt and (entry := cache.find_prebuilt(spec.name, content, verify)):
         return entry
     if env.FLASHINFER_DISABLE_JIT.get():
-        return cache.find_of_any_toolchain(spec.name, content)
-    identity = spec.identity()
+        return cache.find_of_any_toolchain(spec.name, content, verify)
+    identity = spec.with_toolchain(content)
     if identity.toolchain:
-        return cache.find(spec.name, identity)
-    return cache.find_of_any_toolchain(spec.name, content)
+        return cache.find(spec.name, identity, verify)
+    return cache.find_of_any_toolchain(spec.name, content, verify)
 
 
 def library_path(spec: ModuleSpec) -> Path:
@@ -29,7 +44,7 @@ def library_path(spec: ModuleSpec) -> Path:
     entry = find(spec)
     if entry is not None:
         return entry.library
-    home = cache.jit_dir(cache.writable_base()) / spec.name
+    home = places.jit_dir(places.writable_base()) / spec.name
     return home / spec.identity().key / f"{spec.name}.so"
 
 
@@ -37,7 +52,7 @@ def require_buildable(spec: ModuleSpec) -> None:
     """Raise, with a remedy, if a module cannot be compiled here."""
     if env.FLASHINFER_DISABLE_JIT.get():
         raise MissingJITCacheError(
-            f"{spec.name} is not in the cache ({cache.jit_dir()}) or among the prebuilt "
+            f"{spec.name} is not in the cache ({places.jit_dir()}) or among the prebuilt "
             "modules, and FLASHINFER_DISABLE_JIT forbids compiling it.\n"
             "  hint: unset FLASHINFER_DISABLE_JIT, or build the module beforehand "
             "(`flashinfer build`, FLASHINFER_AOT_DIR, flashinfer-jit-cache)",
@@ -67,7 +82,25 @@ def load(spec: ModuleSpec, path: Path) -> Any:
         module = tvm_ffi.load_module(str(path))
     except Exception as error:
         raise JitError(
-            f"{path} cannot be loaded: {error}\n"
-            f"  hint: it may come from an incompatible system; remove {path.parent} and retry"
+            f"{path} cannot be loaded: {error}\n  hint: it may be damaged, or come from an "
+            "incompatible system; compile the module here"
         ) from error
     return spec.post_load_adapter(module) if spec.post_load_adapter else module
+
+
+def load_entry(spec: ModuleSpec, entry: cache.Entry) -> Any | None:
+    """The module of an entry; None if its library changed while it was loaded.
+
+    Raises
+    ------
+    JitError
+        If the system cannot load a library that is what its builder published.
+    """
+    try:
+        module = load(spec, entry.library)
+    except JitError:
+        if not cache.is_intact(entry):
+            return None
+        raise
+    # The library was verified before, but what was loaded may have replaced it since.
+    return module if cache.is_intact(entry) else None

@@ -15,14 +15,16 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import env
-from . import cache
-from .errors import BrokenToolError, ToolchainError
+from . import places, process, trust
+from .errors import BrokenToolError, ToolchainError, scratch_problem
+from .files import write_if_different
+from .fingerprint import digest
 
 SYSTEM_TOOLKIT = "/usr/local/cuda"
 
@@ -138,21 +140,39 @@ def _executable(path: str) -> str | None:
 def find_host_compiler() -> HostCompiler | None:
     """The C++ compiler named by `CXX`, or g++, c++, clang++ from `PATH`; None without any."""
     path = env.PATH.get()
-    if asked := env.CXX.get():
-        names = [shlex.split(asked)[-1]]  # "ccache g++": launchers have their own variable
-    else:
-        names = ["g++", "c++", "clang++"]
+    names = [_program_of_cxx()] if env.CXX.is_set() else ["g++", "c++", "clang++"]
     found = next((p for name in names if (p := shutil.which(name, path=path))), None)
     return _describe_host_compiler(os.path.abspath(found)) if found else None
+
+
+def _program_of_cxx() -> str:
+    """The program that `CXX` names: the last word, as launchers have their own variable."""
+    asked = env.CXX.get()
+    try:
+        words = shlex.split(asked)
+        why = "" if words else "it is blank"
+    except ValueError as error:
+        words, why = [], str(error)
+    if flags := [word for word in words if word.startswith("-")]:
+        why = f"{flags[0]} is a flag"
+    if why:
+        raise BrokenToolError(
+            f"CXX={asked!r} does not name a C++ compiler: {why}.\n  hint: set it to one program, "
+            "such as CXX=g++; flags belong in FLASHINFER_EXTRA_CFLAGS"
+        )
+    return words[-1]
 
 
 def require_host_compiler() -> HostCompiler:
     """The host compiler, or an error that says how to get one."""
     compiler = find_host_compiler()
     if compiler is None:
-        wanted = f"CXX={env.CXX.get()!r}" if env.CXX.get() else "none of g++, c++, clang++"
+        if env.CXX.is_set():
+            what = f"CXX={env.CXX.get()!r} is not a program that can be run"
+        else:
+            what = "none of g++, c++, clang++ was found"
         raise ToolchainError(
-            f"No host C++ compiler: {wanted} was found in PATH={env.PATH.get()}.\n"
+            f"No host C++ compiler: {what} (PATH={env.PATH.get()}).\n"
             "  hint: install g++ (`apt install g++`), or set CXX to a C++17 compiler"
         )
     return compiler
@@ -197,25 +217,20 @@ def ingredients(uses_cuda: bool) -> dict[str, str] | None:
 
 def _ask(command: list[str], what: str) -> str:
     """Standard output and error of a short command."""
+    hint = f"hint: check {command[0]}"
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            stdin=subprocess.DEVNULL,
-            env=env.child_environment({"LC_ALL": "C"}),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        output, code = process.ask(command, env.FLASHINFER_TOOLCHAIN_TIMEOUT.get())
+    except TimeoutError as error:
         raise BrokenToolError(
-            f"{what} does not run: {error}\n  hint: check {command[0]}"
+            f"{what} hangs: `{shlex.join(command)}` gave {error}.\n"
+            f"  {hint}, or raise FLASHINFER_TOOLCHAIN_TIMEOUT"
         ) from error
-    output = done.stdout + done.stderr
-    if done.returncode != 0:
+    except OSError as error:
+        raise BrokenToolError(f"{what} does not run: {error}\n  {hint}") from error
+    if code != 0:
         raise BrokenToolError(
-            f"{what} failed: `{shlex.join(command)}` returned {done.returncode}:\n"
-            f"{output.strip()}\n"
-            f"  hint: check {command[0]}, and that a host C++ compiler is in PATH or named by CXX"
+            f"{what} failed: `{shlex.join(command)}` returned {code}:\n{output.strip()}\n"
+            f"  {hint}, and that a host C++ compiler is in PATH or named by CXX{scratch_problem()}"
         )
     return output
 
@@ -230,15 +245,27 @@ def _query_nvcc(nvcc: str) -> tuple[dict, list[str]]:
     release = re.search(r"\bV\d[\w.]*", text)
     build = re.search(r"^Build (\S+)", text, re.MULTILINE)
     if release is None:
-        raise BrokenToolError(f"{nvcc} is not nvcc: its --version says {text.strip()[:200]!r}")
+        raise BrokenToolError(
+            f"{nvcc} is not nvcc: its --version says {text.strip()[:200]!r}.\n"
+            "  hint: set FLASHINFER_NVCC or CUDA_HOME to another one"
+        )
     command = [nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"]
     if host := find_host_compiler():
         command.insert(1, f"-ccbin={host.path}")
     settings = dict(re.findall(r"^#\$ (\w+)\s*=(.*)$", _ask(command, "nvcc"), re.MULTILINE))
     top = settings.get("TOP", "").strip() or str(Path(nvcc).resolve().parent.parent)
     root = os.path.realpath(top)
-    includes = shlex.split(settings.get("INCLUDES", "") + " " + settings.get("SYSTEM_INCLUDES", ""))
-    libraries = shlex.split(settings.get("LIBRARIES", ""))
+    try:
+        includes = shlex.split(
+            settings.get("INCLUDES", "") + " " + settings.get("SYSTEM_INCLUDES", "")
+        )
+        libraries = shlex.split(settings.get("LIBRARIES", ""))
+    except ValueError as error:
+        raise BrokenToolError(
+            f"{nvcc} is not nvcc, or a wrapper that changes what it prints: the settings that "
+            f"`{shlex.join(command)}` lists cannot be read ({error}).\n"
+            "  hint: set FLASHINFER_NVCC or CUDA_HOME to another one"
+        ) from error
     include_dirs = [w.removeprefix("-I") for w in includes if w != "-isystem"] + [f"{root}/include"]
     library_dirs = [w.removeprefix("-L") for w in libraries]
     library_dirs += [f"{root}/lib64", f"{root}/lib"]
@@ -277,7 +304,13 @@ def _describe_host_compiler(path: str) -> HostCompiler:
 
 
 _QUERIES = {"nvcc": _query_nvcc, "c++": _query_host_compiler}
-_FORMAT = 2  # of the remembered answers
+_ANSWERS = {  # types of what is remembered
+    "nvcc": {"version": str, "root": str, "include_dirs": list, "library_dirs": list},
+    "c++": {"version": str},
+}
+_FORMAT = 3  # of the remembered answers
+_RETRY_SECONDS = 30.0  # until a compiler that did not answer is asked again
+_silent: dict[tuple, tuple[float, BrokenToolError]] = {}
 
 
 def _stamp(program: str) -> list | None:
@@ -298,25 +331,55 @@ def _remembered(program: str, kind: str) -> dict:
 @functools.lru_cache(maxsize=64)
 def _remembered_for(program: str, kind: str, stamp: tuple | None, memory: str) -> dict:
     entry = _read_memory(memory).get(program)
-    if entry and entry.get("format") == _FORMAT and entry.get("kind") == kind:
+    if _is_answer(entry, kind):
         stamps = entry["stamps"]
         if stamps and all(_stamp(path) == then for path, then in stamps.items()):
             return entry["answer"]
-    answer, programs = _QUERIES[kind](program)
+    question = (program, kind, stamp, memory, env.CXX.get())
+    asked, failure = _silent.get(question, (0.0, None))
+    if failure is not None and time.monotonic() - asked < _RETRY_SECONDS:
+        raise failure
+    try:
+        answer, programs = _QUERIES[kind](program)
+    except BrokenToolError as error:  # one call asks several times, and each may take a minute
+        _silent[question] = time.monotonic(), error
+        raise
     stamps = {path: _stamp(path) for path in programs}
-    _write_memory(memory, program, dict(format=_FORMAT, kind=kind, stamps=stamps, answer=answer))
+    remembered = dict(format=_FORMAT, kind=kind, stamps=stamps, answer=answer)
+    _write_memory(memory, program, {**remembered, "digest": digest(remembered)})
     return answer
 
 
+def _is_answer(entry: object, kind: str) -> bool:
+    """Whether something from `toolchain.json` is what this version wrote, unchanged."""
+    if not isinstance(entry, dict) or entry.get("format") != _FORMAT or entry.get("kind") != kind:
+        return False
+    if entry.get("digest") != digest({k: v for k, v in entry.items() if k != "digest"}):
+        return False
+    answer, stamps = entry.get("answer"), entry.get("stamps")
+    return (
+        isinstance(stamps, dict)
+        and isinstance(answer, dict)
+        and all(isinstance(answer.get(n), type_) for n, type_ in _ANSWERS[kind].items())
+    )
+
+
 def _memory_file() -> Path:
-    return cache.version_dir() / "toolchain.json"
+    return places.version_dir() / "toolchain.json"
 
 
 def _read_memory(memory: str) -> dict:
+    """The remembered answers; none from a folder where a stranger can have written them.
+
+    They name folders of headers, so they decide what is compiled.
+    """
+    base = places.base_dir()
+    if not trust.are_trusted([*trust.chain(Path(memory).parent, base), Path(memory)]):
+        return {}
     try:
         with open(memory, encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -325,7 +388,7 @@ def _write_memory(memory: str, program: str, entry: dict) -> None:
     """Best effort: with a read-only cache the compilers are asked in each process."""
     text = json.dumps({**_read_memory(memory), program: entry}, indent=1)
     with contextlib.suppress(OSError):
-        cache.write_if_different(memory, text)
+        write_if_different(memory, text)
 
 
 def describe() -> dict[str, object]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import env as jit_env
-from ..cache import write_if_different
+from ..files import write_if_different
 
 # C++ type of an additional tensor: dtype of the torch.Tensor that it takes.
 TENSOR_TYPES = {

@@ -18,7 +18,7 @@ import pytest
 from jit_helpers import in_processes
 
 from flashinfer import aot, jit
-from flashinfer.jit import cache as store
+from flashinfer.jit import cache, places
 from flashinfer.jit import registry
 from flashinfer.jit.config import ModuleConfig
 from flashinfer.jit.progress import Progress, compile_seconds
@@ -99,7 +99,7 @@ def test_time_of_builds_is_summed(project, messages):
 def test_waiting_is_reported(project, script, monkeypatch, messages):
     monkeypatch.setenv("FLASHINFER_CXX_LAUNCHER", script('sleep 1\nexec "$@"\n'))
     (other,) = in_processes(1, project.spec().build)
-    home = store.jit_dir() / "answer"
+    home = places.jit_dir() / "answer"
     while not list(home.glob(".build-*")):
         time.sleep(0.01)
     assert project.spec().build_and_load().answer() == 42
@@ -318,9 +318,9 @@ def test_jit_cache_package_is_used(project, aot_dir, monkeypatch, tmp_path):
     (package / "__init__.py").touch()
     aot_dir.rename(package / "jit_cache")
     monkeypatch.syspath_prepend(str(package.parent))
-    store.jit_cache_package.cache_clear()
+    places.jit_cache_package.cache_clear()
     assert project.spec().get_library_path().is_relative_to(package)
-    store.jit_cache_package.cache_clear()
+    places.jit_cache_package.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_jit_cache_package_is_used(project, aot_dir, monkeypatch, tmp_path):
     ],
 )
 def test_which_prebuilt_targets_fit(built, wanted, fits):
-    assert store.covers(built, wanted) is fits
+    assert cache.covers(built, wanted) is fits
 
 
 def test_aot_command(generator, tmp_path, capsys, monkeypatch):

@@ -19,7 +19,7 @@ import pytest
 from jit_helpers import in_processes, make_project
 
 from flashinfer import jit
-from flashinfer.jit import cache as store
+from flashinfer.jit import locks, places
 from flashinfer.jit import toolchain
 
 # Events that a warm load must not cause.
@@ -101,7 +101,7 @@ def test_a_worker_forked_during_a_build_does_not_keep_its_lock(tmp_path, killed)
     home, forked, end = tmp_path / "home", tmp_path / "forked", tmp_path / "end"
 
     def build():
-        with store.building(home, lambda _: None):
+        with locks.building(home, lambda _: None):
             if os.fork() == 0:
                 forked.touch()
                 while not end.exists():
@@ -115,7 +115,7 @@ def test_a_worker_forked_during_a_build_does_not_keep_its_lock(tmp_path, killed)
     (builder,) = in_processes(1, build)
     builder.join()
     try:
-        with store.building(home, lambda _: pytest.fail("the worker has the lock")):
+        with locks.building(home, lambda _: pytest.fail("the worker has the lock")):
             pass
     finally:
         end.touch()
@@ -277,11 +277,11 @@ def test_unset_home(project, tmp_path, monkeypatch, messages):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
-    store.fallback_base.cache_clear()
+    places.fallback_base.cache_clear()
     assert project.spec().build_and_load().answer() == 42
     assert project.spec().get_library_path().is_relative_to(tmp_path / "scratch")
     assert sum("HOME is not set" in message for message in messages) == 1
-    store.fallback_base.cache_clear()
+    places.fallback_base.cache_clear()
 
 
 def test_fallback_is_not_shared_with_strangers(tmp_path, monkeypatch):
@@ -290,9 +290,9 @@ def test_fallback_is_not_shared_with_strangers(tmp_path, monkeypatch):
     planted = tmp_path / f"flashinfer-{os.getuid()}"
     planted.mkdir()
     planted.chmod(0o777)
-    store.fallback_base.cache_clear()
-    chosen = store.fallback_base("a test")
-    store.fallback_base.cache_clear()
+    places.fallback_base.cache_clear()
+    chosen = places.fallback_base("a test")
+    places.fallback_base.cache_clear()
     assert chosen != planted and chosen.stat().st_mode & 0o077 == 0
 
 

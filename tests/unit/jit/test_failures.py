@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer.jit import cache as store
-from flashinfer.jit import resources, toolchain
+from flashinfer.jit import places, resources, toolchain
 
 needs_nvcc = pytest.mark.compiler
 
@@ -95,10 +94,10 @@ def test_missing_source(project):
 
 @needs_nvcc
 def test_unknown_architecture(project, monkeypatch):
-    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.9a")
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "3.5")  # exists, but this nvcc has left it
     failure(
         project.cuda_spec().build,
-        "sm_99a", "Unsupported gpu architecture", "hint: this nvcc does not know",
+        "sm_35", "Unsupported gpu architecture", "hint: this nvcc does not know",
         "FLASHINFER_CUDA_ARCH_LIST",
     )  # fmt: skip
 
@@ -162,9 +161,9 @@ def test_nowhere_to_write(project, monkeypatch, tmp_path):
     blocked.write_text("not a folder")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(blocked))
     monkeypatch.setattr(tempfile, "tempdir", str(blocked))
-    store.fallback_base.cache_clear()
+    places.fallback_base.cache_clear()
     failure(project.spec().build, "cannot be", "hint: set FLASHINFER_WORKSPACE_BASE")
-    store.fallback_base.cache_clear()
+    places.fallback_base.cache_clear()
 
 
 def test_library_that_cannot_be_loaded(project):
@@ -172,7 +171,7 @@ def test_library_that_cannot_be_loaded(project):
     spec.build()
     library = spec.get_library_path()
     library.write_bytes(b"x" * library.stat().st_size)
-    failure(spec.build_and_load, "cannot be loaded", "hint:", f"remove {library.parent}")
+    failure(lambda: spec.load(library), "cannot be loaded", "hint: it may be damaged")
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../up", "a b", ".hidden", "x" * 201])

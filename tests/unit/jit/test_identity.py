@@ -11,7 +11,7 @@ import pytest
 import torch
 from jit_helpers import make_project
 
-from flashinfer.jit import cache, toolchain
+from flashinfer.jit import places, toolchain
 from flashinfer.jit.config import ModuleConfig
 from flashinfer.jit.core import JitSpec
 from flashinfer.jit.fingerprint import split_targets, without_paths
@@ -51,7 +51,7 @@ def new_header_shadows_external(project, monkeypatch):
 
 
 def change_version(project, monkeypatch):
-    monkeypatch.setattr(cache, "__version__", "99.0")
+    monkeypatch.setattr(places, "__version__", "99.0")
     monkeypatch.setattr("flashinfer.jit.spec.__version__", "99.0")
 
 
