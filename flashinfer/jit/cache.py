@@ -85,11 +85,17 @@ def checked_entry(folder: Path, verify: bool = True) -> Entry:
     try:
         if library.stat().st_size != manifest["library_size"]:
             raise DamagedError("the size of its library differs from the manifest's")
-        if verify and files.sha256(library) != manifest.get("library_sha256"):
-            raise DamagedError("the SHA-256 of its library differs from the manifest's")
     except OSError as error:
         raise DamagedError(f"its library cannot be read ({error.strerror})") from error
-    return Entry(folder, library, manifest)
+    entry = Entry(folder, library, manifest)
+    if verify:
+        _require_hash(entry)
+    return entry
+
+
+def _require_hash(entry: Entry) -> None:
+    if not is_intact(entry):
+        raise DamagedError("the SHA-256 of its library differs from the manifest's")
 
 
 def read_entry(folder: Path, verify: bool = False) -> Entry | None:
@@ -102,7 +108,10 @@ def read_entry(folder: Path, verify: bool = False) -> Entry | None:
 
 def is_intact(entry: Entry) -> bool:
     """Whether the library of an entry still is what the manifest says."""
-    return read_entry(entry.folder, verify=True) is not None
+    try:
+        return files.sha256(entry.library) == entry.manifest.get("library_sha256")
+    except OSError:
+        return False
 
 
 def _usable(folder: Path, root: Path | None, verify: bool) -> Entry | None:
@@ -127,7 +136,9 @@ def _usable(folder: Path, root: Path | None, verify: bool) -> Entry | None:
         if root is not None:
             trust.require_trusted(trust.chain(folder.parent, root))
             _require_own_files(entry)
-        return checked_entry(folder) if verify else entry
+        if verify:
+            _require_hash(entry)
+        return entry
     except FileNotFoundError:
         return None
     except DamagedError as damage:
@@ -158,7 +169,7 @@ def find(uri: str, identity: Identity, verify: bool = True) -> Entry | None:
         If it is there, but a stranger can have written it.
     """
     for base in places.bases():
-        if entry := _usable(places.jit_dir(base) / uri / identity.key, base, verify):
+        if entry := _usable(Path(f"{places.jit_dir(base)}/{uri}/{identity.key}"), base, verify):
             return entry
     return None
 

@@ -144,17 +144,21 @@ _files: dict[str, tuple[files.Stamp, _File]] = {}
 
 
 def _read(path: str) -> _File:
+    return _read_with_stamp(path)[0]
+
+
+def _read_with_stamp(path: str) -> tuple[_File, files.Stamp]:
     status = os.stat(path)
     stamp = files.stamp_of(status)
     known = _files.get(path)
     if known and known[0] == stamp:
-        return known[1]
+        return known[1], stamp
     with open(path, "rb") as file:
         text = file.read()
     parsed = _File(hashlib.sha256(text).hexdigest(), _includes_of(text), b"TensorView" in text)
     if len(text) == status.st_size and files.has_settled(status):  # else somebody is writing it
         _files[path] = (stamp, parsed)
-    return parsed
+    return parsed, stamp
 
 
 def _includes_of(text: bytes) -> tuple[str, ...]:
@@ -168,9 +172,11 @@ def _includes_of(text: bytes) -> tuple[str, ...]:
         text = _SPLICE.sub(b"", text)
     found: dict[str, None] = {}
     for match in _DIRECTIVE.finditer(text):
-        line = text.rfind(b"\n", 0, match.start()) + 1
-        before = _COMMENT.sub(b"", text[line : match.start()]).rpartition(b"*/")[2]
-        if not before.strip(b" \t\f\v\r\xef\xbb\xbf"):
+        before = text[text.rfind(b"\n", 0, match.start()) + 1 : match.start()]
+        if before:
+            before = _COMMENT.sub(b"", before).rpartition(b"*/")[2]
+            before = before.strip(b" \t\f\v\r\xef\xbb\xbf")
+        if not before:
             found[(match[1] or b"").decode(errors="replace")] = None
     return tuple(found)
 
@@ -228,6 +234,9 @@ def reached_files(
         If a source is missing, or an include is computed in a way that cannot be followed.
     """
     found: dict[str, str] = {}  # path -> name
+    hashes: list[tuple[str, str]] = []
+    stamps: dict[str, files.Stamp] = {}
+    folders = [str(folder) for folder in include_dirs]
     external: set[str] = set()
     included: set[str] = set()
     todo: list[tuple[str, str]] = []
@@ -246,7 +255,9 @@ def reached_files(
         visit(os.path.abspath(source), f"source{index}/{os.path.basename(source)}")
     while todo:
         path, name = todo.pop()
-        for token in _read(path).includes:
+        file, stamps[path] = _read_with_stamp(path)
+        hashes.append((name, file.hash))
+        for token in file.includes:
             spelled = macros.get(token, token) if token[:1] not in ("<", '"') else token
             if spelled[:1] not in ("<", '"'):
                 raise JitError(
@@ -254,7 +265,7 @@ def reached_files(
                     f"go unseen.\n  hint: write the name literally, or define {token} by a -D flag"
                 )
             header = spelled[1:-1]
-            target = _resolve(header, path if spelled[0] == '"' else None, include_dirs)
+            target = _resolve(header, path if spelled[0] == '"' else None, folders)
             if target is None:
                 external.add(header)
                 continue
@@ -263,15 +274,13 @@ def reached_files(
                 visit(target[0], os.path.normpath(f"{os.path.dirname(name)}/{header}"))
             else:
                 visit(target[0], f"include{target[1]}/{os.path.normpath(header)}")
-    hashes = sorted((name, _read(path).hash) for path, name in found.items())
-    stamps = {path: files.stamp_of(os.stat(path)) for path in found}
     return Reached(
-        hashes, sorted(external), included & {os.path.abspath(s) for s in sources}, stamps
+        sorted(hashes), sorted(external), included & {os.path.abspath(s) for s in sources}, stamps
     )
 
 
 def _resolve(
-    header: str, includer: str | None, include_dirs: Sequence[Path]
+    header: str, includer: str | None, include_dirs: Sequence[str]
 ) -> tuple[str, int | None] | None:
     if includer is not None:
         beside = os.path.normpath(os.path.join(os.path.dirname(includer), header))

@@ -57,13 +57,14 @@ def fallback_base(reason: str) -> Path:
 
 def version_dir(base: Path | None = None) -> Path:
     """Cache of this version of the package."""
-    return (base or base_dir()) / ".cache" / "flashinfer" / __version__
+    return Path(f"{base or base_dir()}/.cache/flashinfer/{__version__}")
 
 
 def arch_dir(base: Path | None = None) -> Path:
     """Cache for the architectures that this process compiles for."""
     archs = [f"{major}{minor}" for major, minor in current_compilation_context.TARGET_CUDA_ARCHS]
-    return version_dir(base) / ("_".join(sorted(archs, key=lambda a: (len(a), a))) or "no_gpu")
+    label = "_".join(sorted(archs, key=lambda a: (len(a), a))) or "no_gpu"
+    return Path(f"{version_dir(base)}/{label}")
 
 
 def jit_dir(base: Path | None = None) -> Path:

@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import env
-from . import places, process, trust
+from . import files, places, process, trust
 from .errors import BrokenToolError, ToolchainError, scratch_problem
-from .files import write_if_different
 from .fingerprint import digest
 
 SYSTEM_TOOLKIT = "/usr/local/cuda"
@@ -373,8 +372,16 @@ def _read_memory(memory: str) -> dict:
 
     They name folders of headers, so they decide what is compiled.
     """
-    base = places.base_dir()
-    if not trust.are_trusted([*trust.chain(Path(memory).parent, base), Path(memory)]):
+    try:
+        stamp = files.stamp_of(os.stat(memory))
+    except OSError:
+        return {}
+    return _read_memory_of(memory, stamp)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_memory_of(memory: str, stamp: files.Stamp) -> dict:
+    if not trust.are_trusted([*trust.chain(Path(memory).parent, places.base_dir()), memory]):
         return {}
     try:
         with open(memory, encoding="utf-8") as file:
@@ -388,7 +395,7 @@ def _write_memory(memory: str, program: str, entry: dict) -> None:
     """Best effort: with a read-only cache the compilers are asked in each process."""
     text = json.dumps({**_read_memory(memory), program: entry}, indent=1)
     with contextlib.suppress(OSError):
-        write_if_different(memory, text)
+        files.write_if_different(memory, text)
 
 
 def describe() -> dict[str, object]:

@@ -37,7 +37,7 @@ def writers(status: os.stat_result) -> str | None:
     return None
 
 
-def is_named_by_user(path: Path) -> bool:
+def is_named_by_user(path: str | Path) -> bool:
     """Whether ``FLASHINFER_TRUSTED_FOLDERS`` names the path or a folder that contains it."""
     named = env.FLASHINFER_TRUSTED_FOLDERS.get()
     if not named:
@@ -46,13 +46,15 @@ def is_named_by_user(path: Path) -> bool:
     return any(real.is_relative_to(os.path.realpath(folder)) for folder in named)
 
 
-def chain(folder: Path, root: Path) -> list[Path]:
+def chain(folder: Path, root: Path) -> list[str]:
     """The folders from `root` down to `folder`, both included."""
-    between = [folder, *folder.parents]
-    return between[: between.index(root) + 1][::-1]
+    between, top = [str(folder)], str(root)
+    while len(between[-1]) > len(top):
+        between.append(os.path.dirname(between[-1]))
+    return between[::-1]
 
 
-def are_trusted(folders: Iterable[Path]) -> bool:
+def are_trusted(folders: Iterable[str | Path]) -> bool:
     """Whether nobody else can have put anything into these folders."""
     try:
         require_trusted(folders)
@@ -61,7 +63,7 @@ def are_trusted(folders: Iterable[Path]) -> bool:
     return True
 
 
-def require_trusted(folders: Iterable[Path]) -> None:
+def require_trusted(folders: Iterable[str | Path]) -> None:
     """Refuse folders into which somebody else can put a library. A missing one is no danger.
 
     Raises
@@ -79,7 +81,7 @@ def require_trusted(folders: Iterable[Path]) -> None:
             raise refusal(folder, reason)
 
 
-def refusal(path: Path, reason: str) -> UntrustedError:
+def refusal(path: str | Path, reason: str) -> UntrustedError:
     """The error for a file or folder that is not trusted."""
     return UntrustedError(
         f"Compiled modules of {path} are not loaded: {reason}, and to load one is to run its code."
