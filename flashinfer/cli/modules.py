@@ -14,13 +14,14 @@ from typing import Any
 import click
 
 from ..compilation_context import parse_arch_list
-from ..jit import JitSpec, build_jit_specs, current_compilation_context, registry
+from ..jit import JitSpec, build_jit_specs, current_compilation_context, registry, store
 from ..jit.binary import read_kernels
-from ..jit.cache import Entry
+from ..jit.cache import Entry, verify_all
 from . import tables
 from .failure import explained
 
 NOT_BUILT = 3
+DAMAGED = 4
 
 
 def _set_targets(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
@@ -91,10 +92,19 @@ def list_modules(as_json: bool) -> None:
 @click.option("--detailed", is_flag=True, help="Also the kernels, and where each library lies.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--check", is_flag=True, help=f"Exit with {NOT_BUILT} unless all of them are built.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Only hash every module on disk, of all architectures, and check who can write it; "
+    f"exit with {DAMAGED} if one is damaged.",
+)
 @targets_option
 @explained
-def module_status(pattern: str, detailed: bool, as_json: bool, check: bool) -> None:
+def module_status(pattern: str, detailed: bool, as_json: bool, check: bool, verify: bool) -> None:
     """Show which modules are built, for the current architectures and sources."""
+    if verify:
+        _verify(pattern, as_json)
+        return
     if any(c in pattern for c in "*?["):
         specs = [s for s in registry.aot_specs() if fnmatch.fnmatch(s.name, pattern)]
     else:
@@ -108,8 +118,29 @@ def module_status(pattern: str, detailed: bool, as_json: bool, check: bool) -> N
         raise click.exceptions.Exit(NOT_BUILT)
 
 
+def _verify(pattern: str, as_json: bool) -> None:
+    """Check the modules on disk whose names fit, and say what is wrong with which."""
+    pattern = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    checked = {
+        folder: fault
+        for folder, fault in verify_all().items()
+        if fnmatch.fnmatch(folder.parent.name, pattern)
+    }
+    damaged = {str(folder): fault for folder, fault in checked.items() if fault}
+    if as_json:
+        click.echo(json.dumps({"verified": len(checked), "damaged": damaged}, indent=2))
+    else:
+        for folder, fault in damaged.items():
+            click.echo(f"{folder}: {fault}")
+        click.echo(f"{len(checked)} modules verified, {len(damaged)} damaged.")
+        if damaged:
+            click.echo("A damaged module is not loaded; the next build of it replaces it.")
+    if damaged:
+        raise click.exceptions.Exit(DAMAGED)
+
+
 def _status(spec: JitSpec, detailed: bool) -> dict[str, Any]:
-    entry = spec.find()
+    entry = store.find(spec, verify=False)
     status: dict[str, Any] = {"name": spec.name, "built": entry is not None}
     if entry is not None:
         status |= _describe(entry)

@@ -121,31 +121,37 @@ def run_ninja(
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End ninja, which then stops its compilers; kill all of them if they do not obey."""
+    """End ninja, which then asks its compilers to stop; kill those that do not obey."""
     family = _descendants(process.pid)
     process.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=_GRACE)
-    except subprocess.TimeoutExpired:
-        family += _descendants(process.pid)
-        for pid in [process.pid, *family]:
-            with contextlib.suppress(OSError):
+    for pid, started in {process.pid: None, **family}.items():
+        with contextlib.suppress(OSError):
+            if started is None and process.poll() is None or _status(pid)[1] == started:
                 os.kill(pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
-def _descendants(pid: int) -> list[int]:
-    """Processes that a process has started, and those that these have started, as of now."""
-    children: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # "pid (name) state parent ...", where the name may contain anything
-            parent = int(status.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(status.parent.name))
-    found: list[int] = []
+def _status(pid: int) -> tuple[int, int]:
+    """Parent and start time of a process, which tell it from a later one of the same number."""
+    # "pid (name) state parent ...", where the name may contain anything
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    fields = text.rpartition(")")[2].split()
+    return int(fields[1]), int(fields[19])
+
+
+def _descendants(pid: int) -> dict[int, int]:
+    """Processes that a process has started, and those that these have, with their start times."""
+    children: dict[int, dict[int, int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            parent, started = _status(int(folder.name))
+            children.setdefault(parent, {})[int(folder.name)] = started
+    found: dict[int, int] = {}
     todo = [pid]
     while todo:
-        new = children.get(todo.pop(), [])
-        found += new
+        new = children.get(todo.pop(), {})
+        found |= new
         todo += new
     return found

@@ -18,8 +18,7 @@ import pytest
 from jit_helpers import in_processes
 
 from flashinfer import aot, jit
-from flashinfer.jit import cache, places
-from flashinfer.jit import registry
+from flashinfer.jit import cache, places, registry
 from flashinfer.jit.config import ModuleConfig
 from flashinfer.jit.progress import Progress, compile_seconds
 

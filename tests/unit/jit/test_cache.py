@@ -19,8 +19,7 @@ import pytest
 from jit_helpers import in_processes, make_project
 
 from flashinfer import jit
-from flashinfer.jit import locks, places
-from flashinfer.jit import toolchain
+from flashinfer.jit import locks, places, toolchain
 
 # Events that a warm load must not cause.
 _FORBIDDEN = {
