@@ -198,9 +198,10 @@ def _run(jobs: list[_Job], progress: Progress, verbose: bool) -> str:
         (job.private / "build.ninja").write_text(module.text())
         for place, link in module.links().items():
             (job.private / link).symlink_to(place)
-        # Relative: nvcc takes only some characters in the path of a file.
-        part = module.text(os.path.relpath(job.private, folder))
-        (job.private / "part.ninja").write_text(part)
+        if len(jobs) > 1:
+            # Relative: nvcc takes only some characters in the path of a file.
+            part = module.text(os.path.relpath(job.private, folder))
+            (job.private / "part.ninja").write_text(part)
     ninja_file = "build.ninja"
     if len(jobs) > 1:
         # Rules are named alike in each module, and a subninja file has its own scope for them.

@@ -251,7 +251,10 @@ def test_edit_of_the_same_size_and_time_is_seen(project):
 
 # --- Paths --------------------------------------------------------------------------------------
 
-AWKWARD = ["a,b", "a'b", "a$b", 'a"b', "a;b", "a&b", "a(b", "a\\b", "a b"]
+AWKWARD = [
+    """a,b'c$d"e""",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("a;b", "a&b", "a(b", "a\\b", "a b")),
+]
 
 
 @needs_nvcc
@@ -264,13 +267,12 @@ def test_sources_headers_and_cache_in_an_awkward_folder(project, tmp_path, monke
     project.write("beside.h", "#if MORE != 2\n#error\n#endif\n")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(place / "cache"))
     jit.build_jit_specs([project.cuda_spec("one"), project.cuda_spec("two")])
-    assert project.cuda_spec("one").load().answer() == 42
-    assert project.cuda_spec("three").build_and_load().answer() == 42
-    entry = project.cuda_spec("three").get_library_path().parent
+    assert project.cuda_spec("two").load().answer() == 42
+    entry = project.cuda_spec("two").get_library_path().parent
     assert {path.name for path in entry.iterdir()} == {
-        "three.so", "manifest.json", "build.log", "build.ninja", "part.ninja",
+        "two.so", "manifest.json", "build.log", "build.ninja", "part.ninja",
     }  # fmt: skip
-    assert json.loads((entry / "manifest.json").read_text())["library"] == "three.so"
+    assert json.loads((entry / "manifest.json").read_text())["library"] == "two.so"
 
 
 @needs_nvcc
