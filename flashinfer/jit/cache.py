@@ -122,7 +122,8 @@ def _usable(folder: Path, root: Path | None, verify: bool) -> Entry | None:
     folder : Path
         The entry's folder.
     root : Path or None
-        From here down nobody else may write; None trusts the place, as that of Python packages.
+        Nobody else may write this folder or one below; None trusts the place, as that of Python
+        packages.
     verify : bool
         As for `checked_entry`.
 

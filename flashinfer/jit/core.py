@@ -47,8 +47,7 @@ __all__ = [
 ]
 
 
-# Of a load while others clear or damage the cache.
-_MAX_ATTEMPTS = 10
+_MAX_ATTEMPTS = 10  # to load a module while others clear or damage the cache
 
 
 class JitSpec(ModuleSpec):

@@ -181,7 +181,7 @@ class NinjaModule:
         Parameters
         ----------
         links : mapping, optional
-            What nvcc is told instead of a folder.
+            The name that nvcc is told instead of a folder.
         """
         links = links or {}
         host = [*env.FLASHINFER_CXX_LAUNCHER.get(), self.host_compiler.path]

@@ -125,7 +125,7 @@ _CODE_REMEDY = (
     "the source or a header does not compile: fix it at the line above; "
     "FLASHINFER_JIT_VERBOSE=1 shows each command"
 )
-# What to do about an error of the operating system on a folder of the cache.
+# The remedy for an error of the operating system on a folder of the cache.
 _DISK_FULL = _REMEDIES[0][1]
 _OTHER_BASE = "set FLASHINFER_WORKSPACE_BASE to a folder that can be written"
 _REMEDIES_BY_NUMBER = {

@@ -20,7 +20,7 @@ from pathlib import Path
 from . import files
 from .errors import JitError
 
-# What may stand between the words of a directive: white space and comments.
+# White space and comments may stand between the words of a directive.
 _GAP = rb"(?:[ \t\f\v\r]|/\*(?s:.*?)\*/)*"
 _DIRECTIVE = re.compile(
     rb"(?:#|%:|\?\?=)" + _GAP + rb"(?:include_next|include|import)\b" + _GAP
@@ -162,11 +162,11 @@ def _read_with_stamp(path: str) -> tuple[_File, files.Stamp]:
 
 
 def _includes_of(text: bytes) -> tuple[str, ...]:
-    """What the directives of a source name, with quotes or brackets; "" for what is no name.
+    """The names in the directives of a source, with quotes or brackets; "" for anything else.
 
     Directives are found however they are spelled: with digraphs, comments inside or before them,
-    or broken over lines. Those inside of a comment or string are taken along where they look like
-    directives, which only makes the identity depend on one file more.
+    or broken over lines. Text in a comment or string that looks like one is taken along, which only
+    makes the identity depend on one file more.
     """
     if b"\\" in text or b"??/" in text:
         text = _SPLICE.sub(b"", text)

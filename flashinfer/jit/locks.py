@@ -153,7 +153,7 @@ os.register_at_fork(after_in_child=_drop_locks)
 
 
 def last_failure(home: Path) -> dict[str, str]:
-    """What the last failed builder of a module wrote: ``key``, ``message`` and ``token``."""
+    """The record of the last failed builder of a module: ``key``, ``message`` and ``token``."""
     try:
         found = json.loads((home / _FAILURE).read_text(encoding="utf-8"))
         if all(isinstance(found[name], str) for name in ("key", "message", "token")):
@@ -180,9 +180,9 @@ def shared_failure(home: Path, before: dict[str, str], key: str) -> BuildError |
     home : Path
         The module's folder.
     before : dict
-        What `last_failure` said before this process waited.
+        The answer of `last_failure` before this process waited.
     key : str
-        What this process would build.
+        The key of the module that this process wants.
     """
     now = last_failure(home)
     if now.get("key") != key or now.get("token") == before.get("token"):

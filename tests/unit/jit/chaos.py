@@ -94,7 +94,7 @@ def run(project: Project, log: Path, processes: int, seconds: float) -> dict[str
     end = time.monotonic() + seconds
     next_blow = time.monotonic() + min(2.0, seconds / 4)
     while running or time.monotonic() < end:
-        while len(running) < processes and time.monotonic() < end:
+        if len(running) < processes and time.monotonic() < end:
             key = random.randrange(KEYS)
             running[start(project, key, log)] = key
         with contextlib.suppress(ChildProcessError):
@@ -112,7 +112,7 @@ def run(project: Project, log: Path, processes: int, seconds: float) -> dict[str
             if running and random.random() < 0.5:
                 victims.add(victim := random.choice(list(running)))
                 os.kill(victim, signal.SIGKILL)
-        time.sleep(0.002)
+        time.sleep(0.001)
     return {"ends": dict(done), "damages": dict(damages)}
 
 
