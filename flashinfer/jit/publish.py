@@ -53,15 +53,22 @@ def publish(private: Path, uri: str, identity: Identity) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        if read_entry(target, verify=True) is not None and not _is_open_to_others(target):
+        if _is_whole(target):
             return  # somebody else published it, where there are no locks
         set_aside(target)
         private.rename(target)
     files.sync(target.parent)
 
 
-def _is_open_to_others(folder: Path) -> bool:
-    return any(trust.writers(path.stat()) for path in (folder, *folder.iterdir()))
+def _is_whole(folder: Path) -> bool:
+    """Whether an entry is what its builder published, and nobody else can have written it."""
+    entry = read_entry(folder, verify=True)
+    try:
+        return entry is not None and not any(
+            trust.writers(path.stat()) for path in (folder, folder / MANIFEST, entry.library)
+        )
+    except OSError:  # a folder that may not be searched
+        return False
 
 
 def set_aside(folder: Path) -> None:
