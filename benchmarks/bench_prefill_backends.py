@@ -174,7 +174,7 @@ def compile_all(shapes: list[Shape]) -> None:
 
 
 def tensors(shape: Shape) -> list[dict[str, Any]]:
-    """Times of runs that take turns."""
+    """The arguments of the runs that take turns."""
     kind, lengths = shape
     qo_lens, kv_lens = per_request(lengths)
 

@@ -48,7 +48,7 @@ def select_modules(preset: str | None = None, patterns: Sequence[str] = ()) -> l
 def compile_and_package_modules(
     out_dir: Path | None, specs: Sequence[JitSpec] | None = None, verbose: bool | None = None
 ) -> None:
-    """Compile modules, each if it is not in the cache, and copy them to a folder.
+    """Compile modules, each if there is none in the cache or prebuilt, and copy them to a folder.
 
     Parameters
     ----------
@@ -61,13 +61,13 @@ def compile_and_package_modules(
     """
     check_cuda_arch()
     specs = select_modules() if specs is None else specs
-    build_jit_specs(specs, verbose, skip_prebuilt=False)
+    build_jit_specs(specs, verbose)
     if out_dir is not None:
         copy_built_kernels(specs, out_dir)
 
 
 def copy_built_kernels(jit_specs: Sequence[JitSpec], out_dir: Path) -> None:
-    """Copy compiled modules from the cache to a folder that can serve as `FLASHINFER_AOT_DIR`.
+    """Copy compiled modules from where they are to a folder that can serve as `FLASHINFER_AOT_DIR`.
 
     Earlier builds of the same modules in that folder are removed.
 
@@ -77,7 +77,7 @@ def copy_built_kernels(jit_specs: Sequence[JitSpec], out_dir: Path) -> None:
         If a module is not compiled.
     """
     for spec in jit_specs:
-        entry = spec.find(prebuilt=False)
+        entry = spec.find()
         if entry is None:
             raise JitError(f"{spec.name} has not been compiled.\n  hint: build it first")
         home = Path(out_dir) / spec.name

@@ -51,8 +51,8 @@ class MlaConfig(ModuleConfig):
             )
 
     @property
-    def majors(self) -> tuple[int, ...] | None:
-        return (9,) if self.backend == "fa3" else None
+    def majors(self) -> tuple[int, ...]:
+        return (9,) if self.backend == "fa3" else (8, 9, 10, 11, 12)
 
 
 def _aot_configs() -> Iterator[MlaConfig]:

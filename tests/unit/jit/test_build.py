@@ -294,6 +294,14 @@ def test_aot_folder_is_used(project, aot_dir, compile_count, monkeypatch, tmp_pa
     assert compile_count() == 0
 
 
+def test_aot_reuses_what_is_prebuilt(project, aot_dir, compile_count, tmp_path):
+    for folder in (tmp_path / "again", aot_dir):  # the second onto itself
+        aot.compile_and_package_modules(folder, [project.spec()])
+        assert len(list(folder.rglob("manifest.json"))) == 1
+    assert compile_count() == 0
+    assert project.spec().build_and_load().answer() == 42
+
+
 def test_aot_of_other_sources_is_not_used(project, aot_dir, compile_count):
     (project.root / "include/deeper.h").write_text("#define MORE 3\n")
     assert project.spec().build_and_load().answer() == 43
