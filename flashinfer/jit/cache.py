@@ -38,7 +38,7 @@ class Entry:
     manifest: dict
 
 
-_MANIFEST_TYPES = {
+_MANIFEST_TYPES: dict[str, type | tuple[type, ...]] = {
     "library": str,
     "library_size": int,
     "created": (int, float),

@@ -129,9 +129,9 @@ class JitSpec(ModuleSpec):
     def aot_path(self) -> Path:
         """Path of the library among prebuilt modules, whether it is there or not."""
         entry = self.find()
-        if entry is not None and any(map(entry.library.is_relative_to, cache.prebuilt_roots())):
+        if entry is not None and any(map(entry.library.is_relative_to, places.prebuilt_roots())):
             return entry.library
-        root = next(iter(cache.prebuilt_roots()), cache.writable_base())
+        root = next(iter(places.prebuilt_roots()), places.writable_base())
         return root / self.name / f"{self.name}.so"
 
     def get_library_paths(self) -> tuple[Path, ...]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from . import files
 from .errors import JitError
+from .files import Stamp
 
 # White space and comments may stand between the words of a directive.
 _GAP = rb"(?:[ \t\f\v\r]|/\*(?s:.*?)\*/)*"
@@ -140,14 +141,14 @@ class _File:
 
 
 # Only saves reading a file again in this process: the stat is not part of the identity.
-_files: dict[str, tuple[files.Stamp, _File]] = {}
+_files: dict[str, tuple[Stamp, _File]] = {}
 
 
 def _read(path: str) -> _File:
     return _read_with_stamp(path)[0]
 
 
-def _read_with_stamp(path: str) -> tuple[_File, files.Stamp]:
+def _read_with_stamp(path: str) -> tuple[_File, Stamp]:
     status = os.stat(path)
     stamp = files.stamp_of(status)
     known = _files.get(path)
@@ -211,7 +212,7 @@ class Reached:
     files: list[tuple[str, str]]
     external: list[str]
     included_sources: set[str]
-    stamps: dict[str, files.Stamp]
+    stamps: dict[str, Stamp]
 
 
 def reached_files(
@@ -235,7 +236,7 @@ def reached_files(
     """
     found: dict[str, str] = {}  # path -> name
     hashes: list[tuple[str, str]] = []
-    stamps: dict[str, files.Stamp] = {}
+    stamps: dict[str, Stamp] = {}
     folders = [str(folder) for folder in include_dirs]
     external: set[str] = set()
     included: set[str] = set()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from .. import env
 from . import files, places, process, trust
@@ -303,7 +304,7 @@ def _describe_host_compiler(path: str) -> HostCompiler:
 
 
 _QUERIES = {"nvcc": _query_nvcc, "c++": _query_host_compiler}
-_ANSWERS = {  # types of what is remembered
+_ANSWERS: dict[str, dict[str, type]] = {  # types of what is remembered
     "nvcc": {"version": str, "root": str, "include_dirs": list, "library_dirs": list},
     "c++": {"version": str},
 }
@@ -349,7 +350,7 @@ def _remembered_for(program: str, kind: str, stamp: tuple | None, memory: str) -
     return answer
 
 
-def _is_answer(entry: object, kind: str) -> bool:
+def _is_answer(entry: Any, kind: str) -> TypeGuard[dict[str, Any]]:
     """Whether something from `toolchain.json` is what this version wrote, unchanged."""
     if not isinstance(entry, dict) or entry.get("format") != _FORMAT or entry.get("kind") != kind:
         return False

@@ -31,7 +31,9 @@ def _public_callables():
             yield name, value
         elif inspect.isclass(value):
             for method, function in vars(value).items():
-                # Other methods prepare a run, or are older names that call it.
+                # Other methods prepare a run, or are names that call it with an option.
+                if method == "run_return_lse":
+                    continue
                 if inspect.isfunction(function) and method.startswith("run"):
                     yield f"{name}.{method}", function
 

@@ -75,7 +75,7 @@ def test_exports_take_few_arguments(name: str):
 @pytest.mark.compiler
 def test_what_is_left_over_is_refused():
     planner, module = AttentionPlanner(), get_attention_plan_module()
-    planner.configure(PlanConfig(num_kv_heads=2, group_size=4, head_dim_vo=128, tile_q=16))
+    planner.configure(PlanConfig(2, 4, 128, tile_q=16, tile_q_second=0, tile_kv=64))
     arguments = (planner._native, None, -1, *REQUESTS)
     module.attention_plan(*arguments)
     with pytest.raises(TypeError, match="takes 12 arguments, got 14"):

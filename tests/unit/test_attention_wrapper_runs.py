@@ -89,7 +89,6 @@ _RUNS: dict[Callable[..., Any], tuple[dict[str, Any], list[tuple[str, Any]]]] = 
             ("kv_cache_sf", LONG),
             ("kv_cache", [1, 2, 3]),
             ("k_scale", torch.ones(3)),
-            ("k_scale", torch.ones(2, dtype=torch.float64)),
             ("k_scale", torch.ones(2, 1)),
             ("v_scale", torch.ones(2, device="meta")),
             ("v_scale", float("nan")),
