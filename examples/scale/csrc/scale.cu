@@ -15,9 +15,8 @@ void scale(TensorView input, TensorView output, float factor) {
   DeviceGuard guard(input.device());
   const cudaStream_t stream = get_stream(input.device());
   DISPATCH_DLPACK_DTYPE_TO_CTYPE_FP32_FP16(input.dtype(), T, [&] {
-    const cudaError_t status =
-        launch_scale(input.data_ptr<T>(), output.data_ptr<T>(), static_cast<T>(factor),
-                     input.numel(), stream);
+    const cudaError_t status = launch_scale(input.data_ptr<T>(), output.data_ptr<T>(),
+                                            static_cast<T>(factor), input.numel(), stream);
     TVM_FFI_ICHECK(status == cudaSuccess) << "scale failed: " << cudaGetErrorString(status);
     return true;
   });
