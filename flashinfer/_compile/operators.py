@@ -8,6 +8,7 @@ which another process has compiled and stored find it.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import inspect
@@ -67,6 +68,8 @@ def _library() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for finalizer in set(weakref.finalize._registry) - known:  # type: ignore[attr-defined]
         finalizer.atexit = False
+    # Nobody gives this reference back: else the interpreter's last steps delete the operators.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(library.m))
     return library
 
 
