@@ -101,6 +101,7 @@ def load_entry(spec: ModuleSpec, entry: cache.Entry) -> Any | None:
     except JitError:
         if not cache.is_intact(entry):
             return None
-        raise
+        # It may have been missing for a moment, while somebody replaced it: once more.
+        module = load(spec, entry.library)
     # The library was verified before, but what was loaded may have replaced it since.
     return module if cache.is_intact(entry) else None

@@ -149,6 +149,25 @@ def test_a_library_that_changes_while_it_is_loaded(project, monkeypatch, compile
     assert compile_count() == 2
 
 
+def test_a_library_that_is_missing_for_a_moment(project, monkeypatch, compile_count):
+    """Somebody removed it before the system opened it, and a builder has put it back since."""
+    project.spec().build()
+    count = compile_count()
+    import tvm_ffi
+
+    real, calls = tvm_ffi.load_module, []
+
+    def load(path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise RuntimeError("cannot open shared object file: No such file or directory")
+        return real(path)
+
+    monkeypatch.setattr(tvm_ffi, "load_module", load)
+    assert project.spec().build_and_load().answer() == 42
+    assert len(calls) == 2 and compile_count() == count
+
+
 @pytest.mark.parametrize(
     "content", ["x", "[]", NESTED, '{"P": []}', '{"P": {"format": 3, "kind": "c++"}}']
 )
