@@ -14,13 +14,8 @@ import torch
 
 from ..gemm._choice import GemmProblem
 from ..gemm._launch import launch
-from ..quantization._kernels import group_quant_kernel
+from ..quantization._kernels import quantize_rows
 from .maps import RowMap, combine, map_rows
-
-BLOCK = 128
-"""Elements of k that share a scale where weights have 8 bits."""
-
-_LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class Experts:
         scales = None
         dtype = a.dtype
         if self.scales is not None:
-            a, a_scale = quantize_rows(a)
+            a, a_scale = quantize_rows(a, column_major=False, name="input")
             scales = (a_scale, self.scales[number - 1])
         problem = GemmProblem(
             a.dtype,
@@ -121,12 +116,3 @@ class Experts:
             gate=self.gate if problem.gated else None,
             enable_pdl=enable_pdl,
         )
-
-
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit codes of `x` and their scales, ``[rows, columns / 128]``, contiguous."""
-    kernel = group_quant_kernel(x, "e4m3", "float32", "linear", BLOCK, False, name="input")
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(x.shape[0], x.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
-    kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, None)
-    return codes, scale

@@ -7,15 +7,13 @@ from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype, torch_name
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
-from ..quantization._kernels import group_quant_kernel
+from ..quantization._kernels import SCALE_BLOCK, quantize_rows
 from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
 from ._checks import check_out, check_same_device
 from ._choice import GemmProblem
 from ._launch import launch
 
-_BLOCK = 128
 _OPERANDS = (torch.float8_e4m3fn, torch.bfloat16)
-_LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
 
 
 @supported_compute_capability([90])
@@ -41,15 +39,15 @@ def _check_operands(
     (m, k), n = input.shape, weight.shape[0]
     if weight.shape[1] != k:
         raise ValueError(f"`weight` must have shape [n, {k}] for `input`, got {[*weight.shape]}")
-    if k == 0 or k % _BLOCK:
+    if k == 0 or k % SCALE_BLOCK:
         raise ValueError(f"`input` must have a k that is divisible by block size 128, got {k}")
     if n == 0 or n % 16:
         raise ValueError(f"`weight` must have an n that is a multiple of 16, got {n}")
     if input.dtype != torch.bfloat16 and weight.dtype == torch.bfloat16:
         raise ValueError("FP8 input with a BF16 weight is not supported: quantise `weight`")
-    _check_scale("input", input, input_scale, [(m, k // _BLOCK)])
-    blocks = (-(-n // _BLOCK), k // _BLOCK)
-    _check_scale("weight", weight, weight_scale, [blocks, (n, k // _BLOCK)])
+    _check_scale("input", input, input_scale, [(m, k // SCALE_BLOCK)])
+    blocks = (-(-n // SCALE_BLOCK), k // SCALE_BLOCK)
+    _check_scale("weight", weight, weight_scale, [blocks, (n, k // SCALE_BLOCK)])
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"`out_dtype` must be a torch.dtype, got {type(out_dtype).__name__}")
     check_dtype("out_dtype", out_dtype or torch.bfloat16, (torch.bfloat16,))
@@ -150,9 +148,9 @@ def fp8_blockscale_gemm_sm90(
     if out.numel() == 0:
         return out
     if input.dtype == torch.bfloat16:
-        input, input_scale = _quantize_rows(input)
+        input, input_scale = quantize_rows(input, column_major=True)
     if weight.dtype == torch.bfloat16:
-        weight, weight_scale = _quantize_rows(weight)
+        weight, weight_scale = quantize_rows(weight, column_major=True)
     assert input_scale is not None and weight_scale is not None
     by_row = weight_scale.shape[0] == weight.shape[0]
     problem = GemmProblem(
@@ -165,12 +163,3 @@ def fp8_blockscale_gemm_sm90(
         scale="group" if by_row else "block",
     )
     return launch(problem, "input", out, input, weight, (input_scale, weight_scale))
-
-
-def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit codes of `x` and their scales, column-major."""
-    kernel = group_quant_kernel(x, "e4m3", "float32", "column_major", _BLOCK, False, name="x")
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(x.shape[1] // _BLOCK, x.shape[0], dtype=torch.float32, device=x.device)
-    kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, None)
-    return codes, scale.t()

@@ -41,3 +41,38 @@ def group_quant_kernel(input: torch.Tensor, *config: Any, name: str = "input") -
         return table[key]
     except NOT_LOADED:
         return table.load(*config, **{name: input})
+
+
+SCALE_BLOCK = 128
+"""Elements of a row that share a scale in products of 8-bit blocks."""
+
+_LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
+
+
+def quantize_rows(
+    x: torch.Tensor, *, column_major: bool, name: str = "x"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 codes of a matrix and their scales, ``[rows, columns / 128]``, float32.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[rows, columns]``; columns are a multiple of 128.
+    column_major : bool
+        Whether the scales of a column, not of a row, are neighbours.
+    name : str
+        The name of `x` in messages.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `group_quant_kernel`.
+    """
+    layout = "column_major" if column_major else "linear"
+    kernel = group_quant_kernel(x, "e4m3", "float32", layout, SCALE_BLOCK, False, name=name)
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    rows, blocks = x.shape[0], x.shape[1] // SCALE_BLOCK
+    shape = (blocks, rows) if column_major else (rows, blocks)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, None)
+    return codes, scale.t() if column_major else scale

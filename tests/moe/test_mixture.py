@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashinfer._moe.experts import Experts, quantize_rows
+from flashinfer._moe.experts import Experts
 from flashinfer._moe.maps import combine, map_rows, route
 from flashinfer.jit.gemm import GATED
+from flashinfer.quantization._kernels import quantize_rows
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TOKENS = (1, 3, 40, 300)
@@ -61,7 +62,7 @@ def expected(
     def operand(rows: torch.Tensor) -> torch.Tensor:
         if experts.scales is None:
             return rows.double()
-        codes, scale = quantize_rows(rows)
+        codes, scale = quantize_rows(rows, column_major=False)
         return codes.double() * scale.double().repeat_interleave(128, -1)
 
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/linear_attention/gate.cuh>
@@ -39,13 +40,6 @@ struct SelectiveStateTraits {
 };
 
 namespace detail {
-
-// 2^x, ex2.approx: within 2 units in the last place.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Operands of a head at one token, in shared memory: B and C for its rows, and a number of each
 // kind per row.
@@ -148,7 +142,7 @@ __device__ __forceinline__ float update_row(float (&row)[Traits::Layout::kElemen
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < Layout::kElements; ++i) {
-    row[i] = row[i] * (Traits::kTied ? decay : exp2_approx(A[i] * decay)) + dt_x * B[i];
+    row[i] = row[i] * (Traits::kTied ? decay : math::ptx_exp2(A[i] * decay)) + dt_x * B[i];
     sum += row[i] * C[i];
   }
   return row_sum<Layout::kLanes>(sum);

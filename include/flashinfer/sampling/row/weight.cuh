@@ -7,14 +7,9 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/exp2.cuh>
 
 namespace flashinfer {
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Weight exp((logit - max) / temperature). The difference is taken first: it is practically exact
 // where it matters, however large the logits or small the temperature. Rounding a product with a
@@ -28,7 +23,7 @@ class LogitWeight {
 
   // The difference of two infinities is NaN, for which fminf returns 0.
   __device__ __forceinline__ float to_float(float x) const {
-    return exp2_approx(fminf(x - max_, 0.f) * factor_);
+    return math::ptx_exp2(fminf(x - max_, 0.f) * factor_);
   }
 
   __device__ __forceinline__ uint64_t operator()(float x) const { return to_fixed(to_float(x)); }
