@@ -23,6 +23,7 @@ from .._common.numbers import plain_arguments
 from ..trace.template import TraceTemplate, resolve_template
 from .handles import object_of
 from .outputs import fake_results, tensors_in
+from .shortcut import skip_dispatch
 
 NAMESPACE = "flashinfer"
 Pattern = tuple[Any, ...]
@@ -219,7 +220,13 @@ def _register(call: _Call, template: TraceTemplate, leaves: list[Any], in_graph:
     if "generator" in arguments:
         tags.append(torch.Tag.nondeterministic_seeded)
     library.define(f"{name}{schema}", tags=tuple(tags))
-    library.impl(name, _implementation(call, template, len(fresh)), "CompositeExplicitAutograd")
+    invoke, finish = _invocation(call), _finish(template, len(fresh))
+
+    def implementation(*leaves: Any) -> Any:
+        returned = invoke(*leaves)
+        return None if finish is None else finish(returned, *leaves)
+
+    library.impl(name, implementation, "CompositeExplicitAutograd")
 
     # No operation has a derivative. Without these, PyTorch's own kernels for that cost 4 us a call.
     for key in ("Autograd", "ADInplaceOrView"):
@@ -229,6 +236,10 @@ def _register(call: _Call, template: TraceTemplate, leaves: list[Any], in_graph:
         results = fake_results(template, call.arguments(leaves), fresh)
         return _as_returns(results)
 
+    operator = getattr(getattr(torch.ops.flashinfer, call.name), overload)
+    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    parameters = dict(zip(_leaf_names(call), are_tensors, strict=True))
+    skip_dispatch(operator, invoke, finish, parameters)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return Operator(name, _arrangement(call, template, arguments, leaves, written, fresh))
 
@@ -263,22 +274,17 @@ def _leaf_names(call: _Call) -> Iterator[str]:
             yield f"{shown}_" if shown in ("self", "out") else shown
 
 
-def _implementation(call: _Call, template: TraceTemplate, num_results: int) -> Callable[..., Any]:
-    """The eager call, as a function of the leaves, which returns what it did not write.
+def _finish(template: TraceTemplate, num_results: int) -> Callable[..., Any] | None:
+    """What follows the eager call: ``finish(returned, leaves)`` keeps what the call did not write.
 
     Results are contiguous, as a compiled graph expects: a function that allocates its result like
-    a permuted input gives it other strides.
+    a permuted input gives it other strides. None where all results are written arguments.
     """
-    invoke, keep = _invocation(call), template.has_own_strides
+    keep = template.has_own_strides
     if num_results == 0:
+        return None
 
-        def write(*leaves: Any) -> None:
-            invoke(*leaves)
-
-        return write
-
-    def run(*leaves: Any) -> Any:
-        returned = invoke(*leaves)
+    def finish(returned: Any, *leaves: Any) -> Any:
         if num_results == 1 and isinstance(returned, torch.Tensor):
             return returned if keep else returned.contiguous()
         given = {id(leaf) for leaf in leaves}
@@ -286,7 +292,7 @@ def _implementation(call: _Call, template: TraceTemplate, num_results: int) -> C
         results = results[:num_results]
         return _as_returns(results if keep else [tensor.contiguous() for tensor in results])
 
-    return run
+    return finish
 
 
 def _invocation(call: _Call) -> Callable[..., Any]:

@@ -207,3 +207,41 @@ def test_eager_calls_do_not_come_here():
     traced = flashinfer.rmsnorm._torchdynamo_inline
     assert flashinfer.rmsnorm.__code__.co_filename != traced.__code__.co_filename
     assert "is_compiling" not in flashinfer.rmsnorm.__code__.co_names
+
+
+def operator_of(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, Any]:
+    ((operator, args),) = graph_of(call, arguments)
+    return operator, args
+
+
+def test_a_graph_that_nobody_watches_leaves_out_the_dispatcher(monkeypatch: pytest.MonkeyPatch):
+    x, weight = torch.randn(4, 64, device=DEVICE), torch.ones(64, device=DEVICE)
+    operator, args = operator_of(flashinfer.rmsnorm, {"input": x, "weight": weight})
+    known = operator._op.__globals__
+    dispatched = []
+    monkeypatch.setitem(known, "_dispatch", lambda x, w: dispatched.append(x) or x)
+    assert_same(operator(*args), flashinfer.rmsnorm(x, weight))
+    assert not dispatched
+    with torch.profiler.profile():
+        operator(*args)
+    torch.vmap(lambda x: operator(x, weight))(x[None])
+    operator(x.as_subclass(type("Watched", (torch.Tensor,), {})), weight)
+    assert len(dispatched) == 3
+
+
+def test_modes_and_the_profiler_see_operators():
+    x, weight = torch.randn(4, 64, device=DEVICE), torch.ones(64, device=DEVICE)
+    operator, args = operator_of(flashinfer.rmsnorm, {"input": x, "weight": weight})
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        operator(*args)
+    assert operator in seen
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        operator(*args)
+    assert "flashinfer::rmsnorm" in {event.name for event in profile.events()}
