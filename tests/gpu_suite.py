@@ -14,6 +14,7 @@ of several GPUs run too.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -21,12 +22,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from statistics import mean
 
 from flashinfer.jit import build_jit_specs
 from tests.fuzzing import families
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS_TO_END = 20  # that a share may take to print its summary after it was cut
+# Every worker of pytest imports every test: they read the bytecode that one process wrote.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
 def gpus() -> list[str]:
@@ -52,6 +56,17 @@ def compile_known_modules(paths: list[str]) -> int:
     return count
 
 
+def collect(paths: list[str]) -> subprocess.Popen:
+    """Collect the tests once while the compilers run, which leaves their bytecode."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "--gpu-share", "1/1", *paths],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 class Share:
     """The pytest of one GPU; a thread prints its lines as they come."""
 
@@ -62,13 +77,15 @@ class Share:
         command += ["--gpu-share", f"{index + 1}/{len(names)}"]
         command += ["-n", str(cores), "--maxschedchunk", "2"]
         command += ["-p", "no:benchmark"]  # a plugin that warns beside xdist
-        command += [f"--junit-xml={logs / f'gpu{self.name}.xml'}"] if logs else []
+        if logs:
+            command += [f"--junit-xml={logs / f'gpu{self.name}.xml'}"]
+            command += [f"--cpu-times={logs / f'gpu{self.name}.json'}"]
         order = names[index:] + names[:index]
         self.log = (logs / f"gpu{self.name}.log").open("w") if logs else None
         self.process = subprocess.Popen(
             [*command, *options],
             cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(order)},
+            env={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ",".join(order)},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -122,6 +139,14 @@ def run_shares(names: list[str], cores: int, arguments: argparse.Namespace, opti
     return max(statuses)
 
 
+def merge_costs(files: list[Path], merged: Path) -> None:
+    """Write what a case of each test function costs: the mean over the shares that ran it."""
+    shares = [json.loads(file.read_text()) for file in files if file.is_file()]
+    functions = sorted(set().union(*shares))
+    costs = {f: round(mean(share[f] for share in shares if f in share), 3) for f in functions}
+    merged.write_text(json.dumps(costs, indent=1) + "\n")
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -130,7 +155,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The tests that a GPU decides.")
     parser.add_argument("--tests", nargs="+", default=["tests", "examples"], help="files, folders")
     parser.add_argument("--limit", type=float, help="seconds after which the tests are cut")
-    parser.add_argument("--logs", type=Path, help="folder for each share's lines and JUnit XML")
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        help="folder for each share's lines, JUnit XML and CPU seconds; costs.json joins them",
+    )
     parser.add_argument("--compile-only", action="store_true", help="compile, run no test")
     arguments, options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, _interrupt)
@@ -143,13 +172,20 @@ def main() -> int:
     if arguments.logs:
         arguments.logs.mkdir(parents=True, exist_ok=True)
     print(f"{len(names)} GPUs, {cores} cores; compiling ...", flush=True)
+    collection = collect(arguments.tests)
     try:
         count = compile_known_modules(arguments.tests)
+        collection.wait()
     except KeyboardInterrupt:
+        collection.kill()
         print("ended while it compiled: no test has run")
         return 2
     print(f"compiled {count} modules in {time.monotonic() - begun:.0f} s", flush=True)
     status = 0 if arguments.compile_only else run_shares(names, cores, arguments, options)
+    if arguments.logs and not arguments.compile_only:
+        merge_costs(
+            [arguments.logs / f"gpu{name}.json" for name in names], arguments.logs / "costs.json"
+        )
     print(f"{time.monotonic() - begun:.0f} s in all, compiling included", flush=True)
     return status
 

@@ -22,8 +22,9 @@ from tests.progress import USUAL_COST, function_of, known_costs
 
 SAMPLED_SHARE, LEAST_CASES = 0.25, 8
 EXPENSIVE = 2.0  # CPU seconds of one case
-# Tests of these folders need no GPU unless they say so.
-WITHOUT_GPU = ("tests/unit/", "tests/trace/")
+# Tests of these folders need no GPU unless they say so, by one of these marks or fixtures.
+WITHOUT_GPU = ("tests/unit/", "tests/trace/", "tests/serve/")
+MARKS, FIXTURES = ("gpu", "any_device"), ("device", "model")
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -61,7 +62,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def is_decided_by_a_gpu(item: pytest.Item) -> bool:
-    marked = item.get_closest_marker("gpu") is not None or "device" in item.fixturenames
+    marked = any(item.get_closest_marker(mark) for mark in MARKS)
+    marked = marked or any(fixture in item.fixturenames for fixture in FIXTURES)
     return marked or not item.nodeid.startswith(WITHOUT_GPU)
 
 

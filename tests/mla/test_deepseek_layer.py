@@ -9,11 +9,13 @@ import torch
 
 from tests.mla.batches import BF16, indptr, make_wrapper, need_hopper
 
-pytest.importorskip("transformers")
-modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-
 HEADS, HIDDEN, PAGE = 8, 256, 64
 NOPE, ROPE, VALUE, RANK = 128, 64, 128, 512
+
+
+def modeling() -> Any:
+    """Imported when a test runs: every collection would pay the seconds that the import takes."""
+    return pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
 
 def make_layer(device: torch.device) -> tuple[Any, Any]:
@@ -31,11 +33,11 @@ def make_layer(device: torch.device) -> tuple[Any, Any]:
         num_hidden_layers=1,
         attn_implementation="eager",
     )
-    layer = modeling.DeepseekV3Attention(config, 0).to(device).float()
+    layer = modeling().DeepseekV3Attention(config, 0).to(device).float()
     for parameter in layer.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    return layer, modeling.DeepseekV3RotaryEmbedding(config).to(device)
+    return layer, modeling().DeepseekV3RotaryEmbedding(config).to(device)
 
 
 class LatentLayer:
@@ -58,7 +60,7 @@ class LatentLayer:
         ckv, kpe = layer.kv_a_proj_with_mqa(hidden).split([RANK, ROPE], -1)
         ckv = layer.kv_a_layernorm(ckv)
         cosine, sine = self.rotary(hidden[None], positions[None])
-        q_pe, kpe = modeling.apply_rotary_pos_emb_interleave(
+        q_pe, kpe = modeling().apply_rotary_pos_emb_interleave(
             q_pe.transpose(0, 1)[None], kpe[None, None], cosine, sine
         )
         self.length += tokens

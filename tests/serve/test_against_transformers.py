@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from examples.serve.engine import Engine, SamplingParams
 from examples.serve.runner import Chunk, Runner
 from tests.serve.models import ARCHITECTURES, Reference, write
 
-pytest.importorskip("transformers")
-
 DTYPES = (torch.bfloat16, torch.float16)
+pytestmark = [
+    pytest.mark.any_device,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Checkpoint = tuple[Path, Reference]

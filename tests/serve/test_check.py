@@ -10,6 +10,7 @@ import torch
 
 from examples.serve import check, checkpoint, engine
 
+pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -15,6 +15,7 @@ from examples.serve.engine import Engine, SamplingParams
 from examples.serve.rope import rope_cache
 from tests.serve.models import ARCHITECTURES, LONGROPE, SHAPE, Reference, write
 
+pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 YARN = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0}
 SCALINGS: dict[str, dict[str, Any]] = {

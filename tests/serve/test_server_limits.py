@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest.importorskip("uvicorn", reason='the server needs pip install -e ".[serve]"')
+
 from examples.serve import connections
 from examples.serve.connections import fit_descriptors, spare_log
 from examples.serve.limits import Limits

@@ -41,6 +41,7 @@ def test_prompts_meet_every_tile_of_attention(group: int, head_dim: int):
     assert tiles(PROMPTS) == tiles(range(2, 3000))
 
 
+@pytest.mark.any_device
 def test_no_request_after_it_compiles():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load(None, device, torch.bfloat16)

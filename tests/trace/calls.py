@@ -18,6 +18,9 @@ from flashinfer.trace.specs import argument_of
 from flashinfer.trace.template import TraceTemplate, templates_of
 from tests.trace import attention_cases
 
+# Sizes of the axes whose size no kernel takes freely.
+SIZES = {"head_dim_k": 32, "head_dim_v": 64, "dstate": 16}
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -50,7 +53,7 @@ class Operation:
         """Random arguments at a small shape whose axes all differ."""
         if "self" in inspect.signature(self.function).parameters:
             return attention_cases.planned_call(self.template, dtype, torch.device(device), seed)
-        sizes = {axis: 3 + 5 * i for i, axis in enumerate(self.template.axes)}
+        sizes = {axis: SIZES.get(axis, 3 + 5 * i) for i, axis in enumerate(self.template.axes)}
         return self.template.example_arguments(sizes, dtype, device, seed)
 
 

@@ -185,6 +185,11 @@ def _mm_init(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"a": a, "b": b.T}
 
 
+def _tinygemm_init(arguments: dict[str, Any]) -> dict[str, Any]:
+    input, weight = _random(arguments["input"].device, (3, 64), (24, 64))
+    return {"input": input, "weight": weight, "out": input.new_empty(3, 24)}
+
+
 def _bmm_init(arguments: dict[str, Any]) -> dict[str, Any]:
     A, B = _random(arguments["A"].device, (3, 5, 64), (3, 24, 64))
     return {"A": A, "B": B.transpose(1, 2)}
@@ -245,6 +250,7 @@ tinygemm_bf16_trace = TraceTemplate(
     outputs={"out": Tensor(["m", "n"], param="out", dtype="bfloat16", layout="rows")},
     name_prefix="tinygemm_bf16",
     reference=_tinygemm_bf16_reference,
+    init=_tinygemm_init,
     hints=["use_pdl"],
     description="Product of few rows with a weight.",
 )
