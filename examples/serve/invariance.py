@@ -66,10 +66,16 @@ def sample_alone(
     seeds: Sequence[int],
     drawn: Sequence[int],
 ) -> torch.Tensor:
-    """As `sample`, each row in a batch of its own."""
+    """As `sample`, each row in a batch of its own.
+
+    A copy of the row begins where every tensor begins: kernels that read 16 bytes at once add in
+    an order that follows from the address.
+    """
     return torch.cat(
         [
-            sample(logits[row : row + 1], params[row : row + 1], seeds[row : row + 1], [count])
+            sample(
+                logits[row : row + 1].clone(), params[row : row + 1], seeds[row : row + 1], [count]
+            )
             for row, count in enumerate(drawn)
         ]
     )

@@ -7,6 +7,8 @@ import torch
 
 from .._common.arch import get_compute_capability
 from .._common.checks import cuda_tensors
+from .._common.checks import dtype as check_out_dtype
+from .._common.checks import flag as check_flag
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
 from .._instrument.typed import ApiFunction, CheckedFunction, Parameters, Returned
@@ -16,6 +18,7 @@ from ._choice import GemmProblem, choose_config
 from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel
 
 _HOPPER = (9, 0)
+_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_TOKENS = 64
 """Rows up to which ``"auto"`` takes this library's kernel on Hopper, and cuBLAS beyond: measured
 on one H200 over the shapes of docs/tuning/gemm.md."""
@@ -54,7 +57,7 @@ def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -
             raise ValueError(
                 f"`{name}` must have {a.ndim} dimensions, got shape {list(tensor.shape)}"
             )
-    check_dtype("out_dtype", out.dtype, (torch.bfloat16, torch.float16, torch.float32))
+    check_dtype("out_dtype", out.dtype, _OUTPUTS)
     capability = get_compute_capability(a.device)
     if not _is_backend_supported(backend, capability):
         raise BackendSupportedError(
@@ -111,8 +114,9 @@ def _product(
         elif out.dtype is not out_dtype:
             check_dtype("out", out.dtype, (out_dtype,))
         product = _products[a.shape, b.shape, out_dtype, backend, a.device]
-    except (KeyError, AttributeError, RuntimeError):
+    except (KeyError, AttributeError, RuntimeError, TypeError):
         cuda_tensors(a=a, b=b)
+        check_out_dtype("out_dtype", out_dtype, _OUTPUTS)
         assert out is not None
         if len(_products) > _MOST_PRODUCTS:
             _products.clear()
@@ -230,6 +234,7 @@ def tinygemm_bf16(
         As `pdl` of `mm_bf16`, which also lists the errors.
     """
     cuda_tensors(input=input, weight=weight, out=out)
+    check_flag("use_pdl", use_pdl)
     _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm")
 
 

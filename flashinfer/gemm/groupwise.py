@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import torch
 
+from .._common.checks import choice as check_choice
+from .._common.checks import count as check_count
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
@@ -229,8 +231,8 @@ def group_gemm_fp8_nt_groupwise(
     """
     if backend not in ("trtllm", "cutile"):
         raise ValueError(f"`backend` must be 'trtllm' or 'cutile', got {backend!r}")
-    if segment_alignment < 1:
-        raise ValueError(f"`segment_alignment` must be at least 1, got {segment_alignment!r}")
+    check_choice("mma_sm", mma_sm, (1, 2))
+    check_count("segment_alignment", segment_alignment)
     layout = _check_mode(scale_major_mode, scale_granularity_mnk, (_BY_ROW,))
     check_tensor("m_indptr", m_indptr)
     return _run("a", "offsets", a, b, (a_scale, b_scale), m_indptr, layout, out, out_dtype)

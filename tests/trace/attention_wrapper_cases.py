@@ -207,7 +207,7 @@ CASES: dict[str, dict[str, Case]] = {
         "lse": _receives(1),
         "k_scale": _becomes(2.0),
         "v_scale": _becomes(2.0),
-        "logits_soft_cap": _only_as_planned(0.0, 3.0, -1.0),
+        "logits_soft_cap": _only_as_planned(0.0, 3.0),
         "profiler_buffer": _is_refused(torch.ones(2)),
         "kv_cache_sf": _is_refused(torch.ones(2)),
     },

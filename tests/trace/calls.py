@@ -18,8 +18,16 @@ from flashinfer.trace.specs import argument_of
 from flashinfer.trace.template import TraceTemplate, templates_of
 from tests.trace import attention_cases
 
-# Sizes of the axes whose size no kernel takes freely.
-SIZES = {"head_dim_k": 32, "head_dim_v": 64, "dstate": 16}
+# Sizes of the axes of an operation whose size its kernels do not take freely.
+SIZES = {
+    "gated_delta_rule": {
+        **dict.fromkeys(("num_heads", "num_q_heads", "num_k_heads"), 3),
+        **dict.fromkeys(("num_v_heads", "num_state_heads"), 6),
+        "head_dim_k": 32,
+        "head_dim_v": 64,
+    },
+    "selective_state_update": {"num_groups": 3, "num_heads": 6, "dstate": 16},
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class Operation:
         """Random arguments at a small shape whose axes all differ."""
         if "self" in inspect.signature(self.function).parameters:
             return attention_cases.planned_call(self.template, dtype, torch.device(device), seed)
-        sizes = {axis: SIZES.get(axis, 3 + 5 * i) for i, axis in enumerate(self.template.axes)}
+        sizes = {axis: 3 + 5 * i for i, axis in enumerate(self.template.axes)}
+        sizes |= SIZES.get(self.template.op_type, {})
         return self.template.example_arguments(sizes, dtype, device, seed)
 
 

@@ -326,6 +326,8 @@ class AttentionWrapper:
             else:
                 shape = (*q.shape[:-1], spec.head_dim_vo)
                 out = torch.empty(shape, dtype=spec.o_data_type, device=q.device)
+        if return_lse is not False:
+            check_flag("return_lse", return_lse)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         if spec.variant is not None:

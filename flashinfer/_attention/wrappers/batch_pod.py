@@ -232,7 +232,7 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
             (q_p, *caches[0]),
             (q_d, *caches[1]),
             (q_scale, k_scale, v_scale),
-            (return_lse, return_lse),
+            (check_flag("return_lse", return_lse),) * 2,
             enable_pdl,
         )
 

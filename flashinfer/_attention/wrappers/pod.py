@@ -337,7 +337,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
             (q_p, k_p, v_p),
             (q_d, *cache_d),
             (q_scale, k_scale, v_scale),
-            (return_lse_p, return_lse_d),
+            (check_flag("return_lse_p", return_lse_p), check_flag("return_lse_d", return_lse_d)),
             enable_pdl,
         )
 

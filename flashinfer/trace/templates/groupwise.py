@@ -342,7 +342,7 @@ def _grouped_init(arguments: dict[str, Any]) -> dict[str, Any]:
     device, generator = arguments["a"].device, torch.Generator().manual_seed(1)
     a, b = torch.randn(50, 64, generator=generator), torch.randn(3, 40, 64, generator=generator)
     bounds = torch.tensor([0, 5, 5, 50], dtype=torch.int32, device=device)
-    dtype = arguments["a"].dtype
+    dtype = torch.float16 if arguments["a"].dtype == torch.float16 else torch.bfloat16
     return {"a": a.to(device, dtype), "b": b.to(device, dtype), "m_indptr": bounds}
 
 
