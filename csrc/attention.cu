@@ -24,6 +24,8 @@ using Second = void;
 
 }  // namespace
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t attention(const AttentionParams<ConfiguredVariantParams>& params, bool enable_pdl,
                       cudaStream_t stream) {
   return launch_attention<First, Second>(params, enable_pdl, stream);
@@ -32,5 +34,7 @@ cudaError_t attention(const AttentionParams<ConfiguredVariantParams>& params, bo
 cudaError_t attention_ctas_per_sm(int* ctas) {
   return count_ctas_per_sm<First, Second, AttentionParams<ConfiguredVariantParams>>(ctas);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

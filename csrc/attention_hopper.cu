@@ -24,6 +24,8 @@ static_assert(FLASHINFER_CFG_TILE_Q == Traits::Tile::kTileQ, "64 rows per warpgr
 
 }  // namespace
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t attention(const AttentionParams<ConfiguredVariantParams>& params, bool enable_pdl,
                       cudaStream_t stream) {
   return launch_hopper_attention<Traits>(params, enable_pdl, stream);
@@ -34,5 +36,7 @@ cudaError_t attention_ctas_per_sm(int* ctas) {
   *ctas = 1;
   return prepare_hopper_attention<Traits, AttentionParams<ConfiguredVariantParams>>(&num_sms);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

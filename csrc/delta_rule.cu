@@ -4,6 +4,8 @@
 
 namespace flashinfer {
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t delta_rule(const DeltaRuleParams& params, int num_sms, int schedule, bool enable_pdl,
                        cudaStream_t stream) {
   using Traits = DeltaRuleTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_STATE_DTYPE,
@@ -12,5 +14,7 @@ cudaError_t delta_rule(const DeltaRuleParams& params, int num_sms, int schedule,
                                  FLASHINFER_CFG_CHANNEL_GATE>;
   return launch_delta_rule<Traits>(params, num_sms, schedule, enable_pdl, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

@@ -25,8 +25,12 @@ struct Config {
 
 }  // namespace
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t gemm(const GemmParams& params, bool enable_pdl, cudaStream_t stream) {
   return launch_gemm_sm90<GemmTile<Config>>(params, enable_pdl, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

@@ -4,6 +4,8 @@
 
 namespace flashinfer {
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
   using T = dtype::FLASHINFER_CFG_DTYPE_Q;
   using O = dtype::FLASHINFER_CFG_DTYPE_O;
@@ -13,5 +15,7 @@ cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStrea
   if (status != cudaSuccess || !merges) return status;
   return launch_mla_merge<O, kDimCkv>(params, enable_pdl, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

@@ -4,6 +4,8 @@
 
 namespace flashinfer {
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
   using Tile = MlaTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_O,
                        FLASHINFER_CFG_HEAD_DIM_CKV, FLASHINFER_CFG_HEAD_DIM_KPE>;
@@ -11,5 +13,7 @@ cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStrea
   if (status != cudaSuccess || !merges) return status;
   return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

@@ -4,6 +4,8 @@
 
 namespace flashinfer {
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t norm(const NormParams& params, bool vectorizable, const DeviceInfo& device,
                  bool enable_pdl, cudaStream_t stream) {
   using Traits = NormTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_OUT_DTYPE,
@@ -12,5 +14,7 @@ cudaError_t norm(const NormParams& params, bool vectorizable, const DeviceInfo& 
       params.num_rows, params.hidden_size, vectorizable, device.num_sms, device.has_clusters());
   return launch_norm<Traits>(params, schedule, enable_pdl, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

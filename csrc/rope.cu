@@ -4,6 +4,8 @@
 
 namespace flashinfer {
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t rope(const RopeCallParams& params, bool vectorizable, bool enable_pdl,
                  cudaStream_t stream) {
   using TCache =
@@ -12,5 +14,7 @@ cudaError_t rope(const RopeCallParams& params, bool vectorizable, bool enable_pd
                             FLASHINFER_CFG_INTERLEAVE, FLASHINFER_CFG_APPEND>;
   return launch_rope<Traits>(params, vectorizable, enable_pdl, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

@@ -4,6 +4,8 @@
 
 namespace flashinfer {
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t sampling(const SamplingParams& params, int device, int num_sms, bool enable_pdl,
                      cudaStream_t stream) {
   using Traits = SamplingTraits<dtype::FLASHINFER_CFG_DTYPE, dtype::FLASHINFER_CFG_OUT_DTYPE,
@@ -21,5 +23,7 @@ cudaError_t sampling(const SamplingParams& params, int device, int num_sms, bool
     return launch_sampling<Traits>(params, device, num_sms, enable_pdl, stream);
   }
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

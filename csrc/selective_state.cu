@@ -4,6 +4,8 @@
 
 namespace flashinfer {
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t selective_state(const SelectiveStateParams& params, int num_sms, int schedule,
                             bool enable_pdl, cudaStream_t stream) {
   using Traits =
@@ -13,5 +15,7 @@ cudaError_t selective_state(const SelectiveStateParams& params, int num_sms, int
                            FLASHINFER_CFG_TIED, FLASHINFER_CFG_STOCHASTIC>;
   return launch_selective_state<Traits>(params, num_sms, schedule, enable_pdl, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

@@ -203,6 +203,23 @@ MAX_JOBS = _integer(
     1,
     "cores, as far as memory (cgroup limit included) allows",
 )
+FLASHINFER_COMPILER = _choice(
+    "FLASHINFER_COMPILER",
+    "Who compiles kernels: `auto` takes NVRTC for modules with a prebuilt host part and nvcc for "
+    "the others ([the two ways](design/nvrtc.md)).",
+    "auto",
+    ("auto", "nvcc", "nvrtc"),
+)
+FLASHINFER_NVRTC = _path(
+    "FLASHINFER_NVRTC",
+    "The NVRTC library to use.",
+    "searched: the packages of NVIDIA, PyTorch, `CUDA_HOME`, `/usr/local/cuda`",
+)
+FLASHINFER_HOST_DIR = _path(
+    "FLASHINFER_HOST_DIR",
+    "Folder of prebuilt host parts, as `flashinfer build-host-parts` makes it.",
+    "that of the package",
+)
 FLASHINFER_NVCC = _text(
     "FLASHINFER_NVCC",
     "The nvcc to use; a wrapper is followed to its toolkit.",

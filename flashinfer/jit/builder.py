@@ -194,7 +194,7 @@ def _run(jobs: list[_Job], progress: Progress, verbose: bool) -> str:
     """Run ninja over all modules; what was killed for memory gets one more chance, alone."""
     folder = jobs[0].private
     for job in jobs:
-        module = job.spec.ninja_module()
+        module = job.spec.recipe()
         (job.private / "build.ninja").write_text(module.text())
         for place, link in module.links().items():
             (job.private / link).symlink_to(place)

@@ -84,7 +84,7 @@ class JitSpec(ModuleSpec):
             The file. A build writes its own, next to the library.
         """
         path = places.jit_dir(places.writable_base()) / self.name / "build.ninja"
-        write_if_different(path, self.ninja_module().text())
+        write_if_different(path, self.recipe().text())
         return path
 
     def get_compile_commands(self) -> list[dict[str, str]]:

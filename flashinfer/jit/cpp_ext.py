@@ -175,6 +175,10 @@ class NinjaModule:
     def _cuda_sources(self) -> list[Path]:
         return [source for source in self.sources if source.suffix in CUDA_SUFFIXES]
 
+    def runtime_link_flags(self) -> list[str]:
+        """What the module calls the CUDA runtime by."""
+        return cudart_link_flags(self.toolkit) if self.toolkit else []
+
     def commands(self, links: Mapping[str, str] | None = None) -> dict[str, str]:
         """Command of each rule, as ninja wants it: with `$in` and `$out`.
 
@@ -190,7 +194,7 @@ class NinjaModule:
         link = [*self.flags.link, *tvm_ffi_link_flags()]
         commands = {"cxx": f"{_shell([*host, *self.flags.host, *own, *external])} -c $in -o $out"}
         if self.toolkit:
-            link += cudart_link_flags(self.toolkit)
+            link += self.runtime_link_flags()
             nvcc = [*env.FLASHINFER_NVCC_LAUNCHER.get(), self.toolkit.nvcc]
             nvcc += [f"-ccbin={self.host_compiler.path}", *get_nvcc_parallelism_flags()]
             own = [f"-I{links.get(str(d), d)}" for d in self.include_dirs]

@@ -3,6 +3,7 @@
 - ``FLASHINFER_GEN_SRC_DIR``: generated sources (writable)
 - ``FLASHINFER_JIT_DIR``: compiled modules (writable)
 - ``FLASHINFER_CSRC_DIR``, ``FLASHINFER_INCLUDE_DIR``: sources of the package (never written)
+- ``FLASHINFER_HOST_PARTS_DIR``: host parts of the package for NVRTC (never written)
 - ``FLASHINFER_AOT_DIR``: prebuilt modules, or None (never written)
 - ``FLASHINFER_CACHE_DIR``, ``FLASHINFER_WORKSPACE_DIR``: what contains the writable ones
 """
@@ -60,6 +61,7 @@ _FOLDERS: dict[str, Callable[[], Path | None]] = {
     "FLASHINFER_CSRC_DIR": lambda: _data("csrc"),
     "FLASHINFER_INCLUDE_DIR": lambda: _data("include"),
     "FLASHINFER_DATA": lambda: _data("include").parent,
+    "FLASHINFER_HOST_PARTS_DIR": lambda: _PACKAGE / "data" / "host",
     "FLASHINFER_AOT_DIR": env.FLASHINFER_AOT_DIR.get,
 }
 

@@ -11,10 +11,11 @@ from typing import Any
 from .. import env
 from ..compilation_context import current_compilation_context
 from ..version import __version__
-from . import cpp_ext, fingerprint, toolchain
+from . import cpp_ext, fingerprint, nvrtc, toolchain
 from . import env as jit_env
 from .config import ModuleConfig
 from .fingerprint import Identity
+from .host_parts import HostPart
 
 
 class ModuleSpec:
@@ -113,8 +114,7 @@ class ModuleSpec:
 
         FlashInfer's guide has such a one, whose binding includes the header after it.
         """
-        cuda = (source for source in self.sources if source.suffix in cpp_ext.CUDA_SUFFIXES)
-        if not any(map(fingerprint.takes_tensor_view_for_granted, cuda)):
+        if not any(map(fingerprint.takes_tensor_view_for_granted, self._cuda_sources())):
             return []
         return ["-include", str(jit_env.FLASHINFER_CSRC_DIR / "tvm_ffi_utils.h")]
 
@@ -189,20 +189,62 @@ class ModuleSpec:
 
     def with_toolchain(self, content: Identity) -> Identity:
         """An identity without compilers, completed by those of this machine."""
-        compilers = toolchain.ingredients(content.uses_cuda)
+        compilers = self._compilers(content)
         return dataclasses.replace(
             content,
             toolchain=fingerprint.digest(compilers)[:8] if compilers else "",
             ingredients={**content.ingredients, "toolchain": compilers},
         )
 
+    def _compilers(self, content: Identity) -> dict[str, str] | None:
+        """Identity of what compiles the module here, or None if nothing can."""
+        if part := self.host_part(content):
+            return nvrtc.ingredients(part)
+        if env.FLASHINFER_COMPILER.get() == "nvrtc":
+            return None
+        return toolchain.ingredients(content.uses_cuda)
+
+    def host_part(self, content: Identity | None = None) -> HostPart | None:
+        """Launcher and binding if NVRTC is to compile the module; None leaves it to nvcc."""
+        content = content or self.identity(with_toolchain=False)
+        return nvrtc.part_for(self.name, content.content)
+
     @property
     def fingerprint(self) -> str:
         """The key of the module: content, targets and toolchain."""
         return f"{__version__}-{self.identity().key}"
 
+    def recipe(self) -> cpp_ext.NinjaModule | nvrtc.NvrtcModule:
+        """How the module is built here: with NVRTC, or with nvcc and the host compiler."""
+        content = self.identity(with_toolchain=False)
+        part = self.host_part(content)
+        if part is None:
+            return self.ninja_module()
+        part.require_whole()
+        return nvrtc.NvrtcModule(
+            name=self.name,
+            sources=self._cuda_sources(),
+            archs=content.archs,
+            options=self.nvrtc_options(),
+            part=part,
+        )
+
+    def _cuda_sources(self) -> list[Path]:
+        return [source for source in self.sources if source.suffix in cpp_ext.CUDA_SUFFIXES]
+
+    def nvrtc_options(self) -> list[str]:
+        """What NVRTC is told besides the target.
+
+        Raises
+        ------
+        ToolchainError
+            If one of nvcc's flags has no counterpart.
+        """
+        flags, _ = fingerprint.split_targets(self.flags().cuda)
+        return nvrtc.options(flags, self.include_dirs())
+
     def ninja_module(self) -> cpp_ext.NinjaModule:
-        """The module as the ninja generator wants it."""
+        """The module as nvcc and the host compiler build it."""
         flags = self.flags()
         cuda = self._cuda_flags_with_targets(flags) if self._has_device_code else []
         reached = self.reached()

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
-from . import cache, places, toolchain
-from .errors import JitError, MissingJITCacheError
+from . import cache, nvrtc, places, toolchain
+from .errors import JitError, MissingJITCacheError, ToolchainError
 from .spec import ModuleSpec
 
 
@@ -59,11 +59,22 @@ def require_buildable(spec: ModuleSpec) -> None:
             spec,
         )
     reached = spec.reached()
-    spec.identity(with_toolchain=False)  # there must be a target
+    content = spec.identity(with_toolchain=False)  # there must be a target
     toolchain.require_ninja()
-    toolchain.require_host_compiler()  # before nvcc, which cannot even report without it
-    if spec.uses_cuda(reached.external):
-        toolchain.require_toolkit()
+    if spec.host_part(content) is not None:
+        return
+    why = f"{spec.name} is not compiled with NVRTC: {nvrtc.why_not(spec.name, content.content)}"
+    if env.FLASHINFER_COMPILER.get() == "nvrtc":
+        raise ToolchainError(
+            f"FLASHINFER_COMPILER=nvrtc, but {why}.\n"
+            "  hint: unset FLASHINFER_COMPILER, which takes nvcc and a host compiler instead"
+        )
+    try:
+        toolchain.require_host_compiler()  # before nvcc, which cannot even report without it
+        if spec.uses_cuda(reached.external):
+            toolchain.require_toolkit()
+    except ToolchainError as error:
+        raise type(error)(f"{error}\n  note: {why}") from error
 
 
 def load(spec: ModuleSpec, path: Path) -> Any:

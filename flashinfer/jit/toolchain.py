@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -299,14 +300,35 @@ def _query_host_compiler(path: str) -> tuple[dict, list[str]]:
     return {"version": "; ".join(parts) or text.strip()[-200:]}, [path]
 
 
+def nvrtc_version(library: str) -> str:
+    """Version of an NVRTC library, with a hash of its built-in headers for the patch release."""
+    return _remembered(library, "nvrtc")["version"]
+
+
+def _query_nvrtc(library: str) -> tuple[dict, list[str]]:
+    program = Path(__file__).with_name("nvrtc_compile.py")
+    command = [sys.executable, "-I", "-S", str(program), "--nvrtc", library, "--version"]
+    text = _ask(command, "NVRTC").strip()
+    if not re.fullmatch(r"\d+\.\d+", text):
+        raise BrokenToolError(
+            f"{library} is not NVRTC: asked for its version, it says {text[:200]!r}.\n"
+            "  hint: set FLASHINFER_NVRTC to another library"
+        )
+    # NVRTC does not tell its patch release.
+    builtins = sorted(Path(library).parent.glob("libnvrtc-builtins*"))
+    hashes = [files.sha256(path) for path in builtins]
+    return {"version": f"{text} {digest(hashes)[:12]}"}, [library, *map(str, builtins)]
+
+
 def _describe_host_compiler(path: str) -> HostCompiler:
     return HostCompiler(path, _remembered(path, "c++")["version"])
 
 
-_QUERIES = {"nvcc": _query_nvcc, "c++": _query_host_compiler}
+_QUERIES = {"nvcc": _query_nvcc, "c++": _query_host_compiler, "nvrtc": _query_nvrtc}
 _ANSWERS: dict[str, dict[str, type]] = {  # types of what is remembered
     "nvcc": {"version": str, "root": str, "include_dirs": list, "library_dirs": list},
     "c++": {"version": str},
+    "nvrtc": {"version": str},
 }
 _FORMAT = 3  # of the remembered answers
 _RETRY_SECONDS = 30.0  # until a compiler that did not answer is asked again

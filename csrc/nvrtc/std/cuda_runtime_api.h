@@ -1,0 +1,2 @@
+// NVRTC declares the types of the CUDA runtime itself; its functions are host code.
+#pragma once
