@@ -3,7 +3,6 @@
 #include "attention_config.cuh"
 
 namespace flashinfer {
-namespace {
 
 static_assert(kPosEncoding != PosEncoding::rope_llama,
               "keys are multiplied as they come from memory");
@@ -11,6 +10,7 @@ static_assert(FLASHINFER_CFG_TILE_Q_SECOND == 0, "one shape of tiles");
 static_assert(!ConfiguredVariant::kHasQueryTransform && !ConfiguredVariant::kHasKeyTransform,
               "queries and keys are multiplied as they come from memory");
 
+// Not in an unnamed namespace: NVRTC finds a kernel by the names of its template arguments.
 struct Traits {
   using Tile = HopperTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
                           dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
@@ -21,8 +21,6 @@ struct Traits {
   static constexpr bool kWindow = FLASHINFER_CFG_SLIDING_WINDOW;
 };
 static_assert(FLASHINFER_CFG_TILE_Q == Traits::Tile::kTileQ, "64 rows per warpgroup");
-
-}  // namespace
 
 #ifndef __CUDACC_RTC__
 

@@ -3,8 +3,8 @@
 #include <flashinfer/gemm/sm90/launch.cuh>
 
 namespace flashinfer {
-namespace {
 
+// Not in an unnamed namespace: NVRTC finds a kernel by the names of its template arguments.
 struct Config {
   using A = dtype::FLASHINFER_CFG_DTYPE_A;
   using B = dtype::FLASHINFER_CFG_DTYPE_B;
@@ -22,8 +22,6 @@ struct Config {
   static constexpr bool kGathers = FLASHINFER_CFG_GATHERS;
   static constexpr int kMaxStages = FLASHINFER_CFG_MAX_STAGES;
 };
-
-}  // namespace
 
 #ifndef __CUDACC_RTC__
 

@@ -111,6 +111,11 @@ def _standard_headers() -> Path:
     return jit_env.FLASHINFER_CSRC_DIR / "nvrtc" / "std"
 
 
+def prelude() -> Path:
+    """The header that stands before every source."""
+    return _standard_headers() / "prelude.h"
+
+
 def _standard_headers_digest() -> str:
     hashes = [f"{path.name}:{files.sha256(path)}" for path in sorted(_standard_headers().iterdir())]
     return toolchain.digest(hashes)[:16]
@@ -175,7 +180,8 @@ class NvrtcModule:
         words = [sys.executable, "-I", "-S", str(PROGRAM), "--host", str(self.part.library)]
         if self.part.kernels:
             words += ["--nvrtc", library() or ""]
-            words += [w for source in self.sources for w in ("--source", os.path.abspath(source))]
+            sources = [prelude(), *self.sources]
+            words += [w for source in sources for w in ("--source", os.path.abspath(source))]
             words += [w for arch in self.archs for w in ("--arch", arch)]
             words += ["--kernels", json.dumps(self.part.kernels)]
         return words

@@ -1,0 +1,2 @@
+// NVRTC declares the vector types itself.
+#pragma once
