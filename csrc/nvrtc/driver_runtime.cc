@@ -34,15 +34,19 @@ cudaError_t as_runtime(CUresult status) { return static_cast<cudaError_t>(status
 
 // The driver's functions. `opened` says whether all of them were found and the driver started.
 struct Driver {
-#define FLASHINFER_DRIVER_FUNCTIONS(F)                                                           \
-  F(cuInit, 2000) F(cuGetErrorString, 6000) F(cuGetErrorName, 6000) F(cuDeviceGet, 2000)         \
-  F(cuDeviceGetAttribute, 2000) F(cuDevicePrimaryCtxRetain, 7000) F(cuCtxSetCurrent, 4000)       \
-  F(cuCtxGetCurrent, 4000) F(cuCtxGetDevice, 2000) F(cuLibraryLoadData, 12000)                   \
-  F(cuLibraryGetKernel, 12000) F(cuKernelGetAttribute, 12000) F(cuKernelSetAttribute, 12000)     \
-  F(cuLaunchKernelEx, 11060) F(cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050)                \
-  F(cuOccupancyMaxActiveClusters, 11070) F(cuStreamIsCapturing, 10000) F(cuMemcpyAsync, 4000)    \
-  F(cuMemHostAlloc, 2020) F(cuMemFreeHost, 2000) F(cuEventCreate, 2000) F(cuEventRecord, 2000)   \
-  F(cuEventSynchronize, 2000) F(cuEventDestroy, 4000)
+#define FLASHINFER_DRIVER_FUNCTIONS(F)                                                         \
+  F(cuInit, 2000)                                                                              \
+  F(cuGetErrorString, 6000) F(cuGetErrorName, 6000) F(cuDeviceGet, 2000)                       \
+      F(cuDeviceGetAttribute, 2000) F(cuDevicePrimaryCtxRetain, 7000) F(cuCtxSetCurrent, 4000) \
+          F(cuCtxGetCurrent, 4000) F(cuCtxGetDevice, 2000) F(cuLibraryLoadData, 12000)         \
+              F(cuLibraryGetKernel, 12000) F(cuKernelGetAttribute, 12000)                      \
+                  F(cuKernelSetAttribute, 12000) F(cuLaunchKernelEx, 11060)                    \
+                      F(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, 7000)            \
+                          F(cuOccupancyMaxActiveClusters, 11070) F(cuStreamIsCapturing, 10000) \
+                              F(cuMemcpyAsync, 4000) F(cuMemHostAlloc, 2020)                   \
+                                  F(cuMemFreeHost, 2000) F(cuEventCreate, 2000)                \
+                                      F(cuEventRecord, 2000) F(cuEventSynchronize, 2000)       \
+                                          F(cuEventDestroy, 4000)
 #define FLASHINFER_DECLARE(name, version) decltype(&::name) name = nullptr;
   FLASHINFER_DRIVER_FUNCTIONS(FLASHINFER_DECLARE)
 #undef FLASHINFER_DECLARE
@@ -135,7 +139,7 @@ class Module {
     return cudaErrorInvalidDeviceFunction;
   }
 
-  // Reads the cubins behind the host part. It runs when the library is loaded, so that nobody has
+  // Reads the cubins after the host part. It runs when the library is loaded, so that nobody has
   // replaced the file meanwhile.
   void read_images() {
     Dl_info info;
@@ -181,8 +185,8 @@ class Module {
     CUresult status =
         driver().cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
     if (status == CUDA_SUCCESS) {
-      status = driver().cuDeviceGetAttribute(
-          &minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+      status = driver().cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                                             device);
     }
     if (status != CUDA_SUCCESS) return as_runtime(status);
     const auto wanted = static_cast<uint32_t>(10 * major + minor);
@@ -253,7 +257,7 @@ FLASHINFER_EXPORT int flashinfer_kernel_names(const char** names, int capacity) 
 
 extern "C" {
 
-// What the start-up code of nvcc calls.
+// The start-up code of nvcc calls these.
 void** __cudaRegisterFatBinary(void*) {
   static bool is_read = false;  // once per module, not once per source; loading is serial
   if (!is_read) module().read_images();
@@ -268,7 +272,7 @@ void __cudaRegisterFunction(void**, const char* stub, char*, const char* name, i
   module().add_kernel(stub, name);
 }
 
-// What a stub calls. Launchers pass the addresses of stubs to cudaLaunchKernelExC and never call
+// A stub calls these. Launchers pass the addresses of stubs to cudaLaunchKernelExC and never call
 // one.
 cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) { return cudaErrorNotSupported; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
@@ -283,8 +287,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
   const cudaError_t status = module().find(stub, &kernel);
   if (status != cudaSuccess) return status;
   const CUlaunchConfig launch = as_driver(*config);
-  return as_runtime(driver().cuLaunchKernelEx(&launch, reinterpret_cast<CUfunction>(kernel), args,
-                                              nullptr));
+  return as_runtime(
+      driver().cuLaunchKernelEx(&launch, reinterpret_cast<CUfunction>(kernel), args, nullptr));
 }
 
 cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, int value) {
@@ -331,13 +335,20 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* st
   return status;
 }
 
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void* stub, int threads,
-                                                          size_t smem_bytes) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void* stub,
+                                                                   int threads, size_t smem_bytes,
+                                                                   unsigned flags) {
   CUkernel kernel;
   const cudaError_t status = module().find(stub, &kernel);
   if (status != cudaSuccess) return status;
-  return as_runtime(driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-      count, reinterpret_cast<CUfunction>(kernel), threads, smem_bytes));
+  return as_runtime(driver().cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+      count, reinterpret_cast<CUfunction>(kernel), threads, smem_bytes, flags));
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void* stub, int threads,
+                                                          size_t smem_bytes) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(count, stub, threads, smem_bytes,
+                                                                cudaOccupancyDefault);
 }
 
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void* stub,
@@ -346,8 +357,8 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void* stub,
   const cudaError_t status = module().find(stub, &kernel);
   if (status != cudaSuccess) return status;
   const CUlaunchConfig launch = as_driver(*config);
-  return as_runtime(driver().cuOccupancyMaxActiveClusters(
-      count, reinterpret_cast<CUfunction>(kernel), &launch));
+  return as_runtime(
+      driver().cuOccupancyMaxActiveClusters(count, reinterpret_cast<CUfunction>(kernel), &launch));
 }
 
 cudaError_t cudaGetDevice(int* device) { return current_device(device); }
@@ -361,8 +372,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   CUdevice handle;
   const CUresult status = driver().cuDeviceGet(&handle, device);
   if (status != CUDA_SUCCESS) return as_runtime(status);
-  return as_runtime(driver().cuDeviceGetAttribute(
-      value, static_cast<CUdevice_attribute>(attribute), handle));
+  return as_runtime(
+      driver().cuDeviceGetAttribute(value, static_cast<CUdevice_attribute>(attribute), handle));
 }
 
 // Errors are returned where they arise; none is kept.
@@ -387,15 +398,14 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
                                              cudaDriverEntryPointQueryResult* result) {
   if (driver().opened != cudaSuccess) return driver().opened;
   CUdriverProcAddressQueryResult found = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-  const CUresult status =
-      driver().find(symbol, function, static_cast<int>(version), flags, &found);
+  const CUresult status = driver().find(symbol, function, static_cast<int>(version), flags, &found);
   if (result) *result = static_cast<cudaDriverEntryPointQueryResult>(found);
   return as_runtime(status);
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  return as_runtime(driver().cuStreamIsCapturing(
-      stream, reinterpret_cast<CUstreamCaptureStatus*>(status)));
+  return as_runtime(
+      driver().cuStreamIsCapturing(stream, reinterpret_cast<CUstreamCaptureStatus*>(status)));
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind,

@@ -17,6 +17,7 @@ from .. import version as package
 # command is asked for: the help does not wait for PyTorch.
 COMMANDS = {
     "build": ("modules", "Build modules ahead of their first use."),
+    "build-host-parts": ("distributions", "Compile what a wheel needs to run with NVRTC alone."),
     "clear-cache": ("cache", "Remove the compiled modules of this version."),
     "collect-env": ("environment", "Collect versions, GPUs, toolchain, cache and variables."),
     "compare-sass": ("sass", "Compare the machine code of this package with another's."),

@@ -176,7 +176,7 @@ class NinjaModule:
         return [source for source in self.sources if source.suffix in CUDA_SUFFIXES]
 
     def runtime_link_flags(self) -> list[str]:
-        """What the module calls the CUDA runtime by."""
+        """Flags that link the CUDA runtime."""
         return cudart_link_flags(self.toolkit) if self.toolkit else []
 
     def commands(self, links: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -117,7 +117,7 @@ def _compile(specs: Sequence[ModuleSpec], scratch: Path, verbose: bool) -> None:
 
 
 def _ignore(*_: object) -> None:
-    """What is done with a line that ninja prints, and a few times a second."""
+    """Takes what ninja prints, and does nothing."""
 
 
 def _compile_runtime(scratch: Path) -> None:

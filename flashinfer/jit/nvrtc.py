@@ -68,7 +68,9 @@ def _places(roots: Sequence[str]) -> Iterator[str]:
 
 def _libraries_in(place: str) -> list[str]:
     found = [str(path) for path in Path(place).glob("libnvrtc.so*")]
-    found += [str(path) for path in Path(place).glob("libnvrtc-*.so*") if "builtins" not in str(path)]
+    found += [
+        str(path) for path in Path(place).glob("libnvrtc-*.so*") if "builtins" not in str(path)
+    ]
     return sorted(found, key=len)[:1]
 
 
@@ -149,7 +151,7 @@ def options(flags: Sequence[str], include_dirs: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class NvrtcModule:
-    """What ninja needs to build one module with NVRTC.
+    """Everything that ninja needs to build one module with NVRTC.
 
     Attributes
     ----------

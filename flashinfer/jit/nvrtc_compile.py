@@ -1,7 +1,7 @@
 """A program: compiles the kernels of a module with NVRTC and appends them to its host part.
 
-Ninja starts it, with no Python package but the standard library. A crash, a hang or a lack of memory
-in the compiler ends this process and no other.
+Ninja starts it, with the standard library alone. A crash, a hang or a lack of memory in the
+compiler ends this process and no other.
 
     nvrtc_compile.py --nvrtc LIB --version             prints the version of the library
     nvrtc_compile.py --nvrtc LIB --host PART --out FILE --source FILE ... --arch 90a ...
@@ -99,9 +99,7 @@ class Compiler:
     def _check_names(self, program: ctypes.c_void_p, kernels: dict[str, str]) -> None:
         for mangled, expression in kernels.items():
             lowered = ctypes.c_char_p()
-            self._call(
-                "nvrtcGetLoweredName", program, expression.encode(), ctypes.byref(lowered)
-            )
+            self._call("nvrtcGetLoweredName", program, expression.encode(), ctypes.byref(lowered))
             if lowered.value != mangled.encode():
                 raise CompileError(
                     f"error: {expression} is {(lowered.value or b'').decode()} here and {mangled} "

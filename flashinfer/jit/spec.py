@@ -233,7 +233,7 @@ class ModuleSpec:
         return [source for source in self.sources if source.suffix in cpp_ext.CUDA_SUFFIXES]
 
     def nvrtc_options(self) -> list[str]:
-        """What NVRTC is told besides the target.
+        """The options of NVRTC besides the target.
 
         Raises
         ------
