@@ -36,7 +36,8 @@ def flashinfer(*arguments: str, input: str | None = None) -> Result:
 
 def test_every_command_has_help(cache: Path):
     expected = {"build", "clear-cache", "collect-env", "export-compile-commands", "list-modules"}
-    expected |= {"build-host-parts", "compare-sass", "module-status", "new-op", "replay", "show-config", "version"}
+    expected |= {"build-host-parts", "compare-sass", "module-status", "new-op", "replay"}
+    expected |= {"show-config", "version"}
     assert set(main.list_commands(Context(main))) == expected
     for name in expected:
         result = flashinfer(name, "--help")
