@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from .cli import main
 
+cli = main
+
 if __name__ == "__main__":
     main()

@@ -45,6 +45,15 @@ def select_modules(preset: str | None = None, patterns: Sequence[str] = ()) -> l
     return specs
 
 
+def register_default_modules() -> int:
+    """Describe the AOT cases of every registered generator to `jit_spec_registry`; their number.
+
+    Generators count that `register_generator` marks. A function named ``gen_..._modules`` is not
+    looked for: mark the generator of each module.
+    """
+    return len(registry.aot_specs())
+
+
 def compile_and_package_modules(
     out_dir: Path | None, specs: Sequence[JitSpec] | None = None, verbose: bool | None = None
 ) -> None:

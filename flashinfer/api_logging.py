@@ -2,7 +2,31 @@
 
 from ._instrument.decorator import _TRACE_REGISTRY as _TRACE_REGISTRY
 from ._instrument.decorator import flashinfer_api as flashinfer_api
+from ._instrument.experimental import ExperimentalWarning as ExperimentalWarning
+from ._instrument.experimental import flashinfer_experimental_api as flashinfer_experimental_api
 from ._instrument.replay import replay_from_dump as replay_from_dump
 from ._instrument.replay import replay_sequence as replay_sequence
 
-__all__ = ["flashinfer_api", "replay_from_dump", "replay_sequence"]
+__all__ = [
+    "ExperimentalWarning",
+    "clear_graph_dumps",
+    "flashinfer_api",
+    "flashinfer_experimental_api",
+    "flush_graph_dumps",
+    "replay_from_dump",
+    "replay_sequence",
+]
+
+
+def flush_graph_dumps(synchronize: bool = True) -> int:
+    """Write the dumps that wait for a replay of a CUDA graph; their number, which is 0.
+
+    A call in a capture is logged and not dumped, so that no dump waits. `synchronize` waits for the
+    GPU where FlashInfer has dumps to write.
+    """
+    return 0
+
+
+def clear_graph_dumps() -> int:
+    """Forget the dumps that wait for a replay of a CUDA graph; their number, which is 0."""
+    return 0

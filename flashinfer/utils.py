@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ from ._common.arch import get_device_index as get_device_index
 from ._common.arch import get_device_name as get_device_name
 from ._common.arch import get_device_properties as get_device_properties
 from ._common.arch import get_device_sm_count as get_device_sm_count
+from ._common.arch import get_gpu_memory_bandwidth as get_gpu_memory_bandwidth
 from ._common.arch import get_shared_bytes_per_block_optin as get_shared_bytes_per_block_optin
 from ._common.arch import is_sm12x_supported as is_sm12x_supported
 from ._common.arch import is_sm90a_supported as is_sm90a_supported
@@ -112,6 +115,22 @@ def get_indptr(x: torch.Tensor) -> torch.Tensor:
 def determine_gemm_backend(device: torch.device) -> str:
     """``"sm90"`` on Hopper, else ``"sm80"``: kernels of grouped products."""
     return "sm90" if is_sm90a_supported(device) else "sm80"
+
+
+def get_native_fp4_dtype() -> torch.dtype:
+    """PyTorch's dtype of two 4-bit numbers a byte, or uint8 where it has none."""
+    return getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+
+
+def has_cuda_cudart() -> bool:
+    """Whether cuda-python's interface of the CUDA runtime is installed; nothing here needs it."""
+
+    def exists(name: str) -> bool:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.util.find_spec(name) is not None
+        return False
+
+    return exists("cuda.bindings.runtime") or exists("cuda.cudart")
 
 
 def ceil_div(x: int, y: int) -> int:

@@ -39,11 +39,12 @@ __version__: str = (
     (_ROOT / "version.txt").read_text().strip() if _IS_CHECKOUT else _recorded("__version__")
 )
 __git_version__: str
+__git_commit__: str  # the same
 
 
 def __getattr__(name: str) -> str:
     """`__git_version__` is looked up when it is asked for: an import does not need it."""
-    if name == "__git_version__":
+    if name in ("__git_version__", "__git_commit__"):
         checked_out = _checked_out_commit() if _IS_CHECKOUT else None
-        return checked_out or _recorded(name)
+        return checked_out or _recorded("__git_version__")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

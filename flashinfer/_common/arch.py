@@ -97,6 +97,27 @@ def get_device_properties(device: Device) -> Any:
     return _properties(get_device_index(device))
 
 
+def get_gpu_memory_bandwidth(device: Device) -> float:
+    """Peak bandwidth of a device's memory in GB/s: two transfers a clock on the whole bus.
+
+    Parameters
+    ----------
+    device : torch.device, str or int
+        As for :func:`get_device_index`, which also says what is raised.
+    """
+    import pynvml
+
+    properties = get_device_properties(device)
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
+        megahertz = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+        bits = pynvml.nvmlDeviceGetMemoryBusWidth(handle)
+    finally:
+        pynvml.nvmlShutdown()
+    return 2 * megahertz * 1e6 * bits / 8 / 1e9
+
+
 def get_device_name(device: Device) -> str:
     """Marketing name of a CUDA device, for example ``"NVIDIA H200"``."""
     return get_device_properties(device).name

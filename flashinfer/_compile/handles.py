@@ -11,11 +11,29 @@ _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _number_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
+class Planned:
+    """Base of the wrappers: an object whose `run` a graph may call.
+
+    A graph finds the number among the object's attributes, as text: Dynamo turns numbers that
+    differ between objects into symbols, and texts never.
+    """
+
+    _handle: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        planned = super().__new__(cls)
+        planned._handle = str(handle_of(planned))
+        return planned
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_handle"}
+
+
 def handle_of(target: Any) -> int:
     """The number of an object, the same each time; the object is not kept alive.
 
-    Numbers follow the order of first use, so that a process that does the same work as an earlier
-    one finds the graphs which that one has compiled and stored.
+    Numbers follow the order of first use or construction, so that a process that does the same
+    work as an earlier one finds the graphs which that one has compiled and stored.
     """
     number = _number_of.get(target)
     if number is None:

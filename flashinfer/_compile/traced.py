@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .handles import handle_of
+from .handles import Planned, handle_of
 from .operators import declare, operator_for
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -73,8 +73,8 @@ def _split(value: Any, leaves: list[Any], handles: list[int]) -> Any:
         return ("int",)
     if isinstance(value, (tuple, list)):
         return ("tuple", tuple([_split(item, leaves, handles) for item in value]))
-    if isinstance(value, torch.Generator) or hasattr(value, "plan"):
-        handle = handle_of(value)
+    if isinstance(value, (torch.Generator, Planned)):
+        handle = int(value._handle) if isinstance(value, Planned) else handle_of(value)
         leaves.append(handle)
         handles.append(handle)
         # The results follow the plan: a plan of other results needs another graph.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import click
@@ -14,7 +15,7 @@ from .failure import explained
 
 
 @click.command("clear-cache")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask. Without a terminal nobody is asked.")
 @explained
 def clear_cache(yes: bool) -> None:
     """Remove the compiled modules of this version. Running processes keep what they have loaded."""
@@ -24,10 +25,15 @@ def clear_cache(yes: bool) -> None:
         return
     count, size = _usage(folder)
     question = f"Remove {folder} ({count} modules, {tables.size(size)})?"
-    if not yes:
+    if not yes and is_asked():
         click.confirm(question, abort=True)
     clear_cache_dir()
     click.echo(f"Removed {folder} ({count} modules, {tables.size(size)}).")
+
+
+def is_asked() -> bool:
+    """Whether somebody is there to answer a question."""
+    return sys.stdin.isatty()
 
 
 def _usage(folder: Path) -> tuple[int, int]:
@@ -43,4 +49,25 @@ def _usage(folder: Path) -> tuple[int, int]:
     return count, size
 
 
-COMMANDS = (clear_cache,)
+_NO_CUBINS = (
+    "This package has no cubins: every kernel is compiled from its source, at its first call or "
+    "before by `flashinfer build`. There is nothing to {}."
+)
+
+
+def _cubin_command(name: str, verb: str) -> click.Command:
+    """A command of scripts that are written for FlashInfer; it succeeds and does nothing."""
+
+    @click.command(name, help=f"Say that there are no cubins to {verb}.")
+    def command() -> None:
+        click.echo(_NO_CUBINS.format(verb))
+
+    return command
+
+
+COMMANDS = (
+    clear_cache,
+    _cubin_command("clear-cubin", "remove"),
+    _cubin_command("download-cubin", "download"),
+    _cubin_command("list-cubins", "list"),
+)

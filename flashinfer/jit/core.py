@@ -20,6 +20,9 @@ from ..compilation_context import (
 from . import builder, cache, places, store
 from . import env as jit_env
 from .config import ModuleConfig
+from .cpp_ext import generate_ninja_build_for_op as generate_ninja_build_for_op
+from .cpp_ext import get_nvcc_parallelism_flags as get_nvcc_parallelism_flags
+from .cpp_ext import run_ninja as run_ninja
 from .errors import BuildError, JitError, MissingJITCacheError, ToolchainError
 from .files import write_if_different
 from .log import FlashInferJITLogger, logger
@@ -46,6 +49,11 @@ __all__ = [
     "write_if_different",
 ]
 
+
+# Targets for `extra_cuda_cflags`, under FlashInfer's names. No flag is common to all modules there.
+common_nvcc_flags: list[str] = []
+sm89_nvcc_flags = ["-gencode=arch=compute_89,code=sm_89", *common_nvcc_flags]
+sm90a_nvcc_flags = ["-gencode=arch=compute_90a,code=sm_90a", *common_nvcc_flags]
 
 _MAX_ATTEMPTS = 10  # to load a module while others clear or damage the cache
 

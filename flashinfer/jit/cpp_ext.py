@@ -1,4 +1,8 @@
-"""Compiler flags and the text of `build.ninja`."""
+"""Compiler flags and the text of `build.ninja`.
+
+The functions at the end are FlashInfer's, for those who run ninja on files of their own. The
+package's modules do not come that way: `JitSpec` names, caches and locks what it builds.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ from pathlib import Path
 from packaging.version import Version
 
 from .. import env
+from ..compilation_context import current_compilation_context
 from . import env as jit_env
-from . import toolchain
+from . import fingerprint, process, toolchain
+from .errors import BuildError
 
 # nvcc starts its parts through a shell, splits folders at commas, and quotes neither well enough.
 _AWKWARD_FOR_NVCC = re.compile(r"[,'\"$`\\;&()|<>\n]")
@@ -96,6 +102,14 @@ def build_flags(
         cuda=(*cuda, *extra_cuda_cflags, *env.FLASHINFER_EXTRA_CUDAFLAGS.get()),
         link=(*link, *extra_ldflags, *env.FLASHINFER_EXTRA_LDFLAGS.get()),
     )
+
+
+def with_targets(cuda_flags: Sequence[str], majors: list[int] | None = None) -> list[str]:
+    """nvcc flags, with the targets of the compilation context if there is no ``-gencode``."""
+    _, chosen = fingerprint.split_targets(cuda_flags)
+    if chosen:
+        return list(cuda_flags)
+    return [*cuda_flags, *current_compilation_context.get_nvcc_flags_list(majors)]
 
 
 def own_include_dirs(extra: Sequence[Path] = ()) -> list[Path]:
@@ -273,3 +287,97 @@ def _shell(words: Sequence[str]) -> str:
 def ninja_path(path: str) -> str:
     """A path in a ninja build statement."""
     return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def build_common_cflags(
+    cuda_home: str, extra_include_dirs: Sequence[Path] | None = None
+) -> list[str]:
+    """Search paths for both compilers: the package's, the extra ones, TVM-FFI's, a toolkit's.
+
+    `cuda_home` is the root folder of the toolkit.
+    """
+    own = [f"-I{folder}" for folder in own_include_dirs(list(extra_include_dirs or ()))]
+    external = [*external_include_dirs(None), os.path.join(cuda_home, "include")]
+    return own + [word for folder in external for word in ("-isystem", folder)]
+
+
+def build_cflags(
+    common_cflags: Sequence[str], extra_cflags: Sequence[str] | None = None
+) -> list[str]:
+    """Flags for the host compiler: the common ones, the package's, the extra ones."""
+    return [*common_cflags, *build_flags(extra_cflags or (), (), (), False).host]
+
+
+def build_cuda_cflags(
+    common_cflags: Sequence[str], extra_cuda_cflags: Sequence[str] | None = None
+) -> list[str]:
+    """Flags for nvcc, likewise; without a ``-gencode`` those of the compilation context join."""
+    flags = build_flags((), extra_cuda_cflags or (), (), False)
+    return [*common_cflags, *with_targets(flags.cuda)]
+
+
+def generate_ninja_build_for_op(
+    name: str,
+    sources: Sequence[Path],
+    extra_cflags: Sequence[str] | None,
+    extra_cuda_cflags: Sequence[str] | None,
+    extra_ldflags: Sequence[str] | None,
+    extra_include_dirs: Sequence[Path] | None,
+    needs_device_linking: bool = False,
+    embedded_cubins: Mapping[str, Path] | None = None,
+    extra_cuda_cflags_by_source: Mapping[Path, Sequence[str]] | None = None,
+) -> str:
+    """Text of a ``build.ninja`` that makes ``<name>.so`` of the sources, in its own folder.
+
+    Parameters are those of `flashinfer.jit.gen_jit_spec`; `embedded_cubins` must be left out.
+
+    Raises
+    ------
+    ValueError
+        If the name or a source is not acceptable, or `embedded_cubins` is given.
+    ToolchainError
+        If a compiler is missing.
+    """
+    if embedded_cubins:
+        raise ValueError(f"`embedded_cubins` must be left out, got {list(embedded_cubins)}")
+    files = [checked_source(checked_name(name), source) for source in sources]
+    flags = build_flags(extra_cflags or (), extra_cuda_cflags or (), extra_ldflags or (), False)
+    by_source = {str(k): tuple(v) for k, v in (extra_cuda_cflags_by_source or {}).items()}
+    cuda = tuple(with_targets(flags.cuda))
+    module = NinjaModule(
+        name,
+        files,
+        Flags(flags.host, cuda, flags.link, by_source, needs_device_linking),
+        own_include_dirs(list(extra_include_dirs or ())),
+        toolchain.require_toolkit(),
+        toolchain.require_host_compiler(),
+    )
+    return module.text()
+
+
+def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | None = None) -> None:
+    """Run ninja in a folder.
+
+    Parameters
+    ----------
+    workdir, ninja_file : Path
+        The folder to work in, and the file that says what is built.
+    verbose : bool
+        Print the commands and what they say.
+    max_jobs : int, optional
+        Commands at a time; by default ninja's own number.
+
+    Raises
+    ------
+    BuildError
+        If a command fails; the message is what was printed.
+    ToolchainError
+        If ninja is missing.
+    """
+    command = [toolchain.require_ninja(), "-C", str(workdir), "-f", str(ninja_file)]
+    command += [f"-j{max_jobs}"] if max_jobs is not None else []
+    command += ["-v"] if verbose else []
+    show = (lambda line: print(line, end="")) if verbose else (lambda line: None)
+    output, status = process.run_ninja(command, show, lambda: None)
+    if status != 0:
+        raise BuildError(f"ninja failed in {workdir}:\n{output}")

@@ -120,10 +120,7 @@ class ModuleSpec:
 
     def _cuda_flags_with_targets(self, flags: cpp_ext.Flags) -> list[str]:
         """nvcc flags, with the default targets if the module chose none."""
-        _, chosen = fingerprint.split_targets(flags.cuda)
-        if chosen:
-            return list(flags.cuda)
-        return [*flags.cuda, *current_compilation_context.get_nvcc_flags_list(self._majors)]
+        return cpp_ext.with_targets(flags.cuda, self._majors)
 
     @property
     def _majors(self) -> list[int] | None:

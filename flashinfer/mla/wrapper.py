@@ -10,6 +10,7 @@ from .._attention.index_tensors import check_buffer, check_page_numbers, copy_to
 from .._common.checks import flag as check_flag
 from .._common.checks import optional_flag as check_optional_flag
 from .._common.checks import tensor as check_tensor
+from .._compile.handles import Planned
 from .._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ..jit.attention.mla import MlaPlanner, get_mla_module_of
 from ..trace.templates.mla import mla_run_trace
@@ -29,7 +30,7 @@ INT_WORKSPACE_BYTES = 8 << 20
 _LN_2 = math.log(2.0)
 
 
-class BatchMLAPagedAttentionWrapper:
+class BatchMLAPagedAttentionWrapper(Planned):
     r"""Multi-head latent attention of a batch, in its absorbed form, over a paged cache.
 
     All query heads share one latent vector ``ckv`` per token, which is the value and most of the

@@ -38,10 +38,17 @@ def test_every_command_has_help(cache: Path):
     expected = {"build", "clear-cache", "collect-env", "export-compile-commands", "list-modules"}
     expected |= {"build-host-parts", "compare-sass", "module-status", "new-op", "replay"}
     expected |= {"show-config", "version"}
+    expected |= {"clear-cubin", "download-cubin", "list-cubins"}
     assert set(main.list_commands(Context(main))) == expected
     for name in expected:
         result = flashinfer(name, "--help")
         assert result.exit_code == 0 and len(result.output) > 60
+
+
+def test_scripts_that_fetch_cubins_go_on():
+    for name in ("clear-cubin", "download-cubin", "list-cubins"):
+        result = flashinfer(name)
+        assert result.exit_code == 0 and "no cubins" in result.output
 
 
 def test_runs_as_a_module():
@@ -136,7 +143,7 @@ def test_build_of_nothing_known_says_what_there_is(cache: Path):
 
 
 @pytest.mark.compiler
-def test_build_status_clear(cache: Path):
+def test_build_status_clear(cache: Path, monkeypatch: pytest.MonkeyPatch):
     """A module through its life: built once, found again, described, removed."""
     name = "act_and_mul_activation_silu_dtype_bf16"
     first = flashinfer("build", name)
@@ -154,9 +161,11 @@ def test_build_status_clear(cache: Path):
     assert {k["stack_bytes"] for k in status["kernels"]} == {0}
     assert "registers" in flashinfer("module-status", "--filter", name, "--detailed").output
 
-    refused = flashinfer("clear-cache", input="n\n")
-    assert refused.exit_code == 1 and library.exists()
-    assert "1 modules" in flashinfer("clear-cache", "--yes").output
+    with monkeypatch.context() as patch:
+        patch.setattr("flashinfer.cli.cache.is_asked", lambda: True)
+        refused = flashinfer("clear-cache", input="n\n")
+        assert refused.exit_code == 1 and library.exists()
+    assert "1 modules" in flashinfer("clear-cache").output  # where there is no terminal
     assert not library.exists()
     assert "nothing to remove" in flashinfer("clear-cache", "--yes").output
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -89,3 +92,31 @@ def test_names_of_the_decorators_are_the_real_ones():
     assert utils.BackendSupportedError is backends.BackendSupportedError
     assert utils.MaskMode.CUSTOM.value == 2 and utils.PosEncodingMode.ALIBI.value == 2
     assert utils.TensorLayout["HND"].value == 1
+
+
+def test_an_experimental_function_warns_once():
+    from flashinfer.api_logging import ExperimentalWarning, flashinfer_experimental_api
+
+    @flashinfer_experimental_api(feature="doubling")
+    def double(x: int) -> int:
+        return 2 * x
+
+    with pytest.warns(ExperimentalWarning, match="doubling is experimental"):
+        assert double(2) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert double(x=3) == 6
+    assert str(inspect.signature(double)) == "(x: 'int') -> 'int'"
+
+
+def test_global_scales_of_nvfp4():
+    from flashinfer.quantization import nvfp4_quantization_utils as nvfp4
+
+    x = torch.tensor([[1.0, -7.0], [0.0, 0.0]])
+    assert nvfp4.make_nvfp4_global_scale(x).tolist() == pytest.approx([384.0])
+    assert nvfp4.make_nvfp4_global_scale(x, per_token_activation=True).tolist() == pytest.approx([384.0, 1.0])
+    config = nvfp4.NVFP44Over6Config(e4m3_max=256, err_mode="mse")
+    assert nvfp4.nvfp4_e4m3_max(config) == 256.0 and nvfp4.nvfp4_e4m3_max() == 448.0
+    assert config.err_mode_name() == "MSE"
+    assert nvfp4.NVFP44Over6Config().err_mode_name() == "MAE"
+    assert nvfp4.make_nvfp4_global_scale(x, global_scale=3.0).tolist() == [3.0]

@@ -13,6 +13,7 @@ from ..._common.cache_layout import is_hnd
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
+from ..._compile.handles import Planned
 from ..backends import is_backend_supported, prepare_jit_additional_args
 from ..checks import (
     check_backend,
@@ -65,7 +66,7 @@ def option_of_plan(name: str) -> property:
     return property(lambda self: self._problem and getattr(self._problem.spec, name))
 
 
-class AttentionWrapper:
+class AttentionWrapper(Planned):
     """Base of the wrappers. Not thread-safe; different wrappers share nothing."""
 
     is_backend_supported = staticmethod(is_backend_supported)

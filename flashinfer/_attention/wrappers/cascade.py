@@ -8,6 +8,7 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
+from ..._compile.handles import Planned
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention_wrappers import cascade_run_trace
 from ..functions.merge import merge_states
@@ -16,7 +17,7 @@ from .paged import PagedWrapper
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
-class MultiLevelCascadeAttentionWrapper(PagedWrapper):
+class MultiLevelCascadeAttentionWrapper(PagedWrapper, Planned):
     r"""Attention over levels of keys, the upper of which many requests share.
 
     On each level the query tokens are divided into requests anew, each with pages of its own: on
