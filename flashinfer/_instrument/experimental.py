@@ -27,7 +27,7 @@ def flashinfer_experimental_api(
     trace : TraceTemplate or callable, optional
         As for `flashinfer_api`.
     feature : str, optional
-        What the warning names, by default the function.
+        The name in the warning, by default that of the function.
 
     Returns
     -------

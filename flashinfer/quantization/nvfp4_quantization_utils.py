@@ -16,7 +16,7 @@ _LARGEST_E4M3 = 448.0
 
 
 class NVFP44Over6ErrMode(enum.IntEnum):
-    """What the four-over-six choice compares: sums of absolute, or of squared errors."""
+    """Errors that the four-over-six choice compares: sums of absolute or of squared ones."""
 
     MAE = 0
     MSE = 1

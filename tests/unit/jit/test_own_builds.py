@@ -11,7 +11,7 @@ from flashinfer.jit import BuildError, core, cpp_ext
 
 SOURCE = """
 __global__ void nothing() {}
-extern "C" int answer() { return 42; }
+extern "C" __attribute__((visibility("default"))) int answer() { return 42; }
 """
 
 
