@@ -45,6 +45,7 @@ constexpr Names kNames[] = {
     {"x", "weights", "a_scale", "b_scale", "seg_indptr"},
     {"input", "fc1_expert_weights", "input_scale", "quant_scales[0]", "offsets"},
     {"hidden", "fc2_expert_weights", "hidden_scale", "quant_scales[1]", "offsets"},
+    {"a", "weight", "a_scale", "weight_scale", "m_indptr"},
 };
 constexpr int64_t kNumNames = sizeof(kNames) / sizeof(Names);
 

@@ -35,10 +35,13 @@ if not is_command_line():
         from .decode import fast_decode_plan as fast_decode_plan
         from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
         from .fi_trace import fi_trace as fi_trace
+        from .gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
         from .gemm import bmm_bf16 as bmm_bf16
         from .gemm import bmm_fp8 as bmm_fp8
         from .gemm import grouped_mm_bf16 as grouped_mm_bf16
+        from .gemm import grouped_mm_fp8 as grouped_mm_fp8
         from .gemm import mm_bf16 as mm_bf16
+        from .gemm import mm_fp8 as mm_fp8
         from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
         from .norm import fused_add_rmsnorm as fused_add_rmsnorm
         from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant

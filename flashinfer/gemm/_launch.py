@@ -15,7 +15,17 @@ TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK = 1, 2, 4
 """Bits of the binding's `layout`: b is [.., k, n]; scales are [.., k / 128, rows]; 128 rows share
 a scale."""
 
-NAMES = {"a": 0, "A": 1, "input": 2, "m_indices": 3, "masked_m": 4, "x": 5, "fc1": 6, "fc2": 7}
+NAMES = {
+    "a": 0,
+    "A": 1,
+    "input": 2,
+    "m_indices": 3,
+    "masked_m": 4,
+    "x": 5,
+    "fc1": 6,
+    "fc2": 7,
+    "a_weight": 8,
+}
 """What a public function calls its tensors, as the binding knows it."""
 
 

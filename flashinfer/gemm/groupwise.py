@@ -16,6 +16,7 @@ from ..trace.templates.groupwise import (
     gemm_fp8_nt_blockscaled_trace,
     gemm_fp8_nt_groupwise_trace,
     group_deepgemm_fp8_nt_groupwise_trace,
+    group_gemm_fp8_nt_groupwise_contiguous_trace,
     group_gemm_fp8_nt_groupwise_trace,
 )
 from ._choice import GemmProblem
@@ -276,6 +277,73 @@ def group_deepgemm_fp8_nt_groupwise(
     """
     layout = _check_mode("K", scale_granularity_mnk, (_BY_ROW,))
     check_tensor("m_indices", m_indices)
+    scales = a_scale, b_scale
+    return _run("m_indices", "indices", a, b, scales, m_indices, layout, out, out_dtype)
+
+
+@supported_compute_capability([90])
+def check_groups(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indices: torch.Tensor,
+    validate_indices: bool,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> bool:
+    """Refuse operands of a grouped product; numbers of groups are read only if that is asked for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument.
+    """
+    _check(a, b, a_scale, b_scale, out, out_dtype)
+    check_tensor("m_indices", m_indices)
+    if not validate_indices or m_indices.numel() == 0:
+        return True
+    blocks = torch.nn.functional.pad(m_indices, (0, -m_indices.numel() % 128)).view(-1, 128)
+    rows = torch.arange(blocks.numel(), device=blocks.device).view(-1, 128) < m_indices.numel()
+    first = blocks[:, :1]
+    if bool(((blocks != first) & rows & ((blocks >= 0) | (first < 0))).any()):
+        raise ValueError("`m_indices` must name one group for rows 128 i to 128 i + 127")
+    if int(m_indices.max()) >= b.shape[0]:
+        raise ValueError(
+            f"`m_indices` must name groups below {b.shape[0]}, got {int(m_indices.max())}"
+        )
+    return True
+
+
+@backend_requirement({}, common_check=check_groups)
+@flashinfer_api(trace=group_gemm_fp8_nt_groupwise_contiguous_trace)
+def group_gemm_fp8_nt_groupwise_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indices: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = _BY_ROW,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    validate_indices: bool = False,
+) -> torch.Tensor:
+    """`group_deepgemm_fp8_nt_groupwise`, which can look at the numbers of groups first.
+
+    Parameters
+    ----------
+    a, b, a_scale, b_scale, m_indices, scale_granularity_mnk, out, out_dtype
+        As for `group_deepgemm_fp8_nt_groupwise`, which also lists the errors.
+    validate_indices : bool
+        Whether numbers that name no group, or differ within 128 rows, are refused (a ValueError).
+        The numbers then come to the host.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[m, n]``; `out` if it was given.
+    """
+    layout = _check_mode("K", scale_granularity_mnk, (_BY_ROW,))
     scales = a_scale, b_scale
     return _run("m_indices", "indices", a, b, scales, m_indices, layout, out, out_dtype)
 

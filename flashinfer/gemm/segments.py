@@ -207,8 +207,3 @@ class SegmentGEMMWrapper:
         return launch(problem, "x", out, x, weights, rows=index, layout=layout)
 
     forward = run
-
-
-def determine_gemm_backend(device: torch.device) -> str:
-    """Name of the segments' backend that FlashInfer has for a device: ``"sm90"`` or ``"sm80"``."""
-    return "sm90" if torch.cuda.get_device_capability(device)[0] == 9 else "sm80"

@@ -50,7 +50,11 @@ _LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
 
 
 def quantize_rows(
-    x: torch.Tensor, *, column_major: bool, name: str = "x"
+    x: torch.Tensor,
+    *,
+    column_major: bool,
+    name: str = "x",
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 codes of a matrix and their scales, ``[rows, columns / 128]``, float32.
 
@@ -62,6 +66,8 @@ def quantize_rows(
         Whether the scales of a column, not of a row, are neighbours.
     name : str
         The name of `x` in messages.
+    out : (torch.Tensor, torch.Tensor), optional
+        Receive the codes and the scales of rows; new tensors if None.
 
     Raises
     ------
@@ -70,6 +76,9 @@ def quantize_rows(
     """
     layout = "column_major" if column_major else "linear"
     kernel = group_quant_kernel(x, "e4m3", "float32", layout, SCALE_BLOCK, False, name=name)
+    if out is not None:
+        kernel(*out, x, None, _LEAST_MAGNITUDE, False, None)
+        return out
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     rows, blocks = x.shape[0], x.shape[1] // SCALE_BLOCK
     shape = (blocks, rows) if column_major else (rows, blocks)

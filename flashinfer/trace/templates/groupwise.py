@@ -289,20 +289,28 @@ def _deepgemm_init(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**_example(device, groups=3), "m_indices": numbers}
 
 
-group_deepgemm_fp8_nt_groupwise_trace = TraceTemplate(
-    "gemm_fp8",
-    axes=_axes(groups=_GROUPS, k_blocks=_K_BLOCKS, n_blocks=_N_BLOCKS),
-    inputs={
-        **_operands("groups"),
-        **_scales("K", "m", "groups"),
-        "m_indices": _indices("Matrix of b of each row, the same for 128 rows.", "m"),
-    },
-    outputs={"out": _OUT},
-    name_prefix="group_deepgemm_fp8_nt_groupwise",
-    reference=_group_deepgemm_fp8_nt_groupwise_reference,
-    init=_deepgemm_init,
-    options={"scale_granularity_mnk": ((1, 128, 128),)},
-    description="Products of rows with the matrix that their number names, 8 bits.",
+def _indices_template(name: str) -> TraceTemplate:
+    return TraceTemplate(
+        "gemm_fp8",
+        axes=_axes(groups=_GROUPS, k_blocks=_K_BLOCKS, n_blocks=_N_BLOCKS),
+        inputs={
+            **_operands("groups"),
+            **_scales("K", "m", "groups"),
+            "m_indices": _indices("Matrix of b of each row, the same for 128 rows.", "m"),
+        },
+        outputs={"out": _OUT},
+        name_prefix=name,
+        reference=_group_deepgemm_fp8_nt_groupwise_reference,
+        init=_deepgemm_init,
+        options={"scale_granularity_mnk": ((1, 128, 128),)},
+        hints=["validate_indices"] if name.endswith("contiguous") else [],
+        description="Products of rows with the matrix that their number names, 8 bits.",
+    )
+
+
+group_deepgemm_fp8_nt_groupwise_trace = _indices_template("group_deepgemm_fp8_nt_groupwise")
+group_gemm_fp8_nt_groupwise_contiguous_trace = _indices_template(
+    "group_gemm_fp8_nt_groupwise_contiguous"
 )
 
 

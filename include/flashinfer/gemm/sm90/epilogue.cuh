@@ -3,6 +3,7 @@
 #pragma once
 
 #include <flashinfer/common/vec.cuh>
+#include <flashinfer/gemm/activation.cuh>
 #include <flashinfer/gemm/sm90/producer.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
@@ -37,33 +38,9 @@ struct GemmFinish {
     return row < work.row_end ? __ldg(params.row_weight + row) : 0.f;
   }
 
-  // Constants of a gated activation; each group may have its own.
-  struct Gate {
-    float alpha, beta, limit;
-  };
-
-  __device__ __forceinline__ Gate gate(const GemmWork& work) const {
-    Gate gate = {params.gate_alpha, params.gate_beta, params.gate_limit};
-    if constexpr (Tile::kGrouped) {
-      if (params.gate_alphas != nullptr) gate.alpha = __ldg(params.gate_alphas + work.group);
-      if (params.gate_betas != nullptr) gate.beta = __ldg(params.gate_betas + work.group);
-      if (params.gate_limits != nullptr) gate.limit = __ldg(params.gate_limits + work.group);
-    }
-    return gate;
-  }
-
-  // `first` and `second` come from the halves of B's rows.
-  __device__ __forceinline__ static float activate(const Gate& constants, float first,
-                                                   float second) {
-    float gate = Tile::kActivation == GemmActivation::swiglu ? first : second;
-    float value = Tile::kActivation == GemmActivation::swiglu ? second : first;
-    if constexpr (Tile::kActivation == GemmActivation::geglu_gate_last) {
-      return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * value;
-    }
-    gate = fminf(gate, constants.limit);
-    value = fminf(fmaxf(value, -constants.limit), constants.limit);
-    const float sigmoid = 1.f / (1.f + __expf(-constants.alpha * gate));
-    return gate * sigmoid * (value + constants.beta);
+  __device__ __forceinline__ GemmGate gate(const GemmWork& work) const {
+    if constexpr (Tile::kGrouped) return gemm_gate(params, work.group);
+    return {params.gate_alpha, params.gate_beta, params.gate_limit};
   }
 
   __device__ __forceinline__ float column_factor(const GemmWork& work, uint32_t column) const {
@@ -194,7 +171,7 @@ class GemmEpilogue {
   // The first half of the sums becomes the activation of both halves.
   template <typename Sums>
   __device__ __forceinline__ void activate(const GemmWork& work, Sums& sums) const {
-    const typename GemmFinish<Tile>::Gate constants = finish_.gate(work);
+    const GemmGate constants = finish_.gate(work);
 #pragma unroll
     for (int rep = 0; rep < kOutReps; ++rep) {
 #pragma unroll
@@ -202,7 +179,8 @@ class GemmEpilogue {
         float (&first)[4] = sums[rep][j];
         const float (&second)[4] = Tile::kSwap ? sums[rep + 1][j] : sums[rep][j + kOutTiles];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) first[i] = finish_.activate(constants, first[i], second[i]);
+        for (int i = 0; i < 4; ++i)
+          first[i] = activate_pair<Tile::kActivation>(constants, first[i], second[i]);
       }
     }
   }
@@ -214,10 +192,7 @@ class GemmEpilogue {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float positive = fmaxf(sums[rep][j][i], 0.f);
-          sums[rep][j][i] = positive * positive;
-        }
+        for (int i = 0; i < 4; ++i) sums[rep][j][i] = squared_relu(sums[rep][j][i]);
       }
     }
   }

@@ -1,0 +1,27 @@
+#include "weight_gemm.h"
+
+#include <flashinfer/gemm/portable/launch.cuh>
+
+namespace flashinfer {
+namespace {
+
+struct Config {
+  using A = dtype::FLASHINFER_CFG_DTYPE_A;
+  using D = dtype::FLASHINFER_CFG_DTYPE_OUT;
+  // Powers of two come as bytes.
+  using Scale = dtype::FLASHINFER_CFG_DTYPE_SCALE;
+  static constexpr WeightFormat kFormat = WeightFormat::FLASHINFER_CFG_WEIGHTS;
+  static constexpr int kGroup = FLASHINFER_CFG_GROUP_SIZE;
+  static constexpr int kTokens = FLASHINFER_CFG_TOKENS;
+  static constexpr int kWarps = FLASHINFER_CFG_WARPS;
+  static constexpr int kSplits = FLASHINFER_CFG_SPLITS;
+  static constexpr GemmActivation kActivation = GemmActivation::FLASHINFER_CFG_ACTIVATION;
+};
+
+}  // namespace
+
+cudaError_t weight_gemm(const WeightGemmParams& params, bool enable_pdl, cudaStream_t stream) {
+  return launch_weight_gemm<WeightGemmTile<Config>>(params, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,60 @@
+"""Kernels of the products that read weights once, and the choice among them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._common.arch import get_compute_capability, get_device_sm_count
+from .._common.kernels import Kernel
+from ..jit.weight_gemm import WeightGemmConfig, gen_weight_gemm_module
+
+_STAGE_BITS = 1024  # of each weight row, that are loaded at a time
+_TOKENS = (8, 16, 32, 64)
+_MOST_SPLITS = 8  # CTAs of a cluster that every GPU can place
+_LEAST_STAGES = 4  # for each of them
+
+
+@functools.cache
+def get_weight_gemm_kernel(config: WeightGemmConfig) -> Kernel:
+    """The loaded kernel, compiled first if need be."""
+    return gen_weight_gemm_module(config).build_and_load().weight_gemm
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_weight_config(
+    device: torch.device,
+    dtype: torch.dtype,
+    dtype_out: torch.dtype,
+    weights: str,
+    dtype_scale: torch.dtype,
+    group_size: int,
+    rows: int,
+    columns: int,
+    k: int,
+    activation: str = "identity",
+) -> WeightGemmConfig:
+    """The configuration for a product of `rows` tokens with weights ``[columns, k]``.
+
+    The CTAs shall be as many as the SMs, so that enough bytes are on their way. Where columns alone
+    do not give as many, k is split among the CTAs of a cluster, and then CTAs have fewer warps.
+    """
+    sms = get_device_sm_count(device)
+    tokens = next(size for size in _TOKENS if rows <= size or size == _TOKENS[-1])
+    bits = {"plain": 16, "int8": 8}.get(weights, 4)
+    stages = -(-k * bits // _STAGE_BITS)
+    token_tiles = -(-rows // tokens)
+
+    def ctas(warps: int, splits: int) -> int:
+        return -(-columns // (16 * warps)) * token_tiles * splits
+
+    most = _MOST_SPLITS if get_compute_capability(device)[0] >= 9 else 1
+    warps, splits = 8, 1
+    while splits < most and stages >= 2 * splits * _LEAST_STAGES and ctas(warps, splits) < sms // 2:
+        splits *= 2
+    while warps > 2 and ctas(warps, splits) < sms // 2:
+        warps //= 2
+    return WeightGemmConfig(
+        dtype, dtype_out, weights, dtype_scale, group_size, tokens, warps, splits, activation
+    )

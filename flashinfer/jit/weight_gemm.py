@@ -1,0 +1,83 @@
+"""Modules of csrc/weight_gemm.cu: products with weights of 4, 8 and 16 bits, for few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .._common.dtypes import check_dtype
+from .config import ModuleConfig
+from .core import JitSpec
+from .gemm import ACTIVATIONS
+from .registry import register_generator
+
+FORMATS = ("plain", "int8", "int4", "mxfp4", "nvfp4")
+"""Weights of the activations' type, and those that are unpacked on the way."""
+
+
+@dataclass(frozen=True)
+class WeightGemmConfig(ModuleConfig):
+    """What selects code.
+
+    Attributes
+    ----------
+    weights : str
+        One of `FORMATS`.
+    dtype_scale : torch.dtype
+        Type of the weights' scales; uint8 for powers of two. Plain weights have none.
+    group_size : int
+        Elements of k that share a scale; 0: a whole row does.
+    tokens : int
+        Tokens that a CTA multiplies at a time: 8, 16, 32 or 64.
+    warps : int
+        Warps of a CTA; each has 16 rows of the weights.
+    splits : int
+        CTAs of a cluster that sum a part of k each; 1 before compute capability 9.0.
+    activation : str
+        The step after the product, as gemm_params.h says.
+    """
+
+    module: ClassVar[str] = "weight_gemm"
+    supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+
+    dtype_a: torch.dtype
+    dtype_out: torch.dtype
+    weights: str
+    dtype_scale: torch.dtype
+    group_size: int
+    tokens: int
+    warps: int = 8
+    splits: int = 1
+    activation: str = "identity"
+
+    def __post_init__(self) -> None:
+        check_dtype("input", self.dtype_a, (torch.float16, torch.bfloat16))
+        check_dtype("out", self.dtype_out, (torch.float16, torch.bfloat16, torch.float32))
+        for name, value, allowed in (
+            ("weights", self.weights, FORMATS),
+            ("activation", self.activation, ACTIVATIONS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {value!r}")
+
+    @property
+    def majors(self) -> tuple[int, ...]:
+        """Clusters exist from compute capability 9.0 on."""
+        versions = self.supported_major_versions
+        return versions if self.splits == 1 else tuple(v for v in versions if v >= 9)
+
+
+def _aot_configs() -> Iterator[WeightGemmConfig]:
+    bf16 = torch.bfloat16
+    yield WeightGemmConfig(bf16, bf16, "int4", bf16, 128, 16)
+    yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, 16)
+
+
+@register_generator(aot=_aot_configs)
+def gen_weight_gemm_module(config: WeightGemmConfig | None = None) -> JitSpec:
+    """The module with ``weight_gemm`` for one configuration; by default of 4-bit integers."""
+    config = config or next(_aot_configs())
+    return JitSpec.from_config(config, ["weight_gemm.cu", "weight_gemm_jit_binding.cc"])

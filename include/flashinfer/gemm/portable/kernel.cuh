@@ -1,0 +1,269 @@
+// D = A W^T with weights of 4, 8 or 16 bits, for few tokens (mma.sync, sm_80): the weights stream
+// through the SMs once, and so the time is that of reading them.
+//
+// Each warp copies its own weight rows with cp.async, kStages ahead, and unpacks them in registers
+// (gemm/weight_codes.cuh). The CTA shares the activations, which get the codes' order once they are
+// in shared memory. CTAs of a cluster sum a part of k each and add up their sums in the order of k,
+// so that results repeat bit for bit.
+#pragma once
+
+#include <flashinfer/gemm/portable/epilogue.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
+#include <flashinfer/ptx/mma.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/shared.cuh>
+
+namespace flashinfer {
+
+template <typename Tile>
+class WeightGemm {
+  using A = typename Tile::A;
+  using Codes = typename Tile::Codes;
+  static constexpr int kStages = Tile::kStages, kTokenTiles = Tile::kTokenTiles;
+  static constexpr int kChunkStages = Tile::kChunkStages;
+  static constexpr int kRowPieces = Tile::kChunkRowBytes / 16;  // of a token's activations
+  static constexpr int kPieces = Tile::kTokens * kRowPieces;
+  using Sums = float[kTokenTiles][4];
+
+ public:
+  __device__ __forceinline__ WeightGemm(const WeightGemmParams& params, const WeightGemmWork& work,
+                                        uint32_t shared)
+      : params_(params), work_(work), shared_(shared) {
+    warp_idx_ = threadIdx.x / 32;
+    lane_idx_ = threadIdx.x % 32;
+    ring_ = shared + warp_idx_ * kStages * Tile::kStageBytes;
+    const uint32_t stages = ceil_div<uint32_t>(params.k, Tile::kTileK);
+    const uint32_t split = Tile::kSplits > 1 ? ptx::cluster_rank() : 0;
+    first_ = stages * split / Tile::kSplits;
+    count_ = stages * (split + 1) / Tile::kSplits - first_;
+    find_weights();
+  }
+
+  __device__ __forceinline__ void run(Sums& sums) {
+    copy_activations(0);
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) copy_weights(stage);
+    load_scales(0);
+#pragma unroll 1
+    for (uint32_t i = 0; i < count_; ++i) {
+      ptx::cp_async_wait<kStages - 2>();
+      if (i % kChunkStages == 0) {
+        const uint32_t chunk = i / kChunkStages;
+        pair_own_activations(chunk);
+        __syncthreads();
+        copy_activations(chunk + 1);
+      } else {
+        __syncwarp();
+      }
+      copy_weights(i + kStages - 1);
+#pragma unroll
+      for (int j = 0; j < 2 * Tile::kLaneScales; ++j) scales_[j] = next_scales_[j];
+      load_scales(i + 1);
+      multiply(i, sums);
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+ private:
+  // Where this lane's pieces of the warp's 16 rows begin; null for rows that do not exist.
+  __device__ __forceinline__ void find_weights() {
+    const auto* weights = static_cast<const char*>(params_.weights) +
+                          work_.group * params_.weight_group_stride +
+                          static_cast<uint64_t>(first_) * Tile::kRowBytes + lane_idx_ % 8 * 16;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const uint32_t row = weight_row<Tile>(params_, warp_idx_ * 16 + step * 4 + lane_idx_ / 8);
+      weights_[step] = row < params_.n ? weights + row * params_.weight_stride : nullptr;
+    }
+    const uint32_t row_bytes = static_cast<uint64_t>(params_.k) * Codes::kBits / 8;
+    const uint32_t first = first_ * Tile::kRowBytes + lane_idx_ % 8 * 16;
+    pieces_ = row_bytes > first ? ceil_div<uint32_t>(row_bytes - first, Tile::kRowBytes) : 0;
+    if (pieces_ > count_) pieces_ = count_;
+  }
+
+  // Copies a warp's 16 rows, 128 bytes of each. The order of a row's pieces keeps the lanes that
+  // read together in different banks.
+  __device__ __forceinline__ void copy_weights(uint32_t i) {
+    const uint32_t target = ring_ + i % kStages * Tile::kStageBytes;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const uint32_t local = step * 4 + lane_idx_ / 8;
+      const uint32_t place = lane_idx_ % 8 ^ (local * Codes::kWords & 7);
+      ptx::cp_async_16(target + local * Tile::kRowBytes + place * 16,
+                       weights_[step] + i * Tile::kRowBytes,
+                       i < pieces_ && weights_[step] != nullptr);
+    }
+    ptx::cp_async_commit();
+  }
+
+  // Copies the tokens' activations of kChunkStages stages.
+  __device__ __forceinline__ void copy_activations(uint32_t chunk) const {
+    if (chunk * kChunkStages >= count_) return;
+    const uint32_t target = shared_ + Tile::kOffsetActivations + chunk % 2 * Tile::kActivationBytes;
+    const uint32_t first = (first_ + chunk * kChunkStages) * Tile::kTileK;
+#pragma unroll 4
+    for (uint32_t index = threadIdx.x; index < kPieces; index += Tile::kThreads) {
+      const uint32_t token = index / kRowPieces, piece = index % kRowPieces;
+      const uint32_t column = first + piece * 8;
+      uint32_t row = work_.row + token;
+      bool exists = row < work_.row_end && column < params_.k;
+      if (exists && params_.row_index != nullptr) {
+        row = __ldg(params_.row_index + row);
+        exists = row < params_.num_input_rows;
+      }
+      const A* source = static_cast<const A*>(params_.a);
+      if (exists) source += row * params_.a_stride + column;
+      ptx::cp_async_16(target + place_of(token, piece), source, exists);
+    }
+  }
+
+  // Gives the activations that this thread copied the order of the codes.
+  __device__ __forceinline__ void pair_own_activations(uint32_t chunk) const {
+    if constexpr (Codes::kBits != 4) return;
+    const uint32_t target = shared_ + Tile::kOffsetActivations + chunk % 2 * Tile::kActivationBytes;
+#pragma unroll 4
+    for (uint32_t index = threadIdx.x; index < kPieces; index += Tile::kThreads) {
+      const uint32_t address = target + place_of(index / kRowPieces, index % kRowPieces);
+      const uint4 x = ptx::load_shared_16(address);
+      ptx::store_shared_16(address, pair_activations<Tile::kFormat>(x));
+    }
+  }
+
+  // Offset of 16 bytes of a token; tokens of different parity are in different banks.
+  __device__ __forceinline__ static uint32_t place_of(uint32_t token, uint32_t piece) {
+    return token * Tile::kChunkRowBytes + (piece ^ (token & 1) * 4) * 16;
+  }
+
+  // Scales of this lane's two rows for stage `i`; lane t of four loads its share of each row's.
+  __device__ __forceinline__ void load_scales(uint32_t i) {
+    if constexpr (Tile::kStageScales == 0) return;
+    constexpr int kLaneScales = Tile::kLaneScales;
+    using Scale = typename Tile::Scale;
+    constexpr uint32_t kGroup = Tile::kGroup == 0 ? 1 : Tile::kGroup;
+    const uint32_t groups = ceil_div(params_.k, kGroup);
+    const uint32_t first = (first_ + i) * Tile::kTileK / kGroup + lane_idx_ % 4 * kLaneScales;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t row = weight_row<Tile>(params_, warp_idx_ * 16 + lane_idx_ / 4 + half * 8);
+      const Scale* scales = static_cast<const Scale*>(params_.scales) +
+                            work_.group * params_.scale_group_stride + row * params_.scale_stride;
+#pragma unroll
+      for (int j = 0; j < kLaneScales; ++j) {
+        float scale = 0.f;
+        const bool mine = Tile::kStageScales >= 4 || lane_idx_ % 4 < Tile::kStageScales;
+        if (mine && i < count_ && row < params_.n && first + j < groups) {
+          scale = scale_to_float(scales[first + j]);
+        }
+        next_scales_[half * kLaneScales + j] = scale;
+      }
+    }
+  }
+
+  // Scale `index` of the stage, for row lane / 4 + 8 half.
+  __device__ __forceinline__ float scale(int index, int half) const {
+    constexpr int kLaneScales = Tile::kLaneScales;
+    const float mine = scales_[half * kLaneScales + index % kLaneScales];
+    return __shfl_sync(0xffffffffu, mine, (lane_idx_ & ~3) + index / kLaneScales);
+  }
+
+  __device__ __forceinline__ void multiply(uint32_t i, Sums& sums) const {
+    const uint32_t weights = ring_ + i % kStages * Tile::kStageBytes;
+    const uint32_t activations = shared_ + Tile::kOffsetActivations +
+                                 i / kChunkStages % 2 * Tile::kActivationBytes +
+                                 i % kChunkStages * Tile::kTileK * 2;
+    const uint32_t row = lane_idx_ / 4, t = lane_idx_ % 4;
+    // Sums whose scale is the same wait for it.
+    constexpr int kSpan = Tile::kScalesSums && Tile::kGroup < Tile::kTileK
+                              ? Tile::kGroup / Tile::kBlockK
+                              : Tile::kBlocks;
+    Sums products;
+#pragma unroll
+    for (int block = 0; block < Tile::kBlocks; ++block) {
+      uint32_t low[4], high[4];
+      unpack(weights, block, 0, low);
+      unpack(weights, block, 1, high);
+      if (Tile::kScalesSums && block % kSpan == 0) clear(products);
+      Sums& target = Tile::kScalesSums ? products : sums;
+#pragma unroll
+      for (int j = 0; j < kTokenTiles; ++j) {
+        const uint4 x = ptx::load_shared_16(activations + place_of(j * 8 + row, block * 4 + t));
+        ptx::mma_m16n8k16<A>(target[j], {low[0], high[0], low[1], high[1]}, x.x, x.y);
+        ptx::mma_m16n8k16<A>(target[j], {low[2], high[2], low[3], high[3]}, x.z, x.w);
+      }
+      if (Tile::kScalesSums && block % kSpan == kSpan - 1) {
+        add_scaled(sums, products, scale(block / kSpan, 0), scale(block / kSpan, 1));
+      }
+    }
+  }
+
+  // This lane's eight weights of a block, of row lane / 4 + 8 half.
+  __device__ __forceinline__ void unpack(uint32_t weights, int block, int half,
+                                         uint32_t (&pairs)[4]) const {
+    constexpr int kWords = Codes::kWords;
+    const uint32_t row = lane_idx_ / 4, t = lane_idx_ % 4;
+    const uint32_t bytes = (block * 4 + t) * kWords * 4;
+    const uint32_t place = bytes / 16 ^ (row * kWords & 7);
+    const uint32_t address = weights + (row + half * 8) * Tile::kRowBytes + place * 16 + bytes % 16;
+    uint32_t words[kWords];
+    if constexpr (kWords == 1) {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+    } else if constexpr (kWords == 2) {
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(words[0]), "=r"(words[1])
+                   : "r"(address)
+                   : "memory");
+    } else {
+      const uint4 all = ptx::load_shared_16(address);
+      words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+    }
+    float factor = 1.f;
+    if constexpr (Codes::kScalesPairs) {
+      // Lanes 0 and 1 of four hold the first 16 elements of a block, lanes 2 and 3 the others.
+      const float first = scale(2 * block, half), second = scale(2 * block + 1, half);
+      factor = t < 2 ? first : second;
+    }
+    Codes::unpack(words, Codes::factor(factor), pairs);
+  }
+
+  __device__ __forceinline__ static void clear(Sums& sums) {
+#pragma unroll
+    for (int j = 0; j < kTokenTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[j][i] = 0.f;
+    }
+  }
+
+  __device__ __forceinline__ static void add_scaled(Sums& sums, const Sums& products, float low,
+                                                    float high) {
+#pragma unroll
+    for (int j = 0; j < kTokenTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[j][i] += products[j][i] * (i < 2 ? low : high);
+    }
+  }
+
+  const WeightGemmParams& params_;
+  const WeightGemmWork& work_;
+  const uint32_t shared_;
+  uint32_t ring_, first_, count_;
+  const char* weights_[4];
+  uint32_t pieces_;  // of 16 bytes that this lane copies of a row
+  int warp_idx_, lane_idx_;
+  float scales_[2 * Tile::kLaneScales] = {}, next_scales_[2 * Tile::kLaneScales] = {};
+};
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kTokens <= 16 ? 2 : 1)
+    weight_gemm_kernel(const __grid_constant__ WeightGemmParams params) {
+  extern __shared__ __align__(128) char memory[];
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+  WeightGemmWork work;
+  if (!find_tokens<Tile>(params, blockIdx.y, work)) return;
+  float sums[Tile::kTokenTiles][4] = {};
+  WeightGemm<Tile>(params, work, ptx::shared_address(memory)).run(sums);
+  finish_weight_gemm<Tile>(params, work, reinterpret_cast<float*>(memory), sums);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,103 @@
+// Shapes and shared memory of the products that read weights once (gemm/portable/kernel.cuh).
+//
+// A warp multiplies 16 rows of the weights by all tokens of the tile: the weights are the left
+// operand of mma.m16n8k16, tokens the right one. A stage is 128 bytes of each weight row.
+#pragma once
+
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/gemm/activation.cuh>
+#include <flashinfer/gemm/weight_codes.cuh>
+#include <flashinfer/gemm/weight_gemm_params.h>
+
+namespace flashinfer {
+
+// Config: types A, D, Scale; kFormat, kGroup (elements of k that share a scale; 0: a whole row, or
+// no scales), kTokens, kWarps, kSplits (CTAs of a cluster that sum a part of k each), kActivation.
+template <typename Config>
+struct WeightGemmTile : Config {
+  using Config::kFormat, Config::kGroup, Config::kTokens, Config::kWarps, Config::kSplits;
+  using Codes = WeightCodes<kFormat, typename Config::A>;
+
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kColumns = 16 * kWarps;  // rows of the weights, columns of D
+  static constexpr int kTokenTiles = kTokens / 8;
+  static_assert(kTokenTiles * 8 == kTokens);
+  static constexpr bool kGated = is_gated(Config::kActivation);
+  static constexpr int kOutColumns = kGated ? kColumns / 2 : kColumns;
+
+  static constexpr int kRowBytes = 128;
+  static constexpr int kTileK = kRowBytes * 8 / Codes::kBits;
+  // Lane t of four holds elements 8 t to 8 t + 7 of a block, for two instructions.
+  static constexpr int kBlockK = 32;
+  static constexpr int kBlocks = kTileK / kBlockK;
+
+  static constexpr bool kHasScales = kFormat != WeightFormat::plain;
+  static constexpr bool kScalesRows = kHasScales && kGroup == 0;
+  static constexpr bool kScalesSums = kHasScales && kGroup != 0 && !Codes::kScalesPairs;
+  static_assert(!kScalesSums ||
+                (kGroup % kBlockK == 0 && (kTileK % kGroup == 0 || kGroup % kTileK == 0)));
+  static_assert(!Codes::kScalesPairs || kGroup == 16);
+  // Scales of a row and a stage; each of four lanes loads some.
+  static constexpr int kStageScales = kGroup == 0 ? 0 : kGroup < kTileK ? kTileK / kGroup : 1;
+  static constexpr int kLaneScales = kStageScales > 4 ? kStageScales / 4 : 1;
+
+  // Stages of weights that are loaded ahead, and stages whose activations are loaded at once. The
+  // next ones' activations follow the weights of stage kStages - 1 in the queue of copies.
+  static constexpr bool kIsPlain = kFormat == WeightFormat::plain;
+  static constexpr int kChunkStages = kIsPlain ? 8 : kTokens <= 32 ? 4 : 2;
+  static constexpr int kStages = kIsPlain && kWarps <= 4 ? 8 : kTokens <= 32 ? 4 : 3;
+  static_assert(kStages - 1 <= kChunkStages);
+  static constexpr int kStageBytes = 16 * kRowBytes;                // of a warp
+  static constexpr int kChunkRowBytes = kChunkStages * kTileK * 2;  // of a token
+  static constexpr int kActivationBytes = kTokens * kChunkRowBytes;
+  static constexpr int kOffsetActivations = kWarps * kStages * kStageBytes;
+  static constexpr int kSumStride = kColumns + 4;  // keeps lanes in different banks
+  static constexpr int kSharedBytes = kOffsetActivations + 2 * kActivationBytes;
+  static_assert(kTokens * kSumStride * 4 <= kSharedBytes, "sums replace the operands");
+};
+
+// Tokens of one group that a CTA multiplies by its weights.
+struct WeightGemmWork {
+  uint32_t group, row, row_end;
+};
+
+// Finds token tile `index`; false if there is none. All lanes of a warp call.
+template <typename Tile>
+__device__ __forceinline__ bool find_tokens(const WeightGemmParams& params, uint32_t index,
+                                            WeightGemmWork& work) {
+  constexpr uint32_t kTokens = Tile::kTokens;
+  if (params.offsets == nullptr) {
+    work = {0, index * kTokens, params.m};
+    return work.row < params.m;
+  }
+  const uint32_t lane_idx = threadIdx.x % 32;
+  uint32_t before = 0;  // tiles of earlier groups
+  for (uint32_t first = 0; first < params.num_groups; first += 32) {
+    const uint32_t group = first + lane_idx;
+    int32_t begin = 0, end = 0;
+    if (group < params.num_groups) {
+      begin = __ldg(params.offsets + group);
+      end = __ldg(params.offsets + group + 1);
+      begin = begin < 0 ? 0 : begin;
+      end = end > static_cast<int32_t>(params.m) ? params.m : end;
+    }
+    const uint32_t tiles = end > begin ? ceil_div<uint32_t>(end - begin, kTokens) : 0;
+    uint32_t sum = tiles;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
+      if (static_cast<int>(lane_idx) >= distance) sum += other;
+    }
+    const uint32_t found = __ballot_sync(0xffffffffu, before + sum > index);
+    if (found != 0) {
+      const int lane = __ffs(found) - 1;
+      const uint32_t row = begin + (index - before - (sum - tiles)) * kTokens;
+      work = {first + lane, __shfl_sync(0xffffffffu, row, lane),
+              static_cast<uint32_t>(__shfl_sync(0xffffffffu, end, lane))};
+      return true;
+    }
+    before += __shfl_sync(0xffffffffu, sum, 31);
+  }
+  return false;
+}
+
+}  // namespace flashinfer

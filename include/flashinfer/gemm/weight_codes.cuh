@@ -1,0 +1,162 @@
+// Weights of 4 and 8 bits as pairs of the activations' 16-bit type. Every value is exact: codes
+// have at most eight significant bits, and scales that do not fit are left to the float32 sums.
+//
+// Codes are unpacked eight at a time, in the order of memory (the first of two 4-bit codes is in
+// the lower bits). Pair p holds elements (p, p + 4) of 4-bit codes, because one mask then takes two
+// codes from a word, and elements (2p, 2p + 1) of the others. Both operands of a product need the
+// same order: pair_activations() gives it to eight activations.
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/dtype.cuh>
+#include <flashinfer/common/math.cuh>
+#include <type_traits>
+
+namespace flashinfer::dtype {
+
+// A byte that is the exponent of a power of two (e8m0); PyTorch's name for it in older versions.
+using uint8 = uint8_t;
+
+}  // namespace flashinfer::dtype
+
+namespace flashinfer {
+
+enum class WeightFormat {
+  plain,  // the activations' type
+  int8,   // two's complement
+  int4,   // two's complement
+  mxfp4,  // e2m1, a power of two for 32 elements
+  nvfp4,  // e2m1, an e4m3 scale for 16 elements
+};
+
+FLASHINFER_HOST_DEVICE constexpr int weight_bits(WeightFormat format) {
+  return format == WeightFormat::plain ? 16 : format == WeightFormat::int8 ? 8 : 4;
+}
+
+namespace detail {
+
+// Two 16-bit elements times a factor each, plus an addend.
+template <typename T>
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t factor, uint32_t addend) {
+  uint32_t result;
+  if constexpr (std::is_same_v<T, dtype::bfloat16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(factor), "r"(addend));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(factor), "r"(addend));
+  }
+  return result;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t same_pair(float x) {
+  return PackedPair<T>::pack(x, x);
+}
+
+}  // namespace detail
+
+// Eight codes of `format` to four pairs of T.
+template <WeightFormat format, typename T>
+struct WeightCodes {
+  static_assert(std::is_same_v<T, dtype::bfloat16> || std::is_same_v<T, dtype::float16>);
+  static constexpr int kBits = weight_bits(format);
+  static constexpr int kWords = kBits / 4;  // that hold eight codes
+  static constexpr bool kIsBfloat = std::is_same_v<T, dtype::bfloat16>;
+  static constexpr bool kIsFloat4 = format == WeightFormat::mxfp4 || format == WeightFormat::nvfp4;
+  // Scales of nvfp4 change within the k that one instruction sums, so the pairs are multiplied by
+  // them. The product, of six bits, is 2^kShift too small, so that the factor is finite.
+  static constexpr bool kScalesPairs = format == WeightFormat::nvfp4;
+  static constexpr int kShift = kScalesPairs ? 8 : 0;
+
+  // The factor of unpack() for a scale: what turns the bits of a code into its value.
+  __device__ __forceinline__ static uint32_t factor(float scale) {
+    constexpr float kUnit = kIsBfloat ? 0x1p126f : 0x1p14f;
+    return detail::same_pair<T>(scale * (kUnit * (kScalesPairs ? 0x1p-8f : 1.f)));
+  }
+
+  __device__ __forceinline__ static void unpack(const uint32_t (&words)[kWords], uint32_t factor,
+                                                uint32_t (&pairs)[4]) {
+    if constexpr (format == WeightFormat::plain) {
+#pragma unroll
+      for (int p = 0; p < 4; ++p) pairs[p] = words[p];
+    } else if constexpr (format == WeightFormat::int8) {
+      unpack_int8(words, pairs);
+    } else if constexpr (format == WeightFormat::int4) {
+      unpack_int4(words[0], pairs);
+    } else {
+      unpack_e2m1(words[0], factor, pairs);
+    }
+  }
+
+ private:
+  // A code of four bits in the mantissa of 128 (bfloat16) or 1024 (float16), its sign bit inverted,
+  // makes 136 or 1032 plus the code.
+  __device__ __forceinline__ static void unpack_int4(uint32_t word, uint32_t (&pairs)[4]) {
+    constexpr uint32_t kBase = kIsBfloat ? 0x43084308u : 0x64086408u;
+    constexpr uint32_t kOne = kIsBfloat ? 0x3f803f80u : 0x3c003c00u;
+    constexpr uint32_t kMinusBase = kIsBfloat ? 0xc308c308u : 0xe408e408u;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const uint32_t bits = ((word >> 4 * p) & 0x000f000fu) ^ kBase;
+      pairs[p] = detail::fma_pair<T>(bits, kOne, kMinusBase);
+    }
+  }
+
+  // Sign, exponent and mantissa go to their places in T; the factor corrects the exponent's bias
+  // and normalises the only subnormal.
+  __device__ __forceinline__ static void unpack_e2m1(uint32_t word, uint32_t factor,
+                                                     uint32_t (&pairs)[4]) {
+    constexpr int kPlace = kIsBfloat ? 6 : 9;
+    constexpr uint32_t kMagnitude = 0x00070007u << kPlace, kMinusZero = 0x80008000u;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const uint32_t sign = word << (12 - 4 * p);
+      const int left = kPlace - 4 * p;
+      const uint32_t magnitude = left >= 0 ? word << (left & 31) : word >> (-left & 31);
+      const uint32_t bits = (sign & 0x80008000u) | (magnitude & kMagnitude);
+      pairs[p] = detail::fma_pair<T>(bits, factor, kMinusZero);
+    }
+  }
+
+  // A byte with its sign bit inverted, in the mantissa of 1024 (float16) or of 2^23 (float32, then
+  // rounded to bfloat16, which holds eight bits), makes that number plus 128 plus the code.
+  __device__ __forceinline__ static void unpack_int8(const uint32_t (&words)[kWords],
+                                                     uint32_t (&pairs)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const uint32_t bytes = words[p / 2] ^ 0x80808080u;
+      if constexpr (kIsBfloat) {
+        float values[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t bits = __byte_perm(bytes, 0x4b000000u, 0x7440 | (p % 2 * 2 + i));
+          values[i] = __uint_as_float(bits) - 8388736.f;
+        }
+        pairs[p] = PackedPair<T>::pack(values[0], values[1]);
+      } else {
+        const uint32_t bits = __byte_perm(bytes, 0x64646464u, p % 2 ? 0x4342 : 0x4140);
+        pairs[p] = detail::fma_pair<T>(bits, 0x3c003c00u, 0xe480e480u);
+      }
+    }
+  }
+};
+
+// Eight activations in the order of the pairs of `format`.
+template <WeightFormat format>
+__device__ __forceinline__ uint4 pair_activations(const uint4& x) {
+  if constexpr (weight_bits(format) != 4) return x;
+  return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
+                    __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
+}
+
+// A scale as it is stored.
+__device__ __forceinline__ float scale_to_float(uint8_t e8m0) {
+  if (e8m0 == 0xff) return __uint_as_float(0x7fc00000u);
+  return e8m0 == 0 ? 0x1p-127f : __uint_as_float(static_cast<uint32_t>(e8m0) << 23);
+}
+
+template <typename T>
+__device__ __forceinline__ float scale_to_float(T scale) {
+  return to_float(scale);
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,172 @@
+"""Weights of 4 and 8 bits, and the routers' products, against sums in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer import dsv3_ops, gemm
+from flashinfer.gemm._weight_kernels import choose_weight_config
+from flashinfer.jit.core import build_jit_specs
+from flashinfer.jit.weight_gemm import gen_weight_gemm_module
+
+BF16, HALF = torch.bfloat16, torch.float16
+SHAPES = [(1, 8, 256), (5, 264, 1024), (17, 136, 1952), (40, 72, 320), (130, 648, 512)]
+FORMATS = [("int4", 128), ("int4", 32), ("int4", 0), ("int8", 0), ("int8", 64)]
+FORMATS += [("mxfp4", 32), ("nvfp4", 16)]
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+ROUTERS = [
+    ("mm_M1_16_K7168_N128", BF16),
+    ("mm_M1_16_K7168_N256", torch.float32),
+    ("mm_M1_16_K7168_N256_bf16", BF16),
+    ("mm_M1_16_K6144_N256", torch.float32),
+    ("mm_M1_16_K7168_N384", torch.float32),
+    ("mm_M1_16_K7168_N384_bf16", BF16),
+    ("mm_M1_16_K7168_N896", torch.float32),
+    ("mm_M1_16_K7168_N896_bf16", BF16),
+]
+
+
+def _fits(weight_format: str, group: int, k: int) -> bool:
+    return group == 0 or k % group == 0
+
+
+def _cases() -> Iterator[tuple[str, int, tuple[int, int, int], torch.dtype]]:
+    for weight_format, group in FORMATS:
+        for shape in SHAPES:
+            for dtype in (BF16, HALF):
+                if _fits(weight_format, group, shape[2]):
+                    yield weight_format, group, shape, dtype
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules() -> None:
+    """All modules of this file, built at once."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8:
+        return
+    device, configs = torch.device("cuda", torch.cuda.current_device()), set()
+    for weight_format, group, (m, n, k), dtype in _cases():
+        scale = _scale_dtype(weight_format, dtype)
+        configs.add(
+            choose_weight_config(device, dtype, dtype, weight_format, scale, group, m, n, k)
+        )
+    build_jit_specs([gen_weight_gemm_module(config) for config in configs])
+
+
+def _scale_dtype(weight_format: str, dtype: torch.dtype) -> torch.dtype:
+    return {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(weight_format, dtype)
+
+
+def _weights(
+    weight_format: str, group: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales, and their values in float64."""
+    if weight_format == "int8":
+        codes = torch.randint(-128, 128, (n, k), device=device, dtype=torch.int8)
+        values = codes.double()
+    else:
+        codes = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
+        numbers = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+        table = torch.tensor(E2M1, dtype=torch.float64, device=device)
+        is_integer = weight_format == "int4"
+        values = (numbers - 16 * (numbers > 7)).double() if is_integer else table[numbers]
+    shape = (n, k // group) if group else (n,)
+    if weight_format == "mxfp4":
+        scale = torch.randint(120, 130, shape, device=device, dtype=torch.uint8)
+        factors = torch.exp2(scale.double() - 127)
+    else:
+        scale = (torch.rand(shape, device=device) + 0.1).to(_scale_dtype(weight_format, dtype))
+        factors = scale.double()
+    return codes, scale, values * factors.view(n, -1).repeat_interleave(group or k, 1)
+
+
+def _assert_near(out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
+    """Within rounding to `out` and the float32 sums."""
+    bound = torch.finfo(out.dtype).eps * expected.abs() + 2.0**-15 * magnitude
+    assert out.shape == expected.shape
+    assert bool(((out.double() - expected).abs() <= bound).all())
+
+
+@pytest.mark.parametrize(("weight_format", "group", "shape", "dtype"), list(_cases()), ids=str)
+def test_weights(
+    weight_format: str,
+    group: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    m, n, k = shape
+    codes, scale, values = _weights(weight_format, group, n, k, dtype, device)
+    around = torch.full((m + 2, k), float("nan"), dtype=dtype, device=device)
+    x = around[1 : m + 1]
+    x.normal_()
+    alpha = torch.tensor([0.5], device=device)
+    bias = torch.randn(n, device=device).to(dtype)
+    out = torch.full((m, n), float("nan"), dtype=dtype, device=device)
+    returned = gemm.weight_only_linear(x, codes, scale, weight_format, alpha, bias, out)
+    assert returned is out
+    expected = 0.5 * x.double() @ values.T + bias.double()
+    magnitude = 0.5 * x.double().abs() @ values.abs().T + bias.double().abs()
+    _assert_near(out, expected, magnitude)
+    again = gemm.weight_only_linear(x, codes, scale, weight_format, alpha, bias)
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF], ids=str)
+def test_extreme_scales(dtype: torch.dtype, device: torch.device) -> None:
+    """MXFP4's scales go beyond the range of 16 bits; the float32 sums take them."""
+    codes = torch.full((8, 128), 0x22, dtype=torch.uint8, device=device)  # ones
+    x = torch.ones(2, 256, dtype=dtype, device=device)
+    for exponent in (-100, -40, 40, 100):
+        scale = torch.full((8, 8), 127 + exponent, dtype=torch.uint8, device=device)
+        alpha = torch.tensor([2.0**-exponent], device=device)
+        out = gemm.weight_only_linear(x, codes, scale, "mxfp4", alpha)
+        assert bool((out == 256.0).all())
+
+
+@pytest.mark.parametrize(("name", "dtype"), ROUTERS, ids=str)
+def test_routers(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("needs a Hopper GPU")
+    k, n = (int(part[1:]) for part in name.removesuffix("_bf16").split("_")[3:])
+    weight = torch.randn(n, k, device=device).to(BF16)
+    for m in (1, 7, 16):
+        x = torch.randn(m, k, device=device).to(BF16)
+        out = torch.full((m, n), float("nan"), dtype=dtype, device=device)
+        getattr(dsv3_ops, name)(x, weight.T, out)
+        left, right = x.double(), weight.double().T
+        _assert_near(out, left @ right, left.abs() @ right.abs())
+    with pytest.raises(ValueError, match="`mat_a` must have shape"):
+        getattr(dsv3_ops, name)(weight[:17], weight.T, out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_format": "int3"}, "`weight_format` must be 'int4'"),
+        ({"input": torch.zeros(2, 256)}, "`input` must have dtype float16 or bfloat16|bfloat16 or"),
+        ({"weight": torch.zeros(8, 64, dtype=torch.uint8)}, r"`weight` must have shape \[n, 128\]"),
+        ({"weight": torch.zeros(8, 128, dtype=torch.int8)}, "`weight` must have dtype uint8"),
+        ({"weight_scale": torch.zeros(8, 3, dtype=BF16)}, "`weight_scale` must have shape"),
+        ({"weight_scale": torch.zeros(8, 2, dtype=HALF)}, "`weight_scale` must have dtype"),
+        ({"alpha": torch.zeros(2)}, "`alpha` must have one element"),
+        ({"out": torch.zeros(2, 9, dtype=BF16)}, "`out` must have shape"),
+        ({"input": torch.zeros(2, 240, dtype=BF16)}, "a multiple of 32"),
+    ],
+)
+def test_refusals(change: dict[str, Any], message: str, device: torch.device) -> None:
+    good = {
+        "input": torch.zeros(2, 256, dtype=BF16),
+        "weight": torch.zeros(8, 128, dtype=torch.uint8),
+        "weight_scale": torch.zeros(8, 2, dtype=BF16),
+        "weight_format": "int4",
+    }
+    given = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in {**good, **change}.items()
+    }
+    with pytest.raises((ValueError, TypeError), match=message):
+        gemm.weight_only_linear(**given)
