@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .gemm.groupwise import batch_deepgemm_fp8_nt_groupwise, group_deepgemm_fp8_nt_groupwise
+from .gemm import groupwise as _groupwise
 
 _RECIPE = (1, 128, 128)
 _M_ALIGNMENT = 128
@@ -43,7 +43,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     Parameters
     ----------
     a_fp8 : (torch.Tensor, torch.Tensor)
-        Codes ``[m, k]``, float8, and scales ``[m, k / 128]``, float32, any strides, on a Hopper GPU.
+        Codes ``[m, k]``, float8, on a Hopper GPU, and scales ``[m, k / 128]``, float32, of any
+        strides.
     b_fp8 : (torch.Tensor, torch.Tensor)
         Codes ``[groups, n, k]`` and scales ``[groups, ceil(n / 128), k / 128]``.
     d : torch.Tensor
@@ -64,7 +65,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     _check(recipe, compiled_dims)
     (a, a_scale), (b, b_scale) = _parts("a_fp8", a_fp8), _parts("b_fp8", b_fp8)
-    group_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, m_indices, _RECIPE, d)
+    _groupwise.group_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, m_indices, _RECIPE, d)
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -93,7 +94,9 @@ def m_grouped_fp8_gemm_nt_masked(
     """
     _check(recipe, compiled_dims)
     (a, a_scale), (b, b_scale) = _parts("a_fp8", a_fp8), _parts("b_fp8", b_fp8)
-    batch_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, masked_m, expected_m, _RECIPE, d)
+    _groupwise.batch_deepgemm_fp8_nt_groupwise(
+        a, b, a_scale, b_scale, masked_m, expected_m, _RECIPE, d
+    )
 
 
 def get_m_alignment_for_contiguous_layout() -> int:

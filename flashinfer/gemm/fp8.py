@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._common.checks import cuda_tensors
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
@@ -126,6 +127,7 @@ def mm_fp8(
     BackendSupportedError
         A ``ValueError``: if the backend does not exist or does not run on the GPU.
     """
+    cuda_tensors(a=a, b=b)
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     if out.numel() == 0:

@@ -301,6 +301,8 @@ def check_groups(
     """
     _check(a, b, a_scale, b_scale, out, out_dtype)
     check_tensor("m_indices", m_indices)
+    if not isinstance(validate_indices, bool):
+        raise TypeError(f"`validate_indices` must be a bool, got {validate_indices!r}")
     if not validate_indices or m_indices.numel() == 0:
         return True
     blocks = torch.nn.functional.pad(m_indices, (0, -m_indices.numel() % 128)).view(-1, 128)

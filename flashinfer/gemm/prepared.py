@@ -31,6 +31,14 @@ def _refuse(**values: Any) -> None:
             )
 
 
+def _given(name: str, tensor: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
+    """The tensor of a launch, by default the one that was kept."""
+    chosen = kept if tensor is None else tensor
+    if chosen is None:
+        raise ValueError(f"`{name}` was released and must be given, got None")
+    return chosen
+
+
 class PreparedBatchDeepGemmFp8NtGroupwise:
     """A call of `batch_deepgemm_fp8_nt_groupwise` with its tensors.
 
@@ -42,13 +50,19 @@ class PreparedBatchDeepGemmFp8NtGroupwise:
         ``[groups, m, n]``: receives the result of each launch.
     """
 
-    def __init__(self, operands: tuple[Any, ...], out: torch.Tensor) -> None:
+    def __init__(
+        self, operands: tuple[torch.Tensor, ...], expected_m: int, out: torch.Tensor
+    ) -> None:
         self._operands = operands
+        self._expected_m = expected_m
         self.out = out
 
     def launch(self) -> torch.Tensor:
         """Compute the product of what the tensors hold now, and give `out`."""
-        return batch_deepgemm_fp8_nt_groupwise(*self._operands, _BY_ROW, self.out)
+        a, b, a_scale, b_scale, masked_m = self._operands
+        return batch_deepgemm_fp8_nt_groupwise(
+            a, b, a_scale, b_scale, masked_m, self._expected_m, out=self.out
+        )
 
 
 def prepare_batch_deepgemm_fp8_nt_groupwise(
@@ -85,9 +99,11 @@ def prepare_batch_deepgemm_fp8_nt_groupwise(
         As `batch_deepgemm_fp8_nt_groupwise`.
     """
     _refuse(workspace=workspace)
-    operands = (a, b, a_scale, b_scale, masked_m, expected_m)
-    out = batch_deepgemm_fp8_nt_groupwise(*operands, scale_granularity_mnk, out)
-    return PreparedBatchDeepGemmFp8NtGroupwise(operands, out)
+    out = batch_deepgemm_fp8_nt_groupwise(
+        a, b, a_scale, b_scale, masked_m, expected_m, scale_granularity_mnk, out
+    )
+    operands = (a, b, a_scale, b_scale, masked_m)
+    return PreparedBatchDeepGemmFp8NtGroupwise(operands, expected_m, out)
 
 
 class PreparedGroupGemmFp8NtGroupwiseContiguous:
@@ -122,18 +138,14 @@ class PreparedGroupGemmFp8NtGroupwiseContiguous:
             As `group_gemm_fp8_nt_groupwise_contiguous`; also where a tensor was released and none
             is given.
         """
-        names = ("a", "a_scale", "m_indices")
-        given = (a, a_scale, m_indices)
-        chosen = [
-            kept if value is None else value
-            for value, kept in zip(given, self._operands, strict=True)
-        ]
-        for name, value in zip(names, chosen, strict=True):
-            if value is None:
-                raise ValueError(f"`{name}` was released and must be given, got None")
-        target = self._out if out is None else out
+        kept_a, kept_scale, kept_indices = self._operands
         return group_gemm_fp8_nt_groupwise_contiguous(
-            chosen[0], self._b, chosen[1], self._b_scale, chosen[2], _BY_ROW, target
+            _given("a", a, kept_a),
+            self._b,
+            _given("a_scale", a_scale, kept_scale),
+            self._b_scale,
+            _given("m_indices", m_indices, kept_indices),
+            out=self._out if out is None else out,
         )
 
     def release_prepared_operands(self) -> None:

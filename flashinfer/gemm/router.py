@@ -49,7 +49,7 @@ def _run(mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, use_pdl: b
         mat_a.device, mat_a.dtype, out.dtype, "plain", mat_a.dtype, 0, m, n, k
     )
     kernel = get_weight_gemm_kernel(config)
-    kernel(1, out, mat_a, mat_b.t(), None, None, None, None, None, bool(use_pdl))
+    kernel(1, out, mat_a, mat_b.t(), None, None, None, None, None, use_pdl)
 
 
 @backend_requirement({}, common_check=_check(7168, 128, torch.bfloat16))

@@ -45,6 +45,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     fp4_quantize_h7168_global_scale.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_e4m3_input_scale_weight_scale_out_bf16.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_weight_e4m3_weight_scale.json
+    fp8_linear_n1536_k2048_e4m3_out_bf16.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
     fused_add_rmsnorm_h4096.json
     fused_add_rmsnorm_quant_h8192_output_e4m3.json
@@ -78,9 +79,11 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     gqa_ragged_prefill_lse_h32_kv8_d128_dv128_causal.json
     gqa_ragged_prefill_lse_heads_first_h32_kv8_d128_dv128_causal.json
     group_deepgemm_fp8_nt_groupwise_n1536_k2048_g8_e4m3_m_indices_int32_out_bf16.json
+    group_gemm_fp8_nt_groupwise_contiguous_n1536_k2048_g8_e4m3_m_indices_int32_out_bf16.json
     group_gemm_fp8_nt_groupwise_k_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
     group_gemm_fp8_nt_groupwise_mn_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
     grouped_mm_bf16_n1536_k2048_g8_m_indptr_int32.json
+    grouped_mm_fp8_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json
     merge_state_h32_d128.json
@@ -91,8 +94,17 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     mla_paged_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_paged_lse_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_rope_quantize_fp8_q16_r64_qn512_kn512_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3_no_is_neox.json
+    mm_M1_16_K6144_N256_n256_k6144.json
+    mm_M1_16_K7168_N128_n128_k7168.json
+    mm_M1_16_K7168_N256_bf16_n256_k7168.json
+    mm_M1_16_K7168_N256_n256_k7168.json
+    mm_M1_16_K7168_N384_bf16_n384_k7168.json
+    mm_M1_16_K7168_N384_n384_k7168.json
+    mm_M1_16_K7168_N896_bf16_n896_k7168.json
+    mm_M1_16_K7168_N896_n896_k7168.json
     mm_bf16_n6144_k4096.json
     mm_bf16_n6144_k4096_bias.json
+    mm_fp8_n1536_k2048_alpha_out_bf16.json
     mxfp4_dequantize_b3584.json
     mxfp4_dequantize_host_b3584_g32.json
     mxfp4_quantize_h7168.json
@@ -150,6 +162,10 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     top_p_sampling_from_probs_v128256_f32.json
     variable_block_sparse_attention_h32_kv8_d128_dv128.json
     variable_block_sparse_attention_lse_h32_kv8_d128_dv128.json
+    weight_only_linear_int4_n4096_k4096_s32.json
+    weight_only_linear_int8_by_row_n4096_k4096.json
+    weight_only_linear_mxfp4_n4096_k4096_s128_weight_scale_uint8.json
+    weight_only_linear_nvfp4_n4096_k4096_s256_weight_scale_e4m3_alpha.json
 """
 
 from __future__ import annotations

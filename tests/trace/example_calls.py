@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import flashinfer
-from flashinfer import gdn_decode, gdn_prefill, gemm, mamba, rope
+from flashinfer import dsv3_ops, gdn_decode, gdn_prefill, gemm, mamba, rope
 from flashinfer import quantization as quant
 from flashinfer.concat_ops import concat_mla_k
 from flashinfer.gdn_kernels import gdn_decode_bf16_state
@@ -105,6 +105,7 @@ def call_products(dtype) -> None:
     gate = torch.randn(256, 7168, dtype=dtype)
     flashinfer.gemm.tinygemm_bf16(x, gate, torch.empty(NUM_TOKENS, 256, dtype=dtype))
     call_groupwise_products()
+    call_weight_only_products()
 
 
 def call_groupwise_products() -> None:
@@ -136,6 +137,29 @@ def call_groupwise_products() -> None:
     counts = torch.full((groups,), NUM_TOKENS, dtype=torch.int32)
     gemm.batch_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, counts, NUM_TOKENS)
     gemm.grouped_mm_bf16(rows.bfloat16(), b.bfloat16(), starts)
+    gemm.group_gemm_fp8_nt_groupwise_contiguous(rows, b, row_scale, b_scale, expert)
+    gemm.grouped_mm_fp8(rows, b, starts)
+    one = torch.ones(1)
+    gemm.mm_fp8(a[0], b[0].T, one, backend="cublas")
+    gemm.fp8_linear(a[0], b[0], torch.ones(padded), torch.ones(1536))
+
+
+def call_weight_only_products() -> None:
+    """The query projection of Llama 3.1 8B with weights of 4 and 8 bits; routers."""
+    x = torch.randn(NUM_TOKENS, 4096, dtype=torch.bfloat16)
+    codes = torch.randint(0, 256, (4096, 2048), dtype=torch.uint8)
+    linear = gemm.weight_only_linear
+    linear(x, codes, torch.ones(4096, 32, dtype=x.dtype), "int4")
+    linear(x, codes.new_full((4096, 4096), 1).char(), torch.ones(4096, dtype=x.dtype), "int8")
+    linear(x, codes, codes.new_full((4096, 128), 127), "mxfp4")
+    scale = torch.ones(4096, 256).to(torch.float8_e4m3fn)
+    linear(x, codes, scale, "nvfp4", torch.ones(1))
+    for name in dsv3_ops.__dict__:
+        if name.startswith("mm_"):
+            k, n = (int(part[1:]) for part in name.removesuffix("_bf16").split("_")[3:])
+            dtype = torch.bfloat16 if name.endswith("bf16") or n == 128 else torch.float32
+            tokens, weight = (torch.randn(m, k, dtype=torch.bfloat16) for m in (8, n))
+            getattr(dsv3_ops, name)(tokens, weight.T, torch.empty(8, n, dtype=dtype))
 
 
 def call_video_norm(dtype) -> None:

@@ -157,8 +157,23 @@ def is_a_dtype(operation: Operation, name: str, arguments: dict[str, Any]) -> No
             operation.api(**{**arguments, name: wrong})
 
 
+def belongs_to_8_bits(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """The scale of an 8-bit result: another one counts, and other results refuse it."""
+    one = torch.ones(1, device=arguments["a"].device)
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: one})
+    rounded = {**arguments, "out_dtype": torch.float8_e4m3fn}
+    usual = _call(operation, {**rounded, name: one})
+    assert not _same(usual, _call(operation, {**rounded, name: 2 * one}))
+
+
 CASES: dict[str, Callable[..., None]] = {
     "alignment": is_a_block_size,
+    "alpha": scales_the_result,
+    "config": is_refused_beyond_the_listed,
+    "launch_with_pdl": is_a_hint,
+    "qkv_scale": is_refused_beyond_the_listed,
+    "validate_indices": is_a_hint,
     "backend": is_refused_beyond_the_listed,
     "bitorder": changes_the_result("little"),
     "block_scale": is_refused_beyond_the_listed,
@@ -198,6 +213,11 @@ CASES: dict[str, Callable[..., None]] = {
     "enable_pdl": is_a_hint,
     **sampling_cases.CASES,
     **cache_cases.CASES,
+    "output_quant_scale": lambda operation, *rest: (
+        belongs_to_8_bits
+        if operation.template.op_type == "gemm_fp8"
+        else cache_cases.CASES["output_quant_scale"]
+    )(operation, *rest),
     "page_size": lambda operation, *rest: (
         sampling_cases if operation.template.op_type == "topk" else cache_cases
     ).CASES["page_size"](operation, *rest),

@@ -11,7 +11,7 @@ from ..template import TraceTemplate
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _HALF = ("bfloat16", "float16")
-_AXES = {
+_AXES: dict[str, Var | Const] = {
     "m": Var("Rows of the left operand."),
     "n": Const("Columns of the result.", abbrev="n"),
     "k": Const("Terms of each sum.", abbrev="k"),
@@ -127,6 +127,7 @@ fp8_linear_trace = TraceTemplate(
     name_prefix="fp8_linear",
     reference=_fp8_linear_reference,
     init=_linear_init,
+    options={"qkv_scale": (None,), "config": (None,)},
     description="Product of 8-bit matrices with a scale per token and per channel.",
 )
 
