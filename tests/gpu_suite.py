@@ -42,7 +42,7 @@ def gpus() -> list[str]:
     return names[: torch.cuda.device_count()]
 
 
-def compile_known_modules(paths: list[str]) -> int:
+def compile_known_modules(paths: list[str], options: list[str]) -> int:
     """Compile what the fuzzers of the families need; how many modules that are.
 
     Attention compiles what its tests draw. A family is published when it is built, so an end in
@@ -50,7 +50,7 @@ def compile_known_modules(paths: list[str]) -> int:
     """
     count = 0
     for family in families(paths):
-        specs = family.specs()
+        specs = family.modules("--full" in options)
         build_jit_specs(specs)
         count += len(specs)
     return count
@@ -174,7 +174,7 @@ def main() -> int:
     print(f"{len(names)} GPUs, {cores} cores; compiling ...", flush=True)
     collection = collect(arguments.tests)
     try:
-        count = compile_known_modules(arguments.tests)
+        count = compile_known_modules(arguments.tests, options)
         collection.wait()
     except KeyboardInterrupt:
         collection.kill()
