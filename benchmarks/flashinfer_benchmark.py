@@ -127,12 +127,14 @@ def parse_case(argv: Sequence[str]) -> Namespace:
         _routine_parser(routine).parse_args(rest, namespace=case)
     except UsageError as error:
         raise UsageError(f"{error} (flags of {routine.name}: {flags})") from error
-    case.backends = case.backends or [next(iter(routine.backends))]
-    for backend in case.backends:
-        if backend not in routine.backends:
-            raise UsageError(
-                f"{routine.name} has no backend {backend!r}; it has {', '.join(routine.backends)}"
-            )
+    asked = case.backends or [next(iter(routine.backends))]
+    case.backends = [backend for backend in asked if backend in routine.backends]
+    there = f"{routine.name} has no backend {{!r}}; it has {', '.join(routine.backends)}"
+    if not case.backends:
+        raise UsageError(there.format(asked[0]))
+    for backend in asked:
+        if backend not in case.backends:  # lists are written for several libraries
+            print(f"skipped: {there.format(backend)}", file=sys.stderr)
     return case
 
 

@@ -10,13 +10,13 @@ from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
 from ..jit.sampling import Filter, Output
 from ..trace.templates.sampling import (
-    min_p_sampling_from_probs_trace,
+    min_p_sampling_trace,
     sampling_from_logits_trace,
     sampling_from_probs_trace,
-    top_k_sampling_from_probs_trace,
+    top_k_sampling_trace,
     top_k_top_p_sampling_from_logits_trace,
-    top_k_top_p_sampling_from_probs_trace,
-    top_p_sampling_from_probs_trace,
+    top_k_top_p_sampling_trace,
+    top_p_sampling_trace,
 )
 from ._inputs import Seed, refuse_nan, resolve_seed, row_floats, row_ints
 from ._kernels import SamplingKernels, statistics_of
@@ -194,7 +194,7 @@ def top_p_sampling_from_probs(
     *,
     return_valid: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@flashinfer_api(trace=top_p_sampling_from_probs_trace)
+@flashinfer_api(trace=top_p_sampling_trace)
 def top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_p: torch.Tensor | float,
@@ -262,7 +262,7 @@ def top_k_sampling_from_probs(
     *,
     return_valid: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@flashinfer_api(trace=top_k_sampling_from_probs_trace)
+@flashinfer_api(trace=top_k_sampling_trace)
 def top_k_sampling_from_probs(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -323,7 +323,7 @@ def min_p_sampling_from_probs(
     *,
     return_valid: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@flashinfer_api(trace=min_p_sampling_from_probs_trace)
+@flashinfer_api(trace=min_p_sampling_trace)
 def min_p_sampling_from_probs(
     probs: torch.Tensor,
     min_p: torch.Tensor | float,
@@ -424,7 +424,7 @@ def top_k_top_p_sampling_from_probs(
     *,
     return_valid: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@flashinfer_api(trace=top_k_top_p_sampling_from_probs_trace)
+@flashinfer_api(trace=top_k_top_p_sampling_trace)
 def top_k_top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from .._common.dtypes import torch_name
-from .specs import Scalar, Tensor
+from .specs import Const, Scalar, Tensor
 from .standalone import required_parameters
 
 
@@ -53,7 +54,71 @@ def example_arguments(
         arguments[spec.param or key] = values.to(device, getattr(torch, name))
     for param in required_parameters(template.reference) - set(arguments):
         arguments[param] = _example_of(template, param, sizes, fallback, device)
-    return template.init(arguments) if template.init is not None else arguments
+    return template.complete(arguments) if template.complete is not None else arguments
+
+
+def is_completion(init: Callable[..., Any]) -> bool:
+    """Whether a template's `init` takes arguments that are drawn already, by position."""
+    parameters = inspect.signature(init).parameters.values()
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def draw_arguments(
+    template: Any,
+    *,
+    device: str | torch.device = "cuda",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    **sizes: int,
+) -> dict[str, Any]:
+    """Random arguments of a call with the given sizes of axes: `TraceTemplate.init`.
+
+    Parameters
+    ----------
+    template : TraceTemplate
+        The operation; `TraceTemplate.init` has it bound.
+    device : str or torch.device
+        Where the tensors are.
+    seed : int
+        Seed of the random numbers.
+    dtype : torch.dtype
+        Dtype of the tensors that are free to have any accepted one.
+    **sizes : int
+        Sizes of axes; those that are left out follow from the others, or are
+        64 where they are constant and 4 where not.
+
+    Raises
+    ------
+    ValueError
+        If an axis is unknown, or the arguments of this operation depend on each other such that
+        they are drawn with sizes of their own: then the axis is named.
+    NotImplementedError
+        For a method of an object that plans: what it plans is not drawn.
+    """
+    unknown = [axis for axis in sizes if axis not in template.axes]
+    if unknown:
+        raise ValueError(f"{template!r} has axes {list(template.axes)}, got {unknown[0]!r}")
+    if template.predict is not None and template.gather is not None and template.complete is None:
+        raise NotImplementedError(
+            f"{template!r} is of a planned object: plan one and trace its run"
+        )
+    everywhere = {axis: 4 for axis in template.axes}
+    for axis, kind in template.axes.items():
+        if isinstance(kind, Const):
+            everywhere[axis] = 64 if kind.value is None else kind.value
+    everywhere |= sizes
+    for axis, kind in template.axes.items():
+        derive = getattr(kind, "derive", None)
+        if axis not in sizes and derive is not None:
+            everywhere[axis] = derive(everywhere)
+    arguments = example_arguments(template, everywhere, dtype, device, seed)
+    drawn = template.axis_values(arguments)
+    for axis, size in sizes.items():
+        if drawn.get(axis, size) != size:
+            raise ValueError(
+                f"{template!r} draws arguments of one size, {axis} = {drawn[axis]}, got {size}"
+            )
+    return arguments
 
 
 def _example_of(

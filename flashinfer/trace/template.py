@@ -15,6 +15,7 @@ import enum
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import SHORT_FLOATS, torch_name
 from .arguments import check_layout, check_scalar, folded_shape
 from .check import default_check
-from .examples import example_arguments
+from .examples import draw_arguments, example_arguments, is_completion
 from .specs import (
     Axis,
     Const,
@@ -69,7 +70,9 @@ class TraceTemplate:
         ``check(reference_outputs, actual_outputs) -> bool``: whether a result is acceptable; by
         default closeness by dtype (`flashinfer.trace.default_check`).
     init : callable, optional
-        ``init(arguments) -> arguments`` completes the random arguments of `example_arguments` for
+        ``init(*, <axes>, device, seed) -> arguments`` draws the arguments of one call; the
+        attribute of this name is such a function for every template, see `draw_arguments`. A
+        function of one positional parameter completes what `example_arguments` draws instead, for
         an operation whose inputs are not free (offsets, page tables).
     constraints : list of str, optional
         Python expressions over the axes that hold for every valid call.
@@ -107,7 +110,7 @@ class TraceTemplate:
         name_prefix: str | None = None,
         reference: Callable[..., Any] | None = None,
         check: Callable[..., bool] | None = None,
-        init: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        init: Callable[..., dict[str, Any]] | None = None,
         constraints: list[str] | None = None,
         tags: list[str] | None = None,
         description: str = "",
@@ -125,7 +128,8 @@ class TraceTemplate:
         self.name_prefix = name_prefix or op_type
         self.reference = reference
         self.check = default_check if check is None else check
-        self.init = init
+        self.complete = init if init is not None and is_completion(init) else None
+        self.init = init if self.complete is not init else partial(draw_arguments, self)
         self.constraints = list(constraints or [])
         self.tags = list(tags or [])
         self.description = description

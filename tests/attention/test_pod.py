@@ -11,7 +11,10 @@ import flashinfer
 from flashinfer.testing.attention import attention_check_options
 from flashinfer.testing.numerics import compare
 from flashinfer.trace.template import Gathered, resolve_template
-from flashinfer.trace.templates.attention import paged_prefill_run_trace, single_prefill_trace
+from flashinfer.trace.templates.attention import (
+    paged_prefill_run_trace,
+    single_prefill_with_kv_cache_trace,
+)
 from tests.attention.batches import BF16, E4M3, FP16, Batch, indptr, randn, workspace
 
 DECODE = Batch((1,) * 5, (400, 0, 1, 64, 33), seed=5)
@@ -37,7 +40,7 @@ def check_parts(wrapper: Any, **arguments: Any) -> None:
             trace = paged_prefill_run_trace
             mine.setdefault("qo_indptr", torch.arange(len(mine["q"]) + 1))
         else:
-            trace = single_prefill_trace
+            trace = single_prefill_with_kv_cache_trace
         alone = trace(return_lse=True) if trace is paged_prefill_run_trace else trace.templates[1]
         inputs = Gathered(mine)
         options = attention_check_options(alone, inputs)

@@ -11,7 +11,7 @@ import flashinfer
 from flashinfer.sparse import convert_bsr_mask_layout
 from flashinfer.trace.templates.attention_arguments import problem_arguments
 from flashinfer.trace.templates.attention_reference import _paged_attention_reference
-from flashinfer.trace.templates.sparse import block_sparse_run_trace
+from flashinfer.trace.templates.sparse import block_sparse_attention_run_trace
 from tests.attention.batches import BF16, E4M3, FP16, check, randn, workspace
 
 
@@ -134,7 +134,7 @@ def test_pages_say_what_the_matrix_says(sizes, options, device):
     pages = (sizes[1] // sizes[3], sizes[3], *tensors["k"].shape[1:])
     k, v = tensors["k"].view(pages), tensors["v"].view(pages)
     actual = _paged_attention_reference(tensors["q"], k, v, **inputs)
-    template = block_sparse_run_trace(return_lse=True)
+    template = block_sparse_attention_run_trace(return_lse=True)
     expected = template.compute({"self": wrapper, **tensors})
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 

@@ -291,3 +291,16 @@ def _call(wrapper: Any, plan: Any) -> dict[str, Any]:
 
 def _without_tile(config: Any) -> Any:
     return dataclasses.replace(config, tile_q=64)
+
+
+def test_head_dim_is_another_name_of_head_dim_qk():
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(1 << 20, dtype=torch.uint8)
+    )
+    bounds = torch.tensor([0, 2], dtype=torch.int32)
+    heads = {"num_qo_heads": 2, "num_kv_heads": 1, "q_data_type": torch.float16}
+    with flashinfer.reference_backend():
+        wrapper.plan(bounds, bounds, **heads, head_dim=64)
+        assert wrapper._problem.spec.head_dim_qk == 64
+        with pytest.raises(TypeError, match="one argument"):
+            wrapper.plan(bounds, bounds, **heads, head_dim=64, head_dim_qk=64)

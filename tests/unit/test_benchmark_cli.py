@@ -256,3 +256,10 @@ def test_clock_flags_reach_the_timer(monkeypatch, flags, cupti, graph, cold):
     assert seen == {"cupti": cupti, "graph": graph}
     assert (request.repeat_iters, request.dry_run_iters, request.cold_l2) == (6, 2, cold)
     assert request.kwargs == {"sep": "-"}
+
+
+def test_backends_of_other_libraries_are_skipped(capsys: pytest.CaptureFixture[str]):
+    argv = ["--routine", "rmsnorm", "--backends", "cudnn", "torch", "fa2"]
+    assert cli.parse_case(argv).backends == ["torch"]
+    skipped = capsys.readouterr().err.splitlines()
+    assert [line.split("'")[1] for line in skipped] == ["cudnn", "fa2"]

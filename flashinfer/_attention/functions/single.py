@@ -11,7 +11,10 @@ from ..._common.checks import tensor as check_tensor
 from ..._common.packbits import packbits
 from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.variant import AttentionVariant
-from ...trace.templates.attention import single_decode_trace, single_prefill_trace
+from ...trace.templates.attention import (
+    single_decode_with_kv_cache_trace,
+    single_prefill_with_kv_cache_trace,
+)
 from ..checks import (
     check_backend,
     check_pos_encoding,
@@ -67,7 +70,7 @@ def single_decode_with_kv_cache(
     *,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@flashinfer_api(trace=single_decode_trace)
+@flashinfer_api(trace=single_decode_with_kv_cache_trace)
 def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -213,7 +216,7 @@ def single_prefill_with_kv_cache(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@flashinfer_api(trace=single_prefill_trace)
+@flashinfer_api(trace=single_prefill_with_kv_cache_trace)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,

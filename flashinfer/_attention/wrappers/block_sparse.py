@@ -11,7 +11,7 @@ import torch
 from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
-    block_sparse_run_trace,
+    block_sparse_attention_run_trace,
 )
 from ..checks import refuse
 from .sparse import SparseWrapper
@@ -225,7 +225,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         return_lse: Literal[True],
         enable_pdl: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    @flashinfer_api(trace=block_sparse_run_trace)
+    @flashinfer_api(trace=block_sparse_attention_run_trace)
     def run(
         self,
         q: torch.Tensor,

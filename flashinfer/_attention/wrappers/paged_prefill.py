@@ -16,7 +16,7 @@ from ..plan.requests import ArgumentNames, AttentionProblem, Requests
 from .base import Cache, returning_lse, split_cache
 from .cached_module import planned_module
 from .paged import PagedWrapper
-from .plan_arguments import PagedArguments, takes_arguments_of
+from .plan_arguments import PagedArguments, takes_arguments_of, takes_head_dim
 from .prefill import PrefillWrapper
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
             name, paged_kv_last_page_len_buf, int32, device, length - 1
         )
 
+    @takes_head_dim
     @flashinfer_api
     def plan(
         self,

@@ -7,13 +7,14 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from .base import SpecArguments
 
 R = TypeVar("R")
+Plan = TypeVar("Plan", bound=Callable[..., Any])
 
 
 def takes_arguments_of(
@@ -142,3 +143,17 @@ class PagedArguments(PrefillArguments):
     paged_kv_last_page_len: torch.Tensor
     page_size: int
     block_tables: torch.Tensor | None
+
+
+def takes_head_dim(plan: Plan) -> Plan:
+    """Let callers say ``head_dim=`` for `head_dim_qk`, as FlashInfer once called it."""
+
+    @functools.wraps(plan)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        if "head_dim" in kwargs:
+            if "head_dim_qk" in kwargs:
+                raise TypeError("`head_dim` and `head_dim_qk` are one argument: give one of them")
+            kwargs["head_dim_qk"] = kwargs.pop("head_dim")
+        return plan(*args, **kwargs)
+
+    return cast(Plan, renamed)

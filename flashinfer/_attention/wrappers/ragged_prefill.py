@@ -11,7 +11,7 @@ from ..checks import refuse
 from ..index_tensors import check_buffer, host_indices
 from ..plan.requests import ArgumentNames, Requests
 from .base import returning_lse
-from .plan_arguments import PrefillArguments
+from .plan_arguments import PrefillArguments, takes_head_dim
 from .prefill import PrefillWrapper
 
 
@@ -94,6 +94,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
                 self._qo_indptr_buf.numel(),
             )
 
+    @takes_head_dim
     @flashinfer_api
     def plan(
         self,

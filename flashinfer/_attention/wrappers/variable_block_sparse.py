@@ -8,7 +8,7 @@ from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
-    variable_block_sparse_run_trace,
+    variable_block_sparse_attention_run_trace,
 )
 from .sparse import SparseWrapper, grouped, in_callers_order, in_place
 from .sparse_checks import (
@@ -158,7 +158,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         return_lse: Literal[True],
         enable_pdl: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    @flashinfer_api(trace=variable_block_sparse_run_trace)
+    @flashinfer_api(trace=variable_block_sparse_attention_run_trace)
     def run(
         self,
         q: torch.Tensor,

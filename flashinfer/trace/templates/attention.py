@@ -333,10 +333,10 @@ def _single_init(decode: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return init
 
 
-single_decode_trace = by_lse(
+single_decode_with_kv_cache_trace = by_lse(
     _single_template, name="single_decode", init=_single_init(True), decode=True
 )
-single_prefill_trace = by_lse(
+single_prefill_with_kv_cache_trace = by_lse(
     _single_template, name="single_prefill", init=_single_init(False), decode=False
 )
 _DECODE = "Attention of one query per request over its keys and values in pages."

@@ -273,19 +273,19 @@ sampling_from_probs_trace = _draw_trace(
 sampling_from_logits_trace = _draw_trace(
     "sampling_from_logits", _sampling_from_logits_reference, (), "One token per row of logits."
 )
-top_p_sampling_from_probs_trace = _draw_trace(
+top_p_sampling_trace = _draw_trace(
     "top_p_sampling_from_probs", _top_p_sampling_from_probs_reference, ("top_p",),
     "One token per distribution, from its nucleus.",
 )  # fmt: skip
-top_k_sampling_from_probs_trace = _draw_trace(
+top_k_sampling_trace = _draw_trace(
     "top_k_sampling_from_probs", _top_k_sampling_from_probs_reference, ("top_k",),
     "One token per distribution, from its largest elements.",
 )  # fmt: skip
-min_p_sampling_from_probs_trace = _draw_trace(
+min_p_sampling_trace = _draw_trace(
     "min_p_sampling_from_probs", _min_p_sampling_from_probs_reference, ("min_p",),
     "One token per distribution, from elements near the largest.",
 )  # fmt: skip
-top_k_top_p_sampling_from_probs_trace = _draw_trace(
+top_k_top_p_sampling_trace = _draw_trace(
     "top_k_top_p_sampling_from_probs", _top_k_top_p_sampling_from_probs_reference,
     ("top_k", "top_p"), "One token per distribution, after top-k and top-p.",
 )  # fmt: skip

@@ -307,5 +307,5 @@ convert_bsr_mask_layout_trace = TraceTemplate(
     reference=_convert_bsr_mask_layout_reference,
     init=_bsr_init,
 )
-block_sparse_run_trace = by_lse(_block_sparse_template)
-variable_block_sparse_run_trace = by_lse(_variable_block_sparse_template)
+block_sparse_attention_run_trace = by_lse(_block_sparse_template)
+variable_block_sparse_attention_run_trace = by_lse(_variable_block_sparse_template)
