@@ -8,6 +8,10 @@ next use. `flashinfer/_build_meta.py` records version and commit.
 `repository` (`python -m build -C repository=https://...`) adds the address of the sources to the
 metadata, and links lead there. Otherwise a link becomes the path of a file that the sdist has.
 
+The setting `host-parts` names a folder that `flashinfer build-host-parts` made (`python -m build
+-C host-parts=FOLDER`). The wheel then has it as `flashinfer/data/host/`, compiles its modules with
+NVRTC alone, and is for one platform.
+
 Wheels and sdists are built from a copy of the tree in a temporary folder. The checkout is not
 written, so it stays clean and two builds may run at once.
 """
@@ -15,7 +19,9 @@ written, so it stays clean and two builds may run at once.
 from __future__ import annotations
 
 import contextlib
+import lzma
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -65,6 +71,18 @@ def data_sources(root: Path = ROOT) -> dict[str, Path]:
     for folder in sorted((root / "3rdparty").glob("*/include")):
         sources[f"3rdparty/{folder.parent.name}/include"] = folder
     return sources
+
+
+def platform_tag(folder: Path) -> str:
+    """The tag of a wheel with these libraries: the newest version of glibc that they ask for."""
+    minors = [
+        int(minor)
+        for library in folder.glob("*.so.xz")
+        for minor in re.findall(rb"GLIBC_2\.(\d+)\b", lzma.decompress(library.read_bytes()))
+    ]
+    if not minors:
+        raise ValueError(f"host-parts: {folder} has no libraries; `flashinfer build-host-parts`")
+    return f"manylinux_2_{max(minors)}_{platform.machine()}"
 
 
 def git_commit(root: Path = ROOT) -> str:
@@ -147,6 +165,7 @@ def _staged(
         if with_data:
             for name, source in data_sources().items():
                 shutil.copytree(source, stage / DATA / name, ignore=_ignored)
+            _add_host_parts(stage, settings)
         write_build_meta(stage)
         project = with_repository((ROOT / "pyproject.toml").read_text(), settings)
         (stage / "pyproject.toml").write_text(project)
@@ -163,6 +182,18 @@ def _staged(
             yield
         finally:
             os.chdir(before)
+
+
+def _add_host_parts(stage: Path, settings: Mapping[str, str] | None) -> None:
+    """Copy the host parts that the builder names, and make the wheel one for their platform."""
+    if named := (settings or {}).get("host-parts"):
+        folder = Path(named).absolute()
+        tag = platform_tag(folder)
+        target = stage / DATA / "host"
+        target.mkdir(parents=True)
+        for file in (*sorted(folder.glob("*.so.xz")), folder / "index.json"):
+            shutil.copy2(file, target)
+        (stage / "setup.cfg").write_text(f"[bdist_wheel]\nplat_name = {tag}\n")
 
 
 def link_data(root: Path = ROOT) -> None:

@@ -2,6 +2,9 @@
 
 Wheels only, and only from a checkout: what is built must be the modules of the very sources beside
 it. Like the backend of `flashinfer-python` it works in a temporary copy.
+
+The same sources, compilers and settings give the same bytes: manifests and files have the time
+`SOURCE_DATE_EPOCH` (1980 by default), and what the build leaves of its paths is removed.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ def _staged() -> Iterator[Path]:
         for file in (HERE / "pyproject.toml", HERE / "README.md", ROOT / "LICENSE"):
             shutil.copy2(file, stage)
         (stage / "flashinfer_jit_cache").mkdir()
-        shutil.copy2(HERE / "flashinfer_jit_cache" / "__init__.py", stage / "flashinfer_jit_cache")
+        for file in sorted((HERE / "flashinfer_jit_cache").glob("*.py")):
+            shutil.copy2(file, stage / "flashinfer_jit_cache")
         (stage / "version.txt").write_text(version + "\n")
         (stage / "requirements.txt").write_text(f"flashinfer-python=={version}\n")
         # Python of any version, but one platform. The tag needs no extension module to say so.
@@ -50,11 +54,19 @@ def _compile(out_dir: Path, settings: Mapping[str, str]) -> None:
     sys.path.insert(0, str(ROOT))
     try:
         from flashinfer import aot
+        from flashinfer.jit import shipping
 
         specs = aot.select_modules(settings.get("preset"), settings.get("modules", "").split())
         aot.compile_and_package_modules(out_dir, specs)
+        shipping.make_reproducible(out_dir, _source_date())
+        shipping.write_table(out_dir, out_dir.parent / shipping.TABLE)
     finally:
         sys.path.remove(str(ROOT))
+
+
+def _source_date() -> int:
+    """The time that every file of the wheel has: `SOURCE_DATE_EPOCH`, else 1980 as in zip files."""
+    return int(os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800"))
 
 
 def get_requires_for_build_wheel(config_settings=None):

@@ -29,7 +29,7 @@ def build_host_parts(folder: Path, names: tuple[str, ...], verbose: bool) -> Non
     left_out = host_parts_build.build(specs, folder, verbose)
     for name, reason in left_out.items():
         click.echo(f"{name}: {reason}")
-    size = sum(path.stat().st_size for path in folder.glob("*.so"))
+    size = sum(path.stat().st_size for path in folder.glob("*.so.xz"))
     click.echo(
         f"{len(specs) - len(left_out)} host parts in {folder}, {size >> 10} KiB, "
         f"in {time.monotonic() - start:.0f} s."

@@ -5,7 +5,7 @@ A host part has the launcher and the binding of one module. NVRTC compiles the k
 `FLASHINFER_HOST_DIR`; `flashinfer build-host-parts FOLDER` builds them.
 
     <folder>/index.json     for each module: content of its identity, SHA-256, names of its kernels
-    <folder>/<name>.so
+    <folder>/<name>.so.xz
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class HostPart:
     Attributes
     ----------
     library : Path
-        The library to which cubins are appended.
+        The library to which cubins are appended, compressed.
     sha256 : str
-        Its hash.
+        Hash of that file.
     kernels : dict of str to str
         The C++ expression that names each kernel, by mangled name; empty for a module without
         device code.
@@ -87,7 +87,7 @@ def find(name: str, content: str) -> HostPart | None:
     known = read_index(place).get(name)
     if known is None or known["content"] != content:
         return None
-    return HostPart(place / f"{name}.so", known["sha256"], known["kernels"])
+    return HostPart(place / f"{name}.so.xz", known["sha256"], known["kernels"])
 
 
 def why_not(name: str, content: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import shutil
+import lzma
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,12 +69,13 @@ def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> 
         _compile(served, scratch, verbose)
         index = host_parts.read_index(out_dir)
         for spec in served:
-            target = out_dir / f"{spec.name}.so"
-            shutil.copy2(scratch / spec.name / target.name, target)
+            library = scratch / spec.name / f"{spec.name}.so"
+            target = out_dir / f"{spec.name}.so.xz"
+            target.write_bytes(lzma.compress(library.read_bytes()))
             index[spec.name] = {
                 "content": spec.identity(with_toolchain=False).content,
                 "sha256": files.sha256(target),
-                "kernels": kernels_of(target),
+                "kernels": kernels_of(library),
             }
     host_parts.write_index(out_dir, index)
     return left_out

@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import glob
 import json
+import lzma
 import os
 import re
 import struct
@@ -168,7 +169,7 @@ def main(arguments: list[str]) -> int:
             text = "".join(f'#include "{source}"\n' for source in given.source)
             for arch in given.arch:
                 cubins[arch] = compiler.cubin(text, arch, kernels, options)
-        with open(given.host, "rb") as file:
+        with lzma.open(given.host) as file:
             module = with_cubins(file.read(), cubins)
         with open(f"{given.out}.tmp", "wb") as file:
             file.write(module)
@@ -177,7 +178,7 @@ def main(arguments: list[str]) -> int:
     except CompileError as error:
         print(error)
         return 1
-    except OSError as error:
+    except (OSError, lzma.LZMAError) as error:
         print(f"nvrtc_compile: error: {error}")
         return 1
     return 0

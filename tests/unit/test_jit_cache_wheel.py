@@ -32,10 +32,8 @@ def python(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An import folder with the wheel unpacked, built for sm_90a."""
-    folder = tmp_path_factory.mktemp("jit-cache")
+def build(folder: Path) -> Path:
+    """The wheel with one module for sm_90a, compiled in a cache of its own."""
     result = python(
         *["-m", "build", "--no-isolation", "--skip-dependency-check", "--wheel", "-o"],
         str(folder),
@@ -46,6 +44,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An import folder with the wheel unpacked."""
+    folder = tmp_path_factory.mktemp("jit-cache")
+    wheel = build(folder)
     assert wheel.name.startswith(f"flashinfer_jit_cache-{VERSION}-py3-none-linux_")
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"flashinfer_jit_cache-{VERSION}.dist-info/METADATA").decode()
@@ -81,6 +87,35 @@ def test_other_architecture_is_not_served(site: Path, tmp_path: Path):
     )
     assert result.returncode != 0
     assert "MissingJITCacheError" in result.stderr and "FLASHINFER_DISABLE_JIT" in result.stderr
+
+
+@pytest.mark.compiler
+def test_the_same_inputs_give_the_same_bytes(site: Path, tmp_path: Path):
+    (first,) = site.parent.glob("*.whl")
+    assert build(tmp_path).read_bytes() == first.read_bytes()
+
+
+@pytest.mark.compiler
+def test_the_table_has_every_module(site: Path):
+    code = "import flashinfer_jit_cache as c; print(c.__version__, c.get_jit_cache_dir())"
+    found = python("-c", code, PYTHONPATH=str(site)).stdout.split()
+    assert found == [VERSION, str(site / "flashinfer_jit_cache" / "jit_cache")]
+    table = python("-m", "flashinfer_jit_cache", PYTHONPATH=str(site)).stdout
+    assert f"sm_90a           {MODULE}\n1 modules of flashinfer-python {VERSION}" in table
+
+
+@pytest.mark.compiler
+def test_another_version_is_refused_unless_the_check_is_off(site: Path, tmp_path: Path):
+    def load(**env: str) -> subprocess.CompletedProcess:
+        code = "import flashinfer.jit.cache as c; c.__version__ = '9.9.9'" + LOAD
+        paths = {"PYTHONPATH": f"{site}:{ROOT}", "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+        switches = {"FLASHINFER_CUDA_ARCH_LIST": "9.0a", "FLASHINFER_DISABLE_JIT": "1"}
+        return python("-c", code, **paths, **switches, **env)
+
+    refused = load()
+    assert f"is of FlashInfer {VERSION}, this is 9.9.9" in refused.stderr
+    accepted = load(FLASHINFER_DISABLE_VERSION_CHECK="1")
+    assert accepted.returncode == 0, accepted.stderr
 
 
 @pytest.mark.compiler
