@@ -17,8 +17,8 @@ _KEPT = {cache.MANIFEST}
 def make_reproducible(folder: Path, created: int) -> None:
     """Take from a folder of modules what differs from build to build.
 
-    These are times, logs with the paths of the build, and the names of temporary files in the symbol
-    tables of libraries.
+    These are times, logs with the paths of the build, and names of temporary files in the symbol
+    tables.
 
     Parameters
     ----------
