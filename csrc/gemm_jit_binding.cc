@@ -1,18 +1,23 @@
 //   gemm(names, out, a, b, scales, bias, alpha, rows, gate, layout, max_ctas, enable_pdl)
 //
 // out = alpha scale(a, b) a b^T + bias, then the gated activation and row_weight, as the
-// configuration says. `scales`: None or (a_scale, b_scale); where the configuration has no scales,
-// factors of alpha with one element, each of which may be None. `rows`: None or (groups,
+// configuration says. `scales`: None or (a_scale, b_scale, out_scale), each of which may be None.
+// Where the configuration has no scales, the first two are factors of alpha with one element;
+// b_scale may have one for each matrix of b in groups. out_scale is for results of 8 bits: [rows,
+// columns / 128], which is written, where the configuration has scales of blocks; otherwise factors
+// of the result, one or, in groups, one for each matrix of b. `rows`: None or (groups,
 // weight_indices, row_index, row_weight), each of which may be None: row r of the result reads row
 // row_index[r] of a. `gate`: None or (alpha, beta, limit), each a number or, in groups, a tensor.
 // `names` says what the public function calls its tensors. Bits of `layout`: 1: b is [.., k, n]
 // (else [.., n, k]); 2: scales are [.., k / 128, rows] (else [.., rows, k / 128]); 4: 128 rows of a
-// share a scale. a and out have a leading dimension for batches or masked groups, b for batches or
-// groups; a single one may be left out.
+// share a scale; 8: in groups, the previous kernel of the stream writes only a and its scales, and
+// the one before it has finished, so that weights are loaded early. a and out have a leading
+// dimension for batches or masked groups, b for batches or groups; a single one may be left out.
 #include "ffi.h"
 #include "gemm.h"
 
 #include <limits>
+#include <string>
 
 #include <flashinfer/common/math.cuh>
 
@@ -31,10 +36,10 @@ constexpr int64_t kMaxGroups = 1024;
 constexpr bool kGated = is_gated(GemmActivation::FLASHINFER_CFG_ACTIVATION);
 constexpr bool kGrouped = kGroups != GemmGroups::batch;
 constexpr bool kGathers = FLASHINFER_CFG_GATHERS;
-enum Layout { kTransposedB = 1, kScalesByK = 2, kScalesByBlock = 4 };
+enum Layout { kTransposedB = 1, kScalesByK = 2, kScalesByBlock = 4, kStartsEarly = 8 };
 
 struct Names {
-  const char *a, *b, *a_scale, *b_scale, *groups;
+  const char *a, *b, *a_scale, *b_scale, *groups, *out_scale = "out_scale";
 };
 constexpr Names kNames[] = {
     {"a", "b", "a_scale", "b_scale", "m_indptr"},
@@ -43,7 +48,7 @@ constexpr Names kNames[] = {
     {"a", "b", "a_scale", "b_scale", "m_indices"},
     {"a", "b", "a_scale", "b_scale", "masked_m"},
     {"x", "weights", "a_scale", "b_scale", "seg_indptr"},
-    {"input", "fc1_expert_weights", "input_scale", "quant_scales[0]", "offsets"},
+    {"input", "fc1_expert_weights", "input_scale", "quant_scales[0]", "offsets", "quant_scales[1]"},
     {"hidden", "fc2_expert_weights", "hidden_scale", "quant_scales[1]", "offsets"},
     {"a", "weight", "a_scale", "weight_scale", "m_indptr"},
 };
@@ -106,14 +111,17 @@ GemmScaleMatrix scales_of(const ffi::Tensor& scale, int64_t batches, int64_t row
           scale.ndim() == 3 ? scale.stride(0) : 0, 0};
 }
 
-const float* one_float(const ffi::Tensor& tensor) {
-  if (!tensor) return nullptr;
+// One number, or `count` of them where that is allowed; gives the stride from one to the next.
+uint32_t check_floats(const ffi::Tensor& tensor, int64_t count) {
   ffi::check_dtype(tensor, ffi::dtype::float32);
-  if (tensor.numel() != 1) {
-    ffi::raise("ValueError", "`%s` must have one element, got shape %s", tensor.name,
+  if (tensor.numel() == 1) return 0;
+  if (tensor.numel() != count) {
+    ffi::raise("ValueError", "`%s` must have 1%s elements, got shape %s", tensor.name,
+               count > 1 ? (" or " + std::to_string(count)).c_str() : "",
                tensor.shape_text().c_str());
   }
-  return static_cast<const float*>(tensor.data());
+  ffi::check_contiguous(tensor);
+  return 1;
 }
 
 void check_vector(const ffi::Tensor& tensor, DLDataType type, int64_t length) {
@@ -131,7 +139,8 @@ uint32_t check_numbers(const ffi::Tensor& tensor, int64_t length) {
 }
 
 struct Tensors {
-  ffi::Tensor out, a, b, a_scale, b_scale, bias, groups, weight_indices, row_index, row_weight;
+  ffi::Tensor out, a, b, a_scale, b_scale, out_scale, bias, groups, weight_indices, row_index,
+      row_weight;
 };
 
 void fill_scales(GemmParams& params, const Tensors& t, const Operand& a, const Operand& b,
@@ -139,8 +148,10 @@ void fill_scales(GemmParams& params, const Tensors& t, const Operand& a, const O
   const bool by_k = layout & kScalesByK, by_block = layout & kScalesByBlock;
   const int64_t blocks = ceil_div<int64_t>(a.k, 128);
   if (kScale == GemmScale::none) {
-    params.alpha_a = one_float(t.a_scale);
-    params.alpha_b = one_float(t.b_scale);
+    if (t.a_scale) check_floats(t.a_scale, 1);
+    if (t.b_scale) params.alpha_b_stride = check_floats(t.b_scale, kGrouped ? b.batches : 1);
+    params.alpha_a = t.a_scale ? static_cast<const float*>(t.a_scale.data()) : nullptr;
+    params.alpha_b = t.b_scale ? static_cast<const float*>(t.b_scale.data()) : nullptr;
     return;
   }
   if (!t.a_scale || !t.b_scale) {
@@ -171,6 +182,32 @@ void fill_scales(GemmParams& params, const Tensors& t, const Operand& a, const O
     params.a_scale.row_shift = by_block ? 7 : 0;
     const int64_t columns = kScale == GemmScale::block ? ceil_div<int64_t>(b.rows, 128) : b.rows;
     params.b_scale = scales_of(t.b_scale, b.batches, columns, blocks, by_k);
+  }
+}
+
+// What makes codes of results of 8 bits.
+void fill_out_scale(GemmParams& params, const Tensors& t, const Operand& b) {
+  if (kDtypeOut.bits != 8) {
+    if (t.out_scale) ffi::raise("TypeError", "`%s` must be None", t.out_scale.name);
+    return;
+  }
+  if (!t.out_scale) ffi::raise("TypeError", "`out_scale` must be a torch.Tensor, got None");
+  const int64_t columns = t.out.dim(-1);
+  if (columns % (kBlockScales ? 128 : 8) != 0 || t.out.stride(-2) % 8 != 0 ||
+      !ffi::is_aligned(t.out, 8) || t.out.ndim() != 2 || t.bias) {
+    ffi::raise("ValueError",
+               "`%s` must be a matrix with a multiple of %d columns and rows that "
+               "begin at multiples of 8 bytes, without a bias, got shape %s",
+               t.out.name, kBlockScales ? 128 : 8, t.out.shape_text().c_str());
+  }
+  if (kBlockScales) {
+    ffi::check_dtype(t.out_scale, ffi::dtype::float32);
+    ffi::check_shape(t.out_scale, {t.out.dim(0), columns / 128});
+    ffi::check_contiguous(t.out_scale);
+    params.d_scale = static_cast<float*>(t.out_scale.data());
+  } else {
+    params.out_factor_stride = check_floats(t.out_scale, kGrouped ? b.batches : 1);
+    params.out_factor = static_cast<const float*>(t.out_scale.data());
   }
 }
 
@@ -206,9 +243,10 @@ void run(ffi::Args& args) {
   t.out = args.tensor("out");
   t.a = args.tensor(names.a);
   t.b = args.tensor(names.b);
-  if (ffi::Args scales = args.optional_group("scales", 2)) {
+  if (ffi::Args scales = args.optional_group("scales", 3)) {
     t.a_scale = scales.optional_tensor(names.a_scale);
     t.b_scale = scales.optional_tensor(names.b_scale);
+    t.out_scale = scales.optional_tensor(names.out_scale);
   }
   t.bias = args.optional_tensor("bias");
   const double alpha = args.number("alpha");
@@ -257,6 +295,7 @@ void run(ffi::Args& args) {
                t.a.name, t.b.name, t.a.shape_text().c_str(), t.b.shape_text().c_str());
   }
   fill_scales(params, t, a, b, layout);
+  fill_out_scale(params, t, b);
   if (t.bias && kGrouped) {
     ffi::check_dtype(t.bias, kDtypeOut);
     ffi::check_shape(t.bias, {b.batches, b.rows});
@@ -290,8 +329,8 @@ void run(ffi::Args& args) {
 
   ffi::check_cuda(t.a);
   for (const ffi::Tensor& tensor :
-       {t.out, t.b, t.a_scale, t.b_scale, t.bias, t.groups, t.weight_indices, t.row_index,
-        t.row_weight, gate.alphas, gate.betas, gate.limits}) {
+       {t.out, t.b, t.a_scale, t.b_scale, t.out_scale, t.bias, t.groups, t.weight_indices,
+        t.row_index, t.row_weight, gate.alphas, gate.betas, gate.limits}) {
     if (tensor) ffi::check_same_device(tensor, t.a);
   }
   if (t.out.numel() == 0) return;
@@ -313,6 +352,7 @@ void run(ffi::Args& args) {
   params.weight_indices =
       t.weight_indices ? static_cast<const int32_t*>(t.weight_indices.data()) : nullptr;
   params.row_weight = t.row_weight ? static_cast<const float*>(t.row_weight.data()) : nullptr;
+  params.starts_early = kGrouped && (layout & kStartsEarly) != 0;
   params.max_ctas = static_cast<uint32_t>(max_ctas < 0 ? 0 : max_ctas);
 
   const ffi::DeviceGuard guard(t.a);

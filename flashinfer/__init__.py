@@ -35,6 +35,7 @@ if not is_command_line():
         from .decode import fast_decode_plan as fast_decode_plan
         from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
         from .fi_trace import fi_trace as fi_trace
+        from .fused_moe import cutlass_fused_moe as cutlass_fused_moe
         from .gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
         from .gemm import bmm_bf16 as bmm_bf16
         from .gemm import bmm_fp8 as bmm_fp8
@@ -116,7 +117,10 @@ if not is_command_line():
         from .sparse import (
             VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper,
         )
+        from .tllm_enums import ActivationType as ActivationType
+        from .tllm_enums import RoutingMethodType as RoutingMethodType
         from .tllm_enums import SfLayout as SfLayout
+        from .tllm_enums import is_gated_activation as is_gated_activation
         from .topk import TopKTieBreak as TopKTieBreak
         from .topk import top_k as top_k
         from .topk import top_k_page_table_transform as top_k_page_table_transform

@@ -1,8 +1,9 @@
 """The experts of a mixture: two grouped products between a map of rows and a sum.
 
 Products read tokens through the map, so no copy of the input is made. The first one applies bias
-and activation to its sums. Its result has a row for each chosen expert, the second one's too, and
-`combine` adds up a token's rows in the order of its choices.
+and activation to its sums, and quantises them where the second one reads 8 bits. Its result has a
+row for each chosen expert, the second one's too, and `combine` adds up a token's rows in the order
+of its choices.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 
 from ..gemm._choice import GemmProblem
-from ..gemm._launch import launch
+from ..gemm._launch import STARTS_EARLY, launch
+from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
 from .maps import RowMap, combine, map_rows
+from .workspace import MixtureShape, allocate
 
 
 @dataclass(frozen=True)
@@ -31,24 +34,34 @@ class Experts:
         ``[experts, hidden, intermediate]``, dtype of `fc1`.
     activation : str
         An activation of `GemmConfig`.
-    scales : (torch.Tensor, torch.Tensor), optional
-        The scales of 8-bit weights, float32: ``[experts, columns / 128, hidden / 128]`` and
+    scheme : {"none", "tensor", "block"}
+        How 8-bit operands are scaled: ``"tensor"`` by factors of whole tensors, ``"block"`` by one
+        for 128 elements of a row and for 128 by 128 elements of a weight.
+    scales : tuple of torch.Tensor
+        float32. For tensors: factors of the sums of the first product, of what it gives before it
+        is rounded to 8 bits, and of the sums of the second one, each with one element or
+        ``[experts]``. For blocks: ``[experts, columns / 128, hidden / 128]`` and
         ``[experts, hidden / 128, intermediate / 128]``.
     biases : (torch.Tensor or None, torch.Tensor or None)
-        ``[experts, columns]`` and ``[experts, hidden]``, dtype of the activations.
+        ``[experts, columns]`` and ``[experts, hidden]``, dtype of the activations; none with
+        8-bit weights.
     gate : tuple, optional
         alpha, beta and limit of the gated activation: numbers or ``[experts]``, float32.
     first_expert : int
         The number of the first expert.
+    all_experts : int, optional
+        Experts everywhere: what the tiles are chosen for. Those that are here if None.
     """
 
     fc1: torch.Tensor
     fc2: torch.Tensor
     activation: str
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    scheme: str = "none"
+    scales: tuple[torch.Tensor, ...] = ()
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     gate: tuple[Any, Any, Any] | None = None
     first_expert: int = 0
+    all_experts: int | None = None
 
     def run(
         self,
@@ -56,6 +69,7 @@ class Experts:
         chosen: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
+        workspace: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
     ) -> torch.Tensor:
         """The sum of the chosen experts' results.
@@ -63,56 +77,108 @@ class Experts:
         Parameters
         ----------
         x : torch.Tensor
-            ``[tokens, hidden]``, bfloat16 or float16.
+            ``[tokens, hidden]``, bfloat16 or float16; float8_e4m3fn for the scheme ``"tensor"``.
         chosen : torch.Tensor
             ``[tokens, top_k]``, int32 or int64: experts; those that are not here count nothing.
         weights : torch.Tensor
             ``[tokens, top_k]``, float32.
         out : torch.Tensor
-            ``[tokens, hidden]``: receives the result.
+            ``[tokens, hidden]``, bfloat16 or float16: receives the result.
+        workspace : torch.Tensor, optional
+            Memory of `workspace_bytes`; new memory if None.
+        enable_pdl : bool, optional
+            Programmatic dependent launch; None takes it where the device has it.
         """
-        rows = map_rows(chosen, self.first_expert, self.fc1.shape[0], enable_pdl)
-        hidden = self._product(1, x, rows, enable_pdl)
-        result = self._product(2, hidden, rows, enable_pdl)
-        combine(out, result, rows.entry_row, weights, enable_pdl)
+        experts, hidden, intermediate = self.fc2.shape
+        tokens, top_k = chosen.shape
+        shape = MixtureShape(
+            tokens, top_k, experts, hidden, intermediate, x.dtype, out.dtype, self.scheme
+        )
+        buffers = allocate(shape, workspace, x.device)
+        x_scale, hidden_scale = None, buffers.get("hidden_scale")
+        rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
+        map_rows(chosen, self.first_expert, experts, enable_pdl, rows)
+        if self.scheme == "block":
+            codes = buffers["input"], buffers["input_scale"]
+            x, x_scale = quantize_rows(x, name="input", out=codes, enable_pdl=enable_pdl)
+        self._first(buffers["hidden"], x, x_scale, hidden_scale, rows, enable_pdl)
+        self._second(buffers["rows"], buffers["hidden"], hidden_scale, rows, enable_pdl)
+        combine(out, buffers["rows"], rows.entry_row, weights, enable_pdl)
         return out
 
-    def _product(
-        self, number: int, a: torch.Tensor, rows: RowMap, enable_pdl: bool | None
-    ) -> torch.Tensor:
-        """Rows of all experts: of the first product gathered and activated, of the second plain."""
-        first = number == 1
-        b = self.fc1 if first else self.fc2
-        scales = None
-        dtype = a.dtype
-        if self.scales is not None:
-            a, a_scale = quantize_rows(a, column_major=False, name="input")
-            scales = (a_scale, self.scales[number - 1])
-        problem = GemmProblem(
+    def _first(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        hidden_scale: torch.Tensor | None,
+        rows: RowMap,
+        enable_pdl: bool | None,
+    ) -> None:
+        """The gathered product, activated and quantised."""
+        scales: tuple[torch.Tensor | None, ...] | None = None
+        if self.scheme == "block":
+            scales = (x_scale, self.scales[0], hidden_scale)
+        elif self.scheme == "tensor":
+            scales = (None, self.scales[0], self.scales[1])
+        launch(
+            self._problem(out, x, self.fc1, self.activation, gathers=True),
+            "fc1",
+            out,
+            x,
+            self.fc1,
+            scales,
+            bias=self.biases[0],
+            rows=(rows.offsets, None, rows.row_token, None),
+            gate=self.gate if self.activation in GATED else None,
+            # The map is ready where the quantisation runs between it and this product.
+            layout=STARTS_EARLY if self.scheme == "block" else 0,
+            enable_pdl=enable_pdl,
+        )
+
+    def _second(
+        self,
+        out: torch.Tensor,
+        hidden: torch.Tensor,
+        hidden_scale: torch.Tensor | None,
+        rows: RowMap,
+        enable_pdl: bool | None,
+    ) -> None:
+        """The product of each row of `hidden`."""
+        scales: tuple[torch.Tensor | None, ...] | None = None
+        if self.scheme == "block":
+            scales = (hidden_scale, self.scales[1])
+        elif self.scheme == "tensor":
+            scales = (None, self.scales[2])
+        launch(
+            self._problem(out, hidden, self.fc2, "identity", gathers=False),
+            "fc2",
+            out,
+            hidden,
+            self.fc2,
+            scales,
+            bias=self.biases[1],
+            rows=(rows.offsets, None, None, None),
+            layout=STARTS_EARLY,
+            enable_pdl=enable_pdl,
+        )
+
+    def _problem(
+        self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, activation: str, gathers: bool
+    ) -> GemmProblem:
+        here, everywhere = b.shape[0], self.all_experts or b.shape[0]
+        rows = max(out.shape[0] * here // everywhere, 1)  # that are here on average
+        return GemmProblem(
             a.dtype,
             b.dtype,
-            dtype,
-            rows=rows.row_token.numel(),
+            out.dtype,
+            rows=rows,
             columns=b.shape[1],
             k=b.shape[2],
-            batches=b.shape[0],
-            scale="none" if scales is None else "block",
+            batches=here,
+            routed=True,
+            scale="block" if self.scheme == "block" else "none",
             groups="offsets",
-            activation=self.activation if first else "identity",
-            gathers=first,
-        )
-        columns = problem.columns // 2 if problem.gated else problem.columns
-        out = a.new_empty((problem.rows, columns), dtype=dtype)
-        index = (rows.offsets, None, rows.row_token if first else None, None)
-        return launch(
-            problem,
-            f"fc{number}",
-            out,
-            a,
-            b,
-            scales,
-            bias=self.biases[number - 1],
-            rows=index,
-            gate=self.gate if problem.gated else None,
-            enable_pdl=enable_pdl,
+            activation=activation,
+            gathers=gathers,
         )

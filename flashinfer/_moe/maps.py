@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from .._common.dtypes import check_dtype
 from .._common.kernels import Kernel
 from ..jit.moe import (
     EXPERTS_PER_LANE,
     MoeCombineConfig,
+    MoeHashConfig,
     MoeMapConfig,
     MoeRouteConfig,
     gen_moe_combine_module,
+    gen_moe_hash_module,
     gen_moe_map_module,
     gen_moe_route_module,
 )
@@ -24,9 +27,21 @@ def _route_kernel(config: MoeRouteConfig) -> Kernel:
     return gen_moe_route_module(config).build_and_load().moe_route
 
 
+def _index(name: str, dtype: torch.dtype) -> str:
+    """What a configuration calls a type of indices."""
+    check_dtype(name, dtype, (torch.int32, torch.int64))
+    return "int64" if dtype == torch.int64 else "int32"
+
+
+@functools.cache
+def _hash_kernel(dtype: torch.dtype, ids: torch.dtype, table: torch.dtype) -> Kernel:
+    config = MoeHashConfig(dtype, _index("input_ids", ids), _index("tid2eid", table))
+    return gen_moe_hash_module(config).build_and_load().moe_hash
+
+
 @functools.cache
 def _map_kernel(dtype: torch.dtype) -> Kernel:
-    config = MoeMapConfig("int64" if dtype == torch.int64 else "int32")
+    config = MoeMapConfig(_index("token_selected_experts", dtype))
     return gen_moe_map_module(config).build_and_load().moe_map
 
 
@@ -75,6 +90,22 @@ def route(
     kernel(topk_values, topk_indices, scores, bias, groups, renormalize, float(scale), enable_pdl)
 
 
+def route_by_table(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts, ``[tokens, top_k]``: those that ``table[ids]`` names."""
+    shape = ids.shape[0], table.shape[1]
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    kernel = _hash_kernel(logits.dtype, ids.dtype, table.dtype)
+    kernel(weights, experts, logits, ids, table, scale, enable_pdl)
+    return weights, experts
+
+
 @dataclass(frozen=True)
 class RowMap:
     """The rows of grouped products: sorted by expert, for one expert in the order of tokens.
@@ -93,20 +124,29 @@ class RowMap:
     row_token: torch.Tensor
     entry_row: torch.Tensor
 
+    @classmethod
+    def empty(cls, experts: torch.Tensor, num_experts: int) -> RowMap:
+        """Memory for the map of ``[tokens, top_k]`` choices."""
+        return cls(
+            experts.new_empty(num_experts + 1, dtype=torch.int32),
+            experts.new_empty(experts.numel(), dtype=torch.int32),
+            experts.new_empty(experts.shape, dtype=torch.int32),
+        )
+
 
 def map_rows(
-    experts: torch.Tensor, first_expert: int, num_experts: int, enable_pdl: bool | None = None
+    experts: torch.Tensor,
+    first_expert: int,
+    num_experts: int,
+    enable_pdl: bool | None = None,
+    out: RowMap | None = None,
 ) -> RowMap:
     """The map of ``[tokens, top_k]`` choices (int32 or int64) to the experts that are here.
 
     Experts `first_expert` to ``first_expert + num_experts - 1`` are here. Other numbers, negative
     ones too, get no row.
     """
-    result = RowMap(
-        experts.new_empty(num_experts + 1, dtype=torch.int32),
-        experts.new_empty(experts.numel(), dtype=torch.int32),
-        experts.new_empty(experts.shape, dtype=torch.int32),
-    )
+    result = out or RowMap.empty(experts, num_experts)
     kernel = _map_kernel(experts.dtype)
     kernel(result.offsets, result.row_token, result.entry_row, experts, first_expert, enable_pdl)
     return result

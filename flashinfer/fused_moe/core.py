@@ -1,6 +1,6 @@
-"""Experts of Blackwell, and the preparation of their weights: they refuse every call.
+"""Experts of Hopper, and those of Blackwell, which refuse every call.
 
-Engines import these names on every GPU.
+Engines import these names on every GPU, from this module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from ..compat.backends import only_elsewhere
+from ..tllm_enums import ActivationType as ActivationType
+from ..tllm_enums import Fp8QuantizationType as Fp8QuantizationType
+from ..tllm_enums import RoutingInputMode as RoutingInputMode
+from ..tllm_enums import RoutingMethodType as RoutingMethodType
 from ..tllm_enums import SfLayout
+from ..tllm_enums import WeightLayout as WeightLayout
+from .cutlass import cutlass_fused_moe as cutlass_fused_moe
+from .cutlass import cutlass_fused_moe_workspace_size as cutlass_fused_moe_workspace_size
 
 _BLACKWELL = (100, 103)
 

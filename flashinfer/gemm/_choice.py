@@ -8,11 +8,13 @@ those of one H200; docs/tuning/gemm.md says where they come from.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from .._common.dtypes import FLOAT8
 from ..jit.gemm import GATED, GemmConfig
 
 _CLUSTERS = {1: 132, 2: 66, 4: 30}
@@ -20,6 +22,7 @@ _CLUSTERS = {1: 132, 2: 66, 4: 30}
 _CLOCK = 1700.0  # per microsecond
 _BYTES = 3.9e6  # of memory per microsecond
 _CACHE_BYTES = 7.5e6  # of L2 per microsecond
+_CTA_BYTES = 9e4  # that a CTA loads per microsecond
 _OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longest
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
@@ -42,6 +45,8 @@ class GemmProblem:
         Batches, groups or experts.
     scale, groups, activation, gathers
         As in `GemmConfig`.
+    routed : bool
+        Rows choose their group at random; else groups have equally many.
     """
 
     dtype_a: torch.dtype
@@ -55,13 +60,35 @@ class GemmProblem:
     groups: str = "batch"
     activation: str = "identity"
     gathers: bool = False
+    routed: bool = False
 
     @property
     def group_rows(self) -> int:
         """Rows that meet one matrix of b, on average."""
         if self.groups in ("offsets", "lengths", "indices"):
-            return -(-self.rows // max(self.batches, 1))
+            return math.ceil(self.rows / max(self.read, 1) - 1e-9)
         return self.rows
+
+    @functools.cached_property
+    def read(self) -> float:
+        """Matrices of b that are read, on average."""
+        return self.batches * self._more_than(0) if self.routed else self.batches
+
+    def row_tiles(self, size: int) -> float:
+        """Tiles of `size` rows, of all matrices together."""
+        if not self.routed:
+            return self.batches * -(-self.group_rows // size)
+        mean = self.rows / self.batches
+        most = math.ceil((mean + 6 * math.sqrt(mean) + 1) / size)
+        return self.batches * sum(self._more_than(i * size) for i in range(most))
+
+    def _more_than(self, rows: int) -> float:
+        """The probability that a matrix has more than `rows` rows: they are Poisson distributed."""
+        mean = self.rows / self.batches
+        if mean > 100:
+            return 0.5 * math.erfc((rows + 0.5 - mean) / math.sqrt(2 * mean))
+        terms = (math.exp(i * math.log(mean) - mean - math.lgamma(i + 1)) for i in range(rows + 1))
+        return max(1.0 - sum(terms), 0.0)
 
     @property
     def gated(self) -> bool:
@@ -76,6 +103,16 @@ def choose_config(problem: GemmProblem) -> GemmConfig:
 
 
 def _candidates(problem: GemmProblem) -> Iterator[GemmConfig]:
+    """Tiles that the product can have."""
+    quantizes_blocks = problem.dtype_out in FLOAT8 and problem.scale == "block"
+    for config in _tiles(problem):
+        # A tile has whole blocks of 128 columns where the kernel computes their scales.
+        columns = config.tile_columns // (2 if problem.gated else 1)
+        if not quantizes_blocks or columns % 128 == 0:
+            yield config
+
+
+def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
     """Few tokens make the right operand; otherwise tiles are as large as registers allow."""
     base = GemmConfig(
         problem.dtype_a,
@@ -90,7 +127,11 @@ def _candidates(problem: GemmProblem) -> Iterator[GemmConfig]:
     )
     gated = problem.gated
     if problem.groups != "indices" and problem.group_rows <= _MAX_TOKENS:
-        yield from _narrow(base, _rows_of_tile(problem.group_rows), gated)
+        rows = problem.group_rows
+        # One tile has the rows of most groups, or of the average one.
+        most = rows + round(2 * math.sqrt(rows)) if problem.routed else rows
+        for tile_rows in sorted({_rows_of_tile(rows), _rows_of_tile(most)}):
+            yield from _narrow(base, tile_rows, gated)
         if problem.group_rows <= _MAX_TOKENS // 2:
             return
     if problem.groups == "indices":
@@ -121,12 +162,12 @@ def _narrow(base: GemmConfig, tile_rows: int, gated: bool) -> Iterator[GemmConfi
             if shared == 2 and (base.gathers or tile_rows < 16):
                 continue
             for splits in (1, 2):
-                if splits == 1 or base.groups == "batch":
+                if splits == 1 or base.groups in ("batch", "offsets"):
                     yield replace(tile, cluster_columns=shared, splits=splits)
 
 
 def _rows_of_tile(rows: int) -> int:
-    return next(size for size in (8, 16, 32, 64, 128) if rows <= size)
+    return next((size for size in (8, 16, 32, 64, 128) if rows <= size), 128)
 
 
 def estimate(problem: GemmProblem, config: GemmConfig) -> float:
@@ -136,11 +177,11 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     blocks = -(-blocks // config.splits)
     out_columns = config.tile_columns // (2 if problem.gated else 1)
     columns = problem.columns // (2 if problem.gated else 1)
-    row_units = -(-problem.group_rows // (config.tile_rows * config.cluster_rows))
     column_units = -(-columns // (out_columns * config.cluster_columns))
     cluster = config.cluster_rows * config.cluster_columns * config.splits
-    units = row_units * column_units * problem.batches
-    rounds = -(-units // _CLUSTERS[cluster])
+    row_units = problem.row_tiles(config.tile_rows * config.cluster_rows)
+    units = row_units * column_units
+    rounds = math.ceil(units / _CLUSTERS[cluster])
     clocks = max(_block_clocks(config, element), _LEAST_CLOCKS)
     compute = rounds * (blocks * clocks / _CLOCK + _STORE)
     # What the other CTA of a cluster does not load comes from L2.
@@ -148,9 +189,11 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
         config.tile_rows / config.cluster_columns + config.tile_columns / config.cluster_rows
     )
     cache = units * cluster * blocks * loaded / _CACHE_BYTES
-    weights = problem.batches * problem.columns * problem.k * element
-    rows = problem.batches * problem.group_rows * (problem.k * element + 2 * columns)
-    parts = sorted((compute, cache, (weights + rows) / _BYTES))
+    weights = problem.read * problem.columns * problem.k * element
+    rows = problem.read * problem.group_rows * (problem.k * element + 2 * columns)
+    # Few CTAs do not draw what memory could give.
+    drawn = rounds * blocks * loaded / _CTA_BYTES
+    parts = sorted((compute, cache, max(drawn, (weights + rows) / _BYTES)))
     overhead = _LAUNCH + (_SPLIT if config.splits > 1 else 0.0)
     return overhead + parts[2] + _OVERLAP * (parts[0] + parts[1])
 

@@ -11,9 +11,9 @@ from .._common.kernels import Kernel
 from ..jit.gemm import GemmConfig, gen_gemm_sm90_module
 from ._choice import GemmProblem, choose_config
 
-TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK = 1, 2, 4
+TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK, STARTS_EARLY = 1, 2, 4, 8
 """Bits of the binding's `layout`: b is [.., k, n]; scales are [.., k / 128, rows]; 128 rows share
-a scale."""
+a scale; the previous kernel writes only a and its scales, and the one before it has finished."""
 
 NAMES = {
     "a": 0,
@@ -41,7 +41,7 @@ def launch(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    scales: tuple[torch.Tensor | None, ...] | None = None,
     *,
     bias: torch.Tensor | None = None,
     rows: tuple[Any, ...] | None = None,
@@ -58,9 +58,13 @@ def launch(
         The product that the tile is chosen for.
     names : str
         A key of `NAMES`.
-    scales, bias, rows, gate, layout, max_ctas, enable_pdl
+    scales : tuple, optional
+        Scales of a, of b and, for results of 8 bits, of `out`, which may be left out.
+    bias, rows, gate, layout, max_ctas, enable_pdl
         As csrc/gemm_jit_binding.cc says.
     """
+    if scales is not None:
+        scales = (*scales, *(None,) * (3 - len(scales)))
     kernel = get_gemm_kernel(choose_config(problem))
     kernel(NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl)
     return out

@@ -19,6 +19,7 @@ TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 SCALES = ("none", "token_channel", "block", "group")
 GATED = ("swiglu", "swiglu_gate_last", "geglu_gate_last")
 ACTIVATIONS = ("identity", "relu2", *GATED)
+_RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 GROUPS = ("batch", "offsets", "lengths", "masked", "indices")
 
 
@@ -70,7 +71,9 @@ class GemmConfig(ModuleConfig):
         check_dtype("a", self.dtype_a, operands)
         same = FLOAT8 if self.dtype_a in FLOAT8 else (self.dtype_a,)
         check_dtype("b", self.dtype_b, same)
-        check_dtype("out", self.dtype_out, (torch.float16, torch.bfloat16, torch.float32))
+        check_dtype("out", self.dtype_out, _RESULTS)
+        if self.dtype_out == torch.float8_e4m3fn and self.dtype_a not in FLOAT8:
+            raise ValueError(f"`out` may be {self.dtype_out} for operands of 8 bits alone")
         for name, value, allowed in (
             ("scale", self.scale, SCALES),
             ("groups", self.groups, GROUPS),

@@ -41,6 +41,23 @@ class MoeRouteConfig(ModuleConfig):
 
 
 @dataclass(frozen=True)
+class MoeHashConfig(ModuleConfig):
+    """The types of the logits, of the tokens' ids and of the table select code."""
+
+    module: ClassVar[str] = "moe_hash"
+
+    dtype: torch.dtype
+    ids: str
+    table: str
+
+    def __post_init__(self) -> None:
+        check_dtype("router_logits", self.dtype, FLOAT)
+        for name, value in (("input_ids", self.ids), ("tid2eid", self.table)):
+            if value not in ("int32", "int64"):
+                raise ValueError(f"`{name}` must be int32 or int64, got {value!r}")
+
+
+@dataclass(frozen=True)
 class MoeMapConfig(ModuleConfig):
     """The type of the experts' numbers selects code."""
 
@@ -73,6 +90,10 @@ def _route_cases() -> Iterator[MoeRouteConfig]:
         yield MoeRouteConfig(torch.float32, "sigmoid", experts_per_lane)
 
 
+def _hash_cases() -> Iterator[MoeHashConfig]:
+    yield MoeHashConfig(torch.float32, "int64", "int32")
+
+
 def _map_cases() -> Iterator[MoeMapConfig]:
     yield MoeMapConfig("int32")
     yield MoeMapConfig("int64")
@@ -87,6 +108,12 @@ def _combine_cases() -> Iterator[MoeCombineConfig]:
 def gen_moe_route_module(config: MoeRouteConfig) -> JitSpec:
     """The module with ``moe_route`` for one configuration."""
     return JitSpec.from_config(config, ["moe_route.cu", "moe_route_jit_binding.cc"])
+
+
+@register_generator(aot=_hash_cases, presets={"moe": _hash_cases})
+def gen_moe_hash_module(config: MoeHashConfig) -> JitSpec:
+    """The module with ``moe_hash`` for one configuration."""
+    return JitSpec.from_config(config, ["moe_hash.cu", "moe_hash_jit_binding.cc"])
 
 
 @register_generator(aot=_map_cases, presets={"moe": _map_cases})

@@ -52,9 +52,10 @@ _LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
 def quantize_rows(
     x: torch.Tensor,
     *,
-    column_major: bool,
+    column_major: bool = False,
     name: str = "x",
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 codes of a matrix and their scales, ``[rows, columns / 128]``, float32.
 
@@ -67,7 +68,9 @@ def quantize_rows(
     name : str
         The name of `x` in messages.
     out : (torch.Tensor, torch.Tensor), optional
-        Receive the codes and the scales of rows; new tensors if None.
+        Codes and scales that are written, of the shapes above; the scales of a row are neighbours.
+    enable_pdl : bool, optional
+        Programmatic dependent launch; None takes it where the device has it.
 
     Raises
     ------
@@ -77,11 +80,11 @@ def quantize_rows(
     layout = "column_major" if column_major else "linear"
     kernel = group_quant_kernel(x, "e4m3", "float32", layout, SCALE_BLOCK, False, name=name)
     if out is not None:
-        kernel(*out, x, None, _LEAST_MAGNITUDE, False, None)
+        kernel(*out, x, None, _LEAST_MAGNITUDE, False, enable_pdl)
         return out
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     rows, blocks = x.shape[0], x.shape[1] // SCALE_BLOCK
     shape = (blocks, rows) if column_major else (rows, blocks)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, None)
+    kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, enable_pdl)
     return codes, scale.t() if column_major else scale

@@ -55,32 +55,43 @@ def expected(
 ) -> torch.Tensor:
     """What the mixture is, with the roundings of its documented steps."""
     fc1, fc2 = experts.fc1.double(), experts.fc2.double()
-    if experts.scales is not None:
-        fc1 = fc1 * spread(experts.scales[0], fc1.shape)
-        fc2 = fc2 * spread(experts.scales[1], fc2.shape)
+    scheme, scales = experts.scheme, experts.scales
+    if scheme == "block":
+        fc1, fc2 = fc1 * spread(scales[0], fc1.shape), fc2 * spread(scales[1], fc2.shape)
+    elif scheme == "tensor":
+        factors = [s.double().expand(fc1.shape[0])[:, None, None] for s in scales]
+        fc1, fc2 = fc1 * factors[0], fc2 * factors[2]
 
-    def operand(rows: torch.Tensor) -> torch.Tensor:
-        if experts.scales is None:
+    def operand(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        if rows.dtype == E4M3 or scheme == "none":
             return rows.double()
-        codes, scale = quantize_rows(rows, column_major=False)
+        if scheme == "tensor":
+            factor = factors[1][expert]
+            return (rows.double() * factor).clamp(-448, 448).float().to(E4M3).double()
+        codes, scale = quantize_rows(rows.float())
         return codes.double() * scale.double().repeat_interleave(128, -1)
 
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    dtype = x.dtype if scheme == "none" else torch.float32
     for expert in range(fc1.shape[0]):
         token, choice = torch.where(chosen == experts.first_expert + expert)
         if token.numel() == 0:
             continue
-        sums = operand(x[token]) @ fc1[expert].T
+        sums = operand(x[token], expert) @ fc1[expert].T
         if experts.biases[0] is not None:
             sums = sums + experts.biases[0][expert].double()
         gate = experts.gate or (1.0, 0.0, float("inf"))
         own = tuple(float(g[expert]) if isinstance(g, torch.Tensor) else g for g in gate)
-        hidden = activate(sums, experts.activation, own).to(x.dtype)
-        result = operand(hidden) @ fc2[expert].T
+        hidden = activate(sums, experts.activation, own).to(dtype)
+        result = operand(hidden, expert) @ fc2[expert].T
         if experts.biases[1] is not None:
             result = result + experts.biases[1][expert].double()
         out.index_add_(0, token, weights[token, choice].double()[:, None] * result)
     return out
+
+
+def out_dtype(x: torch.Tensor) -> torch.dtype:
+    return BF16 if x.dtype == E4M3 else x.dtype
 
 
 def assert_near(out: torch.Tensor, target: torch.Tensor) -> None:
@@ -90,7 +101,11 @@ def assert_near(out: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def make(
-    dtype: torch.dtype, activation: str, device: torch.device, biases: bool = False
+    dtype: torch.dtype,
+    activation: str,
+    device: torch.device,
+    biases: bool = False,
+    scheme: str = "none",
 ) -> Experts:
     count, hidden, inter = 9, 512, 384
     columns = inter * (2 if activation in GATED else 1)
@@ -103,38 +118,47 @@ def make(
     gate = None
     if activation.startswith("swiglu") and biases:
         gate = (torch.full((count,), 1.7, device=device), 1.0, torch.rand(count, device=device) + 2)
-    if dtype != E4M3:
-        return Experts(fc1.to(dtype), fc2.to(dtype), activation, None, both or (None, None), gate)
-    scales = [
-        torch.rand(count, -(-w.shape[1] // 128), w.shape[2] // 128, device=device) + 0.5
-        for w in (fc1, fc2)
-    ]
-    weights = [(w * 64).to(E4M3) for w in (fc1, fc2)]
-    scales = [s / 64 for s in scales]
-    return Experts(*weights, activation, (scales[0], scales[1]))
+    if scheme == "none":
+        fc1, fc2 = fc1.to(dtype), fc2.to(dtype)
+        return Experts(fc1, fc2, activation, biases=both or (None, None), gate=gate)
+    if scheme == "tensor":
+        factors = [torch.rand(count, device=device) + 0.5 for _ in range(3)]
+        scales = (factors[0] / 64, factors[1][:1] * 32, factors[2] / 64)
+    else:
+        shapes = [(count, w.shape[1] // 128, w.shape[2] // 128) for w in (fc1, fc2)]
+        scales = tuple((torch.rand(s, device=device) + 0.5) / 64 for s in shapes)
+    codes = [(w * 64).to(E4M3) for w in (fc1, fc2)]
+    return Experts(codes[0], codes[1], activation, scheme, scales)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(
-    ("dtype", "activation", "biases"),
+    ("dtype", "activation", "biases", "scheme"),
     [
-        (BF16, "swiglu_gate_last", False),
-        (BF16, "swiglu_gate_last", True),
-        (torch.float16, "swiglu", True),
-        (BF16, "geglu_gate_last", True),
-        (BF16, "relu2", False),
-        (BF16, "identity", True),
-        (E4M3, "swiglu_gate_last", False),
-        (E4M3, "relu2", False),
+        (BF16, "swiglu_gate_last", False, "none"),
+        (BF16, "swiglu_gate_last", True, "none"),
+        (torch.float16, "swiglu", True, "none"),
+        (BF16, "geglu_gate_last", True, "none"),
+        (BF16, "relu2", False, "none"),
+        (BF16, "identity", True, "none"),
+        (BF16, "swiglu_gate_last", False, "block"),
+        (BF16, "relu2", False, "block"),
+        (E4M3, "swiglu_gate_last", False, "tensor"),
+        (E4M3, "relu2", False, "tensor"),
     ],
 )
 def test_a_mixture(
-    gpu: torch.device, dtype: torch.dtype, activation: str, biases: bool, tokens: int
+    gpu: torch.device,
+    dtype: torch.dtype,
+    activation: str,
+    biases: bool,
+    scheme: str,
+    tokens: int,
 ) -> None:
-    experts = make(dtype, activation, gpu, biases)
-    x = torch.randn(tokens, 512, device=gpu).to(BF16 if dtype == E4M3 else dtype)
+    experts = make(dtype, activation, gpu, biases, scheme)
+    x = torch.randn(tokens, 512, device=gpu).to(dtype)
     chosen, weights = choices(tokens, 4, 9, gpu), torch.rand(tokens, 4, device=gpu)
-    outs = [torch.full_like(x, float("nan")) for _ in range(2)]
+    outs = [torch.full(x.shape, float("nan"), device=gpu, dtype=out_dtype(x)) for _ in range(2)]
     for out in outs:
         experts.run(x, chosen, weights, out)
     assert torch.equal(*outs)

@@ -41,6 +41,10 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     chunk_gated_delta_rule_q16_kh16_hv32_k128_v128_cu_seqlens_int64.json
     concat_mla_k_h128_n128_r64.json
     convert_bsr_mask_layout_r16_c16.json
+    cutlass_fused_moe_fp8_block_k8_e4_h2048_i768_token_selected_experts_int32.json
+    cutlass_fused_moe_fp8_k8_e4_h2048_i768_token_selected_experts_int32_output_bf16.json
+    cutlass_fused_moe_k8_e4_h2048_i768_token_selected_experts_int32.json
+    cutlass_fused_moe_plain_k8_e4_h2048_i768_token_selected_experts_int32.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_e4m3_input_scale_weight_scale_out_bf16.json
@@ -53,6 +57,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     fused_qk_rmsnorm_rope_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_rmsnorm_silu_h8192.json
     fused_rmsnorm_silu_h8192_output_e4m3.json
+    fused_topk_deepseek_e256_k8_f32.json
     gated_delta_rule_bf16_state_h16_hv32_k128_v128_a_bf16_q_bf16_k_bf16_v_bf16_b_bf16_initial_state_source_bf16_initial_state_indices_initial_state_indices_int32_output_bf16_initial_state_source_bf16.json
     gated_delta_rule_decode_h16_hv32_k128_v128_state_f32_dt_bias_f32_state_f32.json
     gated_delta_rule_mtp_h16_hv32_k128_v128_initial_state_f32_initial_state_indices_int32_dt_bias_f32_initial_state_f32_disable_state_update.json
@@ -84,6 +89,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     group_gemm_fp8_nt_groupwise_mn_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
     grouped_mm_bf16_n1536_k2048_g8_m_indptr_int32.json
     grouped_mm_fp8_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
+    hash_topk_e256_k6_f32_input_ids_int64_tid2eid_int32.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json
     merge_state_h32_d128.json

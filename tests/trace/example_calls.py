@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 import flashinfer
-from flashinfer import dsv3_ops, gdn_decode, gdn_prefill, gemm, mamba, rope
+from flashinfer import (
+    ActivationType,
+    dsv3_ops,
+    fused_moe,
+    gdn_decode,
+    gdn_prefill,
+    gemm,
+    mamba,
+    rope,
+)
 from flashinfer import quantization as quant
 from flashinfer.concat_ops import concat_mla_k
 from flashinfer.gdn_kernels import gdn_decode_bf16_state
@@ -106,6 +117,28 @@ def call_products(dtype) -> None:
     flashinfer.gemm.tinygemm_bf16(x, gate, torch.empty(NUM_TOKENS, 256, dtype=dtype))
     call_groupwise_products()
     call_weight_only_products()
+    call_mixtures(dtype)
+
+
+def call_mixtures(dtype) -> None:
+    """Routing of DeepSeek V3 and V4, and 4 experts of Qwen3 30B A3B in every form of weights."""
+    scores = torch.randn(NUM_TOKENS, 256)
+    values, indices = torch.empty(NUM_TOKENS, 8), torch.empty(NUM_TOKENS, 8, dtype=torch.int32)
+    fused_moe.fused_topk_deepseek(scores, torch.zeros(256), 8, 4, 8, 2.5, values, indices)
+    table = torch.randint(0, 256, (1000, 6), dtype=torch.int32)
+    fused_moe.hash_topk(scores, torch.randint(0, 1000, (NUM_TOKENS,)), table)
+
+    x, half = torch.randn(NUM_TOKENS, 2048, dtype=dtype), indices % 4
+    up_gate, down = torch.randn(4, 1536, 2048, dtype=dtype), torch.randn(4, 2048, 768, dtype=dtype)
+    call = functools.partial(fused_moe.cutlass_fused_moe, output_dtype=dtype)
+    call(x, half, values, up_gate, down, quant_scales=[])
+    plain = up_gate[:, :768].contiguous()
+    call(x, half, values, plain, down, quant_scales=[], activation_type=ActivationType.Relu2)
+    codes = [weight.to(torch.float8_e4m3fn) for weight in (up_gate, down)]
+    scales = [torch.ones(4, 12, 16), torch.ones(4, 16, 6)]
+    call(x, half, values, *codes, quant_scales=scales, use_deepseek_fp8_block_scale=True)
+    factors = [torch.ones(4), torch.ones(1), torch.ones(4), torch.ones(1)]
+    call(x.to(torch.float8_e4m3fn), half, values, *codes, quant_scales=factors)
 
 
 def call_groupwise_products() -> None:

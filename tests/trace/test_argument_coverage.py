@@ -20,6 +20,7 @@ from tests.trace import (
     cache_cases,
     linear_attention_cases,
     mla_cases,
+    moe_cases,
     sampling_cases,
 )
 from tests.trace.calls import Operation, operations, parameters_of
@@ -232,6 +233,8 @@ def test_optional_argument(operation: Operation, name: str, device: torch.device
     general = attention_cases.CASES if is_attention else CASES
     if operation.template.op_type in linear_attention_cases.OP_TYPES:
         general = linear_attention_cases.CASES
+    if operation.template.op_type in moe_cases.OP_TYPES:
+        general = moe_cases.CASES
     planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES}
     cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"

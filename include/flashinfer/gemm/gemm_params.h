@@ -65,8 +65,10 @@ struct GemmParams {
   uint32_t num_weights;  // matrices of B; other numbers of weight_indices or indices skip the rows
   float alpha;
   float gate_alpha, gate_beta, gate_limit;  // of swiglu; 1, 0 and infinity for silu(g) u
-  const float* alpha_a;                     // device, [1]: further factors of alpha; null: 1
-  const float* alpha_b;                     // device, [1]
+  // Further factors of alpha, on the device; null: 1. The second is [1] with stride 0 or, in
+  // groups, [num_weights] with stride 1.
+  const float *alpha_a, *alpha_b;
+  uint32_t alpha_b_stride;
   const void* bias;  // [n] of D's type, in groups [num_weights, n]; null: none
   // Offsets [groups + 1], lengths or counts [groups], or indices [m]. Only the lower half
   // of a 64-bit number is read: neighbours are group_stride (1 or 2) apart.
@@ -76,9 +78,17 @@ struct GemmParams {
   const int32_t* row_index;  // [m]: row r of the product reads row row_index[r] of A
   const float* row_weight;   // [m]: factor of each row of D; null: 1
   uint32_t num_input_rows;   // of A where row_index is given
-  uint32_t max_ctas;         // SMs that the launch may use; 0: all
+  // The previous kernel of the stream writes nothing but A and its scales: weights are loaded while
+  // it runs. What it follows has finished.
+  bool starts_early;
+  uint32_t max_ctas;  // SMs that the launch may use; 0: all
   // [num_weights], in place of gate_alpha, gate_beta and gate_limit in groups; null: none
   const float *gate_alphas, *gate_betas, *gate_limits;
+  // Where D has 8 bits: with block scales, the kernel writes [m, columns of D / 128] scales, and
+  // else it multiplies D by a factor, [1] with stride 0 or [num_weights] with stride 1.
+  float* d_scale;
+  const float* out_factor;
+  uint32_t out_factor_stride;
 };
 
 }  // namespace flashinfer

@@ -34,21 +34,32 @@ class MoeChoices {
   // expert, and `expert` is num_experts where it is elsewhere or where there is no choice.
   template <typename Visit>
   __device__ __forceinline__ void for_each(const Visit& visit) const {
-    for (uint32_t first = begin_; first < end_; first += 32) {
-      const uint32_t i = first + threadIdx.x % 32;
-      uint32_t expert = params_.num_experts;
-      if (i < end_) {
-        const int64_t local = static_cast<const Id*>(params_.experts)[i] - params_.first_expert;
-        if (local >= 0 && local < params_.num_experts) expert = static_cast<uint32_t>(local);
+    for (uint32_t first = begin_; first < end_; first += 32 * kAtOnce) {
+      uint32_t experts[kAtOnce];
+#pragma unroll
+      for (uint32_t n = 0; n < kAtOnce; ++n) experts[n] = load(first + n * 32 + threadIdx.x % 32);
+#pragma unroll
+      for (uint32_t n = 0; n < kAtOnce; ++n) {
+        if (first + n * 32 >= end_) break;
+        const uint32_t i = first + n * 32 + threadIdx.x % 32;
+        visit(i, experts[n], __match_any_sync(0xffffffffu, experts[n]));
+        __syncwarp();
       }
-      visit(i, expert, __match_any_sync(0xffffffffu, expert));
-      __syncwarp();
     }
   }
 
   __device__ __forceinline__ uint32_t end() const { return end_; }
 
  private:
+  static constexpr uint32_t kAtOnce = 8;  // loads before the first use
+
+  __device__ __forceinline__ uint32_t load(uint32_t i) const {
+    if (i >= end_) return params_.num_experts;
+    const int64_t local = static_cast<const Id*>(params_.experts)[i] - params_.first_expert;
+    return local >= 0 && local < params_.num_experts ? static_cast<uint32_t>(local)
+                                                     : params_.num_experts;
+  }
+
   const MoeMapParams& params_;
   uint32_t begin_, end_;
 };

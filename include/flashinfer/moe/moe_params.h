@@ -24,6 +24,19 @@ struct MoeRouteParams {
   float scale;       // factor of all weights
 };
 
+// The experts that a table names for each token's id, and their weights.
+struct MoeHashParams {
+  const void* logits;  // [num_tokens, num_experts]
+  int64_t logits_stride;
+  const void* ids;    // [num_tokens]
+  const void* table;  // [num_ids, top_k]
+  int64_t num_ids;
+  float* weights;    // [num_tokens, top_k]
+  int32_t* experts;  // [num_tokens, top_k]
+  uint32_t num_tokens, num_experts, top_k;
+  float scale;  // what a token's weights sum to
+};
+
 // The rows of the grouped products: a row per chosen expert that is here, sorted by expert, and
 // for one expert in the order of the tokens.
 struct MoeMapParams {

@@ -126,13 +126,19 @@ class GemmConsumer {
   struct StageScales {
     float low = 1.f, high = 1.f, both = 1.f, second = 1.f;
     uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
-    uint32_t stage = 0;
+  };
+
+  // The products of a block and what they are promoted with.
+  struct Pending {
+    float products[kReps][kTiles][4];
+    StageScales scales[kReps];
+    uint32_t stage;
   };
 
   // Block after block: products of one are promoted while those of the next are made, where there
   // are registers for both, else while the other warpgroup multiplies.
   __device__ __forceinline__ void multiply_promoting(Sums& sums) {
-    constexpr bool kOverlaps = kReps * Tile::kParts == 1;
+    constexpr bool kOverlaps = Tile::kParts == 1 && (kReps == 1 || kReps * kTiles <= 8);
     const uint32_t count = blocks_.count;
     if constexpr (!kOverlaps) {
       float products[kTiles / Tile::kParts][4];
@@ -153,27 +159,26 @@ class GemmConsumer {
         ring_.advance();
       }
     } else if (count > 0) {
-      float products[2][kTiles][4];
-      StageScales scales[2];
-      begin(products[0], scales[0], 0);
+      Pending pending[2];
+      begin(pending[0], 0);
       uint32_t i = 0;
       for (; i + 2 < count; i += 2) {
-        begin(products[1], scales[1], i + 1);
-        ptx::wgmma_wait<1>();
-        end(sums[0], products[0], scales[0], i);
-        begin(products[0], scales[0], i + 2);
-        ptx::wgmma_wait<1>();
-        end(sums[0], products[1], scales[1], i + 1);
+        begin(pending[1], i + 1);
+        ptx::wgmma_wait<kReps>();
+        end(sums, pending[0], i);
+        begin(pending[0], i + 2);
+        ptx::wgmma_wait<kReps>();
+        end(sums, pending[1], i + 1);
       }
       if (i + 1 < count) {
-        begin(products[1], scales[1], i + 1);
-        ptx::wgmma_wait<1>();
-        end(sums[0], products[0], scales[0], i);
+        begin(pending[1], i + 1);
+        ptx::wgmma_wait<kReps>();
+        end(sums, pending[0], i);
         ptx::wgmma_wait<0>();
-        end(sums[0], products[1], scales[1], i + 1);
+        end(sums, pending[1], i + 1);
       } else {
         ptx::wgmma_wait<0>();
-        end(sums[0], products[0], scales[0], i);
+        end(sums, pending[0], i);
       }
     }
   }
@@ -188,21 +193,26 @@ class GemmConsumer {
   }
 
   // The products of block `i`, in the background.
-  __device__ __forceinline__ void begin(float (&products)[kTiles][4], StageScales& scales,
-                                        uint32_t i) {
+  __device__ __forceinline__ void begin(Pending& pending, uint32_t i) {
     await_stage();
     await_scales(i);
-    scales = load_scales(0, 0);
-    scales.stage = ring_.stage;
-    start(products, ring_.stage, 0, 0);
+    pending.stage = ring_.stage;
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) {
+      pending.scales[rep] = load_scales(rep, 0);
+      start(pending.products[rep], ring_.stage, rep, 0);
+    }
     ring_.advance();
   }
 
-  __device__ __forceinline__ void end(float (&sums)[kTiles][4], float (&products)[kTiles][4],
-                                      const StageScales& scales, uint32_t i) {
-    ptx::wgmma_done(products);
-    release(scales.stage);
-    promote(sums, 0, products, scales);
+  __device__ __forceinline__ void end(Sums& sums, Pending& pending, uint32_t i) {
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) ptx::wgmma_done(pending.products[rep]);
+    release(pending.stage);
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) {
+      promote(sums[rep], 0, pending.products[rep], pending.scales[rep]);
+    }
     release_scales(i);
   }
 

@@ -4,7 +4,7 @@
 
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/gemm/activation.cuh>
-#include <flashinfer/gemm/sm90/producer.cuh>
+#include <flashinfer/gemm/sm90/quantize.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/shared.cuh>
@@ -21,7 +21,11 @@ struct GemmFinish {
 
   __device__ __forceinline__ explicit GemmFinish(const GemmParams& p) : params(p), alpha(p.alpha) {
     if (params.alpha_a != nullptr) alpha *= __ldg(params.alpha_a);
-    if (params.alpha_b != nullptr) alpha *= __ldg(params.alpha_b);
+  }
+
+  __device__ __forceinline__ float factor(const GemmWork& work) const {
+    if (params.alpha_b == nullptr) return alpha;
+    return alpha * __ldg(params.alpha_b + work.group * params.alpha_b_stride);
   }
 
   __device__ __forceinline__ float row_factor(const GemmWork& work, uint32_t row) const {
@@ -72,7 +76,7 @@ class GemmEpilogue {
 
  public:
   __device__ __forceinline__ GemmEpilogue(const GemmKernelParams& params, uint32_t shared)
-      : params_(params), finish_(params.gemm) {
+      : params_(params), finish_(params.gemm), quantizer_(params.gemm, shared) {
     warpgroup_idx_ = threadIdx.x / 128;
     thread_idx_ = threadIdx.x % 128;
     warp_idx_ = thread_idx_ / 32;
@@ -92,6 +96,7 @@ class GemmEpilogue {
     if constexpr (Tile::kGated) activate(work, sums);
     if constexpr (Tile::kActivation == GemmActivation::relu2) square(sums);
     if (params_.gemm.row_weight != nullptr) weigh(work, sums);
+    if constexpr (Tile::kQuantizes) quantizer_.run(work, sums);
 #pragma unroll
     for (int rep = 0; rep < kOutReps; ++rep) {
       const uint32_t left = (warpgroup_idx_ * kOutReps + rep) * 64;
@@ -102,7 +107,9 @@ class GemmEpilogue {
         const uint32_t column = work.column + (Tile::kSwap ? left : j * 8);
         if constexpr (Tile::kStagesOutput) {
           stage(sums[rep], j);
-          if (whole) {
+          if constexpr (Tile::kQuantizes) {
+            store_codes(work, row, column);
+          } else if (whole) {
             store_box(row, column, work.batch);
           } else {
             store_rows(work, row, column);
@@ -126,15 +133,16 @@ class GemmEpilogue {
     const uint32_t left = (warpgroup_idx_ * kReps + rep) * 64 + warp_idx_ * 16 + lane_idx_ / 4;
     const uint32_t right = lane_idx_ % 4 * 2, n = params_.gemm.n;
     const bool has_bias = params_.gemm.bias != nullptr;
+    const float all = finish_.factor(work);
     float factor[2], addend[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (Tile::kSwap) {
         const uint32_t column = work.row_of_b<Tile>(left + 8 * i, n);
-        factor[i] = finish_.alpha * finish_.column_factor(work, column);
+        factor[i] = all * finish_.column_factor(work, column);
         addend[i] = finish_.addend(work, column);
       } else {
-        factor[i] = finish_.alpha * finish_.row_factor(work, work.row + left + 8 * i);
+        factor[i] = all * finish_.row_factor(work, work.row + left + 8 * i);
       }
     }
 #pragma unroll
@@ -236,8 +244,8 @@ class GemmEpilogue {
       for (int i = 0; i < 2; ++i) {
         if (kOdd && j + i >= kStoreTiles) break;
         const float (&tile)[4] = sums[first_tile + j + i];
-        values[2 * i] = PackedPair<D>::pack(tile[0], tile[1]);
-        values[2 * i + 1] = PackedPair<D>::pack(tile[2], tile[3]);
+        values[2 * i] = PackedPair<typename Tile::Staged>::pack(tile[0], tile[1]);
+        values[2 * i + 1] = PackedPair<typename Tile::Staged>::pack(tile[2], tile[3]);
       }
       const bool pair = !kOdd || j + 1 < kStoreTiles;
       if constexpr (Tile::kSwap) {
@@ -291,6 +299,29 @@ class GemmEpilogue {
     }
   }
 
+  // 8 codes per thread. Rows of D begin at multiples of 8 bytes.
+  __device__ __forceinline__ void store_codes(const GemmWork& work, uint32_t row, uint32_t column) {
+    constexpr int kChunks = Tile::kBoxColumns / 8;
+    const GemmParams& params = params_.gemm;
+    auto* out = static_cast<uint8_t*>(params.d.data) + work.batch * params.d.stride_batch;
+    for (int i = thread_idx_; i < Tile::kBoxRows * kChunks; i += 128) {
+      const uint32_t r = row + i / kChunks, c = column + i % kChunks * 8;
+      if (r < work.row_begin || r >= work.row_end || c >= num_columns()) continue;
+      const uint4 values = ptx::load_shared_16(chunk(i / kChunks, i % kChunks));
+      *reinterpret_cast<uint2*>(out + r * params.d.stride_row + c) =
+          make_uint2(codes(values.x, values.y), codes(values.z, values.w));
+    }
+  }
+
+  // The codes of four 16-bit numbers.
+  __device__ __forceinline__ static uint32_t codes(uint32_t low, uint32_t high) {
+    const auto pair = [](uint32_t bits) -> uint32_t {
+      return PackedPair<D>::pack(to_float(dtype::float16{static_cast<uint16_t>(bits)}),
+                                 to_float(dtype::float16{static_cast<uint16_t>(bits >> 16)}));
+    };
+    return pair(low) | pair(high) << 16;
+  }
+
   __device__ __forceinline__ void store_registers(const GemmWork& work, uint32_t row,
                                                   uint32_t column, const float (&sums)[kTiles][4],
                                                   int first_tile) {
@@ -321,6 +352,7 @@ class GemmEpilogue {
 
   const GemmKernelParams& params_;
   const GemmFinish<Tile> finish_;
+  const GemmQuantizer<Tile> quantizer_;
   const GemmPlace<Tile> place_;
   uint32_t buffers_, buffer_;
   int warpgroup_idx_, thread_idx_, warp_idx_, lane_idx_;

@@ -45,8 +45,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (params.stores_boxes) ptx::tma_prefetch_map(&params.d);
   }
   if (threadIdx.x == 0) init_gemm_barriers<Tile>(control);
-  ptx::grid_launch_dependents();
-  ptx::grid_dependency_wait();
+  // The next kernel may start early, too: then what precedes this one has finished.
+  if (!Tile::kHasTable) ptx::grid_launch_dependents();
+  if (!params.gemm.starts_early) ptx::grid_dependency_wait();
+  if (Tile::kHasTable) ptx::grid_launch_dependents();
   GemmScheduler<Tile>::make_table(params.gemm, table);
   __syncthreads();
   if constexpr (Tile::kCluster > 1) {

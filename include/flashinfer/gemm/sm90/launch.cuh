@@ -66,7 +66,7 @@ inline bool encode_maps(GemmKernelParams& kernel) {
     return false;
   }
   kernel.stores_boxes = false;
-  if constexpr (Tile::kStagesOutput) {
+  if constexpr (Tile::kStagesOutput && !Tile::kQuantizes) {
     const uint64_t lengths[3] = {Tile::kGated ? p.n / 2 : p.n, rows, batches};
     const int64_t strides[2] = {p.d.stride_row, p.d.stride_batch};
     const uint32_t box[3] = {Tile::kBoxColumns, Tile::kBoxRows, 1};

@@ -88,6 +88,7 @@ class GemmProducer {
     const uint64_t policy = streams ? ptx::l2_evict_first() : normal;
     const uint32_t bytes_a = params_.parts_a * params_.box_rows_a * 128;
     GemmGather<Tile> gather(params);
+    uint32_t ahead = params.starts_early ? load_weights_ahead(thread_idx, policy) : 0;
     GemmWork work;
     while (scheduler_.next(work)) {
       uint32_t row = work.row;
@@ -100,13 +101,16 @@ class GemmProducer {
         const int x = block * Tile::kTileK;
         const uint32_t a = shared_ + ring.stage * Tile::kStageBytes;
         if (thread_idx < 32 && ptx::elect_one()) {
-          ptx::mbarrier_arrive_expect(barrier, Tile::kBytesB + (kGathers ? 0 : bytes_a));
+          if (ahead == 0) {
+            ptx::mbarrier_arrive_expect(barrier, Tile::kBytesB + (kGathers ? 0 : bytes_a));
+          }
           if (!kGathers && place_.column < params_.parts_a) {
             copy_box<Tile::kSharedA, Tile::kTileRows>(params_.a, a, barrier, x, row, work.batch,
                                                       place_.column, place_.readers_of_a(), normal);
           }
-          load_columns(work, a + Tile::kBytesA, barrier, x, policy);
+          if (ahead == 0) load_columns(work, a + Tile::kBytesA, barrier, x, policy);
         }
+        if (ahead > 0) --ahead;
         if constexpr (kGathers) {
           gather.copy(a, block, thread_idx);
           if (Tile::kBlockScales && thread_idx / 32 == 1 && i % Tile::kScaleBlocks == 0) {
@@ -122,6 +126,27 @@ class GemmProducer {
       ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
       ring.advance();
     }
+  }
+
+  // Fills the ring with weights of the first tile, then waits for the kernel that writes A. Gives
+  // the number of stages.
+  __device__ __forceinline__ uint32_t load_weights_ahead(int thread_idx, uint64_t policy) const {
+    GemmScheduler<Tile> scheduler = scheduler_;
+    GemmWork work;
+    uint32_t count = 0;
+    if (scheduler.next(work)) {
+      count = blocks_.count < Tile::kStages ? blocks_.count : Tile::kStages;
+      if (thread_idx < 32 && ptx::elect_one()) {
+        const uint32_t bytes_a = Tile::kGathers ? 0 : params_.parts_a * params_.box_rows_a * 128;
+        for (uint32_t i = 0; i < count; ++i) {
+          ptx::mbarrier_arrive_expect(full(i), Tile::kBytesB + bytes_a);
+          load_columns(work, shared_ + i * Tile::kStageBytes + Tile::kBytesA, full(i),
+                       (blocks_.first + i) * Tile::kTileK, policy);
+        }
+      }
+    }
+    ptx::grid_dependency_wait();
+    return count;
   }
 
   __device__ __forceinline__ void load_columns(const GemmWork& work, uint32_t target,
@@ -153,6 +178,7 @@ class GemmProducer {
   using ScaleRing = GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1>;
 
   __device__ __forceinline__ void load_scales(int lane_idx) {
+    if (params_.gemm.starts_early) ptx::grid_dependency_wait();
     ScaleRing ring;
     GemmWork work;
     while (scheduler_.next(work)) {

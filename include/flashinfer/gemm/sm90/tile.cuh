@@ -88,7 +88,10 @@ struct GemmTile : Config {
 
   // Finished sums go through shared memory, per warpgroup: 64 left rows by up to 64 right ones,
   // two bytes each, so many that they make boxes of D. 32-bit results leave from registers.
-  static constexpr bool kStagesOutput = sizeof(D) == 2;
+  // 8-bit results wait as 16-bit numbers that represent all of them.
+  static constexpr bool kStagesOutput = sizeof(D) <= 2;
+  static constexpr bool kQuantizes = sizeof(D) == 1, kQuantizesBlocks = kQuantizes && kBlockScales;
+  using Staged = std::conditional_t<kQuantizes, dtype::float16, D>;
   static constexpr int kOutRights = kGated && !kSwap ? kRightRows / 2 : kRightRows;
   static constexpr int kStoreRights = kSplits > 1                ? kOwnedTiles * 8
                                       : kOutRights % 64 == 0     ? 64
@@ -99,6 +102,10 @@ struct GemmTile : Config {
   static constexpr int kBoxColumns = kSwap ? 64 : kStoreRights;
   static constexpr int kBoxRows = kSwap ? kStoreRights : 64;
   static constexpr int kStoreBytes = kStagesOutput ? round_up(kBoxRows * kBoxColumns * 2, 1024) : 0;
+
+  // The largest value of each warp's columns, for each row.
+  static constexpr int kMaximaBytes =
+      kQuantizesBlocks && kSwap ? kConsumers * 4 * kTileRows * 4 : 0;
 
   // A block of k has one scale for each row, and this many for the columns.
   static constexpr int kColumnScales =
@@ -118,7 +125,7 @@ struct GemmTile : Config {
   static constexpr int kMaxBytes = 227 << 10;
   static constexpr int fitting_stages(int store_buffers) {
     const int fixed = store_buffers * kConsumers * kStoreBytes + kPartialBytes + kTableBytes +
-                      kScaleStages * kScaleBytes + 80;
+                      kMaximaBytes + kScaleStages * kScaleBytes + 80;
     const int stages = (kMaxBytes - fixed) / (kStageBytes + 16);
     return stages < Config::kMaxStages ? stages : Config::kMaxStages;
   }
@@ -129,7 +136,8 @@ struct GemmTile : Config {
 
   static constexpr int kOffsetStore = kStages * kStageBytes;
   static constexpr int kOffsetPartial = kOffsetStore + kStoreBuffers * kConsumers * kStoreBytes;
-  static constexpr int kOffsetScales = kOffsetPartial + kPartialBytes;
+  static constexpr int kOffsetMaxima = kOffsetPartial + kPartialBytes;
+  static constexpr int kOffsetScales = kOffsetMaxima + kMaximaBytes;
   static constexpr int kOffsetTable = kOffsetScales + kScaleStages * kScaleBytes;
   static constexpr int kOffsetControl = kOffsetTable + kTableBytes;
 };

@@ -1,0 +1,14 @@
+#include "moe_hash.h"
+
+#include <flashinfer/moe/hash.cuh>
+
+namespace flashinfer {
+
+cudaError_t moe_hash(const MoeHashParams& params, bool enable_pdl, cudaStream_t stream) {
+  using int32 = int32_t;
+  using int64 = int64_t;
+  return launch_moe_hash<dtype::FLASHINFER_CFG_DTYPE, FLASHINFER_CFG_IDS, FLASHINFER_CFG_TABLE>(
+      params, enable_pdl, stream);
+}
+
+}  // namespace flashinfer

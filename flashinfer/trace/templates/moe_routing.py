@@ -1,0 +1,142 @@
+"""Templates and references of routers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..specs import Const, Scalar, Tensor, Var
+from ..template import TraceTemplate
+
+_FLOAT = ("float32", "bfloat16", "float16")
+
+
+def _fused_topk_deepseek_reference(
+    scores: torch.Tensor,
+    bias: torch.Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    routed_scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight = sigmoid(score) / sum, for the experts with the largest sigmoid(score) + bias.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
+    """
+    sigmoid = torch.sigmoid(scores.float())
+    tokens, experts = sigmoid.shape
+    compared = sigmoid + bias.float()
+    by_group = compared.reshape(tokens, n_group, experts // n_group)
+    best = by_group.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+    kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :topk_group]
+    allowed = torch.zeros(tokens, n_group, dtype=torch.bool, device=scores.device)
+    allowed = allowed.scatter(1, kept, True)[..., None].expand(by_group.shape)
+    masked = by_group.masked_fill(~allowed, float("-inf")).reshape(tokens, experts)
+    chosen = masked.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    weights = sigmoid.gather(1, chosen).double()
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * routed_scaling_factor
+    return weights, chosen.to(torch.int32)
+
+
+def _hash_topk_reference(
+    router_logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    tid2eid: torch.Tensor,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight = sqrt(softplus(logit)) / sum, for the experts that the table names.
+
+    Source: DeepSeek-AI, the model code that is published with DeepSeek-V4.
+    """
+    experts = router_logits.shape[1]
+    known = (input_ids >= 0) & (input_ids < tid2eid.shape[0])
+    rows = torch.where(known, input_ids, 0).long()
+    chosen = tid2eid[rows].long() if tid2eid.shape[0] else rows[:, None] - 1
+    exists = known[:, None] & (chosen >= 0) & (chosen < experts)
+    logits = router_logits.double().gather(1, torch.where(exists, chosen, 0))
+    weights = torch.where(exists, torch.nn.functional.softplus(logits).sqrt(), 0.0)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * routed_scaling_factor
+    return weights, torch.where(exists, chosen, -1).to(torch.int32)
+
+
+def _deepseek_init(arguments: dict[str, Any]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    scores, device = arguments["scores"], arguments["scores"].device
+    return {
+        **arguments,
+        "scores": torch.randn(7, 256, generator=generator).to(device, scores.dtype),
+        "bias": (torch.randn(256, generator=generator) * 0.1).to(device),
+        "n_group": 8,
+        "topk_group": 4,
+        "topk": 8,
+        "routed_scaling_factor": 2.5,
+        "topk_values": torch.empty(7, 8, device=device),
+        "topk_indices": torch.empty(7, 8, dtype=torch.int32, device=device),
+    }
+
+
+def _hash_init(arguments: dict[str, Any]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    device = arguments["input_ids"].device
+    return {
+        **arguments,
+        "router_logits": torch.randn(7, 64, generator=generator).to(device),
+        "input_ids": torch.randint(0, 100, (7,), generator=generator).to(device),
+        "tid2eid": torch.randint(0, 64, (100, 6), generator=generator).to(device, torch.int32),
+        "routed_scaling_factor": 1.0,
+    }
+
+
+fused_topk_deepseek_trace = TraceTemplate(
+    "moe_routing",
+    axes={
+        "tokens": Var("Tokens."),
+        "experts": Const("Experts of the router.", abbrev="e"),
+        "topk": Const("Experts of a token.", abbrev="k"),
+    },
+    inputs={
+        "scores": Tensor(["tokens", "experts"], dtypes=_FLOAT, layout="rows"),
+        "bias": Tensor(["experts"], dtypes=_FLOAT, description="Added for the choice alone."),
+        "n_group": Scalar("int32", minimum=1, description="Groups of neighbouring experts."),
+        "topk_group": Scalar("int32", minimum=1, description="Groups that are kept."),
+        "routed_scaling_factor": Scalar(description="What a token's weights sum to."),
+    },
+    outputs={
+        "topk_values": Tensor(["tokens", "topk"], dtype="float32", param="topk_values"),
+        "topk_indices": Tensor(["tokens", "topk"], dtype="int32", param="topk_indices"),
+    },
+    name_prefix="fused_topk_deepseek",
+    reference=_fused_topk_deepseek_reference,
+    init=_deepseek_init,
+    constraints=["experts >= topk"],
+    hints=("launch_with_pdl",),
+    options={"backend": ("default",), "routing_replay_out": (None,)},
+    description="Sigmoid routing with groups and a bias.",
+)
+
+hash_topk_trace = TraceTemplate(
+    "moe_routing",
+    axes={
+        "tokens": Var("Tokens."),
+        "experts": Const("Experts of the router.", abbrev="e"),
+        "ids": Const("Ids of the table.", abbrev=""),
+        "top_k": Const("Experts of an id.", abbrev="k"),
+    },
+    inputs={
+        "router_logits": Tensor(["tokens", "experts"], dtypes=_FLOAT, layout="rows"),
+        "input_ids": Tensor(["tokens"], dtypes=("int32", "int64")),
+        "tid2eid": Tensor(["ids", "top_k"], dtypes=("int32", "int64")),
+        "routed_scaling_factor": Scalar(description="What a token's weights sum to."),
+    },
+    outputs={
+        "topk_weights": Tensor(["tokens", "top_k"], dtype="float32"),
+        "topk_ids": Tensor(["tokens", "top_k"], dtype="int32"),
+    },
+    name_prefix="hash_topk",
+    reference=_hash_topk_reference,
+    init=_hash_init,
+    hints=("launch_with_pdl",),
+    options={"num_fused_shared_experts": (0,)},
+    description="Routing by a table of token ids.",
+)

@@ -1,0 +1,160 @@
+// Results of 8 bits: factors that bring the sums into the range of E4M3.
+//
+// With block scales, 128 columns of a row share a scale that follows from the largest of them:
+// their tile has all of these columns. Otherwise the caller gives the factor.
+#pragma once
+
+#include <flashinfer/gemm/sm90/producer.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
+#include <flashinfer/ptx/shared.cuh>
+
+namespace flashinfer {
+
+template <typename Tile>
+class GemmQuantizer {
+  static constexpr float kMax = 448.f, kLeast = 1e-10f;
+  static constexpr int kTiles = Tile::kTiles, kOutTiles = Tile::kOutRights / 8;
+  static constexpr int kOutReps = Tile::kGated && Tile::kSwap ? 1 : Tile::kReps;
+  static constexpr uint32_t kBarrier = 3;  // the epilogue's are 1 and 2
+  static_assert(!Tile::kQuantizesBlocks || Tile::kOutColumns % 128 == 0, "blocks are whole");
+  static_assert(!Tile::kQuantizesBlocks || !Tile::kSwap || (kOutReps == 1 && Tile::kConsumers == 2),
+                "two warpgroups have the columns of one block");
+
+ public:
+  __device__ __forceinline__ GemmQuantizer(const GemmParams& params, uint32_t shared)
+      : params_(params), maxima_(shared + Tile::kOffsetMaxima) {
+    lane_idx_ = threadIdx.x % 32;
+    warp_idx_ = threadIdx.x / 32;
+  }
+
+  // Multiplies the sums by their factors, and stores the scales if there is one for each block.
+  template <typename Sums>
+  __device__ __forceinline__ void run(const GemmWork& work, Sums& sums) const {
+    if constexpr (!Tile::kQuantizesBlocks) {
+      const float factor = __ldg(params_.out_factor + work.group * params_.out_factor_stride);
+      multiply(sums, factor);
+    } else if constexpr (Tile::kSwap) {
+      quantize_right_rows(work, sums[0]);
+    } else {
+#pragma unroll
+      for (int rep = 0; rep < kOutReps; ++rep) quantize_left_rows(work, rep, sums[rep]);
+    }
+  }
+
+ private:
+  template <typename Sums>
+  __device__ __forceinline__ static void multiply(Sums& sums, float factor) {
+#pragma unroll
+    for (int rep = 0; rep < kOutReps; ++rep) {
+#pragma unroll
+      for (int j = 0; j < kOutTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[rep][j][i] *= factor;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_scale(const GemmWork& work, uint32_t row, uint32_t block,
+                                              float scale) const {
+    if (row < work.row_begin || row >= work.row_end) return;
+    const uint32_t column = work.column + block * 128, blocks = num_columns() / 128;
+    if (column < num_columns()) {
+      params_.d_scale[static_cast<uint64_t>(row) * blocks + column / 128] = scale;
+    }
+  }
+
+  // Rows of D are left rows: four lanes have a row's columns.
+  __device__ __forceinline__ void quantize_left_rows(const GemmWork& work, int rep,
+                                                     float (&sums)[kTiles][4]) const {
+    const uint32_t left =
+        (warp_idx_ / 4 * kOutReps + rep) * 64 + warp_idx_ % 4 * 16 + lane_idx_ / 4;
+#pragma unroll
+    for (int block = 0; block < kOutTiles / 16; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float largest = kLeast;
+#pragma unroll
+        for (int j = block * 16; j < block * 16 + 16; ++j) {
+          largest = fmaxf(largest, fabsf(sums[j][2 * half]));
+          largest = fmaxf(largest, fabsf(sums[j][2 * half + 1]));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        const float factor = kMax / largest;
+#pragma unroll
+        for (int j = block * 16; j < block * 16 + 16; ++j) {
+          sums[j][2 * half] *= factor;
+          sums[j][2 * half + 1] *= factor;
+        }
+        if (lane_idx_ % 4 == 0) {
+          store_scale(work, work.row + left + 8 * half, block, largest / kMax);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t maximum(uint32_t warp, uint32_t row) const {
+    return maxima_ + (warp * Tile::kTileRows + row) * 4;
+  }
+
+  // Rows of D are right rows: the columns of a row are in eight lanes of each warp.
+  __device__ __forceinline__ void quantize_right_rows(const GemmWork& work,
+                                                      float (&sums)[kTiles][4]) const {
+    constexpr int kThreads = Tile::kConsumerThreads, kWarps = kThreads / 32;
+    ptx::named_barrier_sync(kBarrier, kThreads);  // all have read the last tile's maxima
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float largest = fmaxf(fabsf(sums[j][i]), fabsf(sums[j][i + 2]));
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+        }
+        if (lane_idx_ < 4) store_float(maximum(warp_idx_, j * 8 + lane_idx_ * 2 + i), largest);
+      }
+    }
+    ptx::named_barrier_sync(kBarrier, kThreads);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t row = j * 8 + lane_idx_ % 4 * 2 + i;
+        float largest = kLeast;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+          largest = fmaxf(largest, load_float(maximum(warp, row)));
+        }
+        const float factor = kMax / largest;
+        sums[j][i] *= factor;
+        sums[j][i + 2] *= factor;
+        const bool owns =
+            Tile::kSplits == 1 || j / Tile::kOwnedTiles == static_cast<int>(place_.split);
+        if (owns && warp_idx_ == 0 && lane_idx_ < 4) {
+          store_scale(work, work.row + row, 0, largest / kMax);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void store_float(uint32_t shared, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(value) : "memory");
+  }
+
+  __device__ __forceinline__ static float load_float(uint32_t shared) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared) : "memory");
+    return value;
+  }
+
+  __device__ __forceinline__ uint32_t num_columns() const {
+    return Tile::kGated ? params_.n / 2 : params_.n;
+  }
+
+  const GemmParams& params_;
+  const GemmPlace<Tile> place_;
+  const uint32_t maxima_;
+  uint32_t lane_idx_, warp_idx_;
+};
+
+}  // namespace flashinfer
