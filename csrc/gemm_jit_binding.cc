@@ -185,7 +185,7 @@ void fill_scales(GemmParams& params, const Tensors& t, const Operand& a, const O
   }
 }
 
-// What makes codes of results of 8 bits.
+// Takes the scales of results of 8 bits.
 void fill_out_scale(GemmParams& params, const Tensors& t, const Operand& b) {
   if (kDtypeOut.bits != 8) {
     if (t.out_scale) ffi::raise("TypeError", "`%s` must be None", t.out_scale.name);

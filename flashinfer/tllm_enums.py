@@ -145,7 +145,7 @@ class WeightLayout(enum.IntEnum):
 
 
 class Fp8QuantizationType(enum.IntEnum):
-    """What shares a scale of 8-bit weights and activations."""
+    """Which elements of 8-bit weights and activations share a scale."""
 
     NoneFp8 = 0
     """Nothing is quantised."""

@@ -29,7 +29,7 @@ _SWIGLU = (ActivationType.Swiglu, ActivationType.SwigluBias)
 
 
 def kernel_activation(activation_type: int | ActivationType) -> str:
-    """What the products call an activation.
+    """The products' name of an activation.
 
     Raises
     ------

@@ -28,7 +28,7 @@ def _route_kernel(config: MoeRouteConfig) -> Kernel:
 
 
 def _index(name: str, dtype: torch.dtype) -> str:
-    """What a configuration calls a type of indices."""
+    """The name of a type of indices in a configuration."""
     check_dtype(name, dtype, (torch.int32, torch.int64))
     return "int64" if dtype == torch.int64 else "int32"
 

@@ -47,7 +47,7 @@ def fused_topk_deepseek(
     topk : int
         Experts of a token, at most 32.
     routed_scaling_factor : float
-        What a token's weights sum to.
+        Sum of a token's weights.
     topk_values, topk_indices : torch.Tensor
         ``[tokens, topk]``, float32 and int32, contiguous: receive weights and experts, the best
         expert first.
@@ -124,7 +124,7 @@ def hash_topk(
     num_fused_shared_experts : int
         0: shared experts are not appended here.
     routed_scaling_factor : float
-        What a token's weights sum to.
+        Sum of a token's weights.
     launch_with_pdl : bool
         Programmatic dependent launch where the device has it. Changes no result.
 

@@ -399,7 +399,8 @@ def _without_empty_scales(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _absent(scheme: str, gated: bool) -> tuple[str, ...]:
     """Arguments that have no kernel, or no meaning, with these weights."""
-    names = ("input_sf", "profile_ids", "clamped_relu2_limit", "situ_beta", "situ_linear_beta")
+    names: tuple[str, ...] = ("input_sf", "profile_ids", "clamped_relu2_limit")
+    names += ("situ_beta", "situ_linear_beta")
     if scheme != "none":
         names += ("fc1_expert_biases", "fc2_expert_biases")
     if not gated:

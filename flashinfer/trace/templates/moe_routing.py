@@ -100,7 +100,7 @@ fused_topk_deepseek_trace = TraceTemplate(
         "bias": Tensor(["experts"], dtypes=_FLOAT, description="Added for the choice alone."),
         "n_group": Scalar("int32", minimum=1, description="Groups of neighbouring experts."),
         "topk_group": Scalar("int32", minimum=1, description="Groups that are kept."),
-        "routed_scaling_factor": Scalar(description="What a token's weights sum to."),
+        "routed_scaling_factor": Scalar(description="Sum of a token's weights."),
     },
     outputs={
         "topk_values": Tensor(["tokens", "topk"], dtype="float32", param="topk_values"),
@@ -127,7 +127,7 @@ hash_topk_trace = TraceTemplate(
         "router_logits": Tensor(["tokens", "experts"], dtypes=_FLOAT, layout="rows"),
         "input_ids": Tensor(["tokens"], dtypes=("int32", "int64")),
         "tid2eid": Tensor(["ids", "top_k"], dtypes=("int32", "int64")),
-        "routed_scaling_factor": Scalar(description="What a token's weights sum to."),
+        "routed_scaling_factor": Scalar(description="Sum of a token's weights."),
     },
     outputs={
         "topk_weights": Tensor(["tokens", "top_k"], dtype="float32"),
