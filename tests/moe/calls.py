@@ -63,8 +63,9 @@ def random_call(
 ) -> dict[str, Any]:
     """The arguments of a call that the documentation allows."""
     experts, ep_size = draw.choice(((8, 1), (4, 2), (2, 4)))
-    hidden, intermediate = draw.choice(((256, 128), (128, 384), (512, 256)))
-    dtype = BF16 if scheme != "none" else draw.choice((BF16, BF16, F16))
+    hidden, intermediate = draw.choice(((256, 128), (384, 128), (512, 256)))
+    is_half = scheme == "none" and activation == ActivationType.Swiglu and draw.random() < 0.3
+    dtype = F16 if is_half else BF16
     gated = activation in GATED
     fc1 = torch.randn(experts, intermediate * (1 + gated), hidden, device=device) / hidden**0.5
     fc2 = torch.randn(experts, hidden, intermediate, device=device) / intermediate**0.5
@@ -80,7 +81,7 @@ def random_call(
         "tp_rank": draw.randrange(2),
         **scaled_weights(scheme, fc1, fc2, dtype),
     }
-    top_k = draw.choice((1, 2, 6, 8))
+    top_k = draw.choice((1, 2, 6))
     call["token_selected_experts"] = choose(draw, tokens, top_k, experts * ep_size, device)
     call["token_final_scales"] = torch.randn(tokens, top_k, device=device)
     if scheme == "none" and draw.random() < 0.5:

@@ -20,8 +20,8 @@ from flashinfer.trace.templates.moe_routing import fused_topk_deepseek_trace, ha
 from tests.moe.calls import ACTIVATIONS, BF16, assert_right, expected, random_call
 
 SCHEMES = ("none", "block", "tensor")
-TOKENS = (0, 1, 2, 7, 24, 300)
-ROUNDS = 4
+TOKENS = (0, 1, 7, 300)
+ROUNDS = 3
 
 
 @pytest.fixture(autouse=True)

@@ -108,10 +108,8 @@ def _spread_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _quantize_by_128(x: torch.Tensor) -> torch.Tensor:
     """Values after 128 elements of a row became e4m3 codes with one scale."""
-    groups = x.float().reshape(x.shape[0], -1, 128)
-    scale = (groups.abs().amax(-1, keepdim=True) if x.shape[0] else groups[..., :1]).clamp(
-        min=1e-10
-    ) / 448.0
+    groups = x.float().reshape(x.shape[0], x.shape[1] // 128, 128)
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
     codes = (groups / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     return (codes.double() * scale.double()).reshape(x.shape)
 
