@@ -137,6 +137,12 @@ def test_a_damaged_host_part_is_refused_by_name(bare: Path):
         spec().build()
 
 
+def test_a_folder_that_others_can_write_is_refused(bare: Path):
+    bare.chmod(0o777)
+    with pytest.raises(jit.JitError, match="everybody can write it"):
+        spec().build()
+
+
 def test_a_host_part_of_another_source_is_not_used(bare: Path, monkeypatch: pytest.MonkeyPatch):
     index = json.loads((bare / host_parts.INDEX).read_text())
     index["parts"][NAME]["content"] = "0" * 24
