@@ -8,9 +8,11 @@ from .._common.checks import cuda_tensors
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype
+from .._compile.handles import Planned
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.groupwise import grouped_mm_bf16_trace
+from ..trace.templates.segments import segment_gemm_run_trace
 from ._choice import GemmProblem
 from ._launch import TRANSPOSED_B, launch
 
@@ -91,7 +93,7 @@ def grouped_mm_bf16(
     return launch(problem, "a", out, a, b, rows=(m_indptr, None, None, None))
 
 
-class SegmentGEMMWrapper:
+class SegmentGEMMWrapper(Planned):
     """Products of segments of rows with a weight each, such as those of LoRA adapters.
 
     Parameters
@@ -101,6 +103,8 @@ class SegmentGEMMWrapper:
     backend : {"auto", "sm90"}
         Both mean this library's kernel for Hopper.
     """
+
+    _runs_in_graphs = True
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         check_tensor("float_workspace_buffer", float_workspace_buffer)
@@ -117,7 +121,7 @@ class SegmentGEMMWrapper:
         )
         self._float_workspace_buffer = float_workspace_buffer
 
-    @flashinfer_api
+    @flashinfer_api(trace=segment_gemm_run_trace)
     def run(
         self,
         x: torch.Tensor,
@@ -180,6 +184,14 @@ class SegmentGEMMWrapper:
         assert groups is not None
         expected = batch_size + (kind == "offsets")
         name = "seg_lens" if kind == "lengths" else "seg_indptr"
+        indices = {name: groups}
+        if weight_indices is not None:
+            indices["weight_indices"] = weight_indices
+        check_tensors(**indices)
+        for which, values in indices.items():
+            check_dtype(which, values.dtype, (torch.int32, torch.int64))
+        if out.shape != (x.shape[0], n):
+            raise ValueError(f"`out` must have shape {[len(x), n]}, got {list(out.shape)}")
         if groups.shape != (expected,):
             raise ValueError(
                 f"`{name}` must have shape [{expected}] for `batch_size` {batch_size}, got "

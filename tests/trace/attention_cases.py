@@ -13,7 +13,7 @@ import torch
 import flashinfer
 import flashinfer.sparse
 from flashinfer.testing.tensors import clone_arguments, iter_tensors
-from tests.trace import attention_wrapper_cases, mla_cases
+from tests.trace import attention_wrapper_cases, mla_cases, segment_cases
 
 if TYPE_CHECKING:
     from tests.trace.calls import Operation
@@ -32,7 +32,7 @@ def planned_call(
     """
     turned = template.name_prefix.endswith("_heads_first")
     prefix = template.name_prefix.removesuffix("_heads_first")
-    calls = {**attention_wrapper_cases.CALLS, **mla_cases.CALLS}
+    calls = {**attention_wrapper_cases.CALLS, **mla_cases.CALLS, **segment_cases.CALLS}
     whole = calls.get(template.name_prefix)
     build = whole or _WRAPPERS[prefix.removesuffix("_lse")]
     dtype = torch.float16 if dtype == torch.float32 else dtype

@@ -140,6 +140,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     rope_quantize_fp8_q32_r128_qn0_kn0_kv8_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3.json
     sampling_from_logits_v128256_f32.json
     sampling_from_probs_valid_v128256_f32.json
+    segment_gemm_n1536_k2048.json
     segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
     selective_state_update_h64_g8_d64_n128_A_f32_D_f32_state_batch_indices_state_batch_indices_int32.json
     selective_state_update_tokens_h64_g8_d64_n128_A_f32_D_f32_state_batch_indices_state_batch_indices_int32.json

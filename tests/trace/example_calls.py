@@ -170,6 +170,8 @@ def call_groupwise_products() -> None:
     counts = torch.full((groups,), NUM_TOKENS, dtype=torch.int32)
     gemm.batch_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, counts, NUM_TOKENS)
     gemm.grouped_mm_bf16(rows.bfloat16(), b.bfloat16(), starts)
+    segments = gemm.SegmentGEMMWrapper(torch.empty(1, dtype=torch.uint8))
+    segments.run(rows.bfloat16(), b.bfloat16(), len(b), True, seg_indptr=starts)
     gemm.group_gemm_fp8_nt_groupwise_contiguous(rows, b, row_scale, b_scale, expert)
     gemm.grouped_mm_fp8(rows, b, starts)
     one = torch.ones(1)

@@ -22,6 +22,7 @@ from tests.trace import (
     mla_cases,
     moe_cases,
     sampling_cases,
+    segment_cases,
 )
 from tests.trace.calls import Operation, operations, parameters_of
 
@@ -235,7 +236,7 @@ def test_optional_argument(operation: Operation, name: str, device: torch.device
         general = linear_attention_cases.CASES
     if operation.template.op_type in moe_cases.OP_TYPES:
         general = moe_cases.CASES
-    planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES}
+    planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES, **segment_cases.CASES}
     cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"
     cases[name](operation, name, operation.arguments(device=device))
