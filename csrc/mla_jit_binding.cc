@@ -6,7 +6,7 @@
 //   workspaces  (int_workspace, float_workspace)
 //   queries     (q_nope, q_pe or None)
 //   caches      (ckv_cache, kpe_cache or None, kv_indices)
-//   factors     (sm_scale, o_scale, lse_factor)
+//   factors     (sm_scale, o_scale, lse_factor, rope_factor)
 #include "index_binding.h"
 #include "mla.h"
 
@@ -63,6 +63,12 @@ MlaCache cache_of(const Tensor& tensor, DLDataType type, int64_t num_pages, int6
   ffi::check_dtype(tensor, type);
   ffi::check_shape(tensor, {num_pages, page_size, dim});
   check_row_strides(tensor);
+  // The kernel counts units of 16 bytes of a cache of 8 bits in 32 bits.
+  if (num_pages * tensor.stride(0) * tensor.itemsize() / 16 > INT32_MAX &&
+      ffi::dtype::FLASHINFER_CFG_DTYPE_KV.bits == 8) {
+    ffi::raise("ValueError", "`%s` must have less than 32 GiB, got shape %s", tensor.name,
+               tensor.shape_text().c_str());
+  }
   return {tensor.data(), tensor.stride(0), tensor.stride(1)};
 }
 
@@ -85,9 +91,10 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   const ffi::Tensor out = args.tensor("out");
   const ffi::Tensor lse = args.optional_tensor("lse");
   const ffi::Tensor sinks = args.optional_tensor("sinks");
-  ffi::Args factors = args.group("factors", 3);
+  ffi::Args factors = args.group("factors", 4);
   const double sm_scale = factors.number("sm_scale"), o_scale = factors.number("o_scale");
   const double lse_factor = factors.number("lse_factor");
+  const double rope_factor = factors.number("rope_factor");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
   ffi::check_dtype(planned, ffi::dtype::uint8);
@@ -96,6 +103,8 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   if (plan.num_ctas == 0) ffi::raise("ValueError", "plan() must be called before run()");
 
   constexpr DLDataType kQ = ffi::dtype::FLASHINFER_CFG_DTYPE_Q;
+  constexpr DLDataType kKv = ffi::dtype::FLASHINFER_CFG_DTYPE_KV;
+  constexpr DLDataType kKpe = ffi::dtype::FLASHINFER_CFG_DTYPE_KPE;
   MlaParams params = {};
   bind(params, plan, ints, floats);
   const int64_t num_heads = plan.num_heads, page_size = plan.page_size;
@@ -104,11 +113,11 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   params.o = rows_of(out, ffi::dtype::FLASHINFER_CFG_DTYPE_O, num_tokens, num_heads, kDimCkv);
   ffi::check_no_broadcast(out);
   ffi::check_ndim(ckv, 3, 3);
-  params.ckv = cache_of(ckv, kQ, ckv.dim(0), page_size, kDimCkv);
+  params.ckv = cache_of(ckv, kKv, ckv.dim(0), page_size, kDimCkv);
   if (kDimKpe != 0) {
     if (!q_pe || !kpe) ffi::raise("ValueError", "`q_pe` and `kpe_cache` must be tensors, got None");
     params.q_pe = rows_of(q_pe, kQ, num_tokens, num_heads, kDimKpe);
-    params.kpe = cache_of(kpe, kQ, ckv.dim(0), page_size, kDimKpe);
+    params.kpe = cache_of(kpe, kKpe, ckv.dim(0), page_size, kDimKpe);
   }
   ffi::check_count(ckv, "pages", ckv.dim(0));
   params.num_pages = static_cast<uint32_t>(ckv.dim(0));
@@ -137,6 +146,7 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   params.sm_scale_log2 = static_cast<float>(sm_scale * 1.4426950408889634);
   params.o_scale = static_cast<float>(o_scale);
   params.lse_factor = static_cast<float>(lse_factor);
+  params.rope_factor = static_cast<float>(rope_factor);
   for (const ffi::Tensor& workspace : {ints, floats}) {
     if (!ffi::is_aligned(workspace, 16)) {
       ffi::raise("ValueError", "`%s` must begin at a multiple of 16 bytes", workspace.name);

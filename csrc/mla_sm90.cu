@@ -7,8 +7,13 @@ namespace flashinfer {
 #ifndef __CUDACC_RTC__
 
 cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
-  using Tile = MlaTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_O,
-                       FLASHINFER_CFG_HEAD_DIM_CKV, FLASHINFER_CFG_HEAD_DIM_KPE>;
+  using Q = dtype::FLASHINFER_CFG_DTYPE_Q;
+  using Ckv = dtype::FLASHINFER_CFG_DTYPE_KV;
+  constexpr bool kScaled = FLASHINFER_CFG_SCALED_GROUPS;
+  using T = std::conditional_t<sizeof(Ckv) == 1 && !kScaled, dtype::float16, Q>;
+  using Tile =
+      MlaTile<T, dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_CKV,
+              FLASHINFER_CFG_HEAD_DIM_KPE, Q, Ckv, dtype::FLASHINFER_CFG_DTYPE_KPE, kScaled>;
   const cudaError_t status = launch_mla_sm90<Tile>(params, enable_pdl, stream);
   if (status != cudaSuccess || !merges) return status;
   return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);

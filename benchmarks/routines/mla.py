@@ -18,7 +18,8 @@ _FLAGS = [
     Flag("kv_len", positive, 4096, "tokens of each request"),
     Flag("num_heads", positive, 128, "query heads"),
     Flag("page_size", positive, 64, "tokens of a page"),
-    Flag("dtype", dtype_name, "bfloat16", "dtype of queries, caches and results"),
+    Flag("dtype", dtype_name, "bfloat16", "dtype of queries and results"),
+    Flag("kv_dtype", dtype_name, "bfloat16", "dtype of caches"),
 ]
 _CKV, _KPE = 512, 64
 
@@ -26,7 +27,8 @@ _CKV, _KPE = 512, 64
 def _build(case: Namespace, device: str) -> Arguments:
     if case.qo_len > case.kv_len:
         raise ValueError(f"--qo_len must be at most --kv_len {case.kv_len}, got {case.qo_len}")
-    dtype, pages = torch_dtype(case.dtype), -(-case.kv_len // case.page_size)
+    dtype, kv_dtype = torch_dtype(case.dtype), torch_dtype(case.kv_dtype)
+    pages = -(-case.kv_len // case.page_size)
     requests, total = case.batch_size, case.batch_size * pages
     wrapper = planned(
         make_wrapper(
@@ -46,14 +48,14 @@ def _build(case: Namespace, device: str) -> Arguments:
         causal=case.qo_len > 1,
         sm_scale=192**-0.5,
         q_data_type=dtype,
-        kv_data_type=dtype,
+        kv_data_type=kv_dtype,
     )
     rows = (requests * case.qo_len, case.num_heads)
     arguments: Arguments = {"self": wrapper}
     for name, dim in (("q_nope", _CKV), ("q_pe", _KPE)):
         arguments[name] = make_tensor(*rows, dim, dtype=dtype, device=device)
     for name, dim in (("ckv_cache", _CKV), ("kpe_cache", _KPE)):
-        arguments[name] = make_tensor(total, case.page_size, dim, dtype=dtype, device=device)
+        arguments[name] = make_tensor(total, case.page_size, dim, dtype=kv_dtype, device=device)
     return {**arguments, "out": torch.empty_like(arguments["q_nope"])}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .metadata import MLAHeadDimensions, MLALayerDimensions, MLAPlanMetadata
 from .module import get_batch_mla_module
+from .one_call import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from .wrapper import BatchMLAPagedAttentionWrapper
 
 __all__ = [
@@ -12,4 +13,6 @@ __all__ = [
     "MLALayerDimensions",
     "MLAPlanMetadata",
     "get_batch_mla_module",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]

@@ -10,6 +10,7 @@ import torch
 from .._attention.checks import refuse, scalar
 from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
+from ..jit.attention.mla import FLOAT8
 from .problem import MlaOptions
 
 _SCALE_MODES = ("default", "kv-per-tensor", "bmm-scalar")
@@ -24,6 +25,7 @@ class MlaCall(NamedTuple):
     kpe_cache: torch.Tensor | None
     sm_scale: float
     o_scale: float
+    rope_factor: float
     lse_on_e: bool
 
 
@@ -80,14 +82,14 @@ class CallModes:
 
     def scales(
         self, options: MlaOptions, ckv: Any, kpe: Any, bmm1: Any, bmm2: Any
-    ) -> tuple[float, float]:
-        """Factors of the logits and of the output."""
+    ) -> tuple[float, float, float]:
+        """Factors of the logits, of the output, and of rotary products beside the first."""
         if ckv is None and kpe is None and bmm1 is None and bmm2 is None:
-            return options.sm_scale, 1.0
+            return options.sm_scale, 1.0, 1.0
         if self.scale_mode == "bmm-scalar":
             refuse("plan() was told scale_mode 'bmm-scalar'", ckv_scale=ckv, kpe_scale=kpe)
             sm_scale = options.sm_scale if bmm1 is None else _positive("bmm1_scale", bmm1)
-            return sm_scale, 1.0 if bmm2 is None else scalar("bmm2_scale", bmm2)
+            return sm_scale, 1.0 if bmm2 is None else scalar("bmm2_scale", bmm2), 1.0
         refuse(
             f"plan() was told scale_mode {self.scale_mode!r}, not 'bmm-scalar'",
             bmm1_scale=bmm1,
@@ -95,9 +97,11 @@ class CallModes:
         )
         scale = 1.0 if ckv is None else _positive("ckv_scale", ckv)
         other = 1.0 if kpe is None else _positive("kpe_scale", kpe)
-        if options.head_dim_kpe and other != scale:
+        if not options.head_dim_kpe or other == scale:
+            return options.sm_scale * scale, scale, 1.0
+        if options.kv_dtype != FLOAT8:
             raise ValueError(f"`kpe_scale` must be the `ckv_scale` {scale}, got {other}")
-        return options.sm_scale * scale, scale
+        return options.sm_scale * scale, scale, other / scale
 
 
 def read_call_modes(
@@ -164,11 +168,13 @@ def read_call(
     refuse("it belongs to another backend", **of_other_backends)
     q_nope, q_pe = modes.queries(options, query, q_nope, q_pe)
     ckv_cache, kpe_cache = modes.caches(options, kv_cache, ckv_cache, kpe_cache)
-    sm_scale, o_scale = modes.scales(options, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale)
+    sm_scale, o_scale, rope_factor = modes.scales(
+        options, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale
+    )
     if modes.use_sinks and sinks is None:
         raise ValueError("`sinks` must be given: plan() was told `use_sinks`")
     on_e = options.is_lse_on_e(return_lse_base_on_e)
-    return MlaCall(q_nope, q_pe, ckv_cache, kpe_cache, sm_scale, o_scale, on_e)
+    return MlaCall(q_nope, q_pe, ckv_cache, kpe_cache, sm_scale, o_scale, rope_factor, on_e)
 
 
 def _parts(

@@ -73,3 +73,11 @@ class PlannedModule:
             If the wrapper has no plan yet, or its plan has other heads or another mask.
         """
         self._plan_again(qo_indptr, kv_indptr, kv_len_arr, (num_heads, head_dim_ckv, causal))
+
+
+def without_gpu(*_: Any) -> None:
+    """Refuse a workspace on the CPU, in the place of the kernel."""
+    raise ValueError(
+        "`float_workspace_buffer` must be a CUDA tensor, got one on the CPU; without a GPU: "
+        "FLASHINFER_BACKEND=reference"
+    )

@@ -14,7 +14,7 @@ from .._common.arch import is_sm90a_supported
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
-from ..jit.attention.mla import HEAD_DIMS, MlaConfig
+from ..jit.attention.mla import FLOAT8, HEAD_DIMS, MlaConfig
 from .metadata import MLAPlanMetadata
 
 _LIST = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -75,7 +75,7 @@ class MlaOptions:
             on_hopper = device.type != "cuda" or is_sm90a_supported(device)
             backend = "fa3" if on_hopper else "fa2"
         types = (self.q_dtype, self.kv_dtype, self.o_dtype)
-        return MlaConfig(backend, *types, self.head_dim_ckv, self.head_dim_kpe)
+        return MlaConfig(backend, *types, self.head_dim_ckv, self.head_dim_kpe, self.kv_dtype)
 
     def is_lse_on_e(self, return_lse_base_on_e: Any) -> bool:
         """Whether a ``run`` with this argument returns natural logarithms.
@@ -131,9 +131,15 @@ def read_options(
         sm_scale=scale,
         q_dtype=q_dtype,
         kv_dtype=resolve_dtype("kv_data_type", kv_data_type),
-        o_dtype=q_dtype if output_dtype is None else resolve_dtype("output_dtype", output_dtype),
+        o_dtype=_output_dtype(q_dtype, output_dtype),
         lse_mode=lse_mode,
     )
+
+
+def _output_dtype(q_dtype: torch.dtype, output_dtype: Any) -> torch.dtype:
+    if output_dtype is not None:
+        return resolve_dtype("output_dtype", output_dtype)
+    return torch.bfloat16 if q_dtype == FLOAT8 else q_dtype
 
 
 def read_batch(metadata: Any, given: dict[str, Any], page_size: int) -> MlaBatch:

@@ -1,5 +1,6 @@
 """``BatchMLAPagedAttentionWrapper``: absorbed latent attention over a paged cache."""
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -16,7 +17,7 @@ from ..jit.attention.mla import MlaPlanner, get_mla_module_of
 from ..trace.templates.mla import mla_run_trace
 from .call import CallModes, MlaCall, read_call, read_call_modes, refuse_modes
 from .metadata import MLAPlanMetadata
-from .module import PlannedModule
+from .module import PlannedModule, without_gpu
 from .problem import MlaBatch, MlaOptions, place_indices, read_batch, read_options
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
         sm_scale : float
             Positive factor of the logits.
         q_data_type, kv_data_type : torch.dtype
-            float16 or bfloat16, both the same.
+            float16 or bfloat16, both the same; on Hopper float8_e4m3fn for caches or for both.
         use_profiler : bool
             False.
         metadata : MLAPlanMetadata, optional
@@ -205,7 +206,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
         lse_mode : str
             The base of log-sum-exps: ``"none"``: as ``run`` is told; ``"base2"``, ``"basee"``.
         output_dtype : torch.dtype, optional
-            float16 or bfloat16; by default `q_data_type`.
+            float16 or bfloat16; by default `q_data_type`, or bfloat16 if that has 8 bits.
         output_scale : str
             ``"none"``.
         scale_mode : str
@@ -262,16 +263,14 @@ class BatchMLAPagedAttentionWrapper(Planned):
                 f"`kv_indices` must have the {int(batch.kv_indptr[-1])} elements of `kv_indptr`, "
                 f"got {batch.kv_indices.numel()}"
             )
-        config = options.config(self._backend, self.device)
+        self._config = options.config(self._backend, self.device)
         self._make_plan(options, batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
         if self._use_cuda_graph:
             self._kv_indices = self._copy_to_buffers(batch)
         else:
             self._kv_indices = place_indices(batch, self.device)
         self._options, self._batch = options, batch
-        self._run = _without_gpu
-        if self.device.type == "cuda":
-            self._run = get_mla_module_of(config).mla_run
+        self._run = self._run_of(self._config.dtype_kpe)
 
     def _make_plan(
         self,
@@ -406,7 +405,8 @@ class BatchMLAPagedAttentionWrapper(Planned):
             ``[tokens, num_heads, head_dim_kpe]``, likewise; None where `head_dim_kpe` is 0.
         ckv_cache, kpe_cache : torch.Tensor
             ``[num_pages, page_size, head_dim_ckv]`` and ``[num_pages, page_size, head_dim_kpe]``,
-            with the same freedom; the two may be column slices of one tensor.
+            with the same freedom; the two may be column slices of one tensor. Beside a `ckv_cache`
+            of 8 bits, `kpe_cache` may have 16.
         out : torch.Tensor, optional
             Where the output goes: shape of `q_nope`, `output_dtype`.
         lse : torch.Tensor, optional
@@ -421,8 +421,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
             In place of `q_nope` and `q_pe`, and of the caches: pairs, or one tensor whose last
             dimension is ``head_dim_ckv + head_dim_kpe``.
         ckv_scale, kpe_scale : float, optional
-            What `ckv_cache` and `kpe_cache` are to be multiplied by; the kernel needs both to be
-            the same. None: 1.
+            Factors of the caches, None: 1; the same for both unless `ckv_cache` has 8 bits.
         sinks : torch.Tensor, optional
             ``[num_heads]`` float32: a logit per head that takes part in the softmax without a
             value.
@@ -443,6 +442,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
         """
         if self._run is None:
             raise ValueError("plan() must be called before run()")
+        assert self._options is not None and self._planner is not None  # `plan` sets them
         call = self._read_call(
             q_nope=q_nope,
             q_pe=q_pe,
@@ -462,13 +462,15 @@ class BatchMLAPagedAttentionWrapper(Planned):
             bmm1_scale=bmm1_scale,
             bmm2_scale=bmm2_scale,
         )
-        assert self._options is not None and self._planner is not None  # `plan` sets them
         q = call.q_nope
         if out is None:
             out = torch.empty(q.shape, dtype=self._options.o_dtype, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        self._run(
+        run = self._run
+        if call.kpe_cache is not None and call.kpe_cache.dtype != self._options.kv_dtype:
+            run = self._run_of(call.kpe_cache.dtype)
+        run(
             self._planner.plan,
             (self._int_workspace_buffer, self._float_workspace_buffer),
             (q, call.q_pe),
@@ -476,7 +478,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
             out,
             lse,
             sinks,
-            (call.sm_scale, call.o_scale, _LN_2 if call.lse_on_e else 1.0),
+            (call.sm_scale, call.o_scale, _LN_2 if call.lse_on_e else 1.0, call.rope_factor),
             self._enable_pdl,
         )
         if not return_lse:
@@ -484,17 +486,15 @@ class BatchMLAPagedAttentionWrapper(Planned):
         assert lse is not None
         return out, lse
 
+    def _run_of(self, dtype_kpe: torch.dtype) -> Any:
+        """The kernel of the plan for rotary rows of a dtype."""
+        config = dataclasses.replace(self._config, dtype_kpe=dtype_kpe)
+        return get_mla_module_of(config).mla_run if self.device.type == "cuda" else without_gpu
+
     def _read_call(self, **arguments: Any) -> MlaCall:
         """Arguments of ``run`` in one form, which the trace reads too."""
-        assert self._options is not None
+        assert self._options is not None  # `plan` sets them
         return read_call(self._options, self._modes, **arguments)
 
     def end_forward(self) -> None:
         """Deprecated: nothing ends with a step; here for callers that pair it."""
-
-
-def _without_gpu(*_: Any) -> None:
-    raise ValueError(
-        "`float_workspace_buffer` must be a CUDA tensor, got one on the CPU; without a GPU: "
-        "FLASHINFER_BACKEND=reference"
-    )

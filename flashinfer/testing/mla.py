@@ -51,7 +51,7 @@ def mla_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> 
     squares, lse_of_squares = _results(template, _squared(gathered))
     shift = (lse_of_squares - 2 * lse).nan_to_num(0.0).clamp(max=0.0)
     deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
-    unit = unit_roundoff(gathered["q_nope"].dtype)
+    unit = unit_roundoff(gathered["o_dtype"])
     return _Bounds(spread=8 * unit * o_scale * deviation)
 
 
@@ -68,7 +68,7 @@ def _squared(gathered: Mapping[str, Any]) -> dict[str, Any]:
     key, query = [rows], [q]
     if gathered.get("q_pe") is not None:
         key.append(gathered["kpe_cache"].double())
-        query.append(gathered["q_pe"].double())
+        query.append(gathered["q_pe"].double() * gathered.get("rope_factor", 1.0))
     sinks = gathered.get("sinks")
     return {
         **gathered,
@@ -77,5 +77,6 @@ def _squared(gathered: Mapping[str, Any]) -> dict[str, Any]:
         "ckv_cache": rows.square(),
         "kpe_cache": torch.cat(key, -1),
         "sm_scale": 2 * gathered["sm_scale"],
+        "rope_factor": 1.0,
         "sinks": None if sinks is None else 2 * sinks,
     }

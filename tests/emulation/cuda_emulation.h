@@ -90,12 +90,35 @@ inline unsigned __match_any_sync(unsigned, T value) {
   return peers;
 }
 
+// Fibers take turns, so that nothing comes between.
+template <typename T>
+inline T atomicAdd(T* address, T value) {
+  const T before = *address;
+  *address += value;
+  return before;
+}
+template <typename T>
+inline T atomicMax(T* address, T value) {
+  const T before = *address;
+  *address = std::max(before, value);
+  return before;
+}
+
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline bool __any_sync(unsigned, bool predicate) {
   const bool* all = emulation::block.exchange(predicate);
   return std::any_of(all, all + 32, [](bool x) { return x; });
 }
+
+inline unsigned __ballot_sync(unsigned, bool predicate) {
+  const bool* all = emulation::block.exchange(predicate);
+  unsigned lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) lanes |= (all[lane] ? 1u : 0u) << lane;
+  return lanes;
+}
+
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
 inline bool __all_sync(unsigned mask, bool predicate) { return !__any_sync(mask, !predicate); }
 

@@ -86,8 +86,8 @@ class Batch:
         wrapper.plan(
             *(indptr(self.qo_lens), starts, indices.to(wrapper.device), lengths, self.num_heads),
             *(self.head_dim_ckv, self.head_dim_kpe, self.page_size, self.causal, sm_scale),
-            *(self.dtype, self.dtype),
-            **changes,
+            self.dtype,
+            **{"kv_data_type": self.dtype, **changes},
         )
 
     def arguments(self, device: torch.device) -> dict[str, Any]:

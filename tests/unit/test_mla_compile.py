@@ -50,7 +50,7 @@ def test_it_multiplies_by_warpgroups_without_spills(
 ):
     strict_build.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))  # nothing is built already
     strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0")
-    library, seconds = build(MlaConfig("fa3", dtype, dtype, dtype, *dims))
+    library, seconds = build(MlaConfig("fa3", dtype, dtype, dtype, *dims, dtype))
     assert seconds < CPU_SECONDS
     assert {kernel.short_name for kernel in read_kernels(library)} == {
         "mla_sm90_kernel",
@@ -81,7 +81,7 @@ def test_the_portable_kernel_multiplies_by_warps_without_spills(
 ):
     strict_build.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", arch)
-    library, seconds = build(MlaConfig("fa2", BF16, BF16, BF16, *dims))
+    library, seconds = build(MlaConfig("fa2", BF16, BF16, BF16, *dims, BF16))
     assert seconds < CPU_SECONDS
     ((_, code),) = (
         (name, code) for name, code in read_opcodes(library).items() if "portable" in name[0]

@@ -21,13 +21,19 @@ BACKENDS = {"fa2": "mla_portable.cu", "fa3": "mla_sm90.cu"}
 """Kernels by name: for every GPU, and for Hopper."""
 
 DTYPES = (torch.float16, torch.bfloat16)
+FLOAT8 = torch.float8_e4m3fn
+"""The type of caches of 8 bits, which the kernel for Hopper has."""
+
 HEAD_DIMS = ((512, 64), (512, 0), (256, 64), (256, 0))
 """Pairs (head_dim_ckv, head_dim_kpe) that there are kernels for."""
 
 
 @dataclass(frozen=True)
 class MlaConfig(ModuleConfig):
-    """What selects code; numbers of heads, page sizes and masks are run-time arguments."""
+    """What selects code; numbers of heads, page sizes and masks are run-time arguments.
+
+    With `scaled_groups`, a float32 for each 128 columns lies after each latent row: its scale.
+    """
 
     module: ClassVar[str] = "batch_mla"
 
@@ -37,13 +43,25 @@ class MlaConfig(ModuleConfig):
     dtype_o: torch.dtype
     head_dim_ckv: int
     head_dim_kpe: int
+    dtype_kpe: torch.dtype
+    scaled_groups: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"`backend` must be one of {tuple(BACKENDS)}, got {self.backend!r}")
-        check_dtype("q_data_type", self.dtype_q, DTYPES)
-        check_dtype("kv_data_type", self.dtype_kv, (self.dtype_q,))
+        is_float8 = self.dtype_kv == FLOAT8 and self.backend == "fa3"
+        check_dtype("q_data_type", self.dtype_q, (*DTYPES, FLOAT8) if is_float8 else DTYPES)
+        kv_dtypes = (self.dtype_q, FLOAT8) if self.backend == "fa3" else (self.dtype_q,)
+        check_dtype("kv_data_type", self.dtype_kv, kv_dtypes)
+        kpe_dtypes = (FLOAT8, *DTYPES) if is_float8 else (self.dtype_kv,)
+        check_dtype("kpe_cache", self.dtype_kpe, kpe_dtypes)
         check_dtype("output_dtype", self.dtype_o, DTYPES)
+        kinds = (self.dtype_q, self.dtype_kv, self.dtype_kpe, self.head_dim_ckv, self.head_dim_kpe)
+        if self.scaled_groups and kinds != (torch.bfloat16, FLOAT8, torch.bfloat16, 512, 64):
+            raise ValueError(
+                "tokens with scales of groups must have 512 e4m3 and 64 bfloat16 columns, and "
+                f"bfloat16 queries, got {kinds}"
+            )
         if (self.head_dim_ckv, self.head_dim_kpe) not in HEAD_DIMS:
             raise ValueError(
                 "`head_dim_ckv` and `head_dim_kpe` must be one of "
@@ -58,7 +76,8 @@ class MlaConfig(ModuleConfig):
 def _aot_configs() -> Iterator[MlaConfig]:
     for backend in BACKENDS:
         for dtype in DTYPES:
-            yield MlaConfig(backend, dtype, dtype, dtype, 512, 64)
+            yield MlaConfig(backend, dtype, dtype, dtype, 512, 64, dtype)
+    yield MlaConfig("fa3", torch.bfloat16, FLOAT8, torch.bfloat16, 512, 64, FLOAT8)
 
 
 def _preset_configs() -> Iterator[MlaConfig]:
@@ -96,7 +115,7 @@ def mla_config(
     check_dtype("dtype_idx", dtype_idx, (torch.int32,))
     if use_profiler:
         raise ValueError("`use_profiler` must be False: the kernels write no profile")
-    return MlaConfig(backend, dtype_q, dtype_kv, dtype_o, head_dim_ckv, head_dim_kpe)
+    return MlaConfig(backend, dtype_q, dtype_kv, dtype_o, head_dim_ckv, head_dim_kpe, dtype_kv)
 
 
 def gen_batch_mla_module(
@@ -178,6 +197,41 @@ def get_mla_plan_module() -> Any:
     return gen_mla_plan_module().build_and_load()
 
 
+@dataclass(frozen=True)
+class MlaDevicePlanConfig(ModuleConfig):
+    """Nothing selects code: the planner is the same for every kernel."""
+
+    module: ClassVar[str] = "mla_device_plan"
+
+    @property
+    def majors(self) -> tuple[int, ...]:
+        return (8, 9, 10, 11, 12)
+
+
+def _device_plan_configs() -> Iterator[MlaDevicePlanConfig]:
+    yield MlaDevicePlanConfig()
+
+
+@register_generator(aot=_device_plan_configs, presets={"mla": _device_plan_configs})
+def gen_mla_device_plan_module(config: MlaDevicePlanConfig | None = None) -> JitSpec:
+    """The module with ``mla_device_plan``, which plans from lengths on the device."""
+    return JitSpec.from_config(
+        config or MlaDevicePlanConfig(), ["mla_device_plan.cu", "mla_device_plan_jit_binding.cc"]
+    )
+
+
+@functools.cache
+def get_mla_device_plan_module() -> Any:
+    """The loaded module, compiled first if need be."""
+    return gen_mla_device_plan_module().build_and_load()
+
+
+@functools.cache
+def mla_plan_size() -> int:
+    """Bytes of a plan that ``mla_run`` reads."""
+    return get_mla_plan_module().mla_plan_size()
+
+
 class MlaPlanner:
     """Plans launches, with scratch and staging memory of its own; one thread at a time.
 
@@ -193,7 +247,7 @@ class MlaPlanner:
         self._native = torch.zeros(module.mla_planner_size(), dtype=torch.uint8)
         module.mla_plan_create(self._native)
         self._plan = module.mla_plan
-        self.plan = torch.zeros(module.mla_plan_size(), dtype=torch.uint8)
+        self.plan = torch.zeros(mla_plan_size(), dtype=torch.uint8)
         # The callback keeps the module and the planner's bytes alive.
         weakref.finalize(self, module.mla_plan_destroy, self._native)
 

@@ -3,7 +3,7 @@
 For a request with query tokens at positions P_i = kv_len - qo_len + i, all heads h sharing the
 latent row c_j and the rotary row r_j of KV token j,
 
-    x_hij = sm_scale * (q_nope_hi . c_j + q_pe_hi . r_j)
+    x_hij = sm_scale * (q_nope_hi . c_j + rope_factor * q_pe_hi . r_j)
     o_hi  = o_scale * sum_j exp(x_hij) c_j / (sum_j exp(x_hij) + exp(sink_h))
     lse_hi = log(sum_j exp(x_hij) + exp(sink_h))
 
@@ -38,11 +38,12 @@ def _mla_paged_reference(
     kv_len_arr: torch.Tensor,
     sm_scale: float,
     o_scale: float = 1.0,
+    rope_factor: float = 1.0,
     causal: bool = False,
     lse_base: str = "log2",
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o = o_scale softmax(sm_scale (q_nope ckv^T + q_pe kpe^T)) ckv of each request, and its LSE.
+    """o = o_scale softmax(sm_scale (q_nope ckv^T + rope_factor q_pe kpe^T)) ckv, and its LSE.
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
     """
@@ -59,7 +60,8 @@ def _mla_paged_reference(
         logits = torch.einsum("qhd,kd->qhk", q_nope[rows].double(), latent)
         if q_pe is not None and kpe_cache is not None:
             rotary = kpe_cache[pages, tokens % page_size].double()
-            logits = logits + torch.einsum("qhd,kd->qhk", q_pe[rows].double(), rotary)
+            products = torch.einsum("qhd,kd->qhk", q_pe[rows].double(), rotary)
+            logits = logits + rope_factor * products
         logits = logits * sm_scale
         if causal:
             position = torch.arange(qo_len, device=device) + kv_len - qo_len
@@ -95,6 +97,7 @@ def _gather(run: Arguments) -> dict[str, Any]:
         "head_dim_kpe": options.head_dim_kpe,
         "sm_scale": call.sm_scale,
         **({"o_scale": call.o_scale} if call.o_scale != 1.0 else {}),
+        **({"rope_factor": call.rope_factor} if call.rope_factor != 1.0 else {}),
         "causal": options.causal,
         "lse_base": "ln" if call.lse_on_e else "log2",
         "sinks": run.get("sinks"),
@@ -124,6 +127,7 @@ _AXES: dict[str, Axis] = {
     "len_indptr": Var("batch_size + 1."),
 }
 _FLOAT16 = ("bfloat16", "float16")
+_FLOAT = (*_FLOAT16, "float8_e4m3fn")
 
 
 def _template(*, lse: bool) -> TraceTemplate:
@@ -150,7 +154,7 @@ def _template(*, lse: bool) -> TraceTemplate:
         axes=_AXES,
         inputs={
             "q_nope": Tensor(
-                ["total_q", "num_heads", "head_dim_ckv"], dtypes=_FLOAT16, layout="rows"
+                ["total_q", "num_heads", "head_dim_ckv"], dtypes=_FLOAT, layout="rows"
             ),
             "q_pe": Tensor(
                 ["total_q", "num_heads", "head_dim_kpe"],
@@ -158,9 +162,9 @@ def _template(*, lse: bool) -> TraceTemplate:
                 optional=True,
                 layout="rows",
             ),
-            "ckv_cache": Tensor([*page, "head_dim_ckv"], dtype_from="q_nope", layout="rows"),
+            "ckv_cache": Tensor([*page, "head_dim_ckv"], dtypes=_FLOAT, layout="rows"),
             "kpe_cache": Tensor(
-                [*page, "head_dim_kpe"], dtype_from="q_nope", optional=True, layout="rows"
+                [*page, "head_dim_kpe"], dtypes=_FLOAT, optional=True, layout="rows"
             ),
             "qo_indptr": indices("len_indptr", "First query token of each request."),
             "kv_indptr": indices("len_indptr", "First entry of each request in kv_indices."),
@@ -168,6 +172,9 @@ def _template(*, lse: bool) -> TraceTemplate:
             "kv_len_arr": indices("batch_size", "KV tokens of each request."),
             "sm_scale": Scalar("float32", description="Factor of the logits."),
             "o_scale": Scalar("float32", optional=True, description="Factor of the output."),
+            "rope_factor": Scalar(
+                "float32", optional=True, description="Factor of rotary logits beside sm_scale."
+            ),
             "sinks": Tensor(
                 ["num_heads"], dtype="float32", optional=True, description="Logit of no token."
             ),

@@ -30,10 +30,15 @@ class MlaMerger {
         thread_(threadIdx.x % kColumnThreads),
         group_(threadIdx.x / kColumnThreads) {}
 
+  // The plan is older than the grid before, which has waited for it: only the parts come from
+  // there.
   __device__ __forceinline__ void run() {
     const int num_units = params_.header->num_merges * kRows;
+    MlaMerge merge = {};
+    if (static_cast<int>(blockIdx.x) < num_units) merge = params_.merges[blockIdx.x / kRows];
+    ptx::grid_dependency_wait();
     for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
-      const MlaMerge merge = params_.merges[unit / kRows];
+      if (unit != static_cast<int>(blockIdx.x)) merge = params_.merges[unit / kRows];
       const int place = unit % kRows;
       if (merge.num_parts > kFewParts) {
         merge_together(merge, place);
@@ -140,7 +145,6 @@ template <typename O, int kDimCkv>
 __global__ void __launch_bounds__(MlaMerger<O, kDimCkv>::kThreads)
     mla_merge_kernel(const __grid_constant__ MlaParams params) {
   __shared__ typename MlaMerger<O, kDimCkv>::Shared shared;
-  ptx::grid_dependency_wait();
   MlaMerger<O, kDimCkv>(params, shared).run();
 }
 

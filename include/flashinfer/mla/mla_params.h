@@ -40,6 +40,7 @@ struct MlaParams {
   uint32_t num_ctas;
   float sm_scale_log2;  // of logits, times log2(e)
   float o_scale;        // of outputs
+  float rope_factor;    // of rotary products, beside sm_scale; read where caches have 8 bits
   float lse_factor;     // 1: base 2; ln 2: base e
   bool causal;          // the last query token is at the last KV token
 };

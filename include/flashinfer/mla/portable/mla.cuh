@@ -304,8 +304,8 @@ __global__ void __launch_bounds__(256, 1)
   static_assert(Tile::kThreads == 256);
   extern __shared__ __align__(128) char shared[];
   ptx::grid_dependency_wait();
-  MlaPortable<Tile>(params, shared).run();
   ptx::grid_launch_dependents();
+  MlaPortable<Tile>(params, shared).run();
 #endif
 }
 

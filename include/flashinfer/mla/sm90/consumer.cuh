@@ -81,6 +81,7 @@ class MlaConsumer {
     sum_[0] = sum_[1] = 0.f;
     set_limits(item);
     ptx::mbarrier_wait(address(control_.q_full), parity);
+    set_scales();
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kStep) {
       const bool has_second = token + Tile::kBlock < item.kv_end;
       const bool is_last = token + Tile::kStep >= item.kv_end;
@@ -253,6 +254,14 @@ class MlaConsumer {
     least_limit_ = limit(0);
   }
 
+  __device__ __forceinline__ void set_scales() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scales_[h] = params_.sm_scale_log2;
+      if constexpr (Tile::kWidens) scales_[h] *= control_.row_scale[row_ + 8 * h];
+    }
+  }
+
   // The largest logits of the thread's rows, scaled; hidden ones become -inf.
   __device__ __forceinline__ void find_largest(Logits& logits, float (&largest)[2],
                                                int token) const {
@@ -266,7 +275,7 @@ class MlaConsumer {
       }
       largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 1));
       largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 2));
-      largest[h] *= params_.sm_scale_log2;
+      largest[h] *= scales_[h];
     }
   }
 
@@ -295,8 +304,7 @@ class MlaConsumer {
         float pair[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          pair[e] =
-              math::ptx_exp2(fmaf(logits[j][2 * h + e], params_.sm_scale_log2, -reference[h]));
+          pair[e] = math::ptx_exp2(fmaf(logits[j][2 * h + e], scales_[h], -reference[h]));
           sum[h] += pair[e];
         }
         weights[step][r] = PackedPair<T>::pack(pair[0], pair[1]);
@@ -384,6 +392,7 @@ class MlaConsumer {
   int warp_idx_, lane_idx_, row_;
   uint32_t uses_ = 0;  // of the own block
   int limits_[2], least_limit_;
+  float scales_[2];            // of logits of the thread's rows
   float largest_[2], sum_[2];  // of the thread's rows; sums of its own weights
 };
 

@@ -1,6 +1,6 @@
 // MLA for Hopper (sm_90a). CTAs are persistent, one per SM; each walks its share of the plan's
-// items. One warpgroup loads (producer.cuh), two multiply (consumer.cuh). Sums run in a fixed
-// order: results repeat bit for bit.
+// items. One warpgroup loads (producer.cuh, or widener.cuh from 8 bits), two multiply
+// (consumer.cuh). Sums run in a fixed order: results repeat bit for bit.
 //
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once
@@ -8,6 +8,7 @@
 #include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/sm90/consumer.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/mla/sm90/widener.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/setmaxnreg.cuh>
 
@@ -35,13 +36,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   MlaControl& control = *reinterpret_cast<MlaControl*>(shared + Tile::kOffsetControl);
-  if (threadIdx.x == 0) init_mla_barriers(control, params.box_rows == 0);
+  if (threadIdx.x == 0) init_mla_barriers(control, Tile::kWidens || params.box_rows == 0);
   __syncthreads();
   ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();  // the merge finds no room before this CTA has ended
   const int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup_idx == 2) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
-    MlaProducer<Tile>(params, shared, control).run();
+    if constexpr (Tile::kWidens) {
+      MlaWidener<Tile>(params.mla, shared, control).run();
+    } else {
+      MlaProducer<Tile>(params, shared, control).run();
+    }
   } else if (warpgroup_idx == 0) {
     ptx::increase_registers<Tile::kConsumerRegisters>();
     MlaConsumer<Tile, 0>(params.mla, shared, control).run();
@@ -49,7 +55,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::increase_registers<Tile::kConsumerRegisters>();
     MlaConsumer<Tile, 1>(params.mla, shared, control).run();
   }
-  ptx::grid_launch_dependents();
 #endif
 }
 

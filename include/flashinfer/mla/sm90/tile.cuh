@@ -8,13 +8,25 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <type_traits>
 
 namespace flashinfer {
 
-template <typename T_, typename O_, int kDimCkv_, int kDimKpe_>
+// T is what the tensor cores multiply; queries, latent rows and rotary rows may lie in other types
+// in memory.
+template <typename T_, typename O_, int kDimCkv_, int kDimKpe_, typename Q_ = T_,
+          typename Ckv_ = T_, typename Kpe_ = T_, bool kScaled_ = false>
 struct MlaTile {
   using T = T_;
   using O = O_;
+  using Q = Q_;
+  using Ckv = Ckv_;
+  using Kpe = Kpe_;
+  static constexpr bool kWidens = sizeof(Ckv) == 1;
+  // After a latent row lies a float32 for each 128 columns, its scale.
+  static constexpr bool kScaled = kScaled_;
+  static_assert(!kScaled || (kWidens && kDimCkv_ == 512));
+  static_assert(kWidens || (std::is_same_v<Q, T> && std::is_same_v<Ckv, T>));
   static_assert(sizeof(T) == 2);
   static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;
   static_assert((kDimCkv == 512 || kDimCkv == 256) && (kDimKpe == 64 || kDimKpe == 0));
@@ -28,8 +40,10 @@ struct MlaTile {
   static constexpr int kOutputTiles = kDimCkv / 2 / 8;
 
   static constexpr int kConsumerThreads = 256, kThreads = 384;
-  static constexpr int kProducerRegisters = kDimCkv == 512 ? 56 : 72;
-  static constexpr int kConsumerRegisters = kDimCkv == 512 ? 224 : 216;
+  static constexpr int kProducerRegisters = kWidens ? 88 : kDimCkv == 512 ? 56 : 72;
+  static constexpr int kConsumerRegisters = kWidens ? 208 : kDimCkv == 512 ? 224 : 216;
+  // A launch has 168 for each thread. Asking for more waits for ever.
+  static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
 
   static constexpr int kOffsetQ = 0;
   static constexpr int kOffsetK = kChunks * kChunkBytes;  // of block 0
@@ -47,6 +61,7 @@ struct MlaControl {
   uint64_t kv_empty[2][2];             // left, right; kpe is given back with the half that is last
   float largest[2][64];                // of rows, as the first and the second block left them
   float sums[2][2][64];                // by parity of the item, of either warpgroup
+  float row_scale[64];                 // of logits, where queries were widened
 };
 
 template <typename Tile>
