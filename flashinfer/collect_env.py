@@ -17,7 +17,7 @@ from typing import Any
 from . import env, version
 from .compilation_context import CompilationContext
 from .jit import env as jit_env
-from .jit import toolchain
+from .jit import host_parts, nvrtc, toolchain
 
 # Distributions whose versions decide how FlashInfer behaves.
 PACKAGES = (
@@ -27,6 +27,7 @@ PACKAGES = (
     "numpy",
     "nvidia-ml-py",
     "nvidia-cuda-nvcc",
+    "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime",
     "nvidia-cutlass",
     "cupti-python",
@@ -141,7 +142,15 @@ def _toolchain() -> dict[str, Any]:
             found[what] = f"{value.get('nvcc') or value.get('path')}: {value['version']}{folder}"
         else:
             found[what] = value
-    return found | {"targets": _or_broken(_targets)}
+    return found | {"nvrtc": _or_broken(_nvrtc), "targets": _or_broken(_targets)}
+
+
+def _nvrtc() -> str:
+    """The NVRTC library, and how many modules it can compile."""
+    parts = host_parts.read_index(host_parts.folder())
+    served = f"{len(parts)} host parts in {host_parts.folder()}"
+    path = nvrtc.library()
+    return f"{path}: {toolchain.nvrtc_version(path)}, {served}" if path else f"none, {served}"
 
 
 def _targets() -> str | None:
