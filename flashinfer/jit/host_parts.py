@@ -23,6 +23,8 @@ from . import files, trust
 from .errors import DamagedError
 
 INDEX = "index.json"
+SERVED = ("act_and_mul", "norm", "page")
+"""Families whose kernels have run on a GPU through NVRTC; the others are refused by name."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class HostPart:
             )
 
 
+def is_served(name: str) -> bool:
+    """Whether a module is of a family that NVRTC serves."""
+    return any(name == family or name.startswith(f"{family}_") for family in SERVED)
+
+
 def folder() -> Path:
     """Where host parts are looked for."""
     return env.FLASHINFER_HOST_DIR.get() or jit_env.FLASHINFER_HOST_PARTS_DIR
@@ -94,6 +101,8 @@ def why_not(name: str, content: str) -> str:
     """Why `find` has nothing for a module, as the end of a sentence."""
     place = folder()
     known = read_index(place).get(name)
+    if known is None and not is_served(name):
+        return f"its family is not served yet, only {', '.join(SERVED)} are"
     if known is None:
         return f"there is no prebuilt host part of it in {place}"
     if known["content"] != content:

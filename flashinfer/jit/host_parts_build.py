@@ -39,7 +39,9 @@ class HostPartModule(cpp_ext.NinjaModule):
         return commands
 
 
-def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> dict[str, str]:
+def build(
+    specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False, unproven: bool = False
+) -> dict[str, str]:
     """Build the host parts of modules into a folder, with its index.
 
     Parameters
@@ -50,6 +52,8 @@ def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> 
         The folder; what it has of other modules stays.
     verbose : bool
         Log each command.
+    unproven : bool
+        Take families too whose kernels have not run through NVRTC on a GPU.
 
     Returns
     -------
@@ -62,11 +66,12 @@ def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> 
         If a compiler fails.
     """
     left_out: dict[str, str] = {}
-    served = [spec for spec in specs if _is_served(spec, left_out)]
+    served = [spec for spec in specs if _is_served(spec, left_out, unproven)]
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="flashinfer-host-") as temporary:
         scratch = Path(temporary)
-        _compile(served, scratch, verbose)
+        if served:
+            _compile(served, scratch, verbose)
         index = host_parts.read_index(out_dir)
         for spec in served:
             library = scratch / spec.name / f"{spec.name}.so"
@@ -81,7 +86,10 @@ def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> 
     return left_out
 
 
-def _is_served(spec: ModuleSpec, left_out: dict[str, str]) -> bool:
+def _is_served(spec: ModuleSpec, left_out: dict[str, str], unproven: bool) -> bool:
+    if not unproven and not host_parts.is_served(spec.name):
+        left_out[spec.name] = "its family has not run through NVRTC on a GPU"
+        return False
     if spec.needs_device_linking:
         left_out[spec.name] = "its device code is linked"
         return False

@@ -118,6 +118,21 @@ def test_an_unserved_module_is_refused_by_name(bare: Path, monkeypatch: pytest.M
         spec().build()
 
 
+def test_a_family_that_is_not_served_says_so(bare: Path, monkeypatch: pytest.MonkeyPatch):
+    from flashinfer.jit.page import gen_page_module
+    from flashinfer.jit.registry import preset_specs
+
+    (plan,) = (s for s in preset_specs("llama-bf16") if s.name == "attention_plan")
+    left_out = host_parts_build.build([plan], bare)
+    assert left_out == {"attention_plan": "its family has not run through NVRTC on a GPU"}
+    with pytest.raises(
+        jit.ToolchainError, match="attention_plan .*only act_and_mul, norm, page are"
+    ):
+        plan.build()
+    assert host_parts.is_served(gen_page_module().name) and host_parts.is_served(NAME)
+    assert not host_parts.is_served("fused_rmsnorm_dtype_bf16")
+
+
 def test_without_nvrtc_the_error_says_what_is_missing(bare: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("FLASHINFER_NVRTC")
     monkeypatch.setattr(nvrtc, "_search", lambda *roots: None)
