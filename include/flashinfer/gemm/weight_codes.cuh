@@ -159,4 +159,29 @@ __device__ __forceinline__ float scale_to_float(T scale) {
   return to_float(scale);
 }
 
+// The bits of a scale, and back: a conversion waits for the load, bits need not.
+template <typename T>
+__device__ __forceinline__ uint32_t scale_bits(const T* scale) {
+  if constexpr (sizeof(T) == 1) {
+    return __ldg(reinterpret_cast<const uint8_t*>(scale));
+  } else if constexpr (sizeof(T) == 2) {
+    return __ldg(reinterpret_cast<const uint16_t*>(scale));
+  } else {
+    return __ldg(reinterpret_cast<const uint32_t*>(scale));
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float scale_of_bits(uint32_t bits) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(bits);
+  } else if constexpr (std::is_same_v<T, uint8_t>) {
+    return scale_to_float(static_cast<uint8_t>(bits));
+  } else if constexpr (sizeof(T) == 1) {
+    return to_float(T{static_cast<uint8_t>(bits)});
+  } else {
+    return to_float(T{static_cast<uint16_t>(bits)});
+  }
+}
+
 }  // namespace flashinfer

@@ -19,6 +19,7 @@ template <typename Tile>
 class WeightGemm {
   using A = typename Tile::A;
   using Codes = typename Tile::Codes;
+  using Scale = typename Tile::Scale;
   static constexpr int kStages = Tile::kStages, kTokenTiles = Tile::kTokenTiles;
   static constexpr int kChunkStages = Tile::kChunkStages;
   static constexpr int kRowPieces = Tile::kChunkRowBytes / 16;  // of a token's activations
@@ -135,27 +136,24 @@ class WeightGemm {
     return token * Tile::kChunkRowBytes + (piece ^ (token & 1) * 4) * 16;
   }
 
-  // Scales of this lane's two rows for stage `i`; lane t of four loads its share of each row's.
+  // Loads the scales of this lane's two rows for stage `i`; lane t of four loads its share of each
+  // row's. Indices stay inside, so that no branch keeps the loads from being overtaken: a scale
+  // that does not belong here meets sums of zero, or rows that are not stored.
   __device__ __forceinline__ void load_scales(uint32_t i) {
     if constexpr (Tile::kStageScales == 0) return;
     constexpr int kLaneScales = Tile::kLaneScales;
-    using Scale = typename Tile::Scale;
     constexpr uint32_t kGroup = Tile::kGroup == 0 ? 1 : Tile::kGroup;
-    const uint32_t groups = ceil_div(params_.k, kGroup);
+    const uint32_t last = ceil_div(params_.k, kGroup) - 1;
     const uint32_t first = (first_ + i) * Tile::kTileK / kGroup + lane_idx_ % 4 * kLaneScales;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t row = weight_row<Tile>(params_, warp_idx_ * 16 + lane_idx_ / 4 + half * 8);
+      const uint32_t local = warp_idx_ * 16 + lane_idx_ / 4 + half * 8;
+      const uint32_t row = min(weight_row<Tile>(params_, local), params_.n - 1);
       const Scale* scales = static_cast<const Scale*>(params_.scales) +
                             work_.group * params_.scale_group_stride + row * params_.scale_stride;
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j) {
-        float scale = 0.f;
-        const bool mine = Tile::kStageScales >= 4 || lane_idx_ % 4 < Tile::kStageScales;
-        if (mine && i < count_ && row < params_.n && first + j < groups) {
-          scale = scale_to_float(scales[first + j]);
-        }
-        next_scales_[half * kLaneScales + j] = scale;
+        next_scales_[half * kLaneScales + j] = scale_bits(scales + min(first + j, last));
       }
     }
   }
@@ -163,8 +161,9 @@ class WeightGemm {
   // Scale `index` of the stage, for row lane / 4 + 8 half.
   __device__ __forceinline__ float scale(int index, int half) const {
     constexpr int kLaneScales = Tile::kLaneScales;
-    const float mine = scales_[half * kLaneScales + index % kLaneScales];
-    return __shfl_sync(0xffffffffu, mine, (lane_idx_ & ~3) + index / kLaneScales);
+    const uint32_t mine = scales_[half * kLaneScales + index % kLaneScales];
+    const int source = (lane_idx_ & ~3) + index / kLaneScales;
+    return scale_of_bits<Scale>(__shfl_sync(0xffffffffu, mine, source));
   }
 
   __device__ __forceinline__ void multiply(uint32_t i, Sums& sums) const {
@@ -250,7 +249,7 @@ class WeightGemm {
   const char* weights_[4];
   uint32_t pieces_;  // of 16 bytes that this lane copies of a row
   int warp_idx_, lane_idx_;
-  float scales_[2 * Tile::kLaneScales] = {}, next_scales_[2 * Tile::kLaneScales] = {};
+  uint32_t scales_[2 * Tile::kLaneScales] = {}, next_scales_[2 * Tile::kLaneScales] = {};
 };
 
 template <typename Tile>
