@@ -20,6 +20,7 @@ SMALL = ["--batch_size", "4", "--hidden_size", "64"]
 _SMALL_SIZES = {
     "batch_size": 4,
     "hidden_size": 256,
+    "output_size": 24,
     "num_elements": 1000,
     "segment_length": 100,
     "frames": 2,

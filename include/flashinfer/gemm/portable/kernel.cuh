@@ -253,7 +253,7 @@ class WeightGemm {
 };
 
 template <typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kTokens <= 16 ? 2 : 1)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     weight_gemm_kernel(const __grid_constant__ WeightGemmParams params) {
   extern __shared__ __align__(128) char memory[];
   ptx::grid_launch_dependents();

@@ -53,6 +53,8 @@ struct WeightGemmTile : Config {
   static constexpr int kOffsetActivations = kWarps * kStages * kStageBytes;
   static constexpr int kSumStride = kColumns + 4;  // keeps lanes in different banks
   static constexpr int kSharedBytes = kOffsetActivations + 2 * kActivationBytes;
+  // CTAs of an SM that registers shall allow; shared memory has no room for two of the large ones.
+  static constexpr int kLeastCtas = kTokens == 8 || (kTokens == 16 && kWarps <= 4) ? 2 : 1;
   static_assert(kTokens * kSumStride * 4 <= kSharedBytes, "sums replace the operands");
 };
 

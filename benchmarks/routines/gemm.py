@@ -1,0 +1,127 @@
+"""Products of activations with weights: 16 bits, 8 bits with scales of blocks, 4-bit weights."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+
+from flashinfer.testing import CheckOptions, error_bound, make_tensor
+
+from .base import Arguments, Backend, Flag, Routine, positive, register
+
+_SHAPE = [
+    Flag("batch_size", positive, 16, "rows (tokens)"),
+    Flag("output_size", positive, 4096, "rows of the weight"),
+    Flag("hidden_size", positive, 14336, "elements of a row of the weight"),
+]
+_FORMATS = {"int4": 128, "mxfp4": 32, "nvfp4": 16}
+_SCALE_BLOCK = 128
+
+
+def _flops(case: Namespace) -> int:
+    return int(2 * case.batch_size * case.output_size * case.hidden_size)
+
+
+def _out(case: Namespace, device: str) -> torch.Tensor:
+    return torch.empty(case.batch_size, case.output_size, dtype=torch.bfloat16, device=device)
+
+
+def _rows(case: Namespace, rows: int, device: str) -> torch.Tensor:
+    return make_tensor(rows, case.hidden_size, dtype=torch.bfloat16, device=device)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(a, b, out=out)
+
+
+def _build_mm(case: Namespace, device: str) -> Arguments:
+    weight = _rows(case, case.output_size, device)
+    return {"a": _rows(case, case.batch_size, device), "b": weight.T, "out": _out(case, device)}
+
+
+def _build_groupwise(case: Namespace, device: str) -> Arguments:
+    m, n, blocks = case.batch_size, case.output_size, case.hidden_size // _SCALE_BLOCK
+    return {
+        "a": _rows(case, m, device).to(torch.float8_e4m3fn),
+        "b": _rows(case, n, device).to(torch.float8_e4m3fn),
+        "a_scale": torch.rand(m, blocks, device=device),
+        "b_scale": torch.rand(-(-n // _SCALE_BLOCK), blocks, device=device),
+        "scale_major_mode": "K",
+        "out": _out(case, device),
+    }
+
+
+def _format(text: str) -> str:
+    """Format of 4-bit weights."""
+    if text not in _FORMATS:
+        raise ValueError(f"{text!r} is no format; use one of {', '.join(_FORMATS)}")
+    return text
+
+
+def _build_weight_only(case: Namespace, device: str) -> Arguments:
+    n, k = case.output_size, case.hidden_size
+    scale = torch.rand(n, k // _FORMATS[case.weight_format], device=device) + 0.5
+    if case.weight_format == "mxfp4":
+        scale = (scale * 4 + 124).to(torch.uint8)
+    else:
+        scale = scale.to({"int4": torch.bfloat16}.get(case.weight_format, torch.float8_e4m3fn))
+    return {
+        "input": _rows(case, case.batch_size, device),
+        "weight": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device),
+        "weight_scale": scale,
+        "weight_format": case.weight_format,
+        "out": _out(case, device),
+    }
+
+
+def _options(largest: float, operations: int) -> CheckOptions:
+    """Sums lose what the size of their terms says, not that of their results."""
+    return CheckOptions(bound=error_bound(torch.bfloat16, operations=operations, magnitude=largest))
+
+
+register(
+    Routine(
+        name="mm_bf16",
+        api="flashinfer.gemm:mm_bf16",
+        flags=_SHAPE,
+        build=_build_mm,
+        reads=["a", "b"],
+        writes=["out"],
+        flops=_flops,
+        check_options=lambda template, arguments: _options(
+            4.0 * arguments["a"].shape[1] ** 0.5, 64
+        ),
+        backends={"cuda": Backend("flashinfer.gemm:mm_bf16"), "torch": Backend(_matmul)},
+    )
+)
+register(
+    Routine(
+        name="gemm_fp8_nt_groupwise",
+        api="flashinfer.gemm:gemm_fp8_nt_groupwise",
+        flags=_SHAPE,
+        build=_build_groupwise,
+        reads=["a", "b", "a_scale", "b_scale"],
+        writes=["out"],
+        flops=_flops,
+        check_options=lambda template, arguments: _options(
+            4.0 * arguments["a"].shape[1] ** 0.5, 4096
+        ),
+        backends={"cuda": Backend("flashinfer.gemm:gemm_fp8_nt_groupwise")},
+    )
+)
+register(
+    Routine(
+        name="weight_only_linear",
+        api="flashinfer.gemm:weight_only_linear",
+        flags=[*_SHAPE, Flag("weight_format", _format, "int4", "format: int4, mxfp4 or nvfp4")],
+        build=_build_weight_only,
+        reads=["input", "weight", "weight_scale"],
+        writes=["out"],
+        flops=_flops,
+        check_options=lambda template, arguments: _options(
+            64.0 * arguments["input"].shape[1] ** 0.5, 64
+        ),
+        backends={"cuda": Backend("flashinfer.gemm:weight_only_linear")},
+    )
+)
