@@ -115,12 +115,12 @@ def weight_only_linear(
         the first of two codes in the lower four bits: two's complement for ``"int4"``, e2m1 for
         ``"mxfp4"`` and ``"nvfp4"``.
     weight_scale : torch.Tensor
-        What the codes are multiplied by, rows contiguous. For integers of `input`'s type or
+        Factors of the codes, rows contiguous. For integers of `input`'s type or
         float32, ``[n]`` or ``[n, 1]`` for a scale per row, or ``[n, k / group]`` with groups of 32,
         64 or 128 elements. ``"mxfp4"``: ``[n, k / 32]``, float8_e8m0fnu or the same bytes as
         uint8. ``"nvfp4"``: ``[n, k / 16]``, float8_e4m3fn or the same bytes as uint8.
     weight_format : {"int4", "int8", "mxfp4", "nvfp4"}
-        What the codes are.
+        Format of the codes.
     alpha : torch.Tensor, optional
         One float32 element on the GPU, such as the global scale of NVFP4 weights; 1 if None.
     bias : torch.Tensor, optional

@@ -20,7 +20,7 @@ FORMATS = ("plain", "int8", "int4", "mxfp4", "nvfp4")
 
 @dataclass(frozen=True)
 class WeightGemmConfig(ModuleConfig):
-    """What selects code.
+    """The fields that select code.
 
     Attributes
     ----------
