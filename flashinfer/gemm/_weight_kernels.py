@@ -6,12 +6,18 @@ import functools
 
 import torch
 
-from .._common.arch import get_compute_capability, get_device_sm_count
+from .._common.arch import (
+    get_compute_capability,
+    get_device_sm_count,
+    get_shared_bytes_per_block_optin,
+)
 from .._common.kernels import Kernel
 from ..jit.weight_gemm import WeightGemmConfig, gen_weight_gemm_module
 
 _STAGE_BITS = 1024  # of each weight row, that are loaded at a time
+_WARP_STAGE_BYTES = 16 * _STAGE_BITS // 8
 _TOKENS = (8, 16, 32, 64)
+_LEAST_WARPS, _MOST_WARPS = 2, 8
 _MOST_SPLITS = 8  # CTAs of a cluster that every GPU can place
 _LEAST_STAGES = 4  # for each of them
 
@@ -20,6 +26,20 @@ _LEAST_STAGES = 4  # for each of them
 def get_weight_gemm_kernel(config: WeightGemmConfig) -> Kernel:
     """The loaded kernel, compiled first if need be."""
     return gen_weight_gemm_module(config).build_and_load().weight_gemm
+
+
+def shared_bytes(weights: str, tokens: int, warps: int) -> int:
+    """Shared memory of a CTA, as gemm/portable/tile.cuh says it."""
+    plain = weights == "plain"
+    chunk_stages = 8 if plain else 4 if tokens <= 32 else 2
+    stages = 8 if plain and warps <= 4 else 4 if tokens <= 32 else 3
+    activations = 2 * tokens * chunk_stages * 2 * (_STAGE_BITS // weight_bits(weights))
+    return warps * stages * _WARP_STAGE_BYTES + activations
+
+
+def weight_bits(weights: str) -> int:
+    """Bits of a weight of one of `FORMATS`."""
+    return {"plain": 16, "int8": 8}.get(weights, 4)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -41,19 +61,21 @@ def choose_weight_config(
     do not give as many, k is split among the CTAs of a cluster, and then CTAs have fewer warps.
     """
     sms = get_device_sm_count(device)
-    tokens = next(size for size in _TOKENS if rows <= size or size == _TOKENS[-1])
-    bits = {"plain": 16, "int8": 8}.get(weights, 4)
-    stages = -(-k * bits // _STAGE_BITS)
-    token_tiles = -(-rows // tokens)
+    limit = get_shared_bytes_per_block_optin(device)
+    stages = -(-k * weight_bits(weights) // _STAGE_BITS)
+    fitting = [size for size in _TOKENS if shared_bytes(weights, size, _LEAST_WARPS) <= limit]
+    tokens = next((size for size in fitting if rows <= size), fitting[-1])
 
     def ctas(warps: int, splits: int) -> int:
-        return -(-columns // (16 * warps)) * token_tiles * splits
+        return -(-columns // (16 * warps)) * -(-rows // tokens) * splits
 
     most = _MOST_SPLITS if get_compute_capability(device)[0] >= 9 else 1
-    warps, splits = 8, 1
+    warps, splits = _MOST_WARPS, 1
     while splits < most and stages >= 2 * splits * _LEAST_STAGES and ctas(warps, splits) < sms // 2:
         splits *= 2
-    while warps > 2 and ctas(warps, splits) < sms // 2:
+    while warps > _LEAST_WARPS and (
+        ctas(warps, splits) < sms // 2 or shared_bytes(weights, tokens, warps) > limit
+    ):
         warps //= 2
     return WeightGemmConfig(
         dtype, dtype_out, weights, dtype_scale, group_size, tokens, warps, splits, activation

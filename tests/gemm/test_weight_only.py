@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flashinfer import dsv3_ops, gemm
-from flashinfer.gemm._weight_kernels import choose_weight_config
+from flashinfer.gemm import _weight_kernels
+from flashinfer.gemm._weight_kernels import choose_weight_config, shared_bytes
 from flashinfer.jit.core import build_jit_specs
 from flashinfer.jit.weight_gemm import gen_weight_gemm_module
 
@@ -141,6 +142,28 @@ def test_routers(name: str, dtype: torch.dtype, device: torch.device) -> None:
         _assert_near(out, left @ right, left.abs() @ right.abs())
     with pytest.raises(ValueError, match="`mat_a` must have shape"):
         getattr(dsv3_ops, name)(weight[:17], weight.T, out)
+
+
+@pytest.mark.parametrize(
+    ("kib", "capability"), [(99, (8, 9)), (163, (8, 0)), (227, (9, 0)), (99, (12, 0))]
+)
+def test_the_choice_fits_the_gpu(
+    kib: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {
+        "get_shared_bytes_per_block_optin": kib << 10,
+        "get_compute_capability": capability,
+        "get_device_sm_count": 100,
+    }
+    for name, value in known.items():
+        monkeypatch.setattr(_weight_kernels, name, lambda device, value=value: value)
+    choose = choose_weight_config.__wrapped__
+    for weights in ("plain", "int8", "int4"):
+        for rows in (1, 16, 40, 500):
+            config = choose(torch.device("cpu"), BF16, BF16, weights, BF16, 0, rows, 4096, 4096)
+            assert shared_bytes(weights, config.tokens, config.warps) <= kib << 10
+            assert config.splits == 1 or capability[0] >= 9
+            assert config.tokens >= min(rows, 16)
 
 
 @pytest.mark.parametrize(
