@@ -17,7 +17,7 @@ from ..jit.weight_gemm import WeightGemmConfig, gen_weight_gemm_module
 _STAGE_BITS = 1024  # of each weight row, that are loaded at a time
 _WARP_STAGE_BYTES = 16 * _STAGE_BITS // 8
 _TOKENS = (8, 16, 32, 64)
-_LEAST_WARPS, _MOST_WARPS = 2, 8
+_LEAST_WARPS, _MOST_WARPS = 2, 4
 _MOST_SPLITS = 8  # CTAs of a cluster that every GPU can place
 _LEAST_STAGES = 4  # for each of them
 
@@ -31,8 +31,8 @@ def get_weight_gemm_kernel(config: WeightGemmConfig) -> Kernel:
 def shared_bytes(weights: str, tokens: int, warps: int) -> int:
     """Shared memory of a CTA, as gemm/portable/tile.cuh says it."""
     plain = weights == "plain"
-    chunk_stages = 8 if plain else 4 if tokens <= 32 else 2
-    stages = 8 if plain and warps <= 4 else 4 if tokens <= 32 else 3
+    chunk_stages = 8 if plain else 2
+    stages = 3 if not plain else 8 if warps <= 4 else 4
     activations = 2 * tokens * chunk_stages * 2 * (_STAGE_BITS // weight_bits(weights))
     return warps * stages * _WARP_STAGE_BYTES + activations
 
@@ -57,8 +57,9 @@ def choose_weight_config(
 ) -> WeightGemmConfig:
     """The configuration for a product of `rows` tokens with weights ``[columns, k]``.
 
-    The CTAs shall be as many as the SMs, so that enough bytes are on their way. Where columns alone
-    do not give as many, k is split among the CTAs of a cluster, and then CTAs have fewer warps.
+    Two CTAs for each SM or more keep enough bytes on their way. Where columns alone do not give as
+    many, k is split among the CTAs of a cluster; where that is far too few, CTAs have fewer warps.
+    docs/tuning/gemm.md has the measurements.
     """
     sms = get_device_sm_count(device)
     limit = get_shared_bytes_per_block_optin(device)
@@ -71,10 +72,10 @@ def choose_weight_config(
 
     most = _MOST_SPLITS if get_compute_capability(device)[0] >= 9 else 1
     warps, splits = _MOST_WARPS, 1
-    while splits < most and stages >= 2 * splits * _LEAST_STAGES and ctas(warps, splits) < sms // 2:
+    while splits < most and stages >= 2 * splits * _LEAST_STAGES and ctas(warps, splits) < 2 * sms:
         splits *= 2
     while warps > _LEAST_WARPS and (
-        ctas(warps, splits) < sms // 2 or shared_bytes(weights, tokens, warps) > limit
+        ctas(warps, splits) < sms // 8 or shared_bytes(weights, tokens, warps) > limit
     ):
         warps //= 2
     return WeightGemmConfig(

@@ -63,6 +63,10 @@ def _check(
             f"{unit}, got {list(weight.shape)}"
         )
     _check_scale(weight_format, input, n, weight_scale)
+    if bias is not None:
+        check_dtype("bias", bias.dtype, (input.dtype,))
+        if bias.shape != (n,):
+            raise ValueError(f"`bias` must have shape [{n}], got {list(bias.shape)}")
     if alpha is not None and alpha.numel() != 1:
         raise ValueError(f"`alpha` must have one element, got shape {list(alpha.shape)}")
     check_out(out, (m, n), input.dtype)

@@ -49,7 +49,7 @@ class WeightGemmConfig(ModuleConfig):
     dtype_scale: torch.dtype
     group_size: int
     tokens: int
-    warps: int = 8
+    warps: int = 4
     splits: int = 1
     activation: str = "identity"
 
@@ -72,8 +72,10 @@ class WeightGemmConfig(ModuleConfig):
 
 def _aot_configs() -> Iterator[WeightGemmConfig]:
     bf16 = torch.bfloat16
-    yield WeightGemmConfig(bf16, bf16, "int4", bf16, 128, 16)
-    yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, 16)
+    for tokens in (8, 16):
+        for splits in (1, 8):
+            yield WeightGemmConfig(bf16, bf16, "int4", bf16, 128, tokens, 4, splits)
+            yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens, 4, splits)
 
 
 @register_generator(aot=_aot_configs)

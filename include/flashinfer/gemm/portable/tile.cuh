@@ -44,8 +44,9 @@ struct WeightGemmTile : Config {
   // Stages of weights that are loaded ahead, and stages whose activations are loaded at once. The
   // next ones' activations follow the weights of stage kStages - 1 in the queue of copies.
   static constexpr bool kIsPlain = kFormat == WeightFormat::plain;
-  static constexpr int kChunkStages = kIsPlain ? 8 : kTokens <= 32 ? 4 : 2;
-  static constexpr int kStages = kIsPlain && kWarps <= 4 ? 8 : kTokens <= 32 ? 4 : 3;
+  // Codes take long chains of instructions, which many CTAs of an SM hide: theirs are small.
+  static constexpr int kChunkStages = kIsPlain ? 8 : 2;
+  static constexpr int kStages = !kIsPlain ? 3 : kWarps <= 4 ? 8 : 4;
   static_assert(kStages - 1 <= kChunkStages);
   static constexpr int kStageBytes = 16 * kRowBytes;                // of a warp
   static constexpr int kChunkRowBytes = kChunkStages * kTileK * 2;  // of a token
