@@ -31,6 +31,7 @@ BASE_LAYERS = {
 FAMILY_EDGES: dict[tuple[str, str], str] = {
     ("norm", "activation"): "a norm with an activation behind is one kernel",
     ("norm", "quantization"): "a norm whose result is quantised in groups is one kernel",
+    ("comm", "quantization"): "a sum over ranks, normed and quantised, is one kernel",
     ("quantization", "activation"): "a gated activation with quantised output is one kernel",
 }
 
