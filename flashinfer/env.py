@@ -283,6 +283,12 @@ FLASHINFER_BACKEND = _choice(
     ("auto", "reference"),
 )
 
+FLASHINFER_COMM_TIMEOUT = _number(
+    "FLASHINFER_COMM_TIMEOUT",
+    "Seconds for which a kernel waits for another rank before it ends the program with an error.",
+    300.0,
+)
+
 _heading("API logging and dumps")
 FLASHINFER_LOGLEVEL = _integer(
     "FLASHINFER_LOGLEVEL",

@@ -31,6 +31,9 @@ WORKING = [
     "flashinfer.quantization.fp4_quantization.block_scale_interleave",
     "flashinfer.fp8_quantization.mxfp8_quantize",
     "flashinfer.comm.mnnvl.CommBackend",
+    "flashinfer.comm.allreduce_fusion",
+    "flashinfer.comm.create_allreduce_fusion_workspace",
+    "flashinfer.comm.mnnvl.TorchDistBackend",
     "flashinfer.utils.get_trtllm_gen_multi_ctas_kv_counter_bytes",
 ]
 # Engines take another path as soon as these exist: they must not come before their kernels.
@@ -39,10 +42,10 @@ PROBED = [
     "flashinfer.fused_moe.trtllm_bf16_moe",
     "flashinfer.fused_moe.fused_topk_deepseek",
     "flashinfer.fused_moe.interleave_moe_weights_for_sm90_mixed_gemm",
-    "flashinfer.comm.allreduce_fusion",
-    "flashinfer.comm.create_allreduce_fusion_workspace",
+    "flashinfer.comm.PcieIpcAllReduceWorkspace",
     "flashinfer.comm.MoeAlltoAll",
-    "flashinfer.comm.mnnvl.TorchDistBackend",
+    "flashinfer.comm.dcp_alltoall",
+    "flashinfer.comm.trtllm_alltoall",
     "flashinfer.mm_bf16",
     "flashinfer.mm_fp4",
     "flashinfer.gemm.tinygemm_bf16",

@@ -1,0 +1,214 @@
+"""Device memory that the processes of one host share, through CUDA's IPC handles."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import torch
+
+from .comm_backend import TorchDistBackend
+
+_ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_PEER_ACCESS_ALREADY_ENABLED = 704
+
+
+class cudaIpcMemHandle_t(ctypes.Structure):
+    """CUDA's handle of an allocation, 64 bytes that another process opens."""
+
+    _fields_ = [("internal", ctypes.c_byte * 64)]
+
+
+def find_loaded_library(lib_name: str) -> str | None:
+    """Path of a shared library of this process whose file name begins with `lib_name`, or None."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.split(maxsplit=5)[-1].strip()
+            if os.path.basename(path).startswith(lib_name):
+                return path
+    return None
+
+
+class CudaRTLibrary:
+    """The functions of CUDA's runtime that PyTorch does not offer.
+
+    Parameters
+    ----------
+    so_file : str, optional
+        The library; None: the one that PyTorch has loaded.
+
+    Raises
+    ------
+    RuntimeError
+        If no runtime is loaded, or a function fails; the message has CUDA's text.
+    """
+
+    def __init__(self, so_file: str | None = None) -> None:
+        path = so_file or find_loaded_library("libcudart")
+        if path is None:
+            raise RuntimeError("CUDA's runtime is not loaded: PyTorch was built without CUDA")
+        self._library = ctypes.CDLL(path)
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def CUDART_CHECK(self, result: int) -> None:
+        """Raise an error unless `result` is success."""
+        if result != 0:
+            raise RuntimeError(f"CUDA: {self.cudaGetErrorString(result)} ({result})")
+
+    def cudaGetErrorString(self, error: int) -> str:
+        """CUDA's text of an error."""
+        return self._library.cudaGetErrorString(error).decode()
+
+    def cudaSetDevice(self, device: int) -> None:
+        """Make a device current."""
+        self.CUDART_CHECK(self._library.cudaSetDevice(device))
+
+    def cudaDeviceSynchronize(self) -> None:
+        """Wait for all work of the current device."""
+        self.CUDART_CHECK(self._library.cudaDeviceSynchronize())
+
+    def cudaDeviceReset(self) -> None:
+        """Destroy everything of this process on the current device."""
+        self.CUDART_CHECK(self._library.cudaDeviceReset())
+
+    def cudaMalloc(self, size: int) -> ctypes.c_void_p:
+        """Allocate `size` bytes on the current device."""
+        pointer = ctypes.c_void_p()
+        self.CUDART_CHECK(self._library.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size)))
+        return pointer
+
+    def cudaFree(self, devPtr: ctypes.c_void_p) -> None:
+        """Free an allocation."""
+        self.CUDART_CHECK(self._library.cudaFree(devPtr))
+
+    def cudaMemset(self, devPtr: ctypes.c_void_p, value: int, count: int) -> None:
+        """Set `count` bytes."""
+        self.CUDART_CHECK(self._library.cudaMemset(devPtr, value, ctypes.c_size_t(count)))
+
+    def cudaMemcpy(self, dst: ctypes.c_void_p, src: ctypes.c_void_p, count: int) -> None:
+        """Copy `count` bytes between any two places."""
+        kind = 4  # cudaMemcpyDefault
+        self.CUDART_CHECK(self._library.cudaMemcpy(dst, src, ctypes.c_size_t(count), kind))
+
+    def cudaIpcGetMemHandle(self, devPtr: ctypes.c_void_p) -> cudaIpcMemHandle_t:
+        """The handle of an allocation, by which another process opens it."""
+        handle = cudaIpcMemHandle_t()
+        self.CUDART_CHECK(self._library.cudaIpcGetMemHandle(ctypes.byref(handle), devPtr))
+        return handle
+
+    def cudaIpcOpenMemHandle(self, handle: cudaIpcMemHandle_t) -> ctypes.c_void_p:
+        """The address, in this process, of another process's allocation."""
+        pointer = ctypes.c_void_p()
+        self.CUDART_CHECK(
+            self._library.cudaIpcOpenMemHandle(ctypes.byref(pointer), handle, _ENABLE_PEER_ACCESS)
+        )
+        return pointer
+
+    def cudaIpcCloseMemHandle(self, devPtr: ctypes.c_void_p) -> None:
+        """Close what `cudaIpcOpenMemHandle` opened."""
+        self.CUDART_CHECK(self._library.cudaIpcCloseMemHandle(devPtr))
+
+    def enable_peer_access(self, device: int) -> None:
+        """Let the current device access the memory that this process has on another one."""
+        result = self._library.cudaDeviceEnablePeerAccess(device, 0)
+        if result == _PEER_ACCESS_ALREADY_ENABLED:
+            self._library.cudaGetLastError()
+        else:
+            self.CUDART_CHECK(result)
+
+
+class SharedBuffers:
+    """One allocation of each rank, open in every rank. Creation and :meth:`close` are collective.
+
+    Attributes
+    ----------
+    pointers : list of int
+        Addresses of the ranks' allocations in this process.
+    """
+
+    def __init__(self, size: int, backend: Any, fill: int = 0) -> None:
+        self._runtime = CudaRTLibrary()
+        self._backend = backend
+        self.rank = backend.Get_rank()
+        device = torch.cuda.current_device()
+        torch.cuda.synchronize()
+        self._own: ctypes.c_void_p | None = self._runtime.cudaMalloc(size)
+        self._runtime.cudaMemset(self._own, fill, size)
+        self._runtime.cudaDeviceSynchronize()
+        handle = bytes(self._runtime.cudaIpcGetMemHandle(self._own))
+        mine = (os.getpid(), device, self._own.value, handle)
+        self._opened: list[ctypes.c_void_p] = []
+        self.pointers: list[int] = []
+        try:
+            for rank, entry in enumerate(backend.allgather(mine)):
+                self.pointers.append(self._open(rank, device, entry))
+        finally:
+            backend.barrier()
+
+    def _open(self, rank: int, device: int, entry: tuple[int, int, int, bytes]) -> int:
+        pid, owner_device, pointer, handle = entry
+        if pid == os.getpid():  # a handle opens in other processes only
+            if owner_device != device:
+                self._runtime.enable_peer_access(owner_device)
+            return pointer
+        opened = self._runtime.cudaIpcOpenMemHandle(cudaIpcMemHandle_t.from_buffer_copy(handle))
+        self._opened.append(opened)
+        assert opened.value is not None
+        return opened.value
+
+    def close(self, collective: bool = True) -> None:
+        """Free the memory once no rank uses it. Without `collective`, nobody is waited for."""
+        if self._own is None:
+            return
+        torch.cuda.synchronize()
+        for pointer in self._opened:
+            self._runtime.cudaIpcCloseMemHandle(pointer)
+        self._opened = []
+        if collective:
+            self._backend.barrier()  # the owner frees after everyone has closed
+        own, self._own = self._own, None
+        self._runtime.cudaFree(own)
+
+
+_created: dict[int, SharedBuffers] = {}
+
+
+def create_shared_buffer(size_in_bytes: int, group: Any | None = None) -> list[int]:
+    """Allocate device memory on each rank and open everyone's. Collective.
+
+    Parameters
+    ----------
+    size_in_bytes : int
+        Bytes of each rank's buffer, zeroed.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks, all of one host; None: all processes.
+
+    Returns
+    -------
+    list of int
+        Addresses of the buffers of ranks 0, 1, ... in this process.
+
+    Raises
+    ------
+    RuntimeError
+        If memory is short or the GPUs cannot access each other's memory.
+    """
+    buffers = SharedBuffers(size_in_bytes, TorchDistBackend(group))
+    _created[buffers.pointers[buffers.rank]] = buffers
+    return buffers.pointers
+
+
+def free_shared_buffer(pointers: list[int], group: Any | None = None) -> None:
+    """Close and free what `create_shared_buffer` returned. Collective.
+
+    Raises
+    ------
+    ValueError
+        If `pointers` are not of a buffer that is open.
+    """
+    rank = TorchDistBackend(group).Get_rank()
+    buffers = _created.pop(pointers[rank], None)
+    if buffers is None:
+        raise ValueError(f"`pointers` are of no open buffer, got {pointers}")
+    buffers.close()

@@ -1,0 +1,60 @@
+"""Tests whose ranks are threads run in a child process.
+
+A kernel that waits in vain ends the process's CUDA context, and every later test in it would fail.
+The child also gets enough hardware queues that the streams of all ranks run beside each other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import pytest
+
+_children: list[ProcessPoolExecutor] = []
+
+
+def _child() -> ProcessPoolExecutor:
+    if not _children:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+        context = multiprocessing.get_context("spawn")
+        _children.append(ProcessPoolExecutor(1, mp_context=context))
+    return _children[0]
+
+
+def _end_child() -> None:
+    while _children:
+        child = _children.pop()
+        for process in list((child._processes or {}).values()):
+            process.kill()  # it may wait for a kernel
+        child.shutdown(wait=False, cancel_futures=True)
+
+
+def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name)(**arguments)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    module = pyfuncitem.module
+    if not getattr(module, "IN_A_CHILD", False):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    call = _child().submit(_call, module.__name__, pyfuncitem.originalname, arguments)
+    try:
+        call.result(timeout=300)
+    except BaseException as error:
+        _end_child()
+        if isinstance(error, BrokenProcessPool):
+            pytest.fail("the process of the ranks died")
+        raise
+    return True
+
+
+def pytest_sessionfinish() -> None:
+    _end_child()

@@ -1,0 +1,214 @@
+"""The plain all-reduce: bits, protocols, workspaces, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashinfer import comm
+from tests.comm.ranks import TIMEOUT, bits, needs_gpu, numbers, rank_sum, run_ranks
+
+pytestmark = needs_gpu
+IN_A_CHILD = True
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PLAIN = comm.AllReduceFusionPattern.kAllReduce
+
+
+def open_workspace(backend, tokens=64, hidden=2048, dtype=torch.bfloat16, **options):
+    workspace = comm.create_allreduce_fusion_workspace(
+        "auto",
+        backend.Get_size(),
+        backend.Get_rank(),
+        tokens,
+        hidden,
+        dtype,
+        comm_backend=backend,
+        **options,
+    )
+    workspace.set_timeout(TIMEOUT)
+    torch.cuda.synchronize()
+    backend.barrier()
+    return workspace
+
+
+def close(workspace, backend) -> None:
+    torch.cuda.current_stream().synchronize()
+    backend.barrier()
+    workspace.destroy()
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize(
+    "world_size, dtype",
+    [(2, BF16), (3, BF16), (4, BF16), (8, BF16), (2, FP16), (2, FP32), (8, FP32)],
+)
+def test_all_ranks_hold_the_bits_of_the_sum(world_size, dtype, one_shot):
+    shapes = [(1, 8), (1, 2048), (5, 264), (64, 2048), (63, 1000)]
+    inputs = [
+        [numbers(*shape, dtype=dtype, seed=97 * i + rank) for rank in range(world_size)]
+        for i, shape in enumerate(shapes)
+    ]
+
+    def body(backend):
+        workspace = open_workspace(backend, dtype=dtype, force_oneshot_support=one_shot)
+        results = []
+        for each in inputs * 2:
+            x = each[backend.Get_rank()].cuda()
+            out = comm.allreduce_fusion(x, workspace, PLAIN, use_oneshot=one_shot)
+            results.append(out.cpu())
+        close(workspace, backend)
+        return results
+
+    everyone = run_ranks(world_size, body)
+    for i, each in enumerate(inputs * 2):
+        expected = bits(rank_sum(each))
+        for results in everyone:
+            assert torch.equal(bits(results[i]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_special_values_pass(dtype):
+    special = torch.tensor([-0.0, 0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0, 3e-39])
+    x = special.to(dtype).repeat(32)
+    words = torch.full((512,), -1, dtype=torch.int16)  # the sentinel of the protocol
+    patterns = torch.cat([x, words.view(dtype)])
+
+    def body(backend):
+        workspace = open_workspace(backend, dtype=dtype)
+        mine = patterns if backend.Get_rank() == 0 else torch.full_like(patterns, -0.0)
+        out = comm.allreduce_fusion(mine.cuda(), workspace, PLAIN).cpu()
+        close(workspace, backend)
+        return out
+
+    for out in run_ranks(2, body):
+        assert torch.equal(out.isnan(), patterns.isnan())
+        finite = ~patterns.isnan()
+        assert torch.equal(bits(out[finite]), bits(patterns[finite]))
+
+
+def test_in_place_and_into_a_given_tensor():
+    x = [numbers(16, 512, dtype=torch.bfloat16, seed=rank) for rank in range(2)]
+
+    def body(backend):
+        workspace = open_workspace(backend)
+        mine = x[backend.Get_rank()].cuda()
+        out = torch.empty_like(mine)
+        assert comm.allreduce_fusion(mine, workspace, PLAIN, output=out) is out
+        comm.allreduce_fusion(mine, workspace, PLAIN, output=mine)
+        close(workspace, backend)
+        return out.cpu(), mine.cpu()
+
+    for out, mine in run_ranks(2, body):
+        assert torch.equal(out, rank_sum(x)) and torch.equal(mine, rank_sum(x))
+
+
+@pytest.mark.parametrize("enable_pdl", [False, True])
+def test_capture_and_replay_with_other_work_between(enable_pdl):
+    x = [numbers(8, 2048, dtype=torch.bfloat16, seed=rank) for rank in range(2)]
+
+    def body(backend):
+        workspace = open_workspace(backend)
+        mine = x[backend.Get_rank()].cuda()
+        out, other = torch.empty_like(mine), torch.empty_like(mine)
+
+        def call(target):
+            comm.allreduce_fusion(mine, workspace, PLAIN, launch_with_pdl=enable_pdl, output=target)
+
+        call(out)
+        torch.cuda.current_stream().synchronize()
+        backend.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            capture_lock,
+            torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
+        ):
+            for _ in range(3):
+                call(out)
+        backend.barrier()
+        for _ in range(20):
+            graph.replay()
+            call(other)
+        results = out.cpu(), other.cpu()
+        close(workspace, backend)
+        return results
+
+    import threading
+
+    capture_lock = threading.Lock()
+    for out, other in run_ranks(2, body):
+        assert torch.equal(out, rank_sum(x)) and torch.equal(other, rank_sum(x))
+
+
+def test_two_groups_at_once_and_a_second_workspace():
+    x = [numbers(8, 512, dtype=torch.bfloat16, seed=rank) for rank in range(4)]
+
+    def body(backend):
+        rank = backend.Get_rank()
+        pair = backend.Split(rank // 2, rank)
+        all_ranks, two_ranks = open_workspace(backend), open_workspace(pair)
+        mine = x[rank].cuda()
+        backend.barrier()
+        results = []
+        for _ in range(5):
+            a = comm.allreduce_fusion(mine, all_ranks, PLAIN)
+            b = comm.allreduce_fusion(mine, two_ranks, PLAIN)
+            results = [a, b]
+        results = [each.cpu() for each in results]
+        close(two_ranks, backend)
+        close(all_ranks, backend)
+        return results
+
+    for rank, (a, b) in enumerate(run_ranks(4, body)):
+        first = rank // 2 * 2
+        assert torch.equal(a, rank_sum(x))
+        assert torch.equal(b, rank_sum(x[first : first + 2]))
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent():
+    def body(backend):
+        workspace = open_workspace(backend, tokens=4, hidden=512)
+        assert workspace.is_buffer_size_sufficient(2, 4, 512, torch.bfloat16)
+        assert not workspace.is_buffer_size_sufficient(2, 1 << 14, 1 << 14, torch.bfloat16)
+        for x, message in (
+            (torch.empty(1 << 12, 1 << 12, dtype=torch.bfloat16), "create the workspace for more"),
+            (torch.empty(3, dtype=torch.bfloat16), "multiple of 8 elements"),
+            (torch.empty(8, 16, dtype=torch.bfloat16).t(), "contiguous"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                comm.allreduce_fusion(x.cuda(), workspace, PLAIN, output=x.cuda())
+        close(workspace, backend)
+        with pytest.raises(ValueError, match="destroyed"):
+            comm.allreduce_fusion(torch.empty(8).cuda(), workspace, PLAIN)
+
+    run_ranks(2, body)
+
+
+def test_workspaces_come_again_after_a_checkpoint():
+    x = numbers(4, 512, dtype=torch.float16, seed=1)
+
+    def body(backend):
+        workspace = open_workspace(backend, dtype=torch.float16)
+        workspace.checkpoint_prepare()
+        workspace.checkpoint_restore(backend)
+        out = comm.allreduce_fusion(x.cuda(), workspace, PLAIN).cpu()
+        close(workspace, backend)
+        return out
+
+    for out in run_ranks(2, body):
+        assert torch.equal(out, x + x)
+
+
+def test_ranks_that_disagree_are_told_at_creation():
+    def body(backend):
+        with pytest.raises(ValueError, match=r"`hidden_dim` is \[512, 513\] by rank"):
+            comm.create_allreduce_fusion_workspace(
+                "trtllm",
+                2,
+                backend.Get_rank(),
+                4,
+                512 + backend.Get_rank(),
+                torch.float16,
+                comm_backend=backend,
+            )
+
+    run_ranks(2, body)

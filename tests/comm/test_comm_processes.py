@@ -1,0 +1,122 @@
+"""Ranks as processes over torch.distributed: memory handles, older names, errors in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from flashinfer import comm
+from flashinfer.comm.mnnvl import TorchDistBackend
+from tests.comm.ranks import needs_two_gpus, numbers, rank_sum
+
+pytestmark = needs_two_gpus
+PLAIN = comm.AllReduceFusionPattern.kAllReduce
+
+
+def spawn(body, *args) -> None:
+    """``body(rank, *args)`` in two processes, each with a GPU and a process group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_start, (port, body, args), nprocs=2)
+
+
+def _start(rank, port, body, args) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["FLASHINFER_COMM_TIMEOUT"] = "60"
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    body(rank, *args)
+    dist.destroy_process_group()
+
+
+def reduce_by_every_interface(rank: int) -> None:
+    x = [numbers(33, 1024, dtype=torch.bfloat16, seed=r) for r in range(2)]
+    mine, expected = x[rank].cuda(), rank_sum(x)
+    for _ in range(2):  # the memory comes again after it was freed
+        workspace = comm.create_allreduce_fusion_workspace(
+            "auto", 2, rank, 64, 1024, torch.bfloat16, group=dist.group.WORLD
+        )
+        for one_shot in (True, False, None):
+            out = comm.allreduce_fusion(mine, workspace, PLAIN, use_oneshot=one_shot)
+            assert torch.equal(out.cpu(), expected)
+        workspace.destroy()
+        workspace.destroy()
+
+    handles, pointers, metadata = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+        rank, 2, 64, 1024, create_metadata=True, comm_backend=TorchDistBackend()
+    )
+    out, residual, normed = (torch.empty_like(mine) for _ in range(3))
+    weight = torch.ones(1024, dtype=torch.bfloat16, device="cuda")
+    comm.trtllm_custom_all_reduce(mine, out, 2, rank, pointers)
+    assert torch.equal(out.cpu(), expected)
+    comm.trtllm_allreduce_fusion(
+        mine.view(-1), 2, rank, 33, 1024, pointers, True, True, True,
+        comm.AllReduceFusionPattern.kARResidualRMSNorm, None, out, mine, residual, normed,
+        None, None, weight, 1e-6, None, None, metadata,
+    )  # fmt: skip
+    h = expected.float() + mine.cpu().float()
+    assert torch.equal(residual.cpu(), h.bfloat16())
+    reference = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(normed.cpu().float(), reference, rtol=2**-7, atol=1e-5)
+    with pytest.raises(ValueError, match="`token_num` times `hidden_dim` must be at most"):
+        comm.trtllm_allreduce_fusion(
+            mine, 2, rank, 65, 1024, pointers, False, True, True, PLAIN, None, out,
+            None, None, None, None, None, None, None, None, None, metadata,
+        )  # fmt: skip
+    comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)
+
+    shared = comm.create_shared_buffer(1024)
+    assert len(shared) == 2 and shared[0] != shared[1]
+    comm.free_shared_buffer(shared)
+    with pytest.raises(ValueError, match="`pointers` are of no open buffer"):
+        comm.free_shared_buffer(shared)
+
+
+def test_every_interface_over_torch_distributed():
+    spawn(reduce_by_every_interface)
+
+
+def fail(rank: int, how: str) -> None:
+    """Rank 0 must get an error soon after rank 1 dies or calls something else."""
+    workspace = comm.create_allreduce_fusion_workspace(
+        "auto", 2, rank, 64, 1024, torch.bfloat16, group=dist.group.WORLD
+    )
+    workspace.set_timeout(1.0)
+    x = torch.ones(64, 1024, dtype=torch.bfloat16, device="cuda")
+    comm.allreduce_fusion(x, workspace, PLAIN)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        if how == "late":
+            time.sleep(0.5)
+        if how == "other shape":
+            comm.allreduce_fusion(x[:8], workspace, PLAIN)
+            time.sleep(8)
+        if how != "late":
+            os._exit(0)
+    start = time.monotonic()
+    if how == "late":
+        assert comm.allreduce_fusion(x, workspace, PLAIN)[3, 5].item() == 2
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        comm.allreduce_fusion(x, workspace, PLAIN)
+        torch.cuda.synchronize()
+    took = time.monotonic() - start
+    print(f"{how}: an error after {took:.2f} s with a time-out of 1 s", flush=True)
+    with pytest.raises(comm.CommError, match="rank 0 waited in vain .* of rank 1"):
+        workspace.check()
+    with pytest.raises(comm.CommError, match="after 1 calls"):
+        comm.allreduce_fusion(x, workspace, PLAIN)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["dead", "other shape", "late"])
+def test_a_rank_that_does_not_come_ends_in_an_error(how):
+    spawn(fail, how)
