@@ -63,9 +63,10 @@ def main() -> None:
 @click.option("--page-size", default=16, help="Tokens per page.")
 @click.option("--fp8-kv", is_flag=True, help="Keep keys and values as float8_e4m3fn.")
 @click.option("--cuda-graph/--no-cuda-graph", default=None, help="Default: on a GPU.")
+@click.option("--tensor-parallel", default=1, help="GPUs that divide the model, under torchrun.")
 def generate(
     prompts, path, model, device, dtype, max_tokens, temperature, top_k, top_p, min_p, seed,
-    num_pages, page_size, fp8_kv, cuda_graph,
+    num_pages, page_size, fp8_kv, cuda_graph, tensor_parallel,
 ):  # fmt: skip
     """Continue one prompt, streaming its text, or several at once, with a progress bar."""
     with reported():
@@ -74,7 +75,14 @@ def generate(
             texts += [line for line in path.read_text().splitlines() if line]
         if not texts:
             raise ValueError("give a prompt, or --file with some")
-        loaded, tokenizer = load(model, device, getattr(torch, dtype))
+        parallel = None
+        if tensor_parallel > 1:
+            from .parallel import join
+
+            parallel = join(tensor_parallel)
+            device = parallel.device
+            seed = 0 if seed is None else seed  # all ranks draw alike
+        loaded, tokenizer = load(model, device, getattr(torch, dtype), parallel)
         engine = Engine(
             loaded,
             tokenizer,
@@ -87,7 +95,10 @@ def generate(
             params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_tokens)
             engine.add_request(str(number), text, params)
     with lacking():
-        if len(texts) == 1:
+        if parallel is not None and parallel.rank != 0:
+            while engine.has_work:
+                engine.step()
+        elif len(texts) == 1:
             _stream(engine)
         else:
             _collect(engine, texts, max_tokens)

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,9 @@ from .tokens import (
     Tokenizer,
     load_tokenizer,
 )
+
+if TYPE_CHECKING:
+    from .parallel import TensorParallel
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,7 +71,10 @@ LARGE: dict[str, Any] = {
 
 
 def load(
-    path: str | Path | None, device: str | torch.device, dtype: torch.dtype = torch.bfloat16
+    path: str | Path | None,
+    device: str | torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    parallel: TensorParallel | None = None,
 ) -> tuple[Model, Tokenizer]:
     """A model and its tokenizer.
 
@@ -81,6 +87,8 @@ def load(
         ``"cuda"`` (or with an index), or ``"cpu"`` for the reference backend.
     dtype : torch.dtype
         Of weights and activations, bfloat16 or float16.
+    parallel : TensorParallel, optional
+        The ranks that divide the model.
 
     Raises
     ------
@@ -91,10 +99,10 @@ def load(
     _check_device(device)
     if path is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return load(write_random_checkpoint(temporary), device, dtype)
+            return load(write_random_checkpoint(temporary), device, dtype, parallel)
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
-    model = Model(config, read_tensors(folder, device, dtype), device, dtype)
+    model = Model(config, read_tensors(folder, device, dtype), device, dtype, parallel)
     return model, load_tokenizer(folder)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import embedding
@@ -14,6 +15,9 @@ import flashinfer
 from .config import ModelConfig
 from .invariance import in_tiles, padded, round_up
 from .rope import rope_cache
+
+if TYPE_CHECKING:
+    from .parallel import TensorParallel
 
 
 @dataclass
@@ -87,6 +91,9 @@ class Model:
         Where they are.
     dtype : torch.dtype
         float16 or bfloat16.
+    parallel : TensorParallel, optional
+        The ranks that divide the model; each gives the whole checkpoint. `config` is then that of
+        this rank's part.
 
     Raises
     ------
@@ -100,9 +107,16 @@ class Model:
         tensors: dict[str, torch.Tensor],
         device: str | torch.device,
         dtype: torch.dtype,
+        parallel: TensorParallel | None = None,
     ) -> None:
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"`dtype` must be torch.float16 or torch.bfloat16, got {dtype}")
+        self._add_norm: Callable[..., None] = flashinfer.fused_add_rmsnorm
+        if parallel is not None:
+            config = parallel.part_of(config)
+            parallel.divide(tensors)
+            parallel.open(config.hidden_size, dtype)
+            self._add_norm = parallel.add_norm
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         take = _Taker(tensors)
         hidden, vocabulary = config.hidden_size, config.vocab_size
@@ -199,10 +213,10 @@ class Model:
         eps = self.config.rms_norm_eps
         x = _product(out, layer.o, layer.o_bias)
         # In place: residual += x, x = norm(residual).
-        flashinfer.fused_add_rmsnorm(x, residual, layer.mlp_norm, eps)
+        self._add_norm(x, residual, layer.mlp_norm, eps)
         x = flashinfer.silu_and_mul(_product(x, layer.gate_up, layer.gate_up_bias))
         x = _product(x, layer.down, layer.down_bias)
-        flashinfer.fused_add_rmsnorm(x, residual, norm, eps)
+        self._add_norm(x, residual, norm, eps)
         return x
 
 

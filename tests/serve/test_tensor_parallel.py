@@ -1,0 +1,67 @@
+"""A model divided between two GPUs, beside the same model on one."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from examples.serve.engine import Engine, SamplingParams, load
+from examples.serve.parallel import TensorParallel, join
+from tests.comm.ranks import needs_two_gpus
+
+PROMPTS = [f"the {word} of a small model of random weights" for word in "abcdefghijklmnop"]
+TOKENS = 12
+
+
+def generate(device: str, parallel: TensorParallel | None) -> list[str]:
+    """Greedy continuations of all prompts, the decode steps from a captured graph."""
+    model, tokenizer = load(None, device, torch.bfloat16, parallel)
+    engine = Engine(model, tokenizer, num_pages=256, use_cuda_graph=True)
+    for number, prompt in enumerate(PROMPTS):
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        engine.add_request(str(number), prompt, params)
+    texts = [""] * len(PROMPTS)
+    while engine.has_work:
+        for output in engine.step():
+            texts[int(output.request_id)] += output.text
+    return texts
+
+
+def compare(rank: int, port: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2"
+    )
+    os.environ.update(LOCAL_RANK=str(rank), FLASHINFER_COMM_TIMEOUT="60")
+    parallel = join(2)
+    divided = generate(parallel.device, parallel)
+    everyone: list[list[str]] = [[], []]
+    dist.all_gather_object(everyone, divided)
+    assert everyone[0] == everyone[1]
+    alone = generate(parallel.device, None)
+    # Partial sums round once more, so that near ties may fall differently.
+    same = sum(a == b for a, b in zip(divided, alone, strict=True))
+    begins = sum(a[:1] == b[:1] for a, b in zip(divided, alone, strict=True))
+    if rank == 0:
+        print(f"{same} of {len(alone)} texts are the same, {begins} begin alike", flush=True)
+    assert begins >= 0.8 * len(alone)
+    parallel.close()
+    dist.destroy_process_group()
+
+
+@needs_two_gpus
+def test_two_gpus_generate_what_one_does():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(compare, (port,), nprocs=2)
+
+
+def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="--tensor-parallel 2 needs 2 processes, got 1"):
+        join(2)
