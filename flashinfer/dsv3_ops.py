@@ -1,5 +1,6 @@
 """Operations of DeepSeek V3 and its relatives, by the path that engines import."""
 
+from .fused_moe.routing import fused_topk_deepseek as fused_topk_deepseek
 from .gemm.router import mm_M1_16_K6144_N256 as mm_M1_16_K6144_N256
 from .gemm.router import mm_M1_16_K7168_N128 as mm_M1_16_K7168_N128
 from .gemm.router import mm_M1_16_K7168_N256 as mm_M1_16_K7168_N256
