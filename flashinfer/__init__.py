@@ -36,6 +36,7 @@ if not is_command_line():
         from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
         from .fi_trace import fi_trace as fi_trace
         from .fused_moe import cutlass_fused_moe as cutlass_fused_moe
+        from .fused_moe import reorder_rows_for_gated_act_gemm as reorder_rows_for_gated_act_gemm
         from .gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
         from .gemm import bmm_bf16 as bmm_bf16
         from .gemm import bmm_fp8 as bmm_fp8

@@ -18,14 +18,13 @@ from ..tllm_enums import SfLayout
 from ..tllm_enums import WeightLayout as WeightLayout
 from .cutlass import cutlass_fused_moe as cutlass_fused_moe
 from .cutlass import cutlass_fused_moe_workspace_size as cutlass_fused_moe_workspace_size
+from .layouts import convert_to_block_layout as convert_to_block_layout
+from .layouts import (
+    get_reorder_rows_for_gated_act_gemm_row_indices as get_reorder_rows_for_gated_act_gemm_row_indices,  # noqa: E501
+)
+from .layouts import reorder_rows_for_gated_act_gemm as reorder_rows_for_gated_act_gemm
 
 _BLACKWELL = (100, 103)
-
-
-@only_elsewhere(_BLACKWELL)
-def convert_to_block_layout(input_tensor: torch.Tensor, blockK: int) -> torch.Tensor:
-    """Columns of a weight in blocks of `blockK`, as Blackwell's experts read them."""
-    raise NotImplementedError
 
 
 @only_elsewhere(_BLACKWELL)

@@ -22,7 +22,7 @@ _CLUSTERS = {1: 132, 2: 66, 4: 30}
 _CLOCK = 1700.0  # per microsecond
 _BYTES = 3.9e6  # of memory per microsecond
 _CACHE_BYTES = 7.5e6  # of L2 per microsecond
-_CTA_BYTES = 9e4  # that a CTA loads per microsecond
+_CTA_BYTES = 4.5e4  # that a CTA loads per microsecond for few routed rows
 _OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longest
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
@@ -162,7 +162,7 @@ def _narrow(base: GemmConfig, tile_rows: int, gated: bool) -> Iterator[GemmConfi
             if shared == 2 and (base.gathers or tile_rows < 16):
                 continue
             for splits in (1, 2):
-                if splits == 1 or base.groups in ("batch", "offsets"):
+                if splits == 1 or base.groups == "batch" or base.gathers:
                     yield replace(tile, cluster_columns=shared, splits=splits)
 
 
@@ -192,7 +192,7 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     weights = problem.read * problem.columns * problem.k * element
     rows = problem.read * problem.group_rows * (problem.k * element + 2 * columns)
     # Few CTAs do not draw what memory could give.
-    drawn = rounds * blocks * loaded / _CTA_BYTES
+    drawn = rounds * blocks * loaded / _CTA_BYTES if problem.routed and config.swap else 0.0
     parts = sorted((compute, cache, max(drawn, (weights + rows) / _BYTES)))
     overhead = _LAUNCH + (_SPLIT if config.splits > 1 else 0.0)
     return overhead + parts[2] + _OVERLAP * (parts[0] + parts[1])

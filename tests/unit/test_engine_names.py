@@ -16,7 +16,6 @@ REFUSING = [
     "flashinfer.page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "flashinfer.shuffle_matrix_a",
     "flashinfer.shuffle_matrix_sf_a",
-    "flashinfer.fused_moe.convert_to_block_layout",
     "flashinfer.fused_moe.trtllm_mxint4_block_scale_moe",
     "flashinfer.fused_moe.trtllm_fp4_block_scale_moe",
     "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe",
@@ -34,6 +33,7 @@ WORKING = [
     "flashinfer.comm.allreduce_fusion",
     "flashinfer.comm.create_allreduce_fusion_workspace",
     "flashinfer.comm.mnnvl.TorchDistBackend",
+    "flashinfer.fused_moe.convert_to_block_layout",
     "flashinfer.utils.get_trtllm_gen_multi_ctas_kv_counter_bytes",
 ]
 # Engines take another path as soon as these exist: they must not come before their kernels.
