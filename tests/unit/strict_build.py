@@ -26,6 +26,8 @@ MAY_USE_STACK = {
     " for the next chunk; never where they multiply",
     "hopper_attention_kernel": "the addresses of a producer that serves every kind of page; never"
     " where it multiplies (test_attention_hopper_compile.py)",
+    "mla_sm90_kernel": "28 bytes of the warps that widen caches of 8 bits; none with caches of 16"
+    " bits (test_mla_compile.py)",
     "rope_kernel": "16 bytes on sm_90a where angles are computed, in the fastest form measured",
     "softmax_cluster_kernel": "8 bytes on sm_90a buy a fifth CTA per SM, 3 % of its time",
     "settle_kernel": "16 bytes on sm_75, in the search for a token that was replaced",

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.compiler
 BF16, FP16 = torch.bfloat16, torch.float16
 HGMMA = (0x9F0, 0xDF0)  # the second waits for what came before
 HMMA, WARPGROUP, UTMALDG, LDGSTS = 0x23C, 0x9C5, 0x5B4, 0xFAE
+LDL, STL = 0x983, 0x387
 CPU_SECONDS = 15  # of all compilers of a module
 
 
@@ -62,6 +63,7 @@ def test_it_multiplies_by_warpgroups_without_spills(
     found = sum(map(code.count, HGMMA))
     assert found == products(*dims)
     assert HMMA not in code
+    assert not {LDL, STL} & set(code), "spills"
     assert code.count(WARPGROUP) < found, "each product waits for the one before"
     assert UTMALDG in code, "pages come through the copy engine"
     assert LDGSTS in code, "queries and small pages are copied by threads"
