@@ -140,11 +140,8 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
 
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 
-inline void sincospif(float x, float* sine, float* cosine) {
-  constexpr double kPi = 3.14159265358979323846;
-  *sine = static_cast<float>(std::sin(kPi * x));
-  *cosine = static_cast<float>(std::cos(kPi * x));
-}
+inline float __sinf(float x) { return std::sin(x); }
+inline float __cosf(float x) { return std::cos(x); }
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 

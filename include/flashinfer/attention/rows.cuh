@@ -117,6 +117,8 @@ class TileRows {
   template <bool kMasked, int kTiles = Tile::kTokenTiles, int kFrom = 0>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
+    if constexpr (Variant::kCapsLogits) cap<kTiles, kFrom>(logits, inverse_scale);
+    constexpr bool kTransforms = Variant::kHasLogitsTransform && !Variant::kCapsLogits;
     const int lane_idx = threadIdx.x % 32;
     const int column = first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
     const bool negate =
@@ -146,8 +148,10 @@ class TileRows {
           float& logit = logits[i][j][e];
           const QueryRow& row = rows_[i][e / 2];
           const int kv_idx = column + j * 8 + e % 2 * (Tile::kNarrow ? 8 : 1);
-          if constexpr (Tile::kScalesQuery) logit *= inverse_scale[i][e / 2];
-          if constexpr (Variant::kHasLogitsTransform) {
+          if constexpr (Tile::kScalesQuery && !Variant::kCapsLogits) {
+            logit *= inverse_scale[i][e / 2];
+          }
+          if constexpr (kTransforms) {
             if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
             logit = variant.LogitsTransform(view, logit, item_.request, row.qo_idx, kv_idx,
                                             row.qo_head_idx, kv_head_);
@@ -164,6 +168,48 @@ class TileRows {
           }
         }
       }
+    }
+  }
+
+  // Turns logits into tanh(logits * capped_scale). Most logits are small against the cap, and a
+  // warp whose logits all are skips what the others need. A logit's value does not depend on that.
+  template <int kTiles, int kFrom>
+  __device__ __forceinline__ void cap(Logits& logits,
+                                      const float (&inverse_scale)[Tile::kRowTiles][2]) const {
+    float factor[Tile::kRowTiles][2];
+    bool all_near = true;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        factor[i][h] = variant.capped_scale;
+        if constexpr (Tile::kScalesQuery) factor[i][h] *= inverse_scale[i][h];
+        if constexpr (Variant::kHasHeadScales) factor[i][h] *= head_scale_[i][h];
+        float largest = 0.f;
+#pragma unroll
+        for (int j = kFrom; j < kTiles; ++j) {
+          const float(&tile)[4] = logits[i][j];
+          largest = fmaxf(largest, fmaxf(fabsf(tile[2 * h]), fabsf(tile[2 * h + 1])));
+        }
+        all_near = all_near && largest * factor[i][h] <= math::kTanhNear;
+      }
+    }
+    const auto apply = [&](auto function) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+        for (int j = kFrom; j < kTiles; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            logits[i][j][e] = function(logits[i][j][e] * factor[i][e / 2]);
+          }
+        }
+      }
+    };
+    if (__builtin_expect(__all_sync(0xffffffffu, all_near), true)) {
+      apply([](float x) { return math::tanh_near(x); });
+    } else {
+      apply([](float x) { return math::tanh(x); });
     }
   }
 

@@ -19,4 +19,10 @@ FLASHINFER_HOST_DEVICE constexpr T round_up(T a, T b) {
   return ceil_div(a, b) * b;
 }
 
+FLASHINFER_HOST_DEVICE constexpr int next_power_of_two(int x) {
+  int power = 1;
+  while (power < x) power *= 2;
+  return power;
+}
+
 }  // namespace flashinfer

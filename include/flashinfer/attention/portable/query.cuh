@@ -9,26 +9,40 @@
 
 namespace flashinfer {
 
-// Rotates (x_i, x_{i + D/2}) for i = first ... first + 7 by position * theta^(-2i/D) / scale, in
-// Llama's layout of halves. The angle in turns is split into a product and its rounding error, so
-// that distant positions keep the accuracy of the frequency.
-__device__ __forceinline__ void rotate_chunk(float (&low)[8], float (&high)[8], int first,
-                                             int position, const VariantParams& params) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
+// Rotates pairs (x_i, x_{i + D/2}) for i = first ... first + 7 by position * theta^(-2i/D) / scale,
+// in Llama's layout of halves.
+class ChunkRotation {
+ public:
+  __device__ __forceinline__ ChunkRotation(int first, const VariantParams& params) {
     constexpr float kTurnsPerRadian = 0.15915494309189533577f;
-    const float frequency = exp2f(static_cast<float>(first + i) * params.rope_theta_rcp_log2) *
-                            params.rope_scale_rcp * kTurnsPerRadian;
-    const float x = static_cast<float>(position);
-    const float turns = x * frequency;
-    const float rest = fmaf(x, frequency, -turns);
-    float sine, cosine;
-    sincospif(2.f * (turns - floorf(turns) + rest), &sine, &cosine);
-    const float a = low[i], b = high[i];
-    low[i] = a * cosine - b * sine;
-    high[i] = b * cosine + a * sine;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      frequency_[i] = exp2f(static_cast<float>(first + i) * params.rope_theta_rcp_log2) *
+                      params.rope_scale_rcp * kTurnsPerRadian;
+    }
   }
-}
+
+  // The angle in turns is split into a product and its rounding error, so that distant positions
+  // keep the accuracy of the frequency. Within half a turn the sine and cosine of the hardware err
+  // by less than 2^-20, much less than 16-bit keys do.
+  __device__ __forceinline__ void rotate(float (&low)[8], float (&high)[8], int position) const {
+    constexpr float kRadiansPerTurn = 6.28318530717958647693f;
+    const float x = static_cast<float>(position);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float turns = x * frequency_[i];
+      const float rest = fmaf(x, frequency_[i], -turns);
+      const float angle = (turns - rintf(turns) + rest) * kRadiansPerTurn;
+      const float sine = __sinf(angle), cosine = __cosf(angle);
+      const float a = low[i], b = high[i];
+      low[i] = a * cosine - b * sine;
+      high[i] = b * cosine + a * sine;
+    }
+  }
+
+ private:
+  float frequency_[8];  // turns per token
+};
 
 // Column of a 16-column block at which mma finds element `i` of an 8-bit K row. Lane t of a quad
 // reads bytes 4t ... 4t + 3, which mma takes as columns 2t, 2t + 1, 2t + 8, 2t + 9.
@@ -110,10 +124,11 @@ struct QueryRowValues {
           for (int j = 0; j < 8; ++j) other[j] = other_chunk[j];
           const uint32_t token = group_size.divide(item.row_begin + row);
           const int position = item.kv_len - item.qo_len + static_cast<int>(token);
+          const ChunkRotation rotation((is_low ? chunk : partner) * 8, params);
           if (is_low) {
-            rotate_chunk(values[pass], other, chunk * 8, position, params);
+            rotation.rotate(values[pass], other, position);
           } else {
-            rotate_chunk(other, values[pass], partner * 8, position, params);
+            rotation.rotate(other, values[pass], position);
           }
         }
       }
@@ -212,7 +227,7 @@ __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDi
 }
 
 // Rotates and transforms `num_rows` K rows of a tile in place, starting at `first_row`, with
-// `num_threads` threads.
+// `num_threads` threads. A thread keeps its columns, and with them the frequencies.
 template <typename Traits, bool kRotate, typename Variant, typename Params>
 __device__ __forceinline__ void transform_keys(char* shared, int first_position, int num_rows,
                                                int thread_idx, int num_threads,
@@ -220,12 +235,16 @@ __device__ __forceinline__ void transform_keys(char* shared, int first_position,
   using KV = typename Traits::KV;
   using Rows = typename Traits::RowsK;
   constexpr int kHalves = Traits::kHeadDimQK / 16;  // chunks of 8 elements in half a row
-  for (int i = thread_idx; i < num_rows * kHalves; i += num_threads) {
-    const int row = i / kHalves, chunk = i % kHalves;
-    const int half_bytes = Traits::kHeadDimQK / 2 * static_cast<int>(sizeof(KV));
+  constexpr int kLanes = next_power_of_two(kHalves);
+  constexpr int kHalfBytes = Traits::kHeadDimQK / 2 * static_cast<int>(sizeof(KV));
+  const int chunk = thread_idx % kLanes;
+  if (chunk >= kHalves) return;
+  const ChunkRotation rotation(chunk * 8, params);
+#pragma unroll 2
+  for (int row = thread_idx / kLanes; row < num_rows; row += num_threads / kLanes) {
     KV* const low_address = reinterpret_cast<KV*>(shared + Rows::offset(row, chunk * 16));
     KV* const high_address =
-        reinterpret_cast<KV*>(shared + Rows::offset(row, half_bytes + chunk * 16));
+        reinterpret_cast<KV*>(shared + Rows::offset(row, kHalfBytes + chunk * 16));
     Vector<KV, 8> low_chunk, high_chunk;
     low_chunk.load(low_address);
     high_chunk.load(high_address);
@@ -235,7 +254,7 @@ __device__ __forceinline__ void transform_keys(char* shared, int first_position,
       low[j] = low_chunk[j];
       high[j] = high_chunk[j];
     }
-    if constexpr (kRotate) rotate_chunk(low, high, chunk * 8, first_position + row, params);
+    if constexpr (kRotate) rotation.rotate(low, high, first_position + row);
     if constexpr (Variant::kHasKeyTransform) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
