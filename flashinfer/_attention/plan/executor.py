@@ -12,10 +12,18 @@ from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.errors import MissingJITCacheError, ToolchainError
 from .choice import KernelChoice, choose_kernel
-from .launch import ALL_ROWS, NO_OPTIONS, ModuleKey, PlanOptions, RowRange, Workspaces
+from .launch import (
+    ALL_ROWS,
+    NO_OPTIONS,
+    GraphCapacity,
+    ModuleKey,
+    PlanOptions,
+    RowRange,
+    Workspaces,
+)
 from .no_kernel import is_computed_from_plans
 from .planner import AttentionPlanner, PlanConfig
-from .requests import AttentionProblem, CustomMask, ItemScoring
+from .requests import AttentionProblem, CustomMask, DeviceLengths, ItemScoring
 from .spec import KernelOptions
 from .tiles import kv_tiles
 
@@ -64,6 +72,7 @@ class AttentionExecutor:
         self._modules: dict[ModuleKey, AttentionModule] = {}
         self._key: ModuleKey | None = None
         self._run: Callable[..., None] = _plan_first
+        self._follows_a_kernel = False  # the work list is written by a kernel, not by a copy
         # The kernel that a CUDA graph keeps, and what it was chosen for.
         self._graph_choice: tuple[KernelOptions, bool, KernelChoice] | None = None
         self.set_workspaces(float_workspace_buffer, int_workspace_buffer)
@@ -151,6 +160,7 @@ class AttentionExecutor:
         self._options = options
         self.problem = None
         self._run = _plan_first
+        self._follows_a_kernel = False
         requests, seconds = problem.requests, None if second is None else second.requests
         if self.device.type != "cuda":
             self._plan_without_gpu(problem, second, key, rows)
@@ -171,6 +181,48 @@ class AttentionExecutor:
         if options.capacity is not None:
             fixed = options.fixed_split_size is not None
             self._graph_choice = problem.spec.kernel_options, fixed, key.choice
+
+    def plan_on_device(
+        self,
+        problem: AttentionProblem,
+        lengths: DeviceLengths,
+        options: PlanOptions,
+        choice: KernelChoice,
+    ) -> None:
+        """Choose a module, and let a kernel plan requests whose lengths are on the GPU.
+
+        Parameters
+        ----------
+        problem : AttentionProblem
+            Bounds of the requests.
+        lengths : DeviceLengths
+            Their lengths, which the kernel reads.
+        options : PlanOptions
+            How their work is divided: cuts where the planner wants them. Without a capacity that
+            of the bounds is taken.
+        choice : KernelChoice
+            The portable kernel with a tile.
+
+        Raises
+        ------
+        ValueError
+            As `plan` does.
+        """
+        requests = problem.requests
+        if options.capacity is None:
+            capacity = GraphCapacity(requests.batch_size, requests.num_qo_tokens)
+            options = options._replace(capacity=capacity)
+        key = self._module_key(problem, None, options, choice)
+        self._options = options
+        self.problem = None
+        self._run = _plan_first
+        module = self._module(key)
+        slots = module.cta_slots(self.workspaces.floats)
+        planner = self._configured(problem, key, slots, options, ALL_ROWS)
+        planner.plan_on_device(self.workspaces.ints, self._float_bytes, requests, lengths)
+        self._bind(module, problem, None)
+        self._follows_a_kernel = True
+        self.problem, self._key, self._run = problem, key, module.run
 
     def check(self, problem: AttentionProblem, second: AttentionProblem | None = None) -> None:
         """Refuse requests that no plan can be made for, and leave the latest plan alone."""
@@ -301,6 +353,8 @@ class AttentionExecutor:
             if head_scales is not None:
                 module.head_scales(self._launch, *head_scales)
             run = module.run
+        if self._follows_a_kernel:
+            enable_pdl = False  # launches read the work list before they wait
         launch = self._launch
         run(
             launch, q, k, v, out, lse, sm_scale, v_scale, window_left, sinks, enable_pdl,

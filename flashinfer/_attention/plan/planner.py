@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...jit.attention.device_plan import get_attention_device_plan_module
 from ...jit.attention.plan import get_attention_plan_module
-from .requests import Requests
+from .requests import DeviceLengths, Requests
 
 ANY_ROWS = 2**31 - 1
 """As the most rows of a request: any number."""
@@ -213,6 +214,45 @@ class AttentionPlanner:
         if second is not None:
             self._plan_second(self._native, *second)
         self._plan(self._native, int_workspace, float_workspace_bytes, *requests)
+
+    def plan_on_device(
+        self,
+        int_workspace: torch.Tensor,
+        float_workspace_bytes: int,
+        bounds: Requests,
+        lengths: DeviceLengths,
+    ) -> None:
+        """Plan requests with lengths on the GPU, by a kernel on the current stream.
+
+        Parameters
+        ----------
+        int_workspace, float_workspace_bytes
+            As for `plan`.
+        bounds : Requests
+            Requests that are no smaller; the planner is configured for a CUDA graph.
+        lengths : DeviceLengths
+            The lengths; what they exceed of `bounds` is left out.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `plan` does.
+        """
+        self.plan(None, float_workspace_bytes, bounds)
+        config = torch.from_numpy(np.array(self.config, dtype=np.int64).view(np.uint8))
+        get_attention_device_plan_module().attention_device_plan(
+            self.layout,
+            config,
+            int_workspace,
+            lengths.qo_indptr,
+            lengths.kv_indptr,
+            lengths.kv_len,
+            lengths.last_page_len,
+            bounds.page_size,
+            lengths.most_qo_len,
+            bounds.causal,
+            max(bounds.window_left, -1),
+        )
 
     def bytes_needed(self, requests: Requests, second: Requests | None = None) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that `plan` would need."""

@@ -83,6 +83,29 @@ class Requests(NamedTuple):
         )
 
 
+class DeviceLengths(NamedTuple):
+    """Lengths of requests on the GPU, which a plan on the device reads: int32 vectors.
+
+    Attributes
+    ----------
+    qo_indptr : torch.Tensor or None
+        ``[batch_size + 1]`` rows of the queries; None: each request has the tokens that the
+        `Requests` beside it say.
+    kv_indptr : torch.Tensor or None
+        ``[batch_size + 1]`` in page numbers; None: requests have equal shares of them.
+    kv_len, last_page_len : torch.Tensor or None
+        ``[batch_size]``, one of them.
+    most_qo_len : int
+        The most query tokens of a request.
+    """
+
+    qo_indptr: torch.Tensor | None
+    kv_indptr: torch.Tensor | None
+    kv_len: torch.Tensor | None
+    last_page_len: torch.Tensor | None
+    most_qo_len: int
+
+
 class CustomMask(NamedTuple):
     """A mask of a bit for each query and key; it may show a query any key."""
 

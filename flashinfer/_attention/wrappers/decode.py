@@ -108,7 +108,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         check_flag("use_tensor_cores", use_tensor_cores)
-        self._indptr_check: Any = None  # of fast_decode_plan
         self._paged_kv_indptr_buf: torch.Tensor | None = None
         self._paged_kv_indices_buf: torch.Tensor | None = None
         self._paged_kv_last_page_len_buf: torch.Tensor | None = None

@@ -3,9 +3,14 @@
 import torch
 
 from ..._instrument.decorator import flashinfer_api
+from ...jit.attention.config import choose_tile_q
 from ..checks import with_data_type
+from ..index_tensors import check_index_vector, copy_to_buffer, device_indices
+from ..plan.choice import KernelChoice
+from ..plan.requests import ArgumentNames, AttentionProblem, DeviceLengths, Requests
 from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .plan_arguments import DecodeArguments
+from .graphs import check_unchanged
+from .plan_arguments import DecodeArguments, decode_options
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -41,47 +46,49 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )
 
 
-class IndptrCheck:
-    """Whether offsets on the GPU are those that a plan was made of, without waiting for them."""
-
-    def __init__(self) -> None:
-        self._pending: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
-
-    def compare(self, given: torch.Tensor, planned: torch.Tensor) -> None:
-        """Begin to compare two tensors, and finish what the last call began.
-
-        Raises
-        ------
-        ValueError
-            If they differ and are both on the host, or those of the last call differed.
-        """
-        if self._pending is not None:
-            fetched, expected, ready = self._pending
-            if not ready.query():
-                return
-            self._pending = None
-            _refuse_other_offsets(fetched, expected)
-        if not isinstance(given, torch.Tensor) or not isinstance(planned, torch.Tensor):
-            return  # for the plan to say
-        count = min(given.numel(), planned.numel())
-        given, planned = given.reshape(-1)[:count], planned.reshape(-1)[:count]
-        if given.device.type == "cpu":
-            _refuse_other_offsets(given, planned)
-        elif given.is_cuda and not torch.cuda.is_current_stream_capturing():
-            fetched = torch.empty(count, dtype=given.dtype, pin_memory=True)
-            fetched.copy_(given, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-            self._pending = fetched, planned.clone(), ready
-
-
-def _refuse_other_offsets(given: torch.Tensor, planned: torch.Tensor) -> None:
-    if not torch.equal(given.long(), planned.long()):
-        at = int((given.long() != planned.long()).nonzero()[0])
-        raise ValueError(
-            "`global_override_indptr_cpu` must have the values of `indptr`, whose lengths the "
-            f"kernels use: element {at} is {int(planned[at])}, and {int(given[at])} in `indptr`"
-        )
+def _plan_on_device(wrapper: BatchDecodeWithPagedKVCacheWrapper, a: DecodeArguments) -> None:
+    """``plan`` with `indptr` on the GPU, where a kernel reads it."""
+    wrapper._problem = None  # whatever becomes of this plan
+    options = wrapper._remembered(decode_options(a), lambda: wrapper._checked_options(a))
+    for name, tensor in (("indptr", a.indptr), ("last_page_len", a.last_page_len)):
+        check_index_vector(name, tensor)
+    to_device = {"device": wrapper.device, "dtype": torch.int32, "non_blocking": True}
+    indptr, last_page_len = a.indptr.to(**to_device), a.last_page_len.to(**to_device)
+    pages = device_indices("indices", a.indices, wrapper.device)
+    if wrapper._paged_kv_indices_buf is not None:
+        copies = (pages, indptr, last_page_len)
+        names = ("indices", "indptr", "last_page_len")
+        for name, values in zip(names, copies, strict=True):
+            copy_to_buffer(name, values, getattr(wrapper, f"_paged_kv_{name}_buf"))
+    spec, tokens = options.spec, options.tokens_per_request
+    rows = tokens * spec.group_size
+    choice = KernelChoice("fa2", choose_tile_q(rows, rows, spec.head_dim_vo))
+    tensors = options.tensors._replace(kv_indices=wrapper._paged_kv_indices_buf)
+    if tensors.kv_indices is None:
+        tensors = tensors._replace(kv_indices=pages)
+    # What the host knows: all requests together have these pages.
+    bound = torch.full((indptr.numel(),), pages.numel(), dtype=torch.int32)
+    bound[:1] = 0
+    full_pages = torch.full((max(indptr.numel() - 1, 0),), options.page_size, dtype=torch.int32)
+    requests = Requests(
+        ArgumentNames.DECODE,
+        None,
+        bound,
+        None,
+        full_pages,
+        options.page_size,
+        tokens,
+        spec.causal,
+        spec.window_left,
+    )
+    problem = AttentionProblem(spec, requests, tensors)
+    wrapper._plan_options = options.plan
+    if wrapper._captured is not None:
+        check_unchanged(wrapper._captured, wrapper._fixed_by_capture(problem))
+    lengths = DeviceLengths(None, indptr, None, last_page_len, tokens)
+    wrapper._executor.plan_on_device(problem, lengths, options.plan, choice)
+    wrapper._problem = wrapper._plan_problem = problem
+    wrapper._overrides = None
 
 
 @flashinfer_api
@@ -116,10 +123,10 @@ def fast_decode_plan(
     self : BatchDecodeWithPagedKVCacheWrapper
         The wrapper: callers bind this function in place of its ``begin_forward``.
     global_override_indptr_cpu : torch.Tensor, optional
-        `indptr` on the host, which spares fetching it from the GPU. With pages of one token
-        nothing else is fetched. It must have the values of `indptr`: the kernels take the lengths
-        from the plan. An upper bound is refused: at once if both are on the host, else by the next
-        plan, as the values on the GPU are fetched without waiting for them.
+        Offsets on the host, those of `indptr` or upper bounds of them. Given beside an `indptr` on
+        the GPU, a kernel plans there with the lengths that `indptr` and `last_page_len` have when
+        it runs, and the host waits for nothing; what `fixed_split_size` and `disable_split_kv` fix
+        is planned on the host with `indptr` fetched. Its values are not read.
     indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size
         As for ``plan``, and so is what follows them.
 
@@ -134,11 +141,9 @@ def fast_decode_plan(
         )
     q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
     if global_override_indptr_cpu is not None:
-        if self._indptr_check is None:
-            self._indptr_check = IndptrCheck()
-        self._indptr_check.compare(indptr, global_override_indptr_cpu)
+        check_index_vector("global_override_indptr_cpu", global_override_indptr_cpu)
     arguments = DecodeArguments(
-        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        indptr,
         indices,
         last_page_len,
         num_qo_heads,
@@ -158,4 +163,9 @@ def fast_decode_plan(
         disable_split_kv=disable_split_kv,
         q_len_per_req=q_len_per_req,
     )
-    self._plan_decode(arguments)
+    is_cut_anywhere = fixed_split_size in (None, -1) and not disable_split_kv
+    is_there = isinstance(indptr, torch.Tensor) and indptr.is_cuda
+    if global_override_indptr_cpu is not None and is_there and is_cut_anywhere:
+        _plan_on_device(self, arguments)
+    else:
+        self._plan_decode(arguments)

@@ -171,45 +171,39 @@ class TileRows {
     }
   }
 
-  // Turns logits into tanh(logits * capped_scale). Most logits are small against the cap, and a
-  // warp whose logits all are skips what the others need. A logit's value does not depend on that.
+  // Applies the soft cap. Most logits are small against it, and a warp whose logits all are skips
+  // what the others need. A logit's value does not depend on that.
   template <int kTiles, int kFrom>
   __device__ __forceinline__ void cap(Logits& logits,
                                       const float (&inverse_scale)[Tile::kRowTiles][2]) const {
-    float factor[Tile::kRowTiles][2];
-    bool all_near = true;
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        factor[i][h] = variant.capped_scale;
-        if constexpr (Tile::kScalesQuery) factor[i][h] *= inverse_scale[i][h];
-        if constexpr (Variant::kHasHeadScales) factor[i][h] *= head_scale_[i][h];
-        float largest = 0.f;
-#pragma unroll
-        for (int j = kFrom; j < kTiles; ++j) {
-          const float(&tile)[4] = logits[i][j];
-          largest = fmaxf(largest, fmaxf(fabsf(tile[2 * h]), fabsf(tile[2 * h + 1])));
-        }
-        all_near = all_near && largest * factor[i][h] <= math::kTanhNear;
-      }
-    }
     const auto apply = [&](auto function) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
         for (int j = kFrom; j < kTiles; ++j) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            logits[i][j][e] = function(logits[i][j][e] * factor[i][e / 2]);
-          }
+          for (int e = 0; e < 4; ++e) logits[i][j][e] = function(logits[i][j][e], i, e);
         }
       }
     };
-    if (__builtin_expect(__all_sync(0xffffffffu, all_near), true)) {
-      apply([](float x) { return math::tanh_near(x); });
+    if constexpr (Tile::kScalesQuery || Variant::kHasHeadScales) {
+      apply([&](float logit, int i, int e) {
+        if constexpr (Tile::kScalesQuery) logit *= inverse_scale[i][e / 2];
+        if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
+        return logit;
+      });
+    }
+    float largest[4] = {};  // four, so that few maxima wait for each other
+    apply([&](float logit, int, int e) {
+      largest[e] = fmaxf(largest[e], fabsf(logit));
+      return logit;
+    });
+    const math::SoftCap& soft_cap = variant.soft_cap;
+    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    if (__builtin_expect(__all_sync(0xffffffffu, most <= soft_cap.near_limit), true)) {
+      apply([&](float logit, int, int) { return soft_cap.near(logit); });
     } else {
-      apply([](float x) { return math::tanh(x); });
+      apply([&](float logit, int, int) { return soft_cap(logit); });
     }
   }
 

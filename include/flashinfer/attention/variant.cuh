@@ -85,7 +85,7 @@ struct AttentionVariantBase {
   static constexpr bool kNegatesQuery = false;
   // Whether the kernel reads params.q_scale, k_scale and v_scale.
   static constexpr bool kHasHeadScales = false;
-  // Whether the logits transform is tanh(logits * capped_scale), which the kernel applies itself.
+  // Whether the logits transform is the member `soft_cap`, which the kernel applies itself.
   static constexpr bool kCapsLogits = false;
 };
 
@@ -122,32 +122,30 @@ struct ScaledAttention : AttentionVariantBase {
   }
 };
 
-// c * tanh(logits / c): the softmax scale holds the outer factor.
 struct CappedAttention : AttentionVariantBase {
   static constexpr bool kNegatesQuery = true;
   static constexpr bool kHasLogitsTransform = true;
   static constexpr bool kCapsLogits = true;
-  float sm_scale_log2, capped_scale;
+  static constexpr float sm_scale_log2 = math::log2e;
+  math::SoftCap soft_cap;
 
   template <typename Params>
-  __device__ __forceinline__ CappedAttention(const Params& params, uint32_t, uint8_t*) {
-    sm_scale_log2 = params.logits_soft_cap * math::log2e;
-    // Finite, since infinity * 0 would be NaN.
-    capped_scale = fminf(fabsf(params.sm_scale) / params.logits_soft_cap, 1e38f);
-  }
+  __device__ __forceinline__ CappedAttention(const Params& params, uint32_t, uint8_t*)
+      : soft_cap(params.logits_soft_cap, fabsf(params.sm_scale)) {}
 };
 
 template <bool kSoftCap>
 struct AlibiAttention : AttentionVariantBase {
   static constexpr bool kNegatesQuery = true;
   static constexpr float sm_scale_log2 = math::log2e;  // the transform applies the scale
-  float logits_scale, inverse_cap;
+  float logits_scale;
+  math::SoftCap soft_cap;
   int32_t shift;  // position of a query minus its index
 
   template <typename Params>
-  __device__ __forceinline__ AlibiAttention(const Params& params, uint32_t batch_idx, uint8_t*) {
+  __device__ __forceinline__ AlibiAttention(const Params& params, uint32_t batch_idx, uint8_t*)
+      : soft_cap(params.logits_soft_cap, 1.f) {
     logits_scale = fabsf(params.sm_scale);
-    inverse_cap = kSoftCap ? fminf(1.f / params.logits_soft_cap, 1e38f) : 0.f;
     shift = static_cast<int32_t>(params.get_kv_len(batch_idx) - params.get_qo_len(batch_idx));
   }
 
@@ -155,7 +153,7 @@ struct AlibiAttention : AttentionVariantBase {
     const int32_t distance = static_cast<int32_t>(kv_idx - qo_idx) - shift;
     float x = logits * logits_scale;
     x += params.alibi_slopes[qo_head_idx] * static_cast<float>(distance);
-    if constexpr (kSoftCap) x = params.logits_soft_cap * math::tanh(x * inverse_cap);
+    if constexpr (kSoftCap) x = soft_cap(x);
     return x;
   })
 };
