@@ -12,6 +12,7 @@ from ._attention.functions.jit_module import (
     single_decode_with_kv_cache_with_jit_module,
 )
 from ._attention.functions.single import single_decode_with_kv_cache
+from ._attention.functions.xqa import xqa_batch_decode_with_kv_cache
 from ._attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from ._attention.wrappers.graph_decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -31,4 +32,5 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]

@@ -70,7 +70,10 @@ def test_decode(per_request, kv_layout, form, device):
     arguments = usual(batch, device, max_seq_len=700, q_len_per_req=per_request)
     found = trtllm_batch_decode_with_kv_cache(**arguments, window_left=300, return_lse=True)
     wrapper = plan_paged(batch, device, causal=True, sm_scale=0.1, window_left=300)
-    same(found, wrapper.run(arguments["query"], arguments["kv_cache"], return_lse=True))
+    expected = wrapper.run(arguments["query"], arguments["kv_cache"], return_lse=True)
+    # Lengths on the GPU are planned there, and requests cut elsewhere.
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.016, atol=1e-3)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -156,7 +159,8 @@ REFUSED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_decode_refuses(name, value, device):
-    arguments = usual(DECODE, device, max_seq_len=700) | {name: value}
+    lengths = torch.tensor(DECODE.kv_lens, dtype=torch.int32)
+    arguments = usual(DECODE, device, max_seq_len=700, seq_lens=lengths) | {name: value}
     own_names = {
         "workspace_buffer": "workspace",
         "query": "query|`q`",
@@ -185,9 +189,9 @@ def test_context_refuses(name, value, device):
 
 
 @pytest.mark.gpu
-def test_lengths_on_the_gpu_cannot_be_captured(device):
-    arguments = usual(DECODE, device, max_seq_len=700)
-    trtllm_batch_decode_with_kv_cache(**arguments)
+def test_lengths_of_long_queries_on_the_gpu_cannot_be_captured(device):
+    arguments = context(PREFILL, device)
+    trtllm_batch_context_with_kv_cache(**arguments)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(ValueError, match="`seq_lens` must be on the host"), torch.cuda.graph(graph):
-        trtllm_batch_decode_with_kv_cache(**arguments)
+        trtllm_batch_context_with_kv_cache(**arguments)

@@ -260,12 +260,16 @@ def test_block_tables_beside_the_index_tensors(q: torch.Tensor, cache: Any) -> N
         _planned(block_tables=[[1]], **dtypes)
 
 
-def test_an_upper_bound_is_no_plan(q: torch.Tensor) -> None:
-    """Offsets that only bound the lengths would give other results without a word."""
-    wrapper = _decode()
-    bound = torch.arange(4, dtype=torch.int32) * 7
-    message = r"must have the values of `indptr`.*element 1 is 7, and 5 in `indptr`"
-    with pytest.raises(ValueError, match=message):
+def test_an_upper_bound_beside_offsets_on_the_host_changes_nothing(q: torch.Tensor) -> None:
+    """The lengths are those of `indptr`, wherever that is."""
+    wrappers = _decode(), _decode()
+    for wrapper, bound in zip(wrappers, (INDPTR, torch.arange(4) * 7), strict=True):
         flashinfer.fast_decode_plan(
             wrapper, INDPTR, PAGES, LAST, *HEAD_COUNTS, global_override_indptr_cpu=bound
+        )
+    lengths = [wrapper._problem.requests.kv_lengths().tolist() for wrapper in wrappers]
+    assert lengths[0] == lengths[1]
+    with pytest.raises(TypeError, match="`global_override_indptr_cpu`"):
+        flashinfer.fast_decode_plan(
+            wrappers[0], INDPTR, PAGES, LAST, *HEAD_COUNTS, global_override_indptr_cpu=[0, 1]
         )

@@ -16,13 +16,18 @@ from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.config import FLOAT16
 from ..checks import refuse, resolve_dtype, scalar
 from ..index_tensors import check_index_vector, host_indices
-from ..wrappers.base import split_cache
+from ..wrappers.base import SpecArguments, split_cache
+from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .device_lengths import TableLengths, plan_table_lengths
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Scale = float | torch.Tensor
 
 _BLACKWELL = "it belongs to kernels for Blackwell"
+
+_MOST_DECODED = 16
+"""Query tokens of a request, up to which lengths on the GPU stay there."""
 
 
 @flashinfer_api
@@ -66,8 +71,9 @@ def trtllm_batch_decode_with_kv_cache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     r"""Decode attention of a batch, planned and run in one call.
 
-    A wrapper that is planned once a step, with lengths on the host, is faster and can be captured;
-    this waits for the GPU if `seq_lens` is there.
+    With `seq_lens` on the GPU and at most 16 query tokens a request, a kernel plans there: the host
+    waits for nothing, and a captured graph follows the lengths that it finds. A wrapper that is
+    planned once a step spares the kernel in each layer. Otherwise the lengths are fetched.
 
     Parameters
     ----------
@@ -84,7 +90,8 @@ def trtllm_batch_decode_with_kv_cache(
         ``[batch_size, max_pages]`` int32 or int64: page numbers of each request. Entries beyond its
         length are not read.
     seq_lens : torch.Tensor
-        ``[batch_size]`` int32, int64 or uint32: tokens of keys, the queries' own included.
+        ``[batch_size]`` int32, int64 or uint32: tokens of keys, the queries' own included. On the
+        GPU, those that the block table has no room for are left out.
     max_seq_len : int
         At least the largest of them.
     bmm1_scale, bmm2_scale : float or torch.Tensor
@@ -124,7 +131,8 @@ causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_ord
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as described, or lengths are on the GPU while a graph is captured.
+        If an argument is not as described, or lengths of longer queries are on the GPU while a
+        graph is captured.
     """
     refuse(
         _BLACKWELL,
@@ -148,7 +156,7 @@ causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_ord
     per_request = None
     if cum_seq_lens_q is None:
         per_request = check_count("q_len_per_req", 1 if q_len_per_req is None else q_len_per_req)
-    return _attend(
+    return attend_block_tables(
         query,
         kv_cache,
         workspace_buffer,
@@ -257,7 +265,7 @@ multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
                 f"`{name}` must have {batch_size + 1} elements for `batch_size` {batch_size}, got "
                 f"{len(table)}"
             )
-    return _attend(
+    return attend_block_tables(
         query,
         kv_cache,
         workspace_buffer,
@@ -280,7 +288,7 @@ multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
     )
 
 
-def _attend(
+def attend_block_tables(
     query: torch.Tensor,
     kv_cache: Cache,
     workspace_buffer: torch.Tensor,
@@ -303,7 +311,6 @@ def _attend(
     return_lse: bool,
 ) -> Any:
     """Both functions; `qo_len` and `kv_len`: name and value of bounds, and the length of all."""
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
     for name, tensor in (("query", query), ("out", out)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "query"):
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
@@ -315,33 +322,37 @@ def _attend(
             f"shapes {list(query.shape)} and {list(k.shape)}"
         )
     page_size, num_kv_heads = inner if kv_layout == "NHD" else inner[::-1]
-    lengths, rows = _host_lengths(seq_lens, cum_seq_lens_q, qo_len[2])
-    for name, bound, found in ((*qo_len[:2], rows.diff()), (*kv_len, lengths)):
-        if bound is not None:
-            check_count(name, bound, int(found.max()) if len(found) else 0)
-    counts = (lengths + page_size - 1) // page_size
     plan_scale, q_scale = _logits_scale(scales[0])
     if out_dtype is None:
         out_dtype = query.dtype if out is None else out.dtype
     if resolve_dtype("out_dtype", out_dtype) not in FLOAT16:
         raise ValueError(f"`out_dtype` must be float16 or bfloat16, got {out_dtype}")
-    wrapper.plan(
-        rows,
-        torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
-        _page_numbers(block_tables, counts),
-        (lengths - (counts - 1) * page_size).int().clamp(max=page_size),
-        query.shape[1],
-        num_kv_heads,
-        query.shape[2],
-        page_size,
+    arguments = SpecArguments(
+        num_qo_heads=query.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=query.shape[2],
         head_dim_vo=(k if v is None else v).shape[-1],
-        causal=causal,
-        sm_scale=plan_scale,
         window_left=window_left,
+        sm_scale=plan_scale,
         q_data_type=query.dtype,
         kv_data_type=k.dtype,
         o_data_type=out_dtype,
+        causal=causal,
     )
+    most = qo_len[1] if qo_len[2] is None else qo_len[2]
+    is_there = isinstance(seq_lens, torch.Tensor) and seq_lens.is_cuda and most is not None
+    is_portable = backend in ("auto", "fa2") and query.dtype in FLOAT16
+    wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
+    if is_there and is_portable and (tokens := check_count(qo_len[0], most)) <= _MOST_DECODED:
+        check_count(*kv_len)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
+        lengths = TableLengths(block_tables, seq_lens, cum_seq_lens_q, tokens, page_size)
+        arguments = arguments._replace(causal=causal and tokens > 1)
+        plan_table_lengths(wrapper, arguments, lengths, len(query))
+    else:
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
+        lengths_ = _host_lengths(seq_lens, cum_seq_lens_q, qo_len[2])
+        _plan_on_host(wrapper, arguments, block_tables, lengths_, page_size, (qo_len[:2], kv_len))
     return wrapper.run(
         query,
         kv_cache,
@@ -352,6 +363,40 @@ def _attend(
         return_lse=return_lse,
         sinks=_one_tensor(sinks),
         enable_pdl=enable_pdl,
+    )
+
+
+def _plan_on_host(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper,
+    arguments: SpecArguments,
+    block_tables: torch.Tensor,
+    lengths_and_rows: tuple[torch.Tensor, torch.Tensor],
+    page_size: int,
+    bounds: tuple[tuple[str, int | None], tuple[str, int]],
+) -> None:
+    """Plan with lengths on the host; `bounds`: name and value of those of queries and keys."""
+    lengths, rows = lengths_and_rows
+    for (name, bound), found in zip(bounds, (rows.diff(), lengths), strict=True):
+        if bound is not None:
+            check_count(name, bound, int(found.max()) if len(found) else 0)
+    counts = (lengths + page_size - 1) // page_size
+    a = arguments
+    wrapper.plan(
+        rows,
+        torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
+        _page_numbers(block_tables, counts),
+        (lengths - (counts - 1) * page_size).int().clamp(max=page_size),
+        a.num_qo_heads,
+        a.num_kv_heads,
+        a.head_dim_qk,
+        page_size,
+        head_dim_vo=a.head_dim_vo,
+        causal=a.causal,
+        sm_scale=a.sm_scale,
+        window_left=a.window_left,
+        q_data_type=a.q_data_type,
+        kv_data_type=a.kv_data_type,
+        o_data_type=a.o_data_type,
     )
 
 
