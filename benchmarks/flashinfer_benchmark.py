@@ -3,6 +3,7 @@
 
     python benchmarks/flashinfer_benchmark.py --routine rmsnorm --batch_size 64 --refcheck
     python benchmarks/flashinfer_benchmark.py --testlist benchmarks/samples/norm.txt
+    python benchmarks/flashinfer_benchmark.py --options
 
 Exit status: 0 if everything ran (and, with --refcheck, is right), 1 if a check failed or a routine
 raised, 2 for a wrong command line, 3 if there is no usable GPU.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import option_table
 import report
 from harness import GpuTimer, Timer, gpu_complaint, run_case
 from routines import ROUTINES, Routine
@@ -60,6 +62,9 @@ def _common_parser() -> _Parser:
     )
     what.add_argument(
         "--list_routines", action="store_true", help="print routines, backends, flags"
+    )
+    what.add_argument(
+        "--options", action="store_true", help="print what each option of attention costs"
     )
     how = parser.add_argument_group("how to time")
     clock = how.add_mutually_exclusive_group()
@@ -112,7 +117,7 @@ def parse_case(argv: Sequence[str]) -> Namespace:
         If a flag is unknown to the routine, or a value is not allowed.
     """
     case, rest = _common_parser().parse_known_args(argv)
-    if case.list_routines or (case.testlist and not case.routine):
+    if case.list_routines or case.options or (case.testlist and not case.routine):
         return case
     if case.routine not in ROUTINES:
         got = (
@@ -195,6 +200,14 @@ def _list_routines() -> None:
             print(f"    --{flag.name:<14} {flag.help}{default}")
 
 
+def _print_options() -> int:
+    if complaint := gpu_complaint():
+        print(complaint, file=sys.stderr)
+        return NO_GPU
+    option_table.print_options()
+    return OK
+
+
 def _shape(case: Namespace) -> str:
     """The case's flags on one line, switches that are off left out."""
     words = []
@@ -244,6 +257,8 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
         if case.list_routines:
             _list_routines()
             return OK
+        if case.options:
+            return _print_options()
         cases = read_testlist(case.testlist, argv) if case.testlist else [case]
         names = list(dict.fromkeys(f.name for r in ROUTINES.values() for f in r.flags))
         if timer is None and (complaint := gpu_complaint()):

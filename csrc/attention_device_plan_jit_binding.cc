@@ -40,7 +40,8 @@ void check_size(const DevicePlanParams& params) {
                static_cast<long long>(per_request));
   }
   const int64_t requests = params.kv_indptr == nullptr ? params.batch_size : 1;
-  const int64_t entries = params.kv_indptr == nullptr ? params.pages_per_request : params.kv_entries;
+  const int64_t entries =
+      params.kv_indptr == nullptr ? params.pages_per_request : params.kv_entries;
   const int64_t kv_tiles = ceil_div(entries * params.page_size, int64_t{kTileKV}) + 1;
   if (kv_tiles * requests * per_request > INT32_MAX / 2) {
     ffi::raise("ValueError",

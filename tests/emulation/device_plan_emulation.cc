@@ -153,8 +153,7 @@ int check(const Case& c) {
   int64_t total = 0, merges = 0;
   std::set<int> slots;
   for (int request = 0; request < p.batch_size; ++request) {
-    const int qo_len =
-        p.qo_indptr ? c.qo_indptr[request + 1] - c.qo_indptr[request] : p.qo_len;
+    const int qo_len = p.qo_indptr ? c.qo_indptr[request + 1] - c.qo_indptr[request] : p.qo_len;
     const int pages = c.kv_indptr[request + 1] - c.kv_indptr[request];
     int kv_len = pages ? (pages - 1) * p.page_size + c.last_page_len[request] : 0;
     if (p.kv_len) kv_len = c.kv_len[request];

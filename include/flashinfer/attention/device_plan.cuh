@@ -152,15 +152,15 @@ __device__ __forceinline__ void write_tile(const DevicePlanParams& params, const
   const PlannedTile tile = read_planned_tile(params, plan.sources[tile_idx]);
   const TileColumns columns = columns_of(tile_idx);
   const bool is_first_of_column = tile_idx == 0 || columns_of(tile_idx - 1).last < columns.first;
-  const bool is_followed = tile_idx + 1 < plan.num_tiles &&
-                           columns_of(tile_idx + 1).first == columns.last;
+  const bool is_followed =
+      tile_idx + 1 < plan.num_tiles && columns_of(tile_idx + 1).first == columns.last;
   const bool is_split = columns.first < columns.last;
   // A column ends in at most one tile that continues; with few tiles there are fewer merges.
   const int merge = plan.num_tiles <= params.num_merges ? tile_idx : columns.first;
   for (int c = columns.first + static_cast<int>(threadIdx.x) % 32; c <= columns.last; c += 32) {
     const bool continues = c > columns.first;
-    WorkItem& item = params.items[continues || is_first_of_column ? c
-                                                                 : params.num_columns + tile_idx];
+    WorkItem& item =
+        params.items[continues || is_first_of_column ? c : params.num_columns + tile_idx];
     item.request = tile.request;
     item.kind = 0;
     item.qo_begin = tile.qo_begin;

@@ -31,9 +31,9 @@ struct SoftCap {
     k = fminf(fmaxf(scale / cap, 1e-7f), 1e7f);
     c = scale / k;
     near_limit = kTanhNear / k;
-    factors[0] = scale * 0.999929786f;
-    factors[1] = scale * (k * k) * -0.330921143f;
-    factors[2] = scale * (k * k) * (k * k) * 0.112735212f;
+    factors[0] = scale;
+    factors[1] = scale * (k * k) * -0.331851155f;
+    factors[2] = scale * (k * k) * (k * k) * 0.115442269f;
   }
 
   // For |s| <= near_limit.

@@ -155,6 +155,11 @@ class TileRows {
             if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
             logit = variant.LogitsTransform(view, logit, item_.request, row.qo_idx, kv_idx,
                                             row.qo_head_idx, kv_head_);
+            // Where a user's transform is one multiplication, ptxas moves it to each use of the
+            // logit and serializes the products (C7511). It does not move a sum.
+            if constexpr (Tile::kHidesByMinimum && !Variant::kNegatesQuery) {
+              asm volatile("add.f32 %0, %0, %1;" : "+f"(logit) : "f"(-0.f));
+            }
           }
           if constexpr (!Variant::kNegatesQuery) logit = negate ? -logit : logit;
           if constexpr (kMasked && kHidesByBounds) {

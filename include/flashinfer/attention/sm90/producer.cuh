@@ -458,16 +458,16 @@ class HopperProducer {
                            row_offset >= 0);
         }
       }
-      return;
-    }
+    } else {
 #pragma unroll 4
-    for (int i = 0; i < ceil_div(kChunks, 32); ++i) {
-      const int index = i * 32 + lane_idx_;
-      const int row = index / kColumns, column = index % kColumns;
-      const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
-      if (kChunks % 32 != 0 && index >= kChunks) break;
-      ptx::cp_async_16(target + Rows::offset(first_row + row, column),
-                       source + row_offset + column * 16, row_offset >= 0);
+      for (int i = 0; i < ceil_div(kChunks, 32); ++i) {
+        const int index = i * 32 + lane_idx_;
+        const int row = index / kColumns, column = index % kColumns;
+        const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
+        if (kChunks % 32 != 0 && index >= kChunks) break;
+        ptx::cp_async_16(target + Rows::offset(first_row + row, column),
+                         source + row_offset + column * 16, row_offset >= 0);
+      }
     }
   }
 
