@@ -49,7 +49,6 @@ PROBED = [
     "flashinfer.mm_bf16",
     "flashinfer.mm_fp4",
     "flashinfer.gemm.tinygemm_bf16",
-    "flashinfer.decode.xqa_batch_decode_with_kv_cache",
     "flashinfer.autotune_v2",
     "flashinfer.moe_ep",
     "flashinfer.mamba",

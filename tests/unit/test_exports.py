@@ -29,6 +29,7 @@ SAME = {"ACTIVATION", "CODE", "GROUP_SIZE", "INTERLEAVE", "LAYOUT", "NORM", "SCA
 UNKNOWN = "?"  # refused wherever it is taken
 # Their first argument is native state, which a test cannot make up.
 STATEFUL = {
+    "attention_device_plan_jit_binding.cc",
     "attention_jit_binding.cc",
     "attention_plan_jit_binding.cc",
     "mla_plan_jit_binding.cc",

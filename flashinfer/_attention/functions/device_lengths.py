@@ -12,6 +12,7 @@ from ...jit.attention.config import choose_tile_q
 from ..index_tensors import check_index_vector, page_numbers
 from ..plan.choice import KernelChoice
 from ..plan.launch import NO_OPTIONS
+from ..plan.on_device import plan_on_device
 from ..plan.requests import ArgumentNames, AttentionProblem, DeviceLengths, PlanTensors, Requests
 from ..wrappers.base import SpecArguments
 from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
@@ -115,7 +116,7 @@ def plan_table_lengths(
         None,
         tokens,
     )
-    wrapper._executor.plan_on_device(problem, there, NO_OPTIONS, choice)
+    plan_on_device(wrapper._executor, problem, there, NO_OPTIONS, choice)
     wrapper._problem = wrapper._plan_problem = problem
 
 

@@ -12,18 +12,10 @@ from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.errors import MissingJITCacheError, ToolchainError
 from .choice import KernelChoice, choose_kernel
-from .launch import (
-    ALL_ROWS,
-    NO_OPTIONS,
-    GraphCapacity,
-    ModuleKey,
-    PlanOptions,
-    RowRange,
-    Workspaces,
-)
+from .launch import ALL_ROWS, NO_OPTIONS, ModuleKey, PlanOptions, RowRange, Workspaces
 from .no_kernel import is_computed_from_plans
 from .planner import AttentionPlanner, PlanConfig
-from .requests import AttentionProblem, CustomMask, DeviceLengths, ItemScoring
+from .requests import AttentionProblem, CustomMask, ItemScoring
 from .spec import KernelOptions
 from .tiles import kv_tiles
 
@@ -181,48 +173,6 @@ class AttentionExecutor:
         if options.capacity is not None:
             fixed = options.fixed_split_size is not None
             self._graph_choice = problem.spec.kernel_options, fixed, key.choice
-
-    def plan_on_device(
-        self,
-        problem: AttentionProblem,
-        lengths: DeviceLengths,
-        options: PlanOptions,
-        choice: KernelChoice,
-    ) -> None:
-        """Choose a module, and let a kernel plan requests whose lengths are on the GPU.
-
-        Parameters
-        ----------
-        problem : AttentionProblem
-            Bounds of the requests.
-        lengths : DeviceLengths
-            Their lengths, which the kernel reads.
-        options : PlanOptions
-            How their work is divided: cuts where the planner wants them. Without a capacity that
-            of the bounds is taken.
-        choice : KernelChoice
-            The portable kernel with a tile.
-
-        Raises
-        ------
-        ValueError
-            As `plan` does.
-        """
-        requests = problem.requests
-        if options.capacity is None:
-            capacity = GraphCapacity(requests.batch_size, requests.num_qo_tokens)
-            options = options._replace(capacity=capacity)
-        key = self._module_key(problem, None, options, choice)
-        self._options = options
-        self.problem = None
-        self._run = _plan_first
-        module = self._module(key)
-        slots = module.cta_slots(self.workspaces.floats)
-        planner = self._configured(problem, key, slots, options, ALL_ROWS)
-        planner.plan_on_device(self.workspaces.ints, self._float_bytes, requests, lengths)
-        self._bind(module, problem, None)
-        self._follows_a_kernel = True
-        self.problem, self._key, self._run = problem, key, module.run
 
     def check(self, problem: AttentionProblem, second: AttentionProblem | None = None) -> None:
         """Refuse requests that no plan can be made for, and leave the latest plan alone."""

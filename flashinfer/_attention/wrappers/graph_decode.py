@@ -7,6 +7,7 @@ from ...jit.attention.config import choose_tile_q
 from ..checks import with_data_type
 from ..index_tensors import check_index_vector, copy_to_buffer, device_indices
 from ..plan.choice import KernelChoice
+from ..plan.on_device import plan_on_device
 from ..plan.requests import ArgumentNames, AttentionProblem, DeviceLengths, Requests
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .graphs import check_unchanged
@@ -66,7 +67,7 @@ def _plan_on_device(wrapper: BatchDecodeWithPagedKVCacheWrapper, a: DecodeArgume
     tensors = options.tensors._replace(kv_indices=wrapper._paged_kv_indices_buf)
     if tensors.kv_indices is None:
         tensors = tensors._replace(kv_indices=pages)
-    # What the host knows: all requests together have these pages.
+    # The host knows that all requests together have these pages.
     bound = torch.full((indptr.numel(),), pages.numel(), dtype=torch.int32)
     bound[:1] = 0
     full_pages = torch.full((max(indptr.numel() - 1, 0),), options.page_size, dtype=torch.int32)
@@ -86,7 +87,7 @@ def _plan_on_device(wrapper: BatchDecodeWithPagedKVCacheWrapper, a: DecodeArgume
     if wrapper._captured is not None:
         check_unchanged(wrapper._captured, wrapper._fixed_by_capture(problem))
     lengths = DeviceLengths(None, indptr, None, last_page_len, tokens)
-    wrapper._executor.plan_on_device(problem, lengths, options.plan, choice)
+    plan_on_device(wrapper._executor, problem, lengths, options.plan, choice)
     wrapper._problem = wrapper._plan_problem = problem
     wrapper._overrides = None
 

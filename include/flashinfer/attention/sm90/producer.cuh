@@ -136,41 +136,21 @@ class HopperProducer {
   }
 
   __device__ __forceinline__ void load_item(const WorkItem& item, uint32_t kv_head) {
-    if (maps_.k.box_rows != 0 && maps_.v.box_rows != 0) {
-      load_tiles<false>(item, kv_head);
-    } else {
-      load_tiles<true>(item, kv_head);
-    }
-    announce();
-  }
-
-  // `kGathers`: threads copy the rows of K, of V, or of both.
-  template <bool kGathers>
-  __device__ __forceinline__ void load_tiles(const WorkItem& item, uint32_t kv_head) {
     const int num_tiles = ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
-    // The pages of this lane's tokens. They are read a tile early, and kept for the values.
-    uint32_t next_page = kGathers ? page_of(item, num_tiles - 1) : 0, page = 0;
     // Consumers read the tiles in this order, from the last keys to the first. An item without keys
     // still loads a query, so that consumers always have one to release.
     for (int tile = num_tiles - 1; tile >= -1; --tile) {
-      const uint32_t last_page = page;
-      if constexpr (kGathers) {
-        page = next_page;
-        next_page = page_of(item, tile - 1);
-      }
-      if (tile >= 0) load_tile<true, kGathers>(item, kv_head, tile, page);
+      if (tile >= 0) load_tile<true>(item, kv_head, tile);
       if (tile == num_tiles - 1) load_query(item, kv_head);
       const int value_tile = Tile::kTransposesV ? tile : tile + 1;
-      if (value_tile >= 0 && value_tile < num_tiles) {
-        load_tile<false, kGathers>(item, kv_head, value_tile,
-                                   Tile::kTransposesV ? page : last_page);
-      }
+      if (value_tile >= 0 && value_tile < num_tiles) load_tile<false>(item, kv_head, value_tile);
       if constexpr (Tile::kTransposesV) {
         if (tile < num_tiles - 1) {
           transpose_values(item.kv_len - item.kv_begin - (tile + 1) * Tile::kTileKV);
         }
       }
     }
+    announce();
   }
 
   // ---- Queries ----
@@ -223,9 +203,8 @@ class HopperProducer {
 
   // ---- Keys and values ----
 
-  template <bool kKeys, bool kGathers>
-  __device__ __forceinline__ void load_tile(const WorkItem& item, uint32_t kv_head, int tile,
-                                            uint32_t page) {
+  template <bool kKeys>
+  __device__ __forceinline__ void load_tile(const WorkItem& item, uint32_t kv_head, int tile) {
     ptx::Ring<Tile::kLoadedStages>& ring = kKeys ? k_ring_ : v_ring_;
     constexpr bool kChanges = Tile::kWidens || (Tile::kTransposesV && !kKeys);
     auto& fulls = kKeys ? (kChanges ? control_.loaded_k_full : control_.k_full)
@@ -239,7 +218,7 @@ class HopperProducer {
                          : Tile::kOffsetLoadedV + ring.stage * Tile::kBytesLoadedV);
     const int first_token = item.kv_begin + tile * Tile::kTileKV;
     constexpr int kDim = kKeys ? Tile::kHeadDimQK : Tile::kHeadDimVO;
-    if (!kGathers || map.box_rows != 0) {
+    if (map.box_rows != 0) {
       constexpr int kBytes = kKeys ? Tile::kBytesLoadedK : Tile::kBytesLoadedV;
       announce();
       // Keys are needed first, so the query warp, which otherwise only waits for the next query,
@@ -258,7 +237,9 @@ class HopperProducer {
       }
     } else {
       constexpr int kRows = Tile::kTileKV / 4;
-      const int64_t offset = token_offset<kKeys>(item, kv_head, lane_token(item, tile), page);
+      const int64_t offset = token_offset<kKeys>(
+          item, kv_head, first_token + warp_idx_ * kRows + min(lane_idx_, kRows - 1));
+      if (pending_ == full) announce();  // a ring of one stage must be announced first
       await_all(kKeys ? kKeyWarp : kValueWarp, empty, ring.phase ^ 1);
       copy_rows<kRows, HopperRows<Traits, kDim>, kDim * kElementKV>(
           target, kKeys ? tensors_.k : tensors_.v, warp_idx_ * kRows, offset * kElementKV);
@@ -351,7 +332,7 @@ class HopperProducer {
   __device__ __forceinline__ void transpose_values(int num_rows) {
     ptx::Ring<Tile::kStages>& ring = transposed_ring_;
     const uint32_t full = address(control_.loaded_v_full[ring.stage]);
-    if (pending_[0] == full || pending_[1] == full) announce();
+    if (pending_ == full) announce();
     ptx::mbarrier_wait(full, ring.phase);
     ptx::mbarrier_wait(address(control_.v_empty[ring.stage]), ring.phase ^ 1);
     // A warp handles two groups of 8 tokens by two chunks of 16 columns at a time. Each warp has
@@ -409,103 +390,70 @@ class HopperProducer {
     ring.advance();
   }
 
-  // The token whose row this lane locates.
-  __device__ __forceinline__ int lane_token(const WorkItem& item, int tile) const {
-    constexpr int kRows = Tile::kTileKV / 4;
-    return item.kv_begin + tile * Tile::kTileKV + warp_idx_ * kRows + min(lane_idx_, kRows - 1);
-  }
-  // The page of this lane's token in a tile, if the request has such a token.
-  __device__ __forceinline__ uint32_t page_of(const WorkItem& item, int tile) const {
-    const int token = lane_token(item, tile);
-    if (!Traits::kPaged || tile < 0 || token >= item.kv_len) return 0;
-    return tensors_.kv_indices[item.kv_base + params_.page_size.divide(token)];
-  }
-
   // Offset of a token's row in elements; negative if the request has no such token.
   template <bool kKeys>
-  __device__ __forceinline__ int64_t token_offset(const WorkItem& item, uint32_t kv_head, int token,
-                                                  uint32_t page) const {
+  __device__ __forceinline__ int64_t token_offset(const WorkItem& item, uint32_t kv_head,
+                                                  int token) const {
     const int64_t stride_token = kKeys ? tensors_.k_stride_token : tensors_.v_stride_token;
     const int64_t head = kv_head * (kKeys ? tensors_.k_stride_head : tensors_.v_stride_head);
     if (token >= item.kv_len) return -1;
     if constexpr (!Traits::kPaged) return (int64_t{item.kv_base} + token) * stride_token + head;
-    if (page >= tensors_.num_pages) return -1;
     const uint32_t number = params_.page_size.divide(token);
+    const uint32_t page = static_cast<uint32_t>(tensors_.kv_indices[item.kv_base + number]);
+    if (page >= tensors_.num_pages) return -1;
     const int64_t stride_page = kKeys ? tensors_.k_stride_page : tensors_.v_stride_page;
     return page * stride_page + (token - number * params_.page_size.divisor) * stride_token + head;
   }
 
-  // Copies `kRows` rows of an operand; lane i gives the byte offset of row `first_row` + i, a
-  // multiple of 8. A lane keeps its column where columns divide the warp; then the swizzle of each
-  // pass differs from that of the first in constant bits.
+  // Copies `kRows` rows of an operand; lane i gives the byte offset of row `first_row` + i.
   template <int kRows, typename Rows, int kRowBytes>
   __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int first_row,
                                             int64_t offset) {
-    static_assert(kRows <= 32 && kRows % 8 == 0, "a lane per row, whole groups");
+    static_assert(kRows <= 32, "a lane per row");
     constexpr int kColumns = kRowBytes / 16, kChunks = kRows * kColumns;  // chunks have 16 bytes
-    const char* const source = static_cast<const char*>(base);
-    if constexpr (32 % kColumns == 0 && kColumns >= 4) {
-      constexpr int kPassRows = 32 / kColumns;
-      const int row = lane_idx_ / kColumns, column = lane_idx_ % kColumns;
-      uint32_t first = target + Rows::offset(first_row + row, column);
-      const char* const lane_source = source + column * 16;
-#pragma unroll 1
-      for (int group = 0; group < kRows; group += 8, first += Rows::offset(8, 0)) {
-#pragma unroll
-        for (int moved = 0; moved < 8; moved += kPassRows) {
-          const int64_t row_offset = __shfl_sync(0xffffffffu, offset, group + moved + row);
-          ptx::cp_async_16((first ^ moved * 16) + moved * 128, lane_source + row_offset,
-                           row_offset >= 0);
-        }
-      }
-    } else {
 #pragma unroll 4
-      for (int i = 0; i < ceil_div(kChunks, 32); ++i) {
-        const int index = i * 32 + lane_idx_;
-        const int row = index / kColumns, column = index % kColumns;
-        const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
-        if (kChunks % 32 != 0 && index >= kChunks) break;
-        ptx::cp_async_16(target + Rows::offset(first_row + row, column),
-                         source + row_offset + column * 16, row_offset >= 0);
-      }
+    for (int i = 0; i < ceil_div(kChunks, 32); ++i) {
+      const int index = i * 32 + lane_idx_;
+      const int row = index / kColumns, column = index % kColumns;
+      const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
+      const bool exists = row_offset >= 0;
+      const char* source = static_cast<const char*>(base);
+      if (exists) source += row_offset + column * 16;
+      if (kChunks % 32 != 0 && index >= kChunks) break;
+      ptx::cp_async_16(target + Rows::offset(first_row + row, column), source, exists);
     }
   }
 
-  // Waits for room, and first announces what has been copied if there is none yet. Only the warp
-  // that loads an operand asks its barrier in every phase, because parity tells only the last two
-  // phases apart.
-  __device__ __forceinline__ void await_all(Warp owner, uint32_t empty, uint32_t parity) {
-    const bool is_free = warp_idx_ != owner || ptx::mbarrier_test(empty, parity);
-    if (ptx::named_barrier_all(kBarrier, 128, is_free)) return;
-    announce();
+  // Only the warp that loads an operand waits on its barrier in every phase, because parity tells
+  // only the last two phases apart.
+  __device__ __forceinline__ void await_all(Warp owner, uint32_t empty, uint32_t parity) const {
     if (warp_idx_ == owner) ptx::mbarrier_wait(empty, parity);
     ptx::named_barrier_sync(kBarrier, 128);
   }
 
-  // Completion of a copy by threads is announced two copies late, so that three are in flight.
+  // Completion of a copy by threads is announced one copy late, so that two are in flight.
   // announce() catches up before any wait that depends on a later copy.
   __device__ __forceinline__ void complete_later(uint32_t full) {
     ptx::cp_async_commit();
-    if (pending_[0] != 0) {
-      ptx::cp_async_wait<2>();
-      ptx::async_proxy_fence();
-      ptx::named_barrier_sync(kBarrier, 128);
-      if (thread_idx_ == 0) ptx::mbarrier_arrive(pending_[0]);
+    const uint32_t earlier = pending_;
+    pending_ = full;
+    if (earlier != 0) {
+      ptx::cp_async_wait<1>();
+      announce(earlier);
     }
-    pending_[0] = pending_[1];
-    pending_[1] = full;
   }
 
   __device__ __forceinline__ void announce() {
-    if (pending_[1] == 0) return;
+    if (pending_ == 0) return;
     ptx::cp_async_wait<0>();
+    announce(pending_);
+    pending_ = 0;
+  }
+
+  __device__ __forceinline__ void announce(uint32_t full) {
     ptx::async_proxy_fence();
     ptx::named_barrier_sync(kBarrier, 128);
-    if (thread_idx_ == 0) {
-      if (pending_[0] != 0) ptx::mbarrier_arrive(pending_[0]);
-      ptx::mbarrier_arrive(pending_[1]);
-    }
-    pending_[0] = pending_[1] = 0;
+    if (thread_idx_ == 0) ptx::mbarrier_arrive(full);
   }
 
   const Params& params_;
@@ -519,7 +467,7 @@ class HopperProducer {
   ptx::Ring<Tile::kLoadedStages> k_ring_, v_ring_;
   ptx::Ring<Tile::kStages> transposed_ring_;
   bool is_first_ = true, taken_late_ = true;
-  uint32_t pending_[2] = {0, 0};  // barriers of copies that are not announced yet
+  uint32_t pending_ = 0;  // barrier of a copy that is not announced yet
 };
 
 }  // namespace flashinfer
