@@ -53,8 +53,8 @@ def _plan_on_device(wrapper: BatchDecodeWithPagedKVCacheWrapper, a: DecodeArgume
     options = wrapper._remembered(decode_options(a), lambda: wrapper._checked_options(a))
     for name, tensor in (("indptr", a.indptr), ("last_page_len", a.last_page_len)):
         check_index_vector(name, tensor)
-    to_device = {"device": wrapper.device, "dtype": torch.int32, "non_blocking": True}
-    indptr, last_page_len = a.indptr.to(**to_device), a.last_page_len.to(**to_device)
+    place = (wrapper.device, torch.int32, True)
+    indptr, last_page_len = a.indptr.to(*place), a.last_page_len.to(*place)
     pages = device_indices("indices", a.indices, wrapper.device)
     if wrapper._paged_kv_indices_buf is not None:
         copies = (pages, indptr, last_page_len)
