@@ -268,8 +268,8 @@ def allreduce_fusion(
     workspace : AllReduceFusionWorkspace
         Made by `create_allreduce_fusion_workspace`.
     pattern : int
-        kAllReduce or kARResidualRMSNorm of `AllReduceFusionPattern`. Those that quantise or sum
-        experts are refused: their kernels compile, but have not run on a GPU.
+        kAllReduce or kARResidualRMSNorm of `AllReduceFusionPattern`. Patterns that quantise or
+        sum experts are refused: their kernels compile, but have not run on a GPU.
     launch_with_pdl : bool
         Programmatic dependent launch (compute capability 9.0).
     trigger_completion_at_end : bool
