@@ -78,7 +78,7 @@ def _aot_configs() -> Iterator[WeightGemmConfig]:
             yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens, 4, splits)
 
 
-@register_generator(aot=_aot_configs)
+@register_generator(aot=_aot_configs, presets={"gemm": _aot_configs})
 def gen_weight_gemm_module(config: WeightGemmConfig | None = None) -> JitSpec:
     """The module with ``weight_gemm`` for one configuration; by default of 4-bit integers."""
     config = config or next(_aot_configs())
