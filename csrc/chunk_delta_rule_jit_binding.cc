@@ -7,7 +7,7 @@
 //   gates      (g, beta, gate_form)
 //   states     (initial_state, output_state, state_indices, output_state_indices)
 //   snapshots  (state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens)
-//   workspace  (solve, scores, factors)
+//   workspace  (solve, scores, factors, progress): progress may be None too
 #include "chunk_delta_rule.h"
 #include "delta_rule_binding.h"
 
@@ -21,7 +21,8 @@ constexpr delta_rule_binding::Types kTypes = {ffi::dtype::FLASHINFER_CFG_DTYPE,
                                               ffi::dtype::float32,
                                               FLASHINFER_CFG_HEAD_DIM_K,
                                               false,
-                                              8};
+                                              8,
+                                              false};
 
 void check_workspace(const ffi::Tensor& tensor, DLDataType dtype, int64_t slots, int64_t heads,
                      int64_t numbers) {
@@ -59,10 +60,11 @@ FLASHINFER_FFI_EXPORT(chunk_delta_rule, args) {
   call.snapshot_starts = snapshots.optional_tensor("checkpoint_cu_starts");
   const int64_t snapshot_every = snapshots.integer("checkpoint_every_n_tokens");
   call.cu_seqlens = args.tensor("cu_seqlens");
-  ffi::Args workspace = args.group("workspace", 3);
+  ffi::Args workspace = args.group("workspace", 4);
   const ffi::Tensor solve = workspace.tensor("solve");
   const ffi::Tensor scores = workspace.tensor("scores");
   const ffi::Tensor factors = workspace.tensor("factors");
+  const ffi::Tensor progress = workspace.optional_tensor("progress");
   const double scale = args.number("scale");
   const int64_t flags = args.integer("flags");
   const int64_t schedule = args.integer("schedule");
@@ -90,6 +92,12 @@ FLASHINFER_FFI_EXPORT(chunk_delta_rule, args) {
   params.recurrence.snapshot_every = static_cast<int32_t>(snapshot_every);
   params.workspace = {solve.data(), scores.data(), static_cast<float*>(factors.data())};
   params.num_slots = static_cast<int32_t>(slots);
+  if (progress) {
+    ffi::check_dtype(progress, ffi::dtype::int32);
+    ffi::check_shape(progress, {(slots + kSlotsPerCounter - 1) / kSlotsPerCounter, heads});
+    ffi::check_last_dim_contiguous(progress);
+    params.progress = static_cast<uint32_t*>(progress.data());
+  }
 
   check_devices(call);
   if (batch == 0 || heads == 0) return;

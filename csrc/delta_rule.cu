@@ -1,6 +1,6 @@
 #include "delta_rule.h"
 
-#include <flashinfer/linear_attention/delta_rule.cuh>
+#include <flashinfer/linear_attention/delta_rule_key_major.cuh>
 
 namespace flashinfer {
 
@@ -12,6 +12,9 @@ cudaError_t delta_rule(const DeltaRuleParams& params, int num_sms, int schedule,
                                  dtype::FLASHINFER_CFG_GATE_DTYPE, dtype::FLASHINFER_CFG_BETA_DTYPE,
                                  dtype::FLASHINFER_CFG_BIAS_DTYPE, FLASHINFER_CFG_HEAD_DIM_K,
                                  FLASHINFER_CFG_CHANNEL_GATE>;
+  if constexpr (FLASHINFER_CFG_KEY_MAJOR) {
+    return launch_delta_rule_key_major<Traits>(params, enable_pdl, stream);
+  }
   return launch_delta_rule<Traits>(params, num_sms, schedule, enable_pdl, stream);
 }
 

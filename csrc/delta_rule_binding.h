@@ -4,6 +4,8 @@
 
 #include <flashinfer/linear_attention/delta_rule_params.h>
 
+#include <utility>
+
 #include "ffi.h"
 #include "linear_attention_binding.h"
 
@@ -15,6 +17,7 @@ struct Types {
   int64_t head_dim_k;
   bool channel_gate;
   int64_t vec_size;  // elements of q and k that are loaded at once
+  bool key_major;    // states are [head_dim_k, head_dim_v]
 };
 
 // Bits of `flags`.
@@ -87,7 +90,9 @@ inline void check_pools(const Call& call) {
   for (const ffi::Tensor& pool : {call.state, call.state_out, call.snapshots}) {
     if (!pool) continue;
     ffi::check_dtype(pool, call.types.state);
-    ffi::check_shape(pool, {pool.dim(0), call.out.dim(2), call.v.dim(3), call.types.head_dim_k});
+    int64_t rows = call.v.dim(3), row = call.types.head_dim_k;
+    if (call.types.key_major) std::swap(rows, row);
+    ffi::check_shape(pool, {pool.dim(0), call.out.dim(2), rows, row});
     ffi::check_state_pool(pool);
   }
   for (const ffi::Tensor& pool : {call.state_out, call.snapshots}) {

@@ -18,7 +18,8 @@ constexpr delta_rule_binding::Types kTypes = {
     ffi::dtype::FLASHINFER_CFG_DTYPE,      ffi::dtype::FLASHINFER_CFG_STATE_DTYPE,
     ffi::dtype::FLASHINFER_CFG_GATE_DTYPE, ffi::dtype::FLASHINFER_CFG_BETA_DTYPE,
     ffi::dtype::FLASHINFER_CFG_BIAS_DTYPE, FLASHINFER_CFG_HEAD_DIM_K,
-    FLASHINFER_CFG_CHANNEL_GATE,           8};
+    FLASHINFER_CFG_CHANNEL_GATE,           8,
+    FLASHINFER_CFG_KEY_MAJOR};
 
 }  // namespace
 }  // namespace flashinfer
@@ -58,6 +59,10 @@ FLASHINFER_FFI_EXPORT(delta_rule, args) {
 
   check_tokens(call);
   check_pools(call);
+  if (kTypes.key_major && call.v.dim(3) % 8 != 0) {
+    ffi::raise("ValueError", "`v` must have a head size that is a multiple of 8, got %lld",
+               static_cast<long long>(call.v.dim(3)));
+  }
   const int64_t batch = batch_size_of(call);
   check_slots(call.state, call.read_slots, batch);
   check_slots(call.state_out, call.write_slots, batch);

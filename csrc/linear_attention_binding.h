@@ -70,8 +70,9 @@ inline SlotIndices slot_indices(const Tensor& indices, int64_t batch, int64_t mi
           indices.name, static_cast<long long>(batch), static_cast<long long>(min_tokens),
           indices.shape_text().c_str());
   }
-  return {indices.data(), indices.stride(0), indices.ndim() == 2 ? indices.stride(1) : 0,
-          is_int64(indices)};
+  const bool by_token = indices.ndim() == 2;
+  return {indices.data(), indices.stride(0), by_token ? indices.stride(1) : 0, is_int64(indices),
+          by_token ? indices.dim(1) : 1};
 }
 
 }  // namespace flashinfer::ffi

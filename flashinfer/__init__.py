@@ -142,6 +142,8 @@ if _TYPE_CHECKING:
     from . import gdn_decode as gdn_decode
     from . import gdn_kernels as gdn_kernels
     from . import gdn_prefill as gdn_prefill
+    from . import kda as kda
+    from . import kda_decode as kda_decode
     from . import logits_processor as logits_processor
     from . import mamba as mamba
     from . import testing as testing

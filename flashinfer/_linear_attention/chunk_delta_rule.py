@@ -12,6 +12,7 @@ from ..jit.delta_rule import ChunkDeltaRuleConfig, gen_chunk_delta_rule_module
 from .delta_rule import Gates, States
 
 CHUNK_SIZE = 64
+_SLOTS_PER_COUNTER = 8
 _BETA_IS_LOGIT, _NORMALIZE = 1, 2
 
 
@@ -34,6 +35,7 @@ def run_chunk_delta_rule(
     scale: float,
     normalize_qk: bool,
     schedule: int = 0,
+    at_once: bool | None = None,
 ) -> None:
     """Run the recurrence over packed sequences; `out` and the pools are written."""
     cuda_tensors(q=q, k=k, v=v)
@@ -41,6 +43,10 @@ def run_chunk_delta_rule(
     heads, square = out.shape[2], CHUNK_SIZE * CHUNK_SIZE
     matrices = torch.empty((2, slots, heads, square), dtype=q.dtype, device=q.device)
     factors = torch.empty((slots, heads, 4 * CHUNK_SIZE), dtype=torch.float32, device=q.device)
+    progress = None
+    if at_once:
+        counters = (slots + _SLOTS_PER_COUNTER - 1) // _SLOTS_PER_COUNTER
+        progress = torch.zeros((counters, heads), dtype=torch.int32, device=q.device)
     config = ChunkDeltaRuleConfig(q.dtype, states.dtype, q.shape[-1])
     flags = _BETA_IS_LOGIT * gates.beta_is_logit + _NORMALIZE * normalize_qk
     get_chunk_delta_rule_kernel(config)(
@@ -52,7 +58,7 @@ def run_chunk_delta_rule(
         (states.initial, states.final, states.read_slots, states.write_slots),
         (states.snapshots, states.snapshot_starts, states.snapshot_every),
         cu_seqlens,
-        (matrices[0], matrices[1], factors),
+        (matrices[0], matrices[1], factors, progress),
         scale,
         flags,
         schedule,

@@ -24,6 +24,7 @@ def run_decode(
     write_slots: torch.Tensor | None = None,
     token_slots: torch.Tensor | None = None,
     intermediate: torch.Tensor | None = None,
+    key_major: bool = False,
 ) -> torch.Tensor:
     """The output; `gates` are A_log, a, dt_bias and b, the rest is as for the public functions."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -43,6 +44,7 @@ def run_decode(
         write_every_token=token_slots is not None,
         snapshots=None if intermediate is None else intermediate.flatten(0, 1),
         snapshots_per_batch=per_batch,
+        key_major=key_major,
     )
     run_delta_rule(
         out,

@@ -65,6 +65,7 @@ class States:
     snapshot_starts: torch.Tensor | None = None
     snapshots_per_batch: int = 0
     snapshot_every: int = 1
+    key_major: bool = False  # pools are [slots, heads, head_dim_k, head_dim_v]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +100,7 @@ def run_delta_rule(
         none if gates.dt_bias is None else gates.dt_bias.dtype,
         q.shape[-1],
         gates.by_channel,
+        states.key_major,
     )
     flags = (
         _BETA_IS_LOGIT * gates.beta_is_logit

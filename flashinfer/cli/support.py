@@ -55,6 +55,7 @@ _CONFIGS: dict[str, type[ModuleConfig]] = {
     "attention": AttentionConfig,
     "gdn_decode": DeltaRuleConfig,
     "gdn_prefill": ChunkDeltaRuleConfig,
+    "kda_decode": DeltaRuleConfig,
     "mamba": SelectiveStateConfig,
 }
 """What says which architectures a family's kernels are for, if not all."""

@@ -22,7 +22,8 @@ CHUNK_HEAD_DIMS = (64, 128)
 class DeltaRuleConfig(ModuleConfig):
     """What selects code; numbers of heads and tokens, and gate forms, are run-time arguments.
 
-    `channel_gate`: the decay differs by key channel (KDA), not by head alone (GDN).
+    `channel_gate`: the decay differs by key channel (KDA), not by head alone (GDN). `key_major`:
+    states are ``[head_dim_k, head_dim_v]``.
     """
 
     module: ClassVar[str] = "delta_rule"
@@ -35,6 +36,7 @@ class DeltaRuleConfig(ModuleConfig):
     bias_dtype: torch.dtype
     head_dim_k: int
     channel_gate: bool = False
+    key_major: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("q", self.dtype, (torch.float16, torch.bfloat16))
@@ -51,7 +53,9 @@ def _linear_configs() -> Iterator[DeltaRuleConfig]:
     for state_dtype in (fp32, bf16):
         for bias_dtype in (fp32, bf16):
             yield DeltaRuleConfig(bf16, state_dtype, bf16, bf16, bias_dtype, 128)
-    yield DeltaRuleConfig(bf16, fp32, bf16, bf16, fp32, 128, channel_gate=True)
+    for state_dtype in (fp32, bf16):
+        yield DeltaRuleConfig(bf16, state_dtype, bf16, bf16, fp32, 128, channel_gate=True)
+    yield DeltaRuleConfig(bf16, fp32, bf16, bf16, fp32, 128, key_major=True)
 
 
 @register_generator(aot=_linear_configs, presets={"linear": _linear_configs})

@@ -1,4 +1,4 @@
-"""Modules of csrc/selective_state.cu: Mamba's selective state update."""
+"""Modules of csrc/selective_state.cu and csrc/ssd.cu: Mamba, token by token and in chunks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .core import JitSpec
 from .registry import register_generator
 
 STATE_SIZES = (16, 32, 64, 128, 256)
+SSD_STATE_SIZES = (64, 128)
 SCALED = (torch.int16, torch.int8, torch.float8_e4m3fn)
 """States stored with a scale per row."""
 
@@ -68,3 +69,39 @@ def gen_selective_state_update_module(config: SelectiveStateConfig | None = None
     return JitSpec.from_config(
         config, [csrc / "selective_state.cu", csrc / "selective_state_jit_binding.cc"]
     )
+
+
+@dataclass(frozen=True)
+class SsdConfig(ModuleConfig):
+    """What selects code of the chunked form; numbers of heads and tokens are run-time arguments."""
+
+    module: ClassVar[str] = "ssd"
+    supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    dt_dtype: torch.dtype
+    dstate: int
+
+    def __post_init__(self) -> None:
+        check_dtype("x", self.dtype, (torch.float16, torch.bfloat16))
+        check_dtype("initial_states", self.state_dtype, FLOAT)
+        check_dtype("dt", self.dt_dtype, FLOAT)
+        if self.dstate not in SSD_STATE_SIZES:
+            raise ValueError(
+                f"`B` must have a last dimension of {SSD_STATE_SIZES}, got {self.dstate}"
+            )
+
+
+def _ssd_configs() -> Iterator[SsdConfig]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for state_dtype in (fp32, bf16):
+        yield SsdConfig(bf16, state_dtype, bf16, 128)
+
+
+@register_generator(aot=_ssd_configs, presets={"linear": _ssd_configs})
+def gen_ssd_module(config: SsdConfig | None = None) -> JitSpec:
+    """The module with ``ssd``; by default of bfloat16 with a float32 state of 128."""
+    config = config or next(_ssd_configs())
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(config, [csrc / "ssd.cu", csrc / "ssd_jit_binding.cc"])

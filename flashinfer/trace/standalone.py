@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import enum
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType, ModuleType
@@ -143,6 +144,10 @@ def _passed_inputs(inputs: Mapping[str, Any]) -> dict[str, str]:
 
 def _literal(value: Any) -> str:
     """Expression for a value; the members of an enumeration of numbers are numbers."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     return repr(int(value)) if isinstance(value, enum.IntEnum) else repr(value)
 
 

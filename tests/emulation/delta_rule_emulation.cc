@@ -22,9 +22,10 @@ using T = dtype::FLASHINFER_CFG_DTYPE;
 using State = dtype::FLASHINFER_CFG_STATE_DTYPE;
 constexpr int kDim = FLASHINFER_CFG_HEAD_DIM_K;
 #ifdef EMULATION_CHUNKS
-constexpr bool kChunks = true, kByChannel = false;
+constexpr bool kChunks = true, kByChannel = false, kKeyMajor = false;
 #else
 constexpr bool kChunks = false, kByChannel = FLASHINFER_CFG_CHANNEL_GATE;
+constexpr bool kKeyMajor = FLASHINFER_CFG_KEY_MAJOR;
 #endif
 constexpr int kGates = kByChannel ? kDim : 1;
 
@@ -67,7 +68,7 @@ struct Problem {
     normalize = !random.one_in(4);
     beta_is_logit = !kChunks && random.one_in(2);
     has_beta = !random.one_in(5);
-    has_state = !random.one_in(3);
+    has_state = kKeyMajor || !random.one_in(3);
     const int forms = kChunks ? 1 : 3;  // chunks know decays and their logarithms
     form = static_cast<GateForm>(random.integer(0, forms));
     scale = random.one_in(2) ? 1.f : 0.3f;
@@ -127,7 +128,7 @@ DeltaRuleParams params_of(const Problem& p, Data& d) {
   const int64_t matrix = int64_t{p.value_dim} * kDim;
   if (p.has_state) params.state = {d.state.data(), p.heads * matrix, matrix};
   params.state_out = {d.last.data(), p.heads * matrix, matrix};
-  params.read_slot = params.write_slot = {d.slots.data(), 1, 0, false};
+  params.read_slot = params.write_slot = {d.slots.data(), 1, 0, false, 1};
   params.cu_seqlens = p.cu_seqlens.data();
   params.cu_seqlens_is_int64 = true;
   params.batch_size = p.batch();
@@ -149,8 +150,11 @@ void launch(Random& random, const Problem& p, const DeltaRuleParams& recurrence)
   params.recurrence = recurrence;
   params.workspace = {solve.data(), scores.data(), factors.data()};
   params.num_slots = slots;
+  std::vector<uint32_t> progress(size_t(slots / kSlotsPerCounter + 1) * p.heads);
+  if (random.one_in(2)) params.progress = progress.data();
   const int schedule = p.value_dim % 128 == 0 && random.one_in(2) ? 8 : 4;
-  const cudaError_t status = chunk_delta_rule(params, 132, schedule, false, nullptr);
+  const cudaError_t status =
+      chunk_delta_rule(params, random.integer(1, 3), schedule, false, nullptr);
 #else
   constexpr int kSchedules[] = {102, 104, 204};
   const int schedule = kSchedules[random.integer(0, 2)];
@@ -181,7 +185,11 @@ bool check_head(const Problem& p, const Data& d, int sequence, int head) {
   const size_t matrix = size_t(p.value_dim) * kDim;
   const size_t at = (size_t(d.slots[sequence]) * p.heads + head) * matrix;
   std::vector<double> state(matrix, 0.);
-  for (size_t i = 0; p.has_state && i < matrix; ++i) state[i] = to_float(d.state[at + i]);
+  // Where the pools have element i of the rows of value channels.
+  const auto stored = [&](size_t i) {
+    return at + (kKeyMajor ? i % kDim * p.value_dim + i / kDim : i);
+  };
+  for (size_t i = 0; p.has_state && i < matrix; ++i) state[i] = to_float(d.state[stored(i)]);
   // Chunks multiply 16-bit operands; token by token everything is float32.
   const double tolerance = kChunks ? 0.04 : 0.01;
   for (int token = p.cu_seqlens[sequence]; token < p.cu_seqlens[sequence + 1]; ++token) {
@@ -214,7 +222,7 @@ bool check_head(const Problem& p, const Data& d, int sequence, int head) {
     }
   }
   for (size_t i = 0; i < matrix; ++i) {
-    if (!near("state", static_cast<int>(i), to_float(d.last[at + i]), state[i], tolerance))
+    if (!near("state", static_cast<int>(i), to_float(d.last[stored(i)]), state[i], tolerance))
       return false;
   }
   return true;

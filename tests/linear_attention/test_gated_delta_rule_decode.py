@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
+from flashinfer.gdn_decode import (
+    gated_delta_rule_decode,
+    gated_delta_rule_decode_pretranspose,
+    gated_delta_rule_mtp,
+)
 from flashinfer.gdn_kernels import gdn_decode_bf16_state
 from tests.linear_attention.recurrences import STORAGE_ERROR, gated_delta_rule, relative_error
 
@@ -70,6 +74,22 @@ def test_state_per_sequence(device, case):
         assert relative_error(state[i], states[-1]) < problem.state_tolerance
     again = problem.pool.clone()
     repeated, _ = gated_delta_rule_decode_pretranspose(**problem.inputs(), state=again)
+    assert torch.equal(repeated, out) and torch.equal(again, state)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_state_with_value_channels_last(device, case):
+    torch.manual_seed(4)
+    problem = Problem(case, device)
+    state = problem.pool.transpose(-1, -2).contiguous()
+    out, returned = gated_delta_rule_decode(**problem.inputs(), state=state)
+    assert returned is state
+    for i in range(case[0]):
+        outputs, states = problem.expected(i, i)
+        assert relative_error(out[i], outputs) < problem.tolerance
+        assert relative_error(state[i].transpose(-1, -2), states[-1]) < problem.state_tolerance
+    again = problem.pool.transpose(-1, -2).contiguous()
+    repeated, _ = gated_delta_rule_decode(**problem.inputs(), state=again)
     assert torch.equal(repeated, out) and torch.equal(again, state)
 
 
@@ -153,6 +173,8 @@ def test_refusals(device):
         with pytest.raises(ValueError, match=name):
             call(**{**inputs, name: wrong}, state=state)
         assert torch.equal(state, problem.pool)
+    with pytest.raises(ValueError, match="state"):
+        gated_delta_rule_decode(**inputs, state=problem.pool[:, :, :64])
     with pytest.raises(ValueError, match="state"):
         call(**inputs, state=None)
     with pytest.raises(ValueError, match="backend"):

@@ -128,6 +128,14 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     pod_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
+    recurrent_kda_final_h32_hv32_k128_v128.json
+    recurrent_kda_gate_final_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_beta_is_logit.json
+    recurrent_kda_gate_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_beta_is_logit.json
+    recurrent_kda_gate_initial_final_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_initial_state_f32_initial_state_f32_beta_is_logit.json
+    recurrent_kda_gate_initial_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_initial_state_f32_initial_state_f32_beta_is_logit.json
+    recurrent_kda_h32_hv32_k128_v128.json
+    recurrent_kda_initial_final_h32_hv32_k128_v128_initial_state_f32_initial_state_f32.json
+    recurrent_kda_initial_h32_hv32_k128_v128_initial_state_f32_initial_state_f32.json
     rmsnorm_fp8_block_quant_h8192.json
     rmsnorm_h128.json
     rmsnorm_h4096.json
@@ -155,6 +163,8 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     single_prefill_h32_kv8_d128_dv128_custom_mask.json
     single_prefill_lse_h32_kv8_d128_dv128_causal.json
     softmax_v128256_f32.json
+    ssd_combined_final_h64_g8_d64_n128_D_z_dt_bias_dt_softplus.json
+    ssd_combined_h64_g8_d64_n128_D_z_dt_bias_dt_softplus.json
     tinygemm_bf16_n256_k7168.json
     top_k_k2048_f32.json
     top_k_mask_logits_v128256_f32.json

@@ -20,6 +20,7 @@ from flashinfer import (
 from flashinfer import quantization as quant
 from flashinfer.concat_ops import concat_mla_k
 from flashinfer.gdn_kernels import gdn_decode_bf16_state
+from flashinfer.kda import recurrent_kda
 
 NUM_TOKENS = 32
 
@@ -78,6 +79,7 @@ def call_linear_attention(dtype) -> None:
     slots = torch.tensor([3, 1], dtype=torch.int32)
     one = [x[:, :1] for x in (q, q, v)]
     gdn_decode.gated_delta_rule_decode_pretranspose(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
+    gdn_decode.gated_delta_rule_decode(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
     gdn_decode.gated_delta_rule_mtp(
         q, q, v, state, slots, gate, b, gate, b, disable_state_update=True
     )
@@ -91,10 +93,24 @@ def call_linear_attention(dtype) -> None:
             gdn_prefill.chunk_gated_delta_rule(
                 tokens, tokens, values, cu_seqlens=bounds, output_final_state=final, **initial
             )
+    keys, rate = new(2, 3, 32, 128), torch.randn(32)
+    for initial in ({}, {"initial_state": state[:2]}):
+        for final in (False, True):
+            recurrent_kda(keys, keys, v, -keys.abs(), b, output_final_state=final, **initial)
+            recurrent_kda(
+                keys, keys, v, keys, b, rate, torch.randn(32, 128), output_final_state=final,
+                use_gate_in_kernel=True, lower_bound=-5.0, beta_is_logit=True, **initial,
+            )  # fmt: skip
     pool, A, D = new(4, 64, 64, 128), -torch.rand(64, 64, 128), torch.ones(64, 64)
     for steps in ((), (3,)):
         x, B = new(2, *steps, 64, 64), new(2, *steps, 8, 128)
         mamba.selective_state_update(pool, x, x, A, B, B, D, state_batch_indices=slots)
+    x, B, gates = new(2, 5, 64, 64), new(2, 5, 8, 128), torch.randn(64)
+    for final in (False, True):
+        mamba.ssd_combined_fwd(
+            x, x[..., 0].contiguous(), -torch.rand(64), B, B, gates, x, gates, True,
+            return_final_states=final,
+        )  # fmt: skip
 
 
 def call_products(dtype) -> None:

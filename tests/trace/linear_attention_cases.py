@@ -16,12 +16,13 @@ import torch
 from flashinfer.testing.tensors import clone_arguments
 from tests.trace.calls import Operation, parameters_of
 
-OP_TYPES = ("gated_delta_rule", "selective_state_update")
+OP_TYPES = ("gated_delta_rule", "kda", "selective_state_update", "ssd")
 
 
 def _results(operation: Operation, arguments: dict[str, Any]) -> list[torch.Tensor]:
     returned = operation.api(**clone_arguments(arguments))
-    return list(returned) if isinstance(returned, tuple) else [returned]
+    results = returned if isinstance(returned, tuple) else (returned,)
+    return [result for result in results if result is not None]
 
 
 def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -73,15 +74,38 @@ def _cu_seqlens(operation: Operation, name: str, arguments: dict[str, Any]) -> N
     (_is_required if prefill else _default_is_absence)(operation, name, arguments)
 
 
+def _required_by_its_template(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    required = name in operation.template.inputs
+    (_is_required if required else _default_is_absence)(operation, name, arguments)
+
+
+def _returns_states(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Whether the second result is there."""
+    for wanted in (False, True):
+        returned = operation.api(**{**clone_arguments(arguments), name: wanted})
+        assert (returned[1] is not None) == wanted
+
+
+def _is_told_by_the_gate(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A gate's inputs and the flag belong together."""
+    with pytest.raises((TypeError, ValueError), match="A_log"):
+        operation.api(**{**arguments, name: "A_log" not in operation.template.inputs})
+
+
 _KNOWN: dict[str, Callable[..., None]] = {
+    "return_final_states": _returns_states,
     "backend": _backend,
     "scale": _changes(3.0),
     "cu_seqlens": _cu_seqlens,
     "output": _receives,
     "out": _receives,
+    "A_log": _required_by_its_template,
+    "initial_state_source": _required_by_its_template,
+    "use_gate_in_kernel": _is_told_by_the_gate,
+    "lower_bound": _default_is_absence,
     "use_qk_l2norm": _is_a_flag,
     "use_qk_l2norm_in_kernel": _is_a_flag,
-    **dict.fromkeys(("q", "k", "v", "b", "initial_state_source"), _is_required),
+    **dict.fromkeys(("q", "k", "v", "b"), _is_required),
 }
 
 

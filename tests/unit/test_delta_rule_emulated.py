@@ -1,4 +1,4 @@
-"""The gated delta rule on the CPU, token by token and in chunks: tests/emulation says how."""
+"""The gated delta rule and Mamba-2, emulated on the CPU: tests/emulation says how."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ __all__ = ["emulator"]  # a fixture
 
 SCAN = "flashinfer/linear_attention/chunk_scan.cuh"
 TRANSFORM = "flashinfer/linear_attention/chunk_transform.cuh"
+KEY_MAJOR = "flashinfer/linear_attention/delta_rule_key_major.cuh"
 RECURRENCE = "flashinfer/linear_attention/delta_rule.cuh"
 
 
 def find_fault(emulator: Emulator, cases: int = 3, **config: str | int) -> str:
     """What the emulation says; empty if all is right. Without gate types: in chunks."""
+    source = "ssd_emulation.cc" if "dstate" in config else "delta_rule_emulation.cc"
     options = [f"-DFLASHINFER_CFG_{name.upper()}={value}" for name, value in config.items()]
     if "gate_dtype" not in config:
         options.append("-DEMULATION_CHUNKS")
-    for header, alignment in ((RECURRENCE, 128), (TRANSFORM, 1024), (SCAN, 1024)):
+    headers = ((RECURRENCE, 128), (KEY_MAJOR, 128), (TRANSFORM, 1024), (SCAN, 1024))
+    for header, alignment in headers:
         shared = f"extern __shared__ __align__({alignment}) char dynamic_shared[];"
         emulator.substitute(header, shared, "")  # the emulation's own has this name
-    program = emulator.build("delta_rule_emulation.cc", ["-DEMULATION_ARCH=900", *options])
+    program = emulator.build(source, ["-DEMULATION_ARCH=900", *options])
     done = emulator.call([program, str(cases * emulator.rounds)])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
 
@@ -37,25 +40,35 @@ def test_in_chunks(emulator: Emulator, dtype: str, state: str, dim: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "state", "dim", "channel_gate"),
+    ("dtype", "state", "dt", "dim"),
+    [("bfloat16", "float32", "bfloat16", 128), ("float16", "bfloat16", "float32", 64)],
+)
+def test_mamba_in_chunks(emulator: Emulator, dtype: str, state: str, dt: str, dim: int) -> None:
+    assert not find_fault(emulator, dtype=dtype, state_dtype=state, dt_dtype=dt, dstate=dim)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state", "dim", "channel_gate", "key_major"),
     [
-        ("bfloat16", "float32", 128, "false"),
-        ("bfloat16", "float32", 128, "true"),
-        ("float16", "float16", 64, "false"),
-        ("bfloat16", "bfloat16", 32, "true"),
+        ("bfloat16", "float32", 128, "false", "false"),
+        ("bfloat16", "float32", 128, "true", "false"),
+        ("float16", "float16", 64, "false", "false"),
+        ("bfloat16", "bfloat16", 32, "true", "false"),
+        ("bfloat16", "float32", 128, "false", "true"),
+        ("float16", "bfloat16", 64, "true", "true"),
     ],
 )
 def test_token_by_token(
-    emulator: Emulator, dtype: str, state: str, dim: int, channel_gate: str
+    emulator: Emulator, dtype: str, state: str, dim: int, channel_gate: str, key_major: str
 ) -> None:
     config = {"dtype": dtype, "state_dtype": state, "head_dim_k": dim, "channel_gate": channel_gate}
-    assert not find_fault(emulator, cases=12, **config, **GATES)
+    assert not find_fault(emulator, cases=12, **config, key_major=key_major, **GATES)
 
 
 @pytest.mark.parametrize(
     ("header", "statement", "other"),
     [
-        (SCAN, "ptx::cp_async_wait<1>();", "ptx::cp_async_wait<2>();"),
+        (SCAN, "ptx::cp_async_wait<0>();\n      Products", "Products"),
         (SCAN, "Products::template rows<T>(out, delta_a, in.scores);", ""),
         (TRANSFORM, "rsqrtf(sum + 1e-6f)", "1.f"),
     ],
@@ -78,4 +91,5 @@ def test_faults_in_chunks_are_found(
 def test_faults_token_by_token_are_found(emulator: Emulator, statement: str, other: str) -> None:
     emulator.substitute(RECURRENCE, statement, other)
     config = {"dtype": "bfloat16", "state_dtype": "float32", "head_dim_k": 64}
-    assert find_fault(emulator, cases=24, channel_gate="false", **config, **GATES)
+    config |= {"channel_gate": "false", "key_major": "false"}
+    assert find_fault(emulator, cases=24, **config, **GATES)

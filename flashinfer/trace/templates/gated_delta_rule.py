@@ -68,7 +68,7 @@ def _slots(indices: torch.Tensor | None, batch: int) -> list[int]:
     return list(range(batch)) if indices is None else [int(i) for i in indices.flatten()[:batch]]
 
 
-def _decode(
+def decode(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -128,7 +128,7 @@ def _pretranspose_reference(
     """
     pool = initial_state if state is None else state
     assert pool is not None
-    return _decode(
+    return decode(
         q, k, v, pool, (A_log, a, dt_bias, b), scale, use_qk_l2norm, initial_state_indices,
         output_state_indices, disable_state_update,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _mtp_reference(
     Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", 2024.
     """
     frozen = disable_state_update is None or disable_state_update
-    return _decode(
+    return decode(
         q, k, v, initial_state, (A_log, a, dt_bias, b), scale, use_qk_l2norm,
         initial_state_indices, output_state_indices, frozen,
         ssm_state_indices,
@@ -184,7 +184,7 @@ def _bf16_state_reference(
     """
     assert q is not None and k is not None and v is not None and b is not None
     assert initial_state_source is not None
-    return _decode(
+    return decode(
         q, k, v, initial_state_source, (A_log, a, dt_bias, b), scale, use_qk_l2norm_in_kernel,
         initial_state_indices, output_state_indices, disable_state_update, ssm_state_indices,
     )  # fmt: skip
@@ -251,7 +251,7 @@ def _chunk_reference(
 
 # ---- templates -----------------------------------------------------------------------------------
 
-_DECODE_AXES: dict[str, Axis] = {
+DECODE_AXES: dict[str, Axis] = {
     "batch_size": Var("Sequences."),
     "num_tokens": Var("Tokens of each sequence."),
     "num_slots": Var("States of the pool."),
@@ -262,7 +262,7 @@ _DECODE_AXES: dict[str, Axis] = {
 }
 
 
-def _tokens(heads: str, dim: str, **properties: Any) -> Tensor:
+def tokens_of(heads: str, dim: str, **properties: Any) -> Tensor:
     return Tensor(["batch_size", "num_tokens", heads, dim], layout="rows", **properties)
 
 
@@ -279,12 +279,12 @@ def _indices(description: str, optional: bool = True) -> Tensor:
     return Tensor(["batch_size"], dtypes=kinds, optional=optional, description=description)
 
 
-_DECODE_INPUTS: dict[str, Value] = {
-    "q": _tokens("num_heads", "head_dim_k", dtypes=_HALF),
-    "k": _tokens("num_heads", "head_dim_k", dtype_from="q"),
-    "v": _tokens("num_v_heads", "head_dim_v", dtype_from="q"),
+DECODE_INPUTS: dict[str, Value] = {
+    "q": tokens_of("num_heads", "head_dim_k", dtypes=_HALF),
+    "k": tokens_of("num_heads", "head_dim_k", dtype_from="q"),
+    "v": tokens_of("num_v_heads", "head_dim_v", dtype_from="q"),
 }
-_GATES: dict[str, Value] = {
+GATES: dict[str, Value] = {
     "A_log": Tensor(["num_v_heads"], dtype="float32", description="Logarithm of the decay's rate."),
     "a": _gate(description="Input of the decay."),
     "dt_bias": Tensor(["num_v_heads"], dtypes=_STATES, description="Added to a."),
@@ -307,7 +307,7 @@ def _distinct_slots(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _halved(arguments: dict[str, Any]) -> dict[str, Any]:
+def halved(arguments: dict[str, Any]) -> dict[str, Any]:
     """Queries, keys and values in bfloat16 where they are in float32, which no kernel takes."""
     for name in ("q", "k", "v"):
         if arguments[name].dtype == torch.float32:
@@ -319,7 +319,7 @@ def _decode_template(mtp: bool) -> TraceTemplate:
     """For a state per sequence, or (mtp) for a pool of states with slots."""
     state = "initial_state" if mtp else "state"
     first = "num_slots" if mtp else "batch_size"
-    inputs = {**_DECODE_INPUTS, state: _pool(first, dtypes=_STATES, description="Key axis last.")}
+    inputs = {**DECODE_INPUTS, state: _pool(first, dtypes=_STATES, description="Key axis last.")}
     if mtp:
         inputs["initial_state_indices"] = _indices("Slot read; negative: padding.", False)
         inputs["output_state_indices"] = _indices("Slot written; by default the slot read.")
@@ -336,17 +336,17 @@ def _decode_template(mtp: bool) -> TraceTemplate:
         op_type="gated_delta_rule",
         name_prefix="gated_delta_rule_mtp" if mtp else "gated_delta_rule_decode",
         description="Gated delta rule for the next tokens of each sequence, state in place.",
-        axes={k: v for k, v in _DECODE_AXES.items() if mtp or k != "num_slots"},
-        inputs={**inputs, **_GATES},
+        axes={k: v for k, v in DECODE_AXES.items() if mtp or k != "num_slots"},
+        inputs={**inputs, **GATES},
         outputs={
-            "output": _tokens("num_v_heads", "head_dim_v", param="output", dtype_from="q"),
+            "output": tokens_of("num_v_heads", "head_dim_v", param="output", dtype_from="q"),
             state: _pool(first, param=state, dtype_from=state),
         },
         options=options,
         hints=[*unused, "intermediate_states_buffer"],
         tags=["status:verified", "stage:decode"],
         reference=_mtp_reference if mtp else _pretranspose_reference,
-        init=(lambda arguments: _distinct_slots(_halved(arguments))) if mtp else _halved,
+        init=(lambda arguments: _distinct_slots(halved(arguments))) if mtp else halved,
     )
 
 
@@ -357,18 +357,18 @@ gated_delta_rule_bf16_state_trace = TraceTemplate(
     op_type="gated_delta_rule",
     name_prefix="gated_delta_rule_bf16_state",
     description="Gated delta rule for the next tokens of each sequence, state in place.",
-    axes=_DECODE_AXES,
+    axes=DECODE_AXES,
     inputs={
-        **{key: _GATES[key] for key in ("A_log", "a", "dt_bias")},
-        **_DECODE_INPUTS,
-        "b": _GATES["b"],
+        **{key: GATES[key] for key in ("A_log", "a", "dt_bias")},
+        **DECODE_INPUTS,
+        "b": GATES["b"],
         "initial_state_source": _pool(dtypes=_STATES, description="States, key dimension last."),
         "initial_state_indices": _indices("Slot read; negative: padding."),
         "output_state_indices": _indices("Slot written; by default the slot read."),
-        "scale": _GATES["scale"],
+        "scale": GATES["scale"],
     },
     outputs={
-        "output": _tokens("num_v_heads", "head_dim_v", param="output", dtype_from="q"),
+        "output": tokens_of("num_v_heads", "head_dim_v", param="output", dtype_from="q"),
         "initial_state_source": _pool(
             param="initial_state_source", dtype_from="initial_state_source"
         ),
@@ -384,14 +384,14 @@ gated_delta_rule_bf16_state_trace = TraceTemplate(
     hints=["intermediate_states_buffer", "accepted_steps", "ssm_state_indices"],
     tags=["status:verified", "stage:decode"],
     reference=_bf16_state_reference,
-    init=lambda arguments: _distinct_slots(_halved(arguments)),
+    init=lambda arguments: _distinct_slots(halved(arguments)),
 )
 
 
 def _chunk_init(arguments: dict[str, Any], final: bool) -> dict[str, Any]:
     """Offsets that rise from 0 to the number of tokens, and as many heads of states as belong."""
     total, count = arguments["q"].shape[0], arguments["cu_seqlens"].shape[0]
-    arguments = _halved(arguments)
+    arguments = halved(arguments)
     arguments["output_final_state"] = final
     heads = max(arguments["q"].shape[1], arguments["v"].shape[1])
     state = arguments.get("initial_state")

@@ -7,6 +7,7 @@
 namespace flashinfer {
 
 inline constexpr int kChunkSize = 64;
+inline constexpr int kSlotsPerCounter = 8;
 
 // Results of chunk_transform that chunk_scan reads: one chunk of one head; C = kChunkSize.
 struct ChunkWorkspace {
@@ -23,12 +24,25 @@ enum ChunkFactor : int {
   kChunkDecay = 3,    // [0]: of the whole chunk
 };
 
+// What the state space duality of Mamba-2 has beside its recurrence. There q is C, k is B, v is x,
+// gate is dt and a_log is A itself: S = exp(A dt) S + (dt x) B^T; out = (S C + skip x) silu(z).
+struct SsdParams {
+  const float* skip;  // [state_heads]; null: 0
+  TokenHeads z;       // as out; null: the output is not gated
+  bool softplus;      // of dt + dt_bias
+  float lowest_dt, highest_dt;
+};
+
 // Sequences are packed; `recurrence` has their tensors, states and gates. Its state fields that are
 // used are state, state_out, read_slot, write_slot and snapshots (every multiple of kChunkSize).
 struct ChunkDeltaRuleParams {
   DeltaRuleParams recurrence;
+  SsdParams ssd;  // the delta rule leaves it empty
   ChunkWorkspace workspace;
   int32_t num_slots;  // at least total tokens / C + sequences
+  // Zeros [num_slots / kSlotsPerCounter rounded up, heads]: how many of these slots are
+  // transformed. The stages run at once then; null: one after the other.
+  uint32_t* progress;
 };
 
 }  // namespace flashinfer

@@ -28,23 +28,23 @@ struct ChunkScanShared {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = 2;
   static constexpr int kFactorBytes = 4 * kChunkSize * 4;
-  static constexpr int kStageBytes =
-      2 * KeyTile::kBytes + ValueTile::kBytes + 2 * Square::kBytes + kFactorBytes;
+  static constexpr int kStageBytes = 2 * KeyTile::kBytes + ValueTile::kBytes +
+                                     (Traits::kDelta ? 2 : 1) * Square::kBytes + kFactorBytes;
   static constexpr int kBytes = kStages * kStageBytes;
   static_assert(kStageBytes % 1024 == 0);
 
   KeyTile k, q;
   ValueTile v;
-  Square solve, scores;
+  Square scores, solve;  // solve is there for the delta rule alone
   uint32_t factors;
 
   __device__ __forceinline__ explicit ChunkScanShared(uint32_t base)
       : k{base},
         q{base + KeyTile::kBytes},
         v{base + 2 * KeyTile::kBytes},
-        solve{v.base + ValueTile::kBytes},
-        scores{solve.base + Square::kBytes},
-        factors(scores.base + Square::kBytes) {}
+        scores{v.base + ValueTile::kBytes},
+        solve{scores.base + Square::kBytes},
+        factors(Traits::kDelta ? solve.base + Square::kBytes : solve.base) {}
 };
 
 // Four warps multiply together where the architecture can.
@@ -75,11 +75,21 @@ struct ChunkScan {
 
   __device__ __forceinline__ int row() const { return first_channel + 16 * warp + lane / 4; }
 
+  // Waits until a chunk is transformed, together with those that share its counter.
+  __device__ __forceinline__ void await(int chunk) const {
+    const int64_t slot = first_slot + chunk, counter = slot / kSlotsPerCounter;
+    if (all.progress == nullptr || (chunk > 0 && slot % kSlotsPerCounter != 0)) return;
+    const int64_t slots =
+        min(all.num_slots - counter * kSlotsPerCounter, int64_t{kSlotsPerCounter});
+    ptx::wait_done(all.progress + counter * params.state_heads + head, slots);
+  }
+
   // Copies one chunk's tiles to a stage, as one group of copies.
   __device__ __forceinline__ void load(int chunk) const {
     constexpr int kThreads = Shared::kThreads;
     const int num_chunks = ceil_div(range.count, kChunkSize);
     if (chunk < num_chunks) {
+      await(chunk);
       const Shared to(shared_base + chunk % Shared::kStages * Shared::kStageBytes);
       const int64_t token = range.first + int64_t{chunk} * kChunkSize;
       const int tokens = min(range.count - chunk * kChunkSize, kChunkSize);
@@ -95,8 +105,10 @@ struct ChunkScan {
           params.v.token_stride, tokens);
       const int64_t index = (first_slot + chunk) * params.state_heads + head;
       constexpr int kSquare = kChunkSize * kChunkSize;
-      copy_tile<kThreads>(to.solve, static_cast<const T*>(all.workspace.solve) + index * kSquare,
-                          kChunkSize, kChunkSize);
+      if constexpr (Traits::kDelta) {
+        copy_tile<kThreads>(to.solve, static_cast<const T*>(all.workspace.solve) + index * kSquare,
+                            kChunkSize, kChunkSize);
+      }
       copy_tile<kThreads>(to.scores, static_cast<const T*>(all.workspace.scores) + index * kSquare,
                           kChunkSize, kChunkSize);
       const float* factors = all.workspace.factors + index * 4 * kChunkSize;
@@ -155,10 +167,62 @@ struct ChunkScan {
       for (int i = 0; i < 4; ++i) {
         const float2 factor = key_factors[4 * (j + i / 2) + lane % 4];
         float* sum = sums[j + i / 2] + i % 2 * 2;
-        sum[0] = to_float(T{static_cast<uint16_t>(values[i])}) - factor.x * sum[0];
-        sum[1] = to_float(T{static_cast<uint16_t>(values[i] >> 16)}) - factor.y * sum[1];
+        sum[0] = low_of(values[i]) - factor.x * sum[0];
+        sum[1] = high_of(values[i]) - factor.y * sum[1];
       }
     }
+  }
+
+  // V^T as fragments, as it is and with a factor per token.
+  template <typename Factor>
+  __device__ __forceinline__ void values_as_fragments(uint32_t (&plain)[kTokenSteps][4],
+                                                      uint32_t (&weighted)[kTokenSteps][4],
+                                                      const Shared& in,
+                                                      const Factor& factor) const {
+#pragma unroll
+    for (int step = 0; step < kTokenSteps; ++step) {
+      ptx::ldmatrix_x4_trans(
+          plain[step], in.v.address(16 * step + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = 2 * step + i / 2;
+        weighted[step][i] = PackedPair<T>::pack(low_of(plain[step][i]) * factor(j, 0),
+                                                high_of(plain[step][i]) * factor(j, 1));
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float low_of(uint32_t pair) {
+    return to_float(T{static_cast<uint16_t>(pair)});
+  }
+  __device__ __forceinline__ static float high_of(uint32_t pair) {
+    return to_float(T{static_cast<uint16_t>(pair >> 16)});
+  }
+
+  __device__ __forceinline__ void decay_state(float decay) {
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[j][i] *= decay;
+    }
+  }
+
+  __device__ __forceinline__ void weight_output(float (&out)[kTokenBlocks][4],
+                                                const float2* query_factors) const {
+#pragma unroll
+    for (int j = 0; j < kTokenBlocks; ++j) {
+      const float2 factor = query_factors[4 * j + lane % 4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[j][i] *= i % 2 == 0 ? factor.x : factor.y;
+    }
+  }
+
+  // The pair of channels times silu(z).
+  __device__ __forceinline__ uint32_t gated(uint32_t pair, const T* z) const {
+    const uint32_t gate = *reinterpret_cast<const uint32_t*>(z);
+    const float low = low_of(gate), high = high_of(gate);
+    return PackedPair<T>::pack(low_of(pair) * low * sigmoid(low),
+                               high_of(pair) * high * sigmoid(high));
   }
 
   __device__ __forceinline__ void write_output(const float (&sums)[kTokenBlocks][4],
@@ -171,9 +235,15 @@ struct ChunkScan {
       const int token = 8 * j + lane / 4;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t pair =
+        uint32_t pair =
             ptx::movmatrix_trans(PackedPair<T>::pack(sums[j][2 * half], sums[j][2 * half + 1]));
         if (token < tokens) {
+          if constexpr (!Traits::kDelta) {
+            if (all.ssd.z.data != nullptr) {
+              const T* z = token_address<const T>(all.ssd.z, 0, first + token, head);
+              pair = gated(pair, z + first_channel + 16 * warp + 8 * half + lane % 4 * 2);
+            }
+          }
           *reinterpret_cast<uint32_t*>(out + token * params.out.token_stride + 8 * half +
                                        lane % 4 * 2) = pair;
         }
@@ -181,6 +251,7 @@ struct ChunkScan {
     }
   }
 
+  // The copies of the next chunk begin while the first products run.
   __device__ __forceinline__ void walk(int chunk) {
     const Shared in(shared_base + chunk % Shared::kStages * Shared::kStageBytes);
     const float* factors = reinterpret_cast<const float*>(shared + (in.factors - shared_base));
@@ -193,41 +264,44 @@ struct ChunkScan {
 
     uint32_t state_a[kDim / 16][4];
     to_fragments<T>(state_a, state, one);
-    float x[kTokenBlocks][4] = {}, out[kTokenBlocks][4] = {};
-    Products::begin(x, out);
-    Products::template rows<T>(x, state_a, in.k);
-    Products::commit();
-    Products::template rows<T>(out, state_a, in.q);
-    Products::commit();
-    const float decay = factors[kChunkDecay * kChunkSize];
-#pragma unroll
-    for (int j = 0; j < kDim / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state[j][i] *= decay;
-    }
-    Products::template wait<1>(x);
-    subtract_from_values(x, in, key_factors);
-    uint32_t x_a[kTokenSteps][4];
-    to_fragments<T>(x_a, x, one);
-
-    float delta[kTokenBlocks][4] = {};
-    Products::begin(delta);
-    Products::template rows<T>(delta, x_a, in.solve);
-    Products::commit();
-    Products::template wait<1>(out);
-#pragma unroll
-    for (int j = 0; j < kTokenBlocks; ++j) {
-      const float2 factor = query_factors[4 * j + lane % 4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) out[j][i] *= i % 2 == 0 ? factor.x : factor.y;
-    }
-    Products::template wait<0>(delta);
+    float out[kTokenBlocks][4] = {};
     uint32_t delta_a[kTokenSteps][4], update_a[kTokenSteps][4];
-    to_fragments<T>(delta_a, delta, one);
-    to_fragments<T>(update_a, delta, [&](int j, int i) {
+    const auto update_factor = [&](int j, int i) {
       const float2 factor = update_factors[4 * j + lane % 4];
       return i == 0 ? factor.x : factor.y;
-    });
+    };
+    if constexpr (Traits::kDelta) {
+      float x[kTokenBlocks][4] = {};
+      Products::begin(x, out);
+      Products::template rows<T>(x, state_a, in.k);
+      Products::commit();
+      Products::template rows<T>(out, state_a, in.q);
+      Products::commit();
+      load(chunk + 1);
+      decay_state(factors[kChunkDecay * kChunkSize]);
+      Products::template wait<1>(x);
+      subtract_from_values(x, in, key_factors);
+      uint32_t x_a[kTokenSteps][4];
+      to_fragments<T>(x_a, x, one);
+      float delta[kTokenBlocks][4] = {};
+      Products::begin(delta);
+      Products::template rows<T>(delta, x_a, in.solve);
+      Products::commit();
+      Products::template wait<1>(out);
+      weight_output(out, query_factors);
+      Products::template wait<0>(delta);
+      to_fragments<T>(delta_a, delta, one);
+      to_fragments<T>(update_a, delta, update_factor);
+    } else {
+      Products::begin(out);
+      Products::template rows<T>(out, state_a, in.q);
+      Products::commit();
+      load(chunk + 1);
+      decay_state(factors[kChunkDecay * kChunkSize]);
+      values_as_fragments(delta_a, update_a, in, update_factor);
+      Products::template wait<0>(out);
+      weight_output(out, query_factors);
+    }
 
     Products::begin(out, state);
     Products::template rows<T>(out, delta_a, in.scores);
@@ -247,17 +321,15 @@ struct ChunkScan {
     int64_t snapshot = 0;
     if (params.snapshots.data != nullptr) snapshot = params.snapshot_starts[sequence];
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
-      load(chunk + 1);
-      ptx::cp_async_wait<1>();
+      ptx::cp_async_wait<0>();
       Products::fence_copies();
-      __syncthreads();
+      __syncthreads();  // all have left the chunk before, whose tiles the next one overwrites
       walk(chunk);
       const int64_t done = int64_t{chunk + 1} * kChunkSize;
       if (params.snapshots.data != nullptr && done <= range.count &&
           done % params.snapshot_every == 0) {
         write_state(params.snapshots, snapshot++);
       }
-      __syncthreads();
     }
     ptx::cp_async_wait<0>();
     const int64_t write_slot = params.write_slot.at(sequence, 0);
@@ -275,7 +347,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   const DeltaRuleParams& params = all.recurrence;
   const int num_blocks = params.head_dim_v / Shared::kRows;
   const int64_t sequence = blockIdx.x / num_blocks / params.state_heads;
-  ptx::grid_dependency_wait();
+  // Where the stages run at once, counters take the wait's place, and the first stage has waited
+  // for earlier kernels before it let this one begin.
+  if (all.progress == nullptr) ptx::grid_dependency_wait();
   ChunkScan<Traits, kWarps> scan{
       all,
       params,
@@ -289,17 +363,28 @@ __global__ void __launch_bounds__(32 * kWarps)
       dynamic_shared,
       ptx::shared_address(dynamic_shared)};
   scan.run();
+  // The first stage has ended as well when this one ends: its workspace may be used again.
+  ptx::grid_dependency_wait();
 }
 
 #ifndef __CUDACC_RTC__
+
+// Lets a kernel's CTAs have so many bytes. An SM that runs one kernel takes CTAs of the other only
+// if both want the same share of its memory to be shared memory: all of it.
+template <typename Kernel>
+cudaError_t reserve_shared(Kernel kernel, int bytes) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
 
 template <typename Traits, int kWarps>
 cudaError_t launch_chunk_scan(const ChunkDeltaRuleParams& params, bool enable_pdl,
                               cudaStream_t stream) {
   using Shared = ChunkScanShared<Traits, kWarps>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(chunk_scan_kernel<Traits, kWarps>,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
+  const cudaError_t status = reserve_shared(chunk_scan_kernel<Traits, kWarps>, Shared::kBytes);
   if (status != cudaSuccess) return status;
   const DeltaRuleParams& recurrence = params.recurrence;
   const int64_t num_ctas = int64_t{recurrence.batch_size} * recurrence.state_heads *
@@ -311,16 +396,21 @@ cudaError_t launch_chunk_scan(const ChunkDeltaRuleParams& params, bool enable_pd
 // Both stages; head_dim_v is a multiple of 64. `schedule`: warps of a CTA of the second stage, 16
 // value channels each. 0 chooses 8, which share what they read, if that gives every SM a CTA, else
 // 4. Two warps cannot multiply as a warpgroup and lose to both (docs/tuning/linear_attention.md).
+//
+// Stages that run at once (params.progress): the CTAs of the first are all resident before the
+// second begins and wait for nobody, so they end, and what the second waits for gets done.
 template <typename Traits>
 cudaError_t launch_chunk_delta_rule(const ChunkDeltaRuleParams& params, int num_sms, int schedule,
                                     bool enable_pdl, cudaStream_t stream) {
   using Transform = ChunkTransformShared<Traits>;
   const DeltaRuleParams& recurrence = params.recurrence;
-  cudaError_t status =
-      cudaFuncSetAttribute(chunk_transform_kernel<Traits>,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, Transform::kBytes);
+  cudaError_t status = reserve_shared(chunk_transform_kernel<Traits>, Transform::kBytes);
   if (status != cudaSuccess) return status;
-  const int64_t num_ctas = int64_t{params.num_slots} * recurrence.state_heads;
+  const int ctas_per_sm = schedule / 100 == 0 ? 3 : schedule / 100;
+  schedule %= 100;
+  int64_t num_ctas = int64_t{params.num_slots} * recurrence.state_heads;
+  if (params.progress != nullptr && num_ctas > ctas_per_sm * num_sms)
+    num_ctas = ctas_per_sm * num_sms;
   status =
       launch_kernel(chunk_transform_kernel<Traits>, dim3(static_cast<unsigned>(num_ctas)),
                     dim3(detail::kTransformThreads), Transform::kBytes, stream, enable_pdl, params);

@@ -16,6 +16,7 @@
 #include <flashinfer/linear_attention/tile.cuh>
 #include <flashinfer/linear_attention/token_range.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/progress.cuh>
 
 namespace flashinfer {
 
@@ -23,7 +24,19 @@ template <typename T_, typename StateT_, int kHeadDimK_>
 struct ChunkDeltaRuleTraits {
   using T = T_;
   using StateT = StateT_;
+  using GateT = dtype::float32;
   static constexpr int kHeadDimK = kHeadDimK_;
+  static constexpr bool kDelta = true;  // updates are differences to what the state says
+};
+
+// Mamba-2 has no differences: A is zero, and the updates are dt x.
+template <typename T_, typename StateT_, typename GateT_, int kHeadDimK_>
+struct SsdTraits {
+  using T = T_;
+  using StateT = StateT_;
+  using GateT = GateT_;
+  static constexpr int kHeadDimK = kHeadDimK_;
+  static constexpr bool kDelta = false;
 };
 
 // A chunk of a sequence: slots of consecutive sequences begin at cu_seqlens[s] / C + s, which
@@ -164,21 +177,50 @@ struct ChunkTokens {
   float* first_half;   // [1]: sum of the first 32 logarithms
 };
 
-__device__ __forceinline__ void load_gates(const ChunkTokens& tokens, const DeltaRuleParams& params,
-                                           const Chunk& chunk, int head) {
+// The decay's logarithm and the learning rate of a token.
+struct TokenGates {
+  float log2_decay, beta;
+};
+
+template <typename Traits>
+__device__ __forceinline__ TokenGates token_gates(const ChunkDeltaRuleParams& all, int64_t token,
+                                                  int head) {
+  const DeltaRuleParams& params = all.recurrence;
+  if constexpr (Traits::kDelta) {
+    TokenGates gates = {0.f, 1.f};
+    if (params.gate.data != nullptr) {
+      gates.log2_decay = log2_decay(params, *token_address<float>(params.gate, 0, token, head));
+    }
+    if (params.beta.data != nullptr) {
+      gates.beta = *token_address<float>(params.beta, 0, token, head);
+    }
+    if (params.beta_is_logit) gates.beta = sigmoid(gates.beta);
+    return gates;
+  } else {
+    using GateT = typename Traits::GateT;
+    float dt = to_float(*token_address<GateT>(params.gate, 0, token, head));
+    if (params.dt_bias != nullptr) dt += static_cast<const float*>(params.dt_bias)[head];
+    if (all.ssd.softplus) dt = softplus(dt);
+    dt = fminf(fmaxf(dt, all.ssd.lowest_dt), all.ssd.highest_dt);
+    return {params.a_log[head] * dt * kLog2e, dt};
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void load_gates(const ChunkTokens& tokens,
+                                           const ChunkDeltaRuleParams& all, const Chunk& chunk,
+                                           int head) {
   const int i = threadIdx.x;
   float log_of = 0.f;
   if (i < kChunkSize) {
-    float beta = 0.f;
-    if (i < chunk.num_tokens) {
-      const int64_t token = chunk.first_token + i;
-      if (params.gate.data != nullptr) {
-        log_of = log2_decay(params, *token_address<float>(params.gate, 0, token, head));
-      }
-      beta = params.beta.data != nullptr ? *token_address<float>(params.beta, 0, token, head) : 1.f;
-      if (params.beta_is_logit) beta = sigmoid(beta);
+    TokenGates gates = {0.f, 0.f};
+    if (i < chunk.num_tokens) gates = token_gates<Traits>(all, chunk.first_token + i, head);
+    log_of = gates.log2_decay;
+    tokens.betas[i] = gates.beta;
+    if constexpr (!Traits::kDelta) {
+      tokens.key_norms[i] = gates.beta;  // updates are dt x, here a factor of B
+      tokens.query_norms[i] = 1.f;
     }
-    tokens.betas[i] = beta;
   }
   log_of = prefix_sum(log_of);
   if (i == 31) tokens.first_half[0] = log_of;
@@ -217,8 +259,10 @@ struct ChunkProducts {
       }
     };
     uint32_t a[kSteps][4];
-    load(a, k);
-    multiply(keys, a, k, first_row);
+    if constexpr (Traits::kDelta) {
+      load(a, k);
+      multiply(keys, a, k, first_row);
+    }
     load(a, q);
     multiply(queries, a, k, first_row);
   }
@@ -243,9 +287,9 @@ struct ChunkProducts {
   }
 
   // Weights the products by decays, norms and beta. Stores A below the diagonal and in the blocks
-  // on it, and all scores, with zeros above the diagonal.
+  // on it, and all scores, with zeros above the diagonal. `skip` is added on it.
   __device__ __forceinline__ void store(float* A, T* scores, const detail::ChunkTokens& tokens,
-                                        float scale) const {
+                                        float scale, float skip) const {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16;
     float log2_decay[2], query_weight[2], key_weight[2];
 #pragma unroll
@@ -271,12 +315,18 @@ struct ChunkProducts {
         }
         const float low = exp2f(fminf(log2_decay[half] - log2_decays.x, 0.f)) * norms.x;
         const float high = exp2f(fminf(log2_decay[half] - log2_decays.y, 0.f)) * norms.y;
-        *reinterpret_cast<float2*>(A + row * detail::kStride + column) = {
-            low * key_weight[half] * keys[j][2 * half],
-            high * key_weight[half] * keys[j][2 * half + 1]};
-        *to = PackedPair<T>::pack(
-            column <= row ? low * query_weight[half] * queries[j][2 * half] : 0.f,
-            column < row ? high * query_weight[half] * queries[j][2 * half + 1] : 0.f);
+        if constexpr (Traits::kDelta) {
+          *reinterpret_cast<float2*>(A + row * detail::kStride + column) = {
+              low * key_weight[half] * keys[j][2 * half],
+              high * key_weight[half] * keys[j][2 * half + 1]};
+        }
+        float first = column <= row ? low * query_weight[half] * queries[j][2 * half] : 0.f;
+        float second = column < row ? high * query_weight[half] * queries[j][2 * half + 1] : 0.f;
+        if constexpr (!Traits::kDelta) {
+          if (column == row) first += skip;
+          if (column + 1 == row) second += skip;
+        }
+        *to = PackedPair<T>::pack(first, second);
       }
     }
   }
@@ -304,11 +354,13 @@ __device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all,
   float* numbers = reinterpret_cast<float*>(memory + 2 * Shared::kTileBytes);
   const detail::ChunkTokens tokens{numbers, numbers + kChunkSize, numbers + 2 * kChunkSize,
                                    numbers + 3 * kChunkSize, numbers + 4 * kChunkSize};
-  detail::load_gates(tokens, params, chunk, head);
+  detail::load_gates<Traits>(tokens, all, chunk, head);
   ptx::cp_async_wait<0>();
   __syncthreads();
-  detail::row_norms<T>(tokens.key_norms, k, memory, shared, params.normalize_qk);
-  detail::row_norms<T>(tokens.query_norms, q, memory, shared, params.normalize_qk);
+  if constexpr (Traits::kDelta) {
+    detail::row_norms<T>(tokens.key_norms, k, memory, shared, params.normalize_qk);
+    detail::row_norms<T>(tokens.query_norms, q, memory, shared, params.normalize_qk);
+  }
   ChunkProducts<Traits> products;
   products.compute(k, q);
   __syncthreads();
@@ -316,8 +368,11 @@ __device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all,
   const int64_t index = slot * params.state_heads + head;
   float* A = reinterpret_cast<float*>(memory);
   float* inverse = reinterpret_cast<float*>(memory + Shared::kTileBytes);
-  products.store(A, static_cast<T*>(all.workspace.scores) + index * kSquare, tokens, params.scale);
+  const float skip = all.ssd.skip != nullptr ? all.ssd.skip[head] : 0.f;
+  products.store(A, static_cast<T*>(all.workspace.scores) + index * kSquare, tokens, params.scale,
+                 skip);
   detail::store_factors(all.workspace.factors + index * 4 * kChunkSize, tokens, params.scale);
+  if constexpr (!Traits::kDelta) return;
   __syncthreads();
   if (threadIdx.x < kChunkSize) {
     detail::invert_triangle(inverse, A, threadIdx.x / 32 * 32, threadIdx.x % 32);
@@ -343,17 +398,27 @@ __device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all,
   }
 }
 
+// Slots in order, all heads of a slot before the next: the second stage reads them so.
 template <typename Traits>
 __global__ void __launch_bounds__(detail::kTransformThreads, 4)
     chunk_transform_kernel(const __grid_constant__ ChunkDeltaRuleParams all) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   const DeltaRuleParams& params = all.recurrence;
-  ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
-  const int head = blockIdx.x % params.state_heads;
-  const int64_t slot = blockIdx.x / params.state_heads;
-  const Chunk chunk = Chunk::of_slot(params, slot);
-  if (chunk.sequence >= 0) transform_chunk<Traits>(all, dynamic_shared, chunk, slot, head);
+  // The second stage may begin with the tensors of earlier kernels, so this comes after the wait.
+  ptx::grid_launch_dependents();
+  const int64_t num_items = int64_t{all.num_slots} * params.state_heads;
+  for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
+    const int head = item % params.state_heads;
+    const int64_t slot = item / params.state_heads;
+    const Chunk chunk = Chunk::of_slot(params, slot);
+    if (chunk.sequence >= 0) transform_chunk<Traits>(all, dynamic_shared, chunk, slot, head);
+    if (all.progress == nullptr) continue;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::count_done(all.progress + slot / kSlotsPerCounter * params.state_heads + head);
+    }
+  }
 }
 
 }  // namespace flashinfer

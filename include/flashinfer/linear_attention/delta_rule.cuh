@@ -216,7 +216,11 @@ struct DeltaRuleBlock {
   static constexpr int kRows = Traits::kGroups * kStep * kPasses;
   using Token = detail::DeltaRuleToken<Traits, kRows>;
   static constexpr int kTokens = Traits::kThreads / 32;
-  static constexpr int kSharedBytes = Staged::kBytes + kTokens * static_cast<int>(sizeof(Token));
+
+  // Shared memory of a CTA. Fewer tokens take less, so that more CTAs have rows in flight.
+  static constexpr size_t shared_bytes(int num_tokens) {
+    return Staged::kBytes + sizeof(Token) * (num_tokens < kTokens ? num_tokens : kTokens);
+  }
 
   const DeltaRuleParams& params;
   Staged staged;
@@ -357,16 +361,17 @@ template <typename Traits, int kStep, int kPasses>
 cudaError_t launch_delta_rule_block(const DeltaRuleParams& params, bool enable_pdl,
                                     cudaStream_t stream) {
   using Block = DeltaRuleBlock<Traits, kStep, kPasses>;
-  constexpr size_t kShared = Block::kSharedBytes;
-  if constexpr (kShared > 48 << 10) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(delta_rule_kernel<Traits, kStep, kPasses>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if constexpr (Block::shared_bytes(Block::kTokens) > 48 << 10) {
+    const cudaError_t status = cudaFuncSetAttribute(
+        delta_rule_kernel<Traits, kStep, kPasses>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        static_cast<int>(Block::shared_bytes(Block::kTokens)));
     if (status != cudaSuccess) return status;
   }
+  const size_t shared =
+      Block::shared_bytes(params.cu_seqlens != nullptr ? Block::kTokens : params.num_tokens);
   const dim3 grid(ceil_div(params.head_dim_v, Block::kRows), params.state_heads, params.batch_size);
   return launch_kernel(delta_rule_kernel<Traits, kStep, kPasses>, grid, dim3(Traits::kThreads),
-                       kShared, stream, enable_pdl, params);
+                       shared, stream, enable_pdl, params);
 }
 
 // `schedule`: rows per thread at a time, plus 100 times the passes; 0 chooses by the state's size.
@@ -382,6 +387,12 @@ cudaError_t launch_delta_rule(const DeltaRuleParams& params, int num_sms, int sc
     schedule = steps <= 4 * num_sms ? 102 : several_tokens || steps <= 128 * num_sms ? 104 : 204;
   }
   switch (schedule) {
+    case 101:
+      return launch_delta_rule_block<Traits, 1, 1>(params, enable_pdl, stream);
+    case 108:
+      return launch_delta_rule_block<Traits, 8, 1>(params, enable_pdl, stream);
+    case 202:
+      return launch_delta_rule_block<Traits, 2, 2>(params, enable_pdl, stream);
     case 102:
       return launch_delta_rule_block<Traits, 2, 1>(params, enable_pdl, stream);
     case 104:

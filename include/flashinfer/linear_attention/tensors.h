@@ -28,10 +28,12 @@ struct SlotIndices {
   int64_t batch_stride;
   int64_t token_stride;  // 0: one slot for all tokens
   bool is_int64;
+  int64_t num_tokens;  // columns; later tokens have the slot of the last one
 
 #if defined(__CUDACC__) || defined(__device__)
   __device__ __forceinline__ int64_t at(int64_t batch, int64_t token) const {
     if (data == nullptr) return batch;
+    if (token >= num_tokens) token = num_tokens - 1;
     const int64_t i = batch * batch_stride + token * token_stride;
     return is_int64 ? static_cast<const int64_t*>(data)[i]
                     : static_cast<int64_t>(static_cast<const int32_t*>(data)[i]);

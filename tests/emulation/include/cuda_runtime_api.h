@@ -8,7 +8,11 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
+enum { cudaSharedmemCarveoutMaxShared = 100 };
 using cudaStream_t = void*;
 
 inline cudaError_t cudaGetDevice(int* device) {
@@ -22,9 +26,10 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
-// The one attribute: shared memory that a CTA may have, 227 KiB on 9.0, 163 on 8.0, 99 on 8.6.
+// Shared memory that a CTA may have: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6. The carveout is a hint.
 template <typename Kernel>
-inline cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
+inline cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute attribute, int bytes) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
   constexpr int kLimit = EMULATION_ARCH >= 900 ? 227 : EMULATION_ARCH == 800 ? 163 : 99;
   return bytes <= kLimit << 10 ? cudaSuccess : cudaErrorInvalidValue;
 }

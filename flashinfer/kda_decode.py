@@ -1,0 +1,177 @@
+"""Kimi Delta Attention (KDA): the delta rule with a decay per key channel.
+
+Per value head, with the state ``S`` of ``[head_dim_v, head_dim_k]``::
+
+    S = S diag(decay);  S = S + beta (v - S k) k^T;  out = scale S q
+
+The decay is ``exp(g)`` or, from a raw gate, ``exp(lower_bound sigmoid(exp(A_log) (g + dt_bias)))``
+or ``exp(-exp(A_log) softplus(g + dt_bias))``. All arithmetic is in float32, and the state is read
+once and written once, whatever the number of tokens.
+
+Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._common.checks import tensor as check_tensor
+from ._instrument.decorator import flashinfer_api
+from ._linear_attention.checks import check_backend, destination, resolve_scale
+from ._linear_attention.delta_rule import run_delta_rule
+from ._linear_attention.kda import kda_gates, kda_states, refuse_unsupported
+from .trace.templates.kda import recurrent_kda_trace
+
+__all__ = ["recurrent_kda"]
+
+
+@flashinfer_api(trace=recurrent_kda_trace)
+def recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    num_spec_tokens: int | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    initial_state_source: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
+    beta_is_logit: bool = False,
+    seq_order: torch.Tensor | None = None,
+    prefill_workspace: object | None = None,
+    state_checkpoints: torch.Tensor | None = None,
+    checkpoint_cu_starts: torch.Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    checkpoint_state_indices: torch.Tensor | None = None,
+    *,
+    disable_state_update: bool = False,
+    correction_cache: torch.Tensor | None = None,
+    kg_cache: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """KDA over the tokens of each sequence, one after the other.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor
+        ``[batch, tokens, heads, head_dim_k]``, float16 or bfloat16; the last dimension is
+        contiguous, and rows start at multiples of 16 bytes. `head_dim_k` is 32, 64, 128 or 256.
+        With `cu_seqlens` the batch is 1, and the sequences lie one after the other.
+    v : torch.Tensor
+        ``[batch, tokens, v_heads, head_dim_v]``, dtype of `q`; `v_heads` is a multiple of `heads`,
+        and consecutive value heads share a query head.
+    g : torch.Tensor
+        ``[batch, tokens, v_heads, head_dim_k]``, float32, bfloat16 or float16: the logarithm of the
+        decay or, with `use_gate_in_kernel`, the gate's input.
+    beta : torch.Tensor
+        ``[batch, tokens, v_heads]``: the learning rate or, with `beta_is_logit`, its logit.
+    A_log : torch.Tensor, optional
+        ``[v_heads]``, float32, with `use_gate_in_kernel` alone, which needs it.
+    dt_bias : torch.Tensor, optional
+        ``[v_heads, head_dim_k]`` or flat, contiguous; with `use_gate_in_kernel` alone.
+    scale : float, optional
+        Factor of the output; by default ``1 / sqrt(head_dim_k)``.
+    initial_state : torch.Tensor, optional
+        ``[sequences, v_heads, head_dim_v, head_dim_k]``, float32, bfloat16 or float16, or a pool of
+        such states; overwritten by the last states. Zeros if None.
+    output_final_state : bool
+        Return the states as well: `initial_state`, or a new float32 tensor.
+    use_qk_l2norm_in_kernel : bool
+        Divide `q` and `k` by their Euclidean norms (with 1e-6 under the root).
+    use_gate_in_kernel : bool
+        Compute the decay from `g`, `A_log` and `dt_bias`.
+    lower_bound : float, optional
+        A negative number: the decay's lowest logarithm; None: the form with softplus.
+    cu_seqlens : torch.Tensor, optional
+        ``[sequences + 1]``, int32 or int64: where sequences begin in the packed tokens.
+    ssm_state_indices : torch.Tensor, optional
+        ``[sequences]``, int32 or int64: slots of the pool `initial_state`. A sequence with a
+        negative slot is padding: its output is zero. With `num_spec_tokens`
+        ``[sequences, 1 + num_spec_tokens]``: token t leaves the state in slot t of its sequence.
+    num_spec_tokens : int, optional
+        Tokens per sequence after the first one, at least 1. By default of `ssm_state_indices`,
+        sequence i has the slots that begin at ``i (1 + num_spec_tokens)``.
+    num_accepted_tokens : torch.Tensor, optional
+        ``[sequences]``, int32, with `num_spec_tokens`: how many tokens of the last call were
+        accepted; the state is read from the slot of the last of them. The first slot if None.
+    output : torch.Tensor, optional
+        Result, shape and dtype of `v`.
+    initial_state_source, initial_state_indices : torch.Tensor, optional
+        A pool that is read in place of `initial_state`, and the slot of each sequence in it.
+    beta_is_logit : bool
+        The learning rate is ``sigmoid(beta)``.
+    seq_order, prefill_workspace
+        Hints of other implementations; results do not depend on them.
+    state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, checkpoint_state_indices
+        Not supported: None and 0.
+    disable_state_update : bool
+        Leave `initial_state` as it is.
+    correction_cache, kg_cache
+        Not supported: None.
+    backend : str
+        "auto" or "flashinfer".
+
+    Returns
+    -------
+    tuple
+        `output`, and the states or None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    check_backend(backend, "auto", "flashinfer")
+    refuse_unsupported(
+        state_checkpoints=state_checkpoints,
+        checkpoint_cu_starts=checkpoint_cu_starts,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens or None,
+        checkpoint_state_indices=checkpoint_state_indices,
+        correction_cache=correction_cache,
+        kg_cache=kg_cache,
+    )
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
+        check_tensor(name, tensor, 4)
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        sequences = check_tensor("cu_seqlens", cu_seqlens, 1).shape[0] - 1
+    out = destination("output", output, tuple(v.shape), v)
+    gates = kda_gates(g, beta, A_log, dt_bias, lower_bound, use_gate_in_kernel, beta_is_logit)
+    final = initial_state
+    if final is None and output_final_state:
+        shape = (sequences, v.shape[2], v.shape[3], q.shape[3])
+        final = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    states = kda_states(
+        initial_state,
+        final,
+        sequences,
+        ssm_state_indices,
+        num_spec_tokens,
+        num_accepted_tokens,
+        initial_state_source,
+        initial_state_indices,
+        disable_state_update,
+    )
+    run_delta_rule(
+        out,
+        q,
+        k,
+        v,
+        gates,
+        states,
+        scale=resolve_scale(scale, q.shape[3]),
+        normalize_qk=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+    return out, final if output_final_state else None
