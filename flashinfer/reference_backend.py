@@ -31,7 +31,7 @@ from ._attention.plan.no_kernel import compute_from_plans_when
 from ._common.numbers import plain_arguments
 from ._instrument.decorator import on_registration, traced_functions
 from .trace.arguments import check_aliasing, check_destination, check_one_device
-from .trace.specs import Value, argument_of
+from .trace.specs import Value, argument_of, is_returned
 from .trace.template import TraceTemplate, resolve_template
 
 _logger = logging.getLogger("flashinfer.reference_backend")
@@ -238,7 +238,7 @@ def _deliver(
 
     Nothing is written before everything is computed and checked: an output may be an input. A
     result whose destination the function requires (in place, or a mandatory ``out``) is not
-    returned; this is the convention of all public functions.
+    returned, unless its specification says so; this is the convention of all public functions.
     """
     parameters = inspect.signature(function).parameters
     dtypes = template.dtypes(arguments)
@@ -260,7 +260,7 @@ def _deliver(
         written[name], in_place_of[name] = destination, getattr(spec, "in_place_of", None)
         writes.append((destination, result))
         optional = parameters[param].default is not inspect.Parameter.empty
-        if optional and getattr(spec, "returned", True):
+        if is_returned(spec, optional):
             returned.append(destination)
     check_aliasing(written, arguments, in_place_of)
     for destination, result in writes:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.numbers import plain_arguments
+from ..trace.specs import is_returned
 from ..trace.template import TraceTemplate, resolve_template
 from .handles import object_of
 from .outputs import fake_results, tensors_in
@@ -345,7 +346,7 @@ def _arrangement(
             continue
         parameter = call.signature.parameters[spec.param or key]
         optional = parameter.default is not inspect.Parameter.empty
-        if optional and getattr(spec, "returned", True):
+        if is_returned(spec, optional):
             parts.append(index_of[written[key][0]])
     if template.nest is not None:
         return template.nest(tuple(parts))

@@ -15,7 +15,7 @@ import torch
 
 from .._common.dtypes import torch_name
 from ..trace.check import default_check
-from ..trace.specs import argument_of
+from ..trace.specs import argument_of, is_returned
 from ..trace.standalone import required_parameters
 from ..trace.template import resolve_template
 from .numerics import ErrorBound, compare, error_bound
@@ -137,7 +137,7 @@ def _outputs(
             key
             for key, spec in template.outputs.items()
             if key not in destinations
-            or (destinations[key][0] not in required and getattr(spec, "returned", True))
+            or is_returned(spec, destinations[key][0] not in required)
         ]
         if len(values) != len(without):
             wanted = ", ".join(without) or "none"

@@ -94,8 +94,9 @@ class Tensor:
     in_place_of : str, optional
         For an output, the argument that its destination may be the same view of (``out=input``).
         Any other sharing of memory with another argument is refused.
-    returned : bool
-        For an output, whether the public function also returns an optional destination.
+    returned : bool, optional
+        For an output with a destination, whether the public function returns that as well; by
+        default where the destination is an optional argument.
     keeps_strides : bool
         An output has the strides of the reference's result.
     converts : bool
@@ -116,9 +117,15 @@ class Tensor:
     ranks: Sequence[int] | None = None
     layout: Literal["rows", "matrix"] | None = None
     in_place_of: str | None = None
-    returned: bool = True
+    returned: bool | None = None
     keeps_strides: bool = False
     converts: bool = False
+
+
+def is_returned(spec: object, is_optional: bool) -> bool:
+    """Whether a public function returns the destination of an output, an argument of the call."""
+    returned: bool | None = getattr(spec, "returned", None)
+    return is_optional if returned is None else returned
 
 
 @dataclass(frozen=True)

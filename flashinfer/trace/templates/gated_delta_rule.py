@@ -340,7 +340,7 @@ def _decode_template(mtp: bool) -> TraceTemplate:
         inputs={**inputs, **GATES},
         outputs={
             "output": tokens_of("num_v_heads", "head_dim_v", param="output", dtype_from="q"),
-            state: _pool(first, param=state, dtype_from=state),
+            state: _pool(first, param=state, dtype_from=state, returned=True),
         },
         options=options,
         hints=[*unused, "intermediate_states_buffer"],
@@ -370,7 +370,7 @@ gated_delta_rule_bf16_state_trace = TraceTemplate(
     outputs={
         "output": tokens_of("num_v_heads", "head_dim_v", param="output", dtype_from="q"),
         "initial_state_source": _pool(
-            param="initial_state_source", dtype_from="initial_state_source"
+            param="initial_state_source", dtype_from="initial_state_source", returned=False
         ),
     },
     options={

@@ -53,7 +53,7 @@ gated_delta_rule_decode_trace = TraceTemplate(
     },
     outputs={
         "output": tokens_of("num_v_heads", "head_dim_v", param="output", dtype_from="q"),
-        "state": _states(param="state", dtype_from="state"),
+        "state": _states(param="state", dtype_from="state", returned=True),
     },
     options={"use_qk_l2norm": (True, False), "backend": ("auto", "flashinfer")},
     tags=["status:verified", "stage:decode"],

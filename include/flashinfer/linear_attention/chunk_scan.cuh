@@ -71,6 +71,10 @@ struct ChunkScan {
   int warp, lane;
   char* shared;
   uint32_t shared_base;
+  struct {
+    const T *k, *q, *v, *solve, *scores;
+    const float* factors;
+  } next;                    // chunk to load
   float state[kDim / 8][4];  // rows lane / 4 and + 8, columns 8 j + lane % 4 * 2 and + 1
 
   __device__ __forceinline__ int row() const { return first_channel + 16 * warp + lane / 4; }
@@ -84,37 +88,43 @@ struct ChunkScan {
     ptx::wait_done(all.progress + counter * params.state_heads + head, slots);
   }
 
-  // Copies one chunk's tiles to a stage, as one group of copies.
-  __device__ __forceinline__ void load(int chunk) const {
+  // Where the first chunk's tiles come from.
+  __device__ __forceinline__ void begin_at_first_chunk() {
+    next.k = token_address<const T>(params.k, 0, range.first, params.k_group.divide(head));
+    next.q = token_address<const T>(params.q, 0, range.first, params.q_group.divide(head));
+    next.v = token_address<const T>(params.v, 0, range.first, params.v_group.divide(head)) +
+             first_channel;
+    const int64_t index = first_slot * params.state_heads + head;
+    constexpr int kSquare = kChunkSize * kChunkSize;
+    next.solve = static_cast<const T*>(all.workspace.solve) + index * kSquare;
+    next.scores = static_cast<const T*>(all.workspace.scores) + index * kSquare;
+    next.factors = all.workspace.factors + index * 4 * kChunkSize;
+  }
+
+  // Copies the next chunk's tiles to a stage, as one group of copies. Chunks come in order.
+  __device__ __forceinline__ void load(int chunk) {
     constexpr int kThreads = Shared::kThreads;
-    const int num_chunks = ceil_div(range.count, kChunkSize);
-    if (chunk < num_chunks) {
+    const int tokens = range.count - chunk * kChunkSize;
+    if (tokens > 0) {
       await(chunk);
       const Shared to(shared_base + chunk % Shared::kStages * Shared::kStageBytes);
-      const int64_t token = range.first + int64_t{chunk} * kChunkSize;
-      const int tokens = min(range.count - chunk * kChunkSize, kChunkSize);
-      copy_tile<kThreads>(to.k,
-                          token_address<const T>(params.k, 0, token, params.k_group.divide(head)),
-                          params.k.token_stride, tokens);
-      copy_tile<kThreads>(to.q,
-                          token_address<const T>(params.q, 0, token, params.q_group.divide(head)),
-                          params.q.token_stride, tokens);
-      copy_tile<kThreads>(
-          to.v,
-          token_address<const T>(params.v, 0, token, params.v_group.divide(head)) + first_channel,
-          params.v.token_stride, tokens);
-      const int64_t index = (first_slot + chunk) * params.state_heads + head;
-      constexpr int kSquare = kChunkSize * kChunkSize;
+      copy_tile<kThreads>(to.k, next.k, params.k.token_stride, tokens);
+      copy_tile<kThreads>(to.q, next.q, params.q.token_stride, tokens);
+      copy_tile<kThreads>(to.v, next.v, params.v.token_stride, tokens);
       if constexpr (Traits::kDelta) {
-        copy_tile<kThreads>(to.solve, static_cast<const T*>(all.workspace.solve) + index * kSquare,
-                            kChunkSize, kChunkSize);
+        copy_tile<kThreads>(to.solve, next.solve, kChunkSize, kChunkSize);
       }
-      copy_tile<kThreads>(to.scores, static_cast<const T*>(all.workspace.scores) + index * kSquare,
-                          kChunkSize, kChunkSize);
-      const float* factors = all.workspace.factors + index * 4 * kChunkSize;
+      copy_tile<kThreads>(to.scores, next.scores, kChunkSize, kChunkSize);
       for (int i = threadIdx.x; i < kChunkSize; i += kThreads) {
-        ptx::cp_async_16(to.factors + i * 16, factors + i * 4, true);
+        ptx::cp_async_16(to.factors + i * 16, next.factors + i * 4, true);
       }
+      next.k += kChunkSize * params.k.token_stride;
+      next.q += kChunkSize * params.q.token_stride;
+      next.v += kChunkSize * params.v.token_stride;
+      const int64_t square = int64_t{params.state_heads} * kChunkSize * kChunkSize;
+      next.solve += square;
+      next.scores += square;
+      next.factors += int64_t{params.state_heads} * 4 * kChunkSize;
     }
     ptx::cp_async_commit();
   }
@@ -316,6 +326,7 @@ struct ChunkScan {
   __device__ __forceinline__ void run() {
     const int64_t read_slot = params.read_slot.at(sequence, 0);
     const int num_chunks = ceil_div(range.count, kChunkSize);
+    begin_at_first_chunk();
     load(0);
     read_state(read_slot);
     int64_t snapshot = 0;

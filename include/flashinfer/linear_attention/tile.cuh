@@ -27,19 +27,20 @@ struct Tile {
   }
 };
 
-// Copies rows to a tile; rows from `valid_rows` on become zeros.
+// Copies rows to a tile; rows from `valid_rows` on become zeros. A thread copies the same unit of
+// every kStep-th row: the swizzle repeats after eight rows, so both addresses grow by constants.
 template <int kThreads, typename T, typename TileType>
 __device__ __forceinline__ void copy_tile(const TileType& tile, const T* rows, int64_t row_stride,
                                           int valid_rows) {
-  constexpr int kUnits = TileType::kColumns / 8;
-  static_assert(TileType::kRows * kUnits % kThreads == 0);
+  constexpr int kUnits = TileType::kColumns / 8, kStep = kThreads / kUnits;
+  static_assert(kThreads % kUnits == 0 && kStep % 8 == 0 && TileType::kRows % kStep == 0);
+  const int row = threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
+  const T* from = rows + row * row_stride + unit * 8;
+  const uint32_t to = tile.address(row, unit);
 #pragma unroll
-  for (int i = 0; i < TileType::kRows * kUnits / kThreads; ++i) {
-    const int index = i * kThreads + threadIdx.x;
-    const int row = index / kUnits, unit = index % kUnits;
-    const bool valid = row < valid_rows;
-    ptx::cp_async_16(tile.address(row, unit), rows + (valid ? row * row_stride : 0) + unit * 8,
-                     valid);
+  for (int i = 0; i < TileType::kRows / kStep; ++i) {
+    ptx::cp_async_16(to + i * kStep * 128, from, row + i * kStep < valid_rows);
+    from += kStep * row_stride;
   }
 }
 
