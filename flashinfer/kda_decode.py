@@ -19,7 +19,12 @@ from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, destination, resolve_scale
 from ._linear_attention.delta_rule import run_delta_rule
-from ._linear_attention.kda import kda_gates, kda_states, refuse_unsupported
+from ._linear_attention.kda import (
+    check_gate_shapes,
+    kda_gates,
+    kda_states,
+    refuse_unsupported,
+)
 from .trace.templates.kda import recurrent_kda_trace
 
 __all__ = ["recurrent_kda"]
@@ -143,6 +148,7 @@ def recurrent_kda(
     )
     for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
         check_tensor(name, tensor, 4)
+    check_gate_shapes(g, beta, (*v.shape[:3], q.shape[3]))
     sequences = q.shape[0]
     if cu_seqlens is not None:
         sequences = check_tensor("cu_seqlens", cu_seqlens, 1).shape[0] - 1

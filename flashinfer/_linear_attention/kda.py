@@ -17,6 +17,14 @@ def refuse_unsupported(**values: object) -> None:
             raise ValueError(f"`{name}` must be left out: not supported")
 
 
+def check_gate_shapes(g: torch.Tensor, beta: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """A gate per key channel and a learning rate per head, for the tokens and heads of `shape`."""
+    check_tensor("beta", beta, 3)
+    for name, tensor, expected in (("g", g, shape), ("beta", beta, shape[:3])):
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"`{name}` must have shape {list(expected)}, got {list(tensor.shape)}")
+
+
 def kda_gates(
     g: torch.Tensor,
     beta: torch.Tensor,
@@ -27,7 +35,6 @@ def kda_gates(
     beta_is_logit: bool,
 ) -> Gates:
     """Gates by key channel: logarithms of decays, or inputs of one of two forms."""
-    check_tensor("beta", beta, 3)
     if not use_gate_in_kernel:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if value is not None:

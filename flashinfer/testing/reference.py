@@ -136,8 +136,7 @@ def _outputs(
         without = [
             key
             for key, spec in template.outputs.items()
-            if key not in destinations
-            or is_returned(spec, destinations[key][0] not in required)
+            if key not in destinations or is_returned(spec, destinations[key][0] not in required)
         ]
         if len(values) != len(without):
             wanted = ", ".join(without) or "none"

@@ -46,9 +46,7 @@ gated_delta_rule_decode_trace = TraceTemplate(
     axes={name: axis for name, axis in DECODE_AXES.items() if name != "num_slots"},
     inputs={
         **DECODE_INPUTS,
-        "state": _states(
-            dtypes=("float32", "bfloat16", "float16"), description="Value axis last."
-        ),
+        "state": _states(dtypes=("float32", "bfloat16", "float16"), description="Value axis last."),
         **GATES,
     },
     outputs={

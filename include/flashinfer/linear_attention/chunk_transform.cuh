@@ -4,8 +4,8 @@
 //   A_ij = beta_i exp(c_i - c_j) k_i k_j          (j < i)
 //   solve = (I + A)^-1 diag(beta)
 //   scores_ij = scale exp(c_i - c_j) q_i k_j      (j <= i)
-// A CTA has one chunk of one head. The inverse is formed in float32: two triangles of 32 by
-// substitution, a thread per column, then the square below the diagonal from them.
+// A CTA has one chunk of one head at a time. The inverse is formed in float32: four triangles of 16
+// by substitution, a thread per column, then the squares below the diagonal from them.
 #pragma once
 
 #include <cstdint>
@@ -128,13 +128,14 @@ __device__ __forceinline__ void row_norms(float* factors, const TileType& tile, 
   if (part == 0) factors[row] = rsqrtf(sum + 1e-6f);
 }
 
-// Columns `begin` to begin + 31 of the inverse of the unit triangle I + A in rows and columns
-// begin.. of `A`; a thread has column `column`.
+// Column `column` of the inverse of the unit triangle I + A in the kSize rows and columns from
+// `begin` on.
+template <int kSize>
 __device__ __forceinline__ void invert_triangle(float* inverse, const float* A, int begin,
                                                 int column) {
-  float x[32];
+  float x[kSize];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < kSize; ++i) {
     const float4* row = reinterpret_cast<const float4*>(A + (begin + i) * kStride + begin);
     float sums[4] = {};
 #pragma unroll
@@ -148,24 +149,56 @@ __device__ __forceinline__ void invert_triangle(float* inverse, const float* A, 
     x[i] = (i == column ? 1.f : 0.f) - ((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 #pragma unroll
-  for (int i = 0; i < 32; ++i) inverse[(begin + i) * kStride + begin + column] = x[i];
+  for (int i = 0; i < kSize; ++i) inverse[(begin + i) * kStride + begin + column] = x[i];
 }
 
-// out = sign left right, all 32 x 32 within matrices of rows of kStride.
-__device__ __forceinline__ void multiply_32(float* out, const float* left, const float* right,
-                                            float sign) {
-  const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 8;
-  float sums[8] = {};
+// out = sign left right, squares of kSize within matrices of rows of kStride; by 4 kSize threads.
+template <int kSize>
+__device__ __forceinline__ void multiply_squares(float* out, const float* left, const float* right,
+                                                 float sign, int thread) {
+  constexpr int kColumns = kSize / 4;  // of a thread
+  const int row = thread / 4, column = thread % 4 * kColumns;
+  float sums[kColumns] = {};
 #pragma unroll 8
-  for (int m = 0; m < 32; ++m) {
+  for (int m = 0; m < kSize; ++m) {
     const float a = left[row * kStride + m];
     const float4* b = reinterpret_cast<const float4*>(right + m * kStride + column);
-    const float4 low = b[0], high = b[1];
-    sums[0] += a * low.x, sums[1] += a * low.y, sums[2] += a * low.z, sums[3] += a * low.w;
-    sums[4] += a * high.x, sums[5] += a * high.y, sums[6] += a * high.z, sums[7] += a * high.w;
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+      const float4 part = b[i / 4];
+      sums[i] += a * part.x, sums[i + 1] += a * part.y;
+      sums[i + 2] += a * part.z, sums[i + 3] += a * part.w;
+    }
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) out[row * kStride + column + i] = sign * sums[i];
+  for (int i = 0; i < kColumns; ++i) out[row * kStride + column + i] = sign * sums[i];
+}
+
+// The inverse of the unit triangle I + A of a chunk; zeros above the diagonal but for the square
+// of the last 32 columns in the first 32 rows, which is left out. A triangle of twice the size has
+// the two inverses on its diagonal, and below them -(lower inverse) (A's square) (upper inverse),
+// whose last two are multiplied into what A has above the diagonal.
+__device__ __forceinline__ void invert_chunk(float* inverse, float* A) {
+  const int lane = threadIdx.x % 32, begin = threadIdx.x / 32 * 16;
+  if (lane < 16) {
+    invert_triangle<16>(inverse, A, begin, lane);
+  } else if (begin % 32 == 0) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) inverse[(begin + i) * kStride + begin + lane] = 0.f;
+  }
+  __syncthreads();
+  const int pair = threadIdx.x / 64 * 32, thread = threadIdx.x % 64;
+  float* const upper = inverse + pair * kStride + pair;
+  float* const above = A + pair * kStride + pair + 16;
+  multiply_squares<16>(above, A + (pair + 16) * kStride + pair, upper, 1.f, thread);
+  __syncthreads();
+  multiply_squares<16>(upper + 16 * kStride, upper + 16 * kStride + 16, above, -1.f, thread);
+  __syncthreads();
+  multiply_squares<32>(A + 32, A + 32 * kStride, inverse, 1.f, threadIdx.x);
+  __syncthreads();
+  multiply_squares<32>(inverse + 32 * kStride, inverse + 32 * kStride + 32, A + 32, -1.f,
+                       threadIdx.x);
+  __syncthreads();
 }
 
 // A chunk's numbers per token.
@@ -374,16 +407,7 @@ __device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all,
   detail::store_factors(all.workspace.factors + index * 4 * kChunkSize, tokens, params.scale);
   if constexpr (!Traits::kDelta) return;
   __syncthreads();
-  if (threadIdx.x < kChunkSize) {
-    detail::invert_triangle(inverse, A, threadIdx.x / 32 * 32, threadIdx.x % 32);
-  }
-  __syncthreads();
-  // The square below: -(lower triangle)^-1 (A's square) (upper triangle)^-1. The product of the
-  // last two is put above A's diagonal.
-  detail::multiply_32(A + 32, A + 32 * kStride, inverse, 1.f);
-  __syncthreads();
-  detail::multiply_32(inverse + 32 * kStride, inverse + 32 * kStride + 32, A + 32, -1.f);
-  __syncthreads();
+  detail::invert_chunk(inverse, A);
   T* solve = static_cast<T*>(all.workspace.solve) + index * kSquare;
 #pragma unroll
   for (int i = 0; i < kSquare / (4 * kThreads); ++i) {

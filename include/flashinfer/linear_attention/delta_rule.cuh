@@ -384,15 +384,13 @@ cudaError_t launch_delta_rule(const DeltaRuleParams& params, int num_sms, int sc
     const int64_t rows = int64_t{params.batch_size} * params.state_heads * params.head_dim_v;
     const int64_t steps = rows / Traits::kGroups;
     const bool several_tokens = params.num_tokens != 1 || params.cu_seqlens != nullptr;
-    schedule = steps <= 4 * num_sms ? 102 : several_tokens || steps <= 128 * num_sms ? 104 : 204;
+    const int many_rows = sizeof(typename Traits::StateT) == 4 && !Traits::kChannelGate ? 108 : 204;
+    schedule =
+        steps <= 4 * num_sms ? 102 : several_tokens || steps <= 128 * num_sms ? 104 : many_rows;
   }
   switch (schedule) {
-    case 101:
-      return launch_delta_rule_block<Traits, 1, 1>(params, enable_pdl, stream);
     case 108:
       return launch_delta_rule_block<Traits, 8, 1>(params, enable_pdl, stream);
-    case 202:
-      return launch_delta_rule_block<Traits, 2, 2>(params, enable_pdl, stream);
     case 102:
       return launch_delta_rule_block<Traits, 2, 1>(params, enable_pdl, stream);
     case 104:
