@@ -207,7 +207,7 @@ def declared_dtype(
         if spec.dtype_from in names:
             return names[spec.dtype_from]
         source = arguments.get(spec.dtype_from)
-        return torch_name(source.dtype) if isinstance(source, torch.Tensor) else None
+        return torch_name(source.dtype) if isinstance(source, torch.Tensor) else spec.dtype_default
     if spec.dtype_from_scalar is None:
         return None
     chosen = arguments.get(spec.dtype_from_scalar)

@@ -164,7 +164,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     single_prefill_h32_kv8_d128_dv128_custom_mask.json
     single_prefill_lse_h32_kv8_d128_dv128_causal.json
     softmax_v128256_f32.json
-    ssd_combined_final_h64_g8_d64_n128_D_z_dt_bias_dt_softplus.json
+    ssd_combined_final_h64_g8_d64_n128_D_z_dt_bias_final_states_f32_dt_softplus.json
     ssd_combined_h64_g8_d64_n128_D_z_dt_bias_dt_softplus.json
     tinygemm_bf16_n256_k7168.json
     top_k_k2048_f32.json

@@ -67,68 +67,72 @@ def _reference(
     return (out, state) if initial_state is not None or output_final_state else out
 
 
-def _template(initial: bool, final: bool, gate: bool) -> TraceTemplate:
-    """For calls with an initial state, that return states, that compute the gate."""
+_AXES: dict[str, Axis] = {
+    "batch_size": Var("Sequences."),
+    "num_tokens": Var("Tokens of each sequence."),
+    "num_heads": Const("Heads of q and k.", abbrev="h"),
+    "num_v_heads": Const("Heads of v and of the state.", abbrev="hv"),
+    "head_dim_k": Const("Elements of a key.", abbrev="k"),
+    "head_dim_v": Const("Elements of a value.", abbrev="v"),
+}
+# Only the kernels take these.
+_KERNELS_ALONE = """cu_seqlens ssm_state_indices num_spec_tokens num_accepted_tokens
+    initial_state_source initial_state_indices seq_order prefill_workspace state_checkpoints
+    checkpoint_cu_starts checkpoint_state_indices correction_cache kg_cache""".split()
+_GATE = ("A_log", "dt_bias", "lower_bound")
 
-    def tokens(heads: str, *dim: str, **properties: Any) -> Tensor:
-        return Tensor(["batch_size", "num_tokens", heads, *dim], layout="rows", **properties)
 
-    def states(**properties: Any) -> Tensor:
-        return Tensor(["batch_size", "num_v_heads", "head_dim_v", "head_dim_k"], **properties)
+def _tokens(heads: str, *dim: str, **properties: Any) -> Tensor:
+    return Tensor(["batch_size", "num_tokens", heads, *dim], layout="rows", **properties)
 
-    axes: dict[str, Axis] = {
-        "batch_size": Var("Sequences."),
-        "num_tokens": Var("Tokens of each sequence."),
-        "num_heads": Const("Heads of q and k.", abbrev="h"),
-        "num_v_heads": Const("Heads of v and of the state.", abbrev="hv"),
-        "head_dim_k": Const("Elements of a key.", abbrev="k"),
-        "head_dim_v": Const("Elements of a value.", abbrev="v"),
-    }
+
+def _states(**properties: Any) -> Tensor:
+    return Tensor(["batch_size", "num_v_heads", "head_dim_v", "head_dim_k"], **properties)
+
+
+def _inputs(initial: bool, gate: bool) -> dict[str, Value]:
     inputs: dict[str, Value] = {
-        "q": tokens("num_heads", "head_dim_k", dtypes=("bfloat16", "float16")),
-        "k": tokens("num_heads", "head_dim_k", dtype_from="q"),
-        "v": tokens("num_v_heads", "head_dim_v", dtype_from="q"),
-        "g": tokens("num_v_heads", "head_dim_k", dtypes=_FLOATS, description="Gate."),
-        "beta": tokens("num_v_heads", dtypes=_FLOATS, description="Learning rate."),
+        "q": _tokens("num_heads", "head_dim_k", dtypes=("bfloat16", "float16")),
+        "k": _tokens("num_heads", "head_dim_k", dtype_from="q"),
+        "v": _tokens("num_v_heads", "head_dim_v", dtype_from="q"),
+        "g": _tokens("num_v_heads", "head_dim_k", dtypes=_FLOATS, description="Gate."),
+        "beta": _tokens("num_v_heads", dtypes=_FLOATS, description="Learning rate."),
         "scale": Scalar(optional=True, description="Factor of the output; 1 / sqrt(head_dim_k)."),
     }
     if gate:
         inputs["A_log"] = Tensor(["num_v_heads"], dtype="float32", description="Decay's rate.")
         inputs["dt_bias"] = Tensor(["num_v_heads", "head_dim_k"], dtypes=_FLOATS, optional=True)
         inputs["lower_bound"] = Scalar(optional=True, description="Lowest logarithm of a decay.")
+    if initial:
+        inputs["initial_state"] = _states(dtypes=_FLOATS, description="Key axis last.")
+    return inputs
+
+
+def _template(initial: bool, final: bool, gate: bool) -> TraceTemplate:
+    """For calls with an initial state, that return states, that compute the gate."""
     outputs: dict[str, Value] = {
-        "output": tokens("num_v_heads", "head_dim_v", param="output", dtype_from="q")
+        "output": _tokens("num_v_heads", "head_dim_v", param="output", dtype_from="q")
     }
     if initial:
-        inputs["initial_state"] = states(dtypes=_FLOATS, description="Key axis last.")
-        outputs["initial_state"] = states(param="initial_state", dtype_from="initial_state")
+        outputs["initial_state"] = _states(param="initial_state", dtype_from="initial_state")
     elif final:
-        outputs["final_state"] = states(dtype="float32")
-    unused = ["cu_seqlens", "ssm_state_indices", "num_spec_tokens", "num_accepted_tokens"]
-    unused += ["initial_state_source", "initial_state_indices", "seq_order", "prefill_workspace"]
-    unused += ["state_checkpoints", "checkpoint_cu_starts", "checkpoint_state_indices"]
-    unused += ["correction_cache", "kg_cache"]
-    unused += [] if initial else ["initial_state"]
-    unused += [] if gate else ["A_log", "dt_bias", "lower_bound"]
+        outputs["final_state"] = _states(dtype="float32")
+    unused = [*_KERNELS_ALONE, *([] if initial else ["initial_state"]), *(() if gate else _GATE)]
     suffix = "".join(
         name for name, on in (("_gate", gate), ("_initial", initial), ("_final", final)) if on
     )
 
     def init(arguments: dict[str, Any]) -> dict[str, Any]:
         extra = {"lower_bound": -5.0} if gate else {"g": -arguments["g"].abs()}
-        return {
-            **halved(arguments),
-            "output_final_state": final,
-            "use_gate_in_kernel": gate,
-            **extra,
-        }
+        flags = {"output_final_state": final, "use_gate_in_kernel": gate}
+        return {**halved(arguments), **flags, **extra}
 
     return TraceTemplate(
         op_type="kda",
         name_prefix=f"recurrent_kda{suffix}",
         description="Delta rule with a decay per key channel, over the tokens of each sequence.",
-        axes=axes,
-        inputs=inputs,
+        axes=_AXES,
+        inputs=_inputs(initial, gate),
         outputs=outputs,
         options={
             "use_qk_l2norm_in_kernel": (True, False),

@@ -53,61 +53,69 @@ def _reference(
     return (out, state) if return_final_states else out
 
 
+_AXES: dict[str, Axis] = {
+    "batch_size": Var("Sequences."),
+    "seq_len": Var("Tokens of each sequence."),
+    "num_heads": Const("Heads of x.", abbrev="h"),
+    "num_groups": Const("Heads of B and C.", abbrev="g"),
+    "head_dim": Const("Channels of a head.", abbrev="d"),
+    "dstate": Const("Elements of a channel's state.", abbrev="n"),
+}
+# Only the kernels take these.
+_KERNELS_ALONE = """seq_idx chunk_indices chunk_offsets seq_chunk_cumsum num_seqs
+    checkpoint_token_indices checkpoint_state_slots checkpoint_states""".split()
+
+
+def _tokens(*dims: str, **properties: Any) -> Tensor:
+    return Tensor(["batch_size", "seq_len", *dims], **properties)
+
+
+def _states(**properties: Any) -> Tensor:
+    return Tensor(["batch_size", "num_heads", "head_dim", "dstate"], **properties)
+
+
+def _weight(description: str, **properties: Any) -> Tensor:
+    return Tensor(["num_heads"], dtype="float32", description=description, **properties)
+
+
+_INPUTS: dict[str, Value] = {
+    "x": _tokens("num_heads", "head_dim", layout="rows", dtypes=_HALF),
+    "dt": _tokens("num_heads", dtypes=_FLOATS, description="Step."),
+    "A": _weight("Logarithm of a step's decay."),
+    "B": _tokens("num_groups", "dstate", layout="rows", dtype_from="x"),
+    "C": _tokens("num_groups", "dstate", layout="rows", dtype_from="x"),
+    "D": _weight("How much of x is added.", optional=True),
+    "z": _tokens("num_heads", "head_dim", layout="rows", dtype_from="x", optional=True),
+    "dt_bias": _weight("Added to dt.", optional=True),
+    "initial_states": _states(dtypes=_FLOATS, optional=True),
+}
+
+
+def _init(arguments: dict[str, Any], final: bool) -> dict[str, Any]:
+    """Positive steps, decays below 1, and numbers of groups that divide those of heads."""
+    for name in ("x", "B", "C", "z"):
+        if arguments.get(name) is not None and arguments[name].dtype == torch.float32:
+            arguments[name] = arguments[name].bfloat16()
+    arguments["dt"] = arguments["dt"].abs()
+    arguments["A"] = -arguments["A"].abs()
+    heads = arguments["x"].shape[2]
+    for name in ("B", "C"):
+        arguments[name] = arguments[name][:, :, :1].expand(-1, -1, heads, -1).contiguous()
+    return {**arguments, "return_final_states": final}
+
+
 def _template(final: bool) -> TraceTemplate:
-    def tokens(*dims: str, **properties: Any) -> Tensor:
-        return Tensor(["batch_size", "seq_len", *dims], **properties)
-
-    axes: dict[str, Axis] = {
-        "batch_size": Var("Sequences."),
-        "seq_len": Var("Tokens of each sequence."),
-        "num_heads": Const("Heads of x.", abbrev="h"),
-        "num_groups": Const("Heads of B and C.", abbrev="g"),
-        "head_dim": Const("Channels of a head.", abbrev="d"),
-        "dstate": Const("Elements of a channel's state.", abbrev="n"),
-    }
-
-    def states(**properties: Any) -> Tensor:
-        return Tensor(["batch_size", "num_heads", "head_dim", "dstate"], **properties)
-
-    def weight(description: str, **properties: Any) -> Tensor:
-        return Tensor(["num_heads"], dtype="float32", description=description, **properties)
-
-    inputs: dict[str, Value] = {
-        "x": tokens("num_heads", "head_dim", layout="rows", dtypes=_HALF),
-        "dt": tokens("num_heads", dtypes=_FLOATS, description="Step."),
-        "A": weight("Logarithm of a step's decay."),
-        "B": tokens("num_groups", "dstate", layout="rows", dtype_from="x"),
-        "C": tokens("num_groups", "dstate", layout="rows", dtype_from="x"),
-        "D": weight("How much of x is added.", optional=True),
-        "z": tokens("num_heads", "head_dim", layout="rows", dtype_from="x", optional=True),
-        "dt_bias": weight("Added to dt.", optional=True),
-        "initial_states": states(dtypes=_FLOATS, optional=True),
-    }
     outputs: dict[str, Value] = {
-        "out": tokens("num_heads", "head_dim", param="out", dtype_from="x")
+        "out": _tokens("num_heads", "head_dim", param="out", dtype_from="x")
     }
     if final:
-        outputs["final_states"] = states(dtype="float32")
-    unused = ["seq_idx", "chunk_indices", "chunk_offsets", "seq_chunk_cumsum", "num_seqs"]
-    unused += ["checkpoint_token_indices", "checkpoint_state_slots", "checkpoint_states"]
-
-    def init(arguments: dict[str, Any]) -> dict[str, Any]:
-        for name in ("x", "B", "C", "z"):
-            if arguments.get(name) is not None and arguments[name].dtype == torch.float32:
-                arguments[name] = arguments[name].bfloat16()
-        arguments["dt"] = arguments["dt"].abs()
-        arguments["A"] = -arguments["A"].abs()
-        heads = arguments["x"].shape[2]
-        for name in ("B", "C"):
-            arguments[name] = arguments[name][:, :, :1].expand(-1, -1, heads, -1).contiguous()
-        return {**arguments, "return_final_states": final}
-
+        outputs["final_states"] = _states(dtype_from="initial_states", dtype_default="float32")
     return TraceTemplate(
         op_type="ssd",
         name_prefix="ssd_combined_final" if final else "ssd_combined",
         description="Mamba-2 over the tokens of each sequence.",
-        axes=axes,
-        inputs=inputs,
+        axes=_AXES,
+        inputs=_INPUTS,
         outputs=outputs,
         options={
             "dt_softplus": (False, True),
@@ -115,10 +123,10 @@ def _template(final: bool) -> TraceTemplate:
             "update_seq_chunk_cumsum": (False, True),
             "return_final_states": (final,),
         },
-        hints=unused,
+        hints=_KERNELS_ALONE,
         tags=["status:verified", "stage:prefill"],
         reference=_reference,
-        init=init,
+        init=lambda arguments: _init(arguments, final),
         nest=lambda results: (results[0], results[1] if final else None),
     )
 
