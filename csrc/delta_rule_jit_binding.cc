@@ -14,12 +14,15 @@
 namespace flashinfer {
 namespace {
 
-constexpr delta_rule_binding::Types kTypes = {
-    ffi::dtype::FLASHINFER_CFG_DTYPE,      ffi::dtype::FLASHINFER_CFG_STATE_DTYPE,
-    ffi::dtype::FLASHINFER_CFG_GATE_DTYPE, ffi::dtype::FLASHINFER_CFG_BETA_DTYPE,
-    ffi::dtype::FLASHINFER_CFG_BIAS_DTYPE, FLASHINFER_CFG_HEAD_DIM_K,
-    FLASHINFER_CFG_CHANNEL_GATE,           8,
-    FLASHINFER_CFG_KEY_MAJOR};
+constexpr delta_rule_binding::Types kTypes = {ffi::dtype::FLASHINFER_CFG_DTYPE,
+                                              ffi::dtype::FLASHINFER_CFG_STATE_DTYPE,
+                                              ffi::dtype::FLASHINFER_CFG_GATE_DTYPE,
+                                              ffi::dtype::FLASHINFER_CFG_BETA_DTYPE,
+                                              ffi::dtype::FLASHINFER_CFG_BIAS_DTYPE,
+                                              FLASHINFER_CFG_HEAD_DIM_K,
+                                              FLASHINFER_CFG_CHANNEL_GATE,
+                                              8,
+                                              FLASHINFER_CFG_KEY_MAJOR};
 
 }  // namespace
 }  // namespace flashinfer

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from .._common.arch import get_device_sm_count
 from .._common.checks import cuda_tensors
 from ..jit.delta_rule import ChunkDeltaRuleConfig, gen_chunk_delta_rule_module
 from .delta_rule import Gates, States
 
 CHUNK_SIZE = 64
 _SLOTS_PER_COUNTER = 8
+_MANY_SLOTS = 64
 _BETA_IS_LOGIT, _NORMALIZE = 1, 2
 
 
@@ -37,13 +39,19 @@ def run_chunk_delta_rule(
     schedule: int = 0,
     at_once: bool | None = None,
 ) -> None:
-    """Run the recurrence over packed sequences; `out` and the pools are written."""
+    """Run the recurrence over packed sequences; `out` and the pools are written.
+
+    `at_once`: whether the stages overlap; by default if the second has few CTAs and long to go.
+    """
     cuda_tensors(q=q, k=k, v=v)
     slots = q.shape[1] // CHUNK_SIZE + cu_seqlens.shape[0] - 1
     heads, square = out.shape[2], CHUNK_SIZE * CHUNK_SIZE
     matrices = torch.empty((2, slots, heads, square), dtype=q.dtype, device=q.device)
     factors = torch.empty((slots, heads, 4 * CHUNK_SIZE), dtype=torch.float32, device=q.device)
     progress = None
+    if at_once is None:
+        ctas = (cu_seqlens.shape[0] - 1) * heads * (v.shape[3] // 64)
+        at_once = slots >= _MANY_SLOTS and 2 * ctas <= get_device_sm_count(q.device)
     if at_once:
         counters = (slots + _SLOTS_PER_COUNTER - 1) // _SLOTS_PER_COUNTER
         progress = torch.zeros((counters, heads), dtype=torch.int32, device=q.device)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashinfer.gdn_decode import (
-    gated_delta_rule_decode,
-    gated_delta_rule_decode_pretranspose,
-    gated_delta_rule_mtp,
-)
+from flashinfer._linear_attention.decode import run_decode
+from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
 from flashinfer.gdn_kernels import gdn_decode_bf16_state
 from tests.linear_attention.recurrences import STORAGE_ERROR, gated_delta_rule, relative_error
 
@@ -82,14 +79,16 @@ def test_state_with_value_channels_last(device, case):
     torch.manual_seed(4)
     problem = Problem(case, device)
     state = problem.pool.transpose(-1, -2).contiguous()
-    out, returned = gated_delta_rule_decode(**problem.inputs(), state=state)
-    assert returned is state
+    inputs = problem.inputs()
+    gates = tuple(inputs.pop(name) for name in ("A_log", "a", "dt_bias", "b"))
+    options = {"normalize_qk": True, "frozen": False, "key_major": True}
+    out = run_decode(**inputs, pool=state, gates=gates, scale=None, output=None, **options)
     for i in range(case[0]):
         outputs, states = problem.expected(i, i)
         assert relative_error(out[i], outputs) < problem.tolerance
         assert relative_error(state[i].transpose(-1, -2), states[-1]) < problem.state_tolerance
     again = problem.pool.transpose(-1, -2).contiguous()
-    repeated, _ = gated_delta_rule_decode(**problem.inputs(), state=again)
+    repeated = run_decode(**inputs, pool=again, gates=gates, scale=None, output=None, **options)
     assert torch.equal(repeated, out) and torch.equal(again, state)
 
 
@@ -173,8 +172,6 @@ def test_refusals(device):
         with pytest.raises(ValueError, match=name):
             call(**{**inputs, name: wrong}, state=state)
         assert torch.equal(state, problem.pool)
-    with pytest.raises(ValueError, match="state"):
-        gated_delta_rule_decode(**inputs, state=problem.pool[:, :, :64])
     with pytest.raises(ValueError, match="state"):
         call(**inputs, state=None)
     with pytest.raises(ValueError, match="backend"):

@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 
+from flashinfer._linear_attention.chunk_delta_rule import run_chunk_delta_rule
+from flashinfer._linear_attention.delta_rule import GateForm, Gates, States
 from flashinfer.gdn_prefill import chunk_gated_delta_rule
 from tests.linear_attention.recurrences import gated_delta_rule, relative_error
 
@@ -118,6 +120,26 @@ def test_checkpoints_and_slots(device):
         for j in range(int(starts[i + 1] - starts[i])):
             state = states[64 * (j + 1) - 1]
             assert relative_error(kept[starts[i] + j], state) < problem.tolerance
+
+
+@pytest.mark.parametrize("lengths", [[5000], [300, 0, 3000, 64]], ids=str)
+def test_stages_at_once_give_the_same_bits(device, lengths):
+    torch.manual_seed(5)
+    case = (lengths, 2, 2, 4, 128, 128, torch.bfloat16, torch.float32, True, 0.9)
+    problem = Problem(case, device)
+    results = []
+    for at_once in (False, True, True, True):
+        out = torch.full_like(problem.v, float("nan"))[None]
+        final = torch.full_like(problem.initial, float("nan"))
+        run_chunk_delta_rule(
+            out, problem.q[None], problem.k[None], problem.v[None],
+            Gates(problem.g[None], problem.beta[None], GateForm.LINEAR),
+            States(problem.initial, final), problem.cu_seqlens, scale=problem.scale,
+            normalize_qk=True, at_once=at_once,
+        )  # fmt: skip
+        results.append((out, final))
+    for out, final in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(final, results[0][1])
 
 
 def test_defaults(device):

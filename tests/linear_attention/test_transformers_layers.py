@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from flashinfer.gdn_decode import gated_delta_rule_decode
+from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
 from flashinfer.gdn_prefill import chunk_gated_delta_rule
 from flashinfer.mamba import selective_state_update, ssd_combined_fwd
 from tests.linear_attention.recurrences import relative_error
@@ -37,9 +37,10 @@ def steps(query, key, value, g, beta, initial_state, **options):
     heads = value.shape[2]
     zeros = torch.zeros(heads, device=query.device)
     rows = [x.bfloat16().contiguous() for x in (query, key, value)]
-    a, b, state = (-g).expm1().log(), torch.logit(beta.float()), initial_state.clone()
-    out, state = gated_delta_rule_decode(*rows, state, zeros, a, zeros, b)
-    return out.float(), state
+    a, b = (-g).expm1().log(), torch.logit(beta.float())
+    state = initial_state.transpose(-1, -2).contiguous()
+    out, state = gated_delta_rule_decode_pretranspose(*rows, state, zeros, a, zeros, b)
+    return out.float(), state.transpose(-1, -2).contiguous()
 
 
 def mamba_chunks(x, dt, A, B, C, *, D, dt_bias, dt_limit, initial_states, **options):

@@ -60,7 +60,6 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     fused_topk_deepseek_e256_k8_f32.json
     gated_delta_rule_bf16_state_h16_hv32_k128_v128_a_bf16_q_bf16_k_bf16_v_bf16_b_bf16_initial_state_source_bf16_initial_state_indices_initial_state_indices_int32_output_bf16_initial_state_source_bf16.json
     gated_delta_rule_decode_h16_hv32_k128_v128_state_f32_dt_bias_f32_state_f32.json
-    gated_delta_rule_decode_key_major_h16_hv32_k128_v128_state_f32_dt_bias_f32_state_f32.json
     gated_delta_rule_mtp_h16_hv32_k128_v128_initial_state_f32_initial_state_indices_int32_dt_bias_f32_initial_state_f32_disable_state_update.json
     gelu_and_mul_d10240.json
     gelu_tanh_and_mul_d14336.json

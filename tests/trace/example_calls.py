@@ -79,7 +79,6 @@ def call_linear_attention(dtype) -> None:
     slots = torch.tensor([3, 1], dtype=torch.int32)
     one = [x[:, :1] for x in (q, q, v)]
     gdn_decode.gated_delta_rule_decode_pretranspose(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
-    gdn_decode.gated_delta_rule_decode(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
     gdn_decode.gated_delta_rule_mtp(
         q, q, v, state, slots, gate, b, gate, b, disable_state_update=True
     )

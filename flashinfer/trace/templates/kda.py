@@ -76,9 +76,21 @@ _AXES: dict[str, Axis] = {
     "head_dim_v": Const("Elements of a value.", abbrev="v"),
 }
 # Only the kernels take these.
-_KERNELS_ALONE = """cu_seqlens ssm_state_indices num_spec_tokens num_accepted_tokens
-    initial_state_source initial_state_indices seq_order prefill_workspace state_checkpoints
-    checkpoint_cu_starts checkpoint_state_indices correction_cache kg_cache""".split()
+_KERNELS_ALONE = [
+    "cu_seqlens",
+    "ssm_state_indices",
+    "num_spec_tokens",
+    "num_accepted_tokens",
+    "initial_state_source",
+    "initial_state_indices",
+    "seq_order",
+    "prefill_workspace",
+    "state_checkpoints",
+    "checkpoint_cu_starts",
+    "checkpoint_state_indices",
+    "correction_cache",
+    "kg_cache",
+]
 _GATE = ("A_log", "dt_bias", "lower_bound")
 
 

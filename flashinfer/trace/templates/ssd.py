@@ -62,8 +62,16 @@ _AXES: dict[str, Axis] = {
     "dstate": Const("Elements of a channel's state.", abbrev="n"),
 }
 # Only the kernels take these.
-_KERNELS_ALONE = """seq_idx chunk_indices chunk_offsets seq_chunk_cumsum num_seqs
-    checkpoint_token_indices checkpoint_state_slots checkpoint_states""".split()
+_KERNELS_ALONE = [
+    "seq_idx",
+    "chunk_indices",
+    "chunk_offsets",
+    "seq_chunk_cumsum",
+    "num_seqs",
+    "checkpoint_token_indices",
+    "checkpoint_state_slots",
+    "checkpoint_states",
+]
 
 
 def _tokens(*dims: str, **properties: Any) -> Tensor:

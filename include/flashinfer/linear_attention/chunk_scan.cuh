@@ -404,35 +404,38 @@ cudaError_t launch_chunk_scan(const ChunkDeltaRuleParams& params, bool enable_pd
                        dim3(Shared::kThreads), Shared::kBytes, stream, enable_pdl, params);
 }
 
+inline constexpr int kTransformsPerSm = 2;
+
 // Both stages; head_dim_v is a multiple of 64. `schedule`: warps of a CTA of the second stage, 16
 // value channels each. 0 chooses 8, which share what they read, if that gives every SM a CTA, else
 // 4. Two warps cannot multiply as a warpgroup and lose to both (docs/tuning/linear_attention.md).
 //
-// Stages that run at once (params.progress): the CTAs of the first are all resident before the
-// second begins and wait for nobody, so they end, and what the second waits for gets done.
+// Stages that run at once (params.progress, with PDL): the CTAs of the first are all resident
+// before the second begins and wait for nobody, so they end, and what the second waits for gets
+// done. Two of them leave an SM room for one of the second, and time to its one warp per scheduler.
 template <typename Traits>
 cudaError_t launch_chunk_delta_rule(const ChunkDeltaRuleParams& params, int num_sms, int schedule,
                                     bool enable_pdl, cudaStream_t stream) {
   using Transform = ChunkTransformShared<Traits>;
-  const DeltaRuleParams& recurrence = params.recurrence;
+  ChunkDeltaRuleParams all = params;
+  if (!enable_pdl) all.progress = nullptr;
+  const DeltaRuleParams& recurrence = all.recurrence;
   cudaError_t status = reserve_shared(chunk_transform_kernel<Traits>, Transform::kBytes);
   if (status != cudaSuccess) return status;
-  const int ctas_per_sm = schedule / 100 == 0 ? 3 : schedule / 100;
-  schedule %= 100;
-  int64_t num_ctas = int64_t{params.num_slots} * recurrence.state_heads;
-  if (params.progress != nullptr && num_ctas > ctas_per_sm * num_sms)
-    num_ctas = ctas_per_sm * num_sms;
+  int64_t num_ctas = int64_t{all.num_slots} * recurrence.state_heads;
+  const int64_t at_once = int64_t{kTransformsPerSm} * num_sms;
+  if (all.progress != nullptr && num_ctas > at_once) num_ctas = at_once;
   status =
       launch_kernel(chunk_transform_kernel<Traits>, dim3(static_cast<unsigned>(num_ctas)),
-                    dim3(detail::kTransformThreads), Transform::kBytes, stream, enable_pdl, params);
+                    dim3(detail::kTransformThreads), Transform::kBytes, stream, enable_pdl, all);
   if (status != cudaSuccess) return status;
   if (schedule == 0) {
     const int64_t channels =
         int64_t{recurrence.batch_size} * recurrence.state_heads * recurrence.head_dim_v;
     schedule = channels / 128 >= num_sms && recurrence.head_dim_v % 128 == 0 ? 8 : 4;
   }
-  return schedule == 8 ? launch_chunk_scan<Traits, 8>(params, enable_pdl, stream)
-                       : launch_chunk_scan<Traits, 4>(params, enable_pdl, stream);
+  return schedule == 8 ? launch_chunk_scan<Traits, 8>(all, enable_pdl, stream)
+                       : launch_chunk_scan<Traits, 4>(all, enable_pdl, stream);
 }
 
 #endif  // __CUDACC_RTC__

@@ -240,7 +240,7 @@ struct DeltaRuleBlock {
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
       const int row = Staged::row_of(pass, i);
-      if (row < num_rows) store_row<Layout>(to + row * kDim, rows[i], lane);
+      if (row < num_rows) store_row<Layout, true>(to + row * kDim, rows[i], lane);
     }
   }
 
@@ -384,13 +384,11 @@ cudaError_t launch_delta_rule(const DeltaRuleParams& params, int num_sms, int sc
     const int64_t rows = int64_t{params.batch_size} * params.state_heads * params.head_dim_v;
     const int64_t steps = rows / Traits::kGroups;
     const bool several_tokens = params.num_tokens != 1 || params.cu_seqlens != nullptr;
-    const int many_rows = sizeof(typename Traits::StateT) == 4 && !Traits::kChannelGate ? 108 : 204;
-    schedule =
-        steps <= 4 * num_sms ? 102 : several_tokens || steps <= 128 * num_sms ? 104 : many_rows;
+    const bool two_passes =
+        sizeof(typename Traits::StateT) == 2 && !several_tokens && steps > 128 * num_sms;
+    schedule = steps <= 4 * num_sms ? 102 : two_passes ? 204 : 104;
   }
   switch (schedule) {
-    case 108:
-      return launch_delta_rule_block<Traits, 8, 1>(params, enable_pdl, stream);
     case 102:
       return launch_delta_rule_block<Traits, 2, 1>(params, enable_pdl, stream);
     case 104:

@@ -44,7 +44,8 @@ __device__ __forceinline__ void load_row(float (&values)[Layout::kElements], con
   }
 }
 
-template <typename Layout, typename T>
+// kStreaming: the row's lines leave L2 first, which makes room for rows that are still to be read.
+template <typename Layout, bool kStreaming = false, typename T>
 __device__ __forceinline__ void store_row(T* row, const float (&values)[Layout::kElements],
                                           int lane) {
   constexpr int kVecSize = Layout::kVecSize;
@@ -55,7 +56,11 @@ __device__ __forceinline__ void store_row(T* row, const float (&values)[Layout::
     for (int j = 0; j < kVecSize; ++j) part[j] = values[i * kVecSize + j];
     Vector<T, kVecSize> vec;
     vec.from_floats(part);
-    vec.store(row + Layout::column(lane, i));
+    if constexpr (kStreaming) {
+      vec.store_streaming(row + Layout::column(lane, i));
+    } else {
+      vec.store(row + Layout::column(lane, i));
+    }
   }
 }
 
