@@ -6,14 +6,14 @@ The child also gets enough hardware queues that the streams of all ranks run bes
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
 
 import pytest
+
+from tests.comm.child import call_test
 
 _children: list[ProcessPoolExecutor] = []
 
@@ -34,10 +34,6 @@ def _end_child() -> None:
         child.shutdown(wait=False, cancel_futures=True)
 
 
-def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), name)(**arguments)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     module = pyfuncitem.module
@@ -45,7 +41,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    call = _child().submit(_call, module.__name__, pyfuncitem.originalname, arguments)
+    call = _child().submit(call_test, module.__name__, pyfuncitem.originalname, arguments)
     try:
         call.result(timeout=300)
     except BaseException as error:

@@ -21,14 +21,15 @@ from flashinfer.quantization import per_token_group_quant_8bit
 from flashinfer.reference_backend import reference_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INDPTR = torch.tensor([0, 2, 3], dtype=torch.int32, device=DEVICE)
-INDICES = torch.arange(3, dtype=torch.int32, device=DEVICE)
-LAST = torch.tensor([3, 16], dtype=torch.int32, device=DEVICE)
-QO_INDPTR = torch.arange(3, dtype=torch.int32, device=DEVICE)
-ROWS = torch.randn(4, 256, dtype=torch.bfloat16, device=DEVICE)
-Q = torch.randn(2, 8, 64, dtype=torch.float16, device=DEVICE)
-CACHE = torch.randn(5, 2, 16, 2, 64, dtype=torch.float16, device=DEVICE)
-PROBS = torch.rand(4, 256, device=DEVICE).softmax(1)
+INDPTR = torch.tensor([0, 2, 3], dtype=torch.int32)
+INDICES = torch.arange(3, dtype=torch.int32)
+LAST = torch.tensor([3, 16], dtype=torch.int32)
+QO_INDPTR = torch.arange(3, dtype=torch.int32)
+ROWS = torch.randn(4, 256, dtype=torch.bfloat16)
+Q = torch.randn(2, 8, 64, dtype=torch.float16)
+CACHE = torch.randn(5, 2, 16, 2, 64, dtype=torch.float16)
+PROBS = torch.rand(4, 256).softmax(1)
+TENSORS = ("INDPTR", "INDICES", "LAST", "QO_INDPTR", "ROWS", "Q", "CACHE", "PROBS")
 
 Numbers = tuple[Callable[[int], Any], Callable[[float], Any], Callable[[bool], Any]]
 PYTHON: Numbers = (int, float, bool)
@@ -37,6 +38,8 @@ NUMPY: Numbers = (np.int64, np.float32, np.bool_)
 
 @pytest.fixture(autouse=True)
 def _somewhere() -> Iterator[None]:
+    for name in TENSORS:  # now and not at the import: a collection shall make no CUDA context
+        globals()[name] = globals()[name].to(DEVICE)
     with contextlib.nullcontext() if DEVICE == "cuda" else reference_backend():
         yield
 
