@@ -24,6 +24,7 @@ MAY_USE_STACK = {
     " over keys (test_attention_compile.py looks into it)",
     "chunk_scan_kernel": "40 bytes on sm_90a where four warps take all registers, while they ask"
     " for the next chunk; never where they multiply",
+    "chunk_transform_kernel": "up to 56 bytes: four CTAs of 128 threads leave 128 registers",
     "hopper_attention_kernel": "the addresses of a producer that serves every kind of page; never"
     " where it multiplies (test_attention_hopper_compile.py)",
     "mla_sm90_kernel": "28 bytes of the warps that widen caches of 8 bits; none with caches of 16"
