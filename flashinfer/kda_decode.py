@@ -11,8 +11,6 @@ once and written once, whatever the number of tokens.
 Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ._common.checks import tensor as check_tensor

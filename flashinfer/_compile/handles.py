@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 _numbers = itertools.count(1)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _number_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+_Wrapper = TypeVar("_Wrapper", bound="Planned")
 
 
 class Planned:
@@ -20,7 +23,7 @@ class Planned:
 
     _handle: str
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls: type[_Wrapper], *args: Any, **kwargs: Any) -> _Wrapper:
         planned = super().__new__(cls)
         planned._handle = str(handle_of(planned))
         return planned

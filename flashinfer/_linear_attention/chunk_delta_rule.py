@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from .._common import checks
 from .._common.arch import get_device_sm_count
-from .._common.checks import cuda_tensors
 from ..jit.delta_rule import ChunkDeltaRuleConfig, gen_chunk_delta_rule_module
 from .delta_rule import Gates, States
 
@@ -43,7 +43,7 @@ def run_chunk_delta_rule(
 
     `at_once`: whether the stages overlap; by default if the second has few CTAs and long to go.
     """
-    cuda_tensors(q=q, k=k, v=v)
+    checks.cuda_tensors(q=q, k=k, v=v)
     slots = q.shape[1] // CHUNK_SIZE + cu_seqlens.shape[0] - 1
     heads, square = out.shape[2], CHUNK_SIZE * CHUNK_SIZE
     matrices = torch.empty((2, slots, heads, square), dtype=q.dtype, device=q.device)

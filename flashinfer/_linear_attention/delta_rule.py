@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import torch
 
-from .._common.checks import cuda_tensors
+from .._common import checks
 from ..jit.delta_rule import DeltaRuleConfig, gen_delta_rule_module
 
 _BETA_IS_LOGIT, _NORMALIZE, _WRITE_EVERY_TOKEN = 1, 2, 4
@@ -90,7 +90,7 @@ def run_delta_rule(
     schedule: int = 0,
 ) -> None:
     """Run the recurrence over the tokens of each sequence; `out` and the pools are written."""
-    cuda_tensors(q=q, k=k, v=v)
+    checks.cuda_tensors(q=q, k=k, v=v)
     none = torch.float32
     config = DeltaRuleConfig(
         q.dtype,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._common.checks import cuda_tensors
+from .._common import checks
 from ..jit.mamba import SsdConfig, gen_ssd_module
 from .chunk_delta_rule import CHUNK_SIZE
 
@@ -43,7 +43,7 @@ def run_ssd(
     cu_seqlens: torch.Tensor,
 ) -> None:
     """Run the recurrence over packed sequences; `out` and `final` are written."""
-    cuda_tensors(x=x, B=B, C=C)
+    checks.cuda_tensors(x=x, B=B, C=C)
     slots, heads = x.shape[1] // CHUNK_SIZE + cu_seqlens.shape[0] - 1, x.shape[2]
     size = (slots, heads, CHUNK_SIZE * CHUNK_SIZE)
     scores = torch.empty(size, dtype=x.dtype, device=x.device)

@@ -1,7 +1,5 @@
 """Mixtures of experts whose tokens have been routed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -242,6 +240,7 @@ def cutlass_fused_moe(
         output = input.new_empty(input.shape, dtype=output_dtype)
     if output.numel() == 0:
         return output
+    checks.cuda_tensors(input=input, fc1_expert_weights=fc1_expert_weights)
     here = fc1_expert_weights.shape[0]
     experts = Experts(
         fc1_expert_weights,

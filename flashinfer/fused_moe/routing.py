@@ -1,7 +1,5 @@
 """Experts and weights of tokens."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -76,6 +74,7 @@ def fused_topk_deepseek(
     checks.tensor("topk_indices", topk_indices, 2)
     if topk_values.shape[1] != checks.count("topk", topk):
         raise ValueError(f"`topk_values` must be [tokens, {topk}], got {list(topk_values.shape)}")
+    checks.cuda_tensors(scores=scores, bias=bias)
     route(
         scores,
         bias.float(),
@@ -149,6 +148,7 @@ def hash_topk(
     checks.tensor("router_logits", router_logits, 2)
     checks.tensor("input_ids", input_ids, 1)
     checks.tensor("tid2eid", tid2eid, 2)
+    checks.cuda_tensors(router_logits=router_logits, input_ids=input_ids, tid2eid=tid2eid)
     return route_by_table(
         router_logits,
         input_ids,

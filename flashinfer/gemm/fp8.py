@@ -1,7 +1,5 @@
 """Products of 8-bit matrices with a scale for the whole result, or one per row and per column."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Products of 1 to 16 tokens with the weights of a router, under the names that engines import."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Products with weights of 4 and 8 bits and activations of 16 bits."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

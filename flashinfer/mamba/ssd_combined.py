@@ -11,8 +11,6 @@ Source: T. Dao and A. Gu, "Transformers are SSMs: Generalized Models and Efficie
 Through Structured State Space Duality", 2024. docs/linear_attention.md says how chunks do it.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -78,8 +76,8 @@ def ssd_combined_fwd(
     initial_states : torch.Tensor, optional
         ``[sequences, heads, headdim, dstate]``, float32, bfloat16 or float16; zeros if None.
     seq_idx : torch.Tensor, optional
-        ``[1, seqlen]``, int32 or int64: the number of each token's sequence, ascending from 0. By
-        default each row of the batch is a sequence.
+        ``[1, seqlen]``, int32 or int64: the number of each token's sequence, ascending from 0.
+        Without it each row of the batch is a sequence.
     chunk_indices, chunk_offsets, seq_chunk_cumsum, update_seq_chunk_cumsum
         Hints of other implementations; results do not depend on them.
     checkpoint_token_indices, checkpoint_state_slots, checkpoint_states

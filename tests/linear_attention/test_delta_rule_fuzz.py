@@ -119,7 +119,6 @@ FAULTS: dict[str, Fault] = {
     "state of integers": replace("state", with_dtype(torch.int32)),
     "state longer": replace("state", longer),
     "state expanded": replace("state", lambda t: expanded(t) if t.numel() else None),
-    "state missing": put("state", None),
     "A_log of another dtype": replace("A_log", with_dtype(torch.float64)),
     "A_log longer": replace("A_log", longer),
     "a longer": replace("a", longer),
