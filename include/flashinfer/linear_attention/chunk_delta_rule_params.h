@@ -24,8 +24,9 @@ enum ChunkFactor : int {
   kChunkDecay = 3,    // [0]: of the whole chunk
 };
 
-// Arguments of the state space duality of Mamba-2, beside those of the recurrence. There q is C, k is B, v is x,
-// gate is dt and a_log is A itself: S = exp(A dt) S + (dt x) B^T; out = (S C + skip x) silu(z).
+// Arguments of the state space duality of Mamba-2, beside those of the recurrence. There q is C, k
+// is B, v is x, gate is dt and a_log is A itself: S = exp(A dt) S + (dt x) B^T; out = (S C + skip
+// x) silu(z).
 struct SsdParams {
   const float* skip;  // [state_heads]; null: 0
   TokenHeads z;       // as out; null: the output is not gated
