@@ -34,18 +34,33 @@ cudaError_t as_runtime(CUresult status) { return static_cast<cudaError_t>(status
 
 // The driver's functions. `opened` says whether all of them were found and the driver started.
 struct Driver {
-#define FLASHINFER_DRIVER_FUNCTIONS(F)                                                             \
-  F(cuInit, 2000)                                                                                  \
-  F(cuGetErrorString, 6000)                                                                        \
-  F(cuGetErrorName, 6000) F(cuDeviceGet, 2000) F(cuDeviceGetAttribute, 2000)                       \
-      F(cuDevicePrimaryCtxRetain, 7000) F(cuCtxSetCurrent, 4000) F(cuCtxGetCurrent, 4000) F(       \
-          cuCtxGetDevice, 2000) F(cuLibraryLoadData, 12000) F(cuLibraryGetKernel, 12000)           \
-          F(cuKernelGetAttribute, 12000) F(cuKernelSetAttribute, 12000) F(cuLaunchKernelEx, 11060) \
-              F(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, 7000)                        \
-                  F(cuOccupancyMaxActiveClusters, 11070) F(cuStreamIsCapturing, 10000)             \
-                      F(cuMemcpyAsync, 4000) F(cuMemHostAlloc, 2020) F(cuMemFreeHost, 2000)        \
-                          F(cuEventCreate, 2000) F(cuEventRecord, 2000)                            \
-                              F(cuEventSynchronize, 2000) F(cuEventDestroy, 4000)
+  // clang-format off: it is not stable on such lists
+#define FLASHINFER_DRIVER_FUNCTIONS(F)                          \
+  F(cuInit, 2000)                                               \
+  F(cuGetErrorString, 6000)                                     \
+  F(cuGetErrorName, 6000)                                       \
+  F(cuDeviceGet, 2000)                                          \
+  F(cuDeviceGetAttribute, 2000)                                 \
+  F(cuDevicePrimaryCtxRetain, 7000)                             \
+  F(cuCtxSetCurrent, 4000)                                      \
+  F(cuCtxGetCurrent, 4000)                                      \
+  F(cuCtxGetDevice, 2000)                                       \
+  F(cuLibraryLoadData, 12000)                                   \
+  F(cuLibraryGetKernel, 12000)                                  \
+  F(cuKernelGetAttribute, 12000)                                \
+  F(cuKernelSetAttribute, 12000)                                \
+  F(cuLaunchKernelEx, 11060)                                    \
+  F(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, 7000) \
+  F(cuOccupancyMaxActiveClusters, 11070)                        \
+  F(cuStreamIsCapturing, 10000)                                 \
+  F(cuMemcpyAsync, 4000)                                        \
+  F(cuMemHostAlloc, 2020)                                       \
+  F(cuMemFreeHost, 2000)                                        \
+  F(cuEventCreate, 2000)                                        \
+  F(cuEventRecord, 2000)                                        \
+  F(cuEventSynchronize, 2000)                                   \
+  F(cuEventDestroy, 4000)
+// clang-format on
 #define FLASHINFER_DECLARE(name, version) decltype(&::name) name = nullptr;
   FLASHINFER_DRIVER_FUNCTIONS(FLASHINFER_DECLARE)
 #undef FLASHINFER_DECLARE
