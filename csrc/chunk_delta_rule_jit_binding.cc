@@ -24,16 +24,6 @@ constexpr delta_rule_binding::Types kTypes = {ffi::dtype::FLASHINFER_CFG_DTYPE,
                                               8,
                                               false};
 
-void check_workspace(const ffi::Tensor& tensor, DLDataType dtype, int64_t slots, int64_t heads,
-                     int64_t numbers) {
-  ffi::check_dtype(tensor, dtype);
-  ffi::check_shape(tensor, {slots, heads, numbers});
-  ffi::check_last_dim_contiguous(tensor);
-  if (!ffi::is_aligned(tensor, 16)) {
-    ffi::raise("ValueError", "`%s` must start at a multiple of 16 bytes", tensor.name);
-  }
-}
-
 }  // namespace
 }  // namespace flashinfer
 

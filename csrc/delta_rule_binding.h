@@ -186,4 +186,15 @@ inline void check_devices(const Call& call) {
   }
 }
 
+// Numbers of each chunk and head that the first stage leaves for the second.
+inline void check_workspace(const ffi::Tensor& tensor, DLDataType dtype, int64_t slots,
+                            int64_t heads, int64_t numbers) {
+  ffi::check_dtype(tensor, dtype);
+  ffi::check_shape(tensor, {slots, heads, numbers});
+  ffi::check_last_dim_contiguous(tensor);
+  if (!ffi::is_aligned(tensor, 16)) {
+    ffi::raise("ValueError", "`%s` must start at a multiple of 16 bytes", tensor.name);
+  }
+}
+
 }  // namespace flashinfer::delta_rule_binding

@@ -23,13 +23,6 @@ constexpr delta_rule_binding::Types kTypes = {ffi::dtype::FLASHINFER_CFG_DTYPE,
                                               8,
                                               false};
 
-void check_workspace(const ffi::Tensor& tensor, DLDataType dtype, int64_t slots, int64_t heads,
-                     int64_t numbers) {
-  ffi::check_dtype(tensor, dtype);
-  ffi::check_shape(tensor, {slots, heads, numbers});
-  ffi::check_last_dim_contiguous(tensor);
-}
-
 void check_weight(const ffi::Tensor& tensor, int64_t heads) {
   if (!tensor) return;
   ffi::check_dtype(tensor, ffi::dtype::float32);

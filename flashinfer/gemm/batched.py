@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from .._common.checks import cuda_tensors
+from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
 from .._instrument.decorator import flashinfer_api
@@ -27,8 +28,7 @@ def _check_operands(
     check_tensors(A=A, B=B, A_scale=A_scale, B_scale=B_scale)
     for name, operand in (("A", A), ("B", B)):
         check_dtype(name, operand.dtype, FLOAT8)
-        if operand.ndim != 3:
-            raise ValueError(f"`{name}` must have 3 dimensions, got shape {list(operand.shape)}")
+        check_tensor(name, operand, 3)
     if A.dtype == B.dtype == torch.float8_e5m2:
         raise ValueError("`A` or `B` must have dtype float8_e4m3fn, got float8_e5m2 for both")
     batch, m, k = A.shape

@@ -41,8 +41,7 @@ def _check_mm(
     check_tensors(a=a, b=b)
     for name, operand in (("a", a), ("b", b)):
         check_dtype(name, operand.dtype, _FP8)
-        if operand.ndim != 2:
-            raise ValueError(f"`{name}` must have 2 dimensions, got shape {list(operand.shape)}")
+        check_tensor(name, operand, 2)
     (m, k), n = a.shape, b.shape[1]
     if b.shape[0] != k or k == 0 or k % 16 or n % 16:
         raise ValueError(
@@ -161,8 +160,7 @@ def _check_linear(
             raise ValueError(f"`{name}` must be None: it is for Blackwell's kernels, got {value!r}")
     for name, operand in (("a", a), ("weight", weight)):
         check_dtype(name, operand.dtype, FLOAT8)
-        if operand.ndim != 2:
-            raise ValueError(f"`{name}` must have 2 dimensions, got shape {list(operand.shape)}")
+        check_tensor(name, operand, 2)
     if weight.shape[1] != a.shape[1] or a.shape[1] == 0 or a.shape[1] % 16:
         raise ValueError(
             f"`weight` must have shape [n, {a.shape[1]}] for `a`, a multiple of 16, got "
@@ -269,10 +267,7 @@ def _check_grouped(
     check_tensors(a=a, b=b, m_indptr=m_indptr)
     for name, operand, rank in (("a", a, 2), ("b", b, 3)):
         check_dtype(name, operand.dtype, FLOAT8)
-        if operand.ndim != rank:
-            raise ValueError(
-                f"`{name}` must have {rank} dimensions, got shape {list(operand.shape)}"
-            )
+        check_tensor(name, operand, rank)
     _check_alpha(alpha)
     return True
 

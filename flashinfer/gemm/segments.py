@@ -24,11 +24,8 @@ def _check_grouped(a: torch.Tensor, b: torch.Tensor, m_indptr: torch.Tensor) -> 
     check_tensors(a=a, b=b, m_indptr=m_indptr)
     check_dtype("a", a.dtype, _OPERANDS)
     check_dtype("b", b.dtype, (a.dtype,))
-    for name, operand, rank in (("a", a, 2), ("b", b, 3)):
-        if operand.ndim != rank:
-            raise ValueError(
-                f"`{name}` must have {rank} dimensions, got shape {list(operand.shape)}"
-            )
+    check_tensor("a", a, 2)
+    check_tensor("b", b, 3)
     return True
 
 

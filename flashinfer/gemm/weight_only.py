@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 
+from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
@@ -48,9 +49,8 @@ def _check(
             "`weight_format` must be 'int4', 'int8', 'mxfp4' or 'nvfp4', got " + repr(weight_format)
         )
     check_dtype("input", input.dtype, _ACTIVATIONS)
-    for name, tensor in (("input", input), ("weight", weight)):
-        if tensor.ndim != 2:
-            raise ValueError(f"`{name}` must have 2 dimensions, got shape {list(tensor.shape)}")
+    check_tensor("input", input, 2)
+    check_tensor("weight", weight, 2)
     check_dtype("weight", weight.dtype, (torch.int8 if weight_format == "int8" else torch.uint8,))
     (m, k), n = input.shape, weight.shape[0]
     columns = k if weight_format == "int8" else k // 2

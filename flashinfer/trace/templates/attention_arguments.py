@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..._common.checks import choice
+from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
 
 Arguments = Mapping[str, Any]
@@ -69,14 +70,6 @@ def _split_scales(
             raise ValueError(f"`{name}` must be on {q.device}, got {value.device}")
         of_heads[f"{operand}_head_scale"] = value.expand(count)
     return numbers[0] * numbers[1], numbers[2], of_heads
-
-
-def _tensor(name: str, value: Any, ndim: int) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
-    if value.ndim != ndim:
-        raise ValueError(f"`{name}` must have {ndim} dimensions, got shape {list(value.shape)}")
-    return value
 
 
 def _check_kv_dtype(q: Any, name: str, kv: torch.Tensor) -> None:
@@ -141,12 +134,12 @@ def _single_options(
 def _keys(name: str, value: Any, kv_layout: Any) -> torch.Tensor:
     """Keys or values as [tokens, heads, dim], from NHD or HND."""
     choice("kv_layout", kv_layout, ("NHD", "HND"))
-    tensor = _tensor(name, value, 3)
+    tensor = check_tensor(name, value, 3)
     return tensor if kv_layout == "NHD" else tensor.transpose(0, 1)
 
 
 def gather_single_decode(arguments: Arguments) -> dict[str, Any]:
-    q = _tensor("q", arguments["q"], 2)
+    q = check_tensor("q", arguments["q"], 2)
     kv_layout = arguments.get("kv_layout", "NHD")
     k, v = (_keys(name, arguments[name], kv_layout) for name in ("k", "v"))
     _check_kv_dtype(q, "k", k)
@@ -158,7 +151,7 @@ def gather_single_decode(arguments: Arguments) -> dict[str, Any]:
 
 
 def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
-    q = _tensor("q", arguments["q"], 3)
+    q = check_tensor("q", arguments["q"], 3)
     kv_layout = arguments.get("kv_layout", "NHD")
     k, v = (_keys(name, arguments[name], kv_layout) for name in ("k", "v"))
     _check_kv_dtype(q, "k", k)
@@ -195,7 +188,7 @@ def _single_mask(arguments: Arguments, qo_len: int, kv_len: int) -> torch.Tensor
     """[qo_len, kv_len] bool, from `packed_custom_mask` or else `custom_mask`."""
     packed, mask = arguments.get("packed_custom_mask"), arguments.get("custom_mask")
     if packed is not None:
-        packed = _tensor("packed_custom_mask", packed, 1)
+        packed = check_tensor("packed_custom_mask", packed, 1)
         if packed.dtype != torch.uint8 or len(packed) < -(-qo_len * kv_len // 8):
             raise ValueError(
                 f"`packed_custom_mask` must be uint8 of {-(-qo_len * kv_len // 8)} bytes, got "
@@ -354,7 +347,7 @@ def pages_of(name: str, cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch
     Caches of pages of one token may lack the dimension that is 1.
     """
     if isinstance(cache, torch.Tensor):
-        both = tuple(_tensor(name, cache, 4 if cache.ndim == 4 else 5).unbind(1))
+        both = tuple(check_tensor(name, cache, 4 if cache.ndim == 4 else 5).unbind(1))
         if len(both) != 2:
             raise ValueError(
                 f"`{name}` must have shape [pages, 2, ...] with keys and values, got "
@@ -362,7 +355,7 @@ def pages_of(name: str, cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch
             )
     elif isinstance(cache, (tuple, list)) and len(cache) == 2:
         by_token = isinstance(cache[0], torch.Tensor) and cache[0].ndim == 3
-        both = tuple(_tensor(name, part, 3 if by_token else 4) for part in cache)
+        both = tuple(check_tensor(name, part, 3 if by_token else 4) for part in cache)
     else:
         raise TypeError(
             f"`{name}` must be a tensor or a tuple of keys and values, got {type(cache).__name__}"
@@ -396,7 +389,7 @@ def gather_paged(
     """Arguments of `run(q, paged_kv_cache, ...)`; `args`: scales by position, None: its own."""
     problem = planned_problem(run)
     spec, requests, tensors = problem
-    q = _tensor("q", run["q"], 3)
+    q = check_tensor("q", run["q"], 3)
     k, v = pages_of(cache, run[cache], spec.kv_layout)
     graph = run["self"].is_cuda_graph_enabled
     planned_rows = q[: requests.num_qo_tokens] if graph else q
@@ -451,7 +444,7 @@ def gather_paged_decode(run: Arguments) -> dict[str, Any]:
 
 def gather_ragged(run: Arguments) -> dict[str, Any]:
     problem = planned_problem(run)
-    q, k, v = (_tensor(name, run[name], 3) for name in ("q", "k", "v"))
+    q, k, v = (check_tensor(name, run[name], 3) for name in ("q", "k", "v"))
     if problem.spec.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     _check_planned(problem, q, k, v)

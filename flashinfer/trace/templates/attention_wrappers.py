@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..._common.checks import choice
+from ..._common.checks import tensor as check_tensor
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor, paged_template
 from .attention_arguments import (
     POS_ENCODINGS,
     _check_planned,
-    _tensor,
     gather_paged,
     pages_of,
     planned_problem,
@@ -132,7 +132,7 @@ def _gather_cascade(run: Arguments) -> dict[str, Any]:
     ]
     if not problems or any(problem is None for problem in problems):
         raise ValueError("plan() must be called before run(), and again after new workspaces")
-    q, last = _tensor("q", run["q"], 3), problems[-1]
+    q, last = check_tensor("q", run["q"], 3), problems[-1]
     k, v = pages_of("paged_kv_cache", run["paged_kv_cache"], last.spec.kv_layout)
     _check_planned(last, q, k, v)
     page_size = last.requests.page_size

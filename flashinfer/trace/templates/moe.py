@@ -13,6 +13,8 @@ from ...tllm_enums import ActivationType
 from ..check import default_check
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
+from .gemm import _with_scales_of_rows
+from .groupwise import _scaled
 
 _HALF = ("bfloat16", "float16")
 
@@ -100,20 +102,6 @@ def _cutlass_fused_moe_reference(
     )
 
 
-def _spread_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A weight times its scales of 128 by 128 elements."""
-    factors = scale.double().repeat_interleave(128, -1).repeat_interleave(128, -2)
-    return weight.double() * factors[..., : weight.shape[-2], : weight.shape[-1]]
-
-
-def _quantize_by_128(x: torch.Tensor) -> torch.Tensor:
-    """Values after 128 elements of a row became e4m3 codes with one scale."""
-    groups = x.float().reshape(x.shape[0], x.shape[1] // 128, 128)
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
-    codes = (groups / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return (codes.double() * scale.double()).reshape(x.shape)
-
-
 def _cutlass_fused_moe_block_reference(
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,
@@ -133,16 +121,16 @@ def _cutlass_fused_moe_block_reference(
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
     """
     return _mixture(
-        _quantize_by_128(input),
+        _with_scales_of_rows(input, None),
         (
             token_selected_experts,
             token_final_scales,
             ep_rank * fc1_expert_weights.shape[0],
         ),
-        _spread_blocks(fc1_expert_weights, quant_scales[0]),
-        _spread_blocks(fc2_expert_weights, quant_scales[1]),
+        _scaled(fc1_expert_weights, quant_scales[0], False),
+        _scaled(fc2_expert_weights, quant_scales[1], False),
         int(activation_type),
-        lambda hidden, e: _quantize_by_128(hidden),
+        lambda hidden, e: _with_scales_of_rows(hidden, None),
         output_dtype,
         gate=(swiglu_alpha, swiglu_beta, swiglu_limit),
     )

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ..._common.checks import choice
+from ..._common.checks import tensor as check_tensor
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, indices, kv_tensor
 from .attention_arguments import (
     POS_ENCODINGS,
     _check_planned,
-    _tensor,
     pages_of,
     predict_planned,
     problem_arguments,
@@ -187,7 +187,7 @@ def _shared(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any
 
 
 def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
-    q = _tensor(f"q_{part}", run[f"q_{part}"], 3)
+    q = check_tensor(f"q_{part}", run[f"q_{part}"], 3)
     k, v = pages_of(f"paged_kv_cache_{part}", run[f"paged_kv_cache_{part}"], problem.spec.kv_layout)
     _checked(part, problem, q, k, v)
     page_size = problem.requests.page_size
@@ -202,7 +202,7 @@ def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
 
 def _gather_pod(run: Arguments) -> dict[str, Any]:
     prefill, decode = _problems(run)
-    q, k, v = (_tensor(name, run[name], 3) for name in ("q_p", "k_p", "v_p"))
+    q, k, v = (check_tensor(name, run[name], 3) for name in ("q_p", "k_p", "v_p"))
     if prefill.spec.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     if k.shape[0] != v.shape[0]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..._common.checks import tensor as check_tensor
 from ..specs import Const, Tensor, Var
 from ..template import TraceTemplate
 
@@ -29,11 +30,7 @@ def _segment_gemm_reference(
 
 
 def _tensor(run: Mapping[str, Any], name: str, ndim: int, dtypes: tuple[str, ...] = ()) -> Any:
-    value = run.get(name)
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
-    if value.ndim != ndim:
-        raise ValueError(f"`{name}` must have {ndim} dimensions, got shape {list(value.shape)}")
+    value = check_tensor(name, run.get(name), ndim)
     if dtypes and str(value.dtype).removeprefix("torch.") not in dtypes:
         raise ValueError(f"`{name}` must have dtype {' or '.join(dtypes)}, got {value.dtype}")
     return value

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ..._common.checks import choice
+from ..._common.checks import tensor as check_tensor
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor
-from .attention_arguments import _check_planned, _mask_of, _tensor, planned_problem, predict_planned
+from .attention_arguments import _check_planned, _mask_of, planned_problem, predict_planned
 from .attention_reference import _attend
 
 Arguments = Mapping[str, Any]
@@ -136,7 +137,7 @@ def _options(run: Arguments, problem: Any) -> dict[str, Any]:
 
 def _gather_block_sparse(run: Arguments) -> dict[str, Any]:
     problem, wrapper = planned_problem(run), run["self"]
-    q, k, v = (_tensor(name, run[name], 3) for name in ("q", "k", "v"))
+    q, k, v = (check_tensor(name, run[name], 3) for name in ("q", "k", "v"))
     for tensor in (k, v):
         if tensor.shape[0] != wrapper._shape[1]:
             raise ValueError(f"`k` and `v` must have {wrapper._shape[1]} rows, got {len(tensor)}")
@@ -160,7 +161,7 @@ def _gather_block_sparse(run: Arguments) -> dict[str, Any]:
 
 def _gather_variable_block_sparse(run: Arguments) -> dict[str, Any]:
     problem, wrapper = planned_problem(run), run["self"]
-    q, k, v = (_tensor(name, run[name], 3) for name in ("q", "k", "v"))
+    q, k, v = (check_tensor(name, run[name], 3) for name in ("q", "k", "v"))
     (qo_heads, kv_heads), (rows, columns) = wrapper._heads, wrapper._lengths
     for name, tensor, dtype, shape in (
         ("q", q, problem.spec.q_data_type, (qo_heads, rows, problem.spec.head_dim_qk)),
