@@ -1,10 +1,17 @@
-"""All-reduce on this machine: one-shot, two-shot and fused with the norm, beside NCCL.
+"""Communication on this machine, beside NCCL where it has the same operation.
 
-usage: torchrun --nproc-per-node N benchmarks/bench_comm.py [--hidden 8192] [--json FILE]
+usage: torchrun --nproc-per-node N benchmarks/bench_comm.py [--operation all-reduce]
+       [--hidden 8192] [--json FILE]
 
-Each number is the slowest rank's median of replays of a CUDA graph, in microseconds per call. The
-last line says where two-shot overtakes one-shot: what `ONE_SHOT_BYTES` in
-flashinfer/comm/schedule.py should be for this number of ranks.
+all-reduce   one-shot, two-shot, in 8 bits, and fused with the norm; the last line says where
+             two-shot overtakes one-shot: what `ONE_SHOT_BYTES` in flashinfer/comm/schedule.py
+             should be for this number of ranks
+exchange     all-gather and reduce-scatter
+experts      dispatch and combine, 8 of 256 experts for a token. A combine of 8 columns stands in
+             for none, which a dispatch may not have
+context      decode's partial results, and their sum by LSE: 128 heads of 128
+
+Each number is the slowest rank's median of replays of a CUDA graph, in microseconds per call.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,15 +32,15 @@ TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 Pattern = comm.AllReduceFusionPattern
 
 
-def measure(call: Callable[[], object]) -> float:
+def measure(call: Callable[..., object], *arguments: object) -> float:
     """Microseconds per call, of the slowest rank."""
     for _ in range(3):
-        call()
+        call(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
-            call()
+            call(*arguments)
     times = []
     for _ in range(REPEATS):
         dist.barrier()
@@ -49,8 +56,29 @@ def measure(call: Callable[[], object]) -> float:
     return round(median.item(), 2)
 
 
-def rows(tokens: int, hidden: int, workspace: comm.AllReduceFusionWorkspace) -> dict[str, float]:
-    """One line of the table."""
+Line = dict[str, float]
+
+
+def all_reduce(hidden: int) -> Iterator[Line]:
+    """One-shot and two-shot with and without the norm, the sum in 8 bits, and NCCL."""
+    workspace = comm.create_allreduce_fusion_workspace(
+        "auto",
+        dist.get_world_size(),
+        dist.get_rank(),
+        max(TOKENS),
+        hidden,
+        torch.bfloat16,
+        group=dist.group.WORLD,
+        force_oneshot_support=True,
+    )
+    last = torch.zeros(max(TOKENS), hidden, device="cuda", dtype=torch.bfloat16)
+    comm.quantized_all_reduce(last, dist.group.WORLD)  # memory for the largest call
+    for tokens in TOKENS:
+        yield all_reduce_line(tokens, hidden, workspace)
+    workspace.destroy()
+
+
+def all_reduce_line(tokens: int, hidden: int, workspace: comm.AllReduceFusionWorkspace) -> Line:
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     out, residual, normed = torch.empty_like(x), torch.randn_like(x), torch.empty_like(x)
     weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
@@ -79,40 +107,103 @@ def rows(tokens: int, hidden: int, workspace: comm.AllReduceFusionWorkspace) -> 
                 use_oneshot=one_shot,
             )
         )
+    line["in_8_bits"] = measure(lambda: comm.quantized_all_reduce(x, dist.group.WORLD, output=out))
     line["nccl"] = measure(lambda: dist.all_reduce(reduced))
     line["nccl_norm"] = measure(nccl_then_norm)
     return line
 
 
+def exchange(hidden: int) -> Iterator[Line]:
+    """All-gather and reduce-scatter of a block for each rank."""
+    world_size = dist.get_world_size()
+    workspace = comm.ExchangeWorkspace(2 * max(TOKENS) * hidden, group=dist.group.WORLD)
+    for tokens in TOKENS:
+        part = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        whole = part.repeat(world_size, 1)
+        out = torch.empty_like(part)
+        yield {
+            "bytes": part.numel() * 2,
+            "all_gather": measure(comm.all_gather, part, workspace, whole),
+            "nccl_all_gather": measure(dist.all_gather_into_tensor, whole, part),
+            "reduce_scatter": measure(comm.reduce_scatter, whole, workspace, out),
+            "nccl_reduce_scatter": measure(dist.reduce_scatter_tensor, out, whole),
+        }
+    workspace.destroy()
+
+
+def there_and_back(
+    layer: comm.MoeAlltoAll, ids: torch.Tensor, x: torch.Tensor, outputs: torch.Tensor | None
+) -> None:
+    """A dispatch and its combine; None: experts return what they get."""
+    received, _ = layer.dispatch(ids, [x, ids], len(x))
+    layer.combine(received if outputs is None else outputs, len(x))
+
+
+def experts(hidden: int) -> Iterator[Line]:
+    """Tokens to their experts and outputs back."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    top_k, num_experts = 8, 256
+    mapping = comm.Mapping(world_size, rank, world_size, tp_size=world_size, moe_ep_size=world_size)
+    layer = comm.MoeAlltoAll(mapping, 512, top_k, num_experts, hidden_size=hidden)
+    for tokens in (1, 16, 128, 512):
+        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        scores = torch.rand(tokens, num_experts, device="cuda")
+        ids = scores.topk(top_k).indices.to(torch.int32)
+        narrow = torch.zeros(world_size, tokens, 8, device="cuda", dtype=torch.bfloat16)
+
+        dispatch = measure(there_and_back, layer, ids, x, narrow)
+        both = measure(there_and_back, layer, ids, x, None)
+        yield {"tokens": tokens, "dispatch": dispatch, "dispatch_and_combine": both}
+    layer.checkpoint_prepare()
+
+
+def context(hidden: int) -> Iterator[Line]:
+    """Decode's partial results of 128 heads of 128 elements."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    heads, dim, most = 128 // world_size, 128, 128
+    workspace = comm.decode_cp_a2a_lse_reduce_create_workspace(
+        most, heads, world_size, dim, torch.bfloat16, dist.group.WORLD
+    )
+    place = workspace, rank, world_size
+    for tokens in (1, 16, most):
+        o = torch.randn(tokens, heads, world_size, dim, device="cuda", dtype=torch.bfloat16)
+        lse = torch.randn(tokens, heads, world_size, device="cuda")
+        yield {
+            "tokens": tokens,
+            "alltoall": measure(comm.decode_cp_a2a_alltoall, o, lse[..., None], *place),
+            "lse_reduce": measure(comm.decode_cp_a2a_lse_reduce, o, lse, *place),
+        }
+
+
+OPERATIONS = {
+    "all-reduce": all_reduce,
+    "exchange": exchange,
+    "experts": experts,
+    "context": context,
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--operation", choices=[*OPERATIONS], default="all-reduce")
     parser.add_argument("--hidden", type=int, default=8192, help="columns")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    workspace = comm.create_allreduce_fusion_workspace(
-        "auto",
-        world_size,
-        rank,
-        max(TOKENS),
-        options.hidden,
-        torch.bfloat16,
-        group=dist.group.WORLD,
-        force_oneshot_support=True,
-    )
     table = []
-    for tokens in TOKENS:
-        table.append(rows(tokens, options.hidden, workspace))
-        if rank == 0:
-            print(table[-1], flush=True)
-    slower = [line["bytes"] for line in table if line["two_shot"] < line["one_shot"]]
-    if rank == 0:
-        print(f"two-shot is faster from {min(slower, default=0)} bytes on (0: at no size)")
+    for line in OPERATIONS[options.operation](options.hidden):
+        table.append(line)
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+    if dist.get_rank() == 0:
+        if options.operation == "all-reduce":
+            slower = [line["bytes"] for line in table if line["two_shot"] < line["one_shot"]]
+            print(f"two-shot is faster from {min(slower, default=0)} bytes on (0: at no size)")
         if options.json:
             options.json.write_text(json.dumps(table, indent=1))
-    workspace.destroy()
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
 //   all_reduce(workspace, input, sum_out, norm, moe, schedule, launch)
 //     norm      None, or (residual_in, weight, residual_out, norm_out, quant_out, scale_out, scale,
 //               eps, weight_bias)
-//     moe       None; (expert_scales, shared); or (weights, permuted_rows, shared), as the
-//               configuration's input has it
+//     moe       None; (expert_scales, shared); or (weights, permuted_rows, shared, routed_scale),
+//               as the configuration's input has it
 //     schedule  (one_shot, threads, vecs_per_thread, num_ctas)
 //     launch    (enable_pdl, completes_at_end)
 //
@@ -158,6 +158,7 @@ void take_moe(ffi::Args args, const ffi::Tensor& input, AllReduceParams& params)
     ffi::check_shape(shared, {tokens, hidden});
     params.shared_input = shared.data();
   }
+  params.routed_scale = static_cast<float>(args.number("routed_scaling_factor"));
 }
 
 AllReduceSchedule take_schedule(ffi::Args args) {
@@ -194,7 +195,7 @@ FLASHINFER_FFI_EXPORT(all_reduce, args) {
   const ffi::Tensor sum_out = args.optional_tensor("output");
   ffi::Args norm = args.optional_group("norm", 9);
   ffi::Args moe =
-      args.optional_group("moe", input_kind::kThis == input_kind::moe_reduction ? 2 : 3);
+      args.optional_group("moe", input_kind::kThis == input_kind::moe_reduction ? 2 : 4);
   const ffi::Args cut = args.group("schedule", 4);
   ffi::Args launch = args.group("launch", 2);
   args.all_taken();

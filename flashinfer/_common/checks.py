@@ -56,6 +56,13 @@ def matrix(name: str, value: Any, width: int) -> torch.Tensor:
     return rows
 
 
+def contiguous(name: str, value: Any, *ndims: int) -> torch.Tensor:
+    """A contiguous tensor, with one of the numbers of dimensions `ndims` if there are any."""
+    if not tensor(name, value, *ndims).is_contiguous():
+        raise ValueError(f"`{name}` must be contiguous, got strides {list(value.stride())}")
+    return value
+
+
 def flag(name: str, value: Any) -> bool:
     """A bool."""
     if value is not True and value is not False:

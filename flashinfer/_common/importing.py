@@ -6,11 +6,11 @@ import difflib
 import gc
 import importlib
 import importlib.util
+import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
@@ -39,28 +39,41 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if gc.get_freeze_count() == 0:
+                gc.freeze()  # All objects become old ones without a visit,
+                gc.unfreeze()  # which the next collection of the young would be.
             gc.enable()
 
 
-def missing_attribute(name: str, package: Mapping[str, Any]) -> ModuleType:
-    """The public submodule of a name that a package does not have yet.
+def missing_attribute(
+    name: str, package: dict[str, Any], later: Mapping[str, Sequence[str]]
+) -> object:
+    """The public submodule, or name of one, that a package does not have yet.
 
     Parameters
     ----------
     name : str
         The attribute that a program asks for.
-    package : mapping
-        The package's namespace.
+    package : dict
+        The package's namespace, which keeps what is found.
+    later : mapping of str to sequence of str
+        Submodules that are not imported with the package, and the names it has from them.
 
     Raises
     ------
     AttributeError
         If there is none; it names the closest public names.
     """
-    module = f"{package['__name__']}.{name}"
-    if not name.startswith("_") and importlib.util.find_spec(module) is not None:
-        return importlib.import_module(module)
-    public = [known for known in package if not known.startswith("_")]
+    for submodule, names in later.items():
+        if name in names:
+            module = importlib.import_module(f"{package['__name__']}.{submodule}")
+            package[name] = getattr(module, name)
+            return package[name]
+    full = f"{package['__name__']}.{name}"
+    if not name.startswith("_") and importlib.util.find_spec(full) is not None:
+        return importlib.import_module(full)
+    everything = {*package, *itertools.chain(*later.values())}
+    public = [known for known in everything if not known.startswith("_")]
     close = difflib.get_close_matches(name, public, n=3)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     if not name.startswith("_"):

@@ -62,8 +62,7 @@ def run(
     completes_at_end: bool = True,
     schedule: schedules.Schedule | None = None,
 ) -> None:
-    """Check the workspace, choose the schedule and launch."""
-    workspace.check()
+    """Choose the schedule and launch."""
     try:
         kernel = _kernels[input.dtype, workspace.world_size, source, result]
     except NOT_LOADED:
@@ -71,8 +70,8 @@ def run(
         kernel = load(input.dtype, workspace.world_size, source, result)
     if schedule is None:
         schedule = _choose(workspace, input, norm, use_oneshot)
-    kernel(
-        workspace.bytes,
+    workspace.launch(
+        kernel,
         input,
         output,
         None if norm is None else tuple(norm),

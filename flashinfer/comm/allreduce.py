@@ -251,6 +251,8 @@ def allreduce_fusion(
     shared_expert_output: torch.Tensor | None = None,
     block_quant_group_size: int | None = None,
     weight_bias: float = 0.0,
+    *,
+    moe_finalize_backend: Literal["trtllm", "cake"] = "trtllm",
 ) -> torch.Tensor:
     """Sum a tensor over the ranks, then what the pattern says, in one kernel.
 
@@ -268,8 +270,8 @@ def allreduce_fusion(
     workspace : AllReduceFusionWorkspace
         Made by `create_allreduce_fusion_workspace`.
     pattern : int
-        kAllReduce or kARResidualRMSNorm of `AllReduceFusionPattern`. Patterns that quantise or
-        sum experts are refused: their kernels compile, but have not run on a GPU.
+        An `AllReduceFusionPattern`. Patterns with packed scales of groups are refused: only
+        products of Blackwell read such scales.
     launch_with_pdl : bool
         Programmatic dependent launch (compute capability 9.0).
     trigger_completion_at_end : bool
@@ -316,6 +318,8 @@ def allreduce_fusion(
         Of the patterns with packed scales, which are refused.
     weight_bias : float
         Added to `rms_gamma`: 1 for Gemma's weights.
+    moe_finalize_backend : str
+        ``"trtllm"``; ``"cake"``, of Blackwell, is refused.
 
     Returns
     -------
@@ -335,34 +339,28 @@ def allreduce_fusion(
     A call is collective: a rank that does not take part ends the others with an error after the
     workspace's time-out. Source of the protocol: docs/comm.md.
     """
+    if checks.choice("moe_finalize_backend", moe_finalize_backend, ("trtllm", "cake")) == "cake":
+        raise BackendSupportedError("`moe_finalize_backend` 'cake' is for Blackwell: take 'trtllm'")
     peers = _peers_of(workspace)
     kind = patterns.pattern_of(pattern)
     launch = patterns.Launch(use_oneshot, launch_with_pdl, trigger_completion_at_end)
     if kind == AllReduceFusionPattern.kAllReduce:
         return _plain(peers, input, output, launch)
-    source = "tensor"
-    moe: tuple[Any, ...] | None = None
-    if kind == AllReduceFusionPattern.kMoEReductionARResidualRMSNorm:
-        source = "moe_reduction"
-        active = checks.tensor(
-            "moe_reduction_active_experts_token_input", moe_reduction_active_experts_token_input, 3
-        )
-        scales = checks.tensor("moe_reduction_scale_input", moe_reduction_scale_input, 2)
-        experts = moe_reduction_device_num_experts
-        if experts is None:
-            experts = active.shape[0]
-        checks.count("moe_reduction_device_num_experts", experts, 1, active.shape[0])
-        input, moe = active[:experts], (scales[:experts], moe_reduction_token_input)
-    elif kind in (
-        AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm,
-        AllReduceFusionPattern.kMoEFinalizeARResidualRMSNormFP8Quant,
-    ):
-        source = "moe_finalize"
-        moe = (expert_scale_factor, expanded_idx_to_permuted_idx, shared_expert_output)
+    source = patterns.source_of(
+        kind,
+        input,
+        num_experts=moe_reduction_device_num_experts,
+        scales=moe_reduction_scale_input,
+        active=moe_reduction_active_experts_token_input,
+        token_input=moe_reduction_token_input,
+        permuted_rows=expanded_idx_to_permuted_idx,
+        weights=expert_scale_factor,
+        shared=shared_expert_output,
+    )
     given = patterns.Outputs(output, residual_out, norm_out, quant_out, scale_out)
     made = patterns.fused(
         peers,
-        input,
+        source,
         kind,
         given,
         residual_in,
@@ -372,8 +370,6 @@ def allreduce_fusion(
         scale=scale_factor,
         layout=layout_code,
         launch=launch,
-        source=source,
-        moe=moe,
     )
     result = made.norm_out if made.norm_out is not None else made.quant_out
     assert result is not None

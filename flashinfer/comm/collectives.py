@@ -52,25 +52,6 @@ class ExchangeWorkspace:
         self.peers.close()
 
 
-def _contiguous(name: str, tensor: Any) -> torch.Tensor:
-    if not checks.tensor(name, tensor).is_contiguous():
-        raise ValueError(f"`{name}` must be contiguous, got strides {list(tensor.stride())}")
-    return tensor
-
-
-def _output(name: str, given: Any, shape: list[int], like: torch.Tensor) -> torch.Tensor:
-    """`given` after a check, or a new tensor."""
-    if given is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    _contiguous(name, given)
-    if list(given.shape) != shape or given.dtype != like.dtype:
-        raise ValueError(
-            f"`{name}` must have shape {shape} and dtype {like.dtype}, got {list(given.shape)} and "
-            f"{given.dtype}"
-        )
-    return given
-
-
 @flashinfer_api
 def all_gather(
     input: torch.Tensor, workspace: ExchangeWorkspace, output: torch.Tensor | None = None
@@ -98,10 +79,10 @@ def all_gather(
     CommError
         If an earlier call on the workspace has timed out.
     """
-    _contiguous("input", input)
+    checks.contiguous("input", input)
     world_size = workspace.world_size
     shape = [world_size * input.shape[0], *input.shape[1:]] if input.ndim else [world_size]
-    output = _output("output", output, shape, input)
+    output = exchange_call.output("output", output, shape, input)
     size = input.numel() * input.element_size()
     if size:
         segment = exchange_call.Segment(input, output, (1, 1, size), (0, 0, 0), (0, 0, size))
@@ -137,13 +118,14 @@ def reduce_scatter(
     CommError
         If an earlier call on the workspace has timed out.
     """
-    _contiguous("input", input)
+    checks.contiguous("input", input)
     world_size = workspace.world_size
     if input.ndim == 0 or input.shape[0] % world_size:
         raise ValueError(
             f"`input` must have a multiple of {world_size} rows, got shape {list(input.shape)}"
         )
-    output = _output("output", output, [input.shape[0] // world_size, *input.shape[1:]], input)
+    shape = [input.shape[0] // world_size, *input.shape[1:]]
+    output = exchange_call.output("output", output, shape, input)
     size = output.numel() * output.element_size()
     if size:
         segment = exchange_call.Segment(input, output, (1, 1, size), (0, 0, size), (0, 0, 0))

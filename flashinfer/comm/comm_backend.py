@@ -126,7 +126,7 @@ class ThreadBackend:
 
 
 def resolve_backend(comm_backend: Any | None, group: Any | None) -> Any:
-    """`comm_backend`, else one over `group`."""
+    """`comm_backend`, else one over `group`, which may itself have the methods of CommBackend."""
     if comm_backend is not None and group is not None:
         size = dist.get_world_size(group)
         if comm_backend.Get_size() != size:
@@ -134,7 +134,9 @@ def resolve_backend(comm_backend: Any | None, group: Any | None) -> Any:
                 f"`comm_backend` has {comm_backend.Get_size()} processes and `group` {size}: they "
                 "must be of the same processes"
             )
-    return comm_backend if comm_backend is not None else TorchDistBackend(group)
+    if comm_backend is not None:
+        return comm_backend
+    return group if hasattr(group, "Get_rank") else TorchDistBackend(group)
 
 
 def current_device() -> torch.device:

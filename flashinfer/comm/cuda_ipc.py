@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .comm_backend import TorchDistBackend
+from .comm_backend import resolve_backend
 
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _PEER_ACCESS_ALREADY_ENABLED = 704
@@ -129,7 +129,7 @@ class SharedBuffers:
 
     def __init__(self, size: int, backend: Any, fill: int = 0) -> None:
         self._runtime = CudaRTLibrary()
-        self._backend = backend
+        self.size, self.backend = size, backend
         self.rank = backend.Get_rank()
         device = torch.cuda.current_device()
         torch.cuda.synchronize()
@@ -166,12 +166,20 @@ class SharedBuffers:
             self._runtime.cudaIpcCloseMemHandle(pointer)
         self._opened = []
         if collective:
-            self._backend.barrier()  # the owner frees after everyone has closed
+            self.backend.barrier()  # the owner frees after everyone has closed
         own, self._own = self._own, None
         self._runtime.cudaFree(own)
 
 
 _created: dict[int, SharedBuffers] = {}
+
+
+def created(name: str, pointers: list[int], rank: int) -> SharedBuffers:
+    """The open buffers with these addresses, by that of this rank; `name`: of the argument."""
+    buffers = _created.get(pointers[rank]) if rank < len(pointers) else None
+    if buffers is None:
+        raise ValueError(f"`{name}` are of no open buffer, got {pointers}")
+    return buffers
 
 
 def create_shared_buffer(size_in_bytes: int, group: Any | None = None) -> list[int]:
@@ -181,7 +189,7 @@ def create_shared_buffer(size_in_bytes: int, group: Any | None = None) -> list[i
     ----------
     size_in_bytes : int
         Bytes of each rank's buffer, zeroed.
-    group : torch.distributed.ProcessGroup, optional
+    group : torch.distributed.ProcessGroup or CommBackend, optional
         The ranks, all of one host; None: all processes.
 
     Returns
@@ -194,7 +202,7 @@ def create_shared_buffer(size_in_bytes: int, group: Any | None = None) -> list[i
     RuntimeError
         If memory is short or the GPUs cannot access each other's memory.
     """
-    buffers = SharedBuffers(size_in_bytes, TorchDistBackend(group))
+    buffers = SharedBuffers(size_in_bytes, resolve_backend(None, group))
     _created[buffers.pointers[buffers.rank]] = buffers
     return buffers.pointers
 
@@ -207,8 +215,7 @@ def free_shared_buffer(pointers: list[int], group: Any | None = None) -> None:
     ValueError
         If `pointers` are not of a buffer that is open.
     """
-    rank = TorchDistBackend(group).Get_rank()
-    buffers = _created.pop(pointers[rank], None)
-    if buffers is None:
-        raise ValueError(f"`pointers` are of no open buffer, got {pointers}")
+    rank = resolve_backend(None, group).Get_rank()
+    buffers = created("pointers", pointers, rank)
+    del _created[pointers[rank]]
     buffers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -52,15 +53,27 @@ def run(
     adds: bool = False,
     enable_pdl: bool | None = None,
 ) -> None:
-    """Check the workspace and launch."""
-    peers.check()
+    """Find the kernel and launch it."""
     key = (first.source.dtype, peers.world_size, adds)
     kernel = _kernels.get(key)
     if kernel is None:
         checks.cuda_tensors(input=first.source)
         kernel = load(*key)
     segments: tuple[Any, Any] = (tuple(first), None if second is None else tuple(second))
-    kernel(peers.bytes, first.source, segments, enable_pdl)
+    peers.launch(kernel, first.source, segments, enable_pdl)
+
+
+def output(name: str, given: Any, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """`given` after a check, or a new tensor."""
+    if given is None:
+        return like.new_empty(shape)
+    checks.contiguous(name, given)
+    if list(given.shape) != list(shape) or given.dtype != like.dtype:
+        raise ValueError(
+            f"`{name}` must have shape {list(shape)} and dtype {like.dtype}, got "
+            f"{list(given.shape)} and {given.dtype}"
+        )
+    return given
 
 
 def room(peers: PeerWorkspace) -> int:

@@ -77,4 +77,13 @@ class McastGPUBuffer(_NeedsFabric):
 
 
 class MnnvlMemory(_NeedsFabric):
-    """Fabric memory of several hosts: refused."""
+    """Fabric memory of several hosts: refused. `MnnvlMoe` shares memory over CUDA IPC."""
+
+    @staticmethod
+    def initialize() -> None:
+        """Nothing is to be done for memory over CUDA IPC."""
+
+    @staticmethod
+    def supports_mnnvl() -> bool:
+        """False: there are no kernels over fabric memory."""
+        return False

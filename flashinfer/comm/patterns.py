@@ -28,8 +28,17 @@ _KEEPS_NORM = {
     Pattern.kMoEReductionARResidualRMSNorm,
     Pattern.kMoEFinalizeARResidualRMSNorm,
 }
-# The kernels of the others have not run on a GPU.
-_SERVED = {Pattern.kAllReduce, Pattern.kARResidualRMSNorm}
+# Four UE8M0 exponents in a word, which only Blackwell's block-scaled products read.
+_PACKED = {
+    Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant,
+    Pattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant,
+}
+_REDUCES = {Pattern.kMoEReductionARResidualRMSNorm}
+_FINALIZES = {
+    Pattern.kMoEFinalizeARResidualRMSNorm,
+    Pattern.kMoEFinalizeARResidualRMSNormFP8Quant,
+}
+TAKES_EXPERTS = _REDUCES | _FINALIZES
 _LAYOUTS = {
     QuantizationSFLayout.SWIZZLED_128x4: "nvfp4_128x4",
     QuantizationSFLayout.SWIZZLED_8x4: "nvfp4_8x4",
@@ -61,10 +70,11 @@ def pattern_of(value: Any) -> Pattern:
         pattern = Pattern(value)
     except ValueError:
         raise ValueError(f"`pattern` must be an AllReduceFusionPattern, got {value!r}") from None
-    if pattern not in _SERVED:
+    if pattern in _PACKED:
         raise BackendSupportedError(
-            f"`pattern` {pattern.name} is not served yet: take kARResidualRMSNorm, and quantise or "
-            "sum experts in calls of their own"
+            f"`pattern` {pattern.name} writes packed exponents, which only Blackwell's products "
+            "read: take kARResidualRMSNormDynamicFP8Quant, or kARResidualRMSNorm and quantise its "
+            "output in a call of its own"
         )
     return pattern
 
@@ -78,9 +88,47 @@ def scale_bytes(rows: int, columns: int, layout: QuantizationSFLayout) -> int:
     return -(-rows // tile) * tile * (-(-groups // 4) * 4)
 
 
+class Source(NamedTuple):
+    """Where a rank's rows come from: a tensor, or outputs of its experts."""
+
+    input: Any
+    kind: str = "tensor"
+    moe: tuple[Any, ...] | None = None
+
+
+def source_of(
+    pattern: Pattern,
+    input: Any,
+    *,
+    num_experts: int | None,
+    scales: Any,
+    active: Any,
+    token_input: Any,
+    permuted_rows: Any,
+    weights: Any,
+    shared: Any,
+) -> Source:
+    """The pattern's arguments that say what a rank adds."""
+    if pattern in _REDUCES:
+        return _reduction(num_experts, scales, active, token_input)
+    if pattern in _FINALIZES:
+        checks.tensor("expanded_idx_to_permuted_idx", permuted_rows, 2)
+        return Source(input, "moe_finalize", (weights, permuted_rows, shared, 1.0))
+    return Source(input)
+
+
+def _reduction(num_experts: int | None, scales: Any, active: Any, token_input: Any) -> Source:
+    active = checks.tensor("moe_reduction_active_experts_token_input", active, 3)
+    scales = checks.tensor("moe_reduction_scale_input", scales, 2)
+    checks.tensor("moe_reduction_token_input", token_input, 2)
+    experts = active.shape[0] if num_experts is None else num_experts
+    checks.count("moe_reduction_device_num_experts", experts, 1, active.shape[0])
+    return Source(active[:experts], "moe_reduction", (scales[:experts], token_input))
+
+
 def fused(
     workspace: PeerWorkspace,
-    input: torch.Tensor,
+    source: Source,
     pattern: Pattern,
     outputs: Outputs,
     residual_in: torch.Tensor | None,
@@ -91,49 +139,78 @@ def fused(
     scale: torch.Tensor | float | None,
     layout: Any,
     launch: Launch,
-    source: str = "tensor",
-    moe: tuple[Any, ...] | None = None,
 ) -> Outputs:
     """A pattern with a norm."""
     rows = checks.tensor("residual_in", residual_in, 2)
     gamma = checks.tensor("rms_gamma", rms_gamma, 1)
-    layout = QuantizationSFLayout(QuantizationSFLayout.SWIZZLED_128x4 if layout is None else layout)
+    layout = layout_of(layout)
     outputs = _made(pattern, outputs, rows, layout)
     result = "norm"
     if pattern in _FP8 | _ROW_FP8 | _FP4:
-        if rows.dtype == torch.float32:
-            raise ValueError("`residual_in` must be float16 or bfloat16 where codes are written")
         result = "static_e4m3" if pattern in _FP8 else "row_e4m3"
         if pattern in _FP4:
-            result = _LAYOUTS[layout]
+            result = fp4_result(layout)
         if pattern not in _ROW_FP8 and scale is None:
             raise ValueError(f"`scale_factor` is needed by {pattern.name}, got None")
-    if isinstance(scale, torch.Tensor):
-        scale = scale.reshape(1)
-    norm = all_reduce_call.Norm(
-        rows,
-        gamma,
-        outputs.residual_out,
-        outputs.norm_out,
-        outputs.quant_out,
-        outputs.scale_out,
-        1.0 if scale is None else scale,
-        eps,
-        weight_bias,
-    )
+    norm = Norm(rows, gamma, eps, weight_bias, 1.0 if scale is None else scale)
+    run_norm(workspace, source, result, outputs, norm, launch)
+    return outputs
+
+
+class Norm(NamedTuple):
+    """Inputs of the steps after the sum."""
+
+    residual_in: torch.Tensor
+    rms_gamma: torch.Tensor
+    eps: float
+    weight_bias: float
+    scale: torch.Tensor | float = 1.0
+
+
+def layout_of(code: Any) -> QuantizationSFLayout:
+    """The layout of FP4's scales; None: SWIZZLED_128x4."""
+    return QuantizationSFLayout(QuantizationSFLayout.SWIZZLED_128x4 if code is None else code)
+
+
+def fp4_result(layout: QuantizationSFLayout) -> str:
+    """The module's output of FP4 codes with scales in that layout."""
+    return _LAYOUTS[layout]
+
+
+def run_norm(
+    workspace: PeerWorkspace,
+    source: Source,
+    result: str,
+    outputs: Outputs,
+    norm: Norm,
+    launch: Launch,
+) -> None:
+    """One call whose module writes `result` beside what `outputs` asks for."""
+    if result != "norm" and norm.residual_in.dtype == torch.float32:
+        raise ValueError("`residual_in` must be float16 or bfloat16 where codes are written")
+    scale = norm.scale
     all_reduce_call.run(
         workspace,
-        input,
+        source.input,
         outputs.output,
-        norm,
-        source=source,
+        all_reduce_call.Norm(
+            norm.residual_in,
+            norm.rms_gamma,
+            outputs.residual_out,
+            outputs.norm_out,
+            outputs.quant_out,
+            outputs.scale_out,
+            scale.reshape(1) if isinstance(scale, torch.Tensor) else scale,
+            norm.eps,
+            norm.weight_bias,
+        ),
+        source=source.kind,
         result=result,
-        moe=moe,
+        moe=source.moe,
         use_oneshot=launch.use_oneshot,
         enable_pdl=launch.enable_pdl,
         completes_at_end=launch.completes_at_end,
     )
-    return outputs
 
 
 def _made(

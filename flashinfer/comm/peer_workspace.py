@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import env
+from .._common.kernels import Kernel
 from .comm_backend import current_device
 from .cuda_ipc import SharedBuffers
 
@@ -23,6 +24,8 @@ _WHERE = (
     "data of a reduce-scatter",
     "data of an all-gather",
     "data of an exchange",
+    "tokens for its experts",
+    "outputs of experts",
 )
 
 
@@ -78,6 +81,7 @@ class PeerWorkspace:
     """
 
     def __init__(self, half_bytes: int, backend: Any, fill: int = SENTINEL) -> None:
+        self.backend = backend
         self.rank, self.world_size = backend.Get_rank(), backend.Get_size()
         self.device = current_device()
         self.half_bytes = -(-half_bytes // 256) * 256
@@ -130,6 +134,19 @@ class PeerWorkspace:
             )
         if self._closed:
             raise ValueError("`workspace` is destroyed")
+
+    def check_place(self, names: tuple[str, str], rank: int, world_size: int) -> None:
+        """Refuse a call by another rank or for another number of ranks; `names`: of these two."""
+        if (rank, world_size) != (self.rank, self.world_size):
+            raise ValueError(
+                f"`{names[0]}` and `{names[1]}` must be those of the workspace, {self.rank} and "
+                f"{self.world_size}, got {rank} and {world_size}"
+            )
+
+    def launch(self, kernel: Kernel, *arguments: Any) -> None:
+        """Call a binding whose first argument is the workspace. All kernels start here."""
+        self.check()
+        kernel(self.bytes, *arguments)
 
     def close(self, collective: bool = True) -> None:
         """Free everything. Collective unless told otherwise."""

@@ -185,7 +185,7 @@ def check_trtllm_allreduce_fusion_workspace_metadata(
         )
 
 
-def _opened(workspace_ptrs: Any, world_size: int, world_rank: int) -> PeerWorkspace:
+def opened(workspace_ptrs: Any, world_size: int, world_rank: int) -> PeerWorkspace:
     checks.tensor("workspace_ptrs", workspace_ptrs, 1)
     peers = _by_tensor.get(workspace_ptrs.data_ptr())
     if peers is None:
@@ -193,15 +193,11 @@ def _opened(workspace_ptrs: Any, world_size: int, world_rank: int) -> PeerWorksp
             "`workspace_ptrs` must be of trtllm_create_ipc_workspace_for_all_reduce_fusion, and "
             "open"
         )
-    if (world_size, world_rank) != (peers.world_size, peers.rank):
-        raise ValueError(
-            f"`world_size` and `world_rank` must be those of the workspace, {peers.world_size} and "
-            f"{peers.rank}, got {world_size} and {world_rank}"
-        )
+    peers.check_place(("world_rank", "world_size"), world_rank, world_size)
     return peers
 
 
-def _rows(name: str, tensor: Any, token_num: int, hidden_dim: int) -> Any:
+def rows_of(name: str, tensor: Any, token_num: int, hidden_dim: int) -> Any:
     """A tensor seen as ``[token_num, hidden_dim]``, or None."""
     if tensor is None:
         return None
@@ -245,13 +241,13 @@ def trtllm_allreduce_fusion(
     Parameters and errors are those of `allreduce_fusion`; row tensors may be flat, ``[token_num *
     hidden_dim]``, and nothing is made: `allreduce_out` is needed by kAllReduce.
     """
-    peers = _opened(workspace_ptrs, world_size, world_rank)
+    peers = opened(workspace_ptrs, world_size, world_rank)
     if metadata is not None:
         check_trtllm_allreduce_fusion_workspace_metadata(
             token_num, hidden_dim, world_size, allreduce_in.dtype, metadata
         )
     rows = {
-        name: _rows(name, tensor, token_num, hidden_dim)
+        name: rows_of(name, tensor, token_num, hidden_dim)
         for name, tensor in (
             ("allreduce_in", allreduce_in),
             ("allreduce_out", allreduce_out),
@@ -274,9 +270,14 @@ def trtllm_allreduce_fusion(
             completes_at_end=trigger_completion_at_end,
         )
         return
+    if pattern in patterns.TAKES_EXPERTS:
+        raise ValueError(
+            f"`pattern_code` {pattern.name} has functions of its own: "
+            "trtllm_moe_allreduce_fusion, trtllm_moe_finalize_allreduce_fusion"
+        )
     patterns.fused(
         peers,
-        rows["allreduce_in"],
+        patterns.Source(rows["allreduce_in"]),
         pattern,
         patterns.Outputs(
             rows["allreduce_out"], rows["residual_out"], rows["norm_out"], quant_out, scale_out
@@ -330,7 +331,7 @@ def trtllm_custom_all_reduce(
         If an argument is not allowed.
     """
 
-    peers = _opened(workspace_ptrs, tp_size, tp_rank)
+    peers = opened(workspace_ptrs, tp_size, tp_rank)
     if strategy_code not in _PLAIN_STRATEGIES:
         raise ValueError(f"`strategy_code` must be AUTO, ONESHOT or TWOSHOT, got {strategy_code!r}")
     one_shot = _PLAIN_STRATEGIES[AllReduceStrategyType(strategy_code)]

@@ -1,28 +1,26 @@
 """Tests whose ranks are threads run in a child process.
 
 A kernel that waits in vain ends the process's CUDA context, and every later test in it would fail.
-The child also gets enough hardware queues that the streams of all ranks run beside each other.
+All tests of a process share one child.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from tests.comm.child import call_test
+from tests.comm.child import call_test, prepare
 
 _children: list[ProcessPoolExecutor] = []
 
 
 def _child() -> ProcessPoolExecutor:
     if not _children:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         context = multiprocessing.get_context("spawn")
-        _children.append(ProcessPoolExecutor(1, mp_context=context))
+        _children.append(ProcessPoolExecutor(1, mp_context=context, initializer=prepare))
     return _children[0]
 
 
@@ -34,6 +32,12 @@ def _end_child() -> None:
         child.shutdown(wait=False, cancel_futures=True)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Where other processes share the GPU in turns, ranks wait for each other too long."""
+    if getattr(getattr(item, "module", None), "IN_A_CHILD", False):
+        item.add_marker("alone")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     module = pyfuncitem.module
@@ -43,7 +47,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     call = _child().submit(call_test, module.__name__, pyfuncitem.originalname, arguments)
     try:
-        call.result(timeout=300)
+        call.result(timeout=3600 if pyfuncitem.config.getoption("--full") else 300)
     except BaseException as error:
         _end_child()
         if isinstance(error, BrokenProcessPool):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from flashinfer import comm
-from tests.comm.ranks import TIMEOUT, bits, needs_gpu, numbers, rank_sum, run_ranks
+from flashinfer.jit.comm import AllReduceConfig, gen_all_reduce_module
+from tests.comm.ranks import TIMEOUT, bits, needs_gpu, numbers, rank_sum, run_ranks, together
 
 pytestmark = needs_gpu
 IN_A_CHILD = True
@@ -31,17 +34,31 @@ def open_workspace(backend, tokens=64, hidden=2048, dtype=torch.bfloat16, **opti
     return workspace
 
 
-def close(workspace, backend) -> None:
+def everyone_is_here(backend) -> None:
+    """What ranks did before has ended: in a run whose calls overlap, before the first one."""
     torch.cuda.current_stream().synchronize()
     backend.barrier()
+
+
+def close(workspace, backend) -> None:
+    everyone_is_here(backend)
     workspace.destroy()
 
 
+GROUPS = [(2, BF16), (2, FP16), (4, BF16), (8, BF16), (2, FP32)]
+
+
+def modules():
+    """The plain sum and the norm of every group; a workspace loads both."""
+    return [
+        gen_all_reduce_module(AllReduceConfig(dtype, ranks, output=output))
+        for ranks, dtype in GROUPS
+        for output in ("sum", "norm")
+    ]
+
+
 @pytest.mark.parametrize("one_shot", [True, False])
-@pytest.mark.parametrize(
-    "world_size, dtype",
-    [(2, BF16), (3, BF16), (4, BF16), (8, BF16), (2, FP16), (2, FP32), (8, FP32)],
-)
+@pytest.mark.parametrize("world_size, dtype", GROUPS)
 def test_all_ranks_hold_the_bits_of_the_sum(world_size, dtype, one_shot):
     shapes = [(1, 8), (1, 2048), (5, 264), (64, 2048), (63, 1000)]
     inputs = [
@@ -51,15 +68,16 @@ def test_all_ranks_hold_the_bits_of_the_sum(world_size, dtype, one_shot):
 
     def body(backend):
         workspace = open_workspace(backend, dtype=dtype, force_oneshot_support=one_shot)
-        results = []
-        for each in inputs * 2:
-            x = each[backend.Get_rank()].cuda()
-            out = comm.allreduce_fusion(x, workspace, PLAIN, use_oneshot=one_shot)
-            results.append(out.cpu())
+        mine = [each[backend.Get_rank()].cuda() for each in inputs * 2]
+        results = [torch.empty_like(x) for x in mine]
+        everyone_is_here(backend)
+        for x, out in zip(mine, results, strict=True):
+            comm.allreduce_fusion(x, workspace, PLAIN, use_oneshot=one_shot, output=out)
+        results = [out.cpu() for out in results]
         close(workspace, backend)
         return results
 
-    everyone = run_ranks(world_size, body)
+    everyone = run_ranks(world_size, body, freely=True)
     for i, each in enumerate(inputs * 2):
         expected = bits(rank_sum(each))
         for results in everyone:
@@ -114,9 +132,9 @@ def test_capture_and_replay_with_other_work_between(enable_pdl):
         def call(target):
             comm.allreduce_fusion(mine, workspace, PLAIN, launch_with_pdl=enable_pdl, output=target)
 
+        everyone_is_here(backend)
         call(out)
-        torch.cuda.current_stream().synchronize()
-        backend.barrier()
+        everyone_is_here(backend)
         graph = torch.cuda.CUDAGraph()
         with (
             capture_lock,
@@ -126,16 +144,14 @@ def test_capture_and_replay_with_other_work_between(enable_pdl):
                 call(out)
         backend.barrier()
         for _ in range(20):
-            graph.replay()
+            together(graph.replay)
             call(other)
         results = out.cpu(), other.cpu()
         close(workspace, backend)
         return results
 
-    import threading
-
     capture_lock = threading.Lock()
-    for out, other in run_ranks(2, body):
+    for out, other in run_ranks(2, body, freely=True):
         assert torch.equal(out, rank_sum(x)) and torch.equal(other, rank_sum(x))
 
 
@@ -212,3 +228,46 @@ def test_ranks_that_disagree_are_told_at_creation():
             )
 
     run_ranks(2, body)
+
+
+def test_vllm_names_with_a_captured_graph():
+    x = [numbers(16, 1024, dtype=BF16, seed=rank) for rank in range(2)]
+    size = x[0].numel() * 2
+
+    def body(backend):
+        rank = backend.Get_rank()
+        meta = comm.create_shared_buffer(comm.vllm_meta_size() + size, backend)
+        data = comm.create_shared_buffer(size, backend)
+        mine = x[rank].cuda()
+        out = torch.zeros_like(mine)
+        handle = comm.vllm_init_custom_ar(meta, torch.empty(1).cuda(), rank, True)
+        comm.vllm_register_buffer(handle, data)
+        comm.vllm_all_reduce(handle, mine, out, data[rank], size, 4)
+        first = out.cpu()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            capture_lock,
+            torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
+        ):
+            comm.vllm_all_reduce(handle, mine, out, 0, 0, 4)
+        comm.vllm_register_graph_buffers(
+            handle, *([], comm.vllm_get_graph_buffer_ipc_meta(handle)[1])
+        )
+        out.zero_()
+        together(graph.replay)
+        second = out.cpu()
+        with pytest.raises(ValueError, match="`inp` must have at most"):
+            comm.vllm_all_reduce(handle, mine, out, data[rank], size - 2, 4)
+        with pytest.raises(ValueError, match="`reg_buffer` must be 0, or"):
+            comm.vllm_all_reduce(handle, mine, out, 1, size, 4)
+        everyone_is_here(backend)
+        comm.vllm_dispose(handle)
+        with pytest.raises(ValueError, match="`fa` must be an open handle"):
+            comm.vllm_all_reduce(handle, mine, out, 0, 0, 4)
+        comm.free_shared_buffer(data, backend)
+        comm.free_shared_buffer(meta, backend)
+        return first, second
+
+    capture_lock = threading.Lock()
+    for first, second in run_ranks(2, body):
+        assert torch.equal(first, rank_sum(x)) and torch.equal(second, rank_sum(x))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashinfer import comm
+from flashinfer import SfLayout, comm, nvfp4_quantize
 from flashinfer.comm import AllReduceFusionPattern as Pattern
-from tests.comm.ranks import needs_gpu, numbers, rank_sum, run_ranks
+from flashinfer.comm import all_reduce_call, patterns, trtllm_ar
+from flashinfer.jit.comm import AllReduceConfig, gen_all_reduce_module
+from tests.comm import test_all_reduce
+from tests.comm.ranks import bits, needs_gpu, numbers, rank_sum, run_ranks
 from tests.comm.test_all_reduce import close, open_workspace
 
 pytestmark = needs_gpu
@@ -64,10 +67,21 @@ def check_norm(results, total, residual, weight, bias=0.0):
     assert (error <= 1.01 * tolerance * expected.abs() + 1e-7).all(), error.max()
 
 
-@pytest.mark.parametrize(
-    "world_size, dtype",
-    [(2, BF16), (4, BF16), (8, BF16), (2, FP16), (2, FP32)],
-)
+CODES = [(2, "static_e4m3"), (4, "row_e4m3"), (2, "nvfp4_linear"), (2, "nvfp4_128x4")]
+
+
+def modules():
+    """Plain sums and norms, codes, and sums of experts."""
+    codes = [AllReduceConfig(BF16, ranks, output=output) for ranks, output in CODES]
+    kinds = "moe_reduction", "moe_finalize"
+    experts = [AllReduceConfig(BF16, 2, kind, "norm") for kind in kinds]
+    return [
+        *test_all_reduce.modules(),
+        *(gen_all_reduce_module(config) for config in [*codes, *experts]),
+    ]
+
+
+@pytest.mark.parametrize("world_size, dtype", test_all_reduce.GROUPS)
 def test_residual_and_norm(world_size, dtype):
     for bias, hidden in ((0.0, 128), (1.0, 4096), (0.0, 8192), (0.0, 16384)):
         hidden = min(hidden, 32768 // dtype.itemsize)  # the longest row
@@ -81,15 +95,207 @@ def test_residual_and_norm(world_size, dtype):
             check_norm(results, rank_sum(inputs), residual, weight, bias)
 
 
-def test_patterns_that_are_not_served_are_refused_by_name():
+TOKENS, HIDDEN, TERMS = 5, 1024, 3
+
+
+def norm_problem(world_size):
+    """Partial sums, residual and weight."""
+    inputs = [numbers(TOKENS, HIDDEN, dtype=BF16, seed=rank) for rank in range(world_size)]
+    return (
+        inputs,
+        numbers(TOKENS, HIDDEN, dtype=BF16, seed=50),
+        numbers(HIDDEN, dtype=BF16, seed=51),
+    )
+
+
+def run_codes(world_size, pattern, source, result, codes, scales, **options):
+    """The outputs of each rank by a pattern with codes, on the CPU."""
+    inputs, residual, weight = norm_problem(world_size)
+    all_reduce_call.load(BF16, world_size, source, result)
+
+    def body(backend):
+        workspace = open_workspace(backend, TOKENS, HIDDEN)
+        made = {
+            "norm_out": torch.empty_like(residual, device="cuda"),
+            "quant_out": torch.zeros(codes[0], dtype=codes[1]).cuda(),
+        }
+        if scales is not None:
+            made["scale_out"] = torch.zeros(scales[0], dtype=scales[1]).cuda()
+        x, r, w = inputs[backend.Get_rank()].cuda(), residual.cuda(), weight.cuda()
+        torch.cuda.synchronize()
+        backend.barrier()
+        comm.allreduce_fusion(
+            x, workspace, pattern, residual_in=r, rms_gamma=w, rms_eps=EPS, **made, **options
+        )
+        results = {name: tensor.cpu() for name, tensor in made.items()}
+        close(workspace, backend)
+        return results
+
+    everyone = run_ranks(world_size, body)
+    h = rank_sum(inputs).double() + residual.double()
+    for results in everyone:
+        torch.testing.assert_close(
+            results["norm_out"].double(), normed(h, weight), rtol=2**-7.9, atol=1e-6
+        )
+    return everyone
+
+
+def check_e4m3(codes, scaled):
+    """Nearest codes: within half a step of 2^-3, or of the smallest one."""
+    error = (codes.double() - scaled.clamp(-448, 448)).abs()
+    assert (error <= 1.01 * torch.maximum(scaled.abs() * 2**-4, torch.tensor(2.0**-10))).all()
+
+
+@pytest.mark.parametrize("scale", [0.05, torch.tensor([0.02])])
+def test_e4m3_codes_with_a_given_scale(scale):
+    shape = (TOKENS, HIDDEN), torch.float8_e4m3fn
+    given = scale.cuda() if isinstance(scale, torch.Tensor) else scale
+    for results in run_codes(
+        2, Pattern.kARResidualRMSNormOutFP8Quant, "tensor", "static_e4m3", shape, None,
+        scale_factor=given,
+    ):  # fmt: skip
+        check_e4m3(results["quant_out"], results["norm_out"].double() / float(scale))
+
+
+def test_e4m3_codes_with_scales_of_rows():
+    shapes = ((TOKENS, HIDDEN), torch.float8_e4m3fn), ((TOKENS,), FP32)
+    for results in run_codes(
+        4, Pattern.kARResidualRMSNormOutDynamicFP8Quant, "tensor", "row_e4m3", *shapes
+    ):
+        y = results["norm_out"].double()
+        scales = y.abs().amax(-1) / 448
+        torch.testing.assert_close(results["scale_out"].double(), scales, rtol=1e-6, atol=0)
+        check_e4m3(results["quant_out"], y / scales[:, None])
+
+
+@pytest.mark.parametrize(
+    "layout", [comm.QuantizationSFLayout.SWIZZLED_128x4, comm.QuantizationSFLayout.LINEAR]
+)
+def test_nvfp4_codes_are_those_of_the_quantiser(layout):
+    count = patterns.scale_bytes(TOKENS, HIDDEN, layout)
+    shapes = ((TOKENS, HIDDEN // 2), torch.uint8), ((count,), torch.uint8)
+    everyone = run_codes(
+        2, Pattern.kARResidualRMSNormOutFP4Quant, "tensor", patterns.fp4_result(layout), *shapes,
+        scale_factor=37.5, layout_code=int(layout),
+    )  # fmt: skip
+    layouts = {0: SfLayout.layout_128x4, 2: SfLayout.layout_linear}
+    for results in everyone:
+        codes, scales = nvfp4_quantize(
+            results["norm_out"].cuda(), torch.tensor([37.5]).cuda(), layouts[int(layout)]
+        )
+        assert torch.equal(results["quant_out"], codes.cpu().view(torch.uint8))
+        expected = scales.cpu().view(torch.uint8).flatten()
+        written = results["scale_out"] != 0  # padding is not
+        assert torch.equal(results["scale_out"][written], expected[written])
+        assert written.sum() >= TOKENS * HIDDEN // 16
+
+
+def expert_problem(world_size):
+    """Outputs of experts, where they go, and what each rank adds in double precision."""
+    shared = [numbers(TOKENS, HIDDEN, dtype=BF16, seed=10 + r) for r in range(world_size)]
+    outputs = [numbers(TERMS, TOKENS, HIDDEN, dtype=BF16, seed=20 + r) for r in range(world_size)]
+    scales = [numbers(TERMS, TOKENS, dtype=FP32, seed=30 + r) for r in range(world_size)]
+    rows = torch.randint(-1, TERMS * TOKENS, (world_size, TOKENS, TERMS), dtype=torch.int32)
+    weights = numbers(world_size, TOKENS, TERMS, dtype=BF16, seed=40)
+    return shared, outputs, scales, rows, weights
+
+
+def by_older_names(backend, finalize, x, residual, gamma, moe):
+    """The norm by TensorRT-LLM's names."""
+    rank, out = backend.Get_rank(), torch.empty_like(residual)
+    _, pointers = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+        rank, 2, TOKENS, HIDDEN, comm_backend=backend
+    )
+    backend.barrier()
+    if finalize:
+        comm.trtllm_moe_finalize_allreduce_fusion(
+            x, residual, gamma, moe["expanded_idx_to_permuted_idx"], out, None, None, None,
+            pointers, False, rank, 2, EPS, moe["shared_expert_output"],
+            moe["expert_scale_factor"], None,
+        )  # fmt: skip
+    else:
+        comm.trtllm_moe_allreduce_fusion(
+            2, rank, TOKENS, HIDDEN, pointers, False, residual, gamma, EPS, 1.0, TERMS,
+            moe["moe_reduction_scale_input"], moe["moe_reduction_active_experts_token_input"],
+            moe["moe_reduction_token_input"], None, None, None, out, None, None,
+        )  # fmt: skip
+    torch.cuda.current_stream().synchronize()
+    backend.barrier()
+    trtllm_ar.opened(pointers, 2, rank).close()  # the function by name is for processes
+    return out
+
+
+@pytest.mark.parametrize("finalize", [False, True])
+def test_sums_of_experts(finalize):
+    torch.manual_seed(0)
+    shared, outputs, scales, rows, weights = expert_problem(2)
+    _, residual, gamma = norm_problem(2)
+    kind = "moe_finalize" if finalize else "moe_reduction"
+    all_reduce_call.load(BF16, 2, kind, "norm")
+
+    def body(backend):
+        workspace = open_workspace(backend, TOKENS, HIDDEN)
+        rank = backend.Get_rank()
+        if finalize:
+            pattern, x = Pattern.kMoEFinalizeARResidualRMSNorm, outputs[rank].view(-1, HIDDEN)
+            moe = {
+                "expanded_idx_to_permuted_idx": rows[rank].cuda(),
+                "expert_scale_factor": weights[rank].cuda(),
+                "shared_expert_output": shared[rank].cuda(),
+            }
+        else:
+            pattern, x = Pattern.kMoEReductionARResidualRMSNorm, shared[rank]
+            moe = {
+                "moe_reduction_device_num_experts": TERMS,
+                "moe_reduction_scale_input": scales[rank].cuda(),
+                "moe_reduction_active_experts_token_input": outputs[rank].cuda(),
+                "moe_reduction_token_input": shared[rank].cuda(),
+            }
+        x, r, w, out = x.cuda(), residual.cuda(), gamma.cuda(), residual.cuda()
+        torch.cuda.synchronize()
+        backend.barrier()
+        y = comm.allreduce_fusion(
+            x, workspace, pattern, residual_in=r, rms_gamma=w, rms_eps=EPS, output=out, **moe
+        )
+        results = out.cpu(), y.cpu(), by_older_names(backend, finalize, x, r, w, moe).cpu()
+        close(workspace, backend)
+        return results
+
+    total = torch.zeros(TOKENS, HIDDEN, dtype=torch.double)
+    for r in range(2):
+        if finalize:
+            picked = outputs[r].view(-1, HIDDEN)[rows[r].long()].double()
+            picked[rows[r] < 0] = 0
+            total += (picked * weights[r].double()[..., None]).sum(1) + shared[r].double()
+        else:
+            total += (outputs[r].double() * scales[r].double()[..., None]).sum(0)
+            total += shared[r].double()
+    everyone = run_ranks(2, body)
+    for out, y, z in everyone:
+        assert torch.equal(bits(y), bits(z))
+        # Each rank's part is rounded, and then the sum.
+        torch.testing.assert_close(out.double(), total, rtol=2**-7, atol=0.05)
+        expected = normed(out.double() + residual.double(), gamma)
+        torch.testing.assert_close(y.double(), expected, rtol=2**-7.9, atol=1e-6)
+    assert torch.equal(everyone[0][0], everyone[1][0])
+
+
+def test_wrong_patterns_are_refused_by_name():
     from flashinfer.compat.backends import BackendSupportedError
 
     def body(backend):
         workspace = open_workspace(backend)
         x = torch.empty(8, 512, dtype=torch.bfloat16, device="cuda")
-        for pattern in sorted(set(Pattern) - {Pattern.kAllReduce, Pattern.kARResidualRMSNorm}):
-            with pytest.raises(BackendSupportedError, match=f"{pattern.name} is not served"):
+        for pattern in (
+            Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant,
+            Pattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant,
+        ):
+            with pytest.raises(BackendSupportedError, match=f"{pattern.name} writes packed"):
                 comm.allreduce_fusion(x, workspace, pattern)
+        with pytest.raises(ValueError, match="`scale_factor` is needed by kARResidualRMSNormFP8"):
+            comm.allreduce_fusion(
+                x, workspace, Pattern.kARResidualRMSNormFP8Quant, residual_in=x, rms_gamma=x[0]
+            )
         with pytest.raises(ValueError, match="`pattern` must be an AllReduceFusionPattern, got 99"):
             comm.allreduce_fusion(x, workspace, 99)
         with pytest.raises(TypeError, match="`residual_in` must be a torch.Tensor, got NoneType"):

@@ -4,50 +4,133 @@ from __future__ import annotations
 
 import random
 import time
+from typing import NamedTuple
 
+import pytest
 import torch
 
 from flashinfer import comm
-from tests.comm.ranks import needs_gpu, run_ranks
-from tests.comm.test_all_reduce import PLAIN, close, open_workspace
+from flashinfer.comm import AllReduceFusionPattern as Pattern
+from flashinfer.jit.comm import (
+    AllReduceConfig,
+    ExchangeConfig,
+    gen_all_reduce_module,
+    gen_exchange_module,
+)
+from tests.comm.ranks import TIMEOUT, needs_gpu, run_ranks
+from tests.comm.test_all_reduce import close, everyone_is_here, open_workspace
 
 pytestmark = needs_gpu
 IN_A_CHILD = True
-SECONDS, FULL_SECONDS = 2.0, 60.0
-
-
+SECONDS, FULL_CALLS = 1.0, 1_000_000
 ROWS, HIDDEN, BATCH = 64, 2048, 50
+RANKS = 2, 4, 8
+BF16 = torch.bfloat16
 
 
-def fuzz(backend, seconds: float) -> tuple[int, int]:
-    """Calls made and wrong elements. All ranks draw the same numbers but the delays."""
-    world_size, rank = backend.Get_size(), backend.Get_rank()
-    shared, own = random.Random(5), random.Random(rank)
-    inputs = [torch.full((ROWS * HIDDEN,), v + rank, dtype=torch.bfloat16).cuda() for v in range(8)]
-    sums = [world_size * v + world_size * (world_size - 1) // 2 for v in range(8)]
-    outputs = torch.empty(BATCH, ROWS * HIDDEN, dtype=torch.bfloat16, device="cuda")
-    torch.cuda._sleep(1)
-    workspace = open_workspace(backend, ROWS, HIDDEN)
-    calls, wrong, end = 0, 0, time.monotonic() + seconds
-    while backend.allgather(time.monotonic() < end)[0]:
-        expected = []
-        for output in outputs:
-            rows, hidden = shared.randint(1, ROWS), 8 * shared.randint(1, HIDDEN // 8)
-            value, one_shot = shared.randrange(8), shared.choice([True, False])
+def modules():
+    """The plain sum, the norm and the exchange of every group."""
+    reductions = [AllReduceConfig(BF16, r, output=o) for r in RANKS for o in ("sum", "norm")]
+    exchanges = [ExchangeConfig(BF16, ranks, adds) for ranks in RANKS for adds in (False, True)]
+    return [
+        *(gen_all_reduce_module(config) for config in reductions),
+        *(gen_exchange_module(config) for config in exchanges),
+    ]
+
+
+class Call(NamedTuple):
+    """A call that all ranks draw alike. Elements of a rank are `value` + its number."""
+
+    kind: str  # sum, norm, gather or scatter
+    rows: int
+    hidden: int
+    value: int
+    one_shot: bool
+
+
+def draw(shared: random.Random) -> Call:
+    kind = shared.choice(["sum", "sum", "norm", "gather", "scatter"])
+    rows, hidden = shared.randint(1, ROWS), 8 * shared.randint(1, HIDDEN // 8)
+    return Call(kind, rows, hidden, shared.randrange(8), shared.choice([True, False]))
+
+
+class Rank:
+    """One rank's workspaces, its inputs, and places for results of a batch of calls."""
+
+    def __init__(self, backend) -> None:
+        self.rank, self.world_size = backend.Get_rank(), backend.Get_size()
+        ones = torch.ones(self.world_size * ROWS * HIDDEN, dtype=BF16, device="cuda")
+        self.inputs = [ones * (value + self.rank) for value in range(8)]
+        self.weight, self.normed = ones[:HIDDEN], torch.empty_like(ones)
+        self.zeros = torch.zeros_like(ones)
+        self.outputs = ones.new_empty(BATCH, len(ones))
+        torch.cuda._sleep(1)
+        self.reduction = open_workspace(backend, ROWS, HIDDEN)
+        self.exchange = comm.ExchangeWorkspace(2 * ROWS * HIDDEN, backend)
+        self.exchange.set_timeout(TIMEOUT)
+
+    def start(self, call: Call, place: int) -> None:
+        count = call.rows * call.hidden
+        x, out = self.inputs[call.value], self.outputs[place]
+        shape = call.rows, call.hidden
+        if call.kind == "gather":
+            comm.all_gather(x[:count], self.exchange, out[: self.world_size * count])
+        elif call.kind == "scatter":
+            comm.reduce_scatter(x[: self.world_size * count], self.exchange, out[:count])
+        elif call.kind == "norm":
+            comm.allreduce_fusion(
+                x[:count].view(shape), self.reduction, Pattern.kARResidualRMSNorm,
+                residual_in=self.zeros[:count].view(shape), rms_gamma=self.weight[: call.hidden],
+                residual_out=out[:count].view(shape), norm_out=self.normed[:count].view(shape),
+                use_oneshot=call.one_shot,
+            )  # fmt: skip
+        else:
+            comm.allreduce_fusion(
+                x[:count].view(shape), self.reduction, Pattern.kAllReduce,
+                output=out[:count].view(shape), use_oneshot=call.one_shot,
+            )  # fmt: skip
+
+    def wrong(self, call: Call, place: int) -> int:
+        """Elements of a result that are not what all ranks' inputs make."""
+        count = call.rows * call.hidden
+        ranks = torch.arange(self.world_size, device="cuda") + call.value
+        if call.kind == "gather":
+            got = self.outputs[place, : self.world_size * count].view(self.world_size, count)
+            return int((got != ranks[:, None]).sum())
+        return int((self.outputs[place, :count] != ranks.sum()).sum())
+
+
+def fuzz(backend, seconds: float, least: int = 0) -> tuple[int, int]:
+    """Calls made, at least `least`, and wrong elements. Ranks draw alike, but for the delays."""
+    rank = Rank(backend)
+    shared, own = random.Random(5), random.Random(rank.rank)
+    everyone_is_here(backend)
+    made, wrong, end = 0, 0, time.monotonic() + seconds
+    goes_on = True
+    while goes_on:
+        calls = [draw(shared) for _ in range(BATCH)]
+        for place, call in enumerate(calls):
             if own.random() < 0.2:
                 torch.cuda._sleep(own.randrange(200_000))
-            x = inputs[value][: rows * hidden].view(rows, hidden)
-            out = output[: rows * hidden].view(rows, hidden)
-            comm.allreduce_fusion(x, workspace, PLAIN, output=out, use_oneshot=one_shot)
-            expected.append((rows * hidden, sums[value]))
-        calls += BATCH
-        for (count, total), got in zip(expected, outputs.cpu(), strict=True):
-            wrong += int((got[:count] != total).sum())
-    close(workspace, backend)
-    return calls, wrong
+            rank.start(call, place)
+        torch.cuda.current_stream().synchronize()
+        made += BATCH
+        wrong += sum(rank.wrong(call, place) for place, call in enumerate(calls))
+        goes_on = backend.allgather(made < least or time.monotonic() < end)[0]
+    backend.barrier()
+    rank.exchange.destroy()
+    close(rank.reduction, backend)
+    return made, wrong
 
 
-def test_random_calls_with_delays(full):
-    results = run_ranks(2, lambda backend: fuzz(backend, FULL_SECONDS if full else SECONDS))
-    print(f"{results[0][0]} calls of random sizes with delays", flush=True)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_random_calls_with_delays(ranks, full):
+    least = FULL_CALLS if full and ranks == 2 else 0
+    results = run_ranks(
+        ranks,
+        lambda backend: fuzz(backend, SECONDS, least),
+        first=lambda backend: fuzz(backend, 0),
+        freely=True,
+    )
+    print(f"{results[0][0]} calls of {ranks} ranks with delays", flush=True)
     assert all(bad == 0 for _, bad in results)

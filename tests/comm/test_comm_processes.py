@@ -1,8 +1,12 @@
-"""Ranks as processes over torch.distributed: memory handles, older names, errors in time."""
+"""Ranks as processes over torch.distributed: memory handles, older names, errors in time.
+
+Where they share a GPU its time is sliced, and a call takes some slices.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 
@@ -13,24 +17,32 @@ import torch.multiprocessing as mp
 
 from flashinfer import comm
 from flashinfer.comm.mnnvl import TorchDistBackend
-from tests.comm.ranks import needs_two_gpus, numbers, rank_sum
+from tests.comm.ranks import needs_gpu, numbers, rank_sum
 
-pytestmark = needs_two_gpus
+pytestmark = [needs_gpu, pytest.mark.alone]
 PLAIN = comm.AllReduceFusionPattern.kAllReduce
 
 
-def spawn(body, *args) -> None:
-    """``body(rank, *args)`` in two processes, each with a GPU and a process group."""
+def spawn(body, *args, ends_well: int = 2) -> None:
+    """``body(rank, *args)`` in two processes, each with a GPU and a process group.
+
+    The first `ends_well` of them must end without an error.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_start, (port, body, args), nprocs=2)
+    context = mp.spawn(_start, (port, body, args), nprocs=2, join=ends_well == 2)
+    if context is not None:
+        for process in context.processes:
+            process.join(120)
+        codes = [process.exitcode for process in context.processes]
+        assert codes[:ends_well] == [0] * ends_well, codes
 
 
 def _start(rank, port, body, args) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["FLASHINFER_COMM_TIMEOUT"] = "60"
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", rank=rank, world_size=2)
     body(rank, *args)
     dist.destroy_process_group()
@@ -100,7 +112,7 @@ def fail(rank: int, how: str) -> None:
             comm.allreduce_fusion(x[:8], workspace, PLAIN)
             time.sleep(8)
         if how != "late":
-            os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     if how == "late":
         assert comm.allreduce_fusion(x, workspace, PLAIN)[3, 5].item() == 2
@@ -117,6 +129,6 @@ def fail(rank: int, how: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", ["dead", "other shape", "late"])
+@pytest.mark.parametrize("how", ["killed", "other shape", "late"])
 def test_a_rank_that_does_not_come_ends_in_an_error(how):
-    spawn(fail, how)
+    spawn(fail, how, ends_well=2 if how == "late" else 1)

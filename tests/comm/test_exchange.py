@@ -7,16 +7,26 @@ import torch
 
 from flashinfer import comm
 from flashinfer.comm import exchange_call
+from flashinfer.jit.comm import ExchangeConfig, gen_exchange_module
 from tests.comm.ranks import TIMEOUT, bits, needs_gpu, numbers, rank_sum, run_ranks
 
 pytestmark = needs_gpu
 IN_A_CHILD = True
 
 
-@pytest.mark.parametrize(
-    "world_size, dtype",
-    [(2, torch.bfloat16), (4, torch.bfloat16), (8, torch.bfloat16), (2, torch.float32)],
-)
+GROUPS = [(2, torch.float32), (8, torch.bfloat16)]
+
+
+def modules():
+    """The exchange with and without sums."""
+    return [
+        gen_exchange_module(ExchangeConfig(dtype, ranks, adds))
+        for ranks, dtype in GROUPS
+        for adds in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("world_size, dtype", GROUPS)
 def test_gather_and_scatter(world_size, dtype):
     shapes = [(1, 2), (3, 24), (16, 512)]
     local = [[numbers(*s, dtype=dtype, seed=r) for r in range(world_size)] for s in shapes]

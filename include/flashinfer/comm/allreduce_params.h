@@ -33,6 +33,7 @@ struct AllReduceParams {
   const int32_t* permuted_rows;  // finalize: [tokens, top_k], -1: none
   const void* shared_input;      // [tokens, hidden], may be null
   uint32_t num_terms;            // experts, or top_k
+  float routed_scale;            // finalize: multiplies the experts' sum, not shared_input
   bool completes_at_end;         // lets the next grid start at the end, not at the beginning
 };
 

@@ -30,14 +30,12 @@ __device__ __forceinline__ int64_t unit_offset(const ExchangeSegment& segment,
 
 __device__ __forceinline__ void push_unit(uint4* address, uint4 data) { comm::push(address, data); }
 __device__ __forceinline__ void push_unit(uint32_t* address, uint32_t data) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address),
-               "r"(comm::without_sentinel(data))
-               : "memory");
+  ptx::store_peer(address, comm::without_sentinel(data));
 }
 
 __device__ __forceinline__ uint4 peek_unit(const uint4* address) { return comm::peek(address); }
 __device__ __forceinline__ uint32_t peek_unit(const uint32_t* address) {
-  return *reinterpret_cast<const volatile uint32_t*>(address);
+  return ptx::load_peer_4(address);
 }
 
 __device__ __forceinline__ bool unit_has_arrived(const uint4& data) {

@@ -13,6 +13,7 @@
 
 #include <flashinfer/comm/wait.cuh>
 #include <flashinfer/common/vec.cuh>
+#include <flashinfer/ptx/peer.cuh>
 
 namespace flashinfer::comm {
 
@@ -25,20 +26,11 @@ __device__ __forceinline__ uint32_t without_sentinel(uint32_t word) {
 
 // Stores 16 bytes to a buffer of any rank.
 __device__ __forceinline__ void push(void* address, uint4 data) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
-               "r"(without_sentinel(data.x)), "r"(without_sentinel(data.y)),
-               "r"(without_sentinel(data.z)), "r"(without_sentinel(data.w))
-               : "memory");
+  ptx::store_peer(address, make_uint4(without_sentinel(data.x), without_sentinel(data.y),
+                                      without_sentinel(data.z), without_sentinel(data.w)));
 }
 
-__device__ __forceinline__ uint4 peek(const void* address) {
-  uint4 data;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
-               : "l"(address)
-               : "memory");
-  return data;
-}
+__device__ __forceinline__ uint4 peek(const void* address) { return ptx::load_peer_16(address); }
 
 __device__ __forceinline__ bool has_arrived(const uint4& data) {
   return data.x != kSentinel && data.y != kSentinel && data.z != kSentinel && data.w != kSentinel;

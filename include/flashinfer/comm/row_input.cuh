@@ -49,7 +49,8 @@ struct moe_reduction {
 };
 
 // A token's rows among the permuted rows of grouped products:
-//   sum over k of expert_weights[row, k] * input[permuted_rows[row, k]] + shared_input[row]
+//   routed_scale * (sum over k of expert_weights[row, k] * input[permuted_rows[row, k]])
+//     + shared_input[row]
 struct moe_finalize {
   template <typename T>
   __device__ __forceinline__ static Vector<T, 16 / sizeof(T)> load(const AllReduceParams& params,
@@ -68,6 +69,8 @@ struct moe_finalize {
 #pragma unroll
       for (int i = 0; i < kVecSize; ++i) sum[i] += weight * x[i];
     }
+#pragma unroll
+    for (int i = 0; i < kVecSize; ++i) sum[i] *= params.routed_scale;
     if (params.shared_input != nullptr) {
       const auto shared =
           load_vec<T>(params.shared_input, static_cast<int64_t>(row) * params.row_vecs + vec);

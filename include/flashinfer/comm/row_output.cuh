@@ -11,6 +11,7 @@
 #include <flashinfer/collective/block_reduce.cuh>
 #include <flashinfer/collective/group_max.cuh>
 #include <flashinfer/comm/row_input.cuh>
+#include <flashinfer/common/math.cuh>
 #include <flashinfer/quantization/group_scale.cuh>
 #include <flashinfer/quantization/scale_layout.h>
 
@@ -154,7 +155,9 @@ class RowOutput {
         const auto scale =
             scale::e4m3::of<code::e2m1>(magnitude.template reduce<kLanes>(), 0.f, given);
         if (!is_valid(i)) continue;
-        const uint32_t vec = threadIdx.x + i * blockDim.x, groups = params.row_vecs / kLanes;
+        const uint32_t vec = threadIdx.x + i * blockDim.x;
+        const uint32_t groups =
+            round_up(params.row_vecs / kLanes, uint32_t{Output::Layout::kTileCols});
         if (vec % kLanes == 0) {
           static_cast<uint8_t*>(
               params.scale_out)[Output::Layout::offset(row, vec / kLanes, groups, 0)] =

@@ -4,14 +4,9 @@
 
 #include <cstdint>
 #include <flashinfer/comm/workspace.h>
+#include <flashinfer/ptx/peer.cuh>
 
 namespace flashinfer::comm {
-
-__device__ __forceinline__ uint64_t global_time_ns() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
 
 namespace detail {
 
@@ -20,7 +15,7 @@ namespace detail {
 // returns nothing that could say so.
 __device__ __noinline__ uint64_t check_time(const Control* control, uint64_t start, uint32_t peer,
                                             Wait where) {
-  const uint64_t now = global_time_ns();
+  const uint64_t now = ptx::global_time_ns();
   if (start == 0) return now;
   if (now - start < *reinterpret_cast<const volatile uint64_t*>(&control->timeout_ns)) return start;
   volatile Failure* failure = control->failure;
@@ -45,6 +40,7 @@ class Patience {
 
   // Ends one round of waiting for `peer`.
   __device__ __forceinline__ void spend(uint32_t peer) {
+    ptx::poll_again();
     if ((++rounds_ & 1023u) == 0) start_ = detail::check_time(control_, start_, peer, where_);
   }
 

@@ -23,12 +23,14 @@ enum class Wait : uint32_t {
   kReduceScatter = 1,
   kAllGather = 2,
   kExchange = 3,
+  kDispatch = 4,
+  kCombine = 5,
 };
 
 // State of one rank, in its own device memory.
 struct Control {
   uint32_t ticket;      // number of calls in the upper 16 bits: see CallCounter
-  uint32_t generation;  // of barriers
+  uint32_t generation;  // number of the experts' exchange
   uint64_t timeout_ns;
   Failure* failure;
 };

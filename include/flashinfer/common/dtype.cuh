@@ -13,6 +13,9 @@ namespace flashinfer::dtype {
 
 using float32 = float;
 
+// A byte of two 4-bit codes, or the exponent of a power of two (e8m0).
+using uint8 = uint8_t;
+
 struct alignas(2) float16 {
   uint16_t bits;
 };

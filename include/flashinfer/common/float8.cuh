@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <flashinfer/common/dtype.cuh>
 
 namespace flashinfer {
