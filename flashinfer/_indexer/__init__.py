@@ -1,0 +1,1 @@
+"""Helpers of the functions that score tokens for sparse attention."""
