@@ -24,8 +24,9 @@ from ._linear_attention.kda import (
     refuse_unsupported,
 )
 from .trace.templates.kda import recurrent_kda_trace
+from .trace.templates.kda_packed import packed_kda_decode_trace
 
-__all__ = ["recurrent_kda"]
+__all__ = ["packed_kda_decode", "recurrent_kda"]
 
 
 @flashinfer_api(trace=recurrent_kda_trace)
@@ -179,3 +180,72 @@ def recurrent_kda(
         cu_seqlens=cu_seqlens,
     )
     return out, final if output_final_state else None
+
+
+@flashinfer_api(trace=packed_kda_decode_trace)
+def packed_kda_decode(
+    mixed_qkv: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`recurrent_kda` for one token of each sequence, with packed operands and raw gates.
+
+    The lowest logarithm of a decay is -5, `raw_beta` has logits, and queries and keys are divided
+    by their norms.
+
+    Parameters
+    ----------
+    mixed_qkv : torch.Tensor
+        ``[batch, 3 * heads * head_dim]``, float16 or bfloat16: after the convolution, all heads'
+        queries, then keys, then values. Rows begin at multiples of 16 bytes.
+    raw_gate : torch.Tensor
+        ``[batch, heads * head_dim]``: input of the decay by key channel.
+    raw_beta : torch.Tensor
+        ``[batch, heads]``.
+    A_log, dt_bias : torch.Tensor
+        ``[heads]`` float32, and ``[heads, head_dim]`` or flat.
+    state : torch.Tensor
+        Pool ``[slots, heads, head_dim, head_dim]``, overwritten.
+    state_indices : torch.Tensor
+        ``[batch]``, int32 or int64; negative: padding, whose output is zero.
+    output : torch.Tensor, optional
+        Result, ``[batch, 1, heads, head_dim]``.
+
+    Returns
+    -------
+    torch.Tensor
+        `output`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    heads, dim = check_tensor("state", state, 4).shape[1:3]
+    batch = check_tensor("mixed_qkv", mixed_qkv, 2).shape[0]
+    for name, tensor, width in (
+        ("mixed_qkv", mixed_qkv, 3 * heads * dim),
+        ("raw_gate", raw_gate, heads * dim),
+        ("raw_beta", raw_beta, heads),
+    ):
+        if tuple(check_tensor(name, tensor, 2).shape) != (batch, width):
+            raise ValueError(f"`{name}` must have shape {[batch, width]}, got {list(tensor.shape)}")
+    if check_tensor("dt_bias", dt_bias, 1, 2).numel() != heads * dim:
+        raise ValueError(f"`dt_bias` must have {heads} x {dim} elements, got {list(dt_bias.shape)}")
+    q, k, v = mixed_qkv.unflatten(1, (3, 1, heads, dim)).unbind(1)
+    gate = raw_gate.unflatten(1, (1, heads, dim))
+    out, _ = recurrent_kda(
+        q, k, v, gate, raw_beta[:, None], A_log, dt_bias.reshape(heads, dim),
+        initial_state=state,
+        use_gate_in_kernel=True,
+        lower_bound=-5.0,
+        ssm_state_indices=state_indices,
+        output=output,
+        beta_is_logit=True,
+    )  # fmt: skip
+    return out

@@ -1,4 +1,4 @@
-"""What the engine knows of a request, and of a step that the device computes."""
+"""State of a request, and of a step that the device computes."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ class RequestState:
     ngrams: NgramIndex | None = None
     arrival: int = 0  # a later request has a larger number
     computed: int = 0
+    slot: int | None = None  # where its states are, while it runs
     pages: array[int] = field(default_factory=lambda: array("i"))  # cheap to put together
     keys: list[bytes] = field(default_factory=list)  # of the pages that are published
 
@@ -82,7 +83,7 @@ class RequestState:
 
     @property
     def score(self) -> Callable[[int, torch.Tensor], None] | None:
-        """What wants the logits of the prompt, until it has them."""
+        """Receiver of the logits of the prompt, until it has them."""
         scores = self.prompt_logprobs
         return None if scores is None or scores.complete else scores.take
 

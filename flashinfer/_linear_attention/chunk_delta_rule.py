@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .._common import checks
-from .._common.arch import get_device_sm_count
+from .._common.driver import get_stream_sm_count
 from ..jit.delta_rule import ChunkDeltaRuleConfig, gen_chunk_delta_rule_module
 from .delta_rule import Gates, States
 
@@ -51,7 +51,7 @@ def run_chunk_delta_rule(
     progress = None
     if at_once is None:
         ctas = (cu_seqlens.shape[0] - 1) * heads * (v.shape[3] // 64)
-        at_once = slots >= _MANY_SLOTS and 2 * ctas <= get_device_sm_count(q.device)
+        at_once = slots >= _MANY_SLOTS and 2 * ctas <= get_stream_sm_count(q.device)
     if at_once:
         counters = (slots + _SLOTS_PER_COUNTER - 1) // _SLOTS_PER_COUNTER
         progress = torch.zeros((counters, heads), dtype=torch.int32, device=q.device)

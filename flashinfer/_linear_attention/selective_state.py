@@ -5,7 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from ..jit.mamba import SelectiveStateConfig, gen_selective_state_update_module
+from ..jit.mamba import (
+    CheckpointingSsuConfig,
+    ReplayssmMaterializeConfig,
+    SelectiveStateConfig,
+    gen_checkpointing_ssu_module,
+    gen_replayssm_materialize_module,
+    gen_selective_state_update_module,
+)
 
 
 @functools.cache
@@ -13,3 +20,15 @@ def get_selective_state_kernel(config: SelectiveStateConfig) -> Callable[..., No
     """The kernel of a configuration, built at the first call."""
     module = gen_selective_state_update_module(config).build_and_load()
     return module.selective_state
+
+
+@functools.cache
+def get_checkpointing_kernel(config: CheckpointingSsuConfig) -> Callable[..., None]:
+    """The kernel of a configuration that replays rings, built at the first call."""
+    return gen_checkpointing_ssu_module(config).build_and_load().checkpointing_ssu
+
+
+@functools.cache
+def get_materialize_kernel(config: ReplayssmMaterializeConfig) -> Callable[..., None]:
+    """The kernel of a configuration that writes states of rings, built at the first call."""
+    return gen_replayssm_materialize_module(config).build_and_load().replayssm_materialize

@@ -1,4 +1,4 @@
-"""Modules of csrc/selective_state.cu and csrc/ssd.cu: Mamba, token by token and in chunks."""
+"""Modules of Mamba: token by token, with rings of tokens that are replayed, and in chunks."""
 
 from __future__ import annotations
 
@@ -68,6 +68,50 @@ def gen_selective_state_update_module(config: SelectiveStateConfig | None = None
     csrc = jit_env.FLASHINFER_CSRC_DIR
     return JitSpec.from_config(
         config, [csrc / "selective_state.cu", csrc / "selective_state_jit_binding.cc"]
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointingSsuConfig(SelectiveStateConfig):
+    """As `SelectiveStateConfig`, of `checkpointing_ssu`; always `tied`."""
+
+    module: ClassVar[str] = "checkpointing_ssu"
+
+
+@dataclass(frozen=True)
+class ReplayssmMaterializeConfig(SelectiveStateConfig):
+    """As `SelectiveStateConfig`, of `replayssm_materialize`; always `tied`."""
+
+    module: ClassVar[str] = "replayssm_materialize"
+
+
+def _checkpointing_configs() -> Iterator[CheckpointingSsuConfig]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    yield CheckpointingSsuConfig(bf16, bf16, bf16, fp32, bf16, 128)
+
+
+@register_generator(aot=_checkpointing_configs, presets={"linear": _checkpointing_configs})
+def gen_checkpointing_ssu_module(config: CheckpointingSsuConfig | None = None) -> JitSpec:
+    """The module with ``checkpointing_ssu``; by default of bfloat16 with a state of 128."""
+    config = config or next(_checkpointing_configs())
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(
+        config, [csrc / "checkpointing_ssu.cu", csrc / "checkpointing_ssu_jit_binding.cc"]
+    )
+
+
+def _materialize_configs() -> Iterator[ReplayssmMaterializeConfig]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    yield ReplayssmMaterializeConfig(bf16, bf16, fp32, fp32, fp32, 128)
+
+
+@register_generator(aot=_materialize_configs, presets={"linear": _materialize_configs})
+def gen_replayssm_materialize_module(config: ReplayssmMaterializeConfig | None = None) -> JitSpec:
+    """The module with ``replayssm_materialize``; by default of bfloat16 with a state of 128."""
+    config = config or next(_materialize_configs())
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(
+        config, [csrc / "replayssm_materialize.cu", csrc / "replayssm_materialize_jit_binding.cc"]
     )
 
 

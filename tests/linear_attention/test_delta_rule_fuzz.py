@@ -27,7 +27,7 @@ from tests.fuzzing import (
 )
 
 FUNCTIONS = ("gated_delta_rule_decode_pretranspose",)
-# Of tensors, of states, and the head size of keys: one module each.
+# Types of tensors and states, and the head size of keys: one module each.
 MODULES = (
     (torch.bfloat16, torch.float32, 128),
     (torch.bfloat16, torch.bfloat16, 64),

@@ -23,6 +23,9 @@ CASES = [
     (2, 2, 2, 64, 128, 1, BF16, torch.int16, True),
     (2, 2, 2, 40, 128, 1, BF16, torch.int8, True),
     (2, 2, 2, 64, 64, 1, BF16, torch.float8_e4m3fn, False),
+    # So many rows that sequences share what a CTA has of A.
+    (6, 1, 8, 200, 128, 2, BF16, BF16, False),
+    (9, 1, 8, 144, 128, 1, BF16, torch.int8, False),
 ]
 
 

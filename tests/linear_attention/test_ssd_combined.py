@@ -128,7 +128,7 @@ def test_refusals(device):
         "z": problem.z[..., :32],
         "dt_limit": (2.0, 1.0),
         "seq_idx": problem.seq_idx.float(),
-        "initial_states": problem.initial[:2],
+        "initial_states": problem.initial[:, :2],
         "checkpoint_states": problem.initial,
     }.items():
         with pytest.raises((TypeError, ValueError), match=name):

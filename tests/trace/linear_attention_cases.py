@@ -16,7 +16,7 @@ import torch
 from flashinfer.testing.tensors import clone_arguments
 from tests.trace.calls import Operation, parameters_of
 
-OP_TYPES = ("gated_delta_rule", "kda", "selective_state_update", "ssd")
+OP_TYPES = ("checkpointing_ssu", "gated_delta_rule", "kda", "selective_state_update", "ssd")
 
 
 def _results(operation: Operation, arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -92,7 +92,15 @@ def _is_told_by_the_gate(operation: Operation, name: str, arguments: dict[str, A
         operation.api(**{**arguments, name: "A_log" not in operation.template.inputs})
 
 
+def _divides_the_updates(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Keys and values have as many rows as the tokens have updates."""
+    for wrong in (1, 3, 0):
+        with pytest.raises(ValueError, match=name):
+            operation.api(**{**arguments, name: wrong})
+
+
 _KNOWN: dict[str, Callable[..., None]] = {
+    "num_householder": _divides_the_updates,
     "return_final_states": _returns_states,
     "backend": _backend,
     "scale": _changes(3.0),

@@ -156,6 +156,7 @@ def _template(initial: bool, final: bool, gate: bool) -> TraceTemplate:
             "backend": ("auto", "flashinfer"),
         },
         hints=unused,
+        constraints=["head_dim_k in (32, 64, 128, 256)"],
         tags=["status:verified"],
         reference=_reference,
         init=init,

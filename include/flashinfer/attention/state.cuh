@@ -14,13 +14,14 @@ struct WarpState {
   float sum[Tile::kRowTiles][2];      // over this lane's columns only
 };
 
-// Output column of element `i` (0, 1) of output tile `tile`. 8-bit V has the even columns of a
-// block of 16 in one tile and the odd columns in the next.
-template <bool kInterleaves>
+// Output column of element `i` (0, 1) of output tile `tile`. V of 8 bits has the even columns of a
+// block of 16 in one tile and the odd columns in the next; with 4 bits every fourth column of a
+// block of 32 is in one of four tiles.
+template <int kInterleavedTiles>
 __device__ __forceinline__ int output_column(int tile, int i) {
+  constexpr int kTiles = kInterleavedTiles;
   const int quad_lane = threadIdx.x % 4;
-  return kInterleaves ? tile / 2 * 16 + quad_lane * 4 + 2 * i + tile % 2
-                      : tile * 8 + quad_lane * 2 + i;
+  return tile / kTiles * (8 * kTiles) + (quad_lane * 2 + i) * kTiles + tile % kTiles;
 }
 
 // Row within the tile of this thread's first row.

@@ -216,6 +216,16 @@ struct DeltaRuleBlock {
   static constexpr int kRows = Traits::kGroups * kStep * kPasses;
   using Token = detail::DeltaRuleToken<Traits, kRows>;
   static constexpr int kTokens = Traits::kThreads / 32;
+  // CTAs that a Hopper SM must have registers for. Left alone, the compiler takes 157 a thread for
+  // four rows of 16 elements, which leaves room for three CTAs; 128 hold all, too. With a decay per
+  // channel it takes 185, for two CTAs. For some other architectures it would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  static constexpr int kMinCtas = 1;
+#else
+  static constexpr int kMinCtas = Layout::kElements != 16 ? 1
+                                  : kStep < 4             ? (Traits::kChannelGate ? 4 : 6)
+                                                          : (Traits::kChannelGate ? 3 : 4);
+#endif
 
   // Shared memory of a CTA. Fewer tokens take less, so that more CTAs have rows in flight.
   static constexpr size_t shared_bytes(int num_tokens) {
@@ -293,13 +303,15 @@ struct DeltaRuleBlock {
   }
 
   __device__ __forceinline__ void run() {
+    // The token's loads do not need the slot, whose own load delays the state's: they come first,
+    // and the token is prepared while the state is under way.
+    Fetch part;
+    const bool has_part = fetch(part, 0);
     int64_t accepted = 0;
     if (params.num_accepted != nullptr) accepted = max(params.num_accepted[batch] - 1, 0);
     const int64_t read_slot = params.read_slot.at(batch, accepted);
     if (read_slot < 0) return zero_outputs();
     const bool has_state = params.state.data != nullptr;
-    Fetch part;
-    const bool has_part = fetch(part, 0);
     staged.template copy<kDim>(has_state ? matrix(params.state, read_slot) : nullptr,
                                has_state ? num_rows : 0);
     if (has_part) part.store(tokens[threadIdx.x / 32], params);
@@ -334,7 +346,8 @@ struct DeltaRuleBlock {
 };
 
 template <typename Traits, int kStep, int kPasses>
-__global__ void __launch_bounds__(Traits::kThreads)
+__global__ void __launch_bounds__(Traits::kThreads,
+                                  DeltaRuleBlock<Traits, kStep, kPasses>::kMinCtas)
     delta_rule_kernel(const __grid_constant__ DeltaRuleParams params) {
   using Block = DeltaRuleBlock<Traits, kStep, kPasses>;
   extern __shared__ __align__(128) char dynamic_shared[];
@@ -389,6 +402,8 @@ cudaError_t launch_delta_rule(const DeltaRuleParams& params, int num_sms, int sc
     schedule = steps <= 4 * num_sms ? 102 : two_passes ? 204 : 104;
   }
   switch (schedule) {
+    case 101:
+      return launch_delta_rule_block<Traits, 1, 1>(params, enable_pdl, stream);
     case 102:
       return launch_delta_rule_block<Traits, 2, 1>(params, enable_pdl, stream);
     case 104:

@@ -5,7 +5,8 @@
 // the state is read once and written once. The grid is (row blocks, heads, batch).
 //
 // kTied: A is one number per head (Mamba-2), so the decay is one per row. Otherwise A is read and
-// its exponential taken for every element of the state (Mamba).
+// its exponential taken for every element of the state (Mamba). A is then as large as a state, so a
+// CTA keeps its rows of it in registers while the states of several sequences pass.
 //
 // Measurements, also of what lost: docs/tuning/linear_attention.md.
 #pragma once
@@ -104,6 +105,12 @@ struct SelectiveFetch {
     A = static_cast<const AT*>(params.A)[head * params.A_head_stride];
   }
 
+  // The time step of row 32 i + lane.
+  __device__ __forceinline__ float step(const SelectiveStateParams& params, int i) const {
+    const float raw = to_float(dt[i]) + (params.dt_bias != nullptr ? to_float(bias[i]) : 0.f);
+    return params.dt_softplus ? softplus(raw) : raw;
+  }
+
   __device__ __forceinline__ void store(SelectiveToken<Traits, kRows>& to,
                                         const SelectiveStateParams& params) const {
     const int lane = threadIdx.x % 32;
@@ -119,11 +126,9 @@ struct SelectiveFetch {
     for (int i = 0; i < kValues; ++i) {
       const int row = 32 * i + lane;
       if (kRows % 32 != 0 && row >= kRows) continue;
-      float step = to_float(dt[i]) + (params.dt_bias != nullptr ? to_float(bias[i]) : 0.f);
-      if (params.dt_softplus) step = softplus(step);
-      const float channel = to_float(x[i]), z_of = to_float(z[i]);
-      to.decay[row] = Traits::kTied ? expf(to_float(A) * step) : step * kLog2e;
-      to.dt_x[row] = step * channel;
+      const float dt_of = step(params, i), channel = to_float(x[i]), z_of = to_float(z[i]);
+      to.decay[row] = Traits::kTied ? expf(to_float(A) * dt_of) : dt_of * kLog2e;
+      to.dt_x[row] = dt_of * channel;
       to.skip[row] = params.D != nullptr ? channel * to_float(D[i]) : 0.f;
       to.gate[row] = params.z.data != nullptr ? z_of * sigmoid(z_of) : 1.f;
     }
@@ -161,7 +166,20 @@ struct SelectiveStateBlock {
   static constexpr int kRows = Traits::kGroups * kStep * kPasses;
   using Token = detail::SelectiveToken<Traits, kRows>;
   static constexpr int kTokens = Traits::kThreads / 32;
-  static constexpr int kSharedBytes = Staged::kBytes + kTokens * static_cast<int>(sizeof(Token));
+  // Fewer tokens take less, so that more CTAs have rows in flight.
+  static constexpr size_t shared_bytes(int batches, int num_tokens) {
+    return batches * Staged::kBytes + sizeof(Token) * (num_tokens < kTokens ? num_tokens : kTokens);
+  }
+  // CTAs that an SM must have registers for, as in delta_rule.cuh. With rows of A of several
+  // sequences the compiler takes 122 a thread by itself, which leaves room for four; 96 hold all.
+  static constexpr int min_ctas(int batches) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+    return 1;
+#else
+    if (kElements != 16 || Traits::kStochastic) return 1;
+    return batches > 1 && sizeof(StateT) == 2 ? 5 : 4;
+#endif
+  }
 
   const SelectiveStateParams& params;
   Staged staged;
@@ -171,6 +189,7 @@ struct SelectiveStateBlock {
   TokenRange range;
   StochasticRounding rounding;
   float rows[kStep][kElements];
+  float A[Traits::kTied ? 1 : kStep][kElements];  // of these rows; not used if tied
 
   __device__ __forceinline__ int64_t matrix(const StatePool& pool, int64_t slot) const {
     return slot * pool.slot_stride + head * pool.head_stride +
@@ -181,13 +200,13 @@ struct SelectiveStateBlock {
     return scales.data + slot * scales.slot_stride + head * scales.head_stride + first_row + row;
   }
 
-  __device__ __forceinline__ void load(int64_t slot, int pass) {
+  __device__ __forceinline__ void load(const RowScales& scales, int64_t slot, int pass) {
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
       staged.load(rows[i], pass, i);
       if constexpr (Traits::kScaled) {
         const int row = Staged::row_of(pass, i);
-        const float factor = row < num_rows ? *scale(params.state_scale, slot, row) : 0.f;
+        const float factor = row < num_rows ? *scale(scales, slot, row) : 0.f;
 #pragma unroll
         for (int j = 0; j < kElements; ++j) rows[i][j] *= factor;
       }
@@ -209,7 +228,7 @@ struct SelectiveStateBlock {
                                            t);
         }
       } else {
-        if (row < num_rows) store_row<Layout>(to, rows[i], lane);
+        if (row < num_rows) store_row<Layout, true>(to, rows[i], lane);
       }
     }
   }
@@ -226,6 +245,13 @@ struct SelectiveStateBlock {
         const int column = Layout::column(lane, i / Layout::kVecSize) + i % Layout::kVecSize;
         A[i] = to_float(from[column * params.A_state_stride]);
       }
+    }
+  }
+
+  __device__ __forceinline__ void load_A(int pass) {
+    if constexpr (!Traits::kTied) {
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) load_A(A[i], min(Staged::row_of(pass, i), num_rows - 1));
     }
   }
 
@@ -246,15 +272,14 @@ struct SelectiveStateBlock {
 
   __device__ __forceinline__ void update(const Token& token, int t, int pass) {
     T* out = token_address<T>(params.out, token_batch, range.first + t, head) + first_row;
-    float B[kElements], C[kElements], A[kElements];
+    float B[kElements], C[kElements];
     load_row<Layout>(B, token.B, lane);
     load_row<Layout>(C, token.C, lane);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
       const int row = Staged::row_of(pass, i);
-      if constexpr (!Traits::kTied) load_A(A, min(row, num_rows - 1));
-      const float sum =
-          detail::update_row<Traits>(rows[i], A, token.decay[row], token.dt_x[row], B, C);
+      const float sum = detail::update_row<Traits>(rows[i], A[Traits::kTied ? 0 : i],
+                                                   token.decay[row], token.dt_x[row], B, C);
       if (lane == i % Layout::kLanes && row < num_rows) {
         out[row] = from_float<T>((sum + token.skip[row]) * token.gate[row]);
       }
@@ -285,13 +310,22 @@ struct SelectiveStateBlock {
     }
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ int64_t slot_to_read(int64_t batch) const {
     int64_t accepted = 0;
     if (params.num_accepted != nullptr) accepted = max(params.num_accepted[batch] - 1, 0);
-    const int64_t slot = params.read_slot.at(batch, accepted);
-    if (slot == params.pad_slot && params.read_slot.data != nullptr) return zero_outputs();
+    return params.read_slot.at(batch, accepted);
+  }
+
+  __device__ __forceinline__ bool is_padding(int64_t slot) const {
+    return slot == params.pad_slot && params.read_slot.data != nullptr;
+  }
+
+  __device__ __forceinline__ void run() {
+    // Loads of the token first, as in delta_rule.cuh.
     Fetch part;
     const bool has_part = fetch(part, 0);
+    const int64_t slot = slot_to_read(batch);
+    if (is_padding(slot)) return zero_outputs();
     staged.template copy<kDim>(
         static_cast<const StateT*>(params.state.data) + matrix(params.state, slot), num_rows);
     if constexpr (Traits::kStochastic) rounding.seed = static_cast<uint64_t>(*params.seed);
@@ -299,8 +333,9 @@ struct SelectiveStateBlock {
     __syncthreads();
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; ++pass) {
+      load_A(pass);
       staged.wait();
-      load(slot, pass);
+      load(params.state_scale, slot, pass);
 #pragma unroll 1
       for (int t = 0; t < range.count; ++t) {
         // As many tokens as fit are prepared once for all passes.
@@ -313,20 +348,63 @@ struct SelectiveStateBlock {
       }
     }
   }
+
+  // One token of each of kBatches sequences, from `batch` on. A warp prepares a sequence's token.
+  template <int kBatches>
+  __device__ __forceinline__ void run_batches() {
+    static_assert(kPasses == 1 && kBatches == kTokens);
+    const int64_t first = batch;
+    const int count = static_cast<int>(min(int64_t{kBatches}, params.batch_size - first));
+    const int own = threadIdx.x / 32;
+    Fetch part;
+    if (own < count) part.load(params, first + own, 0, head, first_row, num_rows);
+    int64_t slots[kBatches];
+#pragma unroll
+    for (int i = 0; i < kBatches; ++i) {
+      slots[i] = i < count ? slot_to_read(first + i) : 0;
+      const bool reads = i < count && !is_padding(slots[i]);
+      const int64_t at = reads ? matrix(params.state, slots[i]) : 0;
+      Staged{staged.shared + i * Staged::kBytes}.template copy<kDim>(
+          static_cast<const StateT*>(params.state.data) + at, reads ? num_rows : 0);
+    }
+    load_A(0);
+    if constexpr (Traits::kStochastic) rounding.seed = static_cast<uint64_t>(*params.seed);
+    if (own < count) part.store(tokens[own], params);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kBatches; ++i) {
+      // As Staged::wait, for the copies of several sequences.
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<kBatches>();
+      if (i >= count) continue;
+      batch = token_batch = first + i;
+      if (is_padding(slots[i])) {
+        zero_outputs();
+      } else {
+        load(params.state_scale, slots[i], 0);
+        update(tokens[i], 0, 0);
+        keep(0, 0);
+      }
+      staged.shared += Staged::kBytes;
+    }
+  }
 };
 
-template <typename Traits, int kStep, int kPasses>
-__global__ void __launch_bounds__(Traits::kThreads)
+// kBatches > 1: one token of each of so many sequences.
+template <typename Traits, int kStep, int kPasses, int kBatches>
+__global__ void __launch_bounds__(Traits::kThreads,
+                                  SelectiveStateBlock<Traits, kStep, kPasses>::min_ctas(kBatches))
     selective_state_kernel(const __grid_constant__ SelectiveStateParams params) {
   using Block = SelectiveStateBlock<Traits, kStep, kPasses>;
   extern __shared__ __align__(128) char dynamic_shared[];
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
   const int first_row = blockIdx.x * Block::kRows;
-  const int64_t batch = blockIdx.z;
+  const int64_t batch = int64_t{blockIdx.z} * kBatches;
+  char* const tokens = dynamic_shared + kBatches * Block::Staged::kBytes;
   Block block{params,
               {dynamic_shared},
-              reinterpret_cast<typename Block::Token*>(dynamic_shared + Block::Staged::kBytes),
+              reinterpret_cast<typename Block::Token*>(tokens),
               static_cast<int32_t>(blockIdx.y),
               first_row,
               params.dim - first_row,
@@ -335,28 +413,36 @@ __global__ void __launch_bounds__(Traits::kThreads)
               params.cu_seqlens != nullptr ? 0 : batch,
               token_range(params.cu_seqlens, params.cu_seqlens_is_int64, batch, params.num_tokens),
               {0, params.philox_rounds}};
-  block.run();
+  if constexpr (kBatches > 1) {
+    block.template run_batches<kBatches>();
+  } else {
+    block.run();
+  }
 }
 
 #ifndef __CUDACC_RTC__
 
-template <typename Traits, int kStep, int kPasses>
+template <typename Traits, int kStep, int kPasses, int kBatches = 1>
 cudaError_t launch_selective_state_block(const SelectiveStateParams& params, bool enable_pdl,
                                          cudaStream_t stream) {
   using Block = SelectiveStateBlock<Traits, kStep, kPasses>;
-  constexpr size_t kShared = Block::kSharedBytes;
-  if constexpr (kShared > 48 << 10) {
+  constexpr auto kKernel = selective_state_kernel<Traits, kStep, kPasses, kBatches>;
+  constexpr size_t kLargest = Block::shared_bytes(kBatches, Block::kTokens);
+  if constexpr (kLargest > 48 << 10) {
     const cudaError_t status =
-        cudaFuncSetAttribute(selective_state_kernel<Traits, kStep, kPasses>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLargest);
     if (status != cudaSuccess) return status;
   }
-  const dim3 grid(ceil_div(params.dim, Block::kRows), params.num_heads, params.batch_size);
-  return launch_kernel(selective_state_kernel<Traits, kStep, kPasses>, grid, dim3(Traits::kThreads),
-                       kShared, stream, enable_pdl, params);
+  const bool one_size = kBatches == 1 && params.cu_seqlens == nullptr;
+  const size_t shared =
+      Block::shared_bytes(kBatches, one_size ? params.num_tokens : Block::kTokens);
+  const dim3 grid(ceil_div(params.dim, Block::kRows), params.num_heads,
+                  ceil_div(params.batch_size, kBatches));
+  return launch_kernel(kKernel, grid, dim3(Traits::kThreads), shared, stream, enable_pdl, params);
 }
 
-// `schedule`: as for launch_delta_rule. With an A for every element, fewer rows and more passes win
+// `schedule`: as for launch_delta_rule, plus 10 times the sequences of a CTA where these share an A
+// of every element. That A costs registers, so threads then have fewer rows
 // (docs/tuning/linear_attention.md).
 template <typename Traits>
 cudaError_t launch_selective_state(const SelectiveStateParams& params, int num_sms, int schedule,
@@ -365,16 +451,16 @@ cudaError_t launch_selective_state(const SelectiveStateParams& params, int num_s
     const int64_t rows = int64_t{params.batch_size} * params.num_heads * params.dim;
     const bool several_tokens = params.num_tokens != 1 || params.cu_seqlens != nullptr;
     const bool few = rows / Traits::kGroups <= 4 * num_sms;
-    schedule = few ? 101 : Traits::kTied || several_tokens ? 104 : 402;
+    const int with_A = several_tokens || params.batch_size < 4 ? 102 : 142;
+    schedule = few ? 101 : Traits::kTied ? 104 : with_A;
   }
-  switch (schedule) {
-    case 101:
-      return launch_selective_state_block<Traits, 1, 1>(params, enable_pdl, stream);
-    case 104:
-      return launch_selective_state_block<Traits, 4, 1>(params, enable_pdl, stream);
-    default:
-      return launch_selective_state_block<Traits, 2, 4>(params, enable_pdl, stream);
+  if (schedule == 101) {
+    return launch_selective_state_block<Traits, 1, 1>(params, enable_pdl, stream);
   }
+  if (schedule == 142) {
+    return launch_selective_state_block<Traits, 2, 1, 4>(params, enable_pdl, stream);
+  }
+  return launch_selective_state_block<Traits, Traits::kTied ? 4 : 2, 1>(params, enable_pdl, stream);
 }
 
 #endif  // __CUDACC_RTC__

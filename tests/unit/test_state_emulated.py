@@ -1,0 +1,49 @@
+"""Mamba's states token by token, with replayed rings and at a token of one, emulated on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.test_attention_emulated import Emulator, emulator
+
+__all__ = ["emulator"]  # a fixture
+
+STEP = "flashinfer/linear_attention/selective_state.cuh"
+REPLAY = "flashinfer/linear_attention/state_replay.cuh"
+
+
+def find_fault(emulator: Emulator, state: str, tied: bool = True) -> str:
+    """What the emulation says; empty if all is right."""
+    for header in (STEP, REPLAY):
+        shared = "extern __shared__ __align__(128) char dynamic_shared[];"
+        emulator.substitute(header, shared, "")  # the emulation's own has this name
+    types = {"dtype": "bfloat16", "state_dtype": state, "dt_dtype": "float32", "a_dtype": "float32"}
+    types |= {"weight_dtype": "float32", "dstate": "64", "tied": str(int(tied)), "stochastic": "0"}
+    options = [f"-DFLASHINFER_CFG_{name.upper()}={value}" for name, value in types.items()]
+    program = emulator.build("state_emulation.cc", ["-DEMULATION_ARCH=900", *options])
+    done = emulator.call([program, str(6 * emulator.rounds)])
+    return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
+
+
+@pytest.mark.parametrize(
+    ("state", "tied"), [("bfloat16", True), ("int8", True), ("float32", False)]
+)
+def test_states(emulator: Emulator, state: str, tied: bool) -> None:
+    assert not find_fault(emulator, state, tied)
+
+
+@pytest.mark.parametrize(
+    ("header", "statement", "other"),
+    [
+        (
+            STEP,
+            "part.store(tokens[threadIdx.x / 32], params);\n    __syncthreads();\n#pragma",
+            ";\n#pragma",
+        ),
+        (REPLAY, "if (begin > 0) __syncthreads();", ""),
+        (REPLAY, "replayed + this->range.count > all.window", "replayed >= all.window"),
+    ],
+)
+def test_faults_are_found(emulator: Emulator, header: str, statement: str, other: str) -> None:
+    emulator.substitute(header, statement, other)
+    assert find_fault(emulator, "float32")
