@@ -1,0 +1,57 @@
+"""RMS norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import kernels
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+
+
+@dataclass
+class Norm:
+    """``x / rms(x) * weight``.
+
+    Attributes
+    ----------
+    weight : torch.Tensor
+        ``[columns]``.
+    eps : float
+        Under the root.
+    plus_one : bool
+        Multiply by ``1 + weight``, as Gemma does.
+    add_norm : callable or None
+        In place of the fused addition: a sum over ranks comes first.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    plus_one: bool = False
+    add_norm: AddNorm | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        norm = kernels.gemma_rmsnorm if self.plus_one else kernels.rmsnorm
+        return norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """In place: ``residual += x``, and ``x = norm(residual)``."""
+        if self.add_norm is not None:
+            self.add_norm(x, residual, self.weight, self.eps)
+        elif self.plus_one:
+            kernels.gemma_fused_add_rmsnorm(x, residual, self.weight, self.eps)
+        else:
+            kernels.fused_add_rmsnorm(x, residual, self.weight, self.eps)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int = 1
+) -> torch.Tensor:
+    """``norm(x * silu(gate))`` over each of the groups of a row's columns, in float32."""
+    gated = x.float() * torch.nn.functional.silu(gate.float())
+    grouped = gated.unflatten(-1, (groups, -1))
+    scale = (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return ((grouped * scale).flatten(-2) * weight.float()).to(x.dtype)
