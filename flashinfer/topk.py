@@ -29,7 +29,12 @@ __all__ = [
     "TopKTieBreak",
     "can_implement_filtered_topk",
     "can_use_clusters_topk",
+    "can_use_cub_topk",
     "get_topk_module",
+    "is_cub_page_table_transform_beneficial",
+    "is_cub_ragged_transform_beneficial",
+    "is_cub_topk_beneficial",
+    "roundup_kbyte",
     "top_k",
     "top_k_page_table_transform",
     "top_k_ragged_transform",
@@ -294,6 +299,62 @@ def get_topk_module() -> Any:
 def can_implement_filtered_topk() -> bool:
     """Whether there is the algorithm that FlashInfer calls filtered; False: there are others."""
     return False
+
+
+def can_use_cub_topk(
+    algo: str,
+    input_tensor: torch.Tensor,
+    tie_break: int,
+    deterministic: bool,
+    sorted_output: bool = False,
+) -> bool:
+    """Whether CUB's top-k can serve a call: never, all calls have one kernel here."""
+    return False
+
+
+def is_cub_topk_beneficial(
+    algo: str,
+    num_rows: int,
+    d: int,
+    k: int,
+    dtype: torch.dtype,
+    tie_break: int,
+    dsa_graph_safe: bool,
+    clusters_eligible: bool,
+) -> bool:
+    """Whether CUB's top-k would be quicker: never, as `can_use_cub_topk`."""
+    return False
+
+
+def is_cub_page_table_transform_beneficial(
+    algo: str,
+    num_rows: int,
+    d: int,
+    dtype: torch.dtype,
+    tie_break: int,
+    dsa_graph_safe: bool,
+    clusters_eligible: bool,
+) -> bool:
+    """Whether CUB would be quicker for `top_k_page_table_transform`: never."""
+    return False
+
+
+def is_cub_ragged_transform_beneficial(
+    algo: str,
+    num_rows: int,
+    d: int,
+    dtype: torch.dtype,
+    tie_break: int,
+    dsa_graph_safe: bool,
+    clusters_eligible: bool,
+) -> bool:
+    """Whether CUB would be quicker for `top_k_ragged_transform`: never."""
+    return False
+
+
+def roundup_kbyte(x: int) -> int:
+    """`x` bytes, rounded up to whole KiB."""
+    return -(-x // 1024) * 1024
 
 
 def can_use_clusters_topk(
