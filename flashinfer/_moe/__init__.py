@@ -1,4 +1,1 @@
-"""Mixtures of experts on Hopper: routing, maps of rows, the grouped products and their sum.
-
-No public function stands on these yet.
-"""
+"""Mixtures of experts on Hopper: routing, maps of rows, the grouped products and their sum."""

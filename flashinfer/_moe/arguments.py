@@ -12,6 +12,7 @@ import torch
 from .._common import checks
 from ..quantization._kernels import SCALE_BLOCK
 from ..tllm_enums import ActivationType, normalize_activation_type
+from . import four_bit
 
 HALF = (torch.bfloat16, torch.float16)
 E4M3 = torch.float8_e4m3fn
@@ -25,6 +26,7 @@ ACTIVATIONS = {
 }
 """Activations that there are kernels for, by what the products call them."""
 
+_MULTIPLES = {"none": 8, "tensor": 16, "block": SCALE_BLOCK, "four_bit": 32}
 _SWIGLU = (ActivationType.Swiglu, ActivationType.SwigluBias)
 
 
@@ -57,9 +59,18 @@ def shard(size_name: str, size: Any, rank_name: str, rank: Any) -> tuple[int, in
     return size, checks.count(rank_name, rank, 0, size - 1)
 
 
-def find_scheme(fc1_dtype: torch.dtype, use_deepseek_fp8_block_scale: Any) -> str:
+def find_scheme(
+    fc1_dtype: torch.dtype, use_deepseek_fp8_block_scale: Any, use_w4_group_scaling: Any
+) -> str:
     """How operands are quantised: a scheme of `Experts`."""
-    if checks.flag("use_deepseek_fp8_block_scale", use_deepseek_fp8_block_scale):
+    is_block = checks.flag("use_deepseek_fp8_block_scale", use_deepseek_fp8_block_scale)
+    if checks.flag("use_w4_group_scaling", use_w4_group_scaling):
+        if is_block:
+            raise ValueError(
+                "`use_w4_group_scaling` and `use_deepseek_fp8_block_scale` may not both be True"
+            )
+        return "four_bit"
+    if is_block:
         return "block"
     return "tensor" if fc1_dtype == E4M3 else "none"
 
@@ -73,22 +84,26 @@ class Weights:
     activation: ActivationType
     scheme: str
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Experts, elements of a token and elements between the products."""
+        experts, hidden, intermediate = self.fc2.shape
+        return experts, hidden, intermediate * (2 if self.scheme == "four_bit" else 1)
+
     def check(self, input: torch.Tensor) -> None:
         """Shapes and dtypes of input and weights."""
         checks.tensor("input", input, 2)
         checks.tensor("fc1_expert_weights", self.fc1, 3)
         checks.tensor("fc2_expert_weights", self.fc2, 3)
-        expected = {"none": HALF, "block": HALF, "tensor": (E4M3,)}[self.scheme]
-        checks.dtype("input", input.dtype, expected)
-        expected = (input.dtype,) if self.scheme == "none" else (E4M3,)
-        checks.dtype("fc1_expert_weights", self.fc1.dtype, expected)
-        checks.dtype("fc2_expert_weights", self.fc2.dtype, expected)
-        experts, hidden, intermediate = self.fc2.shape
+        checks.dtype("input", input.dtype, (E4M3,) if self.scheme == "tensor" else HALF)
+        self._check_dtypes(input.dtype)
+        experts, hidden, intermediate = self.sizes
+        codes = 2 if self.scheme == "four_bit" else 1
         columns = intermediate * (2 if self.activation.is_gated else 1)
-        if self.fc1.shape != (experts, columns, hidden) or not 1 <= experts <= 1024:
+        if self.fc1.shape != (experts, columns, hidden // codes) or not 1 <= experts <= 1024:
             raise ValueError(
-                f"`fc1_expert_weights` must be [experts, {columns}, {hidden}] for at most 1024 "
-                f"experts, {self.activation.name} and `fc2_expert_weights` "
+                f"`fc1_expert_weights` must be [experts, {columns}, {hidden // codes}] for at most "
+                f"1024 experts, {self.activation.name} and `fc2_expert_weights` "
                 f"{list(self.fc2.shape)}, got {list(self.fc1.shape)}"
             )
         if input.shape[1] != hidden:
@@ -96,16 +111,31 @@ class Weights:
                 f"`input` must be [tokens, {hidden}] as `fc1_expert_weights` says, got "
                 f"{list(input.shape)}"
             )
-        multiple = SCALE_BLOCK if self.scheme == "block" else 8 if self.scheme == "none" else 16
+        multiple = _MULTIPLES[self.scheme]
         if hidden % multiple or intermediate % multiple or 0 in self.fc2.shape:
             raise ValueError(
                 f"`fc2_expert_weights` must be [experts, hidden, intermediate] with multiples of "
-                f"{multiple}, got {list(self.fc2.shape)}"
+                f"{multiple} elements, got {list(self.fc2.shape)}"
             )
 
-    def scales(self, quant_scales: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
+    def _check_dtypes(self, input_dtype: torch.dtype) -> None:
+        expected = {"none": input_dtype, "four_bit": torch.uint8}.get(self.scheme, E4M3)
+        for name, weight in (("fc1_expert_weights", self.fc1), ("fc2_expert_weights", self.fc2)):
+            if self.scheme == "four_bit" and weight.dtype != expected:
+                raise ValueError(
+                    f"`use_w4_group_scaling` needs `{name}` of torch.uint8, two codes a byte, got "
+                    f"{weight.dtype}"
+                )
+            checks.dtype(name, weight.dtype, (expected,))
+
+    def scales(
+        self, quant_scales: Sequence[torch.Tensor] | None, input_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, ...]:
         """The scales that `Experts` takes."""
         given = tuple(quant_scales or ())
+        if self.scheme == "four_bit":
+            four_bit.check_scales(given, (self.fc1, self.fc2), input_dtype)
+            return given
         count = {"none": 0, "block": 2, "tensor": 4}[self.scheme]
         if len(given) != count:
             raise ValueError(
@@ -139,7 +169,7 @@ class Weights:
         ):
             if bias is None:
                 continue
-            if self.scheme != "none":
+            if self.scheme in ("block", "tensor"):
                 raise ValueError(f"`{name}` must be None for 8-bit weights")
             checks.tensor(name, bias)
             checks.dtype(name, bias.dtype, (dtype,))

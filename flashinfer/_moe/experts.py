@@ -17,6 +17,7 @@ from ..gemm._choice import GemmProblem
 from ..gemm._launch import STARTS_EARLY, launch
 from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
+from . import four_bit
 from .maps import RowMap, combine, map_rows
 from .workspace import MixtureShape, allocate
 
@@ -28,20 +29,21 @@ class Experts:
     Attributes
     ----------
     fc1 : torch.Tensor
-        ``[experts, columns, hidden]``, bfloat16, float16 or float8_e4m3fn; columns are twice the
-        intermediate size where the activation is gated.
+        ``[experts, columns, hidden]``, bfloat16, float16, float8_e4m3fn, or two codes a byte in
+        uint8; columns are twice the intermediate size where the activation is gated.
     fc2 : torch.Tensor
         ``[experts, hidden, intermediate]``, dtype of `fc1`.
     activation : str
         An activation of `GemmConfig`.
-    scheme : {"none", "tensor", "block"}
+    scheme : {"none", "tensor", "block", "four_bit"}
         How 8-bit operands are scaled: ``"tensor"`` by factors of whole tensors, ``"block"`` by one
-        for 128 elements of a row and for 128 by 128 elements of a weight.
+        for 128 elements of a row and for 128 by 128 elements of a weight. ``"four_bit"``: weights
+        alone have codes.
     scales : tuple of torch.Tensor
         float32. For tensors: factors of the sums of the first product, of what it gives before it
         is rounded to 8 bits, and of the sums of the second one, each with one element or
         ``[experts]``. For blocks: ``[experts, columns / 128, hidden / 128]`` and
-        ``[experts, hidden / 128, intermediate / 128]``.
+        ``[experts, hidden / 128, intermediate / 128]``. For 4 bits as `four_bit.check_scales` says.
     biases : (torch.Tensor or None, torch.Tensor or None)
         ``[experts, columns]`` and ``[experts, hidden]``, dtype of the activations; none with
         8-bit weights.
@@ -90,6 +92,8 @@ class Experts:
             Programmatic dependent launch; None takes it where the device has it.
         """
         experts, hidden, intermediate = self.fc2.shape
+        if self.scheme == "four_bit":
+            intermediate *= 2
         tokens, top_k = chosen.shape
         shape = MixtureShape(
             tokens, top_k, experts, hidden, intermediate, x.dtype, out.dtype, self.scheme
@@ -101,10 +105,49 @@ class Experts:
         if self.scheme == "block":
             codes = buffers["input"], buffers["input_scale"]
             x, x_scale = quantize_rows(x, name="input", out=codes, enable_pdl=enable_pdl)
-        self._first(buffers["hidden"], x, x_scale, hidden_scale, rows, enable_pdl)
-        self._second(buffers["rows"], buffers["hidden"], hidden_scale, rows, enable_pdl)
+        if self.scheme == "four_bit":
+            self._multiply_four_bit(buffers["rows"], buffers["hidden"], x, rows, enable_pdl)
+        else:
+            self._first(buffers["hidden"], x, x_scale, hidden_scale, rows, enable_pdl)
+            self._second(buffers["rows"], buffers["hidden"], hidden_scale, rows, enable_pdl)
         combine(out, buffers["rows"], rows.entry_row, weights, enable_pdl)
         return out
+
+    def _multiply_four_bit(
+        self,
+        out: torch.Tensor,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        rows: RowMap,
+        enable_pdl: bool | None,
+    ) -> None:
+        """Both products, with weights that are unpacked on the way."""
+        here = self.fc1.shape[0]
+        part = here / (self.all_experts or here)
+        four_bit.multiply(
+            0,
+            hidden,
+            x,
+            self.fc1,
+            self.scales,
+            self.biases[0],
+            rows,
+            here_of_all=part,
+            activation=self.activation,
+            gate=self.gate,
+            enable_pdl=enable_pdl,
+        )
+        four_bit.multiply(
+            1,
+            out,
+            hidden,
+            self.fc2,
+            self.scales,
+            self.biases[1],
+            rows,
+            here_of_all=part,
+            enable_pdl=enable_pdl,
+        )
 
     def _first(
         self,

@@ -24,7 +24,7 @@ class MixtureShape:
         Elements of a token, and of a row between the two products.
     dtype, dtype_out : torch.dtype
         Types of the input and of the result.
-    scheme : {"none", "tensor", "block"}
+    scheme : {"none", "tensor", "block", "four_bit"}
         How weights and activations are quantised; see `Experts`.
     """
 
@@ -47,7 +47,7 @@ class MixtureShape:
             "rows": ((rows, self.hidden), self.dtype_out),
             "hidden": (
                 (rows, self.intermediate),
-                self.dtype if self.scheme == "none" else codes,
+                codes if self.scheme in ("tensor", "block") else self.dtype,
             ),
         }
         if self.scheme == "block":

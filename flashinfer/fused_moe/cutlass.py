@@ -32,7 +32,6 @@ def _check(
     swizzled_input_sf: bool,
     use_fused_finalize: bool,
     tune_max_num_tokens: int,
-    use_w4_group_scaling: bool,
     use_mxfp8_act_scaling: bool,
     min_latency_mode: bool,
     use_packed_weights: bool,
@@ -50,7 +49,6 @@ def _check(
         input_sf=(input_sf, None),
         cluster_size=(cluster_size, 1),
         cluster_rank=(cluster_rank, 0),
-        use_w4_group_scaling=(use_w4_group_scaling, False),
         use_mxfp8_act_scaling=(use_mxfp8_act_scaling, False),
         min_latency_mode=(min_latency_mode, False),
         use_packed_weights=(use_packed_weights, False),
@@ -146,9 +144,11 @@ def cutlass_fused_moe(
         then those of the gates.
     fc2_expert_weights : torch.Tensor
         ``[experts, hidden, intermediate]``. Both weights have the dtype of `input`, or
-        float8_e4m3fn.
+        float8_e4m3fn. With `use_w4_group_scaling` uint8, ``[experts, columns, hidden / 2]`` and
+        ``[experts, hidden, intermediate / 2]``, the first of two codes in the lower four bits, as
+        checkpoints have them: e2m1 for MXFP4 and NVFP4, two's complement for integers.
     output_dtype : torch.dtype
-        bfloat16 or float16; that of a 16-bit `input` if the weights have 16 bits.
+        bfloat16 or float16; that of a 16-bit `input` if the weights have 16 or 4 bits.
     quant_scales : list of torch.Tensor or None
         Empty or None for 16-bit weights. With `use_deepseek_fp8_block_scale`: float32 scales of
         128 by 128 elements of both weights, ``[experts, ceil(columns / 128), hidden / 128]`` and
@@ -156,9 +156,14 @@ def cutlass_fused_moe(
         tensors: factors of the first product's sums (scale of the input times scale of the weight),
         what is multiplied into the activation's result before it becomes 8 bits, factors of the
         second product's sums, each with one element or ``[experts]``, and the input's scale, which
-        the first of them has in it.
+        the first of them has in it. With `use_w4_group_scaling` the factors of groups along k,
+        ``[experts, columns, hidden / group]`` and ``[experts, hidden, intermediate / group]``,
+        whose dtype says the format: float8_e8m0fnu or the same bytes as uint8 is MXFP4 (groups of
+        32), float8_e4m3fn is NVFP4 (of 16), the dtype of `input` or float32 is integers (of 32, 64
+        or 128). NVFP4 has two more: float32 factors of both weights, one element or ``[experts]``.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
-        ``[experts, columns]`` and ``[experts, hidden]``, dtype of the output, for 16-bit weights.
+        ``[experts, columns]`` and ``[experts, hidden]``, dtype of the output, for weights of 16 or
+        4 bits.
         The second one is added by tensor-parallel rank 0 alone.
     input_sf : None
         Scales of 4-bit or MXFP8 inputs, which have no kernel here.
@@ -180,7 +185,10 @@ def cutlass_fused_moe(
     use_deepseek_fp8_block_scale : bool
         8-bit weights with scales of blocks, 16-bit input, which is quantised here by 128 elements
         of a row. hidden and intermediate are multiples of 128.
-    use_w4_group_scaling, use_mxfp8_act_scaling, min_latency_mode, use_packed_weights
+    use_w4_group_scaling : bool
+        4-bit weights with scales of groups, 16-bit input. hidden and intermediate are multiples of
+        32 and of the group.
+    use_mxfp8_act_scaling, min_latency_mode, use_packed_weights
         False.
     use_wfp4afp8_humming : bool
         False.
@@ -222,14 +230,16 @@ def cutlass_fused_moe(
     """
     activation = normalize_activation_type(activation_type)
     name = moe_arguments.kernel_activation(activation)
-    scheme = moe_arguments.find_scheme(fc1_expert_weights.dtype, use_deepseek_fp8_block_scale)
+    scheme = moe_arguments.find_scheme(
+        fc1_expert_weights.dtype, use_deepseek_fp8_block_scale, use_w4_group_scaling
+    )
     weights = moe_arguments.Weights(fc1_expert_weights, fc2_expert_weights, activation, scheme)
     weights.check(input)
-    if scheme == "none":
+    if scheme in ("none", "four_bit"):
         checks.dtype("output_dtype", output_dtype, (input.dtype,))
     _, tp_rank = moe_arguments.shard("tp_size", tp_size, "tp_rank", tp_rank)
     ep_size, ep_rank = moe_arguments.shard("ep_size", ep_size, "ep_rank", ep_rank)
-    scales = weights.scales(quant_scales)
+    scales = weights.scales(quant_scales, input.dtype)
     gate = weights.gate(
         swiglu_alpha=swiglu_alpha, swiglu_beta=swiglu_beta, swiglu_limit=swiglu_limit
     )
@@ -322,7 +332,6 @@ def cutlass_fused_moe_workspace_size(
     checks.choice("backend", backend, _BACKENDS)
     moe_arguments.refuse(
         min_latency_mode=(min_latency_mode, False),
-        use_w4_group_scaling=(use_w4_group_scaling, False),
         use_mxfp8_act_scaling=(use_mxfp8_act_scaling, False),
         use_packed_weights=(use_packed_weights, False),
         use_wfp4afp8_humming=(use_wfp4afp8_humming, False),
@@ -331,14 +340,17 @@ def cutlass_fused_moe_workspace_size(
     tp_size, _ = moe_arguments.shard("tp_size", tp_size, "tp_rank", tp_rank)
     ep_size, _ = moe_arguments.shard("ep_size", ep_size, "ep_rank", ep_rank)
     checks.dtype("output_dtype", output_dtype, moe_arguments.HALF)
-    checks.dtype("weight_dtype", weight_dtype, (*moe_arguments.HALF, moe_arguments.E4M3))
+    scheme = moe_arguments.find_scheme(
+        weight_dtype, use_deepseek_fp8_block_scale, use_w4_group_scaling
+    )
+    allowed = (*moe_arguments.HALF, moe_arguments.E4M3)
+    checks.dtype("weight_dtype", weight_dtype, (torch.uint8,) if scheme == "four_bit" else allowed)
     checks.dtype("x_dtype", x_dtype, (*moe_arguments.HALF, moe_arguments.E4M3))
     sizes: dict[str, Any] = {"intermediate_size": intermediate_size}
     sizes["num_experts_total"] = num_experts_total
     for name, divisor in (("intermediate_size", tp_size), ("num_experts_total", ep_size)):
         if checks.count(name, sizes[name]) % divisor:
             raise ValueError(f"`{name}` must be a multiple of {divisor}, got {sizes[name]}")
-    scheme = moe_arguments.find_scheme(weight_dtype, use_deepseek_fp8_block_scale)
     shape = MixtureShape(
         checks.count("max_num_tokens", max_num_tokens, 0),
         checks.count("top_k", top_k),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._common import checks
+from .._moe.four_bit import INTEGER_GROUPS, SCALE_TYPES, find_format
 
 
 def convert_to_block_layout(input_tensor: torch.Tensor, blockK: int) -> torch.Tensor:
@@ -61,3 +62,64 @@ def reorder_rows_for_gated_act_gemm(x: torch.Tensor) -> torch.Tensor:
         If `x` is no such matrix.
     """
     return x[get_reorder_rows_for_gated_act_gemm_row_indices(x)].contiguous()
+
+
+def interleave_moe_weights_for_sm90_mixed_gemm(
+    weight: torch.Tensor, quant_type: str = "fp4"
+) -> torch.Tensor:
+    """The 4-bit weights that `cutlass_fused_moe` reads on Hopper: those of the checkpoint.
+
+    Its kernels take the codes in their own order, so that nothing has to be prepared.
+
+    Parameters
+    ----------
+    weight : torch.Tensor
+        ``[experts, rows, k / 2]``, uint8, the first of two codes in the lower four bits.
+    quant_type : {"fp4", "int4"}
+        e2m1, or two's complement.
+
+    Returns
+    -------
+    torch.Tensor
+        `weight`, contiguous: itself if it is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    checks.choice("quant_type", quant_type, ("fp4", "int4"))
+    checks.tensor("weight", weight, 3)
+    checks.dtype("weight", weight.dtype, (torch.uint8,))
+    return weight.contiguous()
+
+
+def interleave_moe_scales_for_sm90_mixed_gemm(
+    scales: torch.Tensor, group_size: int = 32
+) -> torch.Tensor:
+    """The scales of 4-bit weights that `cutlass_fused_moe` reads on Hopper: the checkpoint's.
+
+    Parameters
+    ----------
+    scales : torch.Tensor
+        ``[experts, rows, k / group_size]``: uint8 or float8_e8m0fnu for MXFP4, float8_e4m3fn for
+        NVFP4, bfloat16, float16 or float32 for integers.
+    group_size : int
+        Elements of k that share a scale: 32 for MXFP4, 16 for NVFP4, 32, 64 or 128 for integers.
+
+    Returns
+    -------
+    torch.Tensor
+        `scales`, contiguous: itself if it is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    checks.tensor("scales", scales, 3)
+    checks.dtype("scales", scales.dtype, SCALE_TYPES)
+    weight_format, group = find_format(scales, 0)
+    allowed = INTEGER_GROUPS if weight_format == "int4" else (group,)
+    checks.choice("group_size", group_size, allowed)
+    return scales.contiguous()

@@ -104,7 +104,17 @@ def _combine_cases() -> Iterator[MoeCombineConfig]:
         yield MoeCombineConfig(dtype, dtype)
 
 
-@register_generator(aot=_route_cases, presets={"moe": _route_cases})
+def _deepseek_route_cases() -> Iterator[MoeRouteConfig]:
+    yield MoeRouteConfig(torch.float32, "sigmoid", 8)
+
+
+_MIXTURES = ("moe", "qwen3-moe", "deepseek", "gpt-oss")
+"""Presets that have the launches around the products."""
+
+
+@register_generator(
+    aot=_route_cases, presets={"moe": _route_cases, "deepseek": _deepseek_route_cases}
+)
 def gen_moe_route_module(config: MoeRouteConfig) -> JitSpec:
     """The module with ``moe_route`` for one configuration."""
     return JitSpec.from_config(config, ["moe_route.cu", "moe_route_jit_binding.cc"])
@@ -116,13 +126,13 @@ def gen_moe_hash_module(config: MoeHashConfig) -> JitSpec:
     return JitSpec.from_config(config, ["moe_hash.cu", "moe_hash_jit_binding.cc"])
 
 
-@register_generator(aot=_map_cases, presets={"moe": _map_cases})
+@register_generator(aot=_map_cases, presets=dict.fromkeys(_MIXTURES, _map_cases))
 def gen_moe_map_module(config: MoeMapConfig) -> JitSpec:
     """The module with ``moe_map`` for one configuration."""
     return JitSpec.from_config(config, ["moe_map.cu", "moe_map_jit_binding.cc"])
 
 
-@register_generator(aot=_combine_cases, presets={"moe": _combine_cases})
+@register_generator(aot=_combine_cases, presets=dict.fromkeys(_MIXTURES, _combine_cases))
 def gen_moe_combine_module(config: MoeCombineConfig) -> JitSpec:
     """The module with ``moe_combine`` for one configuration."""
     return JitSpec.from_config(config, ["moe_combine.cu", "moe_combine_jit_binding.cc"])

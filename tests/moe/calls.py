@@ -10,9 +10,11 @@ import torch
 from flashinfer.fused_moe import ActivationType, cutlass_fused_moe
 from flashinfer.trace.template import resolve_template
 from flashinfer.trace.templates.moe import cutlass_fused_moe_trace
+from flashinfer.trace.templates.moe_four_bit import FOUR_BIT, four_bit_example
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 GATED = (ActivationType.Swiglu, ActivationType.SwigluBias, ActivationType.Geglu)
+KEEPS_HALF = ("none", *FOUR_BIT)
 ACTIVATIONS = (*GATED, ActivationType.Relu2, ActivationType.Identity)
 
 
@@ -39,6 +41,15 @@ def scaled_weights(
     if scheme == "none":
         weights = {"fc1_expert_weights": fc1.to(dtype), "fc2_expert_weights": fc2.to(dtype)}
         return {**weights, "quant_scales": None}
+    if scheme in FOUR_BIT:
+        shapes = tuple(fc1.shape), tuple(fc2.shape)
+        codes, scales = four_bit_example(scheme, shapes, dtype, torch.Generator().manual_seed(7))
+        return {
+            "fc1_expert_weights": codes[0].to(fc1.device),
+            "fc2_expert_weights": codes[1].to(fc1.device),
+            "quant_scales": [scale.to(fc1.device) for scale in scales],
+            "use_w4_group_scaling": True,
+        }
     count, device = fc1.shape[0], fc1.device
 
     def near_one(*shape: int) -> torch.Tensor:
@@ -64,7 +75,7 @@ def random_call(
     """The arguments of a call that the documentation allows."""
     experts, ep_size = draw.choice(((8, 1), (4, 2), (2, 4)))
     hidden, intermediate = draw.choice(((256, 128), (384, 128), (512, 256)))
-    is_half = scheme == "none" and activation == ActivationType.Swiglu and draw.random() < 0.3
+    is_half = scheme in KEEPS_HALF and activation == ActivationType.Swiglu and draw.random() < 0.3
     dtype = F16 if is_half else BF16
     gated = activation in GATED
     fc1 = torch.randn(experts, intermediate * (1 + gated), hidden, device=device) / hidden**0.5
@@ -84,7 +95,7 @@ def random_call(
     top_k = draw.choice((1, 2, 6))
     call["token_selected_experts"] = choose(draw, tokens, top_k, experts * ep_size, device)
     call["token_final_scales"] = torch.randn(tokens, top_k, device=device)
-    if scheme == "none" and draw.random() < 0.5:
+    if scheme in KEEPS_HALF and draw.random() < 0.5:
         call["fc1_expert_biases"] = torch.randn(fc1.shape[:2], device=device).to(dtype)
         call["fc2_expert_biases"] = torch.randn(fc2.shape[:2], device=device).to(dtype)
     if activation in (ActivationType.Swiglu, ActivationType.SwigluBias):
@@ -113,7 +124,8 @@ def assert_right(call: dict[str, Any], **more: Any) -> torch.Tensor:
     assert torch.equal(*outputs)
     target = expected(call)
     # A code that is rounded the other way moves its element by up to 1/8.
-    limit = 0.008 if call["quant_scales"] is None else 0.05
+    exact = call["quant_scales"] is None or call.get("use_w4_group_scaling", False)
+    limit = 0.008 if exact else 0.05
     error = (outputs[0].double() - target).norm()
     assert float(error) <= limit * float(target.norm()) + 1e-6, f"{float(error / target.norm())}"
     return outputs[0]

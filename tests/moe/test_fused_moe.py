@@ -16,10 +16,21 @@ from flashinfer.fused_moe import (
     fused_topk_deepseek,
     hash_topk,
 )
+from flashinfer.trace.templates.moe_four_bit import FOUR_BIT
 from flashinfer.trace.templates.moe_routing import fused_topk_deepseek_trace, hash_topk_trace
 from tests.moe.calls import ACTIVATIONS, BF16, assert_right, expected, random_call
 
-SCHEMES = ("none", "block", "tensor")
+SCHEMES = ("none", "block", "tensor", *FOUR_BIT)
+CASES = [(scheme, activation) for scheme in SCHEMES[:3] for activation in ACTIVATIONS]
+# Other formats, but the same activations, in the products of 4-bit weights.
+CASES += [
+    ("int4", ActivationType.Geglu),
+    ("int4", ActivationType.Relu2),
+    ("mxfp4", ActivationType.Swiglu),
+    ("mxfp4", ActivationType.SwigluBias),
+    ("nvfp4", ActivationType.Swiglu),
+    ("nvfp4", ActivationType.Identity),
+]
 TOKENS = (0, 1, 7, 300)
 ROUNDS = 1
 
@@ -31,8 +42,9 @@ def gpu() -> torch.device:
     return torch.device("cuda")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "activation"), CASES, ids=lambda part: getattr(part, "name", part)
+)
 def test_random_calls(
     gpu: torch.device, scheme: str, activation: ActivationType, full: bool
 ) -> None:
@@ -75,6 +87,7 @@ def test_ranks_sum_to_the_whole(gpu: torch.device, scheme: str) -> None:
 def test_a_workspace_is_enough_and_holds_nothing(gpu: torch.device, scheme: str) -> None:
     call = random_call(random.Random(1), scheme, ActivationType.Swiglu, 40, gpu)
     experts, hidden, intermediate = call["fc2_expert_weights"].shape
+    intermediate *= 2 if scheme in FOUR_BIT else 1
     size = cutlass_fused_moe_workspace_size(
         64,
         hidden,
@@ -86,6 +99,7 @@ def test_a_workspace_is_enough_and_holds_nothing(gpu: torch.device, scheme: str)
         tp_size=2,
         ep_size=call["ep_size"],
         use_deepseek_fp8_block_scale=scheme == "block",
+        use_w4_group_scaling=scheme in FOUR_BIT,
     )
     usual = assert_right(call)
     for offset in (0, 3):

@@ -53,7 +53,7 @@ def spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def expected(
     experts: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What the mixture is, with the roundings of its documented steps."""
+    """The mixture, with the roundings of its documented steps."""
     fc1, fc2 = experts.fc1.double(), experts.fc2.double()
     scheme, scales = experts.scheme, experts.scales
     if scheme == "block":

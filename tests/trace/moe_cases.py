@@ -64,7 +64,7 @@ def _adds(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
         _is_refused(operation, name, arguments)
         return
     weight = arguments[name.replace("biases", "weights")]
-    bias = weight.new_zeros(weight.shape[:2])
+    bias = arguments["input"].new_zeros(weight.shape[:2])  # weights may be codes
     usual = _results(operation, arguments)
     assert _same(usual, _results(operation, {**arguments, name: bias}))
     changed = _results(operation, {**arguments, name: bias + 1})
@@ -84,7 +84,9 @@ def _is_a_constant(absent: float) -> Callable[..., None]:
         given = torch.full((experts,), absent, device=arguments["input"].device)
         usual = _results(operation, arguments)
         assert _same(usual, _results(operation, {**arguments, name: given}))
-        assert not _same(usual, _results(operation, {**arguments, name: given * 0 + 0.25}))
+        assert not _same(
+            usual, _results(operation, {**arguments, name: torch.full_like(given, 0.25)})
+        )
 
     return case
 

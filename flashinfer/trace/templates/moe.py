@@ -15,6 +15,16 @@ from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .gemm import _with_scales_of_rows
 from .groupwise import _scaled
+from .moe_four_bit import (
+    FOUR_BIT,
+    format_of,
+    four_bit_axes,
+    four_bit_constraints,
+    four_bit_example,
+    four_bit_scales,
+    four_bit_weights,
+    values_of,
+)
 
 _HALF = ("bfloat16", "float16")
 
@@ -173,11 +183,52 @@ def _cutlass_fused_moe_tensor_reference(
     )
 
 
+def _cutlass_fused_moe_four_bit_reference(
+    input: torch.Tensor,
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor,
+    fc1_expert_weights: torch.Tensor,
+    fc2_expert_weights: torch.Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: list[torch.Tensor],
+    fc1_expert_biases: torch.Tensor | None = None,
+    fc2_expert_biases: torch.Tensor | None = None,
+    swiglu_alpha: torch.Tensor | None = None,
+    swiglu_beta: torch.Tensor | None = None,
+    swiglu_limit: torch.Tensor | None = None,
+    tp_rank: int = 0,
+    ep_rank: int = 0,
+    activation_type: int = 3,
+) -> torch.Tensor:
+    """As cutlass_fused_moe, with weights that are codes of 4 bits times factors of groups.
+
+    Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification 1.0", 2023.
+    """
+    return _cutlass_fused_moe_reference(
+        input,
+        token_selected_experts,
+        token_final_scales,
+        values_of(fc1_expert_weights, quant_scales, 0),
+        values_of(fc2_expert_weights, quant_scales, 1),
+        output_dtype,
+        fc1_expert_biases,
+        fc2_expert_biases,
+        swiglu_alpha,
+        swiglu_beta,
+        swiglu_limit,
+        tp_rank,
+        ep_rank,
+        activation_type,
+    )
+
+
 _REFERENCES: dict[str, Callable[..., torch.Tensor]] = {
     "none": _cutlass_fused_moe_reference,
     "block": _cutlass_fused_moe_block_reference,
     "tensor": _cutlass_fused_moe_tensor_reference,
+    **dict.fromkeys(FOUR_BIT, _cutlass_fused_moe_four_bit_reference),
 }
+_KEEPS_HALF = ("none", *FOUR_BIT)  # weights alone have codes, if any
 _FACTORS = ("fc1_factor", "hidden_factor", "fc2_factor", "input_factor")
 _PLAIN = (ActivationType.Relu2, ActivationType.Identity)
 _GATED = (ActivationType.Swiglu, ActivationType.SwigluBias, ActivationType.Geglu)
@@ -187,6 +238,8 @@ def _scale_inputs(scheme: str) -> dict[str, Value]:
     """The elements of `quant_scales`."""
     if scheme == "none":
         return {}
+    if scheme in FOUR_BIT:
+        return four_bit_scales(scheme)
     if scheme == "tensor":
         texts = (
             "sums of the first product",
@@ -238,6 +291,8 @@ def _axes(scheme: str) -> dict[str, Axis]:
     if scheme == "tensor":
         for name in _FACTORS:
             axes[f"{name}s"] = Const("1, or a factor for each expert.", abbrev="")
+    if scheme in FOUR_BIT:
+        axes |= four_bit_axes(scheme)
     return axes
 
 
@@ -245,6 +300,10 @@ def _inputs(scheme: str, gated: bool) -> dict[str, Value]:
     code = "float8_e4m3fn"
     half: dict[str, Any] = {"dtypes": _HALF} if scheme != "tensor" else {"dtype": code}
     weight: dict[str, Any] = {"dtype_from": "input"} if scheme == "none" else {"dtype": code}
+    weights: dict[str, Value] = {
+        "fc1_expert_weights": Tensor(["experts", "columns", "hidden"], **weight),
+        "fc2_expert_weights": Tensor(["experts", "hidden", "intermediate"], **weight),
+    }
     inputs: dict[str, Value] = {
         "input": Tensor(["tokens", "hidden"], layout="rows", description="Tokens.", **half),
         "token_selected_experts": Tensor(
@@ -253,11 +312,10 @@ def _inputs(scheme: str, gated: bool) -> dict[str, Value]:
         "token_final_scales": Tensor(
             ["tokens", "top_k"], dtype="float32", description="Their weights."
         ),
-        "fc1_expert_weights": Tensor(["experts", "columns", "hidden"], **weight),
-        "fc2_expert_weights": Tensor(["experts", "hidden", "intermediate"], **weight),
+        **(four_bit_weights() if scheme in FOUR_BIT else weights),
         **_scale_inputs(scheme),
     }
-    if scheme == "none":
+    if scheme in _KEEPS_HALF:
         for name, axis in (("fc1_expert_biases", "columns"), ("fc2_expert_biases", "hidden")):
             inputs[name] = Tensor(["experts", axis], dtype_from="input", optional=True)
     if gated:
@@ -293,10 +351,11 @@ def _init(arguments: dict[str, Any], scheme: str, gated: bool) -> dict[str, Any]
         return (torch.rand(shape, generator=generator) + 0.5).to(device)
 
     dtype = arguments["input"].dtype
-    if scheme == "block" and dtype == torch.float32:
+    if dtype == torch.float32:  # which no kernel takes
         dtype = torch.bfloat16
     weight = dtype if scheme == "none" else torch.float8_e4m3fn
     columns = intermediate * (2 if gated else 1)
+    shapes = (experts, columns, hidden), (experts, hidden, intermediate)
     chosen = torch.randint(0, 6, (tokens, top_k), generator=generator, dtype=torch.int32)
     factor = 1.0 if scheme == "none" else 16.0
     scales: dict[str, list[torch.Tensor]] = {
@@ -307,22 +366,26 @@ def _init(arguments: dict[str, Any], scheme: str, gated: bool) -> dict[str, Any]
         ],
         "tensor": [uniform(experts) / 16, uniform(1) * 32, uniform(experts) / 512, uniform(1)],
     }
+    if scheme in FOUR_BIT:
+        weights, scales[scheme] = four_bit_example(scheme, shapes, dtype, generator)
+        scales[scheme] = [scale.to(device) for scale in scales[scheme]]
+    else:
+        weights = [(normal(*shape) * factor / shape[2] ** 0.5).to(weight) for shape in shapes]
     return {
         **arguments,
         "input": normal(tokens, hidden).to(device, dtype),
         "token_selected_experts": chosen.to(device),
         "token_final_scales": uniform(tokens, top_k),
-        "fc1_expert_weights": (normal(experts, columns, hidden) * factor / 16).to(device, weight),
-        "fc2_expert_weights": (normal(experts, hidden, intermediate) * factor / 11).to(
-            device, weight
-        ),
+        "fc1_expert_weights": weights[0].to(device),
+        "fc2_expert_weights": weights[1].to(device),
         "fc1_expert_biases": None,
         "fc2_expert_biases": None,
         **{f"swiglu_{name}": None for name in ("alpha", "beta", "limit")},
-        "output_dtype": dtype if scheme == "none" else torch.bfloat16,
+        "output_dtype": dtype if scheme in _KEEPS_HALF else torch.bfloat16,
         "quant_scales": scales[scheme],
         "activation_type": (_GATED if gated else _PLAIN)[0],
         "use_deepseek_fp8_block_scale": scheme == "block",
+        "use_w4_group_scaling": scheme in FOUR_BIT,
         "ep_rank": 1,
         "ep_size": 2,
         "tp_size": 1,
@@ -342,10 +405,12 @@ def _check(reference_outputs: Any, actual_outputs: Any) -> bool:
 @functools.cache
 def _template(scheme: str, gated: bool) -> TraceTemplate:
     activations = _GATED if gated else _PLAIN
-    suffix = {"none": "", "block": "_fp8_block", "tensor": "_fp8"}[scheme]
+    suffix = {"none": "", "block": "_fp8_block", "tensor": "_fp8"}.get(scheme, f"_{scheme}")
     constraints = ["columns == 2 * intermediate" if gated else "columns == intermediate"]
     if scheme == "block":
         constraints += ["hidden_blocks * 128 == hidden", "blocks * 128 == intermediate"]
+    if scheme in FOUR_BIT:
+        constraints += four_bit_constraints(scheme)
     return TraceTemplate(
         "moe",
         axes=_axes(scheme),
@@ -357,13 +422,14 @@ def _template(scheme: str, gated: bool) -> TraceTemplate:
         },
         name_prefix=f"cutlass_fused_moe{suffix}" + ("" if gated else "_plain"),
         reference=_REFERENCES[scheme],
-        check=_check if scheme != "none" else default_check,
+        check=default_check if scheme in _KEEPS_HALF else _check,
         init=functools.partial(_init, scheme=scheme, gated=gated),
         constraints=constraints,
         hints=("enable_pdl", "enable_alltoall", "swizzled_input_sf", "use_fused_finalize"),
         options={
             "activation_type": (*activations, *map(int, activations)),
             "use_deepseek_fp8_block_scale": (scheme == "block",),
+            "use_w4_group_scaling": (scheme in FOUR_BIT,),
             "backend": ("cutlass", "auto"),
             "cluster_size": (1,),
             "cluster_rank": (0,),
@@ -387,7 +453,7 @@ def _absent(scheme: str, gated: bool) -> tuple[str, ...]:
     """Arguments that have no kernel, or no meaning, with these weights."""
     names: tuple[str, ...] = ("input_sf", "profile_ids", "clamped_relu2_limit")
     names += ("situ_beta", "situ_linear_beta")
-    if scheme != "none":
+    if scheme not in _KEEPS_HALF:
         names += ("fc1_expert_biases", "fc2_expert_biases")
     if not gated:
         names += ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
@@ -395,7 +461,6 @@ def _absent(scheme: str, gated: bool) -> tuple[str, ...]:
 
 
 _FALSE = (
-    "use_w4_group_scaling",
     "use_mxfp8_act_scaling",
     "min_latency_mode",
     "use_packed_weights",
@@ -406,7 +471,9 @@ _FALSE = (
 def cutlass_fused_moe_trace(**arguments: Any) -> TraceTemplate:
     """The template of a call's quantisation and activation."""
     scheme = "none"
-    if arguments.get("use_deepseek_fp8_block_scale"):
+    if arguments.get("use_w4_group_scaling") is True:
+        scheme = format_of(arguments.get("quant_scales"))
+    elif arguments.get("use_deepseek_fp8_block_scale"):
         scheme = "block"
     elif getattr(arguments.get("fc1_expert_weights"), "dtype", None) == torch.float8_e4m3fn:
         scheme = "tensor"
