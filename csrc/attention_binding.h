@@ -18,6 +18,12 @@ namespace flashinfer {
 
 using ffi::Tensor;
 
+constexpr DLDataType kTypeKV = ffi::dtype::FLASHINFER_CFG_DTYPE_KV;
+// 4-bit codes lie in pairs, and their values leave out a factor; see Tile::kUnit.
+constexpr bool kKeysAre4Bit = kTypeKV.code == kDLUInt;
+constexpr int kCodes = kKeysAre4Bit ? 2 : 1;
+constexpr double kUnit = kKeysAre4Bit ? 0x1p14 : 1.;
+
 // Requirements of a plan on the tensors of one kind of work item.
 struct PlannedTensors {
   int64_t qo_tokens;
@@ -34,6 +40,7 @@ struct AttentionLaunch {
   uint64_t tag;  // bytes that were not bound have a different tag
   AttentionParams<ConfiguredVariantParams> params;
   PlannedTensors planned[2];
+  int64_t num_scale_rows;  // pages of kv_cache_sf, or tokens; negative: it was not given
   int32_t device_id;
   bool has_second;  // items of kind 1 have tensors of their own
 };
@@ -44,21 +51,6 @@ inline AttentionLaunch& bound_launch_of(ffi::Args& args) {
     ffi::raise("RuntimeError", "attention_bind() comes first");
   }
   return launch;
-}
-
-// Checks rows that are read or written 16 bytes at a time.
-inline void check_rows(const Tensor& tensor) {
-  ffi::check_last_dim_contiguous(tensor);
-  bool aligned = ffi::is_aligned(tensor, 16);
-  for (int i = 0; i + 1 < tensor.ndim(); ++i) {
-    aligned = aligned && (tensor.dim(i) <= 1 || tensor.stride(i) * tensor.itemsize() % 16 == 0);
-  }
-  if (!aligned && tensor.numel() != 0) {
-    ffi::raise("ValueError",
-               "`%s`: rows must begin at multiples of 16 bytes, got strides %s of %lld bytes",
-               tensor.name, ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str(),
-               static_cast<long long>(tensor.itemsize()));
-  }
 }
 
 // Elements of a contiguous operand of the options; the caller checks the device.
@@ -112,10 +104,10 @@ inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned
                q.shape_text().c_str());
   }
   ffi::check_shape(q, {q.dim(0), heads, FLASHINFER_CFG_HEAD_DIM_QK});
-  check_rows(q);
+  ffi::check_vector_rows(q);
   ffi::check_dtype(o, ffi::dtype::FLASHINFER_CFG_DTYPE_O);
   ffi::check_shape(o, {q.dim(0), heads, FLASHINFER_CFG_HEAD_DIM_VO});
-  check_rows(o);
+  ffi::check_vector_rows(o);
   ffi::check_no_broadcast(o);
   ffi::check_disjoint(o, q);
   tensors.q = q.data();
@@ -133,15 +125,30 @@ inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned
   ffi::check_disjoint(lse, o);
 }
 
-// Checks and sets keys and values in pages: two caches, or one with a dimension of 2 after the
-// pages. Pages of one token may lack the dimension of slots: engines keep [tokens, heads, dim].
-inline void set_paged(AttentionTensors& tensors, bool is_hnd, int64_t page_size, int64_t heads,
-                      const Tensor& k, const Tensor& v) {
+// Keys and values, or their scales, as the kernel reads them; strides are in elements.
+struct KeyValueView {
+  const void *k, *v;
+  int64_t k_stride_page, k_stride_token, k_stride_head;
+  int64_t v_stride_page, v_stride_token, v_stride_head;
+};
+
+// Elements of the rows of k and v, and the bytes at whose multiples the rows begin.
+struct RowSizes {
+  int64_t k, v;
+  int alignment_k = 16, alignment_v = 16;
+};
+constexpr RowSizes kRows = {FLASHINFER_CFG_HEAD_DIM_QK / kCodes,
+                            FLASHINFER_CFG_HEAD_DIM_VO / kCodes};
+
+// Checks keys and values in pages: two caches, or one with a dimension of 2 after the pages. Pages
+// of one token may lack the dimension of slots: engines keep [tokens, heads, dim].
+inline KeyValueView view_pages(bool is_hnd, int64_t page_size, int64_t heads, const Tensor& k,
+                               const Tensor& v, const RowSizes& rows) {
   const int parts = v ? 0 : 1;
   const bool by_token = page_size == 1 && k.ndim() == 3 + parts;
   const ffi::CacheAxes axes = by_token ? ffi::CacheAxes{0, 1} : ffi::cache_axes(is_hnd);
   const int slot = by_token ? 0 : axes.slot + parts, head = axes.head + parts;
-  const auto check_part = [&](const Tensor& part, int64_t head_dim) {
+  const auto check_part = [&](const Tensor& part, int64_t head_dim, int alignment) {
     int64_t shape[5] = {k.dim(0), 2};
     int ndim = 1 + parts;
     if (!by_token && !is_hnd) shape[ndim++] = page_size;
@@ -149,55 +156,75 @@ inline void set_paged(AttentionTensors& tensors, bool is_hnd, int64_t page_size,
     if (!by_token && is_hnd) shape[ndim++] = page_size;
     shape[ndim++] = head_dim;
     ffi::check_shape(part, shape, ndim);
-    check_rows(part);
+    ffi::check_aligned_rows(part, alignment);
   };
-  ffi::check_dtype(k, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
   if (!by_token) ffi::check_ndim(k, 4 + parts, 4 + parts);
-  check_part(k, FLASHINFER_CFG_HEAD_DIM_QK);
+  check_part(k, rows.k, rows.alignment_k);
   if (v) {
-    ffi::check_dtype(v, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
-    check_part(v, FLASHINFER_CFG_HEAD_DIM_VO);
+    check_part(v, rows.v, rows.alignment_v);
   } else if (FLASHINFER_CFG_HEAD_DIM_QK != FLASHINFER_CFG_HEAD_DIM_VO) {
     ffi::raise("ValueError", "`%s` must be a tuple of keys and values: head sizes differ, %d, %d",
                k.name, FLASHINFER_CFG_HEAD_DIM_QK, FLASHINFER_CFG_HEAD_DIM_VO);
   }
   ffi::check_count(k, "pages", k.dim(0));
   const Tensor& values = v ? v : k;
-  tensors.k = k.data();
-  tensors.v = static_cast<char*>(values.data()) + (parts ? k.stride(1) * k.itemsize() : 0);
-  tensors.k_stride_page = k.stride(0);
-  tensors.k_stride_token = k.stride(slot);
-  tensors.k_stride_head = k.stride(head);
-  tensors.v_stride_page = values.stride(0);
-  tensors.v_stride_token = values.stride(slot);
-  tensors.v_stride_head = values.stride(head);
-  tensors.num_pages = static_cast<uint32_t>(k.dim(0));
+  return {k.data(),
+          static_cast<char*>(values.data()) + (parts ? k.stride(1) * k.itemsize() : 0),
+          k.stride(0),
+          k.stride(slot),
+          k.stride(head),
+          values.stride(0),
+          values.stride(slot),
+          values.stride(head)};
 }
 
-// Checks and sets keys and values as tokens: [tokens, heads, dim], or [heads, tokens, dim] for HND.
-inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned, int64_t min_tokens,
-                       int64_t heads, const Tensor& k, const Tensor& v) {
-  const int token = planned.is_hnd ? 1 : 0, head = 1 - token;
-  ffi::check_dtype(k, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
-  ffi::check_dtype(v, ffi::dtype::FLASHINFER_CFG_DTYPE_KV);
+// Checks keys and values as tokens: [tokens, heads, dim], or [heads, tokens, dim] for HND.
+inline KeyValueView view_tokens(bool is_hnd, int64_t min_tokens, int64_t heads, const Tensor& k,
+                                const Tensor& v, const RowSizes& rows) {
+  const int token = is_hnd ? 1 : 0, head = 1 - token;
   ffi::check_ndim(k, 3, 3);
   const int64_t tokens = k.dim(token);
   if (tokens < min_tokens) {
     ffi::raise("ValueError", "`%s` must have at least %lld tokens as planned, got shape %s", k.name,
                static_cast<long long>(min_tokens), k.shape_text().c_str());
   }
-  const int64_t outer[2] = {planned.is_hnd ? heads : tokens, planned.is_hnd ? tokens : heads};
-  ffi::check_shape(k, {outer[0], outer[1], FLASHINFER_CFG_HEAD_DIM_QK});
-  ffi::check_shape(v, {outer[0], outer[1], FLASHINFER_CFG_HEAD_DIM_VO});
-  check_rows(k);
-  check_rows(v);
-  tensors.k = k.data();
-  tensors.v = v.data();
-  tensors.num_kv_tokens = tokens;
-  tensors.k_stride_token = k.stride(token);
-  tensors.k_stride_head = k.stride(head);
-  tensors.v_stride_token = v.stride(token);
-  tensors.v_stride_head = v.stride(head);
+  const int64_t outer[2] = {is_hnd ? heads : tokens, is_hnd ? tokens : heads};
+  ffi::check_shape(k, {outer[0], outer[1], rows.k});
+  ffi::check_shape(v, {outer[0], outer[1], rows.v});
+  ffi::check_aligned_rows(k, rows.alignment_k);
+  ffi::check_aligned_rows(v, rows.alignment_v);
+  return {k.data(),        v.data(),      0, k.stride(token), k.stride(head), 0,
+          v.stride(token), v.stride(head)};
+}
+
+inline void set_keys(AttentionTensors& tensors, const KeyValueView& view) {
+  tensors.k = view.k;
+  tensors.v = view.v;
+  tensors.k_stride_page = view.k_stride_page;
+  tensors.k_stride_token = view.k_stride_token;
+  tensors.k_stride_head = view.k_stride_head;
+  tensors.v_stride_page = view.v_stride_page;
+  tensors.v_stride_token = view.v_stride_token;
+  tensors.v_stride_head = view.v_stride_head;
+}
+
+inline void check_kv_dtypes(const Tensor& k, const Tensor& v) {
+  ffi::check_dtype(k, kTypeKV);
+  if (v) ffi::check_dtype(v, kTypeKV);
+}
+
+inline void set_paged(AttentionTensors& tensors, bool is_hnd, int64_t page_size, int64_t heads,
+                      const Tensor& k, const Tensor& v) {
+  check_kv_dtypes(k, v);
+  set_keys(tensors, view_pages(is_hnd, page_size, heads, k, v, kRows));
+  tensors.num_pages = static_cast<uint32_t>(k.dim(0));
+}
+
+inline void set_ragged(AttentionTensors& tensors, const PlannedTensors& planned, int64_t min_tokens,
+                       int64_t heads, const Tensor& k, const Tensor& v) {
+  check_kv_dtypes(k, v);
+  set_keys(tensors, view_tokens(planned.is_hnd, min_tokens, heads, k, v, kRows));
+  tensors.num_kv_tokens = k.dim(planned.is_hnd ? 1 : 0);
 }
 
 // Reads tokens, [tokens, heads, dim] or [heads, tokens, dim], as consecutive pages. The last page
@@ -260,6 +287,52 @@ inline RunTensors read_tensors(ffi::Args& args, const AttentionLaunch& launch, i
     if (v) ffi::check_disjoint(written, v);
   }
   return {q, k, v, o, lse};
+}
+
+// The bytes that the kernel copies of a row of `scales` at a time.
+constexpr int scale_alignment(int scales) {
+  return scales % 16 == 0 ? 16 : scales % 8 == 0 ? 8 : 4;
+}
+
+// Checks and sets the scales of 4-bit keys and values: as these, a row for each of their rows.
+inline void set_block_scales(AttentionLaunch& launch, const Tensor& k, const Tensor& v) {
+  if (!kKeysAre4Bit) {
+    ffi::raise("ValueError", "`kv_cache_sf` must be left out: `kv_data_type` is %s, not of 4 bits",
+               ffi::dtype_name(kTypeKV).c_str());
+  }
+  constexpr int kScalesK = FLASHINFER_CFG_HEAD_DIM_QK / 16;
+  constexpr int kScalesV = FLASHINFER_CFG_HEAD_DIM_VO / 16;
+  const RowSizes rows = {kScalesK, kScalesV, scale_alignment(kScalesK), scale_alignment(kScalesV)};
+  const PlannedTensors& planned = launch.planned[0];
+  const int64_t heads = launch.params.variant.num_kv_heads;
+  for (const Tensor& scales : {k, v}) {
+    if (scales) ffi::check_dtype(scales, {ffi::dtype::float8_e4m3fn, ffi::dtype::uint8});
+  }
+  const KeyValueView view =
+      FLASHINFER_CFG_PAGED
+          ? view_pages(planned.is_hnd, launch.params.page_size.divisor, heads, k, v, rows)
+          : view_tokens(planned.is_hnd, planned.kv_entries, heads, k, v, rows);
+  AttentionTensors& tensors = launch.params.tensors[0];
+  tensors.k_sf = {static_cast<const uint8_t*>(view.k), view.k_stride_page, view.k_stride_token,
+                  view.k_stride_head};
+  tensors.v_sf = {static_cast<const uint8_t*>(view.v), view.v_stride_page, view.v_stride_token,
+                  view.v_stride_head};
+  launch.num_scale_rows = k.dim(!FLASHINFER_CFG_PAGED && planned.is_hnd ? 1 : 0);
+}
+
+// Refuses a run of 4-bit keys without their scales, which are those of one run.
+inline void take_block_scales(AttentionLaunch& launch, const AttentionTensors& tensors) {
+  if constexpr (kKeysAre4Bit) {
+    const int64_t rows = FLASHINFER_CFG_PAGED ? tensors.num_pages : tensors.num_kv_tokens;
+    const int64_t given = launch.num_scale_rows;
+    launch.num_scale_rows = -1;
+    if (given < 0) ffi::raise("ValueError", "`kv_cache_sf` must be given with 4-bit keys");
+    if (given != rows) {
+      ffi::raise("ValueError", "`kv_cache_sf` must have the %lld %s of the keys, got %lld",
+                 static_cast<long long>(rows), FLASHINFER_CFG_PAGED ? "pages" : "tokens",
+                 static_cast<long long>(given));
+    }
+  }
 }
 
 // Fills the members that a user's variant adds: `read(reader)` of the rendered struct calls these

@@ -4,8 +4,12 @@
 
 namespace flashinfer {
 
+#ifndef __CUDACC_RTC__
+
 cudaError_t device_plan(const DevicePlanParams& params, cudaStream_t stream) {
   return launch_device_plan(params, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

@@ -9,6 +9,7 @@
 //                   max_item_len_ptr)
 //   attention_second(launch, q, k, v, o, lse, v_scale)
 //   attention_head_scales(launch, q_scale, k_scale, v_scale)
+//   attention_block_scales(launch, k_sf, v_sf, o, lse)
 //   attention_run(launch, q, k, v, o, lse, sm_scale, v_scale, window_left, sinks, enable_pdl)
 //
 // `launch` holds the bytes of an AttentionLaunch (attention_binding.h), whose size is
@@ -20,7 +21,8 @@
 // not negative, the tensors of kind 0 have that many rows of k and v, which are read as pages;
 // otherwise they are in pages. If v is None, k is a cache that holds both. kv_indices,
 // alibi_slopes, lse, sinks, enable_pdl and scales may be None. The caller has moved a plan's
-// tensors to the device: only a run checks the device of its tensors.
+// tensors to the device: only a run checks the device of its tensors. Scales of 4-bit keys and
+// values, and of heads, are set for the next run.
 #include "attention_binding.h"
 
 #include <cmath>
@@ -73,6 +75,7 @@ FLASHINFER_FFI_EXPORT(attention_bind, args) {
   const Tensor float_workspace = args.tensor("float_workspace_buffer");
   const Tensor kv_indices = args.optional_tensor("paged_kv_indices");
   launch = {};
+  launch.num_scale_rows = -1;
   auto& params = launch.params;
   params.variant.num_qo_heads = static_cast<uint32_t>(args.integer("num_qo_heads"));
   params.variant.num_kv_heads = static_cast<uint32_t>(args.integer("num_kv_heads"));
@@ -175,13 +178,29 @@ FLASHINFER_FFI_EXPORT(attention_head_scales, args) {
   variant.v_scale = read_head_scale(args, "v_scale", variant.num_kv_heads, launch.device_id);
 }
 
+FLASHINFER_FFI_EXPORT(attention_block_scales, args) {
+  AttentionLaunch& launch = bound_launch_of(args);
+  Tensor k = args.tensor("kv_cache_sf");
+  const Tensor v = args.optional_tensor("kv_cache_sf[1]");
+  if (v) k.name = "kv_cache_sf[0]";
+  const Tensor o = args.tensor("out"), lse = args.optional_tensor("lse");
+  set_block_scales(launch, k, v);
+  for (const Tensor& scales : {k, v}) {
+    if (!scales) continue;
+    ffi::check_disjoint(o, scales);
+    if (lse) ffi::check_disjoint(lse, scales);
+    check_on_device(scales, launch.device_id);
+  }
+}
+
 FLASHINFER_FFI_EXPORT(attention_run, args) {
-  const AttentionLaunch& launch = bound_launch_of(args);
+  AttentionLaunch& launch = bound_launch_of(args);
   auto params = launch.params;
   VariantParams& variant = params.variant;
   const RunTensors given = read_tensors(args, launch, 0, FLASHINFER_CFG_PAGED, params.tensors[0]);
   variant.sm_scale = static_cast<float>(args.number("sm_scale"));
-  params.tensors[0].v_scale = static_cast<float>(args.number("v_scale"));
+  take_block_scales(launch, params.tensors[0]);
+  params.tensors[0].v_scale = static_cast<float>(args.number("v_scale") * kUnit);
   variant.window_left = static_cast<int32_t>(args.integer("window_left"));
   const Tensor sinks = args.optional_tensor("sinks");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");

@@ -7,6 +7,7 @@
 //   attention_plan_configure(planner, config)
 //   attention_plan_second(planner, argument_names, qo_indptr, kv_indptr, kv_len, last_page_len,
 //                         page_size, tokens_per_request, causal, window_left)
+//   attention_plan_visible(planner, visible)
 //   attention_plan(planner, int_workspace, float_workspace_bytes, argument_names, qo_indptr,
 //                  kv_indptr, kv_len, last_page_len, page_size, tokens_per_request, causal,
 //                  window_left)
@@ -20,8 +21,9 @@
 // one and writes its plans to `layout`, the bytes of a PlanLayout, attention_plan_layout_size() of
 // them, which must live as long as the planner. `config`, `model` and `estimate` hold the bytes of
 // a PlanConfig, a KernelModel and a KernelEstimate; the last is written. The next plan also takes
-// the requests of `second`, which have separate tensors. The `_bytes` functions describe the latest
-// plan.
+// the requests of `second`, which have separate tensors, and keeps tiles of its own requests to
+// `visible`, [query tokens, 2] int32: the first key that each query sees, and the one after the
+// last. The `_bytes` functions describe the latest plan.
 //
 // A CUDA int_workspace is filled by one asynchronous copy on the current stream, and a CPU tensor
 // in place; with None, only the layout is made. A negative float_workspace_bytes is not checked.
@@ -33,6 +35,7 @@
 #include <flashinfer/scheduler/attention_plan.h>
 
 #include <new>
+#include <vector>
 
 #include "attention_requests.h"
 #include "plan_staging.h"
@@ -50,6 +53,8 @@ struct Planner {
   RequestGroup groups[2];
   int64_t longest_second = 0;  // query tokens of a request of groups[1]
   bool has_second = false;
+  std::vector<VisibleRange> visible;  // of the query tokens of groups[0]
+  bool has_visible = false;
   AttentionPlanner planner;
   StagingRing staging;
 };
@@ -150,6 +155,16 @@ void check_workspace(const char* name, int64_t needed, int64_t given) {
              static_cast<long long>(needed), static_cast<long long>(given));
 }
 
+const VisibleRange* visible_of(const RequestGroup& group,
+                               const std::vector<VisibleRange>& visible) {
+  const int64_t given = static_cast<int64_t>(visible.size());
+  if (given != group.qo_tokens) {
+    ffi::raise("ValueError", "`visible` must have %lld rows for this batch, got %lld",
+               static_cast<long long>(group.qo_tokens), static_cast<long long>(given));
+  }
+  return visible.data();
+}
+
 // Writes the work list to its destination.
 void write_plan(Planner& planner, const Tensor& workspace) {
   const PlanLayout& layout = planner.planner.layout();
@@ -239,6 +254,22 @@ FLASHINFER_FFI_EXPORT(attention_plan_second, args) {
   planner.has_second = true;
 }
 
+FLASHINFER_FFI_EXPORT(attention_plan_visible, args) {
+  Planner& planner = configured_planner_of(args);
+  const Tensor visible = args.tensor("visible");
+  args.all_taken();
+  ffi::check_ndim(visible, 2, 2);
+  ffi::check_shape(visible, {visible.dim(0), 2});
+  ffi::check_contiguous(visible);
+  ffi::check_dtype(visible, ffi::dtype::int32);
+  if (visible.dl->device.device_type != kDLCPU) {
+    ffi::raise("ValueError", "`visible` must be on the host");
+  }
+  const VisibleRange* const ranges = static_cast<const VisibleRange*>(visible.data());
+  planner.visible.assign(ranges, ranges + visible.dim(0));
+  planner.has_visible = true;
+}
+
 FLASHINFER_FFI_EXPORT(attention_plan, args) {
   Planner& planner = configured_planner_of(args);
   const Tensor int_workspace = args.optional_tensor("int_workspace");
@@ -247,11 +278,15 @@ FLASHINFER_FFI_EXPORT(attention_plan, args) {
   const RequestGroup* second = planner.has_second ? &planner.groups[1] : nullptr;
   planner.has_second = false;  // reset even if planning fails
 
-  int64_t longest = read_requests(args, config.group_size, planner.groups[0]);
+  const bool has_visible = planner.has_visible;
+  planner.has_visible = false;
+
+  RequestGroup& first = planner.groups[0];
+  int64_t longest = read_requests(args, config.group_size, first);
+  first.visible = has_visible ? visible_of(first, planner.visible) : nullptr;
   if (second) longest = std::max(longest, planner.longest_second);
-  check_capacity(config, planner.groups[0].planned(), second ? second->planned() : PlannedGroup{},
-                 longest);
-  if (!planner.planner.plan(config, planner.groups[0], second, float_bytes)) {
+  check_capacity(config, first.planned(), second ? second->planned() : PlannedGroup{}, longest);
+  if (!planner.planner.plan(config, first, second, float_bytes)) {
     ffi::raise(
         "ValueError",
         "`fixed_split_size` %lld cuts this batch into more than %lld pieces, the most that a "

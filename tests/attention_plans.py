@@ -130,11 +130,12 @@ def make_plan(
     *groups: Requests,
     float_bytes: int = -1,
     planner: AttentionPlanner | None = None,
+    visible: torch.Tensor | None = None,
 ) -> Plan:
     """Plans into a buffer of exactly the size that is asked for, filled with poison."""
     planner = planner or AttentionPlanner()
     planner.configure(options.config())
-    arguments = [group.group() for group in groups]
+    arguments = [*(group.group() for group in groups), *[None] * (2 - len(groups)), visible]
     planned_bytes = plan_with(planner, None, float_bytes, *arguments)["int_bytes"]
     workspace = torch.full((planned_bytes + 64,), POISON, dtype=torch.uint8)
     workspace = workspace[-workspace.data_ptr() % 16 :][: planned_bytes + 16]

@@ -66,7 +66,7 @@ def is_fa3_backend_supported(
     """Whether the kernel for Hopper has these options; parameters of `determine_attention_backend`.
 
     It has every mask, and ALiBi. It does not rotate queries and keys; both are of one type of 16
-    bits, or float8_e4m3fn, or keys are of 8 bits and queries of 16.
+    bits, or keys are of 8.
     """
     modes = [mode for mode, name in enumerate(POS_ENCODINGS) if name != "rope_llama"]
     types = hopper.serves_dtypes(dtype_q, dtype_kv)

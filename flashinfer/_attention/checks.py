@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from .._common.checks import count as check_count
-from .._common.dtypes import FLOAT8, torch_name
+from .._common.dtypes import torch_name
 from .._common.numbers import plain
-from ..jit.attention.config import FLOAT16, QUERIES
+from ..jit.attention.config import FLOAT16, PACKED_FLOAT4, QUERIES, kv_dtypes
 from ..jit.attention.variant import AttentionVariant, make_variant
 
 Scale = torch.Tensor | None
+BLACKWELL = "it belongs to kernels for Blackwell"
+"""Why arguments of other backends are refused."""
+
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
 
@@ -33,7 +36,8 @@ def resolve_dtype(name: str, dtype: Any) -> torch.dtype:
 def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Element types of queries (float16 if None), caches and outputs; by default the first's.
 
-    Queries of 8 bits have keys and values of the same type, and an output of 16 bits.
+    Keys and values have the type of the queries, 8 bits, or 4 bits in pairs (uint8), outputs 16
+    bits.
 
     Raises
     ------
@@ -45,7 +49,7 @@ def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, t
     o_dtype = q_dtype if o is None else resolve_dtype("o_data_type", o)
     for name, dtype, allowed in (
         ("q_data_type", q_dtype, QUERIES),
-        ("kv_data_type", kv_dtype, (q_dtype, *(FLOAT8 if q_dtype in FLOAT16 else ()))),
+        ("kv_data_type", kv_dtype, kv_dtypes(q_dtype)),
         ("o_data_type", o_dtype, FLOAT16),
     ):
         if dtype not in allowed:
@@ -202,6 +206,29 @@ def refuse(reason: str, **arguments: Any) -> None:
             raise ValueError(f"`{name}` must be left out: {reason}")
 
 
+def check_block_scales(kv_dtype: torch.dtype, kv_cache_sf: Any) -> None:
+    """Refuse scales of other than 4-bit keys and values, and these without."""
+    if kv_dtype == PACKED_FLOAT4 and kv_cache_sf is None:
+        raise ValueError("`kv_cache_sf` must be given with `kv_data_type` uint8 (4 bits)")
+    if kv_dtype != PACKED_FLOAT4 and kv_cache_sf is not None:
+        raise ValueError(
+            f"`kv_cache_sf` must be left out with `kv_data_type` {torch_name(kv_dtype)}: it is for "
+            "uint8 (4 bits)"
+        )
+
+
+def check_pair_of_scales(kv_cache_sf: Any) -> None:
+    """Take scales of 4-bit keys and values that are tensors of their own, or none."""
+    if kv_cache_sf is None:
+        return
+    is_pair = isinstance(kv_cache_sf, (tuple, list)) and len(kv_cache_sf) == 2
+    if not is_pair or not all(isinstance(scales, torch.Tensor) for scales in kv_cache_sf):
+        raise TypeError(
+            "`kv_cache_sf` must be a tuple of two torch.Tensors, of keys and of values, got "
+            f"{type(kv_cache_sf).__name__}"
+        )
+
+
 def check_spare_block_tables(block_tables: Any) -> None:
     """Take a block table beside the index tensors, which say the same and are what is read."""
     if block_tables is None:
@@ -224,7 +251,6 @@ def check_backend(backend: Any, allowed: Sequence[str] = ("auto", "fa2", "fa3"))
     if not isinstance(backend, str):
         raise TypeError(f"`backend` must be a str, got {backend!r}")
     missing = {
-        "fa3": "its tiles are for prefill",
         "cutlass": "there are no CUTLASS kernels",
         "cudnn": "cuDNN is not called",
         "trtllm-gen": "its kernels are for Blackwell only",

@@ -7,15 +7,13 @@ from typing import Literal
 
 import torch
 
-from .._attention.checks import refuse
+from .._attention.checks import BLACKWELL, refuse
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
 from .._instrument.decorator import flashinfer_api
 from .one_call_launch import read_one_call, read_table, read_top_k
 
 __all__ = ["trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
-
-_BLACKWELL = "it belongs to kernels for Blackwell"
 
 
 @flashinfer_api
@@ -131,7 +129,7 @@ use_fp16_softmax
     DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1; sparse: "DeepSeek-V3.2-Exp", 2025, section 2.
     """
     refuse(
-        _BLACKWELL,
+        BLACKWELL,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         cute_dsl_impl=None if cute_dsl_impl == "auto" else cute_dsl_impl,
         kv_scale_format=None if kv_scale_format == "auto" else kv_scale_format,

@@ -465,7 +465,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
         q = call.q_nope
         if out is None:
             out = torch.empty(q.shape, dtype=self._options.o_dtype, device=q.device)
-        if lse is None and return_lse:
+        if check_flag("return_lse", return_lse) and lse is None:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         run = self._run
         if call.kpe_cache is not None and call.kpe_cache.dtype != self._options.kv_dtype:

@@ -89,8 +89,9 @@ def _errors(template: TraceTemplate, gathered: Any) -> tuple[torch.Tensor, torch
     deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
 
     unit = unit_roundoff(gathered["q"].dtype)
-    if gathered[keys].dtype in FLOAT8 and gathered["q"].dtype not in FLOAT8:
-        unit = unit_roundoff(torch.float16)
+    if gathered[keys].dtype in FLOAT8:  # the weights' type, of Hopper's products if q has 8 bits
+        is_8_bit = gathered["q"].dtype in FLOAT8
+        unit = unit_roundoff(torch.float8_e4m3fn if is_8_bit else torch.float16)
     logit_error = _rotated_error(gathered, keys) + _summing_error(gathered, keys)
     factor = (8 * unit + 2 * logit_error) * abs(gathered.get("v_scale", 1.0))
     return factor * deviation, torch.full_like(lse, logit_error)

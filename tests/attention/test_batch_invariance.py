@@ -57,3 +57,37 @@ def test_the_first_requests_of_a_batch(
         fewer = _run(backend, group, requests[:count], pages, split)
         for i in range(count):
             assert torch.equal(fewer[i], together[i]), f"request {i} of {count}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window_left", [-1, 650])
+@pytest.mark.parametrize("plan", [{"fixed_split_size": 64}, {"fixed_split_size": 512}])
+def test_parts_of_a_prompt(plan: dict[str, int], window_left: int, device: torch.device):
+    """A token has the same bits in a prompt of any length, of the portable kernel."""
+    queries, keys = 150, 1500
+    pages = torch.randn(-(-keys // PAGE), 2, PAGE, 2, HEAD_DIM, device=device).bfloat16()
+    q = torch.randn(queries, 8, HEAD_DIM, device=device).bfloat16()
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=device), backend="fa2"
+    )
+
+    def run(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kv_len = keys - queries + end
+        count = -(-kv_len // PAGE)
+        wrapper.plan(
+            torch.tensor([0, end - begin], dtype=torch.int32),
+            torch.tensor([0, count], dtype=torch.int32),
+            torch.arange(count, dtype=torch.int32, device=device),
+            torch.tensor([kv_len - (count - 1) * PAGE], dtype=torch.int32),
+            *(8, 2, HEAD_DIM, PAGE),
+            causal=True,
+            window_left=window_left,
+            q_data_type=torch.bfloat16,
+            **plan,
+        )
+        return wrapper.run(q[begin:end], pages, return_lse=True)
+
+    whole = run(0, queries)
+    for begin, end in ((0, 1), (1, 38), (38, 101), (101, 150), (77, 78)):
+        for part, all_of_it in zip(run(begin, end), whole, strict=True):
+            assert torch.equal(part, all_of_it[begin:end]), f"tokens {begin} to {end}"

@@ -54,10 +54,10 @@ def test_caches(page_size, kv_layout, form, device):
 
 
 def _head_dims(full: bool) -> list[int]:
-    return [*range(16, 257, 16), 512] if full else [16, 48, 64, 96, 176, 256, 512]
+    return [*range(16, 257, 16), 320, 448, 512] if full else [16, 48, 64, 96, 176, 256, 448, 512]
 
 
-@pytest.mark.parametrize("head_dim", [*range(16, 257, 16), 512])
+@pytest.mark.parametrize("head_dim", [*range(16, 257, 16), 320, 448, 512])
 def test_head_dims(head_dim, device, full):
     if head_dim not in _head_dims(full):
         pytest.skip("this head size under --full")

@@ -66,7 +66,7 @@ class Tables:
         }
 
     def expected(self, q: torch.Tensor, starts: torch.Tensor, **options: Any) -> Any:
-        """By a wrapper that is planned on the host."""
+        """The result of a wrapper that is planned on the host."""
         shape = self.shape
         lengths = self.seq_lens.cpu()
         counts = (lengths + shape.page_size - 1) // shape.page_size

@@ -191,8 +191,6 @@ def test_split_and_unsplit_agree(fixed_split_size, device):
 @pytest.mark.parametrize("of_8_bits", [False, True], ids=["", "8_bits"])
 @pytest.mark.parametrize("path", PLANS)
 def test_repeats_are_equal_bit_for_bit(path, of_8_bits, device, full):
-    if of_8_bits and path != "hopper":
-        pytest.skip("queries of 8 bits are for the kernel for Hopper")
     lengths = (3000, 17, 600, 0, 64)
     qo = (1,) * 5 if path == "decode" else (30, 17, 1, 5, 64)
     dtypes = {"dtype": E4M3, "o_dtype": BF16} if of_8_bits else {}

@@ -139,6 +139,31 @@ def test_single_decode(name, device):
     check(flashinfer.single_decode_with_kv_cache, q=q, k=k, v=v, return_lse=True, **options)
 
 
+def shown_keys(name: str, qo_len: int, kv_len: int) -> torch.Tensor:
+    """A mask of one request, bools ``[qo_len, kv_len]``."""
+    key, position = torch.arange(kv_len), torch.arange(qo_len).view(-1, 1) + kv_len - qo_len
+    if name == "tree":  # guesses after a prefix, each sees its ancestors
+        seen = (key < kv_len - qo_len) | (key == position)
+        for query in range(1, qo_len):
+            seen[query] |= seen[(query - 1) // 3]
+        return seen
+    seen = key <= position
+    if name == "band":
+        seen &= key > position - 150
+    if name == "few":  # most tiles of keys, and the last queries, see nothing
+        seen = (key >= 130) & (key < 140) & (position < kv_len - qo_len // 3)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["lower triangle", "band", "tree", "few"])
+def test_keys_that_no_query_sees_are_left_out(name, backend, device):
+    """Tiles of keys before the first and after the last that a tile of queries sees."""
+    batch = Batch((200, 64, 1), (700, 1500, 300))
+    masks = [shown_keys(name, *lens) for lens in zip(batch.qo_lens, batch.kv_lens, strict=True)]
+    mask = torch.cat([mask.flatten() for mask in masks]).to(device)
+    check_paged(plan_paged(batch, device, backend, custom_mask=mask), batch, device)
+
+
 def test_packed_mask_is_the_bool_mask(backend, device):
     mask = random_mask(PREFILL, device)
     sizes = [q * k for q, k in zip(QO, KV, strict=True)]

@@ -54,8 +54,9 @@ def test_ragged(kv_layout, causal, backend, device):
     check_ragged(plan_ragged(batch, device, backend, causal=causal), batch, device)
 
 
-PAIRS = [(64, 64), (80, 80), (192, 128), (256, 256), (512, 512), (48, 112)]
-MORE_PAIRS = [(d, d) for d in range(16, 257, 16) if (d, d) not in PAIRS] + [(128, 64), (64, 256)]
+PAIRS = [(64, 64), (80, 80), (192, 128), (256, 256), (448, 256), (512, 512), (48, 112)]
+MORE_PAIRS = [(d, d) for d in range(16, 257, 16) if (d, d) not in PAIRS]
+MORE_PAIRS += [(128, 64), (64, 256), (448, 448), (512, 256), (320, 288)]
 
 
 @pytest.mark.parametrize(("qk", "vo"), PAIRS + MORE_PAIRS)

@@ -32,6 +32,7 @@ def plan_bsr(
     heads: tuple[int, int, int] = (8, 2, 128),
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype | None = None,
+    o_dtype: torch.dtype | None = None,
     backend: str = "auto",
     **options: Any,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -42,7 +43,7 @@ def plan_bsr(
     if options.get("mask") is True:
         generator = torch.Generator().manual_seed(1)
         options["mask"] = torch.rand(len(indices), R, C, generator=generator).to(device) < 0.6
-    dtypes = {"q_data_type": dtype, "kv_data_type": kv_dtype, "o_data_type": dtype}
+    dtypes = {"q_data_type": dtype, "kv_data_type": kv_dtype, "o_data_type": o_dtype or dtype}
     wrapper.plan(indptr, indices, *sizes, *heads, **dtypes, **options)
     q = randn((M, heads[0], heads[2]), dtype, device, 1)
     k, v = (randn((N, heads[1], heads[2]), kv_dtype or dtype, device, seed) for seed in (2, 3))

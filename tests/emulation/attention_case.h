@@ -23,6 +23,8 @@ inline constexpr bool kPaged = FLASHINFER_CFG_PAGED;
 inline constexpr bool kAlibi = PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::alibi;
 inline constexpr bool kSoftCap = FLASHINFER_CFG_LOGITS_SOFT_CAP;
 inline constexpr bool kSinks = FLASHINFER_CFG_SINKS;
+inline constexpr bool kKeysAre4Bit = std::is_same_v<KV, dtype::uint8>;
+inline constexpr int kCodes = kKeysAre4Bit ? 2 : 1;  // in an element of k and v
 inline constexpr bool kCustomVariant = FLASHINFER_CFG_CUSTOM_VARIANT;
 inline constexpr MaskMode kMask = MaskMode::FLASHINFER_CFG_MASK_MODE;
 inline constexpr MaskMode kMaskSecond = MaskMode::FLASHINFER_CFG_MASK_MODE_SECOND;
@@ -101,7 +103,7 @@ struct Group {
   int page_size, num_pages;
   std::vector<int32_t> pages;  // of all requests
   std::unique_ptr<Rows<Q>> q;
-  std::unique_ptr<Rows<KV>> k, v;
+  std::unique_ptr<Rows<KV>> k, v, k_sf, v_sf;  // scales of 4-bit rows
   std::unique_ptr<Rows<O>> o;
   std::vector<float> lse;  // empty: not wanted
   float v_scale;
@@ -122,7 +124,14 @@ struct Group {
     t.k_stride_token = k->stride_token, t.v_stride_token = v->stride_token;
     t.k_stride_head = k->stride_head, t.v_stride_head = v->stride_head;
     t.num_pages = paged ? num_pages : 0;
-    t.v_scale = v_scale;
+    t.v_scale = v_scale * First::Tile::kUnit;
+    if (kKeysAre4Bit) {
+      const auto scales = [](const auto& rows) {
+        return BlockScales{reinterpret_cast<const uint8_t*>(rows.data), rows.stride_page,
+                           rows.stride_token, rows.stride_head};
+      };
+      t.k_sf = scales(*k_sf), t.v_sf = scales(*v_sf);
+    }
     return t;
   }
 };
@@ -165,7 +174,8 @@ class Case {
     const float sharpness = random_.one_in(4) ? 8.f : 1.f;
     options.sm_scale = sign * sharpness / std::sqrt(static_cast<float>(kHeadDimQK));
     options.logits_soft_cap = 5.f;
-    options.window_left = FLASHINFER_CFG_SLIDING_WINDOW ? random_.integer(-1, 90) : -1;
+    const int most = random_.one_in(3) ? 700 : 90;
+    options.window_left = FLASHINFER_CFG_SLIDING_WINDOW ? random_.integer(-1, most) : -1;
     options.num_qo_heads = num_qo_heads;
     options.num_kv_heads = num_kv_heads;
     options.rope_scale_rcp = 0.5f;
@@ -200,7 +210,8 @@ class Case {
       request.qo_begin = tokens;
       request.qo_len = random_.integer(0, mixed && i % 2 == 0 ? 3 : longest);
       request.kv_base = entries;
-      request.kv_len = random_.one_in(6) ? random_.integer(0, 3) : random_.integer(0, 300);
+      const int most = random_.one_in(10) ? 1000 : 300;
+      request.kv_len = random_.integer(0, random_.one_in(6) ? 3 : most);
       tokens += request.qo_len;
       entries += paged ? ceil_div(request.kv_len, page_size) : request.kv_len;
       group.plan.requests.push_back(request);
@@ -228,17 +239,34 @@ class Case {
                                                     gap(), huge_token);
     };
     const int pages = group.paged ? entries : 1, slots = group.paged ? page_size : entries;
-    const auto make_kv = [&](int dim) {
+    const auto make_kv = [&](int dim, const auto& value, int alignment) {
       const bool heads_first = (group.paged || !huge_strides_) && random_.one_in(2);
-      auto rows = std::make_unique<Rows<KV>>(pages, slots, num_kv_heads, dim, heads_first, gap(),
+      const int space = gap() + (alignment - dim % alignment) % alignment;
+      auto rows = std::make_unique<Rows<KV>>(pages, slots, num_kv_heads, dim, heads_first, space,
                                              group.paged && pages > 1 ? huge_outer : huge_token);
-      rows->fill(pages, slots, num_kv_heads, normal(KV{}));
+      rows->fill(pages, slots, num_kv_heads, value);
       return rows;
     };
     group.q = make_q(Q{}, kHeadDimQK);
     group.q->fill(1, tokens, num_qo_heads, normal(Q{}));
-    group.k = make_kv(kHeadDimQK);
-    group.v = make_kv(kHeadDimVO);
+    const auto draw_kv = [&](auto type) {
+      using T = decltype(type);
+      if constexpr (kKeysAre4Bit) {
+        const auto codes = [&] { return T(random_.integer(0, 255)); };
+        // Most scales are 0.06 to 0.3. A few are any number up to 4, also subnormal.
+        const auto scale = [&] {
+          return T(random_.one_in(20) ? random_.integer(0, 72) : random_.integer(24, 42));
+        };
+        group.k = make_kv(kHeadDimQK / 2, codes, 16);
+        group.v = make_kv(kHeadDimVO / 2, codes, 16);
+        group.k_sf = make_kv(kHeadDimQK / 16, scale, 16);
+        group.v_sf = make_kv(kHeadDimVO / 16, scale, 16);
+      } else {
+        group.k = make_kv(kHeadDimQK, normal(type), 1);
+        group.v = make_kv(kHeadDimVO, normal(type), 1);
+      }
+    };
+    draw_kv(KV{});
     group.o = make_q(O{}, kHeadDimVO);
     group.o->fill(1, tokens, num_qo_heads, [] { return O{0xffff}; });
     if (!random_.one_in(4)) group.lse.assign(tokens * num_qo_heads, math::nan);

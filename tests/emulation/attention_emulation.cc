@@ -156,11 +156,12 @@ bool is_batch_invariant(Case& problem, PlanConfig config, Random& random) {
 }
 
 // Whether a query alone has bit for bit the result that it had among those of its request, if
-// nothing is cut: a token then is the same in a prompt, in a part of it and while decoding.
+// nothing is cut or all is cut at fixed tokens: a token then is the same in a prompt, in a part of
+// it and alone.
 bool is_query_invariant(Case& problem, PlanConfig config, Random& random) {
   Group& group = problem.groups[0];
-  config.fixed_split_size = 4096;
-  config.disable_split_kv = true;
+  config.fixed_split_size = random.one_in(2) ? 4096 : 64 * random.integer(1, 2);
+  config.disable_split_kv = false;
   config.graph_batch_size = -1;
   run(config, {group.plan}, problem.params());
   for (const PlanRequest& request : group.plan.requests) {

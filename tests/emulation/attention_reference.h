@@ -13,8 +13,8 @@ class Reference {
         request_idx_(request_idx),
         request_(group.plan.requests[request_idx]) {
     for (int i = 0; i < request_.kv_len; ++i) {
-      keys_.push_back(read(group.kv_row(*group.k, request_, i, kv_head), kHeadDimQK));
-      values_.push_back(read(group.kv_row(*group.v, request_, i, kv_head), kHeadDimVO));
+      keys_.push_back(read_kv(group.k, group.k_sf, i, kv_head, kHeadDimQK));
+      values_.push_back(read_kv(group.v, group.v_sf, i, kv_head, kHeadDimVO));
       if ((kPosEncoding == PosEncoding::rope_llama)) rotate(keys_.back(), i);
       if (ConfiguredVariant::kHasKeyTransform) {
         for (double& x : keys_.back()) x += 0.25;
@@ -74,6 +74,26 @@ class Reference {
     std::vector<double> result(dim);
     for (int i = 0; i < dim; ++i) result[i] = to_float(row[i]);
     return result;
+  }
+
+  template <typename T>
+  std::vector<double> read_kv(const std::unique_ptr<Rows<T>>& rows,
+                              const std::unique_ptr<Rows<T>>& scales, int kv_idx, int kv_head,
+                              int dim) const {
+    const T* const row = group_.kv_row(*rows, request_, kv_idx, kv_head);
+    if constexpr (kKeysAre4Bit) {
+      constexpr double kMagnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+      const T* const scale = group_.kv_row(*scales, request_, kv_idx, kv_head);
+      std::vector<double> result(dim);
+      for (int i = 0; i < dim; ++i) {
+        const int code = row[i / 2] >> (i % 2 * 4) & 15;
+        result[i] = kMagnitudes[code % 8] * (code < 8 ? 1 : -1) *
+                    to_float(dtype::float8_e4m3fn{scale[i / 16]});
+      }
+      return result;
+    } else {
+      return read(row, dim);
+    }
   }
 
   static double dot(const std::vector<double>& a, const std::vector<double>& b) {

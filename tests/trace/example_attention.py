@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import flashinfer
+from flashinfer.cudnn import cudnn_batch_decode_with_kv_cache
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.sparse import (
     BlockSparseAttentionWrapper,
@@ -20,6 +21,7 @@ QO_LENS, KV_LENS = (7, 1, 24), (40, 33, 24)
 def make_calls(dtype: torch.dtype) -> None:
     call_latent_attention(dtype)
     call_attention(dtype)
+    call_table_attention(dtype)
     call_planned_attention(dtype)
     call_mixed_attention(dtype)
     call_sparse_attention(dtype)
@@ -60,6 +62,19 @@ def call_attention(dtype) -> None:
         flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=return_lse)
     mask = torch.ones(7, 40, dtype=torch.bool)
     flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
+
+
+def call_table_attention(dtype) -> None:
+    """One token of each request, whose pages a table lists."""
+    lengths = torch.tensor(KV_LENS, dtype=torch.int32)
+    cache = torch.randn(2, 9, 8, 16, 128, dtype=dtype)
+    tables = torch.arange(9, dtype=torch.int32).view(3, 3)
+    for return_lse in (False, True):
+        cudnn_batch_decode_with_kv_cache(
+            torch.randn(3, 32, 128, dtype=dtype), *cache, 128**-0.5, workspace(),
+            max_sequence_kv=48, actual_seq_lens_kv=lengths, block_tables=tables,
+            return_lse=return_lse,
+        )  # fmt: skip
 
 
 def call_planned_attention(dtype) -> None:

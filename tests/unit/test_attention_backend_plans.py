@@ -139,9 +139,14 @@ def test_sparse_plans_take_it():
         assert configured(wrapper._executor).backend == "fa3"
 
 
-def test_wrappers_of_decode_do_not_have_it():
-    with pytest.raises(ValueError, match="`backend` must be 'auto' or 'fa2', got 'fa3'.*prefill"):
-        flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend="fa3")
+def test_decode_takes_it_where_it_is_asked_for():
+    for backend, expected in (("auto", "fa2"), ("fa3", "fa3")):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend=backend)
+        indptr = torch.tensor([0, 3], dtype=torch.int32)
+        pages, last = torch.arange(3, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+        with reference_backend():
+            wrapper.plan(indptr, pages, last, 8, 2, 128, 16, q_data_type=BF16)
+        assert configured(wrapper._executor).backend == expected
 
 
 @pytest.mark.compiler

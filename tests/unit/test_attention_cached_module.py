@@ -41,7 +41,7 @@ class Engine:
         self.wrapper.plan(*batch.index_tensors(), *HEADS, 1, **batch.options())
 
     def replan(self, batch: Batch, **changes: Any) -> list[int]:
-        """What an engine does: fill the buffers, then plan by the host's lengths."""
+        """Do as an engine does: fill the buffers, then plan by the host's lengths."""
         indptr, kv_indptr, pages, _ = batch.index_tensors()
         self.qo_indptr.copy_(indptr)
         self.kv_indptr.copy_(kv_indptr)

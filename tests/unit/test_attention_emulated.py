@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer.jit.attention.config import AttentionConfig
+from flashinfer.jit.attention.config import PACKED_FLOAT4, AttentionConfig
 from flashinfer.jit.attention.variant import make_variant
 from flashinfer.jit.toolchain import find_host_compiler
 
@@ -49,6 +49,7 @@ SUBSTITUTIONS = {
 
 F16, BF16 = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+F16_Q = {"dtype_q": F16, "dtype_kv": PACKED_FLOAT4, "dtype_o": F16}
 
 
 class Emulator:
@@ -134,6 +135,9 @@ CONFIGS = [
     ("narrow-e4m3", 64, 64, 8, {"dtype_kv": E4M3}),
     ("narrow-e4m3-128", 128, 128, 8, {"dtype_kv": E4M3}),
     ("narrow-e5m2-f16", 80, 80, 8, {"dtype_q": F16, "dtype_kv": E5M2, "dtype_o": F16}),
+    ("narrow-q-e4m3", 128, 128, 8, {"dtype_q": E4M3, "dtype_kv": E4M3}),
+    ("decode-q-e5m2", 80, 80, 16, {"dtype_q": E5M2, "dtype_kv": E4M3, "mask_mode": "causal"}),
+    ("128-q-e4m3", 64, 64, 128, {"dtype_q": E4M3, "dtype_kv": E5M2, "mask_mode": "causal"}),
     (
         "narrow-alibi-cap-sinks",
         256,
@@ -156,6 +160,9 @@ CONFIGS = [
     ),
     ("decode-rope", 64, 64, 16, {"pos_encoding": "rope_llama", "mask_mode": "causal"}),
     ("decode-512", 512, 512, 16, {"mask_mode": "causal"}),
+    ("decode-448-256", 448, 256, 16, {"mask_mode": "causal"}),
+    ("decode-512-e4m3", 512, 512, 16, {"dtype_q": E4M3, "dtype_kv": E4M3, "paged": False}),
+    ("decode-448", 448, 448, 16, {"paged": False}),
     ("64-f16", 64, 64, 64, {"dtype_q": F16, "dtype_kv": F16, "mask_mode": "causal"}),
     ("64-192-128-ragged", 192, 128, 64, {"paged": False, "mask_mode": "causal"}),
     ("64-256", 256, 256, 64, {"mask_mode": "causal"}),
@@ -173,6 +180,14 @@ CONFIGS = [
     ("128-e5m2", 80, 80, 128, {"dtype_kv": E5M2, "mask_mode": "causal"}),
     ("128-custom-ragged", 32, 32, 128, {"mask_mode": "custom", "paged": False}),
     ("128-rope-alone", 64, 64, 128, {"pos_encoding": "rope_llama", "paged": False}),
+    ("narrow-4bit", 128, 128, 8, {"dtype_kv": PACKED_FLOAT4}),
+    ("narrow-4bit-f16-64", 64, 64, 8, {**F16_Q, "mask_mode": "causal", "logits_soft_cap": True}),
+    ("narrow-4bit-192-256", 192, 256, 8, {**F16_Q, "paged": False}),
+    ("decode-4bit", 64, 128, 16, {"dtype_kv": PACKED_FLOAT4, "mask_mode": "causal"}),
+    ("decode-4bit-512", 512, 512, 16, {"dtype_kv": PACKED_FLOAT4, "mask_mode": "causal"}),
+    ("64-4bit-window", 128, 128, 64, {**F16_Q, "mask_mode": "causal", "sliding_window": True}),
+    ("64-4bit-256", 256, 256, 64, {"dtype_kv": PACKED_FLOAT4, "mask_mode": "custom"}),
+    ("128-4bit", 128, 64, 128, {"dtype_kv": PACKED_FLOAT4, "mask_mode": "causal", "paged": False}),
 ]
 
 
@@ -193,6 +208,12 @@ FULL_ONLY = {
     "decode-causal-16",
     "decode-e4m3",
     "decode-alibi-cap-sinks",
+    "narrow-4bit-f16-64",
+    "narrow-4bit-192-256",
+    "decode-4bit",
+    "decode-4bit-512",
+    "64-4bit-256",
+    "128-4bit",
 }
 CONFIG_CASES = [
     pytest.param(c[1:], id=c[0], marks=pytest.mark.full if c[0] in FULL_ONLY else ())
@@ -325,10 +346,70 @@ FAULTS = [
 ]
 
 
+# (name, header, statement, what stands there instead)
+FAULTS_OF_4_BITS = [
+    (
+        "scales_of_another_token",
+        "attention/portable/block_scales.cuh",
+        "return threadIdx.x % kWarpTokens;",
+        "return (threadIdx.x + 1) % kWarpTokens;",
+    ),
+    (
+        "key_scales_of_the_other_half",
+        "attention/portable/block_scales.cuh",
+        "const bool is_second = threadIdx.x % 4 >= 2;",
+        "const bool is_second = threadIdx.x % 4 % 2;",
+    ),
+    (
+        "value_scales_of_the_other_half",
+        "attention/portable/block_scales.cuh",
+        "const bool is_second = threadIdx.x % 32 >= 16;",
+        "const bool is_second = false;",
+    ),
+    (
+        "codes_without_their_sign",
+        "common/float4_pairs.cuh",
+        "constexpr uint32_t kSigns = 0x80808080u",
+        "constexpr uint32_t kSigns = 0x80008080u",
+    ),
+    (
+        "queries_in_the_order_of_memory",
+        "attention/portable/query.cuh",
+        "return pair / 2 * 16 + i / 8 * 2 + i % 8 / 4 + pair % 2 * 8;",
+        "return i / 16 * 16 + i % 8 / 2 * 2 + i / 8 % 2 * 8 + i % 2;",
+    ),
+    (
+        "no_unit",
+        "attention/portable/query.cuh",
+        "*inverse = unit * (is_moved",
+        "*inverse = 2.f * unit * (is_moved",
+    ),
+    (
+        "scales_not_waited_for",
+        "attention/portable/attention.cuh",
+        "ptx::cp_async_wait<kAhead - 1>();\n      synchronize();",
+        "synchronize();",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(f[1:], id=f[0], marks=pytest.mark.full if i else ())
+        for i, f in enumerate(FAULTS_OF_4_BITS)
+    ],
+)
+def test_faults_of_4_bits_are_found(emulator: Emulator, fault: tuple[str, str, str]):
+    header, statement, other = fault
+    emulator.substitute(f"flashinfer/{header}", statement, other)
+    assert emulator.find_fault(make_config(64, 64, 8, {"dtype_kv": PACKED_FLOAT4}), cases=10)
+
+
 @pytest.mark.parametrize("fault", [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
 def test_faults_are_found(emulator: Emulator, fault: tuple[str, str, str, int, bool]):
     """The emulation itself: a kernel with a fault does not pass."""
     header, statement, other, tile_q, huge_strides = fault
     emulator.substitute(f"flashinfer/{header}", statement, other)
     config = make_config(64, 64, tile_q, {"mask_mode": "causal"})
-    assert emulator.find_fault(config, cases=30, huge_strides=huge_strides)
+    assert emulator.find_fault(config, cases=120, huge_strides=huge_strides)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer._attention.plan import executor
 from flashinfer.jit.attention import AttentionModule
 from flashinfer.jit.attention.modules import CtaSlots
 from tests.attention_plans import layout_of
@@ -40,10 +41,10 @@ def launches(monkeypatch) -> Iterator[Launches]:
         original(self, *args)
         self.run = lambda *arguments: recorded.append((self.config, arguments))
         self.second = lambda *arguments: None
-        self.cta_slots = lambda _: CtaSlots(264, 1)
 
     original = AttentionModule.__init__
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded.capturing)
+    monkeypatch.setattr(executor, "slots_of_stream", lambda *_: CtaSlots(264, 1))
     with mock.patch("flashinfer._attention.plan.launch.get_attention_module", _fresh_module):
         with mock.patch.object(AttentionModule, "__init__", init):
             yield recorded

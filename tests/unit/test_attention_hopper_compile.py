@@ -45,6 +45,7 @@ OTHERS = [
     config((96, 96), mask_mode="custom", sliding_window=True, logits_soft_cap=True, sinks=True),
     config(mask_mode="multi_item", pos_encoding="alibi", dtype=FP16),
     config(paged=False),
+    config(mask_mode="causal", logits_soft_cap=True, paged=False),
     config(mask_mode="causal", dtype=E4M3, paged=False),
     config((64, 64), mask_mode="causal", dtype=E4M3),
     config((96, 96), mask_mode="causal", dtype=E4M3),

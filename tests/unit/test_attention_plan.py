@@ -24,6 +24,7 @@ from tests.attention_plans import (
     make_plan,
     plan_with,
     requests,
+    visible,
 )
 
 pytestmark = pytest.mark.compiler
@@ -41,6 +42,35 @@ def test_every_row_and_key_is_covered_once(launch):
     assert plan.info["groups"][0]["qo_tokens"] == sum(groups[0].qo_lens())
     assert plan.info["groups"][0]["batch_size"] == len(groups[0].kv_len)
     assert plan.info["groups"][0]["kv_entries"] == groups[0].group().kv_indptr[-1]
+
+
+@FUZZ
+@given(launches())
+def test_keys_that_a_mask_hides_are_left_out(launch):
+    """A mask of the keys that causality and window show has a plan that covers just these."""
+    options, (group, *_) = launch
+    ranges = [
+        visible(group, qo_len, kv_len, token)
+        for qo_len, kv_len in zip(group.qo_lens(), group.kv_len, strict=True)
+        for token in range(qo_len)
+    ]
+    shown = int32(ranges).reshape(-1, 2)
+    everything = dataclasses.replace(group, causal=False, window_left=-1)
+    planner = AttentionPlanner()
+    plan = make_plan(options, everything, planner=planner, visible=shown)
+    check_covers(options, plan, group)
+    check_slots(options, plan)
+    # The next plan is of any key again.
+    check_covers(options, make_plan(options, everything, planner=planner), everything)
+
+
+def test_ranges_of_another_batch_are_refused():
+    planner, options = AttentionPlanner(), Options()
+    with pytest.raises(ValueError, match="`visible` must have 5 rows.*got 4"):
+        make_plan(options, Requests(5, (100,)), planner=planner, visible=int32([[0, 9]] * 4))
+    check_covers(
+        options, make_plan(options, Requests(5, (100,)), planner=planner), Requests(5, (100,))
+    )
 
 
 @FUZZ

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.jit.attention.modules import AttentionModule
+from flashinfer._attention.plan import executor
+from flashinfer.jit.attention.modules import CtaSlots
 from flashinfer.reference_backend import reference_backend
 from tests.attention.batches import BF16, E4M3, Batch, indptr
 from tests.attention.calls import FUNCTIONS, WRAPPERS, Call, keys, make_call, refusal_of
@@ -117,7 +118,7 @@ def bound() -> Iterator[Callable[..., Any]]:
     def planned(call: Call) -> Any:
         wrapper = getattr(flashinfer, WRAPPERS[call.path])(**call.make)
         wrapper._executor.device = torch.device("cuda")
-        with mock.patch.object(AttentionModule, "cta_slots", lambda *_: (264, 1)):
+        with mock.patch.object(executor, "slots_of_stream", lambda *_: CtaSlots(264, 1)):
             wrapper.plan(**call.plan)
         return wrapper
 
@@ -341,7 +342,8 @@ PLANS: list[tuple[str, dict[str, Any], str]] = [
     ("ragged", {"v_indptr": indptr((40, 3, 18))}, "v_indptr"),
     ("ragged", {"o_indptr": indptr((5, 3, 21))}, "o_indptr"),
     ("ragged", {"causal": "yes"}, "causal"),
-    ("ragged", {"head_dim_qk": 512, "head_dim_vo": 64}, "head_dim"),
+    ("ragged", {"head_dim_qk": 528, "head_dim_vo": 64}, "head_dim_qk"),
+    ("ragged", {"head_dim_qk": 64, "head_dim_vo": 272}, "head_dim_vo"),
 ]
 
 

@@ -73,6 +73,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"kv_data_type": E4M3},
         {"kv_data_type": E5M2},
     ],
+    "queries, keys and values of 8 bits": [
+        {"q_data_type": q, "kv_data_type": kv} for q, kv in ((E4M3, E4M3), (E5M2, E4M3))
+    ],
     "head sizes 64, 96, 128, 192/128, 256": [
         {"head_dim_qk": qk, "head_dim_vo": vo} for qk, vo in hopper.HEAD_DIMS
     ],

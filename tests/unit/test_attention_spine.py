@@ -46,7 +46,7 @@ def files_of(call: Any) -> set[str]:
 
 
 @pytest.mark.compiler
-def test_a_decoding_plan_passes_through_six_files():
+def test_a_decoding_plan_passes_through_six_files(monkeypatch: pytest.MonkeyPatch):
     """After the first plan with the same options, on a GPU."""
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     indptr, last = torch.tensor([0, 3, 5]).int(), torch.tensor([16, 3]).int()
@@ -58,6 +58,8 @@ def test_a_decoding_plan_passes_through_six_files():
     executor._modules[executor._key] = SimpleNamespace(
         cta_slots=lambda _: CtaSlots(264, 1), bind=lambda *_: None, run=None, launch_bytes=0
     )
+    default_stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: default_stream)
     files = files_of(lambda: wrapper.plan(*arguments, q_data_type="bfloat16"))
     assert len(files) <= 6, sorted(files)
 

@@ -96,8 +96,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def run(
         self, q, k, v, out, lse, *, sm_scale, v_scale, window_left, sinks=None, enable_pdl=None,
-        additional=(), head_scales=None,
+        additional=(), head_scales=None, block_scales=None,
     ):  # fmt: skip
+        assert block_scales is None
         happened.append("run")
         options = {"sm_scale": sm_scale, "v_scale": v_scale, "sinks": sinks}
         for operand, scale in zip("qkv", head_scales or (), strict=False):

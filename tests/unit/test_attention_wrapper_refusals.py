@@ -315,6 +315,31 @@ def test_constructors_refuse(make):
         make()
 
 
+def test_a_workspace_off_its_alignment_is_named():
+    with pytest.raises(ValueError, match="float_workspace_buffer must be 16-byte aligned"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()[1:])
+
+
+def test_a_number_of_tokens_is_explained_by_the_length_of_requests():
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    assert wrapper._plan_info is None
+    with flashinfer.reference_backend():
+        wrapper.plan(ints(0, 1, 2), ints(0, 1), ints(3, 4), 2, 2, 64, 4, q_len_per_req=2)
+    assert wrapper._plan_info == [4, 2]
+    cache = torch.zeros(2, 2, 4, 2, 64).half()
+
+    def refuse(*args):
+        raise ValueError("`q` must have 4 tokens as planned")
+
+    wrapper._executor._run = refuse
+    with pytest.raises(ValueError, match="2 requests were planned with `q_len_per_req` of 2"):
+        wrapper.run(torch.zeros(3, 2, 64).half(), cache)
+    with pytest.raises(ValueError, match="as planned$"):
+        wrapper.run(torch.zeros(4, 2, 64).half(), cache)
+    with flashinfer.reference_backend(), pytest.raises(ValueError, match="`q_len_per_req` is 2"):
+        wrapper.run(torch.zeros(3, 2, 64).half(), cache)
+
+
 @pytest.mark.parametrize(
     ("mask", "indptr", "name"),
     [

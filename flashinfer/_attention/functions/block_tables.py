@@ -13,8 +13,8 @@ from ..._common.checks import count as check_count
 from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.config import FLOAT16
-from ..checks import refuse, resolve_dtype, scalar
+from ...jit.attention.config import FLOAT16, PACKED_FLOAT4
+from ..checks import BLACKWELL, refuse, resolve_dtype, scalar
 from ..index_tensors import check_index_vector, host_indices
 from ..wrappers.base import SpecArguments, split_cache
 from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
@@ -23,8 +23,6 @@ from .device_lengths import TableLengths, plan_table_lengths
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Scale = float | torch.Tensor
-
-_BLACKWELL = "it belongs to kernels for Blackwell"
 
 _MOST_DECODED = 16
 """Query tokens of a request, up to which lengths on the GPU stay there."""
@@ -117,7 +115,10 @@ def trtllm_batch_decode_with_kv_cache(
     lse, return_lse : optional
         Where the log-sum-exps go, ``[tokens, num_qo_heads]`` float32 to the base 2, and whether
         they are returned.
-    o_sf_scale, o_sf_vec_size, mask, skip_softmax_threshold_scale_factor, kv_cache_sf, \
+    kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
+        Scales of a 4-bit `kv_cache` (uint8), as for ``BatchPrefillWithPagedKVCacheWrapper.run``;
+        those of values in the same order of rows as those of keys.
+    o_sf_scale, o_sf_vec_size, mask, skip_softmax_threshold_scale_factor, \
 bmm1_scale_log2, multi_ctas_kv_counter_buffer, enable_block_sparse_attention, \
 causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_order_plan
         Must be left out, as `o_scale`, `uses_shared_paged_kv_idx`, `cp_world` and `cp_rank` must be
@@ -135,13 +136,12 @@ causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_ord
         graph is captured.
     """
     refuse(
-        _BLACKWELL,
+        BLACKWELL,
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
         o_scale=None if o_scale == 1.0 else o_scale,
         mask=mask,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        kv_cache_sf=kv_cache_sf,
         bmm1_scale_log2=bmm1_scale_log2,
         multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
         enable_block_sparse_attention=enable_block_sparse_attention,
@@ -176,6 +176,7 @@ causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_ord
         backend=backend,
         lse=lse,
         return_lse=return_lse,
+        kv_cache_sf=kv_cache_sf,
     )
 
 
@@ -219,7 +220,7 @@ def trtllm_batch_context_with_kv_cache(
     query : torch.Tensor
         ``[cum_seq_lens_q[-1], num_qo_heads, head_dim]``.
     kv_cache, workspace_buffer, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, \
-out_dtype, kv_layout, enable_pdl, sinks, lse, return_lse
+out_dtype, kv_layout, enable_pdl, sinks, lse, return_lse, kv_cache_sf
         As for ``trtllm_batch_decode_with_kv_cache``.
     max_q_len, max_kv_len : int
         At least the largest lengths of queries and of keys.
@@ -233,7 +234,7 @@ out_dtype, kv_layout, enable_pdl, sinks, lse, return_lse
         Query i of n sees keys up to ``i + seq_len - n``.
     backend : str
         ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; ``"trtllm-gen"``, the default, is the first.
-    o_sf_scale, o_sf_vec_size, kv_cache_sf, skip_softmax_threshold_scale_factor, \
+    o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, \
 multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
         Must be left out, and `uses_shared_paged_kv_idx` True: of kernels that there are not.
 
@@ -248,10 +249,9 @@ multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
         If an argument is not as described, or lengths are on the GPU while a graph is captured.
     """
     refuse(
-        _BLACKWELL,
+        BLACKWELL,
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
-        kv_cache_sf=kv_cache_sf,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
         use_fp16_softmax=use_fp16_softmax,
@@ -285,6 +285,7 @@ multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
         backend="auto" if backend == "trtllm-gen" else backend,
         lse=lse,
         return_lse=return_lse,
+        kv_cache_sf=kv_cache_sf,
     )
 
 
@@ -302,13 +303,14 @@ def attend_block_tables(
     window_left: int,
     causal: bool,
     out: torch.Tensor | None,
-    out_dtype: torch.dtype | str | None,
-    sinks: torch.Tensor | Sequence[torch.Tensor] | None,
-    kv_layout: str,
-    enable_pdl: bool | None,
-    backend: str,
-    lse: torch.Tensor | None,
-    return_lse: bool,
+    out_dtype: torch.dtype | str | None = None,
+    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
 ) -> Any:
     """Both functions; `qo_len` and `kv_len`: name and value of bounds, and the length of all."""
     for name, tensor in (("query", query), ("out", out)):
@@ -331,7 +333,7 @@ def attend_block_tables(
         num_qo_heads=query.shape[1],
         num_kv_heads=num_kv_heads,
         head_dim_qk=query.shape[2],
-        head_dim_vo=(k if v is None else v).shape[-1],
+        head_dim_vo=(k if v is None else v).shape[-1] * (2 if k.dtype == PACKED_FLOAT4 else 1),
         window_left=window_left,
         sm_scale=plan_scale,
         q_data_type=query.dtype,
@@ -341,7 +343,7 @@ def attend_block_tables(
     )
     most = qo_len[1] if qo_len[2] is None else qo_len[2]
     is_there = isinstance(seq_lens, torch.Tensor) and seq_lens.is_cuda and most is not None
-    is_portable = backend in ("auto", "fa2") and query.dtype in FLOAT16
+    is_portable = backend in ("auto", "fa2")
     wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
     if is_there and is_portable and (tokens := check_count(qo_len[0], most)) <= _MOST_DECODED:
         check_count(*kv_len)
@@ -363,6 +365,7 @@ def attend_block_tables(
         return_lse=return_lse,
         sinks=_one_tensor(sinks),
         enable_pdl=enable_pdl,
+        kv_cache_sf=kv_cache_sf,
     )
 
 

@@ -106,7 +106,7 @@ def plan_table_lengths(
         spec.window_left,
     )
     rows = tokens * spec.group_size
-    choice = KernelChoice("fa2", choose_tile_q(rows, rows, spec.head_dim_vo))
+    choice = KernelChoice("fa2", choose_tile_q(rows, rows, spec.tile_head_dim))
     entries = page_numbers(lengths.block_tables).to(wrapper.device, torch.int32).reshape(-1)
     problem = AttentionProblem(spec, bounds, PlanTensors(kv_indices=entries))
     there = DeviceLengths(

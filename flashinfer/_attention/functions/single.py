@@ -10,6 +10,7 @@ from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
 from ..._common.packbits import packbits
 from ..._instrument.decorator import flashinfer_api
+from ...jit.attention.config import PACKED_FLOAT4
 from ...jit.attention.variant import AttentionVariant
 from ...trace.templates.attention import (
     single_decode_with_kv_cache_trace,
@@ -17,11 +18,12 @@ from ...trace.templates.attention import (
 )
 from ..checks import (
     check_backend,
+    check_block_scales,
+    check_pair_of_scales,
     check_pos_encoding,
     check_window,
     logits_scale,
     positive,
-    refuse,
     resolve_dtypes,
     soft_cap,
     split_scales,
@@ -143,6 +145,11 @@ def single_decode_with_kv_cache(
     """
     check_flag("use_tensor_cores", use_tensor_cores)
     check_tensor("q", q, 2)
+    if check_tensor("k", k, 3).dtype == PACKED_FLOAT4:
+        raise ValueError(
+            "`k` must have 8 or 16 bits, got uint8 (4 bits), whose scales "
+            "single_prefill_with_kv_cache takes"
+        )
     problem = single_problem(
         q[None],
         k,
@@ -252,7 +259,8 @@ def single_prefill_with_kv_cache(
     k, v : torch.Tensor
         ``[kv_len, num_kv_heads, head_dim]`` (``"NHD"``) or ``[num_kv_heads, kv_len, head_dim]``
         (``"HND"``), dtype of `q`, with 16-bit queries also float8_e4m3fn or float8_e5m2; strides as
-        for `q`. Values may have another head size than keys.
+        for `q`. Values may have another head size than keys. With 16-bit queries also 4 bits
+        (NVFP4): uint8, ``head_dim / 2`` elements in a row, for head sizes that are multiples of 64.
     scale_q, scale_k, scale_v : float or torch.Tensor, optional
         Scales of quantised `q`, `k` and `v`: the first two multiply the logits, the last the
         output. A number (also a tensor of one on the CPU), or float32 on the device of `q`, which
@@ -287,8 +295,10 @@ def single_prefill_with_kv_cache(
         ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; see docs/attention.md.
     return_lse : bool
         Whether the log-sum-exps are returned.
-    kv_cache_sf : None
-        Must be None: it belongs to keys of 4 bits.
+    kv_cache_sf : tuple of torch.Tensor, optional
+        Scales of 4-bit keys and of values, which need them: as `k` and `v`, with ``head_dim // 16``
+        elements in a row, float8_e4m3fn or its bits as uint8, at multiples of 16, 8 or 4 bytes, the
+        largest that divides a row. A value is ``code * scale * k_scale``, or ``v_scale``.
     k_scale, v_scale : float or torch.Tensor, optional
         Other names of `scale_k` and `scale_v`.
 
@@ -316,7 +326,7 @@ def single_prefill_with_kv_cache(
     torch.Size([40, 32, 128])
     """
     check_backend(backend)
-    refuse("keys of 4 bits have no kernels", kv_cache_sf=kv_cache_sf)
+    check_pair_of_scales(kv_cache_sf)
     if check_flag("use_fp16_qk_reduction", use_fp16_qk_reduction):
         raise ValueError(
             "`use_fp16_qk_reduction` must be False, got True: logits are summed in float32"
@@ -336,11 +346,13 @@ def single_prefill_with_kv_cache(
         rope_theta=rope_theta,
         backend=backend,
     )
+    check_block_scales(problem.spec.kv_data_type, kv_cache_sf)
     if custom_mask is not None or packed_custom_mask is not None:
         kv_len = int(problem.requests.kv_indptr[1])
         mask = _single_mask(len(q), kv_len, custom_mask, packed_custom_mask, q.device)
         problem = problem.with_mask(mask)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=problem.spec.o_data_type, device=q.device)
+    shape = (*q.shape[:-1], problem.spec.head_dim_vo)
+    out = torch.empty(shape, dtype=problem.spec.o_data_type, device=q.device)
     lse = new_lse(q) if check_flag("return_lse", return_lse) else None
     scale = logits_scale(sm_scale, q.shape[-1])
     for name, named, other in (("k", k_scale, scale_k), ("v", v_scale, scale_v)):
@@ -359,7 +371,18 @@ def single_prefill_with_kv_cache(
             "v_scale" if scale_v is None else "scale_v",
         ),
     )
-    run_single(problem, q, k, v, out, lse, scale * factor, v_factor, head_scales=head_scales)
+    run_single(
+        problem,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        scale * factor,
+        v_factor,
+        head_scales=head_scales,
+        block_scales=kv_cache_sf,
+    )
     return out if lse is None else (out, lse)
 
 
@@ -398,7 +421,8 @@ def single_problem(
         raise ValueError(
             f"`v` must have the tokens and heads of `k`, {list(k.shape)}, got {list(v.shape)}"
         )
-    if k.shape[2] != q.shape[2]:
+    codes = 2 if k.dtype == PACKED_FLOAT4 else 1
+    if k.shape[2] * codes != q.shape[2]:
         raise ValueError(
             f"`k` must have the head size of `q`, {q.shape[2]}, got shape {list(k.shape)}"
         )
@@ -410,7 +434,7 @@ def single_problem(
         num_qo_heads=q.shape[1],
         num_kv_heads=kv_heads,
         head_dim_qk=q.shape[2],
-        head_dim_vo=v.shape[2],
+        head_dim_vo=v.shape[2] * codes,
         q_data_type=q_dtype,
         kv_data_type=kv_dtype,
         o_data_type=o_dtype,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..plan.executor import AttentionExecutor, HeadScales
+from ..plan.launch import BlockScales
 from ..plan.requests import AttentionProblem, CustomMask
 
 _PLANS_PER_STREAM = 8
@@ -141,6 +142,7 @@ def run_single(
     v_scale: float,
     args: tuple[Any, ...] = (),
     head_scales: HeadScales | None = None,
+    block_scales: BlockScales | None = None,
 ) -> None:
     """Plan, if need be, and launch.
 
@@ -160,6 +162,8 @@ def run_single(
         Additional tensors, then scalars, of a variant.
     head_scales : tuple, optional
         Factors of each head besides, of queries, keys and values.
+    block_scales : tuple, optional
+        Scales of 4-bit keys and values.
     """
     if not q.is_cuda:
         raise ValueError(f"`q` must be a CUDA tensor, got one on {q.device}")
@@ -179,4 +183,5 @@ def run_single(
         window_left=problem.spec.window_left,
         additional=args,
         head_scales=head_scales,
+        block_scales=block_scales,
     )

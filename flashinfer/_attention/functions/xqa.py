@@ -44,8 +44,10 @@ bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl
         ``[batch_size + 1]`` int32 or int64: rows of `query` of each request.
     o_scale
         Must be 1.
-    mask, kv_cache_sf
-        Must be left out: trees of drafts and 4-bit caches are not served.
+    mask
+        Must be left out: trees of drafts are not served.
+    kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
+        Scales of a 4-bit `kv_cache` (uint8), as for ``BatchPrefillWithPagedKVCacheWrapper.run``.
 
     Returns
     -------
@@ -61,7 +63,6 @@ bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl
         "there is no kernel for it",
         o_scale=None if o_scale == 1.0 else o_scale,
         mask=mask,
-        kv_cache_sf=kv_cache_sf,
     )
     tokens = 1 if q_len_per_req is None else q_len_per_req
     is_even = q_cu_seq_lens is None
@@ -78,11 +79,8 @@ bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl
         window_left=window_left,
         causal=True,
         out=out,
-        out_dtype=None,
         sinks=sinks,
         kv_layout=kv_layout,
         enable_pdl=enable_pdl,
-        backend="auto",
-        lse=None,
-        return_lse=False,
+        kv_cache_sf=kv_cache_sf,
     )

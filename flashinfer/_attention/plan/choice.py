@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 
 from ..._common.arch import is_sm90a_supported
-from ..._common.dtypes import torch_name
 from ...jit.attention import hopper
-from ...jit.attention.config import FLOAT16, TILES_SECOND, choose_tile_q
+from ...jit.attention.config import FLOAT16, PACKED_FLOAT4, TILES_SECOND, choose_tile_q
 from ...jit.attention.hopper import hopper_tile_q
-from ...jit.errors import ToolchainError
+from ...jit.errors import MissingJITCacheError, ToolchainError
 from .no_kernel import is_computed_from_plans
 from .planner import KernelEstimate, estimate_kernels
 from .requests import AttentionProblem, Requests
@@ -68,6 +67,8 @@ def choose_kernel(
         If index tensors describe no batch, the message is the planner's.
     """
     spec, requests = problem.spec, problem.requests
+    if second is not None and spec.kv_data_type == PACKED_FLOAT4:
+        raise ValueError("`kv_data_type` must not be uint8 (4 bits) in launches of two parts")
     decodes = requests.qo_indptr is None
     backend = possible_backend(spec, device, decodes, second is not None, fixed_split_size)
     if backend == "fa3":
@@ -75,7 +76,7 @@ def choose_kernel(
     second_tile = 0 if second is None else _second_tile(second)
     if decodes:
         rows = requests.tokens_per_request * spec.group_size
-        return KernelChoice("fa2", choose_tile_q(rows, rows, spec.head_dim_vo), second_tile)
+        return KernelChoice("fa2", choose_tile_q(rows, rows, spec.tile_head_dim), second_tile)
     found = estimate(spec, requests, 0, fixed_split_size, backend == "auto")
     if found.hopper_us < found.portable_us:
         return hopper_choice(spec)
@@ -93,7 +94,7 @@ def _second_tile(decode: AttentionProblem) -> int:
     lengths = decode.requests.qo_lengths()
     rows = int(lengths.max()) * decode.spec.group_size if len(lengths) else 0
     few, more = TILES_SECOND
-    return few if rows <= few or decode.spec.head_dim_vo > 256 else more
+    return few if rows <= few or decode.spec.tile_head_dim > 256 else more
 
 
 def estimate(
@@ -120,10 +121,10 @@ def estimate(
         page_size = requests.page_size
         model = kernel_model(spec, page_size, tile_q_second, fixed_split_size, with_hopper)
         return estimate_kernels(model, requests)
-    except ToolchainError:
+    except (MissingJITCacheError, ToolchainError):
         if not is_computed_from_plans():
             raise
-        tile_q = choose_tile_q(0, 0, spec.head_dim_vo, fixed_split_size)
+        tile_q = choose_tile_q(0, 0, spec.tile_head_dim, fixed_split_size)
         return KernelEstimate(tile_q, 0.0, math.inf, math.inf, 0)
 
 
@@ -150,29 +151,20 @@ def possible_backend(
         Whether results must not depend on the batch.
     """
     wanted = spec.backend
-    if wanted == "fa2" and spec.q_data_type in FLOAT16:
+    if wanted == "fa2":
         return "fa2"
-    is_needed = spec.q_data_type not in FLOAT16  # the portable kernel has no 8-bit queries
-    if is_needed and wanted == "fa2":
-        _refuse_queries(spec, "backend 'fa2'")
-    if wanted == "auto" and not is_needed and (decodes or not is_hopper(device)):
+    if wanted == "auto" and (decodes or fixed_split_size or not is_hopper(device)):
         return "fa2"  # tiles of Hopper's are nearly empty where requests only decode
     missing = hopper.missing_on_hopper(spec.kernel_options, two_parts)
-    if wanted == "fa3" or is_needed:
+    if wanted == "fa3":
         if missing is None and device.type == "cuda" and not is_hopper(device):
             missing = f"a GPU of compute capability 9.0: {device} is none"
-        if missing is None and is_needed and decodes:
-            missing = "decode wrappers"
-        if missing is not None and is_needed:
-            _refuse_queries(spec, f"backend 'fa3', which lacks {missing}")
         hopper.check_hopper(missing)
         return "fa3"
-    return "auto" if missing is None and not fixed_split_size else "fa2"
-
-
-def _refuse_queries(spec: AttentionSpec, reason: str) -> None:
-    name = torch_name(spec.q_data_type)
-    raise ValueError(f"`q_data_type` must be float16 or bfloat16, got {name} with {reason}")
+    if missing is not None:
+        return "fa2"
+    # The portable kernel multiplies 8-bit queries at the speed of 16-bit ones.
+    return "auto" if spec.q_data_type in FLOAT16 else "fa3"
 
 
 @functools.cache

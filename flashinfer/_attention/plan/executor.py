@@ -7,15 +7,24 @@ from typing import Any
 
 import torch
 
-from ..._common.checks import tensor as check_tensor
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.errors import MissingJITCacheError, ToolchainError
 from .choice import KernelChoice, choose_kernel
-from .launch import ALL_ROWS, NO_OPTIONS, ModuleKey, PlanOptions, RowRange, Workspaces
+from .gathering import Gathering, is_worth_gathering
+from .launch import (
+    ALL_ROWS,
+    NO_OPTIONS,
+    BlockScales,
+    ModuleKey,
+    PlanOptions,
+    RowRange,
+    Workspaces,
+    check_workspace,
+)
 from .no_kernel import is_computed_from_plans
-from .planner import AttentionPlanner, PlanConfig
-from .requests import AttentionProblem, CustomMask, ItemScoring
+from .planner import AttentionPlanner, PlanConfig, bind, slots_of_stream
+from .requests import AttentionProblem, CustomMask
 from .spec import KernelOptions
 from .tiles import kv_tiles
 
@@ -64,6 +73,7 @@ class AttentionExecutor:
         self._modules: dict[ModuleKey, AttentionModule] = {}
         self._key: ModuleKey | None = None
         self._run: Callable[..., None] = _plan_first
+        self._gathering: Gathering | None = None  # what precedes the launch
         self._follows_a_kernel = False  # the work list is written by a kernel, not by a copy
         # The kernel that a CUDA graph keeps, and what it was chosen for.
         self._graph_choice: tuple[KernelOptions, bool, KernelChoice] | None = None
@@ -91,13 +101,13 @@ class AttentionExecutor:
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None
     ) -> None:
         """Use these from the next plan on; an int workspace is allocated if none is given."""
-        _check_workspace("float_workspace_buffer", float_workspace_buffer)
+        check_workspace("float_workspace_buffer", float_workspace_buffer)
         self.device = float_workspace_buffer.device
         if int_workspace_buffer is None:
             int_workspace_buffer = torch.empty(
                 INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
             )
-        _check_workspace("int_workspace_buffer", int_workspace_buffer)
+        check_workspace("int_workspace_buffer", int_workspace_buffer)
         if int_workspace_buffer.device != self.device:
             raise ValueError(
                 f"`int_workspace_buffer` must be on {self.device} as `float_workspace_buffer` is, "
@@ -111,7 +121,10 @@ class AttentionExecutor:
         """Let the latest plan use others: `floats` as large as before, `ints` with its list."""
         assert self.problem is not None and self._key is not None
         self.workspaces = Workspaces(floats, ints)
-        self._bind(self._modules[self._key], self.problem, None)
+        if self._gathering is not None:
+            self._gathering.place(floats)
+        launched = self.problem if self._gathering is None else self._gathering.problem
+        self._bind(self._modules[self._key], launched, None)
 
     # --- Planning -----------------------------------------------------------------------------
 
@@ -148,9 +161,27 @@ class AttentionExecutor:
             If the plan is impossible, a workspace is too small (which says the bytes that are
             needed) or not on a GPU.
         """
+        gathering, decodes = None, problem.requests.qo_indptr is None
+        if not decodes and second is None and choice is None and rows is ALL_ROWS:
+            gathering = self._gathering_for(problem, options)
+        launched = problem if gathering is None else gathering.problem
+        self._plan(launched, options, second, choice, rows)
+        if gathering is not None:
+            gathering.place(self.workspaces.floats)
+            self.problem, self._gathering = problem, gathering
+
+    def _plan(
+        self,
+        problem: AttentionProblem,
+        options: PlanOptions,
+        second: AttentionProblem | None,
+        choice: KernelChoice | None,
+        rows: RowRange,
+    ) -> None:
+        """`plan` of what is launched."""
         key = self._module_key(problem, second, options, choice)
         self._options = options
-        self.problem = None
+        self.problem = self._gathering = None
         self._run = _plan_first
         self._follows_a_kernel = False
         requests, seconds = problem.requests, None if second is None else second.requests
@@ -163,9 +194,11 @@ class AttentionExecutor:
             planner = self._configured(problem, key, _NOMINAL_CTA_SLOTS, options, rows)
             planner.plan(None, -1, requests, seconds)
             module = self._modules[key] = key.load()
-        slots = module.cta_slots(self.workspaces.floats)
+        slots = slots_of_stream(module, self.workspaces.floats)
         planner = self._configured(problem, key, slots, options, rows)
-        planner.plan(self.workspaces.ints, self._float_bytes, requests, seconds)
+        mask = problem.tensors.mask
+        visible = mask.visible if isinstance(mask, CustomMask) else None
+        planner.plan(self.workspaces.ints, self._float_bytes, requests, seconds, visible)
         self._bind(module, problem, second)
         if not options.non_blocking:
             torch.cuda.current_stream(self.device).synchronize()
@@ -201,10 +234,12 @@ class AttentionExecutor:
         rows: RowRange = ALL_ROWS,
     ) -> tuple[int, int]:
         """Bytes of the float and the int workspace that `plan` with these arguments needs."""
+        if not problem.requests.page_size and is_worth_gathering(problem, self.device, options):
+            problem = Gathering(problem, self.device).problem  # rows of pages are no need
         key = self._module_key(problem, None, options, choice)
         slots = _NOMINAL_CTA_SLOTS
         if self.device.type == "cuda":
-            slots = key.load().cta_slots(self.workspaces.floats)
+            slots = slots_of_stream(key.load(), self.workspaces.floats)
         planner, self._planner = self._planner, None  # the plan in use stays as it is
         try:
             sizer = self._configured(problem, key, slots, options, rows)
@@ -242,11 +277,11 @@ class AttentionExecutor:
                     "of plan() with a CUDA graph, which reads the plan"
                 )
         key = self._module_key(problem, None, self._options)
-        if key.choice.backend != self._key.choice.backend:
+        if self._gathering is not None or key.choice.backend != self._key.choice.backend:
             if keep_plan:
                 raise ValueError(
-                    "`pos_encoding_mode` of forward() must not need another kernel than that of "
-                    "plan() with a CUDA graph, which reads the plan"
+                    "options of forward() must not need another kernel than those of plan() with "
+                    "a CUDA graph, which reads the plan"
                 )
             self.plan(problem, self._options._replace(non_blocking=True))
             return
@@ -272,6 +307,7 @@ class AttentionExecutor:
         enable_pdl: bool | None = None,
         additional: Sequence[Any] = (),
         head_scales: HeadScales | None = None,
+        block_scales: BlockScales | None = None,
     ) -> None:
         """Launch what was planned.
 
@@ -290,10 +326,15 @@ class AttentionExecutor:
             None: where the device has it.
         additional : sequence
             Tensors, then scalars, of a user's variant.
-        head_scales : tuple, optional
-            Factors of each head besides, of queries, keys and values.
+        head_scales, block_scales : tuple, optional
+            Factors of each head besides, of queries, keys and values; scales of 4-bit keys and of
+            values.
         """
         run, key = self._run, self._key
+        if self._gathering is not None:
+            q, k, v = self._gathering.apply(q, k, v)
+        if block_scales is not None:
+            self._planned_module().block_scales(self._launch, *block_scales, out, lse)
         if (
             sinks is not None
             or head_scales is not None
@@ -305,16 +346,12 @@ class AttentionExecutor:
             run = module.run
         if self._follows_a_kernel:
             enable_pdl = False  # launches read the work list before they wait
-        launch = self._launch
-        run(
-            launch, q, k, v, out, lse, sm_scale, v_scale, window_left, sinks, enable_pdl,
-            *additional,
-        )  # fmt: skip
+        arguments = (q, k, v, out, lse, sm_scale, v_scale, window_left, sinks, enable_pdl)
+        run(self._launch, *arguments, *additional)
 
     def set_mask(self, mask: CustomMask) -> None:
         """Another custom mask of the same lengths from the next `run` on."""
-        assert self._key is not None
-        self._modules[self._key].mask(self._launch, *mask)
+        self._planned_module().mask(self._launch, mask.bits, mask.indptr)
 
     def set_second(
         self,
@@ -326,12 +363,17 @@ class AttentionExecutor:
         v_scale: float = 1.0,
     ) -> None:
         """Tensors of the `second` problem for the next `run`."""
-        if self._run is _plan_first:
-            _plan_first()
-        assert self._key is not None
-        self._modules[self._key].second(self._launch, q, k, v, out, lse, v_scale)
+        self._planned_module().second(self._launch, q, k, v, out, lse, v_scale)
 
     # --- Details ------------------------------------------------------------------------------
+
+    def _gathering_for(self, problem: AttentionProblem, options: PlanOptions) -> Gathering | None:
+        """Copies that are worth their time, if the float workspace has room for their rows."""
+        if is_computed_from_plans() or not is_worth_gathering(problem, self.device, options):
+            return None
+        gathering = Gathering(problem, self.device)
+        partial_bytes, _ = self.workspace_size(gathering.problem, options)
+        return gathering if gathering.fits(partial_bytes, self._float_bytes) else None
 
     def _module_key(
         self,
@@ -431,37 +473,14 @@ class AttentionExecutor:
         assert self._planner is not None
         if self._launch.numel() < module.launch_bytes:
             self._launch = torch.zeros(module.launch_bytes, dtype=torch.uint8)
-        launch, layout, spec, tensors = (
-            self._launch,
-            self._planner.layout,
-            problem.spec,
-            problem.tensors,
-        )
-        module.bind(
-            launch,
-            layout,
-            self.workspaces.ints,
-            self.workspaces.floats,
-            tensors.kv_indices,
-            spec.num_qo_heads,
-            spec.num_kv_heads,
-            problem.requests.page_size,
-            spec.kv_layout == "HND",
-            self._options.capacity is not None,  # then q may have more rows than the plan
-        )
-        mask = tensors.mask
-        if second is not None:
-            rows = int(problem.requests.kv_lengths()[0]) if tensors.rows_as_pages else -1
-            is_hnd = second.spec.kv_layout == "HND"
-            module.bind_second(launch, layout, second.tensors.kv_indices, is_hnd, rows)
-            mask = mask or second.tensors.mask
-        if spec.logits_soft_cap > 0.0 or spec.pos_encoding_mode != "NONE":
-            slopes = tensors.alibi_slopes
-            module.options(launch, spec.logits_soft_cap, spec.rope_scale, spec.rope_theta, slopes)
-        if isinstance(mask, CustomMask):
-            module.mask(launch, *mask)
-        elif isinstance(mask, ItemScoring):
-            module.items(launch, *mask)
+        layout, has_capacity = self._planner.layout, self._options.capacity is not None
+        bind(module, self._launch, layout, self.workspaces, problem, second, has_capacity)
+
+    def _planned_module(self) -> AttentionModule:
+        if self._run is _plan_first:
+            _plan_first()
+        assert self._key is not None
+        return self._modules[self._key]
 
     def _module(self, key: ModuleKey) -> AttentionModule:
         module = self._modules.get(key)
@@ -471,9 +490,7 @@ class AttentionExecutor:
 
     def _module_with(self, sinks: bool, window: bool, head_scales: bool) -> AttentionModule:
         """The planned module with options that a run adds; it reads the same launch."""
-        if self._run is _plan_first:
-            _plan_first()
-        assert self._key is not None
+        assert self._planned_module() and self._key is not None
         window = self._key.sliding_window or window
         key = self._key._replace(sliding_window=window, sinks=sinks, head_scales=head_scales)
         return self._module(key)
@@ -481,9 +498,3 @@ class AttentionExecutor:
 
 def _plan_first(*_: Any) -> None:
     raise ValueError("plan() must be called before run(), and again after new workspaces")
-
-
-def _check_workspace(name: str, buffer: Any) -> None:
-    check_tensor(name, buffer)
-    if not buffer.is_contiguous() or buffer.data_ptr() % 16:
-        raise ValueError(f"`{name}` must be contiguous and begin at a multiple of 16 bytes")

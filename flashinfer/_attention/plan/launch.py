@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..._common.checks import tensor as check_tensor
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, get_attention_module
 from .choice import KernelChoice
 from .planner import ANY_ROWS
 from .spec import KernelOptions
+
+BlockScales = tuple[torch.Tensor, torch.Tensor | None]
+"""Scales of 4-bit keys and of values; None: the first tensor has both."""
 
 
 class ModuleKey(NamedTuple):
@@ -60,6 +64,16 @@ class Workspaces(NamedTuple):
 
     floats: torch.Tensor  # partial results of requests that are split
     ints: torch.Tensor  # the work list
+
+
+def check_workspace(name: str, buffer: Any) -> None:
+    """Refuse what is no contiguous tensor at a multiple of 16 bytes."""
+    check_tensor(name, buffer)
+    if not buffer.is_contiguous():
+        raise ValueError(f"`{name}` must be contiguous, got strides {buffer.stride()}")
+    if buffer.data_ptr() % 16:
+        at = hex(buffer.data_ptr())
+        raise ValueError(f"{name} must be 16-byte aligned: `{name}` begins at {at}")
 
 
 class GraphCapacity(NamedTuple):

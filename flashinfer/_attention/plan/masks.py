@@ -10,6 +10,7 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import tensor as check_tensor
 from ..._common.packbits import segment_packbits
+from ...jit.attention.mask_ranges import get_attention_mask_ranges_module
 from .requests import CustomMask, ItemScoring, Requests
 
 
@@ -29,7 +30,7 @@ def make_mask(
     custom_mask, packed_custom_mask : torch.Tensor
         Bools or packed bits; the latter take the place of the former.
     device : torch.device
-        Device of the result.
+        Device of the result. On a GPU, the host waits for the range of keys that each query sees.
     may_be_longer : bool
         Whether it may be longer than the batch needs, as queries and page numbers may be: engines
         capture a CUDA graph with a mask of the largest batch.
@@ -53,7 +54,22 @@ def make_mask(
     if length >= 2**31:
         raise ValueError(f"`custom_mask` must have less than 2^31 bytes, got {length}")
     packed = _vector("packed_custom_mask", packed, torch.uint8, length, may_be_longer)
-    return CustomMask(packed.to(device), torch.from_numpy(offsets.astype(np.int32)).to(device))
+    bits, indptr = packed.to(device), torch.from_numpy(offsets.astype(np.int32)).to(device)
+    is_final = device.type == "cuda" and not may_be_longer  # graphs may change the bits
+    return CustomMask(bits, indptr, _visible_keys(requests, bits, indptr) if is_final else None)
+
+
+def _visible_keys(requests: Requests, bits: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """``CustomMask.visible`` of a mask on a GPU, for which the host waits."""
+    begins = requests.qo_indptr
+    if begins is None:
+        begins = torch.arange(requests.batch_size + 1).mul_(requests.tokens_per_request).int()
+    device, lengths = bits.device, requests.kv_lengths()
+    visible = torch.empty(requests.num_qo_tokens, 2, dtype=torch.int32, device=device)
+    get_attention_mask_ranges_module().attention_mask_ranges(
+        visible, bits, indptr, begins.to(device), lengths.int().to(device)
+    )
+    return visible.cpu()
 
 
 def as_bools(mask: Any) -> Any:

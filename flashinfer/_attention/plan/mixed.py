@@ -41,7 +41,7 @@ class MixedExecutor(AttentionExecutor):
             _plan_and_grow(self, problem, hopper_choice(spec))
             return
         # Heads of more than 256 have the decode tile only.
-        second = DECODE_ROWS if spec.head_dim_vo <= 256 else 0
+        second = DECODE_ROWS if spec.tile_head_dim <= 256 else 0
         found = estimate(spec, problem.requests, second, False, backend == "auto")
         if found.few_rows > 0 and _is_faster_apart(found):
             self._plan_apart(problem, found.few_rows)
@@ -56,7 +56,7 @@ class MixedExecutor(AttentionExecutor):
         if self._decoder is None:
             workspace = torch.empty(FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
             self._decoder = AttentionExecutor(workspace)
-        tile_q = choose_tile_q(few_rows, few_rows, problem.spec.head_dim_vo)
+        tile_q = choose_tile_q(few_rows, few_rows, problem.spec.tile_head_dim)
         decode, rows = KernelChoice("fa2", tile_q), RowRange(0, few_rows)
         _plan_and_grow(self._decoder, problem, decode, rows)
         others = RowRange(few_rows + 1, ANY_ROWS)

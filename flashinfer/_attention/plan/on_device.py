@@ -5,6 +5,7 @@ from __future__ import annotations
 from .choice import KernelChoice
 from .executor import AttentionExecutor, _plan_first
 from .launch import ALL_ROWS, GraphCapacity, PlanOptions
+from .planner import slots_of_stream
 from .requests import AttentionProblem, DeviceLengths
 
 
@@ -46,7 +47,7 @@ def plan_on_device(
     executor._run = _plan_first
     module = executor._module(key)
     workspaces = executor.workspaces
-    slots = module.cta_slots(workspaces.floats)
+    slots = slots_of_stream(module, workspaces.floats)
     planner = executor._configured(problem, key, slots, options, ALL_ROWS)
     planner.plan_on_device(workspaces.ints, executor._float_bytes, requests, lengths)
     executor._bind(module, problem, None)

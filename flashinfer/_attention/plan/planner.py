@@ -12,9 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..._common.driver import get_stream_sm_count
 from ...jit.attention.device_plan import get_attention_device_plan_module
+from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.attention.plan import get_attention_plan_module
-from .requests import DeviceLengths, Requests
+from .requests import AttentionProblem, CustomMask, DeviceLengths, ItemScoring, Requests
 
 ANY_ROWS = 2**31 - 1
 """As the most rows of a request: any number."""
@@ -141,6 +143,13 @@ def estimate_kernels(model: torch.Tensor, requests: Requests) -> KernelEstimate:
     return KernelEstimate(*_of_thread.record.item())
 
 
+def slots_of_stream(module: AttentionModule, workspace: torch.Tensor) -> CtaSlots:
+    """The CTAs that the multiprocessors of the current stream hold at a time."""
+    if torch.cuda.current_stream(workspace.device).cuda_stream == 0:
+        return module.cta_slots(workspace)  # the default stream has them all
+    return module.cta_slots(workspace, get_stream_sm_count(workspace.device))
+
+
 class AttentionPlanner:
     """One plan at a time, with scratch and staging memory of its own. Not thread-safe.
 
@@ -165,6 +174,7 @@ class AttentionPlanner:
         self._configure = module.attention_plan_configure
         self._plan = module.attention_plan
         self._plan_second = module.attention_plan_second
+        self._plan_visible = module.attention_plan_visible
         self._float_bytes = module.attention_plan_float_bytes
         self._int_bytes = module.attention_plan_int_bytes
         # The callback keeps the module and both tensors alive until it has run.
@@ -189,6 +199,7 @@ class AttentionPlanner:
         float_workspace_bytes: int,
         requests: Requests,
         second: Requests | None = None,
+        visible: torch.Tensor | None = None,
     ) -> None:
         """Plan a batch, and copy the work list to the GPU on the current stream.
 
@@ -203,6 +214,9 @@ class AttentionPlanner:
             The batch, or its requests of kind 0.
         second : Requests, optional
             Requests of kind 1 that have tensors of their own.
+        visible : torch.Tensor, optional
+            ``[query tokens, 2]`` int32 on the CPU, of `requests`: the first key that each query
+            sees by a custom mask, and the one after the last. Tiles of other keys are left out.
 
         Raises
         ------
@@ -213,6 +227,8 @@ class AttentionPlanner:
         """
         if second is not None:
             self._plan_second(self._native, *second)
+        if visible is not None:
+            self._plan_visible(self._native, visible)
         self._plan(self._native, int_workspace, float_workspace_bytes, *requests)
 
     def plan_on_device(
@@ -258,6 +274,55 @@ class AttentionPlanner:
         """Bytes of the float and of the int workspace that `plan` would need."""
         self.plan(None, -1, requests, second)
         return self._float_bytes(self._native), self._int_bytes(self._native)
+
+
+def bind(
+    module: AttentionModule,
+    launch: torch.Tensor,
+    layout: torch.Tensor,
+    workspaces: tuple[torch.Tensor, torch.Tensor],
+    problem: AttentionProblem,
+    second: AttentionProblem | None,
+    has_capacity: bool,
+) -> None:
+    """Put everything that a plan fixes into the bytes of a launch.
+
+    Parameters
+    ----------
+    launch, layout : torch.Tensor
+        The bytes of the launch, and of the plan's layout.
+    workspaces : tuple of torch.Tensor
+        For partial results, and with the work list.
+    has_capacity : bool
+        Whether a CUDA graph's queries may have more rows than the plan.
+    """
+    spec, requests, tensors = problem
+    floats, ints = workspaces
+    module.bind(
+        launch,
+        layout,
+        ints,
+        floats,
+        tensors.kv_indices,
+        spec.num_qo_heads,
+        spec.num_kv_heads,
+        requests.page_size,
+        spec.kv_layout == "HND",
+        has_capacity,
+    )
+    mask = tensors.mask
+    if second is not None:
+        rows = int(requests.kv_lengths()[0]) if tensors.rows_as_pages else -1
+        is_hnd = second.spec.kv_layout == "HND"
+        module.bind_second(launch, layout, second.tensors.kv_indices, is_hnd, rows)
+        mask = mask or second.tensors.mask
+    if spec.logits_soft_cap > 0.0 or spec.pos_encoding_mode != "NONE":
+        slopes = tensors.alibi_slopes
+        module.options(launch, spec.logits_soft_cap, spec.rope_scale, spec.rope_theta, slopes)
+    if isinstance(mask, CustomMask):
+        module.mask(launch, mask.bits, mask.indptr)
+    elif isinstance(mask, ItemScoring):
+        module.items(launch, *mask)
 
 
 def _destroy(module: object, native: torch.Tensor, layout: torch.Tensor) -> None:

@@ -111,6 +111,9 @@ class CustomMask(NamedTuple):
 
     bits: torch.Tensor  # little-endian, [qo_len * kv_len] of each request from a new byte on; uint8
     indptr: torch.Tensor  # first byte of each request, int32
+    # Ranges of the keys that queries see, [query tokens, 2] int32 on the CPU: the first key and the
+    # one after the last. None: any key, as where the bits may change without a new plan.
+    visible: torch.Tensor | None = None
 
     @property
     def mode(self) -> str:

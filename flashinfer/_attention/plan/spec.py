@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...jit.attention.config import tile_head_dim
 from ...jit.attention.variant import AttentionVariant
 
 
@@ -51,6 +52,8 @@ class AttentionSpec:
         Mask of the kernel where no tensor is one, as in ``AttentionConfig``.
     kernel_options : KernelOptions
         The options that select code.
+    tile_head_dim : int
+        The head size that the tile depends on.
 
     Raises
     ------
@@ -77,6 +80,7 @@ class AttentionSpec:
     backend: str = "auto"
     kernel_options: KernelOptions = field(init=False, repr=False, compare=False)
     group_size: int = field(init=False, repr=False, compare=False)
+    tile_head_dim: int = field(init=False, repr=False, compare=False)
     mask_mode: str = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -109,6 +113,8 @@ class AttentionSpec:
         )
         object.__setattr__(self, "kernel_options", options)
         object.__setattr__(self, "group_size", q_heads // kv_heads)
+        tile_dim = tile_head_dim(self.head_dim_qk, self.head_dim_vo)
+        object.__setattr__(self, "tile_head_dim", tile_dim)
         object.__setattr__(self, "mask_mode", "causal" if self.causal else "none")
         object.__setattr__(self, "_hash", hash((q_heads, kv_heads, options, scalars)))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...jit.attention.config import tile_rules
+from ...jit.attention.config import PACKED_FLOAT4, tile_rules
 from ...jit.attention.hopper import hopper_tile_q, is_widened
 from .spec import AttentionSpec
 from .tiles import hopper_tiles, portable_tiles
@@ -23,6 +23,19 @@ _NUM_SMS = 132  # of an H100 and an H200
 MEMORY = (2.5, 4.1e6, 1.4e6, 0.05)
 """Microseconds until the first keys come; bytes per microsecond of keys and values, and of partial
 results, which are written and read; microseconds per part of a row."""
+
+
+class CopySpeed(NamedTuple):
+    """Speed of a launch that copies."""
+
+    start: float  # microseconds
+    bytes_per_us: float  # read and written
+
+
+COPIES = CopySpeed(3.5, 3.3e6)
+"""Of launches that copy or rotate keys before the attention."""
+ROTATING = 1.5
+"""How much longer the portable kernel takes for a prefill that it rotates (at least)."""
 
 
 class KernelSpeed(NamedTuple):
@@ -204,14 +217,15 @@ def kernel_model(
         if widens:
             few, portable, portable_start, factor, gathered = speeds.widened
             factor *= tile_kv / hopper_tiles(*_MEASURED, *head_dims).tile_kv
-        if _are_gathered(page_size, tile_kv):
+        if are_gathered(page_size, tile_kv):
             factor *= gathered
         hopper = _slower(speeds.hopper, factor)
     known = speeds.tiles if speeds is not None else {}
     model = np.zeros((), MODEL_DTYPE)
     model["num_kv_heads"], model["group_size"] = spec.num_kv_heads, spec.group_size
     model["head_dim_vo"], model["num_sms"] = spec.head_dim_vo, _NUM_SMS
-    model["key_bytes"] = sum(head_dims) * spec.kv_data_type.itemsize
+    bits = 4 if spec.kv_data_type == PACKED_FLOAT4 else 8 * spec.kv_data_type.itemsize
+    model["key_bytes"] = sum(head_dims) * bits // 8
     model["first_keys"], model["dram"], model["partial"], model["per_part"] = MEMORY
     model["tile_q_second"] = tile_q_second
     model["portable_tile_kv"], model["portable_piece_tiles"] = portable_sizes
@@ -221,7 +235,7 @@ def kernel_model(
     model["hopper_tile_q"] = hopper_tile_q(*head_dims)
     model["hopper_tile_kv"], model["hopper_piece_tiles"] = hopper_sizes
     model["hopper_speed"] = hopper
-    rules = tile_rules(spec.head_dim_vo, fixed_split_size)
+    rules = tile_rules(spec.tile_head_dim, fixed_split_size)
     model["num_tiles"] = len(rules)
     for tile, rule in zip(model["tiles"], rules, strict=False):
         speed = known.get(rule.tile_q, _UNKNOWN)
@@ -235,7 +249,7 @@ def _slower(speed: KernelSpeed, factor: float, later: float = 0.0) -> KernelSpee
     return speed._replace(start=speed.start + later, per_kv_tile=factor * speed.per_kv_tile)
 
 
-def _are_gathered(page_size: int, tile_kv: int) -> bool:
+def are_gathered(page_size: int, tile_kv: int) -> bool:
     """Whether no box of TMA fits the pages (kv_box_rows in attention/sm90/launch.cuh)."""
     if page_size == 0 or page_size % tile_kv == 0:
         return False

@@ -14,9 +14,11 @@ from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
 from ..._compile.handles import Planned
+from ...jit.attention.config import PACKED_FLOAT4
 from ..backends import is_backend_supported, prepare_jit_additional_args
 from ..checks import (
     check_backend,
+    check_block_scales,
     check_pos_encoding,
     check_window,
     logits_scale,
@@ -112,6 +114,16 @@ class AttentionWrapper(Planned):
     def _planned_results(self) -> tuple[int, torch.dtype] | None:
         """Columns and dtype of the results, as planned; a compiled graph depends on them."""
         return results_of(self._problem)
+
+    @property
+    def _plan_info(self) -> list[int] | None:
+        """Query rows and requests of the latest plan: what engines keep, and compare."""
+        requests = None if self._problem is None else self._problem.requests
+        return requests and [requests.num_qo_tokens, requests.batch_size]
+
+    @_plan_info.setter
+    def _plan_info(self, info: list[int]) -> None:
+        """Engines put here what `_cached_module.plan` has returned, which is known."""
 
     @property
     def _float_workspace_buffer(self) -> torch.Tensor:
@@ -304,6 +316,7 @@ class AttentionWrapper(Planned):
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
     ) -> Any:
         problem = self._problem
         if problem is None:
@@ -316,6 +329,10 @@ class AttentionWrapper(Planned):
         if not (q_scale is None and k_scale is None and v_scale is None):
             factor, v_factor, head_scales = self._scales(spec, q_scale, k_scale, v_scale)
             sm_scale *= factor
+        block_scales = None
+        if kv_cache_sf is not None or spec.kv_data_type is PACKED_FLOAT4:
+            check_block_scales(spec.kv_data_type, kv_cache_sf)
+            block_scales = split_cache(kv_cache_sf, "kv_cache_sf")
         if window_left is None:
             window_left = spec.window_left
         elif window_left != spec.window_left:
@@ -348,6 +365,7 @@ class AttentionWrapper(Planned):
             enable_pdl=enable_pdl,
             additional=args,
             head_scales=head_scales,
+            block_scales=block_scales,
         )
         return (out, lse) if return_lse else out
 

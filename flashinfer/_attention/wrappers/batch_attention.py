@@ -94,7 +94,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         num_qo_heads, num_kv_heads : int
             The first a multiple of the second, up to 64 times.
         head_dim_qk, head_dim_vo : int
-            Multiples of 16 from 16 to 256, or both 512.
+            Multiples of 16 from 16 to 512; beyond 256, of values one of 32.
         page_size : int
             Tokens of a page, any number from 1.
         causal : bool
@@ -106,7 +106,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         q_data_type : torch.dtype
             float16 or bfloat16; also of the output.
         kv_data_type : torch.dtype
-            `q_data_type`, float8_e4m3fn or float8_e5m2.
+            `q_data_type`, float8_e4m3fn, float8_e5m2, or uint8: pairs of 4 bits (NVFP4).
         use_profiler : bool
             False: use Nsight Compute.
 
@@ -182,8 +182,10 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
             As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
         logits_soft_cap : float
             0, or what was planned.
-        profiler_buffer, kv_cache_sf : None
-            Of profiles, and of caches of 4 bits, which there are no kernels for.
+        profiler_buffer : None
+            Of profiles, which there are no kernels for.
+        kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
+            Scales of a 4-bit cache, as for ``BatchPrefillWithPagedKVCacheWrapper.run``.
 
         Returns
         -------
@@ -195,7 +197,6 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
             If nothing is planned, or an argument is not as described.
         """
         refuse("the kernels write no profile", profiler_buffer=profiler_buffer)
-        refuse("there are no kernels for caches of 4 bits", kv_cache_sf=kv_cache_sf)
         if logits_soft_cap and self._problem is not None:
             planned = self._problem.spec.logits_soft_cap
             if soft_cap(logits_soft_cap) != planned:
@@ -204,6 +205,14 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
                 )
         k, v = split_cache(kv_cache, "kv_cache")
         result = self._launch(
-            q, k, v, out=out, lse=lse, return_lse=True, k_scale=k_scale, v_scale=v_scale
+            q,
+            k,
+            v,
+            out=out,
+            lse=lse,
+            return_lse=True,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_cache_sf=kv_cache_sf,
         )
         return result[0], result[1]

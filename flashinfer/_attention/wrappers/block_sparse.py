@@ -4,7 +4,7 @@ Both wrappers describe a row of blocks to the kernels as a request whose pages a
 the row attends to; what is not attended to is neither read nor computed.
 """
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -13,20 +13,18 @@ from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.sparse import (
     block_sparse_attention_run_trace,
 )
-from ..checks import refuse
+from ..checks import BLACKWELL, refuse
 from .sparse import SparseWrapper
 from .sparse_checks import (
     check_bsr,
     check_mask,
+    check_scales,
     check_shape,
 )
 from .sparse_tables import (
     bits_by_row_of_blocks,
     bsr_table,
 )
-
-_BLACKWELL = "it belongs to kernels for Blackwell"
-_SCALES = "scales are for queries of 8 bits, which there are no kernels for"
 
 
 class BlockSparseAttentionWrapper(SparseWrapper):
@@ -117,7 +115,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         num_qo_heads, num_kv_heads : int
             Heads; the first is 1 to 64 times the second.
         head_dim : int
-            Elements of a head: 512 or a multiple of 16 from 16 to 256.
+            Elements of a head: a multiple of 16 from 16 to 256, or of 32 up to 512.
         mask : torch.Tensor, optional
             Entries of the blocks that count, ``[nnz, R, C]``, bool.
         packed_mask : torch.Tensor, optional
@@ -137,7 +135,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         rope_scale, rope_theta : float, optional
             Without effect, as there are no rotary embeddings.
         q_data_type : str or torch.dtype
-            float16 or bfloat16.
+            float16, bfloat16, float8_e4m3fn or float8_e5m2.
         kv_data_type : str or torch.dtype, optional
             `q_data_type` (the default), float8_e4m3fn or float8_e5m2.
         o_data_type : str or torch.dtype
@@ -147,8 +145,9 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             for it either way.
         block_mask, kv_block_lens, q2k_indices, q2k_num, kv_splits, use_clc : None
             These belong to kernels for Blackwell.
-        q_scale, k_scale, v_scale : None
-            These belong to 8-bit queries.
+        q_scale, k_scale, v_scale : torch.Tensor, optional
+            Factors of `q`, `k` and `v` for runs that have no others: float32 on the device, of each
+            head or one, or a number.
 
         Raises
         ------
@@ -158,7 +157,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         """
         self._problem = None  # whatever becomes of this plan
         refuse(
-            _BLACKWELL,
+            BLACKWELL,
             block_mask=block_mask,
             kv_block_lens=kv_block_lens,
             q2k_indices=q2k_indices,
@@ -166,7 +165,6 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             kv_splits=kv_splits,
             use_clc=use_clc,
         )
-        refuse(_SCALES, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         spec = self._sparse_spec(
             head_dim,
             pos_encoding_mode,
@@ -181,6 +179,8 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             kv_data_type=kv_data_type,
             o_data_type=o_data_type,
         )
+        scales = (q_scale, k_scale, v_scale)
+        check_scales(spec, self.device, scales, ("q_scale", "k_scale", "v_scale"))
         causal = check_flag("causal", causal)
         if causal and (mask is not None or packed_mask is not None):
             raise ValueError("`causal` must be False with a mask, which can leave out columns")
@@ -193,8 +193,14 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         self._plan_table(spec, table, non_blocking, bits, packed_mask)
         self._shape, self._block = (M, N), (R, C)
         self._blocks, self._causal = (rows, columns), causal
+        self._planned_scales = scales
 
     begin_forward = plan
+
+    def _scales_of_run(self, *given: Any) -> tuple[Any, ...]:
+        """Those of the run, else those of the plan."""
+        pairs = zip(self._planned_scales, given, strict=True)
+        return tuple(planned if scale is None else scale for planned, scale in pairs)
 
     @overload
     def run(
@@ -248,8 +254,9 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             multiples of 16 bytes.
         k, v : torch.Tensor
             ``[N, num_kv_heads, head_dim]``, dtype as planned; strides as for `q`.
-        scale_q, scale_k, scale_v : None
-            Of queries of 8 bits, which there are no kernels for.
+        scale_q, scale_k, scale_v : torch.Tensor, optional
+            Factors of `q`, `k` and `v`: float32 on the device, of each head or one, or a number;
+            by default the plan's.
         out : torch.Tensor, optional
             The result; shape and strides as for `q`; overlaps no input.
         lse : torch.Tensor, optional
@@ -270,14 +277,27 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         TypeError, ValueError
             If nothing is planned, or a tensor is not as planned or not on the GPU.
         """
-        refuse(_SCALES, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
         spec = self._planned_problem().spec
         (_, N), (_, C) = self._shape, self._block
         shape = (N, spec.num_kv_heads, spec.head_dim_qk)
         check_shape("k", k, shape)
         check_shape("v", v, shape)
         k, v = k.unflatten(0, (N // C, C)), v.unflatten(0, (N // C, C))
-        return self._launch(q, k, v, out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)
+        given = (scale_q, scale_k, scale_v)
+        check_scales(spec, self.device, given, ("scale_q", "scale_k", "scale_v"))
+        q_scale, k_scale, v_scale = self._scales_of_run(*given)
+        return self._launch(
+            q,
+            k,
+            v,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            enable_pdl=enable_pdl,
+        )
 
     @flashinfer_api
     def forward(

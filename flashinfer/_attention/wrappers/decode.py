@@ -9,7 +9,7 @@ from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention import paged_decode_run_trace
-from ..checks import check_spare_block_tables, refuse, with_data_type
+from ..checks import BLACKWELL, check_spare_block_tables, refuse, with_data_type
 from ..index_tensors import (
     check_buffer,
     check_page_numbers,
@@ -65,7 +65,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         With `use_cuda_graph`: int32 buffers on the device, of ``capacity + 1`` elements, of the
         most page numbers a batch can have, and of ``capacity``. ``plan`` fills them.
     backend : str
-        ``"auto"`` or ``"fa2"``.
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``, whose tiles are for prefill: with few query
+        heads to a KV head most of their rows are empty.
     jit_args : list, optional
         A variant: ``[uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo,
         additional_tensor_names, additional_tensor_dtypes, additional_scalar_names,
@@ -90,8 +91,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
     >>> wrapper.run(q, cache).shape
     torch.Size([2, 32, 128])
     """
-
-    _backends = ("auto", "fa2")
 
     @flashinfer_constructor
     def __init__(
@@ -160,7 +159,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         num_qo_heads, num_kv_heads : int
             The first a multiple of the second, up to 64 times.
         head_dim : int
-            A multiple of 16 from 16 to 256, or 512.
+            A multiple of 16 from 16 to 512; beyond 256, of values one of 32.
         page_size : int
             Tokens of a page, any number from 1.
         pos_encoding_mode : str
@@ -170,8 +169,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         logits_soft_cap : float, optional
             c of ``c * tanh(logits / c)``; None and 0: none.
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
-            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for the cache. The default
-            of the first is float16, and the others have the first's.
+            float16, bfloat16, float8_e4m3fn or float8_e5m2; the same or one of 8 bits for the
+            cache, with 16-bit queries also uint8 (4 bits: NVFP4); 16 bits for the output. The
+            default of the first is float16, and the others have the first's, so that 8-bit queries
+            need an `o_data_type`.
         data_type : torch.dtype or str, optional
             Stands in for those of `q_data_type` and `kv_data_type` that are left out; one of 8 bits
             is the cache's alone.
@@ -379,6 +380,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
             value.
         q_len_per_req : int, optional
             The planned number, or None.
+        kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
+            As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
 
         Returns
         -------
@@ -390,32 +393,45 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         TypeError, ValueError
             If an argument is not as described.
         """
-        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+        if skip_softmax_threshold_scale_factor is not None:
             refuse(
-                "it belongs to kernels for Blackwell",
+                BLACKWELL,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-                kv_cache_sf=kv_cache_sf,
             )
         if q_len_per_req is not None:
             self._check_q_len(q_len_per_req)
         k, v = split_cache(paged_kv_cache)
-        return self._launch(
-            q,
-            k,
-            v,
-            args,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            window_left=window_left,
-            sinks=sinks,
-            enable_pdl=enable_pdl,
-        )
+        try:
+            return self._launch(
+                q,
+                k,
+                v,
+                args,
+                out=out,
+                lse=lse,
+                return_lse=return_lse,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                window_left=window_left,
+                sinks=sinks,
+                enable_pdl=enable_pdl,
+                kv_cache_sf=kv_cache_sf,
+            )
+        except ValueError as error:
+            raise self._explained(error, q) from None
 
     run_return_lse = returning_lse(run)
+
+    def _explained(self, error: ValueError, q: torch.Tensor) -> ValueError:
+        """An error, with where the number of tokens comes from if `q` has another."""
+        requests = None if self._problem is None else self._problem.requests
+        if requests is None or q.shape[:1] == (requests.num_qo_tokens,):
+            return error
+        return ValueError(
+            f"{error}: {requests.batch_size} requests were planned with `q_len_per_req` of "
+            f"{requests.tokens_per_request}"
+        )
 
     def _check_q_len(self, q_len_per_req: int) -> None:
         planned = 1 if self._problem is None else self._problem.requests.tokens_per_request

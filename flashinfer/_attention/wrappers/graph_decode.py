@@ -63,7 +63,7 @@ def _plan_on_device(wrapper: BatchDecodeWithPagedKVCacheWrapper, a: DecodeArgume
             copy_to_buffer(name, values, getattr(wrapper, f"_paged_kv_{name}_buf"))
     spec, tokens = options.spec, options.tokens_per_request
     rows = tokens * spec.group_size
-    choice = KernelChoice("fa2", choose_tile_q(rows, rows, spec.head_dim_vo))
+    choice = KernelChoice("fa2", choose_tile_q(rows, rows, spec.tile_head_dim))
     tensors = options.tensors._replace(kv_indices=wrapper._paged_kv_indices_buf)
     if tensors.kv_indices is None:
         tensors = tensors._replace(kv_indices=pages)
@@ -129,7 +129,8 @@ def fast_decode_plan(
         it runs, and the host waits for nothing; what `fixed_split_size` and `disable_split_kv` fix
         is planned on the host with `indptr` fetched. Its values are not read.
     indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size
-        As for ``plan``, and so is what follows them.
+        As for ``plan``, and so is what follows them. Results keep the dtype that the latest
+        ``plan`` gave them.
 
     Raises
     ------
@@ -143,6 +144,7 @@ def fast_decode_plan(
     q_data_type, kv_data_type = with_data_type(q_data_type, kv_data_type, data_type)
     if global_override_indptr_cpu is not None:
         check_index_vector("global_override_indptr_cpu", global_override_indptr_cpu)
+    planned = self._plan_problem  # a graph has its dtypes
     arguments = DecodeArguments(
         indptr,
         indices,
@@ -156,6 +158,7 @@ def fast_decode_plan(
         logits_soft_cap=logits_soft_cap,
         q_data_type=q_data_type or "float16",
         kv_data_type=kv_data_type,
+        o_data_type=None if planned is None else planned.spec.o_data_type,
         sm_scale=sm_scale,
         rope_scale=rope_scale,
         rope_theta=rope_theta,
@@ -166,7 +169,8 @@ def fast_decode_plan(
     )
     is_cut_anywhere = fixed_split_size in (None, -1) and not disable_split_kv
     is_there = isinstance(indptr, torch.Tensor) and indptr.is_cuda
-    if global_override_indptr_cpu is not None and is_there and is_cut_anywhere:
+    is_portable = self._backend != "fa3"  # the kernel plans no other
+    if global_override_indptr_cpu is not None and is_there and is_cut_anywhere and is_portable:
         _plan_on_device(self, arguments)
     else:
         self._plan_decode(arguments)

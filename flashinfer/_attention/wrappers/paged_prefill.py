@@ -10,7 +10,7 @@ import torch
 from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention import paged_prefill_run_trace
-from ..checks import check_spare_block_tables, refuse
+from ..checks import BLACKWELL, check_spare_block_tables, refuse
 from ..index_tensors import check_buffer, check_page_numbers, device_indices, host_page_table
 from ..plan.requests import ArgumentNames, AttentionProblem, Requests
 from .base import Cache, returning_lse, split_cache
@@ -37,8 +37,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
     ----------
     float_workspace_buffer : torch.Tensor
         For partial results of requests that are split, contiguous, any dtype; 128 MiB are
-        plenty, ``workspace_size`` says what a batch needs. Wrappers that run on different streams
-        need workspaces of their own.
+        plenty, ``workspace_size`` says what a batch needs. What is left may hold copies of keys
+        (docs/attention.md, Hopper). Wrappers that run on different streams need workspaces of
+        their own.
     kv_layout : str
         ``"NHD"`` or ``"HND"``.
     use_cuda_graph : bool
@@ -186,7 +187,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         num_qo_heads, num_kv_heads : int
             The first a multiple of the second, up to 64 times.
         head_dim_qk : int
-            A multiple of 16 from 16 to 256, or 512.
+            A multiple of 16 from 16 to 512; beyond 256, of values one of 32.
         page_size : int
             Tokens of a page, any number from 1.
         head_dim_vo : int, optional
@@ -215,9 +216,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
             For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of
             the second (10,000).
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
-            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for keys and values. On
-            Hopper also float8_e4m3fn for all three, with a 16-bit `o_data_type`.
-            The default of the first is float16, and the others have the first's.
+            float16 or bfloat16; for keys and values the same, float8_e4m3fn, float8_e5m2 or uint8
+            (4 bits). On Hopper also float8_e4m3fn for all three, with a 16-bit output. The default
+            of the first is float16; the others have the first's.
         non_blocking : bool
             False waits until the plan and a graph's buffers are on the GPU; else index tensors in
             pinned memory must stay as they are until then.
@@ -398,8 +399,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
         window_left : int, optional
             A window for this layer, within the planned one.
         sinks : torch.Tensor, optional
-            ``[num_qo_heads]`` float32: a logit per head that takes part in the softmax without a
-            value.
+            ``[num_qo_heads]`` float32: a logit per head of the softmax, without a value.
+        kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
+            Scales of a 4-bit cache, in its form; docs/attention.md describes both.
 
         Returns
         -------
@@ -412,8 +414,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
             If an argument is not as described.
         """
         refuse(
-            "it belongs to kernels for Blackwell",
-            kv_cache_sf=kv_cache_sf,
+            BLACKWELL,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
@@ -435,6 +436,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, PrefillWrapper):
             window_left=window_left,
             sinks=sinks,
             enable_pdl=enable_pdl,
+            kv_cache_sf=kv_cache_sf,
         )
 
     run_return_lse = returning_lse(run)

@@ -53,7 +53,6 @@ class PrefillWrapper(AttentionWrapper):
         self._variant_owns_mask = variant_owns_mask
         self._qo_indptr_buf = self._custom_mask_buf = self._mask_indptr_buf = None
         self._max_qo_tokens = 0
-        self._plan_info: list[int] | None = None  # engines keep here what `_cached_module` returns
         self._pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # for buffers of a graph
         if not use_cuda_graph:
             return
@@ -206,6 +205,7 @@ class PrefillWrapper(AttentionWrapper):
         if lse_base != "log2" or lse_layout != "NH":
             check_lse_base(lse_base)
             check_lse_layout(lse_layout)
+            check_flag("return_lse", return_lse)
         else:
             return self._launch(q, k, v, args, lse=lse, return_lse=return_lse, **options)
         if lse is None and not return_lse:

@@ -7,7 +7,7 @@ import torch
 from ..._common.checks import tensor as check_tensor
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention import ragged_prefill_run_trace
-from ..checks import refuse
+from ..checks import BLACKWELL, check_pair_of_scales, refuse
 from ..index_tensors import check_buffer, host_indices
 from ..plan.requests import ArgumentNames, Requests
 from .base import returning_lse
@@ -144,7 +144,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         num_qo_heads, num_kv_heads : int
             The first a multiple of the second, up to 64 times.
         head_dim_qk : int
-            A multiple of 16 from 16 to 256, or 512.
+            A multiple of 16 from 16 to 512; beyond 256, of values one of 32.
         head_dim_vo : int, optional
             Head size of values and outputs; `head_dim_qk` by default.
         custom_mask : torch.Tensor, optional
@@ -171,7 +171,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             For ``"ROPE_LLAMA"``: positions are divided by the first (1), frequencies are powers of
             the second (10,000).
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
-            float16 or bfloat16; the same or float8_e4m3fn, float8_e5m2 for keys and values. On
+            float16 or bfloat16; the same, float8_e4m3fn, float8_e5m2 or uint8 (pairs of 4 bits:
+            NVFP4, head sizes that are multiples of 64) for keys and values. On
             Hopper also float8_e4m3fn for all three, with a 16-bit `o_data_type`.
             The default of the first is float16, and the others have the first's.
         non_blocking : bool
@@ -254,6 +255,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         kv_cache_sf: Any = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
     @overload
     def run(
@@ -273,6 +275,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         kv_cache_sf: Any = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @flashinfer_api(trace=ragged_prefill_run_trace)
     def run(
@@ -292,6 +295,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         kv_cache_sf: Any = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         r"""Attention of the planned batch for one layer.
 
@@ -315,6 +319,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             Where the output goes: ``[tokens, num_qo_heads, head_dim_vo]`` of `o_data_type`.
         lse, return_lse, lse_base, lse_layout, enable_pdl
             As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
+        kv_cache_sf : tuple of torch.Tensor, optional
+            Scales of 4-bit keys and of values, as there, a row for each of their rows.
+        sinks : torch.Tensor, optional
+            ``[num_qo_heads]`` float32: a logit per head that takes part in the softmax without a
+            value.
 
         Returns
         -------
@@ -326,8 +335,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         TypeError, ValueError
             If an argument is not as described.
         """
-        refuse("it belongs to kernels for Blackwell", kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        refuse(BLACKWELL, o_scale=o_scale)
         check_tensor("v", v)
+        check_pair_of_scales(kv_cache_sf)
         return self._launch_prefill(
             q,
             k,
@@ -342,6 +352,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             k_scale=k_scale,
             v_scale=v_scale,
             enable_pdl=enable_pdl,
+            sinks=sinks,
+            kv_cache_sf=kv_cache_sf,
         )
 
     run_return_lse = returning_lse(run)

@@ -9,7 +9,9 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
+from ..checks import split_scales
 from ..index_tensors import host_indices
+from ..plan.spec import AttentionSpec
 
 
 def check_bsr(
@@ -127,6 +129,17 @@ def check_result(
         )
     if tensor.device != device:
         raise ValueError(f"`{name}` must be on {device}, got {tensor.device}")
+
+
+def check_scales(
+    spec: AttentionSpec,
+    device: torch.device,
+    scales: tuple[Any, Any, Any],
+    names: tuple[str, str, str],
+) -> None:
+    """Refuse what are no scales of queries, keys and values."""
+    if any(scale is not None for scale in scales):
+        split_scales(device, spec.num_qo_heads, spec.num_kv_heads, *scales, names)
 
 
 def refuse_positions(pos_encoding_mode: Any) -> None:

@@ -7,9 +7,11 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api
+from ...jit.attention.config import FLOAT16
 from ...trace.templates.sparse import (
     variable_block_sparse_attention_run_trace,
 )
+from ..checks import resolve_dtype
 from .sparse import SparseWrapper, grouped, in_callers_order, in_place
 from .sparse_checks import (
     check_result,
@@ -19,8 +21,6 @@ from .sparse_checks import (
 from .sparse_tables import (
     variable_block_table,
 )
-
-_BLACKWELL = "it belongs to kernels for Blackwell"
 
 
 class VariableBlockSparseAttentionWrapper(SparseWrapper):
@@ -96,7 +96,8 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As for :meth:`BlockSparseAttentionWrapper.plan`.
         non_blocking, q_data_type, kv_data_type
-            As for :meth:`BlockSparseAttentionWrapper.plan`. The output has `q_data_type`.
+            As for :meth:`BlockSparseAttentionWrapper.plan`. The output has
+            `q_data_type`, with 8-bit queries bfloat16.
 
         Raises
         ------
@@ -111,6 +112,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
                 f"`num_qo_heads` must be a multiple of `num_kv_heads`, got {num_qo_heads} and "
                 f"{num_kv_heads}"
             )
+        is_16_bit = resolve_dtype("q_data_type", q_data_type) in FLOAT16
         # The heads' matrices follow each other: one KV head with the queries of its group.
         spec = self._sparse_spec(
             head_dim,
@@ -124,6 +126,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             rope_theta=rope_theta,
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
+            o_data_type=None if is_16_bit else torch.bfloat16,
         )
         causal = check_flag("causal", causal)
         blocks = check_variable_blocks(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
@@ -197,6 +200,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         TypeError, ValueError
             If nothing is planned, or a tensor is not as planned or not on the GPU.
         """
+        check_flag("return_lse", return_lse)
         spec, requests, _ = self._planned_problem()
         (qo_heads, kv_heads), (queries, keys), dim = self._heads, self._lengths, spec.head_dim_qk
         check_shape("q", q, (qo_heads, queries, dim))

@@ -9,12 +9,15 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ..._common.dtypes import FLOAT8, check_dtype, short_name
+from ..._common.dtypes import FLOAT8, check_dtype, short_name, torch_name
 from ..config import ModuleConfig
 from .hopper import check_hopper, hopper_tile_q, missing_on_hopper
 
 FLOAT16 = (torch.float16, torch.bfloat16)
-QUERIES = (*FLOAT16, torch.float8_e4m3fn)  # of 8 bits for "fa3" alone
+QUERIES = (*FLOAT16, *FLOAT8)
+PACKED_FLOAT4 = torch.uint8
+"""Of keys and values: two 4-bit codes (e2m1) a byte, beside scales of 16 of them (NVFP4)."""
+
 MASK_MODES = ("none", "causal", "custom", "multi_item")
 POS_ENCODINGS = ("none", "rope_llama", "alibi")
 TILES = (8, 16, 64, 128)
@@ -76,20 +79,27 @@ class AttentionConfig(ModuleConfig):
     head_scales: bool = False
 
     def __post_init__(self) -> None:
-        check_dtype("q_data_type", self.dtype_q, QUERIES if self.backend == "fa3" else FLOAT16)
-        check_dtype("kv_data_type", self.dtype_kv, (self.dtype_q, *FLOAT8))
+        check_dtype("q_data_type", self.dtype_q, QUERIES)
+        check_dtype("kv_data_type", self.dtype_kv, kv_dtypes(self.dtype_q))
         check_dtype("o_data_type", self.dtype_o, FLOAT16)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
+        if self.dtype_kv == PACKED_FLOAT4:
+            _check_packed_head_dims(self.head_dim_qk, self.head_dim_vo)
         _check("tile_q_second", self.tile_q_second, (0, *TILES_SECOND))
         _check("mask_mode", self.mask_mode, MASK_MODES)
         modes = MASK_MODES if self.tile_q_second else ("none",)
         _check("mask_mode_second", self.mask_mode_second, modes)
         _check("pos_encoding_mode", self.pos_encoding, POS_ENCODINGS)
-        if self.pos_encoding == "rope_llama" and self.dtype_kv in FLOAT8:
+        if self.pos_encoding == "rope_llama" and self.dtype_kv not in FLOAT16:
             raise ValueError(
                 "`pos_encoding_mode` must not be ROPE_LLAMA with `kv_data_type` "
-                f"{short_name(self.dtype_kv)}: 8 bits cannot hold rotated keys; rotate them before "
-                "they are appended to the cache"
+                f"{torch_name(self.dtype_kv)}: its bits cannot hold rotated keys; rotate them "
+                "before they are appended to the cache"
+            )
+        if self.custom_variant and self.dtype_kv == PACKED_FLOAT4:
+            raise ValueError(
+                "`jit_args` must be left out with `kv_data_type` uint8: hooks would see sums of "
+                "4-bit values in units of their own"
             )
         _check("backend", self.backend, BACKENDS)
         if self.backend == "fa3":
@@ -127,16 +137,36 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
     Raises
     ------
     ValueError
-        Unless both are multiples of 16 from 16 to 256, or both are 512.
+        Unless both are multiples of 16 from 16 to 512, and that of values beyond 256 one of 32:
+        two CTAs share its columns.
     """
-    if head_dim_qk == head_dim_vo == 512:
-        return
     for name, size in (("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
-        if size % 16 or not 16 <= size <= 256:
+        if size % 16 or not 16 <= size <= 512:
+            raise ValueError(f"`{name}` must be a multiple of 16 from 16 to 512, got {size}")
+    if head_dim_vo > 256 and head_dim_vo % 32:
+        raise ValueError(f"`head_dim_vo` must be a multiple of 32 beyond 256, got {head_dim_vo}")
+
+
+def kv_dtypes(dtype_q: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The types of keys and values that queries of a type may have."""
+    packed = (PACKED_FLOAT4,) if dtype_q in FLOAT16 else ()
+    return (dtype_q, *FLOAT8, *packed)
+
+
+def _check_packed_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
+    """Refuse head sizes that the kernel has no loads of 4-bit rows for."""
+    for name, size in (("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
+        step = 128 if name == "head_dim_vo" and size > 256 else 64
+        if size % step:
             raise ValueError(
-                f"`{name}` must be a multiple of 16 from 16 to 256, or both head sizes 512, "
-                f"got {size}"
+                f"`{name}` must be a multiple of {step} with `kv_data_type` "
+                f"{torch_name(PACKED_FLOAT4)} (4 bits), got {size}"
             )
+
+
+def tile_head_dim(head_dim_qk: int, head_dim_vo: int) -> int:
+    """The head size that limits the tile: registers hold values, shared memory queries."""
+    return max(head_dim_qk, head_dim_vo) if head_dim_qk > 256 else head_dim_vo
 
 
 class TileRule(NamedTuple):
@@ -148,13 +178,13 @@ class TileRule(NamedTuple):
 
 
 @functools.cache
-def tile_rules(head_dim_vo: int, fixed_split_size: bool = False) -> tuple[TileRule, ...]:
+def tile_rules(head_dim: int, fixed_split_size: bool = False) -> tuple[TileRule, ...]:
     """Tiles of the portable kernel, and which batches take them: the first that is for a batch.
 
     Parameters
     ----------
-    head_dim_vo : int
-        Large heads leave registers for small tiles only.
+    head_dim : int
+        `tile_head_dim` of the heads: large ones leave memory for small tiles only.
     fixed_split_size : bool
         Whether results must not depend on the batch: then the tile must not either, unless all
         tiles are of one row count anyway.
@@ -165,19 +195,19 @@ def tile_rules(head_dim_vo: int, fixed_split_size: bool = False) -> tuple[TileRu
     per key; from 65 rows on 128 of them halve the reads of keys, worth it where most tiles are
     full.
     """
-    if head_dim_vo > 256:
+    if head_dim > 256:
         return (TileRule(16),)
     if fixed_split_size:
         return (TileRule(64),)
     small = TileRule(8, 8.0, -1.0), TileRule(16, 16.0, -1.0)
-    if head_dim_vo > 128:
+    if head_dim > 128:
         return *small, TileRule(64)
     return *small, TileRule(64, 64.0, 64.0), TileRule(128)
 
 
 @functools.lru_cache(maxsize=256)
 def choose_tile_q(
-    max_rows: float, mean_rows: float, head_dim_vo: int, fixed_split_size: bool = False
+    max_rows: float, mean_rows: float, head_dim: int, fixed_split_size: bool = False
 ) -> int:
     """Packed query rows of a tile, by `tile_rules`.
 
@@ -187,12 +217,12 @@ def choose_tile_q(
         Largest product of query length and group size in the batch.
     mean_rows : float
         Its mean over the requests.
-    head_dim_vo, fixed_split_size
+    head_dim, fixed_split_size
         As for `tile_rules`.
     """
     return next(
         rule.tile_q
-        for rule in tile_rules(head_dim_vo, fixed_split_size)
+        for rule in tile_rules(head_dim, fixed_split_size)
         if max_rows <= rule.most_rows or mean_rows <= rule.mean_rows
     )
 

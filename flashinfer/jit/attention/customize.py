@@ -41,7 +41,7 @@ def _config(
 ) -> AttentionConfig:
     """`decode`: one query token per request; else many, causal."""
     large = head_dims[1] > 128
-    tile_q = 16 if decode or head_dims[1] > 256 else 64 if large else 128
+    tile_q = 16 if decode or max(head_dims) > 256 else 64 if large else 128
     if fields.get("backend") == "fa3":
         tile_q = hopper_tile_q(*head_dims, types[0])
     return AttentionConfig(

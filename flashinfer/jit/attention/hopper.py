@@ -13,7 +13,7 @@ from .variant import AttentionVariant
 TARGET_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 """wgmma and TMA multicasts exist for this target alone, whatever list of targets there is."""
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+DTYPES = (torch.float16, torch.bfloat16, *FLOAT8)
 """Of queries; keys and values are of the same, or of 8 bits."""
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -40,7 +40,7 @@ def is_widened(dtype_q: torch.dtype, dtype_kv: torch.dtype) -> bool:
 
 def serves_dtypes(dtype_q: torch.dtype, dtype_kv: torch.dtype) -> bool:
     """Whether there is a kernel for queries of one type, and keys and values of another."""
-    return dtype_q in DTYPES and (dtype_kv == dtype_q or is_widened(dtype_q, dtype_kv))
+    return dtype_q in DTYPES and dtype_kv in (dtype_q, *FLOAT8)
 
 
 class KernelFeatures(NamedTuple):
@@ -80,7 +80,7 @@ def missing_on_hopper(
     if not serves_dtypes(dtype_q, dtype_kv):
         return (
             f"`kv_data_type` {short_name(dtype_kv)} with `q_data_type` {short_name(dtype_q)}: it "
-            "must be the same, or of 8 bits where queries are of 16"
+            "must be the same, or of 8 bits"
         )
     if head_dims not in HEAD_DIMS:
         served = ", ".join(f"{qk}/{vo}" for qk, vo in HEAD_DIMS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +13,9 @@ import torch
 from .. import env as jit_env
 from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
+from ..spec import ModuleSpec
 from . import hopper
-from .config import TILES, AttentionConfig
+from .config import PACKED_FLOAT4, TILES, AttentionConfig
 from .variant import AttentionVariant
 
 
@@ -34,7 +37,7 @@ class AttentionModule:
         The user's variant in it.
     launch_bytes : int
         Bytes of the tensor in which its launches are prepared.
-    bind, bind_second, options, mask, items, second, head_scales, run : callable
+    bind, bind_second, options, mask, items, second, head_scales, block_scales, run : callable
         Exports of csrc/attention_jit_binding.cc, which says what they take.
     """
 
@@ -43,6 +46,8 @@ class AttentionModule:
     ) -> None:
         self.config = config
         self.variant = variant
+        if variant is not None and variant.members:
+            _describe(module, variant.members)
         self.bind: Callable[..., None] = module.attention_bind
         self.bind_second: Callable[..., None] = module.attention_bind_second
         self.options: Callable[..., None] = module.attention_options
@@ -50,28 +55,36 @@ class AttentionModule:
         self.items: Callable[..., None] = module.attention_items
         self.second: Callable[..., None] = module.attention_second
         self.head_scales: Callable[..., None] = module.attention_head_scales
+        self.block_scales: Callable[..., None] = module.attention_block_scales
         self.run: Callable[..., None] = module.attention_run
         self._ctas_per_sm: Callable[[torch.Tensor], int] = module.attention_ctas_per_sm
         self.launch_bytes: int = module.attention_launch_size()
-        self._cta_slots: dict[int, CtaSlots] = {}
+        self._cta_slots: dict[tuple[int, int | None], CtaSlots] = {}
 
-    def cta_slots(self, workspace: torch.Tensor) -> CtaSlots:
-        """The CTAs that the device of `workspace` holds at a time.
+    def cta_slots(self, workspace: torch.Tensor, num_sms: int | None = None) -> CtaSlots:
+        """The CTAs that the multiprocessors of the device of `workspace`, or some, hold at a time.
 
         Decode with keys of 256 bytes has 96 KiB under way in a CTA: one on each multiprocessor
         keeps the memory of an H200 busy. With fewer bytes the products are what a CTA alone waits
         for.
         """
-        device = workspace.device.index
-        if device not in self._cta_slots:
+        place = workspace.device.index, num_sms
+        if place not in self._cta_slots:
             config, per_sm = self.config, self._ctas_per_sm(workspace)
-            num_sms = torch.cuda.get_device_properties(workspace.device).multi_processor_count
             key_bytes = config.head_dim_qk * config.dtype_kv.itemsize
             is_bound_by_memory = config.tile_q <= 16 and config.tile_q_second == 0
             is_bound_by_memory &= key_bytes >= 256 and config.dtype_kv.itemsize == 2
             lone_speed = per_sm if is_bound_by_memory else 1
-            self._cta_slots[device] = CtaSlots(per_sm * num_sms, lone_speed)
-        return self._cta_slots[device]
+            if num_sms is None:
+                num_sms = torch.cuda.get_device_properties(workspace.device).multi_processor_count
+            self._cta_slots[place] = CtaSlots(per_sm * num_sms, lone_speed)
+        return self._cta_slots[place]
+
+
+def _describe(module: Any, members: str) -> None:
+    """Say to a host part, which serves all variants, what run() takes; another module knows."""
+    if (describe := getattr(module, "attention_variant_members", None)) is not None:
+        describe(torch.frombuffer(bytearray(members.encode()), dtype=torch.uint8))
 
 
 def _aot_configs() -> Iterator[AttentionConfig]:
@@ -98,13 +111,72 @@ def _aot_configs() -> Iterator[AttentionConfig]:
                 )
 
 
+def _packed_configs() -> Iterator[AttentionConfig]:
+    """Decode over caches of 4 bits."""
+    bf16 = torch.bfloat16
+    for tile_q in TILES[:2]:
+        yield AttentionConfig(bf16, PACKED_FLOAT4, bf16, 128, 128, tile_q)
+
+
+def _all_configs() -> Iterator[AttentionConfig]:
+    yield from _aot_configs()
+    yield from _packed_configs()
+
+
 def _llama_configs() -> Iterator[AttentionConfig]:
     for config in _aot_configs():
         if config.dtype_q == torch.bfloat16:
             yield config
 
 
-@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+def _host_configs(custom_variant: bool) -> Iterator[AttentionConfig]:
+    """The usual calls of models of 16 bits: each tile, with each mask that it is used with."""
+    for dtype, head_dim, paged in itertools.product(
+        (torch.float16, torch.bfloat16), (64, 128, 256), (False, True)
+    ):
+        shape = (dtype, dtype, dtype, head_dim, head_dim)
+        fields: dict[str, Any] = {"paged": paged, "custom_variant": custom_variant}
+        for tile_q, mask_mode in itertools.product(TILES, ("none", "causal", "custom")):
+            yield AttentionConfig(*shape, tile_q, mask_mode=mask_mode, **fields)
+        tile_q = hopper.hopper_tile_q(head_dim, head_dim, dtype)
+        for mask_mode in ("none", "causal"):
+            yield AttentionConfig(*shape, tile_q, mask_mode=mask_mode, backend="fa3", **fields)
+
+
+def _host_specs() -> Iterator[ModuleSpec]:
+    for config in _host_configs(custom_variant=False):
+        yield gen_attention_module(config)
+    for config in _host_configs(custom_variant=True):
+        yield _host_twin(config)
+
+
+def _host_twin(config: AttentionConfig) -> ModuleSpec:
+    """The module whose host part serves all users' variants of a configuration."""
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    stand_in = csrc / "nvrtc" / "variant"
+    return ModuleSpec(
+        f"variant_{config.uri}",
+        [*_sources(config), stand_in / "attention_members_jit_binding.cc"],
+        extra_cuda_cflags=_cuda_flags(config),
+        extra_include_paths=[stand_in],
+        config=config,
+    )
+
+
+def _sources(config: AttentionConfig) -> list[Path]:
+    launcher = "attention_hopper.cu" if config.backend == "fa3" else "attention.cu"
+    return [jit_env.FLASHINFER_CSRC_DIR / name for name in (launcher, "attention_jit_binding.cc")]
+
+
+def _cuda_flags(config: AttentionConfig) -> list[str] | None:
+    return list(hopper.TARGET_FLAGS) if config.backend == "fa3" else None
+
+
+@register_generator(
+    aot=_all_configs,
+    presets={"llama-bf16": _llama_configs, "fp4": _packed_configs},
+    hosts=_host_specs,
+)
 def gen_attention_module(
     config: AttentionConfig, variant: AttentionVariant | None = None
 ) -> JitSpec:
@@ -119,27 +191,25 @@ def gen_attention_module(
     """
     if config.custom_variant != (variant is not None):
         raise ValueError("`variant` must be given if and only if `config.custom_variant` is set")
-    csrc = jit_env.FLASHINFER_CSRC_DIR
     name, folders = config.uri, []
-    is_hopper = config.backend == "fa3"
     if variant is not None:
-        if is_hopper:
+        if config.backend == "fa3":
             hopper.check_hopper(hopper.missing_on_hopper(config, variant=variant))
         folder = variant.write_headers()
         # The hash in the folder's name tells variants of one uri apart.
         name, folders = f"{folder.name}_{config.uri}", [folder]
-    return gen_jit_spec(
+    spec = gen_jit_spec(
         name,
-        [
-            csrc / ("attention_hopper.cu" if is_hopper else "attention.cu"),
-            csrc / "attention_jit_binding.cc",
-        ],
-        extra_cuda_cflags=list(hopper.TARGET_FLAGS) if is_hopper else None,
+        _sources(config),
+        extra_cuda_cflags=_cuda_flags(config),
         extra_include_paths=folders,
         use_fast_math=False,
         post_load_adapter=lambda module: AttentionModule(module, config, variant),
         config=config,
     )
+    if variant is not None and variant.has_host_part:
+        spec.host_twin = _host_twin(config)
+    return spec
 
 
 @functools.cache

@@ -33,8 +33,13 @@ TENSOR_TYPES = {
     "uint64_t": "uint64",
 }
 # Members of `params` that a variant must not hide: the kernel or the hooks read them.
-RESERVED = ("num_qo_heads", "num_kv_heads", "qo_len", "kv_len", "get_qo_len", "get_kv_len", "read")
+RESERVED = (
+    *("num_qo_heads", "num_kv_heads", "qo_len", "kv_len", "get_qo_len", "get_kv_len"),
+    *("read", "unused_slots"),
+)
 _WIDTHS = (8, 16, 32, 64)
+# Members that a host part has room for: csrc/nvrtc/variant/attention_variant_params.h.
+HOST_PART_SLOTS = 16
 SCALAR_TYPES = (
     "float",
     "double",
@@ -94,6 +99,25 @@ class AttentionVariant:
         """Whether weights are exponentials of logits, not the logits themselves."""
         return re.search(r"\buse_softmax\s*[={]\s*false\b", self.declaration) is None
 
+    @property
+    def members(self) -> str:
+        """What run() takes after its own arguments: kind, type and name, a line each."""
+        tensors = zip(self.tensor_types, self.tensor_names, strict=True)
+        scalars = zip(self.scalar_types, self.scalar_names, strict=True)
+        lines = [f"tensor {TENSOR_TYPES[type_]} {name}\n" for type_, name in tensors]
+        return "".join([*lines, *(f"scalar {type_} {name}\n" for type_, name in scalars)])
+
+    @property
+    def has_host_part(self) -> bool:
+        """Whether NVRTC can compile it: few members, and of C++ nothing but the language."""
+        types = {*self.tensor_types, *self.scalar_types}
+        of_cuda = any("half" in text or "bfloat16" in text for text in (*types, self.declaration))
+        headers = re.findall(r"#\s*include\s*<(?!flashinfer/|cstdint|cstdio)", self.declaration)
+        num_members = len(self.tensor_names) + len(self.scalar_names)
+        return not (
+            of_cuda or headers or "std::" in self.declaration or num_members > HOST_PART_SLOTS
+        )
+
     def write_headers(self) -> Path:
         """Render the headers, unless they are there. Returns their folder, named by content."""
         texts = {name: self._render(name) for name in ("params.h", "cuh")}
@@ -118,6 +142,8 @@ class AttentionVariant:
                 (name, type_, TENSOR_TYPES[type_])
                 for name, type_ in zip(self.tensor_names, self.tensor_types, strict=True)
             ],
+            slots=HOST_PART_SLOTS,
+            unused_slots=HOST_PART_SLOTS - len(self.tensor_names) - len(self.scalar_names),
             scalars=list(zip(self.scalar_types, self.scalar_names, strict=True)),
             uses_half=any("half" in type_ for type_ in types) or "half" in self.declaration,
             uses_bfloat16=any("bfloat16" in t for t in types) or "bfloat16" in self.declaration,

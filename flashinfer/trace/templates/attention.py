@@ -35,7 +35,6 @@ from .attention_reference import (
 
 _FLOAT16 = ("bfloat16", "float16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-_QUERIES = (*_FLOAT16, "float8_e4m3fn")  # of prefill on Hopper
 
 
 _HEADS: dict[str, Axis] = {
@@ -106,8 +105,8 @@ def indices(axis: str, description: str) -> Tensor:
     return Tensor([axis], dtype="int32", description=description)
 
 
-def _queries(*tokens: str, decode: bool = False) -> Tensor:
-    dtypes = _FLOAT16 if decode else _QUERIES
+def _queries(*tokens: str, with_8_bits: bool = True) -> Tensor:
+    dtypes = (*_FLOAT16, *_FLOAT8) if with_8_bits else _FLOAT16
     return Tensor([*tokens, "num_qo_heads", "head_dim_qk"], dtypes=dtypes, layout="rows")
 
 
@@ -175,7 +174,7 @@ def paged_template(
         description=description,
         axes=axes,
         inputs={
-            "q": _queries(tokens, decode=decode),
+            "q": _queries(tokens),
             "k_cache": kv_tensor(page),
             "v_cache": kv_tensor(page, "k_cache"),
             **qo_indptr,
@@ -256,7 +255,7 @@ def _single_template(name: str, init: Any, *, lse: bool, decode: bool) -> TraceT
         description="Attention of one request.",
         axes={**axes, "kv_len": Var("Keys."), **_HEADS},
         inputs={
-            "q": _queries(*tokens, decode=decode),
+            "q": _queries(*tokens, with_8_bits=not decode),
             "k": kv_tensor(["kv_len"]),
             "v": kv_tensor(["kv_len"], "k"),
             **_SCALARS,

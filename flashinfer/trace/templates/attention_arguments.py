@@ -15,11 +15,11 @@ import torch
 from ..._common.checks import choice
 from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
+from .attention_packed import dtype_with_scales, pair_of, with_scales
 
 Arguments = Mapping[str, Any]
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "kv_cache_sf": (None,),
     "skip_softmax_threshold_scale_factor": (None,),
     "use_fp16_softmax": (None, False),
     "uses_spcompress": (None, False),
@@ -76,7 +76,7 @@ def _check_kv_dtype(q: Any, name: str, kv: torch.Tensor) -> None:
     if not isinstance(q, torch.Tensor):
         return
     float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-    allowed = (q.dtype,) if q.dtype in float8 else (q.dtype, *float8)
+    allowed = tuple(dict.fromkeys((q.dtype, *float8)))
     if kv.dtype not in allowed:
         choices = " or ".join(torch_name(dtype) for dtype in allowed)
         raise ValueError(f"`{name}` must have dtype {choices}, got {kv.dtype}")
@@ -154,6 +154,9 @@ def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
     q = check_tensor("q", arguments["q"], 3)
     kv_layout = arguments.get("kv_layout", "NHD")
     k, v = (_keys(name, arguments[name], kv_layout) for name in ("k", "v"))
+    sf = arguments.get("kv_cache_sf")
+    blocks = None if sf is None else [_keys("kv_cache_sf", x, kv_layout) for x in pair_of(sf)]
+    k, v = with_scales(k.dtype, q, k, v, blocks)
     _check_kv_dtype(q, "k", k)
     mask = _single_mask(arguments, len(q), len(k))
     causal = arguments.get("causal", False)
@@ -161,7 +164,6 @@ def gather_single_prefill(arguments: Arguments) -> dict[str, Any]:
     choice("backend", arguments.get("backend", "auto"), ("auto", "fa2", "fa3"))
     fp16_sums = arguments.get("use_fp16_qk_reduction", False)
     choice("use_fp16_qk_reduction", fp16_sums, (False,))
-    choice("kv_cache_sf", arguments.get("kv_cache_sf"), (None,))
     scales = {"scale_q": arguments.get("scale_q")}
     for operand in "kv":
         names = (f"scale_{operand}", f"{operand}_scale")
@@ -371,14 +373,19 @@ def _check_planned(problem: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     """Refuse tensors that are not those that were planned for."""
     spec, requests, _ = problem
     tokens = requests.num_qo_tokens
+    kv_dtype = dtype_with_scales(spec)
     sizes = (
         ("q", q, (tokens, spec.num_qo_heads, spec.head_dim_qk), spec.q_data_type),
-        ("k", k, (spec.num_kv_heads, spec.head_dim_qk), spec.kv_data_type),
-        ("v", v, (spec.num_kv_heads, spec.head_dim_vo), spec.kv_data_type),
+        ("k", k, (spec.num_kv_heads, spec.head_dim_qk), kv_dtype),
+        ("v", v, (spec.num_kv_heads, spec.head_dim_vo), kv_dtype),
     )
     for name, tensor, shape, dtype in sizes:
         if tuple(tensor.shape[-len(shape) :]) != shape:
-            raise ValueError(f"`{name}` must end in shape {list(shape)}, got {list(tensor.shape)}")
+            by_count = name == "q" and requests.qo_indptr is None
+            reason = f": `q_len_per_req` is {requests.tokens_per_request}" if by_count else ""
+            raise ValueError(
+                f"`{name}` must end in shape {list(shape)}, got {list(tensor.shape)}{reason}"
+            )
         if tensor.dtype != dtype:
             raise ValueError(f"`{name}` must have dtype {dtype} as planned, got {tensor.dtype}")
 
@@ -391,6 +398,9 @@ def gather_paged(
     spec, requests, tensors = problem
     q = check_tensor("q", run["q"], 3)
     k, v = pages_of(cache, run[cache], spec.kv_layout)
+    sf = run.get("kv_cache_sf")
+    scales = None if sf is None else pages_of("kv_cache_sf", sf, spec.kv_layout)
+    k, v = with_scales(spec.kv_data_type, q, k, v, scales)
     graph = run["self"].is_cuda_graph_enabled
     planned_rows = q[: requests.num_qo_tokens] if graph else q
     _check_planned(problem, planned_rows, k, v)
@@ -447,6 +457,9 @@ def gather_ragged(run: Arguments) -> dict[str, Any]:
     q, k, v = (check_tensor(name, run[name], 3) for name in ("q", "k", "v"))
     if problem.spec.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
+    layout, sf = problem.spec.kv_layout, run.get("kv_cache_sf")
+    scales = None if sf is None else [_keys("kv_cache_sf", x, layout) for x in pair_of(sf)]
+    k, v = with_scales(problem.spec.kv_data_type, q, k, v, scales)
     _check_planned(problem, q, k, v)
     needed = int(problem.requests.kv_indptr[-1])
     if len(k) < needed or len(v) != len(k):

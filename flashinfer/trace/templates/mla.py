@@ -84,6 +84,11 @@ def _gather(run: Arguments) -> dict[str, Any]:
     if wrapper is None or options is None or batch is None:
         raise ValueError("plan() must be called before run(), and again after new workspaces")
     call = wrapper._read_call(**{name: run[name] for name in run if name not in _DESTINATIONS})
+    if tuple(call.q_nope.shape[1:2]) != (options.num_heads,):
+        raise ValueError(
+            f"`q_nope` must have num_heads {options.num_heads} as plan() was told, got shape "
+            f"{list(call.q_nope.shape)}"
+        )
     device = call.q_nope.device
     return {
         "q_nope": call.q_nope,

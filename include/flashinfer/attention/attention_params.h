@@ -36,6 +36,12 @@ struct VariantParams {
   const uint16_t* max_item_len_ptr;  // [batch_size]
 };
 
+// Scales of 4-bit rows: e4m3, one for 16 elements, of the rows' pages, tokens and heads.
+struct BlockScales {
+  const uint8_t* data;
+  int64_t stride_page, stride_token, stride_head;  // page stride unused for ragged
+};
+
 // Tensors of one tile shape. Strides are in elements; the last dimension is contiguous, and rows
 // start at multiples of 16 bytes.
 struct AttentionTensors {
@@ -52,6 +58,7 @@ struct AttentionTensors {
   uint32_t num_pages;  // pages of the cache; a page number beyond them is never followed
   int64_t num_qo_tokens, num_kv_tokens;  // tokens of q, and of ragged k and v
   float v_scale;                         // multiplies the output
+  BlockScales k_sf, v_sf;                // of 4-bit k and v, whose elements are pairs of codes
 };
 
 // `Variant` is VariantParams or derives from it.

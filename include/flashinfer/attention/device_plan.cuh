@@ -185,6 +185,7 @@ __device__ __forceinline__ void write_tile(const DevicePlanParams& params, const
     item.slot_begin = columns.first + merge;
     item.slot_end = columns.last + merge + 1;
     item.kv_len = tile.kv_len;
+    item.first_part = 0;
   }
 }
 

@@ -143,7 +143,11 @@ __global__ void __launch_bounds__(kMergeThreads)
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) output[i] = float4{0.f, 0.f, 0.f, 0.f};
   const int slot_end = exists ? item.slot_end : 0;
-  for (int first = item.slot_begin + row_warp; first < slot_end; first += kBatch * warps_per_row) {
+  // A window leaves out other parts in front for another chunk of a prompt. Which parts are added
+  // together must not depend on that, so those left out have places, too, and add nothing.
+  const int left_out = item.first_part % (kBatch * warps_per_row);
+  for (int first = item.slot_begin - left_out + row_warp; first < slot_end;
+       first += kBatch * warps_per_row) {
     float2 sums[kBatch + 1];
     float4 values[kBatch][kVectors];
 #pragma unroll
@@ -151,12 +155,13 @@ __global__ void __launch_bounds__(kMergeThreads)
       const int slot = first + b * warps_per_row;
       const int64_t partial =
           (int64_t{slot} * params.num_kv_heads.divisor + kv_head) * params.rows_per_slot + row;
-      sums[b] = slot < slot_end ? params.partial_sums[partial] : float2{-math::inf, 0.f};
+      const bool is_part = slot >= item.slot_begin && slot < slot_end;
+      sums[b] = is_part ? params.partial_sums[partial] : float2{-math::inf, 0.f};
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int column = (i * 32 + lane_idx) * 4;
         values[b][i] =
-            slot < slot_end && column < kHeadDimVO
+            is_part && column < kHeadDimVO
                 ? *reinterpret_cast<const float4*>(params.partial_o + partial * kHeadDimVO + column)
                 : float4{0.f, 0.f, 0.f, 0.f};
       }

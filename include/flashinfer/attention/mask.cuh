@@ -34,6 +34,33 @@ __device__ __forceinline__ QueryRow make_query_row(const WorkItem& item, uint32_
   return row;
 }
 
+// The lowest `count` bits; 0 or less: none.
+__device__ __forceinline__ uint32_t low_bits(int count) {
+  return count <= 0 ? 0 : 0xffffffffu >> (32 - min(count, 32));
+}
+
+// The `count` bits, 1 to 32, of a packed mask from `bit` on; the earliest is the lowest, and
+// further bits are 0. The words that are read hold at least one of the bits, so they lie within the
+// mask's allocation, which begins and ends with a word.
+__device__ __forceinline__ uint32_t mask_bits(const uint8_t* mask, int64_t bit, int count) {
+  const uint64_t address = reinterpret_cast<uint64_t>(mask) + bit / 8;
+  const uint32_t* const words = reinterpret_cast<const uint32_t*>(address & ~uint64_t{3});
+  const int shift = static_cast<int>(address % 4) * 8 + static_cast<int>(bit % 8);
+  const uint32_t low = words[0], high = shift + count > 32 ? words[1] : 0;
+  return __funnelshift_r(low, high, shift) & low_bits(count);
+}
+
+// How many of the latest keys, its own included, a query of multi-item scoring sees besides the
+// prefix: those of its item. A query before the items sees all, and one after them none.
+__device__ __forceinline__ int keys_of_item(const WorkItem& item, int position,
+                                            const VariantParams& params) {
+  const int in_items = position - static_cast<int>(params.prefix_len_ptr[item.request]);
+  if (in_items < 0) return position + 1;
+  if (in_items >= static_cast<int>(params.token_pos_in_items_len)) return 0;
+  const int64_t entry = int64_t{item.request} * params.token_pos_in_items_len + in_items;
+  return static_cast<int>(params.token_pos_in_items_ptr[entry]);
+}
+
 // Evaluates the masks that are more than a range of keys.
 template <MaskMode kMask>
 __device__ __forceinline__ bool is_visible(const WorkItem& item, const QueryRow& row, int kv_idx,
@@ -46,13 +73,9 @@ __device__ __forceinline__ bool is_visible(const WorkItem& item, const QueryRow&
     // Items follow a common prefix, and a delimiter of position 0 precedes each. A token sees the
     // prefix and the earlier tokens of its own item without the delimiter, as if no other item
     // existed.
-    const int prefix_len = static_cast<int>(params.prefix_len_ptr[item.request]);
     const int position = row.qo_idx + item.kv_len - item.qo_len;
-    const int in_items = position - prefix_len;
-    if (kv_idx < prefix_len || in_items < 0) return true;
-    if (in_items >= static_cast<int>(params.token_pos_in_items_len)) return false;
-    const int64_t entry = int64_t{item.request} * params.token_pos_in_items_len + in_items;
-    return position - kv_idx < static_cast<int>(params.token_pos_in_items_ptr[entry]);
+    return kv_idx < static_cast<int>(params.prefix_len_ptr[item.request]) ||
+           position - kv_idx < keys_of_item(item, position, params);
   } else {
     return true;
   }

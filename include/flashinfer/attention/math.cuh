@@ -23,31 +23,35 @@ inline constexpr float kTanhNear = 0.5f;
 // leaves the multipliers. The error is below 1.2e-5 c. tanh.approx has only 11 bits, which a cap of
 // 30 turns into errors of several hundredths of a logit.
 struct SoftCap {
-  float c, k, near_limit, factors[3];
+  float k, factors[3];
 
-  // k = scale / c is kept within the range where the factors are normal numbers. Beyond it logits
-  // are alike with and without a cap, or all 0.
+  // k = scale / c is the factor of s in the argument of tanh. It is kept finite; beyond that range
+  // logits are alike with and without a cap, or all 0.
   __device__ __forceinline__ SoftCap(float cap, float scale) {
-    k = fminf(fmaxf(scale / cap, 1e-7f), 1e7f);
-    c = scale / k;
-    near_limit = kTanhNear / k;
-    factors[0] = scale;
-    factors[1] = scale * (k * k) * -0.331851155f;
-    factors[2] = scale * (k * k) * (k * k) * 0.115442269f;
+    k = fminf(fmaxf(scale / cap, 1e-37f), 1e37f);
+    factors[0] = scale / k;
+    factors[1] = factors[0] * -0.331851155f;
+    factors[2] = factors[0] * 0.115442269f;
   }
 
-  // For |s| <= near_limit.
-  __device__ __forceinline__ float near(float s) const {
-    const float square = s * s;
-    return s * fmaf(square, fmaf(square, factors[2], factors[1]), factors[0]);
+  // Whether `near` serves logits up to this magnitude.
+  __device__ __forceinline__ bool is_near(float magnitude) const {
+    return magnitude * k <= kTanhNear;
   }
+  __device__ __forceinline__ float near(float s) const { return polynomial(s * k); }
   __device__ __forceinline__ float operator()(float s) const {
-    const float e = ptx_exp2(fabsf(s) * (k * (-2.f * log2e)));
+    const float x = s * k, e = ptx_exp2(fabsf(x) * (-2.f * log2e));
     float far = fmaf(e, 0.916096747f, -1.72489285f);
     far = fmaf(e, far, 1.96990049f);
     far = fmaf(e, far, -1.99894249f);
-    far = fmaf(e, far, 1.f) * c;
-    return fabsf(s) <= near_limit ? near(s) : copysignf(far, s);
+    far = fmaf(e, far, 1.f) * factors[0];
+    return fabsf(x) <= kTanhNear ? polynomial(x) : copysignf(far, x);
+  }
+
+ private:
+  __device__ __forceinline__ float polynomial(float x) const {
+    const float square = x * x;
+    return x * fmaf(square, fmaf(square, factors[2], factors[1]), factors[0]);
   }
 };
 

@@ -75,19 +75,15 @@ class RowWriter {
   template <typename Store>
   __device__ __forceinline__ static void for_each_value(const WarpState<Tile>& state, int i, int h,
                                                         const Store& store) {
+    constexpr int kTiles = Tile::kInterleavedTiles;
 #pragma unroll
-    for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-      const float (&a)[4] = state.output[i][j];
-      const float (&b)[4] = state.output[i][j + 1];
-      if constexpr (Tile::kInterleavesColumns) {
-        const float values[4] = {a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1]};
-        store(output_column<true>(j, 0), values);
-      } else {
-        const float first[2] = {a[2 * h], a[2 * h + 1]};
-        const float second[2] = {b[2 * h], b[2 * h + 1]};
-        store(output_column<false>(j, 0), first);
-        store(output_column<false>(j + 1, 0), second);
+    for (int j = 0; j < Tile::kOutputTiles; j += kTiles) {
+      float values[2 * kTiles];
+#pragma unroll
+      for (int c = 0; c < 2 * kTiles; ++c) {
+        values[c] = state.output[i][j + c % kTiles][2 * h + c / kTiles];
       }
+      store(output_column<kTiles>(j, 0), values);
     }
   }
 

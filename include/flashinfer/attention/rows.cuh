@@ -168,12 +168,73 @@ class TileRows {
             if constexpr (Traits::kWindow) {
               logit = fminf(logit, hidden_bound(first_bounds[i][e / 2], token));
             }
-          } else if constexpr (kMasked) {
-            if (!sees(row, kv_idx)) logit = Variant::use_softmax ? -math::inf : 0.f;
+          } else if constexpr (kMasked && !kReadsWords) {
+            if (!sees(row, kv_idx)) logit = kHiddenLogit;
           }
         }
       }
     }
+    if constexpr (kMasked && kReadsWords) hide_by_words<kTiles, kFrom>(logits, first_token);
+  }
+
+  // Applies a mask that is no range of keys to 32 tokens at a time, of which a warp often sees all.
+  template <int kTiles, int kFrom>
+  __device__ __forceinline__ void hide_by_words(Logits& logits, int first_token) const {
+    constexpr int kTilesOfWord = 4;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
+#pragma unroll
+      for (int from = kFrom; from < kTiles; from += kTilesOfWord) {
+        const int to = min(from + kTilesOfWord, kTiles);
+        const uint32_t all = 0xffffffffu >> (32 - (to - from) * 8);
+        uint32_t words[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) words[h] = visible_word(rows_[i][h], first_token + from * 8);
+        if (!Variant::kHasLogitsMask &&
+            __all_sync(0xffffffffu, (words[0] & words[1] & all) == all)) {
+          continue;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) words[h] >>= threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int j = from; j < to; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int token = (j - from) * 8 + e % 2;
+            bool visible = words[e / 2] & 1u << token;
+            if constexpr (Variant::kHasLogitsMask) {
+              const QueryRow& row = rows_[i][e / 2];
+              const int kv_idx = first_token + from * 8 + threadIdx.x % 4 * 2 + token;
+              visible = visible && variant.LogitsMask(view, item_.request, row.qo_idx, kv_idx,
+                                                      row.qo_head_idx, kv_head_);
+            }
+            if (!visible) logits[i][j][e] = kHiddenLogit;
+          }
+        }
+      }
+    }
+  }
+
+  // Which of the 32 tokens from `first_token` on a row sees. Rows after the tile's end have no mask
+  // to read, and nothing reads their results.
+  __device__ __forceinline__ uint32_t visible_word(const QueryRow& row, int first_token) const {
+    if (row.qo_idx >= item_.qo_len) return 0xffffffffu;
+    const int count = min(row.last_kv + 1 - first_token, 32);
+    if (count <= 0) return 0;
+    const VariantParams& options = params_.variant;
+    uint32_t word;
+    if constexpr (Traits::kMask == MaskMode::custom) {
+      const int64_t bit = int64_t{row.qo_idx} * item_.kv_len + first_token;
+      word = mask_bits(options.custom_mask + options.mask_indptr[item_.request], bit, count);
+    } else {
+      const int position = row.qo_idx + item_.kv_len - item_.qo_len;
+      const int item_begin = position + 1 - keys_of_item(item_, position, options);
+      const int prefix_len = static_cast<int>(options.prefix_len_ptr[item_.request]);
+      word = low_bits(prefix_len - first_token) | ~low_bits(item_begin - first_token);
+      word &= low_bits(count);
+    }
+    if constexpr (Traits::kWindow) word &= ~low_bits(row.first_kv - first_token);
+    return word;
   }
 
   // Applies the soft cap. Most logits are small against it, and a warp whose logits all are skips
@@ -198,14 +259,14 @@ class TileRows {
         return logit;
       });
     }
+    const math::SoftCap& soft_cap = variant.soft_cap;
     float largest[4] = {};  // four, so that few maxima wait for each other
     apply([&](float logit, int, int e) {
       largest[e] = fmaxf(largest[e], fabsf(logit));
       return logit;
     });
-    const math::SoftCap& soft_cap = variant.soft_cap;
     const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    if (__builtin_expect(__all_sync(0xffffffffu, most <= soft_cap.near_limit), true)) {
+    if (__builtin_expect(__all_sync(0xffffffffu, soft_cap.is_near(most)), true)) {
       apply([&](float logit, int, int) { return soft_cap.near(logit); });
     } else {
       apply([&](float logit, int, int) { return soft_cap(logit); });
@@ -366,6 +427,11 @@ class TileRows {
   static constexpr bool kReadsMask = Traits::kMask == MaskMode::custom ||
                                      Traits::kMask == MaskMode::multi_item ||
                                      Variant::kHasLogitsMask;
+  // Whether a thread's tokens are neighbours, so that it evaluates a mask by words.
+  static constexpr bool kReadsWords =
+      (Traits::kMask == MaskMode::custom || Traits::kMask == MaskMode::multi_item) &&
+      !Tile::kNarrow;
+  static constexpr float kHiddenLogit = Variant::use_softmax ? -math::inf : 0.f;
   // The Hopper kernel hides a logit by its minimum with a bound, in two instructions and without a
   // predicate. Bounds are integers that decrease with the token. Read as floats, they are NaN for
   // visible tokens, for which the minimum is the logit itself, and minus infinity for hidden

@@ -449,6 +449,9 @@ class AttentionPlanner {
         merge->row_begin = tile.row_begin;
         merge->num_rows = static_cast<int32_t>(tile_rows(tile));
         merge->slot_begin = piece.slot;
+        if (config_->fixed_split_size > 0) {
+          merge->first_part = static_cast<int32_t>(tile.kv_begin / config_->fixed_split_size);
+        }
       }
       if (piece.kv_end == tile.kv_end) (merge++)->slot_end = piece.slot + 1;
     }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <flashinfer/scheduler/plan_layout.h>
+#include <flashinfer/scheduler/work.h>
 #include <vector>
 
 namespace flashinfer {
@@ -22,6 +23,9 @@ struct RequestGroup {
   int64_t window_left;     // keys further back are not visible; negative: no limit
   int64_t qo_tokens = 0;   // rows of q
   int64_t kv_entries = 0;  // paged: entries of kv_indices; ragged: rows of k and v
+  // Keys that a custom mask shows each row of q: a tile reads the range that its rows need. Null: a
+  // query may see any key.
+  const VisibleRange* visible = nullptr;
 
   PlannedGroup planned() const {
     return {static_cast<int64_t>(requests.size()), qo_tokens, kv_entries};
@@ -134,6 +138,17 @@ struct PackedRow {
   }
 };
 
+// Smallest range with the keys of tokens first ... last.
+inline VisibleRange common_range(const VisibleRange* ranges, int64_t first, int64_t last) {
+  VisibleRange common = {INT32_MAX, 0};
+  for (int64_t token = first; token <= last; ++token) {
+    if (ranges[token].end == 0) continue;
+    common.begin = std::min(common.begin, ranges[token].begin);
+    common.end = std::max(common.end, ranges[token].end);
+  }
+  return common;
+}
+
 // Writes the tiles of a group after the first `num_before`, by request and by row, for the requests
 // that the launch takes. A negative `group_kind` gives kind 1 to the requests that fit one tile of
 // the second shape, if there is one.
@@ -187,6 +202,13 @@ inline void append_tiles(const PlanConfig& config, const RequestGroup& group, in
       if (window_left >= 0) {
         kv_begin = std::max<int64_t>(0, first.token + shift - window_left) & -tile_kv;
         first.move(step, group_size);
+      }
+      if (group.visible != nullptr) {
+        const int64_t last_token = std::min<int64_t>((row + tile_q - 1) / group_size, r.qo_len - 1);
+        const VisibleRange seen =
+            common_range(group.visible + r.qo_begin, row / group_size, last_token);
+        kv_begin = std::max<int64_t>(kv_begin, seen.begin & -tile_kv);
+        kv_end = std::min<int64_t>(kv_end, seen.end);
       }
       if (kv_begin >= kv_end) kv_begin = kv_end = 0;
       tile->request = request;

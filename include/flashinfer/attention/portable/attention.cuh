@@ -38,7 +38,8 @@ struct AttentionTraits {
   static constexpr bool kWindow = kWindow_;
   static constexpr bool kRotate = kRotate_;
   static constexpr bool kTransformK = kRotate || Variant::kHasKeyTransform;
-  static_assert(!kTransformK || !Tile::kKeysAre8Bit, "8-bit keys cannot be rotated in place");
+  static_assert(!kTransformK || !Tile::kConvertsKeys,
+                "keys of few bits cannot be rotated in place");
 };
 
 // Computes one work item in one CTA.
@@ -76,7 +77,7 @@ class TileWorker {
 
  private:
   static constexpr bool kConvertQuery =
-      Traits::kRotate || Variant::kHasQueryTransform || Tile::kKeysAre8Bit;
+      Traits::kRotate || Variant::kHasQueryTransform || Tile::kConvertsKeys;
 
   // Starts to load q. It comes before K and V, so that its copies belong to the first group.
   __device__ __forceinline__ void begin_query() {
@@ -126,9 +127,9 @@ class TileWorker {
 #if defined(__CUDA_ARCH__)
     constexpr int kStages = Tile::num_stages(__CUDA_ARCH__ / 10);
     constexpr int kAhead = Tile::kSplitKV || kStages == 1 ? kStages : kStages - 1;
-    // Computes addresses while products run. It costs time with an 8-bit cache, whose copies wait
-    // for products.
-    constexpr bool kLocatesEarly = kAhead == kStages && !Tile::kKeysAre8Bit;
+    // Computes addresses while products run. It costs time with a cache of few bits, whose copies
+    // wait for products.
+    constexpr bool kLocatesEarly = kAhead == kStages && !Tile::kConvertsKeys;
     const uint32_t shared_k = ptx::shared_address(stages_);
     TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
                                             blockIdx.y, shared_k, kStages);
@@ -139,7 +140,7 @@ class TileWorker {
       }
       ptx::cp_async_commit();
     };
-    constexpr std::bool_constant<!Tile::kKeysAre8Bit || !Tile::kSplitKV> kLooksAhead;
+    constexpr std::bool_constant<!Tile::kConvertsKeys || !Tile::kSplitKV> kLooksAhead;
     const auto synchronize = [] {
       if constexpr (Tile::kSplitKV) {
         __syncwarp();
@@ -160,6 +161,7 @@ class TileWorker {
     const int warp_token = Tile::kSplitKV ? threadIdx.x / 32 * kWarpTokens : 0;
     const uint32_t warp_k = shared_k + warp_token * Tile::RowsK::kPitch;
     const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_token * Tile::RowsV::kPitch;
+    const char* const scales = stages_ + kStages * (Tile::kBytesK + Tile::kBytesV);
     int stage = 0;
     for (int tile = 0; tile < num_tiles_; ++tile) {
       ptx::cp_async_wait<kAhead - 1>();
@@ -176,7 +178,9 @@ class TileWorker {
       if constexpr (kLocatesEarly) loader.locate_tile();
       const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
       const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
-      attend(query, tile_k, tile_v, first_token);
+      const char* const stage_scales = scales + stage * Tile::kBytesBlockScales;
+      attend(query, tile_k, tile_v, first_token, stage_scales + warp_token * Tile::kScaleBytesK,
+             stage_scales + kTileKV * Tile::kScaleBytesK + warp_token * Tile::kScaleBytesV);
       if constexpr (kAhead == kStages) {
         synchronize();
         fetch(tile + kStages, stage, kLooksAhead);
@@ -192,18 +196,19 @@ class TileWorker {
   // than a second copy of the code: a CTA of a short prompt masks one of its few tiles, and code
   // that runs once has to pass through the instruction cache.
   __device__ __forceinline__ void attend(const QueryFragments<Tile>& query, uint32_t tile_k,
-                                         uint32_t tile_v, int first_token) {
+                                         uint32_t tile_v, int first_token, const char* scales_k,
+                                         const char* scales_v) {
     float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
     // If the item ends in the first half of its last tile, only that half is computed. In a causal
     // prompt with groups of four heads every other tile does.
     constexpr bool kHalves = !Tile::kSplitKV;
     const bool half = kHalves && item_.kv_end - first_token <= Tile::kWarpKV / 2;
     if constexpr (Tile::kNarrow) {
-      multiply_kq<Tile>(logits[0][0], query, tile_k);
+      multiply_kq<Tile>(logits[0][0], query, tile_k, scales_k);
     } else if (half) {
-      multiply_qk<Tile, Tile::kWarpKV / 2>(logits, shared_q(), query, tile_k);
+      multiply_qk<Tile, Tile::kWarpKV / 2>(logits, shared_q(), query, tile_k, scales_k);
     } else {
-      multiply_qk<Tile, Tile::kWarpKV>(logits, shared_q(), query, tile_k);
+      multiply_qk<Tile, Tile::kWarpKV>(logits, shared_q(), query, tile_k, scales_k);
     }
     if (rows_.has_hidden_keys(first_token)) {
       rows_.template transform<true>(logits, first_token, inverse_scale_);
@@ -225,7 +230,7 @@ class TileWorker {
       uint32_t p[Tile::kRowTiles][4];
       rows_.weigh(state_, logits, step, scale);
       rows_.pack(logits, step, p);
-      multiply_pv<Tile>(state_, p, tile_v, step);
+      multiply_pv<Tile>(state_, p, tile_v, step, scales_v);
     }
   }
 

@@ -3,6 +3,7 @@
 // Measurements, also of what lost: docs/tuning/attention_decode.md.
 #pragma once
 
+#include <flashinfer/attention/portable/block_scales.cuh>
 #include <flashinfer/attention/portable/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 
@@ -58,8 +59,7 @@ __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char
 template <typename Traits, bool kPaged>
 class TileLoader {
   static constexpr int kSize = static_cast<int>(sizeof(typename Traits::KV));
-  static constexpr int kRowBytesK = Traits::kHeadDimQK * kSize;
-  static constexpr int kRowBytesV = Traits::kOutputDim * kSize;
+  static constexpr int kRowBytesK = Traits::kRowBytesK, kRowBytesV = Traits::kRowBytesV;
   // Whether a step of the warp copies whole rows.
   static constexpr bool kEvenSteps =
       512 % kRowBytesK == 0 && 512 % kRowBytesV == 0 && kRowBytesK >= 32 && kRowBytesV >= 32;
@@ -67,12 +67,22 @@ class TileLoader {
   using LaneK = LaneChunk<kEvenSteps ? kRowBytesK : 512>;
   using LaneV = LaneChunk<kEvenSteps ? kRowBytesV : 512>;
 
+  struct NoScales {
+    __device__ __forceinline__ NoScales(const AttentionTensors&, uint32_t, uint32_t, uint32_t) {}
+  };
+  using Scales = std::conditional_t<Traits::kKeysAre4Bit, BlockScaleLoader<Traits>, NoScales>;
+
  public:
   __device__ __forceinline__ TileLoader(const AttentionTensors& tensors,
                                         const FastDivisor& page_size, const WorkItem& item,
                                         uint32_t kv_head, uint32_t output_part, uint32_t shared_k,
                                         int num_stages)
-      : tensors_(tensors), page_size_(page_size), kv_end_(item.kv_end), kv_base_(item.kv_base) {
+      : tensors_(tensors),
+        page_size_(page_size),
+        kv_end_(item.kv_end),
+        kv_base_(item.kv_base),
+        scales_(tensors, kv_head, output_part,
+                shared_k + num_stages * (Traits::kBytesK + Traits::kBytesV)) {
     lane_idx_ = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
     // Sixteen tokens that start at a multiple of 16 share a page if the page size is a multiple of
@@ -80,8 +90,8 @@ class TileLoader {
     is_even_ = kEvenSteps && (!kPaged || page_size.divisor % kWarpTokens == 0);
     token_ = item.kv_begin + warp_idx * kWarpTokens + (is_even_ ? 0 : lane_idx_ % kWarpTokens);
     k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize;
-    v_ = static_cast<const char*>(tensors.v) +
-         (kv_head * tensors.v_stride_head + output_part * Traits::kOutputDim) * kSize;
+    v_ = static_cast<const char*>(tensors.v) + kv_head * tensors.v_stride_head * kSize +
+         output_part * kRowBytesV;
     if constexpr (kEvenSteps) {
       k_ += LaneK::column() + (is_even_ ? LaneK::row() * tensors.k_stride_token * kSize : 0);
       v_ += LaneV::column() + (is_even_ ? LaneV::row() * tensors.v_stride_token * kSize : 0);
@@ -100,10 +110,12 @@ class TileLoader {
       if (page_ >= tensors_.num_pages) num_rows_ = 0;
       k_offset_ = (page_ * tensors_.k_stride_page + slot * tensors_.k_stride_token) * kSize;
       v_offset_ = (page_ * tensors_.v_stride_page + slot * tensors_.v_stride_token) * kSize;
+      locate_scales(page_, slot);
     } else {
       const int64_t row = int64_t{kv_base_} + token_;
       k_offset_ = row * tensors_.k_stride_token * kSize;
       v_offset_ = row * tensors_.v_stride_token * kSize;
+      locate_scales(0, row);
     }
     token_ += kTileKV;
   }
@@ -117,6 +129,7 @@ class TileLoader {
     const uint32_t shared_k = shared_k_ + stage * Traits::kBytesK;
     const uint32_t shared_v = shared_v_ + stage * Traits::kBytesV;
     if constexpr (kLooksAhead) look_up();
+    if constexpr (Traits::kKeysAre4Bit) scales_.copy(stage);
     const auto look_up_between = [&] {
       if constexpr (!kLooksAhead) look_up();
     };
@@ -145,6 +158,14 @@ class TileLoader {
   }
 
  private:
+  // `slot`: that of this lane's token, or of the warp's first.
+  __device__ __forceinline__ void locate_scales(uint32_t page, int64_t slot) {
+    if constexpr (Traits::kKeysAre4Bit) {
+      const int behind = is_even_ ? Scales::token() : 0;
+      scales_.locate(page, slot + behind, behind < num_rows_);
+    }
+  }
+
   __device__ __forceinline__ void look_up() {
     if constexpr (kPaged) {
       page_ = 0;
@@ -164,6 +185,7 @@ class TileLoader {
   uint32_t page_ = 0;
   int lane_idx_;
   bool is_even_;
+  Scales scales_;
 };
 
 }  // namespace flashinfer

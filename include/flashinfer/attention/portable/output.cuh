@@ -97,11 +97,14 @@ class OutputWriter : RowWriter<Traits, Params> {
     }
   }
 
-  // Column, within 16, of the transposed output's element in the upper (0) or lower (1) half of its
-  // rows.
-  __device__ __forceinline__ static int narrow_column(int half) {
+  // Column of the transposed output's element in the upper (0) or lower (1) half of the rows of
+  // output tile `tile`.
+  __device__ __forceinline__ static int narrow_column(int tile, int half) {
     const int row = threadIdx.x % 32 / 4;
-    return Tile::kInterleavesColumns ? 2 * row + half : row + 8 * half;
+    if constexpr (Tile::kInterleavedTiles == 4) {
+      return tile / 2 * 32 + 4 * row + tile % 2 * 2 + half;
+    }
+    return tile * 16 + (Tile::kInterleavedTiles == 2 ? 2 * row + half : row + 8 * half);
   }
 
   // Adds the warps' parts of the same rows in shared memory, in order of the warps.
@@ -130,9 +133,11 @@ class OutputWriter : RowWriter<Traits, Params> {
       for (int e = 0; e < 4; ++e) {
         const int row = lane_idx % 4 * 2 + e % 2;
         if (row >= num_rows_) continue;
-        float* const target = outputs + (warp_idx * kRows + row) * kPitch + narrow_column(e / 2);
+        float* const target = outputs + (warp_idx * kRows + row) * kPitch;
 #pragma unroll
-        for (int j = 0; j < Tile::kOutputTiles; ++j) target[j * 16] = state.output[0][j][e];
+        for (int j = 0; j < Tile::kOutputTiles; ++j) {
+          target[narrow_column(j, e / 2)] = state.output[0][j][e];
+        }
       }
     }
     __syncthreads();

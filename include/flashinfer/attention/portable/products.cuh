@@ -2,6 +2,7 @@
 #pragma once
 
 #include <flashinfer/common/float8.cuh>
+#include <flashinfer/attention/portable/block_scales.cuh>
 #include <flashinfer/attention/portable/tile.cuh>
 #include <flashinfer/attention/state.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
@@ -41,10 +42,10 @@ struct QueryFragments {
 
 // Computes k q^T for narrow tiles: logits of the warp's rows and its 16 tokens at `shared_k`. A
 // thread gets two tokens of its first row, then of its second row; the tokens are lane / 4 and lane
-// / 4 + 8.
+// / 4 + 8. `scales`: of the tokens' 4-bit rows, here and below.
 template <typename Tile>
 __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragments<Tile>& query,
-                                            uint32_t shared_k) {
+                                            uint32_t shared_k, const char* scales) {
   using RowsK = typename Tile::RowsK;
   const int lane_idx = threadIdx.x % 32;
   // Even and odd steps have separate sums, which halves the chain of dependent products.
@@ -71,6 +72,27 @@ __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragm
         multiply(step + s, a);
       }
     }
+  } else if constexpr (Tile::kKeysAre4Bit) {
+    const KeyScales<Tile> rows{scales + lane_idx / 4 * Tile::kScaleBytesK};
+#pragma unroll
+    for (int step = 0; step < Tile::kStepsQK; step += 4) {
+      const uint32_t factors[2] = {rows.get(0, step / 4), rows.get(8, step / 4)};
+      uint32_t codes[4];
+      ptx::ldmatrix_x4(codes, RowsK::move(lane_k(true), 0, step * 8));
+      const auto multiply_block = [&](auto index) {
+        constexpr int s = decltype(index)::value;
+        uint32_t first[4], second[4];  // pairs of columns of a token, and of the one 8 further on
+        float4_keys<s>(codes[2 * s], factors[0], first);
+        float4_keys<s>(codes[2 * s + 1], factors[1], second);
+#pragma unroll
+        for (int p = 0; p < 4; p += 2) {
+          const uint32_t a[4] = {first[p], second[p], first[p + 1], second[p + 1]};
+          multiply(step + 2 * s + p / 2, a);
+        }
+      };
+      multiply_block(std::integral_constant<int, 0>());
+      multiply_block(std::integral_constant<int, 1>());
+    }
   } else {
 #pragma unroll
     for (int step = 0; step < Tile::kStepsQK; ++step) {
@@ -88,7 +110,7 @@ __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragm
 template <typename Tile, int kTokens>
 __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Tile::kTokenTiles][4],
                                             uint32_t shared_q, const QueryFragments<Tile>& query,
-                                            uint32_t shared_k) {
+                                            uint32_t shared_k, const char* scales) {
   using Mma = typename Tile::Mma;
   using RowsK = typename Tile::RowsK;
   const int lane_idx = threadIdx.x % 32;
@@ -101,7 +123,7 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
   }
   // With few tokens, even and odd steps have separate sums, which halves the chain of dependent
   // products.
-  constexpr bool kSplitSums = Tile::kSplitKV && Tile::kKeysAre8Bit;
+  constexpr bool kSplitSums = Tile::kSplitKV && Tile::kConvertsKeys;
   float odd[Tile::kRowTiles][Tile::kTokenTiles][4] = {};
   const uint32_t lane_q = shared_q + lane_idx % 16 * Tile::kPitchQ + lane_idx / 16 * 16;
   const auto load_query = [&](uint32_t (&a)[Tile::kRowTiles][4], int step) {
@@ -147,6 +169,36 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
         }
       }
     }
+  } else if constexpr (Tile::kKeysAre4Bit) {
+    // A matrix of 8 tokens by 16 bytes is two steps for 8 tokens. One load covers four steps.
+    const uint32_t lane_k = shared_k + RowsK::offset(lane_idx % 16, lane_idx / 16 * 16);
+    const KeyScales<Tile> rows{scales + lane_idx / 4 * Tile::kScaleBytesK};
+#pragma unroll
+    for (int step = 0; step < Tile::kStepsQK; step += 4) {
+      uint32_t a[4][Tile::kRowTiles][4];
+#pragma unroll
+      for (int s = 0; s < 4; ++s) load_query(a[s], step + s);
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; j += 2) {
+        uint32_t codes[4];
+        ptx::ldmatrix_x4(codes, RowsK::move(lane_k, j * 8, step * 8));
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const uint32_t factors = rows.get((j + t) * 8, step / 4);
+          uint32_t b[2][4];
+          float4_keys<0>(codes[t], factors, b[0]);
+          float4_keys<1>(codes[2 + t], factors, b[1]);
+#pragma unroll
+          for (int s = 0; s < 4; ++s) {
+#pragma unroll
+            for (int i = 0; i < Tile::kRowTiles; ++i) {
+              ptx::mma_m16n8k16<Mma>(kSplitSums && s % 2 ? odd[i][j + t] : logits[i][j + t],
+                                     a[s][i], b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
+            }
+          }
+        }
+      }
+    }
   } else {
     const uint32_t lane_k =
         shared_k + RowsK::offset(lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2 * 16);
@@ -181,7 +233,7 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
 template <typename Tile>
 __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
                                             const uint32_t (&p)[Tile::kRowTiles][4],
-                                            uint32_t shared_v, int token_step) {
+                                            uint32_t shared_v, int token_step, const char* scales) {
   using Mma = typename Tile::Mma;
   using RowsV = typename Tile::RowsV;
   constexpr int kColumnTiles = Tile::kOutputDim / 8;
@@ -211,6 +263,38 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
           for (int i = 0; i < Tile::kRowTiles; ++i) {
             ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s], p[i], even[0], even[1]);
             ptx::mma_m16n8k16<Mma>(state.output[i][j + 2 * s + 1], p[i], odd[0], odd[1]);
+          }
+        }
+      }
+    }
+  } else if constexpr (Tile::kKeysAre4Bit) {
+    // 16 bytes hold 32 columns; a load covers 64.
+    const ValueScales<Tile> rows{scales + token_step * 16 * Tile::kScaleBytesV};
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; j += 8) {
+      uint32_t codes[4], factors[2][2];
+      ptx::ldmatrix_x4_trans(codes, RowsV::move(lane_v(true), token_step * 16, j * 4));
+      rows.get(0, j / 8, factors[0]);
+      rows.get(8, j / 8, factors[1]);
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        uint32_t first[4], second[4];  // of the first and the second eight tokens
+        float4_values(codes[2 * s], factors[0][s], first);
+        float4_values(codes[2 * s + 1], factors[1][s], second);
+        if constexpr (Tile::kNarrow) {
+#pragma unroll
+          for (int c = 0; c < 4; c += 2) {
+            const uint32_t columns[4] = {first[c], first[c + 1], second[c], second[c + 1]};
+            ptx::mma_m16n8k16<Mma>(state.output[0][j / 2 + 2 * s + c / 2], columns, p[0][0],
+                                   p[0][1]);
+          }
+        } else {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+#pragma unroll
+            for (int i = 0; i < Tile::kRowTiles; ++i) {
+              ptx::mma_m16n8k16<Mma>(state.output[i][j + 4 * s + c], p[i], first[c], second[c]);
+            }
           }
         }
       }

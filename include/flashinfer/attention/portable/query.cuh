@@ -50,11 +50,21 @@ __device__ __forceinline__ int float8_column(int i) {
   return (i / 4) * 2 + i % 2 + (i % 4 / 2) * 8;
 }
 
-// Copies the tile's query rows unchanged. Rows after the tile's end become zeros.
+// Column of a 32-column block at which mma finds element `i` of a 4-bit K row. Lane t of a quad
+// reads codes 8t ... 8t + 7, which are unpacked in pairs (p, p + 4); two pairs are a lane's part of
+// 16 columns, 2t, 2t + 1, 2t + 8, 2t + 9.
+__device__ __forceinline__ int float4_column(int i) {
+  const int pair = i % 4;
+  return pair / 2 * 16 + i / 8 * 2 + i % 8 / 4 + pair % 2 * 8;
+}
+
+// Copies the tile's query rows unchanged, 8-bit ones to the first half of their place. Rows after
+// the tile's end become zeros.
 template <typename Traits>
 __device__ __forceinline__ void copy_query(const AttentionTensors& tensors, const WorkItem& item,
                                            const FastDivisor& group_size, uint32_t kv_head,
                                            int num_rows, uint32_t shared) {
+  constexpr int kSize = static_cast<int>(sizeof(typename Traits::Q));
   constexpr int kRowsPerWarp = Traits::kTileQ / kAttentionWarps;
   const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
   const int first_row = warp_idx * kRowsPerWarp;
@@ -64,12 +74,12 @@ __device__ __forceinline__ void copy_query(const AttentionTensors& tensors, cons
   const uint32_t head = kv_head * group_size.divisor + packed - token * group_size.divisor;
   const int64_t offset =
       ((item.qo_begin + int64_t{token}) * tensors.q_stride_token + head * tensors.q_stride_head) *
-      2;
+      kSize;
   const auto target = [&](int row, int column) {
     return shared + (first_row + row) * Traits::kPitchQ + column;
   };
-  copy_rows_async<kRowsPerWarp, Traits::kHeadDimQK * 2>(target, static_cast<const char*>(tensors.q),
-                                                        row < num_rows ? offset : -1, lane_idx);
+  copy_rows_async<kRowsPerWarp, Traits::kHeadDimQK * kSize>(
+      target, static_cast<const char*>(tensors.q), row < num_rows ? offset : -1, lane_idx);
 }
 
 // Flips the sign of `kRows` query rows in shared memory with one warp. A negative scale needs this,
@@ -90,14 +100,16 @@ struct QueryRowValues {
   static constexpr int kChunks = Traits::kHeadDimQK / 8;
   static constexpr int kPasses = ceil_div(kChunks, 32);
   using Q = typename Traits::Q;
+  using Mma = typename Traits::Mma;
   Vector<Q, 8> chunks[kPasses];
   float values[kPasses][8];
+  Vector<Mma, 8> rounded[kPasses];
 
   __device__ __forceinline__ void load(const Q* source) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int chunk = pass * 32 + threadIdx.x % 32;
-      chunks[pass].words[0] = uint4{0, 0, 0, 0};
+      chunks[pass].words[0] = {};
       if (chunk < kChunks) chunks[pass].load(source + chunk * 8);
     }
   }
@@ -145,18 +157,11 @@ struct QueryRowValues {
 
   // Rounds the row to the type of the products.
   __device__ __forceinline__ void round(float scale) {
-    using Mma = typename Traits::Mma;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) values[pass][j] *= scale;
-      if constexpr (std::is_same_v<Q, Mma>) {
-        chunks[pass].from_floats(values[pass]);
-      } else {
-        Vector<Mma, 8> converted;
-        converted.from_floats(values[pass]);
-        chunks[pass].words[0] = converted.words[0];
-      }
+      rounded[pass].from_floats(values[pass]);
     }
   }
 
@@ -166,23 +171,32 @@ struct QueryRowValues {
       const int chunk = pass * 32 + threadIdx.x % 32;
       if (chunk >= kChunks) continue;
       if constexpr (Traits::kKeysAre8Bit) {
-        const uint32_t pairs[4] = {chunks[pass].words[0].x, chunks[pass].words[0].y,
-                                   chunks[pass].words[0].z, chunks[pass].words[0].w};
+        const uint32_t pairs[4] = {rounded[pass].words[0].x, rounded[pass].words[0].y,
+                                   rounded[pass].words[0].z, rounded[pass].words[0].w};
         char* const block = row_begin + chunk / 2 * 32;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           *reinterpret_cast<uint32_t*>(block + float8_column(chunk % 2 * 8 + 2 * j) * 2) = pairs[j];
         }
+      } else if constexpr (Traits::kKeysAre4Bit) {
+        const uint4& x = rounded[pass].words[0];
+        const uint32_t pairs[4] = {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
+                                   __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
+        char* const block = row_begin + chunk / 4 * 64;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          *reinterpret_cast<uint32_t*>(block + float4_column(chunk % 4 * 8 + j) * 2) = pairs[j];
+        }
       } else {
-        *reinterpret_cast<uint4*>(row_begin + chunk * 16) = chunks[pass].words[0];
+        *reinterpret_cast<uint4*>(row_begin + chunk * 16) = rounded[pass].words[0];
       }
     }
   }
 };
 
 // Returns the power of two that moves a row's largest magnitude to [2^14, 2^15). Values below 2^-24
-// are then less than 2^-38 of it. Lane 0 stores the inverse.
-__device__ __forceinline__ float query_scale(float largest, float* inverse) {
+// are then less than 2^-38 of it. Lane 0 stores the inverse, times `unit`.
+__device__ __forceinline__ float query_scale(float largest, float unit, float* inverse) {
   for (int offset = 16; offset > 0; offset /= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
   }
@@ -192,14 +206,16 @@ __device__ __forceinline__ float query_scale(float largest, float* inverse) {
     scale = __uint_as_float((127 + 127 + 14 - exponent) << 23);
   }
   if (threadIdx.x % 32 == 0) {
-    *inverse = exponent > 14 && exponent < 255 ? __uint_as_float((exponent - 14) << 23) : 1.f;
+    const bool is_moved = exponent > 14 && exponent < 255;
+    *inverse = unit * (is_moved ? __uint_as_float((exponent - 14) << 23) : 1.f);
   }
   return scale;
 }
 
 // Rotates, transforms or converts the copied query rows in place, one warp per row: the warp that
-// multiplies the row, unless all warps do. Rows of bfloat16 for 8-bit keys are scaled into
-// float16's range, and `row_scale` receives the inverse.
+// multiplies the row, unless all warps do. For keys of few bits they become float16: rows of
+// bfloat16, and all for 4-bit keys, are scaled into its range, and `row_scale` receives the
+// inverse.
 template <typename Traits, bool kRotate, typename Variant, typename Params>
 __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDivisor& group_size,
                                               const Variant& variant, const Params& params,
@@ -219,7 +235,9 @@ __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDi
     const float largest =
         values.template transform<kRotate>(source, item, group_size, row, variant, params);
     float scale = 1.f;
-    if constexpr (Traits::kScalesQuery) scale = query_scale(largest, row_scale + row);
+    if constexpr (Traits::kScalesQuery) {
+      scale = query_scale(largest, Traits::kUnit, row_scale + row);
+    }
     values.round(flip ? -scale : scale);
     __syncwarp();  // all lanes have read the row
     values.store(row_begin);

@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/common/float4_pairs.cuh>
 #include <flashinfer/attention/kv_tiles.h>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/shared_limit.h>
@@ -34,10 +35,15 @@ struct TileTraits {
   using KV = KV_;
   using O = O_;
   static constexpr bool kKeysAre8Bit = dtype::kIsFloat8<KV>;
-  // 8-bit K and V are multiplied as float16, which represents all their values.
-  using Mma = std::conditional_t<kKeysAre8Bit, dtype::float16, KV>;
-  static_assert(kKeysAre8Bit || std::is_same_v<Q, KV>, "16-bit q, k and v are of one type");
-  static constexpr bool kScalesQuery = kKeysAre8Bit && !std::is_same_v<Q, dtype::float16>;
+  static constexpr bool kKeysAre4Bit = std::is_same_v<KV, dtype::uint8>;  // e2m1, scales of 16
+  static constexpr bool kConvertsKeys = kKeysAre8Bit || kKeysAre4Bit;
+  // K and V of fewer bits are multiplied as float16, which represents all their values: products of
+  // a 4-bit code and its scale have six bits and, left 2^14 too small, no more exponents.
+  using Mma = std::conditional_t<kConvertsKeys, dtype::float16, KV>;
+  static_assert(kConvertsKeys || std::is_same_v<Q, KV>, "16-bit q, k and v are of one type");
+  static constexpr float kUnit = kKeysAre4Bit ? kE2m1Unit<Mma> : 1.f;  // that k and v leave out
+  static constexpr bool kScalesQuery =
+      kKeysAre4Bit || (kKeysAre8Bit && std::is_same_v<Q, dtype::bfloat16>);
 
   static constexpr int kHeadDimQK = kHeadDimQK_;
   static constexpr int kHeadDimVO = kHeadDimVO_;
@@ -50,8 +56,8 @@ struct TileTraits {
   static constexpr int kTileQ = kTileQ_;
   static constexpr bool kSplitKV = kTileQ <= 16;  // the warps share the tokens
   static constexpr bool kNarrow = kTileQ == 8;
-  // The products take the columns of 8-bit v in another order; see output_column().
-  static constexpr bool kInterleavesColumns = kKeysAre8Bit;
+  // The products take the columns of v of few bits in another order; see output_column().
+  static constexpr int kInterleavedTiles = kKeysAre4Bit ? 4 : kKeysAre8Bit ? 2 : 1;
   static constexpr bool kHidesByMinimum = false;  // see rows.cuh
   static constexpr int kWarpRows = kTileQ == 128 ? 32 : 16;
   static constexpr int kRowTiles = kWarpRows / 16;                  // mma row tiles per warp
@@ -63,13 +69,20 @@ struct TileTraits {
   static constexpr int kStepsQK = kHeadDimQK / 16;
   static constexpr bool kQInRegisters = kNarrow || (kRowTiles == 1 && kHeadDimQK <= 128);
 
-  using RowsK = SharedRows<kHeadDimQK* static_cast<int>(sizeof(KV))>;
-  using RowsV = SharedRows<kOutputDim* static_cast<int>(sizeof(KV))>;
+  static constexpr int kBits = kKeysAre4Bit ? 4 : 8 * static_cast<int>(sizeof(KV));
+  static constexpr int kRowBytesK = kHeadDimQK * kBits / 8, kRowBytesV = kOutputDim * kBits / 8;
+  using RowsK = SharedRows<kRowBytesK>;
+  using RowsV = SharedRows<kRowBytesV>;
+  static constexpr int kScaleBytesK = kKeysAre4Bit ? kHeadDimQK / 16 : 0;  // of a row
+  static constexpr int kScaleBytesV = kKeysAre4Bit ? kOutputDim / 16 : 0;
+  static_assert(kScaleBytesK % 4 == 0 && kScaleBytesV % 4 == 0, "4-bit heads: multiples of 64");
   // padded, since q is copied only once
   static constexpr int kPitchQ = (kHeadDimQK * 2 / 16 | 1) * 16;
   static constexpr int kBytesQ = kTileQ * kPitchQ;
   static constexpr int kBytesK = kTileKV * RowsK::kPitch;
   static constexpr int kBytesV = kTileKV * RowsV::kPitch;
+  static constexpr int kBytesBlockScales = kTileKV * (kScaleBytesK + kScaleBytesV);
+  static constexpr int kBytesStage = kBytesK + kBytesV + kBytesBlockScales;
   static constexpr int kBytesScale = kScalesQuery ? round_up(kTileQ * 4, 128) : 0;
   static_assert(kBytesQ % 128 == 0 && kBytesK % 128 == 0 && kBytesV % 128 == 0);
   // Buffer where the warps' outputs are added (kSplitKV); it reuses the K/V stages.
@@ -82,11 +95,11 @@ struct TileTraits {
   // stages.
   FLASHINFER_HOST_DEVICE static constexpr int num_stages(int cc) {
     constexpr int wanted = kSplitKV ? 3 : 2;
-    const int fit = (max_shared_bytes(cc) - kBytesQ - kBytesScale) / (kBytesK + kBytesV);
+    const int fit = (max_shared_bytes(cc) - kBytesQ - kBytesScale) / kBytesStage;
     return fit < wanted ? (fit < 1 ? 1 : fit) : wanted;
   }
   FLASHINFER_HOST_DEVICE static constexpr int shared_bytes(int cc) {
-    const int stages = num_stages(cc) * (kBytesK + kBytesV);
+    const int stages = num_stages(cc) * kBytesStage;
     const int used = kBytesQ + kBytesScale + (stages > kBytesExchange ? stages : kBytesExchange);
     // Decode of an 8-bit cache runs at most two CTAs per SM: long requests would otherwise be split
     // for three.

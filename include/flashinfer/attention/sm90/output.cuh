@@ -71,8 +71,8 @@ class HopperOutput : RowWriter<Traits, Params> {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < Tile::kOutputTiles; j += 2) {
-      if constexpr (Tile::kInterleavesColumns) {  // a lane has four columns in a row
-                                                  // (output_column<true>)
+      if constexpr (Tile::kInterleavedTiles == 2) {  // a lane has four columns in a row
+                                                     // (output_column<2>)
         const float (&a)[4] = state.output[0][j], (&b)[4] = state.output[0][j + 1];
         const auto store = [&](auto& row, int i, int rows_behind) {
           const int offset =

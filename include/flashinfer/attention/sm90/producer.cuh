@@ -10,20 +10,20 @@
 // Measurements, also of what lost: docs/tuning/attention_sm90_items.md.
 #pragma once
 
-#include <cuda.h>
 #include <flashinfer/attention/sm90/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/shared.cuh>
+#include <flashinfer/ptx/tensor_map.h>
 #include <flashinfer/ptx/tma_boxes.cuh>
 
 namespace flashinfer {
 
 // How the copy engine reads a tensor; `box_rows` is 0 if it cannot.
 struct TensorMap {
-  CUtensorMap map;
+  ptx::EncodedTensorMap map;
   uint32_t box_rows;
   uint32_t page_units;  // distance between pages, in heads, if a page is one box
 };
@@ -327,7 +327,7 @@ class HopperProducer {
   // Transposes the next tile of 8-bit values from a row per token to a row per column, as the
   // tensor cores read it. The order is the cheapest one: tokens 2t, 2t + 1, 2t + 8, 2t + 9 of each
   // 16 are adjacent, as a lane holds their weights (HopperWeights), and of 16 columns the even ones
-  // precede the odd ones (output_column<true>). `num_rows` is the number of the request's rows from
+  // precede the odd ones (output_column<2>). `num_rows` is the number of the request's rows from
   // the tile's first on; later rows that a warp reads are cleared first.
   __device__ __forceinline__ void transpose_values(int num_rows) {
     ptx::Ring<Tile::kStages>& ring = transposed_ring_;

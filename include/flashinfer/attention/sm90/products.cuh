@@ -11,6 +11,7 @@ template <typename Traits>
 struct HopperProducts {
   using Tile = typename Traits::Tile;
   using Mma = typename Tile::Mma;
+  using Key = typename Tile::Key;
   using KeyRows = HopperRows<Traits, Tile::kHeadDimQK>;
   using ValueRows = HopperRows<Traits, Tile::kHeadDimVO>;
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
@@ -45,9 +46,9 @@ struct HopperProducts {
 #pragma unroll
     for (int step = 0; step < Tile::kHeadDimQK * Tile::kElement / 32; ++step) {
       const int chunk = step / 4, within = step % 4 * 32;
-      ptx::wgmma<Mma, false>(logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
-                             ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within),
-                             step > 0);
+      ptx::wgmma<Mma, false, Key>(
+          logits, ptx::wgmma_advance(q, chunk * Tile::kTileQ * 128 + within),
+          ptx::wgmma_advance(k, chunk * KeyRows::kChunkBytes + within), step > 0);
     }
   }
 
@@ -65,7 +66,8 @@ struct HopperProducts {
             Tile::kTransposesV
                 ? step / 4 * Tile::kHeadDimVO * 128 + part * kPart * 128 + step % 4 * 32
                 : part * 2 * ValueRows::kChunkBytes + step * 2 * ValueRows::kGroupBytes;
-        ptx::wgmma<Mma, !Tile::kTransposesV>(sums, p[step][0], ptx::wgmma_advance(v, offset), true);
+        ptx::wgmma<typename Tile::Weight, !Tile::kTransposesV, Key>(
+            sums, p[step][0], ptx::wgmma_advance(v, offset), true);
       }
     }
   }

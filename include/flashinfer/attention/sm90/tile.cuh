@@ -65,14 +65,15 @@ struct HopperTile {
   using O = O_;
   // 8-bit K and V become 16-bit between load and product (widener.cuh).
   static constexpr bool kWidens = sizeof(Q) == 2 && dtype::kIsFloat8<KV>;
-  // Type of all operands in the products.
+  // Types in the products: of queries, and of keys and values. 8-bit weights need e4m3's precision.
   using Mma = std::conditional_t<kWidens, dtype::float16, Q>;
+  using Key = std::conditional_t<kWidens, dtype::float16, KV>;
   static constexpr int kElement = sizeof(Mma);
   static constexpr bool kProductsAre8Bit = kElement == 1;
   static constexpr bool kConvertsQuery = kWidens && !std::is_same_v<Q, Mma>;
-  static_assert(kWidens || (std::is_same_v<Q, KV> &&
-                            (kElement == 2 || std::is_same_v<Q, dtype::float8_e4m3fn>)),
-                "q, k and v are of one type of 16 bits, or e4m3, or k and v of 8 bits");
+  using Weight = std::conditional_t<kProductsAre8Bit, dtype::float8_e4m3fn, Mma>;
+  static_assert(kWidens || std::is_same_v<Q, KV> || (kProductsAre8Bit && dtype::kIsFloat8<KV>),
+                "q, k and v are of one type of 16 bits, or k and v of 8 bits");
   static_assert(sizeof(O) == 2);
 
   static constexpr int kHeadDimQK = kHeadDimQK_;
@@ -98,7 +99,7 @@ struct HopperTile {
       hopper_registers(kForm, kConsumers, kTileKV, kHeadDimVO);
 
   // Interface to ../rows.cuh and ../row_writer.cuh: a warp has 16 rows and all tokens.
-  static constexpr bool kInterleavesColumns = kTransposesV;
+  static constexpr int kInterleavedTiles = kTransposesV ? 2 : 1;
   static constexpr bool kScalesQuery = kConvertsQuery;
   static constexpr bool kHidesByMinimum = true;
   static constexpr bool kSplitKV = false;

@@ -127,7 +127,7 @@ class HopperWeights {
   __device__ __forceinline__ static void make(const State& state, const Logits& logits,
                                               const float (&scale)[2], uint32_t (&p)[kSteps][1][4],
                                               float (&sum)[2], bool (&fits)[2]) {
-    using Pair = PackedPair<typename Tile::Mma>;
+    using Pair = PackedPair<typename Tile::Weight>;
 #pragma unroll
     for (int step = kBegin; step < kEnd; ++step) {
       float step_sum[2];

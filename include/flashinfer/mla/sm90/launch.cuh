@@ -28,7 +28,7 @@ inline cudaError_t launch_mla_sm90(const MlaParams& params, bool enable_pdl, cud
   MlaSm90Params sm90 = {};
   sm90.mla = params;
   sm90.box_rows = Tile::kWidens ? 0 : mla_box_rows(params.page_size.divisor);
-  const auto encode = [&](CUtensorMap& map, const MlaCache& cache, uint64_t columns) {
+  const auto encode = [&](ptx::EncodedTensorMap& map, const MlaCache& cache, uint64_t columns) {
     if (columns == 0 || sm90.box_rows == 0) return;
     const uint32_t page_size = params.page_size.divisor;
     if (!ptx::encode_tensor_map<typename Tile::T>(map, cache.data, columns, 64,

@@ -2,20 +2,20 @@
 // queries. If pages are no multiples of 16 tokens, all four copy KV, 16 bytes per thread at a time.
 #pragma once
 
-#include <cuda.h>
 #include <flashinfer/layout/swizzle.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/sm90/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/tensor_map.h>
 #include <flashinfer/ptx/tma.cuh>
 
 namespace flashinfer {
 
 struct MlaSm90Params {
   MlaParams mla;
-  CUtensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
-  uint32_t box_rows;     // 0: threads copy
+  ptx::EncodedTensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
+  uint32_t box_rows;               // 0: threads copy
 };
 
 template <typename Tile>

@@ -1,0 +1,238 @@
+"""Attention over pages of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import kernels
+from ..batch import Batch
+from ..invariance import ATTENTION, in_tiles, padded
+from .body import Body
+from .linear import Product
+from .norm import Norm
+
+if TYPE_CHECKING:
+    from ..table import Settings, Table
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a wrapper is planned for; layers with equal ones share it.
+
+    Attributes
+    ----------
+    window : int
+        How many keys before its own position a query sees; -1: all.
+    scale : float or None
+        Factor of the logits; None: ``dim ** -0.5``.
+    soft_cap : float
+        Bound of the logits; 0: none.
+    sinks : bool
+        Whether each head has one more logit, without a value.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int = -1
+    scale: float | None = None
+    soft_cap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def plans_rows(self) -> bool:
+        """Whether the wrapper of a graph plans rows beyond the batch."""
+        return self.sinks
+
+    def wrapper(self, settings: Settings, decodes: bool, graph: Table | None = None) -> Any:
+        """For steps in which every request decodes, or for others; `graph`: its buffers."""
+        # The kernel for decoding adds in another order than that for prompts, and has no sinks.
+        if decodes and not settings.batch_invariant and not self.sinks:
+            buffers = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": graph.kv_indptr,
+                "paged_kv_indices_buffer": graph.kv_indices,
+                "paged_kv_last_page_len_buffer": graph.last_page_len,
+            } if graph is not None else {}  # fmt: skip
+            return kernels.BatchDecodeWithPagedKVCacheWrapper(settings.workspace, **buffers)
+        buffers = {
+            "use_cuda_graph": True,
+            "qo_indptr_buf": torch.empty_like(graph.qo_indptr),  # not the batch's: see `_replay`
+            "paged_kv_indptr_buf": graph.kv_indptr,
+            "paged_kv_indices_buf": graph.kv_indices,
+            "paged_kv_last_page_len_buf": graph.last_page_len,
+        } if graph is not None else {}  # fmt: skip
+        if self.sinks:
+            return kernels.BatchAttentionWithAttentionSinkWrapper(
+                settings.workspace,
+                q_data_type=settings.dtype,
+                kv_data_type=settings.kv_dtype,
+                head_dim_qk=self.dim,
+                head_dim_vo=self.dim,
+                window_left=self.window,
+                **buffers,
+            )
+        return kernels.BatchPrefillWithPagedKVCacheWrapper(settings.workspace, **buffers)
+
+    def plan(
+        self,
+        wrapper: Any,
+        settings: Settings,
+        host: Table,
+        kv_indices: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
+        """Once a step; what the planner reads is on the host, page numbers are on the device.
+
+        `starts`: first row of each request that is planned, and the end.
+        """
+        count = len(starts) - 1
+        prompts = self.sinks or not isinstance(wrapper, kernels.BatchDecodeWithPagedKVCacheWrapper)
+        wrapper.plan(
+            *((starts,) if prompts else ()),
+            host.kv_indptr[: count + 1],
+            kv_indices,
+            host.last_page_len[:count],
+            self.heads,
+            self.kv_heads,
+            self.dim,
+            settings.page_size,
+            window_left=self.window,
+            q_data_type=settings.dtype,
+            kv_data_type=settings.kv_dtype,
+            o_data_type=settings.dtype,
+            **({"sm_scale": self.scale} if self.scale is not None else {}),
+            **({"logits_soft_cap": self.soft_cap} if self.soft_cap else {}),
+            **({"causal": True} if prompts else {}),
+            **(ATTENTION if settings.batch_invariant else {}),
+        )
+
+
+@dataclass
+class Rope:
+    """Rotary embedding of the first columns of each head.
+
+    Attributes
+    ----------
+    cos_sin : torch.Tensor
+        ``[positions, columns]`` float32: cosines and sines.
+    halves : bool
+        Whether a pair is an element of the first half and one of the second, or two neighbours.
+    """
+
+    cos_sin: torch.Tensor
+    halves: bool = True
+
+    def __call__(
+        self, rotations: torch.Tensor, q: torch.Tensor, k: torch.Tensor, head_dim: int
+    ) -> None:
+        kernels.apply_rope_with_cos_sin_cache_inplace(
+            rotations, q, k, head_dim, self.cos_sin, is_neox=self.halves
+        )
+
+
+@dataclass
+class Attention(Body):
+    """Grouped-query attention.
+
+    Attributes
+    ----------
+    spec : AttentionSpec
+        Its wrapper.
+    qkv, output : Product
+        Queries, keys and values in one, and what follows.
+    rope : Rope or None
+        Rotation of queries and keys; None: positions count only by the mask.
+    q_norm, k_norm : Norm or None
+        Norms of each head, before.
+    sinks : torch.Tensor or None
+        ``[heads]`` float32, if the spec has them.
+    gated : bool
+        Whether a head's queries are followed by a gate, whose sigmoid multiplies the result.
+    k_scale, v_scale : float
+        Factors of the keys and values of an 8-bit cache.
+    """
+
+    spec: AttentionSpec = field()  # not the default of `Body`
+    qkv: Product
+    output: Product
+    rope: Rope | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    sinks: torch.Tensor | None = None
+    gated: bool = False
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    invariant = True
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        return (2, page_size, self.spec.kv_heads, self.spec.dim)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        q, k, v, gate = in_tiles(batch.tile, self._project, x, batch.rotations)
+        self._append(k, v, batch, cache)
+        return in_tiles(batch.tile, self._finish, self._attend(q, batch, cache), gate)
+
+    def parts(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> list[Callable[[], Any]]:
+        spec, rows = self.spec, len(x)
+        q = x.new_zeros(rows, spec.heads, spec.dim)
+        k = x.new_zeros(rows, spec.kv_heads, spec.dim)
+        return [
+            lambda: self._project(x, batch.rotations),
+            lambda: self._append(k, k, batch, cache),
+            lambda: self._attend(q, batch, cache),
+        ]
+
+    def _project(
+        self, x: torch.Tensor, rotations: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys, values and gates of normalised rows."""
+        heads, kv_heads, dim = self.spec.heads, self.spec.kv_heads, self.spec.dim
+        widths = [heads * (1 + self.gated), kv_heads, kv_heads]
+        q, k, v = self.qkv(x).view(len(x), sum(widths), dim).split(widths, dim=1)
+        gate = q[:, :0]
+        if self.gated:
+            q, gate = (part.contiguous() for part in q.view(len(x), heads, 2, dim).unbind(2))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            self.rope(rotations, q, k, dim)
+        return q, k, v, gate
+
+    def _append(self, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: torch.Tensor) -> None:
+        kernels.append_paged_kv_cache(
+            as_cached(k, cache.dtype, self.k_scale),
+            as_cached(v, cache.dtype, self.v_scale),
+            batch.batch_indices,
+            batch.positions,
+            cache,
+            batch.kv_indices,
+            batch.kv_indptr,
+            batch.kv_last_page_len,
+        )
+
+    def _attend(self, q: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        scales = {}
+        if (self.k_scale, self.v_scale) != (1.0, 1.0) and cache.dtype.itemsize == 1:
+            scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        sinks = ()
+        if self.sinks is not None:
+            scale = self.spec.dim**-0.5 if self.spec.scale is None else self.spec.scale
+            sinks = (self.sinks, scale)
+        out = batch.attention[self.spec].run(q[: batch.attended], cache, *sinks, **scales)
+        return padded(out.flatten(1), len(q))
+
+    def _finish(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.output(out * gate.flatten(1).sigmoid() if self.gated else out)
+
+
+def as_cached(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Keys and values as the cache has them; 8-bit ones saturate, a cast alone would give NaN."""
+    if x.dtype == dtype:
+        return x
+    limit = torch.finfo(dtype).max
+    return (x / scale if scale != 1.0 else x).clamp(-limit, limit).to(dtype)

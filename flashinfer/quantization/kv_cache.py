@@ -1,0 +1,204 @@
+"""4-bit caches (NVFP4): rows of keys and values quantised, and read back."""
+
+import functools
+from typing import Any
+
+import torch
+
+from .._common import checks
+from .._common.cache_layout import is_hnd, of_pages
+from .._common.conversions import as_dtype, is_convertible
+from .._common.dtypes import check_dtype
+from .._common.kernels import NOT_LOADED, Kernel, KernelTable
+from .._instrument.decorator import flashinfer_api
+from ..jit.quantization import KVFloat4Config, gen_kv_float4_module
+from ..trace.templates.kv_float4 import (
+    nvfp4_kv_dequantize_paged_trace,
+    nvfp4_kv_dequantize_trace,
+    nvfp4_kv_quantize_trace,
+)
+from ._kernels import group_quant_kernel
+
+_FLOAT16 = (torch.float16, torch.bfloat16)
+
+
+def _table(function: str) -> KernelTable:
+    def get_kernel(dtype: torch.dtype) -> Kernel:
+        kernel: Kernel = getattr(_module(dtype), function)
+        return kernel
+
+    return KernelTable(get_kernel)
+
+
+@functools.cache
+def _module(dtype: torch.dtype) -> Any:
+    return gen_kv_float4_module(KVFloat4Config(dtype)).build_and_load()
+
+
+_dequantize_paged = _table("kv_float4_dequantize_paged")
+
+
+@flashinfer_api(trace=nvfp4_kv_quantize_trace)
+def nvfp4_kv_quantize(
+    input: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows to 4 bits (NVFP4) with the scales of a cache.
+
+    A block of 16 elements has a scale, ``amax / 6 / g`` rounded to E4M3, and codes
+    ``x / (scale * g)`` rounded to E2M1: ``x = code * scale * g``. `fp4_quantize` takes 1 / g.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[m, k]``, float16 or bfloat16, last dimension contiguous; k is a multiple of 16.
+    global_scale : torch.Tensor
+        g, one float32 on the GPU, positive; another floating dtype is converted.
+
+    Returns
+    -------
+    fp4_output : torch.Tensor
+        ``[m, k / 2]`` uint8, two codes a byte, the first in the lower bits.
+    block_scales : torch.Tensor
+        ``[m, k / 16]`` uint8, the bits of E4M3 numbers, row by row.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Notes
+    -----
+    NVIDIA, "Pretraining Large Language Models with NVFP4", 2025. A NaN makes the scale of its block
+    NaN; infinities saturate.
+
+    Examples
+    --------
+    >>> k = torch.randn(40, 128, dtype=torch.bfloat16, device="cuda")
+    >>> codes, scales = flashinfer.nvfp4_kv_quantize(k, torch.ones(1, device="cuda"))
+    >>> codes.shape, scales.shape
+    (torch.Size([40, 64]), torch.Size([40, 8]))
+    """
+    checks.tensor("input", input, 2)
+    check_dtype("input", input.dtype, _FLOAT16)
+    checks.matrix("input", input, 16)
+    kernel = group_quant_kernel(input, "e2m1", "e4m3", "linear", 16, False)
+    global_scale = _as_float32(checks.tensor("global_scale", global_scale))
+    rows, columns = input.shape
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=input.device)
+    scales = torch.empty(rows, columns // 16, dtype=torch.uint8, device=input.device)
+    kernel(codes, scales, input, global_scale, 1.0, True, None)
+    return codes, scales
+
+
+@flashinfer_api(trace=nvfp4_kv_dequantize_trace)
+def nvfp4_kv_dequantize(
+    fp4_data: torch.Tensor,
+    block_scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    output_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Undo `nvfp4_kv_quantize`: ``code * scale * g``, rounded once.
+
+    Parameters
+    ----------
+    fp4_data : torch.Tensor
+        ``[m, k / 2]`` uint8, last dimension contiguous, rows at multiples of 8 bytes; k is a
+        multiple of 16.
+    block_scales : torch.Tensor
+        ``[m, k / 16]``, uint8 or float8_e4m3fn, last dimension contiguous.
+    global_scale : torch.Tensor
+        g, one float32 on the GPU; another floating dtype is converted.
+    output_dtype : torch.dtype
+        bfloat16 or float16.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[m, k]`` of `output_dtype`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+    """
+    checks.tensor("fp4_data", fp4_data, 2)
+    if not isinstance(output_dtype, torch.dtype):
+        raise TypeError(f"`output_dtype` must be a torch.dtype, got {output_dtype!r}")
+    check_dtype("output_dtype", output_dtype, _FLOAT16)
+    if not fp4_data.is_cuda:
+        raise ValueError(f"`fp4_data` must be a CUDA tensor, got one on {fp4_data.device}")
+    global_scale = _as_float32(checks.tensor("global_scale", global_scale))
+    shape = (fp4_data.shape[0], 2 * fp4_data.shape[1])
+    out = torch.empty(shape, dtype=output_dtype, device=fp4_data.device)
+    _module(output_dtype).kv_float4_dequantize(out, fp4_data, block_scales, global_scale)
+    return out
+
+
+@flashinfer_api(trace=nvfp4_kv_dequantize_paged_trace)
+def nvfp4_kv_dequantize_paged(
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    output_k: torch.Tensor,
+    output_v: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Read 4-bit keys and values (NVFP4) of requests through block tables.
+
+    Parameters
+    ----------
+    paged_kv_cache, kv_cache_sf : torch.Tensor or tuple of torch.Tensor
+        As for `nvfp4_quantize_append_paged_kv_cache`.
+    block_tables : torch.Tensor
+        ``[batch_size, max_pages]``: page numbers of each request, int32; integers of another dtype
+        are converted, here and below.
+    seq_lens : torch.Tensor
+        ``[batch_size]``, int32: tokens of each request.
+    k_scale, v_scale : torch.Tensor
+        Global scales, one float32 on the GPU each.
+    output_k, output_v : torch.Tensor
+        ``[batch_size, max_seq_len, num_kv_heads, head_dim]``, float16 or bfloat16, contiguous. Rows
+        from a request's length on, or of pages that do not exist, stay as they are.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+    """
+    hnd = is_hnd(kv_layout)
+    caches = (
+        *_parts("paged_kv_cache", of_pages(paged_kv_cache, kv_layout)),
+        *_parts("kv_cache_sf", of_pages(kv_cache_sf, kv_layout)),
+    )
+    try:
+        kernel = _dequantize_paged[output_k.dtype]
+    except NOT_LOADED:
+        kernel = _dequantize_paged.load(output_k=output_k)
+    scales: list[Any] = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        scales += [_as_float32(checks.tensor(name, scale)), 1.0]
+    tables, lengths = (
+        as_dtype(x, torch.int32) if is_convertible(x, torch.int32) else x
+        for x in (block_tables, seq_lens)
+    )
+    kernel(output_k, output_v, tables, lengths, caches, tuple(scales), hnd)
+
+
+def _as_float32(scale: torch.Tensor) -> torch.Tensor:
+    return as_dtype(scale, torch.float32) if is_convertible(scale, torch.float32) else scale
+
+
+def _parts(name: str, cache: Any) -> tuple[Any, Any]:
+    """A tensor of both and None, or the tensors of keys and of values."""
+    if isinstance(cache, torch.Tensor):
+        return cache, None
+    if not isinstance(cache, (tuple, list)) or len(cache) != 2 or cache[1] is None:
+        raise TypeError(
+            f"`{name}` must be a torch.Tensor or a pair of them, got {type(cache).__name__}"
+        )
+    return cache[0], cache[1]

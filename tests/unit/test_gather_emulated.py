@@ -1,0 +1,35 @@
+"""The copy of keys out of pages, emulated on the CPU: tests/emulation says how."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.test_attention_emulated import Emulator, emulator
+
+__all__ = ["emulator"]  # a fixture
+
+KERNEL = "flashinfer/attention/gather.cuh"
+
+
+def find_fault(emulator: Emulator, cases: int) -> str:
+    """What the emulation says; empty if all is right."""
+    program = emulator.build("gather_emulation.cc", ["-DEMULATION_ARCH=900"])
+    done = emulator.call([program, str(cases * emulator.rounds)])
+    return f"exit status {done.returncode}: {done.stdout}" if done.returncode else ""
+
+
+def test_random_caches(emulator: Emulator) -> None:
+    assert not find_fault(emulator, 40)
+
+
+@pytest.mark.parametrize(
+    ("statement", "other"),
+    [
+        ("<= token ? request : end)", "< token ? request : end)"),
+        ("to[unit] = units[i];", "to[first] = units[i];"),
+        ("row)[in_row];", "row)[unit];"),
+    ],
+)
+def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> None:
+    emulator.substitute(KERNEL, statement, other)
+    assert find_fault(emulator, 120)
