@@ -28,6 +28,7 @@ from .core import (
     FlashInferJITLogger,
     JitError,
     JitSpec,
+    JitSpecNvcc,
     JitSpecRegistry,
     JitSpecStatus,
     MissingJITCacheError,
@@ -41,6 +42,7 @@ from .core import (
     logger,
     write_if_different,
 )
+from .progress import compile_seconds
 from .registry import register_generator
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "FlashInferJITLogger",
     "JitError",
     "JitSpec",
+    "JitSpecNvcc",
     "JitSpecRegistry",
     "JitSpecStatus",
     "MissingJITCacheError",
@@ -56,6 +59,7 @@ __all__ = [
     "build_jit_specs",
     "check_cuda_arch",
     "clear_cache_dir",
+    "compile_seconds",
     "current_compilation_context",
     "gen_act_and_mul_module",
     "gen_batch_attention_module",

@@ -23,6 +23,11 @@ FAMILY_SPECIFIC = 1 << 21
 ATTRIBUTE_SIZED = 4
 REGISTER_COUNT = 0x2F
 FRAME_SIZE = 0x11
+# In a kernel's own .nv.info: where the parameters end, a number in the place of a size, and of each
+# parameter (zero, u16 ordinal, u16 offset, size and kind).
+ATTRIBUTE_SHORT = 3
+PARAMETERS_END = 0x19
+PARAMETER = 0x17
 
 SYMBOL_TABLE = 2
 
@@ -44,6 +49,8 @@ class Kernel:
         or an array that is indexed at run time.
     shared_bytes : int
         Static shared memory per CTA.
+    parameter_bytes : int
+        Parameters, from the first one's beginning on, with the gaps between them.
     """
 
     name: str
@@ -51,6 +58,7 @@ class Kernel:
     registers: int
     stack_bytes: int
     shared_bytes: int
+    parameter_bytes: int = 0
 
     @property
     def short_name(self) -> str:
@@ -78,7 +86,7 @@ def read_kernels(path: Path | str) -> list[Kernel]:
     """
     data = Path(path).read_bytes()
     kernels = []
-    for arch, compressed, elf in _device_elfs(data):
+    for arch, compressed, elf in device_elfs(data):
         if compressed:
             raise ValueError(
                 f"{path}: device code for {arch} is compressed and cannot be read here"
@@ -105,7 +113,7 @@ def read_opcodes(path: Path | str) -> dict[tuple[str, str], list[int]]:
         Opcodes by mangled name and architecture, in the order of the code.
     """
     found = {}
-    for arch, _, elf in _device_elfs(Path(path).read_bytes()):
+    for arch, _, elf in device_elfs(Path(path).read_bytes()):
         for name, (*_, offset, size) in _sections(elf).items():
             if name.startswith(".text."):
                 words = struct.unpack_from(f"<{size // 8}Q", elf, offset)
@@ -127,7 +135,7 @@ def read_code(path: Path | str) -> dict[tuple[str, str], bytes]:
         Code by mangled name and architecture. The bytes hold neither names nor absolute addresses.
     """
     found = {}
-    for arch, _, elf in _device_elfs(Path(path).read_bytes()):
+    for arch, _, elf in device_elfs(Path(path).read_bytes()):
         sections = _sections(elf)
         for section, (*_, offset, size) in sections.items():
             if not section.startswith(".text."):
@@ -140,7 +148,7 @@ def read_code(path: Path | str) -> dict[tuple[str, str], bytes]:
     return found
 
 
-def _device_elfs(data: bytes) -> Iterator[tuple[str, bool, bytes]]:
+def device_elfs(data: bytes) -> Iterator[tuple[str, bool, bytes]]:
     """(architecture, compressed, contents) of every device ELF."""
     start = 0
     while (container := data.find(FATBIN_MAGIC, start)) >= 0:
@@ -179,19 +187,29 @@ def _elf_kernels(elf: bytes, arch: str) -> list[Kernel]:
     registers: dict[str, int] = {}
     stack: dict[str, int] = {}
     info = sections.get(".nv.info")
-    for attribute, symbol, value in _attributes(elf, info) if info else ():
+    for attribute, value in _attributes(elf, info) if info else ():
         table = {REGISTER_COUNT: registers, FRAME_SIZE: stack}.get(attribute)
-        if table is not None:
-            table[symbols[symbol]] = value
+        if table is not None and isinstance(value, bytes):
+            symbol, number = struct.unpack("<II", value)
+            table[symbols[symbol]] = number
 
     kernels = []
     for section in sections:
         # A kernel, unlike a device function, has a section of launch attributes of its own.
         name = section.removeprefix(".text.")
-        if section.startswith(".text.") and f".nv.info.{name}" in sections:
+        own_info = sections.get(f".nv.info.{name}")
+        if section.startswith(".text.") and own_info:
             shared = sections.get(f".nv.shared.{name}")
-            size = shared[5] if shared else 0
-            kernels.append(Kernel(name, arch, registers.get(name, 0), stack.get(name, 0), size))
+            kernels.append(
+                Kernel(
+                    name,
+                    arch,
+                    registers=registers.get(name, 0),
+                    stack_bytes=stack.get(name, 0),
+                    shared_bytes=shared[5] if shared else 0,
+                    parameter_bytes=_parameter_bytes(elf, own_info),
+                )
+            )
     return kernels
 
 
@@ -205,17 +223,28 @@ def _symbol_names(elf: bytes, sections: dict[str, tuple[int, ...]]) -> list[str]
     ]
 
 
-def _attributes(elf: bytes, section: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(attribute, symbol index, value) of the attributes that belong to a symbol."""
+def _parameter_bytes(elf: bytes, info: tuple[int, ...]) -> int:
+    begins, end = [], 0
+    for attribute, value in _attributes(elf, info):
+        if attribute == PARAMETERS_END and isinstance(value, int):
+            end = value
+        elif attribute == PARAMETER and isinstance(value, bytes):
+            begins.append(struct.unpack_from("<H", value, 6)[0])
+    # A bank of constants has other things before the parameters: the first one is aligned there.
+    return end - min(begins, default=0)
+
+
+def _attributes(elf: bytes, section: tuple[int, ...]) -> Iterator[tuple[int, bytes | int]]:
+    """Attributes with their values: bytes of a size of their own, or a number of 16 bits."""
     position, end = section[4], section[4] + section[5]
     while position < end:
-        form, attribute, size = struct.unpack_from("<BBH", elf, position)
+        form, attribute, short = struct.unpack_from("<BBH", elf, position)
         position += 4
-        if form != ATTRIBUTE_SIZED:
-            continue
-        if attribute in (REGISTER_COUNT, FRAME_SIZE):
-            yield attribute, *struct.unpack_from("<II", elf, position)
-        position += size
+        if form == ATTRIBUTE_SIZED:
+            yield attribute, elf[position : position + short]
+            position += short
+        elif form == ATTRIBUTE_SHORT:
+            yield attribute, short
 
 
 def _text(elf: bytes, offset: int) -> str:

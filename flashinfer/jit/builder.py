@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import env
-from . import cpp_ext, files, locks, places, publish, store, toolchain, trust
+from . import cpp_ext, cubins, files, locks, nvrtc, places, publish, store, toolchain, trust
 from .errors import (
     BuildError,
     JitError,
@@ -38,6 +38,7 @@ class _Job:
     stamps: dict[str, files.Stamp]
     home: Path
     private: Path
+    recipe: cpp_ext.NinjaModule | nvrtc.NvrtcModule | cubins.Prebuilt
 
     @property
     def library(self) -> Path:
@@ -104,7 +105,8 @@ def _begin(spec: ModuleSpec, home: Path) -> _Job:
             "  hint: set FLASHINFER_WORKSPACE_BASE to another folder"
         )
     stamps = spec.reached().stamps  # before the identity: an edit in between is seen as one
-    return _Job(spec, spec.identity(), stamps, home, publish.private_dir(home))
+    identity, recipe = spec.identity(), spec.recipe()
+    return _Job(spec, identity, stamps, home, publish.private_dir(home), recipe)
 
 
 @contextlib.contextmanager
@@ -145,6 +147,8 @@ def _compile_and_publish(
                 changed.append(job.spec)
             elif not job.library.exists():
                 errors.append(_failed(job, targets, log))
+            elif problem := job.recipe.problem_of(job.library):
+                errors.append(_failed(job, targets, log + problem))
             else:
                 (job.private / "build.log").write_text(log)
                 publish.publish(job.private, job.spec.name, job.identity)
@@ -194,7 +198,7 @@ def _run(jobs: list[_Job], progress: Progress, verbose: bool) -> str:
     """Run ninja over all modules; what was killed for memory gets one more chance, alone."""
     folder = jobs[0].private
     for job in jobs:
-        module = job.spec.recipe()
+        module = job.recipe
         (job.private / "build.ninja").write_text(module.text())
         for place, link in module.links().items():
             (job.private / link).symlink_to(place)

@@ -6,7 +6,10 @@ has their faces.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +38,7 @@ __all__ = [
     "FlashInferJITLogger",
     "JitError",
     "JitSpec",
+    "JitSpecNvcc",
     "JitSpecRegistry",
     "JitSpecStatus",
     "MissingJITCacheError",
@@ -44,6 +48,7 @@ __all__ = [
     "clear_cache_dir",
     "current_compilation_context",
     "gen_jit_spec",
+    "get_tmpdir",
     "jit_spec_registry",
     "logger",
     "write_if_different",
@@ -198,6 +203,17 @@ class JitSpec(ModuleSpec):
             f"{self.name} was removed or damaged {_MAX_ATTEMPTS} times while it was loaded.\n"
             f"  hint: look what removes or changes files in {places.jit_dir()}"
         )
+
+
+JitSpecNvcc = JitSpec
+"""FlashInfer's name for a module that nvcc compiles; NVRTC compiles the same ones here."""
+
+
+def get_tmpdir() -> Path:
+    """A new folder for files of this process, removed when it ends."""
+    folder = tempfile.mkdtemp(prefix="flashinfer_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,43 @@ def is_cuda_version_at_least(version_str: str) -> bool:
     return get_cuda_version() >= Version(version_str)
 
 
+def get_system_includes(cuda_home: str) -> list[str]:
+    """Folders of headers that a toolkit at `cuda_home` has."""
+    return [str(path) for path in (Path(cuda_home) / "include",) if path.is_dir()]
+
+
+def get_cccl_includes() -> list[str]:
+    """Folders of CUDA's C++ libraries in the toolkit, since CUDA 13 beside its headers."""
+    include = Path(get_cuda_path()) / "include"
+    return [str(path) for path in (include / "cccl", include) if (path / "cub").is_dir()]
+
+
+def host_compiler_is_gcc() -> bool:
+    """Whether the C++ compiler for nvcc and bindings is GCC; no if there is none."""
+    compiler = toolchain.find_host_compiler()
+    return compiler is not None and "clang" not in os.path.basename(os.path.realpath(compiler.path))
+
+
+def join_multiline(vs: Sequence[str]) -> str:
+    """Words of a ninja file, one a line."""
+    return " $\n    ".join(vs)
+
+
+def parse_env_flags(env_var_name: str) -> list[str]:
+    """The words of one of the variables of flags, such as ``FLASHINFER_EXTRA_CUDAFLAGS``.
+
+    Raises
+    ------
+    ValueError
+        If it is no variable of words that is declared in `flashinfer.env`.
+    """
+    variable = getattr(env, env_var_name, None)
+    words = variable.get() if isinstance(variable, env.Variable) else None
+    if not isinstance(words, tuple):
+        raise ValueError(f"`env_var_name` must be a variable of flags, got {env_var_name!r}")
+    return list(map(str, words))
+
+
 def get_nvcc_parallelism_flags() -> list[str]:
     """``--threads`` as asked for; several threads help only with several targets."""
     threads = env.FLASHINFER_NVCC_THREADS.get()
@@ -192,6 +229,10 @@ class NinjaModule:
     def runtime_link_flags(self) -> list[str]:
         """Flags that link the CUDA runtime."""
         return cudart_link_flags(self.toolkit) if self.toolkit else []
+
+    def problem_of(self, library: Path) -> str:
+        """Nothing: one compiler lays out parameters for launcher and kernel."""
+        return ""
 
     def commands(self, links: Mapping[str, str] | None = None) -> dict[str, str]:
         """Command of each rule, as ninja wants it: with `$in` and `$out`.

@@ -4,6 +4,7 @@
 - ``FLASHINFER_JIT_DIR``: compiled modules (writable)
 - ``FLASHINFER_CSRC_DIR``, ``FLASHINFER_INCLUDE_DIR``: sources of the package (never written)
 - ``FLASHINFER_HOST_PARTS_DIR``: host parts of the package for NVRTC (never written)
+- ``FLASHINFER_CUBIN_DIR``: cubins: the folder that is set, that of flashinfer_cubin, or the cache's
 - ``FLASHINFER_AOT_DIR``: prebuilt modules, or None (never written)
 - ``FLASHINFER_CACHE_DIR``, ``FLASHINFER_WORKSPACE_DIR``: what contains the writable ones
 """
@@ -17,6 +18,13 @@ from typing import Any
 
 from .. import env
 from . import places
+from .aot_providers import AOTArtifact as AOTArtifact
+from .aot_providers import AOTProvider as AOTProvider
+from .aot_providers import (
+    cuda_binary_target_compatibility_score as cuda_binary_target_compatibility_score,
+)
+from .aot_providers import get_aot_artifacts as get_aot_artifacts
+from .aot_providers import get_aot_providers as get_aot_providers
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -52,6 +60,16 @@ def has_flashinfer_jit_cache() -> bool:
     return places.jit_cache_package() is not None
 
 
+def has_flashinfer_cubin() -> bool:
+    """Whether the package of cubins is installed."""
+    return places.cubin_package() is not None
+
+
+def _cubin_dir() -> Path:
+    package = places.cubin_package()
+    return package if package and not env.FLASHINFER_CUBIN_DIR.is_set() else places.cubin_dir()
+
+
 _FOLDERS: dict[str, Callable[[], Path | None]] = {
     "FLASHINFER_BASE_DIR": places.base_dir,
     "FLASHINFER_CACHE_DIR": lambda: places.version_dir().parent,
@@ -62,6 +80,7 @@ _FOLDERS: dict[str, Callable[[], Path | None]] = {
     "FLASHINFER_INCLUDE_DIR": lambda: _data("include"),
     "FLASHINFER_DATA": lambda: _data("include").parent,
     "FLASHINFER_HOST_PARTS_DIR": lambda: _PACKAGE / "data" / "host",
+    "FLASHINFER_CUBIN_DIR": _cubin_dir,
     "FLASHINFER_AOT_DIR": env.FLASHINFER_AOT_DIR.get,
 }
 

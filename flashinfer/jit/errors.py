@@ -31,6 +31,10 @@ class UntrustedError(JitError):
     """A compiled module is not loaded, since a stranger can have written it."""
 
 
+class ArtifactError(JitError):
+    """Something prebuilt is not what was signed off, or there is nowhere to get it from."""
+
+
 class BuildError(JitError):
     """A compiler or the linker failed."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -88,7 +88,55 @@ def _aot_configs() -> Iterator[GemmConfig]:
     yield GemmConfig(bf16, bf16, bf16, 128, 256, cluster_rows=2)
 
 
-@register_generator(aot=_aot_configs, presets={"gemm": _aot_configs})
+def _mixture_configs(code: torch.dtype, scale: str) -> Iterator[GemmConfig]:
+    """Both products of a mixture with SwiGLU, for every batch: `code` is the operands' dtype."""
+    first = GemmConfig(
+        code,
+        code,
+        code,
+        128,
+        256,
+        scale=scale,
+        groups="offsets",
+        activation="swiglu_gate_last",
+        gathers=True,
+    )
+    second = GemmConfig(code, code, torch.bfloat16, 128, 256, scale=scale, groups="offsets")
+    yield from (first, second)
+    for rows in (8, 16, 32, 64, 128):
+        yield replace(first, tile_rows=rows, swap=True)
+        shared = 1 if rows == 8 else 2
+        yield replace(second, tile_rows=rows, tile_columns=128, cluster_columns=shared, swap=True)
+
+
+def _qwen3_moe_configs() -> Iterator[GemmConfig]:
+    for config in _mixture_configs(torch.bfloat16, "none"):
+        yield config
+        if config.swap and config.gathers and config.tile_rows == 8:
+            yield replace(config, tile_columns=128, consumers=1)
+        if not config.swap and not config.gathers:
+            yield replace(config, cluster_rows=2)
+
+
+def _deepseek_configs() -> Iterator[GemmConfig]:
+    for config in _mixture_configs(torch.float8_e4m3fn, "block"):
+        yield config
+        if config.swap and config.gathers and config.tile_rows == 8:
+            yield replace(config, splits=2)
+
+
+def _all_configs() -> Iterator[GemmConfig]:
+    yield from dict.fromkeys([*_aot_configs(), *_qwen3_moe_configs(), *_deepseek_configs()])
+
+
+@register_generator(
+    aot=_all_configs,
+    presets={
+        "gemm": _aot_configs,
+        "qwen3-moe": _qwen3_moe_configs,
+        "deepseek": _deepseek_configs,
+    },
+)
 def gen_gemm_sm90_module(config: GemmConfig | None = None) -> JitSpec:
     """The module with ``gemm`` for one configuration; by default of large bfloat16 matrices."""
     config = config or next(_aot_configs())

@@ -2,16 +2,18 @@
 
 nvcc compiles a launcher as for a module. Its device code is taken out of the object file; what is
 left registers the kernels by name with `csrc/nvrtc/driver_runtime.cc`, which is linked instead of
-the CUDA runtime.
+the CUDA runtime. The device code, PTX, says how large the parameters are that a launcher passes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import hashlib
 import lzma
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from . import cpp_ext, files, fingerprint, host_parts, process, toolchain
@@ -23,6 +25,9 @@ from .spec import ModuleSpec
 
 _RUNTIME = "driver_runtime.o"
 _EMPTY = "no_device_code"
+_DEVICE_CODE = ".device"
+# Unpacking this much takes as long as starting Python; larger archives are hardly smaller in all.
+_BLOCK = 4 << 20
 _SMALL = ("-Os", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-ffunction-sections")
 
 
@@ -35,13 +40,14 @@ class HostPartModule(cpp_ext.NinjaModule):
     def commands(self, links: Mapping[str, str] | None = None) -> dict[str, str]:
         commands = super().commands(links)
         if "nvcc" in commands:
-            commands["nvcc"] += f" && objcopy --update-section .nv_fatbin={_EMPTY} $out"
+            commands["nvcc"] += (
+                f" && objcopy --dump-section .nv_fatbin=$out{_DEVICE_CODE}"
+                f" --update-section .nv_fatbin={_EMPTY} $out"
+            )
         return commands
 
 
-def build(
-    specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False, unproven: bool = False
-) -> dict[str, str]:
+def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> dict[str, str]:
     """Build the host parts of modules into a folder, with its index.
 
     Parameters
@@ -52,8 +58,6 @@ def build(
         The folder; what it has of other modules stays.
     verbose : bool
         Log each command.
-    unproven : bool
-        Take families too whose kernels have not run through NVRTC on a GPU.
 
     Returns
     -------
@@ -66,30 +70,28 @@ def build(
         If a compiler fails.
     """
     left_out: dict[str, str] = {}
-    served = [spec for spec in specs if _is_served(spec, left_out, unproven)]
+    served = [spec for spec in specs if _is_served(spec, left_out)]
     out_dir.mkdir(parents=True, exist_ok=True)
+    index = host_parts.read_index(out_dir)
+    archives, parts = dict(index.archives), dict(index.parts)
     with tempfile.TemporaryDirectory(prefix="flashinfer-host-") as temporary:
         scratch = Path(temporary)
         if served:
             _compile(served, scratch, verbose)
-        index = host_parts.read_index(out_dir)
-        for spec in served:
-            library = scratch / spec.name / f"{spec.name}.so"
-            target = out_dir / f"{spec.name}.so.xz"
-            target.write_bytes(lzma.compress(library.read_bytes()))
-            index[spec.name] = {
-                "content": spec.identity(with_toolchain=False).content,
-                "sha256": files.sha256(target),
-                "kernels": kernels_of(library),
-            }
-    host_parts.write_index(out_dir, index)
+        for block in _blocks(served, scratch):
+            name, places = _pack(block, scratch, out_dir)
+            archives[name] = files.sha256(out_dir / name)
+            parts |= places
+    used = {part["archive"] for part in parts.values()}
+    for name in archives.keys() - used:
+        (out_dir / name).unlink(missing_ok=True)
+    host_parts.write_index(
+        out_dir, host_parts.Index({name: archives[name] for name in used}, parts)
+    )
     return left_out
 
 
-def _is_served(spec: ModuleSpec, left_out: dict[str, str], unproven: bool) -> bool:
-    if not unproven and not host_parts.is_served(spec.name):
-        left_out[spec.name] = "its family has not run through NVRTC on a GPU"
-        return False
+def _is_served(spec: ModuleSpec, left_out: dict[str, str]) -> bool:
     if spec.needs_device_linking:
         left_out[spec.name] = "its device code is linked"
         return False
@@ -99,6 +101,47 @@ def _is_served(spec: ModuleSpec, left_out: dict[str, str], unproven: bool) -> bo
         left_out[spec.name] = str(error)
         return False
     return True
+
+
+def _library(spec: ModuleSpec, scratch: Path) -> Path:
+    return scratch / spec.name / f"{spec.name}.so"
+
+
+def _blocks(specs: Sequence[ModuleSpec], scratch: Path) -> Iterator[list[ModuleSpec]]:
+    """The modules in the order of their names, by which alike ones are neighbours."""
+    block: list[ModuleSpec] = []
+    size = 0
+    for spec in sorted(specs, key=lambda spec: spec.name):
+        more = _library(spec, scratch).stat().st_size
+        if block and size + more > _BLOCK:
+            yield block
+            block, size = [], 0
+        block.append(spec)
+        size += more
+    if block:
+        yield block
+
+
+def _pack(specs: Sequence[ModuleSpec], scratch: Path, out_dir: Path) -> tuple[str, dict[str, dict]]:
+    """Write an archive of libraries; its name, and what the index says of them."""
+    content = b""
+    places = {}
+    for spec in specs:
+        library = _library(spec, scratch)
+        bytes_ = library.read_bytes()
+        places[spec.name] = {
+            "content": spec.host_key()[1],
+            "offset": len(content),
+            "size": len(bytes_),
+            "sha256": hashlib.sha256(bytes_).hexdigest(),
+            "kernels": kernels_of(library),
+            "parameters": parameters_of(library.parent.glob(f"*{_DEVICE_CODE}")),
+        }
+        content += bytes_
+    packed = lzma.compress(content, preset=9)
+    name = f"{hashlib.sha256(packed).hexdigest()[:16]}.xz"
+    (out_dir / name).write_bytes(packed)
+    return name, {module: {**place, "archive": name} for module, place in places.items()}
 
 
 def _compile(specs: Sequence[ModuleSpec], scratch: Path, verbose: bool) -> None:
@@ -147,6 +190,7 @@ def _as_host_part(spec: ModuleSpec) -> HostPartModule:
     words = [w for w in module.flags.cuda if "gencode" not in w]
     if archs:
         words.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+        words.append("--no-compress")
     flags = dataclasses.replace(module.flags, cuda=tuple(words))
     return HostPartModule(**{**vars(module), "flags": flags})
 
@@ -160,6 +204,27 @@ def kernels_of(library: Path) -> dict[str, str]:
     names = (ctypes.c_char_p * count)()
     names_of(names, count)
     return {name.decode(): name_expression(demangled(name)) for name in names}
+
+
+def parameters_of(device_code: Iterable[Path]) -> dict[str, int]:
+    """Bytes of each kernel's parameters, by mangled name, from containers with plain PTX."""
+    return {
+        name.decode(): _end_of_parameters(declared)
+        for path in device_code
+        for name, declared in re.findall(rb"\.entry\s+(\w+)\s*\(([^)]*)\)", path.read_bytes())
+    }
+
+
+def _end_of_parameters(declared: bytes) -> int:
+    """Where the last of some parameters ends: ``.param .align 8 .b8 p_param_0[24]``, ..."""
+    end = 0
+    for alignment, bits, number in re.findall(
+        rb"\.param(?:\s+\.align\s+(\d+))?\s+\.[bsuf](\d+)[^,\[]*(?:\[(\d+)\])?", declared
+    ):
+        size = int(bits) // 8
+        step = int(alignment or size)
+        end = -(-end // step) * step + size * int(number or 1)
+    return end
 
 
 def demangled(name: bytes) -> str:

@@ -177,9 +177,13 @@ class NvrtcModule:
         """Folders that need a link to stand for them: none, unlike for nvcc."""
         return {}
 
+    def problem_of(self, library: Path) -> str:
+        """Why the kernels of the result do not fit its launcher, or nothing."""
+        return self.part.problem_of(library)
+
     def command(self) -> list[str]:
         """The command, without its output."""
-        words = [sys.executable, "-I", "-S", str(PROGRAM), "--host", str(self.part.library)]
+        words = [sys.executable, "-I", "-S", str(PROGRAM), *self.part.arguments()]
         if self.part.kernels:
             words += ["--nvrtc", library() or ""]
             sources = [prelude(), *self.sources]
@@ -197,5 +201,5 @@ class NvrtcModule:
         return (
             "ninja_required_version = 1.8\n\nrule nvrtc\n"
             f"  command = {words} --out $out -- {rest}\n\n"
-            f"build {output}{escape(self.name)}.so: nvrtc {escape(str(self.part.library))}\n"
+            f"build {output}{escape(self.name)}.so: nvrtc {escape(str(self.part.archive))}\n"
         )

@@ -4,11 +4,12 @@ Ninja starts it, with the standard library alone. A crash, a hang or a lack of m
 compiler ends this process and no other.
 
     nvrtc_compile.py --nvrtc LIB --version             prints the version of the library
-    nvrtc_compile.py --nvrtc LIB --host PART --out FILE --source FILE ... --arch 90a ...
-                     --kernels JSON [-- options of NVRTC]
+    nvrtc_compile.py --nvrtc LIB --host ARCHIVE OFFSET SIZE --out FILE --source FILE ...
+                     --arch 90a ... --kernels JSON [-- options of NVRTC]
+    nvrtc_compile.py --host ARCHIVE OFFSET SIZE --out FILE --cubin 90a=FILE ...    compiles nothing
 
-The output is the host part, a container of cubins and a trailer; csrc/nvrtc/driver_runtime.cc
-describes the format and reads it.
+The host part lies at an offset of the unpacked archive. The output is it, a container of cubins
+and a trailer; csrc/nvrtc/driver_runtime.cc describes the format and reads it.
 """
 
 from __future__ import annotations
@@ -143,6 +144,18 @@ def with_cubins(host: bytes, cubins: dict[str, bytes]) -> bytes:
     return host + container(cubins) + struct.pack("<Q", len(host)) + MAGIC
 
 
+def host_part(archive: str, offset: str, size: str) -> bytes:
+    """A library of an archive.
+
+    Raises
+    ------
+    OSError, lzma.LZMAError
+        If the archive cannot be read or unpacked.
+    """
+    with lzma.open(archive) as file:
+        return file.read()[int(offset) :][: int(size)]
+
+
 def main(arguments: list[str]) -> int:
     words, _, options = (
         (arguments[: arguments.index("--")], "--", arguments[arguments.index("--") + 1 :])
@@ -152,10 +165,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nvrtc")
     parser.add_argument("--version", action="store_true")
-    parser.add_argument("--host")
+    parser.add_argument("--host", nargs=3)
     parser.add_argument("--source", action="append", default=[])
     parser.add_argument("--arch", action="append", default=[])
     parser.add_argument("--kernels", default="{}")
+    parser.add_argument("--cubin", action="append", default=[])
     parser.add_argument("--out")
     given = parser.parse_args(words)
     try:
@@ -169,8 +183,11 @@ def main(arguments: list[str]) -> int:
             text = "".join(f'#include "{source}"\n' for source in given.source)
             for arch in given.arch:
                 cubins[arch] = compiler.cubin(text, arch, kernels, options)
-        with lzma.open(given.host) as file:
-            module = with_cubins(file.read(), cubins)
+        for word in given.cubin:
+            arch, _, path = word.partition("=")
+            with open(path, "rb") as file:
+                cubins[arch] = file.read()
+        module = with_cubins(host_part(*given.host), cubins)
         with open(f"{given.out}.tmp", "wb") as file:
             file.write(module)
         os.chmod(f"{given.out}.tmp", 0o755)

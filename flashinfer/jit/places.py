@@ -123,9 +123,31 @@ def prebuilt_roots() -> list[Path]:
 
 @functools.cache
 def jit_cache_package() -> Path | None:
+    """Folder of the modules in the package flashinfer_jit_cache, if it is installed."""
+    return _folder_of_package("flashinfer_jit_cache", "jit_cache")
+
+
+@functools.cache
+def cubin_package() -> Path | None:
+    """Folder of the cubins in the package flashinfer_cubin, if it is installed."""
+    return _folder_of_package("flashinfer_cubin", "cubins")
+
+
+def cubin_dir() -> Path:
+    """Folder for downloaded cubins: `FLASHINFER_CUBIN_DIR`, else one of the cache."""
+    return env.FLASHINFER_CUBIN_DIR.get() or version_dir().parent / "cubins"
+
+
+def cubin_roots() -> list[Path]:
+    """Folders of cubins in the order in which they are looked at."""
+    package = cubin_package()
+    return [cubin_dir(), *([package] if package else [])]
+
+
+def _folder_of_package(package: str, folder: str) -> Path | None:
     try:
-        spec = importlib.util.find_spec("flashinfer_jit_cache")
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return None
     places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) / "jit_cache" if places else None
+    return Path(places[0]) / folder if places else None

@@ -49,6 +49,18 @@ class GroupQuantConfig(ModuleConfig):
 
 
 @dataclass(frozen=True)
+class KVFloat4Config(ModuleConfig):
+    """Selects code: the type of 16 bits that 4-bit caches (NVFP4) are made from and read as."""
+
+    module: ClassVar[str] = "kv_float4"
+
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_dtype("append_key", self.dtype, (torch.float16, torch.bfloat16))
+
+
+@dataclass(frozen=True)
 class PackBitsConfig(ModuleConfig):
     """Selects code: the type of the segments' offsets, ``none`` without segments."""
 
@@ -84,7 +96,14 @@ def _group_quant_cases() -> Iterator[GroupQuantConfig]:
         yield GroupQuantConfig(dtype, "int8", "float32", "linear", 128)
 
 
-@register_generator(aot=_group_quant_cases, presets={"fp8": _fp8_cases, "fp4": _fp4_cases})
+def _deepseek_cases() -> Iterator[GroupQuantConfig]:
+    yield GroupQuantConfig(torch.bfloat16, "e4m3", "float32", "linear", 128)
+
+
+@register_generator(
+    aot=_group_quant_cases,
+    presets={"fp8": _fp8_cases, "fp4": _fp4_cases, "deepseek": _deepseek_cases},
+)
 def gen_group_quant_module(config: GroupQuantConfig) -> JitSpec:
     """The module with ``group_quant`` for one configuration."""
     sources = ["group_quant.cu", "group_quant_jit_binding.cc"]
@@ -101,3 +120,18 @@ def gen_packbits_module(config: PackBitsConfig | None = None) -> JitSpec:
     """The module with ``packbits``, for segments of an array or, by default, for a whole one."""
     sources = ["packbits.cu", "packbits_jit_binding.cc"]
     return JitSpec.from_config(config or PackBitsConfig("none"), sources)
+
+
+def _kv_float4_cases() -> Iterator[KVFloat4Config]:
+    yield KVFloat4Config(torch.float16)
+    yield KVFloat4Config(torch.bfloat16)
+
+
+def _kv_float4_bf16() -> Iterator[KVFloat4Config]:
+    yield KVFloat4Config(torch.bfloat16)
+
+
+@register_generator(aot=_kv_float4_cases, presets={"fp4": _kv_float4_bf16})
+def gen_kv_float4_module(config: KVFloat4Config) -> JitSpec:
+    """The module that appends to 4-bit caches and reads them back."""
+    return JitSpec.from_config(config, ["kv_float4.cu", "kv_float4_jit_binding.cc"])

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 from ..compilation_context import NoTargetError
 from .core import JitSpec
+from .spec import ModuleSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S", bound=ModuleSpec)
 Cases = Callable[[], Iterable[Any]]
 
 _generators: dict[str, Generator] = {}
@@ -33,12 +35,15 @@ class Generator:
         anything else is the only argument.
     presets : mapping of str to callable
         The same for named sets, such as ``"llama-bf16"``.
+    hosts : callable
+        Yields more modules whose host parts come in the wheel (`host_parts.py`).
     """
 
     name: str
     function: Callable[..., JitSpec]
     aot: Cases
     presets: Mapping[str, Cases] = field(default_factory=dict)
+    hosts: Callable[[], Iterable[ModuleSpec]] = tuple
 
     def specs(self, preset: str | None = None) -> Iterator[JitSpec]:
         """The modules of the AOT cases, or of a preset (none if it is not in it).
@@ -61,7 +66,10 @@ class Generator:
 
 
 def register_generator(
-    *, aot: Cases, presets: Mapping[str, Cases] | None = None
+    *,
+    aot: Cases,
+    presets: Mapping[str, Cases] | None = None,
+    hosts: Callable[[], Iterable[ModuleSpec]] = tuple,
 ) -> Callable[[F], F]:
     """Decorator that makes a ``gen_*_module`` function known.
 
@@ -71,6 +79,8 @@ def register_generator(
         Yields the arguments of each case that AOT builds cover.
     presets : mapping, optional
         Named sets of cases.
+    hosts : callable, optional
+        Yields more modules whose host parts come in the wheel.
     """
 
     def register(function: F) -> F:
@@ -78,7 +88,7 @@ def register_generator(
         known = _generators.get(name)
         if known is not None and known.function.__module__ != function.__module__:
             raise ValueError(f"two generators are called {name!r}: module names would clash")
-        _generators[name] = Generator(name, function, aot, dict(presets or {}))
+        _generators[name] = Generator(name, function, aot, dict(presets or {}), hosts)
         return function
 
     return register
@@ -95,6 +105,12 @@ def generators() -> dict[str, Generator]:
 def aot_specs() -> list[JitSpec]:
     """The modules of every generator's AOT cases, without duplicates."""
     return _unique(spec for generator in generators().values() for spec in generator.specs())
+
+
+def host_specs() -> list[ModuleSpec]:
+    """What a wheel has host parts of: the modules of the AOT cases, and those that `hosts` adds."""
+    more = (spec for generator in generators().values() for spec in generator.hosts())
+    return _unique([*aot_specs(), *(spec for spec in more if spec.has_target())])
 
 
 def preset_names() -> list[str]:
@@ -117,5 +133,5 @@ def preset_specs(preset: str) -> list[JitSpec]:
     return _unique(s for generator in generators().values() for s in generator.specs(preset))
 
 
-def _unique(specs: Iterable[JitSpec]) -> list[JitSpec]:
+def _unique(specs: Iterable[S]) -> list[S]:
     return list({spec.name: spec for spec in specs}.values())

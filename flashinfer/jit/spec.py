@@ -11,7 +11,7 @@ from typing import Any
 from .. import env
 from ..compilation_context import current_compilation_context
 from ..version import __version__
-from . import cpp_ext, fingerprint, nvrtc, toolchain
+from . import cpp_ext, cubins, fingerprint, nvrtc, toolchain
 from . import env as jit_env
 from .config import ModuleConfig
 from .fingerprint import Identity
@@ -63,6 +63,8 @@ class ModuleSpec:
         self.use_fast_math = use_fast_math
         self.config = config
         self.post_load_adapter = post_load_adapter
+        # Of the same launcher and binding for any user's variant, whose host part serves this too.
+        self.host_twin: ModuleSpec | None = None
         self._cuda_cflags_by_source = {
             str(Path(source)): tuple(flags)
             for source, flags in (extra_cuda_cflags_by_source or {}).items()
@@ -194,26 +196,41 @@ class ModuleSpec:
         )
 
     def _compilers(self, content: Identity) -> dict[str, str] | None:
-        """Identity of what compiles the module here, or None if nothing can."""
+        """Identity of what compiles or joins the module here, or None if nothing can."""
+        if ready := self.prebuilt(content):
+            return ready.ingredients()
         if part := self.host_part(content):
             return nvrtc.ingredients(part)
         if env.FLASHINFER_COMPILER.get() == "nvrtc":
             return None
         return toolchain.ingredients(content.uses_cuda)
 
+    def prebuilt(self, content: Identity | None = None) -> cubins.Prebuilt | None:
+        """Host part and cubins, if the module can be joined from them without a compiler."""
+        content = content or self.identity(with_toolchain=False)
+        return cubins.find(self.name, content.content, content.archs)
+
     def host_part(self, content: Identity | None = None) -> HostPart | None:
         """Launcher and binding if NVRTC is to compile the module; None leaves it to nvcc."""
-        content = content or self.identity(with_toolchain=False)
-        return nvrtc.part_for(self.name, content.content)
+        return nvrtc.part_for(*self.host_key(content))
+
+    def host_key(self, content: Identity | None = None) -> tuple[str, str]:
+        """Name and content under which a host part is looked up."""
+        if self.host_twin is not None:
+            return self.host_twin.host_key()
+        return self.name, (content or self.identity(with_toolchain=False)).content
 
     @property
     def fingerprint(self) -> str:
         """The key of the module: content, targets and toolchain."""
         return f"{__version__}-{self.identity().key}"
 
-    def recipe(self) -> cpp_ext.NinjaModule | nvrtc.NvrtcModule:
-        """How the module is built here: with NVRTC, or with nvcc and the host compiler."""
+    def recipe(self) -> cpp_ext.NinjaModule | nvrtc.NvrtcModule | cubins.Prebuilt:
+        """How the module is built here: joined, with NVRTC, or with nvcc and a host compiler."""
         content = self.identity(with_toolchain=False)
+        if ready := self.prebuilt(content):
+            ready.part.require_whole()
+            return ready
         part = self.host_part(content)
         if part is None:
             return self.ninja_module()

@@ -50,6 +50,10 @@ def library_path(spec: ModuleSpec) -> Path:
 
 def require_buildable(spec: ModuleSpec) -> None:
     """Raise, with a remedy, if a module cannot be compiled here."""
+    content = spec.identity(with_toolchain=False)  # there must be a target
+    if spec.prebuilt(content):
+        toolchain.require_ninja()
+        return
     if env.FLASHINFER_DISABLE_JIT.get():
         raise MissingJITCacheError(
             f"{spec.name} is not in the cache ({places.jit_dir()}) or among the prebuilt "
@@ -59,11 +63,10 @@ def require_buildable(spec: ModuleSpec) -> None:
             spec,
         )
     reached = spec.reached()
-    content = spec.identity(with_toolchain=False)  # there must be a target
     toolchain.require_ninja()
     if spec.host_part(content) is not None:
         return
-    why = f"{spec.name} is not compiled with NVRTC: {nvrtc.why_not(spec.name, content.content)}"
+    why = f"{spec.name} is not compiled with NVRTC: {nvrtc.why_not(*spec.host_key(content))}"
     if env.FLASHINFER_COMPILER.get() == "nvrtc":
         raise ToolchainError(
             f"FLASHINFER_COMPILER=nvrtc, but {why}.\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -78,7 +78,21 @@ def _aot_configs() -> Iterator[WeightGemmConfig]:
             yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens, 4, splits)
 
 
-@register_generator(aot=_aot_configs, presets={"gemm": _aot_configs})
+def _gpt_oss_configs() -> Iterator[WeightGemmConfig]:
+    bf16 = torch.bfloat16
+    for tokens in (8, 16, 32, 64):
+        for activation in ("swiglu_gate_last", "identity"):
+            config = WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens)
+            yield replace(config, activation=activation)
+            if tokens == 8 and activation == "identity":
+                yield replace(config, splits=2)
+
+
+def _all_configs() -> Iterator[WeightGemmConfig]:
+    yield from dict.fromkeys([*_aot_configs(), *_gpt_oss_configs()])
+
+
+@register_generator(aot=_all_configs, presets={"gemm": _aot_configs, "gpt-oss": _gpt_oss_configs})
 def gen_weight_gemm_module(config: WeightGemmConfig | None = None) -> JitSpec:
     """The module with ``weight_gemm`` for one configuration; by default of 4-bit integers."""
     config = config or next(_aot_configs())

@@ -34,7 +34,7 @@ ODD_TIMES = (0, 1_000_000_000, 2_000_000_000, 4_000_000_000)
 
 
 def load(project: Project, key: int) -> int:
-    """What the module of this key answers; 42 + key is right."""
+    """Answer of the module of this key; 42 + key is right."""
     spec = project.spec(f"answer{key}", extra_cflags=[f"-DKEY={key}"])
     return spec.build_and_load().answer()
 

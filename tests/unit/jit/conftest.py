@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
-    """What the JIT logs."""
+    """Messages that the JIT logs."""
     found: list[str] = []
 
     class Keep(logging.Handler):

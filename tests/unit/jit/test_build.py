@@ -265,7 +265,7 @@ def test_a_configuration_names_the_targets_of_its_kernels(project, monkeypatch, 
 def test_every_generator_is_in_a_preset_and_in_the_table():
     """`flashinfer build <preset>` reaches each operation; the cases are among those of the AOT."""
     shipped = {spec.name for spec in registry.aot_specs()}
-    # Those of the package: examples register theirs in the same process.
+    # Generators of the package: examples register theirs in the same process.
     generators = registry.generators().values()
     ours = [g for g in generators if g.function.__module__.startswith("flashinfer.")]
     assert ours and [g.name for g in ours if not g.presets] == []

@@ -121,7 +121,7 @@ def test_a_worker_forked_during_a_build_does_not_keep_its_lock(tmp_path, killed)
 
 
 def test_compilers_die_with_the_process(project, script, monkeypatch, tmp_path):
-    """A killed process leaves no compiler running behind."""
+    """A killed process leaves no compiler running."""
     started, survived = tmp_path / "started", tmp_path / "survived"
     launcher = script(f"echo $$ > {started}\nsleep 30\ntouch {survived}\n")
     monkeypatch.setenv("FLASHINFER_CXX_LAUNCHER", launcher)

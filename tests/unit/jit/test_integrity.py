@@ -169,7 +169,9 @@ def test_a_library_that_is_missing_for_a_moment(project, monkeypatch, compile_co
 
 
 @pytest.mark.parametrize(
-    "content", ["x", "[]", NESTED, '{"P": []}', '{"P": {"format": 3, "kind": "c++"}}']
+    "content",
+    ["x", "[]", NESTED, '{"P": []}', '{"P": {"format": 3, "kind": "c++"}}'],
+    ids=["text", "list", "nested", "no record", "half a record"],  # compilers inherit a test's name
 )
 def test_damaged_memory_of_the_toolchain(project, content):
     toolchain._remembered_for.cache_clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,11 +14,15 @@ import pytest
 import torch
 
 from flashinfer import jit
+from flashinfer.cli.compilers import compare
+from flashinfer.cli.modules import find_specs
 from flashinfer.cli.sass import compare_kernels, read_module
 from flashinfer.jit import host_parts, host_parts_build, nvrtc, nvrtc_compile
 from flashinfer.jit.activation import gen_act_and_mul_module
-from flashinfer.jit.binary import read_kernels
+from flashinfer.jit.attention.plan import gen_attention_plan_module
+from flashinfer.jit.binary import Kernel, read_kernels
 from flashinfer.jit.core import JitSpec
+from flashinfer.jit.env import FLASHINFER_CSRC_DIR, FLASHINFER_INCLUDE_DIR
 
 pytestmark = pytest.mark.compiler
 NAME = "act_and_mul_activation_silu_dtype_bf16"
@@ -97,6 +103,42 @@ def test_machine_code_is_that_of_nvcc(parts: Path, monkeypatch: pytest.MonkeyPat
     assert compare_kernels(kernels["nvcc"], kernels["nvrtc"]) == []
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "gemm_dtype_a_bf16_dtype_b_bf16_dtype_out_bf16_tile_rows_128_*_groups_batch_*",
+        *(
+            pytest.param(pattern, marks=pytest.mark.full)
+            for pattern in (
+                "attention_bf16_bf16_bf16_qk128_vo128_tile128_ragged_causal_fa3",
+                "batch_mla_backend_fa3_dtype_q_bf16_dtype_kv_bf16_*",
+                "chunk_delta_rule_dtype_bf16_state_dtype_f32_head_dim_k_128",
+                "ssd_dtype_bf16_state_dtype_f32_dt_dtype_bf16_dstate_128",
+                "mqa_logits_dtype_out_f32_heads_64_queries_1_paged_1",
+            )
+        ),
+    ],
+)
+def test_both_compilers_lay_out_alike(
+    pattern: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Kernels of tensor maps and warpgroups: parameters, shared memory, stack."""
+    if nvrtc.library() is None:
+        pytest.skip("needs libnvrtc: pip install nvidia-cuda-nvrtc")
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setenv("FLASHINFER_HOST_DIR", str(tmp_path))
+    (module,) = find_specs([pattern])
+    assert host_parts_build.build([module], tmp_path) == {}
+    kernels = {}
+    for compiler in ("nvcc", "nvrtc"):
+        monkeypatch.setenv("FLASHINFER_COMPILER", compiler)
+        module.build()
+        kernels[compiler] = read_module(module.get_library_path())
+    assert compare(kernels["nvcc"], kernels["nvrtc"]).worse == []
+    index = host_parts.read_index(tmp_path).parts[module.name]
+    assert index["parameters"] == {k.name: k.parameter_bytes for k, _ in kernels["nvcc"]}
+
+
 def test_several_architectures_are_in_one_module(bare: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0 9.0a 12.0f")
     spec().build()
@@ -118,19 +160,27 @@ def test_an_unserved_module_is_refused_by_name(bare: Path, monkeypatch: pytest.M
         spec().build()
 
 
-def test_a_family_that_is_not_served_says_so(bare: Path, monkeypatch: pytest.MonkeyPatch):
-    from flashinfer.jit.page import gen_page_module
-    from flashinfer.jit.registry import preset_specs
-
-    (plan,) = (s for s in preset_specs("llama-bf16") if s.name == "attention_plan")
-    left_out = host_parts_build.build([plan], bare)
-    assert left_out == {"attention_plan": "its family has not run through NVRTC on a GPU"}
-    with pytest.raises(
-        jit.ToolchainError, match="attention_plan .*only act_and_mul, norm, page are"
-    ):
-        plan.build()
-    assert host_parts.is_served(gen_page_module().name) and host_parts.is_served(NAME)
-    assert not host_parts.is_served("fused_rmsnorm_dtype_bf16")
+def test_folders_of_host_parts_grow_and_lose_what_is_replaced(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "host"
+    shutil.copytree(parts, folder)
+    monkeypatch.setenv("FLASHINFER_HOST_DIR", str(folder))
+    (before,) = folder.glob("*.xz")
+    plan = gen_attention_plan_module()  # it has no kernels and is soon compiled
+    assert host_parts_build.build([plan], folder) == {}
+    index = host_parts.read_index(folder)
+    assert set(index.parts) == {NAME, plan.name} and len(index.archives) == 2
+    assert host_parts_build.build([plan, spec()], folder) == {}
+    index = host_parts.read_index(folder)
+    assert set(index.parts) == {NAME, plan.name} and len(index.archives) == 1
+    (after,) = folder.glob("*.xz")
+    assert after != before and list(index.archives) == [after.name]
+    for name, known in index.parts.items():
+        part = host_parts.find(name, known["content"])
+        assert part is not None
+        library = nvrtc_compile.host_part(str(part.archive), str(part.offset), str(part.size))
+        assert hashlib.sha256(library).hexdigest() == part.sha256 and library[:4] == b"\x7fELF"
 
 
 def test_without_nvrtc_the_error_says_what_is_missing(bare: Path, monkeypatch: pytest.MonkeyPatch):
@@ -146,9 +196,9 @@ def test_without_nvrtc_the_error_says_what_is_missing(bare: Path, monkeypatch: p
 
 
 def test_a_damaged_host_part_is_refused_by_name(bare: Path):
-    library = bare / f"{NAME}.so.xz"
-    library.write_bytes(library.read_bytes()[:-1])
-    with pytest.raises(jit.JitError, match=f"host part .*{NAME}.so.xz is damaged"):
+    (archive,) = bare.glob("*.xz")
+    archive.write_bytes(archive.read_bytes()[:-1])
+    with pytest.raises(jit.JitError, match=f"host parts .*{archive.name} are damaged"):
         spec().build()
 
 
@@ -175,6 +225,20 @@ def test_kernels_that_do_not_compile_are_reported(bare: Path):
         spec().build()
 
 
+def test_kernels_with_other_parameters_than_the_launcher_s_are_refused(bare: Path):
+    """As when a type is aligned otherwise in the headers that NVRTC reads."""
+    index = json.loads((bare / host_parts.INDEX).read_text())
+    parameters = index["parts"][NAME]["parameters"]
+    assert len(parameters) == 2 and len(set(parameters.values())) == 1
+    (size,) = set(parameters.values())
+    index["parts"][NAME]["parameters"] = dict.fromkeys(parameters, size + 8)
+    (bare / host_parts.INDEX).write_text(json.dumps(index))
+    said = f"act_and_mul.*sm_90a.* has {size} bytes of parameters, its launcher passes {size + 8}"
+    with pytest.raises(jit.BuildError, match=said):
+        spec().build()
+    assert spec().find() is None
+
+
 def test_a_library_that_is_not_nvrtc_is_refused(bare: Path, monkeypatch, tmp_path: Path):
     wrong = tmp_path / "libnvrtc.so"
     wrong.write_bytes(b"not a library")
@@ -190,6 +254,34 @@ def test_names_of_kernels_become_expressions():
     assert host_parts_build.demangled(b"_ZN1a1gEi") == "a::g(int)"
 
 
+def test_parameters_are_read_from_ptx(tmp_path: Path):
+    text = b"""
+        .visible .entry _Z1av(.param .align 128 .b8 _Z1av_param_0[1792])
+        .visible .entry _Z1bv(
+            .param .u32 _Z1bv_param_0,
+            .param .u64 .ptr .global .align 16 _Z1bv_param_1,
+            .param .align 4 .b8 _Z1bv_param_2[12],
+            .param .u8 _Z1bv_param_3
+        )
+        .visible .entry _Z1cv()"""
+    (tmp_path / "device").write_bytes(b"\0\xff" + text + b"\0")
+    found = host_parts_build.parameters_of([tmp_path / "device"])
+    assert found == {"_Z1av": 1792, "_Z1bv": 29, "_Z1cv": 0}
+
+
+def test_kernels_take_no_type_of_the_driver_s_headers():
+    """Its tensor map is aligned to 64 bytes by CUDA 12 and to 128 by CUDA 13."""
+    headers = FLASHINFER_INCLUDE_DIR.rglob("*.*h")
+    naming = {path.name for path in headers if "CUtensorMap" in _device_code(path.read_text())}
+    assert naming == set()
+
+
+def _device_code(text: str) -> str:
+    """A header as NVRTC compiles it, without comments."""
+    host = r"#ifndef __CUDACC_RTC__\n.*?#endif  // __CUDACC_RTC__"
+    return re.sub(r"//.*", "", re.sub(host, "", text, flags=re.DOTALL))
+
+
 def test_a_module_without_kernels_is_its_host_part():
     assert nvrtc_compile.with_cubins(b"host", {}) == b"host"
     whole = nvrtc_compile.with_cubins(b"host", {"90a": b"cubin"})
@@ -200,3 +292,25 @@ def test_a_module_without_kernels_is_its_host_part():
 def test_a_flag_without_counterpart_is_refused():
     with pytest.raises(jit.ToolchainError, match="no counterpart of nvcc's flag -maxrregcount=64"):
         nvrtc.options(["-std=c++17", "-maxrregcount=64"], [])
+
+
+def test_host_code_of_launchers_is_hidden_from_nvrtc():
+    for source in sorted(FLASHINFER_CSRC_DIR.glob("*.cu")):
+        assert "#ifndef __CUDACC_RTC__" in source.read_text(), source
+
+
+def test_compilers_are_compared_by_kernel():
+    def kernel(name: str, registers: int = 32, stack: int = 0, parameters: int = 8) -> Kernel:
+        return Kernel(name, "sm_90a", registers, stack, 0, parameters)
+
+    old = [(kernel("_Z1av"), bytes(160)), (kernel("_Z1bv"), bytes(160))]
+    found = compare(old, [(kernel("_Z1av"), bytes(160)), (kernel("_Z1bv", 30), bytes(176))])
+    assert (found.equal, found.kernels, found.registers, found.worse) == (1, 2, -2, [])
+    assert found.instructions == pytest.approx(0.1)
+    found = compare(old, [(kernel("_Z1av", stack=8), bytes(160))])
+    assert found.worse == [
+        "_Z1bv (sm_90a) is in one of them",
+        "a (sm_90a) uses 8 bytes of stack, not 0",
+    ]
+    found = compare(old[:1], [(kernel("_Z1av", parameters=16), bytes(160))])
+    assert found.worse == ["a (sm_90a) has 16 bytes of parameters, not 8"]

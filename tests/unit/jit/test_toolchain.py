@@ -124,7 +124,7 @@ def test_asked_once_until_it_changes(fake_toolkit, tmp_path, monkeypatch):
     assert version() == "V13.0.88 cuda_13.0/x"
     asked = fake_toolkit.asked()
     assert version() == "V13.0.88 cuda_13.0/x" and fake_toolkit.asked() == asked
-    # The toolkit behind the wrapper is replaced; the wrapper stays as it is.
+    # The toolkit that the wrapper calls is replaced; the wrapper stays as it is.
     shutil.rmtree(root)
     fake_toolkit("real", version="13.2.1")
     assert version() == "V13.2.1 cuda_13.0/x" and fake_toolkit.asked() > asked
