@@ -10,6 +10,7 @@ import torch
 
 from .engine import Engine, SamplingParams, load
 from .mistakes import lacking, reported
+from .options import kernels_option
 
 # Imported when named: the server needs an extra, and `--help` no library of theirs.
 _COMMANDS = {"bench": "bench", "serve": "server"}
@@ -43,6 +44,7 @@ def main() -> None:
 
 
 @main.command()
+@kernels_option
 @click.argument("prompts", nargs=-1)
 @click.option(
     "--file",

@@ -1,4 +1,4 @@
-"""What requests ask to be done to their logits: penalties, biases, the mask of a grammar."""
+"""Changes that requests ask for of their logits: penalties, biases, the mask of a grammar."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Adjustment:
     Parameters
     ----------
     params : SamplingParams
-        What is asked for.
+        The requested changes.
     prompt : sequence of int
         Token ids: the repetition penalty counts these too.
     vocabulary : int
         Logits of a token.
     device : torch.device
-        Of the logits.
+        Device of the logits.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
     logits : torch.Tensor
         ``[rows, vocab]`` float32; left as they are.
     adjustments : sequence of Adjustment or None
-        Of each row.
+        One for each row.
 
     Returns
     -------
@@ -112,7 +112,7 @@ def _penalized(logits: torch.Tensor, having: Sequence[Adjustment]) -> torch.Tens
 
 
 def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """By way of pinned memory: copies from other memory wait for the device."""
+    """Copies go through pinned memory: from other memory they wait for the device."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

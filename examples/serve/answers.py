@@ -19,7 +19,7 @@ def error_body(message: str, kind: str, param: str | None = None) -> dict:
 
 @dataclass
 class _Choice:
-    """What there is of one of the answers."""
+    """State of one of the answers."""
 
     texts: list[str] = field(default_factory=list)
     entries: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Answer:
         return self._body(kind, choices, usage=True)
 
     def chunk(self, index: int) -> dict:
-        """What has been added to a choice since its last piece, as a piece of a stream."""
+        """Text added to a choice since its last piece, as a piece of a stream."""
         first = not self._choices[index].begun
         text, choice = self._take(index)
         if self.chat:

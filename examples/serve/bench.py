@@ -17,6 +17,7 @@ from tabulate import tabulate
 from . import warmup
 from .engine import Engine, Output, SamplingParams, load
 from .mistakes import check_writable, lacking, reported
+from .options import kernels_option
 from .traces import LENGTHS, Arrival, make_trace
 
 
@@ -53,9 +54,9 @@ class Recording:
     used : list of float
         Share of the KV pages in use after each step, 0 to 1.
     seconds : float
-        From the start to the last token.
+        Time from the start to the last token.
     compile_seconds : float
-        Of these, compiling.
+        Seconds of these that went into compiling.
     pages_total, pages_free : int
         KV pages, at the end.
     """
@@ -136,7 +137,7 @@ def replay(
     vocab_size : int
         Prompts are uniformly random token ids below this.
     seed : int
-        Of the prompts.
+        Seed of the random prompts.
     clock, sleep : callable
         Seconds of a clock, and how to wait for some.
     progress : callable, optional
@@ -185,7 +186,7 @@ def summarize(recording: Recording) -> dict[str, float]:
     Parameters
     ----------
     recording : Recording
-        What `replay` returned.
+        Result of `replay`.
 
     Returns
     -------
@@ -279,6 +280,7 @@ def plot(path: Path, recordings: dict[str, Recording]) -> None:
 
 
 @click.command()
+@kernels_option
 @click.option("--model", type=click.Path(path_type=Path), help="Hugging Face folder.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16"]))

@@ -1,4 +1,4 @@
-"""What the compilers made of modules, read back from the built libraries."""
+"""Reads back from built libraries which kernels the compilers made."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from tabulate import tabulate
 
 from flashinfer.jit import JitSpec
 from flashinfer.jit.binary import Kernel, read_kernels
+
+from .decode_step import ATTENTION, LAYER, SAMPLING
+
+_PART_OF_MODULE = {
+    "attention": ATTENTION,
+    "norm": LAYER,
+    "act_and_mul": LAYER,
+    "rope": LAYER,
+    "page": LAYER,
+    "topk": SAMPLING,
+    "sampling": SAMPLING,
+}
 
 
 def kernels_of(spec: JitSpec) -> dict[tuple[str, str], list[Kernel]]:
@@ -33,3 +45,13 @@ def kernel_table(specs: Sequence[JitSpec]) -> str:
     if all(row[-1] == "none" for row in rows):
         return table
     return f"{table}\nstack: bytes of a thread, for arrays indexed at run time or spilled registers"
+
+
+def kernel_parts(specs: Sequence[JitSpec]) -> dict[str, str]:
+    """Part of the step that each kernel of built modules belongs to, by the kernel's name."""
+    return {
+        name: _PART_OF_MODULE[spec.config.module]
+        for spec in specs
+        for name, _ in kernels_of(spec)
+        if spec.config is not None
+    }

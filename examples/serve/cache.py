@@ -14,7 +14,7 @@ def page_keys(tokens: Sequence[int], page_size: int, parent: bytes = b"") -> lis
     Parameters
     ----------
     tokens : sequence of int
-        From a page's beginning.
+        Token ids, from the beginning of a page on.
     page_size : int
         Tokens of a page.
     parent : bytes

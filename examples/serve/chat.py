@@ -38,15 +38,15 @@ def plain_chat(messages: Messages, tools: Tools | None = None) -> str:
 
 
 def load_chat(folder: str | Path | None, tokenizer: Tokenizer) -> Chat:
-    """What turns messages into a prompt.
+    """Load the function that turns messages into a prompt.
 
     Parameters
     ----------
     folder : path, optional
-        Of a model in Hugging Face's format. Its template is ``chat_template.jinja``, or the
+        Folder of a model in Hugging Face's format. Its template is ``chat_template.jinja``, or the
         ``chat_template`` of ``tokenizer_config.json`` (of several, the one named "default").
     tokenizer : Tokenizer
-        Of that model.
+        Tokenizer of that model.
 
     Returns
     -------

@@ -34,27 +34,27 @@ class Agreement:
     tokens : int
         Tokens compared.
     equal : int
-        Of these, those with the other's largest logit.
-    behind, allowed : float
-        How far the logit of a token is behind the largest at most, and what rounding explains.
+        Number of these with the other's largest logit.
+    below, allowed : float
+        How far the logit of a token is below the largest at most, and what rounding explains.
     """
 
     against: str
     tokens: int
     equal: int
-    behind: float
+    below: float
     allowed: float
 
     @property
     def holds(self) -> bool:
-        return self.behind <= self.allowed
+        return self.below <= self.allowed
 
     def __str__(self) -> str:
         ties = self.tokens - self.equal
         text = f"{self.equal} of {self.tokens} greedy tokens identical to {self.against}"
         if ties:
             text += (
-                f"; {ties} where logits tie: at most {self.behind:.3f} behind the largest, "
+                f"; {ties} where logits tie: at most {self.below:.3f} below the largest, "
                 f"rounding explains {self.allowed:.3f}"
             )
         return f"{text}: {'agrees' if self.holds else 'DIFFERS'}"
@@ -82,16 +82,16 @@ def check_greedy(device: str, prompts: int = 4, tokens: int = 16) -> Agreement:
     while engine.has_work:
         for output in engine.step():
             sequences[output.request_id].append(output.token_id)
-    equal, behind, spread = 0, 0.0, 0.0
+    equal, below, spread = 0, 0.0, 0.0
     for name, sequence in sequences.items():
         logits = logits_of(sequence[:-1])[lengths[name] - 1 :]
         chosen = logits.gather(1, torch.tensor(sequence[lengths[name] :])[:, None])[:, 0]
         distance = logits.max(-1).values - chosen
         equal += int((distance == 0).sum())
-        behind = max(behind, float(distance.max()))
+        below = max(below, float(distance.max()))
         spread = max(spread, float(logits.std()))
     # Each of two logits may be off by as much.
-    return Agreement(against, prompts * tokens, equal, behind, 2 * ROUNDING * spread)
+    return Agreement(against, prompts * tokens, equal, below, 2 * ROUNDING * spread)
 
 
 def reference(folder: Path) -> tuple[str, Logits]:

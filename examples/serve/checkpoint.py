@@ -70,6 +70,12 @@ LARGE: dict[str, Any] = {
 """Configuration of Llama 3.1 with 8 billion parameters, for measurements with random weights."""
 
 
+_KEPT = (
+    *("A_log", "dt_bias", ".D", ".sinks", "e_score_correction_bias"),
+    *("_scale", "_scale_inv", ".scales"),
+)
+
+
 def load(
     path: str | Path | None,
     device: str | torch.device,
@@ -86,7 +92,7 @@ def load(
     device : str or torch.device
         ``"cuda"`` (or with an index), or ``"cpu"`` for the reference backend.
     dtype : torch.dtype
-        Of weights and activations, bfloat16 or float16.
+        Type of weights and activations, bfloat16 or float16.
     parallel : TensorParallel, optional
         The ranks that divide the model.
 
@@ -125,7 +131,10 @@ def _check_device(device: str | torch.device) -> None:
 def read_tensors(
     folder: Path, device: str | torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of every ``*.safetensors`` file, by name."""
+    """Every tensor of every ``*.safetensors`` file, by name; what has 16 bits or more as `dtype`.
+
+    Numbers that are not the sides of a product keep their type: some count in float32.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"`model` must have *.safetensors files, got {str(folder)!r}")
@@ -134,7 +143,10 @@ def read_tensors(
         try:
             with safe_open(file, framework="pt", device=str(device)) as content:
                 for name in content.keys():  # noqa: SIM118 - not a dict
-                    tensors[name] = content.get_tensor(name).to(dtype)
+                    tensor = content.get_tensor(name)
+                    converts = tensor.is_floating_point() and tensor.itemsize > 1
+                    keeps = not converts or name.endswith(_KEPT)
+                    tensors[name] = tensor if keeps else tensor.to(dtype)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} must be a safetensors file: {error}") from error
     return tensors
@@ -153,7 +165,7 @@ def write_random_checkpoint(
         Content of ``config.json``, of a model that `Model` can load; biases are those that its
         architecture has.
     seed : int
-        Of the weights.
+        Seed of the random weights.
 
     Returns
     -------

@@ -1,36 +1,32 @@
-"""What `config.json` of a Hugging Face folder says about a model, checked."""
+"""Reads and checks `config.json` of a Hugging Face folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .files import read_json
-from .rope import read_rope, switch_length
+from .layers.formats import check_quantization
+from .models import architectures
+from .rope import switch_length
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family.
+    """What all models have; a model reads the rest from `values`.
 
     Attributes
     ----------
+    head_dim : int
+        Columns of a head in the cache.
+    rotary_columns : int
+        Columns of a head that turn with the position.
+    activation : str
+        Activation of the feed-forward layers, by its name in checkpoints.
     windows : tuple of int
         One per layer: how many keys before its own position a query sees; -1: all.
     max_positions : int
@@ -39,6 +35,8 @@ class ModelConfig:
         ``rope_type``, ``rope_theta`` and the parameters of that type.
     eos_token_ids : frozenset of int
         Any of these ends a text.
+    values : mapping
+        Content of ``config.json``.
     """
 
     architecture: str
@@ -49,12 +47,15 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_columns: int
+    activation: str
     rms_norm_eps: float
     max_positions: int
     tied_embeddings: bool
     windows: tuple[int, ...]
     rope: Mapping[str, Any]
     eos_token_ids: frozenset[int]
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -85,20 +86,23 @@ class ModelConfig:
             If it asks for something not implemented here.
         """
         architecture = (values.get("architectures") or ["none"])[0]
-        if architecture not in ARCHITECTURES:
+        models = architectures()
+        if architecture not in models:
             raise ValueError(
-                f"`architectures` must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}"
+                f"`architectures` must be one of {', '.join(models)}, got {architecture!r}"
             )
-        activation = values.get("hidden_act", "silu")
-        if activation != "silu":
-            raise ValueError(f"`hidden_act` must be 'silu', got {activation!r}")
-        if values.get("quantization_config"):
-            raise ValueError("`quantization_config` must be absent: weights are 16-bit here")
-        for name in _REQUIRED:
+        model = models[architecture]
+        values = model.complete(values)
+        activation = model.activation(values)
+        if activation not in model.activations:
+            allowed = " or ".join(map(repr, model.activations))
+            raise ValueError(f"`hidden_act` must be {allowed}, got {activation!r}")
+        check_quantization(values)
+        for name in (*_REQUIRED, *model.required):
             if type(values.get(name)) is not int or values[name] < 1:
                 raise ValueError(f"`{name}` must be an int of at least 1, got {values.get(name)!r}")
         heads = values["num_attention_heads"]
-        head_dim = values.get("head_dim") or values["hidden_size"] // heads
+        head_dim = model.head_dim(values)
         positions = values.get("max_position_embeddings") or 2048
         kv_heads = values.get("num_key_value_heads") or heads
         if heads % kv_heads:
@@ -108,8 +112,9 @@ class ModelConfig:
             )
         if head_dim % 16 or head_dim > 256:
             raise ValueError(f"`head_dim` must be a multiple of 16 up to 256, got {head_dim}")
-        rope = read_rope(values, head_dim, positions)
-        if rope["rope_type"] == "yarn":
+        columns = model.rotary_columns(values, head_dim)
+        rope = model.rope(values, columns, positions)
+        if rope.get("rope_type") == "yarn":
             # Some state the original length here, others that after scaling.
             scaled = int(rope["factor"] * rope["original_max_position_embeddings"])
             positions = max(positions, scaled)
@@ -118,36 +123,23 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=values["vocab_size"],
             hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
+            intermediate_size=values.get("intermediate_size") or 0,
             num_layers=values["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            rotary_columns=columns,
+            activation=activation,
+            rms_norm_eps=values.get("rms_norm_eps", values.get("layer_norm_epsilon", 1e-6)),
             max_positions=positions,
-            tied_embeddings=values.get("tie_word_embeddings", False),
-            windows=_windows(architecture, values),
+            tied_embeddings=values.get("tie_word_embeddings", model.tied),
+            windows=model.windows(values),
             rope=rope,
             eos_token_ids=frozenset([] if eos is None else eos if isinstance(eos, list) else [eos]),
+            values=values,
         )
 
     def rotation(self, length: int) -> int:
         """First row, in the cosines and sines, of a text of this length: see `rope_cache`."""
         switch = switch_length(self.rope, self.max_positions)
         return self.max_positions if switch is not None and length > switch else 0
-
-
-def _windows(architecture: str, values: Mapping[str, Any]) -> tuple[int, ...]:
-    layers, size = values["num_hidden_layers"], values.get("sliding_window")
-    if architecture == "LlamaForCausalLM" or size is None:
-        return (-1,) * layers
-    # `sliding_window` counts the query's own position, `window_left` of the wrappers does not.
-    if architecture == "MistralForCausalLM":
-        return (size - 1,) * layers
-    if not values.get("use_sliding_window", False):
-        return (-1,) * layers
-    kinds = values.get("layer_types")
-    if kinds is None:
-        full = values.get("max_window_layers", layers)
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-    return tuple(size - 1 if kind == "sliding_attention" else -1 for kind in kinds[:layers])

@@ -154,13 +154,13 @@ class HTTPServer(uvicorn.Server):
     Parameters
     ----------
     app : ASGI application
-        What answers.
+        The application that answers.
     limits : Limits
-        Of connections.
+        Limits of connections.
     stop : callable
         Ends all answers that are under way; called shortly before the time to shut down is over.
     options
-        Of `uvicorn.Config`.
+        Arguments of `uvicorn.Config`.
     """
 
     def __init__(self, app: Any, limits: Limits, stop: Callable[[], object], **options: Any):

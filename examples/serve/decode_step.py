@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,8 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from flashinfer.jit import JitSpec
-
-from .binaries import kernels_of
 from .engine import Engine, SamplingParams
+from .layers.attention import Rope
 from .model import Model
 
 MEMORY_TB_PER_S = 4.3  # what one H200 reads
@@ -27,15 +26,6 @@ MEMORY_TB_PER_S = 4.3  # what one H200 reads
 ATTENTION, GEMM, LAYER = "attention", "matrix products", "norm, activation, RoPE, append"
 SAMPLING, OTHER, GAPS = "sampling", "other kernels and copies", "between kernels"
 HOST = "host (the GPU waits)"
-_PART_OF_MODULE = {
-    "attention": ATTENTION,
-    "norm": LAYER,
-    "act_and_mul": LAYER,
-    "rope": LAYER,
-    "page": LAYER,
-    "topk": SAMPLING,
-    "sampling": SAMPLING,
-}
 _GEMM_NAMES = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma", re.IGNORECASE)
 # Kernels of one graph follow each other within a few microseconds; a host takes longer.
 _LONGEST_GAP = 20.0
@@ -64,14 +54,14 @@ class DecodeStep:
     Attributes
     ----------
     milliseconds : list of float
-        Of each step, from one batch of tokens on the host to the next. The host prepares a step
-        while the GPU computes the one before.
+        Time of each step, from one batch of tokens on the host to the next. The host prepares a
+        step while the GPU computes the one before.
     contexts : list of int
         Keys of each request, in the middle of the measurement.
     weight_bytes, kv_bytes : int
         What a step must read: weights, and keys and values.
     spans : list of Span
-        What ran on the GPU in `RECORDED` further steps; empty if they could not be recorded.
+        Kernels that ran in `RECORDED` further steps; empty if they could not be recorded.
     parts : mapping
         Part of each kernel of ours, by its name.
     """
@@ -151,16 +141,6 @@ def _floor_ms(nbytes: int) -> float:
     return nbytes / MEMORY_TB_PER_S / 1e9
 
 
-def kernel_parts(specs: Sequence[JitSpec]) -> dict[str, str]:
-    """Part of the step that each kernel of built modules belongs to, by the kernel's name."""
-    return {
-        name: _PART_OF_MODULE[spec.config.module]
-        for spec in specs
-        for name, _ in kernels_of(spec)
-        if spec.config is not None
-    }
-
-
 def part_of(name: str, parts: Mapping[str, str]) -> str:
     """Part of a kernel or copy by its demangled name."""
     if "flashinfer::" in name:
@@ -203,16 +183,30 @@ def read_trace(text: str) -> list[Span]:
 
 
 def bytes_per_token(model: Model, kv_dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    config = model.config
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
+    """Bytes that one token leaves in the caches of all layers."""
+    return sum(math.prod(shape) for shape in model.page_shapes(1)) * kv_dtype.itemsize
 
 
 def weight_bytes(model: Model) -> int:
     """Weights that a step reads: not the embedding, of which it takes a row per token."""
-    of_layers = [t for layer in model.layers for t in vars(layer).values()]
-    read = [*of_layers, model.norm, model.head]
-    return sum(tensor.nbytes for tensor in read if isinstance(tensor, torch.Tensor))
+    read = [*_tensors(model.blocks), model.norm.weight, model.head]
+    return sum(tensor.nbytes for tensor in read)
+
+
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    """Weights of layers, whatever these are made of; cosines and sines are none."""
+    if isinstance(part, torch.Tensor):
+        yield part
+        return
+    items: Iterable[Any] = ()
+    if isinstance(part, list | tuple):
+        items = part
+    elif isinstance(part, dict):
+        items = part.values()
+    elif type(part).__module__.startswith(f"{__package__}.") and not isinstance(part, Rope):
+        items = vars(part).values()
+    for item in items:
+        yield from _tensors(item)
 
 
 def measure(
@@ -234,7 +228,7 @@ def measure(
     model : Model
         The engine's.
     parts : mapping
-        From `kernel_parts`.
+        Result of `binaries.kernel_parts`.
     batch_size : int
         Requests, at most the engine's batch.
     contexts : tuple of int

@@ -21,12 +21,13 @@ import click
 import torch
 
 import flashinfer
-from flashinfer.jit import JitSpec, current_compilation_context, toolchain
+from flashinfer.jit import JitSpec, current_compilation_context, nvrtc, toolchain
+from flashinfer.jit.errors import ToolchainError
 from flashinfer.jit.resources import default_jobs
 
 from . import decode_step, warmup
 from .bench import replay, summarize, table
-from .binaries import kernel_table
+from .binaries import kernel_parts, kernel_table
 from .check import check_greedy
 from .checkpoint import LARGE, load, random_tensors
 from .config import ModelConfig
@@ -108,7 +109,7 @@ def on_gpu(
     results: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "first_token": first}
     if trace is not None:
         results["trace"] = serve_trace(engine, model, batch_size, *trace)
-    parts = decode_step.kernel_parts(modules(config, BF16, BF16))
+    parts = kernel_parts(modules(config, BF16, BF16))
     step = decode_step.measure(
         engine, model, parts, batch_size=batch_size, contexts=contexts,
         sampling=SAMPLED if sampled else decode_step.GREEDY,
@@ -179,7 +180,7 @@ def without_gpu() -> dict[str, Any]:
     logging.getLogger("flashinfer.reference_backend").setLevel(logging.ERROR)
     if "FLASHINFER_CUDA_ARCH_LIST" not in os.environ:
         current_compilation_context.TARGET_CUDA_ARCHS = HOPPER
-    specs = modules(ModelConfig.from_dict(LARGE), BF16, BF16)
+    specs = compilable(modules(ModelConfig.from_dict(LARGE), BF16, BF16))
     seconds = build(specs)
     print(f"\nRead back from the built libraries:\n\n{kernel_table(specs)}\n")
     generate()
@@ -197,8 +198,8 @@ def build(specs: list[JitSpec]) -> dict[str, float]:
     archs = ", ".join(
         f"sm_{a}{b}" for a, b in sorted(current_compilation_context.TARGET_CUDA_ARCHS)
     )
-    release = ".".join(map(str, toolchain.require_toolkit().release))
-    print(f"Compiling what a Llama in bfloat16 needs for {archs} with nvcc {release}, cache empty")
+    name = compiler(specs)
+    print(f"Compiling what a Llama in bfloat16 needs for {archs} with {name}, cache empty")
     seconds: dict[str, float] = {}
     for number, spec in enumerate(specs, 1):
         print(f"  [{number:2}/{len(specs)}] {spec.name:84}", end="", flush=True)
@@ -208,6 +209,29 @@ def build(specs: list[JitSpec]) -> dict[str, float]:
         print(f"{seconds[spec.name]:5.1f} s", flush=True)
     print(f"  {sum(seconds.values()):.1f} s in all ({default_jobs()} jobs)")
     return seconds
+
+
+def compilable(specs: list[JitSpec]) -> list[JitSpec]:
+    """All modules; without nvcc and a host compiler those that NVRTC compiles."""
+    try:
+        toolchain.require_host_compiler()
+        toolchain.require_toolkit()
+    except ToolchainError:
+        served = [spec for spec in specs if spec.host_part()]
+        if not served:
+            raise
+        missing = len(specs) - len(served)
+        print(f"Without nvcc and a host compiler {missing} of {len(specs)} modules are left out")
+        return served
+    return specs
+
+
+def compiler(specs: list[JitSpec]) -> str:
+    """Who compiles the modules; without nvcc and a host compiler it is NVRTC for all of them."""
+    library = nvrtc.library()
+    if library is not None and all(spec.host_part() for spec in specs):
+        return f"NVRTC {toolchain.nvrtc_version(library).split()[0]}"
+    return f"nvcc {'.'.join(map(str, toolchain.require_toolkit().release))}"
 
 
 def generate() -> None:

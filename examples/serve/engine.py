@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from flashinfer.jit import build_jit_specs
-from flashinfer.jit.progress import compile_seconds
-
+from . import kernels
 from .adjust import Adjustment, adjust
+from .ahead import compile_all
 from .cache import PagePool
 from .checkpoint import load as load
 from .grammar import GrammarError
 from .invariance import sample_alone
 from .logprobs import PromptLogprobs
 from .model import Model
-from .modules import modules
 from .runner import Chunk, Runner
 from .sampling import SamplingParams as SamplingParams
 from .sampling import sample
@@ -40,17 +38,17 @@ class Engine:
     Parameters
     ----------
     model : Model
-        From `load`.
+        Result of `load`.
     tokenizer : Tokenizer or None
-        From `load`. None: prompts are token ids, and outputs have no text.
+        Result of `load`. None: prompts are token ids, and outputs have no text.
     num_pages, page_size : int
-        Of the KV cache: pages of all requests, and tokens of a page.
+        Size of the KV cache: pages of all requests, and tokens of a page.
     max_batch_size : int
         Most requests of a step.
     max_batch_tokens : int
         Most new tokens of a step; longer prompts take several.
     kv_dtype : torch.dtype, optional
-        Of the cache: the model's (default), torch.float8_e4m3fn or torch.float8_e5m2.
+        Type of the cache: the model's (default), torch.float8_e4m3fn or torch.float8_e5m2.
     use_cuda_graph : bool
         Replay steps in which every request decodes from CUDA graphs.
     batch_invariant : bool
@@ -119,6 +117,13 @@ class Engine:
                 f"`max_batch_tokens` must be at least {longest} without `chunked_prefill`: the "
                 f"longest text and `max_batch_size`; got {max_batch_tokens}"
             )
+        if batch_invariant and not model.is_invariant:
+            raise ValueError(f"`batch_invariant` must be False for {model.config.architecture}")
+        if model.has_states and speculation:
+            raise ValueError(
+                f"`speculation` must be 0 for {model.config.architecture}, whose states cannot "
+                f"forget a wrong guess; got {speculation}"
+            )
         self._model, self._tokenizer = model, tokenizer
         self._page_size, self._max_waiting = page_size, max_waiting
         self._runner = Runner(
@@ -128,7 +133,8 @@ class Engine:
         self._pool = PagePool(num_pages)
         self._scheduler = Scheduler(
             self._pool, page_size, max_batch_size, max_batch_tokens, model.config.rotation,
-            prefix_caching, chunked_prefill,
+            # A state is that of one length: there is nothing to share.
+            prefix_caching and not model.has_states, chunked_prefill,
         )  # fmt: skip
         self._speculator = Speculator(speculation, ngram) if speculation != 0 else None
         self._live: dict[str, RequestState] = {}
@@ -146,14 +152,15 @@ class Engine:
 
     @property
     def cache(self) -> torch.Tensor:
-        """Keys and values, ``[layers, pages, 2, page_size, heads, head_dim]``."""
+        """Keys and values, ``[layers, pages, 2, page_size, heads, head_dim]``, or as
+        `Body.page_shape` says."""
         return self._runner.cache
 
     def build(self) -> None:
         """Compile all modules that requests may need, in parallel; without a GPU, nothing."""
         if self._model.device.type == "cuda":
-            config, runner = self._model.config, self._runner
-            build_jit_specs(modules(config, self._model.dtype, runner.kv_dtype))
+            runner = self._runner
+            compile_all(self._model, self._page_size, runner.kv_dtype, self._batch_invariant)
 
     def stats(self) -> dict[str, Any]:
         """Pages (in all, and free), requests (running, waiting), and counts since the beginning.
@@ -166,7 +173,7 @@ class Engine:
             "pages_free": self._pool.num_free,
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
-            "compile_seconds": compile_seconds(),
+            "compile_seconds": kernels.compile_seconds(),
             "cached_tokens": self._scheduler.cached_tokens,
             "drafted_tokens": self._speculator.proposed if self._speculator else 0,
             "accepted_tokens": self._speculator.accepted if self._speculator else 0,

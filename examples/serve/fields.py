@@ -14,7 +14,7 @@ _MAX_BIASES = 1024
 
 
 def _integer(low: int, high: float = math.inf) -> Check:
-    """From `low` on, below `high`."""
+    """At least `low`, below `high`."""
     if high == math.inf:
         text = f"an integer of at least {low}"
     elif high == 2**63:
@@ -138,7 +138,7 @@ _FIELDS: dict[str, Check] = {
     "user": (_is_text, "a string"),
     "safety_identifier": (_is_text, "a string"),
     "prompt_cache_key": (_is_text, "a string"),
-    # Of these, only the values that change nothing.
+    # Only those values of these fields that change nothing.
     "store": _one_of(False),
     "service_tier": _one_of("auto", "default"),
 }

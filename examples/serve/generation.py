@@ -14,7 +14,7 @@ from .worker import Worker
 
 @dataclass
 class Choice:
-    """What one of the choices is generated from."""
+    """Input of one of the choices."""
 
     prompt: list[int]
     params: SamplingParams
@@ -42,7 +42,7 @@ class Generation:
     worker : Worker
         Runs the engine.
     request_id : str
-        Of the whole.
+        Name of the whole request.
     stops : sequence of str
         Texts that end a choice.
     metrics : Metrics

@@ -27,11 +27,11 @@ class Grammars:
     Parameters
     ----------
     tokenizer : Tokenizer
-        Of the model.
+        The tokenizer of the model.
     eos : collection of int
         Tokens that end a text; at least one.
     vocabulary : int
-        Tokens of the model.
+        The tokenizer of the model.
 
     Raises
     ------

@@ -1,9 +1,10 @@
 """Results of a token that do not depend on what else a step computes, bit for bit.
 
 Matrix products, and norms of wide rows, may add in another order for another number of rows, so
-they get tiles of one shape. Attention has tiles of one size and cuts no request. Each draw is a
-batch of its own. A token then gets the same result in a prompt, while decoding, alone and in any
-batch.
+they get tiles of one shape. Attention has tiles of one size and cuts no request; requests that
+decode take the kernel of prompts, too, since the one for decoding adds in another order. Each draw
+is a batch of its own. A token then gets the same result in a prompt, while decoding, alone and in
+any batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def in_tiles(tile: int | None, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """What `function` makes of the rows of tensors, of `tile` rows at a time.
+    """Result of `function` for the rows of tensors, `tile` rows at a time.
 
     Parameters
     ----------

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-import flashinfer
+from . import kernels
 
 
 class TokenLogprob(NamedTuple):
-    """Of one token and of those that were more probable, or nearly as much.
+    """Scores of one token and of those that were more probable, or nearly as much.
 
     Attributes
     ----------
@@ -53,8 +53,8 @@ class LogprobTensors:
         total = torch.logsumexp(logits, dim=1, keepdim=True)
         own = logits.gather(1, tokens.long()[:, None]) - total
         if count:
-            top, ids = flashinfer.top_k(
-                logits, count, sorted=True, tie_break=flashinfer.TopKTieBreak.SMALL
+            top, ids = kernels.top_k(
+                logits, count, sorted=True, tie_break=kernels.TopKTieBreak.SMALL
             )
         else:
             top, ids = logits[:, :0], tokens.long()[:, None][:, :0]
@@ -68,7 +68,7 @@ class LogprobTensors:
 
 
 class PromptLogprobs:
-    """Those of a prompt's tokens, collected while the prompt is computed.
+    """Scores of a prompt's tokens, collected while the prompt is computed.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a user of the command line did wrong, in one line instead of a traceback."""
+"""Says in one line, without a traceback, what a user of the command line did wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import torch
 
-from flashinfer.jit.errors import JitError
+from . import kernels
 
 
 @contextlib.contextmanager
@@ -25,12 +25,14 @@ def reported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lacking() -> Iterator[None]:
-    """Memory or a compiler that is not there ends the command with a message."""
+    """Memory, a compiler or an operation that is not there ends the command with a message."""
     try:
         yield
-    except JitError as error:
+    except kernels.MissingOperation as error:
         raise click.ClickException(str(error)) from error
     except RuntimeError as error:
+        if kernels.is_failure(error):
+            raise click.ClickException(str(error)) from error
         message = str(error).splitlines()[0]
         # On the CPU it is a RuntimeError as any other.
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in message:

@@ -35,7 +35,7 @@ def modules(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> l
     config : ModelConfig
         Shapes, windows.
     dtype, kv_dtype : torch.dtype
-        Of activations and of the cache.
+        Types of activations and of the cache.
     """
     f32 = torch.float32
     return [

@@ -7,6 +7,27 @@ from typing import Any
 
 import click
 
+from . import kernels
+
+
+def _use(_context: click.Context, _option: click.Parameter, name: str | None) -> None:
+    if name is not None:
+        try:
+            kernels.use(name)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+
+
+kernels_option = click.option(
+    "--kernels",
+    metavar="MODULE",
+    is_eager=True,  # before anything asks for an operation
+    expose_value=False,
+    callback=_use,
+    help="The package that computes: a module, or the folder of another flashinfer.",
+)
+"""Flag of a command for `kernels.use`."""
+
 _OPTIONS = (
     click.option("--max-batch-tokens", default=2048, help="New tokens per step."),
     click.option(

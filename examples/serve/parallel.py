@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flashinfer import comm
-
+from . import kernels
 from .config import ModelConfig
 
 # Rows of weights that are divided, and columns of those that take what these make.
@@ -40,7 +40,7 @@ class TensorParallel:
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device = f"cuda:{torch.cuda.current_device()}"
-        self._workspace: comm.AllReduceFusionWorkspace | None = None
+        self._workspace: Any = None
 
     def part_of(self, config: ModelConfig) -> ModelConfig:
         """The shapes of this rank's layers."""
@@ -71,7 +71,7 @@ class TensorParallel:
 
     def open(self, hidden_size: int, dtype: torch.dtype) -> None:
         """Create the memory of the sums."""
-        self._workspace = comm.create_allreduce_fusion_workspace(
+        self._workspace = kernels.comm.create_allreduce_fusion_workspace(
             "auto",
             self.world_size,
             self.rank,
@@ -86,10 +86,10 @@ class TensorParallel:
     ) -> None:
         """In place, ``residual += sum of x over the ranks`` and ``x = rmsnorm(residual)``."""
         assert self._workspace is not None
-        comm.allreduce_fusion(
+        kernels.comm.allreduce_fusion(
             x,
             self._workspace,
-            comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            kernels.comm.AllReduceFusionPattern.kARResidualRMSNorm,
             residual_in=residual,
             residual_out=residual,
             norm_out=x,

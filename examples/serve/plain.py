@@ -16,7 +16,7 @@ class PlainModel:
     Parameters
     ----------
     config : ModelConfig
-        Of a Llama without scaled RoPE, biases or windows.
+        Configuration of a Llama without scaled RoPE, biases or windows.
     tensors : mapping
         Of its checkpoint, by name; their dtype is that of the arithmetic.
     """

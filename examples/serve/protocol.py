@@ -39,7 +39,7 @@ class Request:
     model : str or None
         Name of the model that is meant.
     prompts : list
-        Of completions: texts, or lists of token ids. Of a chat: its messages, once.
+        Completions have texts, or lists of token ids. A chat has its messages, once.
     params : SamplingParams
         How to sample.
     n : int
@@ -49,7 +49,7 @@ class Request:
     stream, include_usage : bool
         Answer token by token; with the counts of tokens at the end.
     tools : list of dict or None
-        What the chat template is told about.
+        Tools that the chat template is told about.
     schema : dict or None
         The JSON schema that answers conform to.
     echo : bool
@@ -85,20 +85,21 @@ def parse(body: bytes, *, chat: bool, limits: Limits = LIMITS) -> Request:
     body : bytes
         JSON.
     chat : bool
-        Of `/v1/chat/completions` (`messages`), else of `/v1/completions` (`prompt`).
+        Whether the body is for `/v1/chat/completions` (`messages`), else for `/v1/completions`
+        (`prompt`).
     limits : Limits
         Number and length of stop texts.
 
     Returns
     -------
     Request
-        What it asks for. Without `max_tokens` a completion has 16 tokens, and a chat goes on to
-        the end of the context.
+        The request that it makes. Without `max_tokens` a completion has 16 tokens, and a chat
+        goes on to the end of the context.
 
     Raises
     ------
     BadRequest
-        What is wrong, and with which field.
+        Says what is wrong, and with which field.
     """
     given = _given(body, CHAT if chat else COMPLETION)
     source = "messages" if chat else "prompt"

@@ -12,7 +12,7 @@ Rope = dict[str, Any]
 
 
 def read_rope(values: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
-    """What a ``config.json`` says about RoPE, checked and completed.
+    """RoPE as a ``config.json`` has it, checked and completed.
 
     Parameters
     ----------
@@ -20,7 +20,7 @@ def read_rope(values: Mapping[str, Any], head_dim: int, max_positions: int) -> R
         Its content, with ``rope_parameters``, or as older ones have it: ``rope_scaling`` and
         ``rope_theta``.
     head_dim, max_positions : int
-        Of the model.
+        Head size and longest context of the model.
 
     Returns
     -------
@@ -83,9 +83,9 @@ def rope_cache(rope: Rope, head_dim: int, max_positions: int) -> torch.Tensor:
     Parameters
     ----------
     rope : dict
-        From `read_rope`.
+        Result of `read_rope`.
     head_dim, max_positions : int
-        Of the model.
+        Head size and longest context of the model.
 
     Returns
     -------
@@ -116,7 +116,7 @@ def _is_number(value: object) -> bool:
 
 
 def _attention_factor(rope: Rope) -> float:
-    """Of queries and keys, hence squared of their products."""
+    """Factor of queries and keys, hence squared of their products."""
     kind, given = rope["rope_type"], rope.get("attention_factor")
     if kind not in ("yarn", "longrope"):
         return 1.0

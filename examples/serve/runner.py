@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-import flashinfer
-
-from .invariance import ATTENTION, round_up, tile_rows
-from .model import Batch, Model
+from . import kernels
+from .batch import Batch
+from .invariance import round_up, tile_rows
+from .model import Model
+from .rope import switch_length
+from .table import Settings, Table
 
 WORKSPACE_BYTES = 128 << 20
 SCORED_ROWS = 256  # of which logits are in memory at a time: half a megabyte each
@@ -28,11 +30,13 @@ class Chunk:
     Attributes
     ----------
     rotation : int
-        From `ModelConfig.rotation`, of the request's length.
+        Result of `ModelConfig.rotation` for the request's length.
     drafts : int
         How many of its last tokens are guesses: logits are computed after these too.
     score : callable, optional
         Gets the logits after all of its tokens, in pieces, with the position of a piece's first.
+    slot : int
+        Where the request's states are.
     """
 
     tokens: Sequence[int]
@@ -41,6 +45,7 @@ class Chunk:
     rotation: int = 0
     drafts: int = 0
     score: Callable[[int, torch.Tensor], None] | None = None
+    slot: int = 0
 
     @property
     def end(self) -> int:
@@ -49,37 +54,12 @@ class Chunk:
 
 
 @dataclass
-class _Table:
-    """Index arrays of a step, int32: parts of one tensor, so that one copy moves all of them."""
-
-    packed: torch.Tensor
-    tokens: torch.Tensor
-    rotations: torch.Tensor  # of each token; without switches of frequencies unused
-    qo_indptr: torch.Tensor
-    lengths: torch.Tensor
-    kv_indptr: torch.Tensor
-    last_page_len: torch.Tensor
-    kv_indices: torch.Tensor
-
-    @staticmethod
-    def divide(packed: torch.Tensor, requests: int, tokens: int) -> _Table:
-        """Parts for so many requests and tokens; what is left is for page numbers."""
-        sizes = [tokens, tokens, requests + 1, requests, requests + 1, requests]
-        return _Table(packed, *packed.split([*sizes, len(packed) - sum(sizes)]))
-
-    @staticmethod
-    def length(requests: int, tokens: int, pages: int) -> int:
-        """Elements of the whole."""
-        return 2 * tokens + 4 * requests + 2 + pages
-
-
-@dataclass
 class _Graph:
     """A captured decode step for up to `capacity` requests, with the buffers it reads."""
 
     capacity: int
-    table: _Table
-    wrappers: dict[int, Any]
+    table: Table
+    wrappers: dict[Any, Any]
     graph: Any = None
     rows: torch.Tensor | None = None  # logits, after the capture
 
@@ -91,17 +71,19 @@ class Runner:
     Attributes
     ----------
     model : Model
-        What runs.
+        The model that runs.
     num_pages, page_size : int
-        Of the cache.
+        Size of the cache.
     kv_dtype : torch.dtype
-        Of the cache; one that is not the model's must have 8 bits.
+        Type of the cache; one that is not the model's must have 8 bits.
     max_batch_size : int
         Requests of a step.
     use_cuda_graph : bool
         Whether steps in which every request decodes are replayed from a graph.
     batch_invariant : bool
         Whether a token's result does not depend on what else is in the step: see `invariance`.
+    workspace_bytes : int
+        Memory for what attention divides among thread blocks.
     """
 
     model: Model
@@ -111,37 +93,37 @@ class Runner:
     max_batch_size: int
     use_cuda_graph: bool
     batch_invariant: bool = False
+    workspace_bytes: int = WORKSPACE_BYTES
     _graphs: dict[int, _Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config, device = self.model.config, self.model.device
-        shape = (config.num_layers, self.num_pages, 2, self.page_size)
+        shapes = self.model.page_shapes(self.page_size)
         # Zeros: what a page held before must not be NaN where a masked key is multiplied by 0.
-        self.cache = torch.zeros(
-            *shape, config.num_kv_heads, config.head_dim, dtype=self.kv_dtype, device=device
+        shape = (len(shapes), self.num_pages, *shapes[0])
+        self.cache = torch.zeros(*shape, dtype=self.kv_dtype, device=device)
+        self.caches = self.model.caches(self.cache, self.max_batch_size + 1)
+        self._states = [c for c in self.caches if isinstance(c, tuple)]
+        self._computed = [0] * self.max_batch_size  # tokens that each slot's states have seen
+        self._settings = Settings(
+            torch.zeros(self.workspace_bytes, dtype=torch.uint8, device=device),
+            self.page_size,
+            self.model.dtype,
+            self.kv_dtype,
+            self.batch_invariant,
         )
-        # Wrappers of one stream run one after the other and may share the workspace.
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._tile = tile_rows(device) if self.batch_invariant else None
-        self._plan_options: dict[str, Any] = ATTENTION if self.batch_invariant else {}
-        self._windows = sorted(set(config.windows))
         # Rows of cosines and sines beyond those of the positions: frequencies of long texts.
-        self._switches = len(self.model.cos_sin) > config.max_positions
+        self._switches = switch_length(config.rope, config.max_positions) is not None
         with self.backend():
-            self._prefill = {
-                w: flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace)
-                for w in self._windows
-            }
-            self._decode = {
-                w: flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace)
-                for w in self._windows
-            }
+            self._decode, self._prefill = (
+                {spec: spec.wrapper(self._settings, decodes) for spec in self.model.specs}
+                for decodes in (True, False)
+            )
 
     def backend(self) -> AbstractContextManager[None]:
         """Where operations run: the GPU's kernels, or their references on the CPU."""
-        if self.model.device.type == "cpu":
-            return flashinfer.reference_backend()
-        return torch.cuda.device(self.model.device)  # streams and graphs are those of this GPU
+        return kernels.on(self.model.device)
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None = None) -> torch.Tensor:
@@ -152,22 +134,36 @@ class Runner:
         does not know these yet.
         """
         decodes = all(len(chunk.tokens) == 1 and chunk.score is None for chunk in chunks)
+        self._begin_states(chunks)
         if decodes and self.use_cuda_graph:
             return self._replay(chunks, tokens)
         count = sum(len(chunk.tokens) for chunk in chunks)
         host = self._table(chunks, len(chunks), round_up(count, self._tile))
-        table, batch = self._on_device(host, count)
+        table, batch = self._on_device(host, count, decodes)
         if tokens is not None:
             table.tokens[:count].copy_(tokens)
-        if decodes:
-            self._plan_decode(self._decode, host, table.kv_indices, len(chunks))
-            batch.attention = self._decode
-        else:
-            self._plan_prefill(host, table.kv_indices)
-            batch.attention = self._prefill
-        rows = self.model.forward(batch, self.cache)
+        rows = self.model.forward(batch, self.caches)
         self._score(chunks, rows)
         return self.model.logits(rows[self._last_rows(chunks, table)], self._tile)
+
+    def _begin_states(self, chunks: Sequence[Chunk]) -> None:
+        """Zeros for requests that begin; a state cannot take a token twice."""
+        if not self._states:
+            return
+        for chunk in chunks:
+            if chunk.start not in (0, self._computed[chunk.slot]):
+                raise RuntimeError(
+                    f"the state in slot {chunk.slot} has seen {self._computed[chunk.slot]} tokens, "
+                    f"the request continues at {chunk.start}"
+                )
+            self._computed[chunk.slot] = chunk.start + len(chunk.tokens)
+        new = [chunk.slot for chunk in chunks if chunk.start == 0]
+        if new:
+            slots = torch.tensor(new, pin_memory=self.model.device.type == "cuda")
+            slots = slots.to(self.model.device, non_blocking=True)
+            for states in self._states:
+                for state in states:
+                    state[slots] = 0
 
     def _score(self, chunks: Sequence[Chunk], rows: torch.Tensor) -> None:
         end = 0
@@ -178,7 +174,7 @@ class Runner:
                     piece = rows[first : min(end, first + SCORED_ROWS)]
                     chunk.score(chunk.start + first - start, self.model.logits(piece, self._tile))
 
-    def _last_rows(self, chunks: Sequence[Chunk], table: _Table) -> torch.Tensor:
+    def _last_rows(self, chunks: Sequence[Chunk], table: Table) -> torch.Tensor:
         """Rows after which a token is drawn."""
         if not any(chunk.drafts for chunk in chunks):
             return table.qo_indptr[1:].long() - 1
@@ -191,7 +187,7 @@ class Runner:
         on_gpu = self.model.device.type == "cuda"
         return torch.tensor(rows, pin_memory=on_gpu).to(self.model.device, non_blocking=True)
 
-    def _table(self, chunks: Sequence[Chunk], requests: int, tokens: int) -> _Table:
+    def _table(self, chunks: Sequence[Chunk], requests: int, tokens: int) -> Table:
         """On the host, with room for so many requests and tokens: those beyond have none."""
         lengths = [chunk.start + len(chunk.tokens) for chunk in chunks]
         # A request may have more pages than this chunk reaches.
@@ -203,11 +199,11 @@ class Runner:
         # Pinned: copies from other memory wait for the device. PyTorch takes a tensor's memory
         # again only when copies from it have ended.
         packed = torch.empty(
-            _Table.length(requests, tokens, len(pages)),
+            Table.length(requests, tokens, len(pages)),
             dtype=torch.int32,
             pin_memory=self.model.device.type == "cuda",
         )
-        table = _Table.divide(packed, requests, tokens)
+        table = Table.divide(packed, requests, tokens)
 
         def fill(part: torch.Tensor, values: list[int], rest: int = 0) -> None:
             part.copy_(torch.tensor(values + [rest] * (len(part) - len(values))))
@@ -224,16 +220,38 @@ class Runner:
         fill(table.lengths, lengths)
         fill(table.kv_indptr, [0, *accumulate(used)], len(pages))
         fill(table.last_page_len, [(length - 1) % self.page_size + 1 for length in lengths])
+        fill(table.slots, [chunk.slot for chunk in chunks], -1)
         table.kv_indices.copy_(torch.frombuffer(pages, dtype=torch.int32))
         return table
 
-    def _on_device(self, host: _Table, count: int) -> tuple[_Table, Batch]:
+    def _on_device(self, host: Table, count: int, decodes: bool) -> tuple[Table, Batch]:
         packed = host.packed.to(self.model.device, non_blocking=True)
-        table = _Table.divide(packed, len(host.lengths), len(host.tokens))
-        return table, self._batch(table, count)
+        table = Table.divide(packed, len(host.lengths), len(host.tokens))
+        batch = self._batch(table, count, decodes)
+        if self._states and not decodes:
+            self._divide(batch, host)
+        batch.attention = self._decode if decodes else self._prefill
+        self._plan(batch.attention, host, table.kv_indices, host.qo_indptr)
+        return table, batch
 
-    def _batch(self, table: _Table, attended: int) -> Batch:
-        batch_indices, positions = flashinfer.get_batch_indices_positions(
+    def _divide(self, batch: Batch, host: Table) -> None:
+        """Tell requests with one new token from those with more."""
+        starts, slots = host.qo_indptr.tolist(), host.slots.tolist()
+        rows = list(zip(starts[:-1], starts[1:], slots, strict=True))
+        batch.prompts = [row for row in rows if row[1] - row[0] > 1]
+        singles = [n for n, (start, end, _) in enumerate(rows) if end - start == 1]
+        on_gpu = self.model.device.type == "cuda"
+        singles_ = torch.tensor(singles, dtype=torch.int64, pin_memory=on_gpu)
+        batch.singles = singles_.to(self.model.device, non_blocking=True)
+
+    def prepare(self, chunks: Sequence[Chunk]) -> Batch:
+        """What the layers of a step get, for calls of single layers."""
+        count = sum(len(chunk.tokens) for chunk in chunks)
+        host = self._table(chunks, len(chunks), round_up(count, self._tile))
+        return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks))[1]
+
+    def _batch(self, table: Table, attended: int, decodes: bool) -> Batch:
+        batch_indices, positions = kernels.get_batch_indices_positions(
             table.qo_indptr, table.lengths, len(table.tokens)
         )
         return Batch(
@@ -241,54 +259,29 @@ class Runner:
             batch_indices=batch_indices,
             positions=positions,
             rotations=table.rotations if self._switches else positions,
+            qo_indptr=table.qo_indptr,
             kv_indices=table.kv_indices,
             kv_indptr=table.kv_indptr,
             kv_last_page_len=table.last_page_len,
+            slots=table.slots,
             attention={},
             attended=attended,
+            decodes=decodes,
+            prompts=[],
+            singles=table.tokens[:0].long(),
             tile=self._tile,
         )
 
-    def _plan_prefill(self, host: _Table, kv_indices: torch.Tensor) -> None:
-        """Once a step; what the planner reads is on the host, page numbers are on the device."""
-        config = self.model.config
-        for window, wrapper in self._prefill.items():
-            wrapper.plan(
-                host.qo_indptr,
-                host.kv_indptr,
-                kv_indices,
-                host.last_page_len,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                self.page_size,
-                causal=True,
-                window_left=window,
-                q_data_type=self.model.dtype,
-                kv_data_type=self.kv_dtype,
-                o_data_type=self.model.dtype,
-                **self._plan_options,
-            )
-
-    def _plan_decode(
-        self, wrappers: dict[int, Any], host: _Table, kv_indices: torch.Tensor, count: int
+    def _plan(
+        self,
+        wrappers: dict[Any, Any],
+        host: Table,
+        kv_indices: torch.Tensor,
+        starts: torch.Tensor,
     ) -> None:
-        config = self.model.config
-        for window, wrapper in wrappers.items():
-            wrapper.plan(
-                host.kv_indptr[: count + 1],
-                kv_indices,
-                host.last_page_len[:count],
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                self.page_size,
-                window_left=window,
-                q_data_type=self.model.dtype,
-                kv_data_type=self.kv_dtype,
-                o_data_type=self.model.dtype,
-                **self._plan_options,
-            )
+        """Once a step; `starts`: first row of each request that is planned, and the end."""
+        for spec, wrapper in wrappers.items():
+            spec.plan(wrapper, self._settings, host, kv_indices, starts)
 
     def _replay(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None) -> torch.Tensor:
         """A decode step from the smallest graph that takes it, captured when first needed.
@@ -307,7 +300,12 @@ class Runner:
         if tokens is not None:
             graph.table.tokens[:count].copy_(tokens)
         pages = graph.table.kv_indices[: len(host.kv_indices)]  # where the wrappers want them
-        self._plan_decode(graph.wrappers, host, pages, count)
+        # Wrappers for prompts plan every row, those beyond the batch without keys: the first plan
+        # says how many rows there may be.
+        prompts = self.batch_invariant or any(spec.plans_rows for spec in graph.wrappers)
+        planned = capacity if prompts else count
+        starts = torch.arange(planned + 1, dtype=torch.int32)
+        self._plan(graph.wrappers, host, pages, starts)
         if graph.graph is None:
             return self._capture(graph)[:count]
         graph.graph.replay()
@@ -318,26 +316,18 @@ class Runner:
         longest = min(self.num_pages, -(-self.model.config.max_positions // self.page_size))
         pages = capacity * longest  # more than there are: prefixes are shared
         rows = round_up(capacity, self._tile)
-        length = _Table.length(capacity, rows, pages)
+        length = Table.length(capacity, rows, pages)
         packed = torch.zeros(length, dtype=torch.int32, device=self.model.device)
-        table = _Table.divide(packed, capacity, rows)
-        # The wrappers of the windows have the same page table, hence the same buffers.
-        wrappers: dict[int, Any] = {
-            window: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
-                use_cuda_graph=True,
-                paged_kv_indptr_buffer=table.kv_indptr,
-                paged_kv_indices_buffer=table.kv_indices,
-                paged_kv_last_page_len_buffer=table.last_page_len,
-            )
-            for window in self._windows
+        table = Table.divide(packed, capacity, rows)
+        wrappers = {
+            spec: spec.wrapper(self._settings, True, graph=table) for spec in self.model.specs
         }
         return _Graph(capacity, table, wrappers)
 
     def _compute(self, graph: _Graph) -> torch.Tensor:
-        batch = self._batch(graph.table, graph.capacity)
+        batch = self._batch(graph.table, graph.capacity, decodes=True)
         batch.attention = graph.wrappers
-        rows = self.model.forward(batch, self.cache)[: graph.capacity]
+        rows = self.model.forward(batch, self.caches)[: graph.capacity]
         return self.model.logits(rows, self._tile)
 
     def _capture(self, graph: _Graph) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import flashinfer
+from . import kernels
 
 if TYPE_CHECKING:
     from .grammar import Grammar
@@ -141,7 +141,7 @@ def sample(
     logits : torch.Tensor
         ``[rows, vocab]`` float32.
     params : sequence of SamplingParams
-        Of each row.
+        One for each row.
     seeds, drawn : sequence of int
         Seed of each row's request, and how many tokens it has drawn: together, the key of the
         random numbers, which therefore do not depend on the batch.
@@ -156,8 +156,8 @@ def sample(
     best = None
     if any(greedy):
         # Not temperature 0, which draws among equal logits.
-        lowest = flashinfer.TopKTieBreak.SMALL
-        best = flashinfer.top_k(logits, 1, tie_break=lowest)[1][:, 0].int()
+        lowest = kernels.TopKTieBreak.SMALL
+        best = kernels.top_k(logits, 1, tie_break=lowest)[1][:, 0].int()
         if all(greedy):
             return best
 
@@ -166,20 +166,20 @@ def sample(
         return pinned.to(device, non_blocking=True)
 
     temperature = column([p.temperature or 1.0 for p in params], torch.float32)
-    probs = flashinfer.softmax(logits, temperature)
+    probs = kernels.softmax(logits, temperature)
     kept = [max(p.top_k, 0) for p in params]
     if any(kept):
-        probs = flashinfer.top_k_renorm_probs(probs, column(kept, torch.int32))
+        probs = kernels.top_k_renorm_probs(probs, column(kept, torch.int32))
     if any(p.top_p < 1 for p in params):
         top_p = column([p.top_p for p in params], torch.float32)
-        probs = flashinfer.top_p_renorm_probs(probs, top_p)
+        probs = kernels.top_p_renorm_probs(probs, top_p)
     # A column of seeds: where a request is in the batch does not count.
     keys = {"seed": column(seeds, torch.int64)[:, None], "offset": column(drawn, torch.int64)}
     if any(p.min_p for p in params):
         min_p = column([p.min_p for p in params], torch.float32)
-        tokens = flashinfer.min_p_sampling_from_probs(probs, min_p, **keys)
+        tokens = kernels.min_p_sampling_from_probs(probs, min_p, **keys)
     else:
-        tokens = flashinfer.sampling_from_probs(probs, **keys)
+        tokens = kernels.sampling_from_probs(probs, **keys)
     if best is not None:
         tokens = torch.where(column(greedy, torch.bool), best, tokens)
     return tokens

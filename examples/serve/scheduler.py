@@ -106,6 +106,7 @@ class Scheduler:
         self._rotation, self._prefix_caching = rotation, prefix_caching
         self._shares = token_shares if chunked_prefill else whole_prompts
         self._arrivals = count()
+        self._slots = list(range(max_batch_size))
         self.cached_tokens = 0
 
     def add(self, request: RequestState) -> None:
@@ -203,6 +204,9 @@ class Scheduler:
         """Take a request's pages: it is computed again, with what the cache still has of it."""
         self.pool.release(request.pages)
         request.pages, request.keys, request.computed = array("i"), [], 0
+        if request.slot is not None:
+            self._slots.append(request.slot)
+            request.slot = None
 
     def forget(self, request: RequestState) -> None:
         """End a request."""
@@ -217,13 +221,21 @@ class Scheduler:
         start = request.computed
         tokens = request.tokens[start : start + length]
         rotation = self.rotation_of(request)
-        return request, Chunk(tokens, start, request.pages, rotation, score=request.score)
+        slot = self._slot(request)
+        return request, Chunk(tokens, start, request.pages, rotation, 0, request.score, slot)
 
     def _next_chunk(self, request: RequestState) -> tuple[RequestState, Chunk]:
         """The token that is being drawn."""
         start = request.computed
         self._grow(request, start + 1)
-        return request, Chunk(UNKNOWN, start, request.pages, self._rotation(start + 1))
+        rotation, slot = self._rotation(start + 1), self._slot(request)
+        return request, Chunk(UNKNOWN, start, request.pages, rotation, slot=slot)
+
+    def _slot(self, request: RequestState) -> int:
+        """Its own from its first chunk until it is released."""
+        if request.slot is None:
+            request.slot = self._slots.pop()  # as many as requests that run
+        return request.slot
 
     def _missing_pages(self, request: RequestState, length: int) -> int:
         return -(-length // self._page_size) - len(request.pages)

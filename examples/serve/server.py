@@ -22,16 +22,14 @@ from typing import Any, TypeVar
 import click
 import torch
 
-import flashinfer
-
-from . import warmup
+from . import kernels, warmup
 from .answers import Answer, error_body
 from .chat import Chat, load_chat, plain_chat
 from .engine import Engine, Output, SamplingParams, load
 from .grammar import Grammars
 from .limits import Limits, limit_options
 from .mistakes import bind, reported
-from .options import engine_options
+from .options import engine_options, kernels_option
 from .protocol import LIMITS, BadRequest, Request, parse
 from .startup import describe
 from .tokens import ByteTokenizer, Tokenizer
@@ -78,7 +76,7 @@ class Server:
     limits : Limits
         What a request may ask for.
     tokenizer : Tokenizer, optional
-        What `encode` is of; default: bytes.
+        The tokenizer that `encode` belongs to; default: bytes.
     grammars : callable, optional
         Makes what turns schemas into grammars when a request first asks for one; ValueError if
         there can be none.
@@ -169,7 +167,7 @@ class Server:
             raise BadRequest(message, "model", status=404)
 
     async def version(self, _: HTTPRequest) -> Response:
-        return JSONResponse({"version": flashinfer.__version__})
+        return JSONResponse({"version": kernels.package().__version__})
 
     async def prometheus(self, _: HTTPRequest) -> Response:
         stats = await self._unless_stopped(asyncio.wrap_future(self.worker.stats()))
@@ -362,6 +360,7 @@ async def _http_error(http: HTTPRequest, error: Exception) -> Response:
 
 
 @click.command()
+@kernels_option
 @click.option("--model", type=click.Path(path_type=Path), help="Hugging Face folder.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16"]))
@@ -421,7 +420,7 @@ def serve(
         }
         engine = Engine(loaded, tokenizer, num_pages=num_pages, page_size=page_size, **options)
         name = Path(model).resolve().name if model else "demo"
-        for line in describe(name, loaded, engine.cache, options):
+        for line in describe(name, loaded, engine.cache, engine.page_size, options):
             click.echo(line)
         if on_gpu if warm_up is None else warm_up:
             warmup.warm_up(engine, max_batch_size)

@@ -69,7 +69,7 @@ class Speculator:
         self.proposed = self.accepted = 0
 
     def extend(self, scheduled: Scheduled, scheduler: Scheduler) -> Scheduled:
-        """Chunks with guesses behind their tokens, as far as the step's size and pages allow."""
+        """Chunks with guesses after their tokens, as far as the step's size and pages allow."""
         budget = scheduler.max_batch_tokens - sum(len(chunk.tokens) for _, chunk in scheduled)
         extended = []
         for request, chunk in scheduled:

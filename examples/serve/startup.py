@@ -6,31 +6,34 @@ from typing import Any
 
 import torch
 
-import flashinfer
-
+from . import kernels
 from .model import Model
 
 
-def describe(name: str, model: Model, cache: torch.Tensor, options: dict[str, Any]) -> list[str]:
+def describe(
+    name: str, model: Model, cache: torch.Tensor, page_size: int, options: dict[str, Any]
+) -> list[str]:
     """Lines for the log.
 
     Parameters
     ----------
     name : str
-        Of the model.
+        Name of the model.
     model : Model
-        What is served.
+        The model that is served.
     cache : torch.Tensor
-        The KV cache, ``[layers, pages, 2, page_size, heads, head_dim]``.
+        The KV cache, ``[layers, pages, ...]``.
+    page_size : int
+        Tokens of a page.
     options : dict
         Names and values of the engine's options.
     """
     config = model.config
-    pages, page_size = cache.shape[1], cache.shape[3]
+    pages = cache.shape[1]
     capacity = pages * page_size
     kv_dtype, dtype = (str(t).removeprefix("torch.") for t in (cache.dtype, model.dtype))
     return [
-        f"FlashInfer {flashinfer.__version__}, PyTorch {torch.__version__}, {_device(model)}",
+        f"{kernels.describe()}, PyTorch {torch.__version__}, {_device(model)}",
         f"Model {name!r}: {config.architecture}, {config.num_layers} layers, "
         f"vocabulary of {config.vocab_size:,}, {dtype}",
         f"Context: {min(config.max_positions, capacity + 1):,} tokens"

@@ -55,7 +55,7 @@ class StopText:
         self._held: deque[str] = deque()  # may be the beginning of one of them
 
     def push(self, piece: str, *, last: bool) -> tuple[str, bool]:
-        """What can be shown after another piece, and whether a stop has been found behind it."""
+        """Text that another piece completes, and whether a stop has been found after it."""
         if not self._patterns:
             return piece, False
         for character in piece:

@@ -14,7 +14,7 @@ BYTE_LEVEL_FILE = "byte_level.json"
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """Interface that the engine needs of a tokenizer."""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text; `special`: with what the model has around a prompt, such as BOS."""
@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
         """Text of tokens, special ones left out."""
 
     def piece(self, token: int) -> bytes:
-        """What a token stands for, perhaps part of a character; of a special one its name."""
+        """Bytes of a token, perhaps part of a character; of a special one its name."""
 
     def for_grammars(self, eos: Sequence[int], vocabulary: int) -> Any:
         """The tokens as an ``LLTokenizer`` of llguidance; `eos`: what ends a text."""
@@ -52,7 +52,7 @@ class ByteTokenizer:
 
 
 class _Bytes:
-    """What llguidance asks of a tokenizer."""
+    """Interface that llguidance needs of a tokenizer."""
 
     def __init__(self, vocabulary: int, eos: Sequence[int]) -> None:
         self.eos_token_id, self.bos_token_id = eos[0], None

@@ -5,17 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from .ahead import PROMPTS, SAMPLING
 from .engine import Engine, SamplingParams
-
-# What selects a kernel: the rows of attention (tokens times heads per KV head: powers of two meet
-# every tile, of up to 32 heads) and the filters of a batch.
-PROMPTS = (2, 4, 8, 16, 32, 64, 128, 1000)
-_SAMPLING = (
-    SamplingParams(temperature=0.0, max_tokens=2),
-    SamplingParams(max_tokens=2),
-    SamplingParams(top_k=20, top_p=0.9, max_tokens=2),
-    SamplingParams(top_k=20, top_p=0.9, min_p=0.1, max_tokens=2),
-)
 
 
 def warm_up(engine: Engine, max_batch_size: int) -> float:
@@ -35,15 +26,15 @@ def warm_up(engine: Engine, max_batch_size: int) -> float:
     """
     before = engine.stats()["compile_seconds"]
     engine.build()  # in parallel; what is called first would be compiled one after the other
-    for params in _SAMPLING:
+    for params in SAMPLING:
         _serve(engine, [[0]], params)
     for token, length in enumerate(PROMPTS, start=1):
         # Each of a token of its own: what a prompt shares with an earlier one is not computed.
-        _serve(engine, [[token] * length], _SAMPLING[0])
+        _serve(engine, [[token] * length], SAMPLING[0])
     size = 1
     while size < max_batch_size:
         size = min(2 * size, max_batch_size)
-        _serve(engine, [[0]] * size, _SAMPLING[0])
+        _serve(engine, [[0]] * size, SAMPLING[0])
     return engine.stats()["compile_seconds"] - before
 
 

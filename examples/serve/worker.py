@@ -31,7 +31,7 @@ class Worker:
     Parameters
     ----------
     engine : Engine
-        From now on used by this thread alone.
+        This thread alone uses it from now on.
     max_requests : int
         Requests that may be served or wait at a time, at least 1.
     """
@@ -94,7 +94,7 @@ class Worker:
         return self._call(drop)
 
     def stats(self) -> Future[dict]:
-        """What `Engine.stats` says between two steps."""
+        """Result of `Engine.stats` between two steps."""
         return self._call(self._engine.stats)
 
     def close(self, timeout: float | None = None) -> None:

@@ -67,13 +67,96 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("llama", {"rope_parameters": LONGROPE}),
 }
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {
+    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    **_EXPERTS,
+}
+_DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
-def write(folder: Path, name: str) -> Path:
+# These are not rows of attention with rotary embedding and one MLP.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1], **_EXPERTS},
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+            **_WINDOWS,
+        },
+    ),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 32, **_WINDOWS}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**_YARN, "truncate": False},
+            **_WINDOWS,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "group_limited_greedy", **_LATENT},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"q_lora_rank": 48, "rope_parameters": _DEEPSEEK_YARN, **_LATENT},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "head_dim": 64,
+            **_EXPERTS,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 2,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 32,
+            "time_step_min": 1e-9,  # which bounds time steps there, but not in checkpoints' use
+            **_EXPERTS,
+        },
+    ),
+}
+
+
+def write(folder: Path, name: str, **changes: Any) -> Path:
     """Write a checkpoint of an architecture in bfloat16, with the byte-level tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, options = ARCHITECTURES[name]
-    config = AutoConfig.for_model(kind, **SHAPE, **options)
+    kind, options = (ARCHITECTURES | FAMILIES)[name]
+    config = AutoConfig.for_model(kind, **{**SHAPE, **options, **changes})
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -105,7 +188,7 @@ class Reference:
         return self.models[dtype](torch.tensor([list(tokens)])).logits[0].float()
 
     def errors(self, tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """What `transformers` itself loses with activations of `dtype`, logit by logit."""
+        """Error of `transformers` itself with activations of `dtype`, logit by logit."""
         return self.logits(tokens, dtype) - self.logits(tokens)
 
     def check_greedy(

@@ -124,7 +124,7 @@ class Client:
 
 
 def request(path: str, body: object = None) -> bytes:
-    """What a client sends; None: a GET."""
+    """Body that a client sends; None: a GET."""
     if body is None:
         return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
     data = body if isinstance(body, bytes) else json.dumps(body).encode()

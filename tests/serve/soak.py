@@ -31,14 +31,14 @@ TOKENS = 4
 
 @dataclass
 class Soak:
-    """What happened.
+    """Counts of what happened.
 
     Attributes
     ----------
     quiet, loaded : list of float
         Seconds of good requests, alone and beside hostile ones.
     statuses : Counter
-        Of hostile requests, by kind and status.
+        Number of hostile requests, by kind and status.
     memory : dict
         Resident bytes of the server after so many requests.
     faults : list of str
@@ -78,7 +78,7 @@ class Soak:
 
 
 def percentile(values: list[float], percent: int = 99) -> float:
-    """Of a list that is not empty."""
+    """Percentile of a list that is not empty."""
     return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
 
 
@@ -90,7 +90,7 @@ class Crowd:
     server : ServerProcess
         Whom they ask.
     rng : random.Random
-        What they do.
+        The work of the clients.
     """
 
     def __init__(self, server: ServerProcess, rng: random.Random) -> None:

@@ -37,8 +37,8 @@ def test_a_random_checkpoint_is_that_of_its_seed(tmp_path: Path):
     first = load(write_random_checkpoint(tmp_path / "a", TINY, seed=1), "cpu")[0]
     again = load(write_random_checkpoint(tmp_path / "b", TINY, seed=1), "cpu")[0]
     other = load(write_random_checkpoint(tmp_path / "c", TINY, seed=2), "cpu")[0]
-    assert torch.equal(first.layers[0].qkv, again.layers[0].qkv)
-    assert not torch.equal(first.layers[0].qkv, other.layers[0].qkv)
+    assert torch.equal(first.blocks[0].body.qkv.weight, again.blocks[0].body.qkv.weight)
+    assert not torch.equal(first.blocks[0].body.qkv.weight, other.blocks[0].body.qkv.weight)
     assert (
         first.head.data_ptr() == first.embedding.data_ptr()
         and first.embedding.dtype == torch.bfloat16
@@ -81,7 +81,7 @@ def test_frequencies_of_old_checkpoints_are_left_out(tmp_path: Path):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "`architectures`.*got 'GPT2LMHeadModel'"),
         ({"hidden_act": "gelu"}, "`hidden_act`.*got 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
+        ({"quantization_config": {"quant_method": "new"}}, "`quantization_config`"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "`rope_type`.*got 'mrope'"),
         ({"num_hidden_layers": None}, "`num_hidden_layers`.*got None"),
         ({"num_key_value_heads": 3}, "`num_attention_heads` must be a multiple of .* 3, got 4"),

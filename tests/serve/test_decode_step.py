@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from examples.serve import decode_step
+from examples.serve.binaries import kernel_parts
 from examples.serve.checkpoint import SMALL, load, random_tensors, write_random_checkpoint
 from examples.serve.config import ModelConfig
 from examples.serve.decode_step import ATTENTION, GAPS, GEMM, HOST, LAYER, OTHER, SAMPLING, Span
@@ -133,7 +134,7 @@ def test_on_a_gpu():
     model, _ = load(None, "cuda")
     engine = Engine(model, None, num_pages=256, max_batch_size=4, use_cuda_graph=True)
     engine.build()
-    parts = decode_step.kernel_parts(modules(model.config, model.dtype, model.dtype))
+    parts = kernel_parts(modules(model.config, model.dtype, model.dtype))
     sampling = SamplingParams(top_k=50, top_p=0.9, seed=0)
     options = {"batch_size": 4, "contexts": (200, 600), "sampling": sampling}
     step = decode_step.measure(engine, model, parts, **options)

@@ -33,7 +33,7 @@ class _RepeatedOnCPU:
 def _capture_on_cpu(runner: Runner, graph: _Graph) -> torch.Tensor:
     graph.graph = _RepeatedOnCPU(runner, graph)
     logits = graph.graph()
-    # What a capture leaves behind has no values yet.
+    # Outputs of a capture have no values yet.
     graph.rows = torch.full_like(logits, float("nan"))
     return logits
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import flashinfer
-from examples.serve import model as model_module
 from examples.serve.engine import Engine, SamplingParams
 from examples.serve.invariance import in_tiles, padded, round_up
+from examples.serve.layers.linear import Linear
 from examples.serve.model import Model
 
 Requests = dict[str, tuple[list[int], SamplingParams]]
@@ -101,13 +102,19 @@ def _depends_on_rows(function: Callable[..., torch.Tensor]) -> Callable[..., tor
     return changed
 
 
-@pytest.mark.parametrize("what", ["product", "norm", "softmax"])
+@pytest.mark.parametrize("what", ["product", "norm", "softmax", "attention"])
 @pytest.mark.parametrize("invariant", [True, False], ids=["invariant", "usual"])
 def test_operations_whose_rows_are_not_independent(
     model: Model, monkeypatch: pytest.MonkeyPatch, what: str, invariant: bool
 ):
     if what == "product":
-        monkeypatch.setattr(model_module, "_product", _depends_on_rows(model_module._product))
+        call = Linear.__call__
+        monkeypatch.setattr(Linear, "__call__", lambda w, x: _depends_on_rows(partial(call, w))(x))
+    elif what == "attention":
+        # The kernel for decoding adds in another order than that for prompts, and more so.
+        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+        run = decode.run
+        monkeypatch.setattr(decode, "run", lambda *args, **kwargs: run(*args, **kwargs) * 1.2)
     else:
         name = "rmsnorm" if what == "norm" else what
         monkeypatch.setattr(flashinfer, name, _depends_on_rows(getattr(flashinfer, name)))

@@ -1,4 +1,4 @@
-"""The modules that an engine names are those its requests use; a preset has those of Llama."""
+"""What is compiled ahead is what requests use, and what the demo names; a preset has it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples.serve import checkpoint
+from examples.serve.ahead import compile_all
 from examples.serve.config import ModelConfig
 from examples.serve.engine import Engine, SamplingParams, load
 from examples.serve.modules import modules
@@ -81,7 +82,11 @@ def test_all_and_only_what_requests_use(
         engine.step()
     named = modules(model.config, torch.float16, kv_dtype or torch.float16)
     # Without a GPU no plan takes the kernel for Hopper.
-    assert used == {spec.name for spec in named if not spec.name.endswith("_fa3")}
+    expected = {spec.name for spec in named if not spec.name.endswith("_fa3")}
+    assert used == expected
+    used.clear()
+    compile_all(model, 16, kv_dtype or torch.float16, False)
+    assert used == expected
 
 
 @pytest.mark.parametrize("arch, count", [("9.0a", 1), ("8.0", 0)])

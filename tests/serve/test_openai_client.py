@@ -281,6 +281,7 @@ def test_metrics(client: Any, site: Site):
             for sample in family.samples
         }
 
+    complete(client, "abcd" * 5, max_tokens=1)  # fills pages that the next requests share
     before = read()
     complete(client, "abcd" * 5, max_tokens=7, n=2)
     after = read()

@@ -15,7 +15,7 @@ def test_keys_are_of_everything_up_to_a_page():
     assert len(keys) == 2 == len(set(keys))
     assert page_keys(tokens[:8], 4) == keys and page_keys(tokens[:7], 4) == keys[:1]
     assert page_keys(tokens[4:], 4, parent=keys[0]) == keys[1:]
-    # The same second page behind another first one.
+    # The same second page after another first one.
     assert page_keys([9, 1, 2, 3, *tokens[4:]], 4)[1] != keys[1]
     # Lists whose elements run together the same way as digits.
     assert page_keys([1, 23], 2) != page_keys([12, 3], 2)

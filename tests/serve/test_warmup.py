@@ -1,4 +1,4 @@
-"""Warm-up of the serving example: it leaves nothing behind, and nothing to compile."""
+"""Warm-up of the serving example: it leaves no pages in use, and nothing to compile."""
 
 from __future__ import annotations
 

@@ -1,0 +1,126 @@
+"""Products with weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .. import kernels
+
+FP8_MAX = 448.0
+
+
+class Product(Protocol):
+    """``x @ W.T + bias`` for rows of 16 bits, whatever format the weights have."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass
+class Linear:
+    """Weights of 16 bits.
+
+    The matrix is ``[inputs, outputs]``, the other way round than in checkpoints: for few rows
+    cuBLAS has faster kernels for these (docs/tuning/serving_step.md).
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return x @ self.weight
+        return torch.addmm(self.bias, x, self.weight)
+
+
+@dataclass
+class Joined:
+    """Products of the same input that no kernel does at once."""
+
+    parts: list[Product]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], 1)
+
+
+@dataclass
+class Fp8Rows:
+    """8-bit weights with a scale for each row; activations are rounded to 8 bits, too.
+
+    Attributes
+    ----------
+    weight : torch.Tensor
+        ``[outputs, inputs]`` float8_e4m3fn.
+    scale : torch.Tensor
+        ``[outputs]`` float32.
+    input_scale : torch.Tensor or None
+        Scale of all activations; None: each row has its own, by its largest element.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    input_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = x.float()
+        if self.input_scale is None:
+            scale = numbers.abs().amax(-1).clamp(min=1e-12) / FP8_MAX
+        else:
+            scale = self.input_scale.expand(len(x)).contiguous()
+        rounded = (numbers / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(self.weight.dtype)
+        return kernels.gemm.fp8_linear(
+            rounded, self.weight, scale, self.scale, self.bias, out_dtype=x.dtype
+        )
+
+
+@dataclass
+class Fp8Blocks:
+    """8-bit weights with a scale for each 128 by 128 elements.
+
+    Activations are rounded to 8 bits by 128 elements of a row.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = kernels.gemm.fp8_blockscale_gemm_sm90(
+            x.contiguous(), self.weight, weight_scale=self.scale
+        )
+        return out if self.bias is None else out + self.bias
+
+
+@dataclass
+class Int4Groups:
+    """4-bit weights with a scale for each group of columns of a row.
+
+    Attributes
+    ----------
+    codes : torch.Tensor
+        ``[outputs, inputs / 2]`` uint8, two's complement.
+    scales : torch.Tensor
+        ``[outputs, groups]``.
+    offset : torch.Tensor or None
+        ``[groups, outputs]``: what all weights of a group have on top; it multiplies the sums of
+        the input's groups.
+    order : torch.Tensor or None
+        Which column of the input each column of the weights multiplies.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offset: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous() if self.order is None else x[:, self.order]
+        out = kernels.gemm.weight_only_linear(x, self.codes, self.scales, "int4", bias=self.bias)
+        if self.offset is not None:
+            sums = x.unflatten(1, (len(self.offset), -1)).sum(-1, dtype=torch.float32)
+            out += sums.to(x.dtype) @ self.offset
+        return out

@@ -1,0 +1,68 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import kernels
+from ..batch import Batch
+from ..invariance import in_tiles
+from .body import Body
+from .linear import Product
+from .weights import Weights
+
+ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}
+"""By their names in checkpoints, the operations that multiply gate and values."""
+
+
+@dataclass
+class Mlp(Body):
+    """``down(act(gate(x)) * up(x))``.
+
+    Attributes
+    ----------
+    up : Product
+        Gate and values, one after the other.
+    down : Product
+        Back to the hidden size.
+    activation : str
+        Name of the operation.
+    """
+
+    up: Product
+    down: Product
+    activation: str = "silu_and_mul"
+    invariant = True
+
+    @staticmethod
+    def take(take: Weights, at: str, hidden: int, inner: int, activation: str = "silu") -> Mlp:
+        """Take the weights by the names that most checkpoints have."""
+        return Mlp(
+            take.product(at, (("gate_proj", inner), ("up_proj", inner)), hidden),
+            take.product(at, (("down_proj", hidden),), inner),
+            ACTIVATIONS[activation],
+        )
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(getattr(kernels, self.activation)(self.up(x)))
+
+    def __call__(self, x: torch.Tensor, batch: Batch, cache: Any = None) -> torch.Tensor:
+        return in_tiles(batch.tile, self.rows, x)
+
+
+@dataclass
+class SquaredMlp(Body):
+    """``down(relu(up(x)) ** 2)``."""
+
+    up: Product
+    down: Product
+    invariant = True
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)).square())
+
+    def __call__(self, x: torch.Tensor, batch: Batch, cache: Any = None) -> torch.Tensor:
+        return in_tiles(batch.tile, self.rows, x)
