@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from .handles import Planned, handle_of
-from .operators import declare, operator_for
+from .operators import declare, destinations_for, operator_for
+from .outputs import Destination
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -46,9 +47,12 @@ def _call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves: list[Any] = []
     handles: list[int] = []
     pattern = [_split(value, leaves, handles) for value in args]
-    names = list(kwargs)
-    pattern += [_split(kwargs[name], leaves, handles) for name in names]
-    call = (number, tuple(pattern), tuple(names), tuple(handles))
+    pattern += [_split(value, leaves, handles) for value in kwargs.values()]
+    call = (number, tuple(pattern), tuple(kwargs), tuple(handles))
+    destinations = destinations_for(*call)
+    if destinations:
+        made = {to.name: _new_destination(to, leaves) for to in destinations}
+        return _call(number, args, {**kwargs, **made})
     name, overload, arrangement = operator_for(*call)
     results = getattr(getattr(torch.ops.flashinfer, name), overload)(*leaves)
     if results is None:
@@ -56,6 +60,13 @@ def _call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif isinstance(results, torch.Tensor):
         results = (results,)
     return _arrange(arrangement, results, leaves)
+
+
+def _new_destination(to: Destination, leaves: list[Any]) -> torch.Tensor:
+    """The tensor that a graph allocates for a result."""
+    sizes = [size if isinstance(size, int) else leaves[size[0]].shape[size[1]] for size in to.sizes]
+    device = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)][0]
+    return torch.empty(sizes, dtype=to.dtype, device=device)
 
 
 def _split(value: Any, leaves: list[Any], handles: list[int]) -> Any:

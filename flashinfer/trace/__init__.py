@@ -5,12 +5,18 @@ for how to add one.
 """
 
 from .check import default_check, default_tolerances, standard_check
+from .solution import BuildSpec, Solution, SourceFile, SupportedBindings, SupportedLanguages
 from .specs import Const, Scalar, Tensor, Var
 from .template import TraceTemplate
 
 __all__ = [
+    "BuildSpec",
     "Const",
     "Scalar",
+    "Solution",
+    "SourceFile",
+    "SupportedBindings",
+    "SupportedLanguages",
     "Tensor",
     "TraceTemplate",
     "Var",

@@ -26,6 +26,9 @@ SIZES = {
         "head_dim_k": 32,
         "head_dim_v": 64,
     },
+    "kda": {"num_heads": 3, "num_v_heads": 6, "head_dim_k": 32, "head_dim_v": 64},
+    "ssd": {"num_heads": 6, "num_groups": 3, "head_dim": 64, "dstate": 128},
+    "checkpointing_ssu": {"num_groups": 3, "num_heads": 6, "dstate": 16, "num_rows": 9},
     "selective_state_update": {"num_groups": 3, "num_heads": 6, "dstate": 16},
 }
 

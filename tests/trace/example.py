@@ -35,24 +35,40 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     bmm_fp8_b128_n512_k128_e4m3_out_bf16.json
     cascade_attention_h32_kv8_d128_dv128_ps16_l2_causal.json
     chain_speculative_sampling_n3_v128256.json
+    checkpointing_ssu_h64_g8_d64_n128_A_f32_D_D_f32_z_state_batch_indices_state_batch_indices_int32.json
+    chunk_gated_delta_product_final_q16_kh16_hv32_k128_v128_n2_cu_seqlens_int64.json
+    chunk_gated_delta_product_initial_final_q16_kh16_hv32_k128_v128_n2_cu_seqlens_int64_initial_state_f32_final_state_f32.json
+    chunk_gated_delta_product_initial_q16_kh16_hv32_k128_v128_n2_cu_seqlens_int64_initial_state_f32.json
+    chunk_gated_delta_product_q16_kh16_hv32_k128_v128_n2_cu_seqlens_int64.json
     chunk_gated_delta_rule_final_q16_kh16_hv32_k128_v128_cu_seqlens_int64.json
     chunk_gated_delta_rule_initial_final_q16_kh16_hv32_k128_v128_cu_seqlens_int64_initial_state_f32_final_state_f32.json
     chunk_gated_delta_rule_initial_q16_kh16_hv32_k128_v128_cu_seqlens_int64_initial_state_f32.json
     chunk_gated_delta_rule_q16_kh16_hv32_k128_v128_cu_seqlens_int64.json
     concat_mla_k_h128_n128_r64.json
+    concat_mla_kv_quant_fp8_h128_kv256_r64.json
     convert_bsr_mask_layout_r16_c16.json
+    cudnn_batch_decode_h32_kv8_d128_dv128_ps16_causal.json
+    cudnn_batch_decode_lse_h32_kv8_d128_dv128_ps16_causal.json
     cutlass_fused_moe_fp8_block_k8_e4_h2048_i768_token_selected_experts_int32.json
     cutlass_fused_moe_fp8_k8_e4_h2048_i768_token_selected_experts_int32_output_bf16.json
+    cutlass_fused_moe_int4_k8_e4_h2048_i768_token_selected_experts_int32.json
     cutlass_fused_moe_k8_e4_h2048_i768_token_selected_experts_int32.json
+    cutlass_fused_moe_mxfp4_k8_e4_h2048_i768_token_selected_experts_int32_fc1_scale_uint8_fc2_scale_uint8.json
+    cutlass_fused_moe_nvfp4_k8_e4_h2048_i768_token_selected_experts_int32_fc1_scale_e4m3_fc2_scale_e4m3.json
     cutlass_fused_moe_plain_k8_e4_h2048_i768_token_selected_experts_int32.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
     fp4_quantize_h7168_global_scale.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_e4m3_input_scale_weight_scale_out_bf16.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_weight_e4m3_weight_scale.json
     fp8_linear_n1536_k2048_e4m3_out_bf16.json
+    fp8_mqa_logits_h64_d128.json
+    fp8_paged_mqa_logits_n2_h64_d128_ps64_logits_f32.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
     fused_add_rmsnorm_h4096.json
     fused_add_rmsnorm_quant_h8192_output_e4m3.json
+    fused_dit_gate_residual_layernorm_gamma_beta_h3072_gate_bias.json
+    fused_dit_gate_residual_layernorm_scale_shift_h3072_gate_bias_scale_bias_shift_bias.json
+    fused_dit_residual_layernorm_scale_shift_h3072_residual_scale_bias_shift_bias.json
     fused_qk_rmsnorm_rope_fp8_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_qk_rmsnorm_rope_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_rmsnorm_silu_h8192.json
@@ -60,7 +76,11 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     fused_topk_deepseek_e256_k8_f32.json
     gated_delta_rule_bf16_state_h16_hv32_k128_v128_a_bf16_q_bf16_k_bf16_v_bf16_b_bf16_initial_state_source_bf16_initial_state_indices_initial_state_indices_int32_output_bf16_initial_state_source_bf16.json
     gated_delta_rule_decode_h16_hv32_k128_v128_state_f32_dt_bias_f32_state_f32.json
+    gated_delta_rule_decode_key_major_h16_hv32_k128_v128_state_f32_dt_bias_f32_state_f32.json
     gated_delta_rule_mtp_h16_hv32_k128_v128_initial_state_f32_initial_state_indices_int32_dt_bias_f32_initial_state_f32_disable_state_update.json
+    gated_residual_next_rmsnorm_h8192_post_weight.json
+    gated_residual_next_rmsnorm_shared_alpha_h8192_post_weight.json
+    gated_residual_rmsnorm_h8192_weight.json
     gelu_and_mul_d10240.json
     gelu_tanh_and_mul_d14336.json
     gemm_fp8_nt_blockscaled_k_by_block_n1536_k2048_e4m3_out_bf16.json
@@ -118,8 +138,15 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     mxfp8_dequantize_host_h7168_e4m3.json
     mxfp8_quantize_h7168.json
     nvfp4_block_scale_interleave_b448_uint8.json
+    nvfp4_kv_dequantize_b64_output_bf16.json
+    nvfp4_kv_dequantize_paged_ps16_kv8_d128_output_k_bf16_output_v_bf16_output_k_bf16_output_v_bf16.json
+    nvfp4_kv_quantize_h128.json
+    nvfp4_quantize_append_paged_kv_cache_ps16_kv8_d128.json
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_ps16_kv8_d128_slot_mapping_int64.json
     nvfp4_quantize_h7168.json
     packbits_bool.json
+    packed_kda_decode_h32_d128_dt_bias_f32_state_f32_state_indices_int32_state_f32.json
+    paged_mqa_logits_schedule.json
     per_token_group_quant_8bit_float8_e5m2_h7168_g128.json
     per_token_group_quant_8bit_h7168_g128.json
     per_token_group_quant_8bit_h7168_g128_column_major_scales_scale_tma_aligned_scale_ue8m0.json
@@ -141,6 +168,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     rmsnorm_h4096.json
     rmsnorm_h4096_f16.json
     rmsnorm_quant_h8192_output_e4m3.json
+    rmsnorm_sigmoid_gate_d64.json
     rope_quantize_fp8_append_paged_kv_cache_hnd_q32_r128_qn0_kn0_kv8_ps16_v128_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json
     rope_quantize_fp8_append_paged_kv_cache_mla_q16_r64_qn512_kn512_ps16_q_nope_k_nope_cos_sin_cache_f32_pos_ids_int32_ckv_cache_e4m3_kpe_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_ckv_cache_e4m3_kpe_cache_e4m3.json
     rope_quantize_fp8_append_paged_kv_cache_q32_r128_qn0_kn0_kv8_ps16_v128_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json
@@ -175,6 +203,8 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     top_k_top_p_sampling_from_logits_v128256_f32.json
     top_k_top_p_sampling_from_probs_v128256_f32.json
     top_k_top_p_sampling_from_probs_v128256_f32_joint.json
+    top_k_varlen_k512_n2_c4_f32.json
+    top_k_varlen_values_k512_n2_c4_f32.json
     top_p_renorm_probs_v128256_f32.json
     top_p_sampling_from_probs_v128256_f32.json
     variable_block_sparse_attention_h32_kv8_d128_dv128.json
@@ -200,6 +230,7 @@ def main(folder: Path) -> None:
     os.environ["FLASHINFER_TRACE_DUMP_DIR"] = str(folder)
     import example_attention
     import example_calls
+    import example_small
     import torch
 
     import flashinfer
@@ -209,6 +240,7 @@ def main(folder: Path) -> None:
     with contextlib.nullcontext() if on_gpu else flashinfer.reference_backend():
         example_calls.make_calls(torch.bfloat16)
         example_attention.make_calls(torch.bfloat16)
+        example_small.make_calls(torch.bfloat16)
 
 
 def list_files(folder: Path) -> None:

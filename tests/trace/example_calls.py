@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import flashinfer
 from flashinfer import (
     ActivationType,
+    dense_mqa,
     dsv3_ops,
     fused_moe,
     gdn_decode,
@@ -21,6 +24,7 @@ from flashinfer import quantization as quant
 from flashinfer.concat_ops import concat_mla_k
 from flashinfer.gdn_kernels import gdn_decode_bf16_state
 from flashinfer.kda import recurrent_kda
+from flashinfer.kda_decode import packed_kda_decode
 
 NUM_TOKENS = 32
 
@@ -29,6 +33,8 @@ def make_calls(dtype: torch.dtype) -> None:
     call_norms(dtype)
     call_quantized_norms(dtype)
     call_linear_attention(dtype)
+    call_latent_parts(dtype)
+    call_scores()
     call_products(dtype)
     call_activations(dtype)
     call_quantization(dtype)
@@ -79,6 +85,7 @@ def call_linear_attention(dtype) -> None:
     slots = torch.tensor([3, 1], dtype=torch.int32)
     one = [x[:, :1] for x in (q, q, v)]
     gdn_decode.gated_delta_rule_decode_pretranspose(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
+    gdn_decode.gated_delta_rule_decode(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
     gdn_decode.gated_delta_rule_mtp(
         q, q, v, state, slots, gate, b, gate, b, disable_state_update=True
     )
@@ -92,6 +99,10 @@ def call_linear_attention(dtype) -> None:
             gdn_prefill.chunk_gated_delta_rule(
                 tokens, tokens, values, cu_seqlens=bounds, output_final_state=final, **initial
             )
+            gdn_prefill.chunk_gated_delta_product(
+                tokens, *(x.repeat(2, 1, 1) for x in (tokens, values)), num_householder=2,
+                cu_seqlens=bounds, output_final_state=final, **initial,
+            )  # fmt: skip
     keys, rate = new(2, 3, 32, 128), torch.randn(32)
     for initial in ({}, {"initial_state": state[:2]}):
         for final in (False, True):
@@ -100,16 +111,46 @@ def call_linear_attention(dtype) -> None:
                 keys, keys, v, keys, b, rate, torch.randn(32, 128), output_final_state=final,
                 use_gate_in_kernel=True, lower_bound=-5.0, beta_is_logit=True, **initial,
             )  # fmt: skip
+    packed_kda_decode(
+        new(2, 3 * 32 * 128), new(2, 32 * 128), b[:, 0], rate, torch.randn(32, 128), state, slots
+    )
     pool, A, D = new(4, 64, 64, 128), -torch.rand(64, 64, 128), torch.ones(64, 64)
     for steps in ((), (3,)):
         x, B = new(2, *steps, 64, 64), new(2, *steps, 8, 128)
         mamba.selective_state_update(pool, x, x, A, B, B, D, state_batch_indices=slots)
+    rates, widths = -torch.rand(64, 1, 1).expand(64, 64, 128), (64, 8)
+    x, B = new(2, 3, 64, 64), new(2, 3, 8, 128)
+    rings = [new(4, heads, 6, dim) for heads, dim in zip(widths, (64, 128), strict=True)]
+    mamba.checkpointing_ssu(
+        pool, *rings, torch.rand(4, 64, 6), slots.new_zeros(4), slots.new_full((4,), 2), x,
+        x[..., :1].expand(x.shape), rates, B, B, torch.empty_like(x), D, x,
+        state_batch_indices=slots,
+    )  # fmt: skip
     x, B, gates = new(2, 5, 64, 64), new(2, 5, 8, 128), torch.randn(64)
     for final in (False, True):
         mamba.ssd_combined_fwd(
             x, x[..., 0].contiguous(), -torch.rand(64), B, B, gates, x, gates, True,
             return_final_states=final,
         )  # fmt: skip
+
+
+def call_latent_parts(dtype) -> None:
+    """Projected keys and values of DeepSeek V3 on the way to an 8-bit prefill."""
+    projected, rope = torch.randn(NUM_TOKENS, 128, 256, dtype=dtype), torch.randn(NUM_TOKENS, 64)
+    flashinfer.concat_mla_kv_quant_fp8(projected, rope.to(dtype))
+
+
+def call_scores() -> None:
+    """The indexer of DeepSeek V3.2: a decode step of two tokens, and queries of a prefill."""
+    seq_lens = torch.tensor([100, 500], dtype=torch.int32)
+    cache = torch.zeros(20, 64, 1, 132, dtype=torch.uint8)
+    q = torch.randn(4, 64, 128).to(torch.float8_e4m3fn)
+    weights, tables = torch.randn(4, 64), torch.arange(20, dtype=torch.int32).view(2, 10)
+    paged = q.view(2, 2, 64, 128)
+    flashinfer.compute_paged_mqa_logits_schedule(seq_lens)
+    flashinfer.fp8_paged_mqa_logits(paged, cache, weights, tables, seq_lens, 640)
+    keys, ends = torch.randn(16, 128).to(q.dtype), torch.arange(13, 17, dtype=torch.int32)
+    dense_mqa.fp8_mqa_logits(q, (keys, torch.ones(16)), weights, ends * 0, ends)
 
 
 def call_products(dtype) -> None:
@@ -154,6 +195,16 @@ def call_mixtures(dtype) -> None:
     call(x, half, values, *codes, quant_scales=scales, use_deepseek_fp8_block_scale=True)
     factors = [torch.ones(4), torch.ones(1), torch.ones(4), torch.ones(1)]
     call(x.to(torch.float8_e4m3fn), half, values, *codes, quant_scales=factors)
+    call_four_bit_mixtures(functools.partial(call, x, half, values, use_w4_group_scaling=True))
+
+
+def call_four_bit_mixtures(call: Callable[..., Any]) -> None:
+    """The same mixture with weights of each 4-bit format."""
+    codes = [torch.zeros(4, n, k // 2, dtype=torch.uint8) for n, k in ((1536, 2048), (2048, 768))]
+    for group, dtype in ((128, torch.bfloat16), (32, torch.uint8), (16, torch.float8_e4m3fn)):
+        scales = [torch.ones(4, n, k // group).to(dtype) for n, k in ((1536, 2048), (2048, 768))]
+        factors = [torch.ones(4)] * 2 if group == 16 else []
+        call(*codes, quant_scales=scales + factors)
 
 
 def call_groupwise_products() -> None:
@@ -328,6 +379,24 @@ def call_rope(dtype) -> None:
         )
 
 
+def call_packed_caches(k, v, where, table) -> None:
+    """Llama 3.1 8B with pages of 16 and caches of 4 bits."""
+    cache, sf = (torch.zeros(8, 2, 16, 8, n, dtype=torch.uint8).unbind(1) for n in (64, 8))
+    scale = torch.ones(1)
+    flashinfer.nvfp4_quantize_append_paged_kv_cache(k, v, *where, cache, sf, *table, 1.0, 1.0)
+    slots = torch.arange(NUM_TOKENS)
+    flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+        k, v, slots, cache, sf, scale, scale
+    )
+    tables, lengths = torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([64, 10])
+    out = torch.zeros(2, 2, 64, 8, 128, dtype=k.dtype)
+    flashinfer.nvfp4_kv_dequantize_paged(
+        cache, sf, tables, lengths.int(), scale, scale, out[0], out[1]
+    )
+    rows = k.reshape(-1, 128)
+    flashinfer.nvfp4_kv_dequantize(*flashinfer.nvfp4_kv_quantize(rows, scale), scale)
+
+
 def call_caches(dtype) -> None:
     """Llama 3.1 8B with pages of 16; latent attention of DeepSeek V3 with pages of 64."""
     i32 = {"dtype": torch.int32}
@@ -345,6 +414,7 @@ def call_caches(dtype) -> None:
     rows = torch.randn(NUM_TOKENS, 576, dtype=dtype)
     parts = latent[..., :512], latent[..., 512:]
     flashinfer.append_paged_mla_kv_cache(rows[:, :512], rows[:, 512:], *where, *parts, *table)
+    call_packed_caches(k, v, where, table)
 
     states, lse = torch.randn(NUM_TOKENS, 4, 32, 128, dtype=dtype), torch.randn(NUM_TOKENS, 4, 32)
     flashinfer.merge_states(states, lse)

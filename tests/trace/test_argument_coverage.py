@@ -21,8 +21,12 @@ from tests.trace import (
     linear_attention_cases,
     mla_cases,
     moe_cases,
+    mqa_cases,
+    norm_cases,
     sampling_cases,
     segment_cases,
+    table_cases,
+    topk_varlen_cases,
 )
 from tests.trace.calls import Operation, operations, parameters_of
 
@@ -192,6 +196,7 @@ CASES: dict[str, Callable[..., None]] = {
     "is_sf_swizzled_layout": is_refused_beyond_the_listed,
     "nvfp4_4over6": is_refused_beyond_the_listed,
     "out_dtype": is_a_dtype,
+    "output_dtype": is_a_dtype,
     "out_scale": is_refused_beyond_the_listed,
     "per_token_activation": is_refused_beyond_the_listed,
     "bias": adds_to_the_result,
@@ -213,6 +218,7 @@ CASES: dict[str, Callable[..., None]] = {
     "eps": changes_the_result(5.0),
     "out": receives_the_result,
     "enable_pdl": is_a_hint,
+    **mqa_cases.CONCAT_CASES,
     **sampling_cases.CASES,
     **cache_cases.CASES,
     "output_quant_scale": lambda operation, *rest: (
@@ -234,9 +240,16 @@ def test_optional_argument(operation: Operation, name: str, device: torch.device
     general = attention_cases.CASES if is_attention else CASES
     if operation.template.op_type in linear_attention_cases.OP_TYPES:
         general = linear_attention_cases.CASES
+    if operation.template.op_type in mqa_cases.OP_TYPES:
+        general = mqa_cases.CASES
+    if operation.template.op_type in topk_varlen_cases.OP_TYPES:
+        general = topk_varlen_cases.CASES
+    if operation.template.op_type in norm_cases.OP_TYPES:
+        general = norm_cases.CASES
     if operation.template.op_type in moe_cases.OP_TYPES:
         general = moe_cases.CASES
     planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES, **segment_cases.CASES}
+    planned |= table_cases.CASES
     cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"
     cases[name](operation, name, operation.arguments(device=device))

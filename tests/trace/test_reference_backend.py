@@ -73,7 +73,7 @@ def test_in_place_and_returned_as_the_signature_says(operation):
         if result is not None and "out" in inspect.signature(operation.function).parameters:
             result = result[0] if isinstance(result, tuple) else result
             out = torch.full_like(result, float("nan") if result.is_floating_point() else -7)
-            again = operation.api(**clone_arguments(arguments), out=out)
+            again = operation.api(**{**clone_arguments(arguments), "out": out})
             assert (again[0] if isinstance(again, tuple) else again) is out
             assert torch.equal(out, result)
 

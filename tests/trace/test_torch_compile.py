@@ -6,6 +6,7 @@ Without a GPU the operators compute by their references.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer._compile.handles import references
 from flashinfer.testing.tensors import clone_arguments, iter_tensors
 from tests.trace.calls import Operation, operations
 
@@ -77,31 +79,87 @@ def graph_of(call: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[tu
     yield from found
 
 
+def is_float8(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 1
+
+
 @pytest.mark.parametrize("operation", checked_operations)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_operators_pass_the_check_of_torch(operation: Operation):
     arguments = operation.arguments(device=DEVICE)
-    names = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    tensors = list(iter_tensors(arguments))
-    if DEVICE == "cuda" or not any(t.dtype.is_floating_point and t.itemsize == 1 for t in tensors):
-        names.append("test_schema")  # which multiplies the arguments: no float8 on a CPU
     checked = 0
     for operator, args in graph_of(operation.api, arguments):
+        names = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        if DEVICE == "cuda" or not any(is_float8(arg) for arg in args):
+            names.append("test_schema")  # which multiplies the arguments
         torch.library.opcheck(operator, args, test_utils=names)
         checked += 1
     assert checked == 1
 
 
+def operator_of(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, Any]:
+    ((operator, args),) = graph_of(call, arguments)
+    return operator, args
+
+
+def planned(
+    wrapper: Any = None,
+    o_dtype: torch.dtype | None = None,
+    pages: tuple[int, ...] = (0, 1, 2),
+) -> Any:
+    """A decode wrapper with a plan of two requests."""
+    wrapper = wrapper or flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
+    )
+    wrapper.plan(
+        indptr=torch.tensor([0, 1, 3], dtype=torch.int32),
+        indices=torch.tensor(pages, dtype=torch.int32, device=DEVICE),
+        last_page_len=torch.tensor([3, 4], dtype=torch.int32),
+        num_qo_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=4,
+        q_data_type=torch.float16,
+        o_data_type=o_dtype,
+    )
+    return wrapper
+
+
+def queries_and_cache() -> dict[str, torch.Tensor]:
+    """Tensors of a run of `planned`."""
+    return {
+        "q": torch.randn(2, 4, 64, dtype=torch.float16, device=DEVICE),
+        "paged_kv_cache": torch.randn(8, 2, 4, 2, 64, dtype=torch.float16, device=DEVICE),
+    }
+
+
 def test_the_operator_shows_in_the_graph_with_what_it_writes():
     x, weight = torch.randn(4, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     call = {"input": x, "residual": x.clone(), "weight": weight}
-    ((operator, _),) = graph_of(flashinfer.fused_add_rmsnorm, call)
+    operator, _ = operator_of(flashinfer.fused_add_rmsnorm, call)
     arguments = operator._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     assert operator._schema.name == "flashinfer::fused_add_rmsnorm"
     assert written == ["input", "residual"]
-    ((operator, _),) = graph_of(flashinfer.rmsnorm, {"input": x, "weight": weight})
+    operator, _ = operator_of(flashinfer.softmax, {"logits": x})
     assert not operator._schema.is_mutable and len(operator._schema.returns) == 1
+
+
+def test_a_graph_allocates_the_results_that_a_call_leaves_out():
+    """Inductor plans their memory then, and checks no result's strides."""
+    x, weight = torch.randn(2, 4, 64, device=DEVICE), torch.ones(64, device=DEVICE)
+    for call in ({"input": x, "weight": weight}, {"input": x, "weight": weight, "out": None}):
+        operator, args = operator_of(flashinfer.rmsnorm, call)
+        written = [a.name for a in operator._schema.arguments if a.is_write]
+        assert written == ["out_"] and not operator._schema.returns
+        assert args[-1].shape == x.shape and args[-1].is_contiguous()
+    lse = {"self": planned(), **queries_and_cache(), "return_lse": True}
+    operator, args = operator_of(type(lse["self"]).run, lse)
+    assert [a.name for a in operator._schema.arguments if a.is_write] == ["out_", "lse"]
+    assert [(t.shape, t.dtype) for t in args[-2:]] == [
+        ((2, 4, 64), torch.float16),
+        ((2, 4), torch.float32),
+    ]
 
 
 def test_sizes_may_change_without_a_new_graph():
@@ -119,53 +177,28 @@ def test_sizes_may_change_without_a_new_graph():
     assert len(graphs) == 1
 
 
-def _decode(o_dtype: torch.dtype | None = None, pages: tuple[int, ...] = (0, 1, 2)) -> dict:
-    """Arguments of a plan of two requests."""
-    return {
-        "indptr": torch.tensor([0, 1, 3], dtype=torch.int32),
-        "indices": torch.tensor(pages, dtype=torch.int32, device=DEVICE),
-        "last_page_len": torch.tensor([3, 4], dtype=torch.int32),
-        "num_qo_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "page_size": 4,
-        "q_data_type": torch.float16,
-        "o_data_type": o_dtype,
-    }
-
-
 def test_a_new_plan_serves_the_graph_and_other_results_make_another():
     graphs = []
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
-    )
-    q = torch.randn(2, 4, 64, dtype=torch.float16, device=DEVICE)
-    cache = torch.randn(8, 2, 4, 2, 64, dtype=torch.float16, device=DEVICE)
+    wrapper = planned()
+    q, cache = queries_and_cache().values()
     step = torch.compile(
         lambda q, cache: wrapper.run(q, cache),
         fullgraph=True,
         backend=lambda graph, inputs: graphs.append(graph) or graph,
     )
     for pages in ((0, 1, 2), (5, 6, 7)):
-        wrapper.plan(**_decode(pages=pages))
+        planned(wrapper, pages=pages)
         assert_same(step(q, cache), wrapper.run(q, cache))
     assert len(graphs) == 1
-    wrapper.plan(**_decode(torch.bfloat16))
+    planned(wrapper, torch.bfloat16)
     assert step(q, cache).dtype == torch.bfloat16 and len(graphs) == 2
     lse = torch.compile(lambda q, cache: wrapper.run_return_lse(q, cache)[1], fullgraph=True)
     assert_same(lse(q, cache), wrapper.run_return_lse(q, cache)[1])
 
 
 def test_two_wrappers_of_one_function_have_their_own_plans():
-    wrappers = []
-    for pages in ((0, 1, 2), (5, 6, 7)):
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(1 << 24, dtype=torch.uint8, device=DEVICE)
-        )
-        wrapper.plan(**_decode(pages=pages))
-        wrappers.append(wrapper)
-    q = torch.randn(2, 4, 64, dtype=torch.float16, device=DEVICE)
-    cache = torch.randn(8, 2, 4, 2, 64, dtype=torch.float16, device=DEVICE)
+    wrappers = [planned(pages=pages) for pages in ((0, 1, 2), (5, 6, 7))]
+    q, cache = queries_and_cache().values()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(wrapper: Any, q: torch.Tensor) -> torch.Tensor:
@@ -173,6 +206,18 @@ def test_two_wrappers_of_one_function_have_their_own_plans():
 
     for wrapper in (*wrappers, *wrappers):
         assert_same(step(wrapper, q), wrapper.run(q, cache))
+
+
+def test_a_wrapper_that_is_gone_is_named():
+    wrapper = planned()
+    call = {"self": wrapper, **queries_and_cache()}
+    operator, args = operator_of(type(wrapper).run, call)
+    assert args[0] in references
+    del wrapper, call
+    gc.collect()
+    assert args[0] not in references
+    with pytest.raises(RuntimeError, match=f"the object with handle {args[0]} .* no longer exists"):
+        operator(*args)
 
 
 def test_strides_that_callers_rely_on_are_kept():
@@ -209,23 +254,19 @@ def test_eager_calls_do_not_come_here():
     assert "is_compiling" not in flashinfer.rmsnorm.__code__.co_names
 
 
-def operator_of(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, Any]:
-    ((operator, args),) = graph_of(call, arguments)
-    return operator, args
-
-
 def test_a_graph_that_nobody_watches_leaves_out_the_dispatcher(monkeypatch: pytest.MonkeyPatch):
     x, weight = torch.randn(4, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     operator, args = operator_of(flashinfer.rmsnorm, {"input": x, "weight": weight})
     known = operator._op.__globals__
     dispatched = []
-    monkeypatch.setitem(known, "_dispatch", lambda x, w: dispatched.append(x) or x)
-    assert_same(operator(*args), flashinfer.rmsnorm(x, weight))
+    monkeypatch.setitem(known, "_dispatch", lambda *leaves: dispatched.append(leaves))
+    operator(*args)
+    assert_same(args[-1], flashinfer.rmsnorm(x, weight))
     assert not dispatched
     with torch.profiler.profile():
         operator(*args)
-    torch.vmap(lambda x: operator(x, weight))(x[None])
-    operator(x.as_subclass(type("Watched", (torch.Tensor,), {})), weight)
+    torch.vmap(lambda x: operator(x, weight, x.clone()) or x)(x[None])
+    operator(x.as_subclass(type("Watched", (torch.Tensor,), {})), *args[1:])
     assert len(dispatched) == 3
 
 

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
-from ..._common.checks import choice
 from ..._common.checks import tensor as check_tensor
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
-from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor
-from .attention_arguments import _check_planned, _mask_of, planned_problem, predict_planned
+from .attention import _HEAD_RULES, _HEAD_SCALES, _HEADS, by_lse, indices, kv_tensor
+from .attention_arguments import (
+    _check_planned,
+    _in_use,
+    _mask_of,
+    _split_scales,
+    planned_problem,
+    predict_planned,
+)
 from .attention_reference import _attend
 
 Arguments = Mapping[str, Any]
@@ -25,6 +31,8 @@ def _dense_attention(
     seen: torch.Tensor,
     sm_scale: float,
     logits_soft_cap: float,
+    v_scale: float = 1.0,
+    **head_scales: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _attend(
         q,
@@ -32,12 +40,13 @@ def _dense_attention(
         v,
         seen,
         sm_scale=sm_scale,
-        v_scale=1.0,
+        v_scale=v_scale,
         logits_soft_cap=logits_soft_cap,
         pos_encoding_mode="NONE",
         rope_scale=1.0,
         rope_theta=1e4,
         sinks=None,
+        **head_scales,
     )
 
 
@@ -52,6 +61,10 @@ def _block_sparse_reference(
     causal: bool = False,
     logits_soft_cap: float = 0.0,
     mask: torch.Tensor | None = None,
+    v_scale: float = 1.0,
+    q_head_scale: torch.Tensor | None = None,
+    k_head_scale: torch.Tensor | None = None,
+    v_head_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(sm_scale q k^T + mask) v, where row of blocks i sees the columns of blocks
     indices[indptr[i] : indptr[i + 1]]; of these, where `mask` is given, the entries
@@ -75,7 +88,18 @@ def _block_sparse_reference(
         seen[row * block_rows : (row + 1) * block_rows, columns] = part
     if causal:
         seen = seen.tril(len(k) - len(q))
-    return _dense_attention(q, k, v, seen, sm_scale, logits_soft_cap)
+    return _dense_attention(
+        q,
+        k,
+        v,
+        seen,
+        sm_scale,
+        logits_soft_cap,
+        v_scale,
+        q_head_scale=q_head_scale,
+        k_head_scale=k_head_scale,
+        v_head_scale=v_head_scale,
+    )
 
 
 def _variable_block_sparse_reference(
@@ -130,8 +154,6 @@ def _options(run: Arguments, problem: Any) -> dict[str, Any]:
     options = {"sm_scale": problem.spec.sm_scale, "o_dtype": problem.spec.o_data_type}
     if problem.spec.logits_soft_cap > 0.0:
         options["logits_soft_cap"] = problem.spec.logits_soft_cap
-    for name in ("scale_q", "scale_k", "scale_v"):
-        choice(name, run.get(name), (None,))
     return options | {name: run[name] for name in ("out", "lse", "enable_pdl") if name in run}
 
 
@@ -146,6 +168,12 @@ def _gather_block_sparse(run: Arguments) -> dict[str, Any]:
     if problem.mask_mode == "custom" and not wrapper._causal:
         mask = _mask_of(problem, problem.requests.qo_lengths() * problem.requests.kv_lengths())
     indptr, columns = wrapper._blocks
+    names = ("scale_q", "scale_k", "scale_v")
+    scales = wrapper._scales_of_run(*(run.get(name) for name in names))
+    named = dict(zip(names, scales, strict=True))
+    factor, v_scale, of_heads = _split_scales(named, q, k.shape[1])
+    options = _options(run, problem)
+    options["sm_scale"] *= factor
     return {
         "q": q,
         "k": k,
@@ -155,7 +183,9 @@ def _gather_block_sparse(run: Arguments) -> dict[str, Any]:
         "block_cols": wrapper._block[1],
         "mask": mask,
         "causal": wrapper._causal,
-        **_options(run, problem),
+        **_in_use(v_scale=(v_scale, 1.0)),
+        **of_heads,
+        **options,
     }
 
 
@@ -187,6 +217,7 @@ def _gather_variable_block_sparse(run: Arguments) -> dict[str, Any]:
 
 
 _FLOAT16 = ("bfloat16", "float16")
+_QUERIES = (*_FLOAT16, "float8_e4m3fn", "float8_e5m2")
 _LSE = "Base-2 logarithm of the sum of exponentials; -inf: no column."
 _SCALARS: dict[str, Value] = {
     "sm_scale": Scalar("float32", description="Factor of the logits."),
@@ -222,7 +253,7 @@ def _block_sparse_template(*, lse: bool) -> TraceTemplate:
             "mask_size": Var("Entries of all blocks."),
         },
         inputs={
-            "q": Tensor(["M", "num_qo_heads", "head_dim_qk"], dtypes=_FLOAT16, layout="rows"),
+            "q": Tensor(["M", "num_qo_heads", "head_dim_qk"], dtypes=_QUERIES, layout="rows"),
             "k": kv_tensor(["N"]),
             "v": kv_tensor(["N"], "k"),
             "indptr": indices("len_indptr", "First block of each row of blocks."),
@@ -235,6 +266,8 @@ def _block_sparse_template(*, lse: bool) -> TraceTemplate:
                 optional=True,
                 description="Entries that count: of each row of blocks [rows, columns].",
             ),
+            "v_scale": Scalar("float32", optional=True, description="Factor of the result."),
+            **_HEAD_SCALES,
         },
         outputs=_results(["M", "num_qo_heads"], lse),
         constraints=_HEAD_RULES,
@@ -260,7 +293,7 @@ def _variable_block_sparse_template(*, lse: bool) -> TraceTemplate:
             "col_blocks": Var("Columns of blocks."),
         },
         inputs={
-            "q": Tensor(["num_qo_heads", "M", "head_dim_qk"], dtypes=_FLOAT16, layout="rows"),
+            "q": Tensor(["num_qo_heads", "M", "head_dim_qk"], dtypes=_QUERIES, layout="rows"),
             "k": Tensor(["num_kv_heads", "N", "head_dim_qk"], layout="rows"),
             "v": Tensor(["num_kv_heads", "N", "head_dim_vo"], dtype_from="k", layout="rows"),
             "block_mask_map": Tensor(

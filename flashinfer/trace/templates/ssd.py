@@ -132,6 +132,7 @@ def _template(final: bool) -> TraceTemplate:
             "return_final_states": (final,),
         },
         hints=_KERNELS_ALONE,
+        constraints=["head_dim % 64 == 0", "dstate in (64, 128)"],
         tags=["status:verified", "stage:prefill"],
         reference=_reference,
         init=lambda arguments: _init(arguments, final),

@@ -59,10 +59,11 @@ def _example(arguments: dict[str, Any], weight_format: str) -> dict[str, Any]:
     x = arguments["input"]
     generator = torch.Generator().manual_seed(1)
     n, k = 24, 256
-    rows = torch.randn(5, k, generator=generator).to(x.device, x.dtype)
+    dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype  # no kernel takes float32
+    rows = torch.randn(5, k, generator=generator).to(x.device, dtype)
     if weight_format == "int8":
         weight = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
-        scale = (torch.rand(n, generator=generator) + 0.5).to(x.dtype)
+        scale = (torch.rand(n, generator=generator) + 0.5).to(dtype)
     else:
         weight = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
         group = {"int4": 128, "mxfp4": 32, "nvfp4": 16}[weight_format]
@@ -70,7 +71,7 @@ def _example(arguments: dict[str, Any], weight_format: str) -> dict[str, Any]:
         if weight_format == "mxfp4":
             scale = (scale * 4.0 + 124.0).to(torch.uint8)
         else:
-            scale = scale.to(x.dtype if weight_format == "int4" else torch.float8_e4m3fn)
+            scale = scale.to(dtype if weight_format == "int4" else torch.float8_e4m3fn)
     return {
         "input": rows,
         "weight": weight.to(x.device),

@@ -1,0 +1,146 @@
+"""Templates of attention functions that take pages by block tables, planned and run in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..._common import checks
+from ..template import TraceTemplate
+from .attention import by_lse, paged_template
+from .attention_arguments import _window
+
+Arguments = Mapping[str, Any]
+_INDICES = (torch.int32, torch.int64)
+
+
+def _pages_of_tables(tables: Any, lengths: torch.Tensor, page_size: int) -> dict[str, torch.Tensor]:
+    """The paged form of block tables `[batch_size, max_pages]` for requests of these lengths."""
+    counts = (lengths + page_size - 1) // page_size
+    needed = int(counts.max()) if len(counts) else 0
+    tables = checks.tensor("block_tables", tables, 2)
+    if tables.dtype not in _INDICES or len(tables) != len(lengths) or tables.shape[1] < needed:
+        raise ValueError(
+            f"`block_tables` must be int32 or int64 [{len(lengths)}, at least {needed}] for these "
+            f"lengths, got {tables.dtype} {list(tables.shape)}"
+        )
+    inside = torch.arange(tables.shape[1], device=tables.device) < counts[:, None]
+    last = (lengths - (counts - 1) * page_size).clamp(max=page_size)
+    return {
+        "kv_indptr": torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        "kv_indices": tables[inside].int(),
+        "kv_last_page_len": last.int(),
+    }
+
+
+def lengths_of(name: str, value: Any) -> torch.Tensor:
+    """Tokens of each request in one dimension, from a tensor of any shape."""
+    given = checks.tensor(name, value).reshape(-1)
+    if given.dtype not in (*_INDICES, torch.uint32):
+        raise ValueError(f"`{name}` must have dtype int32, int64 or uint32, got {given.dtype}")
+    return given
+
+
+def check_rows(q: torch.Tensor, tokens: int, batch_size: int) -> None:
+    """Refuse queries that are not `tokens` for each request."""
+    if len(checks.tensor("q", q, 3)) != tokens * batch_size:
+        raise ValueError(
+            f"`q` must have {tokens * batch_size} rows, `q_len_per_req` {tokens} for each of "
+            f"{batch_size} requests, got {len(q)}"
+        )
+
+
+def _known_lengths(name: str, value: Any, bound_name: str, bound: Any) -> torch.Tensor:
+    """The lengths, none of which is above the bound."""
+    lengths = lengths_of(name, value).long()
+    if len(lengths) and int(lengths.min()) < 0:
+        raise ValueError(f"`{name}` must not be negative, got {int(lengths.min())}")
+    checks.count(bound_name, bound, int(lengths.max()) if len(lengths) else 0)
+    return lengths
+
+
+def _result(arguments: Arguments) -> dict[str, Any]:
+    """Dtype of the result."""
+    out = arguments.get("out")
+    return {"o_dtype": (arguments["q"] if out is None else out).dtype}
+
+
+def _gather_cudnn_decode(call: Arguments) -> dict[str, Any]:
+    q = checks.tensor("q", call["q"], 3)
+    k, v = (checks.tensor(name, call[name], 4).transpose(1, 2) for name in ("k_cache", "v_cache"))
+    checks.tensor("workspace_buffer", call["workspace_buffer"])
+    checks.flag("is_cuda_graph_compatible", call.get("is_cuda_graph_compatible", False))
+    for name in "qokv":  # queries lie one after the other, keys in pages
+        call.get(f"batch_offsets_{name}")
+    tokens = checks.count("q_len_per_req", call.get("q_len_per_req", 1))
+    lengths = _known_lengths(
+        "actual_seq_lens_kv", call.get("actual_seq_lens_kv"), "max_sequence_kv",
+        call["max_sequence_kv"],
+    )  # fmt: skip
+    tables = call.get("block_tables")
+    if tables is None:
+        if len(k) != len(lengths):
+            raise ValueError(
+                "`block_tables` must be given unless each request has one page, got "
+                f"{len(k)} pages for {len(lengths)} requests"
+            )
+        tables = torch.arange(len(lengths), dtype=torch.int32, device=q.device)[:, None]
+    check_rows(q, tokens, len(lengths))
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=q.device) * tokens
+    window = _window(call.get("window_left", -1))
+    return {
+        "q": q,
+        "k_cache": k,
+        "v_cache": v,
+        "qo_indptr": starts,
+        **_pages_of_tables(tables, lengths, k.shape[1]),
+        "sm_scale": checks.number("scale", call["scale"]),
+        **({} if window < 0 else {"window_left": window}),
+        "sinks": call.get("sinks"),
+        "causal": True,
+        "out": call.get("out"),
+        "lse": call.get("lse"),
+        **_result(call),
+    }
+
+
+def _template(**properties: Any) -> TraceTemplate:
+    template = paged_template(**properties)
+    template.hints, template.predict = (), _result
+    return template
+
+
+def _draw_cudnn_decode(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Three requests over pages of four tokens, two queries each."""
+    generator = torch.Generator().manual_seed(7)
+    device, dtype = arguments["q"].device, arguments["q"].dtype
+    half = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float16
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, half)
+
+    tables = torch.tensor([[5, 2], [3, 0], [6, 1]], dtype=torch.int32)
+    return {
+        "q": values(6, 6, 32),
+        "k_cache": values(7, 2, 4, 32),
+        "v_cache": values(7, 2, 4, 32),
+        "scale": 0.2,
+        "workspace_buffer": torch.empty(32 << 20, dtype=torch.uint8, device=device),
+        "max_sequence_kv": 8,
+        "actual_seq_lens_kv": torch.tensor([7, 4, 8], dtype=torch.int32, device=device),
+        "block_tables": tables.to(device),
+        "q_len_per_req": 2,
+    }
+
+
+cudnn_batch_decode_trace = by_lse(
+    lambda *, lse: _template(
+        name="cudnn_batch_decode",
+        description="Attention of a few queries per request over pages, by block tables.",
+        init=lambda arguments: {**_draw_cudnn_decode(arguments), "return_lse": lse},
+        gather=_gather_cudnn_decode,
+        lse=lse,
+    )
+)

@@ -1,0 +1,128 @@
+"""Every public function of tensors is an operator of compiled graphs, or calls some, or is named
+with the reason in docs/torch_compile.md."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import deep_gemm, topk
+from flashinfer.logits_processor import LogitsPipe, Sample, Softmax, Temperature, TopK, TopP
+from flashinfer.testing.tensors import clone_arguments, iter_tensors
+from tests.trace.calls import operations
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "torch_compile.md"
+# Modules that look at tensors, and compute nothing of a model.
+TOOLS = {
+    "aot", "api_logging", "api_replay", "artifacts", "cli", "fi_trace", "jit", "profiler",
+    "reference_backend", "testing", "trace", "utils",
+}  # fmt: skip
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def _int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def _top_k(function: Callable[..., Any], **table: torch.Tensor) -> Call:
+    scores = torch.randn(3, 64, device=DEVICE)
+    lengths = {"seq_lens": _int32(60, 20, 64)} if table else {}
+    return function, {"logits": scores, **lengths, **table, "top_k": 8}
+
+
+def _groups(function: Callable[..., Any], rows: tuple[int, ...], **counts: Any) -> Call:
+    """Products in 8 bits with the weights of two groups."""
+    a, b = torch.randn(*rows, 256, device=DEVICE), torch.randn(2, 128, 256, device=DEVICE)
+    scales = torch.rand(*rows, 2, device=DEVICE), torch.rand(2, 1, 2, device=DEVICE)
+    a, b = (x.to(torch.float8_e4m3fn) for x in (a, b))
+    out = torch.zeros(*rows, 128, dtype=torch.bfloat16, device=DEVICE)
+    return function, {"a_fp8": (a, scales[0]), "b_fp8": (b, scales[1]), "d": out, **counts}
+
+
+def _pipe() -> Call:
+    pipe = LogitsPipe([Temperature(), Softmax(), TopK(), TopP(), Sample()])
+    logits, seed = torch.randn(3, 50, device=DEVICE), torch.tensor([5], device=DEVICE)
+    return pipe, {"x": logits, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "seed": seed}
+
+
+CALLS_OPERATORS: dict[str, Callable[[], Call]] = {
+    "topk_clusters_exact": lambda: _top_k(topk.topk_clusters_exact),
+    "topk_clusters_page_table_transform": lambda: _top_k(
+        topk.topk_clusters_page_table_transform,
+        src_page_table=torch.arange(192, dtype=torch.int32, device=DEVICE).view(3, 64),
+    ),
+    "topk_clusters_ragged_transform": lambda: _top_k(
+        topk.topk_clusters_ragged_transform, offsets=_int32(0, 64, 128)
+    ),
+    "m_grouped_fp8_gemm_nt_contiguous": lambda: _groups(
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous,
+        (256,),
+        m_indices=torch.arange(256, device=DEVICE, dtype=torch.int32) // 128,
+    ),
+    "m_grouped_fp8_gemm_nt_masked": lambda: _groups(
+        deep_gemm.m_grouped_fp8_gemm_nt_masked, (2, 128), masked_m=_int32(128, 128), expected_m=64
+    ),
+    "LogitsPipe": _pipe,
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OPERATORS)
+def test_functions_that_call_operators_are_one_graph(name: str):
+    torch._dynamo.reset()
+    with contextlib.nullcontext() if DEVICE == "cuda" else flashinfer.reference_backend():
+        function, arguments = CALLS_OPERATORS[name]()
+        calls = [clone_arguments(arguments) for _ in range(2)]
+        expected = function(**calls[0])
+        compiled = torch.compile(lambda **a: function(**a), fullgraph=True, backend="aot_eager")
+        actual = compiled(**calls[1])
+    found = [[*iter_tensors(returned)] for returned in (actual, expected)]
+    found += [[*iter_tensors(list(call.values()))] for call in calls]
+    for first, second in (found[:2], found[2:]):
+        assert len(first) == len(second)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(first, second, strict=True))
+
+
+def _functions() -> Iterator[tuple[str, str, Any]]:
+    """Module, name and function for the public functions that take tensors."""
+    modules = [flashinfer]
+    for module in pkgutil.iter_modules(flashinfer.__path__):
+        if module.name not in TOOLS and not module.name.startswith("_"):
+            modules.append(importlib.import_module(f"flashinfer.{module.name}"))
+    for module in modules:
+        for name in getattr(module, "__all__", None) or vars(module):
+            value = getattr(module, name)
+            is_question = name.startswith(("supports_", "can_"))
+            if name.startswith("_") or is_question or not inspect.isfunction(value):
+                continue
+            function, own = inspect.unwrap(value), hasattr(module, "__all__")
+            if not own and not function.__module__.startswith(module.__name__):
+                continue  # imported for the module's own use
+            parameters = inspect.signature(function).parameters.values()
+            if any(re.search(r"\bTensor\b", str(p.annotation)) for p in parameters):
+                yield module.__name__, name, value
+
+
+def test_every_function_of_tensors_is_accounted_for():
+    listed = DOCUMENT.read_text().partition("## What stays outside")[2].partition("\n## ")[0]
+    outside = set(re.findall(r"`([\w.]+)(?:\([^`]*)?`", listed))
+    operators = {id(operation.function) for operation in operations()}
+    missing = [
+        f"{module}.{name}"
+        for module, name, function in _functions()
+        if id(inspect.unwrap(function)) not in operators
+        and not hasattr(function, "refuses_every_call")
+        and not {name, module} & {*outside, *CALLS_OPERATORS}
+    ]
+    assert not missing, f"no operators, and not in {DOCUMENT.name}: {', '.join(missing)}"
