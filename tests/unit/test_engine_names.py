@@ -12,8 +12,6 @@ from flashinfer.compat.backends import BackendSupportedError
 from tests.unit.engine_table import find, state
 
 REFUSING = [
-    "flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-    "flashinfer.page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "flashinfer.shuffle_matrix_a",
     "flashinfer.shuffle_matrix_sf_a",
     "flashinfer.fused_moe.trtllm_mxint4_block_scale_moe",
@@ -29,6 +27,9 @@ WORKING = [
     "flashinfer.fp4_quantization.nvfp4_block_scale_interleave",
     "flashinfer.quantization.fp4_quantization.block_scale_interleave",
     "flashinfer.fp8_quantization.mxfp8_quantize",
+    "flashinfer.nvfp4_kv_dequantize",
+    "flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "flashinfer.page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "flashinfer.comm.mnnvl.CommBackend",
     "flashinfer.comm.allreduce_fusion",
     "flashinfer.comm.create_allreduce_fusion_workspace",
