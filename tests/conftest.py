@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import progress, selection
+from tests import forked, progress, selection
 
 SEED = 20240229
 
@@ -28,12 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the whole parameter grid of each test, not the default part",
     )
     progress.add_options(parser)
+    forked.add_options(parser)
     selection.add_options(parser)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     progress.register(config)
+    forked.register(config)
 
 
 @pytest.hookimpl(trylast=True)
@@ -115,9 +117,6 @@ def pytest_runtest_call(item: pytest.Item):
 
 
 def pytest_runtest_logfinish() -> None:
-    """After an illegal access every later call of the process fails: xdist starts another one."""
-    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            os._exit(1)
+    """Like a fork, a worker of pytest-xdist ends with its CUDA context and is replaced."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        forked.exit_if_the_gpu_is_lost()

@@ -4,11 +4,12 @@
 
     python -m tests.gpu_suite [--tests PATH ...] [--limit SECONDS] [--logs FOLDER] [pytest options]
 
-First the modules that are known before any test runs are compiled, on all cores. Then each GPU
-runs its share of the tests in a pytest of its own, with its share of the cores, and prints a line
-of progress now and then. At the end each share gives its summary line, also where a limit, Ctrl-C
-or a signal to end cuts the run. A share sees its own GPU first and the others after it, so tests
-of several GPUs run too.
+Each GPU runs its share of the tests in a pytest of its own, on its share of the cores
+(`tests/forked.py`: one process collects, and its forks run), and prints a line of progress now and
+then. While these collect, the modules that are known before any test runs are compiled; a test
+that needs one earlier waits for it. At the end each share gives its summary line, also where a
+limit, Ctrl-C or a signal to end cuts the run. A share sees its own GPU first and the others after
+it, so tests of several GPUs run too.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ from flashinfer.jit import build_jit_specs
 from tests.fuzzing import families
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKERS_PER_CORE = 1.5  # for tests wait: for the GPU, for compilers, for modules of other tests
 SECONDS_TO_END = 20  # that a share may take to print its summary after it was cut
-# Every worker of pytest imports every test: they read the bytecode that one process wrote.
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+# The process that collects is forked: it has no CUDA context and no threads.
+ENVIRONMENT = os.environ | {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
 
 
 def gpus() -> list[str]:
@@ -56,27 +61,18 @@ def compile_known_modules(paths: list[str], options: list[str]) -> int:
     return count
 
 
-def collect(paths: list[str]) -> subprocess.Popen:
-    """Collect the tests once while the compilers run, which leaves their bytecode."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "--collect-only", "--gpu-share", "1/1", *paths],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
 class Share:
     """The pytest of one GPU; a thread prints its lines as they come."""
 
-    def __init__(self, index: int, names: list[str], cores: int, logs: Path | None, options: list):
+    def __init__(
+        self, index: int, names: list[str], workers: int, logs: Path | None, options: list
+    ):
         self.name, self.last = names[index], "no line at all"
         self.prefix = f"gpu {self.name}: " if len(names) > 1 else ""
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--progress"]
         command += ["--gpu-share", f"{index + 1}/{len(names)}"]
-        command += ["-n", str(cores), "--maxschedchunk", "2"]
-        command += ["-p", "no:benchmark"]  # a plugin that warns beside xdist
+        command += ["--fork", str(workers), "-p", "no:xdist", "-p", "no:benchmark"]
+        command += ["--ignore=tests/unit"]  # no GPU decides them
         if logs:
             command += [f"--junit-xml={logs / f'gpu{self.name}.xml'}"]
             command += [f"--cpu-times={logs / f'gpu{self.name}.json'}"]
@@ -118,16 +114,17 @@ class Share:
         return self.process.wait()
 
 
-def run_shares(names: list[str], cores: int, arguments: argparse.Namespace, options) -> int:
-    """Run all shares to their end or to the limit; the largest exit status."""
-    end = time.monotonic() + arguments.limit if arguments.limit else float("inf")
-    per_share = max(1, cores // len(names))
-    options = [*arguments.tests, *options]
-    shares = [Share(i, names, per_share, arguments.logs, options) for i in range(len(names))]
+def start_shares(names: list[str], cores: int, arguments, options: list) -> list[Share]:
+    workers, options = int(WORKERS_PER_CORE * cores / len(names)), [*arguments.tests, *options]
+    return [Share(i, names, max(1, workers), arguments.logs, options) for i in range(len(names))]
+
+
+def end_shares(shares: list[Share], end: float) -> int:
+    """Wait for all shares, until `end` at most, and tell their outcome; the largest exit status."""
     try:
         while any(share.process.poll() is None for share in shares):
             if time.monotonic() > end:
-                print(f"cut at the limit of {arguments.limit:.0f} s", flush=True)
+                print("cut at the limit", flush=True)
                 raise KeyboardInterrupt
             time.sleep(0.2)
     except KeyboardInterrupt:
@@ -136,7 +133,7 @@ def run_shares(names: list[str], cores: int, arguments: argparse.Namespace, opti
     statuses = [share.end() for share in shares]
     for share, status in zip(shares, statuses, strict=True):
         print(f"gpu {share.name}: exit status {status}: {share.last}", flush=True)
-    return max(statuses)
+    return max(statuses, default=0)
 
 
 def merge_costs(files: list[Path], merged: Path) -> None:
@@ -154,7 +151,7 @@ def _interrupt(*_: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The tests that a GPU decides.")
     parser.add_argument("--tests", nargs="+", default=["tests", "examples"], help="files, folders")
-    parser.add_argument("--limit", type=float, help="seconds after which the tests are cut")
+    parser.add_argument("--limit", type=float, help="seconds after which the run is cut")
     parser.add_argument(
         "--logs",
         type=Path,
@@ -171,23 +168,21 @@ def main() -> int:
         return 2
     if arguments.logs:
         arguments.logs.mkdir(parents=True, exist_ok=True)
-    print(f"{len(names)} GPUs, {cores} cores; compiling ...", flush=True)
-    collection = collect(arguments.tests)
+    print(f"{len(names)} GPUs, {cores} cores; collecting and compiling ...", flush=True)
+    shares = [] if arguments.compile_only else start_shares(names, cores, arguments, options)
+    end = begun + arguments.limit if arguments.limit else float("inf")
     try:
         count = compile_known_modules(arguments.tests, options)
-        collection.wait()
-    except KeyboardInterrupt:
-        collection.kill()
-        print("ended while it compiled: no test has run")
-        return 2
-    print(f"compiled {count} modules in {time.monotonic() - begun:.0f} s", flush=True)
-    status = 0 if arguments.compile_only else run_shares(names, cores, arguments, options)
-    if arguments.logs and not arguments.compile_only:
-        merge_costs(
-            [arguments.logs / f"gpu{name}.json" for name in names], arguments.logs / "costs.json"
-        )
+        print(f"compiled {count} modules in {time.monotonic() - begun:.0f} s", flush=True)
+    except BaseException as error:  # Ctrl-C, or no compiler: nothing goes on alone
+        print(f"ended while it compiled: {error!r}", flush=True)
+        end = 0.0
+    status = end_shares(shares, end)
+    if arguments.logs and shares:
+        files = [arguments.logs / f"gpu{name}.json" for name in names]
+        merge_costs(files, arguments.logs / "costs.json")
     print(f"{time.monotonic() - begun:.0f} s in all, compiling included", flush=True)
-    return status
+    return status if end else 2
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ EXTRAS = ("", "serve")
 
 
 def requirements(wheel: Path, extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
-    """What a wheel needs, with the given extras ("" stands for the wheel without one)."""
+    """Requirements of a wheel, with the given extras ("" stands for the wheel without one)."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())
@@ -65,8 +65,23 @@ def _run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def check(python: str, wheel: Path, pins: list[str], folder: Path) -> dict[str, object]:
+def check(
+    python: str, wheel: Path, pins: list[str], folder: Path, beside: tuple[Path, ...] = ()
+) -> dict[str, object]:
     """Install a wheel with its example server, and return what the smoke test reports.
+
+    Parameters
+    ----------
+    python : str
+        Interpreter of the new environment.
+    wheel : Path
+        The wheel.
+    pins : list of str
+        Requirements beyond the wheel's own.
+    folder : Path
+        An empty folder for the environment.
+    beside : tuple of Path
+        Wheels of prebuilt modules or kernels that are installed with it.
 
     Raises
     ------
@@ -75,11 +90,12 @@ def check(python: str, wheel: Path, pins: list[str], folder: Path) -> dict[str, 
     """
     _run(python, "-m", "venv", folder / "venv", cwd=folder)
     inside = folder / "venv" / "bin" / "python"
-    _run(inside, "-m", "pip", "install", "-q", f"{wheel}[serve]", *pins, cwd=folder)
+    _run(inside, "-m", "pip", "install", "-q", f"{wheel}[serve]", *beside, *pins, cwd=folder)
     _run(inside, "-m", "pip", "check", cwd=folder)
     shutil.copy(ROOT / "tests" / "smoke.py", folder)
     report = json.loads(_run(inside, "smoke.py", cwd=folder).splitlines()[-1])
     assert str(report["location"]).startswith(str(folder)), "the checkout was tested instead"
+    _run(inside, "-m", "flashinfer", "list-cubins", cwd=folder)
     shutil.copytree(ROOT / "examples", folder / "examples")
     words = ("-m", "examples.serve", "generate", "Once", "--max-tokens", "2", "--device", "cpu")
     _run(inside, *words, cwd=folder)

@@ -44,11 +44,23 @@ def known_costs() -> dict[str, float]:
     return next((json.loads(file.read_text()) for file in files if file.is_file()), {})
 
 
+def in_a_line(report: pytest.TestReport) -> str:
+    """Beginning and end of the error, for a run that may be cut before its summary."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = " | ".join((crash.message if crash else str(report.longrepr)).split("\n"))
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"
+
+
 class CpuMeter:
     """Adds to each report the CPU time since the one before it; runs where tests run."""
 
     def __init__(self) -> None:
         self.before = cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self):
+        self.before = cpu_seconds()  # what the process did before, it did for no test
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self):
@@ -93,7 +105,8 @@ class Progress:
 
     def __init__(self, config: pytest.Config, costs: dict[str, float]) -> None:
         self.reporter = config.pluginmanager.get_plugin("terminalreporter")
-        self.workers = config.getoption("numprocesses", None) or 1
+        forks = config.getoption("fork", None)
+        self.workers = forks or config.getoption("numprocesses", None) or 1
         self.costs = costs
         self.created = self.begun = self.printed = time.monotonic()
         self.left: dict[str, float] = {}
@@ -117,15 +130,15 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport):
-        """No dots: only what failed appears at once."""
-        if report.passed and report.when != "call":
-            return "", "", ""
-        return (report.outcome, "", "") if not report.failed else None
+        """No dots and letters: what failed has a line."""
+        if report.when == "call" or report.skipped:
+            return report.outcome, "", ""
+        return "error" if report.failed else "", "", ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed += 1
-            self.say(f"FAILED {report.nodeid} ({report.when})")
+            self.say(f"FAILED {report.nodeid} ({report.when}): {in_a_line(report)}")
         if report.when == "teardown":
             self.seconds_done += self.left.pop(report.nodeid, 0.0)
         if time.monotonic() - self.printed >= SECONDS_BETWEEN_LINES:

@@ -7,6 +7,7 @@ python -m tests.release --out dist --modules 'norm_*' --arch 9.0a --install
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import re
@@ -110,6 +111,23 @@ def check_sdist(sdist: Path, wheel: Path) -> None:
     require(not missing, f"{sdist.name} lacks {', '.join(sorted(missing))}")
 
 
+def check_cubins(cubins: Path, package: Path) -> None:
+    """Check that a wheel of cubins has the manifest that a wheel of the package signs off.
+
+    Raises
+    ------
+    ReleaseError
+        If it is another one.
+    """
+    with zipfile.ZipFile(cubins) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("/checksums.txt"))
+        found = hashlib.sha256(archive.read(name)).hexdigest()
+    with zipfile.ZipFile(package) as archive:
+        meta = archive.read("flashinfer/_build_meta.py").decode()
+    pinned = f'__cubins_sha256__ = "{found}"' in meta
+    require(pinned, f"{package.name} does not sign off the manifest of {cubins.name}, {found}")
+
+
 def check_descriptions(files: Sequence[Path]) -> str:
     """Let twine check what an index shows, where twine is installed; returns what was done."""
     if importlib.util.find_spec("twine") is None:
@@ -128,20 +146,27 @@ def build(out: Path, options: argparse.Namespace) -> dict[str, Path]:
     with tempfile.TemporaryDirectory(prefix="flashinfer-release-") as scratch:
         parts = Path(scratch) / "host"
         patterns = options.modules.split()
+        cubins = Path(scratch) / "cubins"
+        from_parts = {"FLASHINFER_HOST_DIR": str(parts)}
         flashinfer = [sys.executable, "-m", "flashinfer"]
         run(*flashinfer, "build-host-parts", parts, *patterns, **targets)
-        run(*pack, "--wheel", *link, "-C", f"host-parts={parts}", "-o", out, ROOT)
+        run(*flashinfer, "build-cubins", cubins, *patterns, **targets, **from_parts)
+        extra = ["-C", f"host-parts={parts}", "-C", f"cubins={cubins}"]
+        run(*pack, "--wheel", *link, *extra, "-o", out, ROOT)
         built["platform wheel"] = _only(out, "flashinfer_python-*-manylinux_*.whl")
         chosen = [f"--config-setting=modules={options.modules}"] if patterns else []
         for folder in (out, Path(scratch)):
             # The second is compiled again, elsewhere.
             cache = {"FLASHINFER_WORKSPACE_BASE": f"{scratch}/cache-of-{folder.name}"}
-            project = ROOT / "flashinfer-jit-cache"
-            run(*pack, "--wheel", *chosen, "-o", folder, project, **targets, **cache)
-        built["jit-cache"] = _only(out, "flashinfer_jit_cache-*.whl")
-        again = _only(Path(scratch), "flashinfer_jit_cache-*.whl")
-        same = again.read_bytes() == built["jit-cache"].read_bytes()
-        require(same, "a second flashinfer-jit-cache wheel has other bytes")
+            command = [*pack, "--wheel", *chosen, "-o", folder]
+            run(*command, ROOT / "flashinfer-jit-cache", **targets, **cache)
+            run(*command, ROOT / "flashinfer-cubin", **targets, **cache, **from_parts)
+        for kind in ("jit-cache", "cubin"):
+            pattern = f"flashinfer_{kind.replace('-', '_')}-*.whl"
+            built[kind] = _only(out, pattern)
+            same = _only(Path(scratch), pattern).read_bytes() == built[kind].read_bytes()
+            require(same, f"a second flashinfer-{kind} wheel has other bytes")
+        check_cubins(built["cubin"], built["platform wheel"])
     return built
 
 
@@ -151,12 +176,14 @@ def _only(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
-def check_installs(wheel: Path) -> None:
-    """Install a wheel into new environments, with the newest and the lowest dependencies."""
+def check_installs(built: dict[str, Path]) -> None:
+    """Install the wheels into new environments, with the newest and the lowest dependencies."""
+    wheel = built["platform wheel"]
+    beside = built["jit-cache"], built["cubin"]
     for pins in ([], install_check.lowest(wheel)):
         with tempfile.TemporaryDirectory(prefix="flashinfer-install-") as folder:
             try:
-                install_check.check(sys.executable, wheel, pins, Path(folder))
+                install_check.check(sys.executable, wheel, pins, Path(folder), beside)
             except RuntimeError as error:
                 raise ReleaseError(str(error)) from error
 
@@ -166,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.release")
     parser.add_argument("--out", type=Path, required=True, help="folder for the distributions")
     parser.add_argument("--modules", default="", help="patterns of modules; by default all")
-    parser.add_argument("--arch", default="", help="targets of the jit-cache wheel")
+    parser.add_argument("--arch", default="", help="targets of what is compiled")
     parser.add_argument("--repository", default="", help="address of the sources")
     parser.add_argument("--install", action="store_true", help="install into new environments")
     options = parser.parse_args(arguments)
@@ -180,11 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in ("wheel", "platform wheel"):
             check_wheel(built[kind], version)
         check_sdist(built["sdist"], built["platform wheel"])
-        requirement = metadata(built["jit-cache"])["Requires-Dist"]
-        require(requirement == f"flashinfer-python=={version}", f"jit-cache needs {requirement}")
+        for kind in ("jit-cache", "cubin"):
+            needs = metadata(built[kind])["Requires-Dist"]
+            require(needs == f"flashinfer-python=={version}", f"flashinfer-{kind} needs {needs}")
         print(check_descriptions(list(built.values())))
         if options.install:
-            check_installs(built["platform wheel"])
+            check_installs(built)
     except ReleaseError as error:
         print(error, file=sys.stderr)
         return 1

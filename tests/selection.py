@@ -5,7 +5,9 @@
   which every value of every parameter occurs. A case is chosen by a hash of its name, so that new
   cases do not move the others. `--full` runs all.
 - What is marked `full` runs under `--full` only.
-- ``--gpu-share i/n``: part `i` of `n` of the tests that a GPU decides, in parts of equal cost.
+- ``--gpu-share i/n``: part `i` of `n` of the tests that a GPU decides, in parts of equal cost. Of a
+  test function whose cases take more than `SECONDS_OF_A_FUNCTION` together, by `tests/costs/`, as
+  many run as fit, but at least `LEAST_ON_A_GPU`, and again every value of every parameter occurs.
 - Expensive tests come first, so that no worker is left alone with one at the end.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -21,9 +23,10 @@ import torch
 from tests.progress import USUAL_COST, function_of, known_costs
 
 SAMPLED_SHARE, LEAST_CASES = 0.25, 8
+SECONDS_OF_A_FUNCTION, LEAST_ON_A_GPU = 15.0, 6
 EXPENSIVE = 2.0  # CPU seconds of one case
 # Tests of these folders need no GPU unless they say so, by one of these marks or fixtures.
-WITHOUT_GPU = ("tests/unit/", "tests/trace/", "tests/serve/")
+WITHOUT_GPU = ("tests/trace/", "tests/serve/")
 MARKS, FIXTURES = ("gpu", "any_device"), ("device", "model")
 
 
@@ -52,7 +55,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
     chosen = [item for item in items if full or item.get_closest_marker("full") is None]
     if share := config.getoption("--gpu-share"):
-        chosen = part(list(filter(is_decided_by_a_gpu, chosen)), *share, cost)
+        chosen = list(filter(is_decided_by_a_gpu, chosen))
+        chosen = part(chosen if full else affordable(chosen, cost), *share, cost)
     elif not full and not torch.cuda.is_available():
         chosen = sample(chosen)
     chosen.sort(key=lambda item: -cost(item) if cost(item) >= EXPENSIVE else 0.0)
@@ -62,6 +66,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def is_decided_by_a_gpu(item: pytest.Item) -> bool:
+    if item.nodeid.startswith("tests/unit/"):
+        return False
     marked = any(item.get_closest_marker(mark) for mark in MARKS)
     marked = marked or any(fixture in item.fixturenames for fixture in FIXTURES)
     return marked or not item.nodeid.startswith(WITHOUT_GPU)
@@ -83,17 +89,34 @@ def part(
 
 def sample(items: list[pytest.Item]) -> list[pytest.Item]:
     """All tests but those of kernels, whose cases are sampled."""
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if "device" in item.fixturenames and hasattr(item, "callspec"):
-            cases[function_of(item.nodeid)].append(item)
-    dropped = {item for found in cases.values() for item in set(found) - sample_of_cases(found)}
+    dropped: set[pytest.Item] = set()
+    for found in _cases([item for item in items if "device" in item.fixturenames]):
+        wanted = max(LEAST_CASES, round(SAMPLED_SHARE * len(found)))
+        dropped |= set(found) - sample_of_cases(found, wanted)
     return [item for item in items if item not in dropped]
 
 
-def sample_of_cases(items: list[pytest.Item]) -> set[pytest.Item]:
+def affordable(items: list[pytest.Item], cost: Callable[[pytest.Item], float]) -> list[pytest.Item]:
+    """All tests but cases of those functions that take too long on a GPU."""
+    dropped: set[pytest.Item] = set()
+    for found in _cases(items):
+        wanted = max(LEAST_ON_A_GPU, int(SECONDS_OF_A_FUNCTION / cost(found[0])))
+        if wanted < len(found):
+            dropped |= set(found) - sample_of_cases(found, wanted)
+    return [item for item in items if item not in dropped]
+
+
+def _cases(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """The cases of each test function that has parameters."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            cases[function_of(item.nodeid)].append(item)
+    return cases.values()
+
+
+def sample_of_cases(items: list[pytest.Item], wanted: int) -> set[pytest.Item]:
     """A fixed part of the cases of one test function, with each value of each parameter."""
-    wanted = max(LEAST_CASES, round(SAMPLED_SHARE * len(items)))
     in_order = sorted(items, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
     seen: set[tuple[str, str]] = set()
     chosen: list[pytest.Item] = []

@@ -1,8 +1,8 @@
 """A short program that shows whether an installation works: ``python tests/smoke.py``.
 
 It needs the installed package, its dependencies and nothing else: neither a GPU nor a compiler nor
-pytest. The tests of packaging run it with other versions of Python and of the dependencies. What it
-prints last is one line of JSON.
+pytest. The tests of packaging run it with other versions of Python and of the dependencies. Its
+last line is JSON.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) alignas(n)
@@ -36,6 +37,17 @@ inline To bit_cast(const From& from) {
   To to;
   std::memcpy(&to, &from, sizeof(To));
   return to;
+}
+
+// prmt.b32: bytes of y:x by the selector's digits, whose fourth bit asks for the byte's sign.
+inline uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = x | static_cast<uint64_t>(y) << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = selector >> (4 * i) & 15, byte = bytes >> (8 * (digit & 7)) & 0xff;
+    result |= (digit < 8 ? byte : byte & 0x80 ? 0xffu : 0u) << (8 * i);
+  }
+  return result;
 }
 
 // cvt.f32.f16 and cvt.rn.f16.f32.
@@ -105,6 +117,9 @@ inline T atomicMax(T* address, T value) {
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, int shift) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift % 32));
+}
 
 inline bool __any_sync(unsigned, bool predicate) {
   const bool* all = emulation::block.exchange(predicate);
@@ -118,10 +133,19 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
   return lanes;
 }
 
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const unsigned* all = emulation::block.exchange(value);
+  return *std::max_element(all, all + 32);
+}
+
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+[[noreturn]] inline void __trap() { emulation::fail("the program traps"); }
+
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
 inline bool __all_sync(unsigned mask, bool predicate) { return !__any_sync(mask, !predicate); }
 
+inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 inline uint32_t __float_as_uint(float x) { return emulation::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bit_cast<float>(x); }
 inline float __int_as_float(int32_t x) { return emulation::bit_cast<float>(x); }
@@ -129,22 +153,30 @@ inline float __int_as_float(int32_t x) { return emulation::bit_cast<float>(x); }
 inline int32_t __viaddmax_s32(int32_t x, int32_t y, int32_t z) { return std::max(x + y, z); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
-  const uint64_t bytes = x | static_cast<uint64_t>(y) << 32;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const int byte = selector >> (4 * i) & 7;
-    result |= static_cast<uint32_t>(bytes >> (8 * byte) & 0xff) << (8 * i);
-  }
-  return result;
+  return emulation::permute_bytes(x, y, selector & 0x7777u);
+}
+
+// The larger ones of two numbers each.
+inline uint32_t __vmaxu2(uint32_t x, uint32_t y) {
+  return std::max(x >> 16, y >> 16) << 16 | std::max(x & 0xffffu, y & 0xffffu);
 }
 
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 
 inline float __sinf(float x) { return std::sin(x); }
+inline float __expf(float x) { return std::exp(x); }
 inline float __cosf(float x) { return std::cos(x); }
 
+inline float __saturatef(float x) { return x > 0.f ? std::fmin(x, 1.f) : 0.f; }
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+template <typename T>
+inline T __ldg(const T* address) {
+  return *address;
+}
 template <typename T>
 inline T __ldcs(const T* address) {
   return *address;

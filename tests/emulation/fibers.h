@@ -24,7 +24,7 @@ namespace emulation {
   std::abort();
 }
 
-enum class State { runs, at_warp_barrier, at_block_barrier, done };
+enum class State { runs, at_warp_barrier, at_block_barrier, at_condition, done };
 
 struct Fiber {
   static constexpr size_t kStackBytes = 128 << 10;
@@ -33,7 +33,8 @@ struct Fiber {
   jmp_buf position;
   bool has_started;
   State state;
-  int phase;  // alternates between the exchange buffers of its warp
+  int phase;                        // alternates between the exchange buffers of its warp
+  std::function<bool()> condition;  // what it waits for at_condition
   std::vector<char> stack;
 };
 
@@ -65,16 +66,28 @@ class Block {
     while (true) {
       for (const int warp : order) run_warp(warp);
       if (all_are(State::done)) return;
+      if (any_runs()) continue;  // a thread polls what another process writes
+      if (wake_by_condition()) continue;
       if (!all_are(State::at_block_barrier)) fail("not all threads reach a barrier of the block");
       for (Fiber& fiber : fibers_) fiber.state = State::runs;
     }
   }
+
+  // The other threads run before this one does again.
+  void yield() { leave(fibers_[current_]); }
 
   // The running thread waits until all threads of its warp or block wait.
   void wait(State at) {
     Fiber& fiber = fibers_[current_];
     fiber.state = at;
     leave(fiber);
+  }
+
+  // The running thread waits until others have made `condition` true.
+  void wait_for(std::function<bool()> condition) {
+    if (condition()) return;
+    fibers_[current_].condition = std::move(condition);
+    wait(State::at_condition);
   }
 
   // Every lane gives a value and gets those of all lanes, valid until its next but one exchange.
@@ -97,16 +110,35 @@ class Block {
                        [&](const Fiber& fiber) { return fiber.state == state; });
   }
 
-  // Until all lanes wait for the block or are done.
+  bool any_runs() const {
+    return std::any_of(fibers_.begin(), fibers_.end(),
+                       [](const Fiber& fiber) { return fiber.state == State::runs; });
+  }
+
+  // Whether threads go on because what they waited for has come true.
+  bool wake_by_condition() {
+    bool any = false;
+    for (Fiber& fiber : fibers_) {
+      if (fiber.state != State::at_condition || !fiber.condition()) continue;
+      fiber.state = State::runs;
+      any = true;
+    }
+    return any;
+  }
+
+  // Until all lanes wait for the block or a condition, or are done, or one has yielded.
   void run_warp(int warp) {
     const int begin = warp * 32, end = std::min<int>(begin + 32, fibers_.size());
     while (true) {
       int num_waiting = 0;
+      bool must_leave = false;
       for (int i = begin; i < end; ++i) {
         if (fibers_[i].state == State::runs) enter(i);
-        num_waiting += fibers_[i].state == State::at_warp_barrier;
+        const State state = fibers_[i].state;
+        num_waiting += state == State::at_warp_barrier;
+        must_leave |= state == State::runs || state == State::at_condition;
       }
-      if (num_waiting == 0) return;
+      if (num_waiting == 0 || must_leave) return;
       if (num_waiting != end - begin) fail("not all lanes reach a collective of the warp");
       for (int i = begin; i < end; ++i) fibers_[i].state = State::runs;
     }

@@ -171,10 +171,13 @@ def check(case: Case, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", FILTERS)
-@fuzz_settings(150)
-@given(case=CASES)
-def test_accepted_calls_are_right(function: str, case: Case):
-    check(replace(case, function=function), torch.device("cuda"))
+def test_accepted_calls_are_right(function: str, full: bool):
+    @fuzz_settings(500 if full else 25)
+    @given(case=CASES)
+    def run(case: Case) -> None:
+        check(replace(case, function=function), torch.device("cuda"))
+
+    run()
 
 
 @fuzz_settings(CPU_EXAMPLES)

@@ -43,7 +43,6 @@ BEFORE = {
 # What an absent name waits for, by the beginning of its path; the first that fits.
 WAITS_FOR = {
     "decode._grouped_size_compiled_for_decode_kernels": "nothing: it marks versions before 0.2",
-    "prefill.cudnn": "attention of vision towers",
     "prefill.trtllm_fmha_v2_prefill": "attention that skips small softmax terms",
     "autotune_v2": "a managed store of tuning results",
     "nvfp4": "caches of 4 bits",

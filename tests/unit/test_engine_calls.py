@@ -106,6 +106,18 @@ def test_a_fast_plan_in_place_of_begin_forward(q: torch.Tensor, cache: Any) -> N
     assert torch.equal(wrapper._paged_kv_last_page_len_buf, LAST)
 
 
+def test_a_fast_plan_keeps_the_dtype_of_results(cache: Any) -> None:
+    """It has no argument for it: vLLM plans 8-bit queries once with it, and then without."""
+    wrapper = _decode()
+    dtypes = {"q_data_type": torch.float8_e4m3fn, "kv_data_type": torch.float8_e4m3fn}
+    table = (INDPTR, PAGES, LAST, *HEAD_COUNTS)
+    wrapper.plan(*table, o_data_type=torch.bfloat16, **dtypes)
+    q = torch.randn(3, HEADS, HEAD_DIM).to(torch.float8_e4m3fn)
+    first = wrapper.run(q, cache)
+    flashinfer.fast_decode_plan(wrapper, *table, **dtypes)
+    assert torch.equal(wrapper.run(q, cache), first) and first.dtype == torch.bfloat16
+
+
 def test_no_fixed_split_size_is_also_minus_one(q: torch.Tensor, cache: Any) -> None:
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.float8_e4m3fn}
     wrapper = _planned(fixed_split_size=-1, disable_split_kv=False, **dtypes)

@@ -26,6 +26,8 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 MAX_ARGUMENTS = 12
 # Fields of configurations that no export depends on.
 SAME = {"ACTIVATION", "CODE", "GROUP_SIZE", "INTERLEAVE", "LAYOUT", "NORM", "SCALE"}
+SAME |= {"TILE_ROWS", "TILE_COLUMNS", "CLUSTER_ROWS", "CLUSTER_COLUMNS", "CONSUMERS", "SPLITS"}
+SAME |= {"SWAP", "TOKENS", "WARPS"}
 UNKNOWN = "?"  # refused wherever it is taken
 # Their first argument is native state, which a test cannot make up.
 STATEFUL = {

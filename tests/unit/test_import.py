@@ -6,6 +6,7 @@ Each check imports in a fresh interpreter, after torch, under an audit hook that
 from __future__ import annotations
 
 import compileall
+import importlib
 import json
 import os
 import shutil
@@ -16,6 +17,8 @@ import warnings
 from pathlib import Path
 
 import pytest
+
+import flashinfer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,6 +116,16 @@ def test_import_needs_no_heavy_module():
     """What only a build, a benchmark or the command line needs is imported by them."""
     loaded = set(import_report()["modules"])
     assert not loaded & {"jinja2", "click", "tabulate", "tqdm", "pynvml", "cupti", "setuptools"}
+    assert not loaded & {f"flashinfer.{name}" for name in flashinfer._LATER}
+
+
+def test_names_of_families_that_come_later_are_there():
+    for submodule, names in flashinfer._LATER.items():
+        module = importlib.import_module(f"flashinfer.{submodule}")
+        assert all(getattr(flashinfer, name) is getattr(module, name) for name in names)
+        assert set(names) <= set(dir(flashinfer))
+    with pytest.raises(AttributeError, match="did you mean mm_bf16"):
+        flashinfer.mm_bf61  # noqa: B018
 
 
 WITHOUT_OTHERS = """
@@ -136,3 +149,25 @@ def test_a_checkout_runs_with_torch_numpy_and_packaging():
     """README says so of `PYTHONPATH=<this folder>`."""
     env = os.environ | {"FLASHINFER_BACKEND": "reference"}
     assert run_watched(WITHOUT_OTHERS, env) == [[1.0] * 8] * 2
+
+
+WITHOUT_COMPILER = """
+import torch, flashinfer
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+workspace = torch.empty(1 << 20, dtype=torch.uint8)
+decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+decode.plan(ints(0, 1), ints(0), ints(4), 2, 2, 64, 4)
+prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+prefill.plan(ints(0, 3), ints(0, 1), ints(0), ints(4), 2, 2, 64, 4, causal=True)
+print([decode._plan_info, prefill._plan_info])
+"""
+
+
+def test_reference_plans_need_no_compiler(tmp_path: Path):
+    """Nor do they when compiling is forbidden; the native planner only checks for them."""
+    env = {"FLASHINFER_BACKEND": "reference", "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    env |= {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_CUDA_ARCH_LIST": "9.0a"}
+    assert run_watched(WITHOUT_COMPILER, os.environ | env) == [[1, 1], [3, 1]]

@@ -31,7 +31,7 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
 
 
 def build_products() -> set[Path]:
-    """What a build could leave behind in the checkout."""
+    """Files that a build could leave in the checkout."""
     patterns = ("build", "dist", "*.egg-info", "flashinfer/data", "flashinfer/_build_meta.py")
     return {path for pattern in patterns for path in ROOT.glob(pattern)}
 
@@ -79,7 +79,7 @@ def test_wheel_contents(wheel: Path):
 
 
 def test_every_import_is_declared():
-    """What the package imports is a dependency, an optional one, or the standard library."""
+    """Every import of the package is a dependency, an optional one, or the standard library."""
     distribution = {"tvm_ffi": "apache-tvm-ffi", "pynvml": "nvidia-ml-py"}
     # Nothing imports typing_extensions at run time: type checkers bring it.
     optional = {"safetensors", "cupti", "flashinfer_jit_cache", "typing_extensions"}

@@ -78,5 +78,5 @@ def test_a_wheel_with_host_parts_is_of_a_platform(tmp_path: Path):
     with pytest.raises(ValueError, match="has no libraries"):
         backend().platform_tag(tmp_path)
     library = lzma.compress(b"\0GLIBC_2.2.5\0GLIBC_2.31\0GLIBC_2.14\0")
-    (tmp_path / "norm.so.xz").write_bytes(library)
+    (tmp_path / "0123456789abcdef.xz").write_bytes(library)
     assert backend().platform_tag(tmp_path).startswith("manylinux_2_31_")

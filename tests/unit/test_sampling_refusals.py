@@ -139,6 +139,14 @@ def test_a_fault_is_refused_by_name(function: str, name: str, value: Any):
     assert "must be a CUDA tensor" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_numbers_of_rows_have_one_dimension(name: str):
+    function = getattr(flashinfer, f"{name}_sampling_from_probs")
+    dtype = torch.int32 if name == "top_k" else torch.float32
+    with pytest.raises(ValueError, match="Expected a 1D tensor or scalar.*got a 2D tensor"):
+        function(_probs(), torch.ones(4, 1, dtype=dtype))
+
+
 def test_a_seed_takes_the_place_of_a_generator():
     with pytest.raises(ValueError, match="offset"):
         flashinfer.sampling_from_probs(_probs(), offset=1)
@@ -169,11 +177,14 @@ def test_top_k_of_every_integer_dtype():
     for bits in (8, 16, 32, 64):
         for kind in ("int", "uint"):
             values = torch.tensor([0, 3, 100]).to(getattr(torch, f"{kind}{bits}"))
-            assert _inputs.row_ints(values).tolist() == [0, 3, 100]
-    assert _inputs.row_ints(torch.tensor([2**40, -(2**40)])).tolist() == [2**31 - 1, -(2**31)]
+            assert _inputs.row_ints("top_k", values).tolist() == [0, 3, 100]
+    assert _inputs.row_ints("top_k", torch.tensor([2**40, -(2**40)])).tolist() == [
+        2**31 - 1,
+        -(2**31),
+    ]
     for dtype in (torch.float32, torch.bool, torch.complex64):
         with pytest.raises(ValueError, match="`top_k`"):
-            _inputs.row_ints(torch.ones(3, dtype=dtype))
+            _inputs.row_ints("top_k", torch.ones(3, dtype=dtype))
 
 
 def test_modules_of_engines_exist():

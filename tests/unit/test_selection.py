@@ -11,7 +11,15 @@ import pytest
 
 from tests import selection
 from tests.progress import Progress, function_of
-from tests.selection import LEAST_CASES, part, sample, sample_of_cases
+from tests.selection import (
+    LEAST_CASES,
+    LEAST_ON_A_GPU,
+    SECONDS_OF_A_FUNCTION,
+    affordable,
+    part,
+    sample,
+    sample_of_cases,
+)
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,12 @@ def grid(**axes: range) -> list[Item]:
 
 def test_a_sample_is_fixed_and_has_every_value():
     items = grid(x=range(10), y=range(4), z=range(3))
-    chosen = sample_of_cases(items)
+    chosen = sample_of_cases(items, 30)
     assert 0.2 * len(items) <= len(chosen) <= 0.35 * len(items)
     for name, values in (("x", 10), ("y", 4), ("z", 3)):
         assert len({item.callspec.params[name] for item in chosen}) == values
-    assert sample_of_cases(items[::-1]) == chosen
-    more = sample_of_cases(items + [Item(f"{i.nodeid}-new", i.callspec) for i in items])
+    assert sample_of_cases(items[::-1], 30) == chosen
+    more = sample_of_cases(items + [Item(f"{i.nodeid}-new", i.callspec) for i in items], 60)
     assert len(more & chosen) >= 0.7 * len(chosen), "new cases do not move the others"
 
 
@@ -52,6 +60,17 @@ def test_small_grids_and_lists_run_whole():
     assert len(sample(grid(fault=range(50)))) == 50, "each value of the only parameter"
     without_device = [Item(i.nodeid, i.callspec, ()) for i in grid(x=range(10), y=range(10))]
     assert sample(without_device) == without_device
+
+
+def test_a_gpu_runs_the_cases_that_it_can_afford():
+    items = grid(x=range(10), y=range(10))
+    assert affordable(items, lambda item: SECONDS_OF_A_FUNCTION / 100) == items
+    chosen = affordable(items, lambda item: SECONDS_OF_A_FUNCTION / 25)
+    assert len(chosen) == 25 and chosen == [item for item in items if item in chosen]
+    for name in "xy":
+        assert {item.callspec.params[name] for item in chosen} == set(range(10))
+    few = affordable(grid(x=range(3), y=range(3)), lambda item: 100.0)
+    assert len(few) == LEAST_ON_A_GPU
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

@@ -153,7 +153,7 @@ def test_autotuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.compiler
 def test_latent_attention():
-    (snippet,) = snippets(ROOT / "docs" / "mla.md", "python")
+    snippet, _ = snippets(ROOT / "docs" / "mla.md", "python")
     names = execute(snippet)
     bounds = names["kv_indptr"].tolist()
     for request, length in enumerate(names["lengths"]):

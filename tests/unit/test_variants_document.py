@@ -44,11 +44,3 @@ def test_variants_compile_and_plan_without_a_gpu(tmp_path, monkeypatch: pytest.M
     assert planned == 3
     libraries = {path.name.split("_")[0] for path in tmp_path.rglob("*_custom_variant*.so")}
     assert libraries == {"head", "same", "sigmoid"}
-
-
-@pytest.mark.gpu
-@pytest.mark.compiler
-def test_every_snippet_gives_the_right_result():
-    names: dict = {}
-    for snippet in SNIPPETS:
-        execute(snippet, names)

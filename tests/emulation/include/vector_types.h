@@ -7,6 +7,9 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 struct alignas(8) float2 {
   float x, y;
 };

@@ -14,6 +14,7 @@ constexpr int kMaxThreads = 1024;
 struct Copy {
   char* destination;
   const void* source;  // null: zeros
+  int bytes;
 };
 inline std::vector<Copy> open_group[kMaxThreads];
 inline std::deque<std::vector<Copy>> groups[kMaxThreads];
@@ -24,14 +25,26 @@ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - dynamic_shared);
 }
 
-inline void cp_async_16(uint32_t address, const void* source, bool valid) {
-  if (address % 16 != 0) emulation::fail("cp.async to a misaligned address");
-  if (valid && reinterpret_cast<uintptr_t>(source) % 16 != 0) {
+template <int kBytes>
+inline void copy_async(uint32_t address, const void* source, bool valid) {
+  if (address % kBytes != 0) emulation::fail("cp.async to a misaligned address");
+  if (valid && reinterpret_cast<uintptr_t>(source) % kBytes != 0) {
     emulation::fail("cp.async from a misaligned address");
   }
-  if (address + 16 > emulation::shared_bytes) emulation::fail("cp.async past shared memory");
-  std::memset(dynamic_shared + address, 0xff, 16);
-  emulated::open_group[threadIdx.x].push_back({dynamic_shared + address, valid ? source : nullptr});
+  if (address + kBytes > emulation::shared_bytes) emulation::fail("cp.async past shared memory");
+  std::memset(dynamic_shared + address, 0xff, kBytes);
+  emulated::open_group[threadIdx.x].push_back(
+      {dynamic_shared + address, valid ? source : nullptr, kBytes});
+}
+
+inline void cp_async_16(uint32_t address, const void* source, bool valid) {
+  copy_async<16>(address, source, valid);
+}
+inline void cp_async_8(uint32_t address, const void* source, bool valid) {
+  copy_async<8>(address, source, valid);
+}
+inline void cp_async_4(uint32_t address, const void* source, bool valid) {
+  copy_async<4>(address, source, valid);
 }
 
 inline void cp_async_commit() {
@@ -46,9 +59,9 @@ inline void cp_async_wait() {
   while (groups.size() > kPending) {
     for (const emulated::Copy& copy : groups.front()) {
       if (copy.source != nullptr) {
-        std::memcpy(copy.destination, copy.source, 16);
+        std::memcpy(copy.destination, copy.source, copy.bytes);
       } else {
-        std::memset(copy.destination, 0, 16);
+        std::memset(copy.destination, 0, copy.bytes);
       }
     }
     groups.pop_front();
