@@ -4,6 +4,7 @@
 #   make test                   the test suite (GPU tests skip with a reason where there is no GPU)
 #   make test TESTS=tests/unit  part of it; PYTEST_ARGS adds options
 #   make test-gpu               what a GPU decides, spread over the GPUs that are visible
+#   make docs                   the documents and the API reference as a site, in build/site/html
 #   make lint                   what pre-commit checks
 #
 # PYTHON=...  interpreter to make the environment from; a torch that it can import is used.
@@ -31,7 +32,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu lint install clean
+.PHONY: demo test test-gpu docs lint install clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -51,7 +52,7 @@ $(VENV)/.installed: pyproject.toml version.txt build_backend.py
 	  $(PYTHON) -m venv $(VENV) && $(call install,1,$(TORCH),"$(TORCH)"); \
 	fi
 	@$(call install,2,tools that build the package,"setuptools>=77")
-	@$(call install,3,this package and its tests,--no-build-isolation -e ".[dev]")
+	@$(call install,3,this package and its tests,--no-build-isolation -e ".[dev,docs]")
 	@$(call install,4,flashinfer-bench,--no-deps flashinfer-bench)
 	@if $(VENV)/bin/python -c "import flashinfer.jit.toolchain as t; t.require_toolkit()" 2>/dev/null; \
 	then echo "[5/5] CUDA toolkit: found"; \
@@ -69,6 +70,9 @@ test: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	@$(PY) -m tests.gpu_suite $(if $(TESTS),--tests $(TESTS)) $(filter-out -q,$(PYTEST_ARGS))
+
+docs: $(INSTALLED)
+	@$(PY) -m docs.site
 
 lint: $(INSTALLED)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pre_commit run -a

@@ -10,7 +10,8 @@ metadata, and links lead there. Otherwise a link becomes the path of a file that
 
 The setting `host-parts` names a folder that `flashinfer build-host-parts` made (`python -m build
 -C host-parts=FOLDER`). The wheel then has it as `flashinfer/data/host/`, compiles its modules with
-NVRTC alone, and is for one platform.
+NVRTC alone, and is for one platform. The setting `cubins` names a folder of `flashinfer
+build-cubins`: the SHA-256 of its manifest becomes part of the package, which signs off downloads.
 
 Wheels and sdists are built from a copy of the tree in a temporary folder. The checkout is not
 written, so it stays clean and two builds may run at once.
@@ -19,6 +20,7 @@ written, so it stays clean and two builds may run at once.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import lzma
 import os
 import platform
@@ -51,7 +53,7 @@ PROJECT_FILES = ("pyproject.toml", "version.txt", "README.md", "LICENSE", "build
 SDIST_EXTRA = (
     ".ci", ".clang-format", ".claude", ".gitignore", ".pre-commit-config.yaml", "3rdparty",
     "CHANGELOG.md", "CLAUDE.md", "Makefile", "benchmarks", "csrc", "docs", "examples",
-    "flashinfer-jit-cache", "include", "tests",
+    "flashinfer-cubin", "flashinfer-jit-cache", "include", "prebuilt_wheels.py", "tests",
 )  # fmt: skip
 URLS = "[project.urls]\n"
 BUILD_PRODUCTS = shutil.ignore_patterns(
@@ -77,7 +79,7 @@ def platform_tag(folder: Path) -> str:
     """The tag of a wheel with these libraries: the newest version of glibc that they ask for."""
     minors = [
         int(minor)
-        for library in folder.glob("*.so.xz")
+        for library in folder.glob("*.xz")
         for minor in re.findall(rb"GLIBC_2\.(\d+)\b", lzma.decompress(library.read_bytes()))
     ]
     if not minors:
@@ -103,12 +105,22 @@ def git_commit(root: Path = ROOT) -> str:
     return "unknown"
 
 
-def write_build_meta(root: Path) -> None:
-    """Write version and commit to `flashinfer/_build_meta.py` under `root`."""
+def cubins_sha256(settings: Mapping[str, str] | None) -> str:
+    """SHA-256 of the manifest of the cubins that the builder names, or "unknown"."""
+    if named := (settings or {}).get("cubins"):
+        version = (ROOT / "version.txt").read_text().strip()
+        manifest = Path(named).absolute() / version / "checksums.txt"
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    return "unknown"
+
+
+def write_build_meta(root: Path, settings: Mapping[str, str] | None) -> None:
+    """Write version, commit and hash of cubins to `flashinfer/_build_meta.py` under `root`."""
     version = (ROOT / "version.txt").read_text().strip()
     text = (
         '"""Written by build_backend.py."""\n\n'
         f'__version__ = "{version}"\n__git_version__ = "{git_commit()}"\n'
+        f'__cubins_sha256__ = "{cubins_sha256(settings)}"\n'
     )
     (root / META).write_text(text)
 
@@ -166,7 +178,7 @@ def _staged(
             for name, source in data_sources().items():
                 shutil.copytree(source, stage / DATA / name, ignore=_ignored)
             _add_host_parts(stage, settings)
-        write_build_meta(stage)
+        write_build_meta(stage, settings)
         project = with_repository((ROOT / "pyproject.toml").read_text(), settings)
         (stage / "pyproject.toml").write_text(project)
         (stage / INDEX_README).write_text(index_readme((ROOT / "README.md").read_text(), project))
@@ -191,7 +203,7 @@ def _add_host_parts(stage: Path, settings: Mapping[str, str] | None) -> None:
         tag = platform_tag(folder)
         target = stage / DATA / "host"
         target.mkdir(parents=True)
-        for file in (*sorted(folder.glob("*.so.xz")), folder / "index.json"):
+        for file in (*sorted(folder.glob("*.xz")), folder / "index.json"):
             shutil.copy2(file, target)
         (stage / "setup.cfg").write_text(f"[bdist_wheel]\nplat_name = {tag}\n")
 
@@ -242,7 +254,7 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     link_data()
-    write_build_meta(ROOT)
+    write_build_meta(ROOT, None)
     # Type checkers follow a path in a .pth file; they do not run setuptools' import hook.
     settings = {"editable_mode": "compat", **(config_settings or {})}
     readme = ROOT / INDEX_README

@@ -112,6 +112,10 @@ OPTIONS: dict[str, tuple[Option, Option]] = {
         Option("prefill", {}, {"mask": True, "batch_size": 2}),
         Option("prefill", {}, {"batch_size": 2}),
     ),
+    "custom mask, fa2": (
+        Option("prefill", {}, {"mask": True, "batch_size": 2, "backend": "fa2"}),
+        Option("prefill", {}, {"batch_size": 2, "backend": "fa2"}),
+    ),
     "pages of 1": (Option("prefill", {}, {"page_size": 1}), Option("prefill", {}, {})),
     "pages of 16": (Option("prefill", {}, {"page_size": 16}), Option("prefill", {}, {})),
 }

@@ -183,4 +183,23 @@ inline bool is_aligned(const Tensor& tensor, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(tensor.data()) % bytes == 0;
 }
 
+// Checks rows that are read or written `alignment` bytes at a time.
+inline void check_aligned_rows(const Tensor& tensor, int alignment) {
+  check_last_dim_contiguous(tensor);
+  bool aligned = is_aligned(tensor, alignment);
+  for (int i = 0; i + 1 < tensor.ndim(); ++i) {
+    const int64_t bytes = tensor.stride(i) * tensor.itemsize();
+    aligned = aligned && (tensor.dim(i) <= 1 || bytes % alignment == 0);
+  }
+  if (!aligned && tensor.numel() != 0) {
+    raise("ValueError",
+          "`%s`: rows must begin at multiples of %d bytes, got strides %s of %lld bytes",
+          tensor.name, alignment, list_text(tensor.dl->strides, tensor.ndim()).c_str(),
+          static_cast<long long>(tensor.itemsize()));
+  }
+}
+
+// The same for 16 bytes.
+inline void check_vector_rows(const Tensor& tensor) { check_aligned_rows(tensor, 16); }
+
 }  // namespace flashinfer::ffi

@@ -3,8 +3,8 @@
 #include <flashinfer/gemm/portable/launch.cuh>
 
 namespace flashinfer {
-namespace {
 
+// Not in an unnamed namespace: NVRTC finds a kernel by the names of its template arguments.
 struct Config {
   using A = dtype::FLASHINFER_CFG_DTYPE_A;
   using D = dtype::FLASHINFER_CFG_DTYPE_OUT;
@@ -18,10 +18,12 @@ struct Config {
   static constexpr GemmActivation kActivation = GemmActivation::FLASHINFER_CFG_ACTIVATION;
 };
 
-}  // namespace
+#ifndef __CUDACC_RTC__
 
 cudaError_t weight_gemm(const WeightGemmParams& params, bool enable_pdl, cudaStream_t stream) {
   return launch_weight_gemm<WeightGemmTile<Config>>(params, enable_pdl, stream);
 }
+
+#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

@@ -171,7 +171,11 @@ void run(ffi::Args& args) {
   for (const ffi::Tensor& gate : t.gates) {
     if (gate) check_vector(gate, ffi::dtype::float32, groups);
   }
-  const int64_t tiles = ceil_div<int64_t>(m, FLASHINFER_CFG_TOKENS) + (grouped ? groups : 0);
+  // A tile has at least one row.
+  const int64_t full_tiles = ceil_div<int64_t>(m, FLASHINFER_CFG_TOKENS);
+  const int64_t tiles = grouped && full_tiles + groups < m ? full_tiles + groups
+                        : grouped                          ? m
+                                                           : full_tiles;
   if (tiles > kMaxTiles || groups > kMaxGroups || n > INT32_MAX || k > INT32_MAX) {
     ffi::raise("ValueError", "`%s` and `%s` are too large, got shapes %s and %s", t.a.name,
                t.weights.name, t.a.shape_text().c_str(), t.weights.shape_text().c_str());

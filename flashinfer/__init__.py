@@ -16,8 +16,6 @@ if not is_command_line():
         from .attention import (
             BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
         )
-        from .autotuner import MeasurementPolicy as MeasurementPolicy
-        from .autotuner import autotune as autotune
         from .cascade import (
             BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
         )
@@ -32,34 +30,36 @@ if not is_command_line():
         from .decode import (
             CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,  # noqa: E501
         )
+        from .decode import cudnn_batch_decode_with_kv_cache as cudnn_batch_decode_with_kv_cache
         from .decode import fast_decode_plan as fast_decode_plan
         from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
         from .fi_trace import fi_trace as fi_trace
-        from .fused_moe import cutlass_fused_moe as cutlass_fused_moe
-        from .fused_moe import reorder_rows_for_gated_act_gemm as reorder_rows_for_gated_act_gemm
-        from .gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
-        from .gemm import bmm_bf16 as bmm_bf16
-        from .gemm import bmm_fp8 as bmm_fp8
-        from .gemm import grouped_mm_bf16 as grouped_mm_bf16
-        from .gemm import grouped_mm_fp8 as grouped_mm_fp8
-        from .gemm import mm_bf16 as mm_bf16
-        from .gemm import mm_fp8 as mm_fp8
-        from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
         from .norm import fused_add_rmsnorm as fused_add_rmsnorm
         from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant
         from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
         from .norm import fused_qk_rmsnorm_rope as fused_qk_rmsnorm_rope
         from .norm import fused_rmsnorm_silu as fused_rmsnorm_silu
+        from .norm import gated_residual_next_rmsnorm as gated_residual_next_rmsnorm
+        from .norm import gated_residual_rmsnorm as gated_residual_rmsnorm
         from .norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
         from .norm import gemma_rmsnorm as gemma_rmsnorm
         from .norm import layernorm as layernorm
         from .norm import layernorm_quant as layernorm_quant
         from .norm import rmsnorm as rmsnorm
         from .norm import rmsnorm_quant as rmsnorm_quant
+        from .norm import rmsnorm_sigmoid_gate as rmsnorm_sigmoid_gate
+        from .norm import (
+            supports_gated_residual_next_rmsnorm as supports_gated_residual_next_rmsnorm,
+        )
+        from .norm import supports_gated_residual_rmsnorm as supports_gated_residual_rmsnorm
+        from .norm import supports_rmsnorm_sigmoid_gate as supports_rmsnorm_sigmoid_gate
         from .page import append_paged_kv_cache as append_paged_kv_cache
         from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
         from .page import get_batch_indices_positions as get_batch_indices_positions
         from .page import get_seq_lens as get_seq_lens
+        from .page import (
+            nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache,
+        )
         from .page import (
             nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,  # noqa: E501
         )
@@ -84,6 +84,9 @@ if not is_command_line():
         from .quantization import mxfp8_dequantize_host as mxfp8_dequantize_host
         from .quantization import mxfp8_quantize as mxfp8_quantize
         from .quantization import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
+        from .quantization import nvfp4_kv_dequantize as nvfp4_kv_dequantize
+        from .quantization import nvfp4_kv_dequantize_paged as nvfp4_kv_dequantize_paged
+        from .quantization import nvfp4_kv_quantize as nvfp4_kv_quantize
         from .quantization import nvfp4_quantize as nvfp4_quantize
         from .quantization import packbits as packbits
         from .quantization import segment_packbits as segment_packbits
@@ -127,6 +130,7 @@ if not is_command_line():
         from .topk import top_k_page_table_transform as top_k_page_table_transform
         from .topk import top_k_ragged_transform as top_k_ragged_transform
         from .utils import next_positive_power_of_2 as next_positive_power_of_2
+        from .xqa import xqa as xqa
 
         # Last: FLASHINFER_BACKEND=reference routes what was imported above.
         from .reference_backend import reference_backend as reference_backend  # isort: skip
@@ -136,6 +140,8 @@ if _TYPE_CHECKING:
     from . import collect_env as collect_env
     from . import comm as comm
     from . import concat_ops as concat_ops
+    from . import dense_mqa as dense_mqa
+    from . import diffusion_ops as diffusion_ops
     from . import fp4_quantization as fp4_quantization
     from . import fp8_quantization as fp8_quantization
     from . import fused_moe as fused_moe
@@ -146,11 +152,63 @@ if _TYPE_CHECKING:
     from . import kda_decode as kda_decode
     from . import logits_processor as logits_processor
     from . import mamba as mamba
+    from . import paged_mqa as paged_mqa
     from . import testing as testing
+    from . import trace_apply as trace_apply
+    from .attn_scores import compute_paged_mqa_logits_schedule as compute_paged_mqa_logits_schedule
+    from .attn_scores import fp8_paged_mqa_logits as fp8_paged_mqa_logits
+    from .attn_scores import min_block_table_width as min_block_table_width
+    from .attn_scores import padded_seq_len as padded_seq_len
+    from .attn_scores import precompile_paged_mqa_logits as precompile_paged_mqa_logits
+    from .autotuner import MeasurementPolicy as MeasurementPolicy
+    from .autotuner import autotune as autotune
+    from .concat_ops import concat_mla_kv_quant_fp8 as concat_mla_kv_quant_fp8
+    from .fused_moe import cutlass_fused_moe as cutlass_fused_moe
+    from .fused_moe import reorder_rows_for_gated_act_gemm as reorder_rows_for_gated_act_gemm
+    from .gdn_prefill import chunk_gated_delta_product as chunk_gated_delta_product
+    from .gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
+    from .gemm import bmm_bf16 as bmm_bf16
+    from .gemm import bmm_fp8 as bmm_fp8
+    from .gemm import grouped_mm_bf16 as grouped_mm_bf16
+    from .gemm import grouped_mm_fp8 as grouped_mm_fp8
+    from .gemm import mm_bf16 as mm_bf16
+    from .gemm import mm_fp8 as mm_fp8
+    from .kda_decode import packed_kda_decode as packed_kda_decode
+    from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
+    from .topk_varlen import top_k_varlen as top_k_varlen
 else:
+    # Families that not every program needs, with their names here.
+    _LATER = {
+        "attn_scores": (
+            "compute_paged_mqa_logits_schedule",
+            "fp8_paged_mqa_logits",
+            "min_block_table_width",
+            "padded_seq_len",
+            "precompile_paged_mqa_logits",
+        ),
+        "autotuner": ("MeasurementPolicy", "autotune"),
+        "concat_ops": ("concat_mla_kv_quant_fp8",),
+        "fused_moe": ("cutlass_fused_moe", "reorder_rows_for_gated_act_gemm"),
+        "gdn_prefill": ("chunk_gated_delta_product",),
+        "gemm": (
+            "SegmentGEMMWrapper",
+            "bmm_bf16",
+            "bmm_fp8",
+            "grouped_mm_bf16",
+            "grouped_mm_fp8",
+            "mm_bf16",
+            "mm_fp8",
+        ),
+        "kda_decode": ("packed_kda_decode",),
+        "mla": ("BatchMLAPagedAttentionWrapper",),
+        "topk_varlen": ("top_k_varlen",),
+    }
 
     def __getattr__(name: str) -> object:
-        """The submodules that few programs need are imported when they are first named."""
+        """What few programs need is imported when it is first named."""
         from ._common.importing import missing_attribute
 
-        return missing_attribute(name, globals())
+        return missing_attribute(name, globals(), _LATER)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *(name for names in _LATER.values() for name in names)})

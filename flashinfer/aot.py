@@ -45,6 +45,44 @@ def select_modules(preset: str | None = None, patterns: Sequence[str] = ()) -> l
     return specs
 
 
+def detect_sm_capabilities() -> dict[str, bool]:
+    """Whether modules are compiled for an architecture, by ``"sm75"`` to ``"sm121"``."""
+    targets = {
+        f"sm{major}{minor.rstrip('af')}"
+        for major, minor in current_compilation_context.TARGET_CUDA_ARCHS
+    }
+    known = (75, 80, 86, 87, 89, 90, 100, 103, 107, 110, 120, 121)
+    return {f"sm{number}": f"sm{number}" in targets for number in known}
+
+
+def parse_bool(s: str) -> bool:
+    """A word of a command line: ``true`` or ``1``, ``false`` or ``0``, in any case.
+
+    Raises
+    ------
+    ValueError
+        If it is another.
+    """
+    words = {"true": True, "1": True, "false": False, "0": False}
+    if s.lower() not in words:
+        raise ValueError(f"`s` must be true, 1, false or 0, got {s!r}")
+    return words[s.lower()]
+
+
+def parse_head_dim(head_dim: str) -> tuple[int, int]:
+    """Head sizes of a command line, ``"192,128"``: those of queries and of values.
+
+    Raises
+    ------
+    ValueError
+        If these are not two integers with a comma between.
+    """
+    parts = head_dim.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"`head_dim` must be two sizes such as '128,128', got {head_dim!r}")
+    return int(parts[0]), int(parts[1])
+
+
 def register_default_modules() -> int:
     """Describe the AOT cases of every registered generator to `jit_spec_registry`; their number.
 

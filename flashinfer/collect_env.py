@@ -31,6 +31,7 @@ PACKAGES = (
     "nvidia-cuda-runtime",
     "nvidia-cutlass",
     "cupti-python",
+    "flashinfer-cubin",
     "flashinfer-jit-cache",
 )
 
@@ -147,7 +148,7 @@ def _toolchain() -> dict[str, Any]:
 
 def _nvrtc() -> str:
     """The NVRTC library, and how many modules it can compile."""
-    parts = host_parts.read_index(host_parts.folder())
+    parts = host_parts.read_index(host_parts.folder()).parts
     served = f"{len(parts)} host parts in {host_parts.folder()}"
     path = nvrtc.library()
     return f"{path}: {toolchain.nvrtc_version(path)}, {served}" if path else f"none, {served}"
@@ -165,6 +166,7 @@ def _cache() -> dict[str, Any]:
         "include": "FLASHINFER_INCLUDE_DIR",
         "csrc": "FLASHINFER_CSRC_DIR",
         "prebuilt": "FLASHINFER_AOT_DIR",
+        "cubins": "FLASHINFER_CUBIN_DIR",
     }
     found = {what: _or_broken(getattr, jit_env, name) for what, name in folders.items()}
     report = {what: str(folder) if folder else None for what, folder in found.items()}

@@ -4,12 +4,18 @@ from typing import Any, cast
 
 import torch
 
+from ._common import checks
 from ._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ._instrument.decorator import flashinfer_api
 from .jit.concat_ops import gen_concat_mla_module
-from .trace.templates.concat_ops import concat_mla_k_trace
+from .trace.templates.concat_ops import concat_mla_k_trace, concat_mla_kv_quant_fp8_trace
 
-__all__ = ["concat_mla_k", "gen_concat_mla_module", "get_concat_mla_module"]
+__all__ = [
+    "concat_mla_k",
+    "concat_mla_kv_quant_fp8",
+    "gen_concat_mla_module",
+    "get_concat_mla_module",
+]
 
 
 def get_concat_mla_module() -> Any:
@@ -69,3 +75,78 @@ def concat_mla_k(
     except NOT_LOADED:
         kernel = _concat_mla_k.load(k=k)
     kernel(k, k_nope, k_rope)
+
+
+@flashinfer_api(trace=concat_mla_kv_quant_fp8_trace)
+def concat_mla_kv_quant_fp8(
+    kv_nope: torch.Tensor,
+    k_pe: torch.Tensor,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    *,
+    nope_dim: int = 128,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split projected keys and values, join keys with their rotary part, all rounded to e4m3.
+
+    ``key[t, h] = (kv_nope[t, h, :nope_dim], k_pe[t])`` and ``value[t, h] = kv_nope[t, h,
+    nope_dim:]``, for a prefill with 8-bit operands. Magnitudes above 448 become 448.
+
+    Parameters
+    ----------
+    kv_nope : torch.Tensor
+        ``[num_tokens, num_heads, nope_dim + v_dim]``, bfloat16, float16 or float32.
+    k_pe : torch.Tensor
+        ``[num_tokens, rope_dim]`` or ``[num_tokens, 1, rope_dim]``, dtype of `kv_nope`; the same
+        for all heads.
+    key, value : torch.Tensor, optional
+        Results, float8_e4m3fn, ``[num_tokens, num_heads, nope_dim + rope_dim]`` and ``[num_tokens,
+        num_heads, v_dim]``.
+    nope_dim : int
+        Columns of `kv_nope` that belong to keys.
+    backend : str
+        ``"auto"``, the only one there is: operations of PyTorch.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        `key` and `value`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+
+    Notes
+    -----
+    DeepSeek-AI, "DeepSeek-V2", 2024, equation (18).
+    """
+    checks.choice("backend", backend, ("auto",))
+    checks.cuda_tensors(kv_nope=kv_nope, k_pe=k_pe)
+    tokens, heads, width = checks.tensor("kv_nope", kv_nope, 3).shape
+    checks.count("nope_dim", nope_dim, 0, width)
+    rope = checks.tensor("k_pe", k_pe, 2, 3).view(tokens, 1, -1)
+    key = _codes("key", key, (tokens, heads, nope_dim + rope.shape[2]), kv_nope)
+    value = _codes("value", value, (tokens, heads, width - nope_dim), kv_nope)
+    key[..., :nope_dim] = _in_range(kv_nope[..., :nope_dim])
+    key[..., nope_dim:] = _in_range(rope).to(key.dtype).expand(-1, heads, -1)
+    value.copy_(_in_range(kv_nope[..., nope_dim:]))
+    return key, value
+
+
+def _in_range(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448.0, 448.0)
+
+
+def _codes(
+    name: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor
+) -> torch.Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=torch.float8_e4m3fn, device=like.device)
+    checks.tensor(name, out, 3)
+    if tuple(out.shape) != shape or out.dtype != torch.float8_e4m3fn or out.device != like.device:
+        raise ValueError(
+            f"`{name}` must be float8_e4m3fn {list(shape)} on {like.device}, got {out.dtype} "
+            f"{list(out.shape)} on {out.device}"
+        )
+    return out

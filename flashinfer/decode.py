@@ -5,6 +5,7 @@ has. Log-sum-exps are base 2. A request without keys gives 0 and -inf.
 """
 
 from ._attention.functions.block_tables import trtllm_batch_decode_with_kv_cache
+from ._attention.functions.cudnn import cudnn_batch_decode_with_kv_cache
 from ._attention.functions.jit_module import (
     get_batch_decode_jit_module,
     get_batch_decode_module,
@@ -23,6 +24,7 @@ from .jit.attention import gen_batch_decode_module, gen_single_decode_module
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
     "gen_batch_decode_module",
     "gen_single_decode_module",

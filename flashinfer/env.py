@@ -7,9 +7,10 @@ Nobody else in the package touches ``os.environ``. A variable is read when it is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -264,6 +265,35 @@ FLASHINFER_LOGGING_LEVEL = _choice(
     ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
 )
 
+_heading("Prebuilt kernels")
+FLASHINFER_CUBIN_DIR = _path(
+    "FLASHINFER_CUBIN_DIR",
+    "Folder of cubins: downloads go there, and modules are joined from it.",
+    "`.cache/flashinfer/cubins`",
+)
+FLASHINFER_CUBINS_REPOSITORY = _text(
+    "FLASHINFER_CUBINS_REPOSITORY",
+    "Where `flashinfer download-cubin` takes cubins: `https://...`, or a folder. Nothing is "
+    "downloaded without it.",
+)
+FLASHINFER_CUBINS_SHA256 = _text(
+    "FLASHINFER_CUBINS_SHA256",
+    "SHA-256 of the manifest of that repository, by which you sign it off "
+    "([who is trusted](security.md)).",
+    shown="that which the package was built with",
+)
+FLASHINFER_CUBIN_DOWNLOAD_THREADS = _integer(
+    "FLASHINFER_CUBIN_DOWNLOAD_THREADS", "Files that are downloaded at a time.", 4, 1
+)
+FLASHINFER_NO_DOWNLOAD = _flag(
+    "FLASHINFER_NO_DOWNLOAD", "Refuse to download, whatever else is set."
+)
+FLASHINFER_WHEELS_REPOSITORY = _text(
+    "FLASHINFER_WHEELS_REPOSITORY",
+    "Where `flashinfer install-cubin-wheel` and `install-jit-cache-wheel` take wheels: a folder, "
+    "or the address of a page with links to them.",
+)
+
 _heading("Behaviour")
 FLASHINFER_TOPK_ALGO = _choice(
     "FLASHINFER_TOPK_ALGO",
@@ -331,6 +361,10 @@ FLASHINFER_TRACE_DUMP = _flag(
 FLASHINFER_TRACE_DUMP_DIR = _path(
     "FLASHINFER_TRACE_DUMP_DIR", "Where those definitions go.", "working directory"
 )
+FLASHINFER_TRACE_APPLY = _path(
+    "FLASHINFER_TRACE_APPLY",
+    "Folder of solutions that `flashinfer.trace_apply.enable_apply()` takes.",
+)
 
 _heading("System variables that are also read")
 CUDA_HOME = _text("CUDA_HOME", "CUDA toolkit, the second place where nvcc is looked for.")
@@ -351,11 +385,25 @@ _NOT_READ = """
 
 | Variable | Why |
 | :-- | :-- |
-| `FLASHINFER_CUBIN_*`, `FLASHINFER_CUBINS_REPOSITORY`, `FLASHINFER_NO_DOWNLOAD` | nothing is downloaded |
+| `FLASHINFER_CUBIN_CHECKSUM_DISABLED` | checksums are always compared |
 | `FLASHINFER_VALIDATE_INPUTS` | arguments are always checked |
 | `FLASHINFER_USE_CUDA_NORM` | there are no other norms |
 | `FLASHINFER_FMHA_V2_VERBOSE`, `FLASHINFER_DSL_FMHA_LOCAL_DIR`, `FLASHINFER_ROUTING_*`, `FLASHINFER_B12X_*` | no such kernels |
 """  # noqa: E501
+
+
+@contextlib.contextmanager
+def temporary(name: str, value: str) -> Iterator[None]:
+    """Set a variable of this process's environment for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -22,8 +22,57 @@ from .trace.templates.gated_delta_rule import (
     gated_delta_rule_decode_pretranspose_trace,
     gated_delta_rule_mtp_trace,
 )
+from .trace.templates.gated_delta_rule_key_major import gated_delta_rule_decode_trace
 
-__all__ = ["gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp"]
+__all__ = [
+    "gated_delta_rule_decode",
+    "gated_delta_rule_decode_pretranspose",
+    "gated_delta_rule_mtp",
+]
+
+
+@flashinfer_api(trace=gated_delta_rule_decode_trace)
+def gated_delta_rule_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor,
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | None = None,
+    output: torch.Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One or several tokens of each sequence; the state's last dimension is the value's.
+
+    Parameters
+    ----------
+    q, k, v, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, backend
+        As for `gated_delta_rule_decode_pretranspose`; `head_dim_v` is a multiple of 8.
+    state : torch.Tensor
+        ``[batch, v_heads, head_dim_k, head_dim_v]``, float32, bfloat16 or float16, overwritten.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        `output` and `state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    check_backend(backend, "auto", "flashinfer")
+    out = run_decode(
+        q, k, v, check_tensor("state", state, 4), (A_log, a, dt_bias, b), scale, output,
+        normalize_qk=use_qk_l2norm,
+        frozen=False,
+        key_major=True,
+    )  # fmt: skip
+    return out, state
 
 
 @flashinfer_api(trace=gated_delta_rule_decode_pretranspose_trace)

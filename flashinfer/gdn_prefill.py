@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from ._common.arch import get_compute_capability
+from ._common.checks import count as check_count
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, destination, resolve_scale
 from ._linear_attention.chunk_delta_rule import CHUNK_SIZE, run_chunk_delta_rule
 from ._linear_attention.delta_rule import GateForm, Gates, States, run_delta_rule
 from .jit.delta_rule import CHUNK_HEAD_DIMS
+from .trace.templates.gated_delta_product import chunk_gated_delta_product_trace
 from .trace.templates.gated_delta_rule import chunk_gated_delta_rule_trace
 
-__all__ = ["chunk_gated_delta_rule"]
+__all__ = ["chunk_gated_delta_product", "chunk_gated_delta_rule"]
 
 _SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Compute capabilities whose CTAs may have 99 KiB of shared memory."""
@@ -148,6 +150,94 @@ def chunk_gated_delta_rule(
         return out
     assert final is not None
     return out, final
+
+
+@flashinfer_api(trace=chunk_gated_delta_product_trace)
+def chunk_gated_delta_product(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    num_householder: int = 1,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gated DeltaProduct over packed sequences: several updates of the state for each token.
+
+    Per token: ``S = g S``, then ``S += beta_j (v_j - S k_j) k_j^T`` for each j below
+    `num_householder`, then ``output = scale S q``. It is `chunk_gated_delta_rule` over so many
+    times as many tokens, of which the first has the decay and the last the query.
+
+    Parameters
+    ----------
+    q, g
+        As for `chunk_gated_delta_rule`.
+    k, v, beta
+        As there, with ``num_householder * tokens`` rows: those of a token one after the other.
+    num_householder : int
+        Updates per token, at least 1.
+    scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, output_state
+        As there.
+    cu_seqlens : torch.Tensor
+        As there; it counts tokens.
+    output : torch.Tensor, optional
+        Result, ``[tokens, state_heads, head_dim_v]``.
+    backend : str
+        "auto".
+
+    Returns
+    -------
+    torch.Tensor or tuple of torch.Tensor
+        `output` and, with `output_final_state`, the states.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+
+    Notes
+    -----
+    J. Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
+    Products", 2025.
+    """
+    check_backend(backend, "auto")
+    steps = check_count("num_householder", num_householder)
+    bounds = check_tensor("cu_seqlens", cu_seqlens, 1) * steps
+    tokens, heads = (
+        check_tensor("q", q, 3).shape[0],
+        max(q.shape[1], check_tensor("v", v, 3).shape[1]),
+    )
+    if v.shape[0] != steps * tokens:
+        raise ValueError(
+            f"`v` must have {steps} x {tokens} rows for `num_householder` {steps}, got shape "
+            f"{list(v.shape)}"
+        )
+    out = destination("output", output, (tokens, heads, v.shape[2]), v)
+    queries = q.new_zeros(tokens, steps, *q.shape[1:])
+    queries[:, -1] = q
+    decays = None
+    if g is not None:
+        check_tensor("g", g, 2)
+        decays = g.new_ones(tokens, steps, g.shape[1])
+        decays[:, 0] = g
+        decays = decays.flatten(0, 1)
+    result = chunk_gated_delta_rule(
+        queries.flatten(0, 1), k, v, decays, beta, scale, initial_state, output_final_state,
+        bounds, use_qk_l2norm_in_kernel,
+        output_state=output_state,
+    )  # fmt: skip
+    every = result[0] if output_final_state else result
+    assert isinstance(every, torch.Tensor)
+    out.copy_(every.view(tokens, steps, heads, -1)[:, -1])
+    return (out, result[1]) if output_final_state else out
 
 
 def _has_room_for_chunks(q: torch.Tensor) -> bool:

@@ -13,9 +13,14 @@ from ._common import checks
 from ._common.cache_layout import is_hnd, of_pages
 from ._common.conversions import converted
 from ._common.kernels import NOT_LOADED, Kernel, KernelTable
+from ._common.numbers import plain
 from ._instrument.decorator import flashinfer_api
-from .compat.backends import only_elsewhere
 from .jit.page import gen_page_module
+from .jit.quantization import KVFloat4Config, gen_kv_float4_module
+from .trace.templates.kv_float4 import (
+    nvfp4_quantize_append_paged_kv_cache_trace,
+    nvfp4_quantize_append_slots_trace,
+)
 from .trace.templates.page import (
     append_paged_kv_cache_trace,
     append_paged_mla_kv_cache_trace,
@@ -30,6 +35,7 @@ __all__ = [
     "get_batch_indices_positions",
     "get_page_module",
     "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
 ]
 
@@ -47,6 +53,16 @@ def _table(function: str) -> KernelTable:
     return KernelTable(get_kernel)
 
 
+def _float4_table(function: str) -> KernelTable:
+    def get_kernel(dtype: torch.dtype) -> Kernel:
+        module = gen_kv_float4_module(KVFloat4Config(dtype)).build_and_load()
+        return cast(Kernel, getattr(module, function))
+
+    return KernelTable(get_kernel)
+
+
+_append_float4 = _float4_table("kv_float4_append")
+_append_float4_slots = _float4_table("kv_float4_append_slots")
 _append_paged_kv_cache = _table("append_paged_kv_cache")
 _append_paged_mla_kv_cache = _table("append_paged_mla_kv_cache")
 _get_batch_indices_positions = _table("get_batch_indices_positions")
@@ -135,13 +151,13 @@ def append_paged_kv_cache(
         kernel(*converted(arguments, _INDICES_OF_APPENDS))
 
 
-def _split(cache: Any) -> tuple[Any, Any]:
+def _split(cache: Any, name: str = "paged_kv_cache") -> tuple[Any, Any]:
     """A fused cache and None, or the caches of keys and of values."""
     if isinstance(cache, torch.Tensor):
         return cache, None
     if not isinstance(cache, (tuple, list)) or len(cache) != 2 or cache[1] is None:
         raise TypeError(
-            f"`paged_kv_cache` must be a torch.Tensor or a pair of them, got {type(cache).__name__}"
+            f"`{name}` must be a torch.Tensor or a pair of them, got {type(cache).__name__}"
         )
     return cache[0], cache[1]
 
@@ -312,7 +328,70 @@ def get_seq_lens(
     return seq_lens
 
 
-@only_elsewhere((80, 86, 89, 90, 120, 121))
+@flashinfer_api(trace=nvfp4_quantize_append_paged_kv_cache_trace)
+def nvfp4_quantize_append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Quantise the keys and values of new tokens to 4 bits (NVFP4) in their slots of a cache.
+
+    A block of 16 elements has a scale, ``amax / 6 / g`` rounded to E4M3, and codes
+    ``x / (scale * g)`` rounded to E2M1, with g the global scale: ``x = code * scale * g``.
+
+    Parameters
+    ----------
+    append_key, append_value : torch.Tensor
+        ``[nnz, num_kv_heads, head_dim]``, float16 or bfloat16, of one shape and dtype; head_dim is
+        a multiple of 16; last dimension contiguous, rows at multiples of 16 bytes.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : torch.Tensor
+        As for `append_paged_kv_cache`.
+    paged_kv_cache : torch.Tensor or tuple of torch.Tensor
+        Codes, as for `append_paged_kv_cache`, uint8 with rows of ``head_dim / 2``, two a byte, the
+        first in the lower bits; rows at multiples of 8 bytes.
+    kv_cache_sf : torch.Tensor or tuple of torch.Tensor
+        Scales, in either form, float8_e4m3fn or its bits as uint8, rows of ``head_dim / 16``; last
+        dimension contiguous, other strides free.
+    k_scale, v_scale : float or torch.Tensor
+        Global scales, positive: those that attention takes by these names. A number, or one float32
+        on the GPU, which is not checked.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Notes
+    -----
+    NVIDIA, "Pretraining Large Language Models with NVFP4", 2025. A NaN makes the scale of its block
+    NaN. Tokens without a slot are not written, as with `append_paged_kv_cache`.
+    """
+    places = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    caches = _packed_caches(paged_kv_cache, kv_cache_sf, kv_layout)
+    arguments = (append_key, append_value, places, caches, _global_scales(k_scale, v_scale))
+    try:
+        kernel = _append_float4[append_key.dtype]
+    except NOT_LOADED:
+        kernel = _append_float4.load(append_key=append_key)
+    try:
+        kernel(*arguments, is_hnd(kv_layout))
+    except ValueError:
+        places = tuple(converted(places, dict.fromkeys(range(5), torch.int32)))
+        kernel(append_key, append_value, places, *arguments[3:], is_hnd(kv_layout))
+
+
+@flashinfer_api(trace=nvfp4_quantize_append_slots_trace)
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -323,5 +402,50 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     v_scale: float | torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write keys and values to a 4-bit cache by slot; caches of 4 bits are not built here."""
-    raise NotImplementedError
+    """Quantise keys and values to 4 bits (NVFP4) in slots of a cache that the caller has chosen.
+
+    Parameters
+    ----------
+    append_key, append_value : torch.Tensor
+        As for `nvfp4_quantize_append_paged_kv_cache`, with at least as many rows as there are
+        slots; further ones are padding.
+    slot_mapping : torch.Tensor
+        ``[nnz]``, int32 or int64, contiguous: ``page * page_size + slot`` of each row. What is
+        negative, or beyond the cache, is not written.
+    paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout
+        As for `nvfp4_quantize_append_paged_kv_cache`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+    """
+    caches = _packed_caches(paged_kv_cache, kv_cache_sf, kv_layout)
+    try:
+        kernel = _append_float4_slots[append_key.dtype]
+    except NOT_LOADED:
+        kernel = _append_float4_slots.load(append_key=append_key)
+    scales = _global_scales(k_scale, v_scale)
+    kernel(append_key, append_value, slot_mapping, caches, scales, is_hnd(kv_layout))
+
+
+def _packed_caches(cache: Any, scales: Any, kv_layout: str) -> tuple[Any, Any, Any, Any]:
+    """Codes and scales of keys and of values, None for values in the tensor of the keys."""
+    k, v = _split(of_pages(cache, kv_layout))
+    k_sf, v_sf = _split(of_pages(scales, kv_layout), "kv_cache_sf")
+    return k, v, k_sf, v_sf
+
+
+def _global_scales(k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any, Any]:
+    """A tensor or None, and a number where there is none, of keys and of values."""
+    result: list[Any] = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if isinstance(scale, torch.Tensor) and scale.is_cpu and scale.numel() == 1:
+            scale = scale.item()
+        if isinstance(scale, torch.Tensor):
+            result += [scale, 1.0]
+        elif isinstance(scale := plain(scale), bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"`{name}` must be a number or a torch.Tensor, got {scale!r}")
+        else:
+            result += [None, float(scale)]
+    return result[0], result[1], result[2], result[3]

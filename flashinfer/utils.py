@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -102,6 +103,20 @@ class FP4Tensor:
     original_shape: tuple[int, ...] | None = None
 
 
+class LogLevel(enum.Enum):
+    """Levels of messages, the most talkative first."""
+
+    TRACE = 0
+    DEBUG = 1
+    INFO = 2
+    WARN = 3
+    ERROR = 4
+    CRITICAL = 5
+
+
+_CVT_RS = ((10, 0), (10, 3), (10, 7))
+
+
 def set_log_level(lvl_str: str) -> None:
     """Level of the JIT's messages: ``"debug"``, ``"info"``, ``"warning"``, ``"error"``, ..."""
     logger.setLevel(lvl_str.upper())
@@ -120,6 +135,59 @@ def determine_gemm_backend(device: torch.device) -> str:
 def get_native_fp4_dtype() -> torch.dtype:
     """PyTorch's dtype of two 4-bit numbers a byte, or uint8 where it has none."""
     return getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+
+
+def get_cuda_python_version() -> str:
+    """Version of the package cuda-python.
+
+    Raises
+    ------
+    importlib.metadata.PackageNotFoundError
+        If it is not installed; nothing here needs it.
+    """
+    return importlib.metadata.version("cuda-python")
+
+
+def get_default_generators(device: torch.device) -> torch.Generator:
+    """The generator that random functions use on a CUDA device without another one."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(f"`device` must be a CUDA device, got {device}")
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def is_cvt_rs_supported(device: torch.device | None = None) -> bool:
+    """Whether a GPU converts with stochastic rounding in one instruction: SM100, SM103 and SM107.
+
+    Parameters
+    ----------
+    device : torch.device, optional
+        The GPU; by default the current one. Without any the answer is no.
+    """
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) in _CVT_RS
+
+
+def cvt_rs_supported_arches_text() -> str:
+    """The architectures of `is_cvt_rs_supported`, for messages."""
+    return ", ".join(f"SM{major}{minor}" for major, minor in _CVT_RS)
+
+
+def is_confidential_compute() -> bool:
+    """Whether the machine's GPUs are in the confidential mode; no where NVML cannot tell."""
+    with contextlib.suppress(Exception):
+        pynvml = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        try:
+            state = pynvml.c_nvmlConfComputeSystemState_t()
+            pynvml.nvmlSystemGetConfComputeState(state)
+            return bool(state.ccFeature)
+        finally:
+            pynvml.nvmlShutdown()
+    return False
 
 
 def has_cuda_cudart() -> bool:

@@ -12,7 +12,7 @@ _IS_CHECKOUT = (_ROOT / "build_backend.py").is_file() and (_ROOT / "version.txt"
 
 def _recorded(name: str) -> str:
     try:
-        return getattr(importlib.import_module("flashinfer._build_meta"), name)
+        return getattr(importlib.import_module("flashinfer._build_meta"), name, "unknown")
     except ImportError:
         return "unknown"
 
@@ -40,6 +40,7 @@ __version__: str = (
 )
 __git_version__: str
 __git_commit__: str  # the same
+__cubins_sha256__: str  # of the manifest of cubins that the package was built with, or "unknown"
 
 
 def __getattr__(name: str) -> str:
@@ -47,4 +48,6 @@ def __getattr__(name: str) -> str:
     if name in ("__git_version__", "__git_commit__"):
         checked_out = _checked_out_commit() if _IS_CHECKOUT else None
         return checked_out or _recorded("__git_version__")
+    if name == "__cubins_sha256__":
+        return _recorded(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,6 +68,36 @@ def _build_kv(case: Namespace, device: str) -> Arguments:
     }
 
 
+def _build_float4(case: Namespace, device: str) -> Arguments:
+    arguments = _build_kv(case, device)
+    pages = arguments.pop("paged_kv_cache")[:, 0]
+
+    def caches(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(pages.new_zeros(*pages.shape[:-1], row, dtype=torch.uint8) for _ in range(2))
+
+    return {
+        **arguments,
+        "paged_kv_cache": caches(case.head_dim // 2),
+        "kv_cache_sf": caches(case.head_dim // 16),
+        "k_scale": 0.5,
+        "v_scale": 0.5,
+    }
+
+
+def _build_float4_slots(case: Namespace, device: str) -> Arguments:
+    arguments = _build_float4(case, device)
+    tokens = arguments["positions"].numel()
+    for name in [*_INDICES, "kv_indices", "kv_indptr", "kv_last_page_len"]:
+        del arguments[name]
+    slots = arguments["paged_kv_cache"][0].shape[0] * case.page_size
+    return {**arguments, "slot_mapping": torch.randperm(slots, device=device)[:tokens].int()}
+
+
+def _float4_bytes(arguments: Arguments) -> int:
+    """Codes of half a byte, and a scale of a byte for 16 of them."""
+    return 2 * arguments["append_key"].numel() * 9 // 16
+
+
 def _build_latent(case: Namespace, device: str) -> Arguments:
     table, tokens, pages = _page_table(case, device)
     dtype = torch_dtype(case.input_dtype)
@@ -101,6 +131,24 @@ register(
         backends={"cuda": Backend("flashinfer.page:append_paged_kv_cache")},
     )
 )
+for _name, _build, _places in (
+    ("", _build_float4, _INDICES),
+    ("_with_slot_mapping", _build_float4_slots, ["slot_mapping"]),
+):
+    register(
+        Routine(
+            name=f"nvfp4_quantize_append_paged_kv_cache{_name}",
+            api=f"flashinfer.page:nvfp4_quantize_append_paged_kv_cache{_name}",
+            flags=[*_TABLE, *_HEADS, _DTYPE],
+            build=_build,
+            reads=["append_key", "append_value", *_places],
+            writes=[],
+            fresh=_float4_bytes,
+            backends={
+                "cuda": Backend(f"flashinfer.page:nvfp4_quantize_append_paged_kv_cache{_name}")
+            },
+        )
+    )
 register(
     Routine(
         name="append_paged_mla_kv_cache",

@@ -7,8 +7,18 @@ import weakref
 from typing import Any, TypeVar
 
 _numbers = itertools.count(1)
-_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _number_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class _References(dict[int, weakref.ref[Any]]):
+    """Weak references to objects, by number."""
+
+    def __missing__(self, handle: int) -> Any:
+        raise RuntimeError(f"the object with handle {handle} that this graph uses no longer exists")
+
+
+references = _References()
+"""``references[handle]()`` is the object; a RuntimeError says that it is gone."""
 
 
 _Wrapper = TypeVar("_Wrapper", bound="Planned")
@@ -41,7 +51,7 @@ def handle_of(target: Any) -> int:
     number = _number_of.get(target)
     if number is None:
         number = _number_of[target] = next(_numbers)
-        _objects[number] = target
+        references[number] = weakref.ref(target, lambda _: references.pop(number, None))
     return number
 
 
@@ -57,7 +67,4 @@ def object_of(handle: int) -> Any:
     RuntimeError
         If the object is gone.
     """
-    target = _objects.get(handle)
-    if target is None:
-        raise RuntimeError(f"the object with handle {handle} that this graph uses no longer exists")
-    return target
+    return references[handle]()

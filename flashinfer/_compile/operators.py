@@ -12,7 +12,6 @@ import ctypes
 import functools
 import hashlib
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,9 +21,9 @@ import torch
 from .._common.numbers import plain_arguments
 from ..trace.specs import is_returned
 from ..trace.template import TraceTemplate, resolve_template
-from .handles import object_of
-from .outputs import fake_results, tensors_in
-from .shortcut import skip_dispatch
+from .handles import object_of, references
+from .outputs import Destination, destinations_of, fake_results, tensors_in
+from .shortcut import Invocation, skip_dispatch
 
 NAMESPACE = "flashinfer"
 Pattern = tuple[Any, ...]
@@ -104,19 +103,54 @@ def operator_for(
     return name, overload, operator.arrangement
 
 
-# Dynamo calls the function while it traces, and its result is a constant of the graph.
-operator_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _operator(
+def destinations_for(
     number: int, pattern: Pattern, names: tuple[str, ...], handles: tuple[int, ...]
-) -> Operator:
+) -> tuple[Destination, ...]:
+    """Results that a call leaves to the function to allocate, and that a graph can allocate.
+
+    Inductor then plans their memory, and neither side checks what the other has allocated. The
+    parameters are those of `operator_for`.
+    """
+    call, leaves, arguments, template = _resolved(number, pattern, names, handles)
+    positional = len(pattern) - len(names)
+    absent = {
+        name
+        for i, (name, parameter) in enumerate(call.signature.parameters.items())
+        if (i >= positional or parameter.kind is parameter.KEYWORD_ONLY)
+        and parameter.default is None
+        and arguments[name] is None
+    }
+    found = tuple(destinations_of(template, arguments, leaves, absent))
+    made = {
+        to.name: torch.empty((1,) * len(to.sizes), dtype=to.dtype, device="meta") for to in found
+    }
+    given = resolve_template(call.target.trace, arguments | made) or template
+    read = {spec.param or key for key, spec in given.inputs.items()}  # counters are added to
+    return tuple(to for to in found if to.name not in read)
+
+
+# Dynamo calls the functions while it traces, and their results are constants of the graph.
+operator_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
+destinations_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _resolved(
+    number: int, pattern: Pattern, names: tuple[str, ...], handles: tuple[int, ...]
+) -> tuple[_Call, list[Any], dict[str, Any], TraceTemplate]:
+    """A call, leaves like its own, its arguments with these, and its template."""
     call = _Call(_apis[number], pattern, names)
     leaves = list(_example_leaves(pattern, iter(handles)))
     arguments = call.arguments(leaves)
     template = resolve_template(call.target.trace, arguments)
     if template is None:
         raise NotImplementedError(f"{call.name} has no trace template for these arguments")
+    return call, leaves, arguments, template
+
+
+def _operator(
+    number: int, pattern: Pattern, names: tuple[str, ...], handles: tuple[int, ...]
+) -> Operator:
+    call, leaves, arguments, template = _resolved(number, pattern, names, handles)
     in_graph = _can_be_captured(call, arguments)
     # Objects with one pattern may have several templates, by what they have planned.
     key = (number, pattern, names, template.name_prefix, in_graph)
@@ -180,7 +214,8 @@ def _can_be_captured(call: _Call, arguments: Mapping[str, Any]) -> bool:
     """Whether a CUDA graph may replay the call.
 
     A plan that is not made for graphs, and a random number that the host draws, would be frozen in
-    it; the functions for one request keep plans, which a graph's memory pool must not hold.
+    it; the functions for one request keep plans, which a graph's memory pool must not hold, and
+    what plans and runs in one call may read lengths on the host.
     """
     owner = arguments.get("self")
     if owner is not None:
@@ -188,7 +223,7 @@ def _can_be_captured(call: _Call, arguments: Mapping[str, Any]) -> bool:
         return bool(getattr(owner, "_runs_in_graphs", in_place))
     if "generator" in arguments:
         return isinstance(arguments.get("seed"), torch.Tensor)
-    return not call.name.startswith("single_")
+    return not call.name.startswith(("single_", "cudnn_"))
 
 
 def _written(template: TraceTemplate, arguments: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -221,7 +256,8 @@ def _register(call: _Call, template: TraceTemplate, leaves: list[Any], in_graph:
     if "generator" in arguments:
         tags.append(torch.Tag.nondeterministic_seeded)
     library.define(f"{name}{schema}", tags=tuple(tags))
-    invoke, finish = _invocation(call), _finish(template, len(fresh))
+    invocation, finish = _invocation(call, leaves), _finish(template, len(fresh))
+    invoke = invocation.function()
 
     def implementation(*leaves: Any) -> Any:
         returned = invoke(*leaves)
@@ -238,9 +274,7 @@ def _register(call: _Call, template: TraceTemplate, leaves: list[Any], in_graph:
         return _as_returns(results)
 
     operator = getattr(getattr(torch.ops.flashinfer, call.name), overload)
-    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    parameters = dict(zip(_leaf_names(call), are_tensors, strict=True))
-    skip_dispatch(operator, invoke, finish, parameters)
+    skip_dispatch(operator, invocation, finish)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return Operator(name, _arrangement(call, template, arguments, leaves, written, fresh))
 
@@ -272,7 +306,7 @@ def _leaf_names(call: _Call) -> Iterator[str]:
         for _ in _leaf_patterns((part,)):
             seen[name] = seen.get(name, -1) + 1
             shown = f"{name}_{seen[name]}" if seen[name] or part[0] == "tuple" else name
-            yield f"{shown}_" if shown in ("self", "out") else shown
+            yield {"self": "wrapper", "out": "out_"}.get(shown, shown)
 
 
 def _finish(template: TraceTemplate, num_results: int) -> Callable[..., Any] | None:
@@ -296,13 +330,11 @@ def _finish(template: TraceTemplate, num_results: int) -> Callable[..., Any] | N
     return finish
 
 
-def _invocation(call: _Call) -> Callable[..., Any]:
-    """The public function as a function of the leaves.
-
-    It is written out, so that a compiled call pays for no walk through the pattern.
-    """
+def _invocation(call: _Call, leaves: list[Any]) -> Invocation:
+    """The call of the public function, with names for the leaves."""
     constants: list[Any] = []
-    numbers = itertools.count()
+    names = list(_leaf_names(call))
+    unused = iter(names)
 
     def written(part: Any) -> str:
         if part[0] == "tuple":
@@ -310,17 +342,16 @@ def _invocation(call: _Call) -> Callable[..., Any]:
         if part[0] == "constant":
             constants.append(part[1])
             return f"_constants[{len(constants) - 1}]"
-        leaf = f"leaf{next(numbers)}"
-        return f"_object_of({leaf})" if part[0] == "object" else leaf
+        return f"_references[{next(unused)}]()" if part[0] == "object" else next(unused)
 
     values = [written(part) for part in call.pattern]
     count = len(values) - len(call.names)
     values[count:] = [f"{n}={v}" for n, v in zip(call.names, values[count:], strict=True)]
-    leaves = ", ".join(f"leaf{i}" for i in range(next(numbers)))
-    source = f"lambda {leaves}: _api({', '.join(values)})"
-    known = {"_api": call.target.api, "_constants": constants, "_object_of": object_of}
-    invoke: Callable[..., Any] = eval(source, known)
-    return invoke
+    known = {"_api": call.target.api, "_constants": constants, "_references": references}
+    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    return Invocation(
+        f"_api({', '.join(values)})", known, dict(zip(names, are_tensors, strict=True))
+    )
 
 
 def _as_returns(results: list[torch.Tensor]) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,81 @@ from ..trace.specs import Const, Scalar, Tensor, argument_of, axis_without_tenso
 from ..trace.template import TraceTemplate
 
 Shape = Sequence[int]
+Size = int | tuple[int, int]
+
+
+class Destination(NamedTuple):
+    """An argument that receives a result, as a graph can make it.
+
+    Attributes
+    ----------
+    name : str
+        The parameter.
+    sizes : tuple
+        For each dimension its size, or a leaf of the call and that one's dimension of this size.
+    dtype : torch.dtype
+        The dtype of the result.
+    """
+
+    name: str
+    sizes: tuple[Size, ...]
+    dtype: torch.dtype
+
+
+def destinations_of(
+    template: TraceTemplate,
+    arguments: Mapping[str, Any],
+    leaves: Sequence[Any],
+    absent: Container[str],
+) -> Iterator[Destination]:
+    """The results that have a parameter, and sizes and strides that the call's tensors show.
+
+    Parameters
+    ----------
+    template : TraceTemplate
+        Describes the operation.
+    arguments : mapping
+        The call's arguments by name, defaults included.
+    leaves : sequence
+        The call's tensors and numbers, in order; tensors among `arguments` are these very objects.
+    absent : container of str
+        Parameters that the call leaves out.
+    """
+    candidates = {
+        key: spec
+        for key, spec in template.outputs.items()
+        if isinstance(spec, Tensor) and (spec.param or key) in absent
+    }
+    if template.has_own_strides or not candidates:
+        return
+    axes, shapes = _leaf_axes(template, arguments, leaves)
+    predicted = template.predict(arguments) if template.predict else {}
+    if "self" in arguments:  # what a wrapper has planned is the same in each run of the graph
+        axes |= {axis: size for axis, size in predicted.items() if type(size) is int}
+    dtypes = _dtypes(template, dict(arguments) | predicted)
+    for key, spec in candidates.items():
+        dims = tuple(spec.dim_names)
+        sizes = shapes.get(dims) or tuple(axes[dim] for dim in dims if dim in axes)
+        if key in dtypes and sizes and len(sizes) >= len(dims):
+            yield Destination(spec.param or key, sizes, dtypes[key])
+
+
+def _leaf_axes(
+    template: TraceTemplate, arguments: Mapping[str, Any], leaves: Sequence[Any]
+) -> tuple[dict[str, Size], dict[tuple[str, ...], tuple[Size, ...]]]:
+    """Leaf and dimension that have an axis' size, and those of whole shapes by names of axes."""
+    index_of = {id(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    axes: dict[str, Size] = {}
+    shapes: dict[tuple[str, ...], tuple[Size, ...]] = {}
+    for key, spec in template.inputs.items():
+        tensor = None if isinstance(spec, Scalar) else argument_of(key, spec, arguments)
+        if not isinstance(spec, Tensor) or tensor is None or id(tensor) not in index_of:
+            continue
+        shape: tuple[Size, ...] = tuple((index_of[id(tensor)], i) for i in range(tensor.ndim))
+        shapes.setdefault(tuple(spec.dim_names), shape)
+        if len(shape) == len(spec.dim_names):
+            axes = dict(zip(spec.dim_names, shape, strict=True)) | axes
+    return axes, shapes
 
 
 def fake_results(

@@ -9,7 +9,7 @@ looks at the arguments stands there instead, and takes that way where somebody w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
@@ -20,19 +20,39 @@ def call({leaves}):
         {run}
     return _dispatch({leaves})
 """
-_WRITE = "_invoke({leaves}); return"
-_RETURN = """_returned = _invoke({leaves})
+_WRITE = "{call}; return"
+_RETURN = """_returned = {call}
         if type(_returned) in _plain and _returned.is_contiguous():
             return _returned
         return _finish(_returned, {leaves})"""
 
 
-def skip_dispatch(
-    operator: Any,
-    invoke: Callable[..., Any],
-    finish: Callable[..., Any] | None,
-    leaves: Mapping[str, bool],
-) -> None:
+class Invocation(NamedTuple):
+    """The call of a public function, written out: a walk through its pattern takes time.
+
+    Attributes
+    ----------
+    call : str
+        Its source.
+    known : dict
+        Values of the names in it that are not leaves.
+    leaves : mapping of str to bool
+        The operator's arguments in order, and whether each is a tensor.
+    """
+
+    call: str
+    known: dict[str, Any]
+    leaves: Mapping[str, bool]
+
+    def function(self) -> Callable[..., Any]:
+        """The call as a function of the leaves."""
+        function: Callable[..., Any] = eval(
+            f"lambda {', '.join(self.leaves)}: {self.call}", self.known
+        )
+        return function
+
+
+def skip_dispatch(operator: Any, invocation: Invocation, finish: Callable[..., Any] | None) -> None:
     """Let calls with plain tensors, which nobody watches, go straight to the public function.
 
     Tensor subclasses (fake tensors of a trace, distributed tensors), modes of
@@ -43,13 +63,11 @@ def skip_dispatch(
     ----------
     operator : torch._ops.OpOverload
         The operator; nothing has hashed it yet, since its hash is that of ``_op``.
-    invoke : callable
-        The public function, as a function of the operator's arguments.
+    invocation : Invocation
+        The call of the public function.
     finish : callable, optional
-        ``finish(returned, *arguments)`` makes the operator's results of what `invoke` returns;
+        ``finish(returned, *arguments)`` makes the operator's results of what the function returns;
         None for an operator without results.
-    leaves : mapping of str to bool
-        The operator's arguments in order, and whether each is a tensor.
     """
     dispatch = getattr(operator, "_op", None)
     watchers = getattr(torch._C, "_len_torch_dispatch_stack", None)
@@ -57,15 +75,15 @@ def skip_dispatch(
     enabled = getattr(profiler, "_is_profiler_enabled", None)
     if not (callable(dispatch) and watchers and transforms and isinstance(enabled, bool)):
         return  # a PyTorch without these internals keeps the dispatcher's way
-    plain = "".join(f"type({name}) in _plain and " for name, tensor in leaves.items() if tensor)
-    names = ", ".join(leaves)
-    run = (_WRITE if finish is None else _RETURN).format(leaves=names)
-    known: dict[str, Any] = {
+    tensors = [name for name, is_tensor in invocation.leaves.items() if is_tensor]
+    plain = "".join(f"type({name}) in _plain and " for name in tensors)
+    names = ", ".join(invocation.leaves)
+    run = (_WRITE if finish is None else _RETURN).format(call=invocation.call, leaves=names)
+    known: dict[str, Any] = invocation.known | {
         "_plain": frozenset({torch.Tensor, torch.nn.Parameter}),
         "_watchers": watchers,
         "_transforms": transforms,
         "_profiler": profiler,
-        "_invoke": invoke,
         "_finish": finish,
         "_dispatch": dispatch,
     }

@@ -15,6 +15,50 @@ class ExperimentalWarning(UserWarning):
     """A function that is called may change or go in any version."""
 
 
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_experimental_backend_once(api_name: str, backend: str, *, automatic: bool = False) -> None:
+    """Warn, once in a process, that a backend of a function may change or go.
+
+    Parameters
+    ----------
+    api_name, backend : str
+        The function and its backend.
+    automatic : bool
+        Whether the backend was chosen for the caller, and not named.
+    """
+    if (api_name, backend) in _warned:
+        return
+    _warned.add((api_name, backend))
+    chosen = "which was chosen for you, " if automatic else ""
+    warnings.warn(
+        f"backend {backend!r} of {api_name}, {chosen}is experimental: it may change or go in any "
+        "version",
+        ExperimentalWarning,
+        stacklevel=3,
+    )
+
+
+def experimental_auto_backends_allowed() -> bool:
+    """Whether ``backend="auto"`` may choose an experimental backend: here it never does."""
+    return False
+
+
+def require_experimental_auto_backends(feature: str) -> None:
+    """Refuse a feature that only experimental backends have, unless ``auto`` may choose them.
+
+    Raises
+    ------
+    RuntimeError
+        Always, by `experimental_auto_backends_allowed`; it names `feature`.
+    """
+    if not experimental_auto_backends_allowed():
+        raise RuntimeError(
+            f"{feature} needs an experimental backend, which 'auto' never chooses: name the backend"
+        )
+
+
 def flashinfer_experimental_api(
     func: Callable[..., Any] | None = None, *, trace: Any = None, feature: str | None = None
 ) -> Any:

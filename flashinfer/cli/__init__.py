@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 failed, 2 wrong usage (click's own), 3 the answer is "no" (`module-status`
 with a filter when a module is not built, `replay --compare` when results differ, `compare-sass`
-when machine code does).
+and `compare-compilers` when machine code does, `list-cubins` when one is refused).
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from .. import version as package
 # command is asked for: the help does not wait for PyTorch.
 COMMANDS = {
     "build": ("modules", "Build modules ahead of their first use."),
+    "build-cubins": ("cubins", "Compile kernels for machines without any compiler."),
     "build-host-parts": ("distributions", "Compile what a wheel needs to run with NVRTC alone."),
     "clear-cache": ("cache", "Remove the compiled modules of this version."),
-    "clear-cubin": ("cache", "For scripts: there are no cubins to remove."),
+    "clear-cubin": ("cubins", "Remove the downloaded cubins."),
     "collect-env": ("environment", "Collect versions, GPUs, toolchain, cache and variables."),
+    "compare-compilers": ("compilers", "Compare what nvcc and NVRTC make of modules."),
     "compare-sass": ("sass", "Compare the machine code of this package with another's."),
-    "download-cubin": ("cache", "For scripts: there are no cubins to download."),
+    "download-cubin": ("cubins", "Download cubins from the repository that is set."),
+    "download-kernels": ("wheels", "Install both wheels of prebuilt kernels."),
     "export-compile-commands": ("modules", "Write compile_commands.json for clangd."),
-    "list-cubins": ("cache", "For scripts: there are no cubins to list."),
+    "install-cubin-wheel": ("wheels", "Install the wheel of cubins of this version."),
+    "install-jit-cache-wheel": ("wheels", "Install the wheel of modules of this version."),
+    "list-cubins": ("cubins", "List the cubins on disk, with what is wrong with them."),
     "list-modules": ("modules", "List the generators of modules, and their modules."),
     "module-status": ("modules", "Show which modules are built."),
     "new-op": ("new_op", "Write the files of an element-wise operation."),

@@ -49,25 +49,4 @@ def _usage(folder: Path) -> tuple[int, int]:
     return count, size
 
 
-_NO_CUBINS = (
-    "This package has no cubins: every kernel is compiled from its source, at its first call or "
-    "before by `flashinfer build`. There is nothing to {}."
-)
-
-
-def _cubin_command(name: str, verb: str) -> click.Command:
-    """A command of scripts that are written for FlashInfer; it succeeds and does nothing."""
-
-    @click.command(name, help=f"Say that there are no cubins to {verb}.")
-    def command() -> None:
-        click.echo(_NO_CUBINS.format(verb))
-
-    return command
-
-
-COMMANDS = (
-    clear_cache,
-    _cubin_command("clear-cubin", "remove"),
-    _cubin_command("download-cubin", "download"),
-    _cubin_command("list-cubins", "list"),
-)
+COMMANDS = (clear_cache,)

@@ -75,7 +75,7 @@ def _differences(
         yield f"{new[0].short_name} ({new[0].arch}): only now"
         return
     name = f"{new[0].short_name} ({new[0].arch})"
-    for field in ("registers", "stack_bytes", "shared_bytes"):
+    for field in ("registers", "stack_bytes", "shared_bytes", "parameter_bytes"):
         before, after = getattr(old[0], field), getattr(new[0], field)
         if before != after:
             yield f"{name}: {field} {before} -> {after}"

@@ -25,6 +25,7 @@ from ..jit.attention import AttentionConfig
 from ..jit.config import ModuleConfig
 from ..jit.delta_rule import ChunkDeltaRuleConfig, DeltaRuleConfig
 from ..jit.mamba import SelectiveStateConfig
+from ..jit.mqa_logits import MqaLogitsConfig
 
 ARCHITECTURES = (
     "7.5", "8.0", "8.6", "8.9", "9.0a", "10.0a", "10.3a", "11.0a", "12.0a", "12.1a",
@@ -50,9 +51,11 @@ TESTED = {("9.0a", family) for family in _ON_HOPPER}
 """Architecture and family whose GPU tests have been run there: 9.0a is an H200."""
 
 
-_ATTENTION = ("attention", "decode", "pod", "prefill", "sparse")  # modules of one family
+_ATTENTION = ("attention", "cudnn", "decode", "pod", "prefill", "sparse")  # modules of one family
 _CONFIGS: dict[str, type[ModuleConfig]] = {
     "attention": AttentionConfig,
+    "attn_scores": MqaLogitsConfig,
+    "dense_mqa": MqaLogitsConfig,
     "gdn_decode": DeltaRuleConfig,
     "gdn_prefill": ChunkDeltaRuleConfig,
     "kda_decode": DeltaRuleConfig,
@@ -74,7 +77,8 @@ def operations() -> list[tuple[str, str, list[str]]]:
     found, seen = [], set()
     for module in (flashinfer, *_public_modules(flashinfer)):
         prefix = f"{module.__name__}.".removeprefix("flashinfer.")
-        for name, value in vars(module).items():
+        for name in dir(module):
+            value = getattr(module, name)
             function = getattr(value, "run", None) if isinstance(value, type) else value
             if function is None or not hasattr(function, "fi_trace"):
                 continue

@@ -34,7 +34,7 @@ def shared_bytes(weights: str, tokens: int, warps: int) -> int:
     chunk_stages = 8 if plain else 2
     stages = 3 if not plain else 8 if warps <= 4 else 4
     activations = 2 * tokens * chunk_stages * 2 * (_STAGE_BITS // weight_bits(weights))
-    return warps * stages * _WARP_STAGE_BYTES + activations
+    return warps * stages * _WARP_STAGE_BYTES + activations + 4 * tokens
 
 
 def weight_bits(weights: str) -> int:
@@ -54,8 +54,11 @@ def choose_weight_config(
     columns: int,
     k: int,
     activation: str = "identity",
+    tiles: int | None = None,
 ) -> WeightGemmConfig:
     """The configuration for a product of `rows` tokens with weights ``[columns, k]``.
+
+    In groups, `rows` are those of one of them and `tiles` are the groups that have any.
 
     Two CTAs for each SM or more keep enough bytes on their way. Where columns alone do not give as
     many, k is split among the CTAs of a cluster; where that is far too few, CTAs have fewer warps.
@@ -68,7 +71,7 @@ def choose_weight_config(
     tokens = next((size for size in fitting if rows <= size), fitting[-1])
 
     def ctas(warps: int, splits: int) -> int:
-        return -(-columns // (16 * warps)) * -(-rows // tokens) * splits
+        return -(-columns // (16 * warps)) * -(-rows // tokens) * (tiles or 1) * splits
 
     most = _MOST_SPLITS if get_compute_capability(device)[0] >= 9 else 1
     warps, splits = _MOST_WARPS, 1

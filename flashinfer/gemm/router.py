@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from .._common.checks import flag as check_flag
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
@@ -41,13 +42,16 @@ def _check(k: int, n: int, dtype: torch.dtype) -> Callable[..., bool]:
     return check
 
 
-def _run(mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, use_pdl: bool) -> None:
+def _run(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool
+) -> None:
+    check_flag("launch_with_pdl", launch_with_pdl)
     (m, k), n = mat_a.shape, mat_b.shape[1]
     config = choose_weight_config(
         mat_a.device, mat_a.dtype, out.dtype, "plain", mat_a.dtype, 0, m, n, k
     )
     kernel = get_weight_gemm_kernel(config)
-    kernel(1, out, mat_a, mat_b.t(), None, None, None, None, None, use_pdl)
+    kernel(1, out, mat_a, mat_b.t(), None, None, None, None, None, launch_with_pdl)
 
 
 @backend_requirement({}, common_check=_check(7168, 128, torch.bfloat16))

@@ -17,6 +17,9 @@ from .fp8 import per_token_group_quant_8bit as per_token_group_quant_8bit
 from .fp8 import (
     silu_and_mul_per_token_group_quant_8bit as silu_and_mul_per_token_group_quant_8bit,
 )
+from .kv_cache import nvfp4_kv_dequantize as nvfp4_kv_dequantize
+from .kv_cache import nvfp4_kv_dequantize_paged as nvfp4_kv_dequantize_paged
+from .kv_cache import nvfp4_kv_quantize as nvfp4_kv_quantize
 from .layout import block_scale_interleave as block_scale_interleave
 from .layout import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
 from .shuffle import shuffle_matrix_a as shuffle_matrix_a

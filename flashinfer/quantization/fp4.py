@@ -144,6 +144,8 @@ def fp4_quantize(
     checks.flag("sf_use_ue8m0", sf_use_ue8m0)
     checks.flag("is_global_scale_inversed", is_global_scale_inversed)
     _refuse(nvfp4_4over6=nvfp4_4over6)
+    if sf_use_ue8m0 and global_scale is not None:
+        checks.tensor("global_scale", global_scale)
     return _quantize(
         input,
         None if sf_use_ue8m0 else global_scale,

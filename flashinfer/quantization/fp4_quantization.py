@@ -7,6 +7,9 @@ from . import mxfp4_dequantize as mxfp4_dequantize
 from . import mxfp4_dequantize_host as mxfp4_dequantize_host
 from . import mxfp4_quantize as mxfp4_quantize
 from . import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
+from . import nvfp4_kv_dequantize as nvfp4_kv_dequantize
+from . import nvfp4_kv_dequantize_paged as nvfp4_kv_dequantize_paged
+from . import nvfp4_kv_quantize as nvfp4_kv_quantize
 from . import nvfp4_quantize as nvfp4_quantize
 from . import shuffle_matrix_a as shuffle_matrix_a
 from . import shuffle_matrix_sf_a as shuffle_matrix_sf_a

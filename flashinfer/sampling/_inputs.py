@@ -79,18 +79,28 @@ def resolve_seed(
     return _as_int64("seed", seed), 0 if offset is None else _as_int64("offset", offset)
 
 
-def row_floats(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype != torch.float32:
+def row_floats(name: str, value: Any) -> Any:
+    """A number, or numbers of the rows as float32."""
+    if isinstance(value, torch.Tensor):
+        _check_rows(name, value)
         return value.to(torch.float32)
     return value
 
 
-def row_ints(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype != torch.int32:
-        if not is_convertible(value, torch.int32):
-            raise ValueError(f"`top_k` must have an integer dtype, got {value.dtype}")
-        return as_dtype(value, torch.int32)
+def row_ints(name: str, value: Any) -> Any:
+    """A number, or numbers of the rows as int32."""
+    if isinstance(value, torch.Tensor):
+        _check_rows(name, value)
+        if value.dtype != torch.int32:
+            if not is_convertible(value, torch.int32):
+                raise ValueError(f"`{name}` must have an integer dtype, got {value.dtype}")
+            return as_dtype(value, torch.int32)
     return value
+
+
+def _check_rows(name: str, value: torch.Tensor) -> None:
+    if value.ndim > 1:
+        raise ValueError(f"Expected a 1D tensor or scalar for `{name}`, got a {value.ndim}D tensor")
 
 
 def refuse_nan(name: str, rows: torch.Tensor) -> None:

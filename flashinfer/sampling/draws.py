@@ -222,7 +222,7 @@ def top_p_sampling_from_probs(
     looked for only if the token is that small; a token that is not in the nucleus is replaced by
     one from just the nucleus. Whatever comes out is distributed as the nucleus is.
     """
-    kernels, parameters = _from_probs[Filter.TOP_P], (row_floats(top_p),)
+    kernels, parameters = _from_probs[Filter.TOP_P], (row_floats("top_p", top_p),)
     return _sample(
         kernels,
         probs,
@@ -283,7 +283,7 @@ def top_k_sampling_from_probs(
     probs, indices, deterministic, generator, check_nan, seed, offset, return_valid
         As for `sampling_from_probs`, which also lists result and errors.
     """
-    kernels, parameters = _from_probs[Filter.TOP_K], (row_ints(top_k),)
+    kernels, parameters = _from_probs[Filter.TOP_K], (row_ints("top_k", top_k),)
     return _sample(
         kernels,
         probs,
@@ -349,7 +349,7 @@ def min_p_sampling_from_probs(
     M. Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs",
     2024.
     """
-    kernels, parameters = _from_probs[Filter.MIN_P], (row_floats(min_p),)
+    kernels, parameters = _from_probs[Filter.MIN_P], (row_floats("min_p", min_p),)
     return _sample(
         kernels,
         probs,
@@ -389,10 +389,10 @@ def _both_filters(
     is_matrix = isinstance(rows, torch.Tensor) and rows.dim() == 2
     if is_matrix and type(top_k) is int and not 1 <= top_k < rows.shape[1]:
         if not logits or (type(top_p) is float and not top_p >= 1):
-            return Filter.TOP_P, (row_floats(top_p),)
+            return Filter.TOP_P, (row_floats("top_p", top_p),)
         if type(top_p) in (int, float) and top_p >= 1:
             return Filter.NONE, ()
-    return filter, (row_ints(top_k), row_floats(top_p))
+    return filter, (row_ints("top_k", top_k), row_floats("top_p", top_p))
 
 
 @overload

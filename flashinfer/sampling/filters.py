@@ -66,7 +66,7 @@ def softmax(
     if temperature is None:
         temperature = 1.0
     elif isinstance(temperature, torch.Tensor):
-        temperature = row_floats(temperature)
+        temperature = row_floats("temperature", temperature)
     try:
         kernel = _softmax[logits.dtype]
     except NOT_LOADED:
@@ -114,7 +114,7 @@ def top_k_renorm_probs(
         As for `softmax`.
     """
     checks.optional_flag("is_deterministic", is_deterministic)
-    return _filter_rows(_top_k_renorm, probs, row_ints(top_k))
+    return _filter_rows(_top_k_renorm, probs, row_ints("top_k", top_k))
 
 
 @flashinfer_api(trace=top_p_renorm_probs_trace)
@@ -143,7 +143,7 @@ def top_p_renorm_probs(
         As for `softmax`.
     """
     checks.optional_flag("is_deterministic", is_deterministic)
-    return _filter_rows(_top_p_renorm, probs, row_floats(top_p))
+    return _filter_rows(_top_p_renorm, probs, row_floats("top_p", top_p))
 
 
 @flashinfer_api(trace=top_k_mask_logits_trace)
@@ -167,7 +167,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     TypeError, ValueError
         As for `softmax`.
     """
-    return _filter_rows(_top_k_mask, logits, row_ints(top_k))
+    return _filter_rows(_top_k_mask, logits, row_ints("top_k", top_k))
 
 
 top_k_renorm_prob = top_k_renorm_probs

@@ -9,15 +9,10 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/common/float4_pairs.cuh>
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/ptx/fma_pair.cuh>
 #include <type_traits>
-
-namespace flashinfer::dtype {
-
-// A byte that is the exponent of a power of two (e8m0); PyTorch's name for it in older versions.
-using uint8 = uint8_t;
-
-}  // namespace flashinfer::dtype
 
 namespace flashinfer {
 
@@ -34,18 +29,6 @@ FLASHINFER_HOST_DEVICE constexpr int weight_bits(WeightFormat format) {
 }
 
 namespace detail {
-
-// Two 16-bit elements times a factor each, plus an addend.
-template <typename T>
-__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t factor, uint32_t addend) {
-  uint32_t result;
-  if constexpr (std::is_same_v<T, dtype::bfloat16>) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(factor), "r"(addend));
-  } else {
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(factor), "r"(addend));
-  }
-  return result;
-}
 
 template <typename T>
 __device__ __forceinline__ uint32_t same_pair(float x) {
@@ -69,8 +52,7 @@ struct WeightCodes {
 
   // The factor of unpack() for a scale: what turns the bits of a code into its value.
   __device__ __forceinline__ static uint32_t factor(float scale) {
-    constexpr float kUnit = kIsBfloat ? 0x1p126f : 0x1p14f;
-    return detail::same_pair<T>(scale * (kUnit * (kScalesPairs ? 0x1p-8f : 1.f)));
+    return detail::same_pair<T>(scale * (kE2m1Unit<T> * (kScalesPairs ? 0x1p-8f : 1.f)));
   }
 
   __device__ __forceinline__ static void unpack(const uint32_t (&words)[kWords], uint32_t factor,
@@ -97,24 +79,15 @@ struct WeightCodes {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const uint32_t bits = ((word >> 4 * p) & 0x000f000fu) ^ kBase;
-      pairs[p] = detail::fma_pair<T>(bits, kOne, kMinusBase);
+      pairs[p] = ptx::fma_pair<T>(bits, kOne, kMinusBase);
     }
   }
 
-  // Sign, exponent and mantissa go to their places in T; the factor corrects the exponent's bias
-  // and normalises the only subnormal.
   __device__ __forceinline__ static void unpack_e2m1(uint32_t word, uint32_t factor,
                                                      uint32_t (&pairs)[4]) {
-    constexpr int kPlace = kIsBfloat ? 6 : 9;
-    constexpr uint32_t kMagnitude = 0x00070007u << kPlace, kMinusZero = 0x80008000u;
+    e2m1_to_pairs<T>(word, pairs);
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      const uint32_t sign = word << (12 - 4 * p);
-      const int left = kPlace - 4 * p;
-      const uint32_t magnitude = left >= 0 ? word << (left & 31) : word >> (-left & 31);
-      const uint32_t bits = (sign & 0x80008000u) | (magnitude & kMagnitude);
-      pairs[p] = detail::fma_pair<T>(bits, factor, kMinusZero);
-    }
+    for (int p = 0; p < 4; ++p) pairs[p] = ptx::fma_pair<T>(pairs[p], factor, 0x80008000u);
   }
 
   // A byte with its sign bit inverted, in the mantissa of 1024 (float16) or of 2^23 (float32, then
@@ -134,7 +107,7 @@ struct WeightCodes {
         pairs[p] = PackedPair<T>::pack(values[0], values[1]);
       } else {
         const uint32_t bits = __byte_perm(bytes, 0x64646464u, p % 2 ? 0x4342 : 0x4140);
-        pairs[p] = detail::fma_pair<T>(bits, 0x3c003c00u, 0xe480e480u);
+        pairs[p] = ptx::fma_pair<T>(bits, 0x3c003c00u, 0xe480e480u);
       }
     }
   }
@@ -148,10 +121,10 @@ __device__ __forceinline__ uint4 pair_activations(const uint4& x) {
                     __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
 }
 
-// A scale as it is stored.
+// A scale as it is stored. The power of two of exponent 0 is subnormal, that of 255 a NaN.
 __device__ __forceinline__ float scale_to_float(uint8_t e8m0) {
-  if (e8m0 == 0xff) return __uint_as_float(0x7fc00000u);
-  return e8m0 == 0 ? 0x1p-127f : __uint_as_float(static_cast<uint32_t>(e8m0) << 23);
+  const uint32_t bits = max(static_cast<uint32_t>(e8m0) << 23, 0x00400000u);
+  return __uint_as_float(e8m0 == 0xff ? 0x7fc00000u : bits);
 }
 
 template <typename T>

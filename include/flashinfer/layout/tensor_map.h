@@ -3,7 +3,6 @@
 
 #ifndef __CUDACC_RTC__
 #include <cuda.h>
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <flashinfer/ptx/tensor_map.h>
@@ -15,8 +14,9 @@ namespace flashinfer {
 // swizzled: 128, 64 or 32. Returns false if the copy engine cannot read the tensor: addresses and
 // strides must be multiples of 16 bytes.
 template <typename T, int kDims>
-inline bool encode_tensor_map(CUtensorMap* map, const void* data, const uint64_t (&lengths)[kDims],
-                              const int64_t* strides, const uint32_t (&box)[kDims], int swizzle) {
+inline bool encode_tensor_map(ptx::EncodedTensorMap& map, const void* data,
+                              const uint64_t (&lengths)[kDims], const int64_t* strides,
+                              const uint32_t (&box)[kDims], int swizzle) {
   const auto encode = ptx::tensor_map_encoder();
   if (encode == nullptr) return false;
   constexpr int kSize = static_cast<int>(sizeof(T));
@@ -38,8 +38,9 @@ inline bool encode_tensor_map(CUtensorMap* map, const void* data, const uint64_t
   const CUtensorMapSwizzle mode = swizzle == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                   : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                   : CU_TENSOR_MAP_SWIZZLE_32B;
-  return encode(map, kType, kDims, const_cast<void*>(data), sizes, steps_in_bytes, boxes, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, mode, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  return encode(reinterpret_cast<CUtensorMap*>(&map), kType, kDims, const_cast<void*>(data), sizes,
+                steps_in_bytes, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, mode,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -26,6 +26,18 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* source,
       : "memory");
 }
 
+// Copies 8 bytes through L1, or writes zeros if `valid` is false (`source` is then not read).
+__device__ __forceinline__ void cp_async_8(uint32_t shared, const void* source, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignored;\n"
+      "setp.eq.u32 ignored, %2, 0;\n"
+      "cp.async.ca.shared.global [%0], [%1], 8, ignored;\n"
+      "}" ::"r"(shared),
+      "l"(source), "r"(static_cast<uint32_t>(valid))
+      : "memory");
+}
+
 // Copies 4 bytes through L1, or writes zero if `valid` is false.
 __device__ __forceinline__ void cp_async_4(uint32_t shared, const void* source, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(source),

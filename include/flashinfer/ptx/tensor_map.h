@@ -1,15 +1,29 @@
 // Tensor maps tell the copy engine of sm_90 (tma.cuh) how a tensor lies in global memory and what a
-// box of it is. Host code.
+// box of it is. Host code encodes them into a kernel's parameters.
 #pragma once
+
+#include <cstdint>
+
+namespace flashinfer::ptx {
+
+// A tensor map as a member of a kernel's parameters. The driver's own type, CUtensorMap, is aligned
+// to 64 bytes by CUDA 12's headers and to 128 by CUDA 13's. Host and device code of a launch may be
+// compiled with different headers, and what follows a map must lie alike in both.
+struct alignas(128) EncodedTensorMap {
+  uint64_t opaque[16];
+};
+
+}  // namespace flashinfer::ptx
 
 #ifndef __CUDACC_RTC__
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 namespace flashinfer::ptx {
+
+static_assert(sizeof(CUtensorMap) == sizeof(EncodedTensorMap) &&
+              alignof(CUtensorMap) <= alignof(EncodedTensorMap));
 
 // The driver's cuTensorMapEncodeTiled, which is not linked; null if the driver has none.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
@@ -42,7 +56,7 @@ struct TensorMapDim {
 // described: the address or a stride is not a multiple of 16 bytes, a stride is too large, or the
 // driver lacks tensor maps.
 template <typename T, int kDims>
-inline bool encode_tensor_map(CUtensorMap& map, const void* data, uint64_t columns,
+inline bool encode_tensor_map(EncodedTensorMap& map, const void* data, uint64_t columns,
                               uint32_t box_columns, const TensorMapDim (&dims)[kDims],
                               CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4);
@@ -61,8 +75,9 @@ inline bool encode_tensor_map(CUtensorMap& map, const void* data, uint64_t colum
   constexpr CUtensorMapDataType kType = kSize == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                         : kSize == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
                                                      : CU_TENSOR_MAP_DATA_TYPE_UINT32;
-  return encode(&map, kType, kDims + 1, const_cast<void*>(data), lengths, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+  return encode(reinterpret_cast<CUtensorMap*>(&map), kType, kDims + 1, const_cast<void*>(data),
+                lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

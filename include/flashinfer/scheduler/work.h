@@ -41,9 +41,16 @@ struct alignas(16) MergeItem {
   int32_t num_rows;    // packed rows; 0: nothing to merge
   int32_t slot_begin;  // parts slot_begin ... slot_end - 1, in order of KV
   int32_t slot_end;
-  int32_t kv_len;  // [tokens]
-  int32_t reserved[3];
+  int32_t kv_len;      // [tokens]
+  int32_t first_part;  // with a fixed split size the number of the first part in its request
+  int32_t reserved[2];
 };
 static_assert(sizeof(MergeItem) == 48, "three 16-byte loads");
+
+// Keys begin ... end - 1, which hold all that a query sees by a custom mask; both are 0 if it sees
+// none.
+struct VisibleRange {
+  int32_t begin, end;
+};
 
 }  // namespace flashinfer

@@ -24,6 +24,9 @@ class WeightGemm {
   static constexpr int kChunkStages = Tile::kChunkStages;
   static constexpr int kRowPieces = Tile::kChunkRowBytes / 16;  // of a token's activations
   static constexpr int kPieces = Tile::kTokens * kRowPieces;
+  static constexpr int kOwnPieces = kPieces / Tile::kThreads;  // of a thread
+  static_assert(kOwnPieces * Tile::kThreads == kPieces);
+  static constexpr uint32_t kNoRow = 0xffffffffu;
   using Sums = float[kTokenTiles][4];
 
  public:
@@ -41,6 +44,8 @@ class WeightGemm {
   }
 
   __device__ __forceinline__ void run(Sums& sums) {
+    find_rows();
+    __syncthreads();
     copy_activations(0);
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) copy_weights(stage);
@@ -58,7 +63,9 @@ class WeightGemm {
       }
       copy_weights(i + kStages - 1);
 #pragma unroll
-      for (int j = 0; j < 2 * Tile::kLaneScales; ++j) scales_[j] = next_scales_[j];
+      for (int j = 0; j < 2 * Tile::kLaneScales; ++j) {
+        scales_[j] = scale_of_bits<Scale>(next_scales_[j]);
+      }
       load_scales(i + 1);
       multiply(i, sums);
     }
@@ -98,24 +105,45 @@ class WeightGemm {
     ptx::cp_async_commit();
   }
 
+  // Writes down which row of the activations each token of the tile is.
+  __device__ __forceinline__ void find_rows() const {
+    for (uint32_t token = threadIdx.x; token < Tile::kTokens; token += Tile::kThreads) {
+      uint32_t row = work_.row + token;
+      if (row >= work_.row_end) {
+        row = kNoRow;
+      } else if (params_.row_index != nullptr) {
+        row = __ldg(params_.row_index + row);
+        if (row >= params_.num_input_rows) row = kNoRow;
+      }
+      ptx::store_shared_4(shared_ + Tile::kOffsetRows + token * 4, row);
+    }
+  }
+
   // Copies the tokens' activations of kChunkStages stages.
   __device__ __forceinline__ void copy_activations(uint32_t chunk) const {
     if (chunk * kChunkStages >= count_) return;
     const uint32_t target = shared_ + Tile::kOffsetActivations + chunk % 2 * Tile::kActivationBytes;
     const uint32_t first = (first_ + chunk * kChunkStages) * Tile::kTileK;
-#pragma unroll 4
-    for (uint32_t index = threadIdx.x; index < kPieces; index += Tile::kThreads) {
-      const uint32_t token = index / kRowPieces, piece = index % kRowPieces;
-      const uint32_t column = first + piece * 8;
-      uint32_t row = work_.row + token;
-      bool exists = row < work_.row_end && column < params_.k;
-      if (exists && params_.row_index != nullptr) {
-        row = __ldg(params_.row_index + row);
-        exists = row < params_.num_input_rows;
+    constexpr int kBatch = kOwnPieces < 4 ? kOwnPieces : 4;
+    static_assert(kOwnPieces % kBatch == 0);
+#pragma unroll 1
+    for (int done = 0; done < kOwnPieces; done += kBatch) {
+      uint32_t rows[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const uint32_t token = (threadIdx.x + (done + j) * Tile::kThreads) / kRowPieces;
+        rows[j] = ptx::load_shared_4(shared_ + Tile::kOffsetRows + token * 4);
       }
-      const A* source = static_cast<const A*>(params_.a);
-      if (exists) source += row * params_.a_stride + column;
-      ptx::cp_async_16(target + place_of(token, piece), source, exists);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const uint32_t index = threadIdx.x + (done + j) * Tile::kThreads;
+        const uint32_t token = index / kRowPieces, piece = index % kRowPieces;
+        const uint32_t column = first + piece * 8;
+        const bool exists = rows[j] != kNoRow && column < params_.k;
+        const A* source = static_cast<const A*>(params_.a);
+        if (exists) source += rows[j] * params_.a_stride + column;
+        ptx::cp_async_16(target + place_of(token, piece), source, exists);
+      }
     }
   }
 
@@ -124,7 +152,8 @@ class WeightGemm {
     if constexpr (Codes::kBits != 4) return;
     const uint32_t target = shared_ + Tile::kOffsetActivations + chunk % 2 * Tile::kActivationBytes;
 #pragma unroll 4
-    for (uint32_t index = threadIdx.x; index < kPieces; index += Tile::kThreads) {
+    for (int j = 0; j < kOwnPieces; ++j) {
+      const uint32_t index = threadIdx.x + j * Tile::kThreads;
       const uint32_t address = target + place_of(index / kRowPieces, index % kRowPieces);
       const uint4 x = ptx::load_shared_16(address);
       ptx::store_shared_16(address, pair_activations<Tile::kFormat>(x));
@@ -161,9 +190,8 @@ class WeightGemm {
   // Scale `index` of the stage, for row lane / 4 + 8 half.
   __device__ __forceinline__ float scale(int index, int half) const {
     constexpr int kLaneScales = Tile::kLaneScales;
-    const uint32_t mine = scales_[half * kLaneScales + index % kLaneScales];
-    const int source = (lane_idx_ & ~3) + index / kLaneScales;
-    return scale_of_bits<Scale>(__shfl_sync(0xffffffffu, mine, source));
+    const float mine = scales_[half * kLaneScales + index % kLaneScales];
+    return __shfl_sync(0xffffffffu, mine, (lane_idx_ & ~3) + index / kLaneScales);
   }
 
   __device__ __forceinline__ void multiply(uint32_t i, Sums& sums) const {
@@ -206,12 +234,10 @@ class WeightGemm {
     const uint32_t address = weights + (row + half * 8) * Tile::kRowBytes + place * 16 + bytes % 16;
     uint32_t words[kWords];
     if constexpr (kWords == 1) {
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+      words[0] = ptx::load_shared_4(address);
     } else if constexpr (kWords == 2) {
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(words[0]), "=r"(words[1])
-                   : "r"(address)
-                   : "memory");
+      const uint2 both = ptx::load_shared_8(address);
+      words[0] = both.x, words[1] = both.y;
     } else {
       const uint4 all = ptx::load_shared_16(address);
       words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
@@ -249,7 +275,8 @@ class WeightGemm {
   const char* weights_[4];
   uint32_t pieces_;  // of 16 bytes that this lane copies of a row
   int warp_idx_, lane_idx_;
-  uint32_t scales_[2 * Tile::kLaneScales] = {}, next_scales_[2 * Tile::kLaneScales] = {};
+  float scales_[2 * Tile::kLaneScales] = {};
+  uint32_t next_scales_[2 * Tile::kLaneScales] = {};  // as they are stored
 };
 
 template <typename Tile>

@@ -53,7 +53,8 @@ struct WeightGemmTile : Config {
   static constexpr int kActivationBytes = kTokens * kChunkRowBytes;
   static constexpr int kOffsetActivations = kWarps * kStages * kStageBytes;
   static constexpr int kSumStride = kColumns + 4;  // keeps lanes in different banks
-  static constexpr int kSharedBytes = kOffsetActivations + 2 * kActivationBytes;
+  static constexpr int kOffsetRows = kOffsetActivations + 2 * kActivationBytes;
+  static constexpr int kSharedBytes = kOffsetRows + 4 * kTokens;
   // CTAs of an SM that registers shall allow; shared memory has no room for two of the large ones.
   static constexpr int kLeastCtas = kTokens == 8 || (kTokens == 16 && kWarps <= 4) ? 2 : 1;
   static_assert(kTokens * kSumStride * 4 <= kSharedBytes, "sums replace the operands");
@@ -64,43 +65,59 @@ struct WeightGemmWork {
   uint32_t group, row, row_end;
 };
 
-// Finds token tile `index`; false if there is none. All lanes of a warp call.
+// The rows of a group that exist.
+struct GroupRows {
+  int32_t begin, end;
+};
+
+__device__ __forceinline__ GroupRows group_rows(const WeightGemmParams& params, uint32_t group) {
+  if (group >= params.num_groups) return {0, 0};
+  const int32_t begin = __ldg(params.offsets + group), end = __ldg(params.offsets + group + 1);
+  const int32_t m = static_cast<int32_t>(params.m);
+  return {begin < 0 ? 0 : begin, end > m ? m : end};
+}
+
+template <typename Tile>
+__device__ __forceinline__ uint32_t group_tiles(const GroupRows& rows) {
+  return rows.end > rows.begin ? ceil_div<uint32_t>(rows.end - rows.begin, Tile::kTokens) : 0;
+}
+
+// Finds token tile `index`; false if there is none. All lanes of a warp call; each looks at
+// neighbouring groups, so that all offsets are on their way at once.
 template <typename Tile>
 __device__ __forceinline__ bool find_tokens(const WeightGemmParams& params, uint32_t index,
                                             WeightGemmWork& work) {
-  constexpr uint32_t kTokens = Tile::kTokens;
   if (params.offsets == nullptr) {
-    work = {0, index * kTokens, params.m};
+    work = {0, index * Tile::kTokens, params.m};
     return work.row < params.m;
   }
   const uint32_t lane_idx = threadIdx.x % 32;
-  uint32_t before = 0;  // tiles of earlier groups
-  for (uint32_t first = 0; first < params.num_groups; first += 32) {
-    const uint32_t group = first + lane_idx;
-    int32_t begin = 0, end = 0;
-    if (group < params.num_groups) {
-      begin = __ldg(params.offsets + group);
-      end = __ldg(params.offsets + group + 1);
-      begin = begin < 0 ? 0 : begin;
-      end = end > static_cast<int32_t>(params.m) ? params.m : end;
-    }
-    const uint32_t tiles = end > begin ? ceil_div<uint32_t>(end - begin, kTokens) : 0;
-    uint32_t sum = tiles;
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (static_cast<int>(lane_idx) >= distance) sum += other;
-    }
-    const uint32_t found = __ballot_sync(0xffffffffu, before + sum > index);
-    if (found != 0) {
-      const int lane = __ffs(found) - 1;
-      const uint32_t row = begin + (index - before - (sum - tiles)) * kTokens;
-      work = {first + lane, __shfl_sync(0xffffffffu, row, lane),
-              static_cast<uint32_t>(__shfl_sync(0xffffffffu, end, lane))};
-      return true;
-    }
-    before += __shfl_sync(0xffffffffu, sum, 31);
+  const uint32_t share = ceil_div<uint32_t>(params.num_groups, 32), first = lane_idx * share;
+  uint32_t tiles = 0;
+#pragma unroll 8
+  for (uint32_t i = 0; i < share; ++i) tiles += group_tiles<Tile>(group_rows(params, first + i));
+  uint32_t sum = tiles;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
+    if (static_cast<int>(lane_idx) >= distance) sum += other;
   }
-  return false;
+  const uint32_t found = __ballot_sync(0xffffffffu, sum > index);
+  if (found == 0) return false;
+  const int lane = __ffs(found) - 1;
+  uint32_t group = first, before = index - (sum - tiles);  // tiles of this lane before the one
+  GroupRows rows = {};
+  if (static_cast<int>(lane_idx) == lane) {
+    rows = group_rows(params, group);
+    for (uint32_t n = group_tiles<Tile>(rows); before >= n; n = group_tiles<Tile>(rows)) {
+      before -= n;
+      rows = group_rows(params, ++group);
+    }
+  }
+  const uint32_t row = rows.begin + before * Tile::kTokens;
+  work = {__shfl_sync(0xffffffffu, group, lane), __shfl_sync(0xffffffffu, row, lane),
+          static_cast<uint32_t>(__shfl_sync(0xffffffffu, rows.end, lane))};
+  return true;
 }
 
 }  // namespace flashinfer

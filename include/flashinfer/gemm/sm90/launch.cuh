@@ -39,12 +39,12 @@ inline cudaError_t prepare_gemm_sm90(int* num_clusters) {
 
 // Operands: boxes of 128 bytes of k of all the rows that one CTA loads at once.
 template <typename T>
-inline bool encode_operand(CUtensorMap& map, const GemmMatrix& matrix, uint64_t k, uint64_t rows,
-                           uint64_t batches, uint32_t box_rows) {
+inline bool encode_operand(ptx::EncodedTensorMap& map, const GemmMatrix& matrix, uint64_t k,
+                           uint64_t rows, uint64_t batches, uint32_t box_rows) {
   const uint64_t lengths[3] = {k, rows, batches};
   const int64_t strides[2] = {matrix.stride_row, matrix.stride_batch};
   const uint32_t box[3] = {128 / sizeof(T), box_rows, 1};
-  return encode_tensor_map<T>(&map, matrix.data, lengths, strides, box, 128);
+  return encode_tensor_map<T>(map, matrix.data, lengths, strides, box, 128);
 }
 
 template <typename Tile>
@@ -70,7 +70,7 @@ inline bool encode_maps(GemmKernelParams& kernel) {
     const uint64_t lengths[3] = {Tile::kGated ? p.n / 2 : p.n, rows, batches};
     const int64_t strides[2] = {p.d.stride_row, p.d.stride_batch};
     const uint32_t box[3] = {Tile::kBoxColumns, Tile::kBoxRows, 1};
-    kernel.stores_boxes = encode_tensor_map<typename Tile::D>(&kernel.d, p.d.data, lengths, strides,
+    kernel.stores_boxes = encode_tensor_map<typename Tile::D>(kernel.d, p.d.data, lengths, strides,
                                                               box, Tile::kBoxColumns * 2);
   }
   return true;

@@ -4,12 +4,12 @@
 // Measurements, also of what lost: docs/tuning/gemm.md.
 #pragma once
 
-#include <cuda.h>
 #include <flashinfer/gemm/sm90/gather.cuh>
 #include <flashinfer/gemm/sm90/scheduler.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/mbarrier_cluster.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/tensor_map.h>
 #include <flashinfer/ptx/tma.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
 
@@ -18,7 +18,7 @@ namespace flashinfer {
 struct GemmKernelParams {
   GemmParams gemm;
   GemmSchedule schedule;
-  CUtensorMap a, b, d;
+  ptx::EncodedTensorMap a, b, d;
   bool stores_boxes;    // the copy engine can write D
   uint32_t box_rows_a;  // rows of A that a CTA loads at once: few where there are only few
   uint32_t parts_a;     // CTAs that load a part of A for those that share it
@@ -163,7 +163,7 @@ class GemmProducer {
 
   // Loads a box of an operand; if CTAs share it, loads part `part` for all of `readers`.
   template <int kShared, int kRows>
-  __device__ __forceinline__ static void copy_box(const CUtensorMap& map, uint32_t target,
+  __device__ __forceinline__ static void copy_box(const ptx::EncodedTensorMap& map, uint32_t target,
                                                   uint32_t barrier, int x, int y, int z,
                                                   uint32_t part, uint32_t readers,
                                                   uint64_t policy) {
