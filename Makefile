@@ -39,7 +39,8 @@ install: $(INSTALLED)
 
 # torch comes first and alone, so that a build that is there (or asked for by TORCH) is kept.
 # The compiler from PyPI is added only where no CUDA toolkit is found. pip names what it collects
-# and downloads; what is there already is left out.
+# and downloads; what is there already is left out. A comma would end an argument of `call`.
+EXTRAS := .[dev,docs]
 install = echo "[$(1)/5] $(2)" && $(VENV)/bin/python -m pip install $(PIP_ARGS) $(3) \
   --disable-pip-version-check --progress-bar off | sed -u "/^Requirement already satisfied/d"
 
@@ -52,7 +53,7 @@ $(VENV)/.installed: pyproject.toml version.txt build_backend.py
 	  $(PYTHON) -m venv $(VENV) && $(call install,1,$(TORCH),"$(TORCH)"); \
 	fi
 	@$(call install,2,tools that build the package,"setuptools>=77")
-	@$(call install,3,this package and its tests,--no-build-isolation -e ".[dev,docs]")
+	@$(call install,3,this package and its tests,--no-build-isolation -e "$(EXTRAS)")
 	@$(call install,4,flashinfer-bench,--no-deps flashinfer-bench)
 	@if $(VENV)/bin/python -c "import flashinfer.jit.toolchain as t; t.require_toolkit()" 2>/dev/null; \
 	then echo "[5/5] CUDA toolkit: found"; \
