@@ -3,7 +3,8 @@
 //
 // Row token_indptr[b] + i of k_rows [tokens, heads, head_dim], contiguous, becomes token i of
 // request b. Where v_cache is None, k_cache holds both: [pages, 2, ...]. Pages of one token may
-// lack the dimension of slots. The values of the index tensors are the caller's to check.
+// lack the dimension of slots. A page number outside the cache stands for zeros; the values of the
+// other index tensors are the caller's to check.
 #include "attention_gather.h"
 
 #include "ffi.h"
@@ -90,6 +91,7 @@ void run(ffi::Args& args) {
   params.page_size = FastDivisor(static_cast<uint32_t>(page_size));
   params.batch_size = static_cast<int32_t>(token_indptr.dim(0) - 1);
   params.num_tokens = static_cast<int32_t>(k_rows.dim(0));
+  params.num_pages = static_cast<int32_t>(k.dim(0));
   if (params.num_tokens == 0) return;
   const ffi::DeviceGuard guard(k);
   ffi::check_launch(gather(params, ffi::resolve_pdl(enable_pdl, k), ffi::current_stream(k)));

@@ -64,7 +64,7 @@ def top_k_varlen(
     load_balance : bool
         Changes nothing: rows are balanced in any case.
     workspace : dict, optional
-        Not used.
+        Not used: the kernel keeps a scratch of its own.
 
     Returns
     -------
@@ -84,6 +84,8 @@ def top_k_varlen(
         kernel = _kernels.load(logits=logits)
     checks.choice("backend", backend, _BACKENDS)
     checks.flag("load_balance", load_balance)
+    if not isinstance(workspace, dict | None):
+        raise TypeError(f"`workspace` must be a dict or None, got {type(workspace).__name__}")
     ratio = checks.count("compress_ratio", compress_ratio)
     rows_of_request = checks.count("next_n", next_n)
     width = checks.count("top_k", top_k)
@@ -93,6 +95,7 @@ def top_k_varlen(
         raise ValueError("`out_values` must be left out without `return_values`, got a tensor")
     if out_indices is None:
         out_indices = torch.empty(rows, width, dtype=torch.int32, device=logits.device)
+    _check_out("out_indices", out_indices, (rows, width), torch.int32, logits.device)
     lengths = _lengths(seq_lens, rows_of_request, ratio)
     scratch = kernel.workspace(logits.device, rows, logits.shape[1], width)
     offsets = torch.zeros(rows, dtype=torch.int32, device=logits.device)
@@ -135,10 +138,16 @@ def _values(logits: torch.Tensor, indices: torch.Tensor, out: torch.Tensor | Non
     values.masked_fill_(indices < 0, -torch.inf)
     if out is None:
         return values
-    checks.tensor("out_values", out, 2)
-    if out.shape != values.shape or out.dtype != values.dtype or out.device != values.device:
-        raise ValueError(
-            f"`out_values` must be {values.dtype} of shape {list(values.shape)} on "
-            f"{values.device}, got {out.dtype} of shape {list(out.shape)} on {out.device}"
-        )
+    _check_out("out_values", out, values.shape, values.dtype, values.device)
     return out.copy_(values)
+
+
+def _check_out(
+    name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    checks.tensor(name, out, 2)
+    if out.shape != shape or out.dtype != dtype or out.device != device:
+        raise ValueError(
+            f"`{name}` must be {dtype} of shape {list(shape)} on {device}, "
+            f"got {out.dtype} of shape {list(out.shape)} on {out.device}"
+        )

@@ -78,7 +78,9 @@ def test_rotated_pages(page_size, options, device):
         size = sum(q * k for q, k in zip(*LENGTHS, strict=True))
         options = {"custom_mask": randn((size,), torch.float32, device, 3) > 0.5}
     wrapper = plan_paged(batch, device, **ROPE, **options)
-    assert is_gathered(wrapper) and wrapper._executor.choice.backend == "fa3"
+    assert is_gathered(wrapper)
+    if options == {"causal": True}:
+        assert wrapper._executor.choice.backend == "fa3"
     sinks = randn((batch.num_qo_heads,), torch.float32, device, 6)
     check_paged(wrapper, batch, device, sinks=sinks)
 
@@ -117,9 +119,10 @@ def test_repeats_and_other_plans_between(device):
 def test_a_workspace_without_room_is_no_error(device, monkeypatch):
     """The pages are then read where they are."""
     batch = Batch(*LENGTHS, page_size=1)
-    roomy = plan_paged(batch, device, causal=True)
-    monkeypatch.setattr("tests.attention.batches.WORKSPACE_BYTES", 3 << 19)
-    tight = plan_paged(batch, device, causal=True)
+    whole = {"causal": True, "disable_split_kv": True}  # no partial results
+    roomy = plan_paged(batch, device, **whole)
+    monkeypatch.setattr("tests.attention.batches.WORKSPACE_BYTES", 1 << 20)
+    tight = plan_paged(batch, device, **whole)
     assert is_gathered(roomy) and not is_gathered(tight)
     check_paged(tight, batch, device)
 

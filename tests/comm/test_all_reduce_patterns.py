@@ -29,7 +29,9 @@ def run_pattern(world_size, pattern, inputs, residual, weight, **options):
     tokens, hidden = residual.shape
 
     def body(backend):
-        workspace = open_workspace(backend, tokens, hidden, residual.dtype)
+        workspace = open_workspace(
+            backend, tokens, hidden, residual.dtype, force_oneshot_support=True
+        )
         rank = backend.Get_rank()
         made = {
             "output": torch.empty_like(residual, device="cuda"),

@@ -34,7 +34,7 @@ class Sequences:
         self.start = torch.full((6,), self.rows - 1, dtype=torch.int32, device=device)
         self.count = torch.zeros(6, dtype=torch.int32, device=device)
         self.slots = torch.tensor([4, 0, 5], dtype=torch.int32, device=device)
-        self.A = -torch.rand(self.heads, device=device)[:, None, None].expand(shape[1:])
+        self.A = (-torch.rand(self.heads, device=device))[:, None, None].expand(shape[1:])
         self.D = torch.randn(self.heads, self.dim, device=device)
         self.bias = torch.randn(self.heads, device=device)[:, None].expand(self.heads, self.dim)
 

@@ -118,7 +118,7 @@ def call_linear_attention(dtype) -> None:
     for steps in ((), (3,)):
         x, B = new(2, *steps, 64, 64), new(2, *steps, 8, 128)
         mamba.selective_state_update(pool, x, x, A, B, B, D, state_batch_indices=slots)
-    rates, widths = -torch.rand(64, 1, 1).expand(64, 64, 128), (64, 8)
+    rates, widths = (-torch.rand(64, 1, 1)).expand(64, 64, 128), (64, 8)
     x, B = new(2, 3, 64, 64), new(2, 3, 8, 128)
     rings = [new(4, heads, 6, dim) for heads, dim in zip(widths, (64, 128), strict=True)]
     mamba.checkpointing_ssu(

@@ -27,7 +27,8 @@ def test_random_caches(emulator: Emulator) -> None:
     [
         ("<= token ? request : end)", "< token ? request : end)"),
         ("to[unit] = units[i];", "to[first] = units[i];"),
-        ("row)[in_row];", "row)[unit];"),
+        ("row)[in_row] : uint4{};", "row)[unit] : uint4{};"),
+        ("number < params.num_pages;", "number <= params.num_pages;"),
     ],
 )
 def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> None:

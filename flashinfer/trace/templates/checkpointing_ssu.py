@@ -155,7 +155,7 @@ def _init(arguments: dict[str, Any]) -> dict[str, Any]:
     arguments["ring_start"] = (numbers % rows).to(torch.int32)
     arguments["prev_num_accepted_tokens"] = (numbers % (rows - tokens + 1)).to(torch.int32)
     arguments["out"] = torch.empty_like(x)
-    arguments["A"] = -arguments["A"][:, :1, :1].abs().expand(heads, dim, dstate)
+    arguments["A"] = (-arguments["A"][:, :1, :1].abs()).expand(heads, dim, dstate)
     arguments["dt"] = arguments["dt"][..., :1].abs().expand(*x.shape)
     if arguments.get("dt_bias") is not None:
         arguments["dt_bias"] = arguments["dt_bias"][:, :1].expand(heads, dim)

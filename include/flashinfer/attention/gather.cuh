@@ -18,8 +18,9 @@ inline constexpr int kGatherWarps = 8;
 namespace detail {
 
 // Copies one token's heads with a warp: a lane has up to four loads under way.
+// Where the page is outside the cache, the row becomes zeros.
 __device__ __forceinline__ void gather_token(const GatherOperand& operand, int64_t page, int slot,
-                                             int64_t token, uint32_t lane) {
+                                             int64_t token, uint32_t lane, bool in_cache) {
   constexpr int kAhead = 4;
   const char* const from = operand.cache + page * operand.page_stride + slot * operand.slot_stride;
   uint4* const to = reinterpret_cast<uint4*>(operand.rows) + token * operand.units_per_token;
@@ -32,7 +33,7 @@ __device__ __forceinline__ void gather_token(const GatherOperand& operand, int64
       const uint32_t head = operand.units_per_row.divide(unit);
       const uint32_t in_row = unit - head * operand.units_per_row.divisor;
       const char* const row = from + head * operand.head_stride;
-      units[i] = reinterpret_cast<const uint4*>(row)[in_row];
+      units[i] = in_cache ? reinterpret_cast<const uint4*>(row)[in_row] : uint4{};
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -60,8 +61,10 @@ __global__ void __launch_bounds__(32 * kGatherWarps)
   const uint32_t page = params.page_size.divide(position);
   const int slot = position - page * params.page_size.divisor;
   const int64_t number = params.pages[params.page_indptr[request] + page];
-  detail::gather_token(params.operands[0], number, slot, token, threadIdx.x % 32);
-  detail::gather_token(params.operands[1], number, slot, token, threadIdx.x % 32);
+  const bool in_cache = number >= 0 && number < params.num_pages;
+  for (const GatherOperand& operand : params.operands) {
+    detail::gather_token(operand, number, slot, token, threadIdx.x % 32, in_cache);
+  }
 }
 
 #ifndef __CUDACC_RTC__

@@ -21,7 +21,7 @@ struct GatherParams {
   const int32_t* page_indptr;   // [batch_size + 1] first page number of each request
   const int32_t* token_indptr;  // [batch_size + 1] first row of each request
   FastDivisor page_size;
-  int32_t batch_size, num_tokens;
+  int32_t batch_size, num_tokens, num_pages;  // num_pages: of the caches
 };
 
 }  // namespace flashinfer
