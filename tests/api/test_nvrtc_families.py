@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.gpu
 @pytest.mark.compiler
 def test_families_through_nvrtc(tmp_path: Path):
-    """Each in a process of its own, side by side: an error of one spoils no other."""
+    """Each in a process and a cache of its own: an error of one spoils no other."""
     from flashinfer.jit import nvrtc
 
     if nvrtc.library() is None:
@@ -41,8 +41,9 @@ def test_families_through_nvrtc(tmp_path: Path):
     call = [sys.executable, "-m", "tests.api.nvrtc_calls"]
     running = {
         family: subprocess.Popen(
-            [*call, family, str(tmp_path / "cache")],
-            env=keep | own, cwd=ROOT, text=True,
+            [*call, family, str(tmp_path / family)],
+            env=keep | own | {"FLASHINFER_WORKSPACE_BASE": str(tmp_path / family)},
+            cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for family in FAMILIES

@@ -81,8 +81,9 @@ bool is_right() {
           const int64_t at = (int64_t{token} * heads + head) * operand.row_units * 16;
           const char* const row = p.rows + at;
           const bool in_cache = page >= 0 && page < num_pages;
-          if (in_cache ? std::equal(expected, expected + operand.row_units * 16, row)
-                       : std::all_of(row, row + operand.row_units * 16, [](char c) { return !c; })) {
+          if (in_cache
+                  ? std::equal(expected, expected + operand.row_units * 16, row)
+                  : std::all_of(row, row + operand.row_units * 16, [](char c) { return !c; })) {
             continue;
           }
           std::printf("request %d position %d head %d differs\n", request, position, head);

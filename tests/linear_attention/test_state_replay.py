@@ -135,7 +135,7 @@ def test_states_of_a_ring(device, state_dtype):
     scale = torch.rand(6, 4, 64, device=device) * 0.02 + 0.01
     codes = torch.randint(-127, 128, case.state.shape, device=device)
     state = codes.to(torch.int8) if state_dtype == torch.int8 else case.state.to(state_dtype)
-    value = state.float() * scale[..., None] if state_dtype == torch.int8 else state.float()
+    value = state.float() * scale[..., None] if state_dtype == torch.int8 else state.float().clone()
 
     def table(tensor):
         return torch.tensor([tensor.data_ptr()], device=device)
