@@ -148,6 +148,7 @@ def work(session: pytest.Session, pipe: Connection, others: list[Connection], na
         following = Next(pipe, session.items)
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         item = following.item
+    os._exit(0)  # the usual way waits for processes that tests have left; `bury` ends those
 
 
 class Worker:
@@ -284,6 +285,7 @@ class Forks:
         self.workers.remove(worker)
         worker.pipe.close()
         if not worker.tests:
+            worker.kill()
             return
         item = self.session.items[worker.tests.popleft()]
         self.left.extendleft(worker.tests)

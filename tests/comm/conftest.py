@@ -7,6 +7,7 @@ All tests of a process share one child.
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -56,5 +57,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_sessionfinish() -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _child_ends() -> Iterator[None]:
+    """In a fork as well, which has no end of the session."""
+    yield
     _end_child()

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 TESTS = """
-import os, signal, time, warnings
+import multiprocessing, os, signal, time, warnings
 import pytest
 
 FOLDER = os.environ["TOY_FOLDER"]
@@ -61,6 +61,9 @@ def test_exit():
 def test_hangs():
     time.sleep(600)
 
+def test_leaves_a_process():
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+
 @pytest.mark.alone
 @pytest.mark.parametrize("number", range(2))
 def test_alone(session, number):
@@ -104,7 +107,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
 
 def test_every_test_has_its_outcome(toys):
     _, ran = toys
-    assert "4 failed, 44 passed, 1 skipped, 1 warning, 1 error" in ran.stdout, ran.stdout
+    assert "4 failed, 45 passed, 1 skipped, 1 warning, 1 error" in ran.stdout, ran.stdout
     assert ran.returncode == 1
     assert "assert [1, 2] == [1, 3]" in ran.stdout and "what was printed" in ran.stdout
     assert "test_fails (call): assert [1, 2] == [1, 3]" in ran.stdout, "at once"
@@ -116,7 +119,7 @@ def test_every_test_has_its_outcome(toys):
     }.items():
         assert why in ran.stdout
         assert f"test_toys.py::test_{name}" in ran.stdout.split("short test summary")[1]
-    assert "49 tests, 3 at a time" in ran.stdout
+    assert "50 tests, 3 at a time" in ran.stdout
     assert "test_hangs" in ran.stderr, "faulthandler says where it hung"
 
 
@@ -132,7 +135,7 @@ def test_each_fork_has_its_fixtures(toys):
 def test_reports_are_written(toys):
     folder, _ = toys
     cases = list(ElementTree.parse(folder / "toys.xml").iter("testcase"))
-    assert len(cases) == 49
+    assert len(cases) == 50
     failed = {case.get("name") for case in cases if case.find("failure") is not None}
     assert failed == {"test_fails", "test_crash", "test_exit", "test_hangs"}
     assert isinstance(json.loads((folder / "cpu.json").read_text()), dict)
