@@ -23,7 +23,7 @@ import torch
 from tests.progress import USUAL_COST, function_of, known_costs
 
 SAMPLED_SHARE, LEAST_CASES = 0.25, 8
-SECONDS_OF_A_FUNCTION, LEAST_ON_A_GPU = 15.0, 6
+SECONDS_OF_A_FUNCTION, LEAST_ON_A_GPU = 10.0, 3
 EXPENSIVE = 2.0  # CPU seconds of one case
 # Tests of these folders need no GPU unless they say so, by one of these marks or fixtures.
 WITHOUT_GPU = ("tests/trace/", "tests/serve/")
