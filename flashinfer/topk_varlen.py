@@ -95,7 +95,8 @@ def top_k_varlen(
         raise ValueError("`out_values` must be left out without `return_values`, got a tensor")
     if out_indices is None:
         out_indices = torch.empty(rows, width, dtype=torch.int32, device=logits.device)
-    _check_out("out_indices", out_indices, (rows, width), torch.int32, logits.device)
+    else:
+        _check_out("out_indices", out_indices, (rows, width), torch.int32, logits.device)
     lengths = _lengths(seq_lens, rows_of_request, ratio)
     scratch = kernel.workspace(logits.device, rows, logits.shape[1], width)
     offsets = torch.zeros(rows, dtype=torch.int32, device=logits.device)
