@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from ._common import checks
+from ._compile.traced import graph_operator
 from ._indexer.launch import paged_logits, schedule_of
 
 
+def _schedule_like(arguments: Mapping[str, Any]) -> torch.Tensor:
+    lengths, out = arguments["context_lens"], arguments["out"]
+    shape = (arguments["num_sms"] + 1, 2)
+    return torch.empty(shape, dtype=torch.int32, device=lengths.device) if out is None else out
+
+
+def _logits_like(arguments: Mapping[str, Any]) -> torch.Tensor:
+    q = arguments["q"]
+    shape = (q.shape[0] * q.shape[1], arguments["max_context_len"])
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+@graph_operator("out", results=_schedule_like, in_graphs=True)
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor,
     block_kv: int,
@@ -42,6 +59,7 @@ def get_paged_mqa_logits_metadata(
     return schedule_of(context_lens, checks.count("num_sms", num_sms), out)
 
 
+@graph_operator(results=_logits_like, in_graphs=True)
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 from ._attention.checks import refuse
 from ._attention.functions.block_tables import attend_block_tables
 from ._common import checks
+from ._compile.traced import graph_operator
 from ._instrument.decorator import flashinfer_api
 
 __all__ = ["xqa"]
@@ -16,6 +17,7 @@ __all__ = ["xqa"]
 _NO_KERNEL = "there is no kernel for it"
 
 
+@graph_operator("workspace_buffer", "output")
 @flashinfer_api
 def xqa(
     q: torch.Tensor,

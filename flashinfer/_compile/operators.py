@@ -21,6 +21,7 @@ import torch
 from .._common.numbers import plain_arguments
 from ..trace.specs import is_returned
 from ..trace.template import TraceTemplate, resolve_template
+from .effects import Effects, as_returns, fixed_positions
 from .handles import object_of, references
 from .outputs import Destination, destinations_of, fake_results, tensors_in
 from .shortcut import Invocation, skip_dispatch
@@ -103,6 +104,13 @@ def operator_for(
     return name, overload, operator.arrangement
 
 
+def fixed_for(number: int) -> tuple[int | str, ...]:
+    """Positions and names of a function's arguments whose numbers belong to the pattern."""
+    target = _apis[number]
+    fixed = target.trace.fixed if isinstance(target.trace, Effects) else ()
+    return fixed_positions(target.function, fixed)
+
+
 def destinations_for(
     number: int, pattern: Pattern, names: tuple[str, ...], handles: tuple[int, ...]
 ) -> tuple[Destination, ...]:
@@ -112,6 +120,8 @@ def destinations_for(
     parameters are those of `operator_for`.
     """
     call, leaves, arguments, template = _resolved(number, pattern, names, handles)
+    if isinstance(template, Effects):
+        return ()
     positional = len(pattern) - len(names)
     absent = {
         name
@@ -132,15 +142,18 @@ def destinations_for(
 # Dynamo calls the functions while it traces, and their results are constants of the graph.
 operator_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 destinations_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
+fixed_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _resolved(
     number: int, pattern: Pattern, names: tuple[str, ...], handles: tuple[int, ...]
-) -> tuple[_Call, list[Any], dict[str, Any], TraceTemplate]:
+) -> tuple[_Call, list[Any], dict[str, Any], TraceTemplate | Effects]:
     """A call, leaves like its own, its arguments with these, and its template."""
     call = _Call(_apis[number], pattern, names)
     leaves = list(_example_leaves(pattern, iter(handles)))
     arguments = call.arguments(leaves)
+    if isinstance(call.target.trace, Effects):
+        return call, leaves, arguments, call.target.trace
     template = resolve_template(call.target.trace, arguments)
     if template is None:
         raise NotImplementedError(f"{call.name} has no trace template for these arguments")
@@ -151,7 +164,7 @@ def _operator(
     number: int, pattern: Pattern, names: tuple[str, ...], handles: tuple[int, ...]
 ) -> Operator:
     call, leaves, arguments, template = _resolved(number, pattern, names, handles)
-    in_graph = _can_be_captured(call, arguments)
+    in_graph = _can_be_captured(call, arguments, template)
     # Objects with one pattern may have several templates, by what they have planned.
     key = (number, pattern, names, template.name_prefix, in_graph)
     if key not in _operators:
@@ -185,7 +198,7 @@ class _Call:
 
 def _leaf_patterns(pattern: Any) -> Iterator[Any]:
     for part in pattern:
-        if part[0] == "tuple":
+        if part[0] in ("tuple", "dict"):
             yield from _leaf_patterns(part[1])
         elif part[0] != "constant":
             yield part
@@ -206,17 +219,23 @@ def _join(part: Any, leaves: Iterator[Any]) -> Any:
         return part[1]
     if part[0] == "tuple":
         return tuple(_join(item, leaves) for item in part[1])
+    if part[0] == "dict":
+        return dict(zip(part[2], [_join(item, leaves) for item in part[1]], strict=True))
     leaf = next(leaves)
     return object_of(int(leaf)) if part[0] == "object" else leaf
 
 
-def _can_be_captured(call: _Call, arguments: Mapping[str, Any]) -> bool:
+def _can_be_captured(
+    call: _Call, arguments: Mapping[str, Any], template: TraceTemplate | Effects
+) -> bool:
     """Whether a CUDA graph may replay the call.
 
     A plan that is not made for graphs, and a random number that the host draws, would be frozen in
     it; the functions for one request keep plans, which a graph's memory pool must not hold, and
     what plans and runs in one call may read lengths on the host.
     """
+    if isinstance(template, Effects):
+        return template.in_graphs
     owner = arguments.get("self")
     if owner is not None:
         in_place = getattr(owner, "_use_cuda_graph", False)  # plans change in place
@@ -241,22 +260,66 @@ def _written(template: TraceTemplate, arguments: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def _register(call: _Call, template: TraceTemplate, leaves: list[Any], in_graph: bool) -> Operator:
+class _Described(NamedTuple):
+    """A call as its operator is registered.
+
+    Attributes
+    ----------
+    written : set of int
+        Ids of the leaves that are written.
+    num_results : int
+        How many tensors the operator returns.
+    finish, fake : callable
+        ``finish(returned, *leaves)`` picks them from what the public function returned, None where
+        there are none; ``fake(*leaves)`` makes tensors like them.
+    arrangement : int, tuple or None
+        As that of `Operator`.
+    """
+
+    written: set[int]
+    num_results: int
+    finish: Callable[..., Any] | None
+    fake: Callable[..., Any]
+    arrangement: Any
+
+
+def _described(call: _Call, template: TraceTemplate | Effects, leaves: list[Any]) -> _Described:
     arguments = call.arguments(leaves)
+    if isinstance(template, Effects):
+        effects, outcome = template, template.outcome(arguments, leaves)
+
+        def fake_of_effects(*leaves: Any) -> Any:
+            return as_returns(effects.outcome(call.arguments(leaves), leaves).fresh)
+
+        written_ids, num_results = effects.written_ids(arguments), len(outcome.fresh)
+        finish, arrangement = outcome.finish(), outcome.arrangement
+        return _Described(written_ids, num_results, finish, fake_of_effects, arrangement)
     written = _written(template, arguments)
     ids = {tensor for tensors in written.values() for tensor in tensors}
     fresh = [key for key in template.outputs if key not in written]
+
+    def fake(*leaves: Any) -> Any:
+        return as_returns(fake_results(template, call.arguments(leaves), fresh))
+
+    arrangement = _arrangement(call, template, arguments, leaves, written, fresh)
+    return _Described(ids, len(fresh), _finish(template, len(fresh)), fake, arrangement)
+
+
+def _register(
+    call: _Call, template: TraceTemplate | Effects, leaves: list[Any], in_graph: bool
+) -> Operator:
+    described = _described(call, template, leaves)
     overload = _overload_name(call, template, in_graph)
-    schema = _schema(call, leaves, ids, len(fresh))
+    schema = _schema(call, leaves, described.written, described.num_results)
     library, name = _library(), f"{call.name}.{overload}"
     tags = [torch.Tag.pt2_compliant_tag]
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
     if not in_graph and unsafe is not None:
         tags.append(unsafe)
-    if "generator" in arguments:
+    if "generator" in call.signature.parameters:
         tags.append(torch.Tag.nondeterministic_seeded)
     library.define(f"{name}{schema}", tags=tuple(tags))
-    invocation, finish = _invocation(call, leaves), _finish(template, len(fresh))
+    invocation, finish = _invocation(call, leaves), described.finish
     invoke = invocation.function()
 
     def implementation(*leaves: Any) -> Any:
@@ -269,17 +332,13 @@ def _register(call: _Call, template: TraceTemplate, leaves: list[Any], in_graph:
     for key in ("Autograd", "ADInplaceOrView"):
         library.impl(name, torch.library.fallthrough_kernel, key)
 
-    def fake(*leaves: Any) -> Any:
-        results = fake_results(template, call.arguments(leaves), fresh)
-        return _as_returns(results)
-
     operator = getattr(getattr(torch.ops.flashinfer, call.name), overload)
     skip_dispatch(operator, invocation, finish)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    return Operator(name, _arrangement(call, template, arguments, leaves, written, fresh))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", described.fake, lib=library)
+    return Operator(name, described.arrangement)
 
 
-def _overload_name(call: _Call, template: TraceTemplate, in_graph: bool) -> str:
+def _overload_name(call: _Call, template: TraceTemplate | Effects, in_graph: bool) -> str:
     """A name that only this pattern has, in every process."""
     text = repr((call.pattern, call.names, template.name_prefix, in_graph))
     return f"{template.name_prefix}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -299,8 +358,11 @@ def _schema(call: _Call, leaves: list[Any], written: set[int], num_results: int)
 def _leaf_names(call: _Call) -> Iterator[str]:
     """Names for the schema: the parameters', numbered where one has several leaves."""
     parameters = list(call.signature.parameters)
+    kinds = [parameter.kind for parameter in call.signature.parameters.values()]
+    several = inspect.Parameter.VAR_POSITIONAL
+    last = kinds.index(several) if several in kinds else len(parameters) - 1
     count = len(call.pattern) - len(call.names)
-    positional = [parameters[min(i, len(parameters) - 1)] for i in range(count)]
+    positional = [parameters[min(i, last)] for i in range(count)]
     seen: dict[str, int] = {}
     for name, part in zip([*positional, *call.names], call.pattern, strict=True):
         for _ in _leaf_patterns((part,)):
@@ -325,7 +387,7 @@ def _finish(template: TraceTemplate, num_results: int) -> Callable[..., Any] | N
         given = {id(leaf) for leaf in leaves}
         results = [tensor for tensor in tensors_in((returned,)) if id(tensor) not in given]
         results = results[:num_results]
-        return _as_returns(results if keep else [tensor.contiguous() for tensor in results])
+        return as_returns(results if keep else [tensor.contiguous() for tensor in results])
 
     return finish
 
@@ -339,6 +401,9 @@ def _invocation(call: _Call, leaves: list[Any]) -> Invocation:
     def written(part: Any) -> str:
         if part[0] == "tuple":
             return f"({''.join(written(item) + ', ' for item in part[1])})"
+        if part[0] == "dict":
+            items = zip(part[2], part[1], strict=True)
+            return f"{{{', '.join(f'{key!r}: {written(item)}' for key, item in items)}}}"
         if part[0] == "constant":
             constants.append(part[1])
             return f"_constants[{len(constants) - 1}]"
@@ -352,12 +417,6 @@ def _invocation(call: _Call, leaves: list[Any]) -> Invocation:
     return Invocation(
         f"_api({', '.join(values)})", known, dict(zip(names, are_tensors, strict=True))
     )
-
-
-def _as_returns(results: list[torch.Tensor]) -> Any:
-    if len(results) > 1:
-        return tuple(results)
-    return results[0] if results else None
 
 
 def _arrangement(

@@ -10,14 +10,19 @@ nesting of tuples, becomes the *pattern* of the call, which selects the overload
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from .effects import Effects, Results
 from .handles import Planned, handle_of
-from .operators import declare, destinations_for, operator_for
+from .operators import declare, destinations_for, fixed_for, operator_for
 from .outputs import Destination
+
+# A PyTorch without torch.distributed has no groups.
+ProcessGroup = getattr(torch.distributed, "ProcessGroup", Planned)
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -31,7 +36,7 @@ def make_traceable(api: AnyFunction, function: Callable[..., Any], trace: Any) -
         The function as users call it, with all its decorators.
     function : callable
         The function that the decorators were put on.
-    trace : TraceTemplate or dispatch function
+    trace : TraceTemplate, dispatch function or Effects
         Describes the operation: its results and what it writes.
     """
     number = declare(api, function, trace)
@@ -42,12 +47,37 @@ def make_traceable(api: AnyFunction, function: Callable[..., Any], trace: Any) -
     return api
 
 
+def graph_operator(
+    *written: str,
+    results: Results = lambda arguments: None,
+    fixed: tuple[str, ...] = (),
+    in_graphs: bool = False,
+) -> Callable[[AnyFunction], AnyFunction]:
+    """Let ``torch.compile`` see a function without a trace template as an operator.
+
+    It stands above ``@flashinfer_api``. The parameters are the attributes of `Effects`.
+    """
+    effects = Effects(frozenset(written), results, frozenset(fixed), in_graphs)
+
+    def decorate(api: AnyFunction) -> AnyFunction:
+        function = inspect.unwrap(api)
+        unknown = (effects.written | effects.fixed) - set(inspect.signature(function).parameters)
+        if unknown:
+            raise TypeError(f"{function.__name__} has no parameters {sorted(unknown)}")
+        return make_traceable(api, function, effects)
+
+    return decorate
+
+
 def _call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call of function `number`, as Dynamo sees it."""
     leaves: list[Any] = []
     handles: list[int] = []
-    pattern = [_split(value, leaves, handles) for value in args]
-    pattern += [_split(value, leaves, handles) for value in kwargs.values()]
+    fixed = fixed_for(number)
+    pattern = []
+    for key, value in [*enumerate(args), *kwargs.items()]:
+        is_fixed = key in fixed and not isinstance(value, torch.Tensor)
+        pattern.append(("constant", value) if is_fixed else _split(value, leaves, handles))
     call = (number, tuple(pattern), tuple(kwargs), tuple(handles))
     destinations = destinations_for(*call)
     if destinations:
@@ -84,7 +114,10 @@ def _split(value: Any, leaves: list[Any], handles: list[int]) -> Any:
         return ("int",)
     if isinstance(value, (tuple, list)):
         return ("tuple", tuple([_split(item, leaves, handles) for item in value]))
-    if isinstance(value, (torch.Generator, Planned)):
+    if isinstance(value, dict):
+        values = tuple([_split(item, leaves, handles) for item in value.values()])
+        return ("dict", values, tuple(value))
+    if isinstance(value, (torch.Generator, ProcessGroup, Planned)):
         handle = int(value._handle) if isinstance(value, Planned) else handle_of(value)
         leaves.append(handle)
         handles.append(handle)

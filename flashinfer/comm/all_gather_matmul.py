@@ -8,9 +8,11 @@ import torch
 
 from .._common import checks
 from .._common.dtypes import FLOAT, check_dtype
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import BackendSupportedError
 from . import exchange_call, group_memory
+from .graph_results import gather_matmul_results
 
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
@@ -24,6 +26,7 @@ def _side_stream() -> torch.cuda.Stream:
     return _streams[key]
 
 
+@graph_operator(results=gather_matmul_results)
 @flashinfer_api
 def all_gather_matmul(
     inp: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 
 from .._common import checks
 from .._common.dtypes import FLOAT
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import BackendSupportedError
 from ..jit.comm import check_ranks
@@ -15,6 +16,7 @@ from . import all_reduce_call, patterns
 from . import schedule as schedules
 from .comm_backend import resolve_backend
 from .fusion_names import AllReduceFusionPattern
+from .graph_results import FUSION_OUTPUTS, fusion_results
 from .peer_workspace import PeerWorkspace, agree
 from .workspace_base import AllReduceFusionWorkspace
 
@@ -223,6 +225,7 @@ def create_allreduce_fusion_workspace(
     )
 
 
+@graph_operator("output", *FUSION_OUTPUTS, results=fusion_results, fixed=("pattern",))
 @flashinfer_api
 def allreduce_fusion(
     input: torch.Tensor,

@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from .._common import checks
+from .._compile.handles import Planned
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..jit.comm import check_ranks
 from . import exchange_call
 from .comm_backend import resolve_backend
+from .graph_results import gather_results, scatter_results
 from .peer_workspace import PeerWorkspace, agree
 
 
-class ExchangeWorkspace:
+class ExchangeWorkspace(Planned):
     """Memory of `all_gather` and `reduce_scatter`. Creation and destruction are collective.
 
     Parameters
@@ -52,6 +55,7 @@ class ExchangeWorkspace:
         self.peers.close()
 
 
+@graph_operator("output", results=gather_results)
 @flashinfer_api
 def all_gather(
     input: torch.Tensor, workspace: ExchangeWorkspace, output: torch.Tensor | None = None
@@ -90,6 +94,7 @@ def all_gather(
     return output
 
 
+@graph_operator("output", results=scatter_results)
 @flashinfer_api
 def reduce_scatter(
     input: torch.Tensor, workspace: ExchangeWorkspace, output: torch.Tensor | None = None

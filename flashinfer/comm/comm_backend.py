@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._compile.handles import Planned
 
-class TorchDistBackend:
+
+class TorchDistBackend(Planned):
     """The interface `CommBackend` on a process group of ``torch.distributed``.
 
     Parameters
@@ -68,7 +70,7 @@ class TorchDistBackend:
         return TorchDistBackend(mine)
 
 
-class ThreadBackend:
+class ThreadBackend(Planned):
     """The interface `CommBackend` for ranks that are threads of one process.
 
     With it one process runs every rank of a protocol: on one GPU, whose streams are then the ranks,

@@ -8,11 +8,13 @@ import torch
 
 from .._common import checks
 from .._common.dtypes import FLOAT
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..jit.comm import check_ranks
 from . import head_exchange
 from .comm_backend import TorchDistBackend
 from .dlpack_utils import pack_strided_memory
+from .graph_results import exchange_results
 from .mapping import Mapping
 from .mnnvl import MnnvlConfig
 from .peer_workspace import PeerWorkspace, agree
@@ -108,6 +110,7 @@ def _blocks(name: str, tensor: Any, cp_size: int) -> torch.Tensor:
     return tensor.view(-1, cp_size, tensor.shape[-1])
 
 
+@graph_operator("out", results=exchange_results)
 @flashinfer_api
 def decode_cp_a2a_alltoall(
     partial_o: torch.Tensor,

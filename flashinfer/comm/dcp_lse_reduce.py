@@ -10,10 +10,12 @@ import torch
 from .._attention.functions.merge import merge_states
 from .._common import checks
 from .._common.dtypes import FLOAT, check_dtype
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..jit.comm import check_ranks
 from . import dcp_alltoall
 from .comm_backend import resolve_backend
+from .graph_results import lse_reduce_results
 
 
 def decode_cp_a2a_lse_reduce_workspace_size(
@@ -63,6 +65,7 @@ def decode_cp_a2a_lse_reduce_create_workspace(
     return dcp_alltoall.open_workspace(size, backend)
 
 
+@graph_operator(results=lse_reduce_results)
 @flashinfer_api
 def decode_cp_a2a_lse_reduce(
     partial_o: torch.Tensor,

@@ -9,11 +9,13 @@ from typing import Any, Literal
 import torch
 
 from .._common import checks
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import BackendSupportedError
 from ..tllm_enums import SfLayout
 from . import expert_memory
 from .expert_memory import MAX_PAYLOADS, ExpertMemory, Layout, whole
+from .graph_results import combine_results
 
 MoeAlltoAllBackend = Literal["trtllm", "cake"]
 
@@ -296,6 +298,7 @@ def _gathered(
     return part.view(torch.int32).view(layout.ep_size, layout.num_stats)
 
 
+@graph_operator("expert_ids")
 @flashinfer_api
 def moe_a2a_sanitize_expert_ids(
     expert_ids: torch.Tensor,
@@ -336,6 +339,7 @@ def moe_a2a_sanitize_expert_ids(
     )
 
 
+@graph_operator("output", results=combine_results)
 @flashinfer_api
 def moe_a2a_combine(
     payload: torch.Tensor,

@@ -144,7 +144,7 @@ def fused(
     rows = checks.tensor("residual_in", residual_in, 2)
     gamma = checks.tensor("rms_gamma", rms_gamma, 1)
     layout = layout_of(layout)
-    outputs = _made(pattern, outputs, rows, layout)
+    outputs = made(pattern, outputs, rows, layout)
     result = "norm"
     if pattern in _FP8 | _ROW_FP8 | _FP4:
         result = "static_e4m3" if pattern in _FP8 else "row_e4m3"
@@ -213,7 +213,7 @@ def run_norm(
     )
 
 
-def _made(
+def made(
     pattern: Pattern, given: Outputs, rows: torch.Tensor, layout: QuantizationSFLayout
 ) -> Outputs:
     """The outputs of the pattern; makes those that are None."""

@@ -10,9 +10,11 @@ import torch
 from .._common import checks
 from .._common.dtypes import FLOAT, check_dtype
 from .._common.kernels import Kernel
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..jit.comm import SCALE_GROUPS, QuantizedAllReduceConfig, gen_quantized_all_reduce_module
 from . import group_memory
+from .graph_results import quantized_results
 
 SCALE_GROUP_DEFAULT = 128
 _PURPOSE = "quantized_all_reduce"
@@ -35,6 +37,7 @@ def reset() -> None:
     group_memory.free(_PURPOSE)
 
 
+@graph_operator("output", results=quantized_results)
 @flashinfer_api
 def quantized_all_reduce(
     inp: torch.Tensor,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._common import checks
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..jit.comm import check_ranks
 from . import all_reduce_call, patterns
@@ -21,6 +22,7 @@ from .fusion_names import (
     AllReduceStrategyType,
     QuantizationSFLayout,
 )
+from .graph_results import FUSION_OUTPUTS
 from .peer_workspace import SENTINEL, PeerWorkspace
 
 __all__ = [
@@ -209,6 +211,7 @@ def rows_of(name: str, tensor: Any, token_num: int, hidden_dim: int) -> Any:
     return tensor.view(token_num, hidden_dim)
 
 
+@graph_operator("allreduce_out", *FUSION_OUTPUTS)
 @flashinfer_api
 def trtllm_allreduce_fusion(
     allreduce_in: torch.Tensor,
@@ -300,6 +303,7 @@ _PLAIN_STRATEGIES = {
 }
 
 
+@graph_operator("out")
 @flashinfer_api
 def trtllm_custom_all_reduce(
     inp: torch.Tensor,

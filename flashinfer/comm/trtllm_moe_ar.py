@@ -7,10 +7,12 @@ from typing import Any, Literal
 import torch
 
 from .._common import checks
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import BackendSupportedError
 from . import patterns
 from .fusion_names import QuantizationSFLayout
+from .graph_results import FUSION_OUTPUTS
 from .trtllm_ar import opened, rows_of
 
 
@@ -19,6 +21,7 @@ def _check_backend(backend: Any) -> None:
         raise BackendSupportedError("`backend` 'cake' is for Blackwell: take 'trtllm'")
 
 
+@graph_operator("moe_allreduce_out", *FUSION_OUTPUTS)
 @flashinfer_api
 def trtllm_moe_allreduce_fusion(
     world_size: int,
@@ -136,6 +139,7 @@ def trtllm_moe_allreduce_fusion(
     patterns.run_norm(peers, source, result, outputs, norm, launch)
 
 
+@graph_operator(*FUSION_OUTPUTS)
 @flashinfer_api
 def trtllm_moe_finalize_allreduce_fusion(
     allreduce_in: torch.Tensor,

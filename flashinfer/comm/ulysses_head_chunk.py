@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from .._common import checks
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
+from .graph_results import merge_results, pack_results
 
 
 def check_band(name: str, heads: int, head_offset: int, head_count: int) -> None:
@@ -19,6 +21,7 @@ def check_band(name: str, heads: int, head_offset: int, head_count: int) -> None
         )
 
 
+@graph_operator("out", results=pack_results, in_graphs=True)
 @flashinfer_api
 def pack_ulysses_qkv_head_chunk(
     query: torch.Tensor,
@@ -75,6 +78,7 @@ def pack_ulysses_qkv_head_chunk(
     return out
 
 
+@graph_operator("out", results=merge_results, in_graphs=True)
 @flashinfer_api
 def merge_ulysses_output_head_chunk(
     received: torch.Tensor,

@@ -11,6 +11,7 @@ import itertools
 import torch
 
 from .._common import checks
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from ..jit.comm import check_ranks, gen_all_reduce_module
 from ..jit.core import JitSpec
@@ -137,6 +138,7 @@ def vllm_register_graph_buffers(
             )
 
 
+@graph_operator("out")
 @flashinfer_api
 def vllm_all_reduce(
     fa: int,

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from .._compile.handles import Planned
 
-class AllReduceFusionWorkspace(ABC):
+
+class AllReduceFusionWorkspace(Planned, ABC):
     """Memory of the ranks for `allreduce_fusion`.
 
     Attributes

@@ -8,14 +8,17 @@ from typing import Literal
 import torch
 
 from .._attention.checks import BLACKWELL, refuse
+from .._attention.functions.graph_results import mla_results
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
+from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
 from .one_call_launch import read_one_call, read_table, read_top_k
 
 __all__ = ["trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
 
 
+@graph_operator("workspace_buffer", "out", "lse", results=mla_results)
 @flashinfer_api
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
@@ -166,6 +169,7 @@ use_fp16_softmax
     return outputs[0], outputs[1]
 
 
+@graph_operator("workspace_buffer", "out", results=mla_results)
 @flashinfer_api
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,

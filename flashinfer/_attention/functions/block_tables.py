@@ -12,6 +12,7 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
+from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
 from ...jit.attention.config import FLOAT16, PACKED_FLOAT4
 from ..checks import BLACKWELL, refuse, resolve_dtype, scalar
@@ -20,6 +21,7 @@ from ..wrappers.base import SpecArguments, split_cache
 from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .device_lengths import TableLengths, plan_table_lengths
+from .graph_results import block_table_results
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Scale = float | torch.Tensor
@@ -28,6 +30,7 @@ _MOST_DECODED = 16
 """Query tokens of a request, up to which lengths on the GPU stay there."""
 
 
+@graph_operator("workspace_buffer", "out", "lse", results=block_table_results)
 @flashinfer_api
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -180,6 +183,7 @@ causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_ord
     )
 
 
+@graph_operator("workspace_buffer", "out", "lse", results=block_table_results)
 @flashinfer_api
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,

@@ -12,6 +12,7 @@ from ..._common.checks import choice as check_choice
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
+from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
 from ...trace.templates.block_tables import check_rows, cudnn_batch_decode_trace, lengths_of
 from ..backends import check_lse_base
@@ -19,10 +20,12 @@ from ..checks import scalar
 from ..index_tensors import host_indices
 from ..wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 from .block_tables import attend_block_tables
+from .graph_results import cudnn_prefill_results
 
 _BACKENDS = (None, "auto", "fa2", "fa3", "cudnn")
 
 
+@graph_operator("workspace_buffer", "out", "lse", results=cudnn_prefill_results)
 @flashinfer_api
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,

@@ -11,9 +11,11 @@ import torch
 
 from ..._common.checks import choice
 from ..._common.checks import tensor as check_tensor
+from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
 from ..checks import refuse, resolve_dtype
 from .block_tables import attend_block_tables
+from .graph_results import fmha_results
 from .ragged import trtllm_ragged_attention_deepseek
 
 _PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
@@ -27,6 +29,7 @@ _TENSORS = {
 _MASKS = ("causal", "padding", "sliding_window")
 
 
+@graph_operator("workspace_buffer", "out", results=fmha_results)
 @flashinfer_api
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor

@@ -10,6 +10,7 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
+from ..._compile.traced import graph_operator
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.customize import (
     gen_batch_decode_module,
@@ -22,10 +23,12 @@ from ...jit.attention.customize import (
 )
 from ...jit.attention.modules import AttentionModule
 from ...jit.attention.variant import AttentionVariant
+from .graph_results import jit_module_results
 from .single import new_lse, single_problem
 from .single_plans import run_single
 
 
+@graph_operator(results=jit_module_results)
 def single_decode_with_kv_cache_with_jit_module(
     jit_module: AttentionModule,
     q: torch.Tensor,
@@ -59,6 +62,7 @@ def single_decode_with_kv_cache_with_jit_module(
     return (result[0][0], result[1][0]) if isinstance(result, tuple) else result[0]
 
 
+@graph_operator(results=jit_module_results, fixed=("mask_mode",))
 def single_prefill_with_kv_cache_with_jit_module(
     jit_module: AttentionModule,
     q: torch.Tensor,

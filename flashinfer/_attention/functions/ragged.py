@@ -12,13 +12,16 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
+from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
 from ..checks import BLACKWELL, refuse
 from ..index_tensors import check_index_vector, host_indices
 from ..wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 from .block_tables import Scale, _logits_scale, _one_number
+from .graph_results import ragged_results
 
 
+@graph_operator("workspace_buffer", "out", "lse", results=ragged_results)
 @flashinfer_api
 def trtllm_ragged_attention_deepseek(
     query: torch.Tensor,

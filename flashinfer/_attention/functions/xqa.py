@@ -4,11 +4,14 @@ from typing import Any
 
 import torch
 
+from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
 from ..checks import refuse
 from .block_tables import Cache, Scale, attend_block_tables
+from .graph_results import block_table_results
 
 
+@graph_operator("workspace_buffer", "out", results=block_table_results)
 @flashinfer_api
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,

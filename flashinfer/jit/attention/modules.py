@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._compile.handles import Planned
 from .. import env as jit_env
 from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
@@ -26,7 +27,7 @@ class CtaSlots(NamedTuple):
     lone_speed: int
 
 
-class AttentionModule:
+class AttentionModule(Planned):
     """A loaded module.
 
     Attributes

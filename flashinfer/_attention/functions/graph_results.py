@@ -1,0 +1,104 @@
+"""What attention functions that plan and run in one call return, for ``torch.compile``.
+
+Each takes the arguments by name, whose tensors may have no values, and gives tensors like results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...jit.attention.config import FLOAT16, PACKED_FLOAT4
+from ..checks import resolve_dtype
+from ..wrappers.base import split_cache
+
+Arguments = Mapping[str, Any]
+
+
+def _new(like: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=like.device)
+
+
+def _dtype(arguments: Arguments, default: torch.dtype, name: str = "out_dtype") -> torch.dtype:
+    given = arguments.get(name)
+    return default if given is None else resolve_dtype(name, given)
+
+
+def _with_lse(out: torch.Tensor, arguments: Arguments) -> Any:
+    """The result, and log-sum-exps where they are asked for."""
+    if not arguments.get("return_lse"):
+        return out
+    lse = arguments.get("lse")
+    if lse is None:
+        lse = _new(out, (out.shape[:-2].numel(), out.shape[-2]), torch.float32)
+    return out, lse
+
+
+def block_table_results(arguments: Arguments) -> Any:
+    """Results of ``trtllm_batch_*_with_kv_cache`` and ``xqa_batch_decode_with_kv_cache``."""
+    query, out = arguments["query"], arguments["out"]
+    if out is None:
+        k, v = split_cache(arguments["kv_cache"], "kv_cache")
+        columns = (k if v is None else v).shape[-1] * (2 if k.dtype == PACKED_FLOAT4 else 1)
+        out = _new(query, (*query.shape[:-1], columns), _dtype(arguments, query.dtype))
+    return _with_lse(out, arguments)
+
+
+def ragged_results(arguments: Arguments) -> Any:
+    """Results of ``trtllm_ragged_attention_deepseek``."""
+    query, out = arguments["query"], arguments["out"]
+    if out is None:
+        dtype = query.dtype if query.dtype in FLOAT16 else torch.bfloat16
+        out = _new(query, (*query.shape[:-1], arguments["value"].shape[-1]), dtype)
+    return _with_lse(out, arguments)
+
+
+def fmha_results(arguments: Arguments) -> torch.Tensor:
+    """The result of ``trtllm_fmha_v2_prefill``."""
+    if arguments["out"] is not None:
+        return arguments["out"]
+    qkv = arguments["qkv"]
+    tensors = (qkv,) if isinstance(qkv, torch.Tensor) else tuple(qkv)
+    query, last = tensors[0], tensors[-1]
+    rows, heads = query.shape[0], query.shape[-2]
+    default = query.dtype if query.dtype in FLOAT16 else torch.bfloat16
+    return _new(query, (rows, heads, last.shape[-1]), _dtype(arguments, default))
+
+
+def mla_results(arguments: Arguments) -> Any:
+    """Results of the one-call decodes of latent attention."""
+    query, out = arguments["query"], arguments["out"]
+    if out is None:
+        dtype = query.dtype if query.dtype in FLOAT16 else torch.bfloat16
+        out = _new(query, (*query.shape[:-1], arguments["kv_lora_rank"]), dtype)
+    return _with_lse(out, arguments)
+
+
+def cudnn_prefill_results(arguments: Arguments) -> Any:
+    """Results of ``cudnn_batch_prefill_with_kv_cache``."""
+    q, out, lse = arguments["q"], arguments["out"], arguments["lse"]
+    if out is None:
+        dtype = _dtype(arguments, q.dtype, "o_data_type")
+        out = _new(q, (*q.shape[:-1], arguments["v_cache"].shape[-1]), dtype)
+    if not arguments["return_lse"]:
+        return out, None
+    if lse is None:
+        rows: tuple[Any, ...] = (q.shape[0],)
+        if arguments["batch_offsets_stats"] is None:
+            rows = (_requests(arguments), arguments["max_token_per_sequence"])
+        lse = _new(q, (*rows, q.shape[1]), torch.float32)
+    return out, lse
+
+
+def _requests(arguments: Arguments) -> Any:
+    lengths = arguments["actual_seq_lens_q"]
+    return len(arguments["batch_offsets_q"]) - 1 if lengths is None else lengths.numel()
+
+
+def jit_module_results(arguments: Arguments) -> Any:
+    """Results of ``single_*_with_kv_cache_with_jit_module``."""
+    q, config = arguments["q"], arguments["jit_module"].config
+    out = _new(q, (*q.shape[:-1], arguments["v"].shape[-1]), config.dtype_o)
+    return (out, _new(q, q.shape[:-1], torch.float32)) if arguments["return_lse"] else out
