@@ -9,17 +9,20 @@ from tabulate import tabulate
 from flashinfer.jit import JitSpec
 from flashinfer.jit.binary import Kernel, read_kernels
 
-from .decode_step import ATTENTION, LAYER, SAMPLING
+from .decode_step import ATTENTION, GEMM, LAYER, RECURRENCE, ROUTING, SAMPLING
 
-_PART_OF_MODULE = {
-    "attention": ATTENTION,
-    "norm": LAYER,
-    "act_and_mul": LAYER,
-    "rope": LAYER,
-    "page": LAYER,
-    "topk": SAMPLING,
-    "sampling": SAMPLING,
+_MODULES_OF_PART = {
+    ATTENTION: ("attention", "attention_gather", "attention_mask_ranges", "batch_mla", "cascade"),
+    RECURRENCE: ("delta_rule", "chunk_delta_rule", "selective_state", "ssd"),
+    GEMM: ("gemm", "weight_gemm"),
+    ROUTING: ("moe_route", "moe_map", "moe_combine"),
+    LAYER: (
+        *("norm", "fused_rmsnorm", "qk_norm_rope", "act_and_mul", "rope", "page", "concat_mla"),
+        *("group_quant", "sigmoid_gate"),
+    ),
+    SAMPLING: ("topk", "sampling"),
 }
+_PART_OF_MODULE = {name: part for part, names in _MODULES_OF_PART.items() for name in names}
 
 
 def kernels_of(spec: JitSpec) -> dict[tuple[str, str], list[Kernel]]:
@@ -53,5 +56,5 @@ def kernel_parts(specs: Sequence[JitSpec]) -> dict[str, str]:
         name: _PART_OF_MODULE[spec.config.module]
         for spec in specs
         for name, _ in kernels_of(spec)
-        if spec.config is not None
+        if spec.config is not None and spec.config.module in _PART_OF_MODULE
     }

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from tabulate import tabulate
 
 from .engine import Engine, SamplingParams
 from .layers.attention import Rope
+from .layers.mixture import Mixture
 from .model import Model
 
 MEMORY_TB_PER_S = 4.3  # what one H200 reads
 
 ATTENTION, GEMM, LAYER = "attention", "matrix products", "norm, activation, RoPE, append"
+ROUTING, RECURRENCE = "routing of experts", "recurrent layers"
 SAMPLING, OTHER, GAPS = "sampling", "other kernels and copies", "between kernels"
 HOST = "host (the GPU waits)"
 _GEMM_NAMES = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma", re.IGNORECASE)
@@ -59,7 +62,7 @@ class DecodeStep:
     contexts : list of int
         Keys of each request, in the middle of the measurement.
     weight_bytes, kv_bytes : int
-        What a step must read: weights, and keys and values.
+        What a step must read: weights, and keys and values or the states of recurrent layers.
     spans : list of Span
         Kernels that ran in `RECORDED` further steps; empty if they could not be recorded.
     parts : mapping
@@ -130,6 +133,7 @@ class DecodeStep:
         rows = [
             (part, f"{ms:.3f}", f"{100 * ms / self.step_ms:.1f} %", f"{floor:.2f}" if floor else "")
             for part, ms in shares.items()
+            if ms
             for floor in (floors.get(part),)
         ]
         rows.append(("step", f"{self.step_ms:.3f}", "", f"{self.floor_ms:.2f}"))
@@ -150,7 +154,8 @@ def part_of(name: str, parts: Mapping[str, str]) -> str:
 
 def busy_time(spans: Sequence[Span], parts: Mapping[str, str]) -> dict[str, float]:
     """Microseconds of each part; what overlaps counts once, for the kernel that began first."""
-    times = dict.fromkeys((ATTENTION, GEMM, LAYER, SAMPLING, OTHER, GAPS), 0.0)
+    parts_of_a_step = (ATTENTION, RECURRENCE, GEMM, ROUTING, LAYER, SAMPLING, OTHER, GAPS)
+    times = dict.fromkeys(parts_of_a_step, 0.0)
     ordered = sorted(spans, key=lambda span: span.start)
     until = ordered[0].start if ordered else 0.0
     for span in ordered:
@@ -187,10 +192,27 @@ def bytes_per_token(model: Model, kv_dtype: torch.dtype) -> int:
     return sum(math.prod(shape) for shape in model.page_shapes(1)) * kv_dtype.itemsize
 
 
-def weight_bytes(model: Model) -> int:
-    """Weights that a step reads: not the embedding, of which it takes a row per token."""
-    read = [*_tensors(model.blocks), model.norm.weight, model.head]
-    return sum(tensor.nbytes for tensor in read)
+def state_bytes(model: Model) -> int:
+    """Bytes of the states of one request in all recurrent layers."""
+    states = [block.body.new_state(1, model.device) or () for block in model.blocks]
+    return sum(tensor.nbytes for state in states for tensor in state)
+
+
+def weight_bytes(model: Model, rows: int | None = None) -> int:
+    """Weights that a step reads: not the embedding, of which it takes a row per token.
+
+    Of the experts of a mixture `rows` tokens choose a part, which is taken as if all experts were
+    as likely; None: all.
+    """
+    total = sum(
+        tensor.nbytes for tensor in (*_tensors(model.blocks), model.norm.weight, model.head)
+    )
+    for mixture in (block.body for block in model.blocks if isinstance(block.body, Mixture)):
+        if rows is not None:
+            count = len(mixture.experts.up)
+            missed = (1 - mixture.chosen / count) ** rows
+            total -= round(missed * sum(tensor.nbytes for tensor in _tensors(mixture.experts)))
+    return total
 
 
 def _tensors(part: Any) -> Iterator[torch.Tensor]:
@@ -212,7 +234,7 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
 def measure(
     engine: Engine,
     model: Model,
-    parts: Mapping[str, str],
+    parts: Mapping[str, str] = MappingProxyType({}),
     *,
     batch_size: int = 64,
     contexts: tuple[int, int] = (2048, 4096),
@@ -228,7 +250,7 @@ def measure(
     model : Model
         The engine's.
     parts : mapping
-        Result of `binaries.kernel_parts`.
+        Result of `binaries.kernel_parts`; it may be set in the result, which shares alone need.
     batch_size : int
         Requests, at most the engine's batch.
     contexts : tuple of int
@@ -287,8 +309,9 @@ def measure(
     finally:
         for name in generated:
             engine.cancel(name)
-    kv_bytes = sum(tokens) * bytes_per_token(model, model.dtype)
-    return DecodeStep(milliseconds, tokens, weight_bytes(model), kv_bytes, spans, parts)
+    kv_bytes = sum(tokens) * bytes_per_token(model, model.dtype) + batch_size * state_bytes(model)
+    weights = weight_bytes(model, batch_size)
+    return DecodeStep(milliseconds, tokens, weights, kv_bytes, spans, parts)
 
 
 def _prompt_lengths(batch_size: int, contexts: tuple[int, int]) -> list[int]:

@@ -21,7 +21,13 @@ import click
 import torch
 
 import flashinfer
-from flashinfer.jit import JitSpec, current_compilation_context, nvrtc, toolchain
+from flashinfer.jit import (
+    JitSpec,
+    current_compilation_context,
+    jit_spec_registry,
+    nvrtc,
+    toolchain,
+)
 from flashinfer.jit.errors import ToolchainError
 from flashinfer.jit.resources import default_jobs
 
@@ -29,11 +35,13 @@ from . import decode_step, warmup
 from .bench import replay, summarize, table
 from .binaries import kernel_parts, kernel_table
 from .check import check_greedy
-from .checkpoint import LARGE, load, random_tensors
+from .checkpoint import LARGE, load
 from .config import ModelConfig
 from .engine import Engine, SamplingParams
 from .model import Model
 from .modules import modules
+from .plot import write_plot
+from .shapes import SHAPES, random_model
 from .traces import make_trace
 
 BF16 = torch.bfloat16
@@ -49,7 +57,14 @@ SPARE_BYTES = 8 << 30  # activations, graphs, workspaces
 @click.option("--batch-size", default=64, type=click.IntRange(1), help="Requests of a step.")
 @click.option("--context", "contexts", nargs=2, default=(2048, 4096), help="Shortest and longest.")
 @click.option("--sampled", is_flag=True, help="Decode with top-k and top-p, not greedily.")
-@click.option("--layers", default=32, type=click.IntRange(1), help="Fewer need less memory.")
+@click.option(
+    "--model-shape",
+    "shape",
+    default="llama-8b",
+    type=click.Choice(list(SHAPES)),
+    help="Whose shape the random weights have.",
+)
+@click.option("--layers", type=click.IntRange(1), help="Fewer need less memory.")
 @click.option("--requests", default=48, type=click.IntRange(1), help="Requests of the trace.")
 @click.option(
     "--rate",
@@ -58,7 +73,10 @@ SPARE_BYTES = 8 << 30  # activations, graphs, workspaces
     help="Mean requests per second of the trace.",
 )
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write all numbers.")
-def main(only_step, batch_size, contexts, sampled, layers, requests, rate, path) -> None:
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the decode step, as SVG.")
+def main(
+    only_step, batch_size, contexts, sampled, shape, layers, requests, rate, path, plot
+) -> None:
     """Build from an empty cache, serve, measure and check."""
     print(f"FlashInfer {flashinfer.__version__}, PyTorch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="flashinfer-demo-") as cache:
@@ -66,10 +84,13 @@ def main(only_step, batch_size, contexts, sampled, layers, requests, rate, path)
         os.environ["FLASHINFER_WORKSPACE_BASE"] = cache
         os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "WARNING")  # the demo says it itself
         if torch.cuda.is_available():
-            config = ModelConfig.from_dict({**LARGE, "num_hidden_layers": layers})
+            values = SHAPES[shape]
+            config = ModelConfig.from_dict(
+                {**values, "num_hidden_layers": layers or values["num_hidden_layers"]}
+            )
             trace = None if only_step else (requests, rate)
             try:
-                results = on_gpu(config, trace, batch_size, contexts, sampled)
+                results = on_gpu(config, trace, batch_size, contexts, sampled, shape, plot)
             except torch.cuda.OutOfMemoryError as error:
                 raise click.ClickException(
                     f"too little GPU memory, try --layers: {error}"
@@ -77,6 +98,8 @@ def main(only_step, batch_size, contexts, sampled, layers, requests, rate, path)
             agreement = check_greedy("cuda")
         elif only_step:
             raise click.UsageError("--decode-step needs a GPU")
+        elif plot or shape != "llama-8b":
+            raise click.UsageError("--plot and --model-shape need a GPU")
         else:
             results = without_gpu()
             agreement = check_greedy("cpu")
@@ -94,27 +117,36 @@ def on_gpu(
     batch_size: int,
     contexts: tuple[int, int],
     sampled: bool = False,
+    shape: str = "llama-8b",
+    plot: Path | None = None,
 ) -> dict[str, Any]:
     """Serve a model of random weights; `trace` has the number of requests and their rate."""
     gpu = torch.cuda.get_device_name()
     start = time.perf_counter()
-    model = Model(config, random_tensors(config, "cuda"), "cuda", BF16)
+    model = random_model(config, "cuda")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     print(
-        f"{gpu}: {config.num_layers} layers of Llama 3.1 8B's shape, random bfloat16 weights made "
-        f"on the GPU in {time.perf_counter() - start:.1f} s\n"
+        f"{gpu}: {config.num_layers} layers of {shape}'s shape, random weights made on the GPU in "
+        f"{time.perf_counter() - start:.1f} s\n"
     )
     engine, first = first_token(model, num_pages(model, batch_size, contexts), batch_size)
-    results: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "first_token": first}
+    results: dict[str, Any] = {
+        "gpu": gpu, "torch": torch.__version__, "model_shape": shape, "layers": config.num_layers,
+        "first_token": first,
+    }  # fmt: skip
     if trace is not None:
         results["trace"] = serve_trace(engine, model, batch_size, *trace)
-    parts = kernel_parts(modules(config, BF16, BF16))
     step = decode_step.measure(
-        engine, model, parts, batch_size=batch_size, contexts=contexts,
+        engine, model, batch_size=batch_size, contexts=contexts,
         sampling=SAMPLED if sampled else decode_step.GREEDY,
     )  # fmt: skip
+    step.parts = kernel_parts(
+        [spec for spec in jit_spec_registry.get_all_specs().values() if spec.is_built()]
+    )
     print(f"\n{step}")
+    if plot:
+        write_plot(step, f"{shape}, {batch_size} requests, {gpu}", plot)
     memory = torch.cuda.max_memory_allocated() / 1e9
     print(f"\nMost GPU memory in use: {memory:.1f} GB")
     return results | {"decode_step": step.as_json(), "memory_gb": memory}

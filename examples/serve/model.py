@@ -24,7 +24,7 @@ class Model:
     ----------
     config : ModelConfig
         Shapes.
-    tensors : dict
+    tensors : dict or Weights
         Tensors of a checkpoint by name; emptied, so that memory is freed while layers are fused.
     device : str or torch.device
         Where they are.
@@ -50,7 +50,7 @@ class Model:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor] | Weights,
         device: str | torch.device,
         dtype: torch.dtype,
         parallel: TensorParallel | None = None,
@@ -63,12 +63,16 @@ class Model:
                 raise ValueError(f"{config.architecture} cannot be divided among GPUs")
             if config.values.get("quantization_config"):
                 raise ValueError("weights of 8 or 4 bits cannot be divided among GPUs")
+            assert not isinstance(tensors, Weights)
             config = parallel.part_of(config)
             parallel.divide(tensors)
             parallel.open(config.hidden_size, dtype)
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        quantization = config.values.get("quantization_config") or {}
-        take = Weights(tensors, self.device, dtype, quantization)
+        if isinstance(tensors, Weights):
+            take = tensors
+        else:
+            quantization = config.values.get("quantization_config") or {}
+            take = Weights(tensors, self.device, dtype, quantization)
         self._decoder = kind(config, take)
         hidden, vocabulary = config.hidden_size, config.vocab_size
         self.embedding = take.matrix(kind.embedding_name, vocabulary, hidden)

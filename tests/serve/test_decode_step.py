@@ -47,7 +47,8 @@ def test_what_overlaps_counts_once_and_pauses_are_the_hosts():
         Span("nvjet", 500.0, 510.0),  # after a pause of the host
     ]
     times = decode_step.busy_time(spans, PARTS)
-    assert times == {ATTENTION: 40, GEMM: 30, LAYER: 60, SAMPLING: 0, OTHER: 0, GAPS: 10}
+    spent = {part: us for part, us in times.items() if us}
+    assert spent == {ATTENTION: 40, GEMM: 30, LAYER: 60, GAPS: 10}
     assert sum(decode_step.busy_time([], PARTS).values()) == 0
 
 

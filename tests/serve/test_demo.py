@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from examples.serve import decode_step, demo, warmup
-from examples.serve.checkpoint import LARGE, random_tensors
+from examples.serve.checkpoint import LARGE
 from examples.serve.config import ModelConfig
 from examples.serve.engine import Engine
-from examples.serve.model import Model
+from examples.serve.shapes import random_model
 from examples.serve.traces import make_trace
 from flashinfer.jit import toolchain
 from flashinfer.jit.errors import ToolchainError
@@ -59,6 +59,8 @@ def test_demo_without_a_gpu(tmp_path: Path):
 def test_the_decode_step_needs_a_gpu():
     result = run("--decode-step")
     assert result.returncode == 2 and "--decode-step needs a GPU" in result.stderr
+    result = run("--model-shape", "gpt-oss-20b")
+    assert result.returncode == 2 and "--model-shape need a GPU" in result.stderr
 
 
 def test_the_part_for_gpus_with_the_engine_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys):
@@ -71,14 +73,15 @@ def test_the_part_for_gpus_with_the_engine_on_the_cpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    monkeypatch.setattr(demo, "Model", lambda c, t, device, dtype: Model(c, t, "cpu", dtype))
-    monkeypatch.setattr(demo, "random_tensors", lambda config, device: random_tensors(config))
+    monkeypatch.setattr(demo, "random_model", lambda config, device: random_model(config, "cpu"))
     without_graphs = {"use_cuda_graph": False}
     monkeypatch.setattr(demo, "Engine", lambda *args, **k: Engine(*args, **(k | without_graphs)))
     monkeypatch.setattr(demo, "make_trace", functools.partial(make_trace, scale=0.005))
     monkeypatch.setattr(demo, "OUTPUT_TOKENS", 3)
     monkeypatch.setattr(warmup, "PROMPTS", (2,))
     monkeypatch.setattr(demo, "kernel_parts", lambda specs: {"norm_kernel": "norm"})
+    # What other tests have registered cannot be looked up without a GPU to compile for.
+    monkeypatch.setattr(demo, "jit_spec_registry", SimpleNamespace(get_all_specs=dict))
     monkeypatch.setattr(decode_step, "STEPS", 2)
     monkeypatch.setitem(decode_step.measure.__kwdefaults__, "record", lambda run: run() or [])
     results = demo.on_gpu(config, (2, 50.0), 2, (20, 120))

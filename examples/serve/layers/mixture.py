@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,8 +14,13 @@ from .linear import Product
 from .mlp import Mlp, SquaredMlp
 from .weights import Weights
 
-Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Rows to weights and numbers of their experts, ``[rows, chosen]`` float32 and int32."""
+
+class Router(Protocol):
+    """Rows to weights and numbers of their experts, ``[rows, chosen]`` float32 and int32."""
+
+    chosen: int
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass
@@ -38,6 +42,11 @@ class Mixture(Body):
     router: Router
     experts: Experts
     shared: SharedExpert | None = None
+
+    @property
+    def chosen(self) -> int:
+        """Experts of a token."""
+        return self.router.chosen
 
     def __call__(self, x: torch.Tensor, batch: Batch, cache: Any = None) -> torch.Tensor:
         out = self.experts(x, *self.router(x))
