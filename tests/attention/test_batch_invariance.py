@@ -60,15 +60,19 @@ def test_the_first_requests_of_a_batch(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
 @pytest.mark.parametrize("window_left", [-1, 650])
 @pytest.mark.parametrize("plan", [{"fixed_split_size": 64}, {"fixed_split_size": 512}])
-def test_parts_of_a_prompt(plan: dict[str, int], window_left: int, device: torch.device):
-    """A token has the same bits in a prompt of any length, of the portable kernel."""
+def test_parts_of_a_prompt(
+    plan: dict[str, int], window_left: int, backend: str, device: torch.device
+):
+    """A token has the same bits in a prompt of any length."""
+    need_backend(backend, device)
     queries, keys = 150, 1500
     pages = torch.randn(-(-keys // PAGE), 2, PAGE, 2, HEAD_DIM, device=device).bfloat16()
     q = torch.randn(queries, 8, HEAD_DIM, device=device).bfloat16()
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device=device), backend="fa2"
+        torch.empty(256 << 20, dtype=torch.uint8, device=device), backend=backend
     )
 
     def run(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -253,8 +253,10 @@ def test_there_is_a_rule_for_every_head_size():
 @pytest.mark.compiler
 @pytest.mark.usefixtures("on_hopper")
 def test_what_depends_on_the_batch_is_not_chosen_for_results_that_must_not():
-    assert choose_kernel(problem([2048]), CUDA, fixed_split_size=True)[0] == "fa2"
-    assert choose_kernel(problem([2048], backend="fa3"), CUDA, fixed_split_size=True)[0] == "fa3"
+    for lengths in ([2048], [1], [1] * 64):
+        assert choose_kernel(problem(lengths), CUDA, fixed_split_size=True)[0] == "fa3"
+    other = problem([2048], head_dim_qk=160, head_dim_vo=160)
+    assert choose_kernel(other, CUDA, fixed_split_size=True)[0] == "fa2"
     assert choose_kernel(problem([2048]), CUDA, second=problem([1]))[0] == "fa2"
 
 

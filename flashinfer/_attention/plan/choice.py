@@ -153,7 +153,7 @@ def possible_backend(
     wanted = spec.backend
     if wanted == "fa2":
         return "fa2"
-    if wanted == "auto" and (decodes or fixed_split_size or not is_hopper(device)):
+    if wanted == "auto" and (decodes or not is_hopper(device)):
         return "fa2"  # tiles of Hopper's are nearly empty where requests only decode
     missing = hopper.missing_on_hopper(spec.kernel_options, two_parts)
     if wanted == "fa3":
@@ -163,6 +163,8 @@ def possible_backend(
         return "fa3"
     if missing is not None:
         return "fa2"
+    if fixed_split_size:
+        return "fa3"  # the kernel must not depend on the batch either
     # The portable kernel multiplies 8-bit queries at the speed of 16-bit ones.
     return "auto" if spec.q_data_type in FLOAT16 else "fa3"
 
