@@ -33,9 +33,7 @@ GatherOperand operand_of(const Tensor& rows, const Tensor& cache, int slot, int 
 }
 
 const int32_t* index_data(const Tensor& tensor, const Tensor& like) {
-  ffi::check_dtype(tensor, ffi::dtype::int32);
-  ffi::check_ndim(tensor, 1, 1);
-  ffi::check_contiguous(tensor);
+  ffi::check_indices(tensor, -1);
   ffi::check_same_device(tensor, like);
   return static_cast<const int32_t*>(tensor.data());
 }

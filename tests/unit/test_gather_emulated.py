@@ -9,6 +9,7 @@ from tests.unit.test_attention_emulated import Emulator, emulator
 __all__ = ["emulator"]  # a fixture
 
 KERNEL = "flashinfer/attention/gather.cuh"
+REQUEST = "flashinfer/attention/request_of.cuh"
 
 
 def find_fault(emulator: Emulator, cases: int) -> str:
@@ -23,14 +24,14 @@ def test_random_caches(emulator: Emulator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("statement", "other"),
+    ("file", "statement", "other"),
     [
-        ("<= token ? request : end)", "< token ? request : end)"),
-        ("to[unit] = units[i];", "to[first] = units[i];"),
-        ("row)[in_row] : uint4{};", "row)[unit] : uint4{};"),
-        ("number < params.num_pages;", "number <= params.num_pages;"),
+        (REQUEST, "<= row ? low : high)", "< row ? low : high)"),
+        (KERNEL, "to[unit] = units[i];", "to[first] = units[i];"),
+        (KERNEL, "row)[in_row] : uint4{};", "row)[unit] : uint4{};"),
+        (KERNEL, "number < params.num_pages;", "number <= params.num_pages;"),
     ],
 )
-def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> None:
-    emulator.substitute(KERNEL, statement, other)
+def test_faults_are_found(emulator: Emulator, file: str, statement: str, other: str) -> None:
+    emulator.substitute(file, statement, other)
     assert find_fault(emulator, 120)

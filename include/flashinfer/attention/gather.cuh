@@ -7,6 +7,7 @@
 #pragma once
 
 #include <flashinfer/attention/gather_params.h>
+#include <flashinfer/attention/request_of.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/ptx/pdl.cuh>
@@ -52,11 +53,7 @@ __global__ void __launch_bounds__(32 * kGatherWarps)
   ptx::grid_launch_dependents();
   const int token = blockIdx.x * kGatherWarps + threadIdx.x / 32;
   if (token >= params.num_tokens) return;
-  int request = 0, end = params.batch_size;  // the last request that begins at or before the token
-  while (end - request > 1) {
-    const int middle = (request + end) / 2;
-    (params.token_indptr[middle] <= token ? request : end) = middle;
-  }
+  const int request = request_of(params.token_indptr, params.batch_size, token);
   const uint32_t position = token - params.token_indptr[request];
   const uint32_t page = params.page_size.divide(position);
   const int slot = position - page * params.page_size.divisor;

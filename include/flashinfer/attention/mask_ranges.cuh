@@ -4,21 +4,12 @@
 
 #include <flashinfer/attention/mask.cuh>
 #include <flashinfer/attention/mask_ranges_params.h>
+#include <flashinfer/attention/request_of.cuh>
 #include <flashinfer/common/launch.cuh>
 
 namespace flashinfer {
 
 inline constexpr int kMaskRangesWarps = 8;
-
-// Request of a query: the last that begins at or before it.
-__device__ __forceinline__ int request_of(const MaskRangesParams& params, int query) {
-  int low = 0, high = params.batch_size;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (params.qo_indptr[middle] <= query ? low : high) = middle;
-  }
-  return low;
-}
 
 // Grid (ceil(num_queries / kMaskRangesWarps)): a warp reads the mask of one query.
 __global__ void __launch_bounds__(32 * kMaskRangesWarps)
@@ -29,7 +20,8 @@ __global__ void __launch_bounds__(32 * kMaskRangesWarps)
     if (threadIdx.x % 32 == 0) params.ranges[query] = {0, 0};
     return;
   }
-  const int request = request_of(params, query), kv_len = params.kv_len[request];
+  const int request = request_of(params.qo_indptr, params.batch_size, query);
+  const int kv_len = params.kv_len[request];
   const uint8_t* const mask = params.mask + params.mask_indptr[request];
   const int64_t first_bit = int64_t{query - params.qo_indptr[request]} * kv_len;
   int begin = kv_len, end = 0;
