@@ -74,6 +74,15 @@ def fused_topk_deepseek(
     checks.tensor("topk_indices", topk_indices, 2)
     if topk_values.shape[1] != checks.count("topk", topk):
         raise ValueError(f"`topk_values` must be [tokens, {topk}], got {list(topk_values.shape)}")
+    if routing_replay_out is not None:
+        checks.tensor("routing_replay_out", routing_replay_out, 2)
+        checks.dtype("routing_replay_out", routing_replay_out.dtype, (torch.int16, torch.int32))
+        tokens = topk_indices.shape[0]
+        if routing_replay_out.shape[0] < tokens or routing_replay_out.shape[1] != topk:
+            raise ValueError(
+                f"`routing_replay_out` must be [at least {tokens}, {topk}], got "
+                f"{list(routing_replay_out.shape)}"
+            )
     checks.cuda_tensors(scores=scores, bias=bias)
     route(
         scores,
@@ -86,15 +95,7 @@ def fused_topk_deepseek(
         enable_pdl=None if checks.flag("launch_with_pdl", launch_with_pdl) else False,
     )
     if routing_replay_out is not None:
-        checks.tensor("routing_replay_out", routing_replay_out, 2)
-        checks.dtype("routing_replay_out", routing_replay_out.dtype, (torch.int16, torch.int32))
-        tokens = topk_indices.shape[0]
-        if routing_replay_out.shape[0] < tokens or routing_replay_out.shape[1] != topk:
-            raise ValueError(
-                f"`routing_replay_out` must be [at least {tokens}, {topk}], got "
-                f"{list(routing_replay_out.shape)}"
-            )
-        routing_replay_out[:tokens].copy_(topk_indices)
+        routing_replay_out[: topk_indices.shape[0]].copy_(topk_indices)
 
 
 @flashinfer_api(trace=hash_topk_trace)

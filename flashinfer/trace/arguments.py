@@ -5,6 +5,7 @@ Each raises TypeError or ValueError with the argument's name, what it is and wha
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -35,6 +36,11 @@ def check_layout(param: str, layout: str | None, tensor: torch.Tensor) -> None:
     """Refuse strides that `Tensor.layout` does not allow; of an empty tensor they mean nothing."""
     if layout is None or tensor.numel() == 0:
         return
+    if layout == "contiguous" and not tensor.is_contiguous():
+        raise ValueError(
+            f"`{param}` must be contiguous, got strides {list(tensor.stride())} for shape "
+            f"{list(tensor.shape)}"
+        )
     if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"`{param}` must be contiguous in its last dimension, got strides {tensor.stride()}"
@@ -85,6 +91,38 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
         raise ValueError(f"`{param}` must be greater than {spec.above}, got {value}")
     if spec.dtype == "float32" and spec.above == 0 and value < _FLOAT32.tiny:
         raise ValueError(f"`{param}` must be positive in float32, got {value}")
+
+
+def names_in(constraint: str) -> set[str]:
+    """The names of axes and inputs in a constraint."""
+    return {node.id for node in ast.walk(ast.parse(constraint)) if isinstance(node, ast.Name)}
+
+
+def check_constraints(
+    constraints: Iterable[str],
+    sizes: Mapping[str, int],
+    seen_in: Mapping[str, str],
+    scalars: Mapping[str, Scalar],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Refuse a call for which a constraint does not hold; `seen_in` has the argument of an axis."""
+    values, params = dict(sizes), dict(seen_in)
+    for key, spec in scalars.items():
+        param = spec.param or key
+        if type(arguments.get(param)) is int:
+            values[key], params[key] = arguments[param], param
+    for constraint in constraints:
+        names = names_in(constraint)
+        if any(name in scalars and name not in values for name in names):
+            continue  # what is no integer is refused as such
+        if eval(constraint, {"__builtins__": {}}, values):
+            continue
+        found = [name for name in values if name in names]
+        arguments_named = " and ".join(
+            dict.fromkeys(f"`{params[name]}`" for name in found if name in params)
+        )
+        text = ", ".join(f"{name} = {values[name]}" for name in found)
+        raise ValueError(f"{arguments_named}: {constraint} must hold, got {text}")
 
 
 def check_one_device(arguments: Mapping[str, Any]) -> None:

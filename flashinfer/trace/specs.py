@@ -88,7 +88,7 @@ class Tensor:
     ranks : sequence of int, optional
         The numbers of dimensions that are accepted, where others than ``len(dim_names)`` are: the
         leading dimensions count as the first axis, multiplied together.
-    layout : {"rows", "matrix"}, optional
+    layout : {"rows", "matrix", "contiguous"}, optional
         Accepted strides: ``"rows"`` has a contiguous last dimension, ``"matrix"`` moreover leading
         dimensions that fold into one. Any when None.
     in_place_of : str, optional
@@ -115,7 +115,7 @@ class Tensor:
     description: str = ""
     dtypes: Sequence[str] | None = None
     ranks: Sequence[int] | None = None
-    layout: Literal["rows", "matrix"] | None = None
+    layout: Literal["rows", "matrix", "contiguous"] | None = None
     in_place_of: str | None = None
     returned: bool | None = None
     keeps_strides: bool = False
@@ -167,9 +167,20 @@ Value = Tensor | Scalar
 
 
 def argument_of(key: str, spec: Value, arguments: Mapping[str, Any]) -> Any:
-    """What a call passes for an entry of a template; None where it passes nothing."""
+    """What a call passes for an entry of a template; None where it passes nothing.
+
+    Raises
+    ------
+    ValueError
+        If a list of tensors is shorter than the template says.
+    """
     value = arguments.get(spec.param or key)
     if isinstance(spec, Tensor) and spec.tuple_idx is not None and value is not None:
+        if len(value) <= spec.tuple_idx:
+            raise ValueError(
+                f"`{spec.param or key}` must have at least {spec.tuple_idx + 1} tensors, "
+                f"got {len(value)}"
+            )
         return value[spec.tuple_idx]
     return value
 

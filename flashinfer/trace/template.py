@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from .._common.checks import choice
 from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import SHORT_FLOATS, torch_name
-from .arguments import check_layout, check_scalar, folded_shape
+from .arguments import check_constraints, check_layout, check_scalar, folded_shape, names_in
 from .check import default_check
 from .examples import draw_arguments, example_arguments, is_completion
 from .specs import (
@@ -75,7 +74,8 @@ class TraceTemplate:
         function of one positional parameter completes what `example_arguments` draws instead, for
         an operation whose inputs are not free (offsets, page tables).
     constraints : list of str, optional
-        Python expressions over the axes that hold for every valid call.
+        Python expressions over axes and integer inputs that hold for every valid call. The
+        definition has those of axes alone.
     tags : list of str, optional
         Labels, copied into the definition.
     description : str
@@ -272,7 +272,8 @@ class TraceTemplate:
                     values[axis] = derived
         # A size that no tensor has is an argument of its own.
         named = {axis: axis for axis in values if axis in arguments} | seen_in
-        self._check_constraints(values, named)
+        scalars = {key: spec for key, spec in self.inputs.items() if isinstance(spec, Scalar)}
+        check_constraints(self.constraints, values, named, scalars, arguments)
         return values
 
     def dtypes(self, arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -356,15 +357,6 @@ class TraceTemplate:
                 continue
             raise TypeError(f"`{param}` must be a torch.Tensor, got {type(destination).__name__}")
 
-    def _check_constraints(self, values: Mapping[str, int], seen_in: Mapping[str, str]) -> None:
-        for constraint in self.constraints:
-            if eval(constraint, {"__builtins__": {}}, dict(values)):
-                continue
-            axes = [axis for axis in values if re.search(rf"\b{axis}\b", constraint)]
-            params = " and ".join(dict.fromkeys(f"`{seen_in[a]}`" for a in axes if a in seen_in))
-            sizes = ", ".join(f"{axis} = {values[axis]}" for axis in axes)
-            raise ValueError(f"{params}: {constraint} must hold, got {sizes}")
-
     # ---- definition ----------------------------------------------------------------------------
 
     def definition_name(self, axis_values: Mapping[str, int]) -> str:
@@ -445,7 +437,7 @@ class TraceTemplate:
             "op_type": self.op_type,
             "tags": [f"fi_api:{fi_api}", *self.tags],
             "axes": {axis: axis_json(axis, kind, values) for axis, kind in self.axes.items()},
-            "constraints": self.constraints,
+            "constraints": [each for each in self.constraints if names_in(each) <= values.keys()],
             "inputs": {key: value_json(spec, dtypes[key]) for key, spec in inputs.items()},
             "outputs": {key: value_json(spec, dtype) for key, (spec, dtype) in outputs.items()},
         }

@@ -30,6 +30,8 @@ OF_KERNELS_ALONE = {
     for function in ("fused_add_rmsnorm_fp8_block_quant", "rmsnorm_fp8_block_quant")
     for name in ("input", "weight", "residual", "normed_out", "out")
 }
+# The reference backend has no place for a copy of the choices, and refuses every one.
+OF_KERNELS_ALONE.add(("fused_topk_deepseek", "routing_replay_out too short"))
 
 
 def _error(api: Callable[..., Any], arguments: dict[str, Any]) -> Exception | None:
@@ -45,7 +47,9 @@ def _compare(api: Callable[..., Any], bad: Callable[[], dict[str, Any]], name: s
     assert isinstance(refused, (TypeError, ValueError)), "a hostile call is not one"
     with flashinfer.reference_backend():
         found = _error(api, bad())
-    assert type(found) is type(refused), (
+    # An error of one's own kind, such as BackendSupportedError, is a ValueError of the reference's.
+    kinds = (TypeError, ValueError)
+    assert isinstance(found, kinds) and isinstance(refused, type(found)), (
         f"{name}: the reference backend says {found!r}, the binding {refused!r}"
     )
 

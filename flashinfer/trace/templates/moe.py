@@ -307,10 +307,16 @@ def _inputs(scheme: str, gated: bool) -> dict[str, Value]:
     inputs: dict[str, Value] = {
         "input": Tensor(["tokens", "hidden"], layout="rows", description="Tokens.", **half),
         "token_selected_experts": Tensor(
-            ["tokens", "top_k"], dtypes=("int32", "int64"), description="Experts of each token."
+            ["tokens", "top_k"],
+            dtypes=("int32", "int64"),
+            layout="contiguous",
+            description="Experts of each token.",
         ),
         "token_final_scales": Tensor(
-            ["tokens", "top_k"], dtype="float32", description="Their weights."
+            ["tokens", "top_k"],
+            dtype="float32",
+            layout="contiguous",
+            description="Their weights.",
         ),
         **(four_bit_weights() if scheme in FOUR_BIT else weights),
         **_scale_inputs(scheme),
@@ -407,6 +413,7 @@ def _template(scheme: str, gated: bool) -> TraceTemplate:
     activations = _GATED if gated else _PLAIN
     suffix = {"none": "", "block": "_fp8_block", "tensor": "_fp8"}.get(scheme, f"_{scheme}")
     constraints = ["columns == 2 * intermediate" if gated else "columns == intermediate"]
+    constraints += ["tp_rank < tp_size", "ep_rank < ep_size"]
     if scheme == "block":
         constraints += ["hidden_blocks * 128 == hidden", "blocks * 128 == intermediate"]
     if scheme in FOUR_BIT:

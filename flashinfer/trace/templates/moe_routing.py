@@ -97,19 +97,34 @@ fused_topk_deepseek_trace = TraceTemplate(
     },
     inputs={
         "scores": Tensor(["tokens", "experts"], dtypes=_FLOAT, layout="rows"),
-        "bias": Tensor(["experts"], dtypes=_FLOAT, description="Added for the choice alone."),
+        "bias": Tensor(
+            ["experts"],
+            dtypes=_FLOAT,
+            layout="contiguous",
+            description="Added for the choice alone.",
+        ),
         "n_group": Scalar("int32", minimum=1, description="Groups of neighbouring experts."),
         "topk_group": Scalar("int32", minimum=1, description="Groups that are kept."),
         "routed_scaling_factor": Scalar(description="Sum of a token's weights."),
     },
     outputs={
-        "topk_values": Tensor(["tokens", "topk"], dtype="float32", param="topk_values"),
-        "topk_indices": Tensor(["tokens", "topk"], dtype="int32", param="topk_indices"),
+        "topk_values": Tensor(
+            ["tokens", "topk"], dtype="float32", param="topk_values", returned=False
+        ),
+        "topk_indices": Tensor(
+            ["tokens", "topk"], dtype="int32", param="topk_indices", returned=False
+        ),
     },
     name_prefix="fused_topk_deepseek",
     reference=_fused_topk_deepseek_reference,
     init=_deepseek_init,
-    constraints=["experts >= topk"],
+    constraints=[
+        "experts >= topk",
+        "n_group >= 1",
+        "experts % n_group == 0",
+        "topk_group <= n_group",
+        "topk * n_group <= experts * topk_group",
+    ],
     hints=("launch_with_pdl",),
     options={"backend": ("default",), "routing_replay_out": (None,)},
     description="Sigmoid routing with groups and a bias.",
@@ -125,8 +140,8 @@ hash_topk_trace = TraceTemplate(
     },
     inputs={
         "router_logits": Tensor(["tokens", "experts"], dtypes=_FLOAT, layout="rows"),
-        "input_ids": Tensor(["tokens"], dtypes=("int32", "int64")),
-        "tid2eid": Tensor(["ids", "top_k"], dtypes=("int32", "int64")),
+        "input_ids": Tensor(["tokens"], dtypes=("int32", "int64"), layout="contiguous"),
+        "tid2eid": Tensor(["ids", "top_k"], dtypes=("int32", "int64"), layout="contiguous"),
         "routed_scaling_factor": Scalar(description="Sum of a token's weights."),
     },
     outputs={
@@ -136,6 +151,7 @@ hash_topk_trace = TraceTemplate(
     name_prefix="hash_topk",
     reference=_hash_topk_reference,
     init=_hash_init,
+    constraints=["top_k <= 32"],
     hints=("launch_with_pdl",),
     options={"num_fused_shared_experts": (0,)},
     description="Routing by a table of token ids.",
