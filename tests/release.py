@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 from email.parser import Parser
 from pathlib import Path
 
+from flashinfer.jit import nvrtc, toolchain
+from flashinfer.jit.errors import ToolchainError
 from tests import install_check
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,6 +52,24 @@ def run(*words: str | Path, **env: str) -> str:
     done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, cwd=ROOT)
     require(done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def check_tools() -> None:
+    """Check that what comes last, the cubins, can be compiled here, before the first hour is spent.
+
+    Raises
+    ------
+    ReleaseError
+        If NVRTC, nvcc, a host compiler or objcopy is missing.
+    """
+    try:
+        toolchain.require_toolkit()
+        toolchain.require_host_compiler()
+    except ToolchainError as error:
+        raise ReleaseError(str(error)) from error
+    found = nvrtc.library() is not None
+    require(found, "libnvrtc was not found: install nvidia-cuda-nvrtc, or set FLASHINFER_NVRTC")
+    require(shutil.which("objcopy") is not None, "objcopy was not found: install binutils")
 
 
 def check_version(version: str, changelog: str, tags: Sequence[str]) -> None:
@@ -202,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tags = run("git", "tag", "--points-at", "HEAD").split() if (ROOT / ".git").exists() else []
         check_version(version, (ROOT / "CHANGELOG.md").read_text(), tags)
+        check_tools()
         out.mkdir(parents=True, exist_ok=True)
         built = build(out, options)
         for kind in ("wheel", "platform wheel"):

@@ -40,6 +40,15 @@ def test_a_post_release_is_a_version():
     release.check_version("1.2.3.post1", "## 1.2.3.post1 (today)\n\n- a\n", ["v1.2.3.post1"])
 
 
+def test_a_missing_compiler_is_told_before_anything_is_built(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(release.nvrtc, "library", lambda: None)
+    monkeypatch.setattr(release.toolchain, "require_toolkit", lambda: None)
+    monkeypatch.setattr(release.toolchain, "require_host_compiler", lambda: None)
+    monkeypatch.setattr(release, "build", lambda *_: pytest.fail("something was built"))
+    assert release.main(["--out", str(tmp_path / "dist")]) == 1
+    assert "libnvrtc was not found" in capsys.readouterr().err
+
+
 def test_the_wheel_and_the_sdist_of_this_checkout_pass(dist: Path, wheel: Path):
     release.check_wheel(wheel, VERSION)
     (sdist,) = dist.glob("*.tar.gz")
