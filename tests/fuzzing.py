@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 GPU_EXAMPLES, FULL_GPU_EXAMPLES = 400, 12500
 MODULES_PER_COMPILED = 3  # by default one module in so many is compiled for a family
-CPU_EXAMPLES = 100  # of the reference backend; every fault also has a test of its own
+CPU_EXAMPLES = 50  # of the reference backend; every fault also has a test of its own
 FIRST_EXAMPLES = 3  # of each function, before functions are drawn too
 
 WIDTHS = st.one_of(

@@ -1,7 +1,7 @@
 """Which of the collected tests run, and in which order.
 
 - Without a GPU a test of kernels runs on the reference backend, which it does not test as such.
-  A fixed sample of the cases of such a test function runs: a quarter, at least `LEAST_CASES`, in
+  A fixed sample of the cases of such a test function runs: a tenth, at least `LEAST_CASES`, in
   which every value of every parameter occurs. A case is chosen by a hash of its name, so that new
   cases do not move the others. `--full` runs all.
 - What is marked `full` runs under `--full` only.
@@ -22,7 +22,7 @@ import torch
 
 from tests.progress import USUAL_COST, function_of, known_costs
 
-SAMPLED_SHARE, LEAST_CASES = 0.25, 8
+SAMPLED_SHARE, LEAST_CASES = 0.1, 4
 SECONDS_OF_A_FUNCTION, LEAST_ON_A_GPU = 10.0, 3
 EXPENSIVE = 2.0  # CPU seconds of one case
 # Tests of these folders need no GPU unless they say so, by one of these marks or fixtures.
