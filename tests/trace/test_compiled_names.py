@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer import comm, deep_gemm, fused_moe, topk
+from flashinfer import comm, deep_gemm, fused_moe, parallel_attention, topk
 from flashinfer.logits_processor import LogitsPipe, Sample, Softmax, Temperature, TopK, TopP
 from flashinfer.testing.tensors import clone_arguments, iter_tensors
 from tests.trace.calls import operations
@@ -104,6 +104,13 @@ CALLS_OPERATORS: dict[str, Callable[[], Call]] = {
         slice_start=256,
         slice_end=352,
         dtype=torch.int16,
+    ),
+    "split_varlen_input": lambda: _prepared(
+        parallel_attention.split_varlen_input,
+        _bytes(2, 7, 5),
+        seq_len_list=[2, 5],
+        world_size=2,
+        rank=1,
     ),
 }
 
