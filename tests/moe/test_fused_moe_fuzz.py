@@ -194,7 +194,6 @@ FAULTS: dict[str, Fault] = {
 
 KERNEL_FAULTS: dict[str, Fault] = {
     "token_selected_experts strided": replace("token_selected_experts", strided),
-    "token_final_scales strided": replace("token_final_scales", strided),
     "quant_scales too few": _scales(lambda scales: scales[:1]),
     "tp_rank beyond": put("tp_rank", 2),
     "n_group that does not divide": put("n_group", 7),
