@@ -66,9 +66,10 @@ def main() -> None:
 @click.option("--fp8-kv", is_flag=True, help="Keep keys and values as float8_e4m3fn.")
 @click.option("--cuda-graph/--no-cuda-graph", default=None, help="Default: on a GPU.")
 @click.option("--tensor-parallel", default=1, help="GPUs that divide the model, under torchrun.")
+@click.option("--expert-parallel", is_flag=True, help="They have whole experts, not parts of each.")
 def generate(
     prompts, path, model, device, dtype, max_tokens, temperature, top_k, top_p, min_p, seed,
-    num_pages, page_size, fp8_kv, cuda_graph, tensor_parallel,
+    num_pages, page_size, fp8_kv, cuda_graph, tensor_parallel, expert_parallel,
 ):  # fmt: skip
     """Continue one prompt, streaming its text, or several at once, with a progress bar."""
     with reported():
@@ -78,10 +79,12 @@ def generate(
         if not texts:
             raise ValueError("give a prompt, or --file with some")
         parallel = None
+        if expert_parallel and tensor_parallel < 2:
+            raise ValueError("--expert-parallel needs --tensor-parallel of at least 2")
         if tensor_parallel > 1:
             from .parallel import join
 
-            parallel = join(tensor_parallel)
+            parallel = join(tensor_parallel, expert_parallel)
             device = parallel.device
             seed = 0 if seed is None else seed  # all ranks draw alike
         loaded, tokenizer = load(model, device, getattr(torch, dtype), parallel)

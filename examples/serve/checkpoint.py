@@ -23,7 +23,7 @@ from .tokens import (
 )
 
 if TYPE_CHECKING:
-    from .parallel import TensorParallel
+    from .parallel import Parallel
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,7 +80,7 @@ def load(
     path: str | Path | None,
     device: str | torch.device,
     dtype: torch.dtype = torch.bfloat16,
-    parallel: TensorParallel | None = None,
+    parallel: Parallel | None = None,
 ) -> tuple[Model, Tokenizer]:
     """A model and its tokenizer.
 
@@ -93,7 +93,7 @@ def load(
         ``"cuda"`` (or with an index), or ``"cpu"`` for the reference backend.
     dtype : torch.dtype
         Type of weights and activations, bfloat16 or float16.
-    parallel : TensorParallel, optional
+    parallel : Parallel, optional
         The ranks that divide the model.
 
     Raises

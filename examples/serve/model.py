@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +11,12 @@ from torch.nn.functional import embedding
 from .batch import Batch as Batch
 from .config import ModelConfig
 from .invariance import in_tiles, padded, round_up
+from .layers.norm import Norm
 from .layers.weights import Weights
 from .models import architectures
 
 if TYPE_CHECKING:
-    from .parallel import TensorParallel
+    from .parallel import Parallel
 
 
 class Model:
@@ -30,9 +32,8 @@ class Model:
         Where they are.
     dtype : torch.dtype
         float16 or bfloat16.
-    parallel : TensorParallel, optional
-        The ranks that divide the model; each gives the whole checkpoint. `config` is then that of
-        this rank's part.
+    parallel : Parallel, optional
+        The ranks that divide the model; each gives the whole checkpoint.
 
     Attributes
     ----------
@@ -53,26 +54,19 @@ class Model:
         tensors: dict[str, torch.Tensor] | Weights,
         device: str | torch.device,
         dtype: torch.dtype,
-        parallel: TensorParallel | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"`dtype` must be torch.float16 or torch.bfloat16, got {dtype}")
         kind = architectures()[config.architecture]
-        if parallel is not None:
-            if not kind.divisible:
-                raise ValueError(f"{config.architecture} cannot be divided among GPUs")
-            if config.values.get("quantization_config"):
-                raise ValueError("weights of 8 or 4 bits cannot be divided among GPUs")
-            assert not isinstance(tensors, Weights)
-            config = parallel.part_of(config)
-            parallel.divide(tensors)
-            parallel.open(config.hidden_size, dtype)
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         if isinstance(tensors, Weights):
             take = tensors
         else:
             quantization = config.values.get("quantization_config") or {}
             take = Weights(tensors, self.device, dtype, quantization)
+        if parallel is not None:
+            take.ranks = parallel.ranks(config)
         self._decoder = kind(config, take)
         hidden, vocabulary = config.hidden_size, config.vocab_size
         self.embedding = take.matrix(kind.embedding_name, vocabulary, hidden)
@@ -88,8 +82,8 @@ class Model:
             raise ValueError("the checkpoint must have 'lm_head.weight', it has not")
         take.finish()
         if parallel is not None:
-            for norm in (*(block.norm for block in self.blocks[1:]), self.norm):
-                norm.add_norm = parallel.add_norm
+            parallel.open(hidden, dtype)
+        self._parallel = parallel
         bodies = [block.body for block in self.blocks]
         self.specs = list(dict.fromkeys(body.spec for body in bodies if body.spec is not None))
         self.has_states = any(body.new_state(1, self.device) is not None for body in bodies)
@@ -141,13 +135,20 @@ class Model:
         norms = [block.norm for block in self.blocks[1:]] + [self.norm]
         for block, cache, norm in zip(self.blocks, caches, norms, strict=True):
             x = block.body(x, batch, cache)
+            x = in_tiles(batch.tile, partial(self._add, block.after, norm), x, residual)
+        return x
 
-            def add(x: torch.Tensor, residual: torch.Tensor, after=block.after, norm=norm):
-                x = x if after is None else after(x)
-                norm.add(x, residual)  # in place
-                return x
-
-            x = in_tiles(batch.tile, add, x, residual)
+    def _add(
+        self, after: Norm | None, norm: Norm, x: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """In place ``residual += after(x)``, of the ranks' sum of `x`; its norm."""
+        if self._parallel is not None and after is None:
+            self._parallel.add_norm(x, residual, norm)
+            return x
+        if self._parallel is not None:
+            self._parallel.sum(x)
+        x = x if after is None else after(x)
+        norm.add(x, residual)
         return x
 
     def logits(self, x: torch.Tensor, tile: int | None = None) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Tensor parallelism: each rank has a part of every layer, and sums pass through peer memory.
+"""Tensor and expert parallelism: each rank has a part of every layer, sums pass through peer memory.
 
 All ranks run the same program: the same requests, scheduler and draws. Their hidden states are the
 same bits, since all-reduce gives these to all ranks, so nothing but the sums needs to be exchanged.
+What a rank has of each tensor is in the tables beside the layers: see `division`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -15,20 +15,58 @@ import torch.distributed as dist
 
 from . import kernels
 from .config import ModelConfig
+from .layers.division import OfExperts, Ranks
+from .layers.norm import Norm
+from .models import architectures
 
-# Rows of weights that are divided, and columns of those that take what these make.
-_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_COLUMNS = ("o_proj", "down_proj")
 MAX_TOKENS = 4096
 
 
-class TensorParallel:
-    """This rank's part of a model. Creation is collective.
+class Parallel:
+    """One of the ranks that divide a model; `sum` and `add_norm` are collective.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        Which one, of how many.
+    expert_parallel : bool
+        Whether a rank has whole experts, rather than a part of each.
+    """
+
+    def __init__(self, rank: int, world_size: int, expert_parallel: bool = False) -> None:
+        self.rank, self.world_size, self.expert_parallel = rank, world_size, expert_parallel
+
+    def ranks(self, config: ModelConfig) -> Ranks:
+        """What this rank has of a model."""
+        cuts = architectures()[config.architecture].cuts(config)
+        if self.expert_parallel and not any(isinstance(cut, OfExperts) for cut in cuts.values()):
+            raise ValueError(
+                f"`expert_parallel` must be False: {config.architecture} has no experts"
+            )
+        return Ranks(self.rank, self.world_size, self.expert_parallel, cuts)
+
+    def open(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """Create what the sums need."""
+
+    def sum(self, x: torch.Tensor) -> None:
+        """In place, the sum of ``[tokens, hidden_size]`` over the ranks."""
+        raise NotImplementedError
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
+        """In place, ``residual += sum of x over the ranks`` and ``x = norm(residual)``."""
+        self.sum(x)
+        norm.add(x, residual)
+
+
+class TensorParallel(Parallel):
+    """The ranks of a process group, each with the GPU that is current. Creation is collective.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
-        The ranks, each with the GPU that is current.
+        The ranks.
+    expert_parallel : bool
+        See `Parallel`.
 
     Attributes
     ----------
@@ -36,41 +74,13 @@ class TensorParallel:
         This rank's GPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, expert_parallel: bool = False) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), expert_parallel)
         self._group = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device = f"cuda:{torch.cuda.current_device()}"
         self._workspace: Any = None
 
-    def part_of(self, config: ModelConfig) -> ModelConfig:
-        """The shapes of this rank's layers."""
-        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-            if getattr(config, name) % self.world_size:
-                raise ValueError(
-                    f"`{name}` of the model must be a multiple of {self.world_size} ranks, got "
-                    f"{getattr(config, name)}"
-                )
-        return dataclasses.replace(
-            config,
-            num_heads=config.num_heads // self.world_size,
-            num_kv_heads=config.num_kv_heads // self.world_size,
-            intermediate_size=config.intermediate_size // self.world_size,
-        )
-
-    def divide(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replace the tensors of a checkpoint by this rank's parts."""
-        for name, tensor in tensors.items():
-            module, _, kind = name.rpartition(".")
-            layer = module.rpartition(".")[2]
-            if layer in _ROWS:
-                tensors[name] = tensor.chunk(self.world_size)[self.rank].clone()
-            elif layer in _COLUMNS and kind == "weight":
-                tensors[name] = tensor.chunk(self.world_size, 1)[self.rank].contiguous()
-            elif layer in _COLUMNS and self.rank != 0:
-                tensors[name] = torch.zeros_like(tensor)  # a bias is added once
-
     def open(self, hidden_size: int, dtype: torch.dtype) -> None:
-        """Create the memory of the sums."""
         self._workspace = kernels.comm.create_allreduce_fusion_workspace(
             "auto",
             self.world_size,
@@ -81,11 +91,11 @@ class TensorParallel:
             group=self._group,
         )
 
-    def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> None:
-        """In place, ``residual += sum of x over the ranks`` and ``x = rmsnorm(residual)``."""
-        assert self._workspace is not None
+    def sum(self, x: torch.Tensor) -> None:
+        pattern = kernels.comm.AllReduceFusionPattern.kAllReduce
+        kernels.comm.allreduce_fusion(x, self._workspace, pattern, output=x)
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
         kernels.comm.allreduce_fusion(
             x,
             self._workspace,
@@ -93,8 +103,9 @@ class TensorParallel:
             residual_in=residual,
             residual_out=residual,
             norm_out=x,
-            rms_gamma=weight,
-            rms_eps=eps,
+            rms_gamma=norm.weight,
+            rms_eps=norm.eps,
+            weight_bias=float(norm.plus_one),
         )
 
     def close(self) -> None:
@@ -103,7 +114,7 @@ class TensorParallel:
             self._workspace.destroy()
 
 
-def join(world_size: int) -> TensorParallel:
+def join(world_size: int, expert_parallel: bool = False) -> TensorParallel:
     """The group of the processes that `torchrun` started, each on the GPU of its number.
 
     Raises
@@ -119,4 +130,4 @@ def join(world_size: int) -> TensorParallel:
         )
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("gloo")
-    return TensorParallel(dist.group.WORLD)
+    return TensorParallel(dist.group.WORLD, expert_parallel)

@@ -12,6 +12,7 @@ from .. import kernels
 from ..batch import Batch
 from ..invariance import ATTENTION, in_tiles, padded
 from .body import Body
+from .division import COLUMNS, ROWS, Cut, Cuts
 from .linear import Product
 from .norm import Norm
 
@@ -168,6 +169,14 @@ class Attention(Body):
     k_scale: float = 1.0
     v_scale: float = 1.0
     invariant = True
+
+    @staticmethod
+    def cuts(kv_heads: int) -> Cuts:
+        """By heads, of all `kv_heads` perhaps the same one for several ranks."""
+        shared = Cut(0, units=kv_heads)
+        return {
+            "q_proj": ROWS, "k_proj": shared, "v_proj": shared, "o_proj": COLUMNS, "sinks": ROWS,
+        }  # fmt: skip
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         return (2, page_size, self.spec.kv_heads, self.spec.dim)

@@ -11,6 +11,7 @@ from .. import kernels
 from ..batch import Batch
 from .body import Body
 from .convolution import causal_convolution
+from .division import COLUMNS, ROWS, Cuts, rows
 from .linear import Product
 
 
@@ -49,6 +50,18 @@ class GatedDelta(Body):
     key_dim: int
     value_dim: int
     eps: float
+
+    @staticmethod
+    def cuts(keys: int, values: int) -> Cuts:
+        """By key heads with the value heads that share them; columns of all keys and values."""
+        return {
+            "in_proj_qkvz": ROWS,  # one key head after the other
+            "in_proj_ba": ROWS,
+            "conv1d.weight": rows(keys, keys, values),
+            "A_log": ROWS,
+            "dt_bias": ROWS,
+            "out_proj": COLUMNS,
+        }
 
     def new_state(self, slots: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Last tokens of the convolution, and the matrices, ``[slots, heads, value, key]``."""

@@ -19,6 +19,7 @@ from .. import kernels
 from ..batch import Batch
 from .attention import Rope
 from .body import Body
+from .division import COLUMNS, ROWS, WHOLE, Cuts
 from .linear import Product
 from .norm import Norm
 
@@ -203,6 +204,14 @@ class LatentAttention(Body):
     up: torch.Tensor
     output: Product
     rope: Rope
+
+    @staticmethod
+    def cuts() -> Cuts:
+        """By heads; all ranks have the rows of the cache, and the queries' first product."""
+        return {
+            "q_a_proj": WHOLE, "kv_a_proj_with_mqa": WHOLE, "q_proj": ROWS, "q_b_proj": ROWS,
+            "kv_b_proj": ROWS, "o_proj": COLUMNS,
+        }  # fmt: skip
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         return (page_size, self.spec.latent + self.spec.rotary)

@@ -10,6 +10,7 @@ from .. import kernels
 from ..batch import Batch
 from .body import Body
 from .convolution import causal_convolution
+from .division import COLUMNS, ROWS, Cuts, rows
 from .linear import Product
 from .norm import gated_norm
 
@@ -49,6 +50,21 @@ class Mamba2(Body):
     groups: int
     state: int
     eps: float
+
+    @staticmethod
+    def cuts(heads: int, dim: int, groups: int, state: int) -> Cuts:
+        """By groups with the heads that share them."""
+        wide, narrow = heads * dim, groups * state
+        return {
+            "in_proj": rows(wide, wide, narrow, narrow, heads),
+            "conv1d.weight": rows(wide, narrow, narrow),
+            "conv1d.bias": rows(wide, narrow, narrow),
+            "A_log": ROWS,
+            "D": ROWS,
+            "dt_bias": ROWS,
+            "mixer.norm.weight": ROWS,
+            "out_proj": COLUMNS,
+        }
 
     def new_state(self, slots: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Last tokens of the convolution, and the matrices, ``[slots, heads, dim, state]``."""

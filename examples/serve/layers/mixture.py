@@ -9,10 +9,15 @@ import torch
 
 from ..batch import Batch
 from .body import Body
+from .division import EXPERT_COLUMNS, EXPERT_ROWS, WHOLE, Cuts
 from .experts import Experts
 from .linear import Product
 from .mlp import Mlp, SquaredMlp
 from .weights import Weights
+
+
+NAMES = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of an expert in most checkpoints."""
 
 
 class Router(Protocol):
@@ -42,6 +47,12 @@ class Mixture(Body):
     router: Router
     experts: Experts
     shared: SharedExpert | None = None
+
+    @staticmethod
+    def cuts(names: tuple[str, str, str] = NAMES) -> Cuts:
+        """Of each expert the columns between its products, or whole experts."""
+        gate, up, down = (f"experts.*.{name}" for name in names)
+        return {"gate": WHOLE, gate: EXPERT_ROWS, up: EXPERT_ROWS, down: EXPERT_COLUMNS}
 
     @property
     def chosen(self) -> int:
@@ -88,7 +99,7 @@ def take_experts(
     count: int,
     hidden: int,
     inner: int,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = NAMES,
 ) -> Experts:
     """Experts that have a matrix each for gate, values and the way back."""
     gate, up, down = names

@@ -11,6 +11,7 @@ from .. import kernels
 from ..batch import Batch
 from ..invariance import in_tiles
 from .body import Body
+from .division import COLUMNS, ROWS, Cuts
 from .linear import Product
 from .weights import Weights
 
@@ -36,6 +37,11 @@ class Mlp(Body):
     down: Product
     activation: str = "silu_and_mul"
     invariant = True
+
+    @staticmethod
+    def cuts() -> Cuts:
+        """By columns between the products; so is `SquaredMlp`."""
+        return {"gate_proj": ROWS, "up_proj": ROWS, "down_proj": COLUMNS}
 
     @staticmethod
     def take(take: Weights, at: str, hidden: int, inner: int, activation: str = "silu") -> Mlp:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .. import kernels
-
-AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 
 
 @dataclass
@@ -24,14 +21,11 @@ class Norm:
         Under the root.
     plus_one : bool
         Multiply by ``1 + weight``, as Gemma does.
-    add_norm : callable or None
-        In place of the fused addition: a sum over ranks comes first.
     """
 
     weight: torch.Tensor
     eps: float
     plus_one: bool = False
-    add_norm: AddNorm | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         norm = kernels.gemma_rmsnorm if self.plus_one else kernels.rmsnorm
@@ -39,9 +33,7 @@ class Norm:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         """In place: ``residual += x``, and ``x = norm(residual)``."""
-        if self.add_norm is not None:
-            self.add_norm(x, residual, self.weight, self.eps)
-        elif self.plus_one:
+        if self.plus_one:
             kernels.gemma_fused_add_rmsnorm(x, residual, self.weight, self.eps)
         else:
             kernels.fused_add_rmsnorm(x, residual, self.weight, self.eps)

@@ -11,9 +11,12 @@ from typing import Protocol
 
 import torch
 
+from .division import taken
 from .linear import Fp8Blocks, Fp8Rows, Int4Groups, Linear, Product
 
 BLOCK = 128
+Ranges = list[tuple[int, int]]
+"""Begin and end of what is taken of rows or columns."""
 
 
 class Stored(Protocol):
@@ -24,6 +27,12 @@ class Stored(Protocol):
 
     def product(self, bias: torch.Tensor | None, dtype: torch.dtype) -> Product:
         """``x @ W.T + bias`` for rows of a type."""
+
+    def rows(self, ranges: Ranges) -> Stored:
+        """A copy of these rows; ValueError if scales forbid it, as in `columns`."""
+
+    def columns(self, ranges: Ranges) -> Stored:
+        """A copy of these columns."""
 
 
 @dataclass
@@ -37,6 +46,12 @@ class Plain:
 
     def product(self, bias: torch.Tensor | None, dtype: torch.dtype) -> Product:
         return Linear(self.weight.t().contiguous(), bias)
+
+    def rows(self, ranges: Ranges) -> Plain:
+        return Plain(taken(self.weight, 0, ranges))
+
+    def columns(self, ranges: Ranges) -> Plain:
+        return Plain(taken(self.weight, 1, ranges))
 
     @staticmethod
     def joined(parts: Sequence[Plain]) -> Plain:
@@ -66,6 +81,13 @@ class Fp8PerRow:
 
     def product(self, bias: torch.Tensor | None, dtype: torch.dtype) -> Product:
         return Fp8Rows(self.weight, self.scale, self.input_scale, bias)
+
+    def rows(self, ranges: Ranges) -> Fp8PerRow:
+        parts = (taken(part, 0, ranges) for part in (self.weight, self.scale))
+        return Fp8PerRow(*parts, self.input_scale)
+
+    def columns(self, ranges: Ranges) -> Fp8PerRow:
+        return Fp8PerRow(taken(self.weight, 1, ranges), self.scale, self.input_scale)
 
     @staticmethod
     def joined(parts: Sequence[Fp8PerRow]) -> Fp8PerRow | None:
@@ -106,6 +128,16 @@ class Fp8PerBlock:
             # No kernel reads these: few and small in the models there are.
             return Plain(self.dense(dtype)).product(bias, dtype)
         return Fp8Blocks(self.weight, self.scale, bias)
+
+    def rows(self, ranges: Ranges) -> Fp8PerBlock:
+        return self._part(0, ranges)
+
+    def columns(self, ranges: Ranges) -> Fp8PerBlock:
+        return self._part(1, ranges)
+
+    def _part(self, axis: int, ranges: Ranges) -> Fp8PerBlock:
+        blocks = in_groups(ranges, BLOCK, self.weight.shape[axis])
+        return Fp8PerBlock(taken(self.weight, axis, ranges), taken(self.scale, axis, blocks))
 
     def _of_rows(self) -> torch.Tensor:
         """``[rows, ceil(columns / 128)]``."""
@@ -170,6 +202,19 @@ class Int4:
             offset = ((8 - self.zeros.float()) * self.scales.float()).t().to(dtype).contiguous()
         return Int4Groups(self.packed(), self.scales.to(dtype), offset, bias, self.order)
 
+    def rows(self, ranges: Ranges) -> Int4:
+        parts = (taken(part, 0, ranges) for part in (self.codes, self.zeros, self.scales))
+        return Int4(*parts, self.order)
+
+    def columns(self, ranges: Ranges) -> Int4:
+        if self.order is not None:
+            raise ValueError("`g_idx` has columns of a group in several parts")
+        codes = taken(self.codes, 1, ranges)
+        if self.scales.shape[1] == 1:
+            return Int4(codes, self.zeros, self.scales)
+        groups = in_groups(ranges, self.group, self.codes.shape[1])
+        return Int4(codes, taken(self.zeros, 1, groups), taken(self.scales, 1, groups))
+
     @staticmethod
     def joined(parts: Sequence[Int4]) -> Int4 | None:
         orders = [part.order for part in parts]
@@ -181,3 +226,11 @@ class Int4:
         return Int4(
             *(torch.cat([getattr(part, name) for part in parts]) for name in fields), orders[0]
         )
+
+
+def in_groups(ranges: Ranges, group: int, size: int) -> Ranges:
+    """Ranges of groups of elements that share a scale; ValueError if one would be cut."""
+    for border in (border for pair in ranges for border in pair):
+        if border % group and border != size:
+            raise ValueError(f"{border} is not the border of a group of {group} that share a scale")
+    return [(begin // group, -(-end // group)) for begin, end in ranges]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .division import Cut, Ranks, taken
 from .experts import Experts
 from .formats import read_matrix
 from .linear import Joined, Product
@@ -16,6 +17,9 @@ from .stored import BLOCK, Fp8PerBlock, Int4, Stored
 
 class Weights:
     """Tensors of a checkpoint, by name; each is taken once, and its shape checked.
+
+    Shapes are those of the checkpoint, even where ranks divide it; `matrix`, `product`, `experts`,
+    `mxfp4` and `part` then give this rank's part, by the model's table.
 
     Parameters
     ----------
@@ -27,6 +31,11 @@ class Weights:
         Type of activations.
     quantization : mapping
         ``quantization_config`` of the checkpoint; empty: it has none.
+
+    Attributes
+    ----------
+    ranks : Ranks
+        Who divides the model; one rank, if it is not set.
     """
 
     def __init__(
@@ -38,6 +47,7 @@ class Weights:
     ) -> None:
         self._tensors, self.device = tensors, device
         self.dtype, self._quantization = dtype, quantization
+        self.ranks = Ranks()
 
     def has(self, name: str) -> bool:
         return name in self._tensors
@@ -60,6 +70,25 @@ class Weights:
             raise ValueError(f"the checkpoint must have {name!r}, it has not")
         return self._tensors.pop(name)
 
+    def part(self, name: str, *shape: int) -> torch.Tensor:
+        """This rank's part of a tensor."""
+        return self._cut(name, self(name, *shape))
+
+    def _cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        cut = self.ranks.cut(name)
+        if cut is None:
+            return tensor
+        return taken(tensor, cut.axis, self._ranges(name, cut, tensor.shape[cut.axis]))
+
+    def _ranges(self, name: str, cut: Cut, size: int) -> list[tuple[int, int]]:
+        try:
+            return self.ranks.ranges(cut, size)
+        except ValueError as error:
+            raise self._indivisible(name, error) from error
+
+    def _indivisible(self, name: str, why: ValueError) -> ValueError:
+        return ValueError(f"{name!r} cannot be divided among {self.ranks.count} ranks: {why}")
+
     def number(self, *names: str) -> float | None:
         """The one element of the first of these tensors that is there, or None."""
         for name in names:
@@ -72,7 +101,15 @@ class Weights:
 
     def stored(self, name: str, rows: int, columns: int) -> Stored:
         """A matrix as it is stored."""
-        return read_matrix(self, name, rows, columns, self._quantization)
+        matrix = read_matrix(self, name, rows, columns, self._quantization)
+        cut = self.ranks.cut(name)
+        if cut is None:
+            return matrix
+        ranges = self._ranges(name, cut, columns if cut.axis else rows)
+        try:
+            return matrix.columns(ranges) if cut.axis else matrix.rows(ranges)
+        except ValueError as error:
+            raise self._indivisible(name, error) from error
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """``[rows, columns]`` in 16 bits."""
@@ -81,7 +118,7 @@ class Weights:
     def product(self, at: str, parts: Sequence[tuple[str, int]], columns: int) -> Product:
         """One product of several matrices, names and rows, that have the same input."""
         stored = [self.stored(f"{at}{name}", rows, columns) for name, rows in parts]
-        biases = [self.optional(f"{at}{name}.bias", rows) for name, rows in parts]
+        biases = [self._bias(f"{at}{name}", rows) for name, rows in parts]
         have = [bias for bias in biases if bias is not None]
         if have and len(have) != len(parts):
             raise ValueError(f"{at}: all or none of {[n for n, _ in parts]} must have a bias")
@@ -91,31 +128,49 @@ class Weights:
             [part.product(bias, self.dtype) for part, bias in zip(stored, biases, strict=True)]
         )
 
+    def _bias(self, name: str, rows: int) -> torch.Tensor | None:
+        bias, cut = self.optional(f"{name}.bias", rows), self.ranks.cut(name)
+        if bias is None or cut is None:
+            return bias
+        if cut.axis == 0:
+            return taken(bias, 0, self._ranges(name, cut, rows))
+        return bias if self.ranks.rank == 0 else None  # the sum over the ranks has it once
+
     def experts(
         self, names: Sequence[tuple[str | None, str, str]], hidden: int, inner: int
     ) -> Experts:
-        """Of each expert the gate, if it has one, the values and the way back."""
+        """Of each expert that is here the gate, if it has one, the values and the way back."""
+        here = self.ranks.experts(len(names))
+        self._leave_out([*names[: here.start], *names[here.stop :]])
+        names = names[here.start : here.stop]
         up = [
             [self.stored(n, inner, hidden) for n in (values, gate) if n is not None]
             for gate, values, _ in names
         ]
         down = [self.stored(name, hidden, inner) for *_, name in names]
         whole = [_joined(parts) for parts in up]
-        for read in (_blocks, _groups):
-            experts = read(whole, down, self.dtype)
-            if experts is not None:
-                return experts
-        # Other formats become 16 bits: the mixture has no kernel for them.
-        dense = [torch.cat([part.dense(self.dtype) for part in parts]) for parts in up]
-        return Experts(torch.stack(dense), torch.stack([part.dense(self.dtype) for part in down]))
+        experts = _blocks(whole, down, self.dtype) or _groups(whole, down, self.dtype)
+        if experts is None:
+            # Other formats become 16 bits: the mixture has no kernel for them.
+            dense = [torch.cat([part.dense(self.dtype) for part in parts]) for parts in up]
+            back = torch.stack([part.dense(self.dtype) for part in down])
+            experts = Experts(torch.stack(dense), back)
+        experts.options |= self.ranks.expert_options
+        return experts
+
+    def _leave_out(self, experts: Sequence[tuple[str | None, ...]]) -> None:
+        """Experts that other ranks have."""
+        names = {name for expert in experts for name in expert}
+        for name in [n for n in self._tensors if n.rpartition(".")[0] in names]:
+            del self._tensors[name]
 
     def mxfp4(
         self, name: str, count: int, rows: int, columns: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes ``[count, rows, columns / 2]`` and scales ``[.., columns / 32]``, uint8."""
         groups = columns // 32
-        codes = self(f"{name}_blocks", count, rows, groups, 16).flatten(2)
-        return codes, self(f"{name}_scales", count, rows, groups)
+        codes = self.part(f"{name}_blocks", count, rows, groups, 16).flatten(2)
+        return codes, self.part(f"{name}_scales", count, rows, groups)
 
     def drop(self, prefix: str) -> None:
         """Leave out what belongs to no forward pass, such as layers that guess tokens."""

@@ -9,6 +9,7 @@ import torch
 
 from ..layers.attention import Attention, AttentionSpec, Rope
 from ..layers.body import Block, Body
+from ..layers.division import WHOLE, Cuts
 from ..layers.mlp import Mlp
 from ..layers.norm import Norm
 from ..layers.weights import Weights
@@ -38,8 +39,6 @@ class Decoder:
         Positive integers that ``config.json`` must have.
     tied : bool
         Whether embedding and last product have one matrix where ``config.json`` does not say.
-    divisible : bool
-        Whether ranks of tensor parallelism can divide it.
     plus_one : bool
         Whether its norms multiply by ``1 + weight``.
     embedding_name, norm_name : str
@@ -50,7 +49,6 @@ class Decoder:
     activations: ClassVar[tuple[str, ...]] = ("silu",)
     required: ClassVar[tuple[str, ...]] = ("intermediate_size", "num_attention_heads")
     tied = False
-    divisible = False
     plus_one = False
     embedding_name = "model.embed_tokens"
     norm_name = "model.norm"
@@ -90,6 +88,12 @@ class Decoder:
         """How many keys before its own position a query sees, in each layer; -1: all."""
         return (-1,) * values["num_hidden_layers"]
 
+    @classmethod
+    def cuts(cls, config: ModelConfig) -> Cuts:
+        """How ranks divide its matrices, and those of its other tensors that they divide."""
+        outer: Cuts = {cls.embedding_name: WHOLE}
+        return outer | Attention.cuts(config.num_kv_heads) | Mlp.cuts()
+
     # These make the model.
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +116,7 @@ class Decoder:
     def attention(self, number: int, at: str) -> Body:
         config, take, spec = self.config, self.take, self.spec(number)
         hidden, dim = config.hidden_size, spec.dim
-        q, kv = spec.heads * dim, spec.kv_heads * dim
+        q, kv = config.num_heads * dim, config.num_kv_heads * dim
         return Attention(
             spec,
             take.product(at, (("q_proj", q), ("k_proj", kv), ("v_proj", kv)), hidden),
@@ -129,10 +133,10 @@ class Decoder:
         return Mlp.take(self.take, at, hidden, inner, config.activation)
 
     def spec(self, number: int) -> AttentionSpec:
-        config = self.config
-        return AttentionSpec(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.windows[number]
-        )
+        config, ranks = self.config, self.take.ranks
+        heads = ranks.share("num_attention_heads", config.num_heads)
+        kv_heads = ranks.share("num_key_value_heads", config.num_kv_heads, shared=True)
+        return AttentionSpec(heads, kv_heads, config.head_dim, config.windows[number])
 
     def rope_of(self, number: int) -> Rope | None:
         return self.shared_rope("", self.config.rope)

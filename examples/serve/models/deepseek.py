@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import kernels
 from ..layers.attention import Rope
 from ..layers.body import Block, Body
+from ..layers.division import Cuts
 from ..layers.latent import LatentAttention, LatentSpec
 from ..layers.linear import Product
 from ..layers.mixture import Mixture, SharedExpert, take_experts
 from ..layers.mlp import Mlp
 from .decoder import Decoder
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
@@ -30,6 +34,10 @@ class DeepSeek(Decoder):
     @classmethod
     def head_dim(cls, values: Mapping[str, Any]) -> int:
         return values["qk_rope_head_dim"]  # the part that is cached for each token as it is
+
+    @classmethod
+    def cuts(cls, config: ModelConfig) -> Cuts:
+        return super().cuts(config) | LatentAttention.cuts() | Mixture.cuts()
 
     def blocks(self) -> Iterator[Block]:
         yield from super().blocks()
@@ -48,14 +56,15 @@ class DeepSeek(Decoder):
         heads, hidden, rank = config.num_heads, config.hidden_size, values.get("q_lora_rank")
         queries = heads * (own + rotary)
         first = ("q_proj", queries) if rank is None else ("q_a_proj", rank)
+        here = take.ranks.share("num_attention_heads", heads)
         up = take.matrix(f"{at}kv_b_proj", heads * (own + out), latent)
         return LatentAttention(
-            LatentSpec(heads, latent, rotary, own, out, self._scale(own + rotary)),
+            LatentSpec(here, latent, rotary, own, out, self._scale(own + rotary)),
             take.product(at, (first, ("kv_a_proj_with_mqa", latent + rotary)), hidden),
             None if rank is None else self.norm(f"{at}q_a_layernorm", rank),
             None if rank is None else take.product(at, (("q_b_proj", queries),), rank),
             self.norm(f"{at}kv_a_layernorm", latent),
-            up.view(heads, own + out, latent),
+            up.view(here, own + out, latent),
             take.product(at, (("o_proj", hidden),), heads * out),
             self.rope_of(number),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,14 +61,11 @@ class Gemma(Decoder):
         )
 
     def spec(self, number: int) -> AttentionSpec:
-        config, values = self.config, self.config.values
-        return AttentionSpec(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.windows[number],
-            values.get("query_pre_attn_scalar", 256) ** -0.5,
-            values.get("attn_logit_softcapping") or 0.0,
+        values = self.config.values
+        return replace(
+            super().spec(number),
+            scale=values.get("query_pre_attn_scalar", 256) ** -0.5,
+            soft_cap=values.get("attn_logit_softcapping") or 0.0,
         )
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

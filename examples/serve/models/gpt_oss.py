@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..layers.attention import Attention, AttentionSpec
 from ..layers.body import Body
+from ..layers.division import ROWS, WHOLE, Cut, Cuts, OfExperts
 from ..layers.mixture import Experts, Mixture, SoftmaxRouter
 from .decoder import Decoder
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
 
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0
 """``g sigmoid(alpha g) (u + beta)``, the gate at most `LIMIT` and values at most that on both
@@ -30,20 +35,29 @@ class GptOss(Decoder):
         kinds = values.get("layer_types") or ["sliding_attention", "full_attention"] * layers
         return tuple(size - 1 if kind == "sliding_attention" else -1 for kind in kinds[:layers])
 
+    @classmethod
+    def cuts(cls, config: ModelConfig) -> Cuts:
+        """The first product's rows lie along axis 1, or 2 where products are transposed."""
+        first, second = OfExperts(Cut(1), ROWS), OfExperts(Cut(2), ROWS)
+        return super().cuts(config) | {
+            "router": WHOLE,
+            "experts.gate_up_proj": second,
+            "experts.down_proj": first,
+            "experts.gate_up_proj_bias": first,
+            "experts.down_proj_bias": OfExperts(WHOLE, ROWS),  # the first rank adds it
+            "experts.gate_up_proj_blocks": first,
+            "experts.gate_up_proj_scales": first,
+            "experts.down_proj_blocks": second,
+            "experts.down_proj_scales": second,
+        }
+
     def spec(self, number: int) -> AttentionSpec:
-        config = self.config
-        return AttentionSpec(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.windows[number],
-            sinks=True,
-        )
+        return replace(super().spec(number), sinks=True)
 
     def attention(self, number: int, at: str) -> Body:
         body = super().attention(number, at)
         assert isinstance(body, Attention)
-        body.sinks = self.take(f"{at}sinks", self.config.num_heads).float()
+        body.sinks = self.take.part(f"{at}sinks", self.config.num_heads).float()
         return body
 
     def feed(self, number: int, at: str) -> Body:
@@ -52,24 +66,25 @@ class GptOss(Decoder):
             config.hidden_size, config.intermediate_size, values["num_local_experts"],
         )  # fmt: skip
         gate = take.product(at, (("router", count),), hidden)
-        biases = take(f"{at}experts.gate_up_proj_bias", count, 2 * inner)
+        biases = take.part(f"{at}experts.gate_up_proj_bias", count, 2 * inner)
         options: dict[str, Any] = {
             "fc1_expert_biases": self._values_first(biases),
-            "fc2_expert_biases": take(f"{at}experts.down_proj_bias", count, hidden),
+            "fc2_expert_biases": take.part(f"{at}experts.down_proj_bias", count, hidden),
         }
         numbers = {"alpha": ALPHA, "beta": BETA, "limit": LIMIT}
         numbers |= {n: values[f"swiglu_{n}"] for n in ("alpha", "limit") if f"swiglu_{n}" in values}
+        here = len(take.ranks.experts(count))
         for name, number_ in numbers.items():
-            options[f"swiglu_{name}"] = torch.full((count,), number_, device=take.device)
+            options[f"swiglu_{name}"] = torch.full((here,), number_, device=take.device)
         experts = self._experts(f"{at}experts.", count, hidden, inner)
-        experts.options |= options
+        experts.options |= options | take.ranks.expert_options
         return Mixture(SoftmaxRouter(gate, values["num_experts_per_tok"]), experts)
 
     def _experts(self, at: str, count: int, hidden: int, inner: int) -> Experts:
         take = self.take
         if take.has(f"{at}gate_up_proj"):
-            up = take(f"{at}gate_up_proj", count, hidden, 2 * inner).mT
-            down = take(f"{at}down_proj", count, inner, hidden).mT
+            up = take.part(f"{at}gate_up_proj", count, hidden, 2 * inner).mT
+            down = take.part(f"{at}down_proj", count, inner, hidden).mT
             return Experts(self._values_first(up), down.contiguous())
         # MXFP4: 32 elements of a row have 16 bytes and a scale.
         up, up_scale = take.mxfp4(f"{at}gate_up_proj", count, 2 * inner, hidden)

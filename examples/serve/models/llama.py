@@ -12,7 +12,6 @@ class Llama(Decoder):
     """Attention over all tokens."""
 
     architectures = ("LlamaForCausalLM",)
-    divisible = True
 
 
 class Mistral(Llama):

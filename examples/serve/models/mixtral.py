@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ..layers.body import Block, Body
+from ..layers.division import Cuts
 from ..layers.mixture import Mixture, SoftmaxRouter, take_experts
 from .llama import Mistral
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+_NAMES = ("w1", "w3", "w2")
 
 
 class Mixtral(Mistral):
@@ -14,7 +21,10 @@ class Mixtral(Mistral):
 
     architectures = ("MixtralForCausalLM",)
     required = (*Mistral.required, "num_local_experts", "num_experts_per_tok")
-    divisible = False
+
+    @classmethod
+    def cuts(cls, config: ModelConfig) -> Cuts:
+        return super().cuts(config) | Mixture.cuts(_NAMES)
 
     def layer(self, number: int, at: str) -> Iterator[Block]:
         yield Block(self.norm(f"{at}input_layernorm"), self.attention(number, f"{at}self_attn."))
@@ -27,8 +37,7 @@ class Mixtral(Mistral):
         router = SoftmaxRouter(
             self.take.product(at, (("gate", count),), hidden), values["num_experts_per_tok"]
         )
-        names = ("w1", "w3", "w2")
         experts = take_experts(
-            self.take, f"{at}experts.", count, hidden, config.intermediate_size, names
+            self.take, f"{at}experts.", count, hidden, config.intermediate_size, _NAMES
         )
         return Mixture(router, experts)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import kernels
 from ..layers.attention import Rope
 from ..layers.body import Block, Body
+from ..layers.division import Cuts
 from ..layers.experts import Experts
 from ..layers.mamba import Mamba2
 from ..layers.mixture import Mixture, SharedExpert
 from ..layers.mlp import SquaredMlp
 from .decoder import Decoder
 from .deepseek import SigmoidRouter
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
 
 _SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -40,6 +44,11 @@ class NemotronH(Decoder):
     @classmethod
     def activation(cls, values: Mapping[str, Any]) -> str:
         return values.get("mlp_hidden_act", "relu2")
+
+    @classmethod
+    def cuts(cls, config: ModelConfig) -> Cuts:
+        recurrence = Mamba2.cuts(*(config.values[name] for name in _SIZES))
+        return super().cuts(config) | recurrence | Mixture.cuts()
 
     def blocks(self) -> Iterator[Block]:
         parts = {
@@ -89,18 +98,21 @@ class NemotronH(Decoder):
         heads, dim, groups, state = (config.values[name] for name in _SIZES)
         hidden, wide = config.hidden_size, heads * dim
         columns, width = wide + 2 * groups * state, config.values.get("conv_kernel", 4)
+        ranks, bias = take.ranks, f"{at}conv1d.bias"
+        heads_here = ranks.share("mamba_num_heads", heads)
+        groups_here = ranks.share("n_groups", groups)
         return Mamba2(
             take.product(at, (("in_proj", wide + columns + heads),), hidden),
             take.product(at, (("out_proj", hidden),), wide),
-            take(f"{at}conv1d.weight", columns, 1, width)[:, 0],
-            take.optional(f"{at}conv1d.bias", columns),
-            -take(f"{at}A_log", heads).float().exp(),
-            take(f"{at}D", heads).float(),
-            take(f"{at}dt_bias", heads).float(),
-            take(f"{at}norm.weight", wide),
-            heads,
+            take.part(f"{at}conv1d.weight", columns, 1, width)[:, 0],
+            take.part(bias, columns) if take.has(bias) else None,
+            -take.part(f"{at}A_log", heads).float().exp(),
+            take.part(f"{at}D", heads).float(),
+            take.part(f"{at}dt_bias", heads).float(),
+            take.part(f"{at}norm.weight", wide),
+            heads_here,
             dim,
-            groups,
+            groups_here,
             state,
             config.rms_norm_eps,
         )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..layers.body import Body
+from ..layers.division import Cuts
 from ..layers.mixture import Mixture, SoftmaxRouter, take_experts
 from .llama import Qwen
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
 
 
 class Qwen3Moe(Qwen):
@@ -12,7 +18,10 @@ class Qwen3Moe(Qwen):
 
     architectures = ("Qwen3MoeForCausalLM",)
     required = (*Qwen.required, "num_experts_per_tok", "moe_intermediate_size")
-    divisible = False
+
+    @classmethod
+    def cuts(cls, config: ModelConfig) -> Cuts:
+        return super().cuts(config) | Mixture.cuts()
 
     @property
     def experts(self) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..layers.attention import Attention
 from ..layers.body import Block, Body
+from ..layers.division import WHOLE, Cuts
 from ..layers.delta import GatedDelta
 from ..layers.mixture import Mixture, SharedExpert
 from ..layers.mlp import Mlp
 from .qwen3_moe import Qwen3Moe
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
 
 _SIZES = (
     "linear_num_key_heads",
@@ -41,6 +45,12 @@ class Qwen3Next(Qwen3Moe):
             whole["rope_parameters"] = {**given, "partial_rotary_factor": None}
         return super().rope(whole, columns, positions)
 
+    @classmethod
+    def cuts(cls, config: ModelConfig) -> Cuts:
+        key_heads, value_heads, key_dim, value_dim = (config.values[name] for name in _SIZES)
+        recurrence = GatedDelta.cuts(key_heads * key_dim, value_heads * value_dim)
+        return super().cuts(config) | recurrence | {"shared_expert_gate": WHOLE}
+
     def layer(self, number: int, at: str) -> Iterator[Block]:
         values = self.config.values
         every = values.get("full_attention_interval", 4)
@@ -56,7 +66,7 @@ class Qwen3Next(Qwen3Moe):
     def attention(self, number: int, at: str) -> Body:
         """Each head's queries come with a gate."""
         take, spec, hidden = self.take, self.spec(number), self.config.hidden_size
-        q, kv = spec.heads * spec.dim, spec.kv_heads * spec.dim
+        q, kv = self.config.num_heads * spec.dim, self.config.num_kv_heads * spec.dim
         return Attention(
             spec,
             take.product(at, (("q_proj", 2 * q), ("k_proj", kv), ("v_proj", kv)), hidden),
@@ -74,16 +84,18 @@ class Qwen3Next(Qwen3Moe):
         hidden, keys, outs = config.hidden_size, key_heads * key_dim, value_heads * value_dim
         width = config.values.get("linear_conv_kernel_dim", 4)
         columns = 2 * keys + outs
+        keys_here = take.ranks.share("linear_num_key_heads", key_heads)
+        values_here = take.ranks.share("linear_num_value_heads", value_heads)
         return GatedDelta(
             take.product(at, (("in_proj_qkvz", 2 * keys + 2 * outs),), hidden),
             take.product(at, (("in_proj_ba", 2 * value_heads),), hidden),
             take.product(at, (("out_proj", hidden),), outs),
-            take(f"{at}conv1d.weight", columns, 1, width)[:, 0],
-            take(f"{at}A_log", value_heads).float(),
-            take(f"{at}dt_bias", value_heads).float(),
+            take.part(f"{at}conv1d.weight", columns, 1, width)[:, 0],
+            take.part(f"{at}A_log", value_heads).float(),
+            take.part(f"{at}dt_bias", value_heads).float(),
             take(f"{at}norm.weight", value_dim),
-            key_heads,
-            value_heads,
+            keys_here,
+            values_here,
             key_dim,
             value_dim,
             config.rms_norm_eps,
