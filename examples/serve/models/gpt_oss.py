@@ -65,6 +65,7 @@ class GptOss(Decoder):
         hidden, inner, count = (
             config.hidden_size, config.intermediate_size, values["num_local_experts"],
         )  # fmt: skip
+        here = len(take.ranks.experts(count))
         gate = take.product(at, (("router", count),), hidden)
         biases = take.part(f"{at}experts.gate_up_proj_bias", count, 2 * inner)
         options: dict[str, Any] = {
@@ -73,7 +74,6 @@ class GptOss(Decoder):
         }
         numbers = {"alpha": ALPHA, "beta": BETA, "limit": LIMIT}
         numbers |= {n: values[f"swiglu_{n}"] for n in ("alpha", "limit") if f"swiglu_{n}" in values}
-        here = len(take.ranks.experts(count))
         for name, number_ in numbers.items():
             options[f"swiglu_{name}"] = torch.full((here,), number_, device=take.device)
         experts = self._experts(f"{at}experts.", count, hidden, inner)
