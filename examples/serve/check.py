@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import load, read_tensors, write_random_checkpoint
+from .checkpoint import TensorFiles, load, write_random_checkpoint
 from .config import ModelConfig
 from .engine import Engine, SamplingParams
 from .plain import PlainModel
@@ -108,7 +108,7 @@ def reference(folder: Path) -> tuple[str, Logits]:
         why = str(error).splitlines()[0]
         name = f"plain PyTorch in float32 (transformers is not importable: {why})"
         config = ModelConfig.from_folder(folder)
-        return name, PlainModel(config, read_tensors(folder, "cpu", torch.float32))
+        return name, PlainModel(config, dict(TensorFiles(folder, "cpu", torch.float32)))
 
     def logits(tokens: Sequence[int]) -> torch.Tensor:
         with torch.no_grad():

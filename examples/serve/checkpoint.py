@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ def load(
             return load(write_random_checkpoint(temporary), device, dtype, parallel)
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
-    model = Model(config, read_tensors(folder, device, dtype), device, dtype, parallel)
+    model = Model(config, TensorFiles(folder, device, dtype), device, dtype, parallel)
     return model, load_tokenizer(folder)
 
 
@@ -128,28 +128,46 @@ def _check_device(device: str | torch.device) -> None:
             )
 
 
-def read_tensors(
-    folder: Path, device: str | torch.device, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+class TensorFiles(MutableMapping[str, torch.Tensor]):
     """Every tensor of every ``*.safetensors`` file, by name; what has 16 bits or more as `dtype`.
 
-    Numbers that are not the sides of a product keep their type: some count in float32.
+    A tensor is read when it is asked for, so that a rank that has a part of a model needs memory
+    for one whole tensor at a time. Numbers that are not the sides of a product keep their type:
+    some count in float32.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"`model` must have *.safetensors files, got {str(folder)!r}")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt", device=str(device)) as content:
-                for name in content.keys():  # noqa: SIM118 - not a dict
-                    tensor = content.get_tensor(name)
-                    converts = tensor.is_floating_point() and tensor.itemsize > 1
-                    keeps = not converts or name.endswith(_KEPT)
-                    tensors[name] = tensor if keeps else tensor.to(dtype)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} must be a safetensors file: {error}") from error
-    return tensors
+
+    def __init__(self, folder: Path, device: str | torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._files: dict[str, Any] = {}
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"`model` must have *.safetensors files, got {str(folder)!r}")
+        for file in files:
+            try:
+                content: Any = safe_open(file, framework="pt", device=str(device))
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{file} must be a safetensors file: {error}") from error
+            self._files |= dict.fromkeys(content.keys(), content)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._files[name].get_tensor(name)
+        converts = tensor.is_floating_point() and tensor.itemsize > 1
+        return tensor.to(self._dtype) if converts and not name.endswith(_KEPT) else tensor
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        raise TypeError("files are only read")
+
+    def __delitem__(self, name: str) -> None:
+        del self._files[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def write_random_checkpoint(

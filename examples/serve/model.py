@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ class Model:
     ----------
     config : ModelConfig
         Shapes.
-    tensors : dict or Weights
+    tensors : mutable mapping or Weights
         Tensors of a checkpoint by name; emptied, so that memory is freed while layers are fused.
     device : str or torch.device
         Where they are.
@@ -51,7 +52,7 @@ class Model:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: dict[str, torch.Tensor] | Weights,
+        tensors: MutableMapping[str, torch.Tensor] | Weights,
         device: str | torch.device,
         dtype: torch.dtype,
         parallel: Parallel | None = None,

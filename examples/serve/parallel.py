@@ -1,8 +1,8 @@
-"""Tensor and expert parallelism: each rank has a part of every layer, sums pass through peer memory.
+"""Tensor and expert parallelism: a rank has a part of every layer, sums pass through peer memory.
 
 All ranks run the same program: the same requests, scheduler and draws. Their hidden states are the
 same bits, since all-reduce gives these to all ranks, so nothing but the sums needs to be exchanged.
-What a rank has of each tensor is in the tables beside the layers: see `division`.
+The tables beside the layers say which part of a tensor a rank has: see `division`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Parallel:
         self.rank, self.world_size, self.expert_parallel = rank, world_size, expert_parallel
 
     def ranks(self, config: ModelConfig) -> Ranks:
-        """What this rank has of a model."""
+        """This rank with a model's table."""
         cuts = architectures()[config.architecture].cuts(config)
         if self.expert_parallel and not any(isinstance(cut, OfExperts) for cut in cuts.values()):
             raise ValueError(

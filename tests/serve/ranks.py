@@ -63,7 +63,7 @@ def on_ranks(
     with ThreadPoolExecutor(ranks) as pool:
         futures = [pool.submit(run, rank) for rank in range(ranks)]
     errors = [error for future in futures if (error := future.exception()) is not None]
-    # Those that only waited for another say nothing.
+    # A rank that only waited for another says nothing.
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from examples.serve.__main__ import main
-from examples.serve.checkpoint import SMALL, load, write_random_checkpoint
+from examples.serve.checkpoint import SMALL, TensorFiles, load, write_random_checkpoint
 from examples.serve.config import ModelConfig
 from examples.serve.rope import rope_cache
 from examples.serve.tokens import BYTE_LEVEL_FILE, TextStream, load_tokenizer
@@ -182,3 +182,25 @@ def test_generate_streams_one_prompt_and_batches_many(tmp_path: Path):
 def test_mistakes_on_the_command_line(options: list[str], message: str):
     result = CliRunner().invoke(main, ["generate", "--device", "cpu", *options])
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_tensors_are_read_when_they_are_asked_for(tmp_path: Path):
+    """What is left out, as other ranks' experts are, is not read."""
+    write_random_checkpoint(tmp_path)
+    tensors = TensorFiles(tmp_path, "cpu", torch.float16)
+    read: list[str] = []
+
+    class Recorded:
+        def __init__(self, content: Any) -> None:
+            self.content = content
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self.content.get_tensor(name)
+
+    tensors._files = {name: Recorded(content) for name, content in tensors._files.items()}
+    name = "model.norm.weight"
+    assert len(tensors) == 20 and name in tensors and not read
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    assert tensors.pop(name).dtype == torch.float16
+    assert name not in tensors and read == [name] and len(tensors) == 18

@@ -124,7 +124,12 @@ def _model(shape: str, ranks: int, experts: bool = False, **changes: Any) -> Mod
         ("llama-8b", 2, True, "`expert_parallel` must be False: Llama.* has no experts"),
         ("gpt-oss-20b", 4, False, "down_proj_blocks' cannot be .* 4 ranks: 90 along axis 2"),
         ("gpt-oss-20b", 64, True, "`experts` must be a multiple of 64 ranks, got 32"),
-        ("deepseek-v3-cut", 32, False, "'.*mlp.gate_proj' cannot be divided among 32 ranks: 17856 is not the border"),
+        (
+            "deepseek-v3-cut",
+            32,
+            False,
+            "'.*mlp.gate_proj' cannot be divided among 32 ranks: 17856 is not the border",
+        ),
         ("qwen3-next-cut", 3, False, "must be a multiple of 3 ranks, got 16"),
     ],
 )
@@ -175,7 +180,7 @@ def test_parts_of_shapes_that_people_serve(shape: str, ranks: int, experts: bool
 
 
 def _elements(part: Any) -> int:
-    """Of the tensors of a layer and its parts."""
+    """Number of all elements of a layer."""
     if isinstance(part, torch.Tensor):
         return part.numel()
     if isinstance(part, Rope):

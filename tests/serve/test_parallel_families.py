@@ -45,8 +45,8 @@ CASES = [
     *((name, 4, True) for name in ("mixtral", "qwen3_next")),
 ]
 DTYPE = torch.float16
-# Routers are sure of their choice for all of these tokens: the next expert is behind by more than
-# rounding can change, in each of the checkpoints.
+# Routers are sure of their choice for all of these tokens: the next expert has less by more
+# than rounding can change, in each of the checkpoints.
 FIRST, SECOND = (random.Random(seed).choices(range(256), k=n) for seed, n in ((18, 13), (19, 7)))
 
 
@@ -67,7 +67,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> _Checkpoints:
 
 
 def _logits(model: Model) -> torch.Tensor:
-    """Of a prompt in two parts, the second beside another prompt, and of a decode step of both."""
+    """A prompt in two parts, the second beside another prompt, and a decode step of both."""
     runner = Runner(model, 16, 4, model.dtype, 4, False)
     one, two = {"pages": [3, 9, 4, 1], "slot": 2}, {"pages": [7, 2], "slot": 0}
     with runner.backend():

@@ -172,7 +172,7 @@ class Attention(Body):
 
     @staticmethod
     def cuts(kv_heads: int) -> Cuts:
-        """By heads, of all `kv_heads` perhaps the same one for several ranks."""
+        """Heads are divided; where ranks are more than `kv_heads`, several have the same one."""
         shared = Cut(0, units=kv_heads)
         return {
             "q_proj": ROWS, "k_proj": shared, "v_proj": shared, "o_proj": COLUMNS, "sinks": ROWS,

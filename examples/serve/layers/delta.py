@@ -53,7 +53,7 @@ class GatedDelta(Body):
 
     @staticmethod
     def cuts(keys: int, values: int) -> Cuts:
-        """By key heads with the value heads that share them; columns of all keys and values."""
+        """Key heads are divided, with their value heads; `keys`, `values`: columns of all."""
         return {
             "in_proj_qkvz": ROWS,  # one key head after the other
             "in_proj_ba": ROWS,

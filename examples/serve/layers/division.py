@@ -62,7 +62,7 @@ ROWS, COLUMNS, WHOLE = Cut(0), Cut(1), None
 EXPERT_ROWS, EXPERT_COLUMNS = OfExperts(ROWS), OfExperts(COLUMNS)
 
 Cuts = dict[str, Cut | OfExperts | None]
-"""By name of a matrix or a tensor, or its end: what a rank has of it. Longer names come first."""
+"""Parts by the name of a matrix or a tensor, or by its end; the longest that fits counts."""
 
 
 def rows(*sections: int) -> Cut:
@@ -90,7 +90,7 @@ class Ranks:
     cuts: Mapping[str, Cut | OfExperts | None] = field(default_factory=dict)
 
     def cut(self, name: str) -> Cut | None:
-        """What this rank has of a matrix or a tensor; None: all."""
+        """Which part of a matrix or a tensor this rank has; None: all of it."""
         if self.count == 1:
             return None
         found = [key for key in self.cuts if fnmatchcase(f".{name}", f"*.{key}")]

@@ -207,7 +207,7 @@ class LatentAttention(Body):
 
     @staticmethod
     def cuts() -> Cuts:
-        """By heads; all ranks have the rows of the cache, and the queries' first product."""
+        """Heads are divided; all ranks have the cache's rows and the queries' first product."""
         return {
             "q_a_proj": WHOLE, "kv_a_proj_with_mqa": WHOLE, "q_proj": ROWS, "q_b_proj": ROWS,
             "kv_b_proj": ROWS, "o_proj": COLUMNS,

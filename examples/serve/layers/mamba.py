@@ -53,7 +53,7 @@ class Mamba2(Body):
 
     @staticmethod
     def cuts(heads: int, dim: int, groups: int, state: int) -> Cuts:
-        """By groups with the heads that share them."""
+        """Groups are divided, with the heads that share them."""
         wide, narrow = heads * dim, groups * state
         return {
             "in_proj": rows(wide, wide, narrow, narrow, heads),

@@ -15,7 +15,6 @@ from .linear import Product
 from .mlp import Mlp, SquaredMlp
 from .weights import Weights
 
-
 NAMES = ("gate_proj", "up_proj", "down_proj")
 """Matrices of an expert in most checkpoints."""
 
@@ -50,7 +49,7 @@ class Mixture(Body):
 
     @staticmethod
     def cuts(names: tuple[str, str, str] = NAMES) -> Cuts:
-        """Of each expert the columns between its products, or whole experts."""
+        """Columns between the products of each expert are divided, or experts."""
         gate, up, down = (f"experts.*.{name}" for name in names)
         return {"gate": WHOLE, gate: EXPERT_ROWS, up: EXPERT_ROWS, down: EXPERT_COLUMNS}
 

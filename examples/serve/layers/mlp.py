@@ -40,7 +40,7 @@ class Mlp(Body):
 
     @staticmethod
     def cuts() -> Cuts:
-        """By columns between the products; so is `SquaredMlp`."""
+        """Columns between the products are divided; those of `SquaredMlp`, too."""
         return {"gate_proj": ROWS, "up_proj": ROWS, "down_proj": COLUMNS}
 
     @staticmethod

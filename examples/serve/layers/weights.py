@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class Weights:
 
     Parameters
     ----------
-    tensors : dict
+    tensors : mutable mapping
         Emptied, so that memory is freed while layers are fused.
     device : torch.device
         Where they are.
@@ -40,7 +40,7 @@ class Weights:
 
     def __init__(
         self,
-        tensors: dict[str, torch.Tensor],
+        tensors: MutableMapping[str, torch.Tensor],
         device: torch.device,
         dtype: torch.dtype,
         quantization: Mapping[str, Any],

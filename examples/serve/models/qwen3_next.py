@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..layers.attention import Attention
 from ..layers.body import Block, Body
-from ..layers.division import WHOLE, Cuts
 from ..layers.delta import GatedDelta
+from ..layers.division import WHOLE, Cuts
 from ..layers.mixture import Mixture, SharedExpert
 from ..layers.mlp import Mlp
 from .qwen3_moe import Qwen3Moe
