@@ -160,8 +160,9 @@ def write(folder: Path, name: str, **changes: Any) -> Path:
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms are made of ones, biases of zeros
+        for key, parameter in model.named_parameters():
+            # Norms are made of ones, biases of zeros.
+            if parameter.ndim == 1 or key.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     # Two files, as large models have.
     model.bfloat16().save_pretrained(folder, max_shard_size="60KB")
