@@ -177,6 +177,8 @@ def test_generate_streams_one_prompt_and_batches_many(tmp_path: Path):
         (["--top-p", "2", "x"], "`top_p` must be in (0, 1], got 2.0"),
         (["--model", "/nowhere", "x"], "a folder with a config.json, got '/nowhere'"),
         (["--max-tokens", "40000", "x"], "too long: 1 tokens of `prompt`"),
+        (["--expert-parallel", "x"], "--expert-parallel needs --tensor-parallel of at least 2"),
+        (["--tensor-parallel", "2", "x"], "--tensor-parallel 2 needs 2 processes, got 1"),
     ],
 )
 def test_mistakes_on_the_command_line(options: list[str], message: str):

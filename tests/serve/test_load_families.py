@@ -1,6 +1,6 @@
 """Overload and cancellations with experts, and with states beside pages: nothing is lost or kept.
 
-By default the CPU serves some hundreds of requests, under `--full` 20,000.
+The CPU serves some hundreds of requests by default, and 20,000 under `--full`.
 """
 
 from __future__ import annotations

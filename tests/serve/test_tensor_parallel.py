@@ -1,9 +1,13 @@
-"""A model divided between two GPUs, beside the same model on one."""
+"""Models divided between two GPUs, beside the same ones on one; without a GPU see
+`test_parallel_families`."""
 
 from __future__ import annotations
 
 import os
 import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +17,23 @@ import torch.multiprocessing as mp
 from examples.serve.engine import Engine, SamplingParams, load
 from examples.serve.parallel import TensorParallel, join
 from tests.comm.ranks import needs_two_gpus
+from tests.serve.models import write
 
 PROMPTS = [f"the {word} of a small model of random weights" for word in "abcdefghijklmnop"]
 TOKENS = 12
+# Norms after the sum (Gemma), beside it (Qwen3-Next), whole experts, latent attention.
+FAMILIES = (("gemma2", False), ("qwen3_next", True), ("deepseek_v3", False))
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 
 
-def generate(device: str, parallel: TensorParallel | None) -> list[str]:
+def generate(folder: Path | None, device: str, parallel: TensorParallel | None) -> list[str]:
     """Greedy continuations of all prompts, the decode steps from a captured graph."""
-    model, tokenizer = load(None, device, torch.bfloat16, parallel)
+    model, tokenizer = load(folder, device, torch.bfloat16, parallel)
     engine = Engine(model, tokenizer, num_pages=256, use_cuda_graph=True)
     for number, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -32,17 +45,17 @@ def generate(device: str, parallel: TensorParallel | None) -> list[str]:
     return texts
 
 
-def compare(rank: int, port: int) -> None:
+def compare(rank: int, port: int, folder: Path | None, experts: bool) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2"
     )
     os.environ.update(LOCAL_RANK=str(rank), FLASHINFER_COMM_TIMEOUT="60")
-    parallel = join(2)
-    divided = generate(parallel.device, parallel)
+    parallel = join(2, experts)
+    divided = generate(folder, parallel.device, parallel)
     everyone: list[list[str]] = [[], []]
     dist.all_gather_object(everyone, divided)
     assert everyone[0] == everyone[1]
-    alone = generate(parallel.device, None)
+    alone = generate(folder, parallel.device, None)
     # Partial sums round once more, so that near ties may fall differently.
     same = sum(a == b for a, b in zip(divided, alone, strict=True))
     begins = sum(a[:1] == b[:1] for a, b in zip(divided, alone, strict=True))
@@ -53,12 +66,23 @@ def compare(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-@needs_two_gpus
-def test_two_gpus_generate_what_one_does():
+def on_two_gpus(folder: Path | None, experts: bool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(compare, (port,), nprocs=2)
+    mp.spawn(compare, (port, folder, experts), nprocs=2)
+
+
+@needs_two_gpus
+def test_two_gpus_generate_what_one_does():
+    on_two_gpus(None, False)
+
+
+@needs_two_gpus
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize("name, experts", FAMILIES)
+def test_two_gpus_generate_what_one_does_of_a_family(tmp_path: Path, name: str, experts: bool):
+    on_two_gpus(write(tmp_path, name, **WIDE), experts)
 
 
 def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,8 @@ Source: M. Shoeybi et al., "Megatron-LM", 2019; for experts D. Lepikhin et al., 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,7 +53,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class OfExperts:
-    """A tensor of one expert or of all: how it is divided where experts are, and where not."""
+    """A tensor of one expert, or of all in a stack.
+
+    Attributes
+    ----------
+    each : Cut or None
+        A rank's part of it where ranks divide each expert.
+    stacked : Cut or None
+        The part of a stack where ranks have whole experts; None: all of one expert's tensor.
+    """
 
     each: Cut | None
     stacked: Cut | None = None
@@ -101,9 +110,19 @@ class Ranks:
             return cut.stacked if self.divides_experts else cut.each
         return cut
 
-    def ranges(self, cut: Cut, size: int) -> list[tuple[int, int]]:
+    def ranges(self, name: str, cut: Cut, size: int) -> list[tuple[int, int]]:
         """Begin and end of this rank's part of each section of an axis."""
-        return cut.ranges(size, self.rank, self.count)
+        with self.dividing(name):
+            return cut.ranges(size, self.rank, self.count)
+
+    @contextmanager
+    def dividing(self, name: str) -> Iterator[None]:
+        """A ValueError names what could not be divided."""
+        try:
+            yield
+        except ValueError as error:
+            message = f"{name!r} cannot be divided among {self.count} ranks: {error}"
+            raise ValueError(message) from error
 
     def share(self, name: str, count: int, shared: bool = False) -> int:
         """How many of so many heads, or groups of heads, a rank has.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .division import Cut, Ranks, taken
+from .division import Ranks, taken
 from .experts import Experts
 from .formats import read_matrix
 from .linear import Joined, Product
@@ -72,22 +72,10 @@ class Weights:
 
     def part(self, name: str, *shape: int) -> torch.Tensor:
         """This rank's part of a tensor."""
-        return self._cut(name, self(name, *shape))
-
-    def _cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        cut = self.ranks.cut(name)
+        tensor, cut = self(name, *shape), self.ranks.cut(name)
         if cut is None:
             return tensor
-        return taken(tensor, cut.axis, self._ranges(name, cut, tensor.shape[cut.axis]))
-
-    def _ranges(self, name: str, cut: Cut, size: int) -> list[tuple[int, int]]:
-        try:
-            return self.ranks.ranges(cut, size)
-        except ValueError as error:
-            raise self._indivisible(name, error) from error
-
-    def _indivisible(self, name: str, why: ValueError) -> ValueError:
-        return ValueError(f"{name!r} cannot be divided among {self.ranks.count} ranks: {why}")
+        return taken(tensor, cut.axis, self.ranks.ranges(name, cut, shape[cut.axis]))
 
     def number(self, *names: str) -> float | None:
         """The one element of the first of these tensors that is there, or None."""
@@ -105,11 +93,9 @@ class Weights:
         cut = self.ranks.cut(name)
         if cut is None:
             return matrix
-        ranges = self._ranges(name, cut, columns if cut.axis else rows)
-        try:
+        ranges = self.ranks.ranges(name, cut, columns if cut.axis else rows)
+        with self.ranks.dividing(name):
             return matrix.columns(ranges) if cut.axis else matrix.rows(ranges)
-        except ValueError as error:
-            raise self._indivisible(name, error) from error
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """``[rows, columns]`` in 16 bits."""
@@ -133,7 +119,7 @@ class Weights:
         if bias is None or cut is None:
             return bias
         if cut.axis == 0:
-            return taken(bias, 0, self._ranges(name, cut, rows))
+            return taken(bias, 0, self.ranks.ranges(name, cut, rows))
         return bias if self.ranks.rank == 0 else None  # the sum over the ranks has it once
 
     def experts(
