@@ -166,13 +166,14 @@ def test_shapes_that_four_ranks_cannot_divide(changes: dict[str, int], message: 
 )
 def test_parts_of_shapes_that_people_serve(shape: str, ranks: int, experts: bool):
     """Almost all weights are divided: what every rank has is small beside them."""
+    few = {"num_hidden_layers": 4, "num_experts": 64, "n_routed_experts": 64}
 
     def elements(ranks: int) -> int:
         if ranks == 1:
-            config = ModelConfig.from_dict({**SHAPES[shape], "num_hidden_layers": 4})
+            config = ModelConfig.from_dict({**SHAPES[shape], **few})
             model = Model(config, RandomWeights(config, "meta"), "meta", torch.bfloat16)
         else:
-            model = _model(shape, ranks, experts, num_hidden_layers=4)
+            model = _model(shape, ranks, experts, **few)
         return sum(_elements(block.body) for block in model.blocks)
 
     whole, part = elements(1), elements(ranks)
