@@ -173,7 +173,7 @@ def test_routing(gpu: torch.device, experts: int, dtype: torch.dtype) -> None:
         replay = torch.full((tokens + 3, 6), -7, device=gpu, dtype=torch.int16)
         given = {"topk_values": values, "topk_indices": indices, "routing_replay_out": replay}
         fused_topk_deepseek(**call, **given)
-        target = fused_topk_deepseek_trace.compute(call)
+        target = fused_topk_deepseek_trace(**call).compute(call)
         assert torch.equal(indices, target[1]) and torch.allclose(values.double(), target[0])
         assert torch.equal(replay[:tokens].int(), indices) and bool((replay[tokens:] == -7).all())
 

@@ -94,7 +94,12 @@ def _router(case: Case, draw: random.Random, device: torch.device) -> dict[str, 
     top_k = min(draw.choice((1, 2, 6, 8)), columns // groups * kept)
     bias = torch.randint(0, 2, (columns,)) * draw.choice((0, 2))
     logits = _separate(draw, case.tokens, columns).to(case.dtype)
+    copies = None
+    if case.given:  # rows past the tokens are kept
+        rows, dtype = case.tokens + draw.choice((0, 3)), draw.choice((torch.int16, torch.int32))
+        copies = torch.randint(-9, 9, (rows, top_k)).to(device, dtype)
     return {
+        "routing_replay_out": copies,
         "scores": logits.to(device),
         "bias": bias.to(device, draw.choice(FLOATING)),
         "n_group": groups,
@@ -229,6 +234,8 @@ FUNCTION_FAULTS: dict[str, dict[str, Fault]] = {
         "routing_replay_out too short": _add(
             "routing_replay_out", torch.empty(1, 6, dtype=torch.int16)
         ),
+        "routing_replay_out longer": replace("routing_replay_out", longer),
+        "routing_replay_out wide": replace("routing_replay_out", lambda t: t.long()),
         "backend of another GPU": _add("backend", "cake"),
     },
     "hash_topk": {"num_fused_shared_experts fused": _add("num_fused_shared_experts", 1)},

@@ -108,6 +108,22 @@ def _chooses_the_activation(operation: Operation, name: str, arguments: dict[str
     _is_refused(operation, name, arguments)
 
 
+def _receives_a_copy(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Rows of tokens get the experts; further rows stay, and nothing else changes."""
+    values, indices = _results(operation, arguments)[:2]
+    tokens, top_k = indices.shape
+    for dtype in (torch.int16, torch.int32):
+        copies = torch.full((tokens + 2, top_k), -7, dtype=dtype, device=indices.device)
+        mine = {**clone_arguments(arguments), name: copies}
+        assert operation.api(**mine) is None
+        assert torch.equal(mine["topk_values"], values)
+        assert torch.equal(mine["topk_indices"], indices)
+        assert torch.equal(copies[:tokens].int(), indices) and bool((copies[tokens:] == -7).all())
+    for wrong in (copies[1:-2], copies.float(), copies[:, 1:], "another"):
+        with pytest.raises((TypeError, ValueError), match=name):
+            operation.api(**{**arguments, name: wrong})
+
+
 CASES: dict[str, Callable[..., None]] = {
     "activation_type": _chooses_the_activation,
     "backend": _is_refused,
@@ -127,7 +143,7 @@ CASES: dict[str, Callable[..., None]] = {
     "output": _receives,
     "profile_ids": _is_refused,
     "routed_scaling_factor": _changes(5.0),
-    "routing_replay_out": _is_refused,
+    "routing_replay_out": _receives_a_copy,
     "situ_beta": _is_refused,
     "situ_linear_beta": _is_refused,
     "swiglu_alpha": _is_a_constant(1.0),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from ..specs import Const, Scalar, Tensor, Var
+from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 
 _FLOAT = ("float32", "bfloat16", "float16")
@@ -39,6 +40,28 @@ def _fused_topk_deepseek_reference(
     return weights, chosen.to(torch.int32)
 
 
+def _fused_topk_deepseek_replay_reference(
+    scores: torch.Tensor,
+    bias: torch.Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    routed_scaling_factor: float,
+    routing_replay_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As fused_topk_deepseek, and routing_replay_out[t] = experts of token t.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
+    """
+    weights, chosen = _fused_topk_deepseek_reference(
+        scores, bias, n_group, topk_group, topk, routed_scaling_factor
+    )
+    assert routing_replay_out is not None
+    copies = routing_replay_out.clone()
+    copies[: chosen.shape[0]] = chosen.to(copies.dtype)
+    return weights, chosen, copies
+
+
 def _hash_topk_reference(
     router_logits: torch.Tensor,
     input_ids: torch.Tensor,
@@ -60,11 +83,13 @@ def _hash_topk_reference(
     return weights, torch.where(exists, chosen, -1).to(torch.int32)
 
 
-def _deepseek_init(arguments: dict[str, Any]) -> dict[str, Any]:
+def _deepseek_init(arguments: dict[str, Any], replays: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     scores, device = arguments["scores"], arguments["scores"].device
+    copies = torch.full((9, 8), -7, dtype=torch.int16, device=device)
     return {
         **arguments,
+        "routing_replay_out": copies if replays else None,
         "scores": torch.randn(7, 256, generator=generator).to(device, scores.dtype),
         "bias": (torch.randn(256, generator=generator) * 0.1).to(device),
         "n_group": 8,
@@ -88,14 +113,13 @@ def _hash_init(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-fused_topk_deepseek_trace = TraceTemplate(
-    "moe_routing",
-    axes={
+def _deepseek_template(replays: bool) -> TraceTemplate:
+    axes: dict[str, Axis] = {
         "tokens": Var("Tokens."),
         "experts": Const("Experts of the router.", abbrev="e"),
         "topk": Const("Experts of a token.", abbrev="k"),
-    },
-    inputs={
+    }
+    inputs: dict[str, Value] = {
         "scores": Tensor(["tokens", "experts"], dtypes=_FLOAT, layout="rows"),
         "bias": Tensor(
             ["experts"],
@@ -106,29 +130,60 @@ fused_topk_deepseek_trace = TraceTemplate(
         "n_group": Scalar("int32", minimum=1, description="Groups of neighbouring experts."),
         "topk_group": Scalar("int32", minimum=1, description="Groups that are kept."),
         "routed_scaling_factor": Scalar(description="Sum of a token's weights."),
-    },
-    outputs={
+    }
+    outputs: dict[str, Value] = {
         "topk_values": Tensor(
             ["tokens", "topk"], dtype="float32", param="topk_values", returned=False
         ),
         "topk_indices": Tensor(
             ["tokens", "topk"], dtype="int32", param="topk_indices", returned=False
         ),
-    },
-    name_prefix="fused_topk_deepseek",
-    reference=_fused_topk_deepseek_reference,
-    init=_deepseek_init,
-    constraints=[
-        "experts >= topk",
-        "n_group >= 1",
-        "experts % n_group == 0",
-        "topk_group <= n_group",
-        "topk * n_group <= experts * topk_group",
-    ],
-    hints=("launch_with_pdl",),
-    options={"backend": ("default",), "routing_replay_out": (None,)},
-    description="Sigmoid routing with groups and a bias.",
-)
+    }
+    if replays:
+        axes["copies"] = Var("Rows of the copy, at least as many as tokens.")
+        copy = Tensor(
+            ["copies", "topk"],
+            dtypes=("int16", "int32"),
+            param="routing_replay_out",
+            returned=False,
+            description="The experts; further rows are left alone.",
+        )
+        inputs["routing_replay_out"] = outputs["routing_replay_out"] = copy
+    reference = _fused_topk_deepseek_replay_reference if replays else _fused_topk_deepseek_reference
+    return TraceTemplate(
+        "moe_routing",
+        axes=axes,
+        inputs=inputs,
+        outputs=outputs,
+        name_prefix="fused_topk_deepseek" + ("_replay" if replays else ""),
+        reference=reference,
+        init=functools.partial(_deepseek_init, replays=replays),
+        constraints=[
+            "experts >= topk",
+            "n_group >= 1",
+            "experts % n_group == 0",
+            "topk_group <= n_group",
+            "topk * n_group <= experts * topk_group",
+            *(["copies >= tokens"] if replays else []),
+        ],
+        hints=("launch_with_pdl",),
+        options={"backend": ("default",), **({} if replays else {"routing_replay_out": (None,)})},
+        description="Sigmoid routing with groups and a bias.",
+    )
+
+
+_DEEPSEEK, _DEEPSEEK_REPLAY = _deepseek_template(False), _deepseek_template(True)
+
+
+def fused_topk_deepseek_trace(**arguments: Any) -> TraceTemplate:
+    """The template of a call with or without a copy of the experts."""
+    return _DEEPSEEK if arguments.get("routing_replay_out") is None else _DEEPSEEK_REPLAY
+
+
+fused_topk_deepseek_trace.templates = [  # type: ignore[attr-defined]
+    _DEEPSEEK,
+    _DEEPSEEK_REPLAY,
+]
 
 hash_topk_trace = TraceTemplate(
     "moe_routing",
