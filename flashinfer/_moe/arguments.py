@@ -204,9 +204,9 @@ def check_routing(
     tokens: int, token_selected_experts: torch.Tensor, token_final_scales: torch.Tensor
 ) -> None:
     """Shapes and dtypes of the tokens' choices."""
-    checks.tensor("token_selected_experts", token_selected_experts, 2)
+    checks.contiguous("token_selected_experts", token_selected_experts, 2)
     checks.dtype("token_selected_experts", token_selected_experts.dtype, (torch.int32, torch.int64))
-    checks.tensor("token_final_scales", token_final_scales, 2)
+    checks.contiguous("token_final_scales", token_final_scales, 2)
     checks.dtype("token_final_scales", token_final_scales.dtype, (torch.float32,))
     shape = token_selected_experts.shape
     if shape[0] != tokens or shape[1] < 1:

@@ -13,7 +13,9 @@ from .api import CutlassFp8PerTensorConfig as CutlassFp8PerTensorConfig
 from .api import CutlassW4A16Config as CutlassW4A16Config
 from .api import ExecutionConfig as ExecutionConfig
 from .api import ExpertConfig as ExpertConfig
+from .api import GELU as GELU
 from .api import GeGLU as GeGLU
+from .api import GeGLUTanh as GeGLUTanh
 from .api import Identity as Identity
 from .api import MoEActivationPack as MoEActivationPack
 from .api import MoEConfig as MoEConfig
@@ -21,9 +23,13 @@ from .api import MoEFinalizeConfig as MoEFinalizeConfig
 from .api import MoEWeightPack as MoEWeightPack
 from .api import QuantConfig as QuantConfig
 from .api import QuantFormat as QuantFormat
+from .api import ReLU as ReLU
 from .api import ReLU2 as ReLU2
 from .api import RoutingConfig as RoutingConfig
+from .api import SiLU as SiLU
+from .api import SiTU as SiTU
 from .api import SwiGLU as SwiGLU
+from .api import SwiGLUStep as SwiGLUStep
 from .core import trtllm_fp4_block_scale_moe as trtllm_fp4_block_scale_moe
 from .core import trtllm_fp4_block_scale_routed_moe as trtllm_fp4_block_scale_routed_moe
 from .core import trtllm_mxint4_block_scale_moe as trtllm_mxint4_block_scale_moe
@@ -38,6 +44,11 @@ from .layouts import (
     interleave_moe_weights_for_sm90_mixed_gemm as interleave_moe_weights_for_sm90_mixed_gemm,
 )
 from .layouts import reorder_rows_for_gated_act_gemm as reorder_rows_for_gated_act_gemm
+from .monomoe import alloc_scratchpad as alloc_scratchpad
+from .monomoe import get_scratchpad_size_bytes as get_scratchpad_size_bytes
+from .monomoe import has_monomoe as has_monomoe
+from .monomoe import interleave_for_tma_wgmma_up as interleave_for_tma_wgmma_up
+from .monomoe import mono_moe as mono_moe
 from .routing import fused_topk_deepseek as fused_topk_deepseek
 from .routing import hash_topk as hash_topk
 from .runners import CutlassBf16Runner as CutlassBf16Runner

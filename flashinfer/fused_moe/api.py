@@ -102,7 +102,11 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class ActivationConfig:
-    """The step between the products; each kind has its class."""
+    """The step between the products; each kind has its class.
+
+    A layer on Hopper has kernels for `SwiGLU`, `GeGLU`, `ReLU2` and `Identity`, and refuses the
+    others by name when it is made. A gated activation takes values u and gates g, others x.
+    """
 
     type: ClassVar[ActivationType] = ActivationType.InvalidType
 
@@ -127,6 +131,55 @@ class GeGLU(ActivationConfig):
     """``gelu(g) u``."""
 
     type: ClassVar[ActivationType] = ActivationType.Geglu
+
+
+@dataclass(frozen=True)
+class GeGLUTanh(ActivationConfig):
+    """``gelu(g) u`` with the tanh approximation of gelu: no kernel here."""
+
+    type: ClassVar[ActivationType] = ActivationType.GegluTanh
+
+
+@dataclass(frozen=True)
+class SwiGLUStep(ActivationConfig):
+    """``silu(g) u``, silu(g) bounded from above and u on both sides by `limit`: no kernel here."""
+
+    type: ClassVar[ActivationType] = ActivationType.SwigluStep
+    limit: float = 7.0
+
+
+@dataclass(frozen=True)
+class SiTU(ActivationConfig):
+    """``b tanh(g / b) sigmoid(g) c tanh(u / c)``: no kernel here.
+
+    b is `gate_scale` and c `linear_scale`; u itself is the second factor where that is None.
+    """
+
+    type: ClassVar[ActivationType] = ActivationType.Situ
+    gate_scale: float = 4.0
+    linear_scale: float | None = 25.0
+    clamp_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class GELU(ActivationConfig):
+    """``x Phi(x)`` with the normal distribution Phi: no kernel here."""
+
+    type: ClassVar[ActivationType] = ActivationType.Gelu
+
+
+@dataclass(frozen=True)
+class ReLU(ActivationConfig):
+    """``max(x, 0)``: no kernel here."""
+
+    type: ClassVar[ActivationType] = ActivationType.Relu
+
+
+@dataclass(frozen=True)
+class SiLU(ActivationConfig):
+    """``x sigmoid(x)``: no kernel here."""
+
+    type: ClassVar[ActivationType] = ActivationType.Silu
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def fused_topk_deepseek(
     if backend != "default":
         raise BackendSupportedError(f"`backend` must be 'default', got {backend!r}")
     checks.tensor("scores", scores, 2)
-    checks.tensor("bias", bias, 1)
+    checks.contiguous("bias", bias, 1)
     checks.dtype("bias", bias.dtype, FLOAT)
     checks.tensor("topk_values", topk_values, 2)
     checks.tensor("topk_indices", topk_indices, 2)

@@ -155,6 +155,33 @@ def test_constants_of_the_gate(case: Case) -> None:
     assert_near(out, case.expected((1.7, 1.0, 0.5)), 0.01)
 
 
+@pytest.mark.parametrize(
+    ("kind", "gated", "fields"),
+    [
+        (fused_moe.GELU, False, {}),
+        (fused_moe.ReLU, False, {}),
+        (fused_moe.SiLU, False, {}),
+        (fused_moe.GeGLUTanh, True, {}),
+        (fused_moe.SwiGLUStep, True, {"limit": 7.0}),
+        (
+            fused_moe.SiTU,
+            True,
+            {"gate_scale": 4.0, "linear_scale": 25.0, "clamp_limit": None},
+        ),
+    ],
+)
+def test_activations_without_a_kernel(
+    case: Case, kind: type[fused_moe.ActivationConfig], gated: bool, fields: dict[str, Any]
+) -> None:
+    """They are values like the others, and no layer is made with one."""
+    activation = kind()
+    assert dataclasses.asdict(activation) == fields and activation.is_gated == gated
+    assert activation.type.name.lower() == kind.__name__.lower()
+    allowed = "`activation` must be one of SwiGLU, GeGLU, ReLU2, Identity, got "
+    with pytest.raises(ValueError, match=allowed + kind.__name__):
+        make_layer(case, activation=activation)
+
+
 def test_ranks_sum_to_the_whole(case: Case) -> None:
     total = torch.zeros(case.x.shape, dtype=torch.float64, device=case.x.device)
     for first in (0, 2):

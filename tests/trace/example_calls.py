@@ -195,7 +195,16 @@ def call_mixtures(dtype) -> None:
     call(x, half, values, *codes, quant_scales=scales, use_deepseek_fp8_block_scale=True)
     factors = [torch.ones(4), torch.ones(1), torch.ones(4), torch.ones(1)]
     call(x.to(torch.float8_e4m3fn), half, values, *codes, quant_scales=factors)
+    call_routed_mixture(x, up_gate, down)
     call_four_bit_mixtures(functools.partial(call, x, half, values, use_w4_group_scaling=True))
+
+
+def call_routed_mixture(x, up_gate, down) -> None:
+    """The same mixture from its logits on."""
+    codes = [weight.to(torch.float8_e4m3fn) for weight in (up_gate, down)]
+    scales = [torch.ones(4, 12, 16), torch.ones(4, 16, 6)]
+    logits = torch.randn(NUM_TOKENS, 4, dtype=x.dtype)
+    fused_moe.mono_moe(x, logits, codes[0], scales[0], codes[1], scales[1], 2)
 
 
 def call_four_bit_mixtures(call: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from flashinfer.testing.tensors import clone_arguments
 from tests.trace.calls import Operation
 
-OP_TYPES = ("moe", "moe_routing")
+OP_TYPES = ("moe", "moe_routing", "mono_moe")
 
 
 def _results(operation: Operation, arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -101,6 +101,17 @@ def _receives(operation: Operation, name: str, arguments: dict[str, Any]) -> Non
             operation.api(**{**arguments, name: wrong})
 
 
+def _is_a_choice(other: Any, matters: bool) -> Callable[..., None]:
+    """`other` is taken, and counts or not; what the template does not list is refused."""
+
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        usual = _results(operation, arguments)
+        assert _same(usual, _results(operation, {**arguments, name: other})) != matters
+        _is_refused(operation, name, arguments)
+
+    return case
+
+
 def _chooses_the_activation(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     chosen = {int(value) for value in operation.template.options[name]}
     results = [_results(operation, {**arguments, name: value}) for value in sorted(chosen)]
@@ -137,13 +148,18 @@ CASES: dict[str, Callable[..., None]] = {
     "fc1_expert_biases": _adds,
     "fc2_expert_biases": _adds,
     "input_sf": _is_refused,
+    "interleave_up": _is_a_choice(False, matters=False),
     "launch_with_pdl": _is_a_hint,
     "min_latency_mode": _is_refused,
     "num_fused_shared_experts": _is_refused,
+    "out": _receives,
     "output": _receives,
     "profile_ids": _is_refused,
+    "renormalize": _is_a_choice(False, matters=True),
     "routed_scaling_factor": _changes(5.0),
     "routing_replay_out": _receives_a_copy,
+    "scoring_func": _is_a_choice("sigmoid", matters=True),
+    "scratchpad": _changes_nothing(None),
     "situ_beta": _is_refused,
     "situ_linear_beta": _is_refused,
     "swiglu_alpha": _is_a_constant(1.0),

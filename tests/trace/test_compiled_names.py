@@ -97,6 +97,9 @@ CALLS_OPERATORS: dict[str, Callable[[], Call]] = {
     "interleave_moe_scales_for_sm90_mixed_gemm": lambda: _prepared(
         fused_moe.interleave_moe_scales_for_sm90_mixed_gemm, _bytes(2, 4, 16)
     ),
+    "interleave_for_tma_wgmma_up": lambda: _prepared(
+        fused_moe.interleave_for_tma_wgmma_up, _bytes(2, 128, 16).to(torch.float8_e4m3fn)
+    ),
     "moe_a2a_wrap_payload_tensor_in_workspace": lambda: _prepared(
         comm.moe_a2a_wrap_payload_tensor_in_workspace,
         _bytes(4096),
