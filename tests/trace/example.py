@@ -131,6 +131,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     mm_bf16_n6144_k4096.json
     mm_bf16_n6144_k4096_bias.json
     mm_fp8_n1536_k2048_alpha_out_bf16.json
+    mono_moe_e4_h2048_i768.json
     mxfp4_dequantize_b3584.json
     mxfp4_dequantize_host_b3584_g32.json
     mxfp4_quantize_h7168.json
