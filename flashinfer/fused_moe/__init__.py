@@ -30,6 +30,13 @@ from .api import SiLU as SiLU
 from .api import SiTU as SiTU
 from .api import SwiGLU as SwiGLU
 from .api import SwiGLUStep as SwiGLUStep
+from .bgmv_moe import bgmv_moe as bgmv_moe
+from .bgmv_moe import bgmv_moe_expand as bgmv_moe_expand
+from .bgmv_moe import bgmv_moe_shrink as bgmv_moe_shrink
+from .bgmv_moe import fill_w_ptr as fill_w_ptr
+from .bgmv_moe import has_bgmv_moe as has_bgmv_moe
+from .bgmv_plan import BGMVMoEPortablePlan as BGMVMoEPortablePlan
+from .bgmv_plan import prepare_bgmv_moe as prepare_bgmv_moe
 from .core import trtllm_fp4_block_scale_moe as trtllm_fp4_block_scale_moe
 from .core import trtllm_fp4_block_scale_routed_moe as trtllm_fp4_block_scale_routed_moe
 from .core import trtllm_mxint4_block_scale_moe as trtllm_mxint4_block_scale_moe
@@ -44,6 +51,8 @@ from .layouts import (
     interleave_moe_weights_for_sm90_mixed_gemm as interleave_moe_weights_for_sm90_mixed_gemm,
 )
 from .layouts import reorder_rows_for_gated_act_gemm as reorder_rows_for_gated_act_gemm
+from .moe_lora_delta import bgmv_moe_gemm1_lora_delta as bgmv_moe_gemm1_lora_delta
+from .moe_lora_delta import bgmv_moe_gemm2_lora_delta as bgmv_moe_gemm2_lora_delta
 from .monomoe import alloc_scratchpad as alloc_scratchpad
 from .monomoe import get_scratchpad_size_bytes as get_scratchpad_size_bytes
 from .monomoe import has_monomoe as has_monomoe

@@ -196,6 +196,7 @@ def call_mixtures(dtype) -> None:
     factors = [torch.ones(4), torch.ones(1), torch.ones(4), torch.ones(1)]
     call(x.to(torch.float8_e4m3fn), half, values, *codes, quant_scales=factors)
     call_routed_mixture(x, up_gate, down)
+    call_adapters(x)
     call_four_bit_mixtures(functools.partial(call, x, half, values, use_w4_group_scaling=True))
 
 
@@ -205,6 +206,22 @@ def call_routed_mixture(x, up_gate, down) -> None:
     scales = [torch.ones(4, 12, 16), torch.ones(4, 16, 6)]
     logits = torch.randn(NUM_TOKENS, 4, dtype=x.dtype)
     fused_moe.mono_moe(x, logits, codes[0], scales[0], codes[1], scales[1], 2)
+
+
+def call_adapters(x) -> None:
+    """LoRA of rank 16 for gates and values of 4 experts, two of which each token has."""
+    tokens, experts = torch.arange(2 * NUM_TOKENS) // 2, torch.arange(2 * NUM_TOKENS) % 4
+    own, factors = torch.arange(NUM_TOKENS) % 3 - 1, torch.ones(2 * NUM_TOKENS)
+    first = [torch.randn(2, 4, 16, 2048, dtype=x.dtype) for _ in range(2)]
+    second = [torch.randn(2, 4, 768, 16, dtype=x.dtype) for _ in range(2)]
+    fused_moe.bgmv_moe(x, first, second, tokens, experts, own, factors, 4)
+    between, delta = torch.zeros(2, 2 * NUM_TOKENS, 16), torch.zeros(2 * NUM_TOKENS, 1536)
+    pairs, starts = (tokens, experts), torch.tensor([0, 768])
+    rows = x.repeat_interleave(2, 0)
+    fused_moe.adapters.shrink_pairs(between, rows, first, *pairs, own, per_pair_input=True)
+    fused_moe.adapters.expand_pairs(
+        delta, between, second, *pairs, factors, own, starts, finalize=False
+    )
 
 
 def call_four_bit_mixtures(call: Callable[..., Any]) -> None:

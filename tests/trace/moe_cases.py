@@ -11,7 +11,7 @@ import torch
 from flashinfer.testing.tensors import clone_arguments
 from tests.trace.calls import Operation
 
-OP_TYPES = ("moe", "moe_routing", "mono_moe")
+OP_TYPES = ("moe", "moe_routing", "mono_moe", "moe_adapters")
 
 
 def _results(operation: Operation, arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -147,6 +147,7 @@ CASES: dict[str, Callable[..., None]] = {
     "ep_size": _changes_nothing(4),
     "fc1_expert_biases": _adds,
     "fc2_expert_biases": _adds,
+    "finalize": _is_refused,
     "input_sf": _is_refused,
     "interleave_up": _is_a_choice(False, matters=False),
     "launch_with_pdl": _is_a_hint,
@@ -154,6 +155,7 @@ CASES: dict[str, Callable[..., None]] = {
     "num_fused_shared_experts": _is_refused,
     "out": _receives,
     "output": _receives,
+    "per_pair_input": _is_refused,
     "profile_ids": _is_refused,
     "renormalize": _is_a_choice(False, matters=True),
     "routed_scaling_factor": _changes(5.0),

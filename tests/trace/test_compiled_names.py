@@ -62,6 +62,21 @@ def _prepared(function: Callable[..., Any], tensor: torch.Tensor, **rest: Any) -
     return function, {first: tensor, **rest}
 
 
+def _adapters() -> Call:
+    """LoRA for three tokens with two of four experts each, two slices."""
+    tokens, half = torch.arange(6, device=DEVICE) // 2, torch.bfloat16
+    return fused_moe.bgmv_moe, {
+        "x": torch.randn(3, 64, dtype=half, device=DEVICE),
+        "lora_a_weights": list(torch.randn(2, 3, 4, 8, 64, dtype=half, device=DEVICE)),
+        "lora_b_weights": list(torch.randn(2, 3, 4, 16, 8, dtype=half, device=DEVICE)),
+        "sorted_token_ids": tokens,
+        "expert_ids": _int32(0, 3, 2, 1, 1, 0),
+        "lora_indices": _int32(2, -1, 0),
+        "topk_weights": torch.rand(6, device=DEVICE),
+        "num_experts": 4,
+    }
+
+
 def _bytes(*shape: int) -> torch.Tensor:
     return torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
 
@@ -85,6 +100,7 @@ CALLS_OPERATORS: dict[str, Callable[[], Call]] = {
         deep_gemm.m_grouped_fp8_gemm_nt_masked, (2, 128), masked_m=_int32(128, 128), expected_m=64
     ),
     "LogitsPipe": _pipe,
+    "bgmv_moe": _adapters,
     "convert_to_block_layout": lambda: _prepared(
         fused_moe.convert_to_block_layout, _bytes(4, 16), blockK=4
     ),
@@ -166,6 +182,12 @@ EXCEPTIONS = {
     "prepare_group_gemm_fp8_nt_groupwise_contiguous": "returns an object",
     "prepare_group_gemm_fp8_nt_groupwise_contiguous_silu_quant": "returns an object",
     "replayssm_materialize": "takes addresses of tensors",
+    "fill_w_ptr": "writes addresses of tensors",
+    "bgmv_moe_shrink": "takes addresses of tensors",
+    "bgmv_moe_expand": "takes addresses of tensors",
+    "bgmv_moe_gemm1_lora_delta": "takes addresses of tensors",
+    "bgmv_moe_gemm2_lora_delta": "takes addresses of tensors",
+    "prepare_bgmv_moe": "returns an object",
 }
 
 
