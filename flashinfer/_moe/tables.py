@@ -18,7 +18,7 @@ _ATTRIBUTE = "_flashinfer_weight_tables"
 
 @dataclass
 class _Rows:
-    """What the rows of one storage stand for, by their addresses, and the version they have."""
+    """The weights of the tables in one storage, by the rows' addresses, and its version."""
 
     version: int = -1
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -70,7 +70,9 @@ def weights_of(name: str, table: torch.Tensor) -> list[torch.Tensor]:
     slices = check(name, table)
     rows = getattr(table.untyped_storage(), _ATTRIBUTE, None) or _Rows()
     if rows.version != table._version and rows.weights:
-        raise ValueError(f"`{name}` must not be written to after fill_w_ptr, which gives it weights")
+        raise ValueError(
+            f"`{name}` must not be written to after fill_w_ptr, which gives it weights"
+        )
     found = [rows.weights.get(_row(table, i).data_ptr()) for i in range(slices)]
     result = [weights for weights in found if weights is not None]
     if len(result) < slices or any(w.shape[1] != table.shape[-1] for w in result):

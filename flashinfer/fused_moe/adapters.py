@@ -39,7 +39,9 @@ def check_weights(argument: str, weights: list[torch.Tensor]) -> None:
                 f"{list(weights[0].shape)}, got {list(weight.shape)}"
             )
         if adapters * experts >= 2**31:
-            raise ValueError(f"`{name}` must have less than 2^31 matrices, got {adapters * experts}")
+            raise ValueError(
+                f"`{name}` must have less than 2^31 matrices, got {adapters * experts}"
+            )
 
 
 def check_ranks(argument: str, weights: list[torch.Tensor]) -> None:

@@ -120,7 +120,7 @@ def bgmv_moe_shrink(
     lora_indices : torch.Tensor
         ``[tokens]``, int32 or int64: adapters; -1 and others that do not exist add nothing.
     lora_stride : int
-        What `fill_w_ptr` gave.
+        The stride that `fill_w_ptr` gave.
     per_pair_input : bool
         `x` is ``[pairs, hidden]``: a row for each pair.
 
@@ -174,7 +174,8 @@ def bgmv_moe_expand(
     output_slices : list of int
         Columns of each slice.
     lora_stride : int
-        What `fill_w_ptr` gave; slices of different widths have no common one and are refused.
+        The stride that `fill_w_ptr` gave. Slices of different widths have no common one and are
+        refused.
     finalize : bool
         False: `y` is ``[pairs, columns]``, and each pair's product is added without its weight.
 
@@ -216,7 +217,9 @@ def check_call(
     check_weights("lora_b_weights", lora_b_weights)
     adapters, experts, rank, hidden = lora_a_weights[0].shape
     if checks.count("num_experts", num_experts) != experts:
-        raise ValueError(f"`num_experts` must be {experts} as in `lora_a_weights`, got {num_experts}")
+        raise ValueError(
+            f"`num_experts` must be {experts} as in `lora_a_weights`, got {num_experts}"
+        )
     if len(lora_b_weights) != len(lora_a_weights):
         raise ValueError(
             f"`lora_b_weights` must have {len(lora_a_weights)} tensors as `lora_a_weights` has, "
@@ -253,7 +256,7 @@ def bgmv_moe(
     num_experts: int,
     output_dim: int | None = None,
 ) -> torch.Tensor:
-    """What LoRA adapters add to the result of a mixture: each token's adapter, each pair's expert.
+    """The delta of LoRA adapters in a mixture: each token's adapter, each pair's expert.
 
     ``delta[t] = sum_p topk_weights[p] B (A x[t])`` over the pairs p of token t, with the matrices
     A and B of its adapter and the pair's expert; slices lie side by side. The rows between the

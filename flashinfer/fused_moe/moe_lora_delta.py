@@ -1,4 +1,4 @@
-"""What LoRA adapters add to a mixture's first product and to its result."""
+"""Deltas of LoRA adapters for a mixture's first product and for its result."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def bgmv_moe_gemm1_lora_delta(
     scale: float = 1.0,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """What adapters add to the gates and values of each token's chosen experts.
+    """The delta of adapters for the gates and values of each token's chosen experts.
 
     ``delta[t, j] = scale * [B_gate (A_gate x[t]), B_up (A_up x[t])]`` with the matrices of expert
     ``topk_ids[t, j]`` and adapter ``lora_ids[t]``. It is added before the activation, so it has no
@@ -97,7 +97,7 @@ def bgmv_moe_gemm1_lora_delta(
         both ``[experts]``: one first matrix for gates and values, and one second matrix of
         ``2 * intermediate`` rows.
     lora_stride_a, lora_stride_b : int
-        What `fill_w_ptr` gave.
+        The strides that `fill_w_ptr` gave.
     topk_ids : torch.Tensor
         ``[tokens, top_k]``, int32 or int64: experts; numbers that do not exist get zeros.
     lora_ids : torch.Tensor
@@ -167,7 +167,7 @@ def bgmv_moe_gemm2_lora_delta(
     scale: float = 1.0,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """What adapters add to the result of a mixture, from the rows between its products.
+    """The delta of adapters for the result of a mixture, from the rows between its products.
 
     ``delta[t] = scale * sum_j topk_weights[t, j] * B (A a[t, j])`` with the matrices of expert
     ``topk_ids[t, j]`` and adapter ``lora_ids[t]``, and the activated row a of the choice. Roundings
@@ -178,13 +178,13 @@ def bgmv_moe_gemm2_lora_delta(
     gemm1_activation_output : torch.Tensor
         ``[rows, intermediate]``, floating-point, on a Hopper GPU: is rounded to `lora_dtype`.
     expanded_idx_to_permuted_idx : torch.Tensor
-        ``[tokens * top_k]``, int32 or int64: the row of each choice; numbers that do not exist, such
-        as -1, add nothing.
+        ``[tokens * top_k]``, int32 or int64: the row of each choice; numbers that do not exist,
+        such as -1, add nothing.
     w_ptr_a, w_ptr_b : torch.Tensor
         ``[1, experts]`` or ``[experts]``, int64: tables of `fill_w_ptr`, of
         ``[adapters, experts, rank, intermediate]`` and ``[adapters, experts, hidden, rank]``.
     lora_stride_a, lora_stride_b : int
-        What `fill_w_ptr` gave.
+        The strides that `fill_w_ptr` gave.
     topk_ids : torch.Tensor
         ``[tokens, top_k]``, int32 or int64: experts; numbers that do not exist add nothing.
     topk_weights : torch.Tensor

@@ -55,7 +55,7 @@ def alloc_scratchpad(device: torch.device) -> torch.Tensor:
 
 @flashinfer_api
 def interleave_for_tma_wgmma_up(w_fp8: torch.Tensor) -> torch.Tensor:
-    """The first weights that `mono_moe` reads with ``interleave_up=False``: those of the checkpoint.
+    """The first weights that `mono_moe` reads with ``interleave_up=False``: the checkpoint's.
 
     The order of rows belongs to the kernels that read them, and ours read gates and values from the
     two halves, so that nothing has to be prepared. Weights that were ordered for other kernels
@@ -116,7 +116,7 @@ def _check(
         )
     tokens, bf16 = activations_in.shape[0], (torch.bfloat16,)
     blocks = hidden // SCALE_BLOCK, intermediate // SCALE_BLOCK
-    given = {
+    given: dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = {
         "activations_in": (activations_in, (tokens, hidden), bf16),
         "router_logits": (router_logits, (tokens, experts), FLOAT),
         "expert_weights_up": (expert_weights_up, (experts, 2 * intermediate, hidden), (_E4M3,)),
@@ -127,11 +127,10 @@ def _check(
         ),
         "expert_weights_down": (expert_weights_down, (experts, hidden, intermediate), (_E4M3,)),
         "expert_scales_down": (expert_scales_down, (experts, *blocks), (torch.float32,)),
-        "out": (out, (tokens, hidden), bf16),
     }
+    if out is not None:
+        given["out"] = (out, (tokens, hidden), bf16)
     for name, (tensor, shape, dtypes) in given.items():
-        if name == "out" and tensor is None:
-            continue
         checks.dtype(name, checks.tensor(name, tensor).dtype, dtypes)
         if tensor.shape != shape:
             raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(tensor.shape)}")
@@ -165,8 +164,8 @@ def mono_moe(
 
     A token's experts are those with the best scores of all; ``out[t] = sum_j w[t, j] down[e] (
     silu(gate[e] x[t]) * (up[e] x[t]))`` with the scores w of its experts e. Tokens and the rows
-    between the products become 8 bits with a scale for 128 elements. The launches are those of
-    `cutlass_fused_moe`, behind one that routes; nothing waits for the host.
+    between the products become 8 bits with a scale for 128 elements. One launch routes, and those
+    of `cutlass_fused_moe` follow; nothing waits for the host.
 
     Parameters
     ----------

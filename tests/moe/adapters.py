@@ -1,4 +1,4 @@
-"""Random calls of LoRA in mixtures, and loops over pairs in float64 that say what they must give."""
+"""Random calls of LoRA in mixtures, and what loops over pairs in float64 make of them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ class Case:
         out = torch.zeros(len(self.tokens), sum(widths)).double().to(x.device)
         for pair in range(len(self.tokens)):
             if matrix := self.matrix(pair):
-                parts = [w[matrix].double() @ x[s, pair].double() for s, w in enumerate(self.second)]
+                parts = [
+                    w[matrix].double() @ x[s, pair].double() for s, w in enumerate(self.second)
+                ]
                 out[pair] = torch.cat(parts)
         return out
 

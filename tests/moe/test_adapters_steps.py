@@ -38,7 +38,12 @@ def _map_rows(chosen: torch.Tensor, first: int, count: int) -> RowMap:
 
 
 def _launch(
-    problem: GemmProblem, names: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **rest: Any
+    problem: GemmProblem,
+    names: str,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    **rest: Any,
 ) -> torch.Tensor:
     offsets, indices, row_index, row_weight = rest["rows"]
     assert names == "x" and indices is None and row_weight is None

@@ -1,4 +1,4 @@
-"""What adapters add to a mixture's first product and to its result, against loops in float64."""
+"""Deltas of adapters for a mixture's first product and its result, against loops in float64."""
 
 from __future__ import annotations
 

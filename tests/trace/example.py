@@ -57,6 +57,8 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     cutlass_fused_moe_nvfp4_k8_e4_h2048_i768_token_selected_experts_int32_fc1_scale_e4m3_fc2_scale_e4m3.json
     cutlass_fused_moe_plain_k8_e4_h2048_i768_token_selected_experts_int32.json
     e2m1_and_ufp8sf_scale_to_float_b3584_global_scale_tensor.json
+    expand_pairs_2_by_pair_l2_e4_r16_n768_n768_f32_weight_0_bf16_weight_1_bf16_sorted_token_ids_int64_expert_ids_int64_lora_indices_int64_slice_start_loc_int64.json
+    expand_pairs_2_l2_e4_r16_n768_n768_f32_weight_0_bf16_weight_1_bf16_sorted_token_ids_int64_expert_ids_int64_lora_indices_int64_slice_start_loc_int64.json
     fp4_quantize_h7168_global_scale.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_e4m3_input_scale_weight_scale_out_bf16.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_weight_e4m3_weight_scale.json
@@ -181,6 +183,8 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
     selective_state_update_h64_g8_d64_n128_A_f32_D_f32_state_batch_indices_state_batch_indices_int32.json
     selective_state_update_tokens_h64_g8_d64_n128_A_f32_D_f32_state_batch_indices_state_batch_indices_int32.json
+    shrink_pairs_2_by_pair_l2_e4_r16_k2048_sorted_token_ids_int64_expert_ids_int64_lora_indices_int64.json
+    shrink_pairs_2_l2_e4_r16_k2048_sorted_token_ids_int64_expert_ids_int64_lora_indices_int64.json
     silu_and_mul_d14336.json
     silu_and_mul_nvfp4_quantize_h4096.json
     silu_and_mul_per_token_group_quant_8bit_float8_e5m2_h4096_g128.json

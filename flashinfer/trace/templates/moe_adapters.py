@@ -95,7 +95,7 @@ def _axes() -> dict[str, Axis]:
     return {
         "tokens": Var("Tokens."),
         "pairs": Var("Pairs of a token and an expert."),
-        "slices": Const("Matrices of a pair, side by side.", abbrev="s"),
+        "slices": Const("Matrices of a pair, side by side.", abbrev=""),
         "adapters": Const("Adapters.", abbrev="l"),
         "experts": Const("Experts.", abbrev="e"),
         "rank": Const("Rank of the adapters.", abbrev="r"),

@@ -105,9 +105,7 @@ mono_moe_trace = TraceTemplate(
             dtype="float32",
             description="Factors of 128 by 128 elements.",
         ),
-        "expert_weights_down": Tensor(
-            ["experts", "hidden", "intermediate"], dtype="float8_e4m3fn"
-        ),
+        "expert_weights_down": Tensor(["experts", "hidden", "intermediate"], dtype="float8_e4m3fn"),
         "expert_scales_down": Tensor(
             ["experts", "hidden_blocks", "blocks"],
             dtype="float32",
