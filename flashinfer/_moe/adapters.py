@@ -80,7 +80,7 @@ def multiply(
     Returns
     -------
     torch.Tensor
-        ``[pairs, columns]``, float32: products that were rounded to the dtype of `x`, times factors.
+        ``[pairs, columns]``, float32: products, rounded to the dtype of `x`, times factors.
     """
     pairs, (columns, k) = source.shape[0], weights.shape[2:]
     result: torch.Tensor | None = None

@@ -5,6 +5,7 @@ from ..tllm_enums import Fp8QuantizationType as Fp8QuantizationType
 from ..tllm_enums import RoutingInputMode as RoutingInputMode
 from ..tllm_enums import RoutingMethodType as RoutingMethodType
 from ..tllm_enums import WeightLayout as WeightLayout
+from .api import GELU as GELU
 from .api import ActivationConfig as ActivationConfig
 from .api import BackendOptions as BackendOptions
 from .api import CutlassBf16Config as CutlassBf16Config
@@ -13,7 +14,6 @@ from .api import CutlassFp8PerTensorConfig as CutlassFp8PerTensorConfig
 from .api import CutlassW4A16Config as CutlassW4A16Config
 from .api import ExecutionConfig as ExecutionConfig
 from .api import ExpertConfig as ExpertConfig
-from .api import GELU as GELU
 from .api import GeGLU as GeGLU
 from .api import GeGLUTanh as GeGLUTanh
 from .api import Identity as Identity

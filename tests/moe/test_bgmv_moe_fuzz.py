@@ -25,8 +25,8 @@ from flashinfer.jit.moe import (
 from flashinfer.testing import CheckOptions, ErrorBound
 from tests.fuzzing import (
     FLOATING,
-    Fault,
     Family,
+    Fault,
     check_fault,
     longer,
     one_row_more,
