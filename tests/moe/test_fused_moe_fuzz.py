@@ -49,7 +49,7 @@ from tests.moe.calls import ACTIVATIONS, BF16, F16, KEEPS_HALF, random_call
 
 SCHEMES = ("none", "block", "tensor", *FOUR_BIT)
 KINDS = [(scheme, activation) for scheme in SCHEMES for activation in ACTIVATIONS]
-FUNCTIONS = ("cutlass_fused_moe", "fused_topk_deepseek", "hash_topk")
+FUNCTIONS = ("cutlass_fused_moe", "fused_topk_deepseek", "hash_topk", "mono_moe")
 TOKENS = (0, 1, 2, 9, 70, 200)
 EXPERTS_PER_LANE = 8
 EXACT, CODED = 0.02, 0.1  # of a row's largest element; a code that is rounded otherwise moves 1/8
@@ -122,6 +122,27 @@ def _table(case: Case, draw: random.Random, device: torch.device) -> dict[str, A
     }
 
 
+def _whole(case: Case, draw: random.Random, device: torch.device) -> dict[str, Any]:
+    """A mixture from its logits on."""
+    experts, hidden, intermediate = draw.choice(((6, 256, 128), (16, 384, 256), (9, 128, 128)))
+    call: dict[str, Any] = {
+        "activations_in": torch.randn(case.tokens, hidden).to(device, BF16),
+        "router_logits": _separate(draw, case.tokens, experts).to(device, case.dtype),
+        "top_k": draw.choice((1, 2, 5)),
+        "scoring_func": draw.choice(("softmax", "sigmoid")),
+        "renormalize": draw.random() < 0.5,
+        "interleave_up": draw.random() < 0.5,
+    }
+    for name, rows, k in (("up", 2 * intermediate, hidden), ("down", hidden, intermediate)):
+        scales = (torch.rand(experts, rows // 128, k // 128) + 0.5) / (16 * k**0.5)
+        codes = (torch.randn(experts, rows, k) * 16).to(device, torch.float8_e4m3fn)
+        call |= {f"expert_weights_{name}": codes, f"expert_scales_{name}": scales.to(device)}
+    if case.given:
+        call["out"] = torch.empty_like(call["activations_in"])
+        call["scratchpad"] = torch.zeros(2**22, dtype=torch.uint8, device=device)
+    return call
+
+
 def build(case: Case, device: torch.device) -> dict[str, Any]:
     """The arguments of `case`."""
     draw = random.Random(case.seed)
@@ -130,6 +151,8 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
         return _router(case, draw, device)
     if case.function == "hash_topk":
         return _table(case, draw, device)
+    if case.function == "mono_moe":
+        return _whole(case, draw, device)
     call = random_call(draw, *case.kind, case.tokens, device)
     if case.given:
         call["output"] = torch.empty(call["input"].shape, dtype=call["output_dtype"], device=device)
@@ -137,9 +160,10 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
-    if case.function != "cutlass_fused_moe":
+    if case.function in ("fused_topk_deepseek", "hash_topk"):
         return CheckOptions(bound=error_bound(torch.float32, 32, roundings=16))
-    part = EXACT if case.kind[0] in KEEPS_HALF else CODED
+    is_exact = case.function == "cutlass_fused_moe" and case.kind[0] in KEEPS_HALF
+    part = EXACT if is_exact else CODED
     bound = ErrorBound(rounding=part, accumulation=part, smallest=1e-5)
     return CheckOptions(bound=bound, check_bias=False)
 
@@ -195,6 +219,16 @@ FAULTS: dict[str, Fault] = {
     "input_ids longer": replace("input_ids", longer),
     "input_ids of floats": replace("input_ids", lambda t: t.float()),
     "tid2eid flat": replace("tid2eid", lambda t: t.flatten()),
+    "activations_in double": replace("activations_in", with_dtype(torch.float64)),
+    "expert_weights_up narrower": replace("expert_weights_up", lambda t: t[:, :-128]),
+    "expert_weights_up of 16 bits": replace("expert_weights_up", lambda t: t.half()),
+    "expert_scales_up longer": replace("expert_scales_up", longer),
+    "expert_weights_down flat": replace("expert_weights_down", lambda t: t.flatten(1)),
+    "expert_scales_down double": replace("expert_scales_down", lambda t: t.double()),
+    "top_k zero": put("top_k", 0),
+    "top_k beyond": put("top_k", 99),
+    "out with one row more": replace("out", one_row_more),
+    "scratchpad of floats": replace("scratchpad", lambda t: t.float()),
 }
 
 KERNEL_FAULTS: dict[str, Fault] = {
@@ -237,6 +271,12 @@ FUNCTION_FAULTS: dict[str, dict[str, Fault]] = {
         "routing_replay_out longer": replace("routing_replay_out", longer),
         "routing_replay_out wide": replace("routing_replay_out", lambda t: t.long()),
         "backend of another GPU": _add("backend", "cake"),
+    },
+    "mono_moe": {
+        "router_logits longer": replace("router_logits", longer),
+        "scoring_func unknown": _add("scoring_func", "relu"),
+        "renormalize a number": _add("renormalize", 1),
+        "interleave_up missing": _add("interleave_up", None),
     },
     "hash_topk": {"num_fused_shared_experts fused": _add("num_fused_shared_experts", 1)},
 }

@@ -216,7 +216,8 @@ def test_committed_references_run_without_this_package(tmp_path):
         "group_gemm",  # rows of no group are not defined
         "group_deepgemm",
         "grouped_mm",
-        "fused_topk",  # counts are whole numbers
+        "fused_topk",  # counts are whole numbers, as in the next
+        "mono_moe",
         "batch_deepgemm",
         "chunk_gated_delta",
         "cudnn_batch",
