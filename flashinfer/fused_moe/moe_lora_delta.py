@@ -90,7 +90,8 @@ def bgmv_moe_gemm1_lora_delta(
     Parameters
     ----------
     hidden_states : torch.Tensor
-        ``[tokens, hidden]``, floating-point, on a Hopper GPU: is rounded to `lora_dtype`.
+        ``[tokens, hidden]``, bfloat16, float16 or float32, on a Hopper GPU: is rounded to
+        `lora_dtype`.
     w_ptr_a, w_ptr_b : torch.Tensor
         ``[2, experts]``, int64: tables of `fill_w_ptr`, gates first, of
         ``[adapters, experts, rank, hidden]`` and ``[adapters, experts, intermediate, rank]``. Or
@@ -136,6 +137,7 @@ def bgmv_moe_gemm1_lora_delta(
     tables = (w_ptr_a, lora_stride_a), (w_ptr_b, lora_stride_b)
     first, second = _find_both(tables, slices, lora_dtype, rank, columns)
     check_shape("hidden_states", hidden_states, (topk_ids.shape[0], first[0].shape[3]))
+    checks.dtype("hidden_states", hidden_states.dtype, FLOAT)
     checks.dtype("out_dtype", out_dtype, FLOAT)
     scale = checks.number("scale", scale)
     pairs = _tokens(topk_ids), topk_ids.reshape(-1)
@@ -176,7 +178,8 @@ def bgmv_moe_gemm2_lora_delta(
     Parameters
     ----------
     gemm1_activation_output : torch.Tensor
-        ``[rows, intermediate]``, floating-point, on a Hopper GPU: is rounded to `lora_dtype`.
+        ``[rows, intermediate]``, bfloat16, float16 or float32, on a Hopper GPU: is rounded to
+        `lora_dtype`.
     expanded_idx_to_permuted_idx : torch.Tensor
         ``[tokens * top_k]``, int32 or int64: the row of each choice; numbers that do not exist,
         such as -1, add nothing.
@@ -188,7 +191,7 @@ def bgmv_moe_gemm2_lora_delta(
     topk_ids : torch.Tensor
         ``[tokens, top_k]``, int32 or int64: experts; numbers that do not exist add nothing.
     topk_weights : torch.Tensor
-        ``[tokens, top_k]``, floating-point.
+        ``[tokens, top_k]``, bfloat16, float16 or float32.
     lora_ids : torch.Tensor
         ``[tokens]``, int32 or int64: adapters; -1 and others that do not exist add nothing.
     rank, hidden_size : int
@@ -226,6 +229,7 @@ def bgmv_moe_gemm2_lora_delta(
     )
     activated = checks.tensor("gemm1_activation_output", gemm1_activation_output, 2)
     check_shape("gemm1_activation_output", activated, (activated.shape[0], first[0].shape[3]))
+    checks.dtype("gemm1_activation_output", activated.dtype, FLOAT)
     checks.dtype("out_dtype", out_dtype, FLOAT)
     scale = checks.number("scale", scale)
     delta = activated.new_zeros((topk_ids.shape[0], hidden_size), dtype=torch.float32)

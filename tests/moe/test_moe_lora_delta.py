@@ -146,7 +146,7 @@ def test_nothing_gives_nothing(device: torch.device) -> None:
 
 
 FIRST_FAULTS: dict[str, Any] = {
-    "hidden_states": torch.ones(TOKENS, HIDDEN + 8),
+    "hidden_states": torch.ones(TOKENS, HIDDEN, dtype=torch.int32),
     "w_ptr_a": torch.zeros(2, EXPERTS, dtype=torch.int64),
     "w_ptr_b": torch.zeros(EXPERTS, dtype=torch.int64),
     "lora_stride_a": 3,
