@@ -6,6 +6,7 @@ sizes that it may meet, and keeps the fastest. Outside, a call looks the result 
 a result takes the runner's own heuristic (tactic -1).
 """
 
+from .arena import ValueProfileArena as ValueProfileArena
 from .autotuner import AutoTuner as AutoTuner
 from .candidates import is_in_profile_measurement as is_in_profile_measurement
 from .context import autotune as autotune
