@@ -39,6 +39,7 @@ from ._common.arch import is_sm110a_supported as is_sm110a_supported
 from ._common.arch import is_sm120a_supported as is_sm120a_supported
 from ._common.arch import is_sm120f_supported as is_sm120f_supported
 from ._common.arch import is_sm121a_supported as is_sm121a_supported
+from ._instrument.experimental import experimental_backend as experimental_backend
 from .compat.backends import BackendSupportedError as BackendSupportedError
 from .compat.backends import backend_requirement as backend_requirement
 from .compat.backends import supported_compute_capability as supported_compute_capability

@@ -6,9 +6,11 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from .decorator import flashinfer_api
+
+_Checker = TypeVar("_Checker", bound=Callable[..., Any])
 
 
 class ExperimentalWarning(UserWarning):
@@ -31,9 +33,9 @@ def warn_experimental_backend_once(api_name: str, backend: str, *, automatic: bo
     if (api_name, backend) in _warned:
         return
     _warned.add((api_name, backend))
-    chosen = "which was chosen for you, " if automatic else ""
+    chosen = ", which was chosen for you," if automatic else ""
     warnings.warn(
-        f"backend {backend!r} of {api_name}, {chosen}is experimental: it may change or go in any "
+        f"backend {backend!r} of {api_name}{chosen} is experimental: it may change or go in any "
         "version",
         ExperimentalWarning,
         stacklevel=3,
@@ -57,6 +59,33 @@ def require_experimental_auto_backends(feature: str) -> None:
         raise RuntimeError(
             f"{feature} needs an experimental backend, which 'auto' never chooses: name the backend"
         )
+
+
+def experimental_backend(checker: _Checker) -> _Checker:
+    """Mark the check function of a backend that may change or go in any version.
+
+    ``backend_requirement`` then leaves the backend out of ``backend="auto"``, and warns once in a
+    process where a call names it.
+
+    Parameters
+    ----------
+    checker : callable
+        The function, with or without ``supported_compute_capability``.
+
+    Returns
+    -------
+    callable
+        `checker` itself.
+
+    Raises
+    ------
+    TypeError
+        If it cannot be called.
+    """
+    if not callable(checker):
+        raise TypeError(f"`checker` must be a check function, got {checker!r}")
+    checker.is_experimental_backend = True  # type: ignore[attr-defined]
+    return checker
 
 
 def flashinfer_experimental_api(

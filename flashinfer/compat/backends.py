@@ -30,6 +30,10 @@ import torch
 
 from .._common.arch import get_compute_capability, get_device_name
 from .._compile.traced import make_traceable
+from .._instrument.experimental import (
+    experimental_auto_backends_allowed,
+    warn_experimental_backend_once,
+)
 from .._instrument.typed import CheckedFunction, Parameters, Returned
 
 Capability = int | tuple[int, int]
@@ -181,6 +185,7 @@ class _Check:
     def __init__(self, subject: str, check: Callable[..., Any], names: Sequence[str]) -> None:
         self.subject = subject
         self.capabilities: frozenset[int] | None = getattr(check, "_supported_ccs", None)
+        self.is_experimental: bool = getattr(check, "is_experimental_backend", False)
         self.accepts = _adapt(check, names)
 
     def supports(self, cc: int) -> bool:
@@ -247,7 +252,10 @@ class _Requirement:
         if self.common is not None:
             self.common(values, device)
         if self.backends:
-            self.backend(values[self.backend_index])(values, device)
+            named = self.backend(values[self.backend_index])
+            named(values, device)
+            if named.is_experimental:
+                warn_experimental_backend_once(self.name, values[self.backend_index])
 
     def backend(self, backend: Any) -> _Check:
         try:
@@ -268,6 +276,9 @@ class _Requirement:
             self.common(values, device)
         reasons, found = [], []
         for backend, check in self.backends.items():
+            if check.is_experimental and not experimental_auto_backends_allowed():
+                reasons.append(f"{check.subject} is experimental: it must be named")
+                continue
             try:
                 if skip_check:
                     check.require_capability(device)

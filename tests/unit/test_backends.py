@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
 
-from flashinfer.api_logging import flashinfer_api
+from flashinfer.api_logging import ExperimentalWarning, flashinfer_api
 from flashinfer.compat import backends
 from flashinfer.compat.backends import (
     BackendSupportedError,
     backend_requirement,
     supported_compute_capability,
 )
+from flashinfer.utils import experimental_backend
 
 
 @supported_compute_capability([80, 90])
@@ -360,3 +362,37 @@ def test_decoration_refuses_what_cannot_work():
         backend_requirement({}, heuristic_func=_rank)(lambda backend: 0)
     with pytest.raises(TypeError, match=r"not \*args"):
         backend_requirement({}, common_check=lambda *args: True)(lambda x: 0)
+
+
+def test_an_experimental_backend_is_named_or_left_out(monkeypatch):
+    @experimental_backend
+    @supported_compute_capability([90])
+    def new_check(x, backend):
+        return x < 10
+
+    def old_check(x, backend):
+        return x < 5
+
+    @backend_requirement(
+        {"new": new_check, "old": old_check}, heuristic_func=lambda found, x, backend: found
+    )
+    def chosen(x, backend="auto"):
+        return list(chosen.suitable_auto_backends) if backend == "auto" else backend
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen(1) == ["old"] and chosen(1, backend="old") == "old"
+    with pytest.raises(BackendSupportedError, match="'new' is experimental: it must be named"):
+        chosen(7)
+    with pytest.raises(BackendSupportedError, match="'new'"):
+        chosen(10, backend="new")
+    with pytest.warns(ExperimentalWarning, match="backend 'new' of .*chosen is experimental"):
+        assert chosen(7, backend="new") == "new"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen(7, backend="new") == "new"  # once in a process
+    assert chosen.is_backend_supported("new", 90) and not chosen.is_backend_supported("new", 80)
+    monkeypatch.setattr(backends, "experimental_auto_backends_allowed", lambda: True)
+    assert chosen(1) == ["new", "old"]
+    with pytest.raises(TypeError, match="`checker`"):
+        experimental_backend("new")
