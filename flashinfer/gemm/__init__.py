@@ -2,6 +2,7 @@
 
 from .batched import bmm_fp8 as bmm_fp8
 from .block_scaled import fp8_blockscale_gemm_sm90 as fp8_blockscale_gemm_sm90
+from .cuda_tile import is_cuda_tile_available as is_cuda_tile_available
 from .dense import bmm_bf16 as bmm_bf16
 from .dense import mm_bf16 as mm_bf16
 from .dense import tinygemm_bf16 as tinygemm_bf16

@@ -43,7 +43,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
     (r"dsv41?_|DSV4|_hca_|sparse_mla|nvfp4_(batch_decode|sparse)", _OTHER_GPUS),
     (r"(mm|bmm|grouped_mm|group_gemm)_.*(fp4|mxfp8|nvfp4)|fp4_linear|fp8_linear", _OTHER_GPUS),
     (r"_qkv_qknorm_rope|Cutlass(Mxfp8|Nvfp4)|prepare_nvfp4|_bf16_fp4_weights", _OTHER_GPUS),
-    (r"low_latency_gemm|fp4_paged_mqa|fmha_varlen|get_fmha|xqa_mla|_mla_module$", _OTHER_GPUS),
+    (
+        r"low_latency_gemm|fp4_paged_mqa|fmha_varlen|get_fmha|xqa(_module)?_mla|_mla_module$",
+        _OTHER_GPUS,
+    ),
     (
         r"dcp_spec|balanced_batch_decode|cvt_rs|get_shuffle|shuffle_matrix|calculate_tile",
         _OTHER_GPUS,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
 import torch
 
-from flashinfer import aot, api_logging, prefill, topk, utils
+from flashinfer import aot, api_logging, gemm, prefill, topk, utils
 from flashinfer.compilation_context import CompilationContext
 from flashinfer.jit import core, cpp_ext
 
@@ -79,3 +80,15 @@ def test_facts() -> None:
         utils.get_default_generators(torch.device("cpu"))
     if not torch.cuda.is_available():
         assert not utils.is_cvt_rs_supported()
+
+
+def test_tiles_in_python_need_their_package_and_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_tile = sys.modules["flashinfer.gemm.cuda_tile"]
+    assert not gemm.is_cuda_tile_available()
+    monkeypatch.setattr(cuda_tile.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, answer in (((9, 0), False), ((10, 0), True), ((12, 1), True)):
+        monkeypatch.setattr(cuda_tile, "get_compute_capability", lambda device, c=capability: c)
+        assert gemm.is_cuda_tile_available("cuda:0") is gemm.is_cuda_tile_available() is answer
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not gemm.is_cuda_tile_available()
