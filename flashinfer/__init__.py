@@ -12,6 +12,9 @@ if not is_command_line():
         from .activation import gelu_and_mul as gelu_and_mul
         from .activation import gelu_tanh_and_mul as gelu_tanh_and_mul
         from .activation import silu_and_mul as silu_and_mul
+        from .activation import (
+            silu_and_mul_scaled_nvfp4_experts_quantize as silu_and_mul_scaled_nvfp4_experts_quantize,  # noqa: E501
+        )
         from .attention import BatchAttention as BatchAttention
         from .attention import (
             BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
@@ -78,17 +81,23 @@ if not is_command_line():
         from .quantization import block_scale_interleave as block_scale_interleave
         from .quantization import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float
         from .quantization import fp4_quantize as fp4_quantize
+        from .quantization import get_fp4_quantization_module as get_fp4_quantization_module
+        from .quantization import make_nvfp4_global_scale as make_nvfp4_global_scale
         from .quantization import mxfp4_dequantize as mxfp4_dequantize
         from .quantization import mxfp4_dequantize_host as mxfp4_dequantize_host
         from .quantization import mxfp4_quantize as mxfp4_quantize
         from .quantization import mxfp8_dequantize_host as mxfp8_dequantize_host
+        from .quantization import mxfp8_grouped_quantize as mxfp8_grouped_quantize
         from .quantization import mxfp8_quantize as mxfp8_quantize
+        from .quantization import nvfp4_batched_quantize as nvfp4_batched_quantize
         from .quantization import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
         from .quantization import nvfp4_kv_dequantize as nvfp4_kv_dequantize
         from .quantization import nvfp4_kv_dequantize_paged as nvfp4_kv_dequantize_paged
         from .quantization import nvfp4_kv_quantize as nvfp4_kv_quantize
         from .quantization import nvfp4_quantize as nvfp4_quantize
+        from .quantization import nvfp4_quantize_paged_kv_cache as nvfp4_quantize_paged_kv_cache
         from .quantization import packbits as packbits
+        from .quantization import scaled_fp4_grouped_quantize as scaled_fp4_grouped_quantize
         from .quantization import segment_packbits as segment_packbits
         from .quantization import shuffle_matrix_a as shuffle_matrix_a
         from .quantization import shuffle_matrix_sf_a as shuffle_matrix_sf_a

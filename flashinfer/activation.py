@@ -8,13 +8,20 @@ from ._common import checks
 from ._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ._instrument.decorator import flashinfer_api
 from .jit.activation import gen_act_and_mul_module
+from .quantization.grouped import silu_and_mul_scaled_nvfp4_experts_quantize
 from .trace.templates.activation import (
     gelu_and_mul_trace,
     gelu_tanh_and_mul_trace,
     silu_and_mul_trace,
 )
 
-__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "get_act_and_mul_module", "silu_and_mul"]
+__all__ = [
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "get_act_and_mul_module",
+    "silu_and_mul",
+    "silu_and_mul_scaled_nvfp4_experts_quantize",
+]
 
 
 def get_act_and_mul_module(act_func_name: str, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -43,6 +43,7 @@ from .core import (
     write_if_different,
 )
 from .progress import compile_seconds
+from .quantization import gen_fp4_kv_dequantization_module, gen_fp4_kv_quantization_module
 from .registry import register_generator
 
 __all__ = [
@@ -71,6 +72,8 @@ __all__ = [
     "gen_customize_batch_prefill_module",
     "gen_customize_single_decode_module",
     "gen_customize_single_prefill_module",
+    "gen_fp4_kv_dequantization_module",
+    "gen_fp4_kv_quantization_module",
     "gen_jit_spec",
     "gen_pod_module",
     "gen_single_decode_module",

@@ -135,3 +135,13 @@ def _kv_float4_bf16() -> Iterator[KVFloat4Config]:
 def gen_kv_float4_module(config: KVFloat4Config) -> JitSpec:
     """The module that appends to 4-bit caches and reads them back."""
     return JitSpec.from_config(config, ["kv_float4.cu", "kv_float4_jit_binding.cc"])
+
+
+def gen_fp4_kv_quantization_module() -> JitSpec:
+    """The module of ``nvfp4_kv_quantize`` for bfloat16."""
+    return gen_group_quant_module(GroupQuantConfig(torch.bfloat16, "e2m1", "e4m3", "linear", 16))
+
+
+def gen_fp4_kv_dequantization_module() -> JitSpec:
+    """The module of ``nvfp4_kv_dequantize`` for bfloat16."""
+    return gen_kv_float4_module(KVFloat4Config(torch.bfloat16))

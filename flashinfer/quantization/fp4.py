@@ -8,6 +8,7 @@ from .._common import checks
 from .._common.conversions import converted
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
+from ..jit.quantization import GroupQuantConfig, gen_group_quant_module
 from ..tllm_enums import SfLayout
 from ..trace.templates.fp4 import (
     fp4_quantize_trace,
@@ -17,6 +18,27 @@ from ..trace.templates.fp4 import (
 )
 from ._kernels import group_quant_kernel
 from .layout import KERNEL_LAYOUT, check_layout, padded_shape
+
+_ARCHITECTURES = ("90", "100", "103", "110", "120", "121")
+
+
+def get_fp4_quantization_module(backend: str = "100") -> Any:
+    """The loaded module of `nvfp4_quantize` for bfloat16, with FlashInfer's argument.
+
+    Parameters
+    ----------
+    backend : str
+        An architecture by FlashInfer's name, ``"90"`` to ``"121"``. The module is the same for
+        all: it is compiled for the targets of the process.
+
+    Raises
+    ------
+    ValueError
+        If FlashInfer has no such module.
+    """
+    checks.choice("backend", backend, _ARCHITECTURES)
+    config = GroupQuantConfig(torch.bfloat16, "e2m1", "e4m3", "swizzled_128x4", 16)
+    return gen_group_quant_module(config).build_and_load()
 
 
 def _quantize(

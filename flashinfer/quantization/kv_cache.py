@@ -18,6 +18,7 @@ from ..trace.templates.kv_float4 import (
     nvfp4_kv_quantize_trace,
 )
 from ._kernels import group_quant_kernel
+from .fp4 import fp4_quantize
 
 _FLOAT16 = (torch.float16, torch.bfloat16)
 
@@ -132,6 +133,85 @@ def nvfp4_kv_dequantize(
     out = torch.empty(shape, dtype=output_dtype, device=fp4_data.device)
     _module(output_dtype).kv_float4_dequantize(out, fp4_data, block_scales, global_scale)
     return out
+
+
+@flashinfer_api
+def nvfp4_quantize_paged_kv_cache(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_layout: str = "HND",
+    k_global_sf: torch.Tensor | None = None,
+    v_global_sf: torch.Tensor | None = None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], float, float]:
+    """Quantise a whole cache to 4 bits (NVFP4), as attention with `kv_cache_sf` takes it.
+
+    A block of 16 elements has a scale, ``g * amax / 6`` rounded to E4M3, and codes
+    ``x * g / scale`` rounded to E2M1: ``x = code * scale / g``.
+
+    Parameters
+    ----------
+    k_cache, v_cache : torch.Tensor
+        ``[num_pages, num_kv_heads, page_size, head_dim]`` (``"HND"``) or ``[num_pages, page_size,
+        num_kv_heads, head_dim]`` (``"NHD"``), float16 or bfloat16, of any strides; head_dim is a
+        multiple of 16.
+    kv_layout : str
+        Order of the dimensions, which the results have too.
+    k_global_sf, v_global_sf : torch.Tensor, optional
+        g, one float32 on the GPU, positive; by default ``448 / amax`` of the whole cache, or 1 for
+        a cache of zeros.
+
+    Returns
+    -------
+    kv_cache : tuple of torch.Tensor
+        Codes of keys and of values, uint8, ``[..., head_dim / 2]``, two a byte, the first one in
+        the lower bits.
+    kv_cache_sf : tuple of torch.Tensor
+        Their scales, float8_e4m3fn, ``[..., head_dim / 16]``, row by row.
+    k_scale, v_scale : float
+        ``1 / g``: what attention takes by these names. The host waits for the GPU.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+
+    Notes
+    -----
+    NVIDIA, "Pretraining Large Language Models with NVFP4", 2025. FlashInfer puts the scales of
+    values in an order of TensorRT-LLM's kernels for Blackwell; no kernel here reads that.
+    """
+    is_hnd(kv_layout)
+    parts = []
+    given = (("k", k_cache, k_global_sf), ("v", v_cache, v_global_sf))
+    for name, cache, factor in given:
+        checks.tensor(f"{name}_cache", cache, 4)
+        checks.matrix(f"{name}_cache", cache, 16)
+        check_dtype(f"{name}_cache", cache.dtype, _FLOAT16)
+        if cache.shape[:3] != k_cache.shape[:3] or cache.dtype != k_cache.dtype:
+            raise ValueError(
+                f"`v_cache` must be {k_cache.dtype} of shape {list(k_cache.shape[:3])} and a head, "
+                f"got {cache.dtype} of shape {list(cache.shape)}"
+            )
+        if factor is None:
+            factor = _whole_factor(cache)
+        elif checks.tensor(f"{name}_global_sf", factor).numel() != 1:
+            raise ValueError(
+                f"`{name}_global_sf` must have one element, got shape {list(factor.shape)}"
+            )
+        codes, scales = fp4_quantize(cache.contiguous(), factor, is_sf_swizzled_layout=False)
+        shape = (*cache.shape[:3], cache.shape[3] // 16)
+        parts.append((codes, scales.view(torch.float8_e4m3fn).view(shape), factor))
+    (k, k_sf, k_factor), (v, v_sf, v_factor) = parts
+    k_scale, v_scale = (1 / torch.stack([k_factor.reshape(()), v_factor.reshape(())])).tolist()
+    return (k, v), (k_sf, v_sf), k_scale, v_scale
+
+
+def _whole_factor(cache: torch.Tensor) -> torch.Tensor:
+    """The factor that takes the largest number to the largest scale; float32."""
+    largest = (
+        cache.abs().amax().float() if cache.numel() else cache.new_zeros((), dtype=torch.float32)
+    )
+    return torch.where(largest > 0, 448.0 / largest, 1.0).reshape(1)
 
 
 @flashinfer_api(trace=nvfp4_kv_dequantize_paged_trace)

@@ -53,7 +53,7 @@ def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> floa
 
 def make_nvfp4_global_scale(
     input_tensor: torch.Tensor,
-    per_token_activation: bool = False,
+    per_token_activation: bool,
     global_scale: float | None = None,
     nvfp4_4over6_config: NVFP44Over6Config | None = None,
 ) -> torch.Tensor:

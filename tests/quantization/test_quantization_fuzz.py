@@ -38,7 +38,13 @@ GROUPS = "per_token_group_quant_8bit"
 GATED = "silu_and_mul_per_token_group_quant_8bit"
 FP4 = ("fp4_quantize", "nvfp4_quantize", "mxfp4_quantize")
 BITS = ("packbits", "segment_packbits")
-FUNCTIONS = (GROUPS, GATED, "mxfp8_quantize", *FP4, *BITS)
+MATRICES = (
+    "nvfp4_batched_quantize",
+    "scaled_fp4_grouped_quantize",
+    "silu_and_mul_scaled_nvfp4_experts_quantize",
+    "mxfp8_grouped_quantize",
+)
+FUNCTIONS = (GROUPS, GATED, "mxfp8_quantize", *FP4, *MATRICES, *BITS)
 CODES = (None, torch.float8_e5m2, torch.int8)
 GROUP_SIZES = (16, 40, 128)
 
@@ -114,10 +120,29 @@ def _bits(case: Case, device: torch.device) -> dict[str, Any]:
     return arguments
 
 
+def _matrices(case: Case, device: torch.device) -> dict[str, Any]:
+    """Matrices of as many rows as the last number of `case.rows`, and how many of them count."""
+    name = case.function
+    block = {"mxfp8_grouped_quantize": 32, MATRICES[2]: 32}.get(name, 16)
+    batch, rows = (case.rows or (3,))[:-1], (case.rows or (3,))[-1]
+    shape = (batch[-1] if batch else case.seed % 4, rows, block * case.groups)
+    arguments: dict[str, Any] = {"a": _values(case, shape, device)}
+    generator = torch.Generator().manual_seed(case.seed)
+    if name != MATRICES[0]:
+        counts = torch.randint(-1, rows + 2, shape[:1], generator=generator)
+        arguments["mask"] = counts.to(device, torch.int32)
+    if name != MATRICES[3]:
+        count = 1 if case.aligned else shape[0]
+        arguments["a_global_sf"] = torch.rand(count, generator=generator).add(0.01).to(device)
+    return arguments
+
+
 def build(case: Case, device: torch.device) -> dict[str, Any]:
     """The arguments of `case`."""
     if case.function in BITS:
         return _bits(case, device)
+    if case.function in MATRICES:
+        return _matrices(case, device)
     if case.function in (GROUPS, GATED):
         width = case.groups * case.group_size * (2 if case.function == GATED else 1)
         arguments: dict[str, Any] = {
@@ -214,6 +239,11 @@ FAULTS: dict[str, Fault] = {
     "global_scale with two elements": replace("global_scale", _two),
     "global_scale of integers": replace("global_scale", with_dtype(torch.int32)),
     "global_scale a number": put("global_scale", 1.0),
+    "mask missing": put("mask", None),
+    "mask of floats": replace("mask", with_dtype(torch.float32)),
+    "mask too long": replace("mask", lambda t: torch.cat([t, t, t.new_zeros(1)])),
+    "mask two-dimensional": replace("mask", lambda t: t[None]),
+    "a_global_sf of many": replace("a_global_sf", lambda t: t.new_ones(99)),
     "a_global_sf missing": put("a_global_sf", None),
     "a_global_sf a number": put("a_global_sf", 1.0),
 }
@@ -300,6 +330,7 @@ def specs() -> list[JitSpec]:
             for scale in ("e4m3", "ue8m0"):
                 for size in (16, 32):
                     configs.append(GroupQuantConfig(dtype, "e2m1", scale, layout, size))
+        configs.append(GroupQuantConfig(dtype, "e2m1", "e4m3", tiled[1], 16, True))
     groups = [gen_group_quant_module(config) for config in configs]
     indices = ("none", "int32", "int64")
     return groups + [gen_packbits_module(PackBitsConfig(index)) for index in indices]

@@ -139,7 +139,9 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     mxfp4_quantize_h7168.json
     mxfp4_quantize_h7168_layout_linear.json
     mxfp8_dequantize_host_h7168_e4m3.json
+    mxfp8_grouped_quantize_h7168.json
     mxfp8_quantize_h7168.json
+    nvfp4_batched_quantize_h7168.json
     nvfp4_block_scale_interleave_b448_uint8.json
     nvfp4_kv_dequantize_b64_output_bf16.json
     nvfp4_kv_dequantize_paged_ps16_kv8_d128_output_k_bf16_output_v_bf16_output_k_bf16_output_v_bf16.json
@@ -179,6 +181,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     rope_quantize_fp8_q32_r128_qn0_kn0_kv8_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3.json
     sampling_from_logits_v128256_f32.json
     sampling_from_probs_valid_v128256_f32.json
+    scaled_fp4_grouped_quantize_h7168.json
     segment_gemm_n1536_k2048.json
     segment_packbits_bool_indptr_int32_packed_indptr_int32_little.json
     selective_state_update_h64_g8_d64_n128_A_f32_D_f32_state_batch_indices_state_batch_indices_int32.json
@@ -190,6 +193,7 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     silu_and_mul_per_token_group_quant_8bit_float8_e5m2_h4096_g128.json
     silu_and_mul_per_token_group_quant_8bit_h4096_g128.json
     silu_and_mul_per_token_group_quant_8bit_int8_h4096_g128.json
+    silu_and_mul_scaled_nvfp4_experts_quantize_h4096.json
     single_decode_h32_kv8_d128_dv128.json
     single_decode_lse_h32_kv8_d128_dv128.json
     single_prefill_h32_kv8_d128_dv128_causal.json

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer import comm, deep_gemm, fused_moe, parallel_attention, topk
+from flashinfer import comm, deep_gemm, fused_moe, parallel_attention, quantization, topk
 from flashinfer.logits_processor import LogitsPipe, Sample, Softmax, Temperature, TopK, TopP
 from flashinfer.testing.tensors import clone_arguments, iter_tensors
 from tests.trace.calls import operations
@@ -115,6 +115,10 @@ CALLS_OPERATORS: dict[str, Callable[[], Call]] = {
     ),
     "interleave_for_tma_wgmma_up": lambda: _prepared(
         fused_moe.interleave_for_tma_wgmma_up, _bytes(2, 128, 16).to(torch.float8_e4m3fn)
+    "make_nvfp4_global_scale": lambda: _prepared(
+        quantization.make_nvfp4_global_scale,
+        torch.randn(6, 32, device=DEVICE),
+        per_token_activation=True,
     ),
     "moe_a2a_wrap_payload_tensor_in_workspace": lambda: _prepared(
         comm.moe_a2a_wrap_payload_tensor_in_workspace,
@@ -181,6 +185,7 @@ EXCEPTIONS = {
     "prepare_batch_deepgemm_fp8_nt_groupwise": "returns an object",
     "prepare_group_gemm_fp8_nt_groupwise_contiguous": "returns an object",
     "prepare_group_gemm_fp8_nt_groupwise_contiguous_silu_quant": "returns an object",
+    "nvfp4_quantize_paged_kv_cache": "returns numbers of the host",
     "replayssm_materialize": "takes addresses of tensors",
     "fill_w_ptr": "writes addresses of tensors",
     "bgmv_moe_shrink": "takes addresses of tensors",

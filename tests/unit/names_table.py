@@ -51,7 +51,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         r"dcp_spec|balanced_batch_decode|cvt_rs|get_shuffle|shuffle_matrix|calculate_tile",
         _OTHER_GPUS,
     ),
-    (r"mxfp8_quantize_backward|nvfp4_quantize_smooth|mm_fp4", _OTHER_GPUS),
+    (r"silu_and_mul_mxfp8_quantize|nvfp4_quantize_smooth|mm_fp4", _OTHER_GPUS),
     (r"nvfp4_(kv|quantize)|fp4_kv|fp4_quantization_module|nvfp4_global|e4m3_max", "4-bit caches"),
     (r"[Hh]umming|W4A8", _FOUR_BY_EIGHT),
     (r"^BGMVMoEBlackwellPlan$", _OF_A_BUILD),

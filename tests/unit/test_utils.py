@@ -113,11 +113,11 @@ def test_global_scales_of_nvfp4():
     from flashinfer.quantization import nvfp4_quantization_utils as nvfp4
 
     x = torch.tensor([[1.0, -7.0], [0.0, 0.0]])
-    assert nvfp4.make_nvfp4_global_scale(x).tolist() == pytest.approx([384.0])
+    assert nvfp4.make_nvfp4_global_scale(x, False).tolist() == pytest.approx([384.0])
     of_rows = nvfp4.make_nvfp4_global_scale(x, per_token_activation=True)
     assert of_rows.tolist() == pytest.approx([384.0, 1.0])
     config = nvfp4.NVFP44Over6Config(e4m3_max=256, err_mode="mse")
     assert nvfp4.nvfp4_e4m3_max(config) == 256.0 and nvfp4.nvfp4_e4m3_max() == 448.0
     assert config.err_mode_name() == "MSE"
     assert nvfp4.NVFP44Over6Config().err_mode_name() == "MAE"
-    assert nvfp4.make_nvfp4_global_scale(x, global_scale=3.0).tolist() == [3.0]
+    assert nvfp4.make_nvfp4_global_scale(x, False, global_scale=3.0).tolist() == [3.0]

@@ -97,6 +97,8 @@ def _nvfp4_quantize_reference(
 
     Source: as fp4_quantize.
     """
+    if a_global_sf.numel() != 1:
+        raise ValueError("`a_global_sf` must have one element")
     return _fp4(a.float(), a_global_sf.reshape(()), 16, False, int(sfLayout))
 
 
