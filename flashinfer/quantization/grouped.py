@@ -1,7 +1,5 @@
 """Quantisation of several matrices, such as the rows of experts: NVFP4 and MXFP8."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -179,6 +177,8 @@ def _check_matrices(a: torch.Tensor, width: int) -> None:
     checks.tensor("a", a, 3)
     checks.matrix("a", a, width)
     checks.dtype("a", a.dtype, FLOAT)
+    if a.shape[2] > 1 and a.stride(2) != 1:
+        raise ValueError(f"`a` must have a contiguous last dimension, got strides {a.stride()}")
     checks.cuda_tensors(a=a)
 
 
@@ -191,6 +191,8 @@ def _per_matrix(a: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             f"`a_global_sf` must have 1 element, or {a.shape[0]} as `a` has matrices, got shape "
             f"{list(scale.shape)}"
         )
+    if scale.device != a.device:
+        raise ValueError(f"`a_global_sf` must be on {a.device}, got {scale.device}")
     return scale
 
 

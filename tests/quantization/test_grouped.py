@@ -7,7 +7,6 @@ each matrix are then computed by their references.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +27,7 @@ from flashinfer.quantization import (
     silu_and_mul_nvfp4_quantize,
     silu_and_mul_scaled_nvfp4_experts_quantize,
 )
+from tests.own_code import own_code
 
 pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ def call(request, monkeypatch) -> Iterator[Callable[..., Any]]:
         return
     monkeypatch.setattr(checks, "cuda_tensors", lambda **_: None)
     with flashinfer.reference_backend():
-        own = inspect.unwrap if request.param == "host code" else (lambda function: function)
+        own = own_code if request.param == "host code" else (lambda function: function)
         yield lambda function, *arguments, **options: own(function)(*arguments, **options)
 
 
