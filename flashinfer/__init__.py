@@ -19,6 +19,9 @@ if not is_command_line():
         from .attention import (
             BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
         )
+        from .attention import (
+            BatchPrefillWithCausalBidirectionalRangesWrapper as BatchPrefillWithCausalBidirectionalRangesWrapper,  # noqa: E501
+        )
         from .cascade import (
             BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
         )

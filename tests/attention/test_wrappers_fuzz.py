@@ -1,5 +1,6 @@
-"""Cascades, POD and block-sparse matrices at random: the wrappers that `test_attention_fuzz` has
-not. The options that select a module are drawn first, then many batches for each.
+"""Cascades, POD, block-sparse matrices and ranges at random: the wrappers that
+`test_attention_fuzz` has not. The options that select a module are drawn first, then many batches
+for each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.batches import BF16, E4M3, FORMS, FP16, Batch, check, need_backend
+import flashinfer
+from tests.attention.batches import (
+    BF16,
+    E4M3,
+    FORMS,
+    FP16,
+    Batch,
+    check,
+    check_paged,
+    indptr,
+    need_backend,
+    workspace,
+)
 from tests.attention.test_cascade_attention import Cascade, check_cascade
 from tests.attention.test_pod import check_batch_pod, check_pod, plan_batch_pod, plan_pod
 from tests.attention.test_sparse import check_bsr, plan_bsr, plan_variable
@@ -207,12 +220,36 @@ def variable_blocks(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> No
     check(type(wrapper).run, self=wrapper, return_lse=True, **tensors)
 
 
+def ranges(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
+    """Ranges of any place and length, for each query another."""
+    batch = batch_of(draw, kernel, TOKENS, shape_of(draw))
+    sizes = {"head_dim_qk": batch.head_dim_qk, "head_dim_vo": batch.head_dim_vo}
+    wrapper = flashinfer.BatchPrefillWithCausalBidirectionalRangesWrapper(
+        workspace(device), batch.kv_layout, **batch.dtypes(), **sizes
+    )
+    starts, pages, last, _ = batch.table()
+    heads = (batch.num_qo_heads, batch.num_kv_heads, batch.head_dim_qk, batch.page_size)
+    scale = options_of(draw, kernel)["sm_scale"]
+    table = (indptr(batch.qo_lens), starts, pages.to(device), last)
+    wrapper.plan(*table, *heads, sm_scale=scale)
+    generator = torch.Generator().manual_seed(batch.seed)
+    first = torch.randint(-9, 400, (sum(batch.qo_lens), 1), generator=generator)
+    length = torch.randint(-2, 200, first.shape, generator=generator)
+    windows = {
+        f"{kind}_window_left": draw(st.sampled_from([-1, 0, 5, 64, 500]))
+        for kind in ("causal", "range")
+    }
+    both = torch.cat([first, first + length], 1).to(device, torch.int32)
+    check_paged(wrapper, batch, device, bidirectional_ranges=both, **windows)
+
+
 CHECKS: dict[str, Callable[[st.DrawFn, Kernel, torch.device], None]] = {
     "cascade": cascade,
     "pod": pod,
     "batch_pod": batch_pod,
     "block_sparse": block_sparse,
     "variable_blocks": variable_blocks,
+    "ranges": ranges,
 }
 
 

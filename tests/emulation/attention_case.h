@@ -187,7 +187,7 @@ class Case {
     }
     options.alibi_slopes = slopes_.data();
     options.sinks = sinks_.data();
-#if FLASHINFER_CFG_CUSTOM_VARIANT
+#if FLASHINFER_CFG_CUSTOM_VARIANT && !defined(EMULATION_RANGES)
     variant.temperature = temperatures_.data();
     variant.extra_logits = sinks_.data();
     variant.bias = 0.25f;
@@ -222,6 +222,7 @@ class Case {
     draw_tensors(group, tokens + 1, entries + 1);
     if (mask == MaskMode::custom) draw_custom_mask(group);
     if (mask == MaskMode::multi_item) draw_items(group);
+    draw_ranges(group);
     return group;
   }
 
@@ -297,8 +298,30 @@ class Case {
     variant.VariantParams::token_pos_in_items_len = kLength;
   }
 
+  // A range of keys for each query: none, around its position, or anywhere, also beyond the keys.
+  void draw_ranges([[maybe_unused]] const Group& group) {
+#if defined(EMULATION_RANGES)
+    for (const PlanRequest& r : group.plan.requests) {
+      first_rows_.push_back(r.qo_begin);
+      for (int i = 0; i < r.qo_len; ++i) {
+        const int position = i + r.kv_len - r.qo_len;
+        const bool is_near = random_.one_in(2);
+        const int begin = is_near ? position - random_.integer(0, 40) : random_.integer(-5, 320);
+        const bool is_none = random_.one_in(4);
+        ranges_.push_back(is_none ? -1 : begin);
+        ranges_.push_back(is_none ? -1 : begin + random_.integer(-1, 80));
+      }
+    }
+    variant.bidirectional_ranges = ranges_.data();
+    variant.qo_indptr = first_rows_.data();
+    variant.causal_window_left = random_.one_in(2) ? -1 : random_.integer(0, 100);
+    variant.range_window_left = random_.one_in(2) ? -1 : random_.integer(0, 30);
+#endif
+  }
+
   Random random_;
   bool huge_strides_;
+  std::vector<int32_t> first_rows_, ranges_;
   std::vector<float> slopes_, sinks_, temperatures_;
   std::vector<uint8_t> mask_;
   std::vector<int32_t> mask_indptr_;

@@ -147,6 +147,9 @@ bool is_batch_invariant(Case& problem, PlanConfig config, Random& random) {
     options.mask_indptr += i;
     options.prefix_len_ptr += i;
     options.token_pos_in_items_ptr += i * options.token_pos_in_items_len;
+#if defined(EMULATION_RANGES)
+    params.variant.qo_indptr += i;
+#endif
     RequestGroup alone = group.plan;
     alone.requests = {request};
     run(config, {alone}, params);

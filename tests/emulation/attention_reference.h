@@ -114,7 +114,7 @@ class Reference {
 
   double logit(double product, int head, int distance) const {
     double x = product * problem_.variant.sm_scale;
-#if FLASHINFER_CFG_CUSTOM_VARIANT
+#if FLASHINFER_CFG_CUSTOM_VARIANT && !defined(EMULATION_RANGES)
     x /= problem_.variant.temperature[head];
     if (!ConfiguredVariant::use_softmax) x += problem_.variant.bias;
 #endif
@@ -131,6 +131,15 @@ class Reference {
 
   bool sees(int qo_idx, int position, int kv_idx) const {
     const VariantParams& options = problem_.variant;
+#if defined(EMULATION_RANGES)
+    const auto& own = problem_.variant;
+    const int32_t* range = own.bidirectional_ranges + 2 * (request_.qo_begin + qo_idx);
+    const auto is_within = [&](int64_t window) {
+      return window < 0 || kv_idx >= position - window;
+    };
+    if (kv_idx <= position && is_within(own.causal_window_left)) return true;
+    return kv_idx >= range[0] && kv_idx <= range[1] && is_within(own.range_window_left);
+#endif
     if (ConfiguredVariant::kHasLogitsMask && kCustomVariant && (position + kv_idx) % 3 == 0)
       return false;
     if (options.window_left >= 0 && kv_idx < position - options.window_left) return false;

@@ -127,6 +127,7 @@ def _variable_block_sparse(values: _Values) -> dict[str, Any]:
 
 _WRAPPERS: dict[str, Callable[[_Values], dict[str, Any]]] = {
     "attention_sink": attention_wrapper_cases.with_sinks,
+    "bidirectional_ranges": attention_wrapper_cases.with_ranges,
     "gqa_paged_decode": _decode,
     "gqa_paged_decode_multi": _decode_multi,
     "gqa_paged_prefill": _paged,
@@ -282,6 +283,10 @@ def scales_heads(heads: int) -> Case:
             return is_left_out(operation, name, arguments)
         becomes(2.0)(operation, name, arguments)
         device = arguments["q"].device
+        if operation.template.name_prefix.startswith("bidirectional_ranges"):
+            with pytest.raises(ValueError, match=f"{name}.* must be .*number"):
+                operation.api(**{**arguments, name: torch.ones(heads, device=device)})
+            return
         ascending = 1 + torch.arange(heads, device=device) / heads
         becomes(ascending)(operation, name, arguments)
         becomes(torch.full((1,), 2.0, device=device))(operation, name, arguments)
@@ -296,6 +301,7 @@ def scales_heads(heads: int) -> Case:
 CASES: dict[str, Case] = {
     "backend": names_a_backend,
     "causal": becomes(False),
+    "causal_window_left": becomes(0),
     "custom_mask": masks,
     "enable_pdl": has_no_effect,
     "k_scale": scales_heads(KV_HEADS),
@@ -312,6 +318,7 @@ CASES: dict[str, Case] = {
     "pos_encoding_mode": encodes,
     "q_len_per_req": is_what_was_planned,
     "q_scale": scales_heads(HEADS),
+    "range_window_left": becomes(0),
     "return_lse": adds_the_lse,
     "rope_scale": becomes(2.0, pos_encoding_mode="ROPE_LLAMA"),
     "rope_theta": becomes(100.0, pos_encoding_mode="ROPE_LLAMA"),

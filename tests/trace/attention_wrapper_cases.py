@@ -44,6 +44,19 @@ def with_sinks(values: Any) -> dict[str, Any]:
     return {"self": wrapper, "q": q, "paged_kv_cache": values.cache(), "sinks": sinks}
 
 
+def with_ranges(values: Any) -> dict[str, Any]:
+    wrapper = flashinfer.BatchPrefillWithCausalBidirectionalRangesWrapper(
+        values.workspace(), head_dim_qk=HEAD_DIM, head_dim_vo=HEAD_DIM, **values.dtypes
+    )
+    wrapper.plan(_indptr(*QO_LENS), *values.pages(), HEADS, KV_HEADS, HEAD_DIM, PAGE)
+    q = values(sum(QO_LENS), HEADS, HEAD_DIM)
+    ranges = torch.tensor([[5, 6], [5, 6], [-1, -1], [2, 3], [2, 3], [3, 8]], device=values.device)
+    return {
+        **{"self": wrapper, "q": q, "paged_kv_cache": values.cache()},
+        "bidirectional_ranges": ranges.int(),
+    }
+
+
 def _cascade(values: Any) -> dict[str, Any]:
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, values.workspace())
     starts, indices, last = values.pages()

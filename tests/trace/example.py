@@ -28,6 +28,8 @@ The calls are in ``example_calls.py`` and ``example_attention.py``. The files ar
     batch_deepgemm_fp8_nt_groupwise_n1536_k2048_g8_e4m3_masked_m_int32_out_bf16.json
     batch_pod_h32_kv8_d128_dv128_ps16_causal_p.json
     batch_pod_lse_h32_kv8_d128_dv128_ps16_causal_p.json
+    bidirectional_ranges_h32_kv8_d128_dv128_ps16.json
+    bidirectional_ranges_lse_h32_kv8_d128_dv128_ps16.json
     block_scale_interleave_b448_uint8.json
     block_sparse_attention_h32_kv8_d128_dv128.json
     block_sparse_attention_lse_h32_kv8_d128_dv128.json

@@ -101,7 +101,7 @@ def call_planned_attention(dtype) -> None:
 
 
 def call_mixed_attention(dtype) -> None:
-    """Prefill and decode in one launch; levels of shared keys; sinks."""
+    """Prefill and decode in one launch; levels of shared keys; sinks; an image in a prompt."""
     dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
     cache = torch.randn(9, 2, 16, 8, 128, dtype=dtype)
     table = page_table(KV_LENS)
@@ -116,6 +116,12 @@ def call_mixed_attention(dtype) -> None:
     sinks.plan(indptr(QO_LENS), *table, *HEADS, 16, causal=True, **dtypes)
     for return_lse in (False, True):
         sinks.run(q, cache, torch.zeros(32), return_lse=return_lse)
+
+    ranges = flashinfer.BatchPrefillWithCausalBidirectionalRangesWrapper(workspace(), **dtypes)
+    ranges.plan(indptr(QO_LENS), *table, *HEADS, 16)
+    image = torch.tensor([35, 39], dtype=torch.int32).repeat(NUM_TOKENS, 1)
+    for return_lse in (False, True):
+        ranges.run(q, cache, image, return_lse=return_lse)
 
     cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace())
     queries = [indptr([NUM_TOKENS]), indptr(QO_LENS)]

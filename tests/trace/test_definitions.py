@@ -212,6 +212,7 @@ def test_committed_references_run_without_this_package(tmp_path):
         "segment_packbits",
         "gqa",
         "attention",
+        "bidirectional_ranges",
         "mla_paged",
         "group_gemm",  # rows of no group are not defined
         "group_deepgemm",

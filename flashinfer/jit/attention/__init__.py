@@ -25,6 +25,7 @@ from .customize import (
 from .mla import gen_batch_mla_module, get_batch_mla_uri
 from .modules import AttentionModule, gen_attention_module, get_attention_module
 from .plan import gen_attention_plan_module
+from .ranges import gen_batch_prefill_bidirectional_ranges_module
 from .variant import AttentionVariant, make_variant
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "gen_batch_mla_module",
     "gen_batch_pod_module",
     "gen_batch_prefill_attention_sink_module",
+    "gen_batch_prefill_bidirectional_ranges_module",
     "gen_batch_prefill_module",
     "gen_customize_batch_decode_module",
     "gen_customize_batch_prefill_module",
