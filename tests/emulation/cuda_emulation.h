@@ -150,7 +150,11 @@ inline uint32_t __float_as_uint(float x) { return emulation::bit_cast<uint32_t>(
 inline float __uint_as_float(uint32_t x) { return emulation::bit_cast<float>(x); }
 inline float __int_as_float(int32_t x) { return emulation::bit_cast<float>(x); }
 
-inline int32_t __viaddmax_s32(int32_t x, int32_t y, int32_t z) { return std::max(x + y, z); }
+inline int32_t __viaddmax_s32(int32_t x, int32_t y, int32_t z) {
+  const uint32_t sum = static_cast<uint32_t>(x) + static_cast<uint32_t>(y);  // which may wrap
+  return std::max(static_cast<int32_t>(sum), z);
+}
+inline int32_t __float_as_int(float x) { return emulation::bit_cast<int32_t>(x); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   return emulation::permute_bytes(x, y, selector & 0x7777u);

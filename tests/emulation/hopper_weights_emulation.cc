@@ -16,12 +16,16 @@
 namespace flashinfer {
 namespace {
 
-constexpr int kOwnRows = 5, kTiles = 6;
+constexpr int kTiles = 6;
+constexpr bool is_own(int row) { return row % 3 == 0; }  // rows that a lane holds first and second
 
-template <typename T>
+// With a cap logits are near 0 up to half of it.
+constexpr float kCapOfLogits = 30.f;
+
+template <typename T, bool kSoftCap>
 struct Traits {
   using Tile = HopperTile<T, T, dtype::bfloat16, 128, 128, sizeof(T) == 1 ? 3 : 2>;
-  using Variant = DefaultAttention<false, false, false>;
+  using Variant = DefaultAttention<kSoftCap, false, false>;
   static constexpr bool kPaged = true, kWindow = false;
   static constexpr MaskMode kMask = MaskMode::none;
 };
@@ -40,10 +44,11 @@ struct Result {
   }
 };
 
-template <typename T>
-std::vector<std::vector<Result>> run(const AllLogits& logits) {  // [row][lane of the row]
-  using Tile = typename Traits<T>::Tile;
-  using Weights = HopperWeights<Traits<T>, AttentionParams<VariantParams>>;
+// Results by row and lane of the row. `has_hidden` says whether the warp has hidden logits.
+template <typename T, bool kSoftCap>
+std::vector<std::vector<Result>> run(const AllLogits& logits, bool has_hidden) {
+  using Tile = typename Traits<T, kSoftCap>::Tile;
+  using Weights = HopperWeights<Traits<T, kSoftCap>, AttentionParams<VariantParams>>;
   constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
   std::vector<std::vector<Result>> results(16, std::vector<Result>(4));
   const auto lane = [&] {
@@ -60,7 +65,17 @@ std::vector<std::vector<Result>> run(const AllLogits& logits) {  // [row][lane o
         }
       }
       uint32_t p[kSteps][1][4];
-      if (tile == 0) {
+      if constexpr (kSoftCap) {
+        const math::SoftCap cap(kCapOfLogits, 1.f, math::log2e);
+        const auto exact = [&] { return cap; };
+        if (tile == 0) {
+          Weights::template weigh_capped<true, Tile::kTokenTiles>(state, held, p, cap, exact,
+                                                                  has_hidden, [] {});
+        } else {
+          Weights::template weigh_capped<false, Tile::kTokenTiles>(state, held, p, cap, exact,
+                                                                   has_hidden, [] {});
+        }
+      } else if (tile == 0) {
         Weights::template weigh<true, Tile::kTokenTiles>(state, held, scale, p, [] {});
       } else {
         Weights::template weigh<false, Tile::kTokenTiles>(state, held, scale, p, [] {});
@@ -92,25 +107,37 @@ std::vector<float> draw_row(std::mt19937& random, int tokens, float width, float
   return row;
 }
 
-template <typename T>
+// The exponent of a logit, in base 2.
+template <bool kSoftCap>
+double exponent_of(float logit) {
+  if (logit == -math::inf) return logit;
+  return kSoftCap ? std::tanh(double{logit} / kCapOfLogits) * kCapOfLogits / std::log(2.) : logit;
+}
+
+template <typename T, bool kSoftCap>
 bool check(const char* type, int trials) {
-  constexpr int kTokens = Traits<T>::Tile::kTileKV;
+  constexpr int kTokens = Traits<T, kSoftCap>::Tile::kTileKV;
   std::mt19937 random(7);
   const auto one_of = [&](std::vector<float> values) { return values[random() % values.size()]; };
   int grown = 0;
   for (int trial = 0; trial < trials; ++trial) {
     AllLogits alone(kTiles, std::vector<std::vector<float>>(16, std::vector<float>(kTokens, 0.f)));
     AllLogits beside = alone;
+    const bool hides_own = kSoftCap && random() % 3 == 0;
     for (int row = 0; row < 16; ++row) {
       const float width = one_of({0.1f, 1.f, 4.f}), growth = one_of({0.f, 0.f, 1.f, 3.f, 12.f});
       for (int tile = 0; tile < kTiles; ++tile) {
         beside[tile][row] = draw_row(random, kTokens, width, growth * tile);
-        if (row >= kOwnRows && random() % 20 == 0) beside[tile][row][0] = math::nan;
-        if (row < kOwnRows) alone[tile][row] = beside[tile][row];
+        if (!is_own(row) && random() % 20 == 0) beside[tile][row][0] = math::nan;
+        if (kSoftCap && (hides_own || !is_own(row)) && random() % 2) {
+          beside[tile][row][random() % kTokens] = -math::inf;
+        }
+        if (is_own(row)) alone[tile][row] = beside[tile][row];
       }
     }
-    const auto first = run<T>(alone), second = run<T>(beside);
-    for (int row = 0; row < kOwnRows; ++row) {
+    const auto first = run<T, kSoftCap>(alone, hides_own), second = run<T, kSoftCap>(beside, true);
+    for (int row = 0; row < 16; ++row) {
+      if (!is_own(row)) continue;
       double sum = 0., expected = 0.;
       for (int lane = 0; lane < 4; ++lane) {
         const Result& result = first[row][lane];
@@ -123,9 +150,12 @@ bool check(const char* type, int trials) {
         grown += result.output != 1.f;
       }
       for (const auto& tile : alone) {
-        for (const float logit : tile[row]) expected += std::exp2(logit - first[row][0].largest);
+        for (const float logit : tile[row]) {
+          expected += std::exp2(exponent_of<kSoftCap>(logit) - first[row][0].largest);
+        }
       }
-      if (!(std::fabs(sum / expected - 1.) < 1e-4)) {
+      // An error of the cap is one of exponents.
+      if (!(std::fabs(sum / expected - 1.) < (kSoftCap ? 1.2e-5 * kCapOfLogits + 1e-4 : 1e-4))) {
         std::printf("%s trial %d row %d: sum %g, expected %g\n", type, trial, row, sum, expected);
         return false;
       }
@@ -141,8 +171,9 @@ bool check(const char* type, int trials) {
 int main(int, char** arguments) {
   using namespace flashinfer;
   const int trials = std::atoi(arguments[1]);
-  return check<dtype::bfloat16>("bfloat16", trials) &&
-                 check<dtype::float8_e4m3fn>("float8_e4m3fn", trials)
+  return check<dtype::bfloat16, false>("bfloat16", trials) &&
+                 check<dtype::bfloat16, true>("bfloat16, capped", trials) &&
+                 check<dtype::float8_e4m3fn, false>("float8_e4m3fn", trials)
              ? 0
              : 1;
 }

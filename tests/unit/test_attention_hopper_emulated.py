@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.test_attention_emulated import Emulator, emulator
 
 __all__ = ["emulator"]  # a fixture
 
 HEADER = "flashinfer/attention/sm90/weights.cuh"
+CAP = "flashinfer/attention/math.cuh"
 MOVE = 'asm volatile("mov.b32 %0, %1;" : "=r"(p[step][0][r]) : "r"(ahead[step][0][r]));'
 
 
@@ -25,3 +28,19 @@ def test_rows_do_not_depend_on_the_warps_other_rows(emulator: Emulator, full: bo
 def test_rows_that_grow_with_others_are_found(emulator: Emulator) -> None:
     emulator.substitute(HEADER, "!kFirst && row_fits(fits[h])", "false")
     assert "not the same beside other rows" in _find_fault(emulator, False)
+
+
+@pytest.mark.parametrize(
+    ("file", "statement", "other"),
+    [
+        (HEADER, "fits[h] && is_near[h] &&", "fits[h] &&"),
+        (HEADER, "is_near[1] = most[1]", "is_near[1] = most[0]"),
+        (CAP, "if (s * s <= most_square) return near(s, s * s, less);", ""),
+        (CAP, "s == -inf ? s : exact(s, less)", "exact(s, less)"),
+    ],
+)
+def test_faults_of_the_soft_cap_are_found(
+    emulator: Emulator, file: str, statement: str, other: str
+) -> None:
+    emulator.substitute(file, statement, other)
+    assert "capped trial" in _find_fault(emulator, False)

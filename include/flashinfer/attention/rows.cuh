@@ -25,6 +25,8 @@ class TileRows {
  public:
   using Variant = typename Traits::Variant;
   using View = RequestParams<typename Params::Variant>;
+  // Whether a soft cap of visible tiles is left to those who make the weights.
+  static constexpr bool kCapsWeights = Variant::kCapsLogits && Tile::kCapsWeights;
 
   // Sets up each row before the first key.
   __device__ __forceinline__ TileRows(const Params& params, const WorkItem& item, uint32_t kv_head,
@@ -114,10 +116,21 @@ class TileRows {
 
   // Applies the variant's transform to token tiles kFrom ... kTiles - 1, and hides keys if
   // `kMasked`. `inverse_scale` belongs to each row's query, where the tile scales queries.
-  template <bool kMasked, int kTiles = Tile::kTokenTiles, int kFrom = 0>
+  // Without `kCaps` the soft cap is left to the caller, who knows a hidden logit by its square.
+  template <bool kMasked, int kTiles = Tile::kTokenTiles, int kFrom = 0, bool kCaps = true>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
-    if constexpr (Variant::kCapsLogits) cap<kTiles, kFrom>(logits, inverse_scale);
+    if constexpr (Variant::kCapsLogits) {
+      scale_before_cap<kTiles, kFrom>(logits, inverse_scale);
+      if constexpr (kCaps) {
+        cap<kTiles, kFrom>(logits);
+      } else if constexpr (kMasked) {
+        for_each<kTiles, kFrom>(logits, [&](float& logit, int, int) {
+          // Smaller logits are alike to the cap. NaN stays NaN.
+          asm("max.NaN.f32 %0, %0, %1;" : "+f"(logit) : "f"(-1e18f));
+        });
+      }
+    }
     constexpr bool kTransforms = Variant::kHasLogitsTransform && !Variant::kCapsLogits;
     const int lane_idx = threadIdx.x % 32;
     const int column = first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
@@ -237,39 +250,44 @@ class TileRows {
     return word;
   }
 
-  // Applies the soft cap. Most logits are small against it, and a warp whose logits all are skips
-  // what the others need. A logit's value does not depend on that.
-  template <int kTiles, int kFrom>
-  __device__ __forceinline__ void cap(Logits& logits,
-                                      const float (&inverse_scale)[Tile::kRowTiles][2]) const {
-    const auto apply = [&](auto function) {
+  template <int kTiles, int kFrom, typename Function>
+  __device__ __forceinline__ static void for_each(Logits& logits, const Function& function) {
 #pragma unroll
-      for (int i = 0; i < Tile::kRowTiles; ++i) {
+    for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-        for (int j = kFrom; j < kTiles; ++j) {
+      for (int j = kFrom; j < kTiles; ++j) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) logits[i][j][e] = function(logits[i][j][e], i, e);
-        }
+        for (int e = 0; e < 4; ++e) function(logits[i][j][e], i, e);
       }
-    };
+    }
+  }
+
+  // Applies factors of logits, which the soft cap must see.
+  template <int kTiles, int kFrom>
+  __device__ __forceinline__ void scale_before_cap(
+      Logits& logits, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
     if constexpr (Tile::kScalesQuery || Variant::kHasHeadScales) {
-      apply([&](float logit, int i, int e) {
+      for_each<kTiles, kFrom>(logits, [&](float& logit, int i, int e) {
         if constexpr (Tile::kScalesQuery) logit *= inverse_scale[i][e / 2];
         if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
-        return logit;
       });
     }
+  }
+
+  // Applies the soft cap. Most logits are small against it, and a warp whose logits all are skips
+  // what the others need. A logit's value does not depend on that.
+  template <int kTiles, int kFrom = 0>
+  __device__ __forceinline__ void cap(Logits& logits) const {
     const math::SoftCap& soft_cap = variant.soft_cap;
     float largest[4] = {};  // four, so that few maxima wait for each other
-    apply([&](float logit, int, int e) {
-      largest[e] = fmaxf(largest[e], fabsf(logit));
-      return logit;
-    });
+    for_each<kTiles, kFrom>(
+        logits, [&](float logit, int, int e) { largest[e] = fmaxf(largest[e], fabsf(logit)); });
     const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
     if (__builtin_expect(__all_sync(0xffffffffu, soft_cap.is_near(most)), true)) {
-      apply([&](float logit, int, int) { return soft_cap.near(logit); });
+      for_each<kTiles, kFrom>(logits,
+                              [&](float& logit, int, int) { logit = soft_cap.near(logit); });
     } else {
-      apply([&](float logit, int, int) { return soft_cap(logit); });
+      for_each<kTiles, kFrom>(logits, [&](float& logit, int, int) { logit = soft_cap(logit); });
     }
   }
 

@@ -126,12 +126,12 @@ struct CappedAttention : AttentionVariantBase {
   static constexpr bool kNegatesQuery = true;
   static constexpr bool kHasLogitsTransform = true;
   static constexpr bool kCapsLogits = true;
-  static constexpr float sm_scale_log2 = math::log2e;
+  static constexpr float sm_scale_log2 = 1.f;  // the cap has the base in it
   math::SoftCap soft_cap;
 
   template <typename Params>
   __device__ __forceinline__ CappedAttention(const Params& params, uint32_t, uint8_t*)
-      : soft_cap(params.logits_soft_cap, fabsf(params.sm_scale)) {}
+      : soft_cap(params.logits_soft_cap, fabsf(params.sm_scale), math::log2e) {}
 };
 
 template <bool kSoftCap>

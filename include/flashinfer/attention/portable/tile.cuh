@@ -58,7 +58,7 @@ struct TileTraits {
   static constexpr bool kNarrow = kTileQ == 8;
   // The products take the columns of v of few bits in another order; see output_column().
   static constexpr int kInterleavedTiles = kKeysAre4Bit ? 4 : kKeysAre8Bit ? 2 : 1;
-  static constexpr bool kHidesByMinimum = false;  // see rows.cuh
+  static constexpr bool kHidesByMinimum = false, kCapsWeights = false;  // see rows.cuh
   static constexpr int kWarpRows = kTileQ == 128 ? 32 : 16;
   static constexpr int kRowTiles = kWarpRows / 16;                  // mma row tiles per warp
   static constexpr int kWarpKV = kSplitKV ? kWarpTokens : kTileKV;  // tokens that a warp multiplies

@@ -401,6 +401,9 @@ class HopperConsumer {
       const float* const of_rows = control_.inverse_query_scale + first_row<Tile>();
       inverse_scale[0][0] = of_rows[0], inverse_scale[0][1] = of_rows[8];
     }
+    using Weighing = HopperWeights<Traits, Params>;
+    constexpr bool kCaps = !Rows::kCapsWeights;  // else weigh_capped() does
+    bool has_hidden = false;
     if (__builtin_expect(first_token < plain.begin || first_token + kTiles * 8 > plain.end,
                          kFirst)) {
       if (negates()) {
@@ -413,20 +416,29 @@ class HopperConsumer {
       if constexpr (kFirst && kSkipsSteps) {
         transform_steps<0, kTiles>(rows, logits, first_token, inverse_scale, plain);
       } else {
-        rows.template transform<true, kTiles>(logits, first_token, inverse_scale);
+        has_hidden = true;
+        rows.template transform<true, kTiles, 0, kCaps>(logits, first_token, inverse_scale);
       }
     } else {
-      rows.template transform<false, kTiles>(logits, first_token, inverse_scale);
+      rows.template transform<false, kTiles, 0, kCaps>(logits, first_token, inverse_scale);
     }
     const bool has_keys = test_keys();
     if constexpr (!Variant::use_softmax) {
       finish_values();
 #pragma unroll
       for (int step = 0; step < kTileSteps; ++step) Rows::pack(logits, step, p[step]);
-      return has_keys;
+    } else if constexpr (kCaps) {
+      Weighing::template weigh<kFirst, kTiles>(state, logits, scale, p, finish_values);
+    } else {
+      const auto exact_cap = [&] {
+        float cap = params_.variant.logits_soft_cap;
+        // Otherwise what is computed from it occupies registers during the loop.
+        asm volatile("" : "+f"(cap));
+        return math::SoftCap(cap, fabsf(params_.variant.sm_scale), math::log2e);
+      };
+      Weighing::template weigh_capped<kFirst, kTiles>(state, logits, p, rows.variant.soft_cap,
+                                                      exact_cap, has_hidden, finish_values);
     }
-    HopperWeights<Traits, Params>::template weigh<kFirst, kTiles>(state, logits, scale, p,
-                                                                  finish_values);
     return has_keys;
   }
 

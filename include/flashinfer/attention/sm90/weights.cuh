@@ -7,6 +7,11 @@
 // that pass the test keep their weights bit for bit, since a tile's last rows may belong to another
 // request.
 //
+// While the special function unit makes a tile's exponentials, the multipliers have time. There a
+// soft cap's polynomial is evaluated, as if all logits were near 0 against the cap, and the vote
+// about the sums shows whether they were. If not, the logits are capped exactly, which changes no
+// bit of those that were, and a row that has others takes its maximum anew.
+//
 // Measurements, also of what lost: docs/tuning/attention_sm90.md and attention_sm90_fp8.md.
 #pragma once
 
@@ -20,6 +25,7 @@ class HopperWeights {
   using Tile = typename Traits::Tile;
   using Rows = TileRows<Traits, Params>;
   using State = WarpState<Tile>;
+  using SoftCap = math::SoftCap;
   using Logits = float[1][Tile::kTokenTiles][4];
   static constexpr bool kProductsAre8Bit = Tile::kProductsAre8Bit;
   static constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
@@ -47,10 +53,11 @@ class HopperWeights {
                                                const float (&scale)[2], uint32_t (&p)[kSteps][1][4],
                                                const FinishValues& finish_values) {
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
+    const auto exponent_of = [&](float largest, int h) { return largest * scale[h]; };
     float sum[2] = {0.f, 0.f};
     bool fits[2] = {true, true};  // for the lane's two rows
     if constexpr (kFirst) {
-      grow<true, kTiles>(state, logits, scale, fits);
+      grow<true, kTiles>(state, logits, exponent_of, fits);
       finish_values();
       make<0, kTileSteps>(state, logits, scale, p, sum, fits);
     } else {
@@ -73,10 +80,41 @@ class HopperWeights {
       }
       all_fit = all_fit && fits[0] && fits[1];
       if (__builtin_expect(__any_sync(0xffffffffu, !all_fit), false)) {
-        grow<false, kTiles>(state, logits, scale, fits);
+        grow<false, kTiles>(state, logits, exponent_of, fits);
         sum[0] = sum[1] = 0.f;
         make<0, kTileSteps>(state, logits, scale, p, sum, fits);
       }
+    }
+    state.sum[0][0] += sum[0];
+    state.sum[0][1] += sum[1];
+  }
+
+  // The same with a soft cap, which is not yet applied to the logits. `exact_cap()` is the cap in
+  // registers of its own.
+  template <bool kFirst, int kTiles, typename ExactCap, typename FinishValues>
+  __device__ __forceinline__ static void weigh_capped(State& state, const Logits& logits,
+                                                      uint32_t (&p)[kSteps][1][4],
+                                                      const SoftCap& soft_cap,
+                                                      const ExactCap& exact_cap, bool has_hidden,
+                                                      const FinishValues& finish_values) {
+    constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
+    const auto grow_by = [&](const SoftCap& cap, const bool (&fits)[2]) {
+      grow<kFirst, kTiles>(
+          state, logits, [&](float largest, int) { return cap.exponent(largest, 0.f); }, fits);
+    };
+    float sum[2] = {0.f, 0.f};
+    bool fits[2] = {true, true}, is_near[2];
+    if constexpr (kFirst) grow_by(exact_cap(), fits);
+    finish_values();
+    const int wrap = has_hidden ? 0x00800000 : 0;
+    make_near<kTileSteps>(state, logits, soft_cap, wrap, p, sum, is_near);
+    if constexpr (!kFirst) tile_fits(state, sum, fits);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) fits[h] = fits[h] && is_near[h] && sum[h] <= kMost;
+    if (__builtin_expect(__any_sync(0xffffffffu, !(fits[0] && fits[1])), false)) {
+      const SoftCap cap = exact_cap();
+      if constexpr (!kFirst) grow_by(cap, fits);
+      make_exact<kTileSteps>(state, logits, cap, p, sum);
     }
     state.sum[0][0] += sum[0];
     state.sum[0][1] += sum[1];
@@ -86,6 +124,60 @@ class HopperWeights {
   // Number of steps whose weights are made while p v is in flight. With 16-bit weights the compiler
   // has only the registers of `p` for them, and so would wait first.
   static constexpr int kAhead = kProductsAre8Bit ? 1 : 0;
+
+  // Makes weights as if all logits were near 0 against the soft cap, and finds whether the lane's
+  // of each row are. Squares are compared as integers, which have the same order. With `wrap`, 2^23
+  // or 0, added, the infinite ones of hidden logits become the smallest. One form serves tiles with
+  // and without hidden logits: for two, ptxas lacks registers (C7511).
+  template <int kTileSteps>
+  __device__ __forceinline__ static void make_near(const State& state, const Logits& logits,
+                                                   const SoftCap& soft_cap, int wrap,
+                                                   uint32_t (&p)[kSteps][1][4], float (&sum)[2],
+                                                   bool (&is_near)[2]) {
+    // A shuffle stays after the wait for p v, and keeps the squares there. Made before, a tile's
+    // squares would not fit into the registers.
+    const float zero = __shfl_sync(0xffffffffu, 0.f, 0);
+    int most[2] = {0, 0};
+#pragma unroll
+    for (int step = 0; step < kTileSteps; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int h = r % 2;
+        float weights[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float logit = logits[0][2 * step + r / 2][2 * h + i];
+          const float square = fmaf(logit, logit, zero);
+          most[h] = __viaddmax_s32(__float_as_int(square), wrap, most[h]);
+          weights[i] = math::ptx_exp2(soft_cap.near(logit, square, state.largest[0][h]));
+        }
+        sum[h] += weights[0] + weights[1];
+        p[step][0][r] = PackedPair<typename Tile::Weight>::pack(weights[0], weights[1]);
+      }
+    }
+    is_near[0] = most[0] - wrap <= __float_as_int(soft_cap.most_square);
+    is_near[1] = most[1] - wrap <= __float_as_int(soft_cap.most_square);
+  }
+
+  // Makes weights of any capped logits, with the bits of make_near() where that serves.
+  template <int kTileSteps>
+  __device__ __forceinline__ static void make_exact(const State& state, const Logits& logits,
+                                                    const SoftCap& soft_cap,
+                                                    uint32_t (&p)[kSteps][1][4], float (&sum)[2]) {
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int step = 0; step < kTileSteps; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int h = r % 2;
+        const float (&tile)[4] = logits[0][2 * step + r / 2];
+        const float a = math::ptx_exp2(soft_cap.exponent(tile[2 * h], state.largest[0][h]));
+        const float b = math::ptx_exp2(soft_cap.exponent(tile[2 * h + 1], state.largest[0][h]));
+        sum[h] += a + b;
+        p[step][0][r] = PackedPair<typename Tile::Weight>::pack(a, b);
+      }
+    }
+  }
 
   // Tests the sums of 16-bit weights. A NaN sum does not fit.
   __device__ __forceinline__ static void tile_fits(const State& state, const float (&sum)[2],
@@ -97,14 +189,15 @@ class HopperWeights {
   }
 
   // Updates the maximum of each row that does not fit, and rescales its sum and its output.
-  template <bool kFirst, int kTiles>
+  template <bool kFirst, int kTiles, typename ExponentOf>
   __device__ __forceinline__ static void grow(State& state, const Logits& logits,
-                                              const float (&scale)[2], const bool (&fits)[2]) {
+                                              const ExponentOf& exponent_of,
+                                              const bool (&fits)[2]) {
     float shrink[1][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float largest = Rows::template row_largest<kTiles>(logits[0], h);
-      float grown = fmaxf(state.largest[0][h], largest * scale[h] - kHeadroom);
+      float grown = fmaxf(state.largest[0][h], exponent_of(largest, h) - kHeadroom);
       if (!kFirst && row_fits(fits[h])) grown = state.largest[0][h];
       shrink[0][h] = math::ptx_exp2(state.largest[0][h] - grown);
       state.largest[0][h] = grown;
