@@ -115,6 +115,7 @@ CALLS_OPERATORS: dict[str, Callable[[], Call]] = {
     ),
     "interleave_for_tma_wgmma_up": lambda: _prepared(
         fused_moe.interleave_for_tma_wgmma_up, _bytes(2, 128, 16).to(torch.float8_e4m3fn)
+    ),
     "make_nvfp4_global_scale": lambda: _prepared(
         quantization.make_nvfp4_global_scale,
         torch.randn(6, 32, device=DEVICE),
