@@ -16,6 +16,7 @@ from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, destination, resolve_scale
 from ._linear_attention.chunk_delta_rule import CHUNK_SIZE, run_chunk_delta_rule
 from ._linear_attention.delta_rule import GateForm, Gates, States, run_delta_rule
+from ._linear_attention.pools import read_checkpoints
 from .jit.delta_rule import CHUNK_HEAD_DIMS
 from .trace.templates.gated_delta_product import chunk_gated_delta_product_trace
 from .trace.templates.gated_delta_rule import chunk_gated_delta_rule_trace
@@ -126,7 +127,9 @@ def chunk_gated_delta_rule(
     out = destination("output", output, (q.shape[0], heads, v.shape[2]), q)
     final = _final_state(initial_state, output_state, state_indices, output_final_state, cu_seqlens,
                          (heads, v.shape[2], q.shape[2]), q.device)  # fmt: skip
-    _check_checkpoints(state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens)
+    read_checkpoints(
+        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, multiple_of=CHUNK_SIZE
+    )
     states = States(
         initial_state,
         final,
@@ -271,18 +274,3 @@ def _final_state(
         return initial
     dtype = torch.float32 if initial is None else initial.dtype
     return torch.empty((cu_seqlens.shape[0] - 1, *shape), dtype=dtype, device=device)
-
-
-def _check_checkpoints(
-    checkpoints: torch.Tensor | None, starts: torch.Tensor | None, every: int
-) -> None:
-    given = checkpoints is not None, starts is not None, every != 0
-    if any(given) and not all(given):
-        raise ValueError(
-            "`state_checkpoints`, `checkpoint_cu_starts` and `checkpoint_every_n_tokens` must be "
-            "given together"
-        )
-    if every % CHUNK_SIZE != 0 or every < 0:
-        raise ValueError(
-            f"`checkpoint_every_n_tokens` must be a multiple of {CHUNK_SIZE}, got {every}"
-        )

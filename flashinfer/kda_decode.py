@@ -16,13 +16,14 @@ import torch
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, destination, resolve_scale
-from ._linear_attention.delta_rule import run_delta_rule
 from ._linear_attention.kda import (
     check_gate_shapes,
     kda_gates,
     kda_states,
     refuse_unsupported,
+    run_recurrence,
 )
+from ._linear_attention.pools import read_checkpoints
 from .trace.templates.kda import recurrent_kda_trace
 from .trace.templates.kda_packed import packed_kda_decode_trace
 
@@ -63,7 +64,7 @@ def recurrent_kda(
     correction_cache: torch.Tensor | None = None,
     kg_cache: torch.Tensor | None = None,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """KDA over the tokens of each sequence, one after the other.
 
     Parameters
@@ -117,8 +118,16 @@ def recurrent_kda(
         The learning rate is ``sigmoid(beta)``.
     seq_order, prefill_workspace
         Hints of other implementations; results do not depend on them.
-    state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, checkpoint_state_indices
-        Not supported: None and 0.
+    state_checkpoints : torch.Tensor, optional
+        ``[checkpoints, v_heads, head_dim_v, head_dim_k]``, dtype of the states: receives the state
+        after every `checkpoint_every_n_tokens` tokens of each sequence.
+    checkpoint_cu_starts : torch.Tensor, optional
+        ``[sequences + 1]``, int64: the first checkpoint of each sequence.
+    checkpoint_every_n_tokens : int
+        At least 1; 0: no checkpoints.
+    checkpoint_state_indices : torch.Tensor, optional
+        ``[checkpoints of all sequences]``, int32 or int64: the row of each checkpoint in
+        `state_checkpoints`; negative: it is not kept. By default checkpoint i has row i.
     disable_state_update : bool
         Leave `initial_state` as it is.
     correction_cache, kg_cache
@@ -129,7 +138,7 @@ def recurrent_kda(
     Returns
     -------
     tuple
-        `output`, and the states or None.
+        `output`, the states or None, and `state_checkpoints` where they are given.
 
     Raises
     ------
@@ -137,13 +146,9 @@ def recurrent_kda(
         If an argument is not as listed above.
     """
     check_backend(backend, "auto", "flashinfer")
-    refuse_unsupported(
-        state_checkpoints=state_checkpoints,
-        checkpoint_cu_starts=checkpoint_cu_starts,
-        checkpoint_every_n_tokens=checkpoint_every_n_tokens or None,
-        checkpoint_state_indices=checkpoint_state_indices,
-        correction_cache=correction_cache,
-        kg_cache=kg_cache,
+    refuse_unsupported(correction_cache=correction_cache, kg_cache=kg_cache)
+    checkpoints = read_checkpoints(
+        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, checkpoint_state_indices
     )
     for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
         check_tensor(name, tensor, 4)
@@ -168,18 +173,18 @@ def recurrent_kda(
         initial_state_indices,
         disable_state_update,
     )
-    run_delta_rule(
+    run_recurrence(
         out,
-        q,
-        k,
-        v,
+        (q, k, v),
         gates,
         states,
+        checkpoints,
         scale=resolve_scale(scale, q.shape[3]),
         normalize_qk=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
     )
-    return out, final if output_final_state else None
+    returned = final if output_final_state else None
+    return (out, returned) if checkpoints is None else (out, returned, checkpoints.pool)
 
 
 @flashinfer_api(trace=packed_kda_decode_trace)
@@ -239,7 +244,7 @@ def packed_kda_decode(
         raise ValueError(f"`dt_bias` must have {heads} x {dim} elements, got {list(dt_bias.shape)}")
     q, k, v = mixed_qkv.unflatten(1, (3, 1, heads, dim)).unbind(1)
     gate = raw_gate.unflatten(1, (1, heads, dim))
-    out, _ = recurrent_kda(
+    out, *_ = recurrent_kda(
         q, k, v, gate, raw_beta[:, None], A_log, dt_bias.reshape(heads, dim),
         initial_state=state,
         use_gate_in_kernel=True,

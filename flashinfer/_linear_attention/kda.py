@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 
 from .._common.checks import tensor as check_tensor
-from .delta_rule import GateForm, Gates, States
+from .delta_rule import GateForm, Gates, States, run_delta_rule
+from .pools import Checkpoints
 
 
 def refuse_unsupported(**values: object) -> None:
@@ -125,3 +127,31 @@ def _slots_of_tokens(
             f"`ssm_state_indices` must have shape {list(shape)}, got {list(slots.shape)}"
         )
     return slots
+
+
+def run_recurrence(
+    out: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    gates: Gates,
+    states: States,
+    checkpoints: Checkpoints | None,
+    *,
+    scale: float,
+    normalize_qk: bool,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """The kernel over all tokens; `out`, the pools and the checkpoints are written."""
+    buffer = None
+    if checkpoints is not None:
+        buffer = checkpoints.buffer()
+        states = dataclasses.replace(
+            states,
+            snapshots=buffer,
+            snapshot_starts=checkpoints.starts,
+            snapshot_every=checkpoints.every,
+        )
+    run_delta_rule(
+        out, *qkv, gates, states, scale=scale, normalize_qk=normalize_qk, cu_seqlens=cu_seqlens
+    )
+    if checkpoints is not None and buffer is not None:
+        checkpoints.keep(buffer)

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from flashinfer.kda import recurrent_kda
 from tests.linear_attention.recurrences import STORAGE_ERROR, gated_delta_rule, relative_error
 
-pytestmark = pytest.mark.gpu
-
 # lengths, heads, v_heads, head_dim_k, head_dim_v, dtype, state dtype, lower bound (None: softplus)
 CASES = [
     ([1] * 5, 2, 4, 128, 128, torch.bfloat16, torch.float32, -5.0),
@@ -20,6 +18,10 @@ CASES = [
     ([9, 0, 70, 1], 1, 3, 64, 40, torch.float16, torch.float32, -2.0),
     ([3, 5], 2, 2, 32, 24, torch.bfloat16, torch.float16, None),
 ]
+
+
+# What a refusal of another argument than the wrong one names.
+MATCHES = {"state_checkpoints": "checkpoint_cu_starts", "num_accepted_tokens": "num_"}
 
 
 class Problem:
@@ -141,6 +143,35 @@ def test_states_of_another_pool(device):
             assert relative_error(problem.state[2 * i + t], state) < problem.state_tolerance
 
 
+@pytest.mark.parametrize("slots", [None, [5, -1, 0, 3, 6]], ids=["rows", "slots"])
+def test_checkpoints(device, slots):
+    """States after every third token of each sequence, in rows or in slots of a pool."""
+    torch.manual_seed(4)
+    lengths, every = [9, 0, 2, 7], 3
+    problem = Problem((lengths, 2, 2, 64, 40, torch.bfloat16, torch.float32, -5.0), device)
+    counts = torch.tensor([0, *(n // every for n in lengths)], device=device)
+    before = torch.randn_like(problem.state[:1].expand(8, -1, -1, -1))
+    pool = before.clone()
+    out, state, kept = problem.call(
+        initial_state=problem.state.clone(), output_final_state=True, state_checkpoints=pool,
+        checkpoint_cu_starts=counts.cumsum(0), checkpoint_every_n_tokens=every,
+        checkpoint_state_indices=None if slots is None else torch.tensor(slots, device=device),
+    )  # fmt: skip
+    assert kept is pool
+    places = iter(range(5) if slots is None else slots)
+    touched = torch.zeros(8, dtype=torch.bool, device=device)
+    for i, length in enumerate(lengths):
+        states = problem.expected(i, problem.state[i])[1]
+        assert relative_error(state[i], states[-1]) < problem.state_tolerance
+        for j in range(length // every):
+            place = next(places)
+            if place >= 0:
+                assert relative_error(pool[place], states[(j + 1) * every - 1]) < 1e-5
+                touched[place] = True
+    assert torch.equal(pool[~touched], before[~touched]) and next(places, None) is None
+    assert out.isfinite().all()
+
+
 def test_refusals(device):
     problem = Problem(CASES[0], device)
     for name, wrong in {
@@ -156,5 +187,5 @@ def test_refusals(device):
         "backend": "cake",
     }.items():
         arguments = {"initial_state": problem.state.clone(), name: wrong}
-        with pytest.raises((TypeError, ValueError), match=name):
+        with pytest.raises((TypeError, ValueError), match=MATCHES.get(name, name)):
             problem.call(**arguments)

@@ -75,7 +75,8 @@ def _cu_seqlens(operation: Operation, name: str, arguments: dict[str, Any]) -> N
 
 
 def _required_by_its_template(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
-    required = name in operation.template.inputs
+    spec = operation.template.inputs.get(name)
+    required = spec is not None and not spec.optional
     (_is_required if required else _default_is_absence)(operation, name, arguments)
 
 
@@ -92,6 +93,15 @@ def _is_told_by_the_gate(operation: Operation, name: str, arguments: dict[str, A
         operation.api(**{**arguments, name: "A_log" not in operation.template.inputs})
 
 
+def _belongs_to_checkpoints(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """The three are given together, or none."""
+    if name not in operation.template.inputs:
+        return _default_is_absence(operation, name, arguments)
+    default = parameters_of(operation.function)[name].default
+    with pytest.raises((TypeError, ValueError), match="checkpoint_"):
+        operation.api(**{**arguments, name: default})
+
+
 def _divides_the_updates(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """Keys and values have as many rows as the tokens have updates."""
     for wrong in (1, 3, 0):
@@ -104,6 +114,10 @@ _KNOWN: dict[str, Callable[..., None]] = {
     "return_final_states": _returns_states,
     "backend": _backend,
     "scale": _changes(3.0),
+    **dict.fromkeys(
+        ("state_checkpoints", "checkpoint_cu_starts", "checkpoint_every_n_tokens"),
+        _belongs_to_checkpoints,
+    ),
     "cu_seqlens": _cu_seqlens,
     "output": _receives,
     "out": _receives,
