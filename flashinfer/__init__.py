@@ -185,7 +185,10 @@ if _TYPE_CHECKING:
     from .gemm import grouped_mm_fp8 as grouped_mm_fp8
     from .gemm import mm_bf16 as mm_bf16
     from .gemm import mm_fp8 as mm_fp8
+    from .kda_decode import fused_kda_decode as fused_kda_decode
+    from .kda_decode import packed_fused_kda_decode as packed_fused_kda_decode
     from .kda_decode import packed_kda_decode as packed_kda_decode
+    from .kda_decode import recurrent_kda as recurrent_kda
     from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
     from .topk_varlen import top_k_varlen as top_k_varlen
 else:
@@ -211,7 +214,12 @@ else:
             "mm_bf16",
             "mm_fp8",
         ),
-        "kda_decode": ("packed_kda_decode",),
+        "kda_decode": (
+            "fused_kda_decode",
+            "packed_fused_kda_decode",
+            "packed_kda_decode",
+            "recurrent_kda",
+        ),
         "mla": ("BatchMLAPagedAttentionWrapper",),
         "topk_varlen": ("top_k_varlen",),
     }

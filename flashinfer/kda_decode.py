@@ -16,6 +16,7 @@ import torch
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, destination, resolve_scale
+from ._linear_attention.fused_kda import WIDTH, Layer, check_slots
 from ._linear_attention.kda import (
     check_gate_shapes,
     kda_gates,
@@ -24,10 +25,15 @@ from ._linear_attention.kda import (
     run_recurrence,
 )
 from ._linear_attention.pools import read_checkpoints
+from ._linear_attention.short_convolution import History
 from .trace.templates.kda import recurrent_kda_trace
+from .trace.templates.kda_fused import fused_kda_decode_trace, packed_fused_kda_decode_trace
 from .trace.templates.kda_packed import packed_kda_decode_trace
 
-__all__ = ["packed_kda_decode", "recurrent_kda"]
+__all__ = ["fused_kda_decode", "packed_fused_kda_decode", "packed_kda_decode", "recurrent_kda"]
+
+# Engines ask for it beside the function's name.
+_FUSED_KDA_DECODE_AVAILABLE = True
 
 
 @flashinfer_api(trace=recurrent_kda_trace)
@@ -254,3 +260,200 @@ def packed_kda_decode(
         beta_is_logit=True,
     )  # fmt: skip
     return out
+
+
+@flashinfer_api(trace=fused_kda_decode_trace)
+def fused_kda_decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state_indices: torch.Tensor,
+    state: torch.Tensor,
+    output_gate: torch.Tensor,
+    norm_weight: torch.Tensor,
+    lower_bound: float | None = -5.0,
+    norm_eps: float = 1e-5,
+    output: torch.Tensor | None = None,
+    *,
+    backend: str = "cute-dsl",
+    state_indices_mode: str | None = None,
+) -> torch.Tensor:
+    """One decode step of a KDA layer: convolution, SiLU, `recurrent_kda` and the gated norm.
+
+    ``output = o / sqrt(mean(o^2) + norm_eps) norm_weight sigmoid(output_gate)`` with the
+    recurrence's result ``o``. The recurrence is a kernel; what surrounds it is made of PyTorch's
+    operations.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[batch, 3 * heads * head_dim]``, float16 or bfloat16: queries of all heads, keys and
+        values, before the convolution. `head_dim` is 32, 64, 128 or 256.
+    weight : torch.Tensor
+        ``[3, 4, heads * head_dim]``, floating point: taps for queries, keys and values, that of the
+        token itself last.
+    conv_state : torch.Tensor
+        ``[slots, 3 * heads * head_dim, 3]``, dtype of `x`, any strides: the last inputs of each
+        sequence, the newest last; overwritten.
+    raw_gate, raw_beta : torch.Tensor
+        ``[1, batch, heads, head_dim]`` and ``[1, batch, heads]``, floating point: input of the
+        decay by key channel, and logits of the learning rate.
+    A_log, dt_bias : torch.Tensor
+        `heads` elements float32, and ``[heads, head_dim]`` or flat.
+    state_indices : torch.Tensor
+        ``[batch]``, int32 or int64: the slot of each sequence in both caches, distinct. One that is
+        not positive: padding, whose output is zero, and no slot is touched.
+    state : torch.Tensor
+        ``[slots, heads, head_dim, head_dim]``, float32, bfloat16 or float16; overwritten.
+    output_gate : torch.Tensor
+        ``[batch, heads, head_dim]``, floating point.
+    norm_weight : torch.Tensor
+        ``[head_dim]``, floating point.
+    lower_bound : float, optional
+        As for `recurrent_kda`.
+    norm_eps : float
+        Added to the mean square.
+    output : torch.Tensor, optional
+        Result, ``[1, batch, heads, head_dim]``, dtype of `x`.
+    backend : str
+        "cute-dsl" or "auto", which are the same here.
+    state_indices_mode : str, optional
+        What the caller knows of `state_indices`: "positive_unique" or "unique_or_null"; no result
+        depends on it. "repeated_positive" is refused.
+
+    Returns
+    -------
+    torch.Tensor
+        `output`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    check_backend(backend, "cute-dsl", "auto")
+    if state_indices_mode not in (None, "positive_unique", "unique_or_null"):
+        raise ValueError(
+            "`state_indices_mode` must be None, 'positive_unique' or 'unique_or_null', got "
+            f"{state_indices_mode!r}"
+        )
+    slots = check_slots("state_indices", state_indices, 1)
+    starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
+    layer = Layer(x, weight, conv_state, raw_gate, raw_beta, state, output_gate, norm_weight)
+    return _decode_layer(
+        layer, (A_log, dt_bias, lower_bound), slots[:, None], starts, None, norm_eps, output
+    )
+
+
+@flashinfer_api(trace=packed_fused_kda_decode_trace)
+def packed_fused_kda_decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state_indices: torch.Tensor,
+    state: torch.Tensor,
+    output_gate: torch.Tensor,
+    norm_weight: torch.Tensor,
+    lower_bound: float | None = -5.0,
+    norm_eps: float = 1e-5,
+    output: torch.Tensor | None = None,
+    *,
+    query_start_loc: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    t1_state_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fused_kda_decode` for the tokens of a draft, whose states and inputs are kept one by one.
+
+    Parameters
+    ----------
+    x, weight, raw_gate, raw_beta, A_log, dt_bias, state, output_gate, norm_weight, lower_bound, \
+norm_eps, output
+        As for `fused_kda_decode`, with the tokens of all sequences one after the other in place of
+        the batch.
+    conv_state : torch.Tensor
+        ``[slots, 3 * heads * head_dim, T + 2]``, dtype of `x`, any strides; overwritten. The history
+        of a sequence begins at ``num_accepted_tokens - 1``; the call leaves its last two inputs in
+        front and the new ones behind them.
+    state_indices : torch.Tensor
+        ``[sequences, T]``, int32 or int64; T is the most tokens of a sequence. Token t leaves the
+        state in slot ``[n, t]``; slot ``[n, 0]`` is that of `conv_state`. One that is not positive
+        is not written; if it is the one to read, or the first, the sequence is padding.
+    query_start_loc : torch.Tensor
+        ``[sequences + 1]``, int32 or int64: where sequences begin in the packed tokens, ascending
+        from 0. Tokens behind the last sequence have the output zero.
+    num_accepted_tokens : torch.Tensor
+        ``[sequences]``, int32, from 1 to T: how many tokens of the last call count; the state is
+        read from slot ``[n, num_accepted_tokens - 1]``.
+    t1_state_indices
+        Not supported: None.
+
+    Returns
+    -------
+    torch.Tensor
+        `output`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    refuse_unsupported(t1_state_indices=t1_state_indices)
+    slots = check_slots("state_indices", state_indices, 2)
+    starts = check_slots("query_start_loc", query_start_loc, 1)
+    accepted = check_slots("num_accepted_tokens", num_accepted_tokens, 1)
+    if len(starts) != len(slots) + 1 or len(accepted) != len(slots) or slots.shape[1] == 0:
+        raise ValueError(
+            "`query_start_loc`, `num_accepted_tokens` and `state_indices` must have shapes "
+            f"[sequences + 1], [sequences] and [sequences, T], got {list(starts.shape)}, "
+            f"{list(accepted.shape)} and {list(slots.shape)}"
+        )
+    layer = Layer(x, weight, conv_state, raw_gate, raw_beta, state, output_gate, norm_weight)
+    return _decode_layer(
+        layer, (A_log, dt_bias, lower_bound), slots, starts, accepted, norm_eps, output
+    )
+
+
+def _decode_layer(
+    layer: Layer,
+    gate: tuple[torch.Tensor, torch.Tensor, float | None],
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    accepted: torch.Tensor | None,
+    norm_eps: float,
+    output: torch.Tensor | None,
+) -> torch.Tensor:
+    """Both functions: packed tokens from `starts`, with ``[sequences, T]`` slots."""
+    drafted = slots.shape[1] - 1
+    layer.check(drafted + WIDTH - 1)
+    A_log, dt_bias, lower_bound = gate
+    heads, dim = layer.state.shape[1:3]
+    if check_tensor("dt_bias", dt_bias, 1, 2).numel() != heads * dim:
+        raise ValueError(f"`dt_bias` must have {heads} x {dim} elements, got {list(dt_bias.shape)}")
+    out = destination("output", output, (1, len(layer.x), heads, dim), layer.x)
+    skipped = torch.zeros_like(slots[:, 0]) if accepted is None else accepted - 1
+    skipped = skipped.clamp(0, drafted).long()
+    live = (slots[:, 0] > 0) & (slots.gather(1, skipped[:, None])[:, 0] > 0)
+    history = History(layer.conv_state, slots[:, 0], live, starts, skipped)
+    q, k, v = layer.convolved(history)
+    of_tokens = torch.where(live[:, None] & (slots > 0), slots, -1)
+    draft = {"num_spec_tokens": drafted, "num_accepted_tokens": accepted} if drafted else {}
+    core, *_ = recurrent_kda(
+        q, k, v, layer.raw_gate, layer.raw_beta, A_log, dt_bias.reshape(heads, dim),
+        initial_state=layer.state,
+        use_gate_in_kernel=True,
+        lower_bound=lower_bound,
+        cu_seqlens=starts,
+        ssm_state_indices=of_tokens if drafted else of_tokens[:, 0],
+        output=torch.zeros_like(v, memory_format=torch.contiguous_format),
+        beta_is_logit=True,
+        **draft,
+    )  # fmt: skip
+    return out.copy_(layer.normed(core, norm_eps))

@@ -24,7 +24,11 @@ from flashinfer import quantization as quant
 from flashinfer.concat_ops import concat_mla_k
 from flashinfer.gdn_kernels import gdn_decode_bf16_state
 from flashinfer.kda import recurrent_kda
-from flashinfer.kda_decode import packed_kda_decode
+from flashinfer.kda_decode import (
+    fused_kda_decode,
+    packed_fused_kda_decode,
+    packed_kda_decode,
+)
 
 NUM_TOKENS = 32
 
@@ -114,6 +118,21 @@ def call_linear_attention(dtype) -> None:
     packed_kda_decode(
         new(2, 3 * 32 * 128), new(2, 32 * 128), b[:, 0], rate, torch.randn(32, 128), state, slots
     )
+    heads, width = (12, 128), 12 * 128
+    layer = (rate[:12], torch.randn(width))
+    for function, rows, length, tail in (
+        (fused_kda_decode, 2, 3, {}),
+        (packed_fused_kda_decode, 6, 5, {
+            "query_start_loc": torch.tensor([0, 3, 6], dtype=torch.int32),
+            "num_accepted_tokens": slots.new_full((2,), 2),
+        }),
+    ):
+        function(
+            new(rows, 3 * width), torch.randn(3, 4, width), new(8, 3 * width, length),
+            new(1, rows, *heads), new(1, rows, 12), *layer, slots if length == 3 else
+            torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32),
+            torch.randn(8, 12, 128, 128), new(rows, *heads), torch.ones(128), **tail,
+        )
     pool, A, D = new(4, 64, 64, 128), -torch.rand(64, 64, 128), torch.ones(64, 64)
     for steps in ((), (3,)):
         x, B = new(2, *steps, 64, 64), new(2, *steps, 8, 128)

@@ -1,0 +1,73 @@
+"""What surrounds the recurrence in one decode step of a KDA layer, and its arguments' checks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .._common.checks import tensor as check_tensor
+from .short_convolution import History, convolve
+
+WIDTH = 4
+"""Taps of the convolution."""
+
+
+class Layer(NamedTuple):
+    """Tensors of a call: activations of packed tokens, weights and caches."""
+
+    x: torch.Tensor  # [tokens, 3 * heads * head_dim]
+    weight: torch.Tensor  # [3, WIDTH, heads * head_dim]
+    conv_state: torch.Tensor  # [slots, 3 * heads * head_dim, length]
+    raw_gate: torch.Tensor  # [1, tokens, heads, head_dim]
+    raw_beta: torch.Tensor  # [1, tokens, heads]
+    state: torch.Tensor  # [slots, heads, head_dim, head_dim]
+    output_gate: torch.Tensor  # [tokens, heads, head_dim]
+    norm_weight: torch.Tensor  # [head_dim]
+
+    def check(self, length: int) -> None:
+        """Refuse shapes that do not belong together; `length`: inputs that a slot must hold."""
+        heads, dim = check_tensor("state", self.state, 4).shape[1:3]
+        tokens = check_tensor("x", self.x, 2).shape[0]
+        expected: dict[str, tuple[int | None, ...]] = {
+            "x": (tokens, 3 * heads * dim),
+            "weight": (3, WIDTH, heads * dim),
+            "conv_state": (None, 3 * heads * dim, length),
+            "raw_gate": (1, tokens, heads, dim),
+            "raw_beta": (1, tokens, heads),
+            "state": (None, heads, dim, dim),
+            "output_gate": (tokens, heads, dim),
+            "norm_weight": (dim,),
+        }
+        for name, shape in expected.items():
+            found = check_tensor(name, getattr(self, name), len(shape)).shape
+            if any(size not in (None, have) for size, have in zip(shape, found, strict=True)):
+                wanted = ["slots" if size is None else size for size in shape]
+                raise ValueError(f"`{name}` must have shape {wanted}, got {list(found)}")
+        for name in ("x", "conv_state"):
+            tensor = getattr(self, name)
+            if tensor.dtype not in (torch.float16, torch.bfloat16) or tensor.dtype != self.x.dtype:
+                raise ValueError(
+                    f"`{name}` must be float16 or bfloat16, as `x` is, got {tensor.dtype}"
+                )
+
+    def convolved(self, history: History) -> list[torch.Tensor]:
+        """Queries, keys and values, ``[1, tokens, heads, head_dim]`` each."""
+        heads, dim = self.state.shape[1:3]
+        taps = self.weight.transpose(1, 2).reshape(-1, WIDTH)
+        mixed = convolve(self.x, taps, history).to(self.x.dtype)
+        return list(mixed.view(1, -1, 3, heads, dim).unbind(2))
+
+    def normed(self, core: torch.Tensor, eps: float) -> torch.Tensor:
+        """The recurrence's result, divided by its root mean square and gated, in float32."""
+        core = core.float()
+        scale = torch.rsqrt(core.square().mean(-1, keepdim=True) + eps)
+        return core * scale * self.norm_weight.float() * torch.sigmoid(self.output_gate.float())
+
+
+def check_slots(name: str, slots: Any, *ndims: int) -> torch.Tensor:
+    """Integer slots."""
+    found = check_tensor(name, slots, *ndims)
+    if found.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"`{name}` must have dtype int32 or int64, got {found.dtype}")
+    return found
