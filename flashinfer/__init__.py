@@ -158,6 +158,7 @@ if _TYPE_CHECKING:
     from . import fp8_quantization as fp8_quantization
     from . import fused_moe as fused_moe
     from . import gdn_decode as gdn_decode
+    from . import gdn2_prefill as gdn2_prefill
     from . import gdn_kernels as gdn_kernels
     from . import gdn_prefill as gdn_prefill
     from . import kda as kda
@@ -177,6 +178,9 @@ if _TYPE_CHECKING:
     from .concat_ops import concat_mla_kv_quant_fp8 as concat_mla_kv_quant_fp8
     from .fused_moe import cutlass_fused_moe as cutlass_fused_moe
     from .fused_moe import reorder_rows_for_gated_act_gemm as reorder_rows_for_gated_act_gemm
+    from .gdn2_prefill import chunk_gated_delta_rule2 as chunk_gated_delta_rule2
+    from .gdn_decode import gdn_fused_decode_step as gdn_fused_decode_step
+    from .gdn_decode import gdn_fused_decode_step_supported as gdn_fused_decode_step_supported
     from .gdn_prefill import chunk_gated_delta_product as chunk_gated_delta_product
     from .gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
     from .gemm import bmm_bf16 as bmm_bf16
@@ -204,6 +208,8 @@ else:
         "autotuner": ("MeasurementPolicy", "autotune"),
         "concat_ops": ("concat_mla_kv_quant_fp8",),
         "fused_moe": ("cutlass_fused_moe", "reorder_rows_for_gated_act_gemm"),
+        "gdn2_prefill": ("chunk_gated_delta_rule2",),
+        "gdn_decode": ("gdn_fused_decode_step", "gdn_fused_decode_step_supported"),
         "gdn_prefill": ("chunk_gated_delta_product",),
         "gemm": (
             "SegmentGEMMWrapper",

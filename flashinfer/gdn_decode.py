@@ -16,18 +16,22 @@ import torch
 
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
-from ._linear_attention.checks import check_backend, check_one_of
+from ._linear_attention.checks import check_backend, check_one_of, check_shapes, check_slots, destination
 from ._linear_attention.decode import run_decode
+from ._linear_attention.short_convolution import History, convolve
 from .trace.templates.gated_delta_rule import (
     gated_delta_rule_decode_pretranspose_trace,
     gated_delta_rule_mtp_trace,
 )
 from .trace.templates.gated_delta_rule_key_major import gated_delta_rule_decode_trace
+from .trace.templates.gdn_fused import gdn_fused_decode_step_trace
 
 __all__ = [
     "gated_delta_rule_decode",
     "gated_delta_rule_decode_pretranspose",
     "gated_delta_rule_mtp",
+    "gdn_fused_decode_step",
+    "gdn_fused_decode_step_supported",
 ]
 
 
@@ -232,3 +236,129 @@ def gated_delta_rule_mtp(
         intermediate=intermediate_states_buffer,
     )  # fmt: skip
     return out, initial_state
+
+
+@flashinfer_api(trace=gdn_fused_decode_step_trace)
+def gdn_fused_decode_step(
+    hidden_states: torch.Tensor,
+    w_ba: torch.Tensor,
+    mixed_qkv: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor,
+    conv_state: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    scale: float | None,
+    ssm_state: torch.Tensor,
+    state_indices: torch.Tensor,
+    use_qk_l2norm: bool = True,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One decode step of a layer: projection of the gates, convolution, SiLU and delta rule.
+
+    The recurrence is a kernel; what is before it is made of PyTorch's operations, so that it saves
+    code and no time: `gdn_fused_decode_step_supported` is False.
+
+    Parameters
+    ----------
+    hidden_states : torch.Tensor
+        ``[batch, hidden_size]``, float16 or bfloat16: the layer's input.
+    w_ba : torch.Tensor
+        ``[hidden_size, 2 * v_heads]``, the same dtype: columns of `b`, then those of `a` of
+        `gated_delta_rule_decode_pretranspose`.
+    mixed_qkv : torch.Tensor
+        ``[batch, (2 * heads + v_heads) * head_dim]``, the same dtype: queries of all heads, keys
+        and values, before the convolution. `head_dim` is 32, 64, 128 or 256.
+    conv_weight, conv_bias : torch.Tensor
+        ``[channels, width]``, the tap of the token itself last, and ``[channels]``; floating point.
+    conv_state : torch.Tensor
+        ``[slots, channels, width - 1]``, dtype of `mixed_qkv`, any strides: the last inputs of each
+        sequence, the newest last; overwritten.
+    A_log, dt_bias, scale, use_qk_l2norm
+        As for `gated_delta_rule_decode_pretranspose`.
+    ssm_state : torch.Tensor
+        ``[slots, v_heads, head_dim, head_dim]``, key dimension last, float32, bfloat16 or float16;
+        overwritten.
+    state_indices : torch.Tensor
+        ``[batch]``, int32 or int64: the slot of each sequence in both pools, distinct; negative:
+        padding, whose output is zero, and no slot is touched.
+    out : torch.Tensor, optional
+        Result, ``[batch, 1, v_heads, head_dim]``, dtype of `mixed_qkv`.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        `out`, `conv_state` and `ssm_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    heads, dim = check_tensor("ssm_state", ssm_state, 4).shape[1:3]
+    batch, channels = check_tensor("mixed_qkv", mixed_qkv, 2).shape
+    slots = check_slots("state_indices", state_indices, 1)
+    width = check_tensor("conv_weight", conv_weight, 2).shape[1]
+    keys, rest = divmod(channels - heads * dim, 2 * dim)
+    if keys < 1 or rest != 0 or width < 1:
+        raise ValueError(
+            f"`mixed_qkv` must have (2 heads + {heads}) x {dim} columns, got {channels}"
+        )
+    hidden = check_tensor("hidden_states", hidden_states, 2).shape[1]
+    check_shapes(
+        hidden_states=(hidden_states, (batch, hidden)),
+        w_ba=(w_ba, (hidden, 2 * heads)),
+        conv_weight=(conv_weight, (channels, width)),
+        conv_bias=(conv_bias, (channels,)),
+        conv_state=(conv_state, (None, channels, width - 1)),
+        state_indices=(slots, (batch,)),
+    )
+    for name, tensor in (
+        ("hidden_states", hidden_states),
+        ("w_ba", w_ba),
+        ("conv_state", conv_state),
+    ):
+        if tensor.dtype != mixed_qkv.dtype:
+            raise ValueError(f"`{name}` must have dtype {mixed_qkv.dtype}, got {tensor.dtype}")
+    out = destination("out", out, (batch, 1, heads, dim), mixed_qkv)
+    b, a = (hidden_states @ w_ba)[:, None].split(heads, dim=2)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=slots.device)
+    history = History(conv_state, slots, slots >= 0, starts, torch.zeros_like(slots).long())
+    mixed = convolve(mixed_qkv, conv_weight, history, conv_bias).to(mixed_qkv.dtype)
+    q, k, v = mixed.view(batch, 1, -1, dim).split([keys, keys, heads], dim=2)
+    gated_delta_rule_mtp(
+        q, k, v, ssm_state, slots, A_log, a, dt_bias, b, scale, out,
+        disable_state_update=False,
+        use_qk_l2norm=use_qk_l2norm,
+    )  # fmt: skip
+    return out, conv_state, ssm_state
+
+
+@flashinfer_api
+def gdn_fused_decode_step_supported(
+    batch_size: int,
+    hidden_size: int = 5120,
+    n_ba: int = 96,
+    qkv_dim: int = 10240,
+    num_qk_heads: int = 16,
+    num_v_heads: int = 48,
+    head_dim: int = 128,
+    conv_width: int = 4,
+    conv_state_len: int = 3,
+    device: torch.device | None = None,
+    conv_state_layout: str = "SD",
+) -> bool:
+    """Whether one kernel runs `gdn_fused_decode_step` for a layer of these sizes.
+
+    Parameters
+    ----------
+    batch_size, hidden_size, n_ba, qkv_dim, num_qk_heads, num_v_heads, head_dim, conv_width, \
+conv_state_len, device, conv_state_layout
+        Sizes of a layer, and where its tensors are.
+
+    Returns
+    -------
+    bool
+        False: a caller's own composition is as good.
+    """
+    return False

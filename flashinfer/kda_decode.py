@@ -15,8 +15,8 @@ import torch
 
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
-from ._linear_attention.checks import check_backend, destination, resolve_scale
-from ._linear_attention.fused_kda import WIDTH, Layer, check_slots
+from ._linear_attention.checks import check_backend, check_slots, destination, resolve_scale
+from ._linear_attention.fused_kda import WIDTH, Layer
 from ._linear_attention.kda import (
     check_gate_shapes,
     kda_gates,

@@ -47,3 +47,20 @@ def destination(
     if out.dtype != like.dtype:
         raise ValueError(f"`{name}` must have dtype {like.dtype}, got {out.dtype}")
     return out
+
+
+def check_slots(name: str, slots: Any, *ndims: int) -> torch.Tensor:
+    """Integer slots of a pool, or other indices."""
+    found = check_tensor(name, slots, *ndims)
+    if found.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"`{name}` must have dtype int32 or int64, got {found.dtype}")
+    return found
+
+
+def check_shapes(**tensors: tuple[Any, tuple[int | None, ...]]) -> None:
+    """Tensors and their shapes; None: any size."""
+    for name, (tensor, shape) in tensors.items():
+        found = check_tensor(name, tensor, len(shape)).shape
+        if any(size not in (None, have) for size, have in zip(shape, found, strict=True)):
+            wanted = ["any" if size is None else size for size in shape]
+            raise ValueError(f"`{name}` must have shape {wanted}, got {list(found)}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .._common.checks import tensor as check_tensor
+from .checks import check_shapes
 from .short_convolution import History, convolve
 
 WIDTH = 4
@@ -29,21 +30,16 @@ class Layer(NamedTuple):
         """Refuse shapes that do not belong together; `length`: inputs that a slot must hold."""
         heads, dim = check_tensor("state", self.state, 4).shape[1:3]
         tokens = check_tensor("x", self.x, 2).shape[0]
-        expected: dict[str, tuple[int | None, ...]] = {
-            "x": (tokens, 3 * heads * dim),
-            "weight": (3, WIDTH, heads * dim),
-            "conv_state": (None, 3 * heads * dim, length),
-            "raw_gate": (1, tokens, heads, dim),
-            "raw_beta": (1, tokens, heads),
-            "state": (None, heads, dim, dim),
-            "output_gate": (tokens, heads, dim),
-            "norm_weight": (dim,),
-        }
-        for name, shape in expected.items():
-            found = check_tensor(name, getattr(self, name), len(shape)).shape
-            if any(size not in (None, have) for size, have in zip(shape, found, strict=True)):
-                wanted = ["slots" if size is None else size for size in shape]
-                raise ValueError(f"`{name}` must have shape {wanted}, got {list(found)}")
+        check_shapes(
+            x=(self.x, (tokens, 3 * heads * dim)),
+            weight=(self.weight, (3, WIDTH, heads * dim)),
+            conv_state=(self.conv_state, (None, 3 * heads * dim, length)),
+            raw_gate=(self.raw_gate, (1, tokens, heads, dim)),
+            raw_beta=(self.raw_beta, (1, tokens, heads)),
+            state=(self.state, (None, heads, dim, dim)),
+            output_gate=(self.output_gate, (tokens, heads, dim)),
+            norm_weight=(self.norm_weight, (dim,)),
+        )
         for name in ("x", "conv_state"):
             tensor = getattr(self, name)
             if tensor.dtype not in (torch.float16, torch.bfloat16) or tensor.dtype != self.x.dtype:
@@ -63,11 +59,3 @@ class Layer(NamedTuple):
         core = core.float()
         scale = torch.rsqrt(core.square().mean(-1, keepdim=True) + eps)
         return core * scale * self.norm_weight.float() * torch.sigmoid(self.output_gate.float())
-
-
-def check_slots(name: str, slots: Any, *ndims: int) -> torch.Tensor:
-    """Integer slots."""
-    found = check_tensor(name, slots, *ndims)
-    if found.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"`{name}` must have dtype int32 or int64, got {found.dtype}")
-    return found

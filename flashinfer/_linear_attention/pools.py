@@ -8,6 +8,7 @@ import torch
 
 from .._common.checks import count as check_count
 from .._common.checks import tensor as check_tensor
+from .checks import check_slots
 
 
 def write_rows(
@@ -82,9 +83,5 @@ def read_checkpoints(
         return None
     check_tensor("state_checkpoints", pool, 4)
     if slots is not None:
-        check_tensor("checkpoint_state_indices", slots, 1)
-        if slots.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"`checkpoint_state_indices` must have dtype int32 or int64, got {slots.dtype}"
-            )
+        check_slots("checkpoint_state_indices", slots, 1)
     return Checkpoints(pool, starts, every, slots)

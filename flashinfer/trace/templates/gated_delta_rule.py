@@ -452,7 +452,8 @@ def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
     }
     if final:
         dtype = {"dtype_from": "initial_state"} if initial else {"dtype": "float32"}
-        outputs["final_state"] = states(param="output_state", **dtype)
+        in_place_of = "initial_state" if initial else None
+        outputs["final_state"] = states(param="output_state", in_place_of=in_place_of, **dtype)
     unused = ["state_checkpoints", "checkpoint_cu_starts", "state_indices"]
     unused += ["_cp_chunk_len", "max_seqlen"]
     unused += [] if initial else ["initial_state"]

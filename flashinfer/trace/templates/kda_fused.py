@@ -16,7 +16,7 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _HALF = ("bfloat16", "float16")
 
 
-def _reference(
+def _layer(
     x: torch.Tensor,
     weight: torch.Tensor,
     conv_state: torch.Tensor,
@@ -28,16 +28,12 @@ def _reference(
     state: torch.Tensor,
     output_gate: torch.Tensor,
     norm_weight: torch.Tensor,
-    lower_bound: float | None = None,
-    norm_eps: float = 1e-5,
-    query_start_loc: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
+    lower_bound: float | None,
+    norm_eps: float,
+    query_start_loc: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v = silu(conv(x)); S = S diag(decay); S += beta (v - S k) k^T; o = S q / sqrt(dim);
-    output = o / sqrt(mean(o^2) + norm_eps) norm_weight sigmoid(output_gate).
-
-    Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
-    """
+    """Output and caches of both functions."""
     heads, dim = state.shape[1:3]
     slots = state_indices.reshape(len(state_indices), -1).tolist()
     bounds = list(range(len(slots) + 1)) if query_start_loc is None else query_start_loc.tolist()
@@ -68,6 +64,61 @@ def _reference(
     scale = torch.rsqrt(core.square().mean(-1, keepdim=True) + norm_eps)
     gate = torch.sigmoid(output_gate.double())
     return (core * scale * norm_weight.double() * gate)[None], inputs, states
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state_indices: torch.Tensor,
+    state: torch.Tensor,
+    output_gate: torch.Tensor,
+    norm_weight: torch.Tensor,
+    lower_bound: float | None = -5.0,
+    norm_eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v = silu(conv(x)); S = S diag(decay); S += beta (v - S k) k^T; o = S q / sqrt(dim);
+    output = o / sqrt(mean(o^2) + norm_eps) norm_weight sigmoid(output_gate).
+
+    Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
+    """
+    return _layer(
+        x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state_indices, state,
+        output_gate, norm_weight, lower_bound, norm_eps, None, None,
+    )  # fmt: skip
+
+
+def _packed_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state_indices: torch.Tensor,
+    state: torch.Tensor,
+    output_gate: torch.Tensor,
+    norm_weight: torch.Tensor,
+    lower_bound: float | None = -5.0,
+    norm_eps: float = 1e-5,
+    *,
+    query_start_loc: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v = silu(conv(x)); S = S diag(decay); S += beta (v - S k) k^T; o = S q / sqrt(dim);
+    output = o / sqrt(mean(o^2) + norm_eps) norm_weight sigmoid(output_gate), for drafts.
+
+    Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
+    """
+    return _layer(
+        x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state_indices, state,
+        output_gate, norm_weight, lower_bound, norm_eps, query_start_loc, num_accepted_tokens,
+    )  # fmt: skip
 
 
 _AXES: dict[str, Axis] = {
@@ -185,7 +236,7 @@ def _template(packed: bool) -> TraceTemplate:
         hints=["t1_state_indices"] if packed else [],
         constraints=rules,
         tags=["status:verified", "stage:decode"],
-        reference=_reference,
+        reference=_packed_reference if packed else _reference,
         init=lambda arguments: _draw(arguments, packed),
     )
 
