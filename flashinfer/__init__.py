@@ -157,12 +157,13 @@ if _TYPE_CHECKING:
     from . import fp4_quantization as fp4_quantization
     from . import fp8_quantization as fp8_quantization
     from . import fused_moe as fused_moe
-    from . import gdn_decode as gdn_decode
     from . import gdn2_prefill as gdn2_prefill
+    from . import gdn_decode as gdn_decode
     from . import gdn_kernels as gdn_kernels
     from . import gdn_prefill as gdn_prefill
     from . import kda as kda
     from . import kda_decode as kda_decode
+    from . import kda_prefill as kda_prefill
     from . import logits_processor as logits_processor
     from . import mamba as mamba
     from . import paged_mqa as paged_mqa
@@ -193,6 +194,14 @@ if _TYPE_CHECKING:
     from .kda_decode import packed_fused_kda_decode as packed_fused_kda_decode
     from .kda_decode import packed_kda_decode as packed_kda_decode
     from .kda_decode import recurrent_kda as recurrent_kda
+    from .kda_prefill import KDAPrefillPlanCache as KDAPrefillPlanCache
+    from .kda_prefill import RecurrentKDAPrefillWorkspace as RecurrentKDAPrefillWorkspace
+    from .kda_prefill import RecurrentKDAPrefillWrapper as RecurrentKDAPrefillWrapper
+    from .kda_prefill import (
+        kda_prefill_supports_fp32_checkpoints as kda_prefill_supports_fp32_checkpoints,
+    )
+    from .kda_prefill import prepare_bf16_kda_prefill as prepare_bf16_kda_prefill
+    from .kda_prefill import prepare_tf32_kda_prefill as prepare_tf32_kda_prefill
     from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
     from .topk_varlen import top_k_varlen as top_k_varlen
 else:
@@ -225,6 +234,14 @@ else:
             "packed_fused_kda_decode",
             "packed_kda_decode",
             "recurrent_kda",
+        ),
+        "kda_prefill": (
+            "KDAPrefillPlanCache",
+            "RecurrentKDAPrefillWorkspace",
+            "RecurrentKDAPrefillWrapper",
+            "kda_prefill_supports_fp32_checkpoints",
+            "prepare_bf16_kda_prefill",
+            "prepare_tf32_kda_prefill",
         ),
         "mla": ("BatchMLAPagedAttentionWrapper",),
         "topk_varlen": ("top_k_varlen",),

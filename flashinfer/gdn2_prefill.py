@@ -52,7 +52,7 @@ def chunk_gated_delta_rule2(
         ``[tokens, v_heads, head_dim_v]``, dtype of `q`. There are ``max(heads, v_heads)`` state
         heads; both numbers divide that, and consecutive state heads share a head.
     g : torch.Tensor, optional
-        ``[tokens, state_heads, head_dim_k]``, floating point: the logarithm of the decay; 0 if None.
+        ``[tokens, state_heads, head_dim_k]``, floating point: the decay's logarithm; 0 if None.
     beta : torch.Tensor, optional
         ``[tokens, state_heads, head_dim_k]``, floating point, not negative: the erase gate; 1 if
         None.
@@ -123,7 +123,9 @@ def chunk_gated_delta_rule2(
     )
     run_delta_rule(
         out[None],
-        *(x[None] for x in operands[:3]),
+        operands.q[None],
+        operands.k[None],
+        operands.v[None],
         Gates(operands.log_decay[None], None, GateForm.LOG, by_channel=True),
         states,
         scale=resolve_scale(scale, dim_k),
@@ -142,6 +144,5 @@ def _check_types(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) 
             raise ValueError(f"`{name}` must be float16 or bfloat16, as `q` is, got {tensor.dtype}")
         if tensor.shape[1] == 0 or heads % tensor.shape[1] != 0:
             raise ValueError(
-                f"`{name}` must have a number of heads that divides {heads}, got "
-                f"{tensor.shape[1]}"
+                f"`{name}` must have a number of heads that divides {heads}, got {tensor.shape[1]}"
             )

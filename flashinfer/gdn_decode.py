@@ -14,22 +14,33 @@ Rule", 2024.
 
 import torch
 
+from ._common.checks import count as check_count
+from ._common.checks import flag as check_flag
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
-from ._linear_attention.checks import check_backend, check_one_of, check_shapes, check_slots, destination
-from ._linear_attention.decode import run_decode
-from ._linear_attention.short_convolution import History, convolve
-from .trace.templates.gated_delta_rule import (
-    gated_delta_rule_decode_pretranspose_trace,
-    gated_delta_rule_mtp_trace,
+from ._linear_attention.checks import (
+    check_backend,
+    check_one_of,
+    check_shapes,
+    check_slots,
+    destination,
 )
+from ._linear_attention.decode import run_decode
+from ._linear_attention.replay import Windows, check_sequences, commit_accepted
+from ._linear_attention.short_convolution import History, convolve
+from .trace.templates.gated_delta_rule import gated_delta_rule_decode_pretranspose_trace
 from .trace.templates.gated_delta_rule_key_major import gated_delta_rule_decode_trace
 from .trace.templates.gdn_fused import gdn_fused_decode_step_trace
+from .trace.templates.gdn_replay import (
+    gated_delta_rule_mtp_replayssm_trace,
+    gated_delta_rule_replayssm_commit_trace,
+)
 
 __all__ = [
     "gated_delta_rule_decode",
     "gated_delta_rule_decode_pretranspose",
     "gated_delta_rule_mtp",
+    "gated_delta_rule_replayssm_commit",
     "gdn_fused_decode_step",
     "gdn_fused_decode_step_supported",
 ]
@@ -171,7 +182,7 @@ def gated_delta_rule_decode_pretranspose(
     return out, pool
 
 
-@flashinfer_api(trace=gated_delta_rule_mtp_trace)
+@flashinfer_api(trace=gated_delta_rule_mtp_replayssm_trace)
 def gated_delta_rule_mtp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -209,8 +220,14 @@ def gated_delta_rule_mtp(
         are written to these alone.
     disable_state_update : bool, optional
         Leave `initial_state` as it is; None is True.
-    cache_replayssm, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta
-        Not supported: False and None.
+    cache_replayssm : bool
+        Keep the inputs of the draft, which needs the four windows and leaves `initial_state` as it
+        is; `gated_delta_rule_replayssm_commit` walks those that count.
+    replayssm_rawv, replayssm_rawk : torch.Tensor, optional
+        ``[slots, v_heads, >= tokens, head_dim_v]`` and ``[slots, heads, >= tokens, head_dim_k]``,
+        dtype of `q`: receive values and keys, in the slots that are read.
+    replayssm_g, replayssm_beta : torch.Tensor, optional
+        ``[slots, v_heads, >= tokens]``, float32: receive logarithms of the decay, learning rates.
 
     Returns
     -------
@@ -222,20 +239,122 @@ def gated_delta_rule_mtp(
     TypeError, ValueError
         If an argument is not as listed above.
     """
-    replay = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
-    if cache_replayssm or any(tensor is not None for tensor in replay):
-        raise ValueError("`cache_replayssm` must be False and its tensors None: not supported")
+    frozen = disable_state_update is None or disable_state_update
+    windows = _windows((replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta),
+                       cache_replayssm, frozen and ssm_state_indices is None, q)  # fmt: skip
     out = run_decode(
         q, k, v, check_tensor("initial_state", initial_state, 4), (A_log, a, dt_bias, b), scale,
         output,
         normalize_qk=use_qk_l2norm,
-        frozen=disable_state_update is None or disable_state_update,
+        frozen=frozen,
         read_slots=initial_state_indices,
         write_slots=output_state_indices,
         token_slots=ssm_state_indices,
         intermediate=intermediate_states_buffer,
     )  # fmt: skip
+    if windows is not None:
+        windows.keep(k, v, (A_log, a, dt_bias, b), initial_state_indices)
     return out, initial_state
+
+
+def _windows(
+    given: tuple[torch.Tensor | None, ...], wanted: bool, frozen: bool, q: torch.Tensor
+) -> Windows | None:
+    """Where a draft's inputs are kept; None if they are not."""
+    names = [f"replayssm_{field}" for field in Windows._fields]
+    absent = [name for name, tensor in zip(names, given, strict=True) if tensor is None]
+    if not check_flag("cache_replayssm", wanted):
+        if len(absent) < len(names):
+            raise ValueError("`replayssm_*` need `cache_replayssm=True`")
+        return None
+    if not frozen:
+        raise ValueError(
+            "`cache_replayssm` needs `disable_state_update=True` and no slots of tokens"
+        )
+    rawv, rawk, g, beta = (check_tensor(*pair) for pair in zip(names, given, strict=True))
+    windows = Windows(rawv, rawk, g, beta)
+    windows.check("replayssm_{}", check_tensor("q", q, 4).dtype)
+    if rawv.shape[2] < q.shape[1]:
+        raise ValueError(
+            f"`replayssm_rawv` must hold at least {q.shape[1]} tokens, got shape {list(rawv.shape)}"
+        )
+    return windows
+
+
+@flashinfer_api(trace=gated_delta_rule_replayssm_commit_trace)
+def gated_delta_rule_replayssm_commit(
+    checkpoint_state: torch.Tensor,
+    rawv_cache: torch.Tensor,
+    rawk_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    beta_cache: torch.Tensor,
+    state_indices: torch.Tensor,
+    accept_lens: torch.Tensor,
+    *,
+    track_state_indices: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    null_block_id: int = -1,
+    backend: str = "auto",
+) -> None:
+    """Bring states to the last accepted token of drafts whose inputs were kept, in all layers.
+
+    The windows are those that `gated_delta_rule_mtp` has written with `cache_replayssm`.
+
+    Parameters
+    ----------
+    checkpoint_state : torch.Tensor
+        ``[layers, slots, v_heads, head_dim_v, head_dim_k]``, float32, bfloat16 or float16,
+        contiguous; overwritten.
+    rawv_cache, rawk_cache : torch.Tensor
+        ``[layers, slots, v_heads, T, head_dim_v]`` and ``[layers, slots, heads, T, head_dim_k]``,
+        float16 or bfloat16; `head_dim_k` is 32, 64, 128 or 256.
+    g_cache, beta_cache : torch.Tensor
+        ``[layers, slots, v_heads, T]``, float32.
+    state_indices : torch.Tensor
+        ``[batch]``, int32 or int64: the slot of each sequence, distinct. A negative one and
+        `null_block_id` are padding.
+    accept_lens : torch.Tensor
+        ``[batch]``, int32 or int64: how many tokens count, up to T; 0 leaves the state as it is.
+    track_state_indices, track_steps : torch.Tensor, optional
+        ``[batch]``, int32 or int64: slots that receive the state after token `track_steps` (from
+        0; negative: none). They are no slots of `state_indices`.
+    use_qk_l2norm : bool
+        As in the call that wrote the windows.
+    null_block_id : int
+        A slot that is padding as well.
+    backend : str
+        "auto" or "simt", which are the same here: sums are float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+    check_backend(backend, "auto", "simt")
+    check_flag("use_qk_l2norm", use_qk_l2norm)
+    pool = check_tensor("checkpoint_state", checkpoint_state, 5)
+    if not pool.is_contiguous():
+        raise ValueError("`checkpoint_state` must be contiguous")
+    v = check_tensor("rawv_cache", rawv_cache, 5)
+    windows = Windows(v, rawk_cache, g_cache, beta_cache)
+    windows.check("{}_cache", v.dtype)
+    layers, slots, heads = v.shape[:3]
+    shape = (layers, slots, heads, v.shape[4], rawk_cache.shape[4])
+    check_shapes(checkpoint_state=(pool, shape))
+    count = len(check_slots("state_indices", state_indices, 1))
+    own = check_sequences("state_indices", state_indices, count)
+    null = check_count("null_block_id", null_block_id, -(2**31))
+    own = torch.where(own == null, -1, own)
+    accepted = check_sequences("accept_lens", accept_lens, count)
+    if (track_state_indices is None) != (track_steps is None):
+        raise ValueError("`track_state_indices` and `track_steps` belong together")
+    if track_state_indices is not None and track_steps is not None:
+        targets = check_sequences("track_state_indices", track_state_indices, count)
+        targets = torch.where(targets == null, -1, targets)
+        steps = check_sequences("track_steps", track_steps, count)
+        commit_accepted(pool, windows, own, steps + 1, targets, use_qk_l2norm)
+    commit_accepted(pool, windows, own, accepted, own, use_qk_l2norm)
 
 
 @flashinfer_api(trace=gdn_fused_decode_step_trace)
@@ -334,7 +453,6 @@ def gdn_fused_decode_step(
     return out, conv_state, ssm_state
 
 
-@flashinfer_api
 def gdn_fused_decode_step_supported(
     batch_size: int,
     hidden_size: int = 5120,

@@ -32,6 +32,11 @@ from .trace.templates.kda_packed import packed_kda_decode_trace
 
 __all__ = ["fused_kda_decode", "packed_fused_kda_decode", "packed_kda_decode", "recurrent_kda"]
 
+KdaResults = (
+    tuple[torch.Tensor, torch.Tensor | None]
+    | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+)
+
 # Engines ask for it beside the function's name.
 _FUSED_KDA_DECODE_AVAILABLE = True
 
@@ -70,7 +75,10 @@ def recurrent_kda(
     correction_cache: torch.Tensor | None = None,
     kg_cache: torch.Tensor | None = None,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> (
+    tuple[torch.Tensor, torch.Tensor | None]
+    | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+):
     """KDA over the tokens of each sequence, one after the other.
 
     Parameters
@@ -133,7 +141,7 @@ def recurrent_kda(
         At least 1; 0: no checkpoints.
     checkpoint_state_indices : torch.Tensor, optional
         ``[checkpoints of all sequences]``, int32 or int64: the row of each checkpoint in
-        `state_checkpoints`; negative: it is not kept. By default checkpoint i has row i.
+        `state_checkpoints`; negative: it is not kept. If None, checkpoint i has row i.
     disable_state_update : bool
         Leave `initial_state` as it is.
     correction_cache, kg_cache
@@ -379,16 +387,16 @@ norm_eps, output
         As for `fused_kda_decode`, with the tokens of all sequences one after the other in place of
         the batch.
     conv_state : torch.Tensor
-        ``[slots, 3 * heads * head_dim, T + 2]``, dtype of `x`, any strides; overwritten. The history
-        of a sequence begins at ``num_accepted_tokens - 1``; the call leaves its last two inputs in
-        front and the new ones behind them.
+        ``[slots, 3 * heads * head_dim, T + 2]``, dtype of `x`, any strides; overwritten. A
+        sequence's history begins at ``num_accepted_tokens - 1``; the call leaves its last two
+        inputs in front and the new ones after them.
     state_indices : torch.Tensor
         ``[sequences, T]``, int32 or int64; T is the most tokens of a sequence. Token t leaves the
         state in slot ``[n, t]``; slot ``[n, 0]`` is that of `conv_state`. One that is not positive
         is not written; if it is the one to read, or the first, the sequence is padding.
     query_start_loc : torch.Tensor
         ``[sequences + 1]``, int32 or int64: where sequences begin in the packed tokens, ascending
-        from 0. Tokens behind the last sequence have the output zero.
+        from 0. Tokens after the last sequence have the output zero.
     num_accepted_tokens : torch.Tensor
         ``[sequences]``, int32, from 1 to T: how many tokens of the last call count; the state is
         read from slot ``[n, num_accepted_tokens - 1]``.
@@ -444,7 +452,6 @@ def _decode_layer(
     history = History(layer.conv_state, slots[:, 0], live, starts, skipped)
     q, k, v = layer.convolved(history)
     of_tokens = torch.where(live[:, None] & (slots > 0), slots, -1)
-    draft = {"num_spec_tokens": drafted, "num_accepted_tokens": accepted} if drafted else {}
     core, *_ = recurrent_kda(
         q, k, v, layer.raw_gate, layer.raw_beta, A_log, dt_bias.reshape(heads, dim),
         initial_state=layer.state,
@@ -452,8 +459,9 @@ def _decode_layer(
         lower_bound=lower_bound,
         cu_seqlens=starts,
         ssm_state_indices=of_tokens if drafted else of_tokens[:, 0],
+        num_spec_tokens=drafted or None,
+        num_accepted_tokens=accepted if drafted else None,
         output=torch.zeros_like(v, memory_format=torch.contiguous_format),
         beta_is_logit=True,
-        **draft,
     )  # fmt: skip
     return out.copy_(layer.normed(core, norm_eps))

@@ -1,4 +1,4 @@
-"""What surrounds the recurrence in one decode step of a KDA layer, and its arguments' checks."""
+"""The parts of a KDA layer's decode step around the recurrence, and checks of its arguments."""
 
 from __future__ import annotations
 

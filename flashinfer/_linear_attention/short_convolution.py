@@ -2,7 +2,7 @@
 
 It is made of PyTorch's operations, and nothing of it waits for the device. A slot of the cache
 holds the last inputs of a sequence: the `width - 1` that its next token needs and, for a draft of
-T tokens, the T - 1 behind them that turn out to count or not.
+T tokens, T - 1 more after them, which may turn out not to count.
 
     before    [ . h1 h2 h3 . ]     num_accepted - 1 inputs lie in front of the history
     after     [ h2 h3 x1 x2 x3 ]   the new inputs; those that count are known at the next call
@@ -74,7 +74,7 @@ def convolve(
 
 
 def _move_on(x: torch.Tensor, kept: int, history: History) -> None:
-    """Write the last ``kept - 1`` inputs of the history, and the new ones behind them."""
+    """Write the last ``kept - 1`` inputs of the history, then the new ones."""
     length, first = history.cache.shape[2], history.starts[:-1, None]
     counts = history.starts.diff()[:, None]
     column = torch.arange(length, device=x.device)

@@ -52,7 +52,7 @@ class Layer:
         return {"conv_state": rows.transpose(1, 2), "state": state}
 
     def outputs(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Of all tokens of one sequence, from nothing: [tokens, heads, dim]."""
+        """All tokens of one sequence, from nothing: [tokens, heads, dim]."""
         taps = self.weights["weight"].double().transpose(1, 2).reshape(CHANNELS, 1, 4)
         padded = F.pad(inputs["x"].double().T, (3, 0))
         mixed = F.silu(F.conv1d(padded, taps, groups=CHANNELS)).T

@@ -28,7 +28,7 @@ def recurrence(q, k, v, decay, erase, write, state, scale):
 
 
 def run_on_the_cpu(out, q, k, v, gates, states, *, scale, normalize_qk, cu_seqlens) -> None:
-    """What the kernel makes of its operands."""
+    """The kernel's results."""
     assert gates.by_channel and gates.beta is None and not normalize_qk
     bounds = cu_seqlens.tolist()
     for i in range(len(bounds) - 1):

@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-# What a refusal of another argument than the wrong one names.
+# The message may name another argument.
 MATCHES = {"state_checkpoints": "checkpoint_cu_starts", "num_accepted_tokens": "num_"}
 
 

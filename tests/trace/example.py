@@ -2,7 +2,7 @@
 
     rm -rf tests/trace/fi_trace_out && python tests/trace/example.py
 
-The calls are in ``example_calls.py`` and ``example_attention.py``. The files are committed, and
+The calls are in the other files ``example_*.py``. The files are committed, and
 ``test_definitions.py`` checks that the code writes them. This run also writes their list, which is:
 
     append_paged_kv_cache_fused_hnd_ps16_kv8_d128.json
@@ -241,6 +241,7 @@ def main(folder: Path) -> None:
     os.environ["FLASHINFER_TRACE_DUMP_DIR"] = str(folder)
     import example_attention
     import example_calls
+    import example_linear
     import example_small
     import torch
 
@@ -251,6 +252,7 @@ def main(folder: Path) -> None:
     with contextlib.nullcontext() if on_gpu else flashinfer.reference_backend():
         example_calls.make_calls(torch.bfloat16)
         example_attention.make_calls(torch.bfloat16)
+        example_linear.make_calls(torch.bfloat16)
         example_small.make_calls(torch.bfloat16)
 
 

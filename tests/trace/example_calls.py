@@ -14,21 +14,11 @@ from flashinfer import (
     dense_mqa,
     dsv3_ops,
     fused_moe,
-    gdn_decode,
-    gdn_prefill,
     gemm,
-    mamba,
     rope,
 )
 from flashinfer import quantization as quant
 from flashinfer.concat_ops import concat_mla_k
-from flashinfer.gdn_kernels import gdn_decode_bf16_state
-from flashinfer.kda import recurrent_kda
-from flashinfer.kda_decode import (
-    fused_kda_decode,
-    packed_fused_kda_decode,
-    packed_kda_decode,
-)
 
 NUM_TOKENS = 32
 
@@ -36,7 +26,6 @@ NUM_TOKENS = 32
 def make_calls(dtype: torch.dtype) -> None:
     call_norms(dtype)
     call_quantized_norms(dtype)
-    call_linear_attention(dtype)
     call_latent_parts(dtype)
     call_scores()
     call_products(dtype)
@@ -76,81 +65,6 @@ def call_quantized_norms(dtype) -> None:
     call_video_norm(dtype)
     flashinfer.fused_rmsnorm_silu(rows, weight)
     flashinfer.fused_rmsnorm_silu(rows, weight, out=out)
-
-
-def call_linear_attention(dtype) -> None:
-    """A layer of Qwen3-Next and one of Mamba-2, with few sequences."""
-
-    def new(*shape: int):
-        return torch.randn(*shape, dtype=dtype)
-
-    q, v, b = new(2, 3, 16, 128), new(2, 3, 32, 128), new(2, 3, 32)
-    state, gate = torch.randn(4, 32, 128, 128), torch.randn(32)
-    slots = torch.tensor([3, 1], dtype=torch.int32)
-    one = [x[:, :1] for x in (q, q, v)]
-    gdn_decode.gated_delta_rule_decode_pretranspose(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
-    gdn_decode.gated_delta_rule_decode(*one, state[:2], gate, b[:, :1], gate, b[:, :1])
-    gdn_decode.gated_delta_rule_mtp(
-        q, q, v, state, slots, gate, b, gate, b, disable_state_update=True
-    )
-    gdn_decode_bf16_state.gated_delta_rule_mtp(
-        gate, b, gate, q=q, k=q, v=v, b=b, initial_state_source=state.to(dtype),
-        initial_state_indices=slots,
-    )  # fmt: skip
-    tokens, values, bounds = q.flatten(0, 1), v.flatten(0, 1), torch.tensor([0, 4, 6])
-    for initial in ({}, {"initial_state": state[:2]}):
-        for final in (False, True):
-            gdn_prefill.chunk_gated_delta_rule(
-                tokens, tokens, values, cu_seqlens=bounds, output_final_state=final, **initial
-            )
-            gdn_prefill.chunk_gated_delta_product(
-                tokens, *(x.repeat(2, 1, 1) for x in (tokens, values)), num_householder=2,
-                cu_seqlens=bounds, output_final_state=final, **initial,
-            )  # fmt: skip
-    keys, rate = new(2, 3, 32, 128), torch.randn(32)
-    for initial in ({}, {"initial_state": state[:2]}):
-        for final in (False, True):
-            recurrent_kda(keys, keys, v, -keys.abs(), b, output_final_state=final, **initial)
-            recurrent_kda(
-                keys, keys, v, keys, b, rate, torch.randn(32, 128), output_final_state=final,
-                use_gate_in_kernel=True, lower_bound=-5.0, beta_is_logit=True, **initial,
-            )  # fmt: skip
-    packed_kda_decode(
-        new(2, 3 * 32 * 128), new(2, 32 * 128), b[:, 0], rate, torch.randn(32, 128), state, slots
-    )
-    heads, width = (12, 128), 12 * 128
-    layer = (rate[:12], torch.randn(width))
-    for function, rows, length, tail in (
-        (fused_kda_decode, 2, 3, {}),
-        (packed_fused_kda_decode, 6, 5, {
-            "query_start_loc": torch.tensor([0, 3, 6], dtype=torch.int32),
-            "num_accepted_tokens": slots.new_full((2,), 2),
-        }),
-    ):
-        function(
-            new(rows, 3 * width), torch.randn(3, 4, width), new(8, 3 * width, length),
-            new(1, rows, *heads), new(1, rows, 12), *layer, slots if length == 3 else
-            torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32),
-            torch.randn(8, 12, 128, 128), new(rows, *heads), torch.ones(128), **tail,
-        )
-    pool, A, D = new(4, 64, 64, 128), -torch.rand(64, 64, 128), torch.ones(64, 64)
-    for steps in ((), (3,)):
-        x, B = new(2, *steps, 64, 64), new(2, *steps, 8, 128)
-        mamba.selective_state_update(pool, x, x, A, B, B, D, state_batch_indices=slots)
-    rates, widths = (-torch.rand(64, 1, 1)).expand(64, 64, 128), (64, 8)
-    x, B = new(2, 3, 64, 64), new(2, 3, 8, 128)
-    rings = [new(4, heads, 6, dim) for heads, dim in zip(widths, (64, 128), strict=True)]
-    mamba.checkpointing_ssu(
-        pool, *rings, torch.rand(4, 64, 6), slots.new_zeros(4), slots.new_full((4,), 2), x,
-        x[..., :1].expand(x.shape), rates, B, B, torch.empty_like(x), D, x,
-        state_batch_indices=slots,
-    )  # fmt: skip
-    x, B, gates = new(2, 5, 64, 64), new(2, 5, 8, 128), torch.randn(64)
-    for final in (False, True):
-        mamba.ssd_combined_fwd(
-            x, x[..., 0].contiguous(), -torch.rand(64), B, B, gates, x, gates, True,
-            return_final_states=final,
-        )  # fmt: skip
 
 
 def call_latent_parts(dtype) -> None:

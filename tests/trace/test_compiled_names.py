@@ -187,6 +187,8 @@ EXCEPTIONS = {
     "prepare_group_gemm_fp8_nt_groupwise_contiguous": "returns an object",
     "prepare_group_gemm_fp8_nt_groupwise_contiguous_silu_quant": "returns an object",
     "nvfp4_quantize_paged_kv_cache": "returns numbers of the host",
+    "prepare_bf16_kda_prefill": "returns an object",
+    "prepare_tf32_kda_prefill": "returns an object",
     "replayssm_materialize": "takes addresses of tensors",
     "fill_w_ptr": "writes addresses of tensors",
     "bgmv_moe_shrink": "takes addresses of tensors",

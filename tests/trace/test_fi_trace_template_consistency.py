@@ -22,7 +22,12 @@ each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: 
 # Order the elements of a weight, once and in plain PyTorch.
 OF_WEIGHTS = {"reorder_rows_for_gated_act_gemm"}
 # Calls operations of other names, with its arguments in another form.
-BY_OTHERS = {"xqa"}
+BY_OTHERS = {
+    "xqa",
+    "RecurrentKDAPrefillWrapper",
+    "prepare_bf16_kda_prefill",
+    "prepare_tf32_kda_prefill",
+}
 
 
 def _public_callables():

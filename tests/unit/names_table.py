@@ -25,15 +25,13 @@ BEFORE = 332
 
 # Why a name is absent, by the first pattern that its last part matches; without one it is owed.
 _OTHER_GPUS = "FlashInfer has it for Blackwell alone, and there is no such GPU to write it on"
+_RUBIN = "FlashInfer has it for Rubin alone"
 _OTHER_LIBRARY = "an interface of another library's kernels (TensorRT-LLM, cuDNN, CUB, CuTe)"
 _OF_A_BUILD = "a part of FlashInfer's own build: it names one of its kernels' modules"
 _FOUR_BY_EIGHT = "no kernel here multiplies weights of 4 bits by activations of 8 bits"
 _REASONS: tuple[tuple[str, str], ...] = (
-    (
-        r"KDA|kda_|_kda|flash_kda|chunk_gated_delta_rule2|gdn_fused|ugpu|replayssm",
-        "linear attention",
-    ),
-    (r"checkpointing_ssu", "linear attention"),
+    (r"flash_kda", _OTHER_GPUS),
+    (r"ugpu", _RUBIN),
     (r"[tT]rtllm_?([gG]en|MoE|moe|Bf16|Fp4|Fp8|MxInt4|bf16|fp4|fp8|mxint4)", _OTHER_GPUS),
     (r"trtllm_(batch_decode_sparse|prefill)|sm103|sm107|SM12x|[bB]lackwell|PrimsTs", _OTHER_GPUS),
     (
@@ -61,7 +59,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
 OWED = "owed"
 # How the page says what a family's name waits for.
 _FAMILIES = {
-    "linear attention": "not built yet: linear attention",
     "4-bit caches": "not built yet: caches of 4 bits",
     OWED: "not built yet",
 }

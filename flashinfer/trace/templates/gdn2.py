@@ -72,7 +72,7 @@ def _gate(dim: str, description: str) -> Tensor:
 
 
 def _template(final: bool, initial: bool) -> TraceTemplate:
-    """That of the chunked delta rule, with other gates and as many keys as queries."""
+    """As the chunked delta rule, with other gates and as many keys as queries."""
     chunk = _CHUNK[final, initial]
     gates: dict[str, Value] = {
         "g": _gate("head_dim_k", "Logarithm of the decay; 0."),

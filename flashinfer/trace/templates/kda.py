@@ -128,8 +128,9 @@ def _reference(
             continue  # padding
         part = slice(bounds[i], bounds[i + 1])
         start = zeros[i] if origin is None else origin[slot].double()
+        queries, keys, values, decays, rates = (x[part] for x in tokens)
         out[part], every_state[i] = delta_rule_recurrence(
-            *(x[part] for x in tokens), start, factor, use_qk_l2norm_in_kernel
+            queries, keys, values, decays, rates, start, factor, use_qk_l2norm_in_kernel
         )
         left = every_state[i] if num_spec_tokens is not None else (every_state[i] or [start])[-1:]
         for target, state in zip(slots[i], left, strict=False):
@@ -269,6 +270,7 @@ class _Form(NamedTuple):
         """Arguments that a call may have, from random ones."""
         arguments = halved(arguments)
         flags = {"output_final_state": self.final, "use_gate_in_kernel": self.gate}
+        extra: dict[str, Any]
         extra = {"lower_bound": -5.0} if self.gate else {"g": -arguments["g"].abs()}
         if self.initial:  # a state for each sequence
             states = arguments["initial_state"]

@@ -179,7 +179,9 @@ def _rows(*dims: str, **properties: Any) -> Tensor:
 def _inputs(packed: bool) -> dict[str, Value]:
     kinds = ("int32", "int64")
     inputs: dict[str, Value] = {
-        "x": Tensor(["num_rows", "qkv_elements"], dtypes=_HALF, description="Queries, keys, values."),
+        "x": Tensor(
+            ["num_rows", "qkv_elements"], dtypes=_HALF, description="Queries, keys, values."
+        ),
         "weight": _rows("three", "width", "head_elements", description="Taps, the newest last."),
         "conv_state": Tensor(_CACHE, dtype_from="x", description="Last inputs, the newest last."),
         "raw_gate": _rows("one", "num_rows", "num_heads", "head_dim", layout="rows"),
