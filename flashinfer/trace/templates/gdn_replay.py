@@ -39,7 +39,8 @@ def _caching_reference(
     replayssm_g: torch.Tensor | None = None,
     replayssm_beta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """As gated_delta_rule_mtp without an update; k, v, log(decay) and rate go to the windows.
+    """As gated_delta_rule_mtp without an update: S = decay S; S += rate (v - S k) k^T; the windows
+    receive k, v, log(decay) and rate.
 
     Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", 2024.
     """
