@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ._attention.checks import refuse
-from ._attention.functions.block_tables import attend_block_tables
+from ._attention.functions.plan_block_tables import attend_block_tables
 from ._common import checks
 from ._compile.traced import graph_operator
 from ._instrument.decorator import flashinfer_api

@@ -232,7 +232,7 @@ def _can_be_captured(
 
     A plan that is not made for graphs, and a random number that the host draws, would be frozen in
     it; the functions for one request keep plans, which a graph's memory pool must not hold, and
-    what plans and runs in one call may read lengths on the host.
+    what plans and runs in one call, with scratch memory, may read lengths on the host.
     """
     if isinstance(template, Effects):
         return template.in_graphs
@@ -242,7 +242,7 @@ def _can_be_captured(
         return bool(getattr(owner, "_runs_in_graphs", in_place))
     if "generator" in arguments:
         return isinstance(arguments.get("seed"), torch.Tensor)
-    return not call.name.startswith(("single_", "cudnn_"))
+    return not (template.scratch or call.name.startswith("single_"))
 
 
 def _written(template: TraceTemplate, arguments: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -295,7 +295,8 @@ def _described(call: _Call, template: TraceTemplate | Effects, leaves: list[Any]
         finish, arrangement = outcome.finish(), outcome.arrangement
         return _Described(written_ids, num_results, finish, fake_of_effects, arrangement)
     written = _written(template, arguments)
-    ids = {tensor for tensors in written.values() for tensor in tensors}
+    scratch = tensors_in(arguments.get(name) for name in template.scratch)
+    ids = {tensor for tensors in written.values() for tensor in tensors} | {*map(id, scratch)}
     fresh = [key for key in template.outputs if key not in written]
 
     def fake(*leaves: Any) -> Any:

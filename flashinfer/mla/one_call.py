@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
-from .._attention.checks import BLACKWELL, refuse
-from .._attention.functions.graph_results import mla_results
-from .._common.checks import count as check_count
-from .._common.checks import flag as check_flag
-from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
-from .one_call_launch import read_one_call, read_table, read_top_k
+from ..trace.arguments import with_defaults
+from ..trace.templates.mla_one_call import mla_one_call_template, mla_one_call_trace
+from .one_call_arguments import gather_decode, read_decode
 
 __all__ = ["trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
 
 
-@graph_operator("workspace_buffer", "out", "lse", results=mla_results)
-@flashinfer_api
+def _gathered(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call of either function in the form of its template."""
+    return gather_decode(with_defaults(trtllm_batch_decode_with_kv_cache_mla, call))
+
+
+@flashinfer_api(trace=mla_one_call_trace("mla_decode", _gathered))
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -131,46 +132,17 @@ use_fp16_softmax
     -----
     DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1; sparse: "DeepSeek-V3.2-Exp", 2025, section 2.
     """
-    refuse(
-        BLACKWELL,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        cute_dsl_impl=None if cute_dsl_impl == "auto" else cute_dsl_impl,
-        kv_scale_format=None if kv_scale_format == "auto" else kv_scale_format,
-        uses_shared_paged_kv_idx=None if uses_shared_paged_kv_idx is True else 0,
-        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
-        enable_dcp=enable_dcp,
-        cp_world=None if cp_world == 1 else cp_world,
-        cp_rank=None if cp_rank == 0 else cp_rank,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
-        use_fp16_softmax=use_fp16_softmax,
-    )
-    check_flag("is_var_seq", is_var_seq)
-    check_count("qk_nope_head_dim", qk_nope_head_dim)
-    check_count("max_seq_len", max_seq_len, 0)
-    if return_lse_base not in (None, "base2", "basee"):
-        raise ValueError(f"`return_lse_base` must be 'base2' or 'basee', got {return_lse_base!r}")
-    call = read_one_call(
-        query, kv_cache, (kv_lora_rank, qk_rope_head_dim), bmm1_scale, bmm2_scale, sinks, out
-    )
-    if check_count("sparse_mla_top_k", sparse_mla_top_k, 0):
-        call = call.with_single_tokens()
-        table = read_top_k(
-            call, query, block_tables, seq_lens, sparse_mla_top_k, sparse_mla_top_k_lens
-        )
-    else:
-        refuse("`sparse_mla_top_k` is 0", sparse_mla_top_k_lens=sparse_mla_top_k_lens)
-        table = read_table(query, block_tables, seq_lens, cum_seq_lens_q, max_q_len)
+    call, table = read_decode(locals())
     outputs = call.run(
         table, workspace_buffer, backend, enable_pdl, lse, return_lse, return_lse_base
     )
-    if not check_flag("return_lse", return_lse):
+    if not return_lse:
         return outputs[0]
     assert outputs[1] is not None
     return outputs[0], outputs[1]
 
 
-@graph_operator("workspace_buffer", "out", results=mla_results)
-@flashinfer_api
+@flashinfer_api(trace=mla_one_call_template("mla_decode_xqa", _gathered, lse=False))
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

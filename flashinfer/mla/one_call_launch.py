@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from .._attention.checks import check_backend, scalar
+from .._attention.checks import scalar
 from .._common.checks import count as check_count
-from .._common.checks import optional_flag as check_optional_flag
 from .._common.checks import tensor as check_tensor
 from .._common.dtypes import torch_name
 from ..jit.attention.mla import (
@@ -134,11 +133,6 @@ class OneCall:
         return_lse: bool,
         base: str | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        check_backend(backend, ("auto", "fa2", "fa3"))
-        check_tensor("workspace_buffer", workspace)
-        if not workspace.is_contiguous():
-            raise ValueError("`workspace_buffer` must be contiguous")
-        check_optional_flag("enable_pdl", enable_pdl)
         if lse is None and return_lse:
             shape = self.query.shape[:2]
             lse = torch.empty(shape, dtype=torch.float32, device=self.query.device)

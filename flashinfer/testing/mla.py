@@ -50,7 +50,8 @@ def mla_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> 
     _, lse = _results(template, gathered)
     squares, lse_of_squares = _results(template, _squared(gathered))
     shift = (lse_of_squares - 2 * lse).nan_to_num(0.0).clamp(max=0.0)
-    deviation = (squares.clamp(min=0) * torch.exp2(shift)[..., None]).sqrt()
+    factor = torch.exp2(shift).view(squares.shape[:-1])[..., None]
+    deviation = (squares.clamp(min=0) * factor).sqrt()
     unit = unit_roundoff(gathered["o_dtype"])
     return _Bounds(spread=8 * unit * o_scale * deviation)
 

@@ -6,8 +6,9 @@ Each raises TypeError or ValueError with the argument's name, what it is and wha
 from __future__ import annotations
 
 import ast
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ import torch
 from .._common.conversions import is_convertible
 from .._common.dtypes import torch_name
 from .specs import Scalar, Tensor
+
+
+def with_defaults(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `function` by name; what the call leaves out has its default."""
+    return {
+        name: call[name] if p.default is p.empty else call.get(name, p.default)
+        for name, p in inspect.signature(function).parameters.items()
+    }
 
 
 def folded_shape(param: str, spec: Tensor, tensor: torch.Tensor) -> list[int]:

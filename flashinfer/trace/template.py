@@ -98,6 +98,9 @@ class TraceTemplate:
         call shows, without a look at any value, where `gather` needs values.
     has_own_strides : bool
         Whether callers rely on the strides of the reference's results.
+    scratch : sequence of str
+        Arguments whose memory a call uses, and which mean nothing before and after it: those of a
+        function that plans and runs at once.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class TraceTemplate:
         nest: Callable[[tuple[Any, ...]], Any] | None = None,
         predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
         has_own_strides: bool = False,
+        scratch: Sequence[str] = (),
     ) -> None:
         self.op_type = op_type
         self.axes = axes
@@ -139,6 +143,7 @@ class TraceTemplate:
         self.nest = nest
         self.predict = predict
         self.has_own_strides = has_own_strides
+        self.scratch = tuple(scratch)
         self._refuse_unknown_axes()
 
     def __repr__(self) -> str:

@@ -4,34 +4,30 @@ them.
 The kernels are those of ``BatchPrefillWithPagedKVCacheWrapper``, planned in the call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..._common.checks import count as check_count
-from ..._common.checks import tensor as check_tensor
-from ..._common.dtypes import torch_name
-from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.config import FLOAT16, PACKED_FLOAT4
-from ..checks import BLACKWELL, refuse, resolve_dtype, scalar
-from ..index_tensors import check_index_vector, host_indices
-from ..wrappers.base import SpecArguments, split_cache
-from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
-from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .device_lengths import TableLengths, plan_table_lengths
-from .graph_results import block_table_results
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Scale = float | torch.Tensor
-
-_MOST_DECODED = 16
-"""Query tokens of a request, up to which lengths on the GPU stay there."""
+from ...trace.templates.block_tables import block_table_template, block_table_trace
+from .gather import gather_planned, predict_block_tables
+from .plan_block_tables import Cache, Scale, plan_context, plan_decode
 
 
-@graph_operator("workspace_buffer", "out", "lse", results=block_table_results)
-@flashinfer_api
+def _gathered_decode(call: Mapping[str, Any]) -> dict[str, Any]:
+    return gather_planned(plan_decode, trtllm_batch_decode_with_kv_cache, call)
+
+
+def _gathered_context(call: Mapping[str, Any]) -> dict[str, Any]:
+    return gather_planned(plan_context, trtllm_batch_context_with_kv_cache, call)
+
+
+@flashinfer_api(
+    trace=block_table_trace(
+        name="trtllm_decode", gather=_gathered_decode, predict=predict_block_tables
+    )
+)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,
@@ -138,53 +134,14 @@ causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_ord
         If an argument is not as described, or lengths of longer queries are on the GPU while a
         graph is captured.
     """
-    refuse(
-        BLACKWELL,
-        o_sf_scale=o_sf_scale,
-        o_sf_vec_size=o_sf_vec_size,
-        o_scale=None if o_scale == 1.0 else o_scale,
-        mask=mask,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        bmm1_scale_log2=bmm1_scale_log2,
-        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
-        enable_block_sparse_attention=enable_block_sparse_attention,
-        cp_world=None if cp_world == 1 else cp_world,
-        cp_rank=None if cp_rank == 0 else cp_rank,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
-        bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode,
-        request_order=request_order,
-        request_order_plan=request_order_plan,
-    )
-    _check_shared(uses_shared_paged_kv_idx)
-    per_request = None
-    if cum_seq_lens_q is None:
-        per_request = check_count("q_len_per_req", 1 if q_len_per_req is None else q_len_per_req)
-    return attend_block_tables(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        cum_seq_lens_q,
-        qo_len=("max_q_len", max_q_len, per_request),
-        kv_len=("max_seq_len", max_seq_len),
-        scales=(bmm1_scale, bmm2_scale),
-        window_left=window_left,
-        causal=True,
-        out=out,
-        out_dtype=out_dtype,
-        sinks=sinks,
-        kv_layout=kv_layout,
-        enable_pdl=enable_pdl,
-        backend=backend,
-        lse=lse,
-        return_lse=return_lse,
-        kv_cache_sf=kv_cache_sf,
-    )
+    return plan_decode(locals())()
 
 
-@graph_operator("workspace_buffer", "out", "lse", results=block_table_results)
-@flashinfer_api
+@flashinfer_api(
+    trace=block_table_trace(
+        name="trtllm_context", gather=_gathered_context, predict=predict_block_tables
+    )
+)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,
@@ -252,235 +209,4 @@ multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
     TypeError, ValueError
         If an argument is not as described, or lengths are on the GPU while a graph is captured.
     """
-    refuse(
-        BLACKWELL,
-        o_sf_scale=o_sf_scale,
-        o_sf_vec_size=o_sf_vec_size,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
-        use_fp16_softmax=use_fp16_softmax,
-        uses_spcompress=uses_spcompress,
-    )
-    _check_shared(uses_shared_paged_kv_idx)
-    for name, table in (("cum_seq_lens_q", cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv)):
-        check_index_vector(name, table)
-        if len(table) != batch_size + 1:
-            raise ValueError(
-                f"`{name}` must have {batch_size + 1} elements for `batch_size` {batch_size}, got "
-                f"{len(table)}"
-            )
-    return attend_block_tables(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        cum_seq_lens_q,
-        qo_len=("max_q_len", max_q_len, None),
-        kv_len=("max_kv_len", max_kv_len),
-        scales=(bmm1_scale, bmm2_scale),
-        window_left=window_left,
-        causal=causal,
-        out=out,
-        out_dtype=out_dtype,
-        sinks=sinks,
-        kv_layout=kv_layout,
-        enable_pdl=enable_pdl,
-        backend="auto" if backend == "trtllm-gen" else backend,
-        lse=lse,
-        return_lse=return_lse,
-        kv_cache_sf=kv_cache_sf,
-    )
-
-
-def attend_block_tables(
-    query: torch.Tensor,
-    kv_cache: Cache,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cum_seq_lens_q: torch.Tensor | None,
-    *,
-    qo_len: tuple[str, int | None, int | None],
-    kv_len: tuple[str, int],
-    scales: tuple[Scale, Scale],
-    window_left: int,
-    causal: bool,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | str | None = None,
-    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    kv_cache_sf: Any = None,
-) -> Any:
-    """Both functions; `qo_len` and `kv_len`: name and value of bounds, and the length of all."""
-    for name, tensor in (("query", query), ("out", out)):
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "query"):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-    k, v = split_cache(kv_cache, "kv_cache")
-    inner = tuple(k.shape[2 if v is None else 1 : -1])
-    if query.ndim != 3 or len(inner) != 2:
-        raise ValueError(
-            "`query` must have 3 dimensions and `kv_cache` 4 of keys and 4 of values, or 5, got "
-            f"shapes {list(query.shape)} and {list(k.shape)}"
-        )
-    page_size, num_kv_heads = inner if kv_layout == "NHD" else inner[::-1]
-    plan_scale, q_scale = _logits_scale(scales[0])
-    if out_dtype is None:
-        out_dtype = query.dtype if out is None else out.dtype
-    if resolve_dtype("out_dtype", out_dtype) not in FLOAT16:
-        raise ValueError(f"`out_dtype` must be float16 or bfloat16, got {out_dtype}")
-    arguments = SpecArguments(
-        num_qo_heads=query.shape[1],
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=query.shape[2],
-        head_dim_vo=(k if v is None else v).shape[-1] * (2 if k.dtype == PACKED_FLOAT4 else 1),
-        window_left=window_left,
-        sm_scale=plan_scale,
-        q_data_type=query.dtype,
-        kv_data_type=k.dtype,
-        o_data_type=out_dtype,
-        causal=causal,
-    )
-    most = qo_len[1] if qo_len[2] is None else qo_len[2]
-    is_there = isinstance(seq_lens, torch.Tensor) and seq_lens.is_cuda and most is not None
-    is_portable = backend in ("auto", "fa2")
-    wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
-    if is_there and is_portable and (tokens := check_count(qo_len[0], most)) <= _MOST_DECODED:
-        check_count(*kv_len)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
-        lengths = TableLengths(block_tables, seq_lens, cum_seq_lens_q, tokens, page_size)
-        arguments = arguments._replace(causal=causal and tokens > 1)
-        plan_table_lengths(wrapper, arguments, lengths, len(query))
-    else:
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
-        lengths_ = _host_lengths(seq_lens, cum_seq_lens_q, qo_len[2])
-        _plan_on_host(wrapper, arguments, block_tables, lengths_, page_size, (qo_len[:2], kv_len))
-    return wrapper.run(
-        query,
-        kv_cache,
-        q_scale=q_scale,
-        v_scale=_one_number("bmm2_scale", scales[1]),
-        out=out,
-        lse=lse,
-        return_lse=return_lse,
-        sinks=_one_tensor(sinks),
-        enable_pdl=enable_pdl,
-        kv_cache_sf=kv_cache_sf,
-    )
-
-
-def _plan_on_host(
-    wrapper: BatchPrefillWithPagedKVCacheWrapper,
-    arguments: SpecArguments,
-    block_tables: torch.Tensor,
-    lengths_and_rows: tuple[torch.Tensor, torch.Tensor],
-    page_size: int,
-    bounds: tuple[tuple[str, int | None], tuple[str, int]],
-) -> None:
-    """Plan with lengths on the host; `bounds`: name and value of those of queries and keys."""
-    lengths, rows = lengths_and_rows
-    for (name, bound), found in zip(bounds, (rows.diff(), lengths), strict=True):
-        if bound is not None:
-            check_count(name, bound, int(found.max()) if len(found) else 0)
-    counts = (lengths + page_size - 1) // page_size
-    a = arguments
-    wrapper.plan(
-        rows,
-        torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
-        _page_numbers(block_tables, counts),
-        (lengths - (counts - 1) * page_size).int().clamp(max=page_size),
-        a.num_qo_heads,
-        a.num_kv_heads,
-        a.head_dim_qk,
-        page_size,
-        head_dim_vo=a.head_dim_vo,
-        causal=a.causal,
-        sm_scale=a.sm_scale,
-        window_left=a.window_left,
-        q_data_type=a.q_data_type,
-        kv_data_type=a.kv_data_type,
-        o_data_type=a.o_data_type,
-    )
-
-
-def _host_lengths(
-    seq_lens: torch.Tensor, cum_seq_lens_q: torch.Tensor | None, per_request: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths of keys, and first rows of queries, on the host; fetched by one copy at most."""
-    wanted = {"seq_lens": seq_lens}
-    if cum_seq_lens_q is not None:
-        wanted["cum_seq_lens_q"] = cum_seq_lens_q
-    for name, tensor in wanted.items():
-        check_index_vector(name, tensor)
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                f"`{name}` must be on the host while a CUDA graph is captured: the plan reads it. "
-                "BatchDecodeWithPagedKVCacheWrapper(use_cuda_graph=True) is planned outside of it"
-            )
-    lengths, *rows = host_indices(wanted)
-    if len(lengths) and int(lengths.min()) < 0:
-        raise ValueError(f"`seq_lens` must not be negative, got {int(lengths.min())}")
-    if per_request is not None:
-        return lengths, torch.arange(len(lengths) + 1, dtype=torch.int32) * per_request
-    if len(rows[0]) != len(lengths) + 1:
-        raise ValueError(
-            f"`cum_seq_lens_q` must have {len(lengths) + 1} elements for {len(lengths)} requests, "
-            f"got {len(rows[0])}"
-        )
-    return lengths, rows[0]
-
-
-def _page_numbers(block_tables: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The first `counts` (on the host) entries of each row, as one vector."""
-    check_tensor("block_tables", block_tables)
-    needed = int(counts.max()) if len(counts) else 0
-    if (
-        block_tables.dtype not in (torch.int32, torch.int64)
-        or block_tables.ndim != 2
-        or len(block_tables) != len(counts)
-        or block_tables.shape[1] < needed
-    ):
-        raise ValueError(
-            f"`block_tables` must be int32 or int64 [{len(counts)}, at least {needed}] for these "
-            f"`seq_lens`, got {torch_name(block_tables.dtype)} {list(block_tables.shape)}"
-        )
-    inside = torch.arange(block_tables.shape[1]) < counts[:, None]
-    places = inside.flatten().nonzero().squeeze(1)  # on the host, which need not wait for a GPU
-    return block_tables.reshape(-1)[places.to(block_tables.device)]
-
-
-def _logits_scale(scale: Scale) -> tuple[float, torch.Tensor | None]:
-    """`sm_scale` of the plan, and `q_scale` of the run where the factor is on the device."""
-    checked = _one_number("bmm1_scale", scale)
-    return (1.0, checked) if isinstance(checked, torch.Tensor) else (checked, None)
-
-
-def _one_number(name: str, scale: Scale) -> Any:
-    if not isinstance(scale, torch.Tensor) or scale.is_cpu:
-        return scalar(name, scale)
-    if not scale.is_floating_point() or scale.numel() != 1:
-        raise ValueError(
-            f"`{name}` must be a number or one float32, got "
-            f"{torch_name(scale.dtype)} of shape {list(scale.shape)}"
-        )
-    return scale.float().reshape(1)
-
-
-def _one_tensor(sinks: Any) -> torch.Tensor | None:
-    if isinstance(sinks, (list, tuple)) and len(sinks) == 1:
-        sinks = sinks[0]
-    if sinks is not None and not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"`sinks` must be a torch.Tensor or a list of one, got {sinks!r}")
-    return sinks
-
-
-def _check_shared(uses_shared_paged_kv_idx: bool) -> None:
-    if uses_shared_paged_kv_idx is not True:
-        raise ValueError(
-            "`uses_shared_paged_kv_idx` must be True: keys and values have one block table, got "
-            f"{uses_shared_paged_kv_idx!r}"
-        )
+    return plan_context(locals())()

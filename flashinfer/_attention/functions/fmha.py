@@ -14,7 +14,7 @@ from ..._common.checks import tensor as check_tensor
 from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
 from ..checks import refuse, resolve_dtype
-from .block_tables import attend_block_tables
+from .plan_block_tables import attend_block_tables
 from .graph_results import fmha_results
 from .ragged import trtllm_ragged_attention_deepseek
 

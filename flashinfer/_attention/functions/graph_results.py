@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ...jit.attention.config import FLOAT16, PACKED_FLOAT4
+from ...jit.attention.config import FLOAT16
 from ..checks import resolve_dtype
-from ..wrappers.base import split_cache
 
 Arguments = Mapping[str, Any]
 
@@ -36,16 +35,6 @@ def _with_lse(out: torch.Tensor, arguments: Arguments) -> Any:
     return out, lse
 
 
-def block_table_results(arguments: Arguments) -> Any:
-    """Results of ``trtllm_batch_*_with_kv_cache`` and ``xqa_batch_decode_with_kv_cache``."""
-    query, out = arguments["query"], arguments["out"]
-    if out is None:
-        k, v = split_cache(arguments["kv_cache"], "kv_cache")
-        columns = (k if v is None else v).shape[-1] * (2 if k.dtype == PACKED_FLOAT4 else 1)
-        out = _new(query, (*query.shape[:-1], columns), _dtype(arguments, query.dtype))
-    return _with_lse(out, arguments)
-
-
 def ragged_results(arguments: Arguments) -> Any:
     """Results of ``trtllm_ragged_attention_deepseek``."""
     query, out = arguments["query"], arguments["out"]
@@ -65,15 +54,6 @@ def fmha_results(arguments: Arguments) -> torch.Tensor:
     rows, heads = query.shape[0], query.shape[-2]
     default = query.dtype if query.dtype in FLOAT16 else torch.bfloat16
     return _new(query, (rows, heads, last.shape[-1]), _dtype(arguments, default))
-
-
-def mla_results(arguments: Arguments) -> Any:
-    """Results of the one-call decodes of latent attention."""
-    query, out = arguments["query"], arguments["out"]
-    if out is None:
-        dtype = query.dtype if query.dtype in FLOAT16 else torch.bfloat16
-        out = _new(query, (*query.shape[:-1], arguments["kv_lora_rank"]), dtype)
-    return _with_lse(out, arguments)
 
 
 def cudnn_prefill_results(arguments: Arguments) -> Any:

@@ -17,7 +17,7 @@ from ..._instrument.decorator import flashinfer_api
 from ..checks import BLACKWELL, refuse
 from ..index_tensors import check_index_vector, host_indices
 from ..wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
-from .block_tables import Scale, _logits_scale, _one_number
+from .plan_block_tables import Scale, logits_scale, one_number
 from .graph_results import ragged_results
 
 
@@ -138,7 +138,7 @@ use_fp16_softmax, uses_spcompress
                 f"`batch_size` must be {len(rows) - 1} by the lengths, got {batch_size}"
             )
         check_count(name, bound, int(rows.diff().max()) if batch_size else 0)
-    plan_scale, q_scale = _logits_scale(bmm1_scale)
+    plan_scale, q_scale = logits_scale(bmm1_scale)
     chosen = "auto" if backend == "trtllm-gen" else backend
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer, "NHD", backend=chosen)
     wrapper.plan(
@@ -156,7 +156,7 @@ use_fp16_softmax, uses_spcompress
         o_data_type=_output_dtype(query, out),
     )
     options: dict[str, Any] = {
-        "v_scale": _one_number("bmm2_scale", bmm2_scale),
+        "v_scale": one_number("bmm2_scale", bmm2_scale),
         "return_lse": return_lse,
         "enable_pdl": enable_pdl,
         "sinks": attention_sinks,

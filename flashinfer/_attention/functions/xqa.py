@@ -1,18 +1,25 @@
 """``xqa_batch_decode_with_kv_cache``: decode with block tables, as vLLM calls it on Hopper."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
-from ..checks import refuse
-from .block_tables import Cache, Scale, attend_block_tables
-from .graph_results import block_table_results
+from ...trace.templates.block_tables import block_table_template
+from .gather import gather_planned, predict_block_tables
+from .plan_block_tables import Cache, Scale, plan_xqa_decode
 
 
-@graph_operator("workspace_buffer", "out", results=block_table_results)
-@flashinfer_api
+def _gathered(call: Mapping[str, Any]) -> dict[str, Any]:
+    return gather_planned(plan_xqa_decode, xqa_batch_decode_with_kv_cache, call)
+
+
+@flashinfer_api(
+    trace=block_table_template(
+        name="xqa_decode", gather=_gathered, predict=predict_block_tables, lse=False
+    )
+)
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,
@@ -62,28 +69,4 @@ bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl
     TypeError, ValueError
         As ``trtllm_batch_decode_with_kv_cache`` does.
     """
-    refuse(
-        "there is no kernel for it",
-        o_scale=None if o_scale == 1.0 else o_scale,
-        mask=mask,
-    )
-    tokens = 1 if q_len_per_req is None else q_len_per_req
-    is_even = q_cu_seq_lens is None
-    return attend_block_tables(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        q_cu_seq_lens,
-        qo_len=("q_len_per_req", None if is_even else tokens, tokens if is_even else None),
-        kv_len=("max_seq_len", max_seq_len),
-        scales=(bmm1_scale, bmm2_scale),
-        window_left=window_left,
-        causal=True,
-        out=out,
-        sinks=sinks,
-        kv_layout=kv_layout,
-        enable_pdl=enable_pdl,
-        kv_cache_sf=kv_cache_sf,
-    )
+    return plan_xqa_decode(locals())()

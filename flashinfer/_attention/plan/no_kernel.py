@@ -1,17 +1,21 @@
 """Plans for devices that have no kernel: refused, unless something else computes from the plan.
 
-The reference backend does. It says so here, so that nothing of the product asks for it.
+The reference backend does. It says so here, so that nothing of the product asks for it. What
+describes a call that plans and runs at once looks at a plan, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 
 def _nothing_computes() -> bool:
     return False
 
 
+_in_this_context: ContextVar[bool] = ContextVar("flashinfer_no_kernel", default=False)
 _computes: Callable[[], bool] = _nothing_computes
 
 
@@ -23,4 +27,14 @@ def compute_from_plans_when(is_active: Callable[[], bool]) -> None:
 
 def is_computed_from_plans() -> bool:
     """Whether a plan is of use here and now without a kernel."""
-    return _computes()
+    return _in_this_context.get() or _computes()
+
+
+@contextlib.contextmanager
+def plans_without_kernels() -> Iterator[None]:
+    """Inside the block plans are made to be looked at: nothing is compiled for them."""
+    token = _in_this_context.set(True)
+    try:
+        yield
+    finally:
+        _in_this_context.reset(token)

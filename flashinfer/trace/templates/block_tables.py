@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ def _gather_cudnn_decode(call: Arguments) -> dict[str, Any]:
 def _template(**properties: Any) -> TraceTemplate:
     template = paged_template(**properties)
     template.hints, template.predict = (), _result
+    template.scratch = ("workspace_buffer",)
     return template
 
 
@@ -133,6 +134,56 @@ def _draw_cudnn_decode(arguments: dict[str, Any]) -> dict[str, Any]:
         "block_tables": tables.to(device),
         "q_len_per_req": 2,
     }
+
+
+def block_table_template(
+    *,
+    name: str,
+    gather: Callable[[Arguments], dict[str, Any]],
+    predict: Callable[[Arguments], dict[str, Any]],
+    lse: bool,
+) -> TraceTemplate:
+    """Template of a function of queries, pages and block tables, which `gather` reads."""
+    template = paged_template(
+        name=name,
+        description="Attention of ragged queries over pages, by block tables.",
+        init=lambda arguments: {**_draw_tables(arguments, name), **_returns(lse)},
+        gather=gather,
+        lse=lse,
+    )
+    template.predict, template.scratch = predict, ("workspace_buffer",)
+    return template
+
+
+def block_table_trace(**properties: Any) -> Callable[..., TraceTemplate]:
+    """The templates of a function that may return log-sum-exps."""
+    return by_lse(block_table_template, **properties)
+
+
+def _returns(lse: bool) -> dict[str, Any]:
+    return {"return_lse": True} if lse else {}
+
+
+def _draw_tables(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """As `_draw_cudnn_decode`, under the names of the other functions."""
+    drawn = _draw_cudnn_decode(arguments)
+    lengths, pages = drawn["actual_seq_lens_kv"], (drawn["k_cache"], drawn["v_cache"])
+    if name == "xqa_decode":
+        pages = (pages[0].transpose(1, 2), pages[1].transpose(1, 2))
+    shared = {
+        "query": drawn["q"],
+        "kv_cache": pages,
+        "workspace_buffer": drawn["workspace_buffer"],
+        "block_tables": drawn["block_tables"],
+        "seq_lens": lengths,
+        "bmm1_scale": 0.2,
+        "bmm2_scale": 1.0,
+    }
+    if name != "trtllm_context":
+        return {**shared, "max_seq_len": 8, "q_len_per_req": 2}
+    first = torch.arange(4, dtype=torch.int32, device=lengths.device)
+    rows = {"cum_seq_lens_q": first * 2, "cum_seq_lens_kv": lengths.new_tensor([0, 7, 11, 19])}
+    return {**shared, **rows, "max_q_len": 2, "max_kv_len": 8, "batch_size": 3}
 
 
 cudnn_batch_decode_trace = by_lse(

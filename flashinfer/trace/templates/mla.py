@@ -47,7 +47,9 @@ def _mla_paged_reference(
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
     """
-    page_size, device = ckv_cache.shape[1], q_nope.device
+    page_size, device, shape = ckv_cache.shape[1], q_nope.device, q_nope.shape
+    q_nope = q_nope.flatten(0, -3)
+    q_pe = None if q_pe is None else q_pe.flatten(0, -3)
     output = torch.zeros(q_nope.shape, dtype=torch.float64, device=device)
     lse = torch.full(q_nope.shape[:2], float("-inf"), dtype=torch.float64, device=device)
     extra = lse.new_full((q_nope.shape[1],), float("-inf")) if sinks is None else sinks.double()
@@ -72,7 +74,7 @@ def _mla_paged_reference(
         weights = torch.exp(logits - total.nan_to_num(neginf=0.0)[..., None])
         output[rows] = torch.einsum("qhk,kd->qhd", weights, latent) * o_scale
         lse[rows] = total
-    return output, lse / (torch.log(lse.new_tensor(2.0)) if lse_base == "log2" else 1.0)
+    return output.view(shape), lse / (torch.log(lse.new_tensor(2.0)) if lse_base == "log2" else 1.0)
 
 
 _DESTINATIONS = {"self", "out", "lse", "return_lse"}
@@ -135,7 +137,10 @@ _FLOAT16 = ("bfloat16", "float16")
 _FLOAT = (*_FLOAT16, "float8_e4m3fn")
 
 
-def _template(*, lse: bool) -> TraceTemplate:
+def mla_template(
+    *, lse: bool, name: str, ranks: tuple[int, ...] | None = None, **properties: Any
+) -> TraceTemplate:
+    """Template of a call whose queries have so many dimensions; None: three."""
     page = ["num_pages", "page_size"]
     outputs: dict[str, Value] = {
         "output": Tensor(
@@ -143,6 +148,7 @@ def _template(*, lse: bool) -> TraceTemplate:
             param="out",
             dtype_from_scalar="o_dtype",
             dtypes=_FLOAT16,
+            ranks=ranks,
         )
     }
     if lse:
@@ -154,18 +160,22 @@ def _template(*, lse: bool) -> TraceTemplate:
         )
     return TraceTemplate(
         op_type="mla_paged",
-        name_prefix="mla_paged_lse" if lse else "mla_paged",
+        name_prefix=f"{name}_lse" if lse else name,
         description="Absorbed latent attention of ragged queries over pages.",
         axes=_AXES,
         inputs={
             "q_nope": Tensor(
-                ["total_q", "num_heads", "head_dim_ckv"], dtypes=_FLOAT, layout="rows"
+                ["total_q", "num_heads", "head_dim_ckv"],
+                dtypes=_FLOAT,
+                layout="rows",
+                ranks=ranks,
             ),
             "q_pe": Tensor(
                 ["total_q", "num_heads", "head_dim_kpe"],
                 dtype_from="q_nope",
                 optional=True,
                 layout="rows",
+                ranks=ranks,
             ),
             "ckv_cache": Tensor([*page, "head_dim_ckv"], dtypes=_FLOAT, layout="rows"),
             "kpe_cache": Tensor(
@@ -189,9 +199,8 @@ def _template(*, lse: bool) -> TraceTemplate:
         options={"causal": (False, True), **({"lse_base": ("log2", "ln")} if lse else {})},
         tags=["status:verified"],
         reference=_mla_paged_reference,
-        gather=_gather,
-        predict=_predict,
+        **properties,
     )
 
 
-mla_run_trace = by_lse(_template)
+mla_run_trace = by_lse(mla_template, name="mla_paged", gather=_gather, predict=_predict)

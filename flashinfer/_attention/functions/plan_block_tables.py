@@ -1,0 +1,353 @@
+"""Plans attention with pages by block tables, in the call that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..._common.checks import count as check_count
+from ..._common.checks import tensor as check_tensor
+from ..._common.dtypes import torch_name
+from ...jit.attention.config import FLOAT16, PACKED_FLOAT4
+from ..checks import BLACKWELL, refuse, resolve_dtype, scalar
+from ..index_tensors import check_index_vector, host_indices
+from ..wrappers.base import SpecArguments, split_cache
+from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
+from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .device_lengths import TableLengths, plan_table_lengths
+
+Arguments = Mapping[str, Any]
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Scale = float | torch.Tensor
+
+_MOST_DECODED = 16
+"""Query tokens of a request, up to which lengths on the GPU stay there."""
+
+
+class PlannedCall(NamedTuple):
+    """A wrapper that has planned, and the arguments of its `run`."""
+
+    wrapper: Any
+    run: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.wrapper.run(**self.run)
+
+
+def plan_decode(call: Arguments, on_host: bool = False) -> PlannedCall:
+    """``trtllm_batch_decode_with_kv_cache``, by the names of its arguments; see `on_host` below."""
+    _refuse_others(
+        call,
+        "o_sf_scale", "o_sf_vec_size", "mask", "skip_softmax_threshold_scale_factor",
+        "bmm1_scale_log2", "multi_ctas_kv_counter_buffer", "enable_block_sparse_attention",
+        "causal_seqlens_kv_global", "bf16q_fp8kv_transform_mode", "request_order",
+        "request_order_plan",
+        o_scale=1.0,
+        cp_world=1,
+        cp_rank=0,
+    )  # fmt: skip
+    per_request = None
+    if call["cum_seq_lens_q"] is None:
+        tokens = call["q_len_per_req"]
+        per_request = check_count("q_len_per_req", 1 if tokens is None else tokens)
+    return _plan_call(
+        call,
+        qo_len=("max_q_len", call["max_q_len"], per_request),
+        kv_len=("max_seq_len", call["max_seq_len"]),
+        backend=call["backend"],
+        on_host=on_host,
+    )
+
+
+def plan_xqa_decode(call: Arguments, on_host: bool = False) -> PlannedCall:
+    """``xqa_batch_decode_with_kv_cache``, by the names of its arguments."""
+    refuse(
+        "there is no kernel for it",
+        o_scale=None if call["o_scale"] == 1.0 else call["o_scale"],
+        mask=call["mask"],
+    )
+    tokens, rows = call["q_len_per_req"], call["q_cu_seq_lens"]
+    tokens = check_count("q_len_per_req", 1 if tokens is None else tokens)
+    if rows is not None:
+        check_index_vector("q_cu_seq_lens", rows)
+        requests = len(check_tensor("seq_lens", call["seq_lens"], 1))
+        if len(rows) != requests + 1:
+            raise ValueError(
+                f"`q_cu_seq_lens` must have {requests + 1} elements for {requests} requests, got "
+                f"{len(rows)}"
+            )
+    length = (tokens, None) if rows is not None else (None, tokens)
+    return _plan_call(
+        {**call, "cum_seq_lens_q": rows},
+        qo_len=("q_len_per_req", *length),
+        kv_len=("max_seq_len", call["max_seq_len"]),
+        backend="auto",
+        on_host=on_host,
+    )
+
+
+def plan_context(call: Arguments, on_host: bool = False) -> PlannedCall:
+    """``trtllm_batch_context_with_kv_cache``, by the names of its arguments."""
+    _refuse_others(
+        call,
+        "o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor",
+        "multi_ctas_kv_counter_buffer", "use_fp16_softmax", "uses_spcompress",
+    )  # fmt: skip
+    batch_size = call["batch_size"]
+    for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+        check_index_vector(name, call[name])
+        if len(call[name]) != batch_size + 1:
+            raise ValueError(
+                f"`{name}` must have {batch_size + 1} elements for `batch_size` {batch_size}, got "
+                f"{len(call[name])}"
+            )
+    backend = call["backend"]
+    return _plan_call(
+        call,
+        qo_len=("max_q_len", call["max_q_len"], None),
+        kv_len=("max_kv_len", call["max_kv_len"]),
+        causal=call["causal"],
+        backend="auto" if backend == "trtllm-gen" else backend,
+        on_host=on_host,
+    )
+
+
+def _refuse_others(call: Arguments, *absent: str, **fixed: Any) -> None:
+    """Refuse arguments of kernels that there are not, unless they are `absent`, or `fixed`."""
+    values = {name: call[name] for name in absent}
+    changed = {n: call[n] for n, value in fixed.items() if call[n] != value}
+    refuse(BLACKWELL, **values, **changed)
+    if call["uses_shared_paged_kv_idx"] is not True:
+        raise ValueError(
+            "`uses_shared_paged_kv_idx` must be True: keys and values have one block table, got "
+            f"{call['uses_shared_paged_kv_idx']!r}"
+        )
+
+
+def _plan_call(
+    call: Arguments,
+    *,
+    qo_len: tuple[str, int | None, int | None],
+    kv_len: tuple[str, int],
+    backend: str,
+    on_host: bool,
+    causal: bool = True,
+) -> PlannedCall:
+    """The arguments that all functions have under one name, and the others."""
+    same = ("window_left", "out", "sinks", "kv_layout", "enable_pdl", "kv_cache_sf")
+    some = ("out_dtype", "lse", "return_lse")
+    return plan_block_tables(
+        call["query"],
+        call["kv_cache"],
+        call["workspace_buffer"],
+        call["block_tables"],
+        call["seq_lens"],
+        call["cum_seq_lens_q"],
+        qo_len=qo_len,
+        kv_len=kv_len,
+        scales=(call["bmm1_scale"], call["bmm2_scale"]),
+        causal=causal,
+        backend=backend,
+        on_host=on_host,
+        **{name: call[name] for name in same},
+        **{name: call[name] for name in some if name in call},
+    )
+
+
+def attend_block_tables(*args: Any, **kwargs: Any) -> Any:
+    """The results of what `plan_block_tables` plans, whose arguments these are."""
+    return plan_block_tables(*args, **kwargs)()
+
+
+def plan_block_tables(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cum_seq_lens_q: torch.Tensor | None,
+    *,
+    qo_len: tuple[str, int | None, int | None],
+    kv_len: tuple[str, int],
+    scales: tuple[Scale, Scale],
+    window_left: int,
+    causal: bool,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | str | None = None,
+    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
+    on_host: bool = False,
+) -> PlannedCall:
+    """A wrapper that has planned, and the arguments of its `run`.
+
+    `qo_len` and `kv_len`: name and value of bounds, and the length of all. `on_host`: lengths on the
+    GPU are fetched in any case.
+    """
+    for name, tensor in (("query", query), ("out", out)):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "query"):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    k, v = split_cache(kv_cache, "kv_cache")
+    inner = tuple(k.shape[2 if v is None else 1 : -1])
+    if query.ndim != 3 or len(inner) != 2:
+        raise ValueError(
+            "`query` must have 3 dimensions and `kv_cache` 4 of keys and 4 of values, or 5, got "
+            f"shapes {list(query.shape)} and {list(k.shape)}"
+        )
+    page_size, num_kv_heads = inner if kv_layout == "NHD" else inner[::-1]
+    plan_scale, q_scale = logits_scale(scales[0])
+    if out_dtype is None:
+        out_dtype = query.dtype if out is None else out.dtype
+    if resolve_dtype("out_dtype", out_dtype) not in FLOAT16:
+        raise ValueError(f"`out_dtype` must be float16 or bfloat16, got {out_dtype}")
+    arguments = SpecArguments(
+        num_qo_heads=query.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=query.shape[2],
+        head_dim_vo=(k if v is None else v).shape[-1] * (2 if k.dtype == PACKED_FLOAT4 else 1),
+        window_left=window_left,
+        sm_scale=plan_scale,
+        q_data_type=query.dtype,
+        kv_data_type=k.dtype,
+        o_data_type=out_dtype,
+        causal=causal,
+    )
+    most = qo_len[1] if qo_len[2] is None else qo_len[2]
+    is_there = isinstance(seq_lens, torch.Tensor) and seq_lens.is_cuda and most is not None
+    is_there = is_there and not on_host
+    is_portable = backend in ("auto", "fa2")
+    wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
+    if is_there and is_portable and (tokens := check_count(qo_len[0], most)) <= _MOST_DECODED:
+        check_count(*kv_len)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
+        lengths = TableLengths(block_tables, seq_lens, cum_seq_lens_q, tokens, page_size)
+        arguments = arguments._replace(causal=causal and tokens > 1)
+        plan_table_lengths(wrapper, arguments, lengths, len(query))
+    else:
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
+        lengths_ = _host_lengths(seq_lens, cum_seq_lens_q, qo_len[2])
+        _plan_on_host(wrapper, arguments, block_tables, lengths_, page_size, (qo_len[:2], kv_len))
+    run = {
+        "q": query,
+        "paged_kv_cache": kv_cache,
+        "q_scale": q_scale,
+        "v_scale": one_number("bmm2_scale", scales[1]),
+        "out": out,
+        "lse": lse,
+        "return_lse": return_lse,
+        "sinks": _one_tensor(sinks),
+        "enable_pdl": enable_pdl,
+        "kv_cache_sf": kv_cache_sf,
+    }
+    return PlannedCall(wrapper, run)
+
+
+def _plan_on_host(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper,
+    arguments: SpecArguments,
+    block_tables: torch.Tensor,
+    lengths_and_rows: tuple[torch.Tensor, torch.Tensor],
+    page_size: int,
+    bounds: tuple[tuple[str, int | None], tuple[str, int]],
+) -> None:
+    """Plan with lengths on the host; `bounds`: name and value of those of queries and keys."""
+    lengths, rows = lengths_and_rows
+    for (name, bound), found in zip(bounds, (rows.diff(), lengths), strict=True):
+        if bound is not None:
+            check_count(name, bound, int(found.max()) if len(found) else 0)
+    counts = (lengths + page_size - 1) // page_size
+    a = arguments
+    wrapper.plan(
+        rows,
+        torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
+        _page_numbers(block_tables, counts),
+        (lengths - (counts - 1) * page_size).int().clamp(max=page_size),
+        a.num_qo_heads,
+        a.num_kv_heads,
+        a.head_dim_qk,
+        page_size,
+        head_dim_vo=a.head_dim_vo,
+        causal=a.causal,
+        sm_scale=a.sm_scale,
+        window_left=a.window_left,
+        q_data_type=a.q_data_type,
+        kv_data_type=a.kv_data_type,
+        o_data_type=a.o_data_type,
+    )
+
+
+def _host_lengths(
+    seq_lens: torch.Tensor, cum_seq_lens_q: torch.Tensor | None, per_request: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths of keys, and first rows of queries, on the host; fetched by one copy at most."""
+    wanted = {"seq_lens": seq_lens}
+    if cum_seq_lens_q is not None:
+        wanted["cum_seq_lens_q"] = cum_seq_lens_q
+    for name, tensor in wanted.items():
+        check_index_vector(name, tensor)
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"`{name}` must be on the host while a CUDA graph is captured: the plan reads it. "
+                "BatchDecodeWithPagedKVCacheWrapper(use_cuda_graph=True) is planned outside of it"
+            )
+    lengths, *rows = host_indices(wanted)
+    if len(lengths) and int(lengths.min()) < 0:
+        raise ValueError(f"`seq_lens` must not be negative, got {int(lengths.min())}")
+    if per_request is not None:
+        return lengths, torch.arange(len(lengths) + 1, dtype=torch.int32) * per_request
+    if len(rows[0]) != len(lengths) + 1:
+        raise ValueError(
+            f"`cum_seq_lens_q` must have {len(lengths) + 1} elements for {len(lengths)} requests, "
+            f"got {len(rows[0])}"
+        )
+    return lengths, rows[0]
+
+
+def _page_numbers(block_tables: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The first `counts` (on the host) entries of each row, as one vector."""
+    check_tensor("block_tables", block_tables)
+    needed = int(counts.max()) if len(counts) else 0
+    if (
+        block_tables.dtype not in (torch.int32, torch.int64)
+        or block_tables.ndim != 2
+        or len(block_tables) != len(counts)
+        or block_tables.shape[1] < needed
+    ):
+        raise ValueError(
+            f"`block_tables` must be int32 or int64 [{len(counts)}, at least {needed}] for these "
+            f"`seq_lens`, got {torch_name(block_tables.dtype)} {list(block_tables.shape)}"
+        )
+    inside = torch.arange(block_tables.shape[1]) < counts[:, None]
+    places = inside.flatten().nonzero().squeeze(1)  # on the host, which need not wait for a GPU
+    return block_tables.reshape(-1)[places.to(block_tables.device)]
+
+
+def logits_scale(scale: Scale) -> tuple[float, torch.Tensor | None]:
+    """`sm_scale` of the plan, and `q_scale` of the run where the factor is on the device."""
+    checked = one_number("bmm1_scale", scale)
+    return (1.0, checked) if isinstance(checked, torch.Tensor) else (checked, None)
+
+
+def one_number(name: str, scale: Scale) -> Any:
+    if not isinstance(scale, torch.Tensor) or scale.is_cpu:
+        return scalar(name, scale)
+    if not scale.is_floating_point() or scale.numel() != 1:
+        raise ValueError(
+            f"`{name}` must be a number or one float32, got "
+            f"{torch_name(scale.dtype)} of shape {list(scale.shape)}"
+        )
+    return scale.float().reshape(1)
+
+
+def _one_tensor(sinks: Any) -> torch.Tensor | None:
+    if isinstance(sinks, (list, tuple)) and len(sinks) == 1:
+        sinks = sinks[0]
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"`sinks` must be a torch.Tensor or a list of one, got {sinks!r}")
+    return sinks
