@@ -42,6 +42,10 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     chunk_gated_delta_product_initial_final_q16_kh16_hv32_k128_v128_n2_cu_seqlens_int64_initial_state_f32_final_state_f32.json
     chunk_gated_delta_product_initial_q16_kh16_hv32_k128_v128_n2_cu_seqlens_int64_initial_state_f32.json
     chunk_gated_delta_product_q16_kh16_hv32_k128_v128_n2_cu_seqlens_int64.json
+    chunk_gated_delta_rule2_final_q16_hv32_k128_v128_g_g_f32_beta_beta_f32_w_w_f32_cu_seqlens_int64.json
+    chunk_gated_delta_rule2_initial_final_q16_hv32_k128_v128_g_g_f32_beta_beta_f32_w_w_f32_cu_seqlens_int64_initial_state_f32_final_state_f32.json
+    chunk_gated_delta_rule2_initial_q16_hv32_k128_v128_g_g_f32_beta_beta_f32_w_w_f32_cu_seqlens_int64_initial_state_f32.json
+    chunk_gated_delta_rule2_q16_hv32_k128_v128_g_g_f32_beta_beta_f32_w_w_f32_cu_seqlens_int64.json
     chunk_gated_delta_rule_final_q16_kh16_hv32_k128_v128_cu_seqlens_int64.json
     chunk_gated_delta_rule_initial_final_q16_kh16_hv32_k128_v128_cu_seqlens_int64_initial_state_f32_final_state_f32.json
     chunk_gated_delta_rule_initial_q16_kh16_hv32_k128_v128_cu_seqlens_int64_initial_state_f32.json
@@ -73,6 +77,7 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     fused_dit_gate_residual_layernorm_gamma_beta_h3072_gate_bias.json
     fused_dit_gate_residual_layernorm_scale_shift_h3072_gate_bias_scale_bias_shift_bias.json
     fused_dit_residual_layernorm_scale_shift_h3072_residual_scale_bias_shift_bias.json
+    fused_kda_decode_h12_d128_l3_weight_f32_dt_bias_f32_state_indices_int32_state_f32_norm_weight_f32_lower_bound_state_f32.json
     fused_qk_rmsnorm_rope_fp8_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_qk_rmsnorm_rope_q40_k40_v40_d128_f44_h42_w42_ppf2_pph4_ppw4.json
     fused_rmsnorm_silu_h8192.json
@@ -82,9 +87,12 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     gated_delta_rule_decode_h16_hv32_k128_v128_state_f32_dt_bias_f32_state_f32.json
     gated_delta_rule_decode_key_major_h16_hv32_k128_v128_state_f32_dt_bias_f32_state_f32.json
     gated_delta_rule_mtp_h16_hv32_k128_v128_initial_state_f32_initial_state_indices_int32_dt_bias_f32_initial_state_f32_disable_state_update.json
+    gated_delta_rule_mtp_replayssm_h16_hv32_k128_v128_initial_state_f32_initial_state_indices_int32_dt_bias_f32_initial_state_f32.json
+    gated_delta_rule_replayssm_commit_h16_hv32_k128_v128_f32_rawv_cache_bf16_rawk_cache_bf16_state_indices_int32_accept_lens_int32.json
     gated_residual_next_rmsnorm_h8192_post_weight.json
     gated_residual_next_rmsnorm_shared_alpha_h8192_post_weight.json
     gated_residual_rmsnorm_h8192_weight.json
+    gdn_fused_decode_step_hv32_d128_qkv8192_w4_dt_bias_f32_ssm_state_f32_state_indices_int32_ssm_state_f32.json
     gelu_and_mul_d10240.json
     gelu_tanh_and_mul_d14336.json
     gemm_fp8_nt_blockscaled_k_by_block_n1536_k2048_e4m3_out_bf16.json
@@ -121,6 +129,9 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     merge_state_in_place_h32_d128_mask_mask_bool.json
     merge_states_h32_d128.json
     min_p_sampling_from_probs_v128256_f32.json
+    mla_decode_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
+    mla_decode_lse_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
+    mla_decode_xqa_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_paged_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_paged_lse_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_rope_quantize_fp8_q16_r64_qn512_kn512_cos_sin_cache_f32_pos_ids_int32_q_rope_out_e4m3_k_rope_out_e4m3_q_nope_out_e4m3_k_nope_out_e4m3_no_is_neox.json
@@ -152,6 +163,7 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_ps16_kv8_d128_slot_mapping_int64.json
     nvfp4_quantize_h7168.json
     packbits_bool.json
+    packed_fused_kda_decode_h12_d128_l5_weight_f32_dt_bias_f32_state_indices_int32_state_f32_norm_weight_f32_lower_bound_query_start_loc_int32_state_f32.json
     packed_kda_decode_h32_d128_dt_bias_f32_state_f32_state_indices_int32_state_f32.json
     paged_mqa_logits_schedule.json
     per_token_group_quant_8bit_float8_e5m2_h7168_g128.json
@@ -162,12 +174,20 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     pod_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
+    recurrent_kda_checkpoints_h32_hv32_k128_v128_state_checkpoints_f32_checkpoint_cu_starts_int64_state_checkpoints_f32.json
+    recurrent_kda_final_checkpoints_h32_hv32_k128_v128_checkpoint_cu_starts_int64_state_checkpoints_f32.json
     recurrent_kda_final_h32_hv32_k128_v128.json
+    recurrent_kda_gate_checkpoints_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_state_checkpoints_f32_checkpoint_cu_starts_int64_state_checkpoints_f32_beta_is_logit.json
+    recurrent_kda_gate_final_checkpoints_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_checkpoint_cu_starts_int64_state_checkpoints_f32_beta_is_logit.json
     recurrent_kda_gate_final_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_beta_is_logit.json
     recurrent_kda_gate_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_beta_is_logit.json
+    recurrent_kda_gate_initial_checkpoints_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_initial_state_f32_state_checkpoints_f32_checkpoint_cu_starts_int64_initial_state_f32_state_checkpoints_f32_beta_is_logit.json
+    recurrent_kda_gate_initial_final_checkpoints_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_initial_state_f32_state_checkpoints_f32_checkpoint_cu_starts_int64_initial_state_f32_state_checkpoints_f32_beta_is_logit.json
     recurrent_kda_gate_initial_final_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_initial_state_f32_initial_state_f32_beta_is_logit.json
     recurrent_kda_gate_initial_h32_hv32_k128_v128_dt_bias_dt_bias_f32_lower_bound_initial_state_f32_initial_state_f32_beta_is_logit.json
     recurrent_kda_h32_hv32_k128_v128.json
+    recurrent_kda_initial_checkpoints_h32_hv32_k128_v128_initial_state_f32_state_checkpoints_f32_checkpoint_cu_starts_int64_initial_state_f32_state_checkpoints_f32.json
+    recurrent_kda_initial_final_checkpoints_h32_hv32_k128_v128_initial_state_f32_state_checkpoints_f32_checkpoint_cu_starts_int64_initial_state_f32_state_checkpoints_f32.json
     recurrent_kda_initial_final_h32_hv32_k128_v128_initial_state_f32_initial_state_f32.json
     recurrent_kda_initial_h32_hv32_k128_v128_initial_state_f32_initial_state_f32.json
     rmsnorm_fp8_block_quant_h8192.json
@@ -218,12 +238,19 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     top_k_varlen_values_k512_n2_c4_f32.json
     top_p_renorm_probs_v128256_f32.json
     top_p_sampling_from_probs_v128256_f32.json
+    trtllm_context_h32_kv8_d128_dv128_ps16_causal.json
+    trtllm_context_lse_h32_kv8_d128_dv128_ps16_causal.json
+    trtllm_decode_h32_kv8_d128_dv128_ps16_causal.json
+    trtllm_decode_lse_h32_kv8_d128_dv128_ps16_causal.json
+    trtllm_ragged_h128_kv128_d192_dv128_causal.json
+    trtllm_ragged_lse_h128_kv128_d192_dv128_causal.json
     variable_block_sparse_attention_h32_kv8_d128_dv128.json
     variable_block_sparse_attention_lse_h32_kv8_d128_dv128.json
     weight_only_linear_int4_n4096_k4096_s32.json
     weight_only_linear_int8_by_row_n4096_k4096.json
     weight_only_linear_mxfp4_n4096_k4096_s128_weight_scale_uint8.json
     weight_only_linear_nvfp4_n4096_k4096_s256_weight_scale_e4m3_alpha.json
+    xqa_decode_h32_kv8_d128_dv128_ps16_causal.json
 """
 
 from __future__ import annotations

@@ -6,7 +6,16 @@ import torch
 
 import flashinfer
 from flashinfer.cudnn import cudnn_batch_decode_with_kv_cache
-from flashinfer.mla import BatchMLAPagedAttentionWrapper
+from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from flashinfer.mla import (
+    BatchMLAPagedAttentionWrapper,
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
+from flashinfer.prefill import (
+    trtllm_batch_context_with_kv_cache,
+    trtllm_ragged_attention_deepseek,
+)
 from flashinfer.sparse import (
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
@@ -36,8 +45,22 @@ def call_latent_attention(dtype) -> None:
     wrapper.plan(indptr(QO_LENS), starts, pages, lengths, *sizes)
     query = torch.randn(NUM_TOKENS, 128, 576, dtype=dtype)
     cache = torch.randn(len(pages), 64, 576, dtype=dtype)
+    call = (
+        query[:3, None],
+        cache,
+        workspace(),
+        128,
+        512,
+        64,
+        pages[:3, None],
+        lengths.clamp(max=64),
+    )
     for return_lse in (False, True):
         wrapper.run(query=query, kv_cache=cache, return_lse=return_lse)
+        trtllm_batch_decode_with_kv_cache_mla(
+            *call, 64, bmm1_scale=192**-0.5, return_lse=return_lse
+        )
+    xqa_batch_decode_with_kv_cache_mla(*call, 64, bmm1_scale=192**-0.5)
 
 
 def workspace():
@@ -69,7 +92,21 @@ def call_table_attention(dtype) -> None:
     lengths = torch.tensor(KV_LENS, dtype=torch.int32)
     cache = torch.randn(2, 9, 8, 16, 128, dtype=dtype)
     tables = torch.arange(9, dtype=torch.int32).view(3, 3)
+    q, first = torch.randn(NUM_TOKENS, 32, 128, dtype=dtype), indptr(KV_LENS)
+    pages = (cache[0], cache[1])
+    shared = (pages, workspace(), tables, lengths)
+    xqa_batch_decode_with_kv_cache(q[:3], *shared, 48, 128**-0.5, kv_layout="HND")
+    keys, values = torch.randn(97, 128, 192, dtype=dtype), torch.randn(97, 128, 128, dtype=dtype)
+    queries = torch.randn(NUM_TOKENS, 128, 192, dtype=dtype)
     for return_lse in (False, True):
+        trtllm_batch_decode_with_kv_cache(q[:3], *shared, 48, 128**-0.5, return_lse=return_lse)
+        trtllm_batch_context_with_kv_cache(
+            q, *shared, 24, 48, 128**-0.5, 1.0, 3, indptr(QO_LENS), first, return_lse=return_lse
+        )
+        trtllm_ragged_attention_deepseek(
+            queries, keys, values, workspace(), lengths, 24, 48, 192**-0.5, 1.0, 1.0, 3, -1,
+            indptr(QO_LENS), first, None, True, return_lse,
+        )  # fmt: skip
         cudnn_batch_decode_with_kv_cache(
             torch.randn(3, 32, 128, dtype=dtype), *cache, 128**-0.5, workspace(),
             max_sequence_kv=48, actual_seq_lens_kv=lengths, block_tables=tables,

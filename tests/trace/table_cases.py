@@ -125,6 +125,8 @@ _OF_OTHER_KERNELS: dict[str, attention_cases.Case] = {
     "cp_rank": is_refused(1),
     "causal_seqlens_kv_global": is_refused(torch.zeros(1)),
 }
+
+
 def _moves_heads(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """The other order of the dimensions of a page."""
     other = "NHD" if parameters_of(operation.function)[name].default == "HND" else "HND"
@@ -196,6 +198,33 @@ _LATENT: dict[str, attention_cases.Case] = {
     "return_lse_base": _is_a_base,
 }
 
+
+def _are_lengths(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Lengths on the host say what the first rows say, and count if they say something else."""
+    rows = arguments["cum_seq_lens_q" if name.startswith("q") else "cum_seq_lens_kv"]
+    usual = _called(operation, arguments)
+    again = _called(operation, {**arguments, name: rows.diff().cpu()})
+    assert all(map(torch.equal, usual, again))
+    is_refused(rows.diff().float())(operation, name, arguments)
+
+
+def _sinks_of_heads(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    values = torch.ones(attention_cases.HEADS, device=arguments["query"].device)
+    usual, changed = (_called(operation, {**arguments, name: value}) for value in (None, values))
+    assert not torch.equal(usual[0], changed[0])
+    is_refused(values[:-1], values.double(), 3)(operation, name, arguments)
+
+
+_RAGGED: dict[str, attention_cases.Case] = {
+    **_TABLES,
+    "attention_sinks": _sinks_of_heads,
+    "sage_attn_sfs": is_refused((torch.ones(1), None, None, None)),
+    "num_elts_per_sage_attn_blk": is_refused((1, 0, 0, 0)),
+    "q_seq_lens_cpu": _are_lengths,
+    "kv_seq_lens_cpu": _are_lengths,
+    "skip_all_rows_active_check": attention_cases.has_no_effect,
+}
+
 CASES: dict[str, dict[str, attention_cases.Case]] = {
     "cudnn_batch_decode_with_kv_cache": {
         **attention_cases.CASES,
@@ -207,6 +236,7 @@ CASES: dict[str, dict[str, attention_cases.Case]] = {
     "trtllm_batch_context_with_kv_cache": _TABLES,
     "trtllm_batch_decode_with_kv_cache": _TABLES,
     "xqa_batch_decode_with_kv_cache": {**_TABLES, "out": receives},
+    "trtllm_ragged_attention_deepseek": _RAGGED,
     "trtllm_batch_decode_with_kv_cache_mla": _LATENT,
     "xqa_batch_decode_with_kv_cache_mla": {**_LATENT, "out": receives},
 }

@@ -214,6 +214,13 @@ def test_committed_references_run_without_this_package(tmp_path):
         "attention",
         "bidirectional_ranges",
         "mla_paged",
+        "mla_decode",
+        "trtllm",
+        "xqa",
+        "checkpoints",
+        "fused_kda",
+        "gdn_fused",
+        "replayssm",
         "group_gemm",  # rows of no group are not defined
         "group_deepgemm",
         "grouped_mm",

@@ -5,22 +5,27 @@ The kernels are those of ``BatchPrefillWithPagedKVCacheWrapper``, planned in the
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...trace.templates.block_tables import block_table_template, block_table_trace
+from ...trace.templates.block_tables import block_table_trace
 from .gather import gather_planned, predict_block_tables
 from .plan_block_tables import Cache, Scale, plan_context, plan_decode
 
 
 def _gathered_decode(call: Mapping[str, Any]) -> dict[str, Any]:
-    return gather_planned(plan_decode, trtllm_batch_decode_with_kv_cache, call)
+    return gather_planned(
+        partial(plan_decode, on_host=True), trtllm_batch_decode_with_kv_cache, call
+    )
 
 
 def _gathered_context(call: Mapping[str, Any]) -> dict[str, Any]:
-    return gather_planned(plan_context, trtllm_batch_context_with_kv_cache, call)
+    return gather_planned(
+        partial(plan_context, on_host=True), trtllm_batch_context_with_kv_cache, call
+    )
 
 
 @flashinfer_api(

@@ -19,8 +19,8 @@ from ..backends import check_lse_base
 from ..checks import scalar
 from ..index_tensors import host_indices
 from ..wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
-from .plan_block_tables import attend_block_tables
 from .graph_results import cudnn_prefill_results
+from .plan_block_tables import attend_block_tables
 
 _BACKENDS = (None, "auto", "fa2", "fa3", "cudnn")
 

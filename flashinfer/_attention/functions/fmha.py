@@ -14,8 +14,8 @@ from ..._common.checks import tensor as check_tensor
 from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
 from ..checks import refuse, resolve_dtype
-from .plan_block_tables import attend_block_tables
 from .graph_results import fmha_results
+from .plan_block_tables import attend_block_tables
 from .ragged import trtllm_ragged_attention_deepseek
 
 _PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}

@@ -25,25 +25,6 @@ def _dtype(arguments: Arguments, default: torch.dtype, name: str = "out_dtype") 
     return default if given is None else resolve_dtype(name, given)
 
 
-def _with_lse(out: torch.Tensor, arguments: Arguments) -> Any:
-    """The result, and log-sum-exps where they are asked for."""
-    if not arguments.get("return_lse"):
-        return out
-    lse = arguments.get("lse")
-    if lse is None:
-        lse = _new(out, (out.shape[:-2].numel(), out.shape[-2]), torch.float32)
-    return out, lse
-
-
-def ragged_results(arguments: Arguments) -> Any:
-    """Results of ``trtllm_ragged_attention_deepseek``."""
-    query, out = arguments["query"], arguments["out"]
-    if out is None:
-        dtype = query.dtype if query.dtype in FLOAT16 else torch.bfloat16
-        out = _new(query, (*query.shape[:-1], arguments["value"].shape[-1]), dtype)
-    return _with_lse(out, arguments)
-
-
 def fmha_results(arguments: Arguments) -> torch.Tensor:
     """The result of ``trtllm_fmha_v2_prefill``."""
     if arguments["out"] is not None:

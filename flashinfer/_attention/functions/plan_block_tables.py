@@ -187,8 +187,8 @@ def plan_block_tables(
 ) -> PlannedCall:
     """A wrapper that has planned, and the arguments of its `run`.
 
-    `qo_len` and `kv_len`: name and value of bounds, and the length of all. `on_host`: lengths on the
-    GPU are fetched in any case.
+    `qo_len` and `kv_len`: name and value of bounds, and the length of all. With `on_host`, lengths
+    on the GPU are fetched in any case.
     """
     for name, tensor in (("query", query), ("out", out)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "query"):

@@ -5,6 +5,7 @@ The kernels are those of ``BatchPrefillWithRaggedKVCacheWrapper``, planned in th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,17 +13,24 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
-from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
+from ...jit.attention.config import FLOAT16
+from ...trace.templates.attention_arguments import gather_ragged
+from ...trace.templates.block_tables import one_call_ragged_trace
 from ..checks import BLACKWELL, refuse
 from ..index_tensors import check_index_vector, host_indices
 from ..wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
-from .plan_block_tables import Scale, logits_scale, one_number
-from .graph_results import ragged_results
+from .gather import gather_planned, predict_ragged
+from .plan_block_tables import PlannedCall, Scale, logits_scale, one_number
 
 
-@graph_operator("workspace_buffer", "out", "lse", results=ragged_results)
-@flashinfer_api
+def _gathered(call: Mapping[str, Any]) -> dict[str, Any]:
+    return gather_planned(_plan, trtllm_ragged_attention_deepseek, call, gather_ragged)
+
+
+@flashinfer_api(
+    trace=one_call_ragged_trace(name="trtllm_ragged", gather=_gathered, predict=predict_ragged)
+)
 def trtllm_ragged_attention_deepseek(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -113,34 +121,48 @@ use_fp16_softmax, uses_spcompress
     TypeError, ValueError
         If an argument is not as described, or lengths are on the GPU while a graph is captured.
     """
+    return _plan(locals())()
+
+
+def _plan(call: Mapping[str, Any]) -> PlannedCall:
+    """The call by the names of its arguments."""
+    absent = ("skip_softmax_threshold_scale_factor", "use_fp16_softmax", "uses_spcompress")
     refuse(
         BLACKWELL,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        use_fp16_softmax=use_fp16_softmax,
-        uses_spcompress=uses_spcompress,
-        sage_attn_sfs=next((x for x in sage_attn_sfs if x is not None), None),
-        num_elts_per_sage_attn_blk=next((x for x in num_elts_per_sage_attn_blk if x), None),
+        **{name: call[name] for name in absent},
+        sage_attn_sfs=next((x for x in call["sage_attn_sfs"] if x is not None), None),
+        num_elts_per_sage_attn_blk=next((x for x in call["num_elts_per_sage_attn_blk"] if x), None),
     )
-    check_flag("skip_all_rows_active_check", skip_all_rows_active_check)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, tensor, 3)
-    check_index_vector("seq_lens", seq_lens)
-    if len(seq_lens) != batch_size:
+    check_flag("skip_all_rows_active_check", call["skip_all_rows_active_check"])
+    query, key, value = (check_tensor(name, call[name], 3) for name in ("query", "key", "value"))
+    batch_size = call["batch_size"]
+    check_index_vector("seq_lens", call["seq_lens"])
+    if len(call["seq_lens"]) != batch_size:
         raise ValueError(
-            f"`seq_lens` must have `batch_size` {batch_size} elements, got {len(seq_lens)}"
+            f"`seq_lens` must have `batch_size` {batch_size} elements, got {len(call['seq_lens'])}"
         )
-    rows_q = _host_rows("cum_seq_lens_q", cum_seq_lens_q, "q_seq_lens_cpu", q_seq_lens_cpu)
-    rows_kv = _host_rows("cum_seq_lens_kv", cum_seq_lens_kv, "kv_seq_lens_cpu", kv_seq_lens_cpu)
-    bounds = (("max_q_len", max_q_len, rows_q), ("max_kv_len", max_kv_len, rows_kv))
-    for name, bound, rows in bounds:
+    rows_q, rows_kv = (
+        _host_rows(f"cum_seq_lens_{x}", call[f"cum_seq_lens_{x}"], name, call[name])
+        for x, name in (("q", "q_seq_lens_cpu"), ("kv", "kv_seq_lens_cpu"))
+    )
+    for name, rows in (("max_q_len", rows_q), ("max_kv_len", rows_kv)):
         if len(rows) != batch_size + 1:
             raise ValueError(
                 f"`batch_size` must be {len(rows) - 1} by the lengths, got {batch_size}"
             )
-        check_count(name, bound, int(rows.diff().max()) if batch_size else 0)
-    plan_scale, q_scale = logits_scale(bmm1_scale)
-    chosen = "auto" if backend == "trtllm-gen" else backend
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer, "NHD", backend=chosen)
+        check_count(name, call[name], int(rows.diff().max()) if batch_size else 0)
+    sinks = call["attention_sinks"]
+    if sinks is not None:
+        check_tensor("attention_sinks", sinks, 1)
+        if sinks.dtype != torch.float32 or len(sinks) != query.shape[1]:
+            raise ValueError(
+                f"`attention_sinks` must be float32 [{query.shape[1]}], got {sinks.dtype} "
+                f"{list(sinks.shape)}"
+            )
+    plan_scale, q_scale = logits_scale(call["bmm1_scale"])
+    backend = "auto" if call["backend"] == "trtllm-gen" else call["backend"]
+    workspace = call["workspace_buffer"]
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
     wrapper.plan(
         rows_q,
         rows_kv,
@@ -148,25 +170,27 @@ use_fp16_softmax, uses_spcompress
         key.shape[1],
         query.shape[2],
         head_dim_vo=value.shape[2],
-        causal=check_flag("is_causal", is_causal),
-        window_left=window_left,
+        causal=check_flag("is_causal", call["is_causal"]),
+        window_left=call["window_left"],
         sm_scale=plan_scale,
         q_data_type=query.dtype,
         kv_data_type=key.dtype,
-        o_data_type=_output_dtype(query, out),
+        o_data_type=_output_dtype(query, call["out"]),
     )
-    options: dict[str, Any] = {
-        "v_scale": one_number("bmm2_scale", bmm2_scale),
-        "return_lse": return_lse,
-        "enable_pdl": enable_pdl,
-        "sinks": attention_sinks,
+    run = {
+        **{"q": query, "k": key, "v": value, "q_scale": q_scale},
+        "v_scale": one_number("bmm2_scale", call["bmm2_scale"]),
+        "sinks": sinks,
+        **{name: call[name] for name in ("out", "lse", "return_lse", "enable_pdl")},
     }
-    return wrapper.run(query, key, value, q_scale=q_scale, out=out, lse=lse, **options)
+    return PlannedCall(wrapper, run)
 
 
 def _output_dtype(query: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
     if out is not None:
-        return check_tensor("out", out, 3).dtype
+        if check_tensor("out", out, 3).dtype not in FLOAT16:
+            raise ValueError(f"`out` must be float16 or bfloat16, got {out.dtype}")
+        return out.dtype
     return torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
 
 

@@ -1,6 +1,7 @@
 """``xqa_batch_decode_with_kv_cache``: decode with block tables, as vLLM calls it on Hopper."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from .plan_block_tables import Cache, Scale, plan_xqa_decode
 
 
 def _gathered(call: Mapping[str, Any]) -> dict[str, Any]:
-    return gather_planned(plan_xqa_decode, xqa_batch_decode_with_kv_cache, call)
+    return gather_planned(
+        partial(plan_xqa_decode, on_host=True), xqa_batch_decode_with_kv_cache, call
+    )
 
 
 @flashinfer_api(

@@ -9,7 +9,7 @@ import torch
 
 from ..._common import checks
 from ..template import TraceTemplate
-from .attention import by_lse, paged_template
+from .attention import by_lse, paged_template, ragged_template
 from .attention_arguments import _window
 
 Arguments = Mapping[str, Any]
@@ -160,6 +160,20 @@ def block_table_trace(**properties: Any) -> Callable[..., TraceTemplate]:
     return by_lse(block_table_template, **properties)
 
 
+def one_call_ragged_trace(**properties: Any) -> Callable[..., TraceTemplate]:
+    """The templates of a function of ragged queries, keys and values."""
+
+    def make(*, predict: Any, lse: bool, **properties: Any) -> TraceTemplate:
+        def init(arguments: dict[str, Any]) -> dict[str, Any]:
+            return {**_draw_rows(arguments), "return_lse": lse}
+
+        template = ragged_template(init=init, lse=lse, **properties)
+        template.predict, template.scratch = predict, ("workspace_buffer",)
+        return template
+
+    return by_lse(make, **properties)
+
+
 def _returns(lse: bool) -> dict[str, Any]:
     return {"return_lse": True} if lse else {}
 
@@ -184,6 +198,20 @@ def _draw_tables(arguments: dict[str, Any], name: str) -> dict[str, Any]:
     first = torch.arange(4, dtype=torch.int32, device=lengths.device)
     rows = {"cum_seq_lens_q": first * 2, "cum_seq_lens_kv": lengths.new_tensor([0, 7, 11, 19])}
     return {**shared, **rows, "max_q_len": 2, "max_kv_len": 8, "batch_size": 3}
+
+
+def _draw_rows(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Three requests of two, three and one query tokens."""
+    drawn = _draw_tables(arguments, "trtllm_context")
+    query, generator = drawn["query"], torch.Generator().manual_seed(8)
+    keys = torch.randn(2, 19, 2, 32, generator=generator).to(query)
+    shared = ("workspace_buffer", "seq_lens", "batch_size", "cum_seq_lens_kv", "bmm1_scale")
+    return {
+        **{name: drawn[name] for name in (*shared, "bmm2_scale", "max_kv_len", "query")},
+        **{"key": keys[0], "value": keys[1], "max_q_len": 3},
+        "cum_seq_lens_q": drawn["cum_seq_lens_kv"].new_tensor([0, 2, 5, 6]),
+        **{"o_sf_scale": 1.0, "window_left": -1, "enable_pdl": None, "is_causal": True},
+    }
 
 
 cudnn_batch_decode_trace = by_lse(
