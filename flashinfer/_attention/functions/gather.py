@@ -27,7 +27,7 @@ def gather_planned(
     call: Arguments,
     read: Callable[[Arguments], dict[str, Any]] = gather_paged,
 ) -> dict[str, Any]:
-    """What a call of `function` computes, whose arguments `plan` plans with.
+    """The inputs of the template for a call of `function`, which `plan` plans.
 
     `read` reads the arguments of a planned wrapper's `run`.
     """
