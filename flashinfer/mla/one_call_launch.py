@@ -257,6 +257,12 @@ def read_one_call(
                 f"`{name}` must have {sum(dims)} columns for `kv_lora_rank` and "
                 f"`qk_rope_head_dim`, got shape {list(tensor.shape)}"
             )
+    types = (torch.float16, torch.bfloat16, FLOAT8)
+    if query.dtype not in types or kv_cache.dtype not in (query.dtype, FLOAT8, torch.uint8):
+        raise ValueError(
+            "`query` must be float16 or bfloat16, and `kv_cache` of its dtype, float8_e4m3fn or "
+            f"uint8, got {torch_name(query.dtype)} and {torch_name(kv_cache.dtype)}"
+        )
     if isinstance(sinks, (list, tuple)) and len(sinks) == 1:
         sinks = sinks[0]
     if sinks is not None:

@@ -176,6 +176,12 @@ def _by_storage(arguments: Mapping[str, Any]) -> dict[int, list[torch.Tensor]]:
     return groups
 
 
+def _scratch(template: Any, arguments: Mapping[str, Any]) -> list[_Destination]:
+    """The arguments whose memory a call may use as it likes."""
+    given = (name for name in template.scratch if isinstance(arguments.get(name), torch.Tensor))
+    return [(name, None) for name in given]
+
+
 def _side_effects(
     before: Mapping[str, Any], after: Mapping[str, Any], written: set[_Destination]
 ) -> list[str]:
@@ -241,7 +247,7 @@ def check_against(
             returned = function(**mine)
         outputs = _outputs(template, returned, mine, destinations)
         failures = (
-            _side_effects(before, mine, set(destinations.values()))
+            _side_effects(before, mine, {*destinations.values(), *_scratch(template, mine)})
             if options.compare_arguments
             else []
         )
