@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from flashinfer import gdn_fused_decode_step, gdn_fused_decode_step_supported
-from tests.linear_attention.composed import body_of
+from tests.bodies import body_of
 from tests.linear_attention.recurrences import gated_delta_rule, relative_error
 
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from flashinfer import fused_kda_decode, packed_fused_kda_decode
-from tests.linear_attention.composed import body_of
+from tests.bodies import body_of
 from tests.linear_attention.recurrences import gated_delta_rule, relative_error
 
 BF16 = torch.bfloat16

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashinfer import chunk_gated_delta_rule2, gdn2_prefill
-from tests.linear_attention.composed import body_of
+from tests.bodies import body_of
 from tests.linear_attention.recurrences import (
     STORAGE_ERROR,
     gated_delta_rule,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from flashinfer._linear_attention import replay
 from flashinfer.gdn_decode import gated_delta_rule_mtp, gated_delta_rule_replayssm_commit
-from tests.linear_attention.composed import body_of
+from tests.bodies import body_of
 from tests.linear_attention.recurrences import gated_delta_rule, relative_error
 
 BF16 = torch.bfloat16

@@ -1,4 +1,4 @@
-"""The body of a public function that is made of other operations, without a GPU.
+"""The body of a public function that is made of other operations, or of a wrapper, without a GPU.
 
 On the reference backend a call of the function runs its reference. Its body is to be tested there
 too: the kernels that it calls are then their references.
