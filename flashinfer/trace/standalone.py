@@ -112,6 +112,8 @@ def _run_function(
             shape = ", ".join(_size(axis, inputs, constants) for axis in spec.dim_names)
             lines.append(f"{key} = torch.empty([{shape}], dtype=torch.{dtype}, device='meta')")
             passed[destination] = key
+    # What has no default may be None all the same.
+    passed |= dict.fromkeys(sorted(required - set(passed)), "None")
     returned = str(inspect.signature(reference).return_annotation)
     # The reference may return a tuple of more than the definition lists.
     rest = ", *_" if len(outputs) == 1 and returned.startswith("tuple") else ""
