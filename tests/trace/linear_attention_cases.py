@@ -20,7 +20,10 @@ OP_TYPES = ("checkpointing_ssu", "gated_delta_rule", "kda", "selective_state_upd
 
 
 def _results(operation: Operation, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    returned = operation.api(**clone_arguments(arguments))
+    mine = clone_arguments(arguments)
+    returned = operation.api(**mine)
+    if returned is None:
+        return [mine[spec.param or key] for key, spec in operation.template.outputs.items()]
     results = returned if isinstance(returned, tuple) else (returned,)
     return [result for result in results if result is not None]
 
@@ -102,6 +105,15 @@ def _belongs_to_checkpoints(operation: Operation, name: str, arguments: dict[str
         operation.api(**{**arguments, name: default})
 
 
+def _belongs_to_windows(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """The flag and the windows are given together, or none."""
+    if "replayssm_g" not in operation.template.inputs:
+        return _default_is_absence(operation, name, arguments)
+    default = parameters_of(operation.function)[name].default
+    with pytest.raises((TypeError, ValueError), match="replayssm"):
+        operation.api(**{**arguments, name: default})
+
+
 def _divides_the_updates(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """Keys and values have as many rows as the tokens have updates."""
     for wrong in (1, 3, 0):
@@ -110,6 +122,8 @@ def _divides_the_updates(operation: Operation, name: str, arguments: dict[str, A
 
 
 _KNOWN: dict[str, Callable[..., None]] = {
+    "cache_replayssm": _belongs_to_windows,
+    **{f"replayssm_{name}": _belongs_to_windows for name in ("rawv", "rawk", "g", "beta")},
     "num_householder": _divides_the_updates,
     "return_final_states": _returns_states,
     "backend": _backend,
