@@ -10,7 +10,6 @@ from flashinfer.trace.template import TraceTemplate, resolve_template
 from tests.bodies import body_of
 from tests.trace import one_call
 
-
 DESCRIBED = [
     name
     for name, (function, _) in one_call.calls("cpu").items()

@@ -236,7 +236,7 @@ ONE_CALL = Family(
     "latent attention in one call", mla, FUNCTIONS, CASES, build, usual, FAULTS,
     function_faults={FUNCTIONS[0]: LONGER_FAULTS}, options=_options, specs=specs,
 )  # fmt: skip
-"""Its name is not FAMILY: without a GPU and the reference backend there is no kernel that refuses."""
+"""Not named FAMILY: without a GPU and the reference backend no kernel refuses a call."""
 
 
 def test_one_call_is_right_or_refused(fuzz_run):
