@@ -37,8 +37,9 @@ KdaResults = (
     | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 )
 
-# Engines ask for it beside the function's name.
-_FUSED_KDA_DECODE_AVAILABLE = True
+# Engines ask for it beside the function's name, and mean one kernel. Here a step is a kernel and
+# operations of PyTorch around it, which are no faster than an engine's own.
+_FUSED_KDA_DECODE_AVAILABLE = False
 
 
 @flashinfer_api(trace=recurrent_kda_trace)
