@@ -39,15 +39,29 @@ __device__ __forceinline__ uint32_t low_bits(int count) {
   return count <= 0 ? 0 : 0xffffffffu >> (32 - min(count, 32));
 }
 
-// The `count` bits, 1 to 32, of a packed mask from `bit` on; the earliest is the lowest, and
-// further bits are 0. The words that are read hold at least one of the bits, so they lie within the
-// mask's allocation, which begins and ends with a word.
-__device__ __forceinline__ uint32_t mask_bits(const uint8_t* mask, int64_t bit, int count) {
+// `count` bits of a packed mask from `bit` on, 32 to a word; the earliest is the lowest, and
+// further bits are 0. The loads do not wait for each other. A word of memory is read if it holds
+// one of the bits, so it lies within the mask's allocation, which begins and ends with a word.
+template <int kWords>
+__device__ __forceinline__ void mask_words(const uint8_t* mask, int64_t bit, int count,
+                                           uint32_t (&words)[kWords]) {
   const uint64_t address = reinterpret_cast<uint64_t>(mask) + bit / 8;
-  const uint32_t* const words = reinterpret_cast<const uint32_t*>(address & ~uint64_t{3});
+  const uint32_t* const memory = reinterpret_cast<const uint32_t*>(address & ~uint64_t{3});
   const int shift = static_cast<int>(address % 4) * 8 + static_cast<int>(bit % 8);
-  const uint32_t low = words[0], high = shift + count > 32 ? words[1] : 0;
-  return __funnelshift_r(low, high, shift) & low_bits(count);
+  uint32_t read[kWords + 1];
+#pragma unroll
+  for (int i = 0; i <= kWords; ++i) read[i] = count > 0 && shift + count > 32 * i ? memory[i] : 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = __funnelshift_r(read[i], read[i + 1], shift) & low_bits(count - 32 * i);
+  }
+}
+
+// Up to 32 of them.
+__device__ __forceinline__ uint32_t mask_bits(const uint8_t* mask, int64_t bit, int count) {
+  uint32_t words[1];
+  mask_words(mask, bit, count, words);
+  return words[0];
 }
 
 // How many of the latest keys, its own included, a query of multi-item scoring sees besides the

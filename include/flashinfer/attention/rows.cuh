@@ -190,64 +190,73 @@ class TileRows {
     if constexpr (kMasked && kReadsWords) hide_by_words<kTiles, kFrom>(logits, first_token);
   }
 
-  // Applies a mask that is no range of keys to 32 tokens at a time, of which a warp often sees all.
+  // Applies a mask that is no range of keys, unless the warp sees all tokens of the tile, as it
+  // often does. What it sees is read for all of them at once.
   template <int kTiles, int kFrom>
   __device__ __forceinline__ void hide_by_words(Logits& logits, int first_token) const {
-    constexpr int kTilesOfWord = 4;
+    constexpr int kTokens = (kTiles - kFrom) * 8, kWords = ceil_div(kTokens, 32);
+    const int first = first_token + kFrom * 8;
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
+      uint32_t words[2][kWords];
+      bool sees_all = true;
 #pragma unroll
-      for (int from = kFrom; from < kTiles; from += kTilesOfWord) {
-        const int to = min(from + kTilesOfWord, kTiles);
-        const uint32_t all = 0xffffffffu >> (32 - (to - from) * 8);
-        uint32_t words[2];
+      for (int h = 0; h < 2; ++h) {
+        visible_words<kTokens>(rows_[i][h], first, words[h]);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) words[h] = visible_word(rows_[i][h], first_token + from * 8);
-        if (!Variant::kHasLogitsMask &&
-            __all_sync(0xffffffffu, (words[0] & words[1] & all) == all)) {
-          continue;
-        }
+        for (int w = 0; w < kWords; ++w) sees_all &= words[h][w] == low_bits(kTokens - 32 * w);
+      }
+      if (!Variant::kHasLogitsMask && __all_sync(0xffffffffu, sees_all)) continue;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) words[h] >>= threadIdx.x % 4 * 2;
+      for (int w = 0; w < kWords; ++w) {
+        words[0][w] >>= threadIdx.x % 4 * 2;
+        words[1][w] >>= threadIdx.x % 4 * 2;
+      }
 #pragma unroll
-        for (int j = from; j < to; ++j) {
+      for (int j = kFrom; j < kTiles; ++j) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int token = (j - from) * 8 + e % 2;
-            bool visible = words[e / 2] & 1u << token;
-            if constexpr (Variant::kHasLogitsMask) {
-              const QueryRow& row = rows_[i][e / 2];
-              const int kv_idx = first_token + from * 8 + threadIdx.x % 4 * 2 + token;
-              visible = visible && variant.LogitsMask(view, item_.request, row.qo_idx, kv_idx,
-                                                      row.qo_head_idx, kv_head_);
-            }
-            if (!visible) logits[i][j][e] = kHiddenLogit;
+        for (int e = 0; e < 4; ++e) {
+          const int token = (j - kFrom) * 8 + e % 2;
+          bool visible = words[e / 2][token / 32] & 1u << token % 32;
+          if constexpr (Variant::kHasLogitsMask) {
+            const int kv_idx = first + threadIdx.x % 4 * 2 + token;
+            visible = visible && variant.LogitsMask(view, item_.request, rows_[i][e / 2].qo_idx,
+                                                    kv_idx, rows_[i][e / 2].qo_head_idx, kv_head_);
           }
+          if (!visible) logits[i][j][e] = kHiddenLogit;
         }
       }
     }
   }
 
-  // Which of the 32 tokens from `first_token` on a row sees. Rows after the tile's end have no mask
-  // to read, and nothing reads their results.
-  __device__ __forceinline__ uint32_t visible_word(const QueryRow& row, int first_token) const {
-    if (row.qo_idx >= item_.qo_len) return 0xffffffffu;
-    const int count = min(row.last_kv + 1 - first_token, 32);
-    if (count <= 0) return 0;
+  // Which of the `kTokens` tokens from `first_token` on a row sees. Rows after the tile's end have
+  // no mask to read, and nothing reads their results.
+  template <int kTokens, int kWords>
+  __device__ __forceinline__ void visible_words(const QueryRow& row, int first_token,
+                                                uint32_t (&words)[kWords]) const {
+    const bool has_mask = row.qo_idx < item_.qo_len;
+    const int count = min(row.last_kv + 1 - first_token, kTokens);
     const VariantParams& options = params_.variant;
-    uint32_t word;
     if constexpr (Traits::kMask == MaskMode::custom) {
       const int64_t bit = int64_t{row.qo_idx} * item_.kv_len + first_token;
-      word = mask_bits(options.custom_mask + options.mask_indptr[item_.request], bit, count);
+      mask_words(options.custom_mask + options.mask_indptr[item_.request], bit,
+                 has_mask ? count : 0, words);
     } else {
       const int position = row.qo_idx + item_.kv_len - item_.qo_len;
-      const int item_begin = position + 1 - keys_of_item(item_, position, options);
+      const int keys = has_mask ? keys_of_item(item_, position, options) : 0;
       const int prefix_len = static_cast<int>(options.prefix_len_ptr[item_.request]);
-      word = low_bits(prefix_len - first_token) | ~low_bits(item_begin - first_token);
-      word &= low_bits(count);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const int first = first_token + 32 * w;
+        words[w] = low_bits(prefix_len - first) | ~low_bits(position + 1 - keys - first);
+        words[w] &= low_bits(count - 32 * w);
+      }
     }
-    if constexpr (Traits::kWindow) word &= ~low_bits(row.first_kv - first_token);
-    return word;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (Traits::kWindow) words[w] &= ~low_bits(row.first_kv - first_token - 32 * w);
+      if (!has_mask) words[w] = low_bits(kTokens - 32 * w);
+    }
   }
 
   template <int kTiles, int kFrom, typename Function>
