@@ -126,6 +126,46 @@ _block_quant("fp4_quantize", "input", 16, 4)
 _block_quant("nvfp4_quantize", "a", 16, 4)
 _block_quant("silu_and_mul_nvfp4_quantize", "input", 16, 4, factor=2)
 
+_EXPERTS = Flag("num_experts", positive, 8, "matrices among which the rows are divided")
+
+
+def _experts_quant(name: str, block: int, bits: int, *, masked: bool, factor: int = 1) -> None:
+    def build(case: Namespace, device: str) -> Arguments:
+        experts, rows = case.num_experts, max(case.batch_size // case.num_experts, 1)
+        dtype, columns = torch_dtype(case.input_dtype), factor * case.hidden_size
+        arguments: dict[str, Any] = {
+            "a": make_tensor(experts, rows, columns, dtype=dtype, device=device)
+        }
+        if masked:
+            arguments["mask"] = torch.full((experts,), rows, dtype=torch.int32, device=device)
+        if bits == 4:
+            arguments["a_global_sf"] = torch.full((1,), 600.0, device=device)
+        return arguments
+
+    def fresh(arguments: Arguments) -> int:
+        codes = arguments["a"].numel() // factor
+        return codes * bits // 8 + codes // block
+
+    api = f"flashinfer.quantization:{name}"
+    register(
+        Routine(
+            name=name,
+            api=api,
+            flags=[*_SHAPE, _EXPERTS],
+            build=build,
+            reads=["a"],
+            writes=[],
+            fresh=fresh,
+            backends={"cuda": Backend(api)},
+        )
+    )
+
+
+_experts_quant("nvfp4_batched_quantize", 16, 4, masked=False)
+_experts_quant("scaled_fp4_grouped_quantize", 16, 4, masked=True)
+_experts_quant("mxfp8_grouped_quantize", 32, 8, masked=True)
+_experts_quant("silu_and_mul_scaled_nvfp4_experts_quantize", 16, 4, masked=True, factor=2)
+
 
 def _packbits(case: Namespace, device: str) -> Arguments:
     return {"x": torch.rand(case.num_elements, device=device) < 0.5}

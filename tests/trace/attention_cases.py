@@ -318,7 +318,8 @@ CASES: dict[str, Case] = {
     "pos_encoding_mode": encodes,
     "q_len_per_req": is_what_was_planned,
     "q_scale": scales_heads(HEADS),
-    "range_window_left": becomes(0),
+    # All earlier keys are seen anyway, unless causality has a window.
+    "range_window_left": becomes(0, causal_window_left=0),
     "return_lse": adds_the_lse,
     "rope_scale": becomes(2.0, pos_encoding_mode="ROPE_LLAMA"),
     "rope_theta": becomes(100.0, pos_encoding_mode="ROPE_LLAMA"),

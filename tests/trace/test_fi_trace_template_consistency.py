@@ -19,11 +19,12 @@ OPERATIONS = operations()
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.label)
 
 
-# Order the elements of a weight, once and in plain PyTorch.
-OF_WEIGHTS = {"reorder_rows_for_gated_act_gemm"}
+# In plain PyTorch: the order of a weight, the factor of a tensor.
+OF_PYTORCH = {"reorder_rows_for_gated_act_gemm", "make_nvfp4_global_scale"}
 # Calls operations of other names, with its arguments in another form.
 BY_OTHERS = {
     "xqa",
+    "nvfp4_quantize_paged_kv_cache",
     "RecurrentKDAPrefillWrapper",
     "prepare_bf16_kda_prefill",
     "prepare_tf32_kda_prefill",
@@ -37,7 +38,7 @@ def _public_callables():
         value = getattr(flashinfer, name)
         if (
             name.startswith("_")
-            or name in OF_WEIGHTS | BY_OTHERS
+            or name in OF_PYTORCH | BY_OTHERS
             or not getattr(value, "__module__", "").startswith("flashinfer")
         ):
             continue
