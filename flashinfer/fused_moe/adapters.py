@@ -3,8 +3,6 @@
 `bgmv_moe` calls them, and so do the functions that take tables of addresses.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._common import checks

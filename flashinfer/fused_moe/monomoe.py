@@ -1,7 +1,5 @@
 """A mixture of experts in one call, from the router's logits on: 8-bit weights, few tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from .._common import checks

@@ -1,7 +1,5 @@
 """Latent attention planned and run in one call, with lengths and block tables on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 The kernels are those of ``BatchPrefillWithRaggedKVCacheWrapper``, planned in the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
