@@ -85,7 +85,7 @@ def running(
         yield site
     finally:
         site.uvicorn.should_exit = True
-        site.thread.join(PATIENCE)
+        site.thread.join(PATIENCE + 2 * limits.shutdown_timeout)  # the server's own, and its end
     assert not site.thread.is_alive() and not site.worker._thread.is_alive()
 
 
