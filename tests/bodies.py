@@ -16,4 +16,5 @@ from flashinfer._instrument import routes
 def body_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """What runs on a GPU when `function` is called."""
     own = inspect.unwrap(function)
+    routes.route_registered()
     return next((route.kernel for route in routes._routes if route.function is own), function)

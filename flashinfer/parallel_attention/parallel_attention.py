@@ -175,14 +175,13 @@ class ParallelAttention:
         ring = group_size(self.ring_group)
         rank = 0 if self.ring_group is None else dist.get_rank(self.ring_group)
         uneven, varlen = self.uneven_cp_config, self.varlen_cp_config
-        of_one = _Parts((queries,), [(keys,)] * ring)
         if uneven is not None and uneven.seq_len is not None:
             parts = self._uneven_parts(uneven, queries, ring)
             found = _Parts((parts[rank],), [(part,) for part in parts])
-        elif varlen is not None and _offsets_of(varlen):
+        elif varlen is not None and _has_offsets(varlen):
             found = self._varlen_parts(varlen, ring, rank)
         else:
-            found = of_one
+            found = _Parts((queries,), [(keys,)] * ring)
         for name, have, lengths in (
             ("query", queries, found.queries),
             *(("key", keys, part) for part in found.keys),
@@ -374,7 +373,7 @@ def _config(name: str, value: Any, kind: type) -> Any:
     return value
 
 
-def _offsets_of(config: VarlenCPConfig) -> bool:
+def _has_offsets(config: VarlenCPConfig) -> bool:
     """Whether any offsets are given."""
     values = vars(config).items()
     return any(value is not None for name, value in values if name.startswith("cu_seqlens"))

@@ -6,6 +6,7 @@ Each raises TypeError or ValueError with the argument's name, what it is and wha
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -102,9 +103,11 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
         raise ValueError(f"`{param}` must be positive in float32, got {value}")
 
 
-def names_in(constraint: str) -> set[str]:
-    """The names of axes and inputs in a constraint."""
-    return {node.id for node in ast.walk(ast.parse(constraint)) if isinstance(node, ast.Name)}
+@functools.cache
+def names_in(constraint: str) -> frozenset[str]:
+    """The names of axes and inputs in a constraint, which every call of an operation asks for."""
+    tree = ast.walk(ast.parse(constraint))
+    return frozenset(node.id for node in tree if isinstance(node, ast.Name))
 
 
 def check_constraints(

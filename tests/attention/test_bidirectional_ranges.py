@@ -10,7 +10,7 @@ import torch
 import flashinfer
 from flashinfer.jit.attention import gen_batch_prefill_bidirectional_ranges_module
 from tests.attention.batches import BF16, E4M3, FP16, Batch, indptr, workspace
-from tests.own_code import own_code
+from tests.bodies import body_of
 
 pytestmark = pytest.mark.any_device
 Wrapper = flashinfer.BatchPrefillWithCausalBidirectionalRangesWrapper
@@ -315,7 +315,7 @@ def test_the_checks_before_a_launch(device, monkeypatch):
     q, cache, ranges = MIXED.query(device), MIXED.cache(device), _ranges(MIXED, device)
     launches: list[dict[str, Any]] = []
     monkeypatch.setattr(wrapper._executor, "run", lambda *_, **options: launches.append(options))
-    run = own_code(Wrapper.run)
+    run = body_of(Wrapper.run)
     run(wrapper, q, cache, ranges, 7, range_window_left=3, k_scale=0.5)
     (options,) = launches
     first_rows = options["additional"][1]

@@ -27,7 +27,7 @@ from flashinfer.quantization import (
     silu_and_mul_nvfp4_quantize,
     silu_and_mul_scaled_nvfp4_experts_quantize,
 )
-from tests.own_code import own_code
+from tests.bodies import body_of
 
 pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ def call(request, monkeypatch) -> Iterator[Callable[..., Any]]:
         return
     monkeypatch.setattr(checks, "cuda_tensors", lambda **_: None)
     with flashinfer.reference_backend():
-        own = own_code if request.param == "host code" else (lambda function: function)
+        own = body_of if request.param == "host code" else (lambda function: function)
         yield lambda function, *arguments, **options: own(function)(*arguments, **options)
 
 

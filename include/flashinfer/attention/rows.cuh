@@ -285,7 +285,7 @@ class TileRows {
 
   // Applies the soft cap. Most logits are small against it, and a warp whose logits all are skips
   // what the others need. A logit's value does not depend on that.
-  template <int kTiles, int kFrom = 0>
+  template <int kTiles, int kFrom>
   __device__ __forceinline__ void cap(Logits& logits) const {
     const math::SoftCap& soft_cap = variant.soft_cap;
     float largest[4] = {};  // four, so that few maxima wait for each other

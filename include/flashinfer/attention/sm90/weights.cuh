@@ -159,7 +159,8 @@ class HopperWeights {
     is_near[1] = most[1] - wrap <= __float_as_int(soft_cap.most_square);
   }
 
-  // Makes weights of any capped logits, with the bits of make_near() where that serves.
+  // Makes weights of any capped logits, with the bits of make_near() where that serves. In make(),
+  // with the exponent as an argument, the same loop leaves ptxas without registers (C7511).
   template <int kTileSteps>
   __device__ __forceinline__ static void make_exact(const State& state, const Logits& logits,
                                                     const SoftCap& soft_cap,
