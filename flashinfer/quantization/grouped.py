@@ -1,5 +1,6 @@
 """Quantisation of several matrices, such as the rows of experts: NVFP4 and MXFP8."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,7 @@ Quantize = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _TILES = SfLayout.layout_128x4
 _TILE_ROWS, _TILE_COLUMNS = padded_shape(_TILES, 1, 1)
 _NVFP4_BLOCK, _MX_BLOCK, _MX_COLUMNS = 16, 32, 128
+_NVFP4_BYTES, _MX_BYTES = _NVFP4_BLOCK // 2, _MX_BLOCK  # of a block's codes
 
 
 @flashinfer_api(trace=nvfp4_batched_quantize_trace)
@@ -67,7 +69,7 @@ def nvfp4_batched_quantize(
     checks.choice("sf_vec_size", sf_vec_size, (_NVFP4_BLOCK,))
     _refuse(nvfp4_4over6=nvfp4_4over6)
     _check_matrices(a, _NVFP4_BLOCK)
-    return _quantize_each(nvfp4_quantize, a, _per_matrix(a, a_global_sf))
+    return _quantize_each(nvfp4_quantize, a, _per_matrix(a, a_global_sf), _NVFP4_BYTES)
 
 
 @flashinfer_api(trace=scaled_fp4_grouped_quantize_trace)
@@ -103,7 +105,8 @@ def scaled_fp4_grouped_quantize(
     _refuse(nvfp4_4over6=nvfp4_4over6)
     _check_matrices(a, _NVFP4_BLOCK)
     rows = _counted(a, mask)
-    codes, scales = _quantize_each(nvfp4_quantize, rows, _per_matrix(a, a_global_sf))
+    scale = _per_matrix(a, a_global_sf)
+    codes, scales = _quantize_each(nvfp4_quantize, rows, scale, _NVFP4_BYTES)
     return _batch_last(codes, scales.view(torch.float8_e4m3fn), a.shape[2] // _NVFP4_BLOCK)
 
 
@@ -125,7 +128,8 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
     _refuse(nvfp4_4over6=nvfp4_4over6)
     _check_matrices(a, 2 * _NVFP4_BLOCK)
     rows = _counted(a, mask)
-    codes, scales = _quantize_each(silu_and_mul_nvfp4_quantize, rows, _per_matrix(a, a_global_sf))
+    scale = _per_matrix(a, a_global_sf)
+    codes, scales = _quantize_each(silu_and_mul_nvfp4_quantize, rows, scale, _NVFP4_BYTES)
     return _batch_last(codes, scales.view(torch.float8_e4m3fn), a.shape[2] // 2 // _NVFP4_BLOCK)
 
 
@@ -169,7 +173,7 @@ def mxfp8_grouped_quantize(
     def quantize(rows: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
         return mxfp8_quantize(rows, alignment=_MX_COLUMNS)
 
-    codes, scales = _quantize_each(quantize, _counted(a, mask), None)
+    codes, scales = _quantize_each(quantize, _counted(a, mask), None, _MX_BYTES)
     return _batch_last(codes, scales, codes.shape[2] // _MX_BLOCK)
 
 
@@ -210,7 +214,7 @@ def _counted(a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_each(
-    quantize: Quantize, matrices: torch.Tensor, scale: torch.Tensor | None
+    quantize: Quantize, matrices: torch.Tensor, scale: torch.Tensor | None, block_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes ``[B, M, ...]`` and the scales of each matrix, ``[B, M' * K']``."""
     batch, rows = matrices.shape[:2]
@@ -218,15 +222,16 @@ def _quantize_each(
     if batch == 0 or (rows % _TILE_ROWS == 0 and shares_scale):  # no tile has rows of two
         one = scale if shares_scale else matrices.new_ones(1, dtype=torch.float32)
         codes, scales = quantize(matrices, one)
-        padded = -(-rows // _TILE_ROWS) * _TILE_ROWS
-        columns = scales.numel() // (batch * padded) if batch * padded else 0
-        return codes, scales.reshape(batch, padded * columns)
-    parts = [
-        quantize(matrix, scale if scale is None or shares_scale else scale.reshape(-1)[i : i + 1])
-        for i, matrix in enumerate(matrices)
-    ]
-    codes, scales = (torch.stack(part) for part in zip(*parts, strict=True))
-    return codes, scales.reshape(batch, -1)
+    else:
+        parts = [
+            quantize(
+                matrix, scale if scale is None or shares_scale else scale.reshape(-1)[i : i + 1]
+            )
+            for i, matrix in enumerate(matrices)
+        ]
+        codes, scales = (torch.stack(part) for part in zip(*parts, strict=True))
+    padded = padded_shape(_TILES, rows, codes.shape[2] // block_bytes)
+    return codes, scales.reshape(batch, math.prod(padded))
 
 
 def _batch_last(

@@ -169,7 +169,7 @@ def _of_the_longer_call(
         chosen = torch.randint(slots, shape, generator=generator, device=device).int()
         by_request = even and not case.top_k_lens
         more |= {
-            "block_tables": chosen.view(*query.shape[:2], -1) if even else chosen,
+            "block_tables": chosen.view(*query.shape[:2], case.top_k) if even else chosen,
             "sparse_mla_top_k": case.top_k,
         }
         if not by_request:

@@ -121,6 +121,7 @@ mono_moe_trace = TraceTemplate(
     reference=_mono_moe_reference,
     check=_check,
     init=_init,
+    scratch=("scratchpad",),
     constraints=[
         "columns == 2 * intermediate",
         "hidden_blocks * 128 == hidden",
