@@ -366,5 +366,5 @@ def read_top_k(
         raise ValueError("`sparse_mla_top_k_lens` must be given with `cum_seq_lens_q`")
     else:
         sharers = max(query.shape[1], 1)
-        lengths = _lengths("seq_lens", seq_lens, query.shape[0])
+        lengths = _lengths("seq_lens", seq_lens, query.shape[0])[: tokens // sharers]
     return PageRows(indices, lengths, None, 1, sharers, False)

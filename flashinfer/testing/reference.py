@@ -190,7 +190,7 @@ def _side_effects(
     outputs = {_tensor_at(after, where).untyped_storage().data_ptr() for where in written}
     for name, value in after.items():
         for old, new in zip(iter_tensors(before[name]), iter_tensors(value), strict=True):
-            if new.untyped_storage().data_ptr() in outputs:
+            if new.untyped_storage().data_ptr() in outputs or not new.numel():
                 continue
             bits = [
                 t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8)
