@@ -16,7 +16,7 @@ MOVE = 'asm volatile("mov.b32 %0, %1;" : "=r"(p[step][0][r]) : "r"(ahead[step][0
 def _find_fault(emulator: Emulator, full: bool) -> str:
     emulator.substitute(HEADER, MOVE, "p[step][0][r] = ahead[step][0][r];")
     program = emulator.build("hopper_weights_emulation.cc", ["-DEMULATION_ARCH=750"])
-    done = emulator.call([program, "1000" if full else "50"])
+    done = emulator.call([program, "2000" if full else "400"])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
 
 
@@ -33,10 +33,11 @@ def test_rows_that_grow_with_others_are_found(emulator: Emulator) -> None:
 @pytest.mark.parametrize(
     ("file", "statement", "other"),
     [
-        (HEADER, "fits[h] && is_near[h] &&", "fits[h] &&"),
-        (HEADER, "is_near[1] = most[1]", "is_near[1] = most[0]"),
-        (CAP, "if (s * s <= most_square) return near(s, s * s, less);", ""),
-        (CAP, "s == -inf ? s : exact(s, less)", "exact(s, less)"),
+        (HEADER, "fits[h] && sum[h] <= most_near(soft_cap, state.largest[0][h])", "fits[h]"),
+        (HEADER, "is_near[h] ? exponent : any", "any"),
+        (HEADER, "is_near[h] || most_near(", "most_near("),
+        (HEADER, "logit == -math::inf ? logit : exponent", "exponent"),
+        (HEADER, "rotate_fragments<2, 2 * kTileSteps>", "rotate_fragments<1, 2 * kTileSteps>"),
     ],
 )
 def test_faults_of_the_soft_cap_are_found(

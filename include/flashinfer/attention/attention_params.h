@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <vector_types.h>
+#include <flashinfer/attention/soft_cap.h>
 #include <flashinfer/common/fast_divisor.h>
 #include <flashinfer/scheduler/work.h>
 
@@ -17,9 +18,10 @@ struct HeadScale {
 // Parameters of the built-in variant options. A user's variant derives from it and adds its own
 // tensors and scalars; a member of the same name hides the one here.
 struct VariantParams {
-  float sm_scale;         // logits are q.k * sm_scale; q_scale and k_scale are folded in
-  float logits_soft_cap;  // c * tanh(logits / c); read if the module has soft cap
-  int32_t window_left;    // keys further back than this are masked; negative: no limit
+  float sm_scale;           // logits are q.k * sm_scale; q_scale and k_scale are folded in
+  float logits_soft_cap;    // c * tanh(logits / c); read if the module has soft cap
+  SoftCapFactors soft_cap;  // the same of q.k, in base 2
+  int32_t window_left;      // keys further back than this are masked; negative: no limit
   uint32_t num_qo_heads;
   uint32_t num_kv_heads;
   float rope_scale_rcp;            // positions are multiplied by this

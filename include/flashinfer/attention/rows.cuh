@@ -4,6 +4,7 @@
 
 #include <flashinfer/attention/mask.cuh>
 #include <flashinfer/attention/math.cuh>
+#include <flashinfer/attention/rotation.cuh>
 #include <flashinfer/attention/state.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/common/vec.cuh>
@@ -116,20 +117,13 @@ class TileRows {
 
   // Applies the variant's transform to token tiles kFrom ... kTiles - 1, and hides keys if
   // `kMasked`. `inverse_scale` belongs to each row's query, where the tile scales queries.
-  // Without `kCaps` the soft cap is left to the caller, who knows a hidden logit by its square.
+  // Without `kCaps` the soft cap is left to the caller.
   template <bool kMasked, int kTiles = Tile::kTokenTiles, int kFrom = 0, bool kCaps = true>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
     if constexpr (Variant::kCapsLogits) {
       scale_before_cap<kTiles, kFrom>(logits, inverse_scale);
-      if constexpr (kCaps) {
-        cap<kTiles, kFrom>(logits);
-      } else if constexpr (kMasked) {
-        for_each<kTiles, kFrom>(logits, [&](float& logit, int, int) {
-          // Smaller logits are alike to the cap. NaN stays NaN.
-          asm("max.NaN.f32 %0, %0, %1;" : "+f"(logit) : "f"(-1e18f));
-        });
-      }
+      if constexpr (kCaps) cap<kTiles, kFrom>(logits);
     }
     constexpr bool kTransforms = Variant::kHasLogitsTransform && !Variant::kCapsLogits;
     const int lane_idx = threadIdx.x % 32;
@@ -288,15 +282,21 @@ class TileRows {
   template <int kTiles, int kFrom>
   __device__ __forceinline__ void cap(Logits& logits) const {
     const math::SoftCap& soft_cap = variant.soft_cap;
-    float largest[4] = {};  // four, so that few maxima wait for each other
+    float most[4] = {};  // four, so that few maxima wait for each other
     for_each<kTiles, kFrom>(
-        logits, [&](float logit, int, int e) { largest[e] = fmaxf(largest[e], fabsf(logit)); });
-    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    if (__builtin_expect(__all_sync(0xffffffffu, soft_cap.is_near(most)), true)) {
-      for_each<kTiles, kFrom>(logits,
-                              [&](float& logit, int, int) { logit = soft_cap.near(logit); });
-    } else {
-      for_each<kTiles, kFrom>(logits, [&](float& logit, int, int) { logit = soft_cap(logit); });
+        logits, [&](float logit, int, int e) { most[e] = fmaxf(most[e], fabsf(logit)); });
+    const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    if (__builtin_expect(__all_sync(0xffffffffu, soft_cap.is_near(largest)), true)) {
+      return for_each<kTiles, kFrom>(logits,
+                                     [&](float& logit, int, int) { logit = soft_cap.near(logit); });
+    }
+#pragma unroll 1
+    for (int turn = kFrom; turn < kTiles; ++turn) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRowTiles; ++i) {
+        for (float& logit : logits[i][kFrom]) logit = soft_cap(logit);
+        rotate_fragments<1, kTiles - kFrom>([&](int j) -> auto& { return logits[i][kFrom + j]; });
+      }
     }
   }
 

@@ -131,7 +131,7 @@ struct CappedAttention : AttentionVariantBase {
 
   template <typename Params>
   __device__ __forceinline__ CappedAttention(const Params& params, uint32_t, uint8_t*)
-      : soft_cap(params.logits_soft_cap, fabsf(params.sm_scale), math::log2e) {}
+      : soft_cap(params.soft_cap) {}
 };
 
 template <bool kSoftCap>

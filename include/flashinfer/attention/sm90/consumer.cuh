@@ -403,7 +403,6 @@ class HopperConsumer {
     }
     using Weighing = HopperWeights<Traits, Params>;
     constexpr bool kCaps = !Rows::kCapsWeights;  // else weigh_capped() does
-    bool has_hidden = false;
     if (__builtin_expect(first_token < plain.begin || first_token + kTiles * 8 > plain.end,
                          kFirst)) {
       if (negates()) {
@@ -416,7 +415,6 @@ class HopperConsumer {
       if constexpr (kFirst && kSkipsSteps) {
         transform_steps<0, kTiles>(rows, logits, first_token, inverse_scale, plain);
       } else {
-        has_hidden = true;
         rows.template transform<true, kTiles, 0, kCaps>(logits, first_token, inverse_scale);
       }
     } else {
@@ -430,14 +428,8 @@ class HopperConsumer {
     } else if constexpr (kCaps) {
       Weighing::template weigh<kFirst, kTiles>(state, logits, scale, p, finish_values);
     } else {
-      const auto exact_cap = [&] {
-        float cap = params_.variant.logits_soft_cap;
-        // Otherwise what is computed from it occupies registers during the loop.
-        asm volatile("" : "+f"(cap));
-        return math::SoftCap(cap, fabsf(params_.variant.sm_scale), math::log2e);
-      };
-      Weighing::template weigh_capped<kFirst, kTiles>(state, logits, p, rows.variant.soft_cap,
-                                                      exact_cap, has_hidden, finish_values);
+      Weighing::template weigh_capped<kFirst, kTiles>(
+          state, logits, p, math::SoftCap(params_.variant.soft_cap), finish_values);
     }
     return has_keys;
   }

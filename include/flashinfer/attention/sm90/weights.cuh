@@ -7,14 +7,15 @@
 // that pass the test keep their weights bit for bit, since a tile's last rows may belong to another
 // request.
 //
-// While the special function unit makes a tile's exponentials, the multipliers have time. There a
-// soft cap's polynomial is evaluated, as if all logits were near 0 against the cap, and the vote
-// about the sums shows whether they were. If not, the logits are capped exactly, which changes no
-// bit of those that were, and a row that has others takes its maximum anew.
+// A soft cap is a polynomial for logits near 0, evaluated while the special function unit makes the
+// exponentials. Whether it serves shows in the sums, without a look at any logit: it increases with
+// the logit, so a logit above its range has a weight above what fits, and one below has hardly any
+// weight beside the row's largest. Otherwise the row's logits are capped exactly.
 //
 // Measurements, also of what lost: docs/tuning/attention_sm90.md and attention_sm90_fp8.md.
 #pragma once
 
+#include <flashinfer/attention/rotation.cuh>
 #include <flashinfer/attention/rows.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 
@@ -42,6 +43,8 @@ class HopperWeights {
   // Ordinary queries and keys hardly ever trigger this. With 8-bit weights there are no registers
   // for this test.
   static constexpr float kPeak = 4.f, kFewLargest = 4.f;
+  // A weight below 2^-kLeastNear of its row's largest may have a relative error of percents.
+  static constexpr float kLeastNear = 16.f;
   static_assert(kProductsAre8Bit ? 8 * 32 < kMost : Tile::kTokenTiles * 2 < kMost);
 
  public:
@@ -89,32 +92,37 @@ class HopperWeights {
     state.sum[0][1] += sum[1];
   }
 
-  // The same with a soft cap, which is not yet applied to the logits. `exact_cap()` is the cap in
-  // registers of its own.
-  template <bool kFirst, int kTiles, typename ExactCap, typename FinishValues>
-  __device__ __forceinline__ static void weigh_capped(State& state, const Logits& logits,
+  // The same with a soft cap, which is not yet applied to the logits.
+  template <bool kFirst, int kTiles, typename FinishValues>
+  __device__ __forceinline__ static void weigh_capped(State& state, Logits& logits,
                                                       uint32_t (&p)[kSteps][1][4],
                                                       const SoftCap& soft_cap,
-                                                      const ExactCap& exact_cap, bool has_hidden,
                                                       const FinishValues& finish_values) {
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
-    const auto grow_by = [&](const SoftCap& cap, const bool (&fits)[2]) {
-      grow<kFirst, kTiles>(
-          state, logits, [&](float largest, int) { return cap.exponent(largest, 0.f); }, fits);
-    };
     float sum[2] = {0.f, 0.f};
-    bool fits[2] = {true, true}, is_near[2];
-    if constexpr (kFirst) grow_by(exact_cap(), fits);
+    bool fits[2] = {true, true};
+    const auto grow_by_cap = [&] {
+      grow<kFirst, kTiles>(
+          state, logits, [&](float largest, int) { return capped(soft_cap, largest); }, fits);
+    };
+    if constexpr (kFirst) grow_by_cap();
     finish_values();
-    const int wrap = has_hidden ? 0x00800000 : 0;
-    make_near<kTileSteps>(state, logits, soft_cap, wrap, p, sum, is_near);
+    make_near<kTileSteps>(state, logits, soft_cap, p, sum);
     if constexpr (!kFirst) tile_fits(state, sum, fits);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) fits[h] = fits[h] && is_near[h] && sum[h] <= kMost;
+    for (int h = 0; h < 2; ++h) {
+      fits[h] = fits[h] && sum[h] <= most_near(soft_cap, state.largest[0][h]);
+    }
     if (__builtin_expect(__any_sync(0xffffffffu, !(fits[0] && fits[1])), false)) {
-      const SoftCap cap = exact_cap();
-      if constexpr (!kFirst) grow_by(cap, fits);
-      make_exact<kTileSteps>(state, logits, cap, p, sum);
+      bool is_near[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) is_near[h] = row_fits(fits[h]);
+      if constexpr (!kFirst) grow_by_cap();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        is_near[h] = is_near[h] || most_near(soft_cap, state.largest[0][h]) >= 1.f;
+      }
+      make_exact<kTileSteps>(state, logits, soft_cap, is_near, p, sum);
     }
     state.sum[0][0] += sum[0];
     state.sum[0][1] += sum[1];
@@ -125,20 +133,52 @@ class HopperWeights {
   // has only the registers of `p` for them, and so would wait first.
   static constexpr int kAhead = kProductsAre8Bit ? 1 : 0;
 
-  // Makes weights as if all logits were near 0 against the soft cap, and finds whether the lane's
-  // of each row are. Squares are compared as integers, which have the same order. With `wrap`, 2^23
-  // or 0, added, the infinite ones of hidden logits become the smallest. One form serves tiles with
-  // and without hidden logits: for two, ptxas lacks registers (C7511).
+  // Sum of a lane's weights up to which those of make_near() serve a row whose largest exponent is
+  // `largest`; negative if they never do.
+  __device__ __forceinline__ static float most_near(const SoftCap& soft_cap, float largest) {
+    const float most = fminf(math::ptx_exp2(soft_cap.most_result - largest), kMost);
+    return largest >= kLeastNear - soft_cap.most_result ? most : -1.f;
+  }
+
+  // Makes weights as if all logits were near 0 against the soft cap.
   template <int kTileSteps>
   __device__ __forceinline__ static void make_near(const State& state, const Logits& logits,
-                                                   const SoftCap& soft_cap, int wrap,
-                                                   uint32_t (&p)[kSteps][1][4], float (&sum)[2],
-                                                   bool (&is_near)[2]) {
+                                                   const SoftCap& soft_cap,
+                                                   uint32_t (&p)[kSteps][1][4], float (&sum)[2]) {
     // A shuffle stays after the wait for p v, and keeps the squares there. Made before, a tile's
     // squares would not fit into the registers.
     const float zero = __shfl_sync(0xffffffffu, 0.f, 0);
-    int most[2] = {0, 0};
 #pragma unroll
+    for (int step = 0; step < kTileSteps; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int h = r % 2;
+        const float (&tile)[4] = logits[0][2 * step + r / 2];
+        const float a = math::ptx_exp2(soft_cap.near(tile[2 * h], state.largest[0][h], zero));
+        const float b = math::ptx_exp2(soft_cap.near(tile[2 * h + 1], state.largest[0][h], zero));
+        sum[h] += a + b;
+        p[step][0][r] = PackedPair<typename Tile::Weight>::pack(a, b);
+      }
+    }
+  }
+
+  // The exponent of any logit; a hidden one of -inf stays so.
+  __device__ __forceinline__ static float capped(const SoftCap& soft_cap, float logit,
+                                                 float less = 0.f) {
+    const float exponent = soft_cap.exact(logit, less);
+    return logit == -math::inf ? logit : exponent;
+  }
+
+  // Makes weights of any capped logits, with the bits of make_near() for rows that are near. Each
+  // turn of the loop has its logits and weights in the same registers, which rotate: unrolled, this
+  // rare path leaves ptxas without registers for the products (C7511).
+  template <int kTileSteps>
+  __device__ __forceinline__ static void make_exact(const State& state, Logits& logits,
+                                                    const SoftCap& soft_cap,
+                                                    const bool (&is_near)[2],
+                                                    uint32_t (&p)[kSteps][1][4], float (&sum)[2]) {
+    sum[0] = sum[1] = 0.f;
+#pragma unroll 1
     for (int step = 0; step < kTileSteps; ++step) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
@@ -146,37 +186,17 @@ class HopperWeights {
         float weights[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float logit = logits[0][2 * step + r / 2][2 * h + i];
-          const float square = fmaf(logit, logit, zero);
-          most[h] = __viaddmax_s32(__float_as_int(square), wrap, most[h]);
-          weights[i] = math::ptx_exp2(soft_cap.near(logit, square, state.largest[0][h]));
+          const float logit = logits[0][r / 2][2 * h + i], less = state.largest[0][h];
+          float exponent = soft_cap.near(logit, less);
+          const float any = capped(soft_cap, logit, less);
+          exponent = is_near[h] ? exponent : any;
+          weights[i] = math::ptx_exp2(exponent);
         }
         sum[h] += weights[0] + weights[1];
-        p[step][0][r] = PackedPair<typename Tile::Weight>::pack(weights[0], weights[1]);
+        p[0][0][r] = PackedPair<typename Tile::Weight>::pack(weights[0], weights[1]);
       }
-    }
-    is_near[0] = most[0] - wrap <= __float_as_int(soft_cap.most_square);
-    is_near[1] = most[1] - wrap <= __float_as_int(soft_cap.most_square);
-  }
-
-  // Makes weights of any capped logits, with the bits of make_near() where that serves. In make(),
-  // with the exponent as an argument, the same loop leaves ptxas without registers (C7511).
-  template <int kTileSteps>
-  __device__ __forceinline__ static void make_exact(const State& state, const Logits& logits,
-                                                    const SoftCap& soft_cap,
-                                                    uint32_t (&p)[kSteps][1][4], float (&sum)[2]) {
-    sum[0] = sum[1] = 0.f;
-#pragma unroll
-    for (int step = 0; step < kTileSteps; ++step) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int h = r % 2;
-        const float (&tile)[4] = logits[0][2 * step + r / 2];
-        const float a = math::ptx_exp2(soft_cap.exponent(tile[2 * h], state.largest[0][h]));
-        const float b = math::ptx_exp2(soft_cap.exponent(tile[2 * h + 1], state.largest[0][h]));
-        sum[h] += a + b;
-        p[step][0][r] = PackedPair<typename Tile::Weight>::pack(a, b);
-      }
+      rotate_fragments<2, 2 * kTileSteps>([&](int j) -> float (&)[4] { return logits[0][j]; });
+      rotate_fragments<1, kTileSteps>([&](int j) -> uint32_t (&)[4] { return p[j][0]; });
     }
   }
 
