@@ -51,7 +51,7 @@ class Row(NamedTuple):
     option, plain : Option
         The calls.
     most : float, optional
-        What the ratio of their times may be.
+        The most that the ratio of their times may be.
     work : float
         Products or bytes of the first, as a multiple of the second's.
     """

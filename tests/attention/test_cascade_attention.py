@@ -118,7 +118,7 @@ def test_8_bit_queries(dtype, levels, backend, device):
 
 
 def scales_of(device: torch.device) -> dict[str, Any]:
-    """Of each query head, of all keys, and of each head of values."""
+    """Scales: one for each query head, one for all keys, one for each head of values."""
     queries = torch.linspace(0.5, 1.5, HEADS, dtype=torch.float32, device=device)
     values = torch.tensor([0.75, 0.5], device=device)
     return {"q_scale": queries, "k_scale": torch.tensor([1.25], device=device), "v_scale": values}
