@@ -186,6 +186,7 @@ def _plan_options(draw: st.DrawFn, kernel: Kernel, per_request: int) -> dict[str
     options: dict[str, Any] = {"sm_scale": draw(st.sampled_from(scales))}
     if kernel.path == "mixed":
         options["causal"] = kernel.mask == "causal"
+        options["o_data_type"] = kernel.o_dtype
         if kernel.soft_cap:
             options["logits_soft_cap"] = draw(st.sampled_from([0.5, 5.0, 30.0]))
         return options
@@ -213,7 +214,7 @@ def _plan_options(draw: st.DrawFn, kernel: Kernel, per_request: int) -> dict[str
 def _run_options(draw: st.DrawFn, kernel: Kernel) -> dict[str, Any]:
     scale = st.sampled_from([None, 1.0, 0.5, 2.0])
     options: dict[str, Any] = {"k_scale": draw(scale), "v_scale": draw(scale)}
-    if kernel.path not in ("single_prefill", "mixed"):
+    if kernel.path != "single_prefill":
         options["q_scale"] = draw(scale)
     if kernel.path in WRAPPERS:
         options["enable_pdl"] = draw(st.sampled_from([None, True, False]))

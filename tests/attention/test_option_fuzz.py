@@ -97,7 +97,7 @@ OPTIONS = {
     "heads of 448": Option(_heads((448, 256), (448, 448)), on_hopper=False),
     "heads of 256": Option(_always(head_dims=(256, 256))),
     "4 bits": Option(_packed, ("decode", "paged", "ragged", "mixed", "single_prefill"), False),
-    "8-bit queries": Option(_queries_of_8_bits, tuple(WRAPPERS)),
+    "8-bit queries": Option(_queries_of_8_bits, (*WRAPPERS, "mixed")),
     "sinks": Option(_always(sinks=True), ("decode", "paged")),
     "scales of heads": Option(_always(head_scales=True)),
 }
