@@ -26,7 +26,7 @@ class HeadScales(NamedTuple):
     logits : float
         A number all the same, for launches whose parts differ in it; not negative.
     q, k, v : torch.Tensor, optional
-        Of queries, keys and values: float32, a value per head or one.
+        Scales of queries, keys and values: float32, a value per head or one.
     """
 
     logits: float = 1.0

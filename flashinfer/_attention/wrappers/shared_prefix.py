@@ -144,7 +144,10 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         scales = (q_scale, k_scale, v_scale)
         out, lse = _run_unique(self._unique, q, unique_kv_cache, scales)
         shared = single_prefill_with_kv_cache_return_lse(
-            *(q, k_shared, v_shared, *scales),
+            q,
+            k_shared,
+            v_shared,
+            *scales,
             o_dtype=out.dtype,
             kv_layout=self._kv_layout,
             backend=self._backend,
@@ -311,7 +314,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
         scales = (q_scale, k_scale, v_scale)
         out, lse = _run_unique(self._unique, q, unique_kv_cache, scales)
         shared = single_prefill_with_kv_cache_return_lse(
-            *(q, k_shared, v_shared, *scales),
+            q,
+            k_shared,
+            v_shared,
+            *scales,
             o_dtype=out.dtype,
             kv_layout=self._kv_layout,
             sm_scale=sm_scale,
