@@ -122,7 +122,8 @@ def _decode(
     table = _table(lengths, PAGE_SIZE, device)
     shape = (len(table[1]), 2, kv_heads, PAGE_SIZE)
     cache = _cache(shape, head_dim, dtypes["kv_data_type"], device)
-    q = torch.randn(batch_size, q_heads, head_dim, device=device, dtype=BF16)
+    rows = batch_size * plan.get("q_len_per_req", 1)
+    q = torch.randn(rows, q_heads, head_dim, device=device, dtype=BF16)
     q = q.to(dtypes["q_data_type"])
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     if on_device:
@@ -303,6 +304,14 @@ OPTIONS: dict[str, Row] = {
     "cut at 2048": _row("prefill", FIXED, most=1.1, page_size=PAGE_SIZE),
     "not cut": _row("prefill", UNCUT, most=1.1, page_size=PAGE_SIZE),
     "not cut, fa2": _row("prefill", UNCUT, most=1.1, page_size=PAGE_SIZE, backend="fa2"),
+    **{
+        f"auto beside fa3, {count} queries a request, decode": Row(
+            Option("decode", {"q_len_per_req": count}, {}),
+            Option("decode", {"q_len_per_req": count}, {"backend": "fa3"}),
+            1.05,
+        )
+        for count in (4, 16)
+    },
     "e4m3 queries over e4m3, decode": _row("decode", ALL_8, plain=KEYS_8),
     "e4m3 queries over e4m3, decode, fa3": _row("decode", ALL_8, plain=KEYS_8, backend="fa3"),
 }

@@ -64,7 +64,7 @@ struct AttentionTensors {
   int64_t num_qo_tokens, num_kv_tokens;  // tokens of q, and of ragged k and v
   float v_scale;                         // multiplies the output
   HeadScales head_scales;
-  BlockScales k_sf, v_sf;                // of 4-bit k and v, whose elements are pairs of codes
+  BlockScales k_sf, v_sf;  // of 4-bit k and v, whose elements are pairs of codes
 };
 
 // `Variant` is VariantParams or derives from it.
