@@ -3,13 +3,16 @@
 ::
 
     python benchmarks/bench_prefill_backends.py grid.json [--csv grid.csv] [--seconds 60]
+    python benchmarks/bench_prefill_backends.py drawn.json --random 200 [--seed 1]
 
 ``prefill_backends_h200.csv`` is the table of one run, which the unit tests hold the rules against.
-This is what the rules of ``flashinfer/_attention/plan/speeds.py`` are made from. The kernels of a
-shape are timed in turns, each as a CUDA graph of several runs, so that clocks and neighbours are
-the same for all; the median round counts. Runs take turns with copies of keys and values that
-together do not fit the L2 cache, as those of a model's layers do not; only what is less than a
-thirtieth of that stays there. For mixed batches, a launch of each kernel ("apart") is timed too.
+`--random` times shapes that nothing is fitted to, with soft caps, ALiBi, windows and 8-bit keys
+among them. The grid is what the rules of ``flashinfer/_attention/plan/speeds.py`` are made from.
+The kernels of a shape are timed in turns, each as a CUDA graph of several runs, so that clocks and
+neighbours are the same for all; the median round counts. Runs take turns with copies of keys and
+values that together do not fit the L2 cache, as those of a model's layers do not; only what is less
+than a thirtieth of that stays there. For mixed batches, a launch of each kernel ("apart") is timed
+too.
 """
 
 from __future__ import annotations
@@ -79,6 +82,8 @@ class Kind:
     window_left: int = -1
     mixed: bool = False  # BatchAttention, else the wrappers for prefill
     kv_dtype: str = "bfloat16"
+    capped: bool = False  # soft cap
+    alibi: bool = False
 
     @property
     def kv_data_type(self) -> torch.dtype:
@@ -105,6 +110,39 @@ SHAPES: list[Shape] = [(kind, lengths) for kind in KINDS for lengths in LENGTHS]
 SHAPES += [(kind, lengths) for kind in MIXED_KINDS for lengths in MIXED_LENGTHS]
 
 
+def random_shapes(count: int, seed: int) -> list[Shape]:
+    """Shapes of any kind, with lengths and numbers of requests whose logarithms are uniform."""
+    rng = random.Random(seed)
+    head_dims = ((64, 64), (96, 96), (128, 128), (128, 128), (192, 128), (256, 256))
+    found: list[Shape] = []
+    while len(found) < count:
+        mixed = rng.random() < 0.2
+        kv_heads = rng.choice([1, 2, 4, 8, 16])
+        kind = Kind(
+            kv_heads * rng.choice([1, 2, 4, 5, 7, 8]),
+            kv_heads,
+            *rng.choice(head_dims),
+            page_size=16 if mixed else rng.choice([0, 0, 1, 16, 16, 24, 64]),
+            causal=mixed or rng.random() < 0.7,
+            window_left=rng.choice([-1, -1, -1, 128, 1024]) if not mixed else -1,
+            mixed=mixed,
+            kv_dtype=rng.choice(["bfloat16"] * 3 + ["float8_e4m3fn"]),
+            capped=not mixed and rng.random() < 0.2,
+            alibi=not mixed and rng.random() < 0.1,
+        )
+        parts = []
+        for decodes in [True, False] if mixed else [False] * rng.choice([1, 1, 2]):
+            requests = int(2 ** rng.uniform(0, 7 if decodes else 5))
+            kv_len = int(2 ** rng.uniform(5, 14))
+            qo_len = 1 if decodes else min(kv_len, int(2 ** rng.uniform(0, 13)))
+            parts.append((requests, qo_len, kv_len))
+        products = sum(n * qo * kv for n, qo, kv in parts) * kind.qo_heads * kind.head_dim_qk
+        keys = sum(n * kv for n, _, kv in parts) * kv_heads * kind.head_dim_qk
+        if products < 2**39 and keys < 2**29:
+            found.append((kind, tuple(parts)))
+    return found
+
+
 def per_request(lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of queries and of keys of every request, int32."""
     rows = [(qo, kv) for count, qo, kv in lengths for _ in range(count)]
@@ -128,6 +166,8 @@ def planned(shape: Shape, backend: str, workspace: torch.Tensor) -> Any:
     options: dict[str, Any] = dict(causal=kind.causal, **dtypes)
     if not kind.mixed:
         options |= {"head_dim_vo": kind.head_dim_vo, "window_left": kind.window_left}
+        options["logits_soft_cap"] = 30.0 if kind.capped else 0.0
+        options["pos_encoding_mode"] = "ALIBI" if kind.alibi else "NONE"
     if kind.page_size == 0:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
         wrapper.plan(starts(qo_lens), starts(kv_lens), *heads, **options)
@@ -263,7 +303,10 @@ def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
             f"{r['head_dim_qk']}/{r['head_dim_vo']}",
             (f"page {r['page_size']}" if r["page_size"] else "ragged")
             + (f" {r['kv_dtype']}" if r["kv_dtype"] != "bfloat16" else ""),
-            "causal" if r["causal"] else "full",
+            " ".join(
+                ["causal" if r["causal"] else "full"]
+                + [name for name in ("capped", "alibi") if r.get(name)]
+            ),
             r["window_left"],
             " + ".join("x".join(map(str, part)) for part in r["lengths"]),
             *(round(r["us"][name], 2) if name in r["us"] else "" for name in (*BACKENDS, APART)),
@@ -283,13 +326,16 @@ def read(path: Path) -> list[tuple[Shape, dict[str, float]]]:
             words = row["keys"].split()  # "ragged" or "page 16", and perhaps a dtype
             qo_heads, kv_heads = map(int, row["heads"].split("/"))
             head_dim_qk, head_dim_vo = map(int, row["head sizes"].split("/"))
+            mask = row["mask"].split()  # "causal" or "full", and perhaps options
             kind = Kind(
                 *(qo_heads, kv_heads, head_dim_qk, head_dim_vo),
                 page_size=int(words[1]) if words[0] == "page" else 0,
-                causal=row["mask"] == "causal",
+                causal=mask[0] == "causal",
                 window_left=int(row["window"]),
                 mixed=row["wrapper"] == "BatchAttention",
                 kv_dtype=words[-1] if "float" in words[-1] else "bfloat16",
+                capped="capped" in mask,
+                alibi="alibi" in mask,
             )
             parts = row["requests x queries x keys"].split(" + ")
             qo_kv = [tuple(map(int, part.split("x"))) for part in parts]
@@ -326,6 +372,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="JSON file for the results")
     parser.add_argument("--csv", type=Path, help="file for the table, of both kernels")
+    parser.add_argument("--random", type=int, help="draw this many shapes in place of the grid")
+    parser.add_argument("--seed", type=int, default=1, help="of the shapes that are drawn")
     parser.add_argument("--part", default="1/1", help="such as 2/4: every fourth shape")
     parser.add_argument("--seconds", type=float, help="begin no shape after this time")
     arguments = parser.parse_args()
@@ -334,7 +382,8 @@ def main() -> int:
         print("needs a GPU of compute capability 9.0")
         return 3
     number, parts = map(int, arguments.part.split("/"))
-    shapes = SHAPES[number - 1 :: parts]
+    shapes = SHAPES if arguments.random is None else random_shapes(arguments.random, arguments.seed)
+    shapes = shapes[number - 1 :: parts]
     compile_all(shapes)
     print(f"compiled after {time.monotonic() - begun:.1f} s", flush=True)
     workspaces = {

@@ -8,7 +8,7 @@
 //   attention_items(launch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
 //                   max_item_len_ptr)
 //   attention_second(launch, q, k, v, o, lse, v_scale)
-//   attention_head_scales(launch, q_scale, k_scale, v_scale)
+//   attention_head_scales(launch, kind, logits_scale, q_scale, k_scale, v_scale)
 //   attention_block_scales(launch, k_sf, v_sf, o, lse)
 //   attention_run(launch, q, k, v, o, lse, sm_scale, v_scale, window_left, sinks, enable_pdl)
 //
@@ -172,10 +172,12 @@ FLASHINFER_FFI_EXPORT(attention_second, args) {
 
 FLASHINFER_FFI_EXPORT(attention_head_scales, args) {
   AttentionLaunch& launch = bound_launch_of(args);
-  VariantParams& variant = launch.params.variant;
-  variant.q_scale = read_head_scale(args, "q_scale", variant.num_qo_heads, launch.device_id);
-  variant.k_scale = read_head_scale(args, "k_scale", variant.num_kv_heads, launch.device_id);
-  variant.v_scale = read_head_scale(args, "v_scale", variant.num_kv_heads, launch.device_id);
+  const VariantParams& variant = launch.params.variant;
+  HeadScales& scales = launch.params.tensors[args.integer("kind") == 0 ? 0 : 1].head_scales;
+  scales.logits = static_cast<float>(args.number("logits_scale"));
+  scales.q = read_head_scale(args, "q_scale", variant.num_qo_heads, launch.device_id);
+  scales.k = read_head_scale(args, "k_scale", variant.num_kv_heads, launch.device_id);
+  scales.v = read_head_scale(args, "v_scale", variant.num_kv_heads, launch.device_id);
 }
 
 FLASHINFER_FFI_EXPORT(attention_block_scales, args) {

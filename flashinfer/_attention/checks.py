@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,26 @@ from .._common.numbers import plain
 from ..jit.attention.config import FLOAT16, PACKED_FLOAT4, QUERIES, kv_dtypes
 from ..jit.attention.variant import AttentionVariant, make_variant
 
-Scale = torch.Tensor | None
 BLACKWELL = "it belongs to kernels for Blackwell"
 """Why arguments of other backends are refused."""
+
+
+class HeadScales(NamedTuple):
+    """Factors of a launch beside those of its logits and outputs that are numbers.
+
+    Attributes
+    ----------
+    logits : float
+        A number all the same, for launches whose parts differ in it; not negative.
+    q, k, v : torch.Tensor, optional
+        Scales of queries, keys and values: float32, a value per head or one.
+    """
+
+    logits: float = 1.0
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
@@ -122,17 +139,17 @@ def split_scales(
     k: Any,
     v: Any,
     names: tuple[str, str, str] = ("q_scale", "k_scale", "v_scale"),
-) -> tuple[float, float, tuple[Scale, Scale, Scale] | None]:
+) -> tuple[float, float, Sequence[HeadScales]]:
     """Scales of queries, keys and values as numbers that the host has and tensors of the device.
 
     Returns
     -------
     tuple
-        Product of the numbers among those of `q` and `k`, that of `v`, and, if there are any, the
-        tensors: a value per head, or one.
+        Product of the numbers among those of `q` and `k`, that of `v`, and the tensors, of a value
+        per head or one, if there are any: a sequence of one or of nothing.
     """
     factors: list[float] = []
-    tensors: list[Scale] = []
+    tensors: list[torch.Tensor | None] = []
     counts = (num_qo_heads, num_kv_heads, num_kv_heads)
     for name, count, value in zip(names, counts, (q, k, v), strict=True):
         if isinstance(value, torch.Tensor) and not (value.is_cpu and value.numel() == 1):
@@ -142,7 +159,7 @@ def split_scales(
             tensors.append(None)
             factors.append(1.0 if value is None else scalar(name, value))
     any_tensor = any(tensor is not None for tensor in tensors)
-    of_heads = (tensors[0], tensors[1], tensors[2]) if any_tensor else None
+    of_heads = (HeadScales(1.0, *tensors),) if any_tensor else ()
     return factors[0] * factors[1], factors[2], of_heads
 
 

@@ -14,6 +14,7 @@ import torch
 import flashinfer
 from flashinfer.testing.tensors import clone_arguments, fill_with_poison, iter_tensors
 from tests.attention.batches import Batch, check, indptr, ragged_kv, workspace
+from tests.attention.packed import PACKED, packed_pages, packed_rows
 
 WRAPPERS = {
     "decode": "BatchDecodeWithPagedKVCacheWrapper",
@@ -67,22 +68,26 @@ class Call:
 def make_call(path: str, batch: Batch, device: torch.device, **options: Any) -> Call:
     """A call of `path` with the tensors of `batch`; `options` are further arguments of plan().
 
-    A function without plan takes them as its arguments.
+    A function without plan takes them as its arguments. Keys of 4 bits come with their scales.
     """
+    is_packed = batch.stored == PACKED
     heads = {"num_qo_heads": batch.num_qo_heads, "num_kv_heads": batch.num_kv_heads}
     make = {"float_workspace_buffer": workspace(device), "kv_layout": batch.kv_layout}
     q = batch.query(device)
+    if path in FUNCTIONS or path == "ragged":
+        rows = packed_rows(batch, device) if is_packed else None
+        kv = rows or dict(zip("kv", ragged_kv(batch, device), strict=True))
     if path in FUNCTIONS:
-        k, v = ragged_kv(batch, device)
         q = q[0] if path == "single_decode" else q
-        arguments = {"q": q, "k": k, "v": v, "kv_layout": batch.kv_layout}
+        arguments = {"q": q, **kv, "kv_layout": batch.kv_layout}
         return Call(path, {}, {}, {**arguments, **options})
     if path == "ragged":
-        k, v = ragged_kv(batch, device)
         lengths = {"qo_indptr": indptr(batch.qo_lens), "kv_indptr": indptr(batch.kv_lens)}
         dims = {"head_dim_qk": batch.head_dim_qk, "head_dim_vo": batch.head_dim_vo}
         plan = {**lengths, **heads, **dims, **batch.dtypes(), **options}
-        return Call(path, make, plan, {"q": q, "k": k, "v": v})
+        return Call(path, make, plan, {"q": q, **kv})
+    pages = packed_pages(batch, device) if is_packed else {"paged_kv_cache": batch.cache(device)}
+    run = {**pages, "q": q}
     starts, indices, last, _ = batch.table()
     indices = indices.to(device)
     if path == "mixed":
@@ -91,9 +96,8 @@ def make_call(path: str, batch: Batch, device: torch.device, **options: Any) -> 
         dims = {"head_dim_qk": batch.head_dim_qk, "head_dim_vo": batch.head_dim_vo}
         plan = {**table, "kv_len_arr": lengths, **heads, **dims, "page_size": batch.page_size}
         make = {"kv_layout": batch.kv_layout, "device": str(device)}
-        run = {"q": q, "kv_cache": batch.cache(device)}
+        run["kv_cache"] = run.pop("paged_kv_cache")
         return Call(path, make, {**plan, **batch.dtypes(), **options}, run)
-    run = {"q": q, "paged_kv_cache": batch.cache(device)}
     if path == "decode":
         table = {"indptr": starts, "indices": indices, "last_page_len": last}
         dims = {"head_dim": batch.head_dim_qk, "page_size": batch.page_size}

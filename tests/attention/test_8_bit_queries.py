@@ -15,12 +15,14 @@ from tests.attention.batches import (
     Batch,
     check_paged,
     check_ragged,
+    indptr,
     need_backend,
     plan_decode,
     plan_paged,
     plan_ragged,
     workspace,
 )
+from tests.attention.calls import make_call
 from tests.attention.test_sparse import check_bsr, plan_bsr
 
 LENGTHS = (0, 1, 63, 64, 65, 700, 16, 0)
@@ -87,6 +89,34 @@ def test_prefill_on_hopper(qk, vo, dtype, kv_dtype, device):
     fields = {"head_dim_qk": qk, "head_dim_vo": vo, "dtype": dtype, "kv_dtype": kv_dtype}
     batch = Batch((129, 0, 40, 1), (300, 70, 0, 515), **fields, o_dtype=BF16)
     check_paged(plan_paged(batch, device, "fa3", causal=True), batch, device)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS, ids=NAMES)
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+def test_mixed_batches(head_dim, dtype, kv_dtype, backend, device):
+    sizes = {"head_dim_qk": head_dim, "head_dim_vo": head_dim}
+    types = {"dtype": dtype, "kv_dtype": kv_dtype, "o_dtype": BF16}
+    batch = Batch((130, 1, 1, 5), (200, 300, 64, 5), **sizes, **types)
+    if backend == "fa3" and head_dim == 512:
+        backend = "auto"
+    call = make_call("mixed", batch, device, causal=True).with_make(backend=backend)
+    call.check()
+    heads = torch.linspace(0.5, 1.5, batch.num_qo_heads, device=device)
+    call.with_run(q_scale=heads, k_scale=0.5, v_scale=torch.ones(1, device=device) / 3).check()
+    with pytest.raises(ValueError, match="`o_data_type`"):
+        call.with_plan(o_data_type=None).make_it()
+
+
+def test_sinks(device):
+    batch = Batch((20, 3, 0), (300, 129, 70), dtype=E4M3, o_dtype=BF16)
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(
+        workspace(device), q_data_type=E4M3, kv_data_type=E4M3
+    )
+    starts, indices, last, _ = batch.table()
+    table = (indptr(batch.qo_lens), starts, indices.to(device), last)
+    wrapper.plan(*table, 8, 2, 128, 16, causal=True, **batch.dtypes())
+    sinks = torch.linspace(-2.0, 3.0, 8, device=device)
+    check_paged(wrapper, batch, device, sinks=sinks, q_scale=0.5, v_scale=2.0)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

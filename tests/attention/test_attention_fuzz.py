@@ -21,6 +21,7 @@ from flashinfer.jit.attention import hopper
 from tests.attention.batches import BF16, E4M3, E5M2, FORMS, FP16, Batch, need_backend, randn
 from tests.attention.calls import FUNCTIONS, MIXED, WRAPPERS, Call, make_call, refusal_of
 from tests.attention.faults import FAULTS
+from tests.attention.packed import PACKED
 from tests.fuzzing import fuzz_settings
 
 MODULES, CASES_PER_MODULE = 12, 25
@@ -48,6 +49,8 @@ class Kernel:
     sinks: bool
     rows: str  # query rows of a tile: "few" (up to 16), "some" (up to 64), "many"
     backend: str  # "auto", or another where there is more than that
+    page_size: int = 0  # 0: any
+    head_scales: bool = False  # scales are tensors
 
 
 def draw_kernel(index: int) -> Kernel:
@@ -148,8 +151,9 @@ def cases(draw: st.DrawFn, kernel: Kernel) -> Case:
     heads = draw(st.integers(1, 4))
     while sum(q * k for q, k in zip(qo_lens, kv_lens, strict=True)) * heads * group > MAX_LOGITS:
         kv_lens = [n // 2 for n in kv_lens]
-    page_size = draw(st.sampled_from([1, 2, 3, 5, 7, 8, 16, 32, 64, 100]))
+    page_size = kernel.page_size or draw(st.sampled_from([1, 2, 3, 5, 7, 8, 16, 32, 64, 100]))
     forms = [*(FORMS if kernel.head_dims[0] == kernel.head_dims[1] else ("tuple",))]
+    has_token_form = page_size == 1 and kernel.kv_dtype != PACKED
     batch = Batch(
         tuple(qo_lens),
         tuple(kv_lens),
@@ -161,7 +165,7 @@ def cases(draw: st.DrawFn, kernel: Kernel) -> Case:
         kv_dtype=kernel.kv_dtype,
         page_size=page_size,
         kv_layout=draw(st.sampled_from(["NHD", "HND"])),
-        form=draw(st.sampled_from([*forms, "tokens"] if page_size == 1 else forms)),
+        form=draw(st.sampled_from([*forms, "tokens"] if has_token_form else forms)),
         seed=draw(st.integers(0, 2**20)),
     )
     return Case(
@@ -182,6 +186,7 @@ def _plan_options(draw: st.DrawFn, kernel: Kernel, per_request: int) -> dict[str
     options: dict[str, Any] = {"sm_scale": draw(st.sampled_from(scales))}
     if kernel.path == "mixed":
         options["causal"] = kernel.mask == "causal"
+        options["o_data_type"] = kernel.o_dtype
         if kernel.soft_cap:
             options["logits_soft_cap"] = draw(st.sampled_from([0.5, 5.0, 30.0]))
         return options
@@ -209,7 +214,7 @@ def _plan_options(draw: st.DrawFn, kernel: Kernel, per_request: int) -> dict[str
 def _run_options(draw: st.DrawFn, kernel: Kernel) -> dict[str, Any]:
     scale = st.sampled_from([None, 1.0, 0.5, 2.0])
     options: dict[str, Any] = {"k_scale": draw(scale), "v_scale": draw(scale)}
-    if kernel.path not in ("single_prefill", "mixed"):
+    if kernel.path != "single_prefill":
         options["q_scale"] = draw(scale)
     if kernel.path in WRAPPERS:
         options["enable_pdl"] = draw(st.sampled_from([None, True, False]))
@@ -228,6 +233,8 @@ def build(kernel: Kernel, case: Case, device: torch.device) -> Call:
         plan |= _mask(kernel, case, device)
     if kernel.mask == "items":
         plan |= _items(case, device)
+    if kernel.head_scales:
+        run |= _head_scales(run, batch, device)
     if kernel.sinks:
         run["sinks"] = 2 * randn((batch.num_qo_heads,), torch.float32, device, case.seed)
     if case.with_out:
@@ -244,6 +251,18 @@ def build(kernel: Kernel, case: Case, device: torch.device) -> Call:
         wider = {n: t.long() for n, t in call.plan.items() if _is_int32(t)}
         call = call.with_plan(**wider)
     return call.with_run(**run)
+
+
+def _head_scales(run: dict[str, Any], batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Tensors in place of the scales: a value per head, or one."""
+    rng = random.Random(batch.seed)
+    heads = {"q_scale": batch.num_qo_heads, "k_scale": batch.num_kv_heads}
+    heads["v_scale"] = batch.num_kv_heads
+    return {
+        name: torch.rand(rng.choice([1, heads[name]]), device=device) + 0.5
+        for name in heads
+        if name in run and rng.random() < 0.8
+    }
 
 
 def _mask(kernel: Kernel, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
@@ -307,16 +326,19 @@ def test_the_kernel_for_hopper_is_right_or_refused(index, device, full):
 
 def fuzz(kernel: Kernel, device: torch.device, full: bool) -> None:
     """Random batches for one module."""
-    tally: Counter[str] = Counter()
     examples = FULL_CASES_PER_MODULE if full else CASES_PER_MODULE
-    if device.type == "cpu":
-        examples = CPU_CASES_PER_MODULE
+    faults = st.one_of(st.none(), st.none(), st.none(), st.sampled_from(list(FAULTS)))
+    run_cases(kernel, device, CPU_CASES_PER_MODULE if device.type == "cpu" else examples, faults)
+
+
+def run_cases(
+    kernel: Kernel, device: torch.device, examples: int, faults: st.SearchStrategy[str | None]
+) -> None:
+    """Calls of a module: right, or, with a fault, refused by name."""
+    tally: Counter[str] = Counter()
 
     @fuzz_settings(examples)
-    @given(
-        case=cases(kernel),
-        fault=st.one_of(st.none(), st.none(), st.none(), st.sampled_from(list(FAULTS))),
-    )
+    @given(case=cases(kernel), fault=faults)
     def run(case: Case, fault: str | None) -> None:
         call = build(kernel, case, device)
         changed = FAULTS[fault].change(call) if fault is not None else None

@@ -2,7 +2,7 @@
 
 Random batches of prompts, parts of prompts and requests that decode hold one request that is also
 run alone and in another batch, at another place: its output and its log-sum-exp must be the same
-bits. 2,000 batches in all on a GPU.
+bits. 2,000 batches in all on a GPU, and 2,000 of each kernel under ``--full``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,33 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import flashinfer
-from tests.attention.batches import need_backend, randn
+from tests.attention.batches import BF16, E4M3, need_backend, randn
 
 PAGE, NUM_PAGES = 16, 512
-BATCHES, BATCHES_OF_THE_REFERENCE = 250, 3
+BATCHES, FULL_BATCHES, BATCHES_OF_THE_REFERENCE = 250, 1000, 3
 WORKSPACE_BYTES = 1 << 30  # short cuts of long requests: many partial results
-HEADS = ((8, 2, 128), (4, 4, 64), (16, 1, 128))  # query heads, key heads, head size
+
+
+class Kind(NamedTuple):
+    """Heads and element types of a wrapper."""
+
+    qo_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = BF16
+    kv_dtype: torch.dtype = BF16
+
+
+KINDS = (
+    *(Kind(8, 2, 128), Kind(4, 4, 64), Kind(16, 1, 128), Kind(4, 2, 256)),
+    *(Kind(8, 2, 128, BF16, E4M3), Kind(8, 2, 128, E4M3, E4M3)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +50,8 @@ class Request:
     def num_pages(self) -> int:
         return -(-self.kv_len // PAGE)
 
-    def query(self, heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
-        return randn((self.qo_len, heads, head_dim), torch.bfloat16, device, self.seed)
+    def query(self, kind: Kind, device: torch.device) -> torch.Tensor:
+        return randn((self.qo_len, kind.qo_heads, kind.head_dim), kind.dtype, device, self.seed)
 
 
 def _request(rng: random.Random, decodes: bool) -> Request:
@@ -52,6 +67,7 @@ def _options(rng: random.Random, decodes: bool) -> dict[str, Any]:
         "fixed_split_size": rng.choice([16, 64, 256, 1024]),
         "disable_split_kv": rng.random() < 0.3,
         "window_left": rng.choice([-1, -1, 100]),
+        "logits_soft_cap": rng.choice([0.0, 0.0, 20.0]),
     }
     return options if decodes else {**options, "causal": rng.random() < 0.8}
 
@@ -59,16 +75,14 @@ def _options(rng: random.Random, decodes: bool) -> dict[str, Any]:
 class Runner:
     """One wrapper and one cache; each call plans and runs a batch."""
 
-    def __init__(self, backend: str, decodes: bool, heads: int, device: torch.device) -> None:
-        self.heads, self.decodes, self.device = HEADS[heads], decodes, device
+    def __init__(self, backend: str, decodes: bool, kind: Kind, workspace: torch.Tensor) -> None:
+        self.kind, self.decodes, self.device = kind, decodes, workspace.device
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         if decodes:
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper
-        self.wrapper = wrapper(
-            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), backend=backend
-        )
-        shape = (NUM_PAGES, 2, PAGE, self.heads[1], self.heads[2])
-        self.pages = randn(shape, torch.bfloat16, device)
+        self.wrapper = wrapper(workspace, backend=backend)
+        shape = (NUM_PAGES, 2, PAGE, kind.kv_heads, kind.head_dim)
+        self.pages = randn(shape, kind.kv_dtype, self.device)
 
     def run(self, requests: Sequence[Request], options: dict[str, Any]) -> list[torch.Tensor]:
         """Outputs and log-sum-exps of the requests, in turn."""
@@ -78,8 +92,10 @@ class Runner:
         indices = torch.tensor(numbers, dtype=torch.int32, device=self.device)
         last = torch.tensor([(r.kv_len - 1) % PAGE + 1 for r in requests], dtype=torch.int32)
         tables = (first, indices, last) if self.decodes else (starts, first, indices, last)
-        self.wrapper.plan(*tables, *self.heads, PAGE, q_data_type=torch.bfloat16, **options)
-        q = torch.cat([r.query(self.heads[0], self.heads[2], self.device) for r in requests])
+        kind = self.kind
+        dtypes = {"q_data_type": kind.dtype, "kv_data_type": kind.kv_dtype, "o_data_type": BF16}
+        self.wrapper.plan(*tables, *kind[:3], PAGE, **dtypes, **options)
+        q = torch.cat([r.query(kind, self.device) for r in requests])
         out, lse = self.wrapper.run(q, self.pages, return_lse=True)
         counts = [r.qo_len for r in requests]
         pairs = zip(out.split(counts), lse.split(counts), strict=True)
@@ -89,12 +105,14 @@ class Runner:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("backend", "decodes"), [("fa2", 0), ("fa3", 0), ("auto", 0), ("fa2", 1)])
 def test_bits_do_not_depend_on_the_batch(
-    backend: str, decodes: int, seed: int, device: torch.device
+    backend: str, decodes: int, seed: int, device: torch.device, full: bool
 ):
     need_backend(backend, device)
     rng = random.Random(f"{backend} {decodes} {seed}")
-    runners = [Runner(backend, bool(decodes), i, device) for i in range(len(HEADS))]
-    for number in range(BATCHES if device.type == "cuda" else BATCHES_OF_THE_REFERENCE):
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    runners = [Runner(backend, bool(decodes), kind, workspace) for kind in KINDS]
+    batches = FULL_BATCHES if full else BATCHES
+    for number in range(batches if device.type == "cuda" else BATCHES_OF_THE_REFERENCE):
         runner, options = rng.choice(runners), _options(rng, bool(decodes))
         subject = _request(rng, bool(decodes))
         (alone,) = runner.run([subject], options)

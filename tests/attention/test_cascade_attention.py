@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import flashinfer
-from tests.attention.batches import BF16, E4M3, FP16, indptr, randn, workspace
+from flashinfer._attention.plan.choice import is_hopper
+from tests.attention.batches import BF16, E4M3, E5M2, FP16, indptr, randn, workspace
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = SIZES = (8, 2, 128, 16)
 # Each level's requests: (query tokens, key tokens).
@@ -70,13 +71,16 @@ class Cascade:
         return randn((self.tokens, heads, head_dim), dtype, self.device, 3), cache
 
 
-def check_cascade(wrapper: Any, q: torch.Tensor, cache: Any) -> None:
+def check_cascade(wrapper: Any, q: torch.Tensor, cache: Any, **scales: Any) -> None:
     """Outputs are below 5; each level and the merge round to the dtype."""
     template = type(wrapper).run.__flashinfer_trace__
-    (expected,) = template.compute({"self": wrapper, "q": q, "paged_kv_cache": cache})
-    actual = wrapper.run(q, cache)
-    assert actual.dtype == q.dtype
-    unit = torch.finfo(q.dtype).eps
+    inputs = {"self": wrapper, "q": q, "paged_kv_cache": cache, **scales}
+    (expected,) = template.compute(inputs)
+    actual = wrapper.run(q, cache, **scales)
+    assert actual.dtype == wrapper._planned_results[1]
+    unit = torch.finfo(actual.dtype).eps
+    if q.dtype.itemsize == 1 and is_hopper(q.device):
+        unit = 2**-4  # weights may have been rounded to e4m3
     torch.testing.assert_close(actual.double(), expected, rtol=2 * unit, atol=unit)
 
 
@@ -98,6 +102,26 @@ def test_options(options, backend, device):
 def test_8_bit_keys(device):
     cascade = Cascade(LEVELS["three"], device)
     check_cascade(cascade.plan(BF16, E4M3, causal=True), *cascade.tensors(BF16, E4M3))
+
+
+@pytest.mark.parametrize("levels", ["one", "three"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_8_bit_queries(dtype, levels, backend, device):
+    cascade = Cascade(LEVELS[levels], device)
+    wrapper = cascade.plan(dtype, E4M3, backend, causal=True, o_data_type=BF16)
+    tensors = cascade.tensors(dtype, E4M3)
+    check_cascade(wrapper, *tensors)
+    check_cascade(wrapper, *tensors, **scales_of(device))
+    check_cascade(wrapper, *tensors, q_scale=0.5, k_scale=1.5, v_scale=0.75)
+    with pytest.raises(ValueError, match="`o_data_type`"):
+        cascade.plan(dtype, E4M3, backend)
+
+
+def scales_of(device: torch.device) -> dict[str, Any]:
+    """Scales: one for each query head, one for all keys, one for each head of values."""
+    queries = torch.linspace(0.5, 1.5, HEADS, dtype=torch.float32, device=device)
+    values = torch.tensor([0.75, 0.5], device=device)
+    return {"q_scale": queries, "k_scale": torch.tensor([1.25], device=device), "v_scale": values}
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -165,6 +189,31 @@ def test_causal_shared_prefix(device):
     wrapper.begin_forward(*table, HEADS, KV_HEADS, HEAD_DIM, PAGE)
     actual = wrapper.forward(q, k, v, cache, causal=True)
     torch.testing.assert_close(actual, expected, rtol=2**-8, atol=2**-9)
+
+
+def test_shared_prefix_of_8_bit_queries(backend, device):
+    cascade = Cascade([[(4, 48)], [(1, 30), (1, 65), (1, 1), (1, 16)]], device)
+    q, cache = cascade.tensors(E4M3)
+    plan = cascade.plan(E4M3, o_data_type=BF16)
+    k, v = (part[cascade.indices[0].long()].flatten(0, 1) for part in cache)
+    table = (cascade.kv_indptr[1], cascade.indices[1], cascade.last[1])
+    sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
+    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(
+        workspace(device), "NHD", backend
+    )
+    decode.begin_forward(*table, *sizes, q_data_type=E4M3, o_data_type=BF16)
+    prefill = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
+        workspace(device), "NHD", backend
+    )
+    prefill.begin_forward(cascade.qo_indptr[1], *table, *sizes)
+    for scales in ({}, scales_of(device), {"q_scale": 0.5, "k_scale": 1.5, "v_scale": 0.75}):
+        expected = plan.run(q, cache, **scales)
+        close = {"rtol": 2**-3, "atol": 2**-3} if is_hopper(q.device) else {"rtol": 2**-6}
+        close.setdefault("atol", 2**-7)
+        actual = decode.forward(q, k, v, cache, **scales)
+        torch.testing.assert_close(actual, expected, **close)
+        actual = prefill.forward(q, k, v, cache, **scales, o_data_type=BF16)
+        torch.testing.assert_close(actual, expected, **close)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from flashinfer.trace.templates.attention import (
     paged_prefill_run_trace,
     single_prefill_with_kv_cache_trace,
 )
-from tests.attention.batches import BF16, E4M3, FP16, Batch, indptr, randn, workspace
+from tests.attention.batches import BF16, E4M3, E5M2, FP16, Batch, indptr, randn, workspace
 
 DECODE = Batch((1,) * 5, (400, 0, 1, 64, 33), seed=5)
 SHARED = ("sm_scale", "v_scale", "window_left", "pos_encoding_mode", "rope_scale", "rope_theta")
@@ -32,7 +33,7 @@ def check_parts(wrapper: Any, **arguments: Any) -> None:
     for part, results in zip("pd", returned, strict=True):
         mine = {key: gathered[key] for key in SHARED if key in gathered}
         if part == "p":
-            mine.pop("v_scale", None)  # scales of quantised tensors are the decoding part's
+            mine.pop("v_scale", None)  # that of the decoding part
         own = {key for key in gathered if key.endswith(f"_{part}")}
         mine |= {key.removesuffix(f"_{part}"): gathered[key] for key in own}
         mine["o_dtype"] = gathered["o_dtype"]
@@ -91,9 +92,11 @@ def test_lengths_of_the_prefill(lengths, causal, device):
         Batch((1,) * 3, (90, 5, 300), dtype=FP16, head_dim_qk=64, head_dim_vo=64, form="fused"),
         Batch((1,) * 3, (90, 5, 300), head_dim_qk=256, head_dim_vo=256, form="strided"),
         Batch((1,) * 3, (90, 5, 300), kv_dtype=E4M3),
+        Batch((1,) * 3, (90, 5, 300), dtype=E4M3, o_dtype=BF16),
+        Batch((1,) * 3, (90, 5, 300), dtype=E5M2, kv_dtype=E4M3, o_dtype=FP16, group=20),
         Batch((), ()),
     ],
-    ids=["mha", "page 3", "HND", "float16", "256", "e4m3", "nothing to decode"],
+    ids=["mha", "page 3", "HND", "float16", "256", "e4m3", "q e4m3", "q e5m2", "nothing to decode"],
 )
 def test_batches(batch, device):
     check_pod(plan_pod(batch, device), batch, device, (70, 110), causal_p=True)
@@ -121,6 +124,41 @@ def test_heads_first_prefill(device):
 def test_options(plan, run, device):
     wrapper = plan_pod(DECODE, device, **plan)
     check_pod(wrapper, DECODE, device, (70, 110), causal_p=True, **run)
+
+
+def scales_of_parts(device: torch.device) -> list[dict[str, Any]]:
+    """Numbers and tensors, of one value and of each head, for either part."""
+    heads, one = torch.tensor([0.5, 1.5], device=device), torch.tensor([0.25], device=device)
+    queries = torch.linspace(0.5, 2.0, 8, dtype=torch.float32, device=device)
+    return [
+        {"q_scale": 0.3, "k_scale": 4.0, "v_scale": -3.0, "k_scale_p": 0.7, "v_scale_p": 0.1},
+        {"q_scale_p": queries, "k_scale_p": heads, "v_scale_p": one, "k_scale": 0.3},
+        {"q_scale": one, "k_scale": heads, "v_scale": heads, "q_scale_p": 1.7},
+        {"q_scale": queries, "v_scale": one, "k_scale_p": one, "v_scale_p": heads},
+    ]
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "e4m3"])
+def test_scales_of_both_parts(dtype, device):
+    batch = dataclasses.replace(DECODE, dtype=dtype, kv_dtype=E4M3, o_dtype=BF16)
+    wrapper = plan_pod(batch, device)
+    for scales in scales_of_parts(device):
+        check_pod(wrapper, batch, device, (70, 110), causal_p=True, **scales)
+
+
+def test_a_negative_factor_of_one_part_is_refused(device):
+    tensors = prefill_tensors(DECODE, device, 70, 110)
+    tensors |= {"q_d": DECODE.query(device), "paged_kv_cache_d": DECODE.cache(device)}
+    wrapper = plan_pod(DECODE, device)
+    wrapper.run(**tensors, q_scale=-1.0, q_scale_p=-1.0)
+    with pytest.raises(ValueError, match="`k_scale_p`"):
+        wrapper.run(**tensors, k_scale_p=-1.0)
+
+
+def test_an_output_of_8_bits_is_refused(device):
+    batch = dataclasses.replace(DECODE, dtype=E4M3)
+    with pytest.raises(ValueError, match="`o_data_type`"):
+        plan_pod(batch, device)
 
 
 def test_scales_are_those_of_the_decoding_part(device):
@@ -256,6 +294,17 @@ def test_options_of_two_batches(plan, device):
     wrapper = plan_batch_pod(PREFILL, DECODE, device, **plan)
     run = {"causal_p": True, "q_scale": 0.5, "v_scale": 2.0}
     check_batch_pod(wrapper, PREFILL, DECODE, device, **run)
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "e4m3"])
+def test_scales_of_two_batches(dtype, device):
+    types = {"dtype": dtype, "kv_dtype": E4M3, "o_dtype": BF16}
+    prefill = dataclasses.replace(PREFILL, **types)
+    decode = Batch((1, 2, 4, 0, 1), DECODE.kv_lens, seed=5, **types)
+    wrapper = plan_batch_pod(prefill, decode, device)
+    check_batch_pod(wrapper, prefill, decode, device, causal_p=True)
+    for scales in scales_of_parts(device):
+        check_batch_pod(wrapper, prefill, decode, device, causal_p=True, **scales)
 
 
 def test_mask_of_two_batches(device):

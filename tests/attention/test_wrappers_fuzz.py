@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashinfer
+from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from tests.attention.batches import (
     BF16,
     E4M3,
+    E5M2,
     FORMS,
     FP16,
     Batch,
@@ -26,15 +28,17 @@ from tests.attention.batches import (
     check_paged,
     indptr,
     need_backend,
+    plan_paged,
     workspace,
 )
+from tests.attention.packed import block_tables
 from tests.attention.test_cascade_attention import Cascade, check_cascade
 from tests.attention.test_pod import check_batch_pod, check_pod, plan_batch_pod, plan_pod
 from tests.attention.test_sparse import check_bsr, plan_bsr, plan_variable
 from tests.fuzzing import fuzz_settings
 
-MODULES, FULL_MODULES = 20, 60
-CASES_PER_MODULE, CPU_CASES_PER_MODULE = 40, 2
+MODULES, FULL_MODULES = 21, 16 * 7
+CASES_PER_MODULE, CPU_CASES_PER_MODULE = 160, 2
 LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 300, 900])
 TOKENS = st.sampled_from([0, 1, 1, 2, 5, 17, 64, 70, 130])
 MAX_LOGITS = 2**20  # of all requests and heads
@@ -47,6 +51,7 @@ class Kernel:
     wrapper: str
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    o_dtype: torch.dtype
     head_dim: int
     encoding: str
     window: bool
@@ -62,15 +67,20 @@ def draw_kernel(index: int) -> Kernel:
     backend = rng.choice(["auto", "fa2"] if pod else ["auto", "fa2", "fa3"])
     encodings = ["NONE", "NONE", "ROPE_LLAMA", "ALIBI"] if pod else ["NONE"]
     encoding = rng.choice(encodings)
-    dtype = rng.choice([BF16, FP16])
+    dtype = o_dtype = rng.choice([BF16, FP16])
+    shares_keys = pod or wrapper in ("cascade", "device_lengths")
+    if shares_keys and encoding != "ROPE_LLAMA" and rng.random() < 0.4:
+        dtype = rng.choice([E4M3, E5M2])
+    head_dims = [64, 128] if backend == "fa3" else [16, 64, 80, 128, 256, 512]
     return Kernel(
         wrapper=wrapper,
         dtype=dtype,
-        kv_dtype=rng.choice([dtype, E4M3]) if encoding != "ROPE_LLAMA" and pod else dtype,
-        head_dim=rng.choice([64, 128] if backend == "fa3" else [16, 64, 80, 128, 256]),
+        kv_dtype=rng.choice([dtype, E4M3]) if encoding != "ROPE_LLAMA" and shares_keys else dtype,
+        o_dtype=o_dtype,
+        head_dim=rng.choice(head_dims),
         encoding=encoding,
-        window=rng.random() < 0.4 and (pod or wrapper == "cascade"),
-        soft_cap=rng.random() < 0.3 and not pod,
+        window=rng.random() < 0.4 and shares_keys,
+        soft_cap=rng.random() < 0.3 and not pod and wrapper != "device_lengths",
         backend=backend,
     )
 
@@ -117,8 +127,10 @@ def cascade(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
     page_size = draw(st.sampled_from([1, 3, 16, 64]))
     plan = Cascade(levels, device, (*heads, kernel.head_dim, page_size))
     options = {"causal": draw(st.booleans()), **options_of(draw, kernel)}
-    wrapper = plan.plan(kernel.dtype, backend=kernel.backend, **options)
-    check_cascade(wrapper, *plan.tensors(kernel.dtype))
+    dtypes = (kernel.dtype, kernel.kv_dtype)
+    wrapper = plan.plan(*dtypes, kernel.backend, o_data_type=kernel.o_dtype, **options)
+    scales = scales_of(draw, *heads, device, "")
+    check_cascade(wrapper, *plan.tensors(*dtypes), **scales)
 
 
 def batch_of(draw: st.DrawFn, kernel: Kernel, queries: Any, shape: dict[str, Any]) -> Batch:
@@ -130,6 +142,7 @@ def batch_of(draw: st.DrawFn, kernel: Kernel, queries: Any, shape: dict[str, Any
         head_dim_vo=kernel.head_dim,
         dtype=kernel.dtype,
         kv_dtype=kernel.kv_dtype,
+        o_dtype=kernel.o_dtype,
         seed=draw(st.integers(0, 2**20)),
         **shape,
     )
@@ -148,14 +161,29 @@ def shape_of(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def run_of(draw: st.DrawFn) -> dict[str, Any]:
-    scale = st.sampled_from([None, 0.5, 2.0])
-    return {
-        "causal_p": draw(st.booleans()),
-        "q_scale": draw(scale),
-        "k_scale": draw(scale),
-        "v_scale": draw(scale),
-    }
+def run_of(draw: st.DrawFn, shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    kv_heads = shape["num_kv_heads"]
+    heads = (kv_heads * shape["group"], kv_heads)
+    scales = [scales_of(draw, *heads, device, suffix) for suffix in ("", "_p")]
+    return {"causal_p": draw(st.booleans()), **scales[0], **scales[1]}
+
+
+def scales_of(
+    draw: st.DrawFn, qo_heads: int, kv_heads: int, device: torch.device, suffix: str
+) -> dict[str, Any]:
+    """Scales of queries, keys and values: none, numbers, or tensors of one value or of each head.
+
+    They are at most 1: bounds of cascades are for outputs of ordinary size.
+    """
+    scales: dict[str, Any] = {}
+    for name, heads in (("q", qo_heads), ("k", kv_heads), ("v", kv_heads)):
+        kind = draw(st.sampled_from(["none", "number", "one", "heads"]))
+        if kind == "number":
+            scales[f"{name}_scale{suffix}"] = draw(st.sampled_from([1.0, 0.5, 0.3]))
+        elif kind != "none":
+            values = torch.linspace(0.4, 1.0, heads if kind == "heads" else 1)
+            scales[f"{name}_scale{suffix}"] = values.to(device)
+    return scales
 
 
 def pod(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
@@ -163,7 +191,7 @@ def pod(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
     batch = batch_of(draw, kernel, st.just(1), shape)
     qo_len, kv_len = draw(TOKENS), draw(LENGTHS)
     layout = draw(st.sampled_from(["NHD", "HND"]))
-    options, run = options_of(draw, kernel), run_of(draw)
+    options, run = options_of(draw, kernel), run_of(draw, shape, device)
     given = {
         "window_left_p": options.get("window_left", -1),
         "pos_encoding_mode_p": options.get("pos_encoding_mode", "NONE"),
@@ -183,7 +211,7 @@ def batch_pod(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
     prefill = batch_of(draw, kernel, TOKENS, shape)
     decode = batch_of(draw, kernel, st.integers(0, 3), shape)
     wrapper = plan_batch_pod(prefill, decode, device, **options_of(draw, kernel))
-    check_batch_pod(wrapper, prefill, decode, device, **run_of(draw))
+    check_batch_pod(wrapper, prefill, decode, device, **run_of(draw, shape, device))
 
 
 def block_sparse(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
@@ -243,6 +271,36 @@ def ranges(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
     check_paged(wrapper, batch, device, bidirectional_ranges=both, **windows)
 
 
+def device_lengths(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
+    """Functions that find block tables and lengths on the GPU, beside a plan made on the host."""
+    tokens, shape = draw(st.sampled_from([1, 1, 2, 5, 16])), shape_of(draw)
+    batch = batch_of(draw, kernel, st.just(tokens), {**shape, "form": "tuple"})
+    if not batch.qo_lens:
+        return
+    window = draw(st.sampled_from([-1, 0, 20, 500])) if kernel.window else -1
+    sinks = None
+    if draw(st.booleans()):
+        sinks = torch.linspace(-2.0, 3.0, batch.num_qo_heads, device=device)
+    scale, v_scale = draw(st.sampled_from([0.1, 0.3])), draw(st.sampled_from([1.0, 0.5]))
+    host = plan_paged(batch, device, "fa2", causal=True, sm_scale=scale, window_left=window)
+    q, cache = batch.query(device), batch.cache(device)
+    expected = host.run(q, cache, v_scale=v_scale, sinks=sinks)
+    options = {"window_left": window, "sinks": sinks, "q_len_per_req": tokens}
+    # Elements that no request has are read by nobody.
+    for function in (xqa_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache):
+        found = function(
+            *(q, cache, workspace(device)),
+            **block_tables(batch, device),
+            max_seq_len=max(1, *batch.kv_lens),
+            bmm1_scale=scale,
+            bmm2_scale=v_scale,
+            out=torch.empty_like(expected),
+            kv_layout=batch.kv_layout,
+            **options,
+        )
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0.016, atol=4e-3)
+
+
 CHECKS: dict[str, Callable[[st.DrawFn, Kernel, torch.device], None]] = {
     "cascade": cascade,
     "pod": pod,
@@ -250,6 +308,7 @@ CHECKS: dict[str, Callable[[st.DrawFn, Kernel, torch.device], None]] = {
     "block_sparse": block_sparse,
     "variable_blocks": variable_blocks,
     "ranges": ranges,
+    "device_lengths": device_lengths,
 }
 
 

@@ -23,6 +23,7 @@ inline constexpr bool kPaged = FLASHINFER_CFG_PAGED;
 inline constexpr bool kAlibi = PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::alibi;
 inline constexpr bool kSoftCap = FLASHINFER_CFG_LOGITS_SOFT_CAP;
 inline constexpr bool kSinks = FLASHINFER_CFG_SINKS;
+inline constexpr bool kHeadScales = FLASHINFER_CFG_HEAD_SCALES;
 inline constexpr bool kKeysAre4Bit = std::is_same_v<KV, dtype::uint8>;
 inline constexpr int kCodes = kKeysAre4Bit ? 2 : 1;  // in an element of k and v
 inline constexpr bool kCustomVariant = FLASHINFER_CFG_CUSTOM_VARIANT;
@@ -107,6 +108,8 @@ struct Group {
   std::unique_ptr<Rows<O>> o;
   std::vector<float> lse;  // empty: not wanted
   float v_scale;
+  float logits_scale = 1.f;
+  std::vector<float> q_scales, k_scales, v_scales;  // of heads, or one for all; empty: none
 
   const KV* kv_row(const Rows<KV>& rows, const PlanRequest& request, int kv_idx, int head) const {
     if (!paged) return rows.row(0, request.kv_base + kv_idx, head);
@@ -125,6 +128,10 @@ struct Group {
     t.k_stride_head = k->stride_head, t.v_stride_head = v->stride_head;
     t.num_pages = paged ? num_pages : 0;
     t.v_scale = v_scale * First::Tile::kUnit;
+    const auto of_heads = [](const std::vector<float>& scales) {
+      return HeadScale{scales.empty() ? nullptr : scales.data(), scales.size() > 1 ? 1 : 0};
+    };
+    t.head_scales = {logits_scale, of_heads(q_scales), of_heads(k_scales), of_heads(v_scales)};
     if (kKeysAre4Bit) {
       const auto scales = [](const auto& rows) {
         return BlockScales{reinterpret_cast<const uint8_t*>(rows.data), rows.stride_page,
@@ -202,6 +209,7 @@ class Case {
     group.plan.causal = mask == MaskMode::causal || mask == MaskMode::multi_item;
     group.plan.window_left = variant.window_left;
     group.v_scale = random_.one_in(2) ? 0.7f : 1.f;
+    if (kHeadScales) draw_scales(group);
     const int batch_size = random_.integer(1, 4);
     const int longest = tile_q <= 16 ? tile_q / group_size : tile_q == 64 ? 40 : 70;
     int tokens = 0, entries = 0;  // of q, and of K/V or of its pages
@@ -224,6 +232,18 @@ class Case {
     if (mask == MaskMode::multi_item) draw_items(group);
     draw_ranges(group);
     return group;
+  }
+
+  void draw_scales(Group& group) {
+    const auto draw = [&](int heads) {
+      std::vector<float> scales(random_.one_in(3) ? 0 : random_.one_in(2) ? 1 : heads);
+      for (float& scale : scales) scale = 0.25f * random_.integer(1, 8);
+      return scales;
+    };
+    group.logits_scale = 0.5f * random_.integer(1, 4);
+    group.q_scales = draw(num_qo_heads);
+    group.k_scales = draw(num_kv_heads);
+    group.v_scales = draw(num_kv_heads);
   }
 
   void draw_tensors(Group& group, int tokens, int entries) {

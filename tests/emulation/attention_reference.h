@@ -11,6 +11,7 @@ class Reference {
       : problem_(problem),
         group_(group),
         request_idx_(request_idx),
+        kv_head_(kv_head),
         request_(group.plan.requests[request_idx]) {
     for (int i = 0; i < request_.kv_len; ++i) {
       keys_.push_back(read_kv(group.k, group.k_sf, i, kv_head, kHeadDimQK));
@@ -62,7 +63,8 @@ class Reference {
       for (int j = 0; j < kHeadDimVO; ++j) output[j] += weights[i] * values_[i][j];
     }
     const double gate = ConfiguredVariant::kHasOutputTransform ? 1. + 0.25 * (head % 4) : 1.;
-    for (double& x : output) x *= gate * group_.v_scale / sum;
+    const double scale = gate * group_.v_scale * head_scale(group_.v_scales, kv_head_);
+    for (double& x : output) x *= scale / sum;
   }
 
   std::vector<double> output;
@@ -96,6 +98,10 @@ class Reference {
     }
   }
 
+  static double head_scale(const std::vector<float>& scales, int head) {
+    return scales.empty() ? 1. : scales[scales.size() > 1 ? head : 0];
+  }
+
   static double dot(const std::vector<double>& a, const std::vector<double>& b) {
     double sum = 0;
     for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
@@ -114,6 +120,10 @@ class Reference {
 
   double logit(double product, int head, int distance) const {
     double x = product * problem_.variant.sm_scale;
+    if (kHeadScales) {
+      x *= group_.logits_scale * head_scale(group_.q_scales, head) *
+           head_scale(group_.k_scales, kv_head_);
+    }
 #if FLASHINFER_CFG_CUSTOM_VARIANT && !defined(EMULATION_RANGES)
     x /= problem_.variant.temperature[head];
     if (!ConfiguredVariant::use_softmax) x += problem_.variant.bias;
@@ -161,7 +171,7 @@ class Reference {
 
   const Case& problem_;
   const Group& group_;
-  const int request_idx_;
+  const int request_idx_, kv_head_;
   const PlanRequest& request_;
   std::vector<std::vector<double>> keys_, values_;
 };

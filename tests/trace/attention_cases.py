@@ -279,8 +279,6 @@ def masks(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
 
 def scales_heads(heads: int) -> Case:
     def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
-        if operation.template.op_type.startswith("block_sparse"):
-            return is_left_out(operation, name, arguments)
         becomes(2.0)(operation, name, arguments)
         device = arguments["q"].device
         if operation.template.name_prefix.startswith("bidirectional_ranges"):

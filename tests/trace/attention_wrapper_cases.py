@@ -205,6 +205,7 @@ def _heads_first(operation: Operation, name: str, arguments: dict[str, Any]) -> 
 
 
 _SCALES = {name: _becomes(2.0) for name in ("q_scale", "k_scale", "v_scale")}
+_PART_SCALES = {**_SCALES, **{f"{name}_p": case for name, case in _SCALES.items()}}
 _DEFAULT_SCALE = HEAD_DIM**-0.5
 _OPTIONS: dict[str, Case] = {
     "pos_encoding_mode": _only_as_planned("NONE", "ALIBI", "ROPE"),
@@ -218,14 +219,14 @@ CASES: dict[str, dict[str, Case]] = {
     "BatchAttention.run": {
         "out": _receives(0),
         "lse": _receives(1),
-        "k_scale": _becomes(2.0),
-        "v_scale": _becomes(2.0),
+        **_SCALES,
         "logits_soft_cap": _only_as_planned(0.0, 3.0),
         "profiler_buffer": _is_refused(torch.ones(2)),
         "kv_cache_sf": _is_refused(torch.ones(2)),
     },
+    "MultiLevelCascadeAttentionWrapper.run": _SCALES,
     "PODWithPagedKVCacheWrapper.run": {
-        **_SCALES,
+        **_PART_SCALES,
         **{f"{name}_{part}": case for name, case in _OPTIONS.items() for part in "pd"},
         **{
             f"{kind}_{part}": _masks
@@ -242,7 +243,7 @@ CASES: dict[str, dict[str, Case]] = {
         "enable_pdl": _is_a_flag,
     },
     "BatchPODWithPagedKVCacheWrapper.run": {
-        **_SCALES,
+        **_PART_SCALES,
         "custom_mask_p": _masks,
         "packed_custom_mask_p": _masks,
         "causal_p": _becomes(False),

@@ -166,6 +166,8 @@ CONFIGS = [
     ("64-f16", 64, 64, 64, {"dtype_q": F16, "dtype_kv": F16, "mask_mode": "causal"}),
     ("64-192-128-ragged", 192, 128, 64, {"paged": False, "mask_mode": "causal"}),
     ("64-256", 256, 256, 64, {"mask_mode": "causal"}),
+    ("64-head-scales", 64, 64, 64, {"dtype_q": E4M3, "dtype_kv": E4M3, "head_scales": True}),
+    ("narrow-cap-head-scales", 64, 64, 8, {"logits_soft_cap": True, "head_scales": True}),
     ("64-custom-rope", 48, 48, 64, {"mask_mode": "custom", "pos_encoding": "rope_llama"}),
     ("64-items-window", 32, 32, 64, {"mask_mode": "multi_item", "sliding_window": True}),
     (
@@ -227,6 +229,8 @@ def test_configuration(emulator: Emulator, sizes_and_fields: tuple[int, int, int
 
 
 BOTH_CAUSAL = {"mask_mode": "causal", "mask_mode_second": "causal"}
+ALL_E4M3 = {"dtype_q": E4M3, "dtype_kv": E4M3}
+SCALED_CAP = {"mask_mode": "causal", "head_scales": True, "logits_soft_cap": True}
 RAGGED_CUSTOM = {"mask_mode": "custom", "paged": False, "sinks": True}
 
 
@@ -237,6 +241,8 @@ RAGGED_CUSTOM = {"mask_mode": "custom", "paged": False, "sinks": True}
         pytest.param(128, 16, BOTH_CAUSAL, id="128-by_length"),
         pytest.param(128, 16, {"mask_mode": "causal"}, id="prefill-decode"),
         pytest.param(64, 16, RAGGED_CUSTOM, id="ragged-decode"),
+        pytest.param(128, 16, {**ALL_E4M3, "mask_mode": "causal"}, id="e4m3-prefill-decode"),
+        pytest.param(64, 64, {**ALL_E4M3, **SCALED_CAP}, id="e4m3-scaled"),
         pytest.param(128, 64, RAGGED_CUSTOM, id="ragged-prefill"),
     ],
 )

@@ -96,19 +96,24 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def run(
         self, q, k, v, out, lse, *, sm_scale, v_scale, window_left, sinks=None, enable_pdl=None,
-        additional=(), head_scales=None, block_scales=None,
+        additional=(), head_scales=(), block_scales=None,
     ):  # fmt: skip
         assert block_scales is None
         happened.append("run")
-        options = {"sm_scale": sm_scale, "v_scale": v_scale, "sinks": sinks}
-        for operand, scale in zip("qkv", head_scales or (), strict=False):
-            spec = self.problem.spec
-            heads = spec.num_qo_heads if operand == "q" else spec.num_kv_heads
-            options[f"{operand}_head_scale"] = None if scale is None else scale.expand(heads)
-        _launch(self.problem, q, k, v, out, lse, window_left=window_left, **options)
+        parts = [(self.problem, (q, k, v, out, lse), v_scale)]
         if self.second_problem is not None:
-            tensors, options["v_scale"] = self.second_tensors
-            _launch(self.second_problem, *tensors, window_left=window_left, **options)
+            parts.append((self.second_problem, *self.second_tensors))
+        assert len(head_scales) in (0, len(parts))
+        for i, (problem, tensors, v_factor) in enumerate(parts):
+            options = {"sm_scale": sm_scale, "v_scale": v_factor, "sinks": sinks}
+            if head_scales:
+                options["sm_scale"] *= head_scales[i].logits
+                for operand, scale in zip("qkv", head_scales[i][1:], strict=True):
+                    spec = problem.spec
+                    heads = spec.num_qo_heads if operand == "q" else spec.num_kv_heads
+                    expanded = None if scale is None else scale.expand(heads)
+                    options[f"{operand}_head_scale"] = expanded
+            _launch(problem, *tensors, window_left=window_left, **options)
 
     def make_mask(*arguments: Any) -> Any:
         with reference_backend():  # packs the bits
@@ -177,6 +182,9 @@ def test_variable_blocks(num_qo_heads, causal, return_lse, launches):
         {},
         {"causal_p": True, "return_lse_p": True},
         {"return_lse_d": True, "q_scale": 2.0, "v_scale": 0.5},
+        {"k_scale_p": 2.0, "v_scale_p": 0.5, "k_scale": 2.0},
+        {"q_scale_p": torch.arange(1, 9) / 8, "v_scale_p": torch.tensor(3.0), "q_scale": 2.0},
+        {"q_scale_p": 3.0, "k_scale": torch.tensor([2.0, 0.5]), "v_scale": torch.ones(2) / 3},
         {"custom_mask_p": torch.rand(9, 12) < 0.5, "return_lse_p": True, "return_lse_d": True},
         {"custom_mask_d": torch.rand(35) < 0.5, "return_lse_d": True},
     ],

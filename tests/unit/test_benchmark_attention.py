@@ -173,6 +173,30 @@ def test_the_grid_of_prefill_has_both_kernels_of_200_shapes(monkeypatch):
     assert grid.per_request(((1, 5, 9), (2, 1, 70)))[0].tolist() == [5, 1, 1]
 
 
+def test_drawn_shapes_are_planned_by_both_kernels_and_read_again(tmp_path):
+    import bench_prefill_backends as grid
+
+    shapes = grid.random_shapes(60, 1)
+    assert shapes == grid.random_shapes(60, 1) != grid.random_shapes(60, 2)
+    kinds = [kind for kind, _ in shapes]
+    for option in ("mixed", "capped", "alibi", "causal"):
+        assert {getattr(kind, option) for kind in kinds} == {False, True}
+    assert {kind.head_dim_qk for kind in kinds} == {64, 96, 128, 192, 256}
+    us = {"fa2": 2.0, "fa3": 1.0, "auto": 1.0}
+    rows = [
+        {**grid.dataclasses.asdict(kind), "lengths": lengths, "us": us, "tflops": us, "auto": "fa3"}
+        for kind, lengths in shapes
+    ]
+    with (tmp_path / "drawn.csv").open("w", newline="") as file:
+        grid.write(file, rows)
+    assert [shape for shape, _ in grid.read(tmp_path / "drawn.csv")] == shapes
+    workspace = torch.empty(grid.WORKSPACE_BYTES, dtype=torch.uint8)
+    with flashinfer.reference_backend():
+        for shape in shapes[:20]:
+            for backend in grid.FORCED:
+                assert grid.taken(grid.planned(shape, backend, workspace)) == backend
+
+
 @pytest.mark.compiler
 def test_auto_takes_the_better_kernel_of_the_measured_grid(monkeypatch: pytest.MonkeyPatch):
     """Plans as on the H200 that the times are of."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..plan.executor import AttentionExecutor, HeadScales
+from ..checks import HeadScales
+from ..plan.executor import AttentionExecutor
 from ..plan.launch import BlockScales
 from ..plan.requests import AttentionProblem, CustomMask
 
@@ -141,7 +143,7 @@ def run_single(
     sm_scale: float,
     v_scale: float,
     args: tuple[Any, ...] = (),
-    head_scales: HeadScales | None = None,
+    head_scales: Sequence[HeadScales] = (),
     block_scales: BlockScales | None = None,
 ) -> None:
     """Plan, if need be, and launch.
@@ -160,8 +162,8 @@ def run_single(
         All scales folded in.
     args : tuple
         Additional tensors, then scalars, of a variant.
-    head_scales : tuple, optional
-        Factors of each head besides, of queries, keys and values.
+    head_scales : sequence of HeadScales
+        Factors besides, in a sequence of one, or none.
     block_scales : tuple, optional
         Scales of 4-bit keys and values.
     """

@@ -10,6 +10,7 @@ import torch
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.errors import MissingJITCacheError, ToolchainError
+from ..checks import HeadScales
 from .choice import KernelChoice, choose_kernel
 from .gathering import Gathering, is_worth_gathering
 from .launch import (
@@ -34,9 +35,6 @@ INT_WORKSPACE_BYTES = 8 << 20
 # The planner is compiled for the host. A reference needs its checks alone, and can go without them.
 _NO_MODULE = (ToolchainError, MissingJITCacheError)
 _NOMINAL_CTA_SLOTS = CtaSlots(264, 1)  # for plans without a GPU
-
-HeadScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Factors of each head, of queries, keys and values: float32, a value per head or one."""
 
 
 class AttentionExecutor:
@@ -306,7 +304,7 @@ class AttentionExecutor:
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
         additional: Sequence[Any] = (),
-        head_scales: HeadScales | None = None,
+        head_scales: Sequence[HeadScales] = (),
         block_scales: BlockScales | None = None,
     ) -> None:
         """Launch what was planned.
@@ -326,9 +324,10 @@ class AttentionExecutor:
             None: where the device has it.
         additional : sequence
             Tensors, then scalars, of a user's variant.
-        head_scales, block_scales : tuple, optional
-            Factors of each head besides, of queries, keys and values; scales of 4-bit keys and of
-            values.
+        head_scales : sequence of HeadScales
+            Factors besides, of each problem; empty: none.
+        block_scales : tuple, optional
+            Scales of 4-bit keys and of values.
         """
         run, key = self._run, self._key
         if self._gathering is not None:
@@ -337,12 +336,12 @@ class AttentionExecutor:
             self._planned_module().block_scales(self._launch, *block_scales, out, lse)
         if (
             sinks is not None
-            or head_scales is not None
+            or head_scales
             or (window_left >= 0 and key is not None and not key.sliding_window)
         ):
-            module = self._module_with(sinks is not None, window_left >= 0, head_scales is not None)
-            if head_scales is not None:
-                module.head_scales(self._launch, *head_scales)
+            module = self._module_with(sinks is not None, window_left >= 0, bool(head_scales))
+            for kind, scales in enumerate(head_scales):
+                module.head_scales(self._launch, kind, *scales)
             run = module.run
         if self._follows_a_kernel:
             enable_pdl = False  # launches read the work list before they wait

@@ -100,7 +100,8 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
             backend,
         )
         refuse("logits are summed in float32", use_fp16_qk_reduction=use_fp16_qk_reduction)
-        q_dtype, kv_dtype, _ = resolve_dtypes(q_data_type, kv_data_type, None)
+        # The output's is for `plan` to say, which needs one with 8-bit queries.
+        q_dtype, kv_dtype, _ = resolve_dtypes(q_data_type, kv_data_type, torch.bfloat16)
         self._made_for: dict[str, Any] = {
             "q_data_type": q_dtype,
             "kv_data_type": kv_dtype,

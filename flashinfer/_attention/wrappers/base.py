@@ -17,6 +17,7 @@ from ..._compile.handles import Planned
 from ...jit.attention.config import PACKED_FLOAT4
 from ..backends import is_backend_supported, prepare_jit_additional_args
 from ..checks import (
+    HeadScales,
     check_backend,
     check_block_scales,
     check_pos_encoding,
@@ -33,7 +34,7 @@ from ..checks import (
 )
 from ..plan.alibi import get_alibi_slopes
 from ..plan.choice import BACKENDS
-from ..plan.executor import AttentionExecutor, HeadScales
+from ..plan.executor import AttentionExecutor
 from ..plan.launch import NO_OPTIONS, PlanOptions
 from ..plan.requests import AttentionProblem, CustomMask, ItemScoring, PlanTensors
 from ..plan.spec import AttentionSpec
@@ -322,7 +323,8 @@ class AttentionWrapper(Planned):
         if problem is None:
             raise ValueError("plan() must be called before run(), and again after new workspaces")
         spec = problem.spec
-        sm_scale, v_factor, head_scales = spec.sm_scale, 1.0, None
+        sm_scale, v_factor = spec.sm_scale, 1.0
+        head_scales: Sequence[HeadScales] = ()
         if args and spec.variant is None:
             q_scale, k_scale, v_scale = scales_by_position(args, q_scale, k_scale, v_scale)
             args = ()
@@ -371,10 +373,10 @@ class AttentionWrapper(Planned):
 
     def _scales(
         self, spec: AttentionSpec, q_scale: Any, k_scale: Any, v_scale: Any
-    ) -> tuple[float, float, HeadScales | None]:
+    ) -> tuple[float, float, Sequence[HeadScales]]:
         heads = (spec.num_qo_heads, spec.num_kv_heads)
         scales = split_scales(self.device, *heads, q_scale, k_scale, v_scale)
-        if scales[2] is not None and spec.variant is not None:
+        if scales[2] and spec.variant is not None:
             raise ValueError(
                 "`q_scale`, `k_scale` and `v_scale` must be numbers with `jit_args`: hooks read "
                 "own tensors"

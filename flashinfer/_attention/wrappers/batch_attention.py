@@ -75,6 +75,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         q_data_type: torch.dtype = torch.bfloat16,
         kv_data_type: torch.dtype = torch.bfloat16,
         use_profiler: bool = False,
+        o_data_type: torch.dtype | None = None,
     ) -> None:
         """Divide the work of a batch over the GPU; any number of runs may follow.
 
@@ -104,11 +105,13 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         logits_soft_cap : float, optional
             c: logits become ``c * tanh(logits / c)``. None or 0: they do not.
         q_data_type : torch.dtype
-            float16 or bfloat16; also of the output.
+            float16, bfloat16, float8_e4m3fn or float8_e5m2.
         kv_data_type : torch.dtype
             `q_data_type`, float8_e4m3fn, float8_e5m2, or uint8: pairs of 4 bits (NVFP4).
         use_profiler : bool
             False: use Nsight Compute.
+        o_data_type : torch.dtype, optional
+            float16 or bfloat16, by default `q_data_type`; needed with 8-bit queries.
 
         Raises
         ------
@@ -128,6 +131,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
                 sm_scale=sm_scale,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
+                o_data_type=o_data_type,
                 causal=causal,
             )
         )
@@ -158,6 +162,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         logits_soft_cap: float = 0.0,
         profiler_buffer: torch.Tensor | None = None,
         kv_cache_sf: Cache | None = None,
+        q_scale: float | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch for one layer.
 
@@ -172,8 +177,8 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
             dimension of 2 after the first; pages of one token need no dimension for it; dtype as
             planned. Last dimension contiguous, rows at multiples of 16 bytes, other strides free.
         out : torch.Tensor, optional
-            The result, ``[qo_indptr[-1], num_qo_heads, head_dim_vo]``, dtype and strides as for
-            `q`; overlaps no input.
+            The result, ``[qo_indptr[-1], num_qo_heads, head_dim_vo]``, dtype as planned, strides as
+            for `q`; overlaps no input.
         lse : torch.Tensor, optional
             Log-sum-exps of the logits, base 2, ``[qo_indptr[-1], num_qo_heads]``, float32,
             contiguous; -inf where no key is seen.
@@ -186,6 +191,8 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
             Of profiles, which there are no kernels for.
         kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
             Scales of a 4-bit cache, as for ``BatchPrefillWithPagedKVCacheWrapper.run``.
+        q_scale : float or torch.Tensor, optional
+            Scale of quantised queries, which multiplies the logits. As there.
 
         Returns
         -------
@@ -211,6 +218,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
             out=out,
             lse=lse,
             return_lse=True,
+            q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
             kv_cache_sf=kv_cache_sf,

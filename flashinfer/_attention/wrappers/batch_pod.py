@@ -78,6 +78,7 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         non_blocking: bool = True,
+        o_data_type: str | torch.dtype | None = None,
     ) -> None:
         """Describe both batches; any number of runs may follow.
 
@@ -93,12 +94,14 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
         pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
             Options of both batches, as for ``BatchPrefillWithPagedKVCacheWrapper.plan``.
         q_data_type, kv_data_type : str or torch.dtype, optional
-            float16 or bfloat16; that, float8_e4m3fn or float8_e5m2. Outputs have `q_data_type`.
+            float16, bfloat16, float8_e4m3fn or float8_e5m2; that, or one of the latter two.
         data_type : str or torch.dtype, optional
             Stands in for those of the two that are left out; one of 8 bits is the cache's alone.
         non_blocking : bool
             Whether to return before work list and index tensors are on the GPU; what lies in pinned
             memory must then stay as it is until they are.
+        o_data_type : str or torch.dtype, optional
+            float16 or bfloat16, by default that of the queries; needed with those of 8 bits.
 
         Raises
         ------
@@ -123,6 +126,7 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
                 rope_theta=rope_theta,
                 q_data_type="float16" if q_data_type is None else q_data_type,
                 kv_data_type=kv_data_type,
+                o_data_type=o_data_type,
             )
         )
         indices = host_indices(
@@ -173,12 +177,15 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
         custom_mask_p: torch.Tensor | None = None,
         packed_custom_mask_p: torch.Tensor | None = None,
         causal_p: bool = False,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         return_lse: bool = False,
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
+        q_scale_p: float | torch.Tensor | None = None,
+        k_scale_p: float | torch.Tensor | None = None,
+        v_scale_p: float | torch.Tensor | None = None,
     ) -> tuple[Result, Result]:
         """Attention of both batches, for one layer.
 
@@ -197,16 +204,17 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
         causal_p : bool
             Query i of a prefill sees keys up to ``i + kv_len - qo_len``. A run that changes it
             plans the launch again.
-        q_scale, k_scale, v_scale : float, optional
-            Scales of quantised tensors of the decoding part: the first two multiply its logits, by
-            way of its queries, which they round once more unless they are powers of two; the last
-            multiplies its outputs.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            Scales of quantised tensors of the decoding part: the first two multiply its logits, the
+            last its outputs. On the device, float32, one number or a value per head.
         return_lse : bool
             Whether log-sum-exps are returned, base 2.
         use_fp16_qk_reduction : bool
             False: logits are summed in float32.
         enable_pdl : bool, optional
             Programmatic dependent launch; None: where the GPU has it.
+        q_scale_p, k_scale_p, v_scale_p : float or torch.Tensor, optional
+            The same of the prefill.
 
         Returns
         -------
@@ -231,7 +239,7 @@ class BatchPODWithPagedKVCacheWrapper(TwoPartWrapper):
         return self._launch_parts(
             (q_p, *caches[0]),
             (q_d, *caches[1]),
-            (q_scale, k_scale, v_scale),
+            ((q_scale_p, k_scale_p, v_scale_p), (q_scale, k_scale, v_scale)),
             (check_flag("return_lse", return_lse),) * 2,
             enable_pdl,
         )

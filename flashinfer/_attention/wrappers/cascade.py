@@ -49,7 +49,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
     Notes
     -----
     Z. Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding",
-    2024. The levels' outputs are rounded to the dtype of the queries before they are merged.
+    2024. The levels' outputs are rounded to the dtype of the output before they are merged.
 
     Examples
     --------
@@ -160,6 +160,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
         rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
     ) -> None:
         """Divide the work of each level over the GPU; any number of runs may follow.
 
@@ -179,8 +180,8 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
             As there.
         window_left : int
             -1, unless there is one level.
-        q_data_type, kv_data_type : str or torch.dtype
-            As there. The output has `q_data_type`.
+        q_data_type, kv_data_type, o_data_type : str or torch.dtype
+            As there. The output has `q_data_type` by default; with 8-bit queries it must be given.
 
         Raises
         ------
@@ -226,6 +227,7 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
                 rope_theta=rope_theta,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
+                o_data_type=o_data_type,
             )
         tokens = [
             wrapper._problem.requests.num_qo_tokens
@@ -242,7 +244,14 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
     begin_forward = plan
 
     @flashinfer_api(trace=cascade_run_trace)
-    def run(self, q: torch.Tensor, paged_kv_cache: Cache) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention of the planned levels, for one layer.
 
         Parameters
@@ -252,25 +261,30 @@ paged_kv_last_page_len_buf_arr : list of torch.Tensor
             at multiples of 16 bytes.
         paged_kv_cache : torch.Tensor or tuple of torch.Tensor
             Keys and values of all levels, as for ``BatchPrefillWithPagedKVCacheWrapper.run``.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            As there.
 
         Returns
         -------
         torch.Tensor
-            ``[tokens, num_qo_heads, head_dim]``, dtype of `q`; 0 for a query without keys.
+            ``[tokens, num_qo_heads, head_dim]``, dtype as planned; 0 for a query without keys.
 
         Raises
         ------
         TypeError, ValueError
             If nothing is planned, or a tensor is not as planned.
         """
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         if len(self._wrappers) == 1:
-            return self._wrappers[0].run(q, paged_kv_cache)
+            return self._wrappers[0].run(q, paged_kv_cache, **scales)
         check_tensor("q", q)
         shape = (len(self._wrappers), *q.shape)
-        outs = torch.empty(shape, dtype=q.dtype, device=q.device)
+        planned = self._planned_results
+        dtype = q.dtype if planned is None else planned[1]  # not planned: the levels say so
+        outs = torch.empty(shape, dtype=dtype, device=q.device)
         lses = torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
         for wrapper, out, lse in zip(self._wrappers, outs, lses, strict=True):
-            wrapper.run(q, paged_kv_cache, out=out, lse=lse)
+            wrapper.run(q, paged_kv_cache, out=out, lse=lse, **scales)
         return merge_states(outs.transpose(0, 1), lses.transpose(0, 1))[0]
 
     forward = run

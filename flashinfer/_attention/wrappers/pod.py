@@ -152,6 +152,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         non_blocking: bool = True,
+        o_data_type: str | torch.dtype | None = None,
     ) -> None:
         """Describe the batch that decodes, one query token per request.
 
@@ -164,13 +165,15 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
             As there.
         q_data_type, kv_data_type : str or torch.dtype, optional
-            float16 or bfloat16; that, float8_e4m3fn or float8_e5m2. Also of the prefill. Outputs
-            have `q_data_type`.
+            float16, bfloat16, float8_e4m3fn or float8_e5m2; that, or one of the latter two. Also
+            of the prefill.
         data_type : str or torch.dtype, optional
             Stands in for those of the two that are left out; one of 8 bits is the cache's alone.
         non_blocking : bool
             Whether to return before work list and index tensors are on the GPU; what lies in pinned
             memory must then stay as it is until they are.
+        o_data_type : str or torch.dtype, optional
+            float16 or bfloat16, by default that of the queries; needed with those of 8 bits.
 
         Raises
         ------
@@ -195,6 +198,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
                 rope_theta=rope_theta,
                 q_data_type="float16" if q_data_type is None else q_data_type,
                 kv_data_type=kv_data_type,
+                o_data_type=o_data_type,
             )
         )
         _, starts, _, last = host_page_table(
@@ -259,13 +263,16 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         window_left_d: int = -1,
         rope_scale_d: float | None = None,
         rope_theta_d: float | None = None,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         return_lse_d: bool = False,
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
         *args: Any,
+        q_scale_p: float | torch.Tensor | None = None,
+        k_scale_p: float | torch.Tensor | None = None,
+        v_scale_p: float | torch.Tensor | None = None,
     ) -> tuple[Result, Result]:
         """Attention of the prefill and of the batch, for one layer.
 
@@ -296,10 +303,9 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
             The wrapper's layout and the planned options; the defaults mean the same.
         pos_encoding_mode_p, sm_scale_p, window_left_p, rope_scale_p, rope_theta_p
             As planned for the batch: one kernel computes both. Their defaults are those of `plan`.
-        q_scale, k_scale, v_scale : float, optional
-            Scales of quantised tensors of the decoding part: the first two multiply its logits, by
-            way of its queries, which they round once more unless they are powers of two; the last
-            multiplies its outputs.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            Scales of quantised tensors of the decoding part: the first two multiply its logits, the
+            last its outputs. On the device, float32, one number or a value per head.
         return_lse_p, return_lse_d : bool
             Whether log-sum-exps are returned, base 2.
         use_fp16_qk_reduction : bool
@@ -308,6 +314,8 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
             Programmatic dependent launch; None: where the GPU has it.
         *args
             None: there are no variants.
+        q_scale_p, k_scale_p, v_scale_p : float or torch.Tensor, optional
+            The same of the prefill.
 
         Returns
         -------
@@ -336,7 +344,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         return self._launch_parts(
             (q_p, k_p, v_p),
             (q_d, *cache_d),
-            (q_scale, k_scale, v_scale),
+            ((q_scale_p, k_scale_p, v_scale_p), (q_scale, k_scale, v_scale)),
             (check_flag("return_lse_p", return_lse_p), check_flag("return_lse_d", return_lse_d)),
             enable_pdl,
         )

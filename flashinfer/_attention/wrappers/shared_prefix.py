@@ -69,7 +69,10 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        data_type: str | torch.dtype = "float16",
+        data_type: str | torch.dtype | None = "float16",
+        q_data_type: str | torch.dtype | None = None,
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
     ) -> None:
         """Describe the batch: the first arguments of ``BatchDecodeWithPagedKVCacheWrapper.plan``.
 
@@ -81,12 +84,17 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             As there.
         data_type : str or torch.dtype
             Element type of queries and keys: float16 or bfloat16.
+        q_data_type, kv_data_type, o_data_type : str or torch.dtype, optional
+            As there, the first two in place of `data_type`.
 
         Raises
         ------
         TypeError, ValueError
             If an argument is not as described.
         """
+        dtypes: dict[str, Any] = {"data_type": data_type}
+        if q_data_type is not None or kv_data_type is not None:
+            dtypes = {"q_data_type": q_data_type, "kv_data_type": kv_data_type}
         self._unique.plan(
             unique_kv_indptr,
             unique_kv_indices,
@@ -95,7 +103,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             num_kv_heads,
             head_dim,
             page_size,
-            data_type=data_type,
+            o_data_type=o_data_type,
+            **dtypes,
         )
 
     def forward(
@@ -104,6 +113,9 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         k_shared: torch.Tensor,
         v_shared: torch.Tensor,
         unique_kv_cache: Cache,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one query per request.
 
@@ -116,20 +128,29 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             head_dim]`` (``"HND"``).
         unique_kv_cache : torch.Tensor or tuple of torch.Tensor
             As for ``BatchDecodeWithPagedKVCacheWrapper.run``.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            As there, of the prefix and of the pages.
 
         Returns
         -------
         torch.Tensor
-            ``[batch_size, num_qo_heads, head_dim]``, dtype of `q`.
+            ``[batch_size, num_qo_heads, head_dim]``, dtype as planned.
 
         Raises
         ------
         TypeError, ValueError
             If nothing is planned, or a tensor is not as planned.
         """
-        out, lse = self._unique.run(q, unique_kv_cache, return_lse=True)
+        scales = (q_scale, k_scale, v_scale)
+        out, lse = _run_unique(self._unique, q, unique_kv_cache, scales)
         shared = single_prefill_with_kv_cache_return_lse(
-            q, k_shared, v_shared, kv_layout=self._kv_layout, backend=self._backend
+            q,
+            k_shared,
+            v_shared,
+            *scales,
+            o_dtype=out.dtype,
+            kv_layout=self._kv_layout,
+            backend=self._backend,
         )
         merge_state_in_place(out, lse, *shared)
         return out
@@ -234,13 +255,17 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        o_data_type: str | torch.dtype | None = None,
     ) -> torch.Tensor:
         """Attention of the batch.
 
         Parameters
         ----------
         q : torch.Tensor
-            ``[tokens, num_qo_heads, head_dim]``, float16 or bfloat16.
+            ``[tokens, num_qo_heads, head_dim]``, float16, bfloat16 or of 8 bits.
         k_shared, v_shared, unique_kv_cache : torch.Tensor
             As for :meth:`BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward`.
         causal : bool
@@ -253,11 +278,15 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
             of a dtype plans anew.
         rope_scale, rope_theta : float, optional
             Without effect, as there are no rotary embeddings.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            As for :meth:`BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward`.
+        o_data_type : str or torch.dtype, optional
+            float16 or bfloat16, by default that of `q`; needed with 8-bit queries.
 
         Returns
         -------
         torch.Tensor
-            ``[tokens, num_qo_heads, head_dim]``, dtype of `q`.
+            ``[tokens, num_qo_heads, head_dim]`` of `o_data_type`.
 
         Raises
         ------
@@ -276,16 +305,20 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
             "rope_theta": rope_theta,
             "q_data_type": q.dtype,
             "kv_data_type": k_shared.dtype,
+            "o_data_type": o_data_type,
         }
         if self._planned_options != (options_now := tuple(options.values())):
             self._planned_options = None
             self._unique.plan(*self._table, **options)
             self._planned_options = options_now
-        out, lse = self._unique.run(q, unique_kv_cache, return_lse=True)
+        scales = (q_scale, k_scale, v_scale)
+        out, lse = _run_unique(self._unique, q, unique_kv_cache, scales)
         shared = single_prefill_with_kv_cache_return_lse(
             q,
             k_shared,
             v_shared,
+            *scales,
+            o_dtype=out.dtype,
             kv_layout=self._kv_layout,
             sm_scale=sm_scale,
             backend=self._backend,
@@ -295,3 +328,12 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(PagedWrapper):
 
     def end_forward(self) -> None:
         """Deprecated: nothing ends with a step; here for callers that pair it."""
+
+
+def _run_unique(
+    wrapper: Any, q: torch.Tensor, cache: Cache, scales: tuple[Any, Any, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the pages, and its log-sum-exps."""
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    out, lse = wrapper.run(q, cache, return_lse=True, **named)
+    return out, lse

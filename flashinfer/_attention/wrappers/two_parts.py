@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..._common.checks import tensor as check_tensor
-from ..checks import check_pos_encoding, check_window, logits_scale, positive, scalar
+from ..checks import (
+    HeadScales,
+    check_pos_encoding,
+    check_window,
+    logits_scale,
+    positive,
+    split_scales,
+)
 from ..plan.launch import GraphCapacity, PlanOptions, Workspaces
 from ..plan.masks import make_mask
 from ..plan.requests import AttentionProblem, CustomMask
@@ -20,6 +27,8 @@ from .graphs import check_unchanged, fixed_options
 
 Parts = tuple[AttentionProblem, AttentionProblem]
 """The problems of the prefill and of the decode."""
+Scales = tuple[Any, Any, Any]
+"""Of queries, keys and values of a part, as a caller of ``run`` gives them."""
 
 
 class SharedOptions(NamedTuple):
@@ -123,41 +132,66 @@ class TwoPartWrapper(AttentionWrapper):
         self,
         first: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
         second: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-        scales: tuple[Any, Any, Any],
+        scales: tuple[Scales, Scales],
         return_lse: tuple[bool, bool],
         enable_pdl: bool | None,
     ) -> tuple[Any, Any]:
-        """`first`, `second`: q, k and v of either part; `scales`: of the second's q, k and v."""
+        """`first`, `second`: q, k and v of either part; `scales`: of these."""
         assert self._problems is not None
         spec = self._problems[0].spec
-        q_scale, k_scale, v_scale = (
-            1.0 if scale is None else scalar(name, scale)
-            for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)
-        )
+        factor, v_factors, head_scales = _scales_of_parts(spec, scales, self.device)
         results = [
             _empty_results(name, q, spec, lse)
             for name, (q, _, _), lse in zip(
                 ("q_p", "q_d"), (first, second), return_lse, strict=True
             )
         ]
-        q_d, k_d, v_d = second
-        if q_scale * k_scale != 1.0:
-            # The launch has one factor for the logits of both parts: the queries take the other.
-            q_d = q_d * (q_scale * k_scale)
-        self._executor.set_second(q_d, k_d, v_d, *results[1], v_scale)
+        self._executor.set_second(*second, *results[1], v_factors[1])
         self._executor.run(
             *first,
             *results[0],
-            sm_scale=spec.sm_scale,
-            v_scale=1.0,
+            sm_scale=spec.sm_scale * factor,
+            v_scale=v_factors[0],
             window_left=spec.window_left,
             enable_pdl=enable_pdl,
+            head_scales=head_scales,
         )
         out_p, out_d = (
             (out, lse) if wanted else out
             for (out, lse), wanted in zip(results, return_lse, strict=True)
         )
         return out_p, out_d
+
+
+def _scales_of_parts(
+    spec: AttentionSpec, scales: tuple[Scales, Scales], device: torch.device
+) -> tuple[float, tuple[float, float], Sequence[HeadScales]]:
+    """Factor of all logits, factors of each part's outputs, and each part's further ones."""
+    heads = (spec.num_qo_heads, spec.num_kv_heads)
+    suffixes = ("_p", "")
+    logits, outputs, of_heads = zip(
+        *(
+            split_scales(
+                device,
+                *heads,
+                *of_part,
+                names=(f"q_scale{suffix}", f"k_scale{suffix}", f"v_scale{suffix}"),
+            )
+            for of_part, suffix in zip(scales, suffixes, strict=True)
+        ),
+        strict=True,
+    )
+    parts = [found[0] if found else HeadScales() for found in of_heads]
+    if logits[0] == logits[1]:
+        return logits[0], outputs, parts if any(of_heads) else ()
+    for factor, suffix in zip(logits, suffixes, strict=True):
+        if factor < 0.0:
+            raise ValueError(
+                f"`q_scale{suffix}` times `k_scale{suffix}` must not be negative where the other "
+                f"part's product is another, got {factor}"
+            )
+    both = zip(parts, logits, strict=True)
+    return 1.0, outputs, [part._replace(logits=factor) for part, factor in both]
 
 
 def _empty_results(

@@ -11,10 +11,22 @@ from ..._common.checks import choice
 from ..._common.checks import tensor as check_tensor
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
-from .attention import _HEAD_RULES, _HEADS, by_lse, indices, kv_tensor, paged_template
+from .attention import (
+    _FLOAT8,
+    _FLOAT16,
+    _HEAD_RULES,
+    _HEAD_SCALES,
+    _HEADS,
+    by_lse,
+    indices,
+    kv_tensor,
+    paged_template,
+)
 from .attention_arguments import (
+    _SCALES,
     POS_ENCODINGS,
     _check_planned,
+    _split_scales,
     gather_paged,
     pages_of,
     planned_problem,
@@ -71,9 +83,13 @@ def _cascade_reference(
     pos_encoding_mode: str = "NONE",
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
+    v_scale: float = 1.0,
+    q_head_scale: torch.Tensor | None = None,
+    k_head_scale: torch.Tensor | None = None,
+    v_head_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """o = softmax(sm_scale q k^T + mask) v of each query, over the keys that it has on all levels;
-    on each the queries are divided into requests anew. `causal` concerns the last level.
+    """o = softmax(sm_scale q k^T + mask) v v_scale of each query, over the keys that it has on all
+    levels; on each the queries are divided into requests anew. `causal` concerns the last level.
 
     Source: Z. Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch
     Decoding", 2024.
@@ -99,6 +115,10 @@ def _cascade_reference(
             pos_encoding_mode=pos_encoding_mode,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            v_scale=v_scale,
+            q_head_scale=q_head_scale,
+            k_head_scale=k_head_scale,
+            v_head_scale=v_head_scale,
         )
         outputs.append(o)
         sums.append(lse)
@@ -138,7 +158,10 @@ def _gather_cascade(run: Arguments) -> dict[str, Any]:
     page_size = last.requests.page_size
     if k.shape[1] != page_size:
         raise ValueError(f"`paged_kv_cache` must have pages of {page_size}, got {k.shape[1]}")
-    levels = [problem_arguments(problem, run, q.device) for problem in problems]
+    scales = {name: run.get(name) for name in _SCALES}
+    factor, v_scale, of_heads = _split_scales(scales, q, last.spec.num_kv_heads)
+    numbers = (factor, v_scale)
+    levels = [problem_arguments(problem, run, q.device, numbers) for problem in problems]
     for level in levels:
         level["kv_indices"] = level["kv_indices"][: int(level["kv_indptr"][-1])]
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
@@ -151,6 +174,7 @@ def _gather_cascade(run: Arguments) -> dict[str, Any]:
         "level_sizes": torch.tensor(sizes, dtype=torch.int32, device=q.device),
         **{name: torch.cat([level[name] for level in levels]) for name in names},
         **shared,
+        **of_heads,
     }
 
 
@@ -182,6 +206,7 @@ _AXES: dict[str, Axis] = {
 }
 _SCALARS: dict[str, Value] = {
     "sm_scale": Scalar("float32", description="Factor of the logits."),
+    "v_scale": Scalar("float32", optional=True, description="Factor of the result."),
     "window_left": Scalar("int32", optional=True, description="Keys before the query's, in sight."),
     "logits_soft_cap": Scalar("float32", optional=True, above=0, description="cap tanh(x / cap)."),
     "rope_scale": Scalar("float32", optional=True, above=0, description="Divides positions."),
@@ -206,7 +231,7 @@ cascade_run_trace = TraceTemplate(
     inputs={
         "q": Tensor(
             ["total_q", "num_qo_heads", "head_dim_qk"],
-            dtypes=("bfloat16", "float16"),
+            dtypes=(*_FLOAT16, *_FLOAT8),
             layout="rows",
         ),
         "k_cache": kv_tensor(_PAGE),
@@ -217,12 +242,13 @@ cascade_run_trace = TraceTemplate(
         "kv_indices": indices("num_kv_indices", "Page numbers, level by level."),
         "kv_last_page_len": indices("num_requests", "Tokens in each request's last page."),
         **_SCALARS,
+        **_HEAD_SCALES,
     },
     outputs={
         "output": Tensor(
             ["total_q", "num_qo_heads", "head_dim_vo"],
             dtype_from_scalar="o_dtype",
-            dtypes=("bfloat16", "float16"),
+            dtypes=_FLOAT16,
         )
     },
     constraints=["len_indptr == num_requests + num_levels", *_HEAD_RULES],

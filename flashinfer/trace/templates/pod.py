@@ -13,10 +13,21 @@ from ..._common.checks import choice
 from ..._common.checks import tensor as check_tensor
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
-from .attention import _HEAD_RULES, _HEADS, indices, kv_tensor
+from .attention import (
+    _FLOAT8,
+    _FLOAT16,
+    _HEAD_RULES,
+    _HEAD_SCALES,
+    _HEADS,
+    indices,
+    kv_tensor,
+)
 from .attention_arguments import (
+    _SCALES,
     POS_ENCODINGS,
     _check_planned,
+    _in_use,
+    _split_scales,
     pages_of,
     predict_planned,
     problem_arguments,
@@ -39,6 +50,7 @@ def _pod_reference(
     sm_scale: float,
     sm_scale_d: float,
     v_scale: float = 1.0,
+    v_scale_p: float = 1.0,
     causal_p: bool = False,
     window_left: int = -1,
     pos_encoding_mode: str = "NONE",
@@ -48,9 +60,16 @@ def _pod_reference(
     custom_mask_d: torch.Tensor | None = None,
     return_lse_p: bool = False,
     return_lse_d: bool = False,
+    q_head_scale_p: torch.Tensor | None = None,
+    k_head_scale_p: torch.Tensor | None = None,
+    v_head_scale_p: torch.Tensor | None = None,
+    q_head_scale_d: torch.Tensor | None = None,
+    k_head_scale_d: torch.Tensor | None = None,
+    v_head_scale_d: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """o_p = softmax(sm_scale q_p k_p^T + mask) v_p of one request, and o_d likewise of each request
-    of a batch with one query each, whose keys are in pages, with sm_scale_d, times v_scale.
+    """o_p = softmax(sm_scale q_p k_p^T + mask) v_p v_scale_p of one request, and o_d likewise of
+    each request of a batch with one query each, whose keys are in pages, with sm_scale_d and
+    v_scale.
 
     Source: as attention_reference.py states; A. K. Kamath et al., "POD-Attention: Unlocking Full
     Prefill-Decode Overlap for Faster LLM Inference", 2025.
@@ -66,8 +85,12 @@ def _pod_reference(
         k_p,
         v_p,
         sm_scale=sm_scale,
+        v_scale=v_scale_p,
         causal=causal_p,
         custom_mask=custom_mask_p,
+        q_head_scale=q_head_scale_p,
+        k_head_scale=k_head_scale_p,
+        v_head_scale=v_head_scale_p,
         **options,
     )
     table = (kv_indptr_d, kv_indices_d, kv_last_page_len_d)
@@ -78,6 +101,9 @@ def _pod_reference(
         *table,
         sm_scale=sm_scale_d,
         v_scale=v_scale,
+        q_head_scale=q_head_scale_d,
+        k_head_scale=k_head_scale_d,
+        v_head_scale=v_head_scale_d,
         custom_mask=custom_mask_d,
         **options,
     )
@@ -103,6 +129,7 @@ def _batch_pod_reference(
     sm_scale: float,
     sm_scale_d: float,
     v_scale: float = 1.0,
+    v_scale_p: float = 1.0,
     causal_p: bool = False,
     window_left: int = -1,
     pos_encoding_mode: str = "NONE",
@@ -110,9 +137,15 @@ def _batch_pod_reference(
     rope_theta: float = 1e4,
     custom_mask_p: torch.Tensor | None = None,
     return_lse: bool = False,
+    q_head_scale_p: torch.Tensor | None = None,
+    k_head_scale_p: torch.Tensor | None = None,
+    v_head_scale_p: torch.Tensor | None = None,
+    q_head_scale_d: torch.Tensor | None = None,
+    k_head_scale_d: torch.Tensor | None = None,
+    v_head_scale_d: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """o = softmax(sm_scale q k^T + mask) v of each request of either batch, whose keys are in
-    pages; of the second with sm_scale_d, times v_scale.
+    """o = softmax(sm_scale q k^T + mask) v v_scale_p of each request of either batch, whose keys
+    are in pages; of the second with sm_scale_d and v_scale.
 
     Source: as _pod_reference.
     """
@@ -131,8 +164,12 @@ def _batch_pod_reference(
         kv_last_page_len_p,
         qo_indptr=qo_indptr_p,
         sm_scale=sm_scale,
+        v_scale=v_scale_p,
         causal=causal_p,
         custom_mask=custom_mask_p,
+        q_head_scale=q_head_scale_p,
+        k_head_scale=k_head_scale_p,
+        v_head_scale=v_head_scale_p,
         **options,
     )
     o_d, lse_d = _paged_attention_reference(
@@ -145,6 +182,9 @@ def _batch_pod_reference(
         qo_indptr=qo_indptr_d,
         sm_scale=sm_scale_d,
         v_scale=v_scale,
+        q_head_scale=q_head_scale_d,
+        k_head_scale=k_head_scale_d,
+        v_head_scale=v_head_scale_d,
         **options,
     )
     return (o_p, lse_p, o_d, lse_d) if return_lse else (o_p, o_d)
@@ -175,14 +215,22 @@ def _checked(part: str, problem: Any, q: Any, k: Any, v: Any) -> None:
 
 
 def _shared(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any]:
-    """Options that both parts have, and the decoding part's scales."""
-    without = {**run, "q_scale": None, "k_scale": None, "v_scale": None}
-    inputs = problem_arguments(problem, without, device)
-    names = ("sm_scale", "window_left", "pos_encoding_mode", "rope_scale", "rope_theta")
-    kept = {name: inputs[name] for name in (*names, "o_dtype") if name in inputs}
-    scaled = problem_arguments(problem, run, device)
-    kept["sm_scale_d"] = scaled["sm_scale"]
-    kept |= {name: scaled[name] for name in ("v_scale",) if name in scaled}
+    """Options that both parts have, and the scales of each."""
+    inputs = problem_arguments(problem, run, device, (1.0, 1.0))
+    names = ("window_left", "pos_encoding_mode", "rope_scale", "rope_theta", "o_dtype")
+    kept = {name: inputs[name] for name in names if name in inputs}
+    factors = {}
+    for part, suffix, logits in (("p", "_p", "sm_scale"), ("d", "", "sm_scale_d")):
+        scales = {f"{name}{suffix}": run.get(f"{name}{suffix}") for name in _SCALES}
+        q, heads = run[f"q_{part}"], problem.spec.num_kv_heads
+        factor, v_scale, of_heads = _split_scales(scales, q, heads)
+        factors[f"k_scale{suffix}"] = factor
+        kept[logits] = problem.spec.sm_scale * factor
+        kept |= _in_use(**{f"v_scale{suffix}": (v_scale, 1.0)})
+        kept |= {f"{name}_{part}": scale for name, scale in of_heads.items()}
+    least = min(factors, key=lambda name: factors[name])
+    if factors[least] < 0.0 and len(set(factors.values())) == 2:
+        raise ValueError(f"`{least}` must not be negative for one part, got {factors[least]}")
     return kept | {"enable_pdl": run.get("enable_pdl")}
 
 
@@ -194,7 +242,7 @@ def _paged_part(part: str, problem: Any, run: Arguments) -> dict[str, Any]:
     if k.shape[1] != page_size:
         name = f"paged_kv_cache_{part}"
         raise ValueError(f"`{name}` must have pages of {page_size}, got {k.shape[1]}")
-    inputs = problem_arguments(problem, run, q.device)
+    inputs = problem_arguments(problem, run, q.device, (1.0, 1.0))
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len", "custom_mask")
     found = {f"{name}_{part}": inputs[name] for name in names if name in inputs}
     return {f"q_{part}": q, f"k_cache_{part}": k, f"v_cache_{part}": v, **found}
@@ -208,7 +256,7 @@ def _gather_pod(run: Arguments) -> dict[str, Any]:
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"`v_p` must have {k.shape[0]} tokens as `k_p` has, got {v.shape[0]}")
     _checked("p", prefill, q, k, v)
-    own = problem_arguments(prefill, run, q.device)
+    own = problem_arguments(prefill, run, q.device, (1.0, 1.0))
     second = _paged_part("d", decode, run)
     del second["qo_indptr_d"]  # one query each
     return {
@@ -237,21 +285,24 @@ def _gather_batch_pod(run: Arguments) -> dict[str, Any]:
 
 # ---- templates ---------------------------------------------------------------------------------
 
-_FLOAT16 = ("bfloat16", "float16")
 _LSE = "Base-2 logarithm of the sum of exponentials; -inf: no key in sight."
 _SCALARS: dict[str, Value] = {
     "sm_scale": Scalar("float32", description="Factor of the logits of the prefill."),
     "sm_scale_d": Scalar("float32", description="Factor of the logits of the decoding part."),
     "v_scale": Scalar("float32", optional=True, description="Factor of the decoding results."),
+    "v_scale_p": Scalar("float32", optional=True, description="Factor of the prefill's results."),
     "window_left": Scalar("int32", optional=True, description="Keys before the query's, in sight."),
     "rope_scale": Scalar("float32", optional=True, above=0, description="Divides positions."),
     "rope_theta": Scalar("float32", optional=True, above=0, description="Base of frequencies."),
+}
+_PART_SCALES: dict[str, Value] = {
+    f"{name}_{part}": scale for part in "pd" for name, scale in _HEAD_SCALES.items()
 }
 
 
 def _queries(part: str) -> Tensor:
     dims = [f"tokens_{part}", "num_qo_heads", "head_dim_qk"]
-    free = {"dtypes": _FLOAT16} if part == "p" else {"dtype_from": "q_p"}
+    free = {"dtypes": (*_FLOAT16, *_FLOAT8)} if part == "p" else {"dtype_from": "q_p"}
     return Tensor(dims, layout="rows", **free)
 
 
@@ -339,6 +390,7 @@ def _pod_template(lse: tuple[bool, bool]) -> TraceTemplate:
             **_cache("d"),
             **_table("d"),
             **_SCALARS,
+            **_PART_SCALES,
             "custom_mask_p": _mask("p"),
             "custom_mask_d": _mask("d"),
         },
@@ -375,6 +427,7 @@ def _batch_pod_template(lse: bool) -> TraceTemplate:
             "qo_indptr_d": indices("len_indptr_d", "First query of each request."),
             **_table("d"),
             **_SCALARS,
+            **_PART_SCALES,
             "custom_mask_p": _mask("p"),
         },
         outputs=_outputs((lse, lse)),

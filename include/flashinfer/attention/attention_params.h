@@ -15,6 +15,13 @@ struct HeadScale {
   int64_t stride;
 };
 
+// Factors beside sm_scale and AttentionTensors::v_scale; read if the module has head scales.
+struct HeadScales {
+  float logits;    // not negative
+  HeadScale q;     // query heads; q and k multiply the logits
+  HeadScale k, v;  // KV heads; v multiplies the output
+};
+
 // Parameters of the built-in variant options. A user's variant derives from it and adds its own
 // tensors and scalars; a member of the same name hides the one here.
 struct VariantParams {
@@ -28,8 +35,6 @@ struct VariantParams {
   float rope_theta_rcp_log2;       // -log2(theta) * 2 / head_dim: frequency i is exp2(i * this)
   const float* alibi_slopes;       // [num_qo_heads]; null without ALiBi
   const float* sinks;              // [num_qo_heads] logits; null without sinks
-  HeadScale q_scale;               // query heads; q_scale and k_scale multiply the logits
-  HeadScale k_scale, v_scale;      // KV heads; v_scale multiplies the output
   const uint8_t* custom_mask;      // packed little-endian bits, qo_len x kv_len per request
   const int32_t* mask_indptr;      // [batch_size + 1] first byte of each request's mask
   const uint32_t* prefix_len_ptr;  // [batch_size] multi-item scoring
@@ -60,7 +65,8 @@ struct AttentionTensors {
   uint32_t num_pages;  // pages of the cache; a page number beyond them is never followed
   int64_t num_qo_tokens, num_kv_tokens;  // tokens of q, and of ragged k and v
   float v_scale;                         // multiplies the output
-  BlockScales k_sf, v_sf;                // of 4-bit k and v, whose elements are pairs of codes
+  HeadScales head_scales;
+  BlockScales k_sf, v_sf;  // of 4-bit k and v, whose elements are pairs of codes
 };
 
 // `Variant` is VariantParams or derives from it.

@@ -32,11 +32,10 @@ __device__ __forceinline__ void combine_sums(const Part& part, float (&weights)[
 }
 
 // Factor of a KV head's outputs.
-template <typename Variant, typename Params>
-__device__ __forceinline__ float output_scale(const AttentionTensors& tensors, const Params& params,
-                                              uint32_t kv_head) {
+template <typename Variant>
+__device__ __forceinline__ float output_scale(const AttentionTensors& tensors, uint32_t kv_head) {
   if constexpr (Variant::kHasHeadScales) {
-    return tensors.v_scale * head_scale(params.v_scale, kv_head);
+    return tensors.v_scale * head_scale(tensors.head_scales.v, kv_head);
   } else {
     return tensors.v_scale;
   }
@@ -205,7 +204,7 @@ __global__ void __launch_bounds__(kMergeThreads)
       static_cast<O*>(tensors.o) + token * tensors.o_stride_token +
           qo_head_idx * tensors.o_stride_head,
       lse, variant, view, item.request, qo_idx, qo_head_idx, largest, sum,
-      output_scale<Variant>(tensors, params.variant, kv_head));
+      output_scale<Variant>(tensors, kv_head));
   for (int vector = lane_idx; vector < kHeadDimVO / 4; vector += 32) {
     float4 merged = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll

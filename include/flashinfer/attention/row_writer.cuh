@@ -50,7 +50,7 @@ class RowWriter {
     if (tensors_.lse != nullptr && writes_lse && blockIdx.y == 0) lse = lse_of(row);
     using Row = FinishedRow<O, Variant, View>;
     return Row(output, lse, variant_, view_, item_.request, row.qo_idx, row.qo_head_idx, largest,
-               sum, output_scale<Variant>(tensors_, params_.variant, kv_head_));
+               sum, output_scale<Variant>(tensors_, kv_head_));
   }
 
   // Returns where the row's partial output goes in the workspace, and writes its softmax sums.

@@ -50,11 +50,11 @@ class TileRows {
         rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
             item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
         if constexpr (Variant::kHasHeadScales) {
-          const auto& variant = params_.variant;
+          const HeadScales& scales = params_.tensors[item_.kind].head_scales;
           // Rows after the tile's end may have heads after the last head.
-          const uint32_t head = min(rows_[i][h].qo_head_idx, variant.num_qo_heads - 1);
+          const uint32_t head = min(rows_[i][h].qo_head_idx, params_.variant.num_qo_heads - 1);
           head_scale_[i][h] =
-              head_scale(variant.q_scale, head) * head_scale(variant.k_scale, kv_head_);
+              scales.logits * head_scale(scales.q, head) * head_scale(scales.k, kv_head_);
         }
       }
 #pragma unroll

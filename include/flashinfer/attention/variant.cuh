@@ -83,7 +83,7 @@ struct AttentionVariantBase {
   // Whether the kernel applies the sign of a negative params.sm_scale to q; the variant then scales
   // by the magnitude.
   static constexpr bool kNegatesQuery = false;
-  // Whether the kernel reads params.q_scale, k_scale and v_scale.
+  // Whether the kernel reads AttentionTensors::head_scales.
   static constexpr bool kHasHeadScales = false;
   // Whether the logits transform is the member `soft_cap`, which the kernel applies itself.
   static constexpr bool kCapsLogits = false;
