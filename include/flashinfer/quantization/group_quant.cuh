@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(256)
   const uint32_t first_chunk = place.group * Traits::kChunks + lane;  // of the row
 #pragma unroll
   for (int i = 0; i < kChunksPerLane; ++i) {
-    x[i] = {};
+    x[i].clear();
     if (place.has_row && place.group * Traits::kGroupSize < params.num_cols) {
       x[i] = detail::load_group_values<Traits, kChunkSize>(params, place.row * params.input_stride,
                                                            (first_chunk + i * kLanes) * kChunkSize);
@@ -225,7 +225,8 @@ __global__ void __launch_bounds__(256)
   const bool has_input = place.has_row && first_col < params.num_cols;
   const int64_t row_start = place.row * params.input_stride;
   const auto load = [&](uint32_t i) {
-    Vector<T, 1> x{};
+    Vector<T, 1> x;
+    x.clear();
     if (has_input && i < Traits::kGroupSize) {
       x = detail::load_group_values<Traits, 1>(params, row_start, first_col + i);
     }
