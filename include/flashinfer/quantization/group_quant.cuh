@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(128, kGroupPairCtas)
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t col = first_col + i * kSize;
-    x[i] = {};
+    x[i].clear();
     if (place.has_row && col < params.num_cols) {
       x[i] = detail::load_group_values<Traits, kSize>(params, place.row * params.input_stride, col);
     }
@@ -225,8 +225,7 @@ __global__ void __launch_bounds__(256)
   const bool has_input = place.has_row && first_col < params.num_cols;
   const int64_t row_start = place.row * params.input_stride;
   const auto load = [&](uint32_t i) {
-    Vector<T, 1> x;
-    x.clear();
+    Vector<T, 1> x{};
     if (has_input && i < Traits::kGroupSize) {
       x = detail::load_group_values<Traits, 1>(params, row_start, first_col + i);
     }
