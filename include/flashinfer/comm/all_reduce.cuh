@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(512, Traits::kRanks <= 4 && kVecs < 4 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       const uint32_t vec = threadIdx.x + i * blockDim.x;
-      own[i] = {};
+      own[i].clear();
       if (detail::is_in_row(params, row, vec)) {
         own[i] = Traits::Input::template load<T>(params, row, vec);
       }
@@ -220,7 +220,8 @@ __global__ void __launch_bounds__(512, Traits::kRanks <= 4 && kVecs < 4 ? 2 : 1)
 #pragma unroll
       for (int i = 0; i < kVecs; ++i) {
         const uint32_t vec = threadIdx.x + i * blockDim.x;
-        Vec x = {};
+        Vec x;
+        x.clear();
         if (detail::is_in_row(params, row, vec)) {
           x = Traits::Input::template load<T>(params, row, vec);
           if (k != 0) {
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(512, Traits::kRanks <= 4 && kVecs < 4 ? 2 : 1)
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
           const uint32_t vec = threadIdx.x + i * blockDim.x;
-          own[i] = {};
+          own[i].clear();
           if (!detail::is_in_row(params, row, vec)) continue;
           uint4* place = buffers.of(rank, sums + static_cast<int64_t>(row) * params.row_vecs + vec);
           gathering.renew();

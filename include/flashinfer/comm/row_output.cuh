@@ -75,7 +75,7 @@ class RowOutput {
     if constexpr (Output::kNorm) {
 #pragma unroll
       for (int i = 0; i < kVecs; ++i) {
-        residual_[i] = {};
+        residual_[i].clear();
         const uint32_t vec = threadIdx.x + i * blockDim.x;
         if (vec < params.row_vecs) {
           residual_[i] = row_input::load_vec<T>(params.residual_in,
@@ -125,7 +125,8 @@ class RowOutput {
       Vec normed[kVecs];
 #pragma unroll
       for (int i = 0; i < kVecs; ++i) {
-        Vec weight = {};
+        Vec weight;
+        weight.clear();
         if (is_valid(i)) {
           weight = row_input::load_vec<T>(params.weight, threadIdx.x + i * blockDim.x);
         }

@@ -46,6 +46,16 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
     T elements[N];
   };
 
+  // NVRTC keeps the zeros of `= {}` in global memory, and kernels load them.
+  __device__ __forceinline__ void clear() {
+#ifdef __CUDACC_RTC__
+#pragma unroll
+    for (int i = 0; i < kNumAccesses; ++i) words[i] = Word{};
+#else
+    *this = {};
+#endif
+  }
+
   // `address` must be aligned to kAccessBytes.
   __device__ __forceinline__ void load(const T* address) {
 #pragma unroll

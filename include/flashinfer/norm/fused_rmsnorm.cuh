@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
   const auto load_row = [&](uint32_t row) {
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
-      next[i] = {};
-      next_residual[i] = {};
+      next[i].clear();
+      next_residual[i].clear();
       if (!is_valid(row, i)) continue;
       next[i].load(static_cast<const T*>(params.input) + row * params.input_stride + col_of(i));
       if constexpr (Traits::kAddResidual) {
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
     }
   };
   const auto load_weight = [&](int i) {
-    weight[i] = {};
+    weight[i].clear();
     if (col_of(i) < params.hidden_size) {
       weight[i].load(static_cast<const T*>(params.weight) + col_of(i));
     }
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads,
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const uint32_t i = threadIdx.x + k * threads;
-    weight[k] = {};
+    weight[k].clear();
     if (is_valid(i, num_vecs)) weight[k].load(static_cast<const T*>(params.weight) + i * kVecSize);
   }
   wait_for_row_copy(&arrival);
@@ -339,7 +339,8 @@ __global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads,
 #pragma unroll
   for (int k = 0; k < kVecs * kChunks; ++k) {
     const uint32_t i = threadIdx.x + k * threads;
-    Vector<T, kChunkSize> x = {};
+    Vector<T, kChunkSize> x;
+    x.clear();
     if (is_valid(i, num_chunks)) x.words[0] = copies[i];
     float h[kChunkSize];
     x.to_floats(h);
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads,
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const uint32_t i = threadIdx.x + k * threads;
-    x[k] = {};
+    x[k].clear();
     if (!is_valid(i, num_vecs)) continue;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) x[k].words[c] = copies[i * kChunks + c];
@@ -397,7 +398,8 @@ __global__ void __launch_bounds__(1024)
   // Whole warps run the same rounds, because groups use shuffles.
   for (uint32_t first = 0; first < num_vecs; first += blockDim.x) {
     const uint32_t i = first + threadIdx.x;
-    Vector<T, kVecSize> weight = {};
+    Vector<T, kVecSize> weight;
+    weight.clear();
     if (i < num_vecs) {
       detail::load_norm_sum<Traits>(params, row, i * kVecSize, h);
       weight.load(static_cast<const T*>(params.weight) + i * kVecSize);

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(256)
   const uint32_t first_chunk = place.group * Traits::kChunks + lane;  // of the row
 #pragma unroll
   for (int i = 0; i < kChunksPerLane; ++i) {
-    x[i] = {};
+    x[i].clear();
     if (place.has_row && place.group * Traits::kGroupSize < params.num_cols) {
       x[i] = detail::load_group_values<Traits, kChunkSize>(params, place.row * params.input_stride,
                                                            (first_chunk + i * kLanes) * kChunkSize);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(128, kGroupPairCtas)
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t col = first_col + i * kSize;
-    x[i] = {};
+    x[i].clear();
     if (place.has_row && col < params.num_cols) {
       x[i] = detail::load_group_values<Traits, kSize>(params, place.row * params.input_stride, col);
     }

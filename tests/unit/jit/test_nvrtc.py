@@ -282,6 +282,24 @@ def _device_code(text: str) -> str:
     return re.sub(r"//.*", "", re.sub(host, "", text, flags=re.DOTALL))
 
 
+def test_cleared_vectors_are_no_variables_in_global_memory():
+    """NVRTC makes one, named after its kernel, of `vector = {}`; kernels load it."""
+    if nvrtc.library() is None:
+        pytest.skip("needs libnvrtc: pip install nvidia-cuda-nvrtc")
+    text = f"""#include "{nvrtc.prelude()}"
+        #include <flashinfer/common/vec.cuh>
+        template <typename T> __global__ void copy(T* x, int n) {{
+          flashinfer::Vector<T, 8> vector;
+          vector.clear();
+          if (threadIdx.x < n) vector.load(x + threadIdx.x * 8);
+          vector.store(x + (n + threadIdx.x) * 8);
+        }}"""
+    options = nvrtc.options(["-std=c++17"], [FLASHINFER_INCLUDE_DIR])
+    kernels = {"_Z4copyIjEvPT_i": "copy<unsigned int>"}
+    cubin = nvrtc_compile.Compiler(nvrtc.library()).cubin(text, "90a", kernels, options)
+    assert b"_Z4copyIjEvPT_i" in cubin and re.search(rb"_Z4copyIjEvPT_i\$\d", cubin) is None
+
+
 def test_a_module_without_kernels_is_its_host_part():
     assert nvrtc_compile.with_cubins(b"host", {}) == b"host"
     whole = nvrtc_compile.with_cubins(b"host", {"90a": b"cubin"})
