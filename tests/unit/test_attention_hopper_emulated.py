@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -32,12 +32,14 @@ def test_rows_that_grow_with_others_are_found(emulator: Emulator) -> None:
 
 @pytest.mark.parametrize(
     ("file", "statement", "other"),
-    [
-        (HEADER, "fits[h] && is_near[h] &&", "fits[h] &&"),
-        (HEADER, "is_near[1] = most[1]", "is_near[1] = most[0]"),
-        (CAP, "if (s * s <= most_square) return near(s, s * s, less);", ""),
-        (CAP, "s == -inf ? s : exact(s, less)", "exact(s, less)"),
-    ],
+    one_by_default(
+        [
+            (HEADER, "fits[h] && is_near[h] &&", "fits[h] &&"),
+            (HEADER, "is_near[1] = most[1]", "is_near[1] = most[0]"),
+            (CAP, "if (s * s <= most_square) return near(s, s * s, less);", ""),
+            (CAP, "s == -inf ? s : exact(s, less)", "exact(s, less)"),
+        ]
+    ),
 )
 def test_faults_of_the_soft_cap_are_found(
     emulator: Emulator, file: str, statement: str, other: str

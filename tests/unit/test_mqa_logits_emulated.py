@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -36,7 +36,7 @@ def test_random_batches(emulator: Emulator, heads: int, queries: int, paged: boo
 
 @pytest.mark.parametrize(
     ("header", "statement", "other", "paged"),
-    [
+    one_by_default([
         (KERNEL, "if (quad_ != query % 4 ||", "if (quad_ != 0 || query % 4 == 1 ||", True),
         (KERNEL, "ptx::mbarrier_wait(ptx::shared_address(&control.query_full[buffer.stage]), "
          "buffer.phase);", "", True),
@@ -44,7 +44,7 @@ def test_random_batches(emulator: Emulator, heads: int, queries: int, paged: boo
         (PRODUCER, "ahead_owner_ == unit.owner && ", "", True),
         (WORK, "unit.kv_begin + kMqaUnit, unit.kv_end", "unit.kv_begin + 128, unit.kv_end", False),
         (SCHEDULE, "part * total / parts - begin", "part * total / parts - begin + 1", True),
-    ],
+    ]),
 )  # fmt: skip
 def test_faults_are_found(
     emulator: Emulator, header: str, statement: str, other: str, paged: bool
