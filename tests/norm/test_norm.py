@@ -225,7 +225,7 @@ def test_eps_counts(device):
 def test_pdl_changes_no_bit(device, rows):
     x, w = new(device, rows, 8192), new(device, 8192)
     expected = flashinfer.rmsnorm(x, w, enable_pdl=False)
-    for _ in range(20):
+    for _ in range(20 if device.type == "cuda" else 1):
         y = flashinfer.rmsnorm(x, w)
         chained = flashinfer.rmsnorm(y, w)
     assert torch.equal(y, expected)
