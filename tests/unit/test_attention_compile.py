@@ -79,12 +79,12 @@ def loop(code: list[int]) -> list[int]:
 
 
 def targets_of(value: AttentionConfig, full: bool) -> list[str]:
-    """The oldest target, sm_90a and another one, dealt in turn; for an option one of the first."""
+    """sm_90a and another target, dealt in turn; for an option sm_90a or the oldest, in turn."""
     if full:
         return list(TARGETS)
     if value in OTHERS:
         return [("9.0a", "8.0")[OTHERS.index(value) % 2]]
-    chosen = {"8.0", "9.0a", ("8.9", "10.0a", "12.0a")[COMMON.index(value) % 3]}
+    chosen = {"9.0a", ("8.0", "8.9", "10.0a", "12.0a")[COMMON.index(value) % 4]}
     return [target for target in TARGETS if target in chosen]
 
 

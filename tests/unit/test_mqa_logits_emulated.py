@@ -28,8 +28,15 @@ def find_fault(emulator: Emulator, heads: int, queries: int, paged: bool, cases:
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
 
 
-@pytest.mark.parametrize("paged", [True, False], ids=["paged", "ragged"])
-@pytest.mark.parametrize(("heads", "queries"), [(64, 1), (8, 4)])
+@pytest.mark.parametrize(
+    ("heads", "queries", "paged"),
+    [
+        (64, 1, True),
+        (8, 4, False),
+        pytest.param(64, 1, False, marks=pytest.mark.full),
+        pytest.param(8, 4, True, marks=pytest.mark.full),
+    ],
+)
 def test_random_batches(emulator: Emulator, heads: int, queries: int, paged: bool) -> None:
     assert not find_fault(emulator, heads, queries, paged)
 
