@@ -49,9 +49,7 @@ def mixtral() -> torch.nn.Module:
     from transformers.models.mixtral import modeling_mixtral as model
 
     sizes = {**SIZES, "num_experts_per_tok": 2}
-    config = model.MixtralConfig(
-        num_local_experts=8, intermediate_size=INTERMEDIATE, **sizes
-    )
+    config = model.MixtralConfig(num_local_experts=8, intermediate_size=INTERMEDIATE, **sizes)
     return model.MixtralSparseMoeBlock(config)
 
 
@@ -106,9 +104,7 @@ def routed_by_groups(module: Any, x: torch.Tensor) -> torch.Tensor:
 def gpt_oss() -> torch.nn.Module:
     from transformers.models.gpt_oss import modeling_gpt_oss as model
 
-    config = model.GptOssConfig(
-        num_local_experts=16, intermediate_size=INTERMEDIATE, **SIZES
-    )
+    config = model.GptOssConfig(num_local_experts=16, intermediate_size=INTERMEDIATE, **SIZES)
     return model.GptOssMLP(config)
 
 
