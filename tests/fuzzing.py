@@ -35,8 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 GPU_EXAMPLES, FULL_GPU_EXAMPLES = 400, 12500
 MODULES_PER_COMPILED = 3  # by default one module in so many is compiled for a family
-CPU_EXAMPLES = 50  # of the reference backend; every fault also has a test of its own
+CPU_EXAMPLES = 25  # of the reference backend; every fault also has a test of its own
 FIRST_EXAMPLES = 3  # of each function, before functions are drawn too
+LAST_EXAMPLES = 10  # at least, of drawn functions with drawn faults
 
 WIDTHS = st.one_of(
     st.sampled_from([1, 2, 3, 7, 8, 16, 31, 64, 127, 128, 129, 256, 1024, 1032, 2048, 4096, 8192]),
@@ -296,7 +297,7 @@ class FuzzRun:
     def examples(self) -> int:
         if self.device.type == "cuda":
             return FULL_GPU_EXAMPLES if self.full else GPU_EXAMPLES
-        return CPU_EXAMPLES * (15 if self.full else 1)
+        return CPU_EXAMPLES * (30 if self.full else 1)
 
 
 def _draw(
@@ -344,8 +345,9 @@ def run_fuzz(family: Family, run: FuzzRun) -> None:
             _draw(check, FIRST_EXAMPLES, own, st.none())
         if not tally.accepted[function]:  # the sample has no module of this function
             _draw(check, FIRST_EXAMPLES, own, st.none())
+    left = max(LAST_EXAMPLES, run.examples - tally.accepted.total())
     with compiling(not modules):
-        _draw(check, run.examples - tally.accepted.total(), family.cases, faults(tally.faults))
+        _draw(check, left, family.cases, faults(tally.faults))
     run.tell(tally.report(family.name, run.device))
     assert set(tally.accepted) == set(family.functions), "a function was never called"
     assert tally.accepted.total() + tally.refused.total() >= run.examples

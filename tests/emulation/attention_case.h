@@ -181,6 +181,7 @@ class Case {
     const float sharpness = random_.one_in(4) ? 8.f : 1.f;
     options.sm_scale = sign * sharpness / std::sqrt(static_cast<float>(kHeadDimQK));
     options.logits_soft_cap = 5.f;
+    set_soft_cap(variant);
     const int most = random_.one_in(3) ? 700 : 90;
     options.window_left = FLASHINFER_CFG_SLIDING_WINDOW ? random_.integer(-1, most) : -1;
     options.num_qo_heads = num_qo_heads;

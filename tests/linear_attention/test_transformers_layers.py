@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from tests.linear_attention.recurrences import relative_error
 
 pytestmark = pytest.mark.gpu
 
-qwen3_next = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
 PROMPT, STEPS, BATCH = 150, 32, 2
+
+
+def modeling(model: str) -> Any:
+    """Imported when a test runs: every collection would pay the seconds that the import takes."""
+    return pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
 
 
 def chunks(query, key, value, g, beta, initial_state=None, **options):
@@ -62,7 +66,7 @@ def mamba_steps(state, x, dt, A, B, C, D, *, dt_bias, **options):
 
 def run(layer, hidden, config):
     """Outputs of the prompt and of each step."""
-    cache = qwen3_next.DynamicCache(config=config)
+    cache = modeling("qwen3_next").DynamicCache(config=config)
     parts = [slice(0, PROMPT), *(slice(i, i + 1) for i in range(PROMPT, PROMPT + STEPS))]
     with torch.no_grad():
         return torch.cat([layer(hidden[:, part], cache_params=cache) for part in parts], dim=1)
@@ -80,6 +84,7 @@ def check(layer, config, device, monkeypatch, functions):
 
 
 def test_layer_of_qwen3_next(device, monkeypatch):
+    qwen3_next = modeling("qwen3_next")
     torch.manual_seed(0)
     config = qwen3_next.Qwen3NextConfig(
         hidden_size=256, num_hidden_layers=1, layer_types=["linear_attention"],
@@ -95,6 +100,7 @@ def test_layer_of_qwen3_next(device, monkeypatch):
 
 
 def test_layer_of_mamba2(device, monkeypatch):
+    mamba2 = modeling("mamba2")
     torch.manual_seed(1)
     config = mamba2.Mamba2Config(
         hidden_size=256, num_heads=8, head_dim=64, expand=2, state_size=128, n_groups=2,

@@ -10,13 +10,13 @@ import torch
 
 from flashinfer.fused_moe import ActivationType, cutlass_fused_moe, fused_topk_deepseek
 
-transformers = pytest.importorskip("transformers")
 HIDDEN, INTERMEDIATE, TOKENS = 128, 64, 21
 SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": 4, "experts_implementation": "eager"}
 
 
 @pytest.fixture(autouse=True)
 def hopper(device: torch.device) -> None:
+    pytest.importorskip("transformers")  # here, as every collection would pay for its import
     if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU: the products are built for it")
 
@@ -39,7 +39,7 @@ def values_first(gate_up: torch.Tensor) -> torch.Tensor:
 def qwen3() -> torch.nn.Module:
     from transformers.models.qwen3_moe import modeling_qwen3_moe as model
 
-    config = transformers.Qwen3MoeConfig(
+    config = model.Qwen3MoeConfig(
         num_experts=16, moe_intermediate_size=INTERMEDIATE, norm_topk_prob=True, **SIZES
     )
     return model.Qwen3MoeSparseMoeBlock(config)
@@ -49,9 +49,7 @@ def mixtral() -> torch.nn.Module:
     from transformers.models.mixtral import modeling_mixtral as model
 
     sizes = {**SIZES, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(
-        num_local_experts=8, intermediate_size=INTERMEDIATE, **sizes
-    )
+    config = model.MixtralConfig(num_local_experts=8, intermediate_size=INTERMEDIATE, **sizes)
     return model.MixtralSparseMoeBlock(config)
 
 
@@ -71,7 +69,7 @@ def routed_by_softmax(module: Any, x: torch.Tensor) -> torch.Tensor:
 def deepseek() -> torch.nn.Module:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as model
 
-    config = transformers.DeepseekV3Config(
+    config = model.DeepseekV3Config(
         num_local_experts=32,
         n_routed_experts=32,
         moe_intermediate_size=INTERMEDIATE,
@@ -106,9 +104,7 @@ def routed_by_groups(module: Any, x: torch.Tensor) -> torch.Tensor:
 def gpt_oss() -> torch.nn.Module:
     from transformers.models.gpt_oss import modeling_gpt_oss as model
 
-    config = transformers.GptOssConfig(
-        num_local_experts=16, intermediate_size=INTERMEDIATE, **SIZES
-    )
+    config = model.GptOssConfig(num_local_experts=16, intermediate_size=INTERMEDIATE, **SIZES)
     return model.GptOssMLP(config)
 
 

@@ -16,10 +16,11 @@ FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # Per-head rows, a lone row, whole warps and parts of them, several vectors per thread, CTAs that
 # loop, rows that clusters hold, rows that nothing holds, rows of no whole number of vectors, and
-# many rows that the copy engine brings.
+# many rows that the copy engine brings, of which the reference needs fewer.
+MANY = (3000, 1200) if torch.cuda.is_available() else (30, 12)
 SHAPES = [
     *[(1, 1), (3, 7), (1, 4096), (5, 96), (130, 128), (33, 1000), (7, 8192), (9, 8192), (3, 16392)],
-    *[(2, 40000), (1, 131072), (2, 140000), (2, 33001), (3000, 1024), (1200, 4104)],
+    *[(2, 40000), (1, 131072), (2, 140000), (2, 33001), (MANY[0], 1024), (MANY[1], 4104)],
 ]
 SHAPES_3D = [(1, 1, 64), (5, 32, 128), (3, 7, 80)]
 
@@ -225,7 +226,7 @@ def test_eps_counts(device):
 def test_pdl_changes_no_bit(device, rows):
     x, w = new(device, rows, 8192), new(device, 8192)
     expected = flashinfer.rmsnorm(x, w, enable_pdl=False)
-    for _ in range(20):
+    for _ in range(20 if device.type == "cuda" else 1):
         y = flashinfer.rmsnorm(x, w)
         chained = flashinfer.rmsnorm(y, w)
     assert torch.equal(y, expected)

@@ -13,6 +13,8 @@ import flashinfer
 from flashinfer.testing import assert_matches_reference
 
 VOCABULARIES = [1, 7, 1000, 4097, 32000, 50257, 128256]
+# A cluster of CTAs draws from a long row; references have no such cases, and take seconds.
+LONG = 128256 if torch.cuda.is_available() else 9000
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 Draw = Callable[..., Any]
@@ -226,7 +228,7 @@ def test_top_p_tokens_of_awkward_rows(rows, device):
         probs[5] = -1.0
         probs[5, 100:9000] = 0.25
     for p in (-1.0, 0.3, 0.9, 0.99999, 1.0 - 2.0**-24):
-        for seed in (1, 2, 3):
+        for seed in (1, 2, 3) if device.type == "cuda" else (1,):
             assert_matches_reference(
                 flashinfer.top_p_sampling_from_probs, probs=probs, top_p=p, seed=seed
             )
@@ -332,7 +334,7 @@ def test_per_row_filters_beyond_their_range(device):
     assert not tokens.any() and not valid.any()
 
 
-@pytest.mark.parametrize("vocab_size", [5, 4099, 128256])
+@pytest.mark.parametrize("vocab_size", [5, 4099, LONG])
 def test_rows_without_distribution_do_not_touch_others(vocab_size, device):
     probs = random_probs(9, vocab_size, device)
     seed = torch.arange(9, device=device)

@@ -65,6 +65,15 @@ def make_calls(dtype: torch.dtype) -> None:
                 torch.rand(6, 32, 128), cu_seqlens=bounds, output_final_state=final, **initial,
             )  # fmt: skip
     call_kda(dtype, state, slots)
+    call_mamba(dtype, slots)
+
+
+def call_mamba(dtype: torch.dtype, slots: torch.Tensor) -> None:
+    """A layer of Mamba-2."""
+
+    def new(*shape: int):
+        return torch.randn(*shape, dtype=dtype)
+
     pool, A, D = new(4, 64, 64, 128), -torch.rand(64, 64, 128), torch.ones(64, 64)
     for steps in ((), (3,)):
         x, B = new(2, *steps, 64, 64), new(2, *steps, 8, 128)

@@ -93,18 +93,107 @@ def _ones(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-def unrun_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any], list[Any]]]:
-    """Functions of four ranks or of a Hopper, and their arguments; of each result its shape and
-    dtype, or the argument that it is."""
-    half, x, other = torch.float16, _ones(8, 64), _ones(8, 64)
+HALF = torch.float16
+# A function, its arguments, and of each result its shape and dtype, or the argument that it is.
+Unrun = tuple[Callable[..., Any], dict[str, Any], list[Any]]
+# What functions of four ranks take: `X`, `OTHER` and the outputs are rows of 64 numbers.
+X, OTHER = _ones(8, 64), _ones(8, 64)
+OUTPUTS = {"residual_out": _ones(8, 64), "norm_out": _ones(8, 64)}
+NORM = {"residual_in": OTHER, "rms_gamma": _ones(64), "rms_eps": 1e-5}
+
+
+def collectives() -> dict[str, Unrun]:
+    """Sums and rows of four ranks."""
     group = ThreadBackend.create(4)[1]
+    fusion = {"input": X, "workspace": Workspace(4, 1), **NORM}
+    return {
+        "all_gather": (comm.all_gather, {"input": X, "workspace": Exchange()}, [((32, 64), HALF)]),
+        "reduce_scatter": (
+            comm.reduce_scatter,
+            {"input": X, "workspace": Exchange(), "output": _ones(2, 64)},
+            ["output"],
+        ),
+        "all_gather_matmul": (
+            comm.all_gather_matmul,
+            {"inp": X, "w": _ones(64, 16), "group": group},
+            [((32, 16), HALF)],
+        ),
+        "quantized_all_reduce": (
+            comm.quantized_all_reduce, {"inp": X, "group": group}, [((8, 64), HALF)]
+        ),
+        "allreduce_fusion": (
+            comm.allreduce_fusion, {**fusion, "pattern": Pattern.kAllReduce}, [((8, 64), HALF)]
+        ),
+        "allreduce_fusion, norm": (
+            comm.allreduce_fusion,
+            {**fusion, **OUTPUTS, "pattern": int(Pattern.kARResidualRMSNorm)},
+            ["norm_out"],
+        ),
+        "allreduce_fusion, codes": (
+            comm.allreduce_fusion,
+            {**fusion, "pattern": Pattern.kARResidualRMSNormFP8Quant, "scale_factor": 0.5},
+            [((8, 64), torch.float8_e4m3fn)],
+        ),
+        "vllm_all_reduce": (
+            comm.vllm_all_reduce,
+            {
+                "fa": 1, "inp": X, "out": OTHER, "reg_buffer": 0, "reg_buffer_sz_bytes": 0,
+                "num_ctas": 8,
+            },
+            [],
+        ),
+    }  # fmt: skip
+
+
+def sums_by_pointers() -> dict[str, Unrun]:
+    """Sums of four ranks whose workspace is a list of addresses."""
     place = {"world_size": 4, "world_rank": 1, "token_num": 8, "hidden_dim": 64}
     flags = {"launch_with_pdl": False, "trigger_completion_at_end": True, "fp32_acc": False}
-    outputs = {"residual_out": _ones(8, 64), "norm_out": _ones(8, 64)}
     coded = {"quant_out": None, "scale_out": None}
     pointers = {"workspace_ptrs": torch.zeros(8, dtype=torch.int64)}
-    norm = {"residual_in": other, "rms_gamma": _ones(64), "rms_eps": 1e-5}
-    fusion = {"input": x, "workspace": Workspace(4, 1), **norm}
+    return {
+        "trtllm_allreduce_fusion": (
+            comm.trtllm_allreduce_fusion,
+            {
+                "allreduce_in": X, "allreduce_out": None, **place, **pointers, **flags, **NORM,
+                **OUTPUTS, **coded, "pattern_code": Pattern.kARResidualRMSNorm,
+                "use_oneshot": None, "scale_factor": None, "layout_code": None,
+                "metadata": {"tp_size": 4, "max_token_num": 8},
+            },
+            [],
+        ),
+        "trtllm_custom_all_reduce": (
+            comm.trtllm_custom_all_reduce,
+            {"inp": X, "out": OTHER, "tp_size": 4, "tp_rank": 1, **pointers},
+            [],
+        ),
+        "trtllm_moe_allreduce_fusion": (
+            comm.trtllm_moe_allreduce_fusion,
+            {
+                **place, **pointers, "launch_with_pdl": False, **NORM, "scale_factor": 1.0,
+                "moe_reduction_device_num_experts": 3, "layout_code": None,
+                "moe_reduction_scale_input": _ones(3, 8, dtype=torch.float32),
+                "moe_reduction_active_experts_token_input": _ones(3, 8, 64),
+                "moe_reduction_token_input": X, "moe_allreduce_out": None, **OUTPUTS, **coded,
+            },
+            [],
+        ),
+        "trtllm_moe_finalize_allreduce_fusion": (
+            comm.trtllm_moe_finalize_allreduce_fusion,
+            {
+                "allreduce_in": _ones(20, 64), "residual_in": OTHER, "norm_weight": _ones(64),
+                "expanded_idx_to_permuted_idx": torch.zeros(8, 2, dtype=torch.int32), **OUTPUTS,
+                **coded, **pointers, "launch_with_pdl": False, "world_rank": 1, "world_size": 4,
+                "eps": 1e-5, "shared_expert_output": None, "expert_scale_factor": None,
+                "routed_scaling_factor": None,
+            },
+            [],
+        ),
+    }  # fmt: skip
+
+
+def exchanges() -> dict[str, Unrun]:
+    """Parts of attention, tokens of experts and heads that four ranks exchange."""
     parts = {"partial_o": _ones(8, 4, 64), "workspace": torch.zeros(1, 9, dtype=torch.int64)}
     of_four = {"cp_rank": 1, "cp_size": 4}
     experts = {
@@ -122,90 +211,17 @@ def unrun_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any], list[An
         **experts,
     }
     heads = {"world_size": 2, "head_offset": 1}
-    keys = {"k": _ones(9, 2, 64), "v": _ones(9, 2, 64)}
     stats = _ones(8, 4, 2, dtype=torch.float32)
     return {
-        "all_gather": (comm.all_gather, {"input": x, "workspace": Exchange()}, [((32, 64), half)]),
-        "reduce_scatter": (
-            comm.reduce_scatter,
-            {"input": x, "workspace": Exchange(), "output": _ones(2, 64)},
-            ["output"],
-        ),
-        "all_gather_matmul": (
-            comm.all_gather_matmul,
-            {"inp": x, "w": _ones(64, 16), "group": group},
-            [((32, 16), half)],
-        ),
-        "quantized_all_reduce": (
-            comm.quantized_all_reduce, {"inp": x, "group": group}, [((8, 64), half)]
-        ),
-        "allreduce_fusion": (
-            comm.allreduce_fusion, {**fusion, "pattern": Pattern.kAllReduce}, [((8, 64), half)]
-        ),
-        "allreduce_fusion, norm": (
-            comm.allreduce_fusion,
-            {**fusion, **outputs, "pattern": int(Pattern.kARResidualRMSNorm)},
-            ["norm_out"],
-        ),
-        "allreduce_fusion, codes": (
-            comm.allreduce_fusion,
-            {**fusion, "pattern": Pattern.kARResidualRMSNormFP8Quant, "scale_factor": 0.5},
-            [((8, 64), torch.float8_e4m3fn)],
-        ),
-        "trtllm_allreduce_fusion": (
-            comm.trtllm_allreduce_fusion,
-            {
-                "allreduce_in": x, "allreduce_out": None, **place, **pointers, **flags, **norm,
-                **outputs, **coded, "pattern_code": Pattern.kARResidualRMSNorm,
-                "use_oneshot": None, "scale_factor": None, "layout_code": None,
-                "metadata": {"tp_size": 4, "max_token_num": 8},
-            },
-            [],
-        ),
-        "trtllm_custom_all_reduce": (
-            comm.trtllm_custom_all_reduce,
-            {"inp": x, "out": other, "tp_size": 4, "tp_rank": 1, **pointers},
-            [],
-        ),
-        "trtllm_moe_allreduce_fusion": (
-            comm.trtllm_moe_allreduce_fusion,
-            {
-                **place, **pointers, "launch_with_pdl": False, **norm, "scale_factor": 1.0,
-                "moe_reduction_device_num_experts": 3, "layout_code": None,
-                "moe_reduction_scale_input": _ones(3, 8, dtype=torch.float32),
-                "moe_reduction_active_experts_token_input": _ones(3, 8, 64),
-                "moe_reduction_token_input": x, "moe_allreduce_out": None, **outputs, **coded,
-            },
-            [],
-        ),
-        "trtllm_moe_finalize_allreduce_fusion": (
-            comm.trtllm_moe_finalize_allreduce_fusion,
-            {
-                "allreduce_in": _ones(20, 64), "residual_in": other, "norm_weight": _ones(64),
-                "expanded_idx_to_permuted_idx": torch.zeros(8, 2, dtype=torch.int32), **outputs,
-                **coded, **pointers, "launch_with_pdl": False, "world_rank": 1, "world_size": 4,
-                "eps": 1e-5, "shared_expert_output": None, "expert_scale_factor": None,
-                "routed_scaling_factor": None,
-            },
-            [],
-        ),
-        "vllm_all_reduce": (
-            comm.vllm_all_reduce,
-            {
-                "fa": 1, "inp": x, "out": other, "reg_buffer": 0, "reg_buffer_sz_bytes": 0,
-                "num_ctas": 8,
-            },
-            [],
-        ),
         "decode_cp_a2a_alltoall": (
             comm.decode_cp_a2a_alltoall,
             {**parts, **of_four, "softmax_stats": stats},
-            [((8, 4, 64), half), ((8, 4, 2), torch.float32)],
+            [((8, 4, 64), HALF), ((8, 4, 2), torch.float32)],
         ),
         "decode_cp_a2a_lse_reduce": (
             comm.decode_cp_a2a_lse_reduce,
             {**parts, **of_four, "partial_lse": stats[..., 0].contiguous()},
-            [((8, 64), half)],
+            [((8, 64), HALF)],
         ),
         "moe_a2a_sanitize_expert_ids": (
             comm.moe_a2a_sanitize_expert_ids,
@@ -218,6 +234,24 @@ def unrun_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any], list[An
             {**combined, "output_dtype": torch.float32},
             [((2, 64), torch.float32)],
         ),
+        "pack_ulysses_qkv_head_chunk": (
+            comm.pack_ulysses_qkv_head_chunk,
+            {**dict.fromkeys(("query", "key", "value"), _ones(1, 3, 6, 8)), **heads,
+             "head_count": 2},
+            [((1, 3, 4, 24), HALF)],
+        ),
+        "merge_ulysses_output_head_chunk": (
+            comm.merge_ulysses_output_head_chunk,
+            {"received": _ones(1, 3, 4, 8), **heads, "local_heads": 3, "out": _ones(1, 3, 6, 8)},
+            ["out"],
+        ),
+    }  # fmt: skip
+
+
+def on_hopper() -> dict[str, Unrun]:
+    """Scores that Hopper computes, and attention by a loaded module."""
+    keys = {"k": _ones(9, 2, 64), "v": _ones(9, 2, 64)}
+    return {
         "get_paged_mqa_logits_metadata": (
             paged_mqa.get_paged_mqa_logits_metadata,
             {"context_lens": torch.zeros(3, dtype=torch.int32), "block_kv": 64, "num_sms": 132},
@@ -246,18 +280,12 @@ def unrun_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any], list[An
             {**keys, "q": _ones(7, 4, 64), "jit_module": Module(), "mask_mode": 1},
             [((7, 4, 64), torch.bfloat16)],
         ),
-        "pack_ulysses_qkv_head_chunk": (
-            comm.pack_ulysses_qkv_head_chunk,
-            {**dict.fromkeys(("query", "key", "value"), _ones(1, 3, 6, 8)), **heads,
-             "head_count": 2},
-            [((1, 3, 4, 24), half)],
-        ),
-        "merge_ulysses_output_head_chunk": (
-            comm.merge_ulysses_output_head_chunk,
-            {"received": _ones(1, 3, 4, 8), **heads, "local_heads": 3, "out": _ones(1, 3, 6, 8)},
-            ["out"],
-        ),
     }  # fmt: skip
+
+
+def unrun_calls() -> dict[str, Unrun]:
+    """Calls of functions of four ranks or of a Hopper."""
+    return collectives() | sums_by_pointers() | exchanges() | on_hopper()
 
 
 WRITTEN = {

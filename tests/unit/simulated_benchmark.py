@@ -20,6 +20,12 @@ SMALL = ["--batch_size", "4", "--hidden_size", "64"]
 _SMALL_SIZES = {
     "batch_size": 4,
     "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_experts": 16,
+    "num_heads": 16,
+    "tokens_per_request": 40,
+    "kv_len": 100,
+    "vocab_size": 4000,
     "output_size": 24,
     "num_elements": 1000,
     "segment_length": 100,

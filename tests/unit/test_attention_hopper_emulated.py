@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -32,13 +32,15 @@ def test_rows_that_grow_with_others_are_found(emulator: Emulator) -> None:
 
 @pytest.mark.parametrize(
     ("file", "statement", "other"),
-    [
-        (HEADER, "fits[h] && sum[h] <= most_near(soft_cap, state.largest[0][h])", "fits[h]"),
-        (HEADER, "is_near[h] ? exponent : any", "any"),
-        (HEADER, "is_near[h] || most_near(", "most_near("),
-        (HEADER, "logit == -math::inf ? logit : exponent", "exponent"),
-        (HEADER, "rotate_fragments<2, 2 * kTileSteps>", "rotate_fragments<1, 2 * kTileSteps>"),
-    ],
+    one_by_default(
+        [
+            (HEADER, "fits[h] && sum[h] <= most_near(soft_cap, state.largest[0][h])", "fits[h]"),
+            (HEADER, "is_near[h] ? exponent : any", "any"),
+            (HEADER, "is_near[h] || most_near(", "most_near("),
+            (HEADER, "logit == -math::inf ? logit : exponent", "exponent"),
+            (HEADER, "rotate_fragments<2, 2 * kTileSteps>", "rotate_fragments<1, 2 * kTileSteps>"),
+        ]
+    ),
 )
 def test_faults_of_the_soft_cap_are_found(
     emulator: Emulator, file: str, statement: str, other: str

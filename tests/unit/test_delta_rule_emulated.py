@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -50,12 +50,12 @@ def test_mamba_in_chunks(emulator: Emulator, dtype: str, state: str, dt: str, di
 @pytest.mark.parametrize(
     ("dtype", "state", "dim", "channel_gate", "key_major"),
     [
-        ("bfloat16", "float32", 128, "false", "false"),
-        ("bfloat16", "float32", 128, "true", "false"),
+        pytest.param("bfloat16", "float32", 128, "false", "false", marks=pytest.mark.full),
+        pytest.param("bfloat16", "float32", 128, "true", "false", marks=pytest.mark.full),
         ("float16", "float16", 64, "false", "false"),
         ("bfloat16", "bfloat16", 32, "true", "false"),
         ("bfloat16", "float32", 128, "false", "true"),
-        ("float16", "bfloat16", 64, "true", "true"),
+        pytest.param("float16", "bfloat16", 64, "true", "true", marks=pytest.mark.full),
     ],
 )
 def test_token_by_token(
@@ -67,11 +67,13 @@ def test_token_by_token(
 
 @pytest.mark.parametrize(
     ("header", "statement", "other"),
-    [
-        (SCAN, "ptx::cp_async_wait<0>();\n      Products", "Products"),
-        (SCAN, "Products::template rows<T>(out, delta_a, in.scores);", ""),
-        (TRANSFORM, "rsqrtf(sum + 1e-6f)", "1.f"),
-    ],
+    one_by_default(
+        [
+            (SCAN, "ptx::cp_async_wait<0>();\n      Products", "Products"),
+            (SCAN, "Products::template rows<T>(out, delta_a, in.scores);", ""),
+            (TRANSFORM, "rsqrtf(sum + 1e-6f)", "1.f"),
+        ]
+    ),
 )
 def test_faults_in_chunks_are_found(
     emulator: Emulator, header: str, statement: str, other: str
@@ -82,11 +84,16 @@ def test_faults_in_chunks_are_found(
 
 @pytest.mark.parametrize(
     ("statement", "other"),
-    [
-        ("if (has_part) part.store(tokens[threadIdx.x / 32], params);\n    __syncthreads();", ";"),
-        ("rsqrtf(warp_reduce_sum(kk) + 1e-6f)", "1.f"),
-        ("pass + t > 0", "t > 0"),
-    ],
+    one_by_default(
+        [
+            (
+                "if (has_part) part.store(tokens[threadIdx.x / 32], params);\n    __syncthreads();",
+                ";",
+            ),
+            ("rsqrtf(warp_reduce_sum(kk) + 1e-6f)", "1.f"),
+            ("pass + t > 0", "t > 0"),
+        ]
+    ),
 )
 def test_faults_token_by_token_are_found(emulator: Emulator, statement: str, other: str) -> None:
     emulator.substitute(RECURRENCE, statement, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -27,13 +27,15 @@ def test_random_lengths(emulator: Emulator, full: bool) -> None:
 
 @pytest.mark.parametrize(
     ("statement", "other", "message"),
-    [
-        ("last + shift + 1", "last + shift", "keys end"),
-        ("last < columns.first;", "last <= columns.first;", "lists lead out of bounds"),
-        ("is_split ? c + merge : -1", "is_split ? c : -1", "slot"),
-        ("if (first < last && cut(first + 1) == 0) ++first;", "", "KV tiles of a part"),
-        ("min(room, int64_t{INT32_MAX})", "int64_t{INT32_MAX}", "lists lead out of bounds"),
-    ],
+    one_by_default(
+        [
+            ("last + shift + 1", "last + shift", "keys end"),
+            ("last < columns.first;", "last <= columns.first;", "lists lead out of bounds"),
+            ("is_split ? c + merge : -1", "is_split ? c : -1", "slot"),
+            ("if (first < last && cut(first + 1) == 0) ++first;", "", "KV tiles of a part"),
+            ("min(room, int64_t{INT32_MAX})", "int64_t{INT32_MAX}", "lists lead out of bounds"),
+        ]
+    ),
 )
 def test_faults_are_found(emulator: Emulator, statement: str, other: str, message: str) -> None:
     emulator.substitute(HEADER, statement, other)

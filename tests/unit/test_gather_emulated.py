@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -25,12 +25,14 @@ def test_random_caches(emulator: Emulator) -> None:
 
 @pytest.mark.parametrize(
     ("file", "statement", "other"),
-    [
-        (REQUEST, "<= row ? low : high)", "< row ? low : high)"),
-        (KERNEL, "to[unit] = units[i];", "to[first] = units[i];"),
-        (KERNEL, "row)[in_row] : uint4{};", "row)[unit] : uint4{};"),
-        (KERNEL, "number < params.num_pages;", "number <= params.num_pages;"),
-    ],
+    one_by_default(
+        [
+            (REQUEST, "<= row ? low : high)", "< row ? low : high)"),
+            (KERNEL, "to[unit] = units[i];", "to[first] = units[i];"),
+            (KERNEL, "row)[in_row] : uint4{};", "row)[unit] : uint4{};"),
+            (KERNEL, "number < params.num_pages;", "number <= params.num_pages;"),
+        ]
+    ),
 )
 def test_faults_are_found(emulator: Emulator, file: str, statement: str, other: str) -> None:
     emulator.substitute(file, statement, other)

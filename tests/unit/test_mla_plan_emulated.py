@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -25,13 +25,15 @@ def test_random_batches(emulator: Emulator) -> None:
 
 @pytest.mark.parametrize(
     ("statement", "other"),
-    [
-        ("if (longest[kWhole] <= longest[cut_]) cut_ = kWhole;", "cut_ = kWhole;"),
-        ("return before + sum - value;", "return sum - value;"),
-        ("item.kv_begin = min(begin, item.kv_end);", "item.kv_begin = 0;"),
-        ("(first_slot(places) + part) * lanes + lane", "first_slot(places) * lanes + lane"),
-        ("constexpr int kMany = 4;", "constexpr int kMany = -1;"),
-    ],
+    one_by_default(
+        [
+            ("if (longest[kWhole] <= longest[cut_]) cut_ = kWhole;", "cut_ = kWhole;"),
+            ("return before + sum - value;", "return sum - value;"),
+            ("item.kv_begin = min(begin, item.kv_end);", "item.kv_begin = 0;"),
+            ("(first_slot(places) + part) * lanes + lane", "first_slot(places) * lanes + lane"),
+            ("constexpr int kMany = 4;", "constexpr int kMany = -1;"),
+        ]
+    ),
 )
 def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> None:
     emulator.substitute(PLANNER, statement, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -28,13 +28,15 @@ def test_random_mixtures(emulator: Emulator, full: bool) -> None:
 
 @pytest.mark.parametrize(
     ("header", "statement", "other", "message"),
-    [
-        (MAP, "__syncwarp();  // all lanes have read the count", "", "row of entry"),
-        (MAP, "if (lane == 0) offsets[num_experts]", "if (false) offsets[num_experts]", "rows"),
-        (COMBINE, "exists[j] = row >= 0;", "exists[j] = row > 0;", "sum"),
-        (ROUTE, "other_index < index", "other_index > index", "equal scores"),
-        (ROUTE, "size > 1 ? best + second : best", "best", "choice"),
-    ],
+    one_by_default(
+        [
+            (MAP, "__syncwarp();  // all lanes have read the count", "", "row of entry"),
+            (MAP, "if (lane == 0) offsets[num_experts]", "if (false) offsets[num_experts]", "rows"),
+            (COMBINE, "exists[j] = row >= 0;", "exists[j] = row > 0;", "sum"),
+            (ROUTE, "other_index < index", "other_index > index", "equal scores"),
+            (ROUTE, "size > 1 ? best + second : best", "best", "choice"),
+        ]
+    ),
 )
 def test_faults_are_found(
     emulator: Emulator, header: str, statement: str, other: str, message: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -28,15 +28,22 @@ def find_fault(emulator: Emulator, heads: int, queries: int, paged: bool, cases:
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
 
 
-@pytest.mark.parametrize("paged", [True, False], ids=["paged", "ragged"])
-@pytest.mark.parametrize(("heads", "queries"), [(64, 1), (8, 4)])
+@pytest.mark.parametrize(
+    ("heads", "queries", "paged"),
+    [
+        (64, 1, True),
+        (8, 4, False),
+        pytest.param(64, 1, False, marks=pytest.mark.full),
+        pytest.param(8, 4, True, marks=pytest.mark.full),
+    ],
+)
 def test_random_batches(emulator: Emulator, heads: int, queries: int, paged: bool) -> None:
     assert not find_fault(emulator, heads, queries, paged)
 
 
 @pytest.mark.parametrize(
     ("header", "statement", "other", "paged"),
-    [
+    one_by_default([
         (KERNEL, "if (quad_ != query % 4 ||", "if (quad_ != 0 || query % 4 == 1 ||", True),
         (KERNEL, "ptx::mbarrier_wait(ptx::shared_address(&control.query_full[buffer.stage]), "
          "buffer.phase);", "", True),
@@ -44,7 +51,7 @@ def test_random_batches(emulator: Emulator, heads: int, queries: int, paged: boo
         (PRODUCER, "ahead_owner_ == unit.owner && ", "", True),
         (WORK, "unit.kv_begin + kMqaUnit, unit.kv_end", "unit.kv_begin + 128, unit.kv_end", False),
         (SCHEDULE, "part * total / parts - begin", "part * total / parts - begin + 1", True),
-    ],
+    ]),
 )  # fmt: skip
 def test_faults_are_found(
     emulator: Emulator, header: str, statement: str, other: str, paged: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -34,15 +34,17 @@ def test_states(emulator: Emulator, state: str, tied: bool) -> None:
 
 @pytest.mark.parametrize(
     ("header", "statement", "other"),
-    [
-        (
-            STEP,
-            "part.store(tokens[threadIdx.x / 32], params);\n    __syncthreads();\n#pragma",
-            ";\n#pragma",
-        ),
-        (REPLAY, "if (begin > 0) __syncthreads();", ""),
-        (REPLAY, "replayed + this->range.count > all.window", "replayed >= all.window"),
-    ],
+    one_by_default(
+        [
+            (
+                STEP,
+                "part.store(tokens[threadIdx.x / 32], params);\n    __syncthreads();\n#pragma",
+                ";\n#pragma",
+            ),
+            (REPLAY, "if (begin > 0) __syncthreads();", ""),
+            (REPLAY, "replayed + this->range.count > all.window", "replayed >= all.window"),
+        ]
+    ),
 )
 def test_faults_are_found(emulator: Emulator, header: str, statement: str, other: str) -> None:
     emulator.substitute(header, statement, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_attention_emulated import Emulator, emulator
+from tests.unit.test_attention_emulated import Emulator, emulator, one_by_default
 
 __all__ = ["emulator"]  # a fixture
 
@@ -27,13 +27,15 @@ def test_random_products(emulator: Emulator, full: bool) -> None:
 
 @pytest.mark.parametrize(
     ("header", "statement", "other"),
-    [
-        (KERNEL, "    find_rows();\n    __syncthreads();\n", "    find_rows();\n"),
-        (KERNEL, "ptx::cp_async_wait<kStages - 2>();", "ptx::cp_async_wait<kStages - 1>();"),
-        (KERNEL, "scales + min(first + j, last)", "scales + min(first, last)"),
-        (TILE, "before >= n;", "before > n;"),
-        (PAIRS, "p % 2 ? 0x0104u : 0x1040u", "p % 2 ? 0x0104u : 0x1020u"),
-    ],
+    one_by_default(
+        [
+            (KERNEL, "    find_rows();\n    __syncthreads();\n", "    find_rows();\n"),
+            (KERNEL, "ptx::cp_async_wait<kStages - 2>();", "ptx::cp_async_wait<kStages - 1>();"),
+            (KERNEL, "scales + min(first + j, last)", "scales + min(first, last)"),
+            (TILE, "before >= n;", "before > n;"),
+            (PAIRS, "p % 2 ? 0x0104u : 0x1040u", "p % 2 ? 0x0104u : 0x1020u"),
+        ]
+    ),
 )
 def test_faults_are_found(emulator: Emulator, header: str, statement: str, other: str) -> None:
     emulator.substitute(header, statement, other)

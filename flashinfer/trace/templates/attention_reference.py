@@ -105,16 +105,16 @@ def _attend(
     if pos_encoding_mode == "ROPE_LLAMA":
         q = _rotate(q, position, rope_scale, rope_theta)
         k = _rotate(k, key, rope_scale, rope_theta)
-    group = q.shape[1] // k.shape[1]
+    groups = (k.shape[1], q.shape[1] // k.shape[1])  # query heads that share keys and values
     # A key that nobody sees is not read: what is there may be anything.
     v = v.masked_fill(~seen.any(0)[:, None, None], 0.0)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     extra = q.new_full((q.shape[1],), float("-inf")) if sinks is None else sinks.double()
     outputs, lses = [], []
     # Some queries at a time: 2^27 logits of 8 bytes, and what is made of them, fit any GPU.
     step = max(2**27 // max(kv_len * q.shape[1], 1), 1)
     for rows in torch.arange(qo_len, device=q.device).split(step):
-        logits = torch.einsum("qhd,khd->hqk", q[rows], k) * sm_scale
+        logits = torch.einsum("qhgd,khd->hgqk", q[rows].unflatten(1, groups), k)
+        logits = logits.flatten(0, 1) * sm_scale
         if pos_encoding_mode == "ALIBI":
             distance = (key[None] - position[rows, None]).double()
             logits = logits + _alibi_slopes(q.shape[1], q.device)[:, None, None] * distance
@@ -124,7 +124,8 @@ def _attend(
         beside = extra[:, None, None].expand(-1, len(rows), 1)
         lse = torch.logsumexp(torch.cat([logits, beside], -1), -1)
         weight = torch.exp(logits - lse.where(~lse.isneginf(), 0.0)[..., None])
-        outputs.append(torch.einsum("hqk,khd->qhd", weight, v) * v_scale)
+        output = torch.einsum("hgqk,khd->qhgd", weight.unflatten(0, groups), v)
+        outputs.append(output.flatten(1, 2) * v_scale)
         lses.append(lse.T / 0.6931471805599453)
     return torch.cat(outputs), torch.cat(lses)
 
