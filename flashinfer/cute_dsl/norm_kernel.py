@@ -129,9 +129,7 @@ class NormKernel:
             cute.AddressSpace.gmem,
             assumed_align=min(_VECTOR_BYTES, self.vec * item),
         )
-        return cute.make_tensor(
-            aligned, cute.make_layout((self.vec, self.vectors))
-        )
+        return cute.make_tensor(aligned, cute.make_layout((self.vec, self.vectors)))
 
     @cute.jit
     def load(self, source: cute.Tensor, thread: Int32, fill: cutlass.Constexpr = False):

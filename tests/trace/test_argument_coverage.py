@@ -216,6 +216,7 @@ CASES: dict[str, Callable[..., None]] = {
     "ufp8_type": chooses(0),
     "weight_scale": is_a_factor,
     "eps": changes_the_result(5.0),
+    "weight_bias": chooses(1.0),
     "out": receives_the_result,
     "enable_pdl": is_a_hint,
     **mqa_cases.CONCAT_CASES,

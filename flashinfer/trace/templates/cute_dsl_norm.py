@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..specs import FLOATING, Const, Scalar, Tensor, Var
+from ..specs import FLOATING, Const, Tensor, Var
 from ..template import TraceTemplate
 from .norm import (
     _AFFINE,
@@ -27,7 +27,7 @@ from .norm import (
 )
 
 _HEADS = ["batch_size", "num_heads", "head_dim"]
-_WEIGHT_BIAS = Scalar(minimum=0, description="Added to every weight: 0, or 1 for Gemma.")
+_WEIGHT_BIAS = {"weight_bias": (0.0, 1.0)}
 
 
 def _rmsnorm_cute_reference(
@@ -111,10 +111,10 @@ rmsnorm_cute_trace = TraceTemplate(
         "hidden_states": _INPUT,
         "weight": _WEIGHT,
         "eps": _EPS,
-        "weight_bias": _WEIGHT_BIAS,
     },
     outputs={"output": _OUT},
     reference=_rmsnorm_cute_reference,
+    options=_WEIGHT_BIAS,
     hints=["enable_pdl"],
 )
 
@@ -131,7 +131,6 @@ qk_rmsnorm_cute_trace = TraceTemplate(
         "hidden_states": Tensor(_HEADS, param="input", layout="rows", dtypes=FLOATING),
         "weight": Tensor(["head_dim"], layout="rows", dtype_from="hidden_states"),
         "eps": _EPS,
-        "weight_bias": _WEIGHT_BIAS,
     },
     outputs={
         "output": Tensor(
@@ -143,6 +142,7 @@ qk_rmsnorm_cute_trace = TraceTemplate(
         )
     },
     reference=_rmsnorm_cute_reference,
+    options=_WEIGHT_BIAS,
     hints=["enable_pdl"],
 )
 
@@ -156,11 +156,11 @@ rmsnorm_quant_cute_trace = TraceTemplate(
         "weight": _WEIGHT,
         "scale": _SCALE,
         "eps": _EPS,
-        "weight_bias": _WEIGHT_BIAS,
     },
     outputs={"output": _QUANTIZED},
     tags=["fused", "quantize"],
     reference=_rmsnorm_quant_cute_reference,
+    options=_WEIGHT_BIAS,
     hints=["enable_pdl"],
 )
 
@@ -174,11 +174,11 @@ fused_add_rmsnorm_cute_trace = TraceTemplate(
         "residual": _RESIDUAL,
         "weight": _WEIGHT,
         "eps": _EPS,
-        "weight_bias": _WEIGHT_BIAS,
     },
     outputs={"output": _INPUT_OUT, "residual_out": _RESIDUAL_OUT},
     tags=["fused"],
     reference=_fused_add_rmsnorm_cute_reference,
+    options=_WEIGHT_BIAS,
     hints=["enable_pdl"],
 )
 
@@ -193,11 +193,11 @@ fused_add_rmsnorm_quant_cute_trace = TraceTemplate(
         "weight": _WEIGHT,
         "scale": _SCALE,
         "eps": _EPS,
-        "weight_bias": _WEIGHT_BIAS,
     },
     outputs={"output": _QUANTIZED, "residual_out": _RESIDUAL_OUT},
     tags=["fused", "quantize"],
     reference=_fused_add_rmsnorm_quant_cute_reference,
+    options=_WEIGHT_BIAS,
     hints=["enable_pdl"],
 )
 
