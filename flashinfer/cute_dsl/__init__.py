@@ -11,6 +11,9 @@ from .availability import is_cute_dsl_available as is_cute_dsl_available
 from .availability import is_cute_dsl_experimental_available as is_cute_dsl_experimental_available
 from .availability import is_rubin_cute_dsl_available as is_rubin_cute_dsl_available
 from .availability import require_cute_dsl_arch as require_cute_dsl_arch
+from .moe import moe_activation as moe_activation
+from .moe import moe_finalize as moe_finalize
+from .moe import moe_grouped_gemm_cutedsl as moe_grouped_gemm_cutedsl
 from .norm import fused_add_rmsnorm_cute as fused_add_rmsnorm_cute
 from .norm import fused_add_rmsnorm_quant_cute as fused_add_rmsnorm_quant_cute
 from .norm import layernorm_cute as layernorm_cute
@@ -26,6 +29,9 @@ __all__ = [
     "is_cute_dsl_experimental_available",
     "is_rubin_cute_dsl_available",
     "layernorm_cute",
+    "moe_activation",
+    "moe_finalize",
+    "moe_grouped_gemm_cutedsl",
     "qk_rmsnorm_cute",
     "require_cute_dsl_arch",
     "rmsnorm_cute",

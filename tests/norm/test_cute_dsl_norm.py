@@ -1,32 +1,25 @@
 """Norms in CuTe-DSL against the expectations of `test_norm.py`.
 
-On a GPU machine without the DSL they run what `python -m tests.norm.cute_dsl_modules FOLDER` has
-compiled elsewhere, with `FLASHINFER_AOT_DIR=FOLDER`; what is not in there is skipped.
+On a GPU machine without the DSL they run what `tests/cute_dsl_modules.py` has compiled elsewhere.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from flashinfer import cute_dsl, rmsnorm
-from flashinfer.jit import cute_dsl as compiler
 from flashinfer.jit.cute_dsl_norm import gen_cute_dsl_norm_module
 from flashinfer.testing import poisoned_like
-from tests.norm.cute_dsl_modules import CONFIGS, DTYPES, QUANTISED, SHAPES, config_of
+from tests.cute_dsl_modules import DTYPES, QUANTISED, SHAPES, config_of
+from tests.cute_dsl_modules import need as need_module
 from tests.norm.test_norm import check, expect_layer, expect_quant, expect_rms, new
 
 
-def need(device: torch.device, *arguments: object, **options: bool) -> None:
-    """Skip a case on a GPU for which there is neither a compiled kernel nor a compiler."""
-    config = config_of(*arguments, **options)
-    assert config in CONFIGS, "what is compiled elsewhere has every case"
-    if device.type != "cuda":
-        return
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("kernels in CuTe-DSL are written for compute capability 9.0")
-    if compiler.find() is None and gen_cute_dsl_norm_module(config).find() is None:
-        pytest.skip("neither nvidia-cutlass-dsl nor the compiled module is here")
+def need(device: torch.device, *arguments: Any, **options: bool) -> None:
+    need_module(device, gen_cute_dsl_norm_module(config_of(*arguments, **options)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -177,7 +177,7 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     pod_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
-    qk_rmsnorm_cute_n8_d128.json
+    qk_rmsnorm_cute_n8_d128_1.0.json
     recurrent_kda_checkpoints_h32_hv32_k128_v128_state_checkpoints_f32_checkpoint_cu_starts_int64_state_checkpoints_f32.json
     recurrent_kda_final_checkpoints_h32_hv32_k128_v128_checkpoint_cu_starts_int64_state_checkpoints_f32.json
     recurrent_kda_final_h32_hv32_k128_v128.json

@@ -65,6 +65,21 @@ def call_cute_dsl_norms(dtype) -> None:
         cute_dsl.fused_add_rmsnorm_quant_cute(out, rows, residual, weight, 0.02)
         factor, offset = torch.ones(4096), torch.zeros(4096)
         cute_dsl.layernorm_cute(torch.empty_like(rows), rows, factor, offset)
+        call_cute_dsl_mixture()
+
+
+def call_cute_dsl_mixture() -> None:
+    """A layer of DeepSeek-V3 with two experts, to the sum of four tokens' rows."""
+    codes = torch.float8_e4m3fn
+    counts = torch.tensor([3, 4], dtype=torch.int32)
+    x, w1 = torch.randn(2, 4, 7168).to(codes), torch.randn(2, 4096, 7168).to(codes)
+    w2 = torch.randn(2, 7168, 2048).to(codes)
+    scale1, scale2 = torch.rand(2, 32, 56), torch.rand(2, 56, 16)
+    first = cute_dsl.moe_grouped_gemm_cutedsl(x, w1, torch.rand(56, 8), scale1, counts)
+    middle, scale = cute_dsl.moe_activation(first, counts)
+    second = cute_dsl.moe_grouped_gemm_cutedsl(middle, w2, scale, scale2, counts)
+    entries = torch.arange(8, dtype=torch.int32).view(4, 2)
+    cute_dsl.moe_finalize(second.flatten(0, 1), entries, torch.rand(4, 2))
 
 
 def call_quantized_norms(dtype) -> None:
