@@ -16,7 +16,8 @@ cute_dsl::Library library(_mlir_norm_kernel_cuda_init, _mlir_norm_kernel_cuda_lo
 cudaError_t norm(const NormParams& params, bool vectorizable, const DeviceInfo& device,
                  bool enable_pdl, cudaStream_t stream) {
   if (params.hidden_size != FLASHINFER_CFG_HIDDEN) {
-    ffi::raise("ValueError", "`input` must have %d columns, for which the kernel was compiled, got %u",
+    ffi::raise("ValueError",
+               "`input` must have %d columns, for which the kernel was compiled, got %u",
                FLASHINFER_CFG_HIDDEN, params.hidden_size);
   }
   if (!vectorizable) {

@@ -72,9 +72,7 @@ def specs() -> list[JitSpec]:
     found = list(map(gen_cute_dsl_norm_module, CONFIGS))
     for dtype in (torch.float16, BF16):
         found.append(gen_cute_dsl_grouped_gemm_module(CuteDslGroupedGemmConfig(dtype)))
-        for masked in (False, True):
-            config = CuteDslMoeActivationConfig(dtype, masked)
-            found.append(gen_cute_dsl_moe_activation_module(config))
+        found.append(gen_cute_dsl_moe_activation_module(CuteDslMoeActivationConfig(dtype)))
     found.append(gen_cute_dsl_grouped_gemm_module(CuteDslGroupedGemmConfig(torch.float32)))
     for top_k in TOP_KS:
         for dtype_out in (BF16, torch.float32):

@@ -36,8 +36,8 @@ _BLOCK = 128
 _NAMES_OF_MASKED = 4  # what gemm_jit_binding.cc calls the tensors
 
 
-def _activation_kernel(dtype: torch.dtype, masked: bool) -> Kernel:
-    config = CuteDslMoeActivationConfig(dtype, masked)
+def _activation_kernel(dtype: torch.dtype) -> Kernel:
+    config = CuteDslMoeActivationConfig(dtype)
     return cast(Kernel, gen_cute_dsl_moe_activation_module(config).build_and_load().moe_activation)
 
 
@@ -59,7 +59,7 @@ _gemm: KernelTable = KernelTable(_gemm_kernel)
 @flashinfer_api(trace=moe_activation_trace)
 def moe_activation(
     input: torch.Tensor,
-    masked_m: torch.Tensor | None = None,
+    masked_m: torch.Tensor,
     out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
     eps: float = 1e-10,
@@ -75,9 +75,8 @@ def moe_activation(
     input : torch.Tensor
         ``[experts, rows, 2 * width]``, float16 or bfloat16, contiguous: gates, then values. `width`
         is a multiple of 128.
-    masked_m : torch.Tensor, optional
+    masked_m : torch.Tensor
         ``[experts]``, int32: valid rows of each expert. The others are neither read nor written.
-        None: all rows are valid.
     out : torch.Tensor, optional
         ``[experts, rows, width]``, float8_e4m3fn, contiguous.
     out_scale : torch.Tensor, optional
@@ -105,11 +104,10 @@ def moe_activation(
     if out_scale is None:
         shape_of_scale = (columns // (2 * _BLOCK), experts * rows)
         out_scale = torch.empty(shape_of_scale, dtype=torch.float32, device=input.device)
-    masked = masked_m is not None
     try:
-        kernel = _activation[input.dtype, masked]
+        kernel = _activation[input.dtype]
     except NOT_LOADED:
-        kernel = _activation.load(masked, input=input)
+        kernel = _activation.load(input=input)
     kernel(out, out_scale, input, masked_m, eps, enable_pdl)
     return out, out_scale
 

@@ -31,12 +31,10 @@ class MoeActivationKernel:
     ----------
     dtype : cutlass.Numeric
         Type of the rows, of 16 bits.
-    masked : bool
-        Whether groups have counts; otherwise all rows are valid.
     """
 
-    def __init__(self, dtype, masked: bool):
-        self.dtype, self.masked = dtype, masked
+    def __init__(self, dtype):
+        self.dtype = dtype
 
     @cute.jit
     def __call__(
@@ -79,10 +77,8 @@ class MoeActivationKernel:
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        valid = most
-        if cutlass.const_expr(self.masked):
-            count = cute.make_tensor(counts, cute.make_layout(groups))[group]
-            valid = cutlass.min(cutlass.max(count, 0), most)
+        count = cute.make_tensor(counts, cute.make_layout(groups))[group]
+        valid = cutlass.min(cutlass.max(count, 0), most)
         if block < blocks:
             for local in cutlass.range(slot, valid, slots, unroll=1):
                 row = Int64(group) * most + local
@@ -148,14 +144,14 @@ def largest_of(y: cute.TensorSSA):
     return largest
 
 
-def instance(dtype: str, masked: int):
+def instance(dtype: str):
     """The kernel of a configuration, with arguments of the types that it is compiled for."""
     element = _DTYPES[dtype]
 
     def pointer(of, align: int):
         return make_ptr(of, 16, cute.AddressSpace.gmem, assumed_align=align)
 
-    return MoeActivationKernel(element, bool(masked)), (
+    return MoeActivationKernel(element), (
         pointer(element, 8),
         pointer(cutlass.Uint8, 4),
         pointer(Float32, 4),

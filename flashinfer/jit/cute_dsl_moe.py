@@ -21,13 +21,12 @@ _MAX_TOP_K = 32
 
 @dataclass(frozen=True)
 class CuteDslMoeActivationConfig(ModuleConfig):
-    """The type of the rows, and whether groups have counts of valid ones, select code."""
+    """The type of the rows selects code."""
 
     module: ClassVar[str] = "cute_dsl_moe_activation"
     supported_major_versions: ClassVar[tuple[int, ...] | None] = (9,)
 
     dtype: torch.dtype
-    masked: bool
 
     def __post_init__(self) -> None:
         check_dtype("input", self.dtype, _ROWS)
@@ -79,8 +78,7 @@ class CuteDslGroupedGemmConfig(ModuleConfig):
 
 
 def _activation_cases() -> Iterator[CuteDslMoeActivationConfig]:
-    for masked in (False, True):
-        yield CuteDslMoeActivationConfig(torch.bfloat16, masked)
+    yield CuteDslMoeActivationConfig(torch.bfloat16)
 
 
 def _finalize_cases() -> Iterator[CuteDslMoeFinalizeConfig]:

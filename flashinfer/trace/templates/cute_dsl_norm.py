@@ -31,11 +31,29 @@ _WEIGHT_BIAS = {"weight_bias": (0.0, 1.0)}
 
 
 def _rmsnorm_cute_reference(
-    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, weight_bias: float = 0.0
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
 ) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * (weight + weight_bias), over the last dimension.
 
     Source: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    return _rms_normalize(input.double(), eps) * (weight.double() + weight_bias)
+
+
+def _qk_rmsnorm_cute_reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    output: torch.Tensor,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
+) -> torch.Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * (weight + weight_bias), over each head.
+
+    Source: as rmsnorm_cute.
     """
     return _rms_normalize(input.double(), eps) * (weight.double() + weight_bias)
 
@@ -93,7 +111,11 @@ def _fused_add_rmsnorm_quant_cute_reference(
 
 
 def _layernorm_cute_reference(
-    input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6
+    out: torch.Tensor,
+    input: torch.Tensor,
+    gemma: torch.Tensor,
+    beta: torch.Tensor,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
     """y = (x - mean(x)) / sqrt(var(x) + eps) * gemma + beta, with the biased variance.
 
@@ -141,7 +163,7 @@ qk_rmsnorm_cute_trace = TraceTemplate(
             in_place_of="input",
         )
     },
-    reference=_rmsnorm_cute_reference,
+    reference=_qk_rmsnorm_cute_reference,
     options=_WEIGHT_BIAS,
     hints=["enable_pdl"],
 )
