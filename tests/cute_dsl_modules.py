@@ -1,4 +1,4 @@
-"""What the tests of kernels in CuTe-DSL call, and a program that compiles it.
+"""A list of the modules in CuTe-DSL that tests call, and a program that compiles them.
 
     python -m tests.cute_dsl_modules build/cute-dsl
 

@@ -232,7 +232,7 @@ rcp_approx_ftz, rcp_rn, fabs_f32 = (
 def cvt_f32_to_ue8m0(max_val: Float32) -> Uint32:
     """The code of the smallest power of two that is not below a number, and 0 for 0.
 
-    Of a subnormal number it is 2^-126. The largest code is 254, as 255 is NaN.
+    The code of a subnormal number is that of 2^-126. The largest code is 254, as 255 is NaN.
     """
     code = """{
         .reg .b32 bits, exponent, rest;

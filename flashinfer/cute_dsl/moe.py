@@ -89,7 +89,7 @@ def moe_activation(
     Returns
     -------
     out, out_scale : torch.Tensor
-        Those given, or new ones; what belongs to rows that are not valid is undefined.
+        The tensors given, or new ones. They are undefined for rows that are not valid.
 
     Raises
     ------

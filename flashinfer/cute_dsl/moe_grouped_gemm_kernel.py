@@ -46,7 +46,7 @@ class MaskedScheduler:
     def __init__(self, counts: cute.Tensor, most: Int32, columns: Int32):
         self.counts, self.most, self.columns = counts, most, columns
 
-    # What a loop at run time carries from one turn to the next.
+    # These two let a loop at run time carry an object.
     def __extract_mlir_values__(self):
         return [v for part in self._parts() for v in cutlass.extract_mlir_values(part)]
 

@@ -36,7 +36,7 @@ class CuteDsl:
     version : str
         Version of its distribution.
     folders : tuple of str
-        What the module search path needs for ``import cutlass``.
+        Folders that the module search path needs for ``import cutlass``.
     runtime : str
         The archive that the objects it writes are linked with.
     """
@@ -112,7 +112,7 @@ def require() -> CuteDsl:
 
 
 def reached_files(sources: Iterable[Path]) -> fingerprint.Reached:
-    """What the kernels are made from: their files, those they import beside them, the program."""
+    """The files of kernels, those that they import beside them, and the program that compiles."""
     stamps: dict[str, files.Stamp] = {}
     hashes: dict[str, str] = {}
     todo = [*map(os.path.abspath, sources), str(PROGRAM)]

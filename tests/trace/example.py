@@ -149,6 +149,10 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     mm_bf16_n6144_k4096.json
     mm_bf16_n6144_k4096_bias.json
     mm_fp8_n1536_k2048_alpha_out_bf16.json
+    moe_activation_e2_c4096.json
+    moe_finalize_h7168_k2.json
+    moe_grouped_gemm_cutedsl_e2_n4096_k7168.json
+    moe_grouped_gemm_cutedsl_e2_n7168_k2048.json
     mono_moe_e4_h2048_i768.json
     mxfp4_dequantize_b3584.json
     mxfp4_dequantize_host_b3584_g32.json
