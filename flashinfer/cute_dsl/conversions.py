@@ -46,11 +46,16 @@ def cvt_f32x4_to_e5m2x4(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint3
 @cute.jit
 def cvt_e4m3x2_to_f16x2_pair(packed_u32: Uint32):
     """The four e4m3 codes of a word as two packed pairs of float16, which holds them exactly."""
-    low, high = Uint16(packed_u32 & Uint32(0xFFFF)), Uint16(packed_u32 >> Uint32(16))
-    return (
-        _ptx("cvt.rn.f16x2.e4m3x2 {$w0}, {$r0};", [Uint32], low),
-        _ptx("cvt.rn.f16x2.e4m3x2 {$w0}, {$r0};", [Uint32], high),
-    )
+    # The word goes through a register of its own: a constant may not stand for 16 bits of it.
+    code = """{
+        .reg .b32 word;
+        .reg .b16 lo, hi;
+        mov.b32 word, {$r0};
+        mov.b32 {lo, hi}, word;
+        cvt.rn.f16x2.e4m3x2 {$w0}, lo;
+        cvt.rn.f16x2.e4m3x2 {$w1}, hi;
+    }"""
+    return _ptx(code, [Uint32, Uint32], packed_u32)
 
 
 @cute.jit

@@ -99,7 +99,7 @@ def test_shape_flags_reach_the_tensors():
         (["--routine", "rmsnorm", "--input_dtype", "int8"], "'int8' is no dtype; use one of"),
         (
             ["--routine", "rmsnorm", "--backends", "cudnn"],
-            "no backend 'cudnn'; it has cuda, cute-dsl, torch",
+            "'cudnn'; it has cuda, cute-dsl, torch",
         ),
         (["--routine", "rmsnorm", "--use_cupti", "--use_cuda_events"], "not allowed with"),
         (["--routine", "rmsnorm", "--num_iters", "0"], "0 is not positive"),

@@ -198,3 +198,22 @@ def test_probes_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert public.availability.cute_dsl_compile_arch(9, 0) == "sm_90a"
     with pytest.raises(ValueError, match="must be one of 8.0, .*got 7.5"):
         public.availability.cute_dsl_compile_arch(7, 5)
+
+
+@needs_dsl
+@pytest.mark.compiler
+def test_helpers_compile_to_their_instructions(tmp_path: Path):
+    """All that no kernel of the package calls, in one kernel: no call, no local memory."""
+    for file in cute_dsl.KERNELS.glob("*.py"):
+        (tmp_path / file.name).symlink_to(file)
+    source = tmp_path / "helpers.py"
+    source.write_text(Path(__file__).with_name("cute_dsl_helpers_kernel.py").read_text())
+    dsl = cute_dsl.require()
+    command = [*dsl.command([], ["90a"]), "--out", str(tmp_path / "helpers.o"), str(source)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (kernel,) = read_kernels(tmp_path / "helpers.o")
+    assert (kernel.arch, kernel.stack_bytes) == ("sm_90a", 0)
+    assert (tmp_path / "helpers.h").is_file()
+    (code,) = read_opcodes(tmp_path / "helpers.o").values()
+    assert LDG in code and STG in code

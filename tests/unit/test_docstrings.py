@@ -18,7 +18,7 @@ import flashinfer
 
 # Tools of a machine with a GPU; the command line has tests of its own.
 LEFT_OUT = ("flashinfer.__main__", "flashinfer.cli", "flashinfer.testing.tim")
-# What kernels in CuTe-DSL import, which an extra installs.
+# Kernels in CuTe-DSL import these packages, which an extra installs.
 EXTRAS = ("cuda", "cutlass")
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
