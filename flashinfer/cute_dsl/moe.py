@@ -33,6 +33,7 @@ from ..trace.templates.cute_dsl_moe import (
 )
 
 _BLOCK = 128
+_LEAST = 1e-10  # magnitude that a scale is made for
 _NAMES_OF_MASKED = 4  # what gemm_jit_binding.cc calls the tensors
 
 
@@ -62,12 +63,11 @@ def moe_activation(
     masked_m: torch.Tensor,
     out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
-    eps: float = 1e-10,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SwiGLU of experts' rows and its quantisation: ``out * scale = silu(gate) * up``.
 
-    Per 128 neighbours ``scale = max(amax, eps) / 448`` with their largest magnitude amax; values
+    Per 128 neighbours ``scale = max(amax, 1e-10) / 448`` with their largest magnitude amax; values
     are computed in float32 and rounded once, to nearest.
 
     Parameters
@@ -81,8 +81,6 @@ def moe_activation(
         ``[experts, rows, width]``, float8_e4m3fn, contiguous.
     out_scale : torch.Tensor, optional
         ``[width / 128, experts * rows]``, float32, contiguous.
-    eps : float
-        Least magnitude that a scale is made for, between 1e-30 and 1e30.
     enable_pdl : bool, optional
         As for `flashinfer.rmsnorm`.
 
@@ -108,7 +106,7 @@ def moe_activation(
         kernel = _activation[input.dtype]
     except NOT_LOADED:
         kernel = _activation.load(input=input)
-    kernel(out, out_scale, input, masked_m, eps, enable_pdl)
+    kernel(out, out_scale, input, masked_m, _LEAST, enable_pdl)
     return out, out_scale
 
 

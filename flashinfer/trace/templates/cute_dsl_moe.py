@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..specs import Const, Scalar, Tensor, Var
+from ..specs import Const, Tensor, Var
 from ..template import TraceTemplate
 
 _HALF = ("bfloat16", "float16")
@@ -14,9 +14,9 @@ _FLOATS = (*_HALF, "float32")
 
 
 def _moe_activation_reference(
-    input: torch.Tensor, masked_m: torch.Tensor, eps: float = 1e-10
+    input: torch.Tensor, masked_m: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y = silu(gate) up; per 128 values scale = max(max |y|, eps) / 448 and out = y / scale.
+    """y = silu(gate) up; per 128 values scale = max(max |y|, 1e-10) / 448 and out = y / scale.
 
     Gate is the first half of a row. NaN for the rows of a group beyond its count.
     Source: N. Shazeer, "GLU Variants Improve Transformer", 2020; scales of blocks as in
@@ -26,7 +26,7 @@ def _moe_activation_reference(
     y = torch.nn.functional.silu(gate) * up
     groups, rows, width = y.shape
     blocks = y.view(groups, rows, width // 128, 128)
-    scale = blocks.abs().amax(dim=-1).clamp(min=eps) / 448
+    scale = blocks.abs().amax(dim=-1).clamp(min=1e-10) / 448
     codes = (blocks / scale[..., None]).view(groups, rows, width)
     beyond = torch.arange(rows, device=y.device) >= masked_m[:, None]
     codes[beyond], scale[beyond] = float("nan"), float("nan")
@@ -78,7 +78,7 @@ def _activation_init(arguments: dict[str, Any]) -> dict[str, Any]:
     device, generator = arguments["input"].device, torch.Generator().manual_seed(0)
     rows = torch.randn(3, 5, 512, generator=generator).bfloat16().to(device)
     counts = torch.full((3,), 5, dtype=torch.int32, device=device)
-    return {"input": rows, "masked_m": counts, "eps": 1e-10}
+    return {"input": rows, "masked_m": counts}
 
 
 moe_activation_trace = TraceTemplate(
@@ -96,7 +96,6 @@ moe_activation_trace = TraceTemplate(
     inputs={
         "input": Tensor(["groups", "m", "columns"], dtypes=_HALF),
         "masked_m": Tensor(["groups"], dtype="int32", description="Valid rows of each expert."),
-        "eps": Scalar(above=0, description="Least magnitude that a scale is made for."),
     },
     outputs={
         "out": Tensor(["groups", "m", "width"], dtype="float8_e4m3fn", param="out"),
