@@ -67,14 +67,23 @@ def _norm(
     writes: str,
     flags: list[Flag],
     peer: Backend | None = None,
+    cute_dsl: str | Callable[..., Any] = "",
 ) -> None:
-    """Register one norm. ``arguments``, ``reads`` and ``writes`` are names separated by blanks."""
+    """Register one norm. ``arguments``, ``reads`` and ``writes`` are names separated by blanks.
+
+    ``cute_dsl`` is its counterpart in CuTe-DSL, which needs that extra: ``--backends cute-dsl``.
+    """
 
     def build(case: Namespace, device: str) -> Arguments:
         draw = _draw(case, device)
         return {argument: draw[argument]() for argument in arguments.split()}
 
     api = f"flashinfer.norm:{name}"
+    backends = {"cuda": Backend(api)}
+    if cute_dsl:
+        backends["cute-dsl"] = Backend(cute_dsl)
+    if peer:
+        backends["torch"] = peer
     register(
         Routine(
             name=name,
@@ -83,9 +92,19 @@ def _norm(
             build=build,
             reads=reads.split(),
             writes=writes.split(),
-            backends={"cuda": Backend(api)} | ({"torch": peer} if peer else {}),
+            backends=backends,
         )
     )
+
+
+def _cute_dsl_layernorm(
+    input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float
+) -> torch.Tensor:
+    from flashinfer.cute_dsl import layernorm_cute
+
+    out = torch.empty_like(input)
+    layernorm_cute(out, input, gemma, beta, eps)
+    return out
 
 
 def _torch_rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -105,6 +124,7 @@ _norm(
     reads="input weight",
     writes="out",
     flags=[*_HEADS, *_PDL],
+    cute_dsl="flashinfer.cute_dsl:rmsnorm_cute",
     peer=Backend(_torch_rmsnorm, omits=("out", "enable_pdl"), roundings=2),
 )
 _norm(
@@ -120,6 +140,7 @@ _norm(
     reads="input residual weight",
     writes="input residual",
     flags=_PDL,
+    cute_dsl="flashinfer.cute_dsl:fused_add_rmsnorm_cute",
     peer=Backend(_torch_fused_add_rmsnorm, omits=("enable_pdl",), roundings=3),
 )
 _norm(
@@ -129,13 +150,21 @@ _norm(
     writes="input residual",
     flags=_PDL,
 )
-_norm("layernorm", "input gemma beta eps", reads="input gemma beta", writes="input", flags=[])
+_norm(
+    "layernorm",
+    "input gemma beta eps",
+    reads="input gemma beta",
+    writes="input",
+    flags=[],
+    cute_dsl=_cute_dsl_layernorm,
+)
 _norm(
     "rmsnorm_quant",
     "out input weight scale eps enable_pdl",
     reads="input weight scale",
     writes="out",
     flags=[*_HEADS, *_QUANT, *_PDL],
+    cute_dsl="flashinfer.cute_dsl:rmsnorm_quant_cute",
 )
 _norm(
     "fused_add_rmsnorm_quant",
@@ -143,6 +172,7 @@ _norm(
     reads="input residual weight scale",
     writes="out residual",
     flags=[*_QUANT, *_PDL],
+    cute_dsl="flashinfer.cute_dsl:fused_add_rmsnorm_quant_cute",
 )
 _norm(
     "layernorm_quant",

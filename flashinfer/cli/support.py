@@ -23,6 +23,7 @@ from typing import Any
 from .._instrument.call import public_path
 from ..jit.attention import AttentionConfig
 from ..jit.config import ModuleConfig
+from ..jit.cute_dsl_norm import CuteDslNormConfig
 from ..jit.delta_rule import ChunkDeltaRuleConfig, DeltaRuleConfig
 from ..jit.mamba import SelectiveStateConfig
 from ..jit.mqa_logits import MqaLogitsConfig
@@ -55,6 +56,7 @@ _ATTENTION = ("attention", "cudnn", "decode", "pod", "prefill", "sparse")  # mod
 _CONFIGS: dict[str, type[ModuleConfig]] = {
     "attention": AttentionConfig,
     "attn_scores": MqaLogitsConfig,
+    "cute_dsl": CuteDslNormConfig,
     "dense_mqa": MqaLogitsConfig,
     "gdn_decode": DeltaRuleConfig,
     "gdn_prefill": ChunkDeltaRuleConfig,

@@ -17,8 +17,8 @@ from packaging.version import Version
 
 from .. import env
 from ..compilation_context import current_compilation_context
+from . import cute_dsl, fingerprint, process, toolchain
 from . import env as jit_env
-from . import fingerprint, process, toolchain
 from .errors import BuildError
 
 # nvcc starts its parts through a shell, splits folders at commas, and quotes neither well enough.
@@ -43,7 +43,7 @@ def checked_name(name: str) -> str:
 def checked_source(name: str, source: str | Path) -> Path:
     """A source of module `name`, if there is a compiler for it."""
     path = Path(source)
-    allowed = CUDA_SUFFIXES + HOST_SUFFIXES
+    allowed = CUDA_SUFFIXES + HOST_SUFFIXES + cute_dsl.SUFFIXES
     if path.suffix not in allowed:
         raise ValueError(
             f"sources of module {name!r}: {str(path)!r} must end in one of {', '.join(allowed)}"
@@ -210,6 +210,7 @@ class NinjaModule:
     include_dirs: Sequence[Path]
     toolkit: toolchain.Toolkit | None
     host_compiler: toolchain.HostCompiler
+    dsl: cute_dsl.CuteDsl | None = None
 
     def objects(self) -> list[str]:
         """Object file names, in the order of the sources."""
@@ -247,7 +248,14 @@ class NinjaModule:
         own = [f"-I{d}" for d in self.include_dirs]
         external = [w for d in external_include_dirs(self.toolkit) for w in ("-isystem", d)]
         link = [*self.flags.link, *tvm_ffi_link_flags()]
-        commands = {"cxx": f"{_shell([*host, *self.flags.host, *own, *external])} -c $in -o $out"}
+        cxx = _shell([*host, *self.flags.host, *own, *external])
+        commands = {"cxx": f"{cxx} $headers -c $in -o $out"}
+        if self.dsl:
+            defines = [flag for flag in self.flags.host if flag.startswith("-D")]
+            _, archs = fingerprint.split_targets(self.flags.cuda)
+            dsl = _shell(self.dsl.command(defines, archs))
+            commands["cute_dsl"] = f"{dsl} --out $out $in"
+            link.append(self.dsl.runtime)
         if self.toolkit:
             link += self.runtime_link_flags()
             nvcc = [*env.FLASHINFER_NVCC_LAUNCHER.get(), self.toolkit.nvcc]
@@ -277,13 +285,21 @@ class NinjaModule:
         """The build statements of `build.ninja`, with the outputs in a folder."""
         prefix = f"{ninja_path(folder)}/" if folder else ""
         lines, objects = [], []
-        for source, name in zip(self.sources, self.objects(), strict=True):
-            rule = "nvcc" if source.suffix in CUDA_SUFFIXES else "cxx"
+        named = list(zip(self.sources, self.objects(), strict=True))
+        kernels = [ninja_path(name) for source, name in named if _rule(source) == "cute_dsl"]
+        for source, name in named:
+            rule = _rule(source)
             place, file = os.path.split(os.path.abspath(source))
             if rule == "nvcc":
                 place = (links or {}).get(place, place)
             path = ninja_path(os.path.join(place, file))
-            lines.append(f"build {prefix}{ninja_path(name)}: {rule} {path}")
+            # The DSL writes a header beside its object, which launchers include.
+            first = (
+                f" | {' '.join(prefix + o for o in kernels)}" if rule == "cxx" and kernels else ""
+            )
+            lines.append(f"build {prefix}{ninja_path(name)}: {rule} {path}{first}")
+            if first:
+                lines.append(f"  headers = -I{ninja_path(folder) or '.'}")
             if more := self.flags.cuda_by_source.get(str(source)):
                 lines.append(f"  flags = {_shell(more)}")
             objects.append(prefix + ninja_path(name))
@@ -305,15 +321,24 @@ class NinjaModule:
         commands = self.commands()
         entries = []
         for source, name in zip(self.sources, self.objects(), strict=True):
-            rule = "nvcc" if source.suffix in CUDA_SUFFIXES else "cxx"
+            rule = _rule(source)
+            if rule == "cute_dsl":
+                continue  # Python, for which editors need no flags
             more = _shell(self.flags.cuda_by_source.get(str(source), ()))
-            command = commands[rule].replace("$flags", more)
+            command = commands[rule].replace("$flags", more).replace(" $headers", "")
             command = command.replace("$in", shlex.quote(os.path.abspath(source)))
             command = command.replace("$out", shlex.quote(name)).replace("$$", "$")
             entries.append(
                 {"directory": str(directory), "file": os.path.abspath(source), "command": command}
             )
         return entries
+
+
+def _rule(source: Path) -> str:
+    """Which rule compiles a source."""
+    if source.suffix in CUDA_SUFFIXES:
+        return "nvcc"
+    return "cute_dsl" if source.suffix in cute_dsl.SUFFIXES else "cxx"
 
 
 def _object_suffix(source: Path) -> str:

@@ -214,6 +214,15 @@ class Reached:
     included_sources: set[str]
     stamps: dict[str, Stamp]
 
+    def joined(self, other: Reached) -> Reached:
+        """These files and those of another kind of source."""
+        return Reached(
+            sorted([*self.files, *other.files]),
+            sorted({*self.external, *other.external}),
+            self.included_sources | other.included_sources,
+            {**self.stamps, **other.stamps},
+        )
+
 
 def reached_files(
     sources: Sequence[Path], include_dirs: Sequence[Path], macros: dict[str, str]

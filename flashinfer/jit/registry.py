@@ -37,6 +37,9 @@ class Generator:
         The same for named sets, such as ``"llama-bf16"``.
     hosts : callable
         Yields more modules whose host parts come in the wheel (`host_parts.py`).
+    compiler : str
+        The extra of this package whose compiler the modules need, or nothing. What needs one is
+        built by its preset, not with everything.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Generator:
     aot: Cases
     presets: Mapping[str, Cases] = field(default_factory=dict)
     hosts: Callable[[], Iterable[ModuleSpec]] = tuple
+    compiler: str = ""
 
     def specs(self, preset: str | None = None) -> Iterator[JitSpec]:
         """The modules of the AOT cases, or of a preset (none if it is not in it).
@@ -70,6 +74,7 @@ def register_generator(
     aot: Cases,
     presets: Mapping[str, Cases] | None = None,
     hosts: Callable[[], Iterable[ModuleSpec]] = tuple,
+    compiler: str = "",
 ) -> Callable[[F], F]:
     """Decorator that makes a ``gen_*_module`` function known.
 
@@ -81,6 +86,8 @@ def register_generator(
         Named sets of cases.
     hosts : callable, optional
         Yields more modules whose host parts come in the wheel.
+    compiler : str
+        The extra whose compiler the modules need.
     """
 
     def register(function: F) -> F:
@@ -88,14 +95,18 @@ def register_generator(
         known = _generators.get(name)
         if known is not None and known.function.__module__ != function.__module__:
             raise ValueError(f"two generators are called {name!r}: module names would clash")
-        _generators[name] = Generator(name, function, aot, dict(presets or {}), hosts)
+        _generators[name] = Generator(name, function, aot, dict(presets or {}), hosts, compiler)
         return function
 
     return register
 
 
-def generators() -> dict[str, Generator]:
-    """Every registered generator of the package, by name."""
+def generators(compiler: str = "") -> dict[str, Generator]:
+    """The registered generators by name: those that need no extra, or one extra's compiler."""
+    return {name: g for name, g in _all_generators().items() if g.compiler == compiler}
+
+
+def _all_generators() -> dict[str, Generator]:
     package = importlib.import_module(__package__)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
@@ -115,7 +126,7 @@ def host_specs() -> list[ModuleSpec]:
 
 def preset_names() -> list[str]:
     """The named sets that some generator takes part in."""
-    return sorted({name for generator in generators().values() for name in generator.presets})
+    return sorted({name for generator in _all_generators().values() for name in generator.presets})
 
 
 def preset_specs(preset: str) -> list[JitSpec]:
@@ -130,7 +141,7 @@ def preset_specs(preset: str) -> list[JitSpec]:
         raise ValueError(
             f"preset {preset!r} does not exist; there are: {', '.join(preset_names())}"
         )
-    return _unique(s for generator in generators().values() for s in generator.specs(preset))
+    return _unique(s for generator in _all_generators().values() for s in generator.specs(preset))
 
 
 def _unique(specs: Iterable[S]) -> list[S]:

@@ -11,7 +11,7 @@ from typing import Any
 from .. import env
 from ..compilation_context import current_compilation_context
 from ..version import __version__
-from . import cpp_ext, cubins, fingerprint, nvrtc, toolchain
+from . import cpp_ext, cubins, cute_dsl, fingerprint, nvrtc, toolchain
 from . import env as jit_env
 from .config import ModuleConfig
 from .fingerprint import Identity
@@ -26,7 +26,8 @@ class ModuleSpec:
     name : str
         Unique name (URI), also the file name of the library.
     sources : list of Path
-        ``.cu`` files for nvcc, ``.cc``/``.cpp`` files for the host compiler.
+        ``.cu`` files for nvcc, ``.cc``/``.cpp`` files for the host compiler, ``.py`` files for
+        CuTe-DSL.
     extra_cflags, extra_cuda_cflags, extra_ldflags : list of str
         Flags on top of the standard ones.
     extra_include_paths : list of Path
@@ -75,7 +76,12 @@ class ModuleSpec:
 
     @property
     def _has_device_code(self) -> bool:
-        return any(source.suffix in cpp_ext.CUDA_SUFFIXES for source in self.sources)
+        return bool(self._cuda_sources()) or self.uses_cute_dsl
+
+    @property
+    def uses_cute_dsl(self) -> bool:
+        """Whether a kernel is written in CuTe-DSL."""
+        return bool(self._dsl_sources())
 
     def uses_cuda(self, external: Sequence[str]) -> bool:
         """Whether a build needs the toolkit: for nvcc, or for headers of the CUDA runtime."""
@@ -87,7 +93,10 @@ class ModuleSpec:
         """The files that the sources reach through ``#include``."""
         flags = self.flags()
         macros = fingerprint.macros_of([*flags.host, *flags.cuda])
-        return fingerprint.reached_files(self.sources, self.include_dirs(), macros)
+        kernels = self._dsl_sources()
+        others = [source for source in self.sources if source not in kernels]
+        reached = fingerprint.reached_files(others, self.include_dirs(), macros)
+        return reached.joined(cute_dsl.reached_files(kernels)) if kernels else reached
 
     def include_dirs(self) -> list[Path]:
         """Search path of the headers that count for the identity."""
@@ -203,7 +212,11 @@ class ModuleSpec:
             return nvrtc.ingredients(part)
         if env.FLASHINFER_COMPILER.get() == "nvrtc":
             return None
-        return toolchain.ingredients(content.uses_cuda)
+        found = toolchain.ingredients(content.uses_cuda)
+        if found is None or not self.uses_cute_dsl:
+            return found
+        dsl = cute_dsl.find()
+        return {**found, "cute-dsl": dsl.version} if dsl else None
 
     def prebuilt(self, content: Identity | None = None) -> cubins.Prebuilt | None:
         """Host part and cubins, if the module can be joined from them without a compiler."""
@@ -246,6 +259,9 @@ class ModuleSpec:
     def _cuda_sources(self) -> list[Path]:
         return [source for source in self.sources if source.suffix in cpp_ext.CUDA_SUFFIXES]
 
+    def _dsl_sources(self) -> list[Path]:
+        return [source for source in self.sources if source.suffix in cute_dsl.SUFFIXES]
+
     def nvrtc_options(self) -> list[str]:
         """The options of NVRTC besides the target.
 
@@ -274,4 +290,5 @@ class ModuleSpec:
             include_dirs=self.include_dirs(),
             toolkit=toolchain.require_toolkit() if uses_cuda else None,
             host_compiler=toolchain.require_host_compiler(),
+            dsl=cute_dsl.require() if self.uses_cute_dsl else None,
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
-from . import cache, nvrtc, places, toolchain
+from . import cache, cute_dsl, nvrtc, places, toolchain
 from .errors import JitError, MissingJITCacheError, ToolchainError
 from .spec import ModuleSpec
 
@@ -66,6 +66,8 @@ def require_buildable(spec: ModuleSpec) -> None:
     toolchain.require_ninja()
     if spec.host_part(content) is not None:
         return
+    if spec.uses_cute_dsl:
+        cute_dsl.require()
     why = f"{spec.name} is not compiled with NVRTC: {nvrtc.why_not(*spec.host_key(content))}"
     if env.FLASHINFER_COMPILER.get() == "nvrtc":
         raise ToolchainError(

@@ -71,8 +71,10 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     fp8_linear_n1536_k2048_e4m3_out_bf16.json
     fp8_mqa_logits_h64_d128.json
     fp8_paged_mqa_logits_n2_h64_d128_ps64_logits_f32.json
+    fused_add_rmsnorm_cute_h4096.json
     fused_add_rmsnorm_fp8_block_quant_h8192.json
     fused_add_rmsnorm_h4096.json
+    fused_add_rmsnorm_quant_cute_h4096_output_e4m3.json
     fused_add_rmsnorm_quant_h8192_output_e4m3.json
     fused_dit_gate_residual_layernorm_gamma_beta_h3072_gate_bias.json
     fused_dit_gate_residual_layernorm_scale_shift_h3072_gate_bias_scale_bias_shift_bias.json
@@ -122,6 +124,7 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     grouped_mm_bf16_n1536_k2048_g8_m_indptr_int32.json
     grouped_mm_fp8_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
     hash_topk_e256_k6_f32_input_ids_int64_tid2eid_int32.json
+    layernorm_cute_h4096.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json
     merge_state_h32_d128.json
@@ -146,6 +149,10 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     mm_bf16_n6144_k4096.json
     mm_bf16_n6144_k4096_bias.json
     mm_fp8_n1536_k2048_alpha_out_bf16.json
+    moe_activation_e2_c4096.json
+    moe_finalize_h7168_k2.json
+    moe_grouped_gemm_cutedsl_e2_n4096_k7168.json
+    moe_grouped_gemm_cutedsl_e2_n7168_k2048.json
     mono_moe_e4_h2048_i768.json
     mxfp4_dequantize_b3584.json
     mxfp4_dequantize_host_b3584_g32.json
@@ -174,6 +181,7 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     pod_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_h32_kv8_d128_dv128_ps16_causal_p.json
     pod_lse_p_lse_d_h32_kv8_d128_dv128_ps16_causal_p.json
+    qk_rmsnorm_cute_n8_d128_1.0.json
     recurrent_kda_checkpoints_h32_hv32_k128_v128_state_checkpoints_f32_checkpoint_cu_starts_int64_state_checkpoints_f32.json
     recurrent_kda_final_checkpoints_h32_hv32_k128_v128_checkpoint_cu_starts_int64_state_checkpoints_f32.json
     recurrent_kda_final_h32_hv32_k128_v128.json
@@ -190,10 +198,12 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     recurrent_kda_initial_final_checkpoints_h32_hv32_k128_v128_initial_state_f32_state_checkpoints_f32_checkpoint_cu_starts_int64_initial_state_f32_state_checkpoints_f32.json
     recurrent_kda_initial_final_h32_hv32_k128_v128_initial_state_f32_initial_state_f32.json
     recurrent_kda_initial_h32_hv32_k128_v128_initial_state_f32_initial_state_f32.json
+    rmsnorm_cute_h4096.json
     rmsnorm_fp8_block_quant_h8192.json
     rmsnorm_h128.json
     rmsnorm_h4096.json
     rmsnorm_h4096_f16.json
+    rmsnorm_quant_cute_h4096_output_e4m3.json
     rmsnorm_quant_h8192_output_e4m3.json
     rmsnorm_sigmoid_gate_d64.json
     rope_quantize_fp8_append_paged_kv_cache_hnd_q32_r128_qn0_kn0_kv8_ps16_v128_cos_sin_cache_f32_pos_ids_int32_k_cache_e4m3_v_cache_e4m3_q_rope_out_e4m3_q_nope_out_e4m3_k_cache_e4m3_v_cache_e4m3.json

@@ -11,6 +11,7 @@ import torch
 import flashinfer
 from flashinfer import (
     ActivationType,
+    cute_dsl,
     dense_mqa,
     dsv3_ops,
     fused_moe,
@@ -26,6 +27,7 @@ NUM_TOKENS = 32
 def make_calls(dtype: torch.dtype) -> None:
     call_norms(dtype)
     call_quantized_norms(dtype)
+    call_cute_dsl_norms(dtype)
     call_latent_parts(dtype)
     call_scores()
     # A definition has no values: without a GPU nothing multiplies these large matrices.
@@ -50,6 +52,36 @@ def call_norms(dtype) -> None:
     flashinfer.gemma_rmsnorm(rows(3584), torch.zeros(3584, dtype=dtype))
     flashinfer.gemma_fused_add_rmsnorm(rows(3584), rows(3584), torch.zeros(3584, dtype=dtype))
     flashinfer.layernorm(rows(128), torch.ones(128), torch.zeros(128))
+
+
+def call_cute_dsl_norms(dtype) -> None:
+    """On the reference backend even where there is a GPU: the kernels need a compiler's extra."""
+    with flashinfer.reference_backend(), torch.device("cpu"):
+        rows, residual = (torch.randn(3, 4096).to(dtype) for _ in range(2))
+        weight, out = torch.ones(4096, dtype=dtype), torch.empty(3, 4096, dtype=torch.float8_e4m3fn)
+        heads = torch.randn(3, 8, 128).to(dtype)
+        cute_dsl.rmsnorm_cute(rows, weight, torch.empty_like(rows))
+        cute_dsl.qk_rmsnorm_cute(heads, weight[:128], heads, weight_bias=1.0)
+        cute_dsl.rmsnorm_quant_cute(out, rows, weight, 0.02)
+        cute_dsl.fused_add_rmsnorm_cute(rows, residual, weight)
+        cute_dsl.fused_add_rmsnorm_quant_cute(out, rows, residual, weight, 0.02)
+        factor, offset = torch.ones(4096), torch.zeros(4096)
+        cute_dsl.layernorm_cute(torch.empty_like(rows), rows, factor, offset)
+        call_cute_dsl_mixture()
+
+
+def call_cute_dsl_mixture() -> None:
+    """A layer of DeepSeek-V3 with two experts, to the sum of four tokens' rows."""
+    codes = torch.float8_e4m3fn
+    counts = torch.tensor([3, 4], dtype=torch.int32)
+    x, w1 = torch.randn(2, 4, 7168).to(codes), torch.randn(2, 4096, 7168).to(codes)
+    w2 = torch.randn(2, 7168, 2048).to(codes)
+    scale1, scale2 = torch.rand(2, 32, 56), torch.rand(2, 56, 16)
+    first = cute_dsl.moe_grouped_gemm_cutedsl(x, w1, torch.rand(56, 8), scale1, counts)
+    middle, scale = cute_dsl.moe_activation(first, counts)
+    second = cute_dsl.moe_grouped_gemm_cutedsl(middle, w2, scale, scale2, counts)
+    entries = torch.arange(8, dtype=torch.int32).view(4, 2)
+    cute_dsl.moe_finalize(second.flatten(0, 1), entries, torch.rand(4, 2))
 
 
 def call_quantized_norms(dtype) -> None:

@@ -114,6 +114,19 @@ def receives_the_result(operation: Operation, name: str, arguments: dict[str, An
         operation.api(**arguments, **{name: destination.double()})
 
 
+def receives_scales(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A destination of scales where the operation has them as a result."""
+    if name not in operation.template.outputs:
+        is_refused_beyond_the_listed(operation, name, arguments)
+        return
+    usual = operation.api(**arguments)[1]
+    given = torch.full_like(usual, float("nan"))
+    assert operation.api(**clone_arguments(arguments), **{name: given})[1] is given
+    assert torch.equal(given, usual)
+    with pytest.raises(ValueError, match=name):
+        operation.api(**arguments, **{name: given.double()})
+
+
 def is_a_hint(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """Changes how the kernel is launched, no bit of a result; what is no bool is refused."""
     assert name in operation.template.hints
@@ -197,7 +210,7 @@ CASES: dict[str, Callable[..., None]] = {
     "nvfp4_4over6": is_refused_beyond_the_listed,
     "out_dtype": is_a_dtype,
     "output_dtype": is_a_dtype,
-    "out_scale": is_refused_beyond_the_listed,
+    "out_scale": receives_scales,
     "per_token_activation": is_refused_beyond_the_listed,
     "bias": adds_to_the_result,
     "mma_sm": is_refused_beyond_the_listed,
@@ -216,6 +229,7 @@ CASES: dict[str, Callable[..., None]] = {
     "ufp8_type": chooses(0),
     "weight_scale": is_a_factor,
     "eps": changes_the_result(5.0),
+    "weight_bias": chooses(1.0),
     "out": receives_the_result,
     "enable_pdl": is_a_hint,
     **mqa_cases.CONCAT_CASES,

@@ -226,6 +226,9 @@ def test_committed_references_run_without_this_package(tmp_path):
         "replayssm",
         "group_gemm",  # rows of no group are not defined
         "group_deepgemm",
+        "moe_activation",
+        "moe_finalize",
+        "moe_grouped_gemm",
         "grouped_mm",
         "fused_topk",  # counts are whole numbers, as in the next
         "mono_moe",

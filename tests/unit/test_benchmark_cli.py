@@ -97,7 +97,10 @@ def test_shape_flags_reach_the_tensors():
         (["--routine", "rmsnorm", "--batch_size", "many"], "batch_size"),
         (["--routine", "rmsnorm", "--num_heads", "-1"], "-1 is negative"),
         (["--routine", "rmsnorm", "--input_dtype", "int8"], "'int8' is no dtype; use one of"),
-        (["--routine", "rmsnorm", "--backends", "cudnn"], "no backend 'cudnn'; it has cuda, torch"),
+        (
+            ["--routine", "rmsnorm", "--backends", "cudnn"],
+            "'cudnn'; it has cuda, cute-dsl, torch",
+        ),
         (["--routine", "rmsnorm", "--use_cupti", "--use_cuda_events"], "not allowed with"),
         (["--routine", "rmsnorm", "--num_iters", "0"], "0 is not positive"),
         (["--routine", "rmsnorm", "--dry_run_iters", "-1"], "-1 is negative"),

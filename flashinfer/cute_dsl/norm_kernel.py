@@ -1,0 +1,299 @@
+"""RMS norm and layer norm of rows, with a residual sum before and a cast to 8 bits after.
+
+    h = x [+ residual]                     residual <- h, rounded
+    RMS:    y = h * rsqrt(mean(h^2) + eps) * (weight + weight_offset)
+    layer:  y = (h - mean(h)) * rsqrt(var(h) + eps) * weight + bias
+    out = y, rounded once                  8 bits: out = saturate(y / out_scale)
+
+A row stays in the registers of its threads: a part of a warp, a CTA, or a cluster of CTAs. Its
+length is a constant of the compilation, so that all loops are unrolled. csrc/cute_dsl_norm.cc
+launches what is compiled here.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_ptr
+from cutlass.memory import SmemAllocator
+
+from .conversions import store_float8
+from .reduce import row_reduce
+
+DTYPES = {
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float32": cutlass.Float32,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+    "float8_e5m2": cutlass.Float8E5M2,
+}
+_VECTOR_BYTES = 16
+_THREADS = 128  # of a CTA with several rows
+_VECTORS_OF_CTA = 2048
+
+
+def _threads_per_row(vectors: int) -> int:
+    """Threads of one CTA that share so many vectors of a row: at most 4 vectors for each.
+
+    Two vectors a thread from 4 KiB on: the sum over the CTA costs half, and as many bytes are
+    under way.
+    """
+    if vectors <= 32:
+        return 1 << (vectors - 1).bit_length()
+    per_thread = 1 if vectors <= 256 else 2 if vectors <= 1024 else 4
+    return (-(-vectors // per_thread) + 31) // 32 * 32
+
+
+class NormKernel:
+    """A norm of rows of one length.
+
+    Parameters
+    ----------
+    dtype, out_dtype : cutlass.Numeric
+        Element types of inputs and output: 16 or 32 bits; the output may have 8.
+    hidden : int
+        Length of a row; a multiple of 16 bytes.
+    subtract_mean : bool
+        Layer norm, with a weight and a bias in float32.
+    add_residual : bool
+        Add a residual first and store the sum.
+    """
+
+    def __init__(self, dtype, out_dtype, hidden: int, subtract_mean=False, add_residual=False):
+        self.dtype, self.out_dtype = dtype, out_dtype
+        self.weight_dtype = cutlass.Float32 if subtract_mean else dtype
+        self.subtract_mean, self.add_residual = bool(subtract_mean), bool(add_residual)
+        self.hidden = hidden
+        self.vec = _VECTOR_BYTES * 8 // dtype.width
+        vectors = hidden // self.vec
+        self.cluster_n = next(n for n in (1, 2, 4, 8) if vectors <= n * _VECTORS_OF_CTA)
+        self.vectors = vectors // self.cluster_n  # of one CTA
+        self.threads_per_row = _threads_per_row(self.vectors)
+        self.rows_per_cta = max(1, _THREADS // self.threads_per_row) if vectors <= 32 else 1
+        self.vecs_per_thread = -(-self.vectors // self.threads_per_row)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        residual: cute.Pointer,
+        out: cute.Pointer,
+        weight: cute.Pointer,
+        bias: cute.Pointer,
+        out_scale: cute.Pointer,
+        out_scale_value: Float32,
+        eps: Float32,
+        weight_offset: Float32,
+        x_outer: Int64,
+        x_inner: Int64,
+        residual_outer: Int64,
+        residual_inner: Int64,
+        out_outer: Int64,
+        out_inner: Int64,
+        rows: Int32,
+        heads: Int32,
+        use_pdl: Int32,
+        stream: cuda.CUstream,
+    ):
+        ctas = cute.ceil_div(rows, self.rows_per_cta)
+        strides = (x_outer, x_inner, residual_outer, residual_inner, out_outer, out_inner)
+        numbers = (out_scale_value, eps, weight_offset)
+        self.kernel(
+            (x, residual, out, weight, bias, out_scale), numbers, strides, rows, heads
+        ).launch(
+            grid=[ctas, self.cluster_n, 1],
+            block=[self.threads_per_row * self.rows_per_cta, 1, 1],
+            cluster=[1, self.cluster_n, 1] if self.cluster_n > 1 else None,
+            stream=stream,
+            use_pdl=use_pdl != 0,
+        )
+
+    @cute.jit
+    def row_of(self, pointer: cute.Pointer, row: Int32, outer: Int64, inner: Int64, heads: Int32):
+        """A row as vectors, from this CTA's part on."""
+        offset = Int64(row) * outer
+        if heads > 1:
+            offset = Int64(row // heads) * outer + Int64(row % heads) * inner
+        return self.vectors_at(pointer, offset)
+
+    @cute.jit
+    def vectors_at(self, pointer: cute.Pointer, offset: Int64):
+        """The vectors from an element on. A sum with a pointer would lose the alignment."""
+        item = pointer.dtype.width // 8
+        if cutlass.const_expr(self.cluster_n > 1):
+            offset += Int64(cute.arch.block_idx()[1]) * (self.vectors * self.vec)
+        aligned = cute.make_ptr(
+            pointer.dtype,
+            pointer.toint() + offset * item,
+            cute.AddressSpace.gmem,
+            assumed_align=min(_VECTOR_BYTES, self.vec * item),
+        )
+        return cute.make_tensor(aligned, cute.make_layout((self.vec, self.vectors)))
+
+    @cute.jit
+    def load(self, source: cute.Tensor, thread: Int32, fill: cutlass.Constexpr = False):
+        """A thread's vectors; zero where the row ends, if `fill`."""
+        held = cute.make_rmem_tensor((self.vec, self.vecs_per_thread), source.element_type)
+        whole = self.vectors % self.threads_per_row == 0
+        if cutlass.const_expr(fill and not whole):
+            held.fill(0)
+        for i in cutlass.range_constexpr(self.vecs_per_thread):
+            idx = thread + i * self.threads_per_row
+            if whole or idx < self.vectors:
+                cute.autovec_copy(source[None, idx], held[None, i])
+        return held
+
+    @cute.jit
+    def store(self, values: cute.TensorSSA, target: cute.Tensor, thread: Int32, valid):
+        """Round a thread's values and store them where the row has them."""
+        held = cute.make_rmem_tensor((self.vec, self.vecs_per_thread), target.element_type)
+        if cutlass.const_expr(target.element_type.width == 8):
+            store_float8(values, held)
+        else:
+            held.store(values.to(target.element_type))
+        for i in cutlass.range_constexpr(self.vecs_per_thread):
+            idx = thread + i * self.threads_per_row
+            if valid and idx < self.vectors:
+                cute.autovec_copy(held[None, i], target[None, idx])
+
+    @cute.kernel
+    def kernel(self, pointers, numbers, strides, rows: Int32, heads: Int32):
+        x, residual, out, weight, bias, out_scale = pointers
+        out_scale_value, eps, weight_offset = numbers
+        tid, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        thread = tid % self.threads_per_row
+        wanted = cta * self.rows_per_cta + tid // self.threads_per_row
+        valid = wanted < rows
+        row = cutlass.min(wanted, rows - 1)  # threads without a row take part in the sums
+        smem = SmemAllocator()
+        scratch = self.allocate_scratch(smem)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        h = self.load(self.row_of(x, row, strides[0], strides[1], heads), thread, fill=True)
+        w = self.load(self.vectors_at(weight, Int64(0)), thread)
+        values = h.load().to(Float32)
+        if cutlass.const_expr(self.add_residual):
+            rest = self.row_of(residual, row, strides[2], strides[3], heads)
+            values = values + self.load(rest, thread, fill=True).load().to(Float32)
+            self.store(values, rest, thread, valid)
+        if cutlass.const_expr(self.subtract_mean):
+            mean = self.sum_of_row(values, scratch[0]) / self.hidden
+            values = self.without(values, mean, thread)
+        square = self.sum_of_row(values * values, scratch[-1])
+        rstd = cute.math.rsqrt(square / self.hidden + eps)
+        y = values * rstd * (w.load().to(Float32) + weight_offset)
+        if cutlass.const_expr(self.subtract_mean):
+            y = y + self.load(self.vectors_at(bias, Int64(0)), thread).load().to(Float32)
+        if cutlass.const_expr(self.out_dtype.width == 8):
+            scale = out_scale_value
+            if out_scale.toint() != 0:
+                scale = cute.make_tensor(out_scale, cute.make_layout(1))[0]
+            y = y * (Float32(1.0) / scale)
+        target = self.row_of(out, row, strides[4], strides[5], heads)
+        self.store(y, target, thread, valid)
+
+    @cute.jit
+    def allocate_scratch(self, smem):
+        """A buffer and an mbarrier for each sum over a row."""
+        warps = max(1, self.threads_per_row // 32)
+        layout = cute.make_layout((self.rows_per_cta, (warps, self.cluster_n)))
+        if cutlass.const_expr(self.cluster_n == 1):
+            layout = cute.make_layout((self.rows_per_cta, warps))
+        sums = 2 if self.subtract_mean else 1
+        barriers = smem.allocate_array(Int64, sums)
+        buffers = [smem.allocate_tensor(Float32, layout, byte_alignment=16) for _ in range(sums)]
+        if cutlass.const_expr(self.cluster_n > 1):
+            if cute.arch.thread_idx()[0] == 0:
+                for i in cutlass.range_constexpr(sums):
+                    cute.arch.mbarrier_init(barriers + i, 1)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        return [(buffers[i], barriers + i) for i in range(sums)]
+
+    @cute.jit
+    def sum_of_row(self, values: cute.TensorSSA, scratch):
+        return row_reduce(
+            values,
+            cute.ReductionOp.ADD,
+            self.threads_per_row,
+            scratch[0],
+            scratch[1],
+            self.cluster_n,
+            Float32(0.0),
+        )
+
+    @cute.jit
+    def without(self, values: cute.TensorSSA, mean: Float32, thread: Int32):
+        """Values less the mean; what a thread holds past the end of the row stays 0."""
+        if cutlass.const_expr(self.vectors % self.threads_per_row == 0):
+            return values - mean
+        held = cute.make_rmem_tensor((self.vec, self.vecs_per_thread), Float32)
+        held.store(values - mean)
+        for i in cutlass.range_constexpr(self.vecs_per_thread):
+            if thread + i * self.threads_per_row >= self.vectors:
+                for j in cutlass.range_constexpr(self.vec):
+                    held[j, i] = Float32(0.0)
+        return held.load()
+
+
+class RMSNormKernel(NormKernel):
+    """RMS norm of rows of `hidden` elements."""
+
+    def __init__(self, dtype, hidden: int):
+        super().__init__(dtype, dtype, hidden)
+
+
+class QKRMSNormKernel(RMSNormKernel):
+    """RMS norm of heads of `hidden` elements: several in a CTA."""
+
+
+class RMSNormQuantKernel(NormKernel):
+    """RMS norm with a result of 8 bits."""
+
+    def __init__(self, dtype, hidden: int, out_dtype):
+        super().__init__(dtype, out_dtype, hidden)
+
+
+class FusedAddRMSNormKernel(NormKernel):
+    """Residual sum and RMS norm."""
+
+    def __init__(self, dtype, hidden: int):
+        super().__init__(dtype, dtype, hidden, add_residual=True)
+
+
+class FusedAddRMSNormQuantKernel(NormKernel):
+    """Residual sum and RMS norm with a result of 8 bits."""
+
+    def __init__(self, dtype, hidden: int, out_dtype):
+        super().__init__(dtype, out_dtype, hidden, add_residual=True)
+
+
+class LayerNormKernel(NormKernel):
+    """Layer norm of rows of `hidden` elements."""
+
+    def __init__(self, dtype, hidden: int):
+        super().__init__(dtype, dtype, hidden, subtract_mean=True)
+
+
+def instance(dtype: str, out_dtype: str, subtract_mean: int, add_residual: int, hidden: int):
+    """The kernel of a configuration, with arguments of the types that it is compiled for."""
+    kernel = NormKernel(DTYPES[dtype], DTYPES[out_dtype], hidden, subtract_mean, add_residual)
+
+    def pointer(element, align: int = _VECTOR_BYTES):
+        return make_ptr(element, _VECTOR_BYTES, cute.AddressSpace.gmem, assumed_align=align)
+
+    out_align = min(_VECTOR_BYTES, kernel.vec * kernel.out_dtype.width // 8)
+    pointers = [
+        pointer(kernel.dtype),
+        pointer(kernel.dtype),
+        pointer(kernel.out_dtype, out_align),
+        pointer(kernel.weight_dtype),
+        pointer(kernel.weight_dtype),
+        pointer(cutlass.Float32, 4),
+    ]
+    numbers = [Float32(1.0), Float32(0.0), Float32(0.0)]
+    strides = [Int64(1)] * 6
+    return kernel, (*pointers, *numbers, *strides, Int32(1), Int32(1), Int32(0), cuda.CUstream(0))
