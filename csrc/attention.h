@@ -13,6 +13,8 @@ namespace flashinfer {
 
 #if FLASHINFER_CFG_CUSTOM_VARIANT
 using ConfiguredVariantParams = UserVariantParams;
+#elif FLASHINFER_CFG_LOGITS_SOFT_CAP
+using ConfiguredVariantParams = CappedVariantParams;
 #else
 using ConfiguredVariantParams = VariantParams;
 #endif

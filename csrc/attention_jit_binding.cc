@@ -201,8 +201,7 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   VariantParams& variant = params.variant;
   const RunTensors given = read_tensors(args, launch, 0, FLASHINFER_CFG_PAGED, params.tensors[0]);
   variant.sm_scale = static_cast<float>(args.number("sm_scale"));
-  variant.soft_cap =
-      SoftCapFactors(variant.logits_soft_cap, std::abs(variant.sm_scale), 1.44269504f);
+  set_soft_cap(params.variant);
   take_block_scales(launch, params.tensors[0]);
   params.tensors[0].v_scale = static_cast<float>(args.number("v_scale") * kUnit);
   variant.window_left = static_cast<int32_t>(args.integer("window_left"));

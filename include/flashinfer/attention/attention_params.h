@@ -25,23 +25,34 @@ struct HeadScales {
 // Parameters of the built-in variant options. A user's variant derives from it and adds its own
 // tensors and scalars; a member of the same name hides the one here.
 struct VariantParams {
-  float sm_scale;           // logits are q.k * sm_scale; q_scale and k_scale are folded in
-  float logits_soft_cap;    // c * tanh(logits / c); read if the module has soft cap
-  SoftCapFactors soft_cap;  // the same of q.k, in base 2
-  int32_t window_left;      // keys further back than this are masked; negative: no limit
+  float sm_scale;         // logits are q.k * sm_scale; q_scale and k_scale are folded in
+  float logits_soft_cap;  // c * tanh(logits / c); read if the module has soft cap
+  int32_t window_left;    // keys further back than this are masked; negative: no limit
   uint32_t num_qo_heads;
   uint32_t num_kv_heads;
-  float rope_scale_rcp;            // positions are multiplied by this
-  float rope_theta_rcp_log2;       // -log2(theta) * 2 / head_dim: frequency i is exp2(i * this)
-  const float* alibi_slopes;       // [num_qo_heads]; null without ALiBi
-  const float* sinks;              // [num_qo_heads] logits; null without sinks
-  const uint8_t* custom_mask;      // packed little-endian bits, qo_len x kv_len per request
-  const int32_t* mask_indptr;      // [batch_size + 1] first byte of each request's mask
-  const uint32_t* prefix_len_ptr;  // [batch_size] multi-item scoring
+  const float* alibi_slopes;               // [num_qo_heads]; null without ALiBi
+  const float* sinks;                      // [num_qo_heads] logits; null without sinks
+  const uint8_t* custom_mask;              // packed little-endian bits, qo_len x kv_len per request
+  const int32_t* mask_indptr;              // [batch_size + 1] first byte of each request's mask
+  const uint32_t* prefix_len_ptr;          // [batch_size] multi-item scoring
   const uint16_t* token_pos_in_items_ptr;  // [batch_size, token_pos_in_items_len]
   uint32_t token_pos_in_items_len;
   const uint16_t* max_item_len_ptr;  // [batch_size]
+  float rope_scale_rcp;              // positions are multiplied by this
+  float rope_theta_rcp_log2;         // -log2(theta) * 2 / head_dim: frequency i is exp2(i * this)
 };
+
+// The parameters of a module with a soft cap.
+struct CappedVariantParams : VariantParams {
+  SoftCapFactors soft_cap;  // logits_soft_cap of q.k, in base 2
+};
+
+// Once the scale and the cap are known.
+inline void set_soft_cap(VariantParams&) {}
+inline void set_soft_cap(CappedVariantParams& params) {
+  const float scale = params.sm_scale < 0.f ? -params.sm_scale : params.sm_scale;
+  params.soft_cap = SoftCapFactors(params.logits_soft_cap, scale, 1.44269504f);
+}
 
 // Scales of 4-bit rows: e4m3, one for 16 elements, of the rows' pages, tokens and heads.
 struct BlockScales {

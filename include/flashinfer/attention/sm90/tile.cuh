@@ -102,8 +102,7 @@ struct HopperTile {
   static constexpr int kInterleavedTiles = kTransposesV ? 2 : 1;
   static constexpr bool kScalesQuery = kConvertsQuery;
   static constexpr bool kHidesByMinimum = true;
-  // Three consumers, or 8 bits, have no registers for it.
-  static constexpr bool kCapsWeights = !kProductsAre8Bit && kConsumers == 2;
+  static constexpr bool kCapsWeights = !kProductsAre8Bit;  // for 8 bits there are no registers
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;
   static constexpr int kRowTiles = 1;

@@ -7,10 +7,10 @@
 // that pass the test keep their weights bit for bit, since a tile's last rows may belong to another
 // request.
 //
-// A soft cap is a polynomial for logits near 0, evaluated while the special function unit makes the
-// exponentials. Whether it serves shows in the sums, without a look at any logit: it increases with
-// the logit, so a logit above its range has a weight above what fits, and one below has hardly any
-// weight beside the row's largest. Otherwise the row's logits are capped exactly.
+// While the special function unit makes a tile's exponentials, the multipliers have time. There a
+// soft cap's polynomial is evaluated, as if all logits were near 0 against the cap, and the vote
+// about the sums shows whether they were. If not, the logits are capped exactly, which changes no
+// bit of those that were, and a row that has others takes its maximum anew.
 //
 // Measurements, also of what lost: docs/tuning/attention_sm90.md and attention_sm90_fp8.md.
 #pragma once
@@ -111,7 +111,7 @@ class HopperWeights {
     if constexpr (!kFirst) tile_fits(state, sum, fits);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      fits[h] = fits[h] && sum[h] <= most_near(soft_cap, state.largest[0][h]);
+      fits[h] = sum[h] <= most_near(soft_cap, state.largest[0][h]) && fits[h];
     }
     if (__builtin_expect(__any_sync(0xffffffffu, !(fits[0] && fits[1])), false)) {
       bool is_near[2];
@@ -120,7 +120,8 @@ class HopperWeights {
       if constexpr (!kFirst) grow_by_cap();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        is_near[h] = is_near[h] || most_near(soft_cap, state.largest[0][h]) >= 1.f;
+        is_near[h] = is_near[h] || state.largest[0][h] <= soft_cap.most_result &&
+                                       state.largest[0][h] >= kLeastNear - soft_cap.most_result;
       }
       make_exact<kTileSteps>(state, logits, soft_cap, is_near, p, sum);
     }
