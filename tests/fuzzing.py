@@ -33,7 +33,7 @@ from flashinfer.testing.tensors import clone_arguments, fill_with_poison, iter_t
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
-GPU_EXAMPLES, FULL_GPU_EXAMPLES = 400, 12500
+GPU_EXAMPLES, FULL_GPU_EXAMPLES = 250, 12500
 MODULES_PER_COMPILED = 3  # by default one module in so many is compiled for a family
 CPU_EXAMPLES = 25  # of the reference backend; every fault also has a test of its own
 FIRST_EXAMPLES = 3  # of each function, before functions are drawn too

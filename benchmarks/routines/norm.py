@@ -97,6 +97,13 @@ def _norm(
     )
 
 
+def _cute_dsl_rmsnorm(input: torch.Tensor, out: torch.Tensor, **others: Any) -> torch.Tensor:
+    from flashinfer.cute_dsl import rmsnorm_cute
+
+    rmsnorm_cute(input, out=out, **others)
+    return out
+
+
 def _cute_dsl_layernorm(
     input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -124,7 +131,7 @@ _norm(
     reads="input weight",
     writes="out",
     flags=[*_HEADS, *_PDL],
-    cute_dsl="flashinfer.cute_dsl:rmsnorm_cute",
+    cute_dsl=_cute_dsl_rmsnorm,
     peer=Backend(_torch_rmsnorm, omits=("out", "enable_pdl"), roundings=2),
 )
 _norm(

@@ -61,9 +61,10 @@ def packed_cache(batch: Batch, device: torch.device) -> tuple[Any, Any]:
             codes, scales = (x.transpose(1, 2).contiguous() for x in (codes, scales))
         if batch.form == "strided":
             pages = torch.cat([codes.flatten(1), scales.flatten(1)], 1)
-            split = codes[0].numel()
+            split, end = codes[0].numel(), pages.shape[1]
+            pages = torch.nn.functional.pad(pages, (0, -end % 16))  # where rows must begin
             codes = pages[:, :split].unflatten(1, codes.shape[1:])
-            scales = pages[:, split:].unflatten(1, scales.shape[1:])
+            scales = pages[:, split:end].unflatten(1, scales.shape[1:])
         parts.append((codes, scales))
     if batch.form == "fused":
         return tuple(torch.stack([k, v], 1) for k, v in zip(*parts, strict=True))

@@ -103,6 +103,10 @@ OPTIONS = {
 }
 
 
+# `test_attention_fuzz` draws the others by default, too.
+BY_DEFAULT = ("window and soft cap", "4 bits", "8-bit queries", "heads of 448")
+
+
 def draw(name: str, index: int) -> Kernel:
     """The kernel number `index` with an option; every other one is Hopper's, if that has it."""
     option, rng = OPTIONS[name], random.Random(f"{name} {index}")
@@ -118,7 +122,10 @@ def draw(name: str, index: int) -> Kernel:
 
 
 @pytest.mark.parametrize("index", numbers(MODULES, FULL_MODULES))
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in BY_DEFAULT else pytest.mark.full) for n in OPTIONS],
+)
 def test_an_option_beside_all_others(name: str, index: int, device: torch.device, full: bool):
     kernel = draw(name, index)
     need_backend(kernel.backend, device)

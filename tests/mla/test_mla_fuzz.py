@@ -11,7 +11,7 @@ import torch
 from tests.mla.batches import BACKENDS, BF16, FP16, Batch, check, make_wrapper, need_hopper, randn
 
 PARTS = 4
-CASES, FULL_CASES, CPU_CASES = 20, 625, 2  # of each part
+CASES, FULL_CASES, CPU_CASES = 12, 625, 2  # of each part
 
 
 def draw_batch(draw: random.Random) -> Batch:

@@ -110,7 +110,7 @@ def test_as_the_kernel_of_this_package(device):
     x, w = new(device, 3000, 4096), new(device, 4096)
     out = poisoned_like(x)
     cute_dsl.rmsnorm_cute(x, w, out)
-    check(out, rmsnorm(x, w).double(), 4096)
+    check(out, rmsnorm(x, w).double(), 4096, roundings=2)
     empty = x[:0]
     cute_dsl.rmsnorm_cute(empty, w, empty)
 
@@ -150,6 +150,6 @@ def test_captured_in_a_graph(device):
 )
 def test_refusals_before_any_gpu_work(change, error, message):
     x = torch.zeros(2, 4096)
-    arguments = {"input": x, "weight": x[0], "out": x, **change}
+    arguments = {"input": x, "weight": torch.ones(4096), "out": x, **change}
     with pytest.raises(error, match=message):
         cute_dsl.rmsnorm_cute(**arguments)

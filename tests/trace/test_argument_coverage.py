@@ -250,6 +250,8 @@ CASES: dict[str, Callable[..., None]] = {
     ("operation", "name"), OPTIONAL, ids=[f"{o.function.__name__}-{n}" for o, n in OPTIONAL]
 )
 def test_optional_argument(operation: Operation, name: str, device: torch.device):
+    if device.type == "cuda" and operation.function.__module__.startswith("flashinfer.cute_dsl"):
+        pytest.skip("tests/norm and tests/moe call these kernels, at sizes compiled elsewhere")
     is_attention = operation.template.op_type.startswith(("gqa", "block_sparse_attention"))
     general = attention_cases.CASES if is_attention else CASES
     if operation.template.op_type in linear_attention_cases.OP_TYPES:
