@@ -27,7 +27,7 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
-SECONDS_OF_A_TEST, FACTOR_WHEN_FULL = 150.0, 20  # after which a worker counts as stuck
+SECONDS_OF_A_TEST, FACTOR_WHEN_FULL = 240.0, 15  # after which a worker counts as stuck
 SECONDS_BETWEEN_LOOKS = 1.0
 FORK = multiprocessing.get_context("fork")
 

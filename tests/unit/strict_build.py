@@ -53,6 +53,15 @@ def strict_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
     current_compilation_context.reset()
 
 
+def most_memory() -> int:
+    """Bytes that a compiler may take: 1 GiB, or what this process takes, if that is more.
+
+    A compiler begins as a copy of this process, whose memory counts as its own.
+    """
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(2**30, own + 2**26)
+
+
 def build_and_measure(spec: JitSpec) -> int:
     """Build in a fork of this process; the memory of its largest compiler in bytes."""
     context = multiprocessing.get_context("fork")

@@ -17,7 +17,7 @@ import zlib
 
 import pytest
 import torch
-from strict_build import build_and_measure, spills
+from strict_build import build_and_measure, most_memory, spills
 from strict_build import strict_build as strict_build
 
 from flashinfer.cli.support import ARCHITECTURES
@@ -109,7 +109,7 @@ def test_the_sample_has_every_architecture_several_times():
 def test_compiles_everywhere(spec: JitSpec, full: bool, strict_build: pytest.MonkeyPatch):
     targets = architectures(spec, full)
     strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", " ".join(targets))
-    assert build_and_measure(spec) < 2**30, "bytes of one compiler"
+    assert build_and_measure(spec) < most_memory(), "bytes of one compiler"
     kernels = read_kernels(spec.get_library_path())
     if not any(source.suffix == ".cu" for source in spec.sources):
         assert not kernels, "a module for the host alone"
