@@ -26,8 +26,8 @@ SAMPLED_SHARE, LEAST_CASES = 0.1, 4
 SECONDS_OF_A_FUNCTION, LEAST_ON_A_GPU = 10.0, 3
 EXPENSIVE = 2.0  # CPU seconds of one case
 # Tests of these folders need no GPU unless they say so, by one of these marks or fixtures.
-WITHOUT_GPU = ("tests/trace/", "tests/serve/")
-MARKS, FIXTURES = ("gpu", "any_device"), ("device", "model")
+WITHOUT_GPU = ("tests/trace/", "tests/serve/", "tests/comm/")
+MARKS, FIXTURES = ("gpu", "any_device", "alone"), ("device", "model")
 
 
 def add_options(parser: pytest.Parser) -> None:
