@@ -30,7 +30,7 @@ def _moe_activation_reference(
     codes = (blocks / scale[..., None]).view(groups, rows, width)
     beyond = torch.arange(rows, device=y.device) >= masked_m[:, None]
     codes[beyond], scale[beyond] = float("nan"), float("nan")
-    return codes, scale.permute(2, 0, 1).reshape(width // 128, groups * rows)
+    return codes, scale.permute(2, 0, 1).reshape(width // 128, groups * rows).contiguous()
 
 
 def _moe_finalize_reference(

@@ -32,7 +32,8 @@ def test_nobody_else_reads_the_environment():
         for path in (ROOT / "flashinfer").rglob("*.py")
         if pattern.search(path.read_text())
     ]
-    assert readers == ["flashinfer/env.py"]
+    # The other is a program of its own, which takes the compiler's variables away from it.
+    assert sorted(readers) == ["flashinfer/env.py", "flashinfer/jit/cute_dsl_compile.py"]
 
 
 def test_every_variable_is_used():
