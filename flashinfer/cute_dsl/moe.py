@@ -9,8 +9,6 @@ rows are ``[k / 128, experts * rows]``, those of weights ``[experts, n / 128, k 
     moe_finalize(rows.flatten(0, 1), entry_row, weights)
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -4,8 +4,6 @@ A kernel is compiled for one length of a row, on the first call with it. Results
 functions of `flashinfer.norm`, within rounding.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -106,7 +106,7 @@ def require() -> CuteDsl:
         return dsl
     raise ToolchainError(
         "nvidia-cutlass-dsl was not found, which compiles kernels that are written in CuTe-DSL.\n"
-        "  hint: pip install 'flashinfer-python[cute-dsl]', or compile these modules elsewhere "
+        "  hint: pip install -e '.[cute-dsl]', or compile these modules elsewhere "
         "and set FLASHINFER_AOT_DIR to their folder"
     )
 
