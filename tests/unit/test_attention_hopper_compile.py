@@ -57,6 +57,8 @@ OTHERS = [
     config((192, 128), mask_mode="causal", kv_dtype=E4M3),
     config((256, 256), sliding_window=True, kv_dtype=E4M3),
     config(mask_mode="causal", dtype=E4M3, head_scales=True),
+    config(mask_mode="causal", logits_soft_cap=True, sliding_window=True),
+    config(mask_mode="causal", pos_encoding="alibi", paged=False),
     config(mask_mode="causal", logits_soft_cap=True, dtype=E4M3, head_scales=True),
 ]
 # With so many options ptxas finds no registers to have several products under way.
