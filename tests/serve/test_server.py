@@ -86,6 +86,9 @@ def running(
     finally:
         site.uvicorn.should_exit = True
         site.thread.join(PATIENCE + 2 * limits.shutdown_timeout)  # the server's own, and its end
+        if site.thread.is_alive():  # as a second Ctrl-C does, where tasks keep it
+            site.uvicorn.force_exit = True
+            site.thread.join(PATIENCE)
     assert not site.thread.is_alive() and not site.worker._thread.is_alive()
 
 
