@@ -173,7 +173,7 @@ FLASHINFER_FFI_EXPORT(attention_second, args) {
 FLASHINFER_FFI_EXPORT(attention_head_scales, args) {
   AttentionLaunch& launch = bound_launch_of(args);
   const VariantParams& variant = launch.params.variant;
-  HeadScales& scales = launch.params.tensors[args.integer("kind") == 0 ? 0 : 1].head_scales;
+  HeadScales& scales = launch.params.tensors[args.integer_in("kind", 0, 1)].head_scales;
   scales.logits = static_cast<float>(args.number("logits_scale"));
   scales.q = read_head_scale(args, "q_scale", variant.num_qo_heads, launch.device_id);
   scales.k = read_head_scale(args, "k_scale", variant.num_kv_heads, launch.device_id);

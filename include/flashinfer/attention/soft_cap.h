@@ -7,10 +7,9 @@
 namespace flashinfer {
 
 struct SoftCapFactors {
-  float factors[3];  // of a polynomial in odd powers of s, for s near 0
-  float most_x,
-      most_result;  // up to which |x| and which result it serves; negative if it never does
-  float k, most;    // x = k s is the argument of tanh; the limit for large s
+  float factors[3];           // of a polynomial in odd powers of s, for s near 0
+  float most_x, most_result;  // the |x| and the result up to which it serves; negative: never
+  float k, most;              // x = k s is the argument of tanh; the limit for large s
 
   SoftCapFactors() = default;
 

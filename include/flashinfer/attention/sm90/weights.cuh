@@ -188,10 +188,8 @@ class HopperWeights {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float logit = logits[0][r / 2][2 * h + i], less = state.largest[0][h];
-          float exponent = soft_cap.near(logit, less);
-          const float any = capped(soft_cap, logit, less);
-          exponent = is_near[h] ? exponent : any;
-          weights[i] = math::ptx_exp2(exponent);
+          const float near = soft_cap.near(logit, less), any = capped(soft_cap, logit, less);
+          weights[i] = math::ptx_exp2(is_near[h] ? near : any);
         }
         sum[h] += weights[0] + weights[1];
         p[0][0][r] = PackedPair<typename Tile::Weight>::pack(weights[0], weights[1]);
