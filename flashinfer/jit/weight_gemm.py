@@ -38,6 +38,9 @@ class WeightGemmConfig(ModuleConfig):
         CTAs of a cluster that sum a part of k each; 1 before compute capability 9.0.
     activation : str
         The step after the product, as gemm_params.h says.
+    streams : bool
+        Hopper's copy engine brings the weights, 4-bit ones for bfloat16 (gemm/sm90/weight_tile.cuh);
+        a CTA then has 8 warps and 128 rows of the weights. Else threads copy them (gemm/portable/).
     """
 
     module: ClassVar[str] = "weight_gemm"
@@ -52,6 +55,7 @@ class WeightGemmConfig(ModuleConfig):
     warps: int = 4
     splits: int = 1
     activation: str = "identity"
+    streams: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("input", self.dtype_a, (torch.float16, torch.bfloat16))
@@ -66,6 +70,8 @@ class WeightGemmConfig(ModuleConfig):
     @property
     def majors(self) -> tuple[int, ...]:
         """Clusters exist from compute capability 9.0 on."""
+        if self.streams:
+            return (9,)
         versions = self.supported_major_versions
         return versions if self.splits == 1 else tuple(v for v in versions if v >= 9)
 
@@ -96,4 +102,5 @@ def _all_configs() -> Iterator[WeightGemmConfig]:
 def gen_weight_gemm_module(config: WeightGemmConfig | None = None) -> JitSpec:
     """The module with ``weight_gemm`` for one configuration; by default of 4-bit integers."""
     config = config or next(_aot_configs())
-    return JitSpec.from_config(config, ["weight_gemm.cu", "weight_gemm_jit_binding.cc"])
+    launcher = "weight_gemm_sm90.cu" if config.streams else "weight_gemm.cu"
+    return JitSpec.from_config(config, [launcher, "weight_gemm_jit_binding.cc"])
