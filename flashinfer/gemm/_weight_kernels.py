@@ -21,6 +21,12 @@ _LEAST_WARPS, _MOST_WARPS = 2, 4
 _MOST_SPLITS = 8  # CTAs of a cluster that every GPU can place
 _LEAST_STAGES = 4  # for each of them
 
+# Of the kernel that streams weights (gemm/sm90/weight_tile.cuh).
+_STREAM_COLUMNS, _STREAM_K, _STREAM_WARPS = 128, 256, 8
+_STREAM_TOKENS = (8, 16)
+_STREAM_GROUPS = {"int4": (0, 128), "mxfp4": (32,), "nvfp4": (16,)}
+_LEAST_STREAM_STAGES = 3  # for each CTA of a cluster
+
 
 @functools.cache
 def get_weight_gemm_kernel(config: WeightGemmConfig) -> Kernel:
@@ -42,6 +48,14 @@ def weight_bits(weights: str) -> int:
     return {"plain": 16, "int8": 8}.get(weights, 4)
 
 
+def is_aligned(scale: torch.Tensor) -> bool:
+    """Whether the copy engine can read scales: their rows begin at multiples of 16 bytes."""
+    rows = zip(scale.shape[:-1], scale.stride()[:-1], strict=True)
+    return scale.data_ptr() % 16 == 0 and all(
+        size == 1 or stride * scale.itemsize % 16 == 0 for size, stride in rows
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def choose_weight_config(
     device: torch.device,
@@ -55,16 +69,47 @@ def choose_weight_config(
     k: int,
     activation: str = "identity",
     tiles: int | None = None,
+    aligned: bool = False,
 ) -> WeightGemmConfig:
     """The configuration for a product of `rows` tokens with weights ``[columns, k]``.
 
-    In groups, `rows` are those of one of them and `tiles` are the groups that have any.
+    In groups, `rows` are those of one of them and `tiles` are the groups that have any. `aligned`
+    is what `is_aligned` says of the scales: then a Hopper GPU can stream 4-bit weights.
 
     Two CTAs for each SM or more keep enough bytes on their way. Where columns alone do not give as
     many, k is split among the CTAs of a cluster; where that is far too few, CTAs have fewer warps.
     docs/tuning/gemm.md has the measurements.
     """
     sms = get_device_sm_count(device)
+    if (
+        aligned
+        and dtype == torch.bfloat16
+        and get_compute_capability(device)[0] == 9
+        and group_size in _STREAM_GROUPS.get(weights, ())
+        and k % _STREAM_K == 0
+        and columns >= _STREAM_COLUMNS
+    ):
+        tokens = next((size for size in _STREAM_TOKENS if rows <= size), _STREAM_TOKENS[-1])
+        splits, clusters = 1, -(-columns // _STREAM_COLUMNS) * -(-rows // tokens) * (tiles or 1)
+        while (
+            tiles is None
+            and splits < _MOST_SPLITS
+            and k // _STREAM_K >= 2 * splits * _LEAST_STREAM_STAGES
+            and 2 * splits * clusters <= 2 * sms
+        ):
+            splits *= 2
+        return WeightGemmConfig(
+            dtype,
+            dtype_out,
+            weights,
+            dtype_scale,
+            group_size,
+            tokens,
+            _STREAM_WARPS,
+            splits,
+            activation,
+            streams=True,
+        )
     limit = get_shared_bytes_per_block_optin(device)
     stages = -(-k * weight_bits(weights) // _STAGE_BITS)
     fitting = [size for size in _TOKENS if shared_bytes(weights, size, _LEAST_WARPS) <= limit]

@@ -39,11 +39,6 @@ SUBSTITUTIONS = {
         'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = exp2f(x);",
         'asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = log2f(x);",
     },
-    "flashinfer/common/float4_pairs.cuh": {
-        'asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(x), "r"(y), "r"(mask));': (
-            "bits = (x & mask) | (y & ~mask);"
-        ),
-    },
     "flashinfer/attention/math.cuh": {
         'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.f / x;",
     },

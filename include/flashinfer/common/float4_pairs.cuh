@@ -2,22 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/bits.cuh>
 #include <flashinfer/common/dtype.cuh>
 #include <type_traits>
 
 namespace flashinfer {
-
-namespace detail {
-
-// Bits of `x` where `mask` has ones, else of `y`. As an expression, a compiler would find out which
-// bits of `y` can be set, and mask these in an instruction of its own.
-__device__ __forceinline__ uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) {
-  uint32_t bits;
-  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(x), "r"(y), "r"(mask));
-  return bits;
-}
-
-}  // namespace detail
 
 // What e2m1_to_pairs() leaves out: the values are 2^-14 (float16) or 2^-126 (bfloat16) of the
 // codes'.
@@ -38,8 +27,8 @@ __device__ __forceinline__ void e2m1_to_pairs(uint32_t word, uint32_t (&pairs)[4
     pairs[0] = (word & 0x000f000fu) * 0x1040u & kBoth;
     pairs[2] = (right & 0x003c003cu) * 0x0410u & kBoth;
     // The other pair's signs are in the magnitudes' place, from where they are not taken.
-    pairs[1] = detail::select_bits(word << 2, signs << 8, kMagnitudes);
-    pairs[3] = detail::select_bits(right, signs, kMagnitudes);
+    pairs[1] = select_bits(word << 2, signs << 8, kMagnitudes);
+    pairs[3] = select_bits(right, signs, kMagnitudes);
   } else {
     // The upper byte of a float16 has room for all: bits 7 and 1 to 3. Four bytes are made at once.
     constexpr uint32_t kSigns = 0x80808080u, kMagnitudes = 0x0e0e0e0eu;
