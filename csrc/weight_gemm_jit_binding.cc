@@ -5,7 +5,8 @@
 // group]; both have a leading dimension for groups, where there are groups. `alpha`: None, or
 // float32 [1] or [groups]. `rows`: None or (offsets, row_index, starts_early), the second of which
 // may be None: rows offsets[g] to offsets[g + 1] use group g, and row r of out reads row
-// row_index[r] of a; starts_early: offsets and weights were ready before the preceding grid began.
+// row_index[r] of a; starts_early: offsets and weights were ready before the preceding grid began,
+// which is one of these products.
 // `gate`: None or (alpha, beta, limit), each a number or, in groups, a tensor [groups].
 #include "ffi.h"
 #include "weight_gemm.h"

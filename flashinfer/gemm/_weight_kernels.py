@@ -74,49 +74,70 @@ def choose_weight_config(
     """The configuration for a product of `rows` tokens with weights ``[columns, k]``.
 
     In groups, `rows` are those of one of them and `tiles` are the groups that have any. `aligned`
-    is what `is_aligned` says of the scales: then a Hopper GPU can stream 4-bit weights.
-
-    Two CTAs for each SM or more keep enough bytes on their way. Where columns alone do not give as
-    many, k is split among the CTAs of a cluster; where that is far too few, CTAs have fewer warps.
-    docs/tuning/gemm.md has the measurements.
+    is what `is_aligned` says of the scales.
     """
-    sms = get_device_sm_count(device)
-    if (
+    streams = (
         aligned
         and dtype == torch.bfloat16
         and get_compute_capability(device)[0] == 9
         and group_size in _STREAM_GROUPS.get(weights, ())
         and k % _STREAM_K == 0
         and columns >= _STREAM_COLUMNS
-    ):
-        tokens = next((size for size in _STREAM_TOKENS if rows <= size), _STREAM_TOKENS[-1])
-        splits, clusters = 1, -(-columns // _STREAM_COLUMNS) * -(-rows // tokens) * (tiles or 1)
-        while (
-            tiles is None
-            and splits < _MOST_SPLITS
-            and k // _STREAM_K >= 2 * splits * _LEAST_STREAM_STAGES
-            and 2 * splits * clusters <= 2 * sms
-        ):
-            splits *= 2
-        return WeightGemmConfig(
-            dtype,
-            dtype_out,
-            weights,
-            dtype_scale,
-            group_size,
-            tokens,
-            _STREAM_WARPS,
-            splits,
-            activation,
-            streams=True,
-        )
+    )
+    if streams:
+        warps = _STREAM_WARPS
+        tokens, splits = _choose_stream_shape(device, rows, columns, k, tiles)
+    else:
+        tokens, warps, splits = _choose_shape(device, weights, rows, columns, k, tiles or 1)
+    return WeightGemmConfig(
+        dtype,
+        dtype_out,
+        weights,
+        dtype_scale,
+        group_size,
+        tokens,
+        warps,
+        splits,
+        activation,
+        streams,
+    )
+
+
+def _choose_stream_shape(
+    device: torch.device, rows: int, columns: int, k: int, tiles: int | None
+) -> tuple[int, int]:
+    """Tokens of a tile, and CTAs that split k: as many as run together, two on each SM.
+
+    CTAs are persistent, so products in groups, which have tiles for all of them, are not split.
+    """
+    tokens = next((size for size in _STREAM_TOKENS if rows <= size), _STREAM_TOKENS[-1])
+    if tiles is not None:
+        return tokens, 1
+    most = 2 * get_device_sm_count(device)
+    most = min(most // (-(-columns // _STREAM_COLUMNS) * -(-rows // tokens)), _MOST_SPLITS)
+    splits = 1
+    while 2 * splits <= most and k // _STREAM_K >= 2 * splits * _LEAST_STREAM_STAGES:
+        splits *= 2
+    return tokens, splits
+
+
+def _choose_shape(
+    device: torch.device, weights: str, rows: int, columns: int, k: int, tiles: int
+) -> tuple[int, int, int]:
+    """Tokens, warps and parts of k.
+
+    Two CTAs for each SM or more keep enough bytes on their way. Where columns alone do not give as
+    many, k is split among the CTAs of a cluster; where that is far too few, CTAs have fewer warps.
+    docs/tuning/gemm.md has the measurements.
+    """
+    sms = get_device_sm_count(device)
     limit = get_shared_bytes_per_block_optin(device)
     stages = -(-k * weight_bits(weights) // _STAGE_BITS)
     fitting = [size for size in _TOKENS if shared_bytes(weights, size, _LEAST_WARPS) <= limit]
     tokens = next((size for size in fitting if rows <= size), fitting[-1])
 
     def ctas(warps: int, splits: int) -> int:
-        return -(-columns // (16 * warps)) * -(-rows // tokens) * (tiles or 1) * splits
+        return -(-columns // (16 * warps)) * -(-rows // tokens) * tiles * splits
 
     most = _MOST_SPLITS if get_compute_capability(device)[0] >= 9 else 1
     warps, splits = _MOST_WARPS, 1
@@ -126,6 +147,4 @@ def choose_weight_config(
         ctas(warps, splits) < sms // 8 or shared_bytes(weights, tokens, warps) > limit
     ):
         warps //= 2
-    return WeightGemmConfig(
-        dtype, dtype_out, weights, dtype_scale, group_size, tokens, warps, splits, activation
-    )
+    return tokens, warps, splits

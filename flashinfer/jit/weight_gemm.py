@@ -1,4 +1,4 @@
-"""Modules of csrc/weight_gemm.cu: products with weights of 4, 8 and 16 bits, for few tokens."""
+"""Modules of csrc/weight_gemm*.cu: products with weights of 4, 8 and 16 bits, for few tokens."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class WeightGemmConfig(ModuleConfig):
     tokens : int
         Tokens that a CTA multiplies at a time: 8, 16, 32 or 64.
     warps : int
-        Warps of a CTA; each has 16 rows of the weights.
+        Warps of a CTA that multiply; each has 16 rows of the weights, where these do not stream.
     splits : int
         CTAs of a cluster that sum a part of k each; 1 before compute capability 9.0.
     activation : str
         The step after the product, as gemm_params.h says.
     streams : bool
         Hopper's copy engine brings the weights, 4-bit ones for bfloat16 (gemm/sm90/weight_tile.cuh);
-        a CTA then has 8 warps and 128 rows of the weights. Else threads copy them (gemm/portable/).
+        8 warps then share 128 rows of the weights. Else threads copy them (gemm/portable/).
     """
 
     module: ClassVar[str] = "weight_gemm"
@@ -82,6 +82,25 @@ def _aot_configs() -> Iterator[WeightGemmConfig]:
         for splits in (1, 8):
             yield WeightGemmConfig(bf16, bf16, "int4", bf16, 128, tokens, 4, splits)
             yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens, 4, splits)
+        for splits in (1, 4, 8):
+            yield from _stream_configs(tokens, splits)
+
+
+def _stream_configs(
+    tokens: int, splits: int = 1, activation: str = "identity"
+) -> Iterator[WeightGemmConfig]:
+    """What a Hopper GPU takes for 4-bit weights: one tile and activation, the usual formats."""
+    bf16 = torch.bfloat16
+    for weights, scale, group in (("int4", bf16, 128), ("mxfp4", torch.uint8, 32)):
+        yield WeightGemmConfig(
+            bf16, bf16, weights, scale, group, tokens, 8, splits, activation, streams=True
+        )
+
+
+def _mixture_configs() -> Iterator[WeightGemmConfig]:
+    """First products of mixtures that stream; the second ones are dense ones' modules."""
+    for tokens in (8, 16):
+        yield from _stream_configs(tokens, activation="swiglu_gate_last")
 
 
 def _gpt_oss_configs() -> Iterator[WeightGemmConfig]:
@@ -95,7 +114,7 @@ def _gpt_oss_configs() -> Iterator[WeightGemmConfig]:
 
 
 def _all_configs() -> Iterator[WeightGemmConfig]:
-    yield from dict.fromkeys([*_aot_configs(), *_gpt_oss_configs()])
+    yield from dict.fromkeys([*_aot_configs(), *_mixture_configs(), *_gpt_oss_configs()])
 
 
 @register_generator(aot=_all_configs, presets={"gemm": _aot_configs, "gpt-oss": _gpt_oss_configs})

@@ -283,8 +283,9 @@ template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     weight_gemm_kernel(const __grid_constant__ WeightGemmParams params) {
   extern __shared__ __align__(128) char memory[];
-  ptx::grid_launch_dependents();
+  // In this order, because a dependent that starts early (weight_gemm_params.h) reads offsets at once.
   ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
   WeightGemmWork work;
   if (!find_tokens<Tile>(params, blockIdx.y, work)) return;
   work.column = blockIdx.z * Tile::kOutColumns;

@@ -76,14 +76,8 @@ class WeightConsumer {
       for (uint32_t i = 0; i < stages_.count; ++i) {
         if (stages_.begins_box(i)) ring.advance_box();
         const uint32_t full = shared_ + Tile::kOffsetBarriers + ring.stage * 8;
-#ifdef W4_WAIT_SOON
-        ptx::mbarrier_wait_soon(full, ring.phase);
-#else
         ptx::mbarrier_wait(full, ring.phase);
-#endif
-#ifndef W4_NO_MULTIPLY
         multiply(ring, stages_.first + i, sums);
-#endif
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full + Tile::kStages * 8);
         ring.advance();

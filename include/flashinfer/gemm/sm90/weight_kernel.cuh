@@ -31,11 +31,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
   // start only after it has waited for them itself.
   if (!params.gemm.starts_early) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-#ifdef W4_NO_LOAD
-  for (uint32_t i = threadIdx.x; i < Tile::kOffsetTable / 4; i += Tile::kThreads) {
-    reinterpret_cast<uint32_t*>(memory)[i] = 0x70707070u;
-  }
-#endif
   if (warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
   __syncthreads();
   if (warp_idx == Tile::kWarps) {

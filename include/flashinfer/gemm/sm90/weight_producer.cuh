@@ -23,20 +23,13 @@ class WeightProducer {
                                             const uint32_t* table)
       : params_(params), schedule_(params.gemm, table), stages_(params.gemm.k), shared_(shared) {
     lane_idx_ = threadIdx.x % 32;
-#ifdef W4_NORMAL
-    policy_ = ptx::l2_evict_normal();
-#else
     policy_ = ptx::l2_evict_first();
-#endif
   }
 
   // Says whether there was a tile.
   __device__ __forceinline__ bool run() {
     bool any = false;
     uint32_t ahead = params_.gemm.starts_early ? load_ahead() : 0;
-#ifdef W4_NO_LOAD
-    ahead = 0;
-#endif
     WeightRing<Tile> ring;
     WeightGemmWork work;
     while (schedule_.next(work)) {
@@ -47,11 +40,6 @@ class WeightProducer {
         if (stages_.begins_box(i)) ring.advance_box();
         ptx::mbarrier_wait(empty(ring.stage), ring.phase ^ 1);
         if (ahead == 0) {
-#ifdef W4_NO_LOAD
-          if (ptx::elect_one()) ptx::mbarrier_arrive(full(ring.stage));
-          ring.advance();
-          continue;
-#endif
           if (ptx::elect_one()) load_weights(work, tokens, i, ring);
           __syncwarp();
         } else {
@@ -98,11 +86,7 @@ class WeightProducer {
     WeightRing<Tile> ring;
     WeightGemmWork work;
     uint32_t count = 0;
-#ifdef W4_NO_LOAD
-    if (false) {
-#else
     if (schedule.next(work)) {
-#endif
       count = min(stages_.count, static_cast<uint32_t>(Tile::kStages));
       if (ptx::elect_one()) {
         for (uint32_t i = 0; i < count; ++i) {

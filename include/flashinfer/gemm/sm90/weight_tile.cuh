@@ -61,10 +61,7 @@ struct WeightStreamTile : Config {
   static constexpr int kSumBytes = kParts * kTokens * kSumStride * 4;
   static constexpr int kMaxGroups = 1024, kTableBytes = (kMaxGroups + 4) * 4;
 
-#ifndef W4_CTAS
-#define W4_CTAS 2
-#endif
-  static constexpr int kLeastCtas = kTokens <= 16 ? W4_CTAS : 1;  // of an SM
+  static constexpr int kLeastCtas = kTokens <= 16 ? 2 : 1;  // of an SM
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
   static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes) /
                                         (kStageBytes + kScaleBytes + kActivationBytes + 16);
