@@ -21,7 +21,7 @@ _LEAST_WARPS, _MOST_WARPS = 2, 4
 _MOST_SPLITS = 8  # CTAs of a cluster that every GPU can place
 _LEAST_STAGES = 4  # for each of them
 
-# Of the kernel that streams weights (gemm/sm90/weight_tile.cuh).
+# The kernel that streams weights has these (gemm/sm90/weight_tile.cuh).
 _STREAM_COLUMNS, _STREAM_K, _STREAM_WARPS = 128, 256, 8
 _STREAM_TOKENS = (8, 16)
 _STREAM_GROUPS = {"int4": (0, 128), "mxfp4": (32,), "nvfp4": (16,)}

@@ -89,7 +89,7 @@ def _aot_configs() -> Iterator[WeightGemmConfig]:
 def _stream_configs(
     tokens: int, splits: int = 1, activation: str = "identity"
 ) -> Iterator[WeightGemmConfig]:
-    """What a Hopper GPU takes for 4-bit weights: one tile and activation, the usual formats."""
+    """A Hopper GPU takes these for 4-bit weights of the usual formats: one tile and activation."""
     bf16 = torch.bfloat16
     for weights, scale, group in (("int4", bf16, 128), ("mxfp4", torch.uint8, 32)):
         yield WeightGemmConfig(

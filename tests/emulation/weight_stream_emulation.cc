@@ -18,13 +18,13 @@ template <typename T>
 ptx::EncodedTensorMap make_map(const T* data, int columns, int box_columns, int64_t rows,
                                int64_t groups, bool swizzles) {
   constexpr int kSize = sizeof(T);
-  ptx::emulated::Map map = {reinterpret_cast<const char*>(data), kSize,
-                            {static_cast<uint32_t>(box_columns), 64, 1},
-                            {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows),
-                             static_cast<uint64_t>(groups)},
-                            {static_cast<uint64_t>(columns) * kSize,
-                             static_cast<uint64_t>(columns) * kSize * rows},
-                            swizzles};
+  ptx::emulated::Map map = {
+      reinterpret_cast<const char*>(data),
+      kSize,
+      {static_cast<uint32_t>(box_columns), 64, 1},
+      {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), static_cast<uint64_t>(groups)},
+      {static_cast<uint64_t>(columns) * kSize, static_cast<uint64_t>(columns) * kSize * rows},
+      swizzles};
   ptx::EncodedTensorMap encoded;
   std::memcpy(&encoded, &map, sizeof(map));
   return encoded;
@@ -41,9 +41,9 @@ bool check(Random& random) {
   params.gemm.starts_early = random.one_in(2);
   const int n = product.n, k = product.k, groups = product.groups;
   params.codes = make_map(product.weights.data(), k / 2, Tile::kRowBytes, n, groups, true);
-  params.scales = make_map(product.scales.data(), product.scales_of_row,
-                           Tile::kBoxBytes / static_cast<int>(sizeof(typename T::Scale)), n,
-                           groups, false);
+  params.scales =
+      make_map(product.scales.data(), product.scales_of_row,
+               Tile::kBoxBytes / static_cast<int>(sizeof(typename T::Scale)), n, groups, false);
   launch_kernel(weight_stream_kernel<Tile>, dim3(random.integer(1, 5)), dim3(Tile::kThreads),
                 Tile::kSharedBytes, nullptr, false, params);
   return product.check();

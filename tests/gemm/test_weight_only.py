@@ -122,9 +122,7 @@ def test_weights(
 
 @pytest.mark.parametrize("shape", [(8, 256), (136, 512)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, HALF], ids=str)
-def test_extreme_scales(
-    dtype: torch.dtype, shape: tuple[int, int], device: torch.device
-) -> None:
+def test_extreme_scales(dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
     """MXFP4's scales go beyond the range of 16 bits; the float32 sums take them."""
     n, k = shape
     codes = torch.full((n, k // 2), 0x22, dtype=torch.uint8, device=device)  # ones

@@ -1,4 +1,4 @@
-// What a CTA of the products with unpacked weights computes: tokens of a group, and columns.
+// A CTA of the products with unpacked weights computes columns of some tokens of a group.
 #pragma once
 
 #include <flashinfer/common/math.cuh>

@@ -81,7 +81,8 @@ class WeightGemm {
                           static_cast<uint64_t>(first_) * Tile::kRowBytes + lane_idx_ % 8 * 16;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      const uint32_t row = weight_row<Tile>(params_, work_.column, warp_idx_ * 16 + step * 4 + lane_idx_ / 8);
+      const uint32_t row =
+          weight_row<Tile>(params_, work_.column, warp_idx_ * 16 + step * 4 + lane_idx_ / 8);
       weights_[step] = row < params_.n ? weights + row * params_.weight_stride : nullptr;
     }
     const uint32_t row_bytes = static_cast<uint64_t>(params_.k) * Codes::kBits / 8;
@@ -283,7 +284,8 @@ template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     weight_gemm_kernel(const __grid_constant__ WeightGemmParams params) {
   extern __shared__ __align__(128) char memory[];
-  // In this order, because a dependent that starts early (weight_gemm_params.h) reads offsets at once.
+  // In this order, because a dependent that starts early (weight_gemm_params.h) reads offsets at
+  // once.
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   WeightGemmWork work;

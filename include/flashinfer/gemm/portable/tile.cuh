@@ -52,7 +52,7 @@ struct WeightGemmTile : Config {
   static constexpr int kActivationBytes = kTokens * kChunkRowBytes;
   static constexpr int kOffsetActivations = kWarps * kStages * kStageBytes;
   static constexpr int kShift = Codes::kShift, kParts = 1;  // for the epilogue
-  static constexpr int kSumStride = kColumns + 4;  // keeps lanes in different banks
+  static constexpr int kSumStride = kColumns + 4;           // keeps lanes in different banks
   static constexpr int kOffsetRows = kOffsetActivations + 2 * kActivationBytes;
   static constexpr int kSharedBytes = kOffsetRows + 4 * kTokens;
   // CTAs of an SM that registers shall allow; shared memory has no room for two of the large ones.

@@ -58,7 +58,7 @@ class WeightConsumer {
     row_ = slice_ * 16 + row;
     const uint32_t chunk = (half_ * 4 + t_) ^ row;
     codes_ = kept(shared + row_ * Tile::kRowBytes + chunk * 16 + t_ / 2 * 8);
-    // Of the lane's elements, or of all four lanes'.
+    // The scale is of the lane's elements, or of all four lanes'.
     const uint32_t scale = Tile::kScalesSums ? half_ * (Tile::kStageScaleBytes / 2)
                                              : (half_ * 4 + t_) * (Tile::kStageScaleBytes / 8);
     scales_ = kept(shared + Tile::kOffsetScales + row_ * Tile::kBoxBytes + scale);
@@ -99,8 +99,8 @@ class WeightConsumer {
     load_words(ring.stage, words);
     const uint32_t activations = ring.stage * Tile::kActivationBytes;
     Factors factors = {};
-    const uint32_t scales = scales_ + ring.box * Tile::kScaleBytes +
-                            stage % Tile::kBoxStages * Tile::kStageScaleBytes;
+    const uint32_t scales =
+        scales_ + ring.box * Tile::kScaleBytes + stage % Tile::kBoxStages * Tile::kStageScaleBytes;
     if constexpr (kPowers) {
       uint32_t most = 0;
 #pragma unroll
@@ -134,8 +134,8 @@ class WeightConsumer {
 #pragma unroll
       for (int i = 0; i < 2 * kBoxes; ++i) {
         const uint32_t place = scale_place(scales, i);
-        const uint32_t bits = sizeof(Scale) == 2 ? ptx::load_shared_2(place)
-                                                 : ptx::load_shared_4(place);
+        const uint32_t bits =
+            sizeof(Scale) == 2 ? ptx::load_shared_2(place) : ptx::load_shared_4(place);
         add_scaled(products, scale_of_bits<Scale>(bits), i, sums);
       }
     }
@@ -258,7 +258,7 @@ class WeightConsumer {
   const WeightStages<Tile> stages_;
   const uint32_t shared_;
   float* const partial_;
-  uint32_t slice_, half_, t_, row_;      // row_: of a box, in the first eight of the slice
+  uint32_t slice_, half_, t_, row_;           // row_: of a box, in the first eight of the slice
   uint32_t codes_, scales_, activations_[2];  // of stage 0, for this lane
 };
 

@@ -46,9 +46,8 @@ struct WeightStreamTile : Config {
   // Scales come in boxes of 16 bytes of each row, which are those of some stages.
   static constexpr bool kHasBoxes = kGroup != 0;
   static constexpr int kBoxBytes = 16;
-  static constexpr int kStageScaleBytes = kHasBoxes ? kTileK / (kGroup ? kGroup : 1) *
-                                                          static_cast<int>(sizeof(Scale))
-                                                    : kBoxBytes;
+  static constexpr int kStageScaleBytes =
+      kHasBoxes ? kTileK / (kGroup ? kGroup : 1) * static_cast<int>(sizeof(Scale)) : kBoxBytes;
   static constexpr uint32_t kBoxStages = kBoxBytes / kStageScaleBytes;
   static_assert(kBoxStages * kStageScaleBytes == kBoxBytes);
 
@@ -63,8 +62,8 @@ struct WeightStreamTile : Config {
 
   static constexpr int kLeastCtas = kTokens <= 16 ? 2 : 1;  // of an SM
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
-  static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes) /
-                                        (kStageBytes + kScaleBytes + kActivationBytes + 16);
+  static constexpr int kFittingStages =
+      (kMaxBytes - kSumBytes - kTableBytes) / (kStageBytes + kScaleBytes + kActivationBytes + 16);
   static constexpr int kStages = kFittingStages < 8 ? kFittingStages : 8;
   static_assert(kStages >= 2);
 

@@ -11,7 +11,7 @@ struct alignas(128) EncodedTensorMap {
 
 namespace emulated {
 
-// Of three dimensions; strides in bytes.
+// A map has three dimensions, and strides in bytes.
 struct Map {
   const char* data;
   uint32_t element, box[3];

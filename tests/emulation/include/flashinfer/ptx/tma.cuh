@@ -38,11 +38,9 @@ inline void tma_load(uint32_t shared, const void* map, uint32_t barrier, int x, 
   emulated::copy_later(shared, row_bytes * box.box[1] * box.box[2], barrier, [=] {
     for (uint32_t row = 0; row < box.box[1] * box.box[2]; ++row) {
       for (uint32_t byte = 0; byte < row_bytes; ++byte) {
-        const uint64_t at[3] = {x + byte / box.element, y + row % box.box[1],
-                                z + row / box.box[1]};
+        const uint64_t at[3] = {x + byte / box.element, y + row % box.box[1], z + row / box.box[1]};
         const uint32_t place = box.swizzles ? byte ^ row % 8 * 16 : byte;
-        const bool inside =
-            at[0] < box.length[0] && at[1] < box.length[1] && at[2] < box.length[2];
+        const bool inside = at[0] < box.length[0] && at[1] < box.length[1] && at[2] < box.length[2];
         const char* const source = box.data + at[0] * box.element + byte % box.element +
                                    at[1] * box.stride[0] + at[2] * box.stride[1];
         dynamic_shared[shared + row * row_bytes + place] = inside ? *source : 0;
