@@ -39,8 +39,8 @@ class WeightGemmConfig(ModuleConfig):
     activation : str
         The step after the product, as gemm_params.h says.
     streams : bool
-        Hopper's copy engine brings the weights, 4-bit ones for bfloat16 (gemm/sm90/weight_tile.cuh);
-        8 warps then share 128 rows of the weights. Else threads copy them (gemm/portable/).
+        Hopper's copy engine brings weights of 4 bits for bfloat16, and 8 warps share 128 of their
+        rows (gemm/sm90/weight_tile.cuh). Else threads copy the weights (gemm/portable/).
     """
 
     module: ClassVar[str] = "weight_gemm"
