@@ -101,10 +101,10 @@ def test_few_rows(emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int
     ("header", "statement", "other"),
     one_by_default(
         [
-            (NARROW_ATTENTION, "tell_largest(logits, token);\n      synchronize();", "tell_largest(logits, token);"),
-            (NARROW_ATTENTION, "(parity_ ^ 1) * Tile::kWeightBytes", "parity_ * Tile::kWeightBytes"),
+            (NARROW_ATTENTION, "token);\n      synchronize();", "token);"),
+            (NARROW_ATTENTION, "(parity_ ^ 1) * Tile::kWeight", "parity_ * Tile::kWeight"),
             (NARROW_ATTENTION, "row_ % 2 * 4 + row_ / 2;", "row_;"),
-            (NARROW_ATTENTION, "if (moves) multiply(output, shrink);\n        moves = ", "moves = "),
+            (NARROW_ATTENTION, "if (moves) multiply(output, shrink);\n        moves", "moves"),
             (NARROW_ATTENTION, "ptx::mbarrier_wait(address(control_.full[stage_]), phase_);", ""),
             (NARROW_COPIER, "parity_ ^ 1);", "parity_);"),
         ]

@@ -208,8 +208,8 @@ class MlaNarrowAttention {
     for (int h = 0; h < 2; ++h) {
       const auto* told = reinterpret_cast<const float4*>(control_.largest[parity_][row_ + 8 * h]);
       const float4 a = told[0], b = told[1];
-      const float largest = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)),
-                                  fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+      const float largest =
+          fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
       shrink[h] = 1.f;
       if (largest > largest_[h] + kHeadroom) {
         shrink[h] = math::ptx_exp2(largest_[h] - largest);
@@ -243,9 +243,8 @@ class MlaNarrowAttention {
 
   // Adds the values of the block before the current one, and gives its place back.
   __device__ __forceinline__ void add_values(Output& output, int stage) {
-    const uint32_t weights =
-        shared_ + Tile::kOffsetWeights + (parity_ ^ 1) * Tile::kWeightBytes +
-        lane_idx_ % 16 * Tile::kWeightPitch + lane_idx_ / 16 * 16;
+    const uint32_t weights = shared_ + Tile::kOffsetWeights + (parity_ ^ 1) * Tile::kWeightBytes +
+                             lane_idx_ % 16 * Tile::kWeightPitch + lane_idx_ / 16 * 16;
     // Lane i gives row i % 16 of 16 tokens, of the first or the second of two groups of columns.
     const uint32_t values = shared_ + stage * Tile::kStageBytes + lane_idx_ % 16 * Tile::kPitch +
                             (warp_idx_ * Tile::kGroups + lane_idx_ / 16) * 16;
@@ -307,8 +306,7 @@ class MlaNarrowAttention {
       target = static_cast<O*>(params_.partial_o) + slot_row * Tile::kDimCkv;
       factor = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
       if (writes_lse) {
-        params_.partial_lse[slot_row] =
-            sum == 0.f ? -math::inf : largest_[h] + math::ptx_log2(sum);
+        params_.partial_lse[slot_row] = sum == 0.f ? -math::inf : largest_[h] + math::ptx_log2(sum);
       }
     } else {
       const MlaRowEnd end(params_, item.qo_begin, item.row_begin + row, largest_[h], sum);

@@ -15,8 +15,8 @@ inline cudaError_t launch_mla_narrow(const MlaParams& params, bool enable_pdl,
   int prepared = 0;
   const cudaError_t status = once_per_device(&prepared, [](int, int* done) {
     *done = 1;
-    return cudaFuncSetAttribute(
-        mla_narrow_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
+    return cudaFuncSetAttribute(mla_narrow_kernel<Tile>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
   });
   if (status != cudaSuccess) return status;
   return launch_kernel(mla_narrow_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),

@@ -17,13 +17,13 @@ struct MlaNarrowTile {
   static_assert(sizeof(Ckv) == 1);
   static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;
   static_assert((kDimCkv == 512 || kDimCkv == 256) && (kDimKpe == 64 || kDimKpe == 0));
-  static constexpr int kRows = 16;   // packed query rows at a time
-  static constexpr int kBlock = 64;  // KV tokens of a block
-  static constexpr int kWarps = 8;   // that multiply
-  static constexpr int kTokens = kBlock / kWarps;             // of a block, whose logits a warp has
-  static constexpr int kGroups = kDimCkv / kWarps / 16;       // of 16 output columns of a warp
-  static constexpr int kChunks = kDimCkv / 64;                // of 64 columns of a latent row
-  static constexpr int kRopeSteps = kDimKpe / 16;             // of a product
+  static constexpr int kRows = 16;                       // packed query rows at a time
+  static constexpr int kBlock = 64;                      // KV tokens of a block
+  static constexpr int kWarps = 8;                       // that multiply
+  static constexpr int kTokens = kBlock / kWarps;        // of a block, whose logits a warp has
+  static constexpr int kGroups = kDimCkv / kWarps / 16;  // of 16 output columns of a warp
+  static constexpr int kChunks = kDimCkv / 64;           // of 64 columns of a latent row
+  static constexpr int kRopeSteps = kDimKpe / 16;        // of a product
   static constexpr int kCopyThreads = 128, kMathThreads = 256, kThreads = 384;
   static constexpr int kCopyRegisters = 40, kMathRegisters = 232;
   // A launch has 168 for each thread. Asking for more waits for ever.
