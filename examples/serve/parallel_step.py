@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 import torch
+import torch.distributed as dist
 
 from flashinfer.jit import jit_spec_registry
 
@@ -24,6 +26,17 @@ from .parallel import join
 from .shapes import SHAPES, random_model
 
 PAGE_SIZE = 16
+
+
+def record_together(run: Callable[[], None]) -> list[decode_step.Span]:
+    """What `run` does on this rank's GPU; no rank waits for another's profiler to start."""
+
+    def when_all_record() -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        run()
+
+    return decode_step.record_on_gpu(when_all_record)
 
 
 @click.command()
@@ -49,7 +62,9 @@ def main(shape, layers, batch_size, contexts, expert_parallel, path) -> None:
         page_size=PAGE_SIZE, max_batch_size=batch_size, use_cuda_graph=True,
     )  # fmt: skip
     engine.build()
-    step = decode_step.measure(engine, model, batch_size=batch_size, contexts=contexts)
+    step = decode_step.measure(
+        engine, model, batch_size=batch_size, contexts=contexts, record=record_together
+    )
     specs = jit_spec_registry.get_all_specs().values()
     step.parts = kernel_parts([spec for spec in specs if spec.is_built()])
     if parallel is None or parallel.rank == 0:

@@ -2,6 +2,8 @@
 // bytes of copies, which happen when someone looks at the barrier (tma.cuh).
 #pragma once
 
+#include <flashinfer/ptx/cp_async.cuh>
+
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -48,6 +50,13 @@ inline void mbarrier_arrive(uint32_t barrier) {
 
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   emulated::barrier_at(barrier).bytes += bytes;
+  mbarrier_arrive(barrier);
+}
+
+// The thread's copies happen now, at the earliest moment at which others may count on them.
+inline void cp_async_arrive(uint32_t barrier) {
+  cp_async_commit();
+  cp_async_wait<0>();
   mbarrier_arrive(barrier);
 }
 

@@ -1,5 +1,7 @@
-// In place of the product's header: barriers among some warps, by their numbers.
+// In place of the product's header.
 #pragma once
+
+#include <map>
 
 namespace flashinfer::ptx {
 
@@ -7,23 +9,23 @@ namespace emulated {
 
 struct NamedBarrier {
   int arrived = 0;
-  unsigned rounds = 0;
+  uint32_t phase = 0;
 };
-inline NamedBarrier named_barriers[16];
+inline std::map<int, NamedBarrier> named_barriers;
 
 }  // namespace emulated
 
 inline void named_barrier_arrive(int id, int threads) {
-  emulated::NamedBarrier& at = emulated::named_barriers[id];
-  if (++at.arrived < threads) return;
-  at.arrived = 0;
-  ++at.rounds;
+  emulated::NamedBarrier& barrier = emulated::named_barriers[id];
+  if (++barrier.arrived < threads) return;
+  barrier.arrived = 0;
+  ++barrier.phase;
 }
 
 inline void named_barrier_sync(int id, int threads) {
-  const unsigned round = emulated::named_barriers[id].rounds;
+  const uint32_t phase = emulated::named_barriers[id].phase;
   named_barrier_arrive(id, threads);
-  emulation::block.wait_for([=] { return emulated::named_barriers[id].rounds != round; });
+  emulation::block.wait_for([=] { return emulated::named_barriers[id].phase != phase; });
 }
 
 }  // namespace flashinfer::ptx
