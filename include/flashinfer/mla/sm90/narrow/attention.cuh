@@ -111,7 +111,7 @@ class MlaNarrowAttention {
 
   // ---- Logits ----
 
-  // Of the warp's 16 rows and 8 tokens. Eight lanes read neighbouring tokens' columns, of which the
+  // Logits of the warp's 16 rows and 8 tokens. Eight lanes read neighbouring tokens' columns, of which the
   // banks tell apart every fourth token.
   __device__ __forceinline__ void multiply_keys(const MlaNarrowQueries<Tile>& queries,
                                                 Logits& logits) const {
