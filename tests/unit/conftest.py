@@ -17,8 +17,7 @@ def bindings_on_the_cpu(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
 
     The bindings check everything else before the device, so a machine without a GPU sees their
     answers: a call with a fault gets its own error, and a good call gets as far as the complaint
-    that the tensor is not on a GPU. By default they are all that is built; ``--full`` builds the
-    kernels too.
+    that the tensor is not on a GPU. Nothing else is built, except under ``--full``.
     """
     if not torch.cuda.is_available():
         monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
