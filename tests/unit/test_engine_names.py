@@ -22,6 +22,7 @@ REFUSING = [
 ]
 WORKING = [
     "flashinfer.bmm_fp8",
+    "flashinfer.chunk_gated_delta_rule",
     "flashinfer.gemm.fp8_blockscale_gemm_sm90",
     "flashinfer.fp4_quantization.block_scale_interleave",
     "flashinfer.fp4_quantization.nvfp4_block_scale_interleave",
