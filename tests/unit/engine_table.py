@@ -62,7 +62,6 @@ WAITS_FOR = {
     "mamba": "linear attention",
     "norm": "CuTe-DSL kernels of diffusion models",
     "utils._": "nothing: a host buffer that is not there, all three or none",
-    "compilation_context": "nothing: the text of one error",
 }
 
 

@@ -86,6 +86,11 @@ def test_the_mark_of_old_versions_is_absent() -> None:
     assert state("flashinfer.decode._grouped_size_compiled_for_decode_kernels") == "absent"
 
 
+def test_architectures_as_engines_print_them() -> None:
+    normalize = flashinfer.compilation_context.CompilationContext._normalize_cuda_arch
+    assert [normalize(8, 9), normalize(9, 0)] == [(8, "9"), (9, "0a")]
+
+
 def test_communicators_of_engines() -> None:
     from flashinfer.comm.mnnvl import CommBackend
 
