@@ -93,7 +93,7 @@ def test_a_graph_whose_buffers_are_the_engines_own_tables(
     )
     wrapper.plan(*buffers, *COUNTS, q_data_type=BF16, kv_data_type=BF16, sm_scale=None)
     wrapper.run(q, cache, k_scale=1.0, v_scale=1.0, enable_pdl=True)
-    surplus = torch.cat([PAGES, _ints(99, -7)])  # behind the page numbers in use
+    surplus = torch.cat([PAGES, _ints(99, -7)])  # after the page numbers in use
     flashinfer.decode.fast_decode_plan(
         *(wrapper, INDPTR, surplus, LAST, *COUNTS),
         **{"q_data_type": BF16, "kv_data_type": BF16, "sm_scale": None},
