@@ -18,7 +18,8 @@ from flashinfer.jit import current_compilation_context, registry
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = "llama-bf16"
 # Groups of 2, 4 and 8 query heads choose other tiles.
-SHAPES = [checkpoint.SMALL, checkpoint.LARGE, {**checkpoint.LARGE, "num_attention_heads": 64}]
+LARGER = {**checkpoint.LARGE, "hidden_size": 8192, "num_attention_heads": 64}
+SHAPES = [checkpoint.SMALL, checkpoint.LARGE, LARGER]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
