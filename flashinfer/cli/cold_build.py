@@ -29,7 +29,7 @@ def main(names: Sequence[str]) -> None:
     import tvm_ffi  # noqa: F401  imported once by a process, not by each module
 
     known = {spec.name: spec for spec in registry.aot_specs()}
-    # By their names alone: a preset may have the name of a module.
+    # Presets are not looked up: one may have the name of a module.
     for spec in (known[name] for name in names):
         before, start = _children_seconds(), time.perf_counter()
         spec.build_and_load()
