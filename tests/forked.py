@@ -7,7 +7,8 @@ as long as the worker needs them, and sends its reports back. It stays with a fi
 that few workers make the fixtures of each. Where a worker dies in a test (an illegal access ends
 its CUDA context, a signal ends it) or runs it too long, the test has failed and another fork goes
 on. CUDA does not survive a fork, so the collecting process has no context. Tests that are marked
-`alone` follow when all others have ended, in one fork.
+`alone` run before all others, in one fork: on a GPU, while `tests/gpu_suite.py` compiles what the
+others need.
 """
 
 from __future__ import annotations
@@ -212,8 +213,8 @@ class Forks:
         self.session = session
         alone = [item.get_closest_marker("alone") is not None for item in session.items]
         phases = [
-            (self.config.getoption("--fork"), deque(i for i, a in enumerate(alone) if not a)),
             (1, deque(i for i, a in enumerate(alone) if a)),
+            (self.config.getoption("--fork"), deque(i for i, a in enumerate(alone) if not a)),
         ]
         self.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         gc.freeze()  # the forks share the pages of what was collected

@@ -71,8 +71,8 @@ def test_leaves_a_process():
 @pytest.mark.alone
 @pytest.mark.parametrize("number", range(2))
 def test_alone(session, number):
-    others = [name for name in os.listdir(FOLDER) if name.startswith("gone-")]
-    assert others, "forks have ended, and this one has not"
+    made = [name for name in os.listdir(FOLDER) if name.startswith("made-")]
+    assert made == [f"made-{session}"], "this fork is the first, and the only one so far"
 
 @pytest.fixture
 def broken():
