@@ -17,6 +17,7 @@ from tests.attention.batches import (
     Batch,
     check,
     check_paged,
+    need_backend,
     plan_decode,
     randn,
     workspace,
@@ -230,3 +231,30 @@ def test_forward_is_an_older_name_of_plan_and_run(device):
     wrapper.begin_forward(starts, indices.to(device), last, 8, 2, 128, 16, data_type=BF16)
     assert torch.equal(wrapper.forward(USUAL.query(device), USUAL.cache(device)), expected)
     wrapper.end_forward()
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize("window_left", [-1, 20])
+def test_a_part_of_a_page_table(backend: str, window_left: int, device: torch.device):
+    """Offsets of the last requests only, which begin after the pages of the others."""
+    need_backend(backend, device)
+    lengths, page_size = (130, 1, 64, 700, 16), 16
+    counts = [-(-length // page_size) for length in lengths]
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(5))
+    pages = order[: sum(counts)].int().to(device)
+    last = torch.tensor([(length - 1) % page_size + 1 for length in lengths], dtype=torch.int32)
+    q = randn((5, 8, 128), BF16, device, 1)
+    cache = tuple(randn((70, page_size, 2, 128), BF16, device, seed) for seed in (2, 3))
+    options = {"window_left": window_left, "q_data_type": BF16}
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend="fa2")
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
+    results = []
+    for first in (0, 2):
+        table = (starts[first:], pages, last[first:], 8, 2, 128, page_size)
+        decode.plan(*table, **options)
+        prefill.plan(torch.arange(6 - first).int(), *table, causal=True, **options)
+        results.append([wrapper.run(q[first:], cache) for wrapper in (decode, prefill)])
+    # How a batch is divided depends on its requests: the last bits may differ.
+    for whole, part in zip(*results, strict=True):
+        torch.testing.assert_close(part.float(), whole[2:].float(), rtol=0.01, atol=0.01)

@@ -128,6 +128,22 @@ def test_caches_with_their_head(page_size: int, device: torch.device):
         wrapper.run(**arguments)
 
 
+def test_a_part_of_a_page_table(device: torch.device):
+    """Offsets of the last requests only, which begin after the pages of the others."""
+    batch = Batch((1, 1, 1), (700, 130, 64), 16)
+    wrapper, arguments = make_wrapper(device), batch.arguments(device)
+    batch.plan(wrapper)
+    expected = wrapper.run(**arguments)
+    starts, indices, _ = batch.pages()
+    lengths = torch.tensor(batch.kv_lens, dtype=torch.int32)
+    table = (indptr((1, 1)), starts[1:], indices.to(device), lengths[1:])
+    wrapper.plan(*table, 16, 512, 64, 64, False, 192**-0.5, BF16, BF16)
+    part = check(
+        wrapper, **{**arguments, "q_nope": arguments["q_nope"][1:], "q_pe": arguments["q_pe"][1:]}
+    )
+    torch.testing.assert_close(part["output"].float(), expected[1:].float(), rtol=0.01, atol=0.01)
+
+
 def test_large_logits(device: torch.device):
     """Where one token has nearly all weight, it is that token's row."""
     batch = Batch((1, 1), (700, 1300), 16)
