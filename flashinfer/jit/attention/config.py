@@ -195,11 +195,11 @@ def tile_rules(head_dim: int, fixed_split_size: bool = False) -> tuple[TileRule,
     per key; from 65 rows on 128 of them halve the reads of keys, worth it where most tiles are
     full.
     """
-    if head_dim > 256:
-        return (TileRule(16),)
     if fixed_split_size:
-        return (TileRule(64),)
+        return (TileRule(16 if head_dim > 256 else 64),)
     small = TileRule(8, 8.0, -1.0), TileRule(16, 16.0, -1.0)
+    if head_dim > 256:
+        return small[0], TileRule(16)
     if head_dim > 128:
         return *small, TileRule(64)
     return *small, TileRule(64, 64.0, 64.0), TileRule(128)

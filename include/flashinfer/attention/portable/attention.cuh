@@ -22,6 +22,7 @@
 #include <flashinfer/attention/rows.cuh>
 #include <flashinfer/attention/portable/tile.cuh>
 #include <flashinfer/attention/variant.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/prefetch.cuh>
 
@@ -59,9 +60,10 @@ class TileWorker {
         shared_(shared) {
     const uint32_t num_packed = item.qo_len * params.group_size.divisor;
     num_rows_ = min(static_cast<int>(num_packed) - item.row_begin, Tile::kTileQ);
-    num_tiles_ = ceil_div(max(item.kv_end - item.kv_begin, 0), kTileKV);
+    num_tiles_ = ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTokens);
     row_scale_ = reinterpret_cast<float*>(shared + Tile::kBytesQ);
-    stages_ = shared + Tile::kBytesQ + Tile::kBytesScale;
+    shared_logits_ = reinterpret_cast<float4*>(shared + Tile::kBytesQ + Tile::kBytesScale);
+    stages_ = shared + Tile::kBytesQ + Tile::kBytesScale + Tile::kBytesLogits;
   }
 
   __device__ __forceinline__ void run() {
@@ -113,10 +115,12 @@ class TileWorker {
     }
   }
 
-  // Address of the warp's first query row.
+  // Address of the warp's first query row and column.
   __device__ __forceinline__ uint32_t shared_q() const {
-    const int row = Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows;
-    return ptx::shared_address(shared_) + row * Tile::kPitchQ;
+    const int warp_idx = threadIdx.x / 32;
+    const int row = Tile::kSplitKV ? 0 : warp_idx * Tile::kWarpRows;
+    return ptx::shared_address(shared_) + row * Tile::kPitchQ +
+           warp_idx % Tile::kColumnWarps * (Tile::kWarpDimQK * 2);
   }
 
   // Streams K and V and processes them tile by tile. In decode each warp has its own tokens: no
@@ -158,20 +162,21 @@ class TileWorker {
     ptx::cp_async_wait<kAhead - 1>();
     end_query(query);
 
-    const int warp_token = Tile::kSplitKV ? threadIdx.x / 32 * kWarpTokens : 0;
-    const uint32_t warp_k = shared_k + warp_token * Tile::RowsK::kPitch;
-    const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_token * Tile::RowsV::kPitch;
+    const int warp_row = Tile::kSplitKV ? threadIdx.x / 32 * Tile::kWarpTokens : 0;
+    const int warp_token = warp_row / Tile::kWarpTokens / Tile::kColumnWarps * Tile::kWarpTokens;
+    const uint32_t warp_k = shared_k + warp_row * Tile::RowsK::kPitch;
+    const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_row * Tile::RowsV::kPitch;
     const char* const scales = stages_ + kStages * (Tile::kBytesK + Tile::kBytesV);
     int stage = 0;
     for (int tile = 0; tile < num_tiles_; ++tile) {
       ptx::cp_async_wait<kAhead - 1>();
       synchronize();
       if constexpr (kAhead < kStages) fetch(tile + 1, stage ^ 1, kLooksAhead);
-      const int first_token = item_.kv_begin + tile * kTileKV + warp_token;
+      const int first_token = item_.kv_begin + tile * Tile::kTokens + warp_token;
       if constexpr (Traits::kTransformK) {
         constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
         transform_keys<Tile, Traits::kRotate>(
-            stages_ + stage * Tile::kBytesK + warp_token * Tile::RowsK::kPitch, first_token,
+            stages_ + stage * Tile::kBytesK + warp_row * Tile::RowsK::kPitch, first_token,
             Tile::kWarpKV, threadIdx.x % kThreads, kThreads, rows_.variant, rows_.view);
         synchronize();
       }
@@ -179,8 +184,8 @@ class TileWorker {
       const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
       const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
       const char* const stage_scales = scales + stage * Tile::kBytesBlockScales;
-      attend(query, tile_k, tile_v, first_token, stage_scales + warp_token * Tile::kScaleBytesK,
-             stage_scales + kTileKV * Tile::kScaleBytesK + warp_token * Tile::kScaleBytesV);
+      attend(query, tile_k, tile_v, first_token, stage_scales + warp_row * Tile::kScaleBytesK,
+             stage_scales + Tile::kRows * Tile::kScaleBytesK + warp_row * Tile::kScaleBytesV);
       if constexpr (kAhead == kStages) {
         synchronize();
         fetch(tile + kStages, stage, kLooksAhead);
@@ -189,6 +194,25 @@ class TileWorker {
     }
     ptx::cp_async_wait<0>();
 #endif
+  }
+
+  // Adds the logits of the warp that has the other columns. Two buffers take turns: before a warp
+  // writes one again, its partner has come to the barrier after the one that it read it behind.
+  __device__ __forceinline__ void add_partner_logits(float (&logits)[Tile::kTokenTiles][4]) {
+    float4* const buffer = shared_logits_ + turn_ * kAttentionThreads * Tile::kTokenTiles;
+    turn_ ^= 1;
+#pragma unroll
+    for (int j = 0; j < Tile::kTokenTiles; ++j) {
+      const float(&own)[4] = logits[j];
+      buffer[j * kAttentionThreads + threadIdx.x] = float4{own[0], own[1], own[2], own[3]};
+    }
+    ptx::named_barrier_sync(1 + threadIdx.x / 64, 64);
+#pragma unroll
+    for (int j = 0; j < Tile::kTokenTiles; ++j) {
+      const float4 other = buffer[j * kAttentionThreads + (threadIdx.x ^ 32)];
+      logits[j][0] += other.x, logits[j][1] += other.y;
+      logits[j][2] += other.z, logits[j][3] += other.w;
+    }
   }
 
   // Processes one tile: logits, a step of the online softmax, output. After the maximum only the
@@ -205,6 +229,7 @@ class TileWorker {
     const bool half = kHalves && item_.kv_end - first_token <= Tile::kWarpKV / 2;
     if constexpr (Tile::kNarrow) {
       multiply_kq<Tile>(logits[0][0], query, tile_k, scales_k);
+      if constexpr (Tile::kPairsWarps) add_partner_logits(logits[0]);
     } else if (half) {
       multiply_qk<Tile, Tile::kWarpKV / 2>(logits, shared_q(), query, tile_k, scales_k);
     } else {
@@ -240,6 +265,8 @@ class TileWorker {
   const uint32_t kv_head_;
   char* const shared_;
   char* stages_;
+  float4* shared_logits_;
+  int turn_ = 0;  // which buffer of logits is written next
   float* row_scale_;
   int num_rows_, num_tiles_;
   WarpState<Tile> state_;

@@ -16,15 +16,21 @@ namespace flashinfer {
 // Copies the scales of the 16 tokens of a warp: lanes 0 to 15 a row of K each, the others of V.
 template <typename Tile>
 class BlockScaleLoader {
+  static constexpr int kWarpTokens = Tile::kWarpTokens;
+
  public:
   __device__ __forceinline__ BlockScaleLoader(const AttentionTensors& tensors, uint32_t kv_head,
                                               uint32_t output_part, uint32_t shared)
       : scales_(is_of_k() ? tensors.k_sf : tensors.v_sf) {
-    const int row = threadIdx.x / 32 * kWarpTokens + token();
-    const int part = is_of_k() ? 0 : output_part * Tile::kScaleBytesV;
+    const int warp_idx = threadIdx.x / 32;
+    const int row = warp_idx * kWarpTokens + token();
+    const int column_warp = warp_idx % Tile::kColumnWarps;
+    const int part = is_of_k() ? column_warp * Tile::kScaleBytesK
+                               : (output_part * Tile::kColumnWarps + column_warp) *
+                                     Tile::kScaleBytesV;
     source_ = scales_.data + kv_head * scales_.stride_head + part;
     shared_ = shared + (is_of_k() ? row * Tile::kScaleBytesK
-                                  : kTileKV * Tile::kScaleBytesK + row * Tile::kScaleBytesV);
+                                  : Tile::kRows * Tile::kScaleBytesK + row * Tile::kScaleBytesV);
   }
 
   // The lane's token among the warp's.

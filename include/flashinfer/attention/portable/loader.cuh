@@ -54,11 +54,13 @@ __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char
   }
 }
 
-// Streams a warp's share of K and V, tokens kv_begin + 64 * tile + 16 * warp + {0 .. 15}. It looks
-// up the page of the next tile one tile early, so that copies never wait for it.
+// Streams a warp's share of K and V: its columns of tokens kv_begin + kTokens * tile + 16 * i +
+// {0 .. 15}, where i numbers the warps, or the pairs of warps that share columns. It looks up the
+// page of the next tile one tile early, so that copies never wait for it.
 template <typename Traits, bool kPaged>
 class TileLoader {
   static constexpr int kSize = static_cast<int>(sizeof(typename Traits::KV));
+  static constexpr int kWarpTokens = Traits::kWarpTokens;
   static constexpr int kRowBytesK = Traits::kRowBytesK, kRowBytesV = Traits::kRowBytesV;
   // Whether a step of the warp copies whole rows.
   static constexpr bool kEvenSteps =
@@ -85,13 +87,16 @@ class TileLoader {
                 shared_k + num_stages * (Traits::kBytesK + Traits::kBytesV)) {
     lane_idx_ = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
+    const int column_warp = warp_idx % Traits::kColumnWarps;
     // Sixteen tokens that start at a multiple of 16 share a page if the page size is a multiple of
     // 16. Ranges of items begin at multiples of the K/V tile.
     is_even_ = kEvenSteps && (!kPaged || page_size.divisor % kWarpTokens == 0);
-    token_ = item.kv_begin + warp_idx * kWarpTokens + (is_even_ ? 0 : lane_idx_ % kWarpTokens);
-    k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize;
+    token_ = item.kv_begin + warp_idx / Traits::kColumnWarps * kWarpTokens +
+             (is_even_ ? 0 : lane_idx_ % kWarpTokens);
+    k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize +
+         column_warp * kRowBytesK;
     v_ = static_cast<const char*>(tensors.v) + kv_head * tensors.v_stride_head * kSize +
-         output_part * kRowBytesV;
+         (output_part * Traits::kColumnWarps + column_warp) * kRowBytesV;
     if constexpr (kEvenSteps) {
       k_ += LaneK::column() + (is_even_ ? LaneK::row() * tensors.k_stride_token * kSize : 0);
       v_ += LaneV::column() + (is_even_ ? LaneV::row() * tensors.v_stride_token * kSize : 0);
@@ -117,7 +122,7 @@ class TileLoader {
       v_offset_ = row * tensors_.v_stride_token * kSize;
       locate_scales(0, row);
     }
-    token_ += kTileKV;
+    token_ += Traits::kTokens;
   }
 
   // Starts the copies of the tile that locate_tile() found and looks up the next one, either before

@@ -236,7 +236,7 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
                                             uint32_t shared_v, int token_step, const char* scales) {
   using Mma = typename Tile::Mma;
   using RowsV = typename Tile::RowsV;
-  constexpr int kColumnTiles = Tile::kOutputDim / 8;
+  constexpr int kColumnTiles = Tile::kWarpDimVO / 8;
   const int lane_idx = threadIdx.x % 32;
   const auto lane_v = [&](bool has_second) {
     return shared_v + RowsV::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
