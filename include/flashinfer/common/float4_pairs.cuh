@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/common/select_bits.cuh>
 #include <type_traits>
 
 namespace flashinfer {
@@ -26,14 +27,16 @@ __device__ __forceinline__ void e2m1_to_pairs(uint32_t word, uint32_t (&pairs)[4
       pairs[p] = code * (p % 2 ? 0x0104u : 0x1040u) & kBits;
     }
   } else {
-    // The upper byte of a float16 has room for all: bits 7 and 1 to 3. Four bytes are made at once.
-    constexpr uint32_t kSigns = 0x80808080u, kMagnitudes = 0x0e0e0e0eu;
-    const uint32_t even = ((word << 4) & kSigns) | ((word << 1) & kMagnitudes);
-    const uint32_t odd = (word & kSigns) | ((word >> 3) & kMagnitudes);
-    pairs[0] = __byte_perm(even, 0, 0x2404);
-    pairs[1] = __byte_perm(odd, 0, 0x2404);
-    pairs[2] = even & 0xff00ff00u;
-    pairs[3] = odd & 0xff00ff00u;
+    // The upper byte of a float16 has room for all: bits 7 and 1 to 3. One selection brings four
+    // codes there, and one mask per pair removes what else came along. The shifts to the left can
+    // be multiplications, which leaves logic units 7 of 11 instructions.
+    constexpr uint32_t kSigns = 0x80808080u, kCodes = 0x8e008e00u;
+    const uint32_t even = select_bits<kSigns>(word << 4, word << 1);
+    const uint32_t odd = select_bits<kSigns>(word, word >> 3);
+    pairs[0] = (even << 8) & kCodes;
+    pairs[1] = (odd << 8) & kCodes;
+    pairs[2] = even & kCodes;
+    pairs[3] = odd & kCodes;
   }
 }
 
