@@ -228,7 +228,10 @@ class TileWorker {
     constexpr bool kHalves = !Tile::kSplitKV;
     const bool half = kHalves && item_.kv_end - first_token <= Tile::kWarpKV / 2;
     if constexpr (Tile::kNarrow) {
-      multiply_kq<Tile>(logits[0][0], query, tile_k, scales_k);
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+        multiply_kq<Tile>(logits[0][j], query, tile_k, j, scales_k);
+      }
       if constexpr (Tile::kPairsWarps) add_partner_logits(logits[0]);
     } else if (half) {
       multiply_qk<Tile, Tile::kWarpKV / 2>(logits, shared_q(), query, tile_k, scales_k);

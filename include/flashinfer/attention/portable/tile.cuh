@@ -75,13 +75,20 @@ struct TileTraits {
   static constexpr bool kHidesByMinimum = false, kCapsWeights = false;  // see rows.cuh
   static constexpr int kWarpRows = kTileQ == 128 ? 32 : 16;
   static constexpr int kRowTiles = kWarpRows / 16;                  // mma row tiles per warp
-  static constexpr int kWarpTokens = 16;                         // that a warp loads
+#ifndef FI_EXP_TOKENS4
+#define FI_EXP_TOKENS4 32
+#endif
+#ifndef FI_EXP_STAGES4
+#define FI_EXP_STAGES4 2
+#endif
+  // Tokens that a warp loads.
+  static constexpr int kWarpTokens = kNarrow && kKeysAre4Bit ? FI_EXP_TOKENS4 : 16;
   static constexpr int kRows = kAttentionWarps * kWarpTokens;    // of a stage in shared memory
   static constexpr int kTokens = kTokenWarps * kWarpTokens;      // of a tile
   static constexpr int kWarpKV = kSplitKV ? kWarpTokens : kTokens;  // tokens that a warp multiplies
   // Tiles of logits. A thread holds two tokens of two rows in each; a transposed tile has 16
   // tokens.
-  static constexpr int kTokenTiles = kNarrow ? 1 : kWarpKV / 8;
+  static constexpr int kTokenTiles = kWarpKV / (kNarrow ? 16 : 8);
   static constexpr int kOutputTiles = kWarpDimVO / (kNarrow ? 16 : 8);
   static constexpr int kStepsQK = kWarpDimQK / 16;
   static constexpr bool kQInRegisters = kNarrow || (kRowTiles == 1 && kHeadDimQK <= 128);
@@ -114,7 +121,7 @@ struct TileTraits {
   // with two, and fewer CTAs split a batch less. Prefill is bound by the products and needs two
   // stages.
   FLASHINFER_HOST_DEVICE static constexpr int num_stages(int cc) {
-    constexpr int wanted = kSplitKV ? 3 : 2;
+    constexpr int wanted = kNarrow && kKeysAre4Bit ? FI_EXP_STAGES4 : kSplitKV ? 3 : 2;
     const int fit = (max_shared_bytes(cc) - kBytesQ - kBytesScale - kBytesLogits) / kBytesStage;
     return fit < wanted ? (fit < 1 ? 1 : fit) : wanted;
   }
