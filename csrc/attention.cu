@@ -28,13 +28,12 @@ using Second = void;
 
 #ifndef __CUDACC_RTC__
 
-cudaError_t attention(const AttentionParams<ConfiguredVariantParams>& params, bool enable_pdl,
-                      cudaStream_t stream) {
+cudaError_t attention(const ConfiguredParams& params, bool enable_pdl, cudaStream_t stream) {
   return launch_attention<First, Second>(params, enable_pdl, stream);
 }
 
 cudaError_t attention_ctas_per_sm(int* ctas) {
-  return count_ctas_per_sm<First, Second, AttentionParams<ConfiguredVariantParams>>(ctas);
+  return count_ctas_per_sm<First, Second, ConfiguredParams>(ctas);
 }
 
 #endif  // __CUDACC_RTC__

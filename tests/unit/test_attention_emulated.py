@@ -49,6 +49,7 @@ SUBSTITUTIONS = {
 
 F16, BF16 = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LENGTHS = {"device_lengths": True, "sliding_window": True}
 F16_Q = {"dtype_q": F16, "dtype_kv": PACKED_FLOAT4, "dtype_o": F16}
 
 
@@ -170,6 +171,10 @@ CONFIGS = [
     ("decode-448-256", 448, 256, 16, {"mask_mode": "causal"}),
     ("decode-512-e4m3", 512, 512, 16, {"dtype_q": E4M3, "dtype_kv": E4M3, "paged": False}),
     ("decode-448", 448, 448, 16, {"paged": False}),
+    ("narrow-lengths", 64, 64, 8, {"device_lengths": True}),
+    ("narrow-lengths-window", 128, 64, 8, {**LENGTHS, "mask_mode": "causal"}),
+    ("decode-lengths", 64, 64, 16, {"device_lengths": True, "mask_mode": "causal"}),
+    ("narrow-lengths-4bit", 128, 128, 8, {"dtype_kv": PACKED_FLOAT4, "device_lengths": True}),
     ("narrow-512", 512, 512, 8, {"mask_mode": "causal"}),
     ("narrow-448", 448, 448, 8, {}),
     ("narrow-512-e4m3", 512, 512, 8, {"dtype_kv": E4M3, "sinks": True}),
@@ -236,6 +241,8 @@ FULL_ONLY = {
     "decode-4bit",
     "decode-4bit-512",
     "narrow-448",
+    "decode-lengths",
+    "narrow-lengths-4bit",
     "narrow-272-288",
     "narrow-512-rope",
     "64-4bit-256",

@@ -25,7 +25,7 @@ from .launch import (
 )
 from .no_kernel import is_computed_from_plans
 from .planner import AttentionPlanner, PlanConfig, bind, slots_of_stream
-from .requests import AttentionProblem, CustomMask
+from .requests import AttentionProblem, CustomMask, DeviceLengths
 from .spec import KernelOptions
 from .tiles import kv_tiles
 
@@ -73,6 +73,7 @@ class AttentionExecutor:
         self._run: Callable[..., None] = _plan_first
         self._gathering: Gathering | None = None  # what precedes the launch
         self._follows_a_kernel = False  # the work list is written by a kernel, not by a copy
+        self._lengths: DeviceLengths | None = None  # that launches read
         # The kernel that a CUDA graph keeps, and what it was chosen for.
         self._graph_choice: tuple[KernelOptions, bool, KernelChoice] | None = None
         self.set_workspaces(float_workspace_buffer, int_workspace_buffer)

@@ -1,4 +1,4 @@
-"""Plans of an executor whose lengths are on the GPU, made by a kernel there."""
+"""Plans of an executor whose lengths are on the GPU: made there, once or by each launch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def plan_on_device(
     lengths: DeviceLengths,
     options: PlanOptions,
     choice: KernelChoice,
+    *,
+    by_launches: bool = False,
 ) -> None:
     """Choose a module, and let a kernel plan requests whose lengths are on the GPU.
 
@@ -31,6 +33,9 @@ def plan_on_device(
         bounds is taken.
     choice : KernelChoice
         The portable kernel with a tile.
+    by_launches : bool
+        Whether each run's kernels read the lengths that there are then, which spares a launch;
+        otherwise a kernel writes a work list now, which later runs share.
 
     Raises
     ------
@@ -42,6 +47,7 @@ def plan_on_device(
         capacity = GraphCapacity(requests.batch_size, requests.num_qo_tokens)
         options = options._replace(capacity=capacity)
     key = executor._module_key(problem, None, options, choice)
+    key = key._replace(device_lengths=by_launches)
     executor._options = options
     executor.problem = None
     executor._run = _plan_first
@@ -49,7 +55,14 @@ def plan_on_device(
     workspaces = executor.workspaces
     slots = slots_of_stream(module, workspaces.floats)
     planner = executor._configured(problem, key, slots, options, ALL_ROWS)
-    planner.plan_on_device(workspaces.ints, executor._float_bytes, requests, lengths)
+    if by_launches:
+        planner.plan(None, executor._float_bytes, requests)
+    else:
+        planner.plan_on_device(workspaces.ints, executor._float_bytes, requests, lengths)
     executor._bind(module, problem, None)
-    executor._follows_a_kernel = True
+    if by_launches:
+        arguments = planner.device_arguments(requests, lengths)
+        module.lengths(executor._launch, planner.layout, *arguments)
+    executor._lengths = lengths  # launches have their addresses
+    executor._follows_a_kernel = not by_launches
     executor.problem, executor._key, executor._run = problem, key, module.run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -255,11 +255,16 @@ class AttentionPlanner:
             As `plan` does.
         """
         self.plan(None, float_workspace_bytes, bounds)
-        config = torch.from_numpy(np.array(self.config, dtype=np.int64).view(np.uint8))
+        config, *others = self.device_arguments(bounds, lengths)
         get_attention_device_plan_module().attention_device_plan(
-            self.layout,
+            self.layout, config, int_workspace, *others
+        )
+
+    def device_arguments(self, bounds: Requests, lengths: DeviceLengths) -> tuple[Any, ...]:
+        """What native functions of lengths on the GPU take, from the configuration on."""
+        config = torch.from_numpy(np.array(self.config, dtype=np.int64).view(np.uint8))
+        return (
             config,
-            int_workspace,
             lengths.qo_indptr,
             lengths.kv_indptr,
             lengths.kv_len,

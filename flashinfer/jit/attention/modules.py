@@ -40,6 +40,8 @@ class AttentionModule(Planned):
         Bytes of the tensor in which its launches are prepared.
     bind, bind_second, options, mask, items, second, head_scales, block_scales, run : callable
         Exports of csrc/attention_jit_binding.cc, which says what they take.
+    lengths : callable
+        Another one, of modules with `device_lengths`.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class AttentionModule(Planned):
         self.options: Callable[..., None] = module.attention_options
         self.mask: Callable[..., None] = module.attention_mask
         self.items: Callable[..., None] = module.attention_items
+        self.lengths: Callable[..., None] = module.attention_lengths
         self.second: Callable[..., None] = module.attention_second
         self.head_scales: Callable[..., None] = module.attention_head_scales
         self.block_scales: Callable[..., None] = module.attention_block_scales
@@ -91,8 +94,10 @@ def _describe(module: Any, members: str) -> None:
 def _aot_configs() -> Iterator[AttentionConfig]:
     for dtype in (torch.float16, torch.bfloat16):
         for dtype_kv in (dtype, torch.float8_e4m3fn):
-            for tile_q in TILES[:2]:
-                yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q)
+            for tile_q, device_lengths in itertools.product(TILES[:2], (False, True)):
+                yield AttentionConfig(
+                    dtype, dtype_kv, dtype, 128, 128, tile_q, device_lengths=device_lengths
+                )
         for paged in (False, True):
             tile_q = hopper.hopper_tile_q(128, 128, dtype)
             yield AttentionConfig(
@@ -115,8 +120,10 @@ def _aot_configs() -> Iterator[AttentionConfig]:
 def _packed_configs() -> Iterator[AttentionConfig]:
     """Decode over caches of 4 bits."""
     bf16 = torch.bfloat16
-    for tile_q in TILES[:2]:
-        yield AttentionConfig(bf16, PACKED_FLOAT4, bf16, 128, 128, tile_q)
+    for tile_q, device_lengths in itertools.product(TILES[:2], (False, True)):
+        yield AttentionConfig(
+            bf16, PACKED_FLOAT4, bf16, 128, 128, tile_q, device_lengths=device_lengths
+        )
 
 
 def _all_configs() -> Iterator[AttentionConfig]:

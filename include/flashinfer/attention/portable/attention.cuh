@@ -20,6 +20,7 @@
 #include <flashinfer/attention/portable/products.cuh>
 #include <flashinfer/attention/portable/query.cuh>
 #include <flashinfer/attention/rows.cuh>
+#include <flashinfer/attention/tile_row.cuh>
 #include <flashinfer/attention/portable/tile.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
@@ -63,7 +64,7 @@ class TileWorker {
     num_tiles_ = ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTokens);
     row_scale_ = reinterpret_cast<float*>(shared + Tile::kBytesQ);
     shared_logits_ = reinterpret_cast<float4*>(shared + Tile::kBytesQ + Tile::kBytesScale);
-    stages_ = shared + Tile::kBytesQ + Tile::kBytesScale + Tile::kBytesLogits;
+    stages_ = shared + Tile::kPlaceOfStages;
   }
 
   __device__ __forceinline__ void run() {
@@ -277,6 +278,28 @@ class TileWorker {
   float inverse_scale_[Tile::kRowTiles][2];
 };
 
+// Processes the items of a column by lengths in device memory. The first warp's view of
+// them counts, so that barriers do not depend on what several warps read.
+template <typename Traits, typename Params>
+__device__ __forceinline__ void process_column(const Params& params, int column, uint32_t kv_head,
+                                               char* shared) {
+  WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
+  ColumnItems items(params.lengths, TileRow(params.lengths), column);
+  while (true) {
+    if (threadIdx.x < 32) {
+      WorkItem item;
+      int number;
+      if (!items.next(item, number)) item.request = -1;
+      if (threadIdx.x == 0) shared_item = item;
+    }
+    __syncthreads();
+    const WorkItem item = shared_item;
+    if (item.request < 0) return;
+    TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared).run();
+    __syncthreads();  // the next item reuses the shared memory
+  }
+}
+
 // `Second` holds the traits of items of kind 1, or is void if there are none.
 template <typename First, typename Second, typename Params>
 __global__ void __launch_bounds__(kAttentionThreads)
@@ -287,6 +310,10 @@ __global__ void __launch_bounds__(kAttentionThreads)
   const uint32_t inner =
       blockIdx.x - outer * (kHeadsFastest ? params.num_kv_heads : params.num_ctas).divisor;
   const uint32_t kv_head = kHeadsFastest ? inner : outer;
+  if constexpr (Params::kReadsLengths) {
+    ptx::grid_dependency_wait();
+    return process_column<First>(params, outer, kv_head, shared);
+  }
   // The plan was written by a copy, which every later grid waits for, with or without PDL. An
   // earlier grid may still write page numbers, so they are only prefetched here and read after the
   // wait.

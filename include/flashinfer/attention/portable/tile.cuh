@@ -116,19 +116,20 @@ struct TileTraits {
   // Parts of the logits that warps which share tokens exchange, of two tiles in turn.
   static constexpr int kBytesLogits =
       kPairsWarps ? 2 * kAttentionThreads * kTokenTiles * 16 : 0;
+  static constexpr int kPlaceOfItem = kBytesQ + kBytesScale + kBytesLogits;
+  static constexpr int kPlaceOfStages = kPlaceOfItem + (kSplitKV ? 128 : 0);
 
   // Decode keeps three tiles in flight. Two CTAs with three stages stream as fast as three CTAs
   // with two, and fewer CTAs split a batch less. Prefill is bound by the products and needs two
   // stages.
   FLASHINFER_HOST_DEVICE static constexpr int num_stages(int cc) {
     constexpr int wanted = kNarrow && kKeysAre4Bit ? FI_EXP_STAGES4 : kSplitKV ? 3 : 2;
-    const int fit = (max_shared_bytes(cc) - kBytesQ - kBytesScale - kBytesLogits) / kBytesStage;
+    const int fit = (max_shared_bytes(cc) - kPlaceOfStages) / kBytesStage;
     return fit < wanted ? (fit < 1 ? 1 : fit) : wanted;
   }
   FLASHINFER_HOST_DEVICE static constexpr int shared_bytes(int cc) {
     const int stages = num_stages(cc) * kBytesStage;
-    const int used = kBytesQ + kBytesScale + kBytesLogits +
-                     (stages > kBytesExchange ? stages : kBytesExchange);
+    const int used = kPlaceOfStages + (stages > kBytesExchange ? stages : kBytesExchange);
     // Decode of an 8-bit cache runs at most two CTAs per SM: long requests would otherwise be split
     // for three.
     constexpr bool kAtMostTwo = kSplitKV && kKeysAre8Bit && kBytesK + kBytesV >= 16 << 10;
