@@ -302,7 +302,7 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
 
 // `Second` holds the traits of items of kind 1, or is void if there are none.
 template <typename First, typename Second, typename Params>
-__global__ void __launch_bounds__(kAttentionThreads)
+__global__ void __launch_bounds__(kAttentionThreads, First::Tile::kLeastCtas)
     attention_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char shared[];
   constexpr bool kHeadsFastest = First::Tile::kSplitKV;

@@ -119,6 +119,13 @@ struct TileTraits {
   static constexpr int kPlaceOfItem = kBytesQ + kBytesScale + kBytesLogits;
   static constexpr int kPlaceOfStages = kPlaceOfItem + (kSplitKV ? 128 : 0);
 
+  // CTAs of an SM that registers leave room for: warps that unpack codes hide each other's waiting.
+#ifndef FI_EXP_CTAS4
+#define FI_EXP_CTAS4 4
+#endif
+  static constexpr int kLeastCtas =
+      !kNarrow || !kKeysAre4Bit ? 0 : kWarpDimVO <= 128 && kWarpDimQK <= 128 ? FI_EXP_CTAS4 : 3;
+
   // Decode keeps three tiles in flight. Two CTAs with three stages stream as fast as three CTAs
   // with two, and fewer CTAs split a batch less. Prefill is bound by the products and needs two
   // stages.
