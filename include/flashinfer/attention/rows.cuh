@@ -426,16 +426,15 @@ class TileRows {
     if constexpr (Tile::kNarrow) {
       // A pair of logits holds two rows of one token, and a pair of weights one row of two tokens.
       const float (&tile)[4] = logits[0][step];
-      p[0][0] = ptx::movmatrix_trans(Pair::pack(tile[0], tile[2]));
-      p[0][1] = ptx::movmatrix_trans(Pair::pack(tile[1], tile[3]));
+      for (int r = 0; r < 2; ++r) p[0][r] = ptx::movmatrix_trans(Pair::pack(tile[r], tile[2 + r]));
     } else {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           const int first = r % 2 * 2;
-          const float (&tile)[4] = logits[i][2 * step + r / 2];
-          p[i][r] = Pair::pack(tile[first], tile[first + 1]);
+          const float* const pair = logits[i][2 * step + r / 2] + first;
+          p[i][r] = Pair::pack(pair[0], pair[1]);
         }
       }
     }
