@@ -7,8 +7,9 @@ all-reduce   one-shot, two-shot, in 8 bits, and fused with the norm; the last li
              two-shot overtakes one-shot: what `ONE_SHOT_BYTES` in flashinfer/comm/schedule.py
              should be for this number of ranks
 exchange     all-gather and reduce-scatter
-experts      dispatch and combine, 8 of 256 experts for a token. A combine of 8 columns stands in
-             for none, which a dispatch may not have
+experts      dispatch and combine, 8 of 256 experts for a token, and gigabytes per second that
+             the first rank sends to others meanwhile. A combine of 8 columns stands in for none,
+             which a dispatch may not have
 context      decode's partial results, and their sum by LSE: 128 heads of 128
 
 Each number is the slowest rank's median of replays of a CUDA graph, in microseconds per call.
@@ -144,8 +145,8 @@ def experts(hidden: int) -> Iterator[Line]:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     top_k, num_experts = 8, 256
     mapping = comm.Mapping(world_size, rank, world_size, tp_size=world_size, moe_ep_size=world_size)
-    layer = comm.MoeAlltoAll(mapping, 512, top_k, num_experts, hidden_size=hidden)
-    for tokens in (1, 16, 128, 512):
+    layer = comm.MoeAlltoAll(mapping, 4096, top_k, num_experts, hidden_size=hidden)
+    for tokens in (1, 16, 128, 512, 4096):
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         scores = torch.rand(tokens, num_experts, device="cuda")
         ids = scores.topk(top_k).indices.to(torch.int32)
@@ -153,7 +154,15 @@ def experts(hidden: int) -> Iterator[Line]:
 
         dispatch = measure(there_and_back, layer, ids, x, narrow)
         both = measure(there_and_back, layer, ids, x, None)
-        yield {"tokens": tokens, "dispatch": dispatch, "dispatch_and_combine": both}
+        owners = ids // (num_experts // world_size)
+        pairs = sum(int((owners == r).any(1).sum()) for r in range(world_size) if r != rank)
+        yield {
+            "tokens": tokens,
+            "dispatch": dispatch,
+            "dispatch_and_combine": both,
+            "dispatch_gb_per_s": round(pairs * (2 * hidden + 4 * top_k) / dispatch / 1e3, 1),
+            "combine_gb_per_s": round(pairs * 2 * hidden / max(both - dispatch, 1e-3) / 1e3, 1),
+        }
     layer.checkpoint_prepare()
 
 

@@ -9,7 +9,7 @@ from tabulate import tabulate
 from flashinfer.jit import JitSpec
 from flashinfer.jit.binary import Kernel, read_kernels
 
-from .decode_step import ATTENTION, GEMM, LAYER, RECURRENCE, ROUTING, SAMPLING
+from .decode_step import ATTENTION, COMMUNICATION, GEMM, LAYER, RECURRENCE, ROUTING, SAMPLING
 
 _MODULES_OF_PART = {
     ATTENTION: ("attention", "attention_gather", "attention_mask_ranges", "batch_mla", "cascade"),
@@ -21,6 +21,7 @@ _MODULES_OF_PART = {
         *("group_quant", "sigmoid_gate"),
     ),
     SAMPLING: ("topk", "sampling"),
+    COMMUNICATION: ("all_reduce",),
 }
 _PART_OF_MODULE = {name: part for part, names in _MODULES_OF_PART.items() for name in names}
 

@@ -27,6 +27,7 @@ MEMORY_TB_PER_S = 4.3  # what one H200 reads
 
 ATTENTION, GEMM, LAYER = "attention", "matrix products", "norm, activation, RoPE, append"
 ROUTING, RECURRENCE = "routing of experts", "recurrent layers"
+COMMUNICATION = "sums over GPUs, with norm"
 SAMPLING, OTHER, GAPS = "sampling", "other kernels and copies", "between kernels"
 HOST = "host (the GPU waits)"
 _GEMM_NAMES = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma", re.IGNORECASE)
@@ -154,7 +155,10 @@ def part_of(name: str, parts: Mapping[str, str]) -> str:
 
 def busy_time(spans: Sequence[Span], parts: Mapping[str, str]) -> dict[str, float]:
     """Microseconds of each part; what overlaps counts once, for the kernel that began first."""
-    parts_of_a_step = (ATTENTION, RECURRENCE, GEMM, ROUTING, LAYER, SAMPLING, OTHER, GAPS)
+    parts_of_a_step = (
+        *(ATTENTION, RECURRENCE, GEMM, ROUTING, LAYER, COMMUNICATION, SAMPLING, OTHER),
+        GAPS,
+    )
     times = dict.fromkeys(parts_of_a_step, 0.0)
     ordered = sorted(spans, key=lambda span: span.start)
     until = ordered[0].start if ordered else 0.0

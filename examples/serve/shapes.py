@@ -14,11 +14,19 @@ from .checkpoint import LARGE
 from .config import ModelConfig
 from .layers.weights import Weights
 from .model import Model
+from .parallel import Parallel
 
 _COMMON: dict[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "eos_token_id": None}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LARGE,
+    "llama-70b-cut": {
+        **LARGE,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 64,
+    },
     "qwen3-30b-a3b": {
         **_COMMON,
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -192,6 +200,9 @@ class RandomWeights(Weights):
         return torch.randn(shape, dtype=dtype, **options)
 
 
-def random_model(config: ModelConfig, device: str | torch.device) -> Model:
-    """A model of random bfloat16 weights, or of the configuration's 8 or 4 bits."""
-    return Model(config, RandomWeights(config, device), device, torch.bfloat16)
+def random_model(
+    config: ModelConfig, device: str | torch.device, parallel: Parallel | None = None
+) -> Model:
+    """A model of random bfloat16 weights, or of the configuration's 8 or 4 bits; of `parallel`,
+    this rank's part."""
+    return Model(config, RandomWeights(config, device), device, torch.bfloat16, parallel)

@@ -9,7 +9,7 @@ MAX_ROW_BYTES = 512 * 4 * VEC_BYTES
 
 # Bytes of the whole tensor up to which one-shot is taken, by world size. With two ranks both
 # protocols move the same bytes, and one-shot waits once.
-ONE_SHOT_BYTES = {2: 1 << 62, 3: 1 << 20, 4: 512 << 10, 5: 384 << 10, 6: 384 << 10, 7: 256 << 10}
+ONE_SHOT_BYTES = {2: 1 << 62, 3: 768 << 10, 4: 512 << 10, 5: 384 << 10, 6: 384 << 10, 7: 256 << 10}
 ONE_SHOT_BYTES_OF_MANY = 256 << 10  # 8 ranks and more
 
 

@@ -83,7 +83,7 @@ def gather_decode(call: Arguments) -> dict[str, Any]:
     if one.is_scaled:
         one = one.with_plain_cache()
     options, device = one.options(table.causal), one.query.device
-    options.config(call["backend"], device)  # there are kernels of these types and sizes
+    options.config(call["backend"], device, 1)  # there are kernels of these types and sizes
     first, lengths = table.host_lists()
     count, width = table.pages.shape
     query, at = call["query"], one.dims[0]

@@ -156,9 +156,11 @@ class OneCall:
         base: str | None,
     ) -> None:
         """Both launches, with the plan made by the first."""
-        config = options.config(backend, self.query.device)
+        config = options.config(backend, self.query.device, table.max_q_len)
         if self.is_scaled:
-            config = dataclasses.replace(config, dtype_kpe=torch.bfloat16, scaled_groups=True)
+            config = dataclasses.replace(
+                config, dtype_kpe=torch.bfloat16, scaled_groups=True, tile_rows=64
+            )
         run = get_mla_module_of(config).mla_run
         plan = torch.empty(mla_plan_size(), dtype=torch.uint8)
         raw = workspace.view(-1).view(torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .._common.arch import is_sm90a_supported
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
-from ..jit.attention.mla import FLOAT8, HEAD_DIMS, MlaConfig
+from ..jit.attention.mla import FLOAT8, HEAD_DIMS, NARROW_ROWS, MlaConfig
 from .metadata import MLAPlanMetadata
 
 _LIST = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -37,6 +38,11 @@ class MlaBatch:
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     kv_len_arr: torch.Tensor
+
+    @cached_property
+    def max_q_len(self) -> int:
+        """Query tokens of the longest request."""
+        return int(self.qo_indptr.diff().max()) if len(self.qo_indptr) > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,28 @@ class MlaOptions:
         """Columns and dtype of the results; a compiled graph depends on them."""
         return self.head_dim_ckv, self.o_dtype
 
-    def config(self, backend: str, device: torch.device) -> MlaConfig:
-        """The configuration of the kernel for a device; `backend` may be ``"auto"``."""
+    def config(self, backend: str, device: torch.device, max_q_len: int) -> MlaConfig:
+        """The configuration of the kernel for a device; `backend` may be ``"auto"``.
+
+        It is chosen for requests of at most `max_q_len` query tokens, and serves longer ones too.
+        """
         if backend == "auto":
             on_hopper = device.type != "cuda" or is_sm90a_supported(device)
             backend = "fa3" if on_hopper else "fa2"
         types = (self.q_dtype, self.kv_dtype, self.o_dtype)
-        return MlaConfig(backend, *types, self.head_dim_ckv, self.head_dim_kpe, self.kv_dtype)
+        is_narrow = (
+            backend == "fa3"
+            and self.kv_dtype == FLOAT8
+            and self.num_heads * max_q_len <= NARROW_ROWS
+        )
+        return MlaConfig(
+            backend,
+            *types,
+            self.head_dim_ckv,
+            self.head_dim_kpe,
+            self.kv_dtype,
+            tile_rows=NARROW_ROWS if is_narrow else 64,
+        )
 
     def is_lse_on_e(self, return_lse_base_on_e: Any) -> bool:
         """Whether a ``run`` with this argument returns natural logarithms.
@@ -162,9 +183,10 @@ def read_batch(metadata: Any, given: dict[str, Any], page_size: int) -> MlaBatch
         most = check_count("max_q_len", most)
     listed = [name for name in _LIST if given[name] is not None]
     batch = _from_list(given) if listed else _from_table(given, page_size)
-    longest = int(batch.qo_indptr.diff().max()) if len(batch.qo_indptr) > 1 else 0
-    if most is not None and longest > most:
-        raise ValueError(f"`max_q_len` must be at least the {longest} of a request, got {most}")
+    if most is not None and batch.max_q_len > most:
+        raise ValueError(
+            f"`max_q_len` must be at least the {batch.max_q_len} of a request, got {most}"
+        )
     return batch
 
 

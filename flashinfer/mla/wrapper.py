@@ -263,7 +263,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
                 f"`kv_indices` must have the {int(batch.kv_indptr[-1])} elements of `kv_indptr`, "
                 f"got {batch.kv_indices.numel()}"
             )
-        self._config = options.config(self._backend, self.device)
+        self._config = options.config(self._backend, self.device, batch.max_q_len)
         self._make_plan(options, batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
         if self._use_cuda_graph:
             self._kv_indices = self._copy_to_buffers(batch)

@@ -26,6 +26,13 @@ TIMEOUT = 10.0  # seconds for which kernels wait
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+# Numbers of ranks, up to 8, that have a GPU each beyond two.
+MORE_GPUS = tuple(range(3, min(torch.cuda.device_count(), 8) + 1))
+
+
+def ranks_of_tests(*shared: int) -> list[int]:
+    """These numbers of ranks, which may share GPUs, and what has a GPU for each rank."""
+    return sorted({*shared, *MORE_GPUS})
 
 
 class Meeting:

@@ -9,7 +9,16 @@ import torch
 
 from flashinfer import comm
 from flashinfer.jit.comm import AllReduceConfig, gen_all_reduce_module
-from tests.comm.ranks import TIMEOUT, bits, needs_gpu, numbers, rank_sum, run_ranks, together
+from tests.comm.ranks import (
+    TIMEOUT,
+    bits,
+    needs_gpu,
+    numbers,
+    rank_sum,
+    ranks_of_tests,
+    run_ranks,
+    together,
+)
 
 pytestmark = needs_gpu
 IN_A_CHILD = True
@@ -45,7 +54,7 @@ def close(workspace, backend) -> None:
     workspace.destroy()
 
 
-GROUPS = [(2, BF16), (2, FP16), (4, BF16), (8, BF16), (2, FP32)]
+GROUPS = [*((n, BF16) for n in ranks_of_tests(2, 4, 8)), (2, FP16), (2, FP32)]
 
 
 def modules():

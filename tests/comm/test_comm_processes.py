@@ -17,33 +17,33 @@ import torch.multiprocessing as mp
 
 from flashinfer import comm
 from flashinfer.comm.mnnvl import TorchDistBackend
-from tests.comm.ranks import needs_gpu, numbers, rank_sum
+from tests.comm.ranks import needs_gpu, numbers, rank_sum, ranks_of_tests
 
 pytestmark = [needs_gpu, pytest.mark.alone]
 PLAIN = comm.AllReduceFusionPattern.kAllReduce
 
 
-def spawn(body, *args, ends_well: int = 2) -> None:
-    """``body(rank, *args)`` in two processes, each with a GPU and a process group.
+def spawn(body, *args, ranks: int = 2, ends_well: int | None = None) -> None:
+    """``body(rank, *args)`` in processes, each with a GPU and a process group.
 
-    The first `ends_well` of them must end without an error.
+    The first `ends_well` of them must end without an error; None: all.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = mp.spawn(_start, (port, body, args), nprocs=2, join=ends_well == 2)
-    if context is not None:
+    context = mp.spawn(_start, (ranks, port, body, args), nprocs=ranks, join=ends_well is None)
+    if context is not None and ends_well is not None:
         for process in context.processes:
             process.join(120)
         codes = [process.exitcode for process in context.processes]
         assert codes[:ends_well] == [0] * ends_well, codes
 
 
-def _start(rank, port, body, args) -> None:
+def _start(rank, ranks, port, body, args) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["FLASHINFER_COMM_TIMEOUT"] = "60"
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
     body(rank, *args)
     dist.destroy_process_group()
 
@@ -96,16 +96,18 @@ def test_every_interface_over_torch_distributed():
 
 
 def fail(rank: int, how: str) -> None:
-    """Rank 0 must get an error soon after rank 1 dies or calls something else."""
+    """All ranks must get an error soon after the last one dies or calls something else."""
+    ranks = dist.get_world_size()
+    last = ranks - 1
     workspace = comm.create_allreduce_fusion_workspace(
-        "auto", 2, rank, 64, 1024, torch.bfloat16, group=dist.group.WORLD
+        "auto", ranks, rank, 64, 1024, torch.bfloat16, group=dist.group.WORLD
     )
     workspace.set_timeout(1.0)
     x = torch.ones(64, 1024, dtype=torch.bfloat16, device="cuda")
     comm.allreduce_fusion(x, workspace, PLAIN)
     torch.cuda.synchronize()
     dist.barrier()
-    if rank == 1:
+    if rank == last:
         if how == "late":
             time.sleep(0.5)
         if how == "other shape":
@@ -115,20 +117,21 @@ def fail(rank: int, how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     if how == "late":
-        assert comm.allreduce_fusion(x, workspace, PLAIN)[3, 5].item() == 2
+        assert comm.allreduce_fusion(x, workspace, PLAIN)[3, 5].item() == ranks
         os._exit(0)
     with pytest.raises(RuntimeError):
         comm.allreduce_fusion(x, workspace, PLAIN)
         torch.cuda.synchronize()
     took = time.monotonic() - start
-    print(f"{how}: an error after {took:.2f} s with a time-out of 1 s", flush=True)
-    with pytest.raises(comm.CommError, match="rank 0 waited in vain .* of rank 1"):
+    print(f"rank {rank}, {how}: an error after {took:.2f} s, time-out 1 s", flush=True)
+    with pytest.raises(comm.CommError, match=rf"rank {rank} waited in vain .* of rank {last}"):
         workspace.check()
     with pytest.raises(comm.CommError, match="after 1 calls"):
         comm.allreduce_fusion(x, workspace, PLAIN)
     os._exit(0)
 
 
+@pytest.mark.parametrize("ranks", ranks_of_tests(2))
 @pytest.mark.parametrize("how", ["killed", "other shape", "late"])
-def test_a_rank_that_does_not_come_ends_in_an_error(how):
-    spawn(fail, how, ends_well=2 if how == "late" else 1)
+def test_a_rank_that_does_not_come_ends_in_an_error(how, ranks):
+    spawn(fail, how, ranks=ranks, ends_well=ranks if how == "late" else ranks - 1)

@@ -10,17 +10,18 @@ from flashinfer.comm import dcp_alltoall, exchange_call
 from flashinfer.comm.mnnvl import MnnvlConfig
 from flashinfer.jit.cascade import CascadeConfig, gen_cascade_module
 from flashinfer.jit.comm import ExchangeConfig, gen_exchange_module
-from tests.comm.ranks import TIMEOUT, needs_gpu, numbers, run_ranks
+from tests.comm.ranks import TIMEOUT, needs_gpu, numbers, ranks_of_tests, run_ranks
 
 pytestmark = needs_gpu
 IN_A_CHILD = True
 BF16, FP32 = torch.bfloat16, torch.float32
+RANKS = ranks_of_tests(2, 4)
 
 
 def modules():
     """The exchange, and the sum by LSE."""
     return [
-        *(gen_exchange_module(ExchangeConfig(BF16, ranks)) for ranks in (2, 4)),
+        *(gen_exchange_module(ExchangeConfig(BF16, ranks)) for ranks in RANKS),
         gen_cascade_module(CascadeConfig(BF16, pair=False)),
     ]
 
@@ -32,7 +33,7 @@ def softmax_sum(o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return (o.double() * weights[..., None]).sum(0)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_decode_gives_each_rank_its_heads(ranks):
     shape = (5, 3, ranks)
     o = [numbers(*shape, 64, dtype=BF16, seed=r) for r in range(ranks)]
@@ -75,7 +76,7 @@ def test_decode_gives_each_rank_its_heads(ranks):
         torch.testing.assert_close(reduced.double(), expected, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_sequences_become_heads_and_return(ranks):
     batch, seq, heads, dim = 2, 3, 2 * ranks, 16
     parts = [numbers(batch, seq, heads, dim, dtype=BF16, seed=r) for r in range(ranks)]

@@ -8,13 +8,21 @@ import torch
 from flashinfer import comm
 from flashinfer.comm import exchange_call
 from flashinfer.jit.comm import ExchangeConfig, gen_exchange_module
-from tests.comm.ranks import TIMEOUT, bits, needs_gpu, numbers, rank_sum, run_ranks
+from tests.comm.ranks import (
+    TIMEOUT,
+    bits,
+    needs_gpu,
+    numbers,
+    rank_sum,
+    ranks_of_tests,
+    run_ranks,
+)
 
 pytestmark = needs_gpu
 IN_A_CHILD = True
 
 
-GROUPS = [(2, torch.float32), (8, torch.bfloat16)]
+GROUPS = [(2, torch.float32), *((n, torch.bfloat16) for n in ranks_of_tests(8))]
 
 
 def modules():

@@ -13,12 +13,12 @@ from flashinfer.jit.comm import (
     gen_exchange_module,
     gen_quantized_all_reduce_module,
 )
-from tests.comm.ranks import bits, needs_gpu, numbers, run_ranks
+from tests.comm.ranks import MORE_GPUS, bits, needs_gpu, numbers, run_ranks
 
 pytestmark = needs_gpu
 IN_A_CHILD = True
 BF16 = torch.bfloat16
-GROUPS = [(2, 128), (4, 32)]
+GROUPS = [(2, 128), (4, 32), *((n, 64) for n in MORE_GPUS)]
 
 
 def modules():

@@ -17,7 +17,15 @@ from flashinfer.jit.comm import (
     gen_expert_combine_module,
     gen_expert_dispatch_module,
 )
-from tests.comm.ranks import TIMEOUT, bits, needs_gpu, numbers, run_ranks, together
+from tests.comm.ranks import (
+    MORE_GPUS,
+    TIMEOUT,
+    bits,
+    needs_gpu,
+    numbers,
+    run_ranks,
+    together,
+)
 
 pytestmark = needs_gpu
 IN_A_CHILD = True
@@ -29,13 +37,17 @@ CASES = [
     (2, "even", E4M3, False),
     (4, "skewed", BF16, True),
     (8, "even", BF16, True),
+    *((n, "even", BF16, True) for n in MORE_GPUS if n not in (4, 8)),
 ]
 
 
 def modules():
     """Dispatch and combine of every case."""
     return [
-        *(gen_expert_dispatch_module(ExpertDispatchConfig(ranks)) for ranks in (2, 4, 8)),
+        *(
+            gen_expert_dispatch_module(ExpertDispatchConfig(n))
+            for n in sorted({ranks for ranks, *_ in CASES})
+        ),
         *(
             gen_expert_combine_module(ExpertCombineConfig(BF16, stored, BF16, ranks))
             for ranks, _, stored, _ in CASES

@@ -29,7 +29,7 @@ from flashinfer.parallel_attention import (
     ulysses_varlen_config,
     uneven_cp_config,
 )
-from tests.comm.ranks import needs_two_gpus
+from tests.comm.ranks import needs_two_gpus, ranks_of_tests
 
 HEADS, KV_HEADS, DIM = 8, 4, 64
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2, torch.float32: 2e-3}
@@ -195,8 +195,9 @@ def test_ranks_over_gloo(world_size: int):
 
 @needs_two_gpus
 @pytest.mark.gpu
-def test_ranks_over_nccl():
-    _run(2, "cuda")
+@pytest.mark.parametrize("world_size", ranks_of_tests(2))
+def test_ranks_over_nccl(world_size: int):
+    _run(world_size, "cuda")
 
 
 @pytest.mark.parametrize("case", cases(1), ids=repr)

@@ -1,12 +1,16 @@
-// Random MLA problems through the planner, the portable kernel and the merge, emulated on the CPU,
-// against a reference in double precision.
+// Random MLA problems through the planner, the portable or (EMULATION_NARROW) the narrow kernel and
+// the merge, emulated on the CPU, against a reference in double precision.
 //
 //   mla_emulation <cases>
 //
 // Prints what is wrong with the first bad case and exits with 1.
 #include "cuda_emulation.h"
 // The order matters: the builtins come first.
+#ifdef EMULATION_NARROW
+#include "mla_narrow.cu"
+#else
 #include "mla_portable.cu"
+#endif
 
 #include <flashinfer/scheduler/mla_plan.h>
 
@@ -16,7 +20,9 @@
 namespace flashinfer {
 namespace {
 
-using T = dtype::FLASHINFER_CFG_DTYPE_Q;
+using Q = dtype::FLASHINFER_CFG_DTYPE_Q;
+using Ckv = dtype::FLASHINFER_CFG_DTYPE_KV;
+using Kpe = dtype::FLASHINFER_CFG_DTYPE_KPE;
 using O = dtype::FLASHINFER_CFG_DTYPE_O;
 constexpr int kCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
 
@@ -28,12 +34,13 @@ struct Random {
 };
 
 // Rows of `dim` values with a gap after each, which is NaN.
+template <typename T>
 struct Matrix {
   int dim, pitch;
   std::vector<T> values;
 
   Matrix(Random& random, int rows, int dim)
-      : dim(dim), pitch(dim + 8), values(size_t(rows) * pitch, from_float<T>(NAN)) {
+      : dim(dim), pitch(dim + 16), values(size_t(rows) * pitch, from_float<T>(NAN)) {
     for (int row = 0; row < rows; ++row) fill(random, row);
   }
   void fill(Random& random, int row) {
@@ -72,9 +79,9 @@ struct Case {
 bool check(Random& random) {
   const Case problem(random);
   const int rows = std::max(problem.tokens, 1) * problem.heads;
-  Matrix q_nope(random, rows, kCkv), q_pe(random, rows, kKpe);
-  Matrix ckv(random, problem.num_pages * problem.page_size, kCkv);
-  Matrix kpe(random, problem.num_pages * problem.page_size, kKpe);
+  Matrix<Q> q_nope(random, rows, kCkv), q_pe(random, rows, kKpe);
+  Matrix<Ckv> ckv(random, problem.num_pages * problem.page_size, kCkv);
+  Matrix<Kpe> kpe(random, problem.num_pages * problem.page_size, kKpe);
   const auto slot_of = [&](const MlaRequest& request, int token) {
     return int64_t{problem.indices[request.kv_base + token / problem.page_size]} *
                problem.page_size +
@@ -87,8 +94,8 @@ bool check(Random& random) {
   }
   for (size_t i = 0; i < used.size(); ++i) {
     if (used[i]) continue;
-    std::fill_n(ckv.values.begin() + i * ckv.pitch, kCkv, from_float<T>(NAN));
-    std::fill_n(kpe.values.begin() + i * kpe.pitch, kKpe, from_float<T>(NAN));
+    std::fill_n(ckv.values.begin() + i * ckv.pitch, kCkv, from_float<Ckv>(NAN));
+    std::fill_n(kpe.values.begin() + i * kpe.pitch, kKpe, from_float<Kpe>(NAN));
   }
 
   MlaPlanner planner;
@@ -124,10 +131,12 @@ bool check(Random& random) {
   params.page_size = FastDivisor(problem.page_size);
   params.num_pages = problem.num_pages;
   params.num_ctas = plan.num_ctas;
-  const float sm_scale = 1.f / std::sqrt(128.f + kKpe);
+  // Larger ones make references move.
+  const float sm_scale = (random.one_in(2) ? 1.f : 5.f) / std::sqrt(128.f + kKpe);
   params.sm_scale_log2 = sm_scale * 1.44269504f;
   params.o_scale = random.one_in(2) ? 1.f : 0.5f;
   params.lse_factor = random.one_in(2) ? 1.f : 0.69314718f;
+  params.rope_factor = sizeof(Ckv) == 1 && random.one_in(2) ? 0.3f : 1.f;
   params.causal = problem.causal;
   if (mla(params, plan.num_merges > 0, false, nullptr) != cudaSuccess) emulation::fail("no launch");
 
@@ -145,7 +154,8 @@ bool check(Random& random) {
           for (int i = 0; i < kCkv; ++i)
             logit += double{to_float(q_nope.row(row)[i])} * to_float(ckv.row(slot)[i]);
           for (int i = 0; i < kKpe; ++i)
-            logit += double{to_float(q_pe.row(row)[i])} * to_float(kpe.row(slot)[i]);
+            logit += params.rope_factor * double{to_float(q_pe.row(row)[i])} *
+                     to_float(kpe.row(slot)[i]);
           const double weight = std::exp(logit * sm_scale);
           sum += weight;
           for (int i = 0; i < kCkv; ++i) {

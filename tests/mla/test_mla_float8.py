@@ -44,6 +44,7 @@ def test_decode(num_heads: int, kpe: torch.dtype, device: torch.device, full: bo
     run(Batch((1,) * 6, MIXED, num_heads), device, kpe)
 
 
+@pytest.mark.parametrize("queries", [1, 2])  # few rows, and more
 @pytest.mark.parametrize(
     ("dims", "dtype", "kpe"),
     [
@@ -54,14 +55,21 @@ def test_decode(num_heads: int, kpe: torch.dtype, device: torch.device, full: bo
     ],
 )
 def test_head_sizes(
-    dims: tuple[int, int], dtype: torch.dtype, kpe: torch.dtype, device: torch.device
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    kpe: torch.dtype,
+    queries: int,
+    device: torch.device,
 ):
-    run(Batch((1, 1, 2), (300, 64, 5), 16, *dims, dtype=dtype), device, kpe)
+    run(Batch((1, 1, queries), (300, 64, 5), 16, *dims, dtype=dtype), device, kpe)
 
 
+@pytest.mark.parametrize("queries", [(1, 1, 1), (1, 2, 5)])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100])
-def test_page_sizes_and_several_queries(page_size: int, device: torch.device):
-    run(Batch((1, 2, 5), (700, 130, 3), 16, page_size=page_size, causal=True), device)
+def test_page_sizes_and_several_queries(
+    page_size: int, queries: tuple[int, ...], device: torch.device
+):
+    run(Batch(queries, (700, 130, 3), 16, page_size=page_size, causal=True), device)
 
 
 def test_scales(device: torch.device):
@@ -123,8 +131,9 @@ def test_one_call(device: torch.device):
 
 
 @pytest.mark.gpu
-def test_results_repeat(device: torch.device):
-    batch = Batch((1, 1, 4), (5000, 70, 900), 128)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_results_repeat(heads: int, device: torch.device):
+    batch = Batch((1, 1, 1 if heads == 16 else 4), (5000, 70, 900), heads)
     wrapper = make_wrapper(device, backend="auto")
     batch.plan(wrapper, kv_data_type=E4M3)
     call = arguments(batch, device)

@@ -1,4 +1,4 @@
-"""The portable MLA kernel on the CPU, with planner and merge: tests/emulation says how."""
+"""The MLA kernels with mma.sync on the CPU, with planner and merge: tests/emulation says how."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from tests.unit.test_attention_emulated import Emulator, emulator, one_by_defaul
 __all__ = ["emulator"]  # a fixture
 
 KERNEL = "flashinfer/mla/portable/mla.cuh"
+NARROW = "flashinfer/mla/sm90/narrow/mla.cuh"
+NARROW_ATTENTION = "flashinfer/mla/sm90/narrow/attention.cuh"
+NARROW_COPIER = "flashinfer/mla/sm90/narrow/copier.cuh"
 
 
 def find_fault(
@@ -17,9 +20,20 @@ def find_fault(
     """What the emulation says; empty if all is right."""
     shared = "extern __shared__ __align__(128) char shared[];"
     emulator.substitute(KERNEL, shared, "char* const shared = dynamic_shared;")
-    flags = {"DTYPE_Q": dtype, "DTYPE_O": dtype, "HEAD_DIM_CKV": dims[0], "HEAD_DIM_KPE": dims[1]}
-    options = [f"-DFLASHINFER_CFG_{name}={value}" for name, value in flags.items()]
-    program = emulator.build("mla_emulation.cc", [f"-DEMULATION_ARCH={arch}", *options])
+    return build_and_run(emulator, [f"-DEMULATION_ARCH={arch}"], (dtype,) * 4, dims, cases)
+
+
+def build_and_run(
+    emulator: Emulator,
+    options: list[str],
+    dtypes: tuple[str, str, str, str],
+    dims: tuple[int, int],
+    cases: int,
+) -> str:
+    names = ("DTYPE_Q", "DTYPE_KV", "DTYPE_KPE", "DTYPE_O", "HEAD_DIM_CKV", "HEAD_DIM_KPE")
+    flags = zip(names, (*dtypes, *dims), strict=True)
+    options = [*options, *(f"-DFLASHINFER_CFG_{name}={value}" for name, value in flags)]
+    program = emulator.build("mla_emulation.cc", options)
     done = emulator.call([program, str(cases * emulator.rounds)])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
 
@@ -54,3 +68,50 @@ def test_random_problems(emulator: Emulator, arch: int, dtype: str, dims: tuple[
 def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> None:
     emulator.substitute(KERNEL, statement, other)
     assert find_fault(emulator, 900, "bfloat16", (256, 64))
+
+
+def find_narrow_fault(
+    emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int], cases: int = 3
+) -> str:
+    """The same of the kernel for few rows, from a latent cache of e4m3."""
+    shared = "extern __shared__ __align__(128) char shared[];"
+    emulator.substitute(NARROW, shared, "char* const shared = dynamic_shared;")
+    options = ["-DEMULATION_ARCH=900", "-DEMULATION_NARROW", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
+    dtypes = (dtype, "float8_e4m3fn", kpe, "bfloat16")
+    return build_and_run(emulator, options, dtypes, dims, cases)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kpe", "dims"),
+    [
+        ("bfloat16", "float8_e4m3fn", (512, 64)),
+        ("float8_e4m3fn", "bfloat16", (256, 64)),
+        pytest.param("bfloat16", "bfloat16", (512, 64), marks=pytest.mark.full),
+        pytest.param("float16", "float16", (512, 64), marks=pytest.mark.full),
+        pytest.param("float8_e4m3fn", "float8_e4m3fn", (256, 64), marks=pytest.mark.full),
+        pytest.param("bfloat16", "float8_e4m3fn", (512, 0), marks=pytest.mark.full),
+        pytest.param("float16", "float8_e4m3fn", (256, 0), marks=pytest.mark.full),
+    ],
+)
+def test_few_rows(emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int]) -> None:
+    assert not find_narrow_fault(emulator, dtype, kpe, dims)
+
+
+@pytest.mark.parametrize(
+    ("header", "statement", "other"),
+    one_by_default(
+        [
+            (NARROW_ATTENTION, "token);\n      synchronize();", "token);"),
+            (NARROW_ATTENTION, "(parity_ ^ 1) * Tile::kWeight", "parity_ * Tile::kWeight"),
+            (NARROW_ATTENTION, "row_ % 2 * 4 + row_ / 2;", "row_;"),
+            (NARROW_ATTENTION, "if (moves) multiply(output, shrink);\n        moves", "moves"),
+            (NARROW_ATTENTION, "ptx::mbarrier_wait(address(control_.full[stage_]), phase_);", ""),
+            (NARROW_COPIER, "parity_ ^ 1);", "parity_);"),
+        ]
+    ),
+)  # fmt: skip
+def test_faults_of_few_rows_are_found(
+    emulator: Emulator, header: str, statement: str, other: str
+) -> None:
+    emulator.substitute(header, statement, other)
+    assert find_narrow_fault(emulator, "bfloat16", "float8_e4m3fn", (256, 64))

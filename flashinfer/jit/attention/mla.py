@@ -20,6 +20,9 @@ from .hopper import TARGET_FLAGS
 BACKENDS = {"fa2": "mla_portable.cu", "fa3": "mla_sm90.cu"}
 """Kernels by name: for every GPU, and for Hopper."""
 
+NARROW_ROWS = 16
+"""Rows of a tile of the kernel for Hopper that reads caches of 8 bits for few query rows."""
+
 DTYPES = (torch.float16, torch.bfloat16)
 FLOAT8 = torch.float8_e4m3fn
 """The type of caches of 8 bits, which the kernel for Hopper has."""
@@ -33,6 +36,7 @@ class MlaConfig(ModuleConfig):
     """What selects code; numbers of heads, page sizes and masks are run-time arguments.
 
     With `scaled_groups`, a float32 for each 128 columns lies after each latent row: its scale.
+    `tile_rows`: query rows that are multiplied at a time, 64 or `NARROW_ROWS`.
     """
 
     module: ClassVar[str] = "batch_mla"
@@ -45,6 +49,7 @@ class MlaConfig(ModuleConfig):
     head_dim_kpe: int
     dtype_kpe: torch.dtype
     scaled_groups: bool = False
+    tile_rows: int = 64
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -62,6 +67,12 @@ class MlaConfig(ModuleConfig):
                 "tokens with scales of groups must have 512 e4m3 and 64 bfloat16 columns, and "
                 f"bfloat16 queries, got {kinds}"
             )
+        is_narrow = self.tile_rows == NARROW_ROWS and self.dtype_kv == FLOAT8
+        if self.tile_rows != 64 and (self.scaled_groups or not is_narrow):
+            raise ValueError(
+                f"`tile_rows` must be 64, or {NARROW_ROWS} with a cache of e4m3 without scales of "
+                f"groups, got {self.tile_rows}"
+            )
         if (self.head_dim_ckv, self.head_dim_kpe) not in HEAD_DIMS:
             raise ValueError(
                 "`head_dim_ckv` and `head_dim_kpe` must be one of "
@@ -77,7 +88,9 @@ def _aot_configs() -> Iterator[MlaConfig]:
     for backend in BACKENDS:
         for dtype in DTYPES:
             yield MlaConfig(backend, dtype, dtype, dtype, 512, 64, dtype)
-    yield MlaConfig("fa3", torch.bfloat16, FLOAT8, torch.bfloat16, 512, 64, FLOAT8)
+    for rows in (64, NARROW_ROWS):
+        types = (torch.bfloat16, FLOAT8, torch.bfloat16)
+        yield MlaConfig("fa3", *types, 512, 64, FLOAT8, tile_rows=rows)
 
 
 def _preset_configs() -> Iterator[MlaConfig]:
@@ -88,9 +101,11 @@ def _preset_configs() -> Iterator[MlaConfig]:
 def gen_mla_module_of(config: MlaConfig) -> JitSpec:
     """The module with ``mla_run``, for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR
+    is_narrow = config.tile_rows == NARROW_ROWS
+    kernel = "mla_narrow.cu" if is_narrow else BACKENDS[config.backend]
     return JitSpec.from_config(
         config,
-        [csrc / BACKENDS[config.backend], csrc / "mla_jit_binding.cc"],
+        [csrc / kernel, csrc / "mla_jit_binding.cc"],
         extra_cuda_cflags=list(TARGET_FLAGS) if config.backend == "fa3" else None,
     )
 

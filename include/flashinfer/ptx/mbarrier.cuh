@@ -27,6 +27,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
                : "memory");
 }
 
+// Arrives as soon as all of this thread's cp.async so far have ended. The thread goes on meanwhile.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits until the phase of this parity (0 for the first) is complete. The hint keeps waiting warps
 // from polling, which would take issue slots from working warps.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {

@@ -1,8 +1,10 @@
 // The warpgroup that feeds the others from caches of 8 bits: its four warps load KV, make float16
 // of it, which represents every e4m3 value, and store it where the copy engine would.
 //
-// Each warp has 16 rows of a block. A thread has kAhead loads of 16 bytes under way, over the
-// borders of parts and blocks: it loads into a register as soon as it has stored that.
+// Each warp has 16 rows of a block. Its loads of 16 bytes are under way over the borders of parts
+// and blocks: a half of a block comes in two batches, kpe in a third, and registers that have been
+// stored are loaded anew, a batch at a time. A batch and not a register, because a thread waits for
+// loads by few counters: a load that is waited for would wait for younger ones.
 //
 // Queries become T, too: with a power of two per row, so that none is too large or too small
 // for it. Logits are multiplied by its inverse.
@@ -22,15 +24,13 @@ class MlaWidener {
   using T = typename Tile::T;
   using Q = typename Tile::Q;
   using Kpe = typename Tile::Kpe;
-  static constexpr int kAhead = 8;  // loads of a half of the 16 rows
   static constexpr int kHalfColumns = Tile::kDimCkv / 2;
   static constexpr int kRowLanes = kHalfColumns / 16;  // that load a half of a row
-  static constexpr int kLoads = 16 * kRowLanes / 32;   // of a half
-  static_assert(kLoads <= kAhead);
+  static constexpr int kLoads = 16 * kRowLanes / 32;   // of a half of the 16 rows
+  static constexpr int kBatch = kLoads / 2;
   // Lanes that load a row of kpe, and loads.
   static constexpr int kRopeLanes = Tile::kDimKpe * static_cast<int>(sizeof(Kpe)) / 16;
   static constexpr int kRopeLoads = kRopeLanes / 2;
-  static_assert(kRopeLoads <= kLoads);
 
  public:
   __device__ __forceinline__ MlaWidener(const MlaParams& params, char* shared, MlaControl& control)
@@ -142,20 +142,30 @@ class MlaWidener {
 
   // ---- Blocks ----
 
-  // Where lane i's row, i % 16 of the warp's, of a block lies, in units of 16 bytes; -1: nowhere.
-  // Lanes i and i + 16 share a row; `scales` are those of groups i / 16 and i / 16 + 2.
+  // Where lane i's row, i % 16 of the warp's, of a block lies, in units of 16 bytes. Lanes i and
+  // i + 16 share a row; `scales` are those of groups i / 16 and i / 16 + 2.
+  //
+  // Rows beyond the item repeat its last one, and pages that do not exist the cache's last one, so
+  // that no load has a condition: the compiler would load into other registers, copy from there,
+  // and so wait for each load at once.
   struct Rows {
     int ckv, kpe;
     float scales[Tile::kScaled ? 2 : 1];
   };
 
-  __device__ __forceinline__ Rows find_rows(const MlaWorkItem& item, int block_token) const {
-    const int token = block_token + warp_idx_ * 16 + lane_idx_ % 16;
-    if (token >= item.kv_end) return {-1, -1, {}};
-    const uint32_t number = params_.page_size.divide(token);
-    const int page = params_.kv_indices[item.kv_base + number];
-    if (static_cast<uint32_t>(page) >= params_.num_pages) return {-1, -1, {}};
-    const int64_t slot = token - number * params_.page_size.divisor;
+  __device__ __forceinline__ int token_of(const MlaWorkItem& item, int block_token) const {
+    return min(block_token + warp_idx_ * 16 + lane_idx_ % 16, item.kv_end - 1);
+  }
+  __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {
+    const uint32_t number = params_.page_size.divide(token_of(item, block_token));
+    return params_.kv_indices[item.kv_base + static_cast<int>(number)];
+  }
+
+  __device__ __forceinline__ Rows find_rows(const MlaWorkItem& item, int found_page,
+                                            int block_token) const {
+    const int64_t page = min(static_cast<uint32_t>(found_page), params_.num_pages - 1);
+    const uint32_t token = token_of(item, block_token);
+    const int64_t slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
     const auto unit = [&](const MlaCache& cache, int bytes) {
       return static_cast<int>((page * cache.stride_page + slot * cache.stride_token) * bytes >> 4);
     };
@@ -170,7 +180,6 @@ class MlaWidener {
   }
 
   __device__ __forceinline__ static uint4 load(const void* base, int row_unit, int unit) {
-    if (row_unit < 0) return {0, 0, 0, 0};
     return ptx::load_global_16(static_cast<const uint4*>(base) +
                                (static_cast<int64_t>(row_unit) + unit));
   }
@@ -188,14 +197,29 @@ class MlaWidener {
     return load(params_.kpe.data, __shfl_sync(0xffffffffu, rows.kpe, row), lane_idx_ % kLanes);
   }
 
-  // Stores 16 values of columns column * 16 ... of row `row` of a block. Lanes of odd groups of
-  // four store their second half first, so that eight lanes use all banks.
-  __device__ __forceinline__ void store_16(uint32_t block, int row, int column, const uint4& bytes,
-                                           float scale) const {
-    const bool swaps = lane_idx_ / 4 % 2 != 0;
-    const uint2 first = swaps ? uint2{bytes.z, bytes.w} : uint2{bytes.x, bytes.y};
-    const uint2 second = swaps ? uint2{bytes.x, bytes.y} : uint2{bytes.z, bytes.w};
-    const uint32_t target = block + swizzled_offset<64>(row, 2 * column + (swaps ? 1 : 0));
+  // ---- Stores ----
+  //
+  // A warp stores the rows of load `i` of its 16 rows, `kLanes` lanes a row. Their places differ
+  // from those of load 0 by constants, which the swizzle's exclusive-or keeps apart from the rest.
+
+  template <int kLanes>
+  __device__ __forceinline__ static uint32_t place(uint32_t of_load_0, int i) {
+    constexpr int kRows = 32 / kLanes;
+    return (of_load_0 ^ i * kRows % 8 * 16) + i * kRows * 128;
+  }
+  // Where the lane stores unit `unit` of 16 bytes of load 0, in a block at `block`.
+  template <int kLanes>
+  __device__ __forceinline__ uint32_t first_place(uint32_t block, int unit) const {
+    return block + swizzled_offset<64>(warp_idx_ * 16 + lane_idx_ / kLanes, unit);
+  }
+
+  // Lanes of odd groups of four store their second eight values first, so that eight lanes use all
+  // banks.
+  __device__ __forceinline__ bool swaps() const { return lane_idx_ / 4 % 2 != 0; }
+
+  __device__ __forceinline__ void store_16(uint32_t target, const uint4& bytes, float scale) const {
+    const uint2 first = swaps() ? uint2{bytes.z, bytes.w} : uint2{bytes.x, bytes.y};
+    const uint2 second = swaps() ? uint2{bytes.x, bytes.y} : uint2{bytes.z, bytes.w};
     ptx::store_shared_16(target, widen(first, scale));
     ptx::store_shared_16(target ^ 16, widen(second, scale));
   }
@@ -213,78 +237,91 @@ class MlaWidener {
     return shared_ + Tile::kOffsetK + block * Tile::kBlockBytes;
   }
 
-  using Loaded = uint4[kAhead];  // what is stored next
-
-  __device__ __forceinline__ void store_half(const Loaded& loaded, const Rows& rows, int block,
-                                             int half, int i) const {
-    const int own_row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
+  // `target`: of load 0.
+  __device__ __forceinline__ void store_half(const uint4& loaded, const Rows& rows, int half, int i,
+                                             uint32_t target) const {
     float scale = 1.f;
     if constexpr (Tile::kScaled) {
+      const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
       const float of_half = half == kLeft ? rows.scales[0] : rows.scales[1];
-      scale = __shfl_sync(0xffffffffu, of_half, own_row + lane_idx_ / 8 % 2 * 16);
+      scale = __shfl_sync(0xffffffffu, of_half, row + lane_idx_ / 8 % 2 * 16);
     }
-    store_16(block_address(block), warp_idx_ * 16 + own_row,
-             half * kRowLanes + lane_idx_ % kRowLanes, loaded[i], scale);
+    store_16(place<kRowLanes>(target, i), loaded, scale);
   }
-  __device__ __forceinline__ void store_rope(const Loaded& loaded, int block, int i) const {
+  __device__ __forceinline__ void store_rope(const uint4 (&loaded)[kRopeLoads + 1],
+                                             int block) const {
     constexpr int kLanes = kRopeLanes == 0 ? 1 : kRopeLanes;
-    const int row = warp_idx_ * 16 + i * (32 / kLanes) + lane_idx_ / kLanes;
-    const int column = lane_idx_ % kLanes;
-    const uint32_t target = block_address(block) + Tile::kChunksCkv * Tile::kChunkBytes;
-    if constexpr (std::is_same_v<Kpe, T>) {
-      ptx::store_shared_16(target + swizzled_offset<64>(row, column), loaded[i]);
-    } else if constexpr (sizeof(Kpe) == 1) {
-      store_16(target, row, column, loaded[i], 1.f);
-    } else {
-      float values[8];
-      const uint32_t pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
-      unpack<Kpe>(pairs, values);
-      ptx::store_shared_16(target + swizzled_offset<64>(row, column), pack_8(values, 1.f));
+    const int unit = lane_idx_ % kLanes;
+    const uint32_t first =
+        first_place<kLanes>(block_address(block) + Tile::kChunksCkv * Tile::kChunkBytes,
+                            sizeof(Kpe) == 1 ? 2 * unit + (swaps() ? 1 : 0) : unit);
+#pragma unroll
+    for (int i = 0; i < kRopeLoads; ++i) {
+      const uint32_t target = place<kLanes>(first, i);
+      if constexpr (std::is_same_v<Kpe, T>) {
+        ptx::store_shared_16(target, loaded[i]);
+      } else if constexpr (sizeof(Kpe) == 1) {
+        store_16(target, loaded[i], 1.f);
+      } else {
+        float values[8];
+        const uint32_t pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
+        unpack<Kpe>(pairs, values);
+        ptx::store_shared_16(target, pack_8(values, 1.f));
+      }
     }
+    if (kRopeLoads != 0) announce(block, Tile::kChunksCkv, 1);
   }
 
   __device__ __forceinline__ void widen_blocks(const MlaWorkItem item) {
-    if (item.kv_begin >= item.kv_end) return;
-    Loaded loaded;
-    Rows rows = find_rows(item, item.kv_begin);
-    Rows next = find_rows(item, item.kv_begin + Tile::kBlock);
+    if (item.kv_begin >= item.kv_end || params_.num_pages == 0) return;
+    // What is stored next. Places of blocks are found a block before their loads, pages two.
+    uint4 loaded[2][kBatch], rope[kRopeLoads + 1];
+    const auto find = [&](int token) { return find_rows(item, find_page(item, token), token); };
+    Rows rows = find(item.kv_begin), next = find(item.kv_begin + Tile::kBlock);
+    int page = find_page(item, item.kv_begin + 2 * Tile::kBlock);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) loaded[i] = load_half(rows, kLeft, i);
+    for (int i = 0; i < kLoads; ++i) loaded[i / kBatch][i % kBatch] = load_half(rows, kLeft, i);
+#pragma unroll
+    for (int i = 0; i < kRopeLoads; ++i) rope[i] = load_rope(rows, i);
 #pragma unroll 1
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
       const uint32_t parity = phases_ >> block & 1;
       phases_ ^= 1u << block;
-      // The second block's halves are multiplied the other way round.
+      // The second block's halves are multiplied the other way round, so that this block's second
+      // half is followed by the next block's.
       const int first = block == 0 ? kLeft : kRight, second = 1 - first;
-      wait_and_store(loaded, rows, block, first, parity,
-                     [&](int i) { return load_half(rows, second, i); });
-      announce(block, first * Tile::kChunksHalf, Tile::kChunksHalf);
-      wait_and_store(loaded, rows, block, second, parity, [&](int i) {
-        return i < kRopeLoads ? load_rope(rows, i) : load_half(next, second, i);
-      });
-      announce(block, second * Tile::kChunksHalf, Tile::kChunksHalf);
+      move_half(loaded, rows, block, first, parity, rows);
+      move_half(loaded, rows, block, second, parity, next);
+      store_rope(rope, block);
 #pragma unroll
-      for (int i = 0; i < kRopeLoads; ++i) {
-        store_rope(loaded, block, i);
-        loaded[i] = load_half(next, second, i);  // the next block's first half
-      }
-      if (kRopeLoads != 0) announce(block, Tile::kChunksCkv, 1);
+      for (int i = 0; i < kRopeLoads; ++i) rope[i] = load_rope(next, i);
       rows = next;
-      next = find_rows(item, token + 2 * Tile::kBlock);
+      next = find_rows(item, page, token + 2 * Tile::kBlock);
+      page = find_page(item, token + 3 * Tile::kBlock);
     }
   }
 
-  // Stores what is loaded as a half of a block; `load(i)` gives what register i holds from then on.
-  template <typename Load>
-  __device__ __forceinline__ void wait_and_store(Loaded& loaded, const Rows& rows, int block,
-                                                 int half, uint32_t parity, const Load& load) {
+  // Stores what is loaded as a half of a block, and loads the second half of rows `following`.
+  __device__ __forceinline__ void move_half(uint4 (&loaded)[2][kBatch], const Rows& rows, int block,
+                                            int half, uint32_t parity, const Rows& following) {
+    const int second = block == 0 ? kRight : kLeft;
+    const uint32_t target = first_place<kRowLanes>(
+        block_address(block), 2 * (half * kRowLanes + lane_idx_ % kRowLanes) + (swaps() ? 1 : 0));
     ptx::mbarrier_wait(address(control_.kv_empty[block][half]), parity);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      store_half(loaded, rows, block, half, i);
-      loaded[i] = load(i);
+    for (int batch = 0; batch < 2; ++batch) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        store_half(loaded[batch][i], rows, half, batch * kBatch + i, target);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        loaded[batch][i] = load_half(following, second, batch * kBatch + i);
+      }
+      __syncwarp();  // mixed with the other batch, these would need more registers
     }
+    announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
   }
 
   __device__ __forceinline__ void announce(int block, int first_chunk, int num_chunks) const {

@@ -1,6 +1,8 @@
 // In place of the product's header: barriers of shared memory that count arrivals of threads.
 #pragma once
 
+#include <flashinfer/ptx/cp_async.cuh>
+
 #include <cstdint>
 #include <map>
 
@@ -32,6 +34,13 @@ inline void mbarrier_arrive(uint32_t barrier) {
   if (--at.pending > 0) return;
   at.pending = at.arrivals;
   ++at.phase;
+}
+
+// The thread's copies happen now, at the earliest moment at which others may count on them.
+inline void cp_async_arrive(uint32_t barrier) {
+  cp_async_commit();
+  cp_async_wait<0>();
+  mbarrier_arrive(barrier);
 }
 
 inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {

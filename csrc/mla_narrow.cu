@@ -1,0 +1,20 @@
+#include "mla.h"
+
+#include <flashinfer/mla/sm90/narrow/launch.cuh>
+
+namespace flashinfer {
+
+#ifndef __CUDACC_RTC__
+
+cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
+  using Tile = MlaNarrowTile<dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_CKV,
+                             FLASHINFER_CFG_HEAD_DIM_KPE, dtype::FLASHINFER_CFG_DTYPE_Q,
+                             dtype::FLASHINFER_CFG_DTYPE_KV, dtype::FLASHINFER_CFG_DTYPE_KPE>;
+  const cudaError_t status = launch_mla_narrow<Tile>(params, enable_pdl, stream);
+  if (status != cudaSuccess || !merges) return status;
+  return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

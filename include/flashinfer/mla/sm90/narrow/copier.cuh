@@ -1,0 +1,105 @@
+// The warpgroup that copies KV of the narrow MLA kernel to the ring, 16 bytes a thread at a time.
+#pragma once
+
+#include <flashinfer/mla/mla_params.h>
+#include <flashinfer/mla/sm90/narrow/tile.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
+#include <flashinfer/ptx/mbarrier.cuh>
+
+namespace flashinfer {
+
+template <typename Tile>
+class MlaNarrowCopier {
+  static constexpr int kWarpRows = Tile::kBlock / 4;  // of a block
+  static_assert(kWarpRows == 16);
+
+ public:
+  __device__ __forceinline__ MlaNarrowCopier(const MlaParams& params, char* shared,
+                                             MlaNarrowControl<Tile>& control)
+      : params_(params), control_(control), shared_(ptx::shared_address(shared)) {
+    warp_idx_ = threadIdx.x / 32 % 4;
+    lane_idx_ = threadIdx.x % 32;
+  }
+
+  __device__ __forceinline__ void run() {
+    const int end = params_.cta_begin[blockIdx.x + 1];
+    for (int i = params_.cta_begin[blockIdx.x]; i < end; ++i) {
+      const MlaWorkItem item = params_.items[i];
+      const int rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
+      const int passes = mla_narrow_passes<Tile>(min(rows, static_cast<int>(kMlaTileRows)));
+      for (int pass = 0; pass < passes; ++pass) copy_blocks(item);
+    }
+  }
+
+ private:
+  // Where rows lie, in units of 16 bytes.
+  struct Rows {
+    int ckv, kpe;
+  };
+
+  // Lane i has row i % 16 of the warp's. Rows beyond the item repeat its last one; their weights
+  // are zero.
+  __device__ __forceinline__ int token_of(const MlaWorkItem& item, int block_token) const {
+    return min(block_token + warp_idx_ * kWarpRows + lane_idx_ % kWarpRows, item.kv_end - 1);
+  }
+  __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {
+    const uint32_t number = params_.page_size.divide(token_of(item, block_token));
+    return params_.kv_indices[item.kv_base + static_cast<int>(number)];
+  }
+  __device__ __forceinline__ Rows find_rows(const MlaWorkItem& item, int found_page,
+                                            int block_token) const {
+    const int64_t page = min(static_cast<uint32_t>(found_page), params_.num_pages - 1);
+    const uint32_t token = token_of(item, block_token);
+    const int64_t slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
+    const auto unit = [&](const MlaCache& cache, int bytes) {
+      return static_cast<int>((page * cache.stride_page + slot * cache.stride_token) * bytes >> 4);
+    };
+    return {unit(params_.ckv, 1), unit(params_.kpe, sizeof(typename Tile::Kpe))};
+  }
+
+  __device__ __forceinline__ void copy_blocks(const MlaWorkItem& item) {
+    if (item.kv_begin >= item.kv_end) return;
+    int page = find_page(item, item.kv_begin);
+#pragma unroll 1
+    for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
+      const Rows rows = find_rows(item, page, token);
+      page = find_page(item, token + Tile::kBlock);
+      ptx::mbarrier_wait(ptx::shared_address(&control_.empty[stage_]), parity_ ^ 1);
+      if (params_.num_pages != 0) {
+        const uint32_t target =
+            shared_ + stage_ * Tile::kStageBytes + warp_idx_ * kWarpRows * Tile::kPitch;
+        copy_rows<Tile::kDimCkv>(target, params_.ckv.data, rows.ckv);
+        copy_rows<Tile::kRopeBytes>(target + Tile::kDimCkv, params_.kpe.data, rows.kpe);
+      }
+      ptx::cp_async_arrive(ptx::shared_address(&control_.full[stage_]));
+      if (++stage_ == Tile::kStages) {
+        stage_ = 0;
+        parity_ ^= 1;
+      }
+    }
+  }
+
+  // `kBytes` of each of the warp's rows; lane i gives the place of row i.
+  template <int kBytes>
+  __device__ __forceinline__ void copy_rows(uint32_t target, const void* base, int unit) const {
+    if constexpr (kBytes != 0) {
+      constexpr int kLanes = kBytes / 16, kRows = 32 / kLanes;  // of a row; at once
+      const auto* own = static_cast<const uint4*>(base) + lane_idx_ % kLanes;
+      target += lane_idx_ / kLanes * Tile::kPitch + lane_idx_ % kLanes * 16;
+#pragma unroll
+      for (int row = 0; row < kWarpRows; row += kRows) {
+        const int from = __shfl_sync(0xffffffffu, unit, row + lane_idx_ / kLanes);
+        ptx::cp_async_16(target + row * Tile::kPitch, own + int64_t{from}, true);
+      }
+    }
+  }
+
+  const MlaParams& params_;
+  MlaNarrowControl<Tile>& control_;
+  const uint32_t shared_;
+  int warp_idx_, lane_idx_;
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+};
+
+}  // namespace flashinfer

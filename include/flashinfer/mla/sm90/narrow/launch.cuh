@@ -1,0 +1,27 @@
+// Host side of the narrow MLA kernel.
+#pragma once
+
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/once_per_device.h>
+#include <flashinfer/mla/sm90/narrow/mla.cuh>
+
+#ifndef __CUDACC_RTC__
+
+namespace flashinfer {
+
+template <typename Tile>
+inline cudaError_t launch_mla_narrow(const MlaParams& params, bool enable_pdl,
+                                     cudaStream_t stream) {
+  int prepared = 0;
+  const cudaError_t status = once_per_device(&prepared, [](int, int* done) {
+    *done = 1;
+    return cudaFuncSetAttribute(mla_narrow_kernel<Tile>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
+  });
+  if (status != cudaSuccess) return status;
+  return launch_kernel(mla_narrow_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
+                       Tile::kSharedBytes, stream, enable_pdl, params);
+}
+
+}  // namespace flashinfer
+#endif  // __CUDACC_RTC__
