@@ -32,13 +32,7 @@ __device__ __forceinline__ void e2m1_to_pairs(uint32_t word, uint32_t (&pairs)[4
     // be multiplications, which leaves logic units 7 of 11 instructions.
     constexpr uint32_t kSigns = 0x80808080u, kCodes = 0x8e008e00u;
     const uint32_t even = select_bits<kSigns>(word << 4, word << 1);
-#ifdef FI_EXP_ODDHI
-    uint32_t shifted;
-    asm("mul.hi.u32 %0, %1, %2;" : "=r"(shifted) : "r"(word), "r"(1u << 29));
-    const uint32_t odd = select_bits<kSigns>(word, shifted);
-#else
     const uint32_t odd = select_bits<kSigns>(word, word >> 3);
-#endif
     pairs[0] = (even << 8) & kCodes;
     pairs[1] = (odd << 8) & kCodes;
     pairs[2] = even & kCodes;

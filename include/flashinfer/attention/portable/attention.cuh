@@ -223,9 +223,6 @@ class TileWorker {
   __device__ __forceinline__ void attend(const QueryFragments<Tile>& query, uint32_t tile_k,
                                          uint32_t tile_v, int first_token, const char* scales_k,
                                          const char* scales_v) {
-#ifdef FI_EXP_NOMATH
-    return;
-#endif
     float logits[Tile::kRowTiles][Tile::kTokenTiles][4];
     // If the item ends in the first half of its last tile, only that half is computed. In a causal
     // prompt with groups of four heads every other tile does.

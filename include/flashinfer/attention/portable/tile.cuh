@@ -75,14 +75,8 @@ struct TileTraits {
   static constexpr bool kHidesByMinimum = false, kCapsWeights = false;  // see rows.cuh
   static constexpr int kWarpRows = kTileQ == 128 ? 32 : 16;
   static constexpr int kRowTiles = kWarpRows / 16;                  // mma row tiles per warp
-#ifndef FI_EXP_TOKENS4
-#define FI_EXP_TOKENS4 32
-#endif
-#ifndef FI_EXP_STAGES4
-#define FI_EXP_STAGES4 2
-#endif
   // Tokens that a warp loads.
-  static constexpr int kWarpTokens = kNarrow && kKeysAre4Bit ? FI_EXP_TOKENS4 : 16;
+  static constexpr int kWarpTokens = kNarrow && kKeysAre4Bit ? 32 : 16;
   static constexpr int kRows = kAttentionWarps * kWarpTokens;    // of a stage in shared memory
   static constexpr int kTokens = kTokenWarps * kWarpTokens;      // of a tile
   static constexpr int kWarpKV = kSplitKV ? kWarpTokens : kTokens;  // tokens that a warp multiplies
@@ -120,17 +114,14 @@ struct TileTraits {
   static constexpr int kPlaceOfStages = kPlaceOfItem + (kSplitKV ? 128 : 0);
 
   // CTAs of an SM that registers leave room for: warps that unpack codes hide each other's waiting.
-#ifndef FI_EXP_CTAS4
-#define FI_EXP_CTAS4 4
-#endif
   static constexpr int kLeastCtas =
-      !kNarrow || !kKeysAre4Bit ? 0 : kWarpDimVO <= 128 && kWarpDimQK <= 128 ? FI_EXP_CTAS4 : 3;
+      !kNarrow || !kKeysAre4Bit ? 0 : kWarpDimVO <= 128 && kWarpDimQK <= 128 ? 4 : 3;
 
   // Decode keeps three tiles in flight. Two CTAs with three stages stream as fast as three CTAs
   // with two, and fewer CTAs split a batch less. Prefill is bound by the products and needs two
   // stages.
   FLASHINFER_HOST_DEVICE static constexpr int num_stages(int cc) {
-    constexpr int wanted = kNarrow && kKeysAre4Bit ? FI_EXP_STAGES4 : kSplitKV ? 3 : 2;
+    constexpr int wanted = kSplitKV && !(kNarrow && kKeysAre4Bit) ? 3 : 2;
     const int fit = (max_shared_bytes(cc) - kPlaceOfStages) / kBytesStage;
     return fit < wanted ? (fit < 1 ? 1 : fit) : wanted;
   }
