@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...jit.attention.config import DECODE_TILES
 from .choice import KernelChoice
 from .executor import AttentionExecutor, _plan_first
 from .launch import ALL_ROWS, GraphCapacity, PlanOptions
@@ -18,7 +19,7 @@ def plan_on_device(
     *,
     by_launches: bool = False,
 ) -> None:
-    """Choose a module, and let a kernel plan requests whose lengths are on the GPU.
+    """Choose a module for requests whose lengths are on the GPU, and divide their work there.
 
     Parameters
     ----------
@@ -34,8 +35,9 @@ def plan_on_device(
     choice : KernelChoice
         The portable kernel with a tile.
     by_launches : bool
-        Whether each run's kernels read the lengths that there are then, which spares a launch;
-        otherwise a kernel writes a work list now, which later runs share.
+        Whether kernels with tiles of decode read the lengths that there are when they run, which
+        spares a launch. Otherwise, and with larger tiles, a kernel writes a work list now, which
+        later runs share.
 
     Raises
     ------
@@ -47,6 +49,7 @@ def plan_on_device(
         capacity = GraphCapacity(requests.batch_size, requests.num_qo_tokens)
         options = options._replace(capacity=capacity)
     key = executor._module_key(problem, None, options, choice)
+    by_launches = by_launches and key.choice.tile_q in DECODE_TILES
     key = key._replace(device_lengths=by_launches)
     executor._options = options
     executor.problem = None
@@ -59,10 +62,7 @@ def plan_on_device(
         planner.plan(None, executor._float_bytes, requests)
     else:
         planner.plan_on_device(workspaces.ints, executor._float_bytes, requests, lengths)
+    executor._lengths = lengths if by_launches else None
     executor._bind(module, problem, None)
-    if by_launches:
-        arguments = planner.device_arguments(requests, lengths)
-        module.lengths(executor._launch, planner.layout, *arguments)
-    executor._lengths = lengths  # launches have their addresses
     executor._follows_a_kernel = not by_launches
     executor.problem, executor._key, executor._run = problem, key, module.run

@@ -255,16 +255,16 @@ class AttentionPlanner:
             As `plan` does.
         """
         self.plan(None, float_workspace_bytes, bounds)
-        config, *others = self.device_arguments(bounds, lengths)
+        layout, config, *others = self.divided(bounds, lengths)
         get_attention_device_plan_module().attention_device_plan(
-            self.layout, config, int_workspace, *others
+            layout, config, int_workspace, *others
         )
 
-    def device_arguments(self, bounds: Requests, lengths: DeviceLengths) -> tuple[Any, ...]:
-        """What native functions of lengths on the GPU take, from the configuration on."""
-        config = torch.from_numpy(np.array(self.config, dtype=np.int64).view(np.uint8))
+    def divided(self, bounds: Requests, lengths: DeviceLengths) -> tuple[Any, ...]:
+        """What native functions take that divide planned `bounds` by lengths on the GPU."""
         return (
-            config,
+            self.layout,
+            torch.from_numpy(np.array(self.config, dtype=np.int64).view(np.uint8)),
             lengths.qo_indptr,
             lengths.kv_indptr,
             lengths.kv_len,

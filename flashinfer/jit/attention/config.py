@@ -21,6 +21,7 @@ PACKED_FLOAT4 = torch.uint8
 MASK_MODES = ("none", "causal", "custom", "multi_item")
 POS_ENCODINGS = ("none", "rope_llama", "alibi")
 TILES = (8, 16, 64, 128)
+DECODE_TILES = TILES[:2]  # whose warps share the keys
 TILES_SECOND = (16, 64)
 BACKENDS = ("fa2", "fa3")
 
@@ -112,10 +113,10 @@ class AttentionConfig(ModuleConfig):
             _check("tile_q", self.tile_q, (hopper_tile_q(*head_dims, self.dtype_q),))
         else:
             _check("tile_q", self.tile_q, TILES)
-        if self.device_lengths and (self.tile_q not in TILES[:2] or self.tile_q_second):
+        if self.device_lengths and (self.tile_q not in DECODE_TILES or self.tile_q_second):
             raise ValueError(
                 f"`device_lengths` must be False with `tile_q` {self.tile_q} and `tile_q_second` "
-                f"{self.tile_q_second}: it is for one tile of {TILES[:2]} rows"
+                f"{self.tile_q_second}: it is for one tile of {DECODE_TILES} rows"
             )
 
     @property
@@ -131,8 +132,14 @@ class AttentionConfig(ModuleConfig):
         parts += [f"qk{self.head_dim_qk}", f"vo{self.head_dim_vo}", f"tile{self.tile_q}"]
         parts.append("paged" if self.paged else "ragged")
         parts += [part for part in (self.mask_mode, self.pos_encoding) if part != "none"]
-        options = ("sliding_window", "logits_soft_cap", "sinks", "head_scales", "custom_variant",
-                   "device_lengths")
+        options = (
+            "sliding_window",
+            "logits_soft_cap",
+            "sinks",
+            "head_scales",
+            "custom_variant",
+            "device_lengths",
+        )
         parts += [option for option in options if getattr(self, option)]
         if self.tile_q_second:
             parts.append(f"second{self.tile_q_second}_{self.mask_mode_second}")

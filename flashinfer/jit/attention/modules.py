@@ -16,7 +16,7 @@ from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
 from ..spec import ModuleSpec
 from . import hopper
-from .config import PACKED_FLOAT4, TILES, AttentionConfig
+from .config import DECODE_TILES, PACKED_FLOAT4, TILES, AttentionConfig
 from .variant import AttentionVariant
 
 
@@ -94,7 +94,7 @@ def _describe(module: Any, members: str) -> None:
 def _aot_configs() -> Iterator[AttentionConfig]:
     for dtype in (torch.float16, torch.bfloat16):
         for dtype_kv in (dtype, torch.float8_e4m3fn):
-            for tile_q, device_lengths in itertools.product(TILES[:2], (False, True)):
+            for tile_q, device_lengths in itertools.product(DECODE_TILES, (False, True)):
                 yield AttentionConfig(
                     dtype, dtype_kv, dtype, 128, 128, tile_q, device_lengths=device_lengths
                 )
@@ -120,7 +120,7 @@ def _aot_configs() -> Iterator[AttentionConfig]:
 def _packed_configs() -> Iterator[AttentionConfig]:
     """Decode over caches of 4 bits."""
     bf16 = torch.bfloat16
-    for tile_q, device_lengths in itertools.product(TILES[:2], (False, True)):
+    for tile_q, device_lengths in itertools.product(DECODE_TILES, (False, True)):
         yield AttentionConfig(
             bf16, PACKED_FLOAT4, bf16, 128, 128, tile_q, device_lengths=device_lengths
         )
