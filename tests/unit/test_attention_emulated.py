@@ -341,8 +341,8 @@ FAULTS = [
     (
         "items_without_barrier",
         "attention/portable/attention.cuh",
-        "__syncthreads();  // the next item reuses the shared memory",
-        "",
+        "item = params.items[item.next];\n    __syncthreads();",
+        "item = params.items[item.next];",
         16,
         False,
     ),
@@ -395,8 +395,8 @@ FAULTS_OF_4_BITS = [
     (
         "scales_of_another_token",
         "attention/portable/block_scales.cuh",
-        "return threadIdx.x % kWarpTokens;",
-        "return (threadIdx.x + 1) % kWarpTokens;",
+        "+ threadIdx.x % Tile::kWarpTokens;",
+        "+ (threadIdx.x + 1) % Tile::kWarpTokens;",
     ),
     (
         "key_scales_of_the_other_half",
@@ -435,6 +435,43 @@ FAULTS_OF_4_BITS = [
         "synchronize();",
     ),
 ]
+
+
+# Of attention/portable/attention.cuh with tiles of 8 rows: (name, statement, what stands there
+# instead, head size, fields)
+FAULTS_OF_DECODE = [
+    (
+        "partner_not_waited_for",
+        "ptx::named_barrier_sync(1 + threadIdx.x / 64, 64);",
+        "",
+        *(512, {}),
+    ),
+    ("one_buffer_of_logits", "turn_ ^= 1;", "", *(512, {})),
+    (
+        "item_not_waited_for",
+        "__syncthreads();\n    const WorkItem item",
+        "const WorkItem item",
+        *(64, {"device_lengths": True}),
+    ),
+    (
+        "items_of_lengths_without_barrier",
+        "if (item.next < 0) return;\n    __syncthreads();",
+        "if (item.next < 0) return;",
+        *(64, {"device_lengths": True}),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "statement, other, head_dim, fields",
+    one_by_default([f[1:] for f in FAULTS_OF_DECODE]),
+    ids=[f[0] for f in FAULTS_OF_DECODE],
+)
+def test_faults_of_decode_are_found(
+    emulator: Emulator, statement: str, other: str, head_dim: int, fields: dict[str, Any]
+):
+    emulator.substitute("flashinfer/attention/portable/attention.cuh", statement, other)
+    assert emulator.find_fault(make_config(head_dim, head_dim, 8, fields), cases=60)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ class ColumnItems {
   // Sets the next item, all but its place in a list, and its tile's number; false: there is none.
   __device__ __forceinline__ bool next(WorkItem& item, int& number) {
 #pragma unroll 1
-    while (0 <= next_.index && next_.index < totals_.most) {
+    while (may_have_next()) {
       const PlacedTile placed = next_;
       const PlannedTile tile = read_planned_tile(params_, placed.index);
       const int cost = tile.cost();
@@ -232,6 +232,11 @@ class ColumnItems {
       return true;
     }
     return false;
+  }
+
+  // If not, there is no further item.
+  __device__ __forceinline__ bool may_have_next() const {
+    return 0 <= next_.index && next_.index < totals_.most;
   }
 
  private:

@@ -278,6 +278,22 @@ class TileWorker {
   float inverse_scale_[Tile::kRowTiles][2];
 };
 
+// Brings lengths and the page numbers of a small table to L2, a line per thread of the grid, while
+// an earlier grid may still write them. The first keys wait for one after the other.
+template <typename Params>
+__device__ __forceinline__ void prefetch_tables(const Params& params) {
+  constexpr int kLine = 32, kMostPages = 32 << 10;  // numbers of 4 bytes
+  const DevicePlanParams& lengths = params.lengths;
+  const int32_t* const pages = params.tensors[0].kv_indices;
+  const int first = (blockIdx.x * kAttentionThreads + threadIdx.x) * kLine;
+  if (lengths.kv_len != nullptr && first < lengths.batch_size) {
+    ptx::prefetch_l2(lengths.kv_len + first);
+  }
+  if (pages != nullptr && first < min(lengths.kv_entries, kMostPages)) {
+    ptx::prefetch_l2(pages + first);
+  }
+}
+
 // Processes the items of a column by lengths in device memory. The first warp's view of
 // them counts, so that barriers do not depend on what several warps read.
 template <typename Traits, typename Params>
@@ -290,12 +306,14 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
       WorkItem item;
       int number;
       if (!items.next(item, number)) item.request = -1;
+      item.next = items.may_have_next() ? 0 : -1;
       if (threadIdx.x == 0) shared_item = item;
     }
     __syncthreads();
     const WorkItem item = shared_item;
     if (item.request < 0) return;
     TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared).run();
+    if (item.next < 0) return;
     __syncthreads();  // the next item reuses the shared memory
   }
 }
@@ -311,6 +329,7 @@ __global__ void __launch_bounds__(kAttentionThreads, First::Tile::kLeastCtas)
       blockIdx.x - outer * (kHeadsFastest ? params.num_kv_heads : params.num_ctas).divisor;
   const uint32_t kv_head = kHeadsFastest ? inner : outer;
   if constexpr (Params::kReadsLengths) {
+    prefetch_tables(params);
     ptx::grid_dependency_wait();
     return process_column<First>(params, outer, kv_head, shared);
   }
