@@ -3,8 +3,10 @@
 // out = act(alpha a weights^T + bias). `names` says what the public function calls its tensors.
 // `weights`: [.., n, bytes of k], `scales`: None, or [.., n] for a scale per row, or [.., n, k /
 // group]; both have a leading dimension for groups, where there are groups. `alpha`: None, or
-// float32 [1] or [groups]. `rows`: None or (offsets, row_index), the second of which may be None:
-// rows offsets[g] to offsets[g + 1] use group g, and row r of out reads row row_index[r] of a.
+// float32 [1] or [groups]. `rows`: None or (offsets, row_index, starts_early), the second of which
+// may be None: rows offsets[g] to offsets[g + 1] use group g, and row r of out reads row
+// row_index[r] of a; starts_early: offsets and weights were ready before the preceding grid began,
+// which is one of these products.
 // `gate`: None or (alpha, beta, limit), each a number or, in groups, a tensor [groups].
 #include "ffi.h"
 #include "weight_gemm.h"
@@ -140,9 +142,10 @@ void run(ffi::Args& args) {
       kWeights == Weights::plain ? args.optional_tensor(names.scales) : args.tensor(names.scales);
   t.alpha = args.optional_tensor("alpha");
   t.bias = args.optional_tensor(names.bias);
-  if (ffi::Args rows = args.optional_group("rows", 2)) {
+  if (ffi::Args rows = args.optional_group("rows", 3)) {
     t.offsets = rows.tensor("offsets");
     t.row_index = rows.optional_tensor("row_index");
+    params.starts_early = rows.flag("starts_early");
   }
   fill_gates(params, t, args);
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._common import checks
-from ..gemm._weight_kernels import choose_weight_config, get_weight_gemm_kernel
+from ..gemm._weight_kernels import choose_weight_config, get_weight_gemm_kernel, is_aligned
 from ..jit.gemm import GATED
 from .maps import RowMap
 
@@ -125,6 +125,7 @@ def multiply(
         k,
         activation,
         tiles,
+        is_aligned(scale),
     )
     factor = scales[2 + index].reshape(-1) if weight_format == "nvfp4" else None
     get_weight_gemm_kernel(config)(
@@ -135,7 +136,8 @@ def multiply(
         scale,
         factor,
         bias,
-        (rows.offsets, rows.row_token if index == 0 else None),
+        # The map is ready before the first product begins, which writes what the second one reads.
+        (rows.offsets, rows.row_token if index == 0 else None, index == 1),
         gate if activation in GATED else None,
         enable_pdl,
     )

@@ -21,6 +21,12 @@ _LEAST_WARPS, _MOST_WARPS = 2, 4
 _MOST_SPLITS = 8  # CTAs of a cluster that every GPU can place
 _LEAST_STAGES = 4  # for each of them
 
+# The kernel that streams weights has these (gemm/sm90/weight_tile.cuh).
+_STREAM_COLUMNS, _STREAM_K, _STREAM_WARPS = 128, 256, 8
+_STREAM_TOKENS = (8, 16)
+_STREAM_GROUPS = {"int4": (0, 128), "mxfp4": (32,), "nvfp4": (16,)}
+_LEAST_STREAM_STAGES = 3  # for each CTA of a cluster
+
 
 @functools.cache
 def get_weight_gemm_kernel(config: WeightGemmConfig) -> Kernel:
@@ -42,6 +48,14 @@ def weight_bits(weights: str) -> int:
     return {"plain": 16, "int8": 8}.get(weights, 4)
 
 
+def is_aligned(scale: torch.Tensor) -> bool:
+    """Whether the copy engine can read scales: their rows begin at multiples of 16 bytes."""
+    rows = zip(scale.shape[:-1], scale.stride()[:-1], strict=True)
+    return scale.data_ptr() % 16 == 0 and all(
+        size == 1 or stride * scale.itemsize % 16 == 0 for size, stride in rows
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def choose_weight_config(
     device: torch.device,
@@ -55,10 +69,62 @@ def choose_weight_config(
     k: int,
     activation: str = "identity",
     tiles: int | None = None,
+    aligned: bool = False,
 ) -> WeightGemmConfig:
     """The configuration for a product of `rows` tokens with weights ``[columns, k]``.
 
-    In groups, `rows` are those of one of them and `tiles` are the groups that have any.
+    In groups, `rows` are those of one of them and `tiles` are the groups that have any. `aligned`
+    is what `is_aligned` says of the scales.
+    """
+    streams = (
+        aligned
+        and dtype == torch.bfloat16
+        and get_compute_capability(device)[0] == 9
+        and group_size in _STREAM_GROUPS.get(weights, ())
+        and k % _STREAM_K == 0
+        and columns >= _STREAM_COLUMNS
+    )
+    if streams:
+        warps = _STREAM_WARPS
+        tokens, splits = _choose_stream_shape(device, rows, columns, k, tiles)
+    else:
+        tokens, warps, splits = _choose_shape(device, weights, rows, columns, k, tiles or 1)
+    return WeightGemmConfig(
+        dtype,
+        dtype_out,
+        weights,
+        dtype_scale,
+        group_size,
+        tokens,
+        warps,
+        splits,
+        activation,
+        streams,
+    )
+
+
+def _choose_stream_shape(
+    device: torch.device, rows: int, columns: int, k: int, tiles: int | None
+) -> tuple[int, int]:
+    """Tokens of a tile, and CTAs that split k: as many as run together, two on each SM.
+
+    CTAs are persistent, so products in groups, which have tiles for all of them, are not split.
+    """
+    tokens = next((size for size in _STREAM_TOKENS if rows <= size), _STREAM_TOKENS[-1])
+    if tiles is not None:
+        return tokens, 1
+    most = 2 * get_device_sm_count(device)
+    most = min(most // (-(-columns // _STREAM_COLUMNS) * -(-rows // tokens)), _MOST_SPLITS)
+    splits = 1
+    while 2 * splits <= most and k // _STREAM_K >= 2 * splits * _LEAST_STREAM_STAGES:
+        splits *= 2
+    return tokens, splits
+
+
+def _choose_shape(
+    device: torch.device, weights: str, rows: int, columns: int, k: int, tiles: int
+) -> tuple[int, int, int]:
+    """Tokens, warps and parts of k.
 
     Two CTAs for each SM or more keep enough bytes on their way. Where columns alone do not give as
     many, k is split among the CTAs of a cluster; where that is far too few, CTAs have fewer warps.
@@ -71,7 +137,7 @@ def choose_weight_config(
     tokens = next((size for size in fitting if rows <= size), fitting[-1])
 
     def ctas(warps: int, splits: int) -> int:
-        return -(-columns // (16 * warps)) * -(-rows // tokens) * (tiles or 1) * splits
+        return -(-columns // (16 * warps)) * -(-rows // tokens) * tiles * splits
 
     most = _MOST_SPLITS if get_compute_capability(device)[0] >= 9 else 1
     warps, splits = _MOST_WARPS, 1
@@ -81,6 +147,4 @@ def choose_weight_config(
         ctas(warps, splits) < sms // 8 or shared_bytes(weights, tokens, warps) > limit
     ):
         warps //= 2
-    return WeightGemmConfig(
-        dtype, dtype_out, weights, dtype_scale, group_size, tokens, warps, splits, activation
-    )
+    return tokens, warps, splits

@@ -11,7 +11,7 @@ from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.weight_only import weight_only_linear_trace
 from ._checks import check_out, check_same_device
-from ._weight_kernels import choose_weight_config, get_weight_gemm_kernel
+from ._weight_kernels import choose_weight_config, get_weight_gemm_kernel, is_aligned
 
 _ACTIVATIONS = (torch.bfloat16, torch.float16)
 _INT_GROUPS = (32, 64, 128)
@@ -179,6 +179,7 @@ def weight_only_linear(
         m,
         n,
         k,
+        aligned=is_aligned(weight_scale),
     )
     kernel = get_weight_gemm_kernel(config)
     kernel(0, out, input, weight, weight_scale, alpha, bias, None, None, enable_pdl)

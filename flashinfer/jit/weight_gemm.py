@@ -1,4 +1,4 @@
-"""Modules of csrc/weight_gemm.cu: products with weights of 4, 8 and 16 bits, for few tokens."""
+"""Modules of csrc/weight_gemm*.cu: products with weights of 4, 8 and 16 bits, for few tokens."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ class WeightGemmConfig(ModuleConfig):
     tokens : int
         Tokens that a CTA multiplies at a time: 8, 16, 32 or 64.
     warps : int
-        Warps of a CTA; each has 16 rows of the weights.
+        Warps of a CTA that multiply; each has 16 rows of the weights, where these do not stream.
     splits : int
         CTAs of a cluster that sum a part of k each; 1 before compute capability 9.0.
     activation : str
         The step after the product, as gemm_params.h says.
+    streams : bool
+        Hopper's copy engine brings weights of 4 bits for bfloat16, and 8 warps share 128 of their
+        rows (gemm/sm90/weight_tile.cuh). Else threads copy the weights (gemm/portable/).
     """
 
     module: ClassVar[str] = "weight_gemm"
@@ -52,6 +55,7 @@ class WeightGemmConfig(ModuleConfig):
     warps: int = 4
     splits: int = 1
     activation: str = "identity"
+    streams: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("input", self.dtype_a, (torch.float16, torch.bfloat16))
@@ -66,6 +70,8 @@ class WeightGemmConfig(ModuleConfig):
     @property
     def majors(self) -> tuple[int, ...]:
         """Clusters exist from compute capability 9.0 on."""
+        if self.streams:
+            return (9,)
         versions = self.supported_major_versions
         return versions if self.splits == 1 else tuple(v for v in versions if v >= 9)
 
@@ -76,6 +82,25 @@ def _aot_configs() -> Iterator[WeightGemmConfig]:
         for splits in (1, 8):
             yield WeightGemmConfig(bf16, bf16, "int4", bf16, 128, tokens, 4, splits)
             yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens, 4, splits)
+        for splits in (1, 4, 8):
+            yield from _stream_configs(tokens, splits)
+
+
+def _stream_configs(
+    tokens: int, splits: int = 1, activation: str = "identity"
+) -> Iterator[WeightGemmConfig]:
+    """A Hopper GPU takes these for 4-bit weights of the usual formats: one tile and activation."""
+    bf16 = torch.bfloat16
+    for weights, scale, group in (("int4", bf16, 128), ("mxfp4", torch.uint8, 32)):
+        yield WeightGemmConfig(
+            bf16, bf16, weights, scale, group, tokens, 8, splits, activation, streams=True
+        )
+
+
+def _mixture_configs() -> Iterator[WeightGemmConfig]:
+    """First products of mixtures that stream; the second ones are dense ones' modules."""
+    for tokens in (8, 16):
+        yield from _stream_configs(tokens, activation="swiglu_gate_last")
 
 
 def _gpt_oss_configs() -> Iterator[WeightGemmConfig]:
@@ -89,11 +114,12 @@ def _gpt_oss_configs() -> Iterator[WeightGemmConfig]:
 
 
 def _all_configs() -> Iterator[WeightGemmConfig]:
-    yield from dict.fromkeys([*_aot_configs(), *_gpt_oss_configs()])
+    yield from dict.fromkeys([*_aot_configs(), *_mixture_configs(), *_gpt_oss_configs()])
 
 
 @register_generator(aot=_all_configs, presets={"gemm": _aot_configs, "gpt-oss": _gpt_oss_configs})
 def gen_weight_gemm_module(config: WeightGemmConfig | None = None) -> JitSpec:
     """The module with ``weight_gemm`` for one configuration; by default of 4-bit integers."""
     config = config or next(_aot_configs())
-    return JitSpec.from_config(config, ["weight_gemm.cu", "weight_gemm_jit_binding.cc"])
+    launcher = "weight_gemm_sm90.cu" if config.streams else "weight_gemm.cu"
+    return JitSpec.from_config(config, [launcher, "weight_gemm_jit_binding.cc"])

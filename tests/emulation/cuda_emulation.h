@@ -72,7 +72,7 @@ inline uint16_t float_to_half(float x) {
 
 }  // namespace emulation
 
-alignas(128) inline char dynamic_shared[emulation::kMaxSharedBytes];
+alignas(1024) inline char dynamic_shared[emulation::kMaxSharedBytes];
 
 inline void __syncthreads() { emulation::block.wait(emulation::State::at_block_barrier); }
 inline void __syncwarp() { emulation::block.wait(emulation::State::at_warp_barrier); }

@@ -10,12 +10,13 @@ import torch
 
 from flashinfer import dsv3_ops, gemm
 from flashinfer.gemm import _weight_kernels
-from flashinfer.gemm._weight_kernels import choose_weight_config, shared_bytes
+from flashinfer.gemm._weight_kernels import choose_weight_config, is_aligned, shared_bytes
 from flashinfer.jit.core import build_jit_specs
 from flashinfer.jit.weight_gemm import gen_weight_gemm_module
 
 BF16, HALF = torch.bfloat16, torch.float16
 SHAPES = [(1, 8, 256), (5, 264, 1024), (17, 136, 1952), (40, 72, 320), (130, 648, 512)]
+SHAPES += [(9, 136, 4096)]  # Hopper streams 4-bit weights, and splits k
 FORMATS = [("int4", 128), ("int4", 32), ("int4", 0), ("int8", 0), ("int8", 64)]
 FORMATS += [("mxfp4", 32), ("nvfp4", 16)]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -50,15 +51,18 @@ def modules() -> None:
         return
     device, configs = torch.device("cuda", torch.cuda.current_device()), set()
     for weight_format, group, (m, n, k), dtype in _cases():
-        scale = _scale_dtype(weight_format, dtype)
-        configs.add(
-            choose_weight_config(device, dtype, dtype, weight_format, scale, group, m, n, k)
-        )
+        scale = torch.empty(_scale_shape(group, n, k), dtype=_scale_dtype(weight_format, dtype))
+        common = (device, dtype, dtype, weight_format, scale.dtype, group)
+        configs.add(choose_weight_config(*common, m, n, k, aligned=is_aligned(scale)))
     build_jit_specs([gen_weight_gemm_module(config) for config in configs])
 
 
 def _scale_dtype(weight_format: str, dtype: torch.dtype) -> torch.dtype:
     return {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(weight_format, dtype)
+
+
+def _scale_shape(group: int, n: int, k: int) -> tuple[int, ...]:
+    return (n, k // group) if group else (n,)
 
 
 def _weights(
@@ -74,7 +78,7 @@ def _weights(
         table = torch.tensor(E2M1, dtype=torch.float64, device=device)
         is_integer = weight_format == "int4"
         values = (numbers - 16 * (numbers > 7)).double() if is_integer else table[numbers]
-    shape = (n, k // group) if group else (n,)
+    shape = _scale_shape(group, n, k)
     if weight_format == "mxfp4":
         scale = torch.randint(120, 130, shape, device=device, dtype=torch.uint8)
         factors = torch.exp2(scale.double() - 127)
@@ -116,16 +120,18 @@ def test_weights(
     assert torch.equal(again, out)
 
 
+@pytest.mark.parametrize("shape", [(8, 256), (136, 512)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, HALF], ids=str)
-def test_extreme_scales(dtype: torch.dtype, device: torch.device) -> None:
+def test_extreme_scales(dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
     """MXFP4's scales go beyond the range of 16 bits; the float32 sums take them."""
-    codes = torch.full((8, 128), 0x22, dtype=torch.uint8, device=device)  # ones
-    x = torch.ones(2, 256, dtype=dtype, device=device)
+    n, k = shape
+    codes = torch.full((n, k // 2), 0x22, dtype=torch.uint8, device=device)  # ones
+    x = torch.ones(2, k, dtype=dtype, device=device)
     for exponent in (-100, -40, 40, 100):
-        scale = torch.full((8, 8), 127 + exponent, dtype=torch.uint8, device=device)
+        scale = torch.full((n, k // 32), 127 + exponent, dtype=torch.uint8, device=device)
         alpha = torch.tensor([2.0**-exponent], device=device)
         out = gemm.weight_only_linear(x, codes, scale, "mxfp4", alpha)
-        assert bool((out == 256.0).all())
+        assert bool((out == k).all())
 
 
 @pytest.mark.parametrize(("name", "dtype"), ROUTERS, ids=str)

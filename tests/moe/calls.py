@@ -70,11 +70,16 @@ def scaled_weights(
 
 
 def random_call(
-    draw: random.Random, scheme: str, activation: ActivationType, tokens: int, device: torch.device
+    draw: random.Random,
+    scheme: str,
+    activation: ActivationType,
+    tokens: int,
+    device: torch.device,
+    sizes: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of a call that the documentation allows."""
+    """The arguments of a call that the documentation allows; `sizes`: hidden and intermediate."""
     experts, ep_size = draw.choice(((8, 1), (4, 2), (2, 4)))
-    hidden, intermediate = draw.choice(((256, 128), (384, 128), (512, 256)))
+    hidden, intermediate = sizes or draw.choice(((256, 128), (384, 128), (512, 256)))
     is_half = scheme in KEEPS_HALF and activation == ActivationType.Swiglu and draw.random() < 0.3
     dtype = F16 if is_half else BF16
     gated = activation in GATED

@@ -55,6 +55,19 @@ def test_random_calls(
             assert_right(random_call(draw, scheme, activation, tokens, gpu))
 
 
+@pytest.mark.parametrize("sizes", [(1024, 1024), (1024, 384), (384, 1024)], ids=str)
+@pytest.mark.parametrize("scheme", FOUR_BIT)
+def test_products_that_stream_and_others(
+    gpu: torch.device, scheme: str, sizes: tuple[int, int]
+) -> None:
+    """Both products stream 4-bit weights, or one does, and begins while the other one ends."""
+    draw = random.Random(f"{scheme} {sizes}")
+    torch.manual_seed(draw.randrange(2**31))
+    for tokens in (1, 40, 300):
+        call = random_call(draw, scheme, ActivationType.SwigluBias, tokens, gpu, sizes)
+        assert_right(call, enable_pdl=True)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ranks_sum_to_the_whole(gpu: torch.device, scheme: str) -> None:
     draw = random.Random(3)

@@ -437,8 +437,8 @@ FAULTS_OF_4_BITS = [
 ]
 
 
-# Of attention/portable/attention.cuh with tiles of 8 rows: (name, statement, what stands there
-# instead, head size, fields)
+# (name, statement of attention/portable/attention.cuh, what stands there instead, head size,
+# fields), each with tiles of 8 rows
 FAULTS_OF_DECODE = [
     (
         "partner_not_waited_for",

@@ -9,6 +9,9 @@ from tests.unit.test_attention_emulated import Emulator, emulator, one_by_defaul
 __all__ = ["emulator"]  # a fixture
 
 KERNEL = "flashinfer/gemm/portable/kernel.cuh"
+STREAM = "flashinfer/gemm/sm90/weight_kernel.cuh"
+PRODUCER = "flashinfer/gemm/sm90/weight_producer.cuh"
+CONSUMER = "flashinfer/gemm/sm90/weight_consumer.cuh"
 TILE, PAIRS = "flashinfer/gemm/portable/tile.cuh", "flashinfer/common/float4_pairs.cuh"
 
 
@@ -33,10 +36,42 @@ def test_random_products(emulator: Emulator, full: bool) -> None:
             (KERNEL, "ptx::cp_async_wait<kStages - 2>();", "ptx::cp_async_wait<kStages - 1>();"),
             (KERNEL, "scales + min(first + j, last)", "scales + min(first, last)"),
             (TILE, "before >= n;", "before > n;"),
-            (PAIRS, "p % 2 ? 0x0104u : 0x1040u", "p % 2 ? 0x0104u : 0x1020u"),
+            (PAIRS, "(right & 0x003c003cu) * 0x0410u", "(right & 0x003c003cu) * 0x0420u"),
         ]
     ),
 )
 def test_faults_are_found(emulator: Emulator, header: str, statement: str, other: str) -> None:
     emulator.substitute(header, statement, other)
     assert find_fault(emulator, False)
+
+
+def find_stream_fault(emulator: Emulator, full: bool) -> str:
+    """The same for the kernel that streams weights on Hopper."""
+    shared = "extern __shared__ __align__(1024) char memory[];"
+    emulator.substitute(STREAM, shared, "char* const memory = dynamic_shared;")
+    program = emulator.build("weight_stream_emulation.cc", ["-DEMULATION_ARCH=800"])
+    done = emulator.call([program, "20" if full else "2"])
+    return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
+
+
+def test_random_streams(emulator: Emulator, full: bool) -> None:
+    assert not find_stream_fault(emulator, full)
+
+
+@pytest.mark.parametrize(
+    ("header", "statement", "other"),
+    one_by_default(
+        [
+            (CONSUMER, "        ptx::mbarrier_wait(full, ring.phase);\n", ""),
+            (CONSUMER, "        if (stages_.begins_box(i)) ring.advance_box();\n", ""),
+            (CONSUMER, "ptx::named_barrier_sync(1 + slice_, kPair);\n    constexpr", "constexpr"),
+            (PRODUCER, "        ptx::mbarrier_wait(empty(ring.stage), ring.phase ^ 1);\n", ""),
+            (PRODUCER, "begins_box ? Tile::kScaleBytes : 0", "Tile::kScaleBytes"),
+        ]
+    ),
+)
+def test_faults_of_streams_are_found(
+    emulator: Emulator, header: str, statement: str, other: str
+) -> None:
+    emulator.substitute(header, statement, other)
+    assert find_stream_fault(emulator, False)

@@ -261,7 +261,7 @@ class AttentionPlanner:
         )
 
     def divided(self, bounds: Requests, lengths: DeviceLengths) -> tuple[Any, ...]:
-        """What native functions take that divide planned `bounds` by lengths on the GPU."""
+        """Native functions that divide planned `bounds` by lengths on the GPU take these."""
         return (
             self.layout,
             torch.from_numpy(np.array(self.config, dtype=np.int64).view(np.uint8)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -145,7 +146,11 @@ def _host_configs(custom_variant: bool) -> Iterator[AttentionConfig]:
         shape = (dtype, dtype, dtype, head_dim, head_dim)
         fields: dict[str, Any] = {"paged": paged, "custom_variant": custom_variant}
         for tile_q, mask_mode in itertools.product(TILES, ("none", "causal", "custom")):
-            yield AttentionConfig(*shape, tile_q, mask_mode=mask_mode, **fields)
+            config = AttentionConfig(*shape, tile_q, mask_mode=mask_mode, **fields)
+            yield config
+            is_of_tables = paged and not custom_variant and mask_mode != "custom"
+            if is_of_tables and tile_q in DECODE_TILES:
+                yield dataclasses.replace(config, device_lengths=True)
         tile_q = hopper.hopper_tile_q(head_dim, head_dim, dtype)
         for mask_mode in ("none", "causal"):
             yield AttentionConfig(*shape, tile_q, mask_mode=mask_mode, backend="fa3", **fields)

@@ -99,7 +99,7 @@ struct PlacedTile {
   int start;   // where its KV tiles begin
 };
 
-// What a piece's place in lists and workspaces follows from, besides its tile.
+// A piece's place in lists and workspaces follows from its tile and these.
 struct RowTotals {
   int most;       // tiles that the longest requests would have
   int num_tiles;  // that exist

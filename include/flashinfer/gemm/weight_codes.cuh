@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/bits.cuh>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/common/float4_pairs.cuh>
 #include <flashinfer/common/math.cuh>
@@ -78,7 +79,7 @@ struct WeightCodes {
     constexpr uint32_t kMinusBase = kIsBfloat ? 0xc308c308u : 0xe408e408u;
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const uint32_t bits = ((word >> 4 * p) & 0x000f000fu) ^ kBase;
+      const uint32_t bits = mask_and_flip(word >> 4 * p, 0x000f000fu, kBase);
       pairs[p] = ptx::fma_pair<T>(bits, kOne, kMinusBase);
     }
   }

@@ -1,4 +1,5 @@
-// Arguments of the products with weights of 4, 8 and 16 bits (gemm/portable/). Plain C++.
+// Arguments of the products with weights of 4, 8 and 16 bits that read them once (gemm/portable/,
+// gemm/sm90/weight_kernel.cuh). Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,9 @@ struct WeightGemmParams {
   uint32_t token_tiles;      // of all groups, or an upper bound
   const int32_t* row_index;  // [m]: row r of D reads row row_index[r] of A; null: row r
   uint32_t num_input_rows;   // of A
+  // Offsets and weights were ready before the preceding grid of the stream began, and it launches
+  // its dependents only after it has waited for those before it.
+  bool starts_early;
   float gate_alpha, gate_beta, gate_limit;  // of swiglu; 1, 0 and infinity for silu(g) u
   const float *gate_alphas, *gate_betas, *gate_limits;  // per group, in place of these; null: none
 };

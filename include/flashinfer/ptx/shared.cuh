@@ -29,6 +29,18 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t shared) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t shared) {
+  uint32_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_shared_1(uint32_t shared) {
+  uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_shared_16(uint32_t shared, const uint4& value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
                "r"(value.z), "r"(value.w)

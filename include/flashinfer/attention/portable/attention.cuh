@@ -197,8 +197,8 @@ class TileWorker {
 #endif
   }
 
-  // Adds the logits of the warp that has the other columns. Two buffers take turns: before a warp
-  // writes one again, its partner has come to the barrier after the one that it read it behind.
+  // Adds the logits of the warp that has the other columns. Two buffers take turns: when both warps
+  // meet to exchange one, both have read what was in the other.
   __device__ __forceinline__ void add_partner_logits(float (&logits)[Tile::kTokenTiles][4]) {
     float4* const buffer = shared_logits_ + turn_ * kAttentionThreads * Tile::kTokenTiles;
     turn_ ^= 1;

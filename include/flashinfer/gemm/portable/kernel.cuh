@@ -81,7 +81,8 @@ class WeightGemm {
                           static_cast<uint64_t>(first_) * Tile::kRowBytes + lane_idx_ % 8 * 16;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      const uint32_t row = weight_row<Tile>(params_, warp_idx_ * 16 + step * 4 + lane_idx_ / 8);
+      const uint32_t row =
+          weight_row<Tile>(params_, work_.column, warp_idx_ * 16 + step * 4 + lane_idx_ / 8);
       weights_[step] = row < params_.n ? weights + row * params_.weight_stride : nullptr;
     }
     const uint32_t row_bytes = static_cast<uint64_t>(params_.k) * Codes::kBits / 8;
@@ -177,7 +178,7 @@ class WeightGemm {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t local = warp_idx_ * 16 + lane_idx_ / 4 + half * 8;
-      const uint32_t row = min(weight_row<Tile>(params_, local), params_.n - 1);
+      const uint32_t row = min(weight_row<Tile>(params_, work_.column, local), params_.n - 1);
       const Scale* scales = static_cast<const Scale*>(params_.scales) +
                             work_.group * params_.scale_group_stride + row * params_.scale_stride;
 #pragma unroll
@@ -283,10 +284,13 @@ template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     weight_gemm_kernel(const __grid_constant__ WeightGemmParams params) {
   extern __shared__ __align__(128) char memory[];
-  ptx::grid_launch_dependents();
+  // In this order, because a dependent that starts early (weight_gemm_params.h) reads offsets at
+  // once.
   ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
   WeightGemmWork work;
   if (!find_tokens<Tile>(params, blockIdx.y, work)) return;
+  work.column = blockIdx.z * Tile::kOutColumns;
   float sums[Tile::kTokenTiles][4] = {};
   WeightGemm<Tile>(params, work, ptx::shared_address(memory)).run(sums);
   finish_weight_gemm<Tile>(params, work, reinterpret_cast<float*>(memory), sums);

@@ -4,10 +4,9 @@
 // operand of mma.m16n8k16, tokens the right one. A stage is 128 bytes of each weight row.
 #pragma once
 
-#include <flashinfer/common/math.cuh>
 #include <flashinfer/gemm/activation.cuh>
 #include <flashinfer/gemm/weight_codes.cuh>
-#include <flashinfer/gemm/weight_gemm_params.h>
+#include <flashinfer/gemm/weight_work.cuh>
 
 namespace flashinfer {
 
@@ -52,7 +51,8 @@ struct WeightGemmTile : Config {
   static constexpr int kChunkRowBytes = kChunkStages * kTileK * 2;  // of a token
   static constexpr int kActivationBytes = kTokens * kChunkRowBytes;
   static constexpr int kOffsetActivations = kWarps * kStages * kStageBytes;
-  static constexpr int kSumStride = kColumns + 4;  // keeps lanes in different banks
+  static constexpr int kShift = Codes::kShift, kParts = 1;  // for the epilogue
+  static constexpr int kSumStride = kColumns + 4;           // keeps lanes in different banks
   static constexpr int kOffsetRows = kOffsetActivations + 2 * kActivationBytes;
   static constexpr int kSharedBytes = kOffsetRows + 4 * kTokens;
   // CTAs of an SM that registers shall allow; shared memory has no room for two of the large ones.
@@ -60,35 +60,13 @@ struct WeightGemmTile : Config {
   static_assert(kTokens * kSumStride * 4 <= kSharedBytes, "sums replace the operands");
 };
 
-// Tokens of one group that a CTA multiplies by its weights.
-struct WeightGemmWork {
-  uint32_t group, row, row_end;
-};
-
-// The rows of a group that exist.
-struct GroupRows {
-  int32_t begin, end;
-};
-
-__device__ __forceinline__ GroupRows group_rows(const WeightGemmParams& params, uint32_t group) {
-  if (group >= params.num_groups) return {0, 0};
-  const int32_t begin = __ldg(params.offsets + group), end = __ldg(params.offsets + group + 1);
-  const int32_t m = static_cast<int32_t>(params.m);
-  return {begin < 0 ? 0 : begin, end > m ? m : end};
-}
-
-template <typename Tile>
-__device__ __forceinline__ uint32_t group_tiles(const GroupRows& rows) {
-  return rows.end > rows.begin ? ceil_div<uint32_t>(rows.end - rows.begin, Tile::kTokens) : 0;
-}
-
 // Finds token tile `index`; false if there is none. All lanes of a warp call; each looks at
 // neighbouring groups, so that all offsets are on their way at once.
 template <typename Tile>
 __device__ __forceinline__ bool find_tokens(const WeightGemmParams& params, uint32_t index,
                                             WeightGemmWork& work) {
   if (params.offsets == nullptr) {
-    work = {0, index * Tile::kTokens, params.m};
+    work = {0, index * Tile::kTokens, params.m, 0};
     return work.row < params.m;
   }
   const uint32_t lane_idx = threadIdx.x % 32;
@@ -116,7 +94,7 @@ __device__ __forceinline__ bool find_tokens(const WeightGemmParams& params, uint
   }
   const uint32_t row = rows.begin + before * Tile::kTokens;
   work = {__shfl_sync(0xffffffffu, group, lane), __shfl_sync(0xffffffffu, row, lane),
-          static_cast<uint32_t>(__shfl_sync(0xffffffffu, rows.end, lane))};
+          static_cast<uint32_t>(__shfl_sync(0xffffffffu, rows.end, lane)), 0};
   return true;
 }
 

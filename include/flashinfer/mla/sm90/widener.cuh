@@ -274,7 +274,8 @@ class MlaWidener {
 
   __device__ __forceinline__ void widen_blocks(const MlaWorkItem item) {
     if (item.kv_begin >= item.kv_end || params_.num_pages == 0) return;
-    // What is stored next. Places of blocks are found a block before their loads, pages two.
+    // `loaded` and `rope` are stored next. Places of blocks are found a block before their loads,
+    // pages two.
     uint4 loaded[2][kBatch], rope[kRopeLoads + 1];
     const auto find = [&](int token) { return find_rows(item, find_page(item, token), token); };
     Rows rows = find(item.kv_begin), next = find(item.kv_begin + Tile::kBlock);

@@ -111,8 +111,8 @@ class MlaNarrowAttention {
 
   // ---- Logits ----
 
-  // Of the warp's 16 rows and 8 tokens. Eight lanes read neighbouring tokens' columns, of which the
-  // banks tell apart every fourth token.
+  // Logits of the warp's 16 rows and 8 tokens. Eight lanes read neighbouring tokens' columns, of
+  // which the banks tell apart every fourth token.
   __device__ __forceinline__ void multiply_keys(const MlaNarrowQueries<Tile>& queries,
                                                 Logits& logits) const {
     const int token = warp_idx_ * Tile::kTokens + row_ % 2 * 4 + row_ / 2;

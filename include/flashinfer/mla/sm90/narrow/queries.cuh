@@ -103,7 +103,7 @@ class MlaNarrowQueries {
     return to_float(Loaded{static_cast<uint16_t>(pair >> 16)});
   }
 
-  // Of the lane's columns of row `h`.
+  // The largest of the lane's columns of row `h`.
   __device__ __forceinline__ float find_largest(int h, float rope_factor) const {
     float largest = 0.f, of_rope = 0.f;
 #pragma unroll

@@ -25,6 +25,8 @@ inline T load_shared(uint32_t address) {
 
 inline uint4 load_shared_16(uint32_t shared) { return emulated::load_shared<uint4>(shared); }
 inline uint2 load_shared_8(uint32_t shared) { return emulated::load_shared<uint2>(shared); }
+inline uint32_t load_shared_1(uint32_t shared) { return emulated::load_shared<uint8_t>(shared); }
+inline uint32_t load_shared_2(uint32_t shared) { return emulated::load_shared<uint16_t>(shared); }
 inline uint32_t load_shared_4(uint32_t shared) { return emulated::load_shared<uint32_t>(shared); }
 
 inline void store_shared_16(uint32_t shared, const uint4& value) {

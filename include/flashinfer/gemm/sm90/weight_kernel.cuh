@@ -1,0 +1,56 @@
+// D = A W^T with 4-bit weights for few tokens on Hopper: the copy engine streams weights through a
+// ring of stages in shared memory without a pause, also from one tile to the next, and warps unpack
+// them in registers.
+//
+// One warp loads (weight_producer.cuh), eight multiply (weight_consumer.cuh); CTAs are persistent
+// and take tile after tile (weight_tile.cuh). CTAs of a cluster may split k; they add up their sums
+// in the order of k, so that results repeat bit for bit.
+#pragma once
+
+#include <flashinfer/gemm/sm90/weight_consumer.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
+
+namespace flashinfer {
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
+    weight_stream_kernel(const __grid_constant__ WeightStreamParams params) {
+  extern __shared__ __align__(1024) char memory[];
+  const uint32_t shared = ptx::shared_address(memory), warp_idx = threadIdx.x / 32;
+  auto* const table = reinterpret_cast<uint32_t*>(memory + Tile::kOffsetTable);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Tile::kStages; ++i) {
+      ptx::mbarrier_init(shared + Tile::kOffsetBarriers + i * 8, 1);
+      ptx::mbarrier_init(shared + Tile::kOffsetBarriers + (Tile::kStages + i) * 8, Tile::kWarps);
+    }
+    ptx::mbarrier_init_fence();
+    ptx::tma_prefetch_map(&params.codes);
+    if (Tile::kHasBoxes) ptx::tma_prefetch_map(&params.scales);
+  }
+  // With `starts_early` the offsets were written before the preceding grid began; it lets this one
+  // start only after it has waited for them itself.
+  if (!params.gemm.starts_early) ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if (warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
+  __syncthreads();
+  if (warp_idx == Tile::kWarps) {
+    const bool any = WeightProducer<Tile>(params, shared, table).run();
+    if (Tile::kSplits > 1 && any) {
+      __syncwarp();
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
+  } else {
+    WeightConsumer<Tile>(params, shared, table,
+                         reinterpret_cast<float*>(memory + Tile::kOffsetSums))
+        .run();
+  }
+  // Other CTAs of the cluster may still read this one's sums.
+  if (Tile::kSplits > 1) {
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+}
+
+}  // namespace flashinfer

@@ -1,0 +1,20 @@
+// In place of the product's header: each CTA is a cluster of its own, and there is no cache.
+#pragma once
+
+#include <flashinfer/ptx/tma.cuh>
+
+namespace flashinfer::ptx {
+
+inline uint64_t l2_evict_first() { return 0; }
+inline uint64_t l2_evict_normal() { return 0; }
+inline bool elect_one() {
+  emulation::block.exchange(0);
+  return threadIdx.x % 32 == 0;
+}
+inline void tma_load_hinted(uint32_t shared, const void* map, uint32_t barrier, int x, int y, int z,
+                            uint64_t) {
+  tma_load(shared, map, barrier, x, y, z);
+}
+inline void tma_prefetch_map(const void*) {}
+
+}  // namespace flashinfer::ptx
