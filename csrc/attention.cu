@@ -8,12 +8,11 @@ namespace {
 constexpr bool kRotates = kPosEncoding == PosEncoding::rope_llama;
 
 template <int kTileQ, bool kPaged, MaskMode kMask>
-using Traits =
-    AttentionTraits<TileTraits<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
-                               dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
-                               FLASHINFER_CFG_HEAD_DIM_VO, kTileQ,
-                               kRotates || ConfiguredVariant::kHasKeyTransform>,
-                    ConfiguredVariant, kPaged, kMask, FLASHINFER_CFG_SLIDING_WINDOW, kRotates>;
+using Traits = AttentionTraits<
+    TileTraits<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
+               dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
+               FLASHINFER_CFG_HEAD_DIM_VO, kTileQ, kRotates || ConfiguredVariant::kHasKeyTransform>,
+    ConfiguredVariant, kPaged, kMask, FLASHINFER_CFG_SLIDING_WINDOW, kRotates>;
 
 using First =
     Traits<FLASHINFER_CFG_TILE_Q, FLASHINFER_CFG_PAGED, MaskMode::FLASHINFER_CFG_MASK_MODE>;

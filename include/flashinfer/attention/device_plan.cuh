@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kPlanThreads)
 #ifndef __CUDACC_RTC__
 
 inline cudaError_t launch_device_plan(const DevicePlanParams& params, cudaStream_t stream) {
-  const int columns = params.num_columns > params.num_merges ? params.num_columns
-                                                             : params.num_merges;
+  const int columns =
+      params.num_columns > params.num_merges ? params.num_columns : params.num_merges;
   return launch_kernel(device_plan_kernel, dim3(ceil_div(columns, kPlanThreads / 32)),
                        dim3(kPlanThreads), 0, stream, false, params);
 }

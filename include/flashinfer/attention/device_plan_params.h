@@ -25,9 +25,9 @@ struct DevicePlanParams {
   FastDivisor group_size;
   FastDivisor tiles_per_request;  // of qo_len tokens
   int32_t tile_q;                 // packed rows
-  int32_t num_columns;  // lists of items
-  int32_t num_merges;   // capacity, at least min(num_columns - 1, tiles)
-  WorkItem* items;      // num_columns + tiles; null, as merges, where nothing is written
+  int32_t num_columns;            // lists of items
+  int32_t num_merges;             // capacity, at least min(num_columns - 1, tiles)
+  WorkItem* items;                // num_columns + tiles; null, as merges, where nothing is written
   MergeItem* merges;
 };
 

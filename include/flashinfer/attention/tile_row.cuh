@@ -53,7 +53,8 @@ __device__ __forceinline__ PlannedTile read_planned_tile(const DevicePlanParams&
   }
   tile.kv_len = static_cast<int32_t>(min(max(length, int64_t{0}), min(room, int64_t{INT32_MAX})));
 
-  tile.row_begin = (index - request * static_cast<int>(params.tiles_per_request.divisor)) * params.tile_q;
+  tile.row_begin =
+      (index - request * static_cast<int>(params.tiles_per_request.divisor)) * params.tile_q;
   tile.num_rows = min(tile.qo_len * group_size - tile.row_begin, params.tile_q);
   const int shift = tile.kv_len - tile.qo_len;  // position of a query minus its index
   tile.kv_begin = 0;

@@ -204,7 +204,7 @@ class TileWorker {
     turn_ ^= 1;
 #pragma unroll
     for (int j = 0; j < Tile::kTokenTiles; ++j) {
-      const float(&own)[4] = logits[j];
+      const float (&own)[4] = logits[j];
       buffer[j * kAttentionThreads + threadIdx.x] = float4{own[0], own[1], own[2], own[3]};
     }
     ptx::named_barrier_sync(1 + threadIdx.x / 64, 64);

@@ -93,8 +93,7 @@ class BlockScaleLoader {
   }
   __device__ __forceinline__ static BlockScaleRow make_k(const AttentionTensors& tensors,
                                                          uint32_t kv_head, uint32_t shared) {
-    const int64_t begin =
-        kv_head * tensors.k_sf.stride_head + column_warp() * Tile::kScaleBytesK;
+    const int64_t begin = kv_head * tensors.k_sf.stride_head + column_warp() * Tile::kScaleBytesK;
     return BlockScaleRow(tensors.k_sf, begin, shared + row() * Tile::kScaleBytesK);
   }
   __device__ __forceinline__ static BlockScaleRow make_v(const AttentionTensors& tensors,

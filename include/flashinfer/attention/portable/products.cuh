@@ -45,8 +45,7 @@ struct QueryFragments {
 // lane / 4 and lane / 4 + 8. `scales`: of the 4-bit rows at `shared_k`, here and below.
 template <typename Tile>
 __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragments<Tile>& query,
-                                            uint32_t shared_k, int token_step,
-                                            const char* scales) {
+                                            uint32_t shared_k, int token_step, const char* scales) {
   using RowsK = typename Tile::RowsK;
   const int lane_idx = threadIdx.x % 32, first = token_step * 16;
   // Even and odd steps have separate sums, which halves the chain of dependent products.

@@ -74,11 +74,11 @@ struct TileTraits {
   static constexpr int kInterleavedTiles = kKeysAre4Bit ? 4 : kKeysAre8Bit ? 2 : 1;
   static constexpr bool kHidesByMinimum = false, kCapsWeights = false;  // see rows.cuh
   static constexpr int kWarpRows = kTileQ == 128 ? 32 : 16;
-  static constexpr int kRowTiles = kWarpRows / 16;                  // mma row tiles per warp
+  static constexpr int kRowTiles = kWarpRows / 16;  // mma row tiles per warp
   // Tokens that a warp loads.
   static constexpr int kWarpTokens = kNarrow && kKeysAre4Bit ? 32 : 16;
-  static constexpr int kRows = kAttentionWarps * kWarpTokens;    // of a stage in shared memory
-  static constexpr int kTokens = kTokenWarps * kWarpTokens;      // of a tile
+  static constexpr int kRows = kAttentionWarps * kWarpTokens;       // of a stage in shared memory
+  static constexpr int kTokens = kTokenWarps * kWarpTokens;         // of a tile
   static constexpr int kWarpKV = kSplitKV ? kWarpTokens : kTokens;  // tokens that a warp multiplies
   // Tiles of logits. A thread holds two tokens of two rows in each; a transposed tile has 16
   // tokens.
@@ -108,14 +108,14 @@ struct TileTraits {
   static constexpr int kBytesExchange =
       kSplitKV ? kTokenWarps * kTileQ * (kPitchExchange + 2) * 4 : 0;
   // Parts of the logits that warps which share tokens exchange, of two tiles in turn.
-  static constexpr int kBytesLogits =
-      kPairsWarps ? 2 * kAttentionThreads * kTokenTiles * 16 : 0;
+  static constexpr int kBytesLogits = kPairsWarps ? 2 * kAttentionThreads * kTokenTiles * 16 : 0;
   static constexpr int kPlaceOfItem = kBytesQ + kBytesScale + kBytesLogits;
   static constexpr int kPlaceOfStages = kPlaceOfItem + (kSplitKV ? 128 : 0);
 
   // CTAs of an SM that registers leave room for: warps that unpack codes hide each other's waiting.
-  static constexpr int kLeastCtas =
-      !kNarrow || !kKeysAre4Bit ? 0 : kWarpDimVO <= 128 && kWarpDimQK <= 128 ? 4 : 3;
+  static constexpr int kLeastCtas = !kNarrow || !kKeysAre4Bit                ? 0
+                                    : kWarpDimVO <= 128 && kWarpDimQK <= 128 ? 4
+                                                                             : 3;
 
   // Decode keeps three tiles in flight. Two CTAs with three stages stream as fast as three CTAs
   // with two, and fewer CTAs split a batch less. Prefill is bound by the products and needs two
