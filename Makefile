@@ -9,7 +9,7 @@
 #
 # PYTHON=...  interpreter to make the environment from; a torch that it can import is used.
 # VENV=       (empty) make none: PYTHON has everything, the package runs from this checkout.
-# JOBS=2      test processes (pytest-xdist); empty: one, without xdist.
+# JOBS=2      test processes, forks of the one that collects; empty: one, which also collects.
 # PIP_ARGS=   options of pip; -q hides the names of what it downloads.
 
 PYTHON ?= python3
@@ -66,8 +66,8 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	@echo "Tests: collecting ..."
-	@$(PY) -m pytest $(PYTEST_ARGS) --progress \
-	  $(if $(JOBS),-n $(JOBS) --maxschedchunk 8) $(TESTS)
+	@PYTORCH_NVML_BASED_CUDA_CHECK=1 $(PY) -m pytest $(PYTEST_ARGS) --progress \
+	  $(if $(JOBS),--fork $(JOBS) -p no:xdist) $(TESTS)
 
 test-gpu: $(INSTALLED)
 	@$(PY) -m tests.gpu_suite $(if $(TESTS),--tests $(TESTS)) $(filter-out -q,$(PYTEST_ARGS))

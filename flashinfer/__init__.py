@@ -183,6 +183,7 @@ if _TYPE_CHECKING:
     from .gdn_decode import gdn_fused_decode_step as gdn_fused_decode_step
     from .gdn_decode import gdn_fused_decode_step_supported as gdn_fused_decode_step_supported
     from .gdn_prefill import chunk_gated_delta_product as chunk_gated_delta_product
+    from .gdn_prefill import chunk_gated_delta_rule as chunk_gated_delta_rule
     from .gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
     from .gemm import bmm_bf16 as bmm_bf16
     from .gemm import bmm_fp8 as bmm_fp8
@@ -219,7 +220,7 @@ else:
         "fused_moe": ("cutlass_fused_moe", "reorder_rows_for_gated_act_gemm"),
         "gdn2_prefill": ("chunk_gated_delta_rule2",),
         "gdn_decode": ("gdn_fused_decode_step", "gdn_fused_decode_step_supported"),
-        "gdn_prefill": ("chunk_gated_delta_product",),
+        "gdn_prefill": ("chunk_gated_delta_product", "chunk_gated_delta_rule"),
         "gemm": (
             "SegmentGEMMWrapper",
             "bmm_bf16",

@@ -3,8 +3,10 @@
     python -m flashinfer.aot --out-dir DIR        then there: FLASHINFER_AOT_DIR=DIR
 
 The folder holds one sub-folder per module, laid out as in the cache. It may be moved. What is in
-it comes from the registered generators; there is no list of modules here. `gen_all_modules` and its
-like describe a selection by FlashInfer's options, for `compile_and_package_modules`.
+it comes from the registered generators; there is no list of modules here. Modules that the wheel
+flashinfer-jit-cache or an earlier folder has, of the same sources and targets, are copied from
+there and not compiled again. `gen_all_modules` and its like describe a selection by FlashInfer's
+options, for `compile_and_package_modules`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 from .compilation_context import current_compilation_context
-from .jit import registry
+from .jit import places, registry
 from .jit.attention import (
     AttentionConfig,
     choose_tile_q,
@@ -417,6 +419,18 @@ def compile_and_package_modules(
         copy_built_kernels(specs, out_dir)
 
 
+def prebuilt_names(specs: Sequence[JitSpec]) -> dict[Path, list[str]]:
+    """Which modules a build leaves alone, by the folder of prebuilt modules that has them."""
+    found: dict[Path, list[str]] = {}
+    for spec in specs:
+        entry = spec.find()
+        for root in places.prebuilt_roots():
+            if entry is not None and entry.library.is_relative_to(root):
+                found.setdefault(root, []).append(spec.name)
+                break
+    return found
+
+
 def copy_built_kernels(jit_specs: Sequence[JitSpec], out_dir: Path) -> None:
     """Copy compiled modules from where they are to a folder that can serve as `FLASHINFER_AOT_DIR`.
 
@@ -459,12 +473,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.list:
             print("\n".join(spec.name for spec in specs))
             return 0
+        check_cuda_arch()
+        prebuilt = prebuilt_names(specs)
         compile_and_package_modules(options.out_dir, specs, options.verbose or None)
     except (JitError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     targets = sorted(f"{a}.{b}" for a, b in current_compilation_context.TARGET_CUDA_ARCHS)
     print(f"{len(specs)} modules for {', '.join(targets)} in {options.out_dir}")
+    for root, names in prebuilt.items():
+        print(f"{len(names)} of them were taken from {root}")
     return 0
 
 

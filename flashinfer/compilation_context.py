@@ -54,6 +54,11 @@ class CompilationContext:
     def TARGET_CUDA_ARCHS(self, archs: set[Arch]) -> None:
         self._assigned = set(archs)
 
+    @staticmethod
+    def _normalize_cuda_arch(major: int, minor: int) -> Arch:
+        """Target of a GPU; vLLM names it when it says what FlashInfer was compiled for."""
+        return arch_of_capability(major, minor)
+
     def reset(self) -> None:
         """Forget assigned targets: they are those of the environment again."""
         self._assigned = None

@@ -14,11 +14,13 @@ from tests import forked, progress, selection
 SEED = 20240229
 
 # Threads of torch for each test process, and for what it starts: more threads than cores wait for
-# each other actively, which took four times the time of the attention tests.
+# each other actively, which took seven times the time of the attention tests. A worker of
+# pytest-xdist inherits what its controller set for itself, hence the smaller number.
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_THREADS = max(1, len(os.sched_getaffinity(0)) // _PROCESSES)
-os.environ.setdefault("OMP_NUM_THREADS", str(_THREADS))
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+_SHARE = max(1, len(os.sched_getaffinity(0)) // _PROCESSES)
+_THREADS = min(_SHARE, int(os.environ.get("OMP_NUM_THREADS", _SHARE)))
+os.environ["OMP_NUM_THREADS"] = str(_THREADS)
+torch.set_num_threads(_THREADS)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

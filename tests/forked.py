@@ -3,10 +3,12 @@
 Importing thousands of tests takes a processor longer than many of them run, and pytest-xdist does
 it in every worker. Here one process collects, and each worker is a fork of it. A worker asks for
 its next test when it tears the last one down, so that fixtures of modules and of the session live
-as long as the worker needs them, and sends its reports back. Where a worker dies in a test (an
-illegal access ends its CUDA context, a signal ends it) or runs it too long, the test has failed
-and another fork goes on. CUDA does not survive a fork, so the collecting process has no context.
-Tests that are marked `alone` follow when all others have ended, in one fork.
+as long as the worker needs them, and sends its reports back. It stays with a file for a while, so
+that few workers make the fixtures of each. Where a worker dies in a test (an illegal access ends
+its CUDA context, a signal ends it) or runs it too long, the test has failed and another fork goes
+on. CUDA does not survive a fork, so the collecting process has no context. Tests that are marked
+`alone` run before all others, in one fork: on a GPU, while `tests/gpu_suite.py` compiles what the
+others need.
 """
 
 from __future__ import annotations
@@ -27,8 +29,13 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
+from tests.progress import USUAL_COST, function_of, known_costs
+
 SECONDS_OF_A_TEST, FACTOR_WHEN_FULL = 240.0, 15  # after which a worker counts as stuck
 SECONDS_BETWEEN_LOOKS = 1.0
+# What one worker gets of a file at once: so much by `tests/costs/`, and a part of what is left, so
+# that no other waits for it at the end.
+SECONDS_OF_A_RUN, PARTS_OF_WHAT_IS_LEFT = 2.0, 4
 FORK = multiprocessing.get_context("fork")
 
 
@@ -164,6 +171,7 @@ class Worker:
             self.process.start()
         theirs.close()
         self.tests: deque[int] = deque()  # the one that runs, and the one that it asked for
+        self.next: deque[int] = deque()  # what it gets when it asks again
         self.reports: list[pytest.TestReport] = []
         self.since = time.monotonic()
 
@@ -190,6 +198,7 @@ class Forks:
         self.limit = config.getoption("--fork-limit") * full
         self.workers: list[Worker] = []
         self.made = 0
+        self.costs = known_costs()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -204,8 +213,8 @@ class Forks:
         self.session = session
         alone = [item.get_closest_marker("alone") is not None for item in session.items]
         phases = [
-            (self.config.getoption("--fork"), deque(i for i, a in enumerate(alone) if not a)),
             (1, deque(i for i, a in enumerate(alone) if a)),
+            (self.config.getoption("--fork"), deque(i for i, a in enumerate(alone) if not a)),
         ]
         self.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         gc.freeze()  # the forks share the pages of what was collected
@@ -258,7 +267,8 @@ class Forks:
 
     def answer(self, worker: Worker, kind: str, data: Any) -> None:
         if kind == "pull":
-            index = self.left.popleft() if self.left else None
+            worker.next = worker.next or self.deal()
+            index = worker.next.popleft() if worker.next else None
             if not worker.tests:
                 worker.since = time.monotonic()
             if index is not None:
@@ -275,6 +285,19 @@ class Forks:
             worker.since = time.monotonic()
             self.replay(worker)
 
+    def deal(self) -> deque[int]:
+        """The first of the tests that are left, and what follows it in the same file."""
+        run: deque[int] = deque()
+        seconds, items = 0.0, self.session.items
+        most = 1 + len(self.left) // (PARTS_OF_WHAT_IS_LEFT * len(self.workers))
+        while self.left and seconds < SECONDS_OF_A_RUN and len(run) < most:
+            item = items[self.left[0]]
+            if run and item.path != items[run[0]].path:
+                break
+            run.append(self.left.popleft())
+            seconds += self.costs.get(function_of(item.nodeid), USUAL_COST)
+        return run
+
     def replay(self, worker: Worker) -> None:
         for report in worker.reports:
             self.config.hook.pytest_runtest_logreport(report=report)
@@ -284,6 +307,7 @@ class Forks:
         """The test that ran has failed; what the worker had asked for runs elsewhere."""
         self.workers.remove(worker)
         worker.pipe.close()
+        self.left.extendleft(reversed(worker.next))
         if not worker.tests:
             worker.kill()
             return

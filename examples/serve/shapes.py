@@ -194,6 +194,8 @@ class RandomWeights(Weights):
         return self._random(shape).mul_(shape[-1] ** -0.5).bfloat16()
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        if self._generator is None:  # a draw without values takes a hundred times as long
+            return torch.empty(shape, dtype=dtype, device=self.device)
         options: dict[str, Any] = {"device": self.device, "generator": self._generator}
         if dtype == torch.uint8:
             return torch.randint(256, shape, dtype=dtype, **options)

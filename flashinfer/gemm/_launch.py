@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._common import checks
 from .._common.kernels import Kernel
 from ..jit.gemm import GemmConfig, gen_gemm_sm90_module
 from ._choice import GemmProblem, choose_config
@@ -65,6 +66,8 @@ def launch(
     """
     if scales is not None:
         scales = (*scales, *(None,) * (3 - len(scales)))
+    if not a.is_cuda:  # the binding says so too, but only when it has been compiled
+        checks.cuda_tensors(**{names if names in ("A", "input", "x") else "a": a})
     kernel = get_gemm_kernel(choose_config(problem))
     kernel(NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl)
     return out

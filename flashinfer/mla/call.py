@@ -75,10 +75,10 @@ class CallModes:
             check_tensor("ckv_cache", ckv_cache)
         if options.head_dim_kpe == 0:
             refuse("`head_dim_kpe` is 0", kpe_cache=_columns(kpe_cache))
-            return ckv_cache, None
+            return _without_head(ckv_cache), None
         if kpe_cache is None:
             check_tensor("kpe_cache", kpe_cache)
-        return ckv_cache, kpe_cache
+        return _without_head(ckv_cache), _without_head(kpe_cache)
 
     def scales(
         self, options: MlaOptions, ckv: Any, kpe: Any, bmm1: Any, bmm2: Any
@@ -216,3 +216,10 @@ def _positive(name: str, value: Any) -> float:
 def _columns(tensor: Any) -> Any:
     """The tensor, or None if it has no columns."""
     return None if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (0,) else tensor
+
+
+def _without_head(cache: Any) -> Any:
+    """A cache ``[num_pages, page_size, 1, columns]`` without its one head; others as they are."""
+    if isinstance(cache, torch.Tensor) and cache.ndim == 4 and cache.shape[2] == 1:
+        return cache.squeeze(2)
+    return cache

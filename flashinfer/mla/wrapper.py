@@ -404,9 +404,9 @@ class BatchMLAPagedAttentionWrapper(Planned):
         q_pe : torch.Tensor
             ``[tokens, num_heads, head_dim_kpe]``, likewise; None where `head_dim_kpe` is 0.
         ckv_cache, kpe_cache : torch.Tensor
-            ``[num_pages, page_size, head_dim_ckv]`` and ``[num_pages, page_size, head_dim_kpe]``,
-            with the same freedom; the two may be column slices of one tensor. Beside a `ckv_cache`
-            of 8 bits, `kpe_cache` may have 16.
+            ``[num_pages, page_size, head_dim_ckv]`` and ``[.., head_dim_kpe]``, or with their head
+            ``[num_pages, page_size, 1, ..]``, with the same freedom; the two may be column slices
+            of one tensor. Beside a `ckv_cache` of 8 bits, `kpe_cache` may have 16.
         out : torch.Tensor, optional
             Where the output goes: shape of `q_nope`, `output_dtype`.
         lse : torch.Tensor, optional

@@ -112,6 +112,22 @@ def test_packed_forms(device: torch.device):
     assert torch.equal(wrapper.run(**packed), expected)
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_caches_with_their_head(page_size: int, device: torch.device):
+    """[num_pages, page_size, 1, columns], as engines whose caches all have heads keep them."""
+    batch = Batch((1, 1), (700, 130), 16, page_size=page_size)
+    wrapper = make_wrapper(device)
+    batch.plan(wrapper)
+    arguments = batch.arguments(device)
+    expected = wrapper.run(**arguments)
+    for name in ("ckv_cache", "kpe_cache"):
+        arguments[name] = arguments[name].unsqueeze(2)
+    assert torch.equal(wrapper.run(**arguments), expected)
+    arguments["ckv_cache"] = arguments["ckv_cache"].expand(-1, -1, 2, -1)
+    with pytest.raises(ValueError, match="`?ckv_cache"):
+        wrapper.run(**arguments)
+
+
 def test_large_logits(device: torch.device):
     """Where one token has nearly all weight, it is that token's row."""
     batch = Batch((1, 1), (700, 1300), 16)

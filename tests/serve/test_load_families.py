@@ -50,7 +50,7 @@ def test_20000_requests(tmp_path: Path, one_thread: None, name: str, full: bool)
         max_batch_tokens=256,
         max_waiting=2 * BATCH,
     )
-    count = 20000 if full else 600
+    count = 20000 if full else 300
     clients = Load(engine, period=60, longest=60, pause=24, checked=10)
     clients.serve(count)
     print(clients.reasons, f"{clients.steps} steps, {clients.preempted} preempted")

@@ -1,9 +1,10 @@
 """The names of FlashInfer that serving engines import and call, compared with this package.
 
-``engine_calls.json`` lists the names that six engines touch (vLLM 0.33.0, SGLang 0.5.23, LightLLM
-of August 2026, mini-sglang, Text Generation Inference, flashinfer-bench), how often, whether they
-can reach a name on Hopper (null: depends on the model), and how they call it. This module compares,
-and writes docs/engines.md:
+``engine_calls.json`` lists the names that engines touch (vLLM 0.33.0, SGLang 0.5.23, LightLLM of
+August 2026, mini-sglang, Text Generation Inference, flashinfer-bench; of TensorRT-LLM's PyTorch
+backend those of its attention, sampling and layers), how often, whether they can reach a name on
+Hopper (null: depends on the model), and how they call it. This module compares, and writes
+docs/engines.md:
 
     python -m tests.unit.engine_table docs/engines.md
 """
@@ -29,8 +30,9 @@ ENGINES = {
     "fi-bench": "flashinfer-bench",
     "mini-sglang": "mini-sglang",
     "tgi": "Text Generation Inference",
+    "tensorrt-llm": "TensorRT-LLM",
 }
-# Distinct names that existed in version 0.1.0, of all names.
+# Distinct names that existed in version 0.1.0, of all names; of engines that were read by then.
 BEFORE = {
     "vllm": (39, 248),
     "sglang": (49, 271),
@@ -60,7 +62,6 @@ WAITS_FOR = {
     "mamba": "linear attention",
     "norm": "CuTe-DSL kernels of diffusion models",
     "utils._": "nothing: a host buffer that is not there, all three or none",
-    "compilation_context": "nothing: the text of one error",
 }
 
 
@@ -148,8 +149,9 @@ def markdown() -> str:
         "| --- | --- | --- | --- |",
     ]
     for engine, title in ENGINES.items():
-        cells = [BEFORE[engine], counts(engine, False), counts(engine, True)]
-        lines.append(f"| {title} | " + " | ".join(f"{a} of {b}" for a, b in cells) + " |")
+        now = [counts(engine, False), counts(engine, True)]
+        cells = [f"{a} of {b}" if b else "–" for a, b in (BEFORE.get(engine, (0, 0)), *now)]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
     lines += [
         "",
         "## Names within reach on Hopper that do not work yet",

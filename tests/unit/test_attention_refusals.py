@@ -22,6 +22,7 @@ from flashinfer.reference_backend import reference_backend
 from tests.attention.batches import BF16, E4M3, Batch, indptr
 from tests.attention.calls import FUNCTIONS, WRAPPERS, Call, keys, make_call, refusal_of
 from tests.attention.faults import FAULTS
+from tests.unit.bindings_alone import leave_out_kernels
 
 pytestmark = pytest.mark.compiler  # the planner is compiled, by the host's compiler
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ OF_RUN = [(path, fault) for path, fault in OF_RUN if not _is_of_plan(path, fault
 
 
 @pytest.fixture(scope="module")
-def bound() -> Iterator[Callable[..., Any]]:
+def bound(full: bool) -> Iterator[Callable[..., Any]]:
     """Wrappers as on a GPU: with a module, its checks, and a work list that nobody will read."""
     wrappers: dict[str, Any] = {}
 
@@ -132,6 +133,8 @@ def bound() -> Iterator[Callable[..., Any]]:
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+            if not full:
+                leave_out_kernels(patch)
         yield wrapper_of
 
 

@@ -13,8 +13,8 @@ import torch
 from click import Context
 from click.testing import CliRunner, Result
 
-from flashinfer.cli import main
-from flashinfer.jit import current_compilation_context, registry
+from flashinfer.cli import cold_build, main
+from flashinfer.jit import JitSpec, current_compilation_context, registry
 from flashinfer.reference_backend import reference_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,6 +148,17 @@ def test_build_of_nothing_known_says_what_there_is(cache: Path):
     result = flashinfer("build", "no-such-thing")
     assert result.exit_code == 1
     assert "llama-bf16" in result.output and "gen_norm_module" in result.output
+
+
+def test_a_module_with_the_name_of_a_preset_is_compared_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(JitSpec, "build_and_load", lambda self: None)
+    monkeypatch.setattr(JitSpec, "get_library_path", lambda self: Path(f"{self.name}.so"))
+    cold_build.main(["speculative"])
+    assert [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()] == [
+        "speculative"
+    ]
 
 
 @pytest.mark.compiler

@@ -22,6 +22,7 @@ REFUSING = [
 ]
 WORKING = [
     "flashinfer.bmm_fp8",
+    "flashinfer.chunk_gated_delta_rule",
     "flashinfer.gemm.fp8_blockscale_gemm_sm90",
     "flashinfer.fp4_quantization.block_scale_interleave",
     "flashinfer.fp4_quantization.nvfp4_block_scale_interleave",
@@ -83,6 +84,11 @@ def test_a_name_that_is_probed_is_no_stub(path: str) -> None:
 def test_the_mark_of_old_versions_is_absent() -> None:
     """SGLang takes a package that has it for version 0.1."""
     assert state("flashinfer.decode._grouped_size_compiled_for_decode_kernels") == "absent"
+
+
+def test_architectures_as_engines_print_them() -> None:
+    normalize = flashinfer.compilation_context.CompilationContext._normalize_cuda_arch
+    assert [normalize(8, 9), normalize(9, 0)] == [(8, "9"), (9, "0a")]
 
 
 def test_communicators_of_engines() -> None:

@@ -24,10 +24,10 @@ pytestmark = pytest.mark.compiler
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 MAX_ARGUMENTS = 12
-# Fields of configurations that no export depends on.
+# Fields of configurations that no export depends on, besides dtypes.
 SAME = {"ACTIVATION", "CODE", "GROUP_SIZE", "INTERLEAVE", "LAYOUT", "NORM", "SCALE"}
 SAME |= {"TILE_ROWS", "TILE_COLUMNS", "CLUSTER_ROWS", "CLUSTER_COLUMNS", "CONSUMERS", "SPLITS"}
-SAME |= {"SWAP", "TOKENS", "WARPS"}
+SAME |= {"INDEX", "SWAP", "TOKENS", "WARPS", "WORLD_SIZE"}
 UNKNOWN = "?"  # refused wherever it is taken
 # Their first argument is native state, which a test cannot make up.
 STATEFUL = {
@@ -63,16 +63,21 @@ def binding_of(spec: JitSpec) -> dict[str, str]:
 
 
 def cases(full: bool) -> list[JitSpec]:
-    """Ahead-of-time modules; without `full` only those that may differ in what they export."""
-    chosen: dict[Any, JitSpec] = {}
+    """Ahead-of-time modules; without `full` as many as have every value of every field that may
+    make a difference to the exports of a binding."""
+    chosen: list[JitSpec] = []
+    seen: set[tuple[str, ...]] = set()
     for spec in package_specs():
         command = binding_of(spec)
+        if Path(command["file"]).name in STATEFUL:
+            continue
         flags = dict(re.findall(r"-DFLASHINFER_CFG_(\w+)=(\S+)", command["command"]))
-        flags = {n: v.replace("bfloat16", "float16") for n, v in flags.items() if n not in SAME}
-        key = spec.name if full else (command["file"], *sorted(flags.items()))
-        if Path(command["file"]).name not in STATEFUL:
-            chosen.setdefault(key, spec)
-    return list(chosen.values())
+        flags = {n: v for n, v in flags.items() if n not in SAME and "DTYPE" not in n}
+        values = {(command["file"], *flag) for flag in flags.items()} | {(command["file"],)}
+        if full or not values <= seen:
+            seen |= values
+            chosen.append(spec)
+    return chosen
 
 
 def compiled(spec: JitSpec, folder: Path) -> Path:

@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.forked import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,8 +71,8 @@ def test_leaves_a_process():
 @pytest.mark.alone
 @pytest.mark.parametrize("number", range(2))
 def test_alone(session, number):
-    others = [name for name in os.listdir(FOLDER) if name.startswith("gone-")]
-    assert others, "forks have ended, and this one has not"
+    made = [name for name in os.listdir(FOLDER) if name.startswith("made-")]
+    assert made == [f"made-{session}"], "this fork is the first, and the only one so far"
 
 @pytest.fixture
 def broken():
@@ -165,3 +169,21 @@ def test_an_interrupted_run_ends_with_its_summary(tmp_path: Path):
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
     assert "test_fails" in first and "KeyboardInterrupt" in rest and "1 failed" in rest
+
+
+def test_a_worker_stays_with_a_file():
+    """It gets tests of one file, and fewer where little is left or where they take long."""
+    forks = object.__new__(Forks)
+    names = [f"a::test[{i}]" for i in range(90)] + [f"b::test[{i}]" for i in range(30)]
+    names += ["c::long[1]", "c::long[2]"]
+    items = [SimpleNamespace(nodeid=name, path=name[0]) for name in names]
+    forks.session, forks.workers = SimpleNamespace(items=items), [None, None]
+    forks.costs, forks.left = {"a::test": 0.1, "c::long": 5.0}, deque(range(len(names)))
+    runs = []
+    while forks.left:
+        runs.append([items[index] for index in forks.deal()])
+    assert [item for run in runs for item in run] == items
+    assert all(len({item.path for item in run}) == 1 for run in runs)
+    assert len(runs[0]) == 16 and len(runs[-1]) == 1, "a part of what is left"
+    assert all(len(run) <= 21 for run in runs), "2 s"
+    assert [len(run) for run in runs[-2:]] == [1, 1], "each of the long ones alone"

@@ -90,6 +90,38 @@ def test_other_architecture_is_not_served(site: Path, tmp_path: Path):
 
 
 @pytest.mark.compiler
+def test_another_build_takes_what_the_wheel_has(site: Path, tmp_path: Path):
+    """Without a compiler, `flashinfer.aot` makes a folder of the wheel's modules, and no others."""
+    folder = tmp_path / "modules"
+    without_tools = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path), "PATH": "/nonexistent"}
+
+    def aot(arch: str, name: str) -> subprocess.CompletedProcess:
+        paths = {"PYTHONPATH": f"{site}:{ROOT}", "FLASHINFER_CUDA_ARCH_LIST": arch}
+        command = ("-m", "flashinfer.aot", "--out-dir", str(folder), name)
+        return python(*command, **paths, **without_tools, CUDA_HOME="/nonexistent")
+
+    done = aot("9.0a", MODULE)
+    assert done.returncode == 0, done.stderr
+    source = site / "flashinfer_jit_cache" / "jit_cache"
+    assert done.stdout.splitlines()[-2:] == [
+        f"1 modules for 9.0a in {folder}",
+        f"1 of them were taken from {source}",
+    ]
+    (shipped,), (copied,) = source.rglob("*.so"), folder.rglob("*.so")
+    assert copied.read_bytes() == shipped.read_bytes()
+
+    switches = {"FLASHINFER_CUDA_ARCH_LIST": "9.0a", "FLASHINFER_DISABLE_JIT": "1"}
+    moved = {"PYTHONPATH": str(ROOT), "FLASHINFER_AOT_DIR": str(folder)}
+    loaded = python("-c", LOAD, **moved, **switches, **without_tools)
+    assert loaded.stdout.strip() == str(copied), loaded.stderr
+
+    for arch, name in (("8.0", MODULE), ("9.0a", MODULE.replace("bf16", "f16"))):
+        refused = aot(arch, name)
+        assert refused.returncode == 1, refused.stdout
+        assert "No host C++ compiler" in refused.stderr, refused.stderr
+
+
+@pytest.mark.compiler
 def test_the_same_inputs_give_the_same_bytes(site: Path, tmp_path: Path):
     (first,) = site.parent.glob("*.whl")
     assert build(tmp_path).read_bytes() == first.read_bytes()

@@ -1,0 +1,72 @@
+"""The example from prebuilt modules alone: what its engine looks up is shipped, and serves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.serve import checkpoint
+from examples.serve.config import ModelConfig
+from examples.serve.modules import modules
+from flashinfer.jit import current_compilation_context, registry
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = "llama-bf16"
+# Groups of 2, 4 and 8 query heads choose other tiles.
+LARGER = {**checkpoint.LARGE, "hidden_size": 8192, "num_attention_heads": 64}
+SHAPES = [checkpoint.SMALL, checkpoint.LARGE, LARGER]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", SHAPES)
+def test_the_wheel_has_every_module_that_the_engine_looks_up(
+    monkeypatch: pytest.MonkeyPatch, config: dict, dtype: torch.dtype
+):
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    current_compilation_context.reset()
+    wheel = {spec.name for spec in registry.aot_specs()}
+    needed = {spec.name for spec in modules(ModelConfig.from_dict(config), dtype, dtype)}
+    assert not needed - wheel
+    assert any(name.endswith("_fa3") for name in needed)
+
+
+def _python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    """Run Python with this checkout in a folder that has nothing of it."""
+    everything = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run(
+        [sys.executable, *arguments], env=everything, cwd=folder, capture_output=True, text=True
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the example serves on a GPU")
+def test_the_example_serves_without_compiling(tmp_path: Path):
+    """Modules lie as in the wheel's package; nothing else is cached, and no compiler is found."""
+    package = tmp_path / "site" / "flashinfer_jit_cache"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    build = ("-m", "flashinfer.aot", "--preset", PRESET, "--out-dir", str(package / "jit_cache"))
+    built = _python(tmp_path, *build)
+    assert built.returncode == 0, built.stderr
+
+    words = ("-m", "examples.serve", "generate", "Once upon a time", "--max-tokens", "8")
+    settings = {
+        "PYTHONPATH": f"{package.parent}:{ROOT}",
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path / "empty"),
+        "FLASHINFER_DISABLE_JIT": "1",
+        "PATH": "/nonexistent",
+    }
+    drawn = ("--temperature", "1", "--top-k", "20", "--top-p", "0.9", "--min-p", "0.01")
+    for sampling in ((), (*drawn, "--seed", "1")):
+        served = _python(tmp_path, *words, *sampling, **settings)
+        assert served.returncode == 0, served.stderr
+        assert served.stdout.strip()
+    assert not list((tmp_path / "empty").rglob("*.so"))
+
+    package.rename(tmp_path / "gone")
+    refused = _python(tmp_path, *words, **settings)
+    assert refused.returncode != 0 and "FLASHINFER_DISABLE_JIT" in refused.stderr
