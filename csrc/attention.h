@@ -19,9 +19,14 @@ using ConfiguredVariantParams = CappedVariantParams;
 using ConfiguredVariantParams = VariantParams;
 #endif
 
+#if FLASHINFER_CFG_DEVICE_LENGTHS
+using ConfiguredParams = LengthsAttentionParams<ConfiguredVariantParams>;
+#else
+using ConfiguredParams = AttentionParams<ConfiguredVariantParams>;
+#endif
+
 // Launches the plan's items and, if any tile was split, the merge.
-cudaError_t attention(const AttentionParams<ConfiguredVariantParams>& params, bool enable_pdl,
-                      cudaStream_t stream);
+cudaError_t attention(const ConfiguredParams& params, bool enable_pdl, cudaStream_t stream);
 
 // Number of CTAs of the attention kernel that fit on an SM of the current device.
 cudaError_t attention_ctas_per_sm(int* ctas);

@@ -38,7 +38,7 @@ struct AttentionLaunch {
   static constexpr uint64_t kTag = 0x61747465'6e74696fu;
 
   uint64_t tag;  // bytes that were not bound have a different tag
-  AttentionParams<ConfiguredVariantParams> params;
+  ConfiguredParams params;
   PlannedTensors planned[2];
   int64_t num_scale_rows;  // pages of kv_cache_sf, or tokens; negative: it was not given
   int32_t device_id;

@@ -24,15 +24,14 @@ static_assert(FLASHINFER_CFG_TILE_Q == Traits::Tile::kTileQ, "64 rows per warpgr
 
 #ifndef __CUDACC_RTC__
 
-cudaError_t attention(const AttentionParams<ConfiguredVariantParams>& params, bool enable_pdl,
-                      cudaStream_t stream) {
+cudaError_t attention(const ConfiguredParams& params, bool enable_pdl, cudaStream_t stream) {
   return launch_hopper_attention<Traits>(params, enable_pdl, stream);
 }
 
 cudaError_t attention_ctas_per_sm(int* ctas) {
   int num_sms = 0;
   *ctas = 1;
-  return prepare_hopper_attention<Traits, AttentionParams<ConfiguredVariantParams>>(&num_sms);
+  return prepare_hopper_attention<Traits, ConfiguredParams>(&num_sms);
 }
 
 #endif  // __CUDACC_RTC__

@@ -7,6 +7,8 @@
 //   attention_mask(launch, custom_mask, mask_indptr)
 //   attention_items(launch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
 //                   max_item_len_ptr)
+//   attention_lengths(launch, plan, config, qo_indptr, kv_indptr, kv_len, last_page_len, page_size,
+//                     qo_len, causal, window_left)
 //   attention_second(launch, q, k, v, o, lse, v_scale)
 //   attention_head_scales(launch, kind, logits_scale, q_scale, k_scale, v_scale)
 //   attention_block_scales(launch, k_sf, v_sf, o, lse)
@@ -17,6 +19,9 @@
 // bytes of a PlanLayout. The additional tensors and scalars of a user's variant follow the
 // arguments of attention_run.
 //
+// attention_lengths serves modules that read lengths on the device at each run, in place of a work
+// list: its arguments are those of attention_device_plan(), and the caller keeps the tensors.
+//
 // The `second` functions serve launches whose items of kind 1 have separate tensors. If `rows` is
 // not negative, the tensors of kind 0 have that many rows of k and v, which are read as pages;
 // otherwise they are in pages. If v is None, k is a cache that holds both. kv_indices,
@@ -24,6 +29,7 @@
 // tensors to the device: only a run checks the device of its tensors. Scales of 4-bit keys and
 // values, and of heads, are set for the next run.
 #include "attention_binding.h"
+#include "device_plan_binding.h"
 
 #include <cmath>
 
@@ -160,6 +166,21 @@ FLASHINFER_FFI_EXPORT(attention_items, args) {
   variant.prefix_len_ptr = option_data<uint32_t>(prefix, kUint32, 0);
   variant.token_pos_in_items_ptr = option_data<uint16_t>(positions, kUint16, 0);
   variant.max_item_len_ptr = option_data<uint16_t>(longest, kUint16, 0);
+}
+
+FLASHINFER_FFI_EXPORT(attention_lengths, args) {
+  AttentionLaunch& launch = bound_launch_of(args);
+  const PlanLayout& plan = exact_struct_in<PlanLayout>(args.tensor("plan"));
+  const PlanConfig& config = exact_struct_in<PlanConfig>(args.tensor("config"));
+  const DLTensor device{nullptr, {kDLCUDA, launch.device_id}, 0, {}, nullptr, nullptr, 0};
+  const Tensor place{&device, "float_workspace_buffer"};
+#if FLASHINFER_CFG_DEVICE_LENGTHS
+  launch.params.lengths = read_device_plan(args, plan, config, place);
+  if (launch.params.lengths.batch_size == 0) launch.params.num_ctas.divisor = 0;
+#else
+  read_device_plan(args, plan, config, place);
+  ffi::raise("RuntimeError", "the module reads work lists");
+#endif
 }
 
 FLASHINFER_FFI_EXPORT(attention_second, args) {

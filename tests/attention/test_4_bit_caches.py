@@ -66,6 +66,14 @@ def test_decode_of_head_dims(head_dim, device):
     _check(plan_decode(batch, device), batch, device)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 24, 64])
+def test_decode_that_ends_within_a_pass(page_size, device):
+    """A warp has 32 tokens of 128 at a time, of one page or of two."""
+    lengths = (31, 32, 33, 95, 96, 97, 127, 128, 129, 257)
+    batch = _batch((1,) * len(lengths), lengths, page_size=page_size)
+    _check(plan_decode(batch, device), batch, device)
+
+
 @pytest.mark.parametrize("options", [{"window_left": 30}, {"logits_soft_cap": 5.0}])
 def test_decode_of_several_queries_with_options(options, device):
     batch = _batch((3,) * 4, (3, 64, 200, 3))

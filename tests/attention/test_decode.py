@@ -19,6 +19,7 @@ from tests.attention.batches import (
     check_paged,
     need_backend,
     plan_decode,
+    plan_paged,
     randn,
     workspace,
 )
@@ -64,6 +65,34 @@ def test_head_dims(head_dim, device, full):
         pytest.skip("this head size under --full")
     batch = _batch(head_dim_qk=head_dim, head_dim_vo=head_dim)
     check_paged(plan_decode(batch, device), batch, device)
+
+
+# Two warps share the columns of 8 rows; with 272 columns, and with 16 rows, they do not.
+@pytest.mark.parametrize("group", [1, 7, 8, 16])
+@pytest.mark.parametrize("heads", [(448, 448), (512, 512), (512, 128), (272, 256)], ids=str)
+def test_large_heads(heads, group, device):
+    sizes = {"head_dim_qk": heads[0], "head_dim_vo": heads[1]}
+    batch = _batch(group=group, page_size=5, **sizes)
+    check_paged(plan_paged(batch, device, causal=True), batch, device)
+
+
+@pytest.mark.parametrize("head_dim", [448, 512])
+@pytest.mark.parametrize("dtypes", [(BF16, E4M3), (FP16, FP16), (E4M3, E4M3)], ids=str)
+def test_large_heads_of_other_types(dtypes, head_dim, device):
+    sizes = {"head_dim_qk": head_dim, "head_dim_vo": head_dim, "o_dtype": BF16}
+    batch = _batch(dtype=dtypes[0], kv_dtype=dtypes[1], kv_layout="HND", **sizes)
+    check_paged(plan_decode(batch, device), batch, device)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pos_encoding_mode": "ROPE_LLAMA"}, {"window_left": 100}, {"logits_soft_cap": 5.0}],
+    ids=str,
+)
+def test_large_heads_with_options(options, device):
+    batch = Batch((2,) * 4, (2, 64, 700, 65), head_dim_qk=512, head_dim_vo=512)
+    wrapper = plan_decode(batch, device, q_len_per_req=2, **options)
+    check_paged(wrapper, batch, device)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2], ids=["same", "e4m3", "e5m2"])

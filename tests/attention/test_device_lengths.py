@@ -1,4 +1,4 @@
-"""Decode by lengths in device memory: planned by a kernel, eagerly and in captured graphs."""
+"""Decode by lengths in device memory: divided there, eagerly and in captured graphs."""
 
 from __future__ import annotations
 
@@ -144,6 +144,8 @@ def test_a_captured_call_with_rows_by_cumulative_lengths(device):
         {"dtype": FP16, "head_dim_qk": 256, "head_dim_vo": 256, "page_size": 1},
         {"group": 1, "num_kv_heads": 40, "head_dim_qk": 64, "head_dim_vo": 64},
         {"group": 48, "num_kv_heads": 1},
+        {"head_dim_qk": 512, "head_dim_vo": 512},
+        {"head_dim_qk": 448, "head_dim_vo": 448, "group": 7, "kv_dtype": E4M3},
     ],
     ids=str,
 )
@@ -156,6 +158,30 @@ def test_shapes(fields, device):
     found = trtllm_batch_decode_with_kv_cache(**tables.arguments(q), q_len_per_req=2)
     starts = torch.arange(7, dtype=torch.int32) * 2
     close(found, tables.expected(q, starts)[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_lengths_that_the_kernel_before_writes(tokens, device):
+    """A dependent launch waits for it, and for the page numbers and queries, too."""
+    tables = Tables(device)
+    q = randn((6 * tokens, 8, 128), BF16, device)
+    pages, starts = tables.block_tables.clone(), torch.arange(7, dtype=torch.int32) * tokens
+    given = torch.tensor((700, 2, 64, 33, 17, 4000), dtype=torch.int32, device=device)
+    arguments = tables.arguments(q) | {"q_len_per_req": tokens, "enable_pdl": True}
+
+    def step() -> torch.Tensor:
+        tables.block_tables.zero_()
+        tables.seq_lens.zero_()
+        trtllm_batch_decode_with_kv_cache(**arguments)
+        tables.block_tables.copy_(pages)
+        tables.seq_lens.copy_(given)
+        return trtllm_batch_decode_with_kv_cache(**arguments)
+
+    graph, out = captured(step)
+    expected, _ = tables.expected(q, starts)
+    for _ in range(20):
+        graph.replay()
+        close(out, expected)
 
 
 def test_lengths_and_offsets_without_sense_stay_inside(device):

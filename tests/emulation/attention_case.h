@@ -13,7 +13,7 @@ namespace flashinfer {
 using Q = dtype::FLASHINFER_CFG_DTYPE_Q;
 using KV = dtype::FLASHINFER_CFG_DTYPE_KV;
 using O = dtype::FLASHINFER_CFG_DTYPE_O;
-using Params = AttentionParams<ConfiguredVariantParams>;
+using Params = ConfiguredParams;
 
 inline constexpr int kHeadDimQK = FLASHINFER_CFG_HEAD_DIM_QK;
 inline constexpr int kHeadDimVO = FLASHINFER_CFG_HEAD_DIM_VO;

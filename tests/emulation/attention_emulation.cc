@@ -48,6 +48,49 @@ PlanConfig draw_plan_config(const Case& problem, Random& random) {
   return config;
 }
 
+#if FLASHINFER_CFG_DEVICE_LENGTHS
+// Runs the requests by their lengths, with random columns.
+void run(const PlanConfig& config, const std::vector<RequestGroup>& groups, Params params) {
+  const std::vector<PlanRequest>& requests = groups[0].requests;
+  std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, kv_len;
+  int longest = 1;
+  for (const PlanRequest& r : requests) {
+    qo_indptr.push_back(r.qo_begin + r.qo_len);
+    kv_indptr.push_back(r.kv_base + ceil_div(r.kv_len, int(params.page_size.divisor)));
+    kv_len.push_back(r.kv_len);
+    longest = std::max(longest, r.qo_len);
+  }
+  DevicePlanParams& lengths = params.lengths;
+  lengths.qo_indptr = qo_indptr.data();
+  lengths.kv_indptr = kv_indptr.data();
+  lengths.kv_len = kv_len.data();
+  lengths.batch_size = requests.size();
+  lengths.qo_len = longest;
+  lengths.qo_tokens = qo_indptr.back();
+  lengths.kv_entries = kv_indptr.back();
+  lengths.page_size = params.page_size.divisor;
+  lengths.window_left = groups[0].window_left;
+  lengths.causal = groups[0].causal;
+  lengths.group_size = params.group_size;
+  lengths.tiles_per_request = FastDivisor(ceil_div(longest * config.group_size, int64_t{kTileQ}));
+  lengths.tile_q = kTileQ;
+  lengths.num_columns = config.cta_slots;
+  const int tiles = requests.size() * lengths.tiles_per_request.divisor;
+  lengths.num_merges = std::min(lengths.num_columns - 1, tiles);
+  const int rows = params.num_kv_heads.divisor * kTileQ;
+  const int slots = lengths.num_columns - 1 + lengths.num_merges;
+  std::vector<float4> outputs(slots * rows * kHeadDimVO / 4 + 1,
+                              float4{math::nan, math::nan, math::nan, math::nan});
+  std::vector<float2> sums(slots * rows + 1, float2{math::nan, math::nan});
+  params.partial_o = reinterpret_cast<float*>(outputs.data());
+  params.partial_sums = sums.data();
+  params.num_ctas = FastDivisor(lengths.num_columns);
+  params.num_merges = lengths.num_merges;
+  params.rows_per_slot = kTileQ;
+  params.merged_rows = config.piece_tiles == 1 ? 1 : std::min(kTileQ, 4);
+  if (attention(params, false, nullptr) != cudaSuccess) emulation::fail("no launch");
+}
+#else
 // Plans and runs `groups` of the problem; `params` are the problem's.
 void run(const PlanConfig& config, const std::vector<RequestGroup>& groups, Params params) {
   AttentionPlanner planner;
@@ -73,6 +116,7 @@ void run(const PlanConfig& config, const std::vector<RequestGroup>& groups, Para
   params.merged_rows = layout.merged_rows;
   if (attention(params, false, nullptr) != cudaSuccess) emulation::fail("no launch");
 }
+#endif
 
 struct Errors {
   double output = 0, lse = 0;
@@ -211,7 +255,9 @@ bool check(uint32_t seed, bool huge_strides) {
     std::printf("WRONG, %d values not numbers or not as expected:\n", errors.invalid);
     print(problem, config, group);
   }
-  if (good && config.fixed_split_size > 0 && groups.size() == 1) {
+  // Lengths on the device are cut by equal shares alone.
+  constexpr bool kIsPlanned = !Params::kReadsLengths;
+  if (kIsPlanned && good && config.fixed_split_size > 0 && groups.size() == 1) {
     good = is_batch_invariant(problem, config, random);
     if (!good) {
       std::printf("WRONG, a request alone has another result than in the batch:\n");
@@ -219,7 +265,8 @@ bool check(uint32_t seed, bool huge_strides) {
     }
   }
   // With two tile shapes a query alone may get the other one; plans of fixed splits have one.
-  const bool is_plain = kMask == MaskMode::causal && !kCustomVariant && kTileQSecond == 0;
+  const bool is_plain =
+      kIsPlanned && kMask == MaskMode::causal && !kCustomVariant && kTileQSecond == 0;
   if (good && is_plain && problem.groups[0].mask == kMask) {
     good = is_query_invariant(problem, config, random);
     if (!good) {

@@ -34,7 +34,8 @@ bool one_in(int n) { return integer(1, n) == 1; }
 void draw(Case& c) {
   DevicePlanParams& p = c.params;
   p.batch_size = one_in(5) ? integer(200, 400) : integer(1, 20);
-  p.group_size = integer(1, 8);
+  const int group_size = integer(1, 8);
+  p.group_size = FastDivisor(group_size);
   p.qo_len = one_in(2) ? 1 : integer(1, 20);
   p.tile_q = one_in(2) ? 8 : 64;
   p.page_size = one_in(3) ? 1 : 1 << integer(2, 6);
@@ -72,7 +73,8 @@ void draw(Case& c) {
   } else {
     p.last_page_len = c.last_page_len.data();
   }
-  const int tiles = p.batch_size * ceil_div(p.qo_len * p.group_size, p.tile_q);
+  p.tiles_per_request = FastDivisor(ceil_div(p.qo_len * group_size, p.tile_q));
+  const int tiles = p.batch_size * p.tiles_per_request.divisor;
   p.num_merges = std::min(p.num_columns - 1, tiles);
   c.items.resize(p.num_columns + tiles, WorkItem{-7, -7, -7, -7, -7, -7, -7, -7, -7, -7, -7, -7});
   c.merges.resize(p.num_merges);
@@ -157,12 +159,12 @@ int check(const Case& c) {
     const int pages = c.kv_indptr[request + 1] - c.kv_indptr[request];
     int kv_len = pages ? (pages - 1) * p.page_size + c.last_page_len[request] : 0;
     if (p.kv_len) kv_len = c.kv_len[request];
-    const int all_rows = qo_len * p.group_size;
+    const int group_size = p.group_size.divisor, all_rows = qo_len * group_size;
     for (int row = 0; row < all_rows; row += p.tile_q, ++num_tiles) {
       const int rows = std::min(p.tile_q, all_rows - row);
       int begin = kv_len, end = 0;  // keys that any row sees
       for (int r = row; r < row + rows; ++r) {
-        const int position = r / p.group_size + kv_len - qo_len;
+        const int position = r / group_size + kv_len - qo_len;
         const int last = p.causal ? std::min(kv_len - 1, position) : kv_len - 1;
         const int first = p.window_left >= 0 ? std::max(0, position - p.window_left) : 0;
         if (first > last) continue;
@@ -191,7 +193,11 @@ int run(int cases) {
     Case c;
     draw(c);
     const auto thread = [&] { device_plan_kernel(c.params); };
-    emulation::block.run(kPlanThreads, 1, thread, [](int t) { threadIdx.x = t; });
+    const int columns = std::max(c.params.num_columns, c.params.num_merges);
+    for (int b = 0; b < ceil_div(columns, kPlanThreads / 32); ++b) {
+      blockIdx.x = b;
+      emulation::block.run(kPlanThreads, 1, thread, [](int t) { threadIdx.x = t; });
+    }
     if (check(c)) {
       std::printf("in case %d\n", i);
       return 1;

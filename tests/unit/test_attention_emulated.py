@@ -49,6 +49,7 @@ SUBSTITUTIONS = {
 
 F16, BF16 = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LENGTHS = {"device_lengths": True, "sliding_window": True}
 F16_Q = {"dtype_q": F16, "dtype_kv": PACKED_FLOAT4, "dtype_o": F16}
 
 
@@ -170,6 +171,17 @@ CONFIGS = [
     ("decode-448-256", 448, 256, 16, {"mask_mode": "causal"}),
     ("decode-512-e4m3", 512, 512, 16, {"dtype_q": E4M3, "dtype_kv": E4M3, "paged": False}),
     ("decode-448", 448, 448, 16, {"paged": False}),
+    ("narrow-lengths", 64, 64, 8, {"device_lengths": True}),
+    ("narrow-lengths-window", 128, 64, 8, {**LENGTHS, "mask_mode": "causal"}),
+    ("decode-lengths", 64, 64, 16, {"device_lengths": True, "mask_mode": "causal"}),
+    ("narrow-lengths-4bit", 128, 128, 8, {"dtype_kv": PACKED_FLOAT4, "device_lengths": True}),
+    ("narrow-512", 512, 512, 8, {"mask_mode": "causal"}),
+    ("narrow-448", 448, 448, 8, {}),
+    ("narrow-512-e4m3", 512, 512, 8, {"dtype_kv": E4M3, "sinks": True}),
+    ("narrow-512-128-ragged", 512, 128, 8, {"paged": False, "sliding_window": True}),
+    ("narrow-272-288", 272, 288, 8, {"mask_mode": "custom"}),
+    ("narrow-512-rope", 512, 512, 8, {"pos_encoding": "rope_llama"}),
+    ("narrow-4bit-512", 512, 512, 8, {"dtype_kv": PACKED_FLOAT4, "mask_mode": "causal"}),
     ("64-f16", 64, 64, 64, {"dtype_q": F16, "dtype_kv": F16, "mask_mode": "causal"}),
     ("64-192-128-ragged", 192, 128, 64, {"paged": False, "mask_mode": "causal"}),
     ("64-256", 256, 256, 64, {"mask_mode": "causal"}),
@@ -228,6 +240,11 @@ FULL_ONLY = {
     "narrow-4bit-192-256",
     "decode-4bit",
     "decode-4bit-512",
+    "narrow-448",
+    "decode-lengths",
+    "narrow-lengths-4bit",
+    "narrow-272-288",
+    "narrow-512-rope",
     "64-4bit-256",
     "128-4bit",
 }
@@ -378,8 +395,8 @@ FAULTS_OF_4_BITS = [
     (
         "scales_of_another_token",
         "attention/portable/block_scales.cuh",
-        "return threadIdx.x % kWarpTokens;",
-        "return (threadIdx.x + 1) % kWarpTokens;",
+        "+ threadIdx.x % Tile::kWarpTokens;",
+        "+ (threadIdx.x + 1) % Tile::kWarpTokens;",
     ),
     (
         "key_scales_of_the_other_half",
@@ -418,6 +435,37 @@ FAULTS_OF_4_BITS = [
         "synchronize();",
     ),
 ]
+
+
+# (name, statement of attention/portable/attention.cuh, what stands there instead, head size,
+# fields), each with tiles of 8 rows
+FAULTS_OF_DECODE = [
+    (
+        "partner_not_waited_for",
+        "ptx::named_barrier_sync(1 + threadIdx.x / 64, 64);",
+        "",
+        *(512, {}),
+    ),
+    ("one_buffer_of_logits", "turn_ ^= 1;", "", *(512, {})),
+    (
+        "item_not_waited_for",
+        "__syncthreads();  // also, no warp needs",
+        "//",
+        *(64, {"device_lengths": True}),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "statement, other, head_dim, fields",
+    one_by_default([f[1:] for f in FAULTS_OF_DECODE]),
+    ids=[f[0] for f in FAULTS_OF_DECODE],
+)
+def test_faults_of_decode_are_found(
+    emulator: Emulator, statement: str, other: str, head_dim: int, fields: dict[str, Any]
+):
+    emulator.substitute("flashinfer/attention/portable/attention.cuh", statement, other)
+    assert emulator.find_fault(make_config(head_dim, head_dim, 8, fields), cases=60)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_every_field_is_in_the_name_and_in_the_defines():
     changed.append(AttentionConfig(F16, F16, BF16, 128, 128, 64))  # dtype_q
     changed.append(dataclasses.replace(BASE, tile_q=128))
     changed.append(dataclasses.replace(BASE, tile_q=128, backend="fa3"))
+    changed.append(dataclasses.replace(BASE, tile_q=8, device_lengths=True))
     assert len({config.uri for config in [BASE, *changed]}) == len(changed) + 1
     assert len({tuple(c.defines.items()) for c in [BASE, *changed]}) == len(changed) + 1
     assert {f.name for f in dataclasses.fields(AttentionConfig)} == {
@@ -68,6 +69,7 @@ def test_every_field_is_in_the_name_and_in_the_defines():
         "dtype_q",
         "mask_mode_second",
         "backend",
+        "device_lengths",
     }
 
 
@@ -109,6 +111,8 @@ def test_what_has_no_kernel_is_refused(name: str, value: Any):
         (1000, 1000, 128, True, 64),
         (1000, 1000, 256, False, 64),
         (1000, 1000, 512, False, 16),
+        (8, 8, 512, False, 8),
+        (8, 8, 512, True, 16),
     ],
 )
 def test_choice_of_the_tile(rows: int, mean: float, head_dim: int, fixed: bool, tile: int):

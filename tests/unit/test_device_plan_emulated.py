@@ -8,14 +8,11 @@ from tests.unit.test_attention_emulated import Emulator, emulator, one_by_defaul
 
 __all__ = ["emulator"]  # a fixture
 
-HEADER = "flashinfer/attention/device_plan.cuh"
+HEADER = "flashinfer/attention/tile_row.cuh"
 
 
 def find_fault(emulator: Emulator, full: bool) -> str:
     """What the emulation says; empty if all is right."""
-    shared = "extern __shared__ __align__(16) int32_t plan_memory[];"
-    portable = "auto* const plan_memory = reinterpret_cast<int32_t*>(dynamic_shared);"
-    emulator.substitute(HEADER, shared, portable)
     program = emulator.build("device_plan_emulation.cc", ["-DEMULATION_ARCH=900"])
     done = emulator.call([program, "2000" if full else "150"])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
@@ -30,8 +27,8 @@ def test_random_lengths(emulator: Emulator, full: bool) -> None:
     one_by_default(
         [
             ("last + shift + 1", "last + shift", "keys end"),
-            ("last < columns.first;", "last <= columns.first;", "lists lead out of bounds"),
-            ("is_split ? c + merge : -1", "is_split ? c : -1", "slot"),
+            ("if (in.first < column_) item.", "if (false) item.", "part begins"),
+            ("is_split ? column_ + totals_", "is_split ? 0 * totals_", "slot"),
             ("if (first < last && cut(first + 1) == 0) ++first;", "", "KV tiles of a part"),
             ("min(room, int64_t{INT32_MAX})", "int64_t{INT32_MAX}", "lists lead out of bounds"),
         ]

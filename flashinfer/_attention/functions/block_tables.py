@@ -73,9 +73,10 @@ def trtllm_batch_decode_with_kv_cache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     r"""Decode attention of a batch, planned and run in one call.
 
-    With `seq_lens` on the GPU and at most 16 query tokens a request, a kernel plans there: the host
-    waits for nothing, and a captured graph follows the lengths that it finds. A wrapper that is
-    planned once a step spares the kernel in each layer. Otherwise the lengths are fetched.
+    With `seq_lens` on the GPU and at most 16 query tokens a request, the work is divided there: the
+    host waits for nothing, and a captured graph follows the lengths that it finds. With more than
+    16 query rows of a KV head and request that takes a kernel, which a wrapper that is planned once
+    a step spares in each layer. Otherwise the lengths are fetched.
 
     Parameters
     ----------

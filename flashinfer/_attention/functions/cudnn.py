@@ -312,8 +312,8 @@ def cudnn_batch_decode_with_kv_cache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode attention of a batch, planned and run in one call.
 
-    With lengths on the GPU a kernel plans there: the host waits for nothing, and a captured graph
-    follows the lengths that it finds.
+    With lengths on the GPU the work is divided there: the host waits for nothing, and a captured
+    graph follows the lengths that it finds.
 
     Parameters
     ----------

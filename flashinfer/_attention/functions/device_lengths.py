@@ -116,7 +116,7 @@ def plan_table_lengths(
         None,
         tokens,
     )
-    plan_on_device(wrapper._executor, problem, there, NO_OPTIONS, choice)
+    plan_on_device(wrapper._executor, problem, there, NO_OPTIONS, choice, by_launches=True)
     wrapper._problem = wrapper._plan_problem = problem
 
 

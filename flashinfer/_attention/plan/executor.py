@@ -25,7 +25,7 @@ from .launch import (
 )
 from .no_kernel import is_computed_from_plans
 from .planner import AttentionPlanner, PlanConfig, bind, slots_of_stream
-from .requests import AttentionProblem, CustomMask
+from .requests import AttentionProblem, CustomMask, DeviceLengths
 from .spec import KernelOptions
 from .tiles import kv_tiles
 
@@ -73,6 +73,7 @@ class AttentionExecutor:
         self._run: Callable[..., None] = _plan_first
         self._gathering: Gathering | None = None  # what precedes the launch
         self._follows_a_kernel = False  # the work list is written by a kernel, not by a copy
+        self._lengths: DeviceLengths | None = None  # that launches read in place of a list
         # The kernel that a CUDA graph keeps, and what it was chosen for.
         self._graph_choice: tuple[KernelOptions, bool, KernelChoice] | None = None
         self.set_workspaces(float_workspace_buffer, int_workspace_buffer)
@@ -179,9 +180,8 @@ class AttentionExecutor:
         """`plan` of what is launched."""
         key = self._module_key(problem, second, options, choice)
         self._options = options
-        self.problem = self._gathering = None
-        self._run = _plan_first
-        self._follows_a_kernel = False
+        self.problem = self._gathering = self._lengths = None
+        self._run, self._follows_a_kernel = _plan_first, False
         requests, seconds = problem.requests, None if second is None else second.requests
         if self.device.type != "cuda":
             self._plan_without_gpu(problem, second, key, rows)
@@ -283,7 +283,7 @@ class AttentionExecutor:
                 )
             self.plan(problem, self._options._replace(non_blocking=True))
             return
-        key = key._replace(choice=self._key.choice)
+        key = key._replace(choice=self._key.choice, device_lengths=self._key.device_lengths)
         module = self._module(key)
         self._bind(module, problem, None)
         self.problem, self._key, self._run = problem, key, module.run
@@ -474,6 +474,8 @@ class AttentionExecutor:
             self._launch = torch.zeros(module.launch_bytes, dtype=torch.uint8)
         layout, has_capacity = self._planner.layout, self._options.capacity is not None
         bind(module, self._launch, layout, self.workspaces, problem, second, has_capacity)
+        if self._lengths is not None:
+            module.lengths(self._launch, *self._planner.divided(problem.requests, self._lengths))
 
     def _planned_module(self) -> AttentionModule:
         if self._run is _plan_first:
@@ -482,10 +484,9 @@ class AttentionExecutor:
         return self._modules[self._key]
 
     def _module(self, key: ModuleKey) -> AttentionModule:
-        module = self._modules.get(key)
-        if module is None:
-            module = self._modules[key] = key.load()
-        return module
+        if key not in self._modules:
+            self._modules[key] = key.load()
+        return self._modules[key]
 
     def _module_with(self, sinks: bool, window: bool, head_scales: bool) -> AttentionModule:
         """The planned module with options that a run adds; it reads the same launch."""

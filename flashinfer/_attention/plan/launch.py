@@ -29,6 +29,7 @@ class ModuleKey(NamedTuple):
     sliding_window: bool
     sinks: bool = False
     head_scales: bool = False
+    device_lengths: bool = False
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - keys are few and small
     def config(self) -> AttentionConfig:
@@ -52,6 +53,7 @@ class ModuleKey(NamedTuple):
             custom_variant=options.variant is not None,
             backend=choice.backend,
             head_scales=self.head_scales,
+            device_lengths=self.device_lengths,
         )
 
     def load(self) -> AttentionModule:

@@ -1,7 +1,8 @@
-"""Plans of an executor whose lengths are on the GPU, made by a kernel there."""
+"""Plans of an executor whose lengths are on the GPU: made there, once or by each launch."""
 
 from __future__ import annotations
 
+from ...jit.attention.config import DECODE_TILES
 from .choice import KernelChoice
 from .executor import AttentionExecutor, _plan_first
 from .launch import ALL_ROWS, GraphCapacity, PlanOptions
@@ -15,8 +16,10 @@ def plan_on_device(
     lengths: DeviceLengths,
     options: PlanOptions,
     choice: KernelChoice,
+    *,
+    by_launches: bool = False,
 ) -> None:
-    """Choose a module, and let a kernel plan requests whose lengths are on the GPU.
+    """Choose a module for requests whose lengths are on the GPU, and divide their work there.
 
     Parameters
     ----------
@@ -31,6 +34,10 @@ def plan_on_device(
         bounds is taken.
     choice : KernelChoice
         The portable kernel with a tile.
+    by_launches : bool
+        Whether kernels with tiles of decode read the lengths that there are when they run, which
+        spares a launch. Otherwise, and with larger tiles, a kernel writes a work list now, which
+        later runs share.
 
     Raises
     ------
@@ -42,6 +49,8 @@ def plan_on_device(
         capacity = GraphCapacity(requests.batch_size, requests.num_qo_tokens)
         options = options._replace(capacity=capacity)
     key = executor._module_key(problem, None, options, choice)
+    by_launches = by_launches and key.choice.tile_q in DECODE_TILES
+    key = key._replace(device_lengths=by_launches)
     executor._options = options
     executor.problem = None
     executor._run = _plan_first
@@ -49,7 +58,11 @@ def plan_on_device(
     workspaces = executor.workspaces
     slots = slots_of_stream(module, workspaces.floats)
     planner = executor._configured(problem, key, slots, options, ALL_ROWS)
-    planner.plan_on_device(workspaces.ints, executor._float_bytes, requests, lengths)
+    if by_launches:
+        planner.plan(None, executor._float_bytes, requests)
+    else:
+        planner.plan_on_device(workspaces.ints, executor._float_bytes, requests, lengths)
+    executor._lengths = lengths if by_launches else None
     executor._bind(module, problem, None)
-    executor._follows_a_kernel = True
+    executor._follows_a_kernel = not by_launches
     executor.problem, executor._key, executor._run = problem, key, module.run

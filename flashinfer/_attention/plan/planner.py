@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -255,11 +255,16 @@ class AttentionPlanner:
             As `plan` does.
         """
         self.plan(None, float_workspace_bytes, bounds)
-        config = torch.from_numpy(np.array(self.config, dtype=np.int64).view(np.uint8))
+        layout, config, *others = self.divided(bounds, lengths)
         get_attention_device_plan_module().attention_device_plan(
+            layout, config, int_workspace, *others
+        )
+
+    def divided(self, bounds: Requests, lengths: DeviceLengths) -> tuple[Any, ...]:
+        """Native functions that divide planned `bounds` by lengths on the GPU take these."""
+        return (
             self.layout,
-            config,
-            int_workspace,
+            torch.from_numpy(np.array(self.config, dtype=np.int64).view(np.uint8)),
             lengths.qo_indptr,
             lengths.kv_indptr,
             lengths.kv_len,

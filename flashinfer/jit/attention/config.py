@@ -21,6 +21,7 @@ PACKED_FLOAT4 = torch.uint8
 MASK_MODES = ("none", "causal", "custom", "multi_item")
 POS_ENCODINGS = ("none", "rope_llama", "alibi")
 TILES = (8, 16, 64, 128)
+DECODE_TILES = TILES[:2]  # whose warps share the keys
 TILES_SECOND = (16, 64)
 BACKENDS = ("fa2", "fa3")
 
@@ -45,6 +46,9 @@ class AttentionConfig(ModuleConfig):
         One of ``POS_ENCODINGS``.
     sliding_window, logits_soft_cap, sinks, head_scales : bool
         Whether the option is compiled in.
+    device_lengths : bool
+        Whether the kernels divide the work themselves, by lengths in device memory, instead of
+        reading a work list; for tiles of decode.
     tile_q_second : int
         Tile of the work items of kind 1 in launches of two shapes, of ``TILES_SECOND``; 0 without.
     mask_mode_second : str
@@ -77,6 +81,7 @@ class AttentionConfig(ModuleConfig):
     custom_variant: bool = False
     backend: str = "fa2"
     head_scales: bool = False
+    device_lengths: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("q_data_type", self.dtype_q, QUERIES)
@@ -108,6 +113,11 @@ class AttentionConfig(ModuleConfig):
             _check("tile_q", self.tile_q, (hopper_tile_q(*head_dims, self.dtype_q),))
         else:
             _check("tile_q", self.tile_q, TILES)
+        if self.device_lengths and (self.tile_q not in DECODE_TILES or self.tile_q_second):
+            raise ValueError(
+                f"`device_lengths` must be False with `tile_q` {self.tile_q} and `tile_q_second` "
+                f"{self.tile_q_second}: it is for one tile of {DECODE_TILES} rows"
+            )
 
     @property
     def majors(self) -> tuple[int, ...]:
@@ -122,7 +132,14 @@ class AttentionConfig(ModuleConfig):
         parts += [f"qk{self.head_dim_qk}", f"vo{self.head_dim_vo}", f"tile{self.tile_q}"]
         parts.append("paged" if self.paged else "ragged")
         parts += [part for part in (self.mask_mode, self.pos_encoding) if part != "none"]
-        options = ("sliding_window", "logits_soft_cap", "sinks", "head_scales", "custom_variant")
+        options = (
+            "sliding_window",
+            "logits_soft_cap",
+            "sinks",
+            "head_scales",
+            "custom_variant",
+            "device_lengths",
+        )
         parts += [option for option in options if getattr(self, option)]
         if self.tile_q_second:
             parts.append(f"second{self.tile_q_second}_{self.mask_mode_second}")
@@ -195,11 +212,11 @@ def tile_rules(head_dim: int, fixed_split_size: bool = False) -> tuple[TileRule,
     per key; from 65 rows on 128 of them halve the reads of keys, worth it where most tiles are
     full.
     """
-    if head_dim > 256:
-        return (TileRule(16),)
     if fixed_split_size:
-        return (TileRule(64),)
+        return (TileRule(16 if head_dim > 256 else 64),)
     small = TileRule(8, 8.0, -1.0), TileRule(16, 16.0, -1.0)
+    if head_dim > 256:
+        return small[0], TileRule(16)
     if head_dim > 128:
         return *small, TileRule(64)
     return *small, TileRule(64, 64.0, 64.0), TileRule(128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
 from ..spec import ModuleSpec
 from . import hopper
-from .config import PACKED_FLOAT4, TILES, AttentionConfig
+from .config import DECODE_TILES, PACKED_FLOAT4, TILES, AttentionConfig
 from .variant import AttentionVariant
 
 
@@ -40,6 +41,8 @@ class AttentionModule(Planned):
         Bytes of the tensor in which its launches are prepared.
     bind, bind_second, options, mask, items, second, head_scales, block_scales, run : callable
         Exports of csrc/attention_jit_binding.cc, which says what they take.
+    lengths : callable
+        Another one, of modules with `device_lengths`.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class AttentionModule(Planned):
         self.options: Callable[..., None] = module.attention_options
         self.mask: Callable[..., None] = module.attention_mask
         self.items: Callable[..., None] = module.attention_items
+        self.lengths: Callable[..., None] = module.attention_lengths
         self.second: Callable[..., None] = module.attention_second
         self.head_scales: Callable[..., None] = module.attention_head_scales
         self.block_scales: Callable[..., None] = module.attention_block_scales
@@ -91,8 +95,10 @@ def _describe(module: Any, members: str) -> None:
 def _aot_configs() -> Iterator[AttentionConfig]:
     for dtype in (torch.float16, torch.bfloat16):
         for dtype_kv in (dtype, torch.float8_e4m3fn):
-            for tile_q in TILES[:2]:
-                yield AttentionConfig(dtype, dtype_kv, dtype, 128, 128, tile_q)
+            for tile_q, device_lengths in itertools.product(DECODE_TILES, (False, True)):
+                yield AttentionConfig(
+                    dtype, dtype_kv, dtype, 128, 128, tile_q, device_lengths=device_lengths
+                )
         for paged in (False, True):
             tile_q = hopper.hopper_tile_q(128, 128, dtype)
             yield AttentionConfig(
@@ -115,8 +121,10 @@ def _aot_configs() -> Iterator[AttentionConfig]:
 def _packed_configs() -> Iterator[AttentionConfig]:
     """Decode over caches of 4 bits."""
     bf16 = torch.bfloat16
-    for tile_q in TILES[:2]:
-        yield AttentionConfig(bf16, PACKED_FLOAT4, bf16, 128, 128, tile_q)
+    for tile_q, device_lengths in itertools.product(DECODE_TILES, (False, True)):
+        yield AttentionConfig(
+            bf16, PACKED_FLOAT4, bf16, 128, 128, tile_q, device_lengths=device_lengths
+        )
 
 
 def _all_configs() -> Iterator[AttentionConfig]:
@@ -138,7 +146,11 @@ def _host_configs(custom_variant: bool) -> Iterator[AttentionConfig]:
         shape = (dtype, dtype, dtype, head_dim, head_dim)
         fields: dict[str, Any] = {"paged": paged, "custom_variant": custom_variant}
         for tile_q, mask_mode in itertools.product(TILES, ("none", "causal", "custom")):
-            yield AttentionConfig(*shape, tile_q, mask_mode=mask_mode, **fields)
+            config = AttentionConfig(*shape, tile_q, mask_mode=mask_mode, **fields)
+            yield config
+            is_of_tables = paged and not custom_variant and mask_mode != "custom"
+            if is_of_tables and tile_q in DECODE_TILES:
+                yield dataclasses.replace(config, device_lengths=True)
         tile_q = hopper.hopper_tile_q(head_dim, head_dim, dtype)
         for mask_mode in ("none", "causal"):
             yield AttentionConfig(*shape, tile_q, mask_mode=mask_mode, backend="fa3", **fields)

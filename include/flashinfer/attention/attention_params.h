@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <vector_types.h>
+#include <flashinfer/attention/device_plan_params.h>
 #include <flashinfer/attention/soft_cap.h>
 #include <flashinfer/common/fast_divisor.h>
 #include <flashinfer/scheduler/work.h>
@@ -101,6 +102,14 @@ struct AttentionParams {
   FastDivisor num_kv_heads;
   FastDivisor group_size;  // num_qo_heads / num_kv_heads
   FastDivisor page_size;
+  static constexpr bool kReadsLengths = false;
+};
+
+// For launches that read lengths in device memory instead of items and merges.
+template <typename Variant_>
+struct LengthsAttentionParams : AttentionParams<Variant_> {
+  DevicePlanParams lengths;
+  static constexpr bool kReadsLengths = true;
 };
 
 }  // namespace flashinfer

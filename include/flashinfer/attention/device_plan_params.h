@@ -1,7 +1,8 @@
-// Arguments of the planner on the device (device_plan.cuh). Plain C++.
+// Arguments of plans that are made on the device (tile_row.cuh). Plain C++.
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/fast_divisor.h>
 #include <flashinfer/scheduler/work.h>
 
 namespace flashinfer {
@@ -21,11 +22,12 @@ struct DevicePlanParams {
   int32_t page_size;          // [tokens]
   int32_t window_left;        // negative: no window
   bool causal;
-  int32_t group_size;
-  int32_t tile_q;       // packed rows
-  int32_t num_columns;  // lists of items
-  int32_t num_merges;   // capacity, at least min(num_columns - 1, tiles)
-  WorkItem* items;      // num_columns + tiles
+  FastDivisor group_size;
+  FastDivisor tiles_per_request;  // of qo_len tokens
+  int32_t tile_q;                 // packed rows
+  int32_t num_columns;            // lists of items
+  int32_t num_merges;             // capacity, at least min(num_columns - 1, tiles)
+  WorkItem* items;                // num_columns + tiles; null, as merges, where nothing is written
   MergeItem* merges;
 };
 

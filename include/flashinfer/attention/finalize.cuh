@@ -3,6 +3,7 @@
 
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/attention/mask.cuh>
+#include <flashinfer/attention/tile_row.cuh>
 #include <flashinfer/attention/math.cuh>
 #include <flashinfer/attention/variant.cuh>
 #include <flashinfer/common/launch.cuh>
@@ -123,8 +124,13 @@ __global__ void __launch_bounds__(kMergeThreads)
   __shared__ float2 shared_sum[kWarps];
   const uint32_t merge_idx = params.num_kv_heads.divide(blockIdx.x);
   const uint32_t kv_head = blockIdx.x - merge_idx * params.num_kv_heads.divisor;
-  // Part of the plan: ready before the preceding grid.
-  const MergeItem item = params.merges[merge_idx];
+  // Part of the plan: ready before the preceding grid. So are lengths, which that grid has read.
+  MergeItem item;
+  if constexpr (Params::kReadsLengths) {
+    item = find_merge(params.lengths, merge_idx);
+  } else {
+    item = params.merges[merge_idx];
+  }
   const int rows_per_cta = params.merged_rows;
   const int warps_per_row = kWarps / rows_per_cta;
   const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;

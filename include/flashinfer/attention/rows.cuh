@@ -154,7 +154,7 @@ class TileRows {
         for (int e = 0; e < 4; ++e) {
           float& logit = logits[i][j][e];
           const QueryRow& row = rows_[i][e / 2];
-          const int kv_idx = column + j * 8 + e % 2 * (Tile::kNarrow ? 8 : 1);
+          const int kv_idx = column + j * (16 / kTilesOfStep) + e % 2 * (Tile::kNarrow ? 8 : 1);
           if constexpr (Tile::kScalesQuery && !Variant::kCapsLogits) {
             logit *= inverse_scale[i][e / 2];
           }
@@ -407,9 +407,8 @@ class TileRows {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          if (r / 2 >= Tile::kTokenTiles) continue;
-          float (&tile)[4] = logits[i][2 * step + r / 2];
+        for (int r = 0; r < 2 * kTilesOfStep; ++r) {
+          float (&tile)[4] = logits[i][kTilesOfStep * step + r / 2];
           const int h = r % 2;
           float &a = tile[2 * h], &b = tile[2 * h + 1];
           a = math::ptx_exp2(fmaf(a, scale[i][h], -state.largest[i][h]));
@@ -426,23 +425,24 @@ class TileRows {
     using Pair = PackedPair<typename Tile::Mma>;
     if constexpr (Tile::kNarrow) {
       // A pair of logits holds two rows of one token, and a pair of weights one row of two tokens.
-      const float (&tile)[4] = logits[0][0];
-      p[0][0] = ptx::movmatrix_trans(Pair::pack(tile[0], tile[2]));
-      p[0][1] = ptx::movmatrix_trans(Pair::pack(tile[1], tile[3]));
+      const float (&tile)[4] = logits[0][step];
+      for (int r = 0; r < 2; ++r) p[0][r] = ptx::movmatrix_trans(Pair::pack(tile[r], tile[2 + r]));
     } else {
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           const int first = r % 2 * 2;
-          const float (&tile)[4] = logits[i][2 * step + r / 2];
-          p[i][r] = Pair::pack(tile[first], tile[first + 1]);
+          const float* const pair = logits[i][2 * step + r / 2] + first;
+          p[i][r] = Pair::pack(pair[0], pair[1]);
         }
       }
     }
   }
 
  private:
+  // Tiles of logits that 16 tokens have.
+  static constexpr int kTilesOfStep = Tile::kNarrow ? 1 : 2;
   // Bits of the lane number that distinguish the lanes of one row.
   static constexpr int kFirstLane = Tile::kNarrow ? 4 : 1;
   static constexpr int kEndLane = Tile::kNarrow ? 32 : 4;

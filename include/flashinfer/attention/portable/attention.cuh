@@ -20,8 +20,10 @@
 #include <flashinfer/attention/portable/products.cuh>
 #include <flashinfer/attention/portable/query.cuh>
 #include <flashinfer/attention/rows.cuh>
+#include <flashinfer/attention/tile_row.cuh>
 #include <flashinfer/attention/portable/tile.cuh>
 #include <flashinfer/attention/variant.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/prefetch.cuh>
 
@@ -59,9 +61,10 @@ class TileWorker {
         shared_(shared) {
     const uint32_t num_packed = item.qo_len * params.group_size.divisor;
     num_rows_ = min(static_cast<int>(num_packed) - item.row_begin, Tile::kTileQ);
-    num_tiles_ = ceil_div(max(item.kv_end - item.kv_begin, 0), kTileKV);
+    num_tiles_ = ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTokens);
     row_scale_ = reinterpret_cast<float*>(shared + Tile::kBytesQ);
-    stages_ = shared + Tile::kBytesQ + Tile::kBytesScale;
+    shared_logits_ = reinterpret_cast<float4*>(shared + Tile::kBytesQ + Tile::kBytesScale);
+    stages_ = shared + Tile::kPlaceOfStages;
   }
 
   __device__ __forceinline__ void run() {
@@ -113,10 +116,12 @@ class TileWorker {
     }
   }
 
-  // Address of the warp's first query row.
+  // Address of the warp's first query row and column.
   __device__ __forceinline__ uint32_t shared_q() const {
-    const int row = Tile::kSplitKV ? 0 : threadIdx.x / 32 * Tile::kWarpRows;
-    return ptx::shared_address(shared_) + row * Tile::kPitchQ;
+    const int warp_idx = threadIdx.x / 32;
+    const int row = Tile::kSplitKV ? 0 : warp_idx * Tile::kWarpRows;
+    return ptx::shared_address(shared_) + row * Tile::kPitchQ +
+           warp_idx % Tile::kColumnWarps * (Tile::kWarpDimQK * 2);
   }
 
   // Streams K and V and processes them tile by tile. In decode each warp has its own tokens: no
@@ -158,20 +163,21 @@ class TileWorker {
     ptx::cp_async_wait<kAhead - 1>();
     end_query(query);
 
-    const int warp_token = Tile::kSplitKV ? threadIdx.x / 32 * kWarpTokens : 0;
-    const uint32_t warp_k = shared_k + warp_token * Tile::RowsK::kPitch;
-    const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_token * Tile::RowsV::kPitch;
+    const int warp_row = Tile::kSplitKV ? threadIdx.x / 32 * Tile::kWarpTokens : 0;
+    const int warp_token = warp_row / Tile::kWarpTokens / Tile::kColumnWarps * Tile::kWarpTokens;
+    const uint32_t warp_k = shared_k + warp_row * Tile::RowsK::kPitch;
+    const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_row * Tile::RowsV::kPitch;
     const char* const scales = stages_ + kStages * (Tile::kBytesK + Tile::kBytesV);
     int stage = 0;
     for (int tile = 0; tile < num_tiles_; ++tile) {
       ptx::cp_async_wait<kAhead - 1>();
       synchronize();
       if constexpr (kAhead < kStages) fetch(tile + 1, stage ^ 1, kLooksAhead);
-      const int first_token = item_.kv_begin + tile * kTileKV + warp_token;
+      const int first_token = item_.kv_begin + tile * Tile::kTokens + warp_token;
       if constexpr (Traits::kTransformK) {
         constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
         transform_keys<Tile, Traits::kRotate>(
-            stages_ + stage * Tile::kBytesK + warp_token * Tile::RowsK::kPitch, first_token,
+            stages_ + stage * Tile::kBytesK + warp_row * Tile::RowsK::kPitch, first_token,
             Tile::kWarpKV, threadIdx.x % kThreads, kThreads, rows_.variant, rows_.view);
         synchronize();
       }
@@ -179,8 +185,8 @@ class TileWorker {
       const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
       const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
       const char* const stage_scales = scales + stage * Tile::kBytesBlockScales;
-      attend(query, tile_k, tile_v, first_token, stage_scales + warp_token * Tile::kScaleBytesK,
-             stage_scales + kTileKV * Tile::kScaleBytesK + warp_token * Tile::kScaleBytesV);
+      attend(query, tile_k, tile_v, first_token, stage_scales + warp_row * Tile::kScaleBytesK,
+             stage_scales + Tile::kRows * Tile::kScaleBytesK + warp_row * Tile::kScaleBytesV);
       if constexpr (kAhead == kStages) {
         synchronize();
         fetch(tile + kStages, stage, kLooksAhead);
@@ -189,6 +195,25 @@ class TileWorker {
     }
     ptx::cp_async_wait<0>();
 #endif
+  }
+
+  // Adds the logits of the warp that has the other columns. Two buffers take turns: when both warps
+  // meet to exchange one, both have read what was in the other.
+  __device__ __forceinline__ void add_partner_logits(float (&logits)[Tile::kTokenTiles][4]) {
+    float4* const buffer = shared_logits_ + turn_ * kAttentionThreads * Tile::kTokenTiles;
+    turn_ ^= 1;
+#pragma unroll
+    for (int j = 0; j < Tile::kTokenTiles; ++j) {
+      const float (&own)[4] = logits[j];
+      buffer[j * kAttentionThreads + threadIdx.x] = float4{own[0], own[1], own[2], own[3]};
+    }
+    ptx::named_barrier_sync(1 + threadIdx.x / 64, 64);
+#pragma unroll
+    for (int j = 0; j < Tile::kTokenTiles; ++j) {
+      const float4 other = buffer[j * kAttentionThreads + (threadIdx.x ^ 32)];
+      logits[j][0] += other.x, logits[j][1] += other.y;
+      logits[j][2] += other.z, logits[j][3] += other.w;
+    }
   }
 
   // Processes one tile: logits, a step of the online softmax, output. After the maximum only the
@@ -204,7 +229,11 @@ class TileWorker {
     constexpr bool kHalves = !Tile::kSplitKV;
     const bool half = kHalves && item_.kv_end - first_token <= Tile::kWarpKV / 2;
     if constexpr (Tile::kNarrow) {
-      multiply_kq<Tile>(logits[0][0], query, tile_k, scales_k);
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+        multiply_kq<Tile>(logits[0][j], query, tile_k, j, scales_k);
+      }
+      if constexpr (Tile::kPairsWarps) add_partner_logits(logits[0]);
     } else if (half) {
       multiply_qk<Tile, Tile::kWarpKV / 2>(logits, shared_q(), query, tile_k, scales_k);
     } else {
@@ -240,6 +269,8 @@ class TileWorker {
   const uint32_t kv_head_;
   char* const shared_;
   char* stages_;
+  float4* shared_logits_;
+  int turn_ = 0;  // which buffer of logits is written next
   float* row_scale_;
   int num_rows_, num_tiles_;
   WarpState<Tile> state_;
@@ -247,9 +278,48 @@ class TileWorker {
   float inverse_scale_[Tile::kRowTiles][2];
 };
 
+// Brings lengths and the page numbers of a small table to L2, a line per thread of the grid, while
+// an earlier grid may still write them. The first keys wait for one after the other.
+template <typename Params>
+__device__ __forceinline__ void prefetch_tables(const Params& params) {
+  constexpr int kLine = 32, kMostPages = 32 << 10;  // numbers of 4 bytes
+  const DevicePlanParams& lengths = params.lengths;
+  const int32_t* const pages = params.tensors[0].kv_indices;
+  const int first = (blockIdx.x * kAttentionThreads + threadIdx.x) * kLine;
+  if (lengths.kv_len != nullptr && first < lengths.batch_size) {
+    ptx::prefetch_l2(lengths.kv_len + first);
+  }
+  if (pages != nullptr && first < min(lengths.kv_entries, kMostPages)) {
+    ptx::prefetch_l2(pages + first);
+  }
+}
+
+// Processes the items of a column by lengths in device memory. The first warp's view of
+// them counts, so that barriers do not depend on what several warps read.
+template <typename Traits, typename Params>
+__device__ __forceinline__ void process_column(const Params& params, int column, uint32_t kv_head,
+                                               char* shared) {
+  WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
+  ColumnItems items(params.lengths, TileRow(params.lengths), column);
+  while (true) {
+    if (threadIdx.x < 32) {
+      WorkItem item;
+      int number;
+      if (!items.next(item, number)) item.request = -1;
+      item.next = items.may_have_next() ? 0 : -1;
+      if (threadIdx.x == 0) shared_item = item;
+    }
+    __syncthreads();  // also, no warp needs the memory of the item before any more
+    const WorkItem item = shared_item;
+    if (item.request < 0) return;
+    TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared).run();
+    if (item.next < 0) return;
+  }
+}
+
 // `Second` holds the traits of items of kind 1, or is void if there are none.
 template <typename First, typename Second, typename Params>
-__global__ void __launch_bounds__(kAttentionThreads)
+__global__ void __launch_bounds__(kAttentionThreads, First::Tile::kLeastCtas)
     attention_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char shared[];
   constexpr bool kHeadsFastest = First::Tile::kSplitKV;
@@ -257,6 +327,11 @@ __global__ void __launch_bounds__(kAttentionThreads)
   const uint32_t inner =
       blockIdx.x - outer * (kHeadsFastest ? params.num_kv_heads : params.num_ctas).divisor;
   const uint32_t kv_head = kHeadsFastest ? inner : outer;
+  if constexpr (Params::kReadsLengths) {
+    prefetch_tables(params);
+    ptx::grid_dependency_wait();
+    return process_column<First>(params, outer, kv_head, shared);
+  }
   // The plan was written by a copy, which every later grid waits for, with or without PDL. An
   // earlier grid may still write page numbers, so they are only prefetched here and read after the
   // wait.

@@ -13,61 +13,99 @@
 
 namespace flashinfer {
 
-// Copies the scales of the 16 tokens of a warp: lanes 0 to 15 a row of K each, the others of V.
-template <typename Tile>
-class BlockScaleLoader {
+// Copies a row's scales of K or of V, which a lane locates first.
+class BlockScaleRow {
  public:
-  __device__ __forceinline__ BlockScaleLoader(const AttentionTensors& tensors, uint32_t kv_head,
-                                              uint32_t output_part, uint32_t shared)
-      : scales_(is_of_k() ? tensors.k_sf : tensors.v_sf) {
-    const int row = threadIdx.x / 32 * kWarpTokens + token();
-    const int part = is_of_k() ? 0 : output_part * Tile::kScaleBytesV;
-    source_ = scales_.data + kv_head * scales_.stride_head + part;
-    shared_ = shared + (is_of_k() ? row * Tile::kScaleBytesK
-                                  : kTileKV * Tile::kScaleBytesK + row * Tile::kScaleBytesV);
-  }
+  __device__ __forceinline__ BlockScaleRow(const BlockScales& scales, int64_t begin,
+                                           uint32_t shared)
+      : scales_(scales), source_(scales.data + begin), shared_(shared) {}
 
-  // The lane's token among the warp's.
-  __device__ __forceinline__ static int token() { return threadIdx.x % kWarpTokens; }
-
-  // Locates the row for copy(): at `slot` of `page`, or at `slot` of the tokens.
-  __device__ __forceinline__ void locate(uint32_t page, int64_t slot, bool exists) {
+  // At `slot` of `page`, or at `slot` of the tokens.
+  __device__ __forceinline__ void locate(uint32_t page, int64_t slot) {
     offset_ = page * scales_.stride_page + slot * scales_.stride_token;
-    exists_ = exists;
   }
 
-  __device__ __forceinline__ void copy(int stage) const {
-    const uint32_t target = shared_ + stage * Tile::kBytesBlockScales;
-    if (Tile::kScaleBytesK == Tile::kScaleBytesV || is_of_k()) {
-      copy_row<Tile::kScaleBytesK>(target);
-    } else {
-      copy_row<Tile::kScaleBytesV>(target);
-    }
-  }
-
- private:
-  __device__ __forceinline__ static bool is_of_k() { return threadIdx.x % 32 < kWarpTokens; }
-
+  // `distance`: of the stage from the first one.
   template <int kBytes>
-  __device__ __forceinline__ void copy_row(uint32_t target) const {
+  __device__ __forceinline__ void copy(uint32_t distance, bool exists) const {
     constexpr int kChunk = kBytes % 16 == 0 ? 16 : kBytes % 8 == 0 ? 8 : 4;
     const uint8_t* const source = source_ + offset_;
+    const uint32_t target = shared_ + distance;
 #pragma unroll
     for (int i = 0; i < kBytes; i += kChunk) {
       if constexpr (kChunk == 16) {
-        ptx::cp_async_16(target + i, source + i, exists_);
+        ptx::cp_async_16(target + i, source + i, exists);
       } else if constexpr (kChunk == 8) {
-        ptx::cp_async_8(target + i, source + i, exists_);
+        ptx::cp_async_8(target + i, source + i, exists);
       } else {
-        ptx::cp_async_4(target + i, source + i, exists_);
+        ptx::cp_async_4(target + i, source + i, exists);
       }
     }
   }
 
+ private:
   const BlockScales scales_;
   const uint8_t* source_;
   uint32_t shared_;
   int64_t offset_;  // of the located row
+};
+
+// Copies the scales of a warp's tokens. Of 16 tokens, lanes 0 to 15 copy a row of K each and the
+// others of V; of 32, each lane copies a row of both.
+template <typename Tile>
+class BlockScaleLoader {
+  static constexpr bool kHasBoth = Tile::kWarpTokens == 32;
+
+ public:
+  __device__ __forceinline__ BlockScaleLoader(const AttentionTensors& tensors, uint32_t kv_head,
+                                              uint32_t output_part, uint32_t shared)
+      : first_(is_of_v() ? make_v(tensors, kv_head, output_part, shared)
+                         : make_k(tensors, kv_head, shared)),
+        second_(make_v(tensors, kv_head, output_part, shared)) {}
+
+  // Locates the row of the lane's token for copy().
+  __device__ __forceinline__ void locate(uint32_t page, int64_t slot, bool exists) {
+    first_.locate(page, slot);
+    if constexpr (kHasBoth) second_.locate(page, slot);
+    exists_ = exists;
+  }
+
+  __device__ __forceinline__ void copy(int stage) const {
+    const uint32_t distance = stage * Tile::kBytesBlockScales;
+    if (Tile::kScaleBytesK == Tile::kScaleBytesV || !is_of_v()) {
+      first_.template copy<Tile::kScaleBytesK>(distance, exists_);
+    } else {
+      first_.template copy<Tile::kScaleBytesV>(distance, exists_);
+    }
+    if constexpr (kHasBoth) second_.template copy<Tile::kScaleBytesV>(distance, exists_);
+  }
+
+ private:
+  // Whether the lane's first row is of V.
+  __device__ __forceinline__ static bool is_of_v() { return !kHasBoth && threadIdx.x % 32 >= 16; }
+
+  // The lane's row in a stage.
+  __device__ __forceinline__ static int row() {
+    return threadIdx.x / 32 * Tile::kWarpTokens + threadIdx.x % Tile::kWarpTokens;
+  }
+  __device__ __forceinline__ static int column_warp() {
+    return threadIdx.x / 32 % Tile::kColumnWarps;
+  }
+  __device__ __forceinline__ static BlockScaleRow make_k(const AttentionTensors& tensors,
+                                                         uint32_t kv_head, uint32_t shared) {
+    const int64_t begin = kv_head * tensors.k_sf.stride_head + column_warp() * Tile::kScaleBytesK;
+    return BlockScaleRow(tensors.k_sf, begin, shared + row() * Tile::kScaleBytesK);
+  }
+  __device__ __forceinline__ static BlockScaleRow make_v(const AttentionTensors& tensors,
+                                                         uint32_t kv_head, uint32_t output_part,
+                                                         uint32_t shared) {
+    const int64_t part = output_part * Tile::kColumnWarps + column_warp();
+    const int64_t begin = kv_head * tensors.v_sf.stride_head + part * Tile::kScaleBytesV;
+    const uint32_t rows_of_k = Tile::kRows * Tile::kScaleBytesK;
+    return BlockScaleRow(tensors.v_sf, begin, shared + rows_of_k + row() * Tile::kScaleBytesV);
+  }
+
+  BlockScaleRow first_, second_;
   bool exists_;
 };
 

@@ -29,23 +29,23 @@ __device__ __forceinline__ void copy_rows_async(const Target& target, const char
   }
 }
 
-// The chunk of each 512 bytes that a lane copies, if each step of the warp copies whole rows.
-template <int kRowBytes>
+// The chunk that a lane copies in each step of `kLanes` lanes, if a step copies whole rows.
+template <int kRowBytes, int kLanes>
 struct LaneChunk {
-  static constexpr int kRowsPerStep = 512 / kRowBytes;
-  static_assert(512 % kRowBytes == 0);
-  static __device__ __forceinline__ int row() { return threadIdx.x % 32 / (kRowBytes / 16); }
+  static constexpr int kRowsPerStep = 16 * kLanes / kRowBytes;
+  static_assert(16 * kLanes % kRowBytes == 0);
+  static __device__ __forceinline__ int row() { return threadIdx.x % kLanes / (kRowBytes / 16); }
   static __device__ __forceinline__ int column() { return threadIdx.x % (kRowBytes / 16) * 16; }
 };
 
 // Copies rows that are `stride` bytes apart. The lane's first row begins its chunk at `source`, and
 // `num_rows` rows exist from there on. This takes far fewer instructions than copying by offsets,
 // and prefill has no instructions to spare.
-template <int kRows, int kRowBytes>
+template <int kRows, int kRowBytes, int kLanes>
 __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char* source,
                                                      int64_t stride, int num_rows) {
   using Rows = SharedRows<kRowBytes>;
-  using Lane = LaneChunk<kRowBytes>;
+  using Lane = LaneChunk<kRowBytes, kLanes>;
   const uint32_t target = shared + Rows::offset(Lane::row(), Lane::column());
 #pragma unroll
   for (int i = 0; i < kRows; i += Lane::kRowsPerStep) {
@@ -54,18 +54,24 @@ __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char
   }
 }
 
-// Streams a warp's share of K and V, tokens kv_begin + 64 * tile + 16 * warp + {0 .. 15}. It looks
-// up the page of the next tile one tile early, so that copies never wait for it.
+// Streams a warp's share of K and V: its columns of tokens kv_begin + kTokens * tile + 16 * i +
+// {0 .. 15}, where i numbers the warps, or the pairs of warps that share columns. It looks up the
+// page of the next tile one tile early, so that copies never wait for it.
 template <typename Traits, bool kPaged>
 class TileLoader {
   static constexpr int kSize = static_cast<int>(sizeof(typename Traits::KV));
+  static constexpr int kWarpTokens = Traits::kWarpTokens;
   static constexpr int kRowBytesK = Traits::kRowBytesK, kRowBytesV = Traits::kRowBytesV;
-  // Whether a step of the warp copies whole rows.
+  // Tokens that lie in one page, if its size is a multiple of them, and the lanes that copy them.
+  static constexpr int kGroup = 16;
+  static constexpr int kLanes = 32 * kGroup / kWarpTokens;
+  // Whether a step of these lanes copies whole rows.
+  static constexpr int kStep = 16 * kLanes;
   static constexpr bool kEvenSteps =
-      512 % kRowBytesK == 0 && 512 % kRowBytesV == 0 && kRowBytesK >= 32 && kRowBytesV >= 32;
+      kStep % kRowBytesK == 0 && kStep % kRowBytesV == 0 && kRowBytesK >= 32 && kRowBytesV >= 32;
 
-  using LaneK = LaneChunk<kEvenSteps ? kRowBytesK : 512>;
-  using LaneV = LaneChunk<kEvenSteps ? kRowBytesV : 512>;
+  using LaneK = LaneChunk<kEvenSteps ? kRowBytesK : kStep, kLanes>;
+  using LaneV = LaneChunk<kEvenSteps ? kRowBytesV : kStep, kLanes>;
 
   struct NoScales {
     __device__ __forceinline__ NoScales(const AttentionTensors&, uint32_t, uint32_t, uint32_t) {}
@@ -85,13 +91,17 @@ class TileLoader {
                 shared_k + num_stages * (Traits::kBytesK + Traits::kBytesV)) {
     lane_idx_ = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
+    const int column_warp = warp_idx % Traits::kColumnWarps;
     // Sixteen tokens that start at a multiple of 16 share a page if the page size is a multiple of
-    // 16. Ranges of items begin at multiples of the K/V tile.
-    is_even_ = kEvenSteps && (!kPaged || page_size.divisor % kWarpTokens == 0);
-    token_ = item.kv_begin + warp_idx * kWarpTokens + (is_even_ ? 0 : lane_idx_ % kWarpTokens);
-    k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize;
+    // 16. Ranges of items begin at multiples of the planner's K/V tile.
+    is_even_ = kEvenSteps && (!kPaged || page_size.divisor % kGroup == 0);
+    group_row_ = lane_idx_ / kLanes * kGroup;
+    token_ = item.kv_begin + warp_idx / Traits::kColumnWarps * kWarpTokens +
+             (is_even_ ? group_row_ : lane_idx_ % kWarpTokens);
+    k_ = static_cast<const char*>(tensors.k) + kv_head * tensors.k_stride_head * kSize +
+         column_warp * kRowBytesK;
     v_ = static_cast<const char*>(tensors.v) + kv_head * tensors.v_stride_head * kSize +
-         output_part * kRowBytesV;
+         (output_part * Traits::kColumnWarps + column_warp) * kRowBytesV;
     if constexpr (kEvenSteps) {
       k_ += LaneK::column() + (is_even_ ? LaneK::row() * tensors.k_stride_token * kSize : 0);
       v_ += LaneV::column() + (is_even_ ? LaneV::row() * tensors.v_stride_token * kSize : 0);
@@ -117,7 +127,7 @@ class TileLoader {
       v_offset_ = row * tensors_.v_stride_token * kSize;
       locate_scales(0, row);
     }
-    token_ += kTileKV;
+    token_ += Traits::kTokens;
   }
 
   // Starts the copies of the tile that locate_tile() found and looks up the next one, either before
@@ -135,11 +145,13 @@ class TileLoader {
     };
     if constexpr (kEvenSteps) {
       if (is_even_) {
-        copy_even_rows_async<kWarpTokens, kRowBytesK>(
-            shared_k, k_ + k_offset_, tensors_.k_stride_token * kSize, num_rows_ - LaneK::row());
+        copy_even_rows_async<kGroup, kRowBytesK, kLanes>(
+            shared_k + group_row_ * Traits::RowsK::kPitch, k_ + k_offset_,
+            tensors_.k_stride_token * kSize, num_rows_ - LaneK::row());
         look_up_between();
-        copy_even_rows_async<kWarpTokens, kRowBytesV>(
-            shared_v, v_ + v_offset_, tensors_.v_stride_token * kSize, num_rows_ - LaneV::row());
+        copy_even_rows_async<kGroup, kRowBytesV, kLanes>(
+            shared_v + group_row_ * Traits::RowsV::kPitch, v_ + v_offset_,
+            tensors_.v_stride_token * kSize, num_rows_ - LaneV::row());
         return;
       }
     }
@@ -158,10 +170,10 @@ class TileLoader {
   }
 
  private:
-  // `slot`: that of this lane's token, or of the warp's first.
+  // `slot`: that of this lane's token, or of its group's first.
   __device__ __forceinline__ void locate_scales(uint32_t page, int64_t slot) {
     if constexpr (Traits::kKeysAre4Bit) {
-      const int behind = is_even_ ? Scales::token() : 0;
+      const int behind = is_even_ ? lane_idx_ % kGroup : 0;
       scales_.locate(page, slot + behind, behind < num_rows_);
     }
   }
@@ -183,7 +195,7 @@ class TileLoader {
   uint32_t shared_k_, shared_v_;
   int32_t token_, kv_end_, kv_base_;
   uint32_t page_ = 0;
-  int lane_idx_;
+  int lane_idx_, group_row_;
   bool is_even_;
   Scales scales_;
 };

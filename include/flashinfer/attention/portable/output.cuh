@@ -110,19 +110,21 @@ class OutputWriter : RowWriter<Traits, Params> {
   // Adds the warps' parts of the same rows in shared memory, in order of the warps.
   __device__ __forceinline__ void write_merged(const WarpState<Tile>& state) {
     constexpr int kRows = Tile::kTileQ, kPitch = Tile::kPitchExchange;
-    float* const outputs = reinterpret_cast<float*>(stages_);  // [warps, kRows, kPitch]
-    float2* const sums = reinterpret_cast<float2*>(outputs + kAttentionWarps * kRows * kPitch);
+    constexpr int kParts = Tile::kTokenWarps;
+    float* const outputs = reinterpret_cast<float*>(stages_);  // [kParts, kRows, kPitch]
+    float2* const sums = reinterpret_cast<float2*>(outputs + kParts * kRows * kPitch);
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    const int part = warp_idx / Tile::kColumnWarps, column_warp = warp_idx % Tile::kColumnWarps;
     __syncthreads();  // every warp has finished reading K and V
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = thread_row<Tile>(0, h);
       if (row >= num_rows_) continue;
-      if (Tile::kNarrow ? lane_idx < 4 : lane_idx % 4 == 0) {
-        sums[warp_idx * kRows + row] = float2{state.largest[0][h], state.sum[0][h]};
+      if (column_warp == 0 && (Tile::kNarrow ? lane_idx < 4 : lane_idx % 4 == 0)) {
+        sums[part * kRows + row] = float2{state.largest[0][h], state.sum[0][h]};
       }
       if constexpr (!Tile::kNarrow) {
-        float* const target = outputs + (warp_idx * kRows + row) * kPitch;
+        float* const target = outputs + (part * kRows + row) * kPitch;
         for_each_value(state, 0, h, [&](int column, const auto& values) {
           store_floats(target + column, values);
         });
@@ -133,7 +135,8 @@ class OutputWriter : RowWriter<Traits, Params> {
       for (int e = 0; e < 4; ++e) {
         const int row = lane_idx % 4 * 2 + e % 2;
         if (row >= num_rows_) continue;
-        float* const target = outputs + (warp_idx * kRows + row) * kPitch;
+        float* const target =
+            outputs + (part * kRows + row) * kPitch + column_warp * Tile::kWarpDimVO;
 #pragma unroll
         for (int j = 0; j < Tile::kOutputTiles; ++j) {
           target[narrow_column(j, e / 2)] = state.output[0][j][e];
@@ -144,14 +147,14 @@ class OutputWriter : RowWriter<Traits, Params> {
     // Each warp writes one row at a time.
     for (int row = warp_idx; row < num_rows_; row += kAttentionWarps) {
       float largest = -math::inf, sum = 0.f;
-      float weights[kAttentionWarps];
+      float weights[kParts];
       combine_sums<Variant::use_softmax>([&](int w) { return sums[w * kRows + row]; }, weights,
                                          largest, sum);
       const auto for_each_vector = [&](const auto& store) {
         for (int column = lane_idx * 4; column < Tile::kOutputDim; column += 128) {
           float values[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-          for (int w = 0; w < kAttentionWarps; ++w) {
+          for (int w = 0; w < kParts; ++w) {
             const float4 part =
                 *reinterpret_cast<const float4*>(outputs + (w * kRows + row) * kPitch + column);
             values[0] = fmaf(part.x, weights[w], values[0]);

@@ -40,14 +40,14 @@ struct QueryFragments {
   }
 };
 
-// Computes k q^T for narrow tiles: logits of the warp's rows and its 16 tokens at `shared_k`. A
-// thread gets two tokens of its first row, then of its second row; the tokens are lane / 4 and lane
-// / 4 + 8. `scales`: of the tokens' 4-bit rows, here and below.
+// Computes k q^T for narrow tiles: logits of the warp's rows and of tokens 16 * token_step ... + 15
+// at `shared_k`. A thread gets two tokens of its first row, then of its second row; the tokens are
+// lane / 4 and lane / 4 + 8. `scales`: of the 4-bit rows at `shared_k`, here and below.
 template <typename Tile>
 __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragments<Tile>& query,
-                                            uint32_t shared_k, const char* scales) {
+                                            uint32_t shared_k, int token_step, const char* scales) {
   using RowsK = typename Tile::RowsK;
-  const int lane_idx = threadIdx.x % 32;
+  const int lane_idx = threadIdx.x % 32, first = token_step * 16;
   // Even and odd steps have separate sums, which halves the chain of dependent products.
   float sums[2][4] = {};
   const auto multiply = [&](int step, const uint32_t (&a)[4]) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragm
     for (int step = 0; step < Tile::kStepsQK; step += 2) {
       const bool has_second = step + 1 < Tile::kStepsQK;
       uint32_t bytes[4];
-      ptx::ldmatrix_x4(bytes, RowsK::move(lane_k(has_second), 0, step * 16));
+      ptx::ldmatrix_x4(bytes, RowsK::move(lane_k(has_second), first, step * 16));
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         if (s == 1 && !has_second) continue;
@@ -73,12 +73,12 @@ __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragm
       }
     }
   } else if constexpr (Tile::kKeysAre4Bit) {
-    const KeyScales<Tile> rows{scales + lane_idx / 4 * Tile::kScaleBytesK};
+    const KeyScales<Tile> rows{scales + (first + lane_idx / 4) * Tile::kScaleBytesK};
 #pragma unroll
     for (int step = 0; step < Tile::kStepsQK; step += 4) {
       const uint32_t factors[2] = {rows.get(0, step / 4), rows.get(8, step / 4)};
       uint32_t codes[4];
-      ptx::ldmatrix_x4(codes, RowsK::move(lane_k(true), 0, step * 8));
+      ptx::ldmatrix_x4(codes, RowsK::move(lane_k(true), first, step * 8));
       const auto multiply_block = [&](auto index) {
         constexpr int s = decltype(index)::value;
         uint32_t first[4], second[4];  // pairs of columns of a token, and of the one 8 further on
@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragm
 #pragma unroll
     for (int step = 0; step < Tile::kStepsQK; ++step) {
       uint32_t a[4];
-      ptx::ldmatrix_x4(a, RowsK::move(lane_k(true), 0, step * 32));
+      ptx::ldmatrix_x4(a, RowsK::move(lane_k(true), first, step * 32));
       multiply(step, a);
     }
   }
@@ -236,7 +236,7 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
                                             uint32_t shared_v, int token_step, const char* scales) {
   using Mma = typename Tile::Mma;
   using RowsV = typename Tile::RowsV;
-  constexpr int kColumnTiles = Tile::kOutputDim / 8;
+  constexpr int kColumnTiles = Tile::kWarpDimVO / 8;
   const int lane_idx = threadIdx.x % 32;
   const auto lane_v = [&](bool has_second) {
     return shared_v + RowsV::offset(lane_idx % 16, has_second ? lane_idx / 16 * 16 : 0);
