@@ -341,8 +341,8 @@ FAULTS = [
     (
         "items_without_barrier",
         "attention/portable/attention.cuh",
-        "__syncthreads();  // the next item reuses the shared memory",
-        "",
+        "item = params.items[item.next];\n    __syncthreads();",
+        "item = params.items[item.next];",
         16,
         False,
     ),
@@ -449,8 +449,14 @@ FAULTS_OF_DECODE = [
     ("one_buffer_of_logits", "turn_ ^= 1;", "", *(512, {})),
     (
         "item_not_waited_for",
-        "__syncthreads();  // also, no warp needs",
-        "//",
+        "__syncthreads();\n    const WorkItem item",
+        "const WorkItem item",
+        *(64, {"device_lengths": True}),
+    ),
+    (
+        "items_of_lengths_without_barrier",
+        "if (item.next < 0) return;\n    __syncthreads();",
+        "if (item.next < 0) return;",
         *(64, {"device_lengths": True}),
     ),
 ]

@@ -309,11 +309,12 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
       item.next = items.may_have_next() ? 0 : -1;
       if (threadIdx.x == 0) shared_item = item;
     }
-    __syncthreads();  // also, no warp needs the memory of the item before any more
+    __syncthreads();
     const WorkItem item = shared_item;
     if (item.request < 0) return;
     TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared).run();
     if (item.next < 0) return;
+    __syncthreads();  // the next item reuses the shared memory
   }
 }
 
