@@ -8,7 +8,8 @@
 - ``--gpu-share i/n``: part `i` of `n` of the tests that a GPU decides, in parts of equal cost. Of a
   test function whose cases take more than `SECONDS_OF_A_FUNCTION` together, by `tests/costs/`, as
   many run as fit, but at least `LEAST_ON_A_GPU`, and again every value of every parameter occurs.
-- Expensive tests come first, so that no worker is left alone with one at the end.
+- Expensive tests come first, so that no worker is left alone with one at the end; those of a file
+  follow each other, so that what they share is made once.
 """
 
 from __future__ import annotations
@@ -59,10 +60,30 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = part(chosen if full else affordable(chosen, cost), *share, cost)
     elif not full and not torch.cuda.is_available():
         chosen = sample(chosen)
-    chosen.sort(key=lambda item: -cost(item) if cost(item) >= EXPENSIVE else 0.0)
+    chosen.sort(key=costly_files_first(chosen, cost))
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+
+
+def costly_files_first(
+    items: list[pytest.Item], cost: Callable[[pytest.Item], float]
+) -> Callable[[pytest.Item], tuple[float, str, float]]:
+    """Key that sorts expensive tests by file, the file with the most expensive one first."""
+
+    def file_of(item: pytest.Item) -> str:
+        return item.nodeid.split("::", 1)[0]
+
+    largest: dict[str, float] = defaultdict(float)
+    for item in items:
+        largest[file_of(item)] = max(largest[file_of(item)], cost(item))
+
+    def key(item: pytest.Item) -> tuple[float, str, float]:
+        if cost(item) < EXPENSIVE:
+            return 0.0, "", 0.0
+        return -largest[file_of(item)], file_of(item), -cost(item)
+
+    return key
 
 
 def is_decided_by_a_gpu(item: pytest.Item) -> bool:

@@ -16,6 +16,7 @@ from tests.selection import (
     LEAST_ON_A_GPU,
     SECONDS_OF_A_FUNCTION,
     affordable,
+    costly_files_first,
     part,
     sample,
     sample_of_cases,
@@ -115,3 +116,11 @@ def test_time_left_follows_the_cost_and_the_speed(monkeypatch: pytest.MonkeyPatc
     assert lines[0] == "11 tests, 2 at a time; collected in 0 s"
     assert lines[-1].startswith("[ 90%] 9 of 11 tests; 9:00 gone, about ")
     assert function_of(tests[0]) == "tests/test_x.py::test_slow"
+
+
+def test_expensive_tests_come_first_and_file_by_file():
+    costs = {"a::quick": 0.1, "a::slow": 3.0, "b::slowest": 9.0, "c::slow": 4.0, "b::slow": 2.0}
+    items = [Item(name) for name in costs]
+    items.sort(key=costly_files_first(items, lambda item: costs[item.nodeid]))
+    names = [item.nodeid for item in items]
+    assert names == ["b::slowest", "b::slow", "c::slow", "a::slow", "a::quick"]
