@@ -453,12 +453,6 @@ FAULTS_OF_DECODE = [
         "const WorkItem item",
         *(64, {"device_lengths": True}),
     ),
-    (
-        "items_of_lengths_without_barrier",
-        "if (item.next < 0) return;\n    __syncthreads();",
-        "if (item.next < 0) return;",
-        *(64, {"device_lengths": True}),
-    ),
 ]
 
 
