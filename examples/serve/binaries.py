@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from flashinfer.jit import JitSpec
+from flashinfer.jit import JitSpec, jit_spec_registry
 from flashinfer.jit.binary import Kernel, read_kernels
 
 from .decode_step import ATTENTION, COMMUNICATION, GEMM, LAYER, RECURRENCE, ROUTING, SAMPLING
@@ -49,6 +49,12 @@ def kernel_table(specs: Sequence[JitSpec]) -> str:
     if all(row[-1] == "none" for row in rows):
         return table
     return f"{table}\nstack: bytes of a thread, for arrays indexed at run time or spilled registers"
+
+
+def built_kernel_parts() -> dict[str, str]:
+    """`kernel_parts` of what this process has built."""
+    specs = jit_spec_registry.get_all_specs().values()
+    return kernel_parts([spec for spec in specs if spec.is_built()])
 
 
 def kernel_parts(specs: Sequence[JitSpec]) -> dict[str, str]:

@@ -24,7 +24,6 @@ import flashinfer
 from flashinfer.jit import (
     JitSpec,
     current_compilation_context,
-    jit_spec_registry,
     nvrtc,
     toolchain,
 )
@@ -33,7 +32,7 @@ from flashinfer.jit.resources import default_jobs
 
 from . import decode_step, warmup
 from .bench import replay, summarize, table
-from .binaries import kernel_parts, kernel_table
+from .binaries import built_kernel_parts, kernel_table
 from .check import check_greedy
 from .checkpoint import LARGE, load
 from .config import ModelConfig
@@ -141,9 +140,7 @@ def on_gpu(
         engine, model, batch_size=batch_size, contexts=contexts,
         sampling=SAMPLED if sampled else decode_step.GREEDY,
     )  # fmt: skip
-    step.parts = kernel_parts(
-        [spec for spec in jit_spec_registry.get_all_specs().values() if spec.is_built()]
-    )
+    step.parts = built_kernel_parts()
     print(f"\n{step}")
     if plot:
         write_plot(step, f"{shape}, {batch_size} requests, {gpu}", plot)

@@ -16,10 +16,8 @@ import click
 import torch
 import torch.distributed as dist
 
-from flashinfer.jit import jit_spec_registry
-
 from . import decode_step
-from .binaries import kernel_parts
+from .binaries import built_kernel_parts
 from .config import ModelConfig
 from .engine import Engine
 from .parallel import join
@@ -65,8 +63,7 @@ def main(shape, layers, batch_size, contexts, expert_parallel, path) -> None:
     step = decode_step.measure(
         engine, model, batch_size=batch_size, contexts=contexts, record=record_together
     )
-    specs = jit_spec_registry.get_all_specs().values()
-    step.parts = kernel_parts([spec for spec in specs if spec.is_built()])
+    step.parts = built_kernel_parts()
     if parallel is None or parallel.rank == 0:
         print(f"{shape}, {config.num_layers} layers, {ranks} GPUs\n{step}", flush=True)
         if path:
