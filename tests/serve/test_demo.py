@@ -92,9 +92,8 @@ def test_the_part_for_gpus_with_the_engine_on_the_cpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(demo, "make_trace", functools.partial(make_trace, scale=0.005))
     monkeypatch.setattr(demo, "OUTPUT_TOKENS", 3)
     monkeypatch.setattr(warmup, "PROMPTS", (2,))
-    monkeypatch.setattr(demo, "built_kernel_parts", lambda: {"norm_kernel": "norm"})
     # What other tests have registered cannot be looked up without a GPU to compile for.
-    monkeypatch.setattr(demo, "jit_spec_registry", SimpleNamespace(get_all_specs=dict))
+    monkeypatch.setattr(demo, "built_kernel_parts", lambda: {"norm_kernel": "norm"})
     monkeypatch.setattr(decode_step, "STEPS", 2)
     monkeypatch.setitem(decode_step.measure.__kwdefaults__, "record", lambda run: run() or [])
     results = demo.on_gpu(config, (2, 50.0), 2, (20, 120))
