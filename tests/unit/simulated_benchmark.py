@@ -25,6 +25,7 @@ _SMALL_SIZES = {
     "num_heads": 16,
     "tokens_per_request": 40,
     "kv_len": 100,
+    "qo_len": 20,
     "vocab_size": 4000,
     "output_size": 24,
     "num_elements": 1000,
