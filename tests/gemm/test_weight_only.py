@@ -45,12 +45,17 @@ def _cases() -> Iterator[tuple[str, int, tuple[int, int, int], torch.dtype]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def modules() -> None:
-    """All modules of this file, built at once."""
+def modules(request: pytest.FixtureRequest) -> None:
+    """Modules of the cases of `test_weights` that were chosen, built at once."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8:
         return
     device, configs = torch.device("cuda", torch.cuda.current_device()), set()
-    for weight_format, group, (m, n, k), dtype in _cases():
+    for item in request.session.items:
+        if getattr(item, "function", None) is not test_weights:
+            continue
+        case = item.callspec.params  # type: ignore[attr-defined]
+        weight_format, group, dtype = (case[name] for name in ("weight_format", "group", "dtype"))
+        m, n, k = case["shape"]
         scale = torch.empty(_scale_shape(group, n, k), dtype=_scale_dtype(weight_format, dtype))
         common = (device, dtype, dtype, weight_format, scale.dtype, group)
         configs.add(choose_weight_config(*common, m, n, k, aligned=is_aligned(scale)))
