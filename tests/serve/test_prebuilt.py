@@ -30,9 +30,10 @@ def test_the_wheel_has_every_module_that_the_engine_looks_up(
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     current_compilation_context.reset()
     wheel = {spec.name for spec in registry.aot_specs()}
-    needed = {spec.name for spec in modules(ModelConfig.from_dict(config), dtype, dtype)}
-    assert not needed - wheel
-    assert any(name.endswith("_fa3") for name in needed)
+    for kv_dtype in (dtype, torch.float8_e4m3fn):
+        needed = {spec.name for spec in modules(ModelConfig.from_dict(config), dtype, kv_dtype)}
+        assert not needed - wheel
+        assert any(name.endswith("_fa3") for name in needed)
 
 
 def _python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:

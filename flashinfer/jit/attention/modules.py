@@ -99,23 +99,13 @@ def _aot_configs() -> Iterator[AttentionConfig]:
                 yield AttentionConfig(
                     dtype, dtype_kv, dtype, 128, 128, tile_q, device_lengths=device_lengths
                 )
-        for paged in (False, True):
+        for dtype_kv, paged in ((dtype, False), (dtype, True), (torch.float8_e4m3fn, True)):
+            shape = (dtype, dtype_kv, dtype, 128, 128)
+            fields: dict[str, Any] = {"paged": paged, "mask_mode": "causal"}
             tile_q = hopper.hopper_tile_q(128, 128, dtype)
-            yield AttentionConfig(
-                dtype,
-                dtype,
-                dtype,
-                128,
-                128,
-                tile_q,
-                paged=paged,
-                mask_mode="causal",
-                backend="fa3",
-            )
+            yield AttentionConfig(*shape, tile_q, backend="fa3", **fields)
             for tile_q in TILES:
-                yield AttentionConfig(
-                    dtype, dtype, dtype, 128, 128, tile_q, paged=paged, mask_mode="causal"
-                )
+                yield AttentionConfig(*shape, tile_q, **fields)
 
 
 def _packed_configs() -> Iterator[AttentionConfig]:
