@@ -12,6 +12,7 @@
 
 #include <flashinfer/common/float8.cuh>
 #include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/mla/sm90/cache_rows.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/ptx/global.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
@@ -142,34 +143,19 @@ class MlaWidener {
 
   // ---- Blocks ----
 
-  // Where lane i's row, i % 16 of the warp's, of a block lies, in units of 16 bytes. Lanes i and
-  // i + 16 share a row; `scales` are those of groups i / 16 and i / 16 + 2.
-  //
-  // Rows beyond the item repeat its last one, and pages that do not exist the cache's last one, so
-  // that no load has a condition: the compiler would load into other registers, copy from there,
-  // and so wait for each load at once.
-  struct Rows {
-    int ckv, kpe;
+  // Where lane i's row lies. Lanes i and i + 16 share a row; `scales` are those of groups i / 16
+  // and i / 16 + 2.
+  struct Rows : MlaCacheRows<Kpe>::Places {
     float scales[Tile::kScaled ? 2 : 1];
   };
 
-  __device__ __forceinline__ int token_of(const MlaWorkItem& item, int block_token) const {
-    return min(block_token + warp_idx_ * 16 + lane_idx_ % 16, item.kv_end - 1);
-  }
   __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {
-    const uint32_t number = params_.page_size.divide(token_of(item, block_token));
-    return params_.kv_indices[item.kv_base + static_cast<int>(number)];
+    return MlaCacheRows<Kpe>(params_).find_page(item, block_token);
   }
 
   __device__ __forceinline__ Rows find_rows(const MlaWorkItem& item, int found_page,
                                             int block_token) const {
-    const int64_t page = min(static_cast<uint32_t>(found_page), params_.num_pages - 1);
-    const uint32_t token = token_of(item, block_token);
-    const int64_t slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
-    const auto unit = [&](const MlaCache& cache, int bytes) {
-      return static_cast<int>((page * cache.stride_page + slot * cache.stride_token) * bytes >> 4);
-    };
-    Rows rows = {unit(params_.ckv, 1), unit(params_.kpe, sizeof(Kpe)), {}};
+    Rows rows = {MlaCacheRows<Kpe>(params_).find(item, found_page, block_token), {}};
     if constexpr (Tile::kScaled) {
       const auto* row = static_cast<const uint4*>(params_.ckv.data) + int64_t{rows.ckv};
       const float* scales = reinterpret_cast<const float*>(row + Tile::kDimCkv / 16);

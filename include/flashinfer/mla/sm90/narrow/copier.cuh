@@ -2,6 +2,7 @@
 #pragma once
 
 #include <flashinfer/mla/mla_params.h>
+#include <flashinfer/mla/sm90/cache_rows.cuh>
 #include <flashinfer/mla/sm90/narrow/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
@@ -10,8 +11,9 @@ namespace flashinfer {
 
 template <typename Tile>
 class MlaNarrowCopier {
-  static constexpr int kWarpRows = Tile::kBlock / 4;  // of a block
-  static_assert(kWarpRows == 16);
+  using Rows = MlaCacheRows<typename Tile::Kpe>;
+  static constexpr int kWarpRows = Rows::kWarpRows;
+  static_assert(4 * kWarpRows == Tile::kBlock);
 
  public:
   __device__ __forceinline__ MlaNarrowCopier(const MlaParams& params, char* shared,
@@ -32,44 +34,20 @@ class MlaNarrowCopier {
   }
 
  private:
-  // Where rows lie, in units of 16 bytes.
-  struct Rows {
-    int ckv, kpe;
-  };
-
-  // Lane i has row i % 16 of the warp's. Rows beyond the item repeat its last one; their weights
-  // are zero.
-  __device__ __forceinline__ int token_of(const MlaWorkItem& item, int block_token) const {
-    return min(block_token + warp_idx_ * kWarpRows + lane_idx_ % kWarpRows, item.kv_end - 1);
-  }
-  __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {
-    const uint32_t number = params_.page_size.divide(token_of(item, block_token));
-    return params_.kv_indices[item.kv_base + static_cast<int>(number)];
-  }
-  __device__ __forceinline__ Rows find_rows(const MlaWorkItem& item, int found_page,
-                                            int block_token) const {
-    const int64_t page = min(static_cast<uint32_t>(found_page), params_.num_pages - 1);
-    const uint32_t token = token_of(item, block_token);
-    const int64_t slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
-    const auto unit = [&](const MlaCache& cache, int bytes) {
-      return static_cast<int>((page * cache.stride_page + slot * cache.stride_token) * bytes >> 4);
-    };
-    return {unit(params_.ckv, 1), unit(params_.kpe, sizeof(typename Tile::Kpe))};
-  }
-
   __device__ __forceinline__ void copy_blocks(const MlaWorkItem& item) {
     if (item.kv_begin >= item.kv_end) return;
-    int page = find_page(item, item.kv_begin);
+    const Rows rows(params_);
+    int page = rows.find_page(item, item.kv_begin);
 #pragma unroll 1
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
-      const Rows rows = find_rows(item, page, token);
-      page = find_page(item, token + Tile::kBlock);
+      const typename Rows::Places places = rows.find(item, page, token);
+      page = rows.find_page(item, token + Tile::kBlock);
       ptx::mbarrier_wait(ptx::shared_address(&control_.empty[stage_]), parity_ ^ 1);
       if (params_.num_pages != 0) {
         const uint32_t target =
             shared_ + stage_ * Tile::kStageBytes + warp_idx_ * kWarpRows * Tile::kPitch;
-        copy_rows<Tile::kDimCkv>(target, params_.ckv.data, rows.ckv);
-        copy_rows<Tile::kRopeBytes>(target + Tile::kDimCkv, params_.kpe.data, rows.kpe);
+        copy_rows<Tile::kDimCkv>(target, params_.ckv.data, places.ckv);
+        copy_rows<Tile::kRopeBytes>(target + Tile::kDimCkv, params_.kpe.data, places.kpe);
       }
       ptx::cp_async_arrive(ptx::shared_address(&control_.full[stage_]));
       if (++stage_ == Tile::kStages) {
