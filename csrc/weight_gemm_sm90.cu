@@ -1,22 +1,9 @@
 #include "weight_gemm.h"
+#include "weight_gemm_config.cuh"
 
 #include <flashinfer/gemm/sm90/weight_launch.cuh>
 
 namespace flashinfer {
-
-// Not in an unnamed namespace: NVRTC finds a kernel by the names of its template arguments.
-struct Config {
-  using A = dtype::FLASHINFER_CFG_DTYPE_A;
-  using D = dtype::FLASHINFER_CFG_DTYPE_OUT;
-  // Powers of two come as bytes.
-  using Scale = dtype::FLASHINFER_CFG_DTYPE_SCALE;
-  static constexpr WeightFormat kFormat = WeightFormat::FLASHINFER_CFG_WEIGHTS;
-  static constexpr int kGroup = FLASHINFER_CFG_GROUP_SIZE;
-  static constexpr int kTokens = FLASHINFER_CFG_TOKENS;
-  static constexpr int kWarps = FLASHINFER_CFG_WARPS;
-  static constexpr int kSplits = FLASHINFER_CFG_SPLITS;
-  static constexpr GemmActivation kActivation = GemmActivation::FLASHINFER_CFG_ACTIVATION;
-};
 
 #ifndef __CUDACC_RTC__
 

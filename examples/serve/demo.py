@@ -40,7 +40,7 @@ from .engine import Engine, SamplingParams
 from .model import Model
 from .modules import modules
 from .plot import write_plot
-from .shapes import SHAPES, random_model
+from .shapes import SHAPES, random_model, shape_config
 from .traces import make_trace
 
 BF16 = torch.bfloat16
@@ -83,10 +83,7 @@ def main(
         os.environ["FLASHINFER_WORKSPACE_BASE"] = cache
         os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "WARNING")  # the demo says it itself
         if torch.cuda.is_available():
-            values = SHAPES[shape]
-            config = ModelConfig.from_dict(
-                {**values, "num_hidden_layers": layers or values["num_hidden_layers"]}
-            )
+            config = shape_config(shape, layers)
             trace = None if only_step else (requests, rate)
             try:
                 results = on_gpu(config, trace, batch_size, contexts, sampled, shape, plot)

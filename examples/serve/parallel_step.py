@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from . import decode_step
 from .binaries import built_kernel_parts
-from .config import ModelConfig
 from .engine import Engine
 from .parallel import join
-from .shapes import SHAPES, random_model
+from .shapes import SHAPES, random_model, shape_config
 
 PAGE_SIZE = 16
 
@@ -50,10 +49,7 @@ def main(shape, layers, batch_size, contexts, expert_parallel, path) -> None:
         raise click.UsageError("parallel_step needs a GPU")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = join(ranks, expert_parallel) if ranks > 1 else None
-    values = SHAPES[shape]
-    config = ModelConfig.from_dict(
-        {**values, "num_hidden_layers": layers or values["num_hidden_layers"]}
-    )
+    config = shape_config(shape, layers)
     model = random_model(config, parallel.device if parallel else "cuda", parallel)
     engine = Engine(
         model, None, num_pages=decode_step.pages_needed(batch_size, contexts, PAGE_SIZE),

@@ -202,6 +202,14 @@ class RandomWeights(Weights):
         return torch.randn(shape, dtype=dtype, **options)
 
 
+def shape_config(name: str, layers: int | None = None) -> ModelConfig:
+    """The configuration of a shape, with another number of layers if one is given."""
+    values = SHAPES[name]
+    return ModelConfig.from_dict(
+        {**values, "num_hidden_layers": layers or values["num_hidden_layers"]}
+    )
+
+
 def random_model(
     config: ModelConfig, device: str | torch.device, parallel: Parallel | None = None
 ) -> Model:

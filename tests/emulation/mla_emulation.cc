@@ -14,8 +14,9 @@
 
 #include <flashinfer/scheduler/mla_plan.h>
 
-#include <random>
 #include <vector>
+
+#include "random.h"
 
 namespace flashinfer {
 namespace {
@@ -25,13 +26,6 @@ using Ckv = dtype::FLASHINFER_CFG_DTYPE_KV;
 using Kpe = dtype::FLASHINFER_CFG_DTYPE_KPE;
 using O = dtype::FLASHINFER_CFG_DTYPE_O;
 constexpr int kCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
-
-struct Random {
-  std::mt19937 engine{5};
-  int integer(int low, int high) { return std::uniform_int_distribution<int>(low, high)(engine); }
-  float normal(float width) { return std::normal_distribution<float>(0.f, width)(engine); }
-  bool one_in(int n) { return integer(1, n) == 1; }
-};
 
 // Rows of `dim` values with a gap after each, which is NaN.
 template <typename T>
@@ -191,12 +185,6 @@ bool check(Random& random) {
 }  // namespace flashinfer
 
 int main(int argc, char** argv) {
-  flashinfer::Random random;
-  for (int i = 0; i < std::atoi(argv[1]); ++i) {
-    if (!flashinfer::check(random)) {
-      std::printf("in case %d\n", i);
-      return 1;
-    }
-  }
-  return 0;
+  using namespace flashinfer;
+  return run_cases(std::atoi(argv[1]), Random(5), check);
 }

@@ -11,20 +11,14 @@
 #include <flashinfer/moe/route.cuh>
 
 #include <numeric>
-#include <random>
 #include <vector>
+
+#include "random.h"
 
 namespace flashinfer {
 namespace {
 
 using BF16 = dtype::bfloat16;
-
-struct Random {
-  std::mt19937 engine{11};
-  int integer(int low, int high) { return std::uniform_int_distribution<int>(low, high)(engine); }
-  float normal(float width) { return std::normal_distribution<float>(0.f, width)(engine); }
-  bool one_in(int n) { return integer(1, n) == 1; }
-};
 
 bool complain(const char* what, int index, double got, double expected) {
   std::printf("%s %d: got %g, expected %g\n", what, index, got, expected);
@@ -224,7 +218,7 @@ bool check_special_logits() {
 int main(int argc, char** argv) {
   using namespace flashinfer;
   const int cases = argc > 1 ? std::atoi(argv[1]) : 1;
-  Random random;
+  Random random(11);
   if (!check_special_logits()) return 1;
   for (int i = 0; i < cases; ++i) {
     const bool right =

@@ -44,12 +44,6 @@ bool check_all(Random& random) {
 }  // namespace flashinfer
 
 int main(int argc, char** argv) {
-  const int cases = argc > 1 ? std::atoi(argv[1]) : 1;
-  flashinfer::Random random;
-  for (int i = 0; i < cases; ++i) {
-    if (flashinfer::check_all(random)) continue;
-    std::printf("in case %d\n", i);
-    return 1;
-  }
-  return 0;
+  using namespace flashinfer;
+  return run_cases(argc > 1 ? std::atoi(argv[1]) : 1, Random(11), check_all);
 }

@@ -5,20 +5,14 @@
 #include <flashinfer/gemm/weight_codes.cuh>
 #include <flashinfer/gemm/weight_gemm_params.h>
 
-#include <random>
 #include <vector>
+
+#include "random.h"
 
 namespace flashinfer {
 namespace {
 
 using BF16 = dtype::bfloat16;
-
-struct Random {
-  std::mt19937 engine{11};
-  int integer(int low, int high) { return std::uniform_int_distribution<int>(low, high)(engine); }
-  float normal(float width) { return std::normal_distribution<float>(0.f, width)(engine); }
-  bool one_in(int n) { return integer(1, n) == 1; }
-};
 
 template <WeightFormat format, typename AType, typename ScaleType, int group, int tokens, int warps,
           GemmActivation activation>

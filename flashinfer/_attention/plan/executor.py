@@ -484,9 +484,9 @@ class AttentionExecutor:
         return self._modules[self._key]
 
     def _module(self, key: ModuleKey) -> AttentionModule:
-        if key not in self._modules:
-            self._modules[key] = key.load()
-        return self._modules[key]
+        if (module := self._modules.get(key)) is None:
+            module = self._modules[key] = key.load()
+        return module
 
     def _module_with(self, sinks: bool, window: bool, head_scales: bool) -> AttentionModule:
         """The planned module with options that a run adds; it reads the same launch."""
