@@ -7,7 +7,7 @@ as long as the worker needs them, and sends its reports back. It stays with a fi
 that few workers make the fixtures of each. Where a worker dies in a test (an illegal access ends
 its CUDA context, a signal ends it) or runs it too long, the test has failed and another fork goes
 on. CUDA does not survive a fork, so the collecting process has no context. Tests that are marked
-`alone` run before all others, in one fork: on a GPU, while `tests/gpu_suite.py` compiles what the
+`alone` run before all others, in two forks: on a GPU, while `tests/gpu_suite.py` compiles what the
 others need.
 """
 
@@ -36,6 +36,7 @@ SECONDS_BETWEEN_LOOKS = 1.0
 # What one worker gets of a file at once: so much by `tests/costs/`, and a part of what is left, so
 # that no other waits for it at the end.
 SECONDS_OF_A_RUN, PARTS_OF_WHAT_IS_LEFT = 2.0, 4
+FORKS_OF_ALONE = 2  # one test often waits for its ranks
 FORK = multiprocessing.get_context("fork")
 
 
@@ -54,7 +55,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 def register(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "alone: under --fork no other test runs beside it, as its processes wait"
+        "markers", "alone: under --fork at most one test runs beside it, as its processes wait"
     )
     if config.getoption("--fork"):
         torch.set_num_threads(1)  # threads of the collecting process would be missing in a fork
@@ -213,7 +214,7 @@ class Forks:
         self.session = session
         alone = [item.get_closest_marker("alone") is not None for item in session.items]
         phases = [
-            (1, deque(i for i, a in enumerate(alone) if a)),
+            (FORKS_OF_ALONE, deque(i for i, a in enumerate(alone) if a)),
             (self.config.getoption("--fork"), deque(i for i, a in enumerate(alone) if not a)),
         ]
         self.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from flashinfer.jit import build_jit_specs
 from tests.fuzzing import families
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKERS_PER_CORE = 1.5  # for tests wait: for the GPU, for compilers, for modules of other tests
+WORKERS_PER_CORE = 2.0  # for tests wait: for the GPU, for compilers, for modules of other tests
 SECONDS_TO_END = 20  # that a share may take to print its summary after it was cut
 # The process that collects is forked: it has no CUDA context and no threads.
 ENVIRONMENT = os.environ | {

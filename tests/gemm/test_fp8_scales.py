@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +9,6 @@ import torch
 
 import flashinfer
 from flashinfer import deep_gemm, gemm
-from flashinfer.gemm._choice import GemmProblem, choose_config
-from flashinfer.jit.core import build_jit_specs
-from flashinfer.jit.gemm import gen_gemm_sm90_module
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -23,26 +19,6 @@ SHAPES = [(1, 16, 64), (5, 272, 1024), (70, 144, 208), (130, 640, 384)]
 def _on_hopper(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs a Hopper GPU: the kernels are built for it")
-
-
-def _problems() -> Iterator[GemmProblem]:
-    for m, n, k in SHAPES:
-        yield GemmProblem(E4M3, E4M3, BF16, m, n, k)
-        for dtype in (BF16, HALF, FLOAT):
-            yield GemmProblem(E4M3, E4M3, dtype, m, n, k, scale="token_channel")
-    yield GemmProblem(E4M3, E5M2, BF16, 138, 136, 208, 4, groups="offsets")
-    for columns, activation in ((512, "identity"), (512, "swiglu")):
-        yield GemmProblem(
-            E4M3, E4M3, BF16, 384, columns, 256, 3, "block", "indices", activation=activation
-        )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> None:
-    """All modules of this file, built at once."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        configs = {choose_config(problem) for problem in _problems()}
-        build_jit_specs([gen_gemm_sm90_module(config) for config in configs])
 
 
 def _codes(*shape: int, device: torch.device, dtype: torch.dtype = E4M3) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +9,6 @@ import torch
 
 import flashinfer
 from flashinfer import gemm
-from flashinfer.gemm._choice import GemmProblem, choose_config
-from flashinfer.jit.core import build_jit_specs
-from flashinfer.jit.gemm import gen_gemm_sm90_module
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
@@ -26,36 +22,6 @@ SHAPES = [(1, 8, 64), (5, 264, 1024), (17, 136, 200), (64, 512, 512), (130, 648,
 def _on_hopper(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs a Hopper GPU: the kernels are built for it")
-
-
-def _problems() -> Iterator[GemmProblem]:
-    """The products that the tests below compute."""
-    shapes = [*SHAPES, (5, 72, 256), (70, 200, 256), (4, 24, 64), (3, 72, 192), (100, 72, 256)]
-    for dtype in (BF16, torch.float16, torch.float32):
-        for m, n, k in shapes if dtype == BF16 else [(100, 72, 256)]:
-            for batches in (1, 3) if k == 192 else (1,):
-                yield GemmProblem(BF16, BF16, dtype, m, n, k, batches)
-    yield GemmProblem(BF16, BF16, BF16, 3, 40, 192, 3)
-    for m, n, k in [*SCALED, (16, 128, 2048), (64, 4096, 7168)]:
-        yield GemmProblem(E4M3, E4M3, BF16, m, n, k, scale="block")
-    for lengths in LENGTHS:
-        m, g = sum(lengths), len(lengths)
-        yield GemmProblem(E4M3, E4M3, BF16, m, 264, 512, g, "block", "offsets")
-        for dtype in (BF16, torch.float16):
-            yield GemmProblem(dtype, dtype, dtype, m, 136, 200, g, groups="offsets")
-    yield GemmProblem(E4M3, E4M3, BF16, 512, 384, 512, 3, "block", "indices")
-    for m in (4, 60, 200):
-        yield GemmProblem(E4M3, E4M3, BF16, m, 136, 384, 5, "block", "masked")
-    for kind in ("lengths", "offsets"):
-        yield GemmProblem(BF16, BF16, BF16, 74, 72, 128, 4, groups=kind)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> None:
-    """All modules of this file, built at once."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        configs = {choose_config(problem) for problem in _problems()}
-        build_jit_specs([gen_gemm_sm90_module(config) for config in configs])
 
 
 @pytest.fixture

@@ -10,9 +10,7 @@ import torch
 
 from flashinfer import dsv3_ops, gemm
 from flashinfer.gemm import _weight_kernels
-from flashinfer.gemm._weight_kernels import choose_weight_config, is_aligned, shared_bytes
-from flashinfer.jit.core import build_jit_specs
-from flashinfer.jit.weight_gemm import gen_weight_gemm_module
+from flashinfer.gemm._weight_kernels import choose_weight_config, shared_bytes
 
 BF16, HALF = torch.bfloat16, torch.float16
 SHAPES = [(1, 8, 256), (5, 264, 1024), (17, 136, 1952), (40, 72, 320), (130, 648, 512)]
@@ -42,24 +40,6 @@ def _cases() -> Iterator[tuple[str, int, tuple[int, int, int], torch.dtype]]:
             for dtype in (BF16, HALF):
                 if _fits(weight_format, group, shape[2]):
                     yield weight_format, group, shape, dtype
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules(request: pytest.FixtureRequest) -> None:
-    """Modules of the cases of `test_weights` that were chosen, built at once."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8:
-        return
-    device, configs = torch.device("cuda", torch.cuda.current_device()), set()
-    for item in request.session.items:
-        if getattr(item, "function", None) is not test_weights:
-            continue
-        case = item.callspec.params  # type: ignore[attr-defined]
-        weight_format, group, dtype = (case[name] for name in ("weight_format", "group", "dtype"))
-        m, n, k = case["shape"]
-        scale = torch.empty(_scale_shape(group, n, k), dtype=_scale_dtype(weight_format, dtype))
-        common = (device, dtype, dtype, weight_format, scale.dtype, group)
-        configs.add(choose_weight_config(*common, m, n, k, aligned=is_aligned(scale)))
-    build_jit_specs([gen_weight_gemm_module(config) for config in configs])
 
 
 def _scale_dtype(weight_format: str, dtype: torch.dtype) -> torch.dtype:

@@ -21,22 +21,6 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(5, 128), (7, 512), (3, 7168), (300, 1024), (600, 7168), (1501, 3200), (2, 40960)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> None:
-    """All modules of this file, built at once."""
-    if not torch.cuda.is_available():
-        return
-    from flashinfer.jit.core import build_jit_specs
-    from flashinfer.jit.fused_rmsnorm import FusedRmsnormConfig, gen_fused_rmsnorm_module
-
-    configs = []
-    for dtype in FLOATING:
-        name = str(dtype).removeprefix("torch.")
-        configs += [FusedRmsnormConfig(dtype, "e4m3_blocks", add) for add in (False, True)]
-        configs += [FusedRmsnormConfig(dtype, o, silu=True) for o in (name, "float8_e4m3fn")]
-    build_jit_specs([gen_fused_rmsnorm_module(config) for config in configs])
-
-
 def _destinations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, hidden_size = x.shape
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)

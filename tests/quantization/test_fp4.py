@@ -23,26 +23,6 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(1, 64), (128, 128), (129, 160), (3, 5, 96), (300, 4096)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> None:
-    """All modules of this file, built at once."""
-    if not torch.cuda.is_available():
-        return
-    from flashinfer.jit.core import build_jit_specs
-    from flashinfer.jit.quantization import LAYOUTS, GroupQuantConfig, gen_group_quant_module
-
-    layouts = (LAYOUTS[0], *LAYOUTS[2:])
-    configs = [
-        GroupQuantConfig(dtype, "e2m1", scale, layout, block)
-        for dtype in FLOATING
-        for scale in ("e4m3", "ue8m0")
-        for layout in layouts
-        for block in (16, 32)
-    ]
-    configs += [GroupQuantConfig(d, "e2m1", "e4m3", LAYOUTS[2], 16, True) for d in FLOATING]
-    build_jit_specs([gen_group_quant_module(config) for config in configs])
-
-
 def _global_scale(x: torch.Tensor) -> torch.Tensor:
     return (448 * 6 / x.float().abs().amax()).reshape(1)
 

@@ -21,28 +21,6 @@ GROUP_SIZES = [1, 4, 8, 16, 24, 31, 32, 40, 48, 64, 96, 256, 512, 1024, 2048, 71
 GROUPS_OF_128 = [(1, 128), (33, 896), (7, 3, 512), (130, 7168)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> None:
-    """All modules of this file, built at once."""
-    if not torch.cuda.is_available():
-        return
-    from flashinfer.jit.core import build_jit_specs
-    from flashinfer.jit.quantization import LAYOUTS, GroupQuantConfig, gen_group_quant_module
-
-    bfloat16 = torch.bfloat16
-    configs = [GroupQuantConfig(bfloat16, "e4m3", "float32", "linear", g) for g in GROUP_SIZES]
-    for dtype in FLOATING:
-        for code in ("e4m3", "e5m2", "int8"):
-            for scale in ("float32", "power_of_two_float32"):
-                configs.append(GroupQuantConfig(dtype, code, scale, "linear", 128))
-        configs.append(GroupQuantConfig(dtype, "e4m3", "float32", "linear", 128, True))
-        configs += [
-            GroupQuantConfig(dtype, "e4m3", "ue8m0", x, 32) for x in LAYOUTS[:1] + LAYOUTS[2:]
-        ]
-    configs.append(GroupQuantConfig(bfloat16, "e4m3", "float32", "column_major", 128))
-    build_jit_specs([gen_group_quant_module(config) for config in configs])
-
-
 @pytest.mark.parametrize("dst_dtype", CODES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("shape", GROUPS_OF_128, ids=str)
