@@ -110,7 +110,7 @@ def norm_problem(world_size):
     )
 
 
-def run_codes(world_size, pattern, source, result, codes, scales, **options):
+def run_codes(world_size, pattern, source, result, codes, scales, scale_factor=None, **options):
     """The outputs of each rank by a pattern with codes, on the CPU."""
     inputs, residual, weight = norm_problem(world_size)
     all_reduce_call.load(BF16, world_size, source, result)
@@ -124,11 +124,13 @@ def run_codes(world_size, pattern, source, result, codes, scales, **options):
         if scales is not None:
             made["scale_out"] = torch.zeros(scales[0], dtype=scales[1]).cuda()
         x, r, w = inputs[backend.Get_rank()].cuda(), residual.cuda(), weight.cuda()
+        scale = scale_factor.cuda() if isinstance(scale_factor, torch.Tensor) else scale_factor
         torch.cuda.synchronize()
         backend.barrier()
         comm.allreduce_fusion(
-            x, workspace, pattern, residual_in=r, rms_gamma=w, rms_eps=EPS, **made, **options
-        )
+            x, workspace, pattern, residual_in=r, rms_gamma=w, rms_eps=EPS,
+            scale_factor=scale, **made, **options,
+        )  # fmt: skip
         results = {name: tensor.cpu() for name, tensor in made.items()}
         close(workspace, backend)
         return results
@@ -151,10 +153,9 @@ def check_e4m3(codes, scaled):
 @pytest.mark.parametrize("scale", [0.05, torch.tensor([0.02])])
 def test_e4m3_codes_with_a_given_scale(scale):
     shape = (TOKENS, HIDDEN), torch.float8_e4m3fn
-    given = scale.cuda() if isinstance(scale, torch.Tensor) else scale
     for results in run_codes(
         2, Pattern.kARResidualRMSNormOutFP8Quant, "tensor", "static_e4m3", shape, None,
-        scale_factor=given,
+        scale_factor=scale,
     ):  # fmt: skip
         check_e4m3(results["quant_out"], results["norm_out"].double() / float(scale))
 
