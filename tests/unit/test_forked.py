@@ -72,7 +72,7 @@ def test_leaves_a_process():
 @pytest.mark.parametrize("number", range(2))
 def test_alone(session, number):
     made = [name for name in os.listdir(FOLDER) if name.startswith("made-")]
-    assert made == [f"made-{session}"], "this fork is the first, and the only one so far"
+    assert f"made-{session}" in made and len(made) <= 2, "two forks so far, this one among them"
 
 @pytest.fixture
 def broken():
