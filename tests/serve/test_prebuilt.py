@@ -44,7 +44,7 @@ def _python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the example serves on a GPU")
+@pytest.mark.gpu
 def test_the_example_serves_without_compiling(tmp_path: Path):
     """Modules lie as in the wheel's package; nothing else is cached, and no compiler is found."""
     package = tmp_path / "site" / "flashinfer_jit_cache"
