@@ -102,7 +102,7 @@ class GemmEpilogue {
       const uint32_t left = (warpgroup_idx_ * kOutReps + rep) * 64;
 #pragma unroll
       for (int j = 0; j < kOutTiles; j += kStoreTiles) {
-        if (Tile::kSplits > 1 && j / kStoreTiles != static_cast<int>(place_.split)) continue;
+        if (Tile::kSplits > 1 && !place_.is_split(j / kStoreTiles)) continue;
         const uint32_t row = work.row + (Tile::kSwap ? j * 8 : left);
         const uint32_t column = work.column + (Tile::kSwap ? left : j * 8);
         if constexpr (Tile::kStagesOutput) {

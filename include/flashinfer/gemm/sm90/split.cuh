@@ -37,7 +37,7 @@ class GemmSplit {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
         const uint32_t owner = j / kOwned;
-        if (owner == place_.split) continue;
+        if (place_.is_split(owner)) continue;
         ptx::store_remote(address(place_.split, rep, j), full_,
                           GemmPlace<Tile>::rank(place_.row, place_.column, owner), sums[rep][j]);
       }
@@ -48,7 +48,7 @@ class GemmSplit {
       for (int rep = 0; rep < kReps; ++rep) {
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
-          if (j / kOwned == static_cast<int>(place_.split)) add(sums[rep][j], rep, j);
+          if (place_.is_split(j / kOwned)) add(sums[rep][j], rep, j);
         }
       }
     }

@@ -170,6 +170,14 @@ struct GemmPlace {
     }
   }
 
+  // Whether this CTA is number `i` of those that split k. The answer is opaque: the compiler would
+  // find sums by the number, keep them in memory, and then make products wait for each other.
+  __device__ __forceinline__ bool is_split(uint32_t i) const {
+    uint32_t same = split == i;
+    asm volatile("" : "+r"(same));
+    return same != 0;
+  }
+
   __device__ __forceinline__ static uint32_t rank(uint32_t row, uint32_t column, uint32_t split) {
     return split * Tile::kMulticast + row * Tile::kClusterColumns + column;
   }
