@@ -26,6 +26,8 @@ _STREAM_COLUMNS, _STREAM_K, _STREAM_WARPS = 128, 256, 8
 _STREAM_TOKENS = (8, 16)
 _STREAM_GROUPS = {"int4": (0, 128), "mxfp4": (32,), "nvfp4": (16,)}
 _LEAST_STREAM_STAGES = 3  # for each CTA of a cluster
+# Of two CTAs an SM, the part that clusters of three to eight can take (docs/tuning/gemm.md).
+_FILLED_BY_CLUSTERS = 0.85
 
 
 @functools.cache
@@ -108,17 +110,20 @@ def _choose_stream_shape(
 ) -> tuple[int, int]:
     """Tokens of a tile, and CTAs that split k: as many as run together, two on each SM.
 
-    CTAs are persistent, so products in groups, which have tiles for all of them, are not split.
+    The CTAs of a cluster lie in one GPC, so some SMs stay free where clusters are large; clusters
+    that find no place would run after all others. CTAs are persistent, so products in groups,
+    which have tiles for all of them, are not split.
     """
     tokens = next((size for size in _STREAM_TOKENS if rows <= size), _STREAM_TOKENS[-1])
     if tiles is not None:
         return tokens, 1
-    most = 2 * get_device_sm_count(device)
-    most = min(most // (-(-columns // _STREAM_COLUMNS) * -(-rows // tokens)), _MOST_SPLITS)
-    splits = 1
-    while 2 * splits <= most and k // _STREAM_K >= 2 * splits * _LEAST_STREAM_STAGES:
-        splits *= 2
-    return tokens, splits
+    ctas, clusters = 2 * get_device_sm_count(device), -(-columns // _STREAM_COLUMNS)
+    clusters *= -(-rows // tokens)
+    most = max(int(_FILLED_BY_CLUSTERS * ctas) // clusters, min(ctas // clusters, 2), 1)
+    stages = k // _STREAM_K
+    splits = max(min(most, _MOST_SPLITS, stages // _LEAST_STREAM_STAGES), 1)
+    longest = -(-stages // splits)
+    return tokens, -(-stages // longest)  # no more CTAs than shorten the longest part
 
 
 def _choose_shape(

@@ -82,7 +82,7 @@ def _aot_configs() -> Iterator[WeightGemmConfig]:
         for splits in (1, 8):
             yield WeightGemmConfig(bf16, bf16, "int4", bf16, 128, tokens, 4, splits)
             yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens, 4, splits)
-        for splits in (1, 4, 8):
+        for splits in (1, 4, 7):
             yield from _stream_configs(tokens, splits)
 
 

@@ -15,6 +15,7 @@ from flashinfer.gemm._weight_kernels import choose_weight_config, shared_bytes
 BF16, HALF = torch.bfloat16, torch.float16
 SHAPES = [(1, 8, 256), (5, 264, 1024), (17, 136, 1952), (40, 72, 320), (130, 648, 512)]
 SHAPES += [(9, 136, 4096)]  # Hopper streams 4-bit weights, and splits k
+SPLIT = [(7, 1, 3976, 5376), (7, 13, 4096, 8192), (5, 8, 5000, 3840), (3, 19, 3976, 2304)]
 FORMATS = [("int4", 128), ("int4", 32), ("int4", 0), ("int8", 0), ("int8", 64)]
 FORMATS += [("mxfp4", 32), ("nvfp4", 16)]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -103,6 +104,21 @@ def test_weights(
     _assert_near(out, expected, magnitude)
     again = gemm.weight_only_linear(x, codes, scale, weight_format, alpha, bias)
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("splits, m, n, k", SPLIT)
+def test_split_by_any_number(splits: int, m: int, n: int, k: int, device: torch.device) -> None:
+    """Parts of k of unlike lengths, and rows of unlike owners; repeats have the same bits."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        common = (device, BF16, BF16, "int4", BF16, 128, m, n, k)
+        assert choose_weight_config(*common, aligned=True).splits == splits
+    codes, scale, values = _weights("int4", 128, n, k, BF16, device)
+    x = torch.randn(m, k, device=device).to(BF16)
+    out = torch.full((m, n), float("nan"), dtype=BF16, device=device)
+    gemm.weight_only_linear(x, codes, scale, "int4", out=out)
+    _assert_near(out, x.double() @ values.T, x.double().abs() @ values.abs().T)
+    for _ in range(20):
+        assert torch.equal(gemm.weight_only_linear(x, codes, scale, "int4"), out)
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (136, 512)], ids=str)

@@ -80,8 +80,10 @@ def test_other_architectures_do_not_stream(capability: None) -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "k", "tiles", "tokens", "splits"),
     [
-        (1, 4096, 14336, None, 8, 8),
-        (9, 4096, 4096, None, 16, 4),  # a CTA of eight would have less than three stages
+        (1, 4096, 14336, None, 8, 7),  # 32 clusters of eight would not run together
+        (9, 4096, 4096, None, 16, 4),  # a CTA of seven would have less than three stages
+        (1, 5120, 14336, None, 8, 5),
+        (1, 1024, 14336, None, 8, 8),
         (16, 6144, 4096, None, 16, 4),
         (1, 28672, 4096, None, 8, 1),
         (64, 4096, 14336, None, 16, 2),

@@ -34,6 +34,15 @@ class WeightGemmEpilogue {
     }
   }
 
+  // Stores column `local` of a token whose sum is complete, without gates.
+  __device__ __forceinline__ void store_sum(uint32_t token, uint32_t local, float sum) const {
+    const uint32_t row = work_.row + token, column = work_.column + local;
+    if (row >= work_.row_end || column >= params_.n) return;
+    float value = finished(local, sum);
+    if constexpr (Tile::kActivation == GemmActivation::relu2) value = squared_relu(value);
+    static_cast<D*>(params_.d)[row * params_.d_stride + column] = from_float<D>(value);
+  }
+
   // Stores the columns `local` and `local` + 1 of a token.
   __device__ __forceinline__ void store_pair(uint32_t token, uint32_t local) const {
     const uint32_t n = Tile::kGated ? params_.n / 2 : params_.n;

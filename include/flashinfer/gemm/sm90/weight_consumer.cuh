@@ -8,6 +8,7 @@
 #pragma once
 
 #include <flashinfer/gemm/sm90/weight_producer.cuh>
+#include <flashinfer/gemm/sm90/weight_split.cuh>
 #include <flashinfer/gemm/weight_epilogue.cuh>
 #include <flashinfer/ptx/fma_pair.cuh>
 #include <flashinfer/ptx/mma.cuh>
@@ -228,8 +229,12 @@ class WeightConsumer {
   }
 
   __device__ __forceinline__ void finish(const WeightGemmWork& work, const Sums& sums) const {
-    constexpr int kPair = 64;  // threads of the two warps with the same rows
-    if (Tile::kSplits == 1) ptx::named_barrier_sync(1 + slice_, kPair);  // last tile's are read
+    if constexpr (Tile::kSplits > 1) {
+      finish_split(work, sums);
+      return;
+    }
+    constexpr int kPair = 64;                    // threads of the two warps with the same rows
+    ptx::named_barrier_sync(1 + slice_, kPair);  // last tile's are read
 #pragma unroll
     for (int i = 0; i < 4 * kBoxes * kTokenTiles; ++i) {
       const int box = i / 4 / kTokenTiles, tile = i / 4 % kTokenTiles, place = i % 4;
@@ -238,18 +243,35 @@ class WeightConsumer {
                place / 2 * 8] = sums[box][tile][place];
     }
     const WeightGemmEpilogue<Tile> epilogue(params_.gemm, work, partial_);
-    if constexpr (Tile::kSplits > 1) {
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-      epilogue.store(threadIdx.x, 32 * Tile::kWarps);
-      return;
-    }
     ptx::named_barrier_sync(1 + slice_, kPair);
     constexpr uint32_t kPairs = 8, kSlices = Tile::kOutColumns / Tile::kBoxRows * kPairs;
     for (uint32_t i = half_ * 32 + threadIdx.x % 32; i < Tile::kTokens * kSlices; i += kPair) {
       const uint32_t pair = i % kSlices;
       epilogue.store_pair(i / kSlices,
                           pair / kPairs * Tile::kBoxRows + slice_ * 16 + pair % kPairs * 2);
+    }
+  }
+
+  // Of a CTA that has a part of k: pushes its sums, and stores the rows that it adds up.
+  __device__ __forceinline__ void finish_split(const WeightGemmWork& work, const Sums& sums) const {
+    const WeightSplit<Tile> split(shared_);
+    __syncwarp();
+    ptx::cluster_wait();  // the barriers of all CTAs exist
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      split.push(box * Tile::kSlices + slice_, half_, sums[box]);
+    }
+    const WeightGemmEpilogue<Tile> epilogue(params_.gemm, work, partial_);
+    const uint32_t warp_idx = threadIdx.x / 32;
+    for (uint32_t i = warp_idx; i < split.blocks() * kTokenTiles; i += Tile::kWarps) {
+      const uint32_t block = i / kTokenTiles, tile = i % kTokenTiles;
+      float sum[4];
+      split.add_up(block, tile, sum);
+      const uint32_t row = split.first_row(block) + row_ - slice_ * 16;
+#pragma unroll
+      for (int place = 0; place < 4; ++place) {
+        epilogue.store_sum(tile * 8 + t_ * 2 + place % 2, row + place / 2 * 8, sum[place]);
+      }
     }
   }
 

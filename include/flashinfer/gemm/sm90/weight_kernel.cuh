@@ -13,17 +13,31 @@
 namespace flashinfer {
 
 template <typename Tile>
+__device__ __forceinline__ void init_weight_barriers(uint32_t shared) {
+  const uint32_t barriers = shared + Tile::kOffsetBarriers;
+  for (int i = 0; i < Tile::kStages; ++i) {
+    ptx::mbarrier_init(barriers + i * 8, 1);
+    ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kWarps);
+  }
+  if (Tile::kSplits > 1) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
+  ptx::mbarrier_init_fence();
+  if (Tile::kSplits > 1) {
+    ptx::mbarrier_arrive_expect(shared + Tile::kOffsetSplitBarrier, WeightSplit<Tile>::bytes());
+  }
+}
+
+template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     weight_stream_kernel(const __grid_constant__ WeightStreamParams params) {
   extern __shared__ __align__(1024) char memory[];
   const uint32_t shared = ptx::shared_address(memory), warp_idx = threadIdx.x / 32;
   auto* const table = reinterpret_cast<uint32_t*>(memory + Tile::kOffsetTable);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Tile::kStages; ++i) {
-      ptx::mbarrier_init(shared + Tile::kOffsetBarriers + i * 8, 1);
-      ptx::mbarrier_init(shared + Tile::kOffsetBarriers + (Tile::kStages + i) * 8, Tile::kWarps);
-    }
-    ptx::mbarrier_init_fence();
+  if (threadIdx.x == 0) init_weight_barriers<Tile>(shared);
+  if (Tile::kSplits > 1) {
+    __syncwarp();
+    ptx::cluster_arrive();
+  }
+  if (threadIdx.x == 32 * Tile::kWarps) {
     ptx::tma_prefetch_map(&params.codes);
     if (Tile::kHasBoxes) ptx::tma_prefetch_map(&params.scales);
   }
@@ -34,22 +48,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
   if (warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
   __syncthreads();
   if (warp_idx == Tile::kWarps) {
-    const bool any = WeightProducer<Tile>(params, shared, table).run();
-    if (Tile::kSplits > 1 && any) {
+    WeightProducer<Tile>(params, shared, table).run();
+    if (Tile::kSplits > 1) {
       __syncwarp();
-      ptx::cluster_arrive();
       ptx::cluster_wait();
     }
   } else {
     WeightConsumer<Tile>(params, shared, table,
                          reinterpret_cast<float*>(memory + Tile::kOffsetSums))
         .run();
-  }
-  // Other CTAs of the cluster may still read this one's sums.
-  if (Tile::kSplits > 1) {
-    __syncwarp();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
   }
 }
 

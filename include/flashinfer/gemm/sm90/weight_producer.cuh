@@ -26,14 +26,11 @@ class WeightProducer {
     policy_ = ptx::l2_evict_first();
   }
 
-  // Says whether there was a tile.
-  __device__ __forceinline__ bool run() {
-    bool any = false;
+  __device__ __forceinline__ void run() {
     uint32_t ahead = params_.gemm.starts_early ? load_ahead() : 0;
     WeightRing<Tile> ring;
     WeightGemmWork work;
     while (schedule_.next(work)) {
-      any = true;
       const uint32_t tokens = tokens_of(work);
       const char* const row = row_of_lane(work);
       for (uint32_t i = 0; i < stages_.count; ++i) {
@@ -54,7 +51,6 @@ class WeightProducer {
         ring.advance();
       }
     }
-    return any;
   }
 
  private:

@@ -56,14 +56,22 @@ struct WeightStreamTile : Config {
   // Rows of activations are 16 bytes longer than the copies, for the banks of different tokens.
   static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + 16;
   static constexpr int kActivationBytes = kTokens * kTokenStride;
+  // Sums of a tile: by token and row where its CTA adds them up alone; else as warps push them to
+  // the CTA that adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
   static constexpr int kParts = kHalves, kSumStride = kColumns + 4;
-  static constexpr int kSumBytes = kParts * kTokens * kSumStride * 4;
-  static constexpr int kMaxGroups = 1024, kTableBytes = (kMaxGroups + 4) * 4;
+  static constexpr int kBlocks = kColumns / 16, kBlockBytes = kTokenTiles * 512;
+  static constexpr int kOwnedBlocks = ceil_div(kBlocks, kSplits);  // of a CTA, at most
+  static constexpr int kSumBytes = kSplits == 1 ? kParts * kTokens * kSumStride * 4
+                                                : kOwnedBlocks * kSplits * kParts * kBlockBytes;
+  static_assert(kSplits == 1 || !kGated, "a warp has gates and values in different blocks");
+  static_assert(kSplits <= kBlocks, "every CTA of a cluster adds up some rows");
+  // Only products of one CTA a tile are in groups.
+  static constexpr int kMaxGroups = 1024, kTableBytes = kSplits == 1 ? (kMaxGroups + 4) * 4 : 0;
 
   static constexpr int kLeastCtas = kTokens <= 16 ? 2 : 1;  // of an SM
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
-  static constexpr int kFittingStages =
-      (kMaxBytes - kSumBytes - kTableBytes) / (kStageBytes + kScaleBytes + kActivationBytes + 16);
+  static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes - 8) /
+                                        (kStageBytes + kScaleBytes + kActivationBytes + 16);
   static constexpr int kStages = kFittingStages < 8 ? kFittingStages : 8;
   static_assert(kStages >= 2);
 
@@ -72,7 +80,9 @@ struct WeightStreamTile : Config {
   static constexpr int kOffsetSums = kOffsetActivations + kStages * kActivationBytes;
   static constexpr int kOffsetTable = kOffsetSums + kSumBytes;
   static constexpr int kOffsetBarriers = kOffsetTable + kTableBytes;
-  static constexpr int kSharedBytes = kOffsetBarriers + kStages * 16;
+  // Two barriers of each stage, and one that other CTAs' sums complete.
+  static constexpr int kOffsetSplitBarrier = kOffsetBarriers + kStages * 16;
+  static constexpr int kSharedBytes = kOffsetSplitBarrier + 8;
 };
 
 // Position in the ring of stages and of boxes of scales. A box may serve several stages, so that

@@ -69,5 +69,8 @@ inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   emulation::block.wait_for([=] { return mbarrier_test(barrier, parity); });
 }
+inline void mbarrier_wait_soon(uint32_t barrier, uint32_t parity) {
+  mbarrier_wait(barrier, parity);
+}
 
 }  // namespace flashinfer::ptx

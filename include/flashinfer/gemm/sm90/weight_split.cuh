@@ -1,0 +1,70 @@
+// Split products: the CTAs of a cluster sum a part of k each, for one tile of D. Each warp pushes
+// its sums, 16 rows of the weights at a time, to the CTA that adds these rows up in the order of k.
+// Nobody waits for others but the warps that add up.
+#pragma once
+
+#include <flashinfer/gemm/sm90/weight_tile.cuh>
+#include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/mbarrier_cluster.cuh>
+#include <flashinfer/ptx/shared.cuh>
+
+namespace flashinfer {
+
+template <typename Tile>
+class WeightSplit {
+  static constexpr uint32_t kSplits = Tile::kSplits;
+
+ public:
+  __device__ __forceinline__ explicit WeightSplit(uint32_t shared)
+      : sums_(shared + Tile::kOffsetSums), full_(shared + Tile::kOffsetSplitBarrier) {}
+
+  // Blocks of 16 rows that this CTA adds up: every kSplits-th.
+  __device__ __forceinline__ static uint32_t blocks() {
+    return (Tile::kBlocks - ptx::cluster_rank() + kSplits - 1) / kSplits;
+  }
+
+  // Bytes that all CTAs, this one too, push to this one.
+  __device__ __forceinline__ static uint32_t bytes() {
+    return blocks() * kSplits * Tile::kParts * Tile::kBlockBytes;
+  }
+
+  // The first row of block `i` of this CTA, within the tile.
+  __device__ __forceinline__ static uint32_t first_row(uint32_t i) {
+    return (ptx::cluster_rank() + i * kSplits) * 16;
+  }
+
+  // Pushes a warp's sums of a block, for each eight tokens, to the CTA that adds them up.
+  __device__ __forceinline__ void push(uint32_t block, uint32_t part,
+                                       const float (&sums)[Tile::kTokenTiles][4]) const {
+    const uint32_t source = ptx::cluster_rank() * Tile::kParts + part;
+#pragma unroll
+    for (int tile = 0; tile < Tile::kTokenTiles; ++tile) {
+      ptx::store_remote(address(block / kSplits, source, tile), full_, block % kSplits, sums[tile]);
+    }
+  }
+
+  // A lane's four sums of block `i` of this CTA, once all parts have come.
+  __device__ __forceinline__ void add_up(uint32_t i, uint32_t tile, float (&sum)[4]) const {
+    ptx::mbarrier_wait_soon(full_, 0);
+#pragma unroll
+    for (float& x : sum) x = 0.f;
+#pragma unroll 4
+    for (uint32_t source = 0; source < kSplits * Tile::kParts; ++source) {
+      const uint4 bits = ptx::load_shared_16(address(i, source, tile));
+      sum[0] += __uint_as_float(bits.x);
+      sum[1] += __uint_as_float(bits.y);
+      sum[2] += __uint_as_float(bits.z);
+      sum[3] += __uint_as_float(bits.w);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t address(uint32_t i, uint32_t source, uint32_t tile) const {
+    return sums_ + (i * kSplits * Tile::kParts + source) * Tile::kBlockBytes + tile * 512 +
+           threadIdx.x % 32 * 16;
+  }
+
+  uint32_t sums_, full_;
+};
+
+}  // namespace flashinfer
