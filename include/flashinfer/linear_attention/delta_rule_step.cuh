@@ -7,7 +7,7 @@
 // of k and e of q (norms and scale),
 //   delta = beta f (v - decay f ss);  out = e (decay sq + delta kq);  S = decay S + delta k^T
 // There is no shared memory and no barrier. A cold GPU fetches arguments and instructions as well,
-// so the arguments are few and near each other. delta_rule.cuh serves larger batches and more tokens.
+// so the arguments are few and near each other. Larger batches and more tokens: delta_rule.cuh.
 //
 // Measurements, also of what lost: docs/tuning/linear_attention.md.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace flashinfer {
 
-// What a step needs of DeltaRuleParams. Strides count elements and fit in 32 bits; products of
+// A step needs this much of DeltaRuleParams. Strides count elements and fit in 32 bits; products of
 // theirs have 64.
 struct DeltaRuleStepParams {
   struct Heads {
@@ -157,7 +157,8 @@ struct DeltaRuleStep {
   __device__ __forceinline__ void update(float (&rows)[kRows][kElements],
                                          float (&out)[kRows]) const {
     constexpr int kLanes = Layout::kLanes;
-    const float kept = expf(-expf(a_log) * softplus_without_branch(to_float(gate) + to_float(bias)));
+    const float kept =
+        expf(-expf(a_log) * softplus_without_branch(to_float(gate) + to_float(bias)));
     float keys[kElements], queries[kElements];
     unpack(keys, k);
     unpack(queries, q);
@@ -290,12 +291,13 @@ inline DeltaRuleStepParams delta_rule_step_params(const DeltaRuleParams& from) {
   return to;
 }
 
-// Whether a call takes the kernel of one step. `schedule` 0: by the rows that an SM has; 1: wherever
-// the kernel can; others name schedules of launch_delta_rule().
+// Whether a call takes the kernel of one step. `schedule` 0: by the rows that an SM has; 1:
+// wherever the kernel can; others name schedules of launch_delta_rule().
 template <typename Traits>
 bool takes_delta_rule_step(const DeltaRuleParams& params, int num_sms, int schedule) {
   if (schedule > 1 || !is_one_step(params)) return false;
   const int64_t rows = int64_t{params.batch_size} * params.state_heads * params.head_dim_v;
+  // More rows hide latency by themselves, and share what a CTA of the other kernel prepares.
   const int64_t most = sizeof(typename Traits::StateT) == 2 ? 512 : 128;
   return schedule == 1 || rows <= most * num_sms;
 }
