@@ -1,6 +1,7 @@
 #include "delta_rule.h"
 
 #include <flashinfer/linear_attention/delta_rule_key_major.cuh>
+#include <flashinfer/linear_attention/delta_rule_step.cuh>
 
 namespace flashinfer {
 
@@ -14,6 +15,11 @@ cudaError_t delta_rule(const DeltaRuleParams& params, int num_sms, int schedule,
                                  FLASHINFER_CFG_CHANNEL_GATE>;
   if constexpr (FLASHINFER_CFG_KEY_MAJOR) {
     return launch_delta_rule_key_major<Traits>(params, enable_pdl, stream);
+  }
+  if constexpr (!FLASHINFER_CFG_CHANNEL_GATE) {
+    if (takes_delta_rule_step<Traits>(params, num_sms, schedule)) {
+      return launch_delta_rule_step<Traits>(params, enable_pdl, stream);
+    }
   }
   return launch_delta_rule<Traits>(params, num_sms, schedule, enable_pdl, stream);
 }

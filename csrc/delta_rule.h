@@ -7,7 +7,8 @@
 
 namespace flashinfer {
 
-// `schedule`: see launch_delta_rule; 0: by the size of the state.
+// `schedule`: 1: the kernel of one step where it can; else see launch_delta_rule. 0: by the size of
+// the state.
 cudaError_t delta_rule(const DeltaRuleParams& params, int num_sms, int schedule, bool enable_pdl,
                        cudaStream_t stream);
 

@@ -169,6 +169,7 @@ inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 
 inline float __sinf(float x) { return std::sin(x); }
 inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline float __cosf(float x) { return std::cos(x); }
 
 inline float __saturatef(float x) { return x > 0.f ? std::fmin(x, 1.f) : 0.f; }

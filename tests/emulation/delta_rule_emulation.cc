@@ -51,7 +51,7 @@ std::vector<U> normals(Random& random, size_t count, float width) {
 struct Problem {
   int value_dim, q_heads, v_heads, heads;
   std::vector<int64_t> cu_seqlens{0};
-  bool normalize, beta_is_logit, has_state, has_beta;
+  bool normalize, beta_is_logit, has_state, has_beta, one_step;
   GateForm form;
   float scale, lower_bound;
 
@@ -61,8 +61,9 @@ struct Problem {
     v_heads = q_heads * random.integer(1, 2);
     heads = v_heads;
     const int longest = kChunks ? 200 : 20;
+    one_step = !kChunks && !kKeyMajor && random.one_in(2);
     for (int i = random.integer(1, 3); i > 0; --i) {
-      const int length = random.one_in(5) ? 0 : random.integer(1, longest);
+      const int length = one_step ? 1 : random.one_in(5) ? 0 : random.integer(1, longest);
       cu_seqlens.push_back(cu_seqlens.back() + length);
     }
     normalize = !random.one_in(4);
@@ -71,6 +72,10 @@ struct Problem {
     has_state = kKeyMajor || !random.one_in(3);
     const int forms = kChunks ? 1 : 3;  // chunks know decays and their logarithms
     form = static_cast<GateForm>(random.integer(0, forms));
+    if (one_step && random.one_in(2)) {  // what the kernel of one step is for
+      beta_is_logit = has_beta = has_state = true;
+      form = GateForm::kSoftplus;
+    }
     scale = random.one_in(2) ? 1.f : 0.3f;
     lower_bound = -3.f;
   }
@@ -78,7 +83,10 @@ struct Problem {
   int tokens() const { return static_cast<int>(cu_seqlens.back()); }
 };
 
-TokenHeads rows_of(void* data, int heads, int dim) { return {data, 0, int64_t{heads} * dim, dim}; }
+// One step: sequences are batches of one token, else they are packed.
+TokenHeads rows_of(const Problem& p, void* data, int heads, int dim) {
+  return {data, p.one_step ? int64_t{heads} * dim : 0, int64_t{heads} * dim, dim};
+}
 
 struct Data {
   std::vector<T> q, k, v, out;
@@ -112,12 +120,12 @@ struct Data {
 
 DeltaRuleParams params_of(const Problem& p, Data& d) {
   DeltaRuleParams params = {};
-  params.q = rows_of(d.q.data(), p.q_heads, kDim);
-  params.k = rows_of(d.k.data(), p.q_heads, kDim);
-  params.v = rows_of(d.v.data(), p.v_heads, p.value_dim);
-  params.out = rows_of(d.out.data(), p.heads, p.value_dim);
-  params.gate = rows_of(d.gate.data(), p.heads, kGates);
-  if (p.has_beta) params.beta = rows_of(d.beta.data(), p.heads, 1);
+  params.q = rows_of(p, d.q.data(), p.q_heads, kDim);
+  params.k = rows_of(p, d.k.data(), p.q_heads, kDim);
+  params.v = rows_of(p, d.v.data(), p.v_heads, p.value_dim);
+  params.out = rows_of(p, d.out.data(), p.heads, p.value_dim);
+  params.gate = rows_of(p, d.gate.data(), p.heads, kGates);
+  if (p.has_beta) params.beta = rows_of(p, d.beta.data(), p.heads, 1);
   params.a_log = d.a_log.data();
   params.dt_bias = d.bias.data();
   params.scale = p.scale;
@@ -129,10 +137,10 @@ DeltaRuleParams params_of(const Problem& p, Data& d) {
   if (p.has_state) params.state = {d.state.data(), p.heads * matrix, matrix};
   params.state_out = {d.last.data(), p.heads * matrix, matrix};
   params.read_slot = params.write_slot = {d.slots.data(), 1, 0, false, 1};
-  params.cu_seqlens = p.cu_seqlens.data();
+  if (!p.one_step) params.cu_seqlens = p.cu_seqlens.data();
   params.cu_seqlens_is_int64 = true;
   params.batch_size = p.batch();
-  params.num_tokens = p.tokens();
+  params.num_tokens = p.one_step ? 1 : p.tokens();
   params.state_heads = p.heads;
   params.q_group = params.k_group = FastDivisor(p.heads / p.q_heads);
   params.v_group = FastDivisor(p.heads / p.v_heads);
@@ -156,8 +164,8 @@ void launch(Random& random, const Problem& p, const DeltaRuleParams& recurrence)
   const cudaError_t status =
       chunk_delta_rule(params, random.integer(1, 3), schedule, false, nullptr);
 #else
-  constexpr int kSchedules[] = {102, 104, 204};
-  const int schedule = kSchedules[random.integer(0, 2)];
+  constexpr int kSchedules[] = {0, 102, 104, 204};
+  const int schedule = kSchedules[random.integer(0, 3)];
   const cudaError_t status = delta_rule(recurrence, 132, schedule, false, nullptr);
 #endif
   if (status != cudaSuccess) emulation::fail("no launch");

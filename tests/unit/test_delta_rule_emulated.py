@@ -12,6 +12,7 @@ SCAN = "flashinfer/linear_attention/chunk_scan.cuh"
 TRANSFORM = "flashinfer/linear_attention/chunk_transform.cuh"
 KEY_MAJOR = "flashinfer/linear_attention/delta_rule_key_major.cuh"
 RECURRENCE = "flashinfer/linear_attention/delta_rule.cuh"
+STEP = "flashinfer/linear_attention/delta_rule_step.cuh"
 
 
 def find_fault(emulator: Emulator, cases: int = 3, **config: str | int) -> str:
@@ -100,3 +101,20 @@ def test_faults_token_by_token_are_found(emulator: Emulator, statement: str, oth
     config = {"dtype": "bfloat16", "state_dtype": "float32", "head_dim_k": 64}
     config |= {"channel_gate": "false", "key_major": "false"}
     assert find_fault(emulator, cases=24, **config, **GATES)
+
+
+@pytest.mark.parametrize(
+    ("statement", "other"),
+    one_by_default(
+        [
+            ("lane() == i && row < num_rows", "lane() == i && row + 1 < num_rows"),
+            ("kk = row_sum<kLanes>(kk), ", ""),
+            ("kept * key_factor * sk[r]", "key_factor * sk[r]"),
+        ]
+    ),
+)
+def test_faults_of_one_step_are_found(emulator: Emulator, statement: str, other: str) -> None:
+    emulator.substitute(STEP, statement, other)
+    config = {"dtype": "bfloat16", "state_dtype": "bfloat16", "head_dim_k": 64}
+    config |= {"channel_gate": "false", "key_major": "false"}
+    assert find_fault(emulator, cases=48, **config, **GATES)
