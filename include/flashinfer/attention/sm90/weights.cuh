@@ -107,14 +107,16 @@ class HopperWeights {
     };
     if constexpr (kFirst) grow_by_cap();
     finish_values();
-    // Mostly a row does not fit because it grows: where the mask hides most of an item's first tile,
-    // the second one has larger logits. These weights are made again by a branch back to the same
-    // code, since a second copy leaves ptxas without registers for the products (C7511).
-    bool has_grown = kFirst;
+    // Mostly a row does not fit because it grows: where the mask hides most of an item's first
+    // tile, the second one has larger logits. These weights are made again by a branch back to the
+    // same code, since a second copy leaves ptxas without registers for the products (C7511). With
+    // a custom mask the branch has the same effect, so there it is left out.
+    constexpr bool kMakesAgain = !kFirst && Traits::kMask != MaskMode::custom;
+    bool has_grown = false;
 #pragma unroll 1
     while (true) {
       make_near<kTileSteps>(state, logits, soft_cap, p, sum);
-      if (!kFirst && has_grown) break;
+      if (has_grown) break;
       if constexpr (!kFirst) tile_fits(state, sum, fits);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -130,7 +132,7 @@ class HopperWeights {
         is_near[h] = is_near[h] || state.largest[0][h] <= soft_cap.most_result &&
                                        state.largest[0][h] >= kLeastNear - soft_cap.most_result;
       }
-      if (kFirst || __any_sync(0xffffffffu, !(is_near[0] && is_near[1]))) {
+      if (!kMakesAgain || __any_sync(0xffffffffu, !(is_near[0] && is_near[1]))) {
         make_exact<kTileSteps>(state, logits, soft_cap, is_near, p, sum);
         break;
       }
