@@ -36,6 +36,7 @@ def test_rows_that_grow_with_others_are_found(emulator: Emulator) -> None:
         [
             (HEADER, "sum[h] <= most_near(soft_cap, state.largest[0][h]) && fits[h]", "fits[h]"),
             (HEADER, "is_near[h] ? near : any", "any"),
+            (HEADER, "has_grown = true;", "has_grown = true; continue;"),
             (HEADER, "is_near[h] = is_near[h] || ", "is_near[h] = "),
             (HEADER, "logit == -math::inf ? logit : exponent", "exponent"),
             (HEADER, "rotate_fragments<2, 2 * kTileSteps>", "rotate_fragments<1, 2 * kTileSteps>"),

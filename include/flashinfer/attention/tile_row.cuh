@@ -80,10 +80,17 @@ struct TileColumns {
   // `start`: where the tile's KV tiles begin in the row.
   __device__ __forceinline__ TileColumns(int start, int num_tiles, int share)
       : start(start), num_tiles(num_tiles), share(share) {
-    first = max(start - 1, 0) / share;
-    last = max(start + num_tiles - 1, 0) / share;
+    const float reciprocal = __fdividef(1.f, static_cast<float>(share));
+    first = column_of(max(start - 1, 0), reciprocal);
+    last = column_of(max(start + num_tiles - 1, 0), reciprocal);
     if (first < last && cut(first + 1) == 0) ++first;
     if (first < last && cut(last) == num_tiles) --last;
+  }
+  // Columns are so few that the quotient is one off at most.
+  __device__ __forceinline__ int column_of(int tiles, float reciprocal) const {
+    const int column = static_cast<int>(static_cast<float>(tiles) * reciprocal);
+    const int rest = tiles - column * share;
+    return column + (rest >= share ? 1 : 0) - (rest < 0 ? 1 : 0);
   }
   // KV tiles before `column`. Pieces that are hardly worth a start go to their neighbours.
   __device__ __forceinline__ int cut(int column) const {
@@ -128,7 +135,8 @@ class TileRow {
     const int begin = lane_idx * per_lane_, end = min(begin + per_lane_, totals.most);
 #pragma unroll 1
     for (int index = begin; index < end; ++index) {
-      own_.add(read_planned_tile(params, index).cost());
+      kept_ = read_planned_tile(params, index);
+      own_.add(kept_.cost());
     }
     const int lanes = min(totals.most, 32);
     Sum sum = own_;
@@ -153,6 +161,19 @@ class TileRow {
   __device__ __forceinline__ PlacedTile tile(int number) const {
     return find(before_.tiles <= number && number < before_.tiles + own_.tiles,
                 [&](const Sum& sum, int) { return sum.tiles == number; });
+  }
+
+  // Tile `index`, which all lanes ask for. Where no lane has two, it is not read again.
+  __device__ __forceinline__ PlannedTile read(int index) const {
+    if (per_lane_ > 1) return read_planned_tile(params_, index);
+    PlannedTile tile;
+    const auto from = [&](int value) { return __shfl_sync(0xffffffffu, value, index); };
+    tile.request = from(kept_.request);
+    tile.qo_begin = from(kept_.qo_begin), tile.qo_len = from(kept_.qo_len);
+    tile.kv_base = from(kept_.kv_base), tile.kv_len = from(kept_.kv_len);
+    tile.row_begin = from(kept_.row_begin), tile.num_rows = from(kept_.num_rows);
+    tile.kv_begin = from(kept_.kv_begin), tile.kv_end = from(kept_.kv_end);
+    return tile;
   }
 
   RowTotals totals;
@@ -190,6 +211,7 @@ class TileRow {
   }
 
   const DevicePlanParams& params_;
+  PlannedTile kept_ = {};  // the lane's last tile
   Sum own_, before_;
   int per_lane_;
 };
@@ -199,14 +221,18 @@ class ColumnItems {
  public:
   __device__ __forceinline__ ColumnItems(const DevicePlanParams& params, const TileRow& row,
                                          int column)
-      : params_(params), column_(column), totals_(row.totals), next_(row.first_of_column(column)) {}
+      : params_(params),
+        row_(row),
+        column_(column),
+        totals_(row.totals),
+        next_(row.first_of_column(column)) {}
 
   // Sets the next item, all but its place in a list, and its tile's number; false: there is none.
   __device__ __forceinline__ bool next(WorkItem& item, int& number) {
 #pragma unroll 1
     while (may_have_next()) {
       const PlacedTile placed = next_;
-      const PlannedTile tile = read_planned_tile(params_, placed.index);
+      const PlannedTile tile = row_.read(placed.index);
       const int cost = tile.cost();
       next_ = {placed.index + 1, placed.number + (cost > 0 ? 1 : 0), placed.start + cost};
       if (cost == 0) continue;
@@ -242,6 +268,7 @@ class ColumnItems {
 
  private:
   const DevicePlanParams& params_;
+  const TileRow row_;
   const int column_;
   const RowTotals totals_;
   PlacedTile next_;
@@ -256,7 +283,7 @@ __device__ __forceinline__ MergeItem find_merge(const DevicePlanParams& params, 
   const PlacedTile placed =
       totals.has_merges_by_tile(params) ? row.tile(number) : row.first_of_column(number + 1);
   if (placed.index < 0) return merge;
-  const PlannedTile tile = read_planned_tile(params, placed.index);
+  const PlannedTile tile = row.read(placed.index);
   const TileColumns in(placed.start, tile.kv_tiles(), totals.share);
   if (in.first == in.last || totals.merge_of(params, placed, in) != number) return merge;
   merge.request = tile.request;

@@ -107,13 +107,22 @@ class HopperWeights {
     };
     if constexpr (kFirst) grow_by_cap();
     finish_values();
-    make_near<kTileSteps>(state, logits, soft_cap, p, sum);
-    if constexpr (!kFirst) tile_fits(state, sum, fits);
+    // Mostly a row does not fit because it grows: where the mask hides most of an item's first
+    // tile, the second one has larger logits. These weights are made again by a branch back to the
+    // same code, since a second copy leaves ptxas without registers for the products (C7511). With
+    // a custom mask the branch has the same effect, so there it is left out.
+    constexpr bool kMakesAgain = !kFirst && Traits::kMask != MaskMode::custom;
+    bool has_grown = false;
+#pragma unroll 1
+    while (true) {
+      make_near<kTileSteps>(state, logits, soft_cap, p, sum);
+      if (has_grown) break;
+      if constexpr (!kFirst) tile_fits(state, sum, fits);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      fits[h] = sum[h] <= most_near(soft_cap, state.largest[0][h]) && fits[h];
-    }
-    if (__builtin_expect(__any_sync(0xffffffffu, !(fits[0] && fits[1])), false)) {
+      for (int h = 0; h < 2; ++h) {
+        fits[h] = sum[h] <= most_near(soft_cap, state.largest[0][h]) && fits[h];
+      }
+      if (__builtin_expect(!__any_sync(0xffffffffu, !(fits[0] && fits[1])), true)) break;
       bool is_near[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) is_near[h] = row_fits(fits[h]);
@@ -123,7 +132,12 @@ class HopperWeights {
         is_near[h] = is_near[h] || state.largest[0][h] <= soft_cap.most_result &&
                                        state.largest[0][h] >= kLeastNear - soft_cap.most_result;
       }
-      make_exact<kTileSteps>(state, logits, soft_cap, is_near, p, sum);
+      if (!kMakesAgain || __any_sync(0xffffffffu, !(is_near[0] && is_near[1]))) {
+        make_exact<kTileSteps>(state, logits, soft_cap, is_near, p, sum);
+        break;
+      }
+      has_grown = true;
+      sum[0] = sum[1] = 0.f;
     }
     state.sum[0][0] += sum[0];
     state.sum[0][1] += sum[1];
