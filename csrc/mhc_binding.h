@@ -24,8 +24,8 @@ inline void check_mhc_streams(const Tensor& residual, DLDataType dtype) {
   }
 }
 
-// A contiguous tensor with the leading dimensions of `residual`, behind `splits` if that is not 0
-// and before `trailing`; at 16 bytes if it is read or written in vectors.
+// Checks a contiguous tensor that has the leading dimensions of `residual`, then `trailing`. A
+// dimension of `splits`, unless that is 0, comes first. Vectors must begin at 16 bytes.
 inline void check_mhc_tensor(const Tensor& tensor, DLDataType dtype, const Tensor& residual,
                              std::initializer_list<int64_t> trailing, int64_t splits = 0,
                              bool has_vectors = true) {

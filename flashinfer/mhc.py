@@ -128,7 +128,7 @@ def mhc_pre_big_fuse(
     mhc_base : torch.Tensor
         ``[24]``, float32.
     k : int
-        Elements behind each sum of squares.
+        The number of elements whose squares each sum has.
     rms_eps, mhc_pre_eps, mhc_sinkhorn_eps : float
         See above; finite, not negative.
     mhc_post_mult_value : float

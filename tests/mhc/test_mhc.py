@@ -90,7 +90,7 @@ def test_leading_dimensions(device):
 
 
 def test_a_matrix_has_rows_and_columns_that_add_up_to_1(device):
-    """What Sinkhorn's iterations are for, whatever the weights."""
+    """Sinkhorn's iterations end there from any weights."""
     arguments = _weights(500, 1, 64, device)
     arguments |= {"residual": _streams(500, 64, torch.bfloat16, device), "k": 256}
     _, comb, _ = flashinfer.mhc_pre_big_fuse(**arguments, sinkhorn_repeat=100)

@@ -21,7 +21,7 @@ struct MhcPreParams {
   uint32_t num_splits;
   uint32_t sinkhorn_repeat;  // at least 1
   uint32_t block_size;       // threads of a CTA, whole warps, at least two; 0: set at launch
-  float inv_k;               // 1 / elements behind a sum of squares
+  float inv_k;               // 1 / (number of squares in a sum)
   float rms_eps;
   float pre_eps;
   float sinkhorn_eps;

@@ -43,6 +43,8 @@ struct MlaParams {
   float rope_factor;    // of rotary products, beside sm_scale; read where caches have 8 bits
   float lse_factor;     // 1: base 2; ln 2: base e
   bool causal;          // the last query token is at the last KV token
+  uint32_t profile_words;  // of `profile`
+  uint64_t* profile;       // buffer of profiler.cuh; read by kernels that record their events
 };
 
 }  // namespace flashinfer
