@@ -9,7 +9,7 @@ namespace flashinfer {
 cudaError_t mhc_pre(const MhcPreParams& params, const DeviceInfo& device, bool enable_pdl,
                     cudaStream_t stream) {
   return launch_mhc_pre<dtype::FLASHINFER_CFG_DTYPE, FLASHINFER_CFG_PRENORM>(params, device,
-                                                                            enable_pdl, stream);
+                                                                             enable_pdl, stream);
 }
 
 #endif  // __CUDACC_RTC__

@@ -174,8 +174,8 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
     }
   }
   ffi::check_cuda(ints);
-  for (const ffi::Tensor& tensor : {q_nope, q_pe, ckv, kpe, kv_indices, out, lse, sinks, floats,
-                                    profile}) {
+  for (const ffi::Tensor& tensor :
+       {q_nope, q_pe, ckv, kpe, kv_indices, out, lse, sinks, floats, profile}) {
     if (tensor) ffi::check_same_device(tensor, ints);
   }
   if (num_tokens == 0 || plan.num_tokens == 0) return;

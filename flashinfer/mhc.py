@@ -1,7 +1,7 @@
 """Hyper-connections of four streams: what mixes them before a layer, and what adds its output.
 
-A model with hyper-connections (DeepSeek-V4) has four residual streams for each token. Before a layer
-`mhc_pre_big_fuse` mixes them into the layer's input; after it `mhc_post` mixes them among one
+A model with hyper-connections (DeepSeek-V4) has four residual streams for each token. Before a
+layer `mhc_pre_big_fuse` mixes them into the layer's input; after it `mhc_post` mixes them among one
 another and adds the layer's output. The weights are a token's own: a projection of its streams
 gives 24 numbers, 4 of *pre*, 4 of *post* and 4 x 4 of *comb*.
 """
@@ -138,8 +138,7 @@ def mhc_pre_big_fuse(
     num_splits : int
         1 to 1024.
     block_size : int
-        Threads for a token: a multiple of 32 from 64 to 1024, or 0 for what suits the sizes. Changes
-        no result.
+        Threads for a token: a multiple of 32 from 64 to 1024, or 0 for what suits the sizes.
 
     Returns
     -------

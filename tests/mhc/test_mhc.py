@@ -8,13 +8,15 @@ import torch
 import flashinfer
 from flashinfer.testing import assert_matches_reference, make_tensor
 
-# One token, more than a GPU has multiprocessors, rows of one vector, of the models, and of more than
-# a CTA holds at once.
+# One token, more than a GPU has multiprocessors, rows of one vector, of the models, and of more
+# than a CTA holds at once.
 SHAPES = [(1, 4096), (7, 8), (300, 7168), (1000, 4096), (3, 264), (2, 16384)]
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-def _weights(tokens: int, splits: int, hidden: int, device: torch.device) -> dict[str, torch.Tensor]:
+def _weights(
+    tokens: int, splits: int, hidden: int, device: torch.device
+) -> dict[str, torch.Tensor]:
     return {
         "dot_mix": torch.randn(splits, tokens, 24, device=device) * 3,
         "sqrsum": torch.rand(splits, tokens, device=device) * 4 * hidden,
@@ -86,7 +88,9 @@ def test_leading_dimensions(device):
         assert other.shape == (2, 3, *one.shape[1:]) and torch.equal(one, other.flatten(0, 1))
     x = make_tensor(2, 3, 64, dtype=torch.bfloat16, device=device)
     mixed = flashinfer.mhc_post(x, folded, *deep[:2])
-    assert torch.equal(mixed.flatten(0, 1), flashinfer.mhc_post(x.flatten(0, 1), residual, *flat[:2]))
+    assert torch.equal(
+        mixed.flatten(0, 1), flashinfer.mhc_post(x.flatten(0, 1), residual, *flat[:2])
+    )
 
 
 def test_a_matrix_has_rows_and_columns_that_add_up_to_1(device):

@@ -36,7 +36,9 @@ def test_random_tokens(emulator: Emulator, full: bool) -> None:
             *(PRE, "if (column != first) columns.load", "if (false) columns.load", "layer_input"),
             marks=pytest.mark.full,
         ),
-        pytest.param(*(PRE, "gate + params.pre_eps", "gate", "layer_input"), marks=pytest.mark.full),
+        pytest.param(
+            *(PRE, "gate + params.pre_eps", "gate", "layer_input"), marks=pytest.mark.full
+        ),
     ],
 )
 def test_the_emulation_notices(

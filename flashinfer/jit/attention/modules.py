@@ -117,7 +117,7 @@ def _packed_configs() -> Iterator[AttentionConfig]:
         )
 
 
-def _paged_configs(head_dim: int, **options: bool) -> Iterator[AttentionConfig]:
+def _paged_configs(head_dim: int, **options: Any) -> Iterator[AttentionConfig]:
     """Decode and prompts over a paged cache of bfloat16."""
     bf16 = torch.bfloat16
     shape = (bf16, bf16, bf16, head_dim, head_dim)

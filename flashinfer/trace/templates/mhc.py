@@ -96,9 +96,7 @@ def _mhc_pre_with_prenorm_reference(
 BLOCK_SIZES = (0, *range(64, 1025, 32))
 _RANKS = range(3, 9)
 _STREAMS = ["num_tokens", "streams", "hidden_size"]
-_RESIDUAL = Tensor(
-    _STREAMS, dtypes=("bfloat16", "float16"), ranks=_RANKS, layout="contiguous"
-)
+_RESIDUAL = Tensor(_STREAMS, dtypes=("bfloat16", "float16"), ranks=_RANKS, layout="contiguous")
 _ROW = ["num_tokens", "hidden_size"]
 
 
@@ -129,9 +127,9 @@ def _numbers(**more: Value) -> dict[str, Value]:
 def _post_gather(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """`post_layer_mix` without a last dimension of 1."""
     post, residual = arguments["post_layer_mix"], arguments["residual"]
-    if isinstance(post, torch.Tensor) and isinstance(residual, torch.Tensor):
-        if post.ndim == residual.ndim and post.shape[-1] == 1:
-            return {**arguments, "post_layer_mix": post.squeeze(-1)}
+    are_tensors = isinstance(post, torch.Tensor) and isinstance(residual, torch.Tensor)
+    if are_tensors and post.ndim == residual.ndim and post.shape[-1] == 1:
+        return {**arguments, "post_layer_mix": post.squeeze(-1)}
     return dict(arguments)
 
 
@@ -161,7 +159,7 @@ def _pre_example(arguments: dict[str, Any]) -> dict[str, Any]:
     residual = torch.cat([arguments["residual"]] * 8, dim=-1)
     if residual.dtype == torch.float32:
         residual = residual.bfloat16()
-    changed = {"residual": residual}
+    changed: dict[str, Any] = {"residual": residual}
     if "sqrsum" in arguments:
         k = residual.shape[-2] * residual.shape[-1]
         changed |= {"k": k, "sqrsum": arguments["sqrsum"].abs() * k + k}

@@ -2,9 +2,9 @@
 //
 //   out[t, n, :] = post_mix[t, n] * x[t, :] + sum over m of comb_mix[t, m, n] * residual[t, m, :]
 //
-// A thread has the same 16 bytes of columns of all streams of a token: five loads are in flight, and
-// every byte is moved once. Threads count over tokens and columns alike, so that one token already
-// spreads over several multiprocessors. Computed in float and rounded once.
+// A thread has the same 16 bytes of columns of all streams of a token: five loads are in flight,
+// and every byte is moved once. Threads count over tokens and columns alike, so that one token
+// already spreads over several multiprocessors. Computed in float and rounded once.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>

@@ -34,10 +34,10 @@ __device__ __forceinline__ float mhc_reciprocal(float x) {
   return y;
 }
 
-// Alternately divides columns and rows of `m` by their sums plus `eps`, columns first: `repeat` times
-// columns, in between rows. Only factors of rows and columns are kept, m[i][j] * row[i] * column[j]:
-// dividing m[i][j] * row[i] by (its row's sum * row[i] + eps) makes the new factor
-// 1 / (row's sum + eps / row[i]), so each step is four short sums and four reciprocals.
+// Alternately divides columns and rows of `m` by their sums plus `eps`, columns first: `repeat`
+// times columns, in between rows. Only factors of rows and columns are kept, m[i][j] * row[i] *
+// column[j]: dividing m[i][j] * row[i] by (its row's sum * row[i] + eps) makes the new factor 1 /
+// (row's sum + eps / row[i]), so each step is four short sums and four reciprocals.
 __device__ __forceinline__ void mhc_sinkhorn(float (&m)[kMhcStreams][kMhcStreams], uint32_t repeat,
                                              float eps) {
   constexpr int n = kMhcStreams;
@@ -209,8 +209,8 @@ inline cudaError_t launch_mhc_pre(const MhcPreParams& params, const DeviceInfo& 
                                   bool enable_pdl, cudaStream_t stream) {
   uint32_t threads = params.block_size;
   if (threads == 0) {
-    // Few tokens leave multiprocessors idle: a CTA then loads all it can at once. With many, several
-    // CTAs share a multiprocessor, and one of them loads while another one mixes.
+    // Few tokens leave multiprocessors idle: a CTA then loads all it can at once. With many,
+    // several CTAs share a multiprocessor, and one of them loads while another one mixes.
     const uint32_t vecs = params.hidden_size / MhcColumns<T>::kVecSize;
     const uint32_t most = params.num_tokens <= static_cast<uint32_t>(device.num_sms) ? 992 : 256;
     threads = 32 + round_up(ceil_div(vecs, ceil_div(vecs, most)), 32u);

@@ -35,8 +35,8 @@ inline cudaError_t launch_mla_portable(const MlaParams& params, bool enable_pdl,
   int shared_bytes = 0;
   const cudaError_t status = prepare_mla_portable<T, O, kDimCkv, kDimKpe, kProfiled>(&shared_bytes);
   if (status != cudaSuccess) return status;
-  return launch_kernel(mla_portable_kernel<T, O, kDimCkv, kDimKpe, kProfiled>, dim3(params.num_ctas),
-                       dim3(256), shared_bytes, stream, enable_pdl, params);
+  return launch_kernel(mla_portable_kernel<T, O, kDimCkv, kDimKpe, kProfiled>,
+                       dim3(params.num_ctas), dim3(256), shared_bytes, stream, enable_pdl, params);
 }
 
 }  // namespace flashinfer

@@ -315,8 +315,8 @@ template <typename T, typename O, int kDimCkv, int kDimKpe, bool kProfiled>
 __global__ void __launch_bounds__(256, 1)
     mla_portable_kernel(const __grid_constant__ MlaParams params) {
 #if defined(__CUDA_ARCH__)
-  using Tile = MlaPortableTile<T, O, kDimCkv, kDimKpe, max_shared_bytes(__CUDA_ARCH__ / 10),
-                               kProfiled>;
+  using Tile =
+      MlaPortableTile<T, O, kDimCkv, kDimKpe, max_shared_bytes(__CUDA_ARCH__ / 10), kProfiled>;
   static_assert(Tile::kThreads == 256);
   extern __shared__ __align__(128) char shared[];
   ptx::grid_dependency_wait();
