@@ -5,6 +5,7 @@ The references compute in float64 and return unrounded results: whoever uses the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,8 +49,8 @@ def _mhc_pre_reference(
     Knopp, "Concerning nonnegative matrices and doubly stochastic matrices", 1967.
     """
     tokens = residual.shape[:-2]
-    mix = dot_mix.double().reshape(-1, *tokens, 24).sum(dim=0)
-    squares = sqrsum.double().reshape(-1, *tokens).sum(dim=0)
+    mix = dot_mix.double().sum(dim=0).reshape(*tokens, 24)
+    squares = sqrsum.double().sum(dim=0).reshape(tokens)
     mix = mix * torch.rsqrt(squares / k + rms_eps).unsqueeze(-1)
     scales = mhc_scale.double().repeat_interleave(torch.tensor([4, 4, 16], device=mix.device))
     pre, post, comb = (mix * scales + mhc_base.double()).split((4, 4, 16), dim=-1)
@@ -149,8 +150,8 @@ def _pre_gather(arguments: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"`{name}` must have shape {list(shapes[-1])}, got {list(tensor.shape)}"
             )
-        if tensor.is_contiguous() and tensor.numel():
-            gathered[name] = tensor.reshape(splits, -1, *trailing)
+        if tensor.is_contiguous():
+            gathered[name] = tensor.reshape(splits, math.prod(outer), *trailing)
     return gathered
 
 
