@@ -60,10 +60,17 @@ void check(const Call& call) {
   const int64_t hidden_size = residual.dim(-1);
   ffi::check_mhc_tensor(residual, kDtype, residual, {n, hidden_size});
   // One split may do without its dimension.
-  const bool has_splits = call.params.num_splits > 1 || call.dot_mix.ndim() == residual.ndim();
-  const int64_t splits = has_splits ? call.params.num_splits : 0;
-  ffi::check_mhc_tensor(call.dot_mix, kFloat, residual, {kMixes}, splits, false);
-  if (!kPrenorm) ffi::check_mhc_tensor(call.sqrsum, kFloat, residual, {}, splits, false);
+  const int64_t num_splits = call.params.num_splits;
+  const auto splits = [&](bool has_splits) {
+    return num_splits > 1 || has_splits ? num_splits : 0;
+  };
+  const ffi::Tensor &dots = call.dot_mix, &squares = call.sqrsum;
+  const int64_t of_dots = splits(dots.ndim() == residual.ndim());
+  ffi::check_mhc_tensor(dots, kFloat, residual, {kMixes}, of_dots, false);
+  if (!kPrenorm) {
+    const int64_t of_squares = splits(squares.ndim() == residual.ndim() - 1);
+    ffi::check_mhc_tensor(squares, kFloat, residual, {}, of_squares, false);
+  }
   ffi::check_dtype(call.scale, kFloat);
   ffi::check_shape(call.scale, {3});
   ffi::check_dtype(call.base, kFloat);
