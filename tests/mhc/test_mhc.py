@@ -51,9 +51,7 @@ def test_post(shape, dtype, device):
     residual = _streams(tokens, hidden, dtype, device)
     x = make_tensor(tokens, hidden, dtype=dtype, device=device)
     post, comb = torch.rand(tokens, 4, device=device), torch.rand(tokens, 4, 4, device=device)
-    _check(
-        flashinfer.mhc_post, x=x, residual=residual, post_layer_mix=post, comb_res_mix=comb
-    )
+    _check(flashinfer.mhc_post, x=x, residual=residual, post_layer_mix=post, comb_res_mix=comb)
     column = flashinfer.mhc_post(x, residual, post[..., None], comb)
     assert torch.equal(column, flashinfer.mhc_post(x, residual, post, comb))
 
@@ -70,9 +68,7 @@ def test_pre(shape, splits, dtype, device):
     for changed in ({}, {"mhc_post_mult_value": 2.0, "sinkhorn_repeat": 1, "rms_eps": 0.1}):
         _check(flashinfer.mhc_pre_big_fuse, **arguments | changed)
     for block_size in (64, 256, 1024):
-        _check(
-            flashinfer.mhc_pre_big_fuse, **arguments, block_size=block_size, mhc_pre_eps=0.1
-        )
+        _check(flashinfer.mhc_pre_big_fuse, **arguments, block_size=block_size, mhc_pre_eps=0.1)
 
 
 @pytest.mark.gpu
@@ -84,9 +80,7 @@ def test_pre_with_prenorm(shape, dtype, device):
     del arguments["sqrsum"]
     arguments["residual"] = _streams(tokens, hidden, dtype, device)
     for block_size in (0, 64, 416, 1024):
-        _check(
-            flashinfer.mhc_pre_big_fuse_with_prenorm, **arguments, block_size=block_size
-        )
+        _check(flashinfer.mhc_pre_big_fuse_with_prenorm, **arguments, block_size=block_size)
 
 
 @pytest.mark.gpu

@@ -28,11 +28,15 @@ __global__ void __launch_bounds__(kMhcPostThreads)
   ptx::grid_launch_dependents();
   if (token >= params.num_tokens) return;
 
-  const uint32_t column = (index - token * params.vecs_per_row.divisor) * kVecSize;
-  const uint64_t first = uint64_t{token} * kStreams * params.hidden_size + column;
-  const T* residual = static_cast<const T*>(params.residual) + first;
+  // Addresses count in vectors: by elements, the compiler stores most results in words of 4 bytes.
+  const uint32_t row_vecs = params.vecs_per_row.divisor;
+  const uint32_t column = index - token * row_vecs;
+  const uint64_t first = uint64_t{token} * kStreams * row_vecs + column;
+  const auto* x_row = static_cast<const T*>(params.x) + uint64_t{token} * params.hidden_size;
+  const T* residual = static_cast<const T*>(params.residual) + first * kVecSize;
+  Elements* out = static_cast<Elements*>(params.out) + first;
   Elements x, streams[kStreams];
-  x.load_streaming(static_cast<const T*>(params.x) + uint64_t{token} * params.hidden_size + column);
+  x.load_streaming(x_row + column * kVecSize);
 #pragma unroll
   for (int m = 0; m < kStreams; ++m) {
     streams[m].load_streaming(residual + m * params.hidden_size);
@@ -62,9 +66,9 @@ __global__ void __launch_bounds__(kMhcPostThreads)
   }
 #pragma unroll
   for (int n = 0; n < kStreams; ++n) {
-    Elements out;
-    out.from_floats(sums[n]);
-    out.store(static_cast<T*>(params.out) + first + n * params.hidden_size);
+    Elements rounded;
+    rounded.from_floats(sums[n]);
+    out[n * row_vecs] = rounded;
   }
 }
 
