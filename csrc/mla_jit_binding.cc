@@ -1,7 +1,7 @@
-//   mla_run(plan, workspaces, queries, caches, out, lse, sinks, factors, enable_pdl)
+//   mla_run(plan, workspaces, queries, caches, out, lse, sinks, factors, profile, enable_pdl)
 //
 // `plan` is the MlaPlan of mla_plan, whose list is in the first workspace. lse, sinks and
-// enable_pdl may be None. Tuples:
+// enable_pdl may be None; so is `profile`, unless the configuration has one. Tuples:
 //
 //   workspaces  (int_workspace, float_workspace)
 //   queries     (q_nope, q_pe or None)
@@ -15,6 +15,7 @@ namespace {
 
 using ffi::Tensor;
 
+constexpr bool kProfiled = FLASHINFER_CFG_PROFILED;
 constexpr int64_t kDimCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kDimKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
 
 // Sets the kernel's pointers into the workspaces.
@@ -31,6 +32,24 @@ void bind(MlaParams& params, const MlaPlan& plan, const Tensor& ints, const Tens
   params.page_size = FastDivisor(static_cast<uint32_t>(plan.page_size));
   params.num_ctas = static_cast<uint32_t>(plan.num_ctas);
   params.causal = plan.causal;
+}
+
+// Events of the kernel go to `profile`.
+void bind_profile(MlaParams& params, const Tensor& profile) {
+  if (!profile) {
+    if (!kProfiled) return;
+    ffi::raise("ValueError", "`profiler_buffer` must be given: plan() was told `use_profiler`");
+  }
+  if (!kProfiled) {
+    ffi::raise("ValueError", "`profiler_buffer` must be None: plan() was not told `use_profiler`");
+  }
+  ffi::check_dtype(profile, {DLDataType{kDLUInt, 64, 1}, ffi::dtype::int64});
+  ffi::check_ndim(profile, 1, 1);
+  ffi::check_contiguous(profile);
+  if (profile.numel() == 0) ffi::raise("ValueError", "`profiler_buffer` must not be empty");
+  params.profile = static_cast<uint64_t*>(profile.data());
+  const int64_t words = profile.numel();
+  params.profile_words = static_cast<uint32_t>(words < UINT32_MAX ? words : UINT32_MAX);
 }
 
 void check_row_strides(const Tensor& tensor) {
@@ -95,6 +114,7 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   const double sm_scale = factors.number("sm_scale"), o_scale = factors.number("o_scale");
   const double lse_factor = factors.number("lse_factor");
   const double rope_factor = factors.number("rope_factor");
+  const ffi::Tensor profile = args.optional_tensor("profiler_buffer");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
   ffi::check_dtype(planned, ffi::dtype::uint8);
@@ -143,6 +163,7 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
     ffi::check_last_dim_contiguous(sinks);
     params.sinks = static_cast<const float*>(sinks.data());
   }
+  bind_profile(params, profile);
   params.sm_scale_log2 = static_cast<float>(sm_scale * 1.4426950408889634);
   params.o_scale = static_cast<float>(o_scale);
   params.lse_factor = static_cast<float>(lse_factor);
@@ -153,7 +174,8 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
     }
   }
   ffi::check_cuda(ints);
-  for (const ffi::Tensor& tensor : {q_nope, q_pe, ckv, kpe, kv_indices, out, lse, sinks, floats}) {
+  for (const ffi::Tensor& tensor :
+       {q_nope, q_pe, ckv, kpe, kv_indices, out, lse, sinks, floats, profile}) {
     if (tensor) ffi::check_same_device(tensor, ints);
   }
   if (num_tokens == 0 || plan.num_tokens == 0) return;

@@ -11,9 +11,10 @@ cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStrea
   using Ckv = dtype::FLASHINFER_CFG_DTYPE_KV;
   constexpr bool kScaled = FLASHINFER_CFG_SCALED_GROUPS;
   using T = std::conditional_t<sizeof(Ckv) == 1 && !kScaled, dtype::float16, Q>;
-  using Tile =
+  using Plain =
       MlaTile<T, dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_CKV,
               FLASHINFER_CFG_HEAD_DIM_KPE, Q, Ckv, dtype::FLASHINFER_CFG_DTYPE_KPE, kScaled>;
+  using Tile = std::conditional_t<FLASHINFER_CFG_PROFILED, MlaProfiledTile<Plain>, Plain>;
   const cudaError_t status = launch_mla_sm90<Tile>(params, enable_pdl, stream);
   if (status != cudaSuccess || !merges) return status;
   return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);

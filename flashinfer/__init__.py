@@ -40,6 +40,9 @@ if not is_command_line():
         from .decode import fast_decode_plan as fast_decode_plan
         from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
         from .fi_trace import fi_trace as fi_trace
+        from .mhc import mhc_post as mhc_post
+        from .mhc import mhc_pre_big_fuse as mhc_pre_big_fuse
+        from .mhc import mhc_pre_big_fuse_with_prenorm as mhc_pre_big_fuse_with_prenorm
         from .norm import fused_add_rmsnorm as fused_add_rmsnorm
         from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant
         from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant

@@ -27,8 +27,8 @@ from .config import ModelConfig
 def modules(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[JitSpec]:
     """What `Engine` calls, whatever it is asked for.
 
-    `flashinfer build llama-bf16` makes these, and more, for models with heads of 128 elements, all
-    in bfloat16 and without windows.
+    `flashinfer build llama-bf16` makes these, and more, for models with heads of 128 or 64
+    elements, all in bfloat16 and without windows.
 
     Parameters
     ----------

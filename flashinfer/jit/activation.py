@@ -43,7 +43,14 @@ def _llama_configs() -> Iterator[tuple[str, torch.dtype]]:
     yield "silu", torch.bfloat16
 
 
-@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+def _gemma_configs() -> Iterator[tuple[str, torch.dtype]]:
+    yield "gelu_tanh", torch.bfloat16
+
+
+_presets = {"llama-bf16": _llama_configs, "gemma": _gemma_configs}
+
+
+@register_generator(aot=_aot_configs, presets=_presets)
 def gen_act_and_mul_module(act_func_name: str, dtype: torch.dtype = torch.bfloat16) -> JitSpec:
     """The module with ``act_and_mul`` for one activation and dtype."""
     config = ActAndMulConfig(act_func_name, dtype)

@@ -48,7 +48,10 @@ def _fp8_configs() -> Iterator[NormConfig]:
         yield NormConfig(torch.bfloat16, torch.float8_e4m3fn, add_residual=add_residual)
 
 
-@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs, "fp8": _fp8_configs})
+_presets = {"llama-bf16": _llama_configs, "gemma": _llama_configs, "fp8": _fp8_configs}
+
+
+@register_generator(aot=_aot_configs, presets=_presets)
 def gen_norm_module(config: NormConfig | None = None) -> JitSpec:
     """The module with ``norm`` and, for an RMS norm, ``gemma_norm``; by default of bfloat16."""
     config = config or NormConfig(torch.bfloat16, torch.bfloat16)

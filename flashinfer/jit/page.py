@@ -22,7 +22,9 @@ def _configs() -> Iterator[PageConfig]:
     yield PageConfig()
 
 
-@register_generator(aot=_configs, presets={"llama-bf16": _configs, "mla": _configs})
+@register_generator(
+    aot=_configs, presets={"llama-bf16": _configs, "gemma": _configs, "mla": _configs}
+)
 def gen_page_module(config: PageConfig | None = None) -> JitSpec:
     """The module with the appends, ``get_batch_indices_positions`` and ``get_seq_lens``."""
     return JitSpec.from_config(config or PageConfig(), ["page.cu", "page_jit_binding.cc"])

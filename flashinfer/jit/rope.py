@@ -64,7 +64,12 @@ def _mla_configs() -> Iterator[RopeConfig]:
             yield RopeConfig(torch.bfloat16, out_dtype, interleave)
 
 
-_presets = {"llama-bf16": _llama_configs, "fp8": _fp8_configs, "mla": _mla_configs}
+_presets = {
+    "llama-bf16": _llama_configs,
+    "gemma": _llama_configs,
+    "fp8": _fp8_configs,
+    "mla": _mla_configs,
+}
 
 
 @register_generator(aot=_aot_configs, presets=_presets)

@@ -77,7 +77,10 @@ def _llama_configs() -> Iterator[SamplingConfig]:
         yield SamplingConfig(f32, f32, False, filter, Output.TOKEN)
 
 
-@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+_presets = {"llama-bf16": _llama_configs, "gemma": _llama_configs}
+
+
+@register_generator(aot=_aot_configs, presets=_presets)
 def gen_sampling_module(config: SamplingConfig) -> JitSpec:
     """The module with ``sampling``, for one configuration."""
     return JitSpec.from_config(config, ["sampling.cu", "sampling_jit_binding.cc"])

@@ -46,7 +46,10 @@ def _llama_configs() -> Iterator[TopKConfig]:
     yield TopKConfig(torch.float32, TopKOutput.VALUES)
 
 
-@register_generator(aot=_aot_configs, presets={"llama-bf16": _llama_configs})
+_presets = {"llama-bf16": _llama_configs, "gemma": _llama_configs}
+
+
+@register_generator(aot=_aot_configs, presets=_presets)
 def gen_topk_module(config: TopKConfig) -> JitSpec:
     """The module with ``top_k``, for one configuration."""
     return JitSpec.from_config(config, ["topk.cu", "topk_jit_binding.cc"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .call import PROFILE_EVENTS
 from .metadata import MLAHeadDimensions, MLALayerDimensions, MLAPlanMetadata
 from .module import get_batch_mla_module
 from .one_call import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
@@ -12,6 +13,7 @@ __all__ = [
     "MLAHeadDimensions",
     "MLALayerDimensions",
     "MLAPlanMetadata",
+    "PROFILE_EVENTS",
     "get_batch_mla_module",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache_mla",

@@ -13,6 +13,9 @@ from .._common.checks import tensor as check_tensor
 from ..jit.attention.mla import FLOAT8
 from .problem import MlaOptions
 
+PROFILE_EVENTS = ("load", "keys", "weights", "values", "output")
+"""Names of the events in a profile, by their numbers in include/flashinfer/mla/events.cuh."""
+
 _SCALE_MODES = ("default", "kv-per-tensor", "bmm-scalar")
 
 
@@ -124,7 +127,7 @@ def read_call_modes(
     return CallModes(query_layout, kv_cache_layout, scale_mode, check_flag("use_sinks", use_sinks))
 
 
-def refuse_modes(use_profiler: Any, output_scale: Any, skip_softmax: Any) -> None:
+def refuse_modes(output_scale: Any, skip_softmax: Any) -> None:
     """Refuse the modes of ``plan`` that no kernel here has.
 
     Raises
@@ -132,8 +135,6 @@ def refuse_modes(use_profiler: Any, output_scale: Any, skip_softmax: Any) -> Non
     TypeError, ValueError
         If one is asked for.
     """
-    if check_flag("use_profiler", use_profiler):
-        raise ValueError("`use_profiler` must be False: the kernels write no profile")
     if output_scale != "none":
         raise ValueError(f"`output_scale` must be 'none', got {output_scale!r}")
     if check_flag("skip_softmax", skip_softmax):
@@ -156,6 +157,7 @@ def read_call(
     bmm2_scale: Any = None,
     sinks: Any = None,
     return_lse_base_on_e: Any = False,
+    profiler_buffer: Any = None,
     **of_other_backends: Any,
 ) -> MlaCall:
     """Arguments of ``run`` in one form.
@@ -171,10 +173,23 @@ def read_call(
     sm_scale, o_scale, rope_factor = modes.scales(
         options, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale
     )
+    _check_profile(options, profiler_buffer)
     if modes.use_sinks and sinks is None:
         raise ValueError("`sinks` must be given: plan() was told `use_sinks`")
     on_e = options.is_lse_on_e(return_lse_base_on_e)
     return MlaCall(q_nope, q_pe, ckv_cache, kpe_cache, sm_scale, o_scale, rope_factor, on_e)
+
+
+def _check_profile(options: MlaOptions, profiler_buffer: Any) -> None:
+    """Refuse a buffer that no kernel writes, or none where one does."""
+    if not options.use_profiler:
+        refuse("plan() was not told `use_profiler`", profiler_buffer=profiler_buffer)
+        return
+    buffer = check_tensor("profiler_buffer", profiler_buffer, 1)
+    if buffer.dtype not in (torch.int64, torch.uint64):
+        raise ValueError(f"`profiler_buffer` must be uint64 or int64, got {buffer.dtype}")
+    if buffer.numel() == 0 or not buffer.is_contiguous():
+        raise ValueError("`profiler_buffer` must be contiguous and not empty")
 
 
 def _parts(

@@ -184,6 +184,7 @@ class OneCall:
             lse,
             self.sinks,
             (*self.scales, _LN_2 if base == "basee" else 1.0, 1.0),
+            None,
             enable_pdl,
         )
 

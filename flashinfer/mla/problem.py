@@ -57,6 +57,8 @@ class MlaOptions:
         Types of queries, caches and outputs.
     lse_mode : str
         ``"none"``, ``"base2"`` or ``"basee"``.
+    use_profiler : bool
+        Whether the kernel records its events.
     """
 
     num_heads: int
@@ -69,6 +71,7 @@ class MlaOptions:
     kv_dtype: torch.dtype
     o_dtype: torch.dtype
     lse_mode: str
+    use_profiler: bool = False
 
     @property
     def results(self) -> tuple[int, torch.dtype]:
@@ -88,6 +91,7 @@ class MlaOptions:
             backend == "fa3"
             and self.kv_dtype == FLOAT8
             and self.num_heads * max_q_len <= NARROW_ROWS
+            and not self.use_profiler
         )
         return MlaConfig(
             backend,
@@ -96,6 +100,7 @@ class MlaOptions:
             self.head_dim_kpe,
             self.kv_dtype,
             tile_rows=NARROW_ROWS if is_narrow else 64,
+            profiled=self.use_profiler,
         )
 
     def is_lse_on_e(self, return_lse_base_on_e: Any) -> bool:
@@ -125,6 +130,7 @@ def read_options(
     kv_data_type: Any,
     output_dtype: Any,
     lse_mode: Any,
+    use_profiler: Any = False,
 ) -> MlaOptions:
     """Options of ``plan``, checked.
 
@@ -154,6 +160,7 @@ def read_options(
         kv_dtype=resolve_dtype("kv_data_type", kv_data_type),
         o_dtype=_output_dtype(q_dtype, output_dtype),
         lse_mode=lse_mode,
+        use_profiler=check_flag("use_profiler", use_profiler),
     )
 
 

@@ -55,8 +55,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
         With `use_cuda_graph`: int32 buffers on the device, of ``capacity + 1`` elements, the same,
         of the most page numbers a batch can have, and of ``capacity``. ``plan`` fills them.
     backend : str
-        ``"fa2"``, the kernel for every GPU, ``"fa3"``, the one for Hopper, or ``"auto"``: the
-        second where the GPU is a Hopper.
+        ``"fa2"``: for every GPU, ``"fa3"``: for Hopper, ``"auto"``: the latter on a Hopper.
 
     Raises
     ------
@@ -192,7 +191,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
         q_data_type, kv_data_type : torch.dtype
             float16 or bfloat16, both the same; on Hopper float8_e4m3fn for caches or for both.
         use_profiler : bool
-            False.
+            Whether the kernel, one of its own, records the events `flashinfer.mla.PROFILE_EVENTS`.
         metadata : MLAPlanMetadata, optional
             Stands in for the index tensors.
         cum_seq_lens_q, block_tables, seq_lens : torch.Tensor, optional
@@ -237,8 +236,9 @@ class BatchMLAPagedAttentionWrapper(Planned):
             kv_data_type=kv_data_type,
             output_dtype=output_dtype,
             lse_mode=lse_mode,
+            use_profiler=use_profiler,
         )
-        refuse_modes(use_profiler, output_scale, skip_softmax)
+        refuse_modes(output_scale, skip_softmax)
         self._modes = read_call_modes(query_layout, kv_cache_layout, scale_mode, use_sinks)
         self._enable_pdl = check_optional_flag("enable_pdl", enable_pdl)
         given: dict[str, Any] = dict(
@@ -413,7 +413,9 @@ class BatchMLAPagedAttentionWrapper(Planned):
             Where log-sum-exps go: ``[tokens, num_heads]`` float32, contiguous.
         return_lse : bool
             Whether they are returned.
-        profiler_buffer, kv_len, page_table, o_scale, skip_softmax_threshold_scale_factor
+        profiler_buffer : torch.Tensor, optional
+            With `use_profiler`: uint64 or int64 words, zero before the call; docs/profiler.md.
+        kv_len, page_table, o_scale, skip_softmax_threshold_scale_factor
             None: they belong to other backends.
         return_lse_base_on_e : bool
             Natural instead of base-2 logarithms.
@@ -479,12 +481,10 @@ class BatchMLAPagedAttentionWrapper(Planned):
             lse,
             sinks,
             (call.sm_scale, call.o_scale, _LN_2 if call.lse_on_e else 1.0, call.rope_factor),
+            profiler_buffer,
             self._enable_pdl,
         )
-        if not return_lse:
-            return out
-        assert lse is not None
-        return out, lse
+        return (out, lse) if return_lse and lse is not None else out
 
     def _run_of(self, dtype_kpe: torch.dtype) -> Any:
         """The kernel of the plan for rotary rows of a dtype."""

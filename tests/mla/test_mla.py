@@ -240,7 +240,7 @@ PLAN_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sm_scale": 0.0}, ValueError, "`sm_scale`"),
     ({"q_data_type": torch.float32}, ValueError, "`q_data_type`"),
     ({"kv_data_type": FP16}, ValueError, "`kv_data_type`"),
-    ({"use_profiler": True}, ValueError, "`use_profiler`"),
+    ({"use_profiler": 1}, TypeError, "`use_profiler`"),
     ({"lse_mode": "log2"}, ValueError, "`lse_mode`"),
     ({"output_scale": "per-tensor"}, ValueError, "`output_scale`"),
     ({"scale_mode": "bmm-tensor"}, ValueError, "`scale_mode`"),

@@ -19,21 +19,36 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESET = "llama-bf16"
 # Groups of 2, 4 and 8 query heads choose other tiles.
 LARGER = {**checkpoint.LARGE, "hidden_size": 8192, "num_attention_heads": 64}
+# The heads of Llama 3.2 1B: 64 elements.
+SMALLER = {**checkpoint.LARGE, "hidden_size": 2048}
 SHAPES = [checkpoint.SMALL, checkpoint.LARGE, LARGER]
+
+
+def _check_the_wheel(config: dict, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    wheel = {spec.name for spec in registry.aot_specs()}
+    needed = {spec.name for spec in modules(ModelConfig.from_dict(config), dtype, kv_dtype)}
+    assert not needed - wheel
+    assert any(name.endswith("_fa3") for name in needed)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    current_compilation_context.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", SHAPES)
 def test_the_wheel_has_every_module_that_the_engine_looks_up(
-    monkeypatch: pytest.MonkeyPatch, config: dict, dtype: torch.dtype
+    hopper: None, config: dict, dtype: torch.dtype
 ):
-    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    current_compilation_context.reset()
-    wheel = {spec.name for spec in registry.aot_specs()}
     for kv_dtype in (dtype, torch.float8_e4m3fn):
-        needed = {spec.name for spec in modules(ModelConfig.from_dict(config), dtype, kv_dtype)}
-        assert not needed - wheel
-        assert any(name.endswith("_fa3") for name in needed)
+        _check_the_wheel(config, dtype, kv_dtype)
+
+
+def test_the_wheel_has_heads_of_64(hopper: None):
+    assert ModelConfig.from_dict(SMALLER).head_dim == 64
+    _check_the_wheel(SMALLER, torch.bfloat16, torch.bfloat16)
 
 
 def _python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:

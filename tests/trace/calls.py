@@ -30,6 +30,7 @@ SIZES = {
     "ssd": {"num_heads": 6, "num_groups": 3, "head_dim": 64, "dstate": 128},
     "checkpointing_ssu": {"num_groups": 3, "num_heads": 6, "dstate": 16, "num_rows": 9},
     "selective_state_update": {"num_groups": 3, "num_heads": 6, "dstate": 16},
+    "mhc": {"streams": 4, "mixes": 24, "parts": 3, "one": 1},
 }
 
 

@@ -131,6 +131,9 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     merge_state_in_place_h32_d128.json
     merge_state_in_place_h32_d128_mask_mask_bool.json
     merge_states_h32_d128.json
+    mhc_post_h4096.json
+    mhc_pre_big_fuse_h4096_residual_bf16_layer_input_bf16.json
+    mhc_pre_big_fuse_with_prenorm_h4096_residual_bf16_layer_input_bf16.json
     min_p_sampling_from_probs_v128256_f32.json
     mla_decode_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json
     mla_decode_lse_h128_ckv512_kpe64_ps64_q_pe_kpe_cache_causal.json

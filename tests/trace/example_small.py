@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer import norm
+from flashinfer import mhc, norm
 from flashinfer.topk_varlen import top_k_varlen
 
 NUM_TOKENS = 32
@@ -13,6 +13,7 @@ NUM_TOKENS = 32
 def make_calls(dtype: torch.dtype) -> None:
     call_gated_norms(dtype)
     call_modulated_norms(dtype)
+    call_hyper_connections(dtype)
     call_top_k(torch.randn(16, 4096))
 
 
@@ -27,6 +28,16 @@ def call_gated_norms(dtype) -> None:
         )
     heads, gates = torch.randn(2, NUM_TOKENS, 32, 64, dtype=dtype)
     norm.rmsnorm_sigmoid_gate(heads, gates)
+
+
+def call_hyper_connections(dtype) -> None:
+    """DeepSeek-V4: four streams."""
+    residual, x = torch.randn(NUM_TOKENS, 4, 4096, dtype=dtype), torch.randn(NUM_TOKENS, 4096)
+    dots, squares = torch.randn(2, NUM_TOKENS, 24), torch.rand(2, NUM_TOKENS) * 16384
+    weights = (residual, torch.rand(3), torch.randn(24))
+    post, comb, _ = mhc.mhc_pre_big_fuse(dots, squares, *weights, 16384, num_splits=2)
+    mhc.mhc_pre_big_fuse_with_prenorm(dots[0], *weights)
+    mhc.mhc_post(x.to(dtype), residual, post, comb)
 
 
 def call_modulated_norms(dtype) -> None:

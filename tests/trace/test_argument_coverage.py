@@ -19,6 +19,7 @@ from tests.trace import (
     attention_wrapper_cases,
     cache_cases,
     linear_attention_cases,
+    mhc_cases,
     mla_cases,
     moe_cases,
     mqa_cases,
@@ -260,6 +261,8 @@ def test_optional_argument(operation: Operation, name: str, device: torch.device
         general = mqa_cases.CASES
     if operation.template.op_type in topk_varlen_cases.OP_TYPES:
         general = topk_varlen_cases.CASES
+    if operation.template.op_type in mhc_cases.OP_TYPES:
+        general = mhc_cases.CASES
     if operation.template.op_type in norm_cases.OP_TYPES:
         general = norm_cases.CASES
     if operation.template.op_type in moe_cases.OP_TYPES:

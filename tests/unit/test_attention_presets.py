@@ -54,3 +54,20 @@ def test_prefill_of_llama(tokens: int, on_hopper: bool, monkeypatch: pytest.Monk
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace)
     assert chosen(ragged, indptr, indptr, *HEADS, causal=True) in names
     assert "attention_plan" in names
+
+
+@pytest.mark.parametrize("options", [{}, {"window_left": 4095}, {"logits_soft_cap": 50.0}])
+@pytest.mark.parametrize("tokens", [2, 15, 2048])
+def test_gemma(tokens: int, options: dict, monkeypatch: pytest.MonkeyPatch):
+    """Heads of 256: decode, short prompts, and long ones on Hopper's kernel."""
+    monkeypatch.setattr(backends, "is_hopper", lambda device: True)
+    names = {spec.name for spec in registry.preset_specs("gemma")}
+    workspace = torch.empty(1 << 24, dtype=torch.uint8)
+    heads = (16, 8, 256, 16)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    assert chosen(decode, *pages(4, 64), *heads, **options) in names
+    indptr = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
+    prompt = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    arguments = (indptr, *pages(2, max(tokens, 16)), *heads)
+    assert chosen(prompt, *arguments, causal=True, **options) in names
+    assert prompt._executor.config.backend == ("fa3" if tokens > 15 else "fa2")

@@ -26,6 +26,7 @@ BASE_LAYERS = {
     "collective": {"ptx", "common"},
     "layout": {"ptx", "common"},
     "scheduler": set(),
+    "profiler": set(),
 }
 # (family, family it includes): reason.
 FAMILY_EDGES: dict[tuple[str, str], str] = {

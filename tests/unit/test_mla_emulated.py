@@ -31,7 +31,7 @@ def build_and_run(
     cases: int,
 ) -> str:
     names = ("DTYPE_Q", "DTYPE_KV", "DTYPE_KPE", "DTYPE_O", "HEAD_DIM_CKV", "HEAD_DIM_KPE")
-    flags = zip(names, (*dtypes, *dims), strict=True)
+    flags = [*zip(names, (*dtypes, *dims), strict=True), ("PROFILED", "false")]
     options = [*options, *(f"-DFLASHINFER_CFG_{name}={value}" for name, value in flags)]
     program = emulator.build("mla_emulation.cc", options)
     done = emulator.call([program, str(cases * emulator.rounds)])

@@ -36,7 +36,8 @@ class MlaConfig(ModuleConfig):
     """What selects code; numbers of heads, page sizes and masks are run-time arguments.
 
     With `scaled_groups`, a float32 for each 128 columns lies after each latent row: its scale.
-    `tile_rows`: query rows that are multiplied at a time, 64 or `NARROW_ROWS`.
+    `tile_rows`: query rows that are multiplied at a time, 64 or `NARROW_ROWS`. `profiled`: whether
+    the kernel records its events, which that of few rows does not.
     """
 
     module: ClassVar[str] = "batch_mla"
@@ -50,6 +51,7 @@ class MlaConfig(ModuleConfig):
     dtype_kpe: torch.dtype
     scaled_groups: bool = False
     tile_rows: int = 64
+    profiled: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -68,10 +70,10 @@ class MlaConfig(ModuleConfig):
                 f"bfloat16 queries, got {kinds}"
             )
         is_narrow = self.tile_rows == NARROW_ROWS and self.dtype_kv == FLOAT8
-        if self.tile_rows != 64 and (self.scaled_groups or not is_narrow):
+        if self.tile_rows != 64 and (self.scaled_groups or self.profiled or not is_narrow):
             raise ValueError(
                 f"`tile_rows` must be 64, or {NARROW_ROWS} with a cache of e4m3 without scales of "
-                f"groups, got {self.tile_rows}"
+                f"groups and without a profile, got {self.tile_rows}"
             )
         if (self.head_dim_ckv, self.head_dim_kpe) not in HEAD_DIMS:
             raise ValueError(
@@ -128,9 +130,11 @@ def mla_config(
         If there is no kernel for it.
     """
     check_dtype("dtype_idx", dtype_idx, (torch.int32,))
-    if use_profiler:
-        raise ValueError("`use_profiler` must be False: the kernels write no profile")
-    return MlaConfig(backend, dtype_q, dtype_kv, dtype_o, head_dim_ckv, head_dim_kpe, dtype_kv)
+    types = (dtype_q, dtype_kv, dtype_o)
+    dims = (head_dim_ckv, head_dim_kpe)
+    if not isinstance(use_profiler, bool):
+        raise TypeError(f"`use_profiler` must be a bool, got {type(use_profiler).__name__}")
+    return MlaConfig(backend, *types, *dims, dtype_kv, profiled=use_profiler)
 
 
 def gen_batch_mla_module(
@@ -156,7 +160,7 @@ def gen_batch_mla_module(
     head_dim_ckv, head_dim_kpe : int
         512 or 256, and 64 or 0.
     use_profiler : bool
-        False.
+        Whether the kernel records its events.
 
     Raises
     ------

@@ -17,7 +17,7 @@ from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
 from ..spec import ModuleSpec
 from . import hopper
-from .config import DECODE_TILES, PACKED_FLOAT4, TILES, AttentionConfig
+from .config import DECODE_TILES, PACKED_FLOAT4, TILES, AttentionConfig, tile_rules
 from .variant import AttentionVariant
 
 
@@ -117,15 +117,45 @@ def _packed_configs() -> Iterator[AttentionConfig]:
         )
 
 
+def _paged_configs(head_dim: int, **options: Any) -> Iterator[AttentionConfig]:
+    """Decode and prompts over a paged cache of bfloat16."""
+    bf16 = torch.bfloat16
+    shape = (bf16, bf16, bf16, head_dim, head_dim)
+    for tile_q in DECODE_TILES:
+        yield AttentionConfig(*shape, tile_q, **options)
+    options |= {"mask_mode": "causal"}
+    for rule in tile_rules(head_dim):
+        yield AttentionConfig(*shape, rule.tile_q, **options)
+    tile_q = hopper.hopper_tile_q(head_dim, head_dim, bf16)
+    yield AttentionConfig(*shape, tile_q, backend="fa3", **options)
+
+
+def _small_head_configs() -> Iterator[AttentionConfig]:
+    """Heads of 64, which Llama 3.2 1B and Qwen2 0.5B have."""
+    yield from _paged_configs(64)
+    bf16 = torch.bfloat16
+    for tile_q in DECODE_TILES:
+        yield AttentionConfig(bf16, bf16, bf16, 64, 64, tile_q, device_lengths=True)
+
+
+def _gemma_configs() -> Iterator[AttentionConfig]:
+    """Heads of 256: Gemma's layers have windows or not, Gemma 2's capped logits as well."""
+    for window, cap in itertools.product((False, True), (False, True)):
+        yield from _paged_configs(256, sliding_window=window, logits_soft_cap=cap)
+
+
 def _all_configs() -> Iterator[AttentionConfig]:
     yield from _aot_configs()
     yield from _packed_configs()
+    yield from _small_head_configs()
+    yield from _gemma_configs()
 
 
 def _llama_configs() -> Iterator[AttentionConfig]:
     for config in _aot_configs():
         if config.dtype_q == torch.bfloat16:
             yield config
+    yield from _small_head_configs()
 
 
 def _host_configs(custom_variant: bool) -> Iterator[AttentionConfig]:
@@ -177,7 +207,7 @@ def _cuda_flags(config: AttentionConfig) -> list[str] | None:
 
 @register_generator(
     aot=_all_configs,
-    presets={"llama-bf16": _llama_configs, "fp4": _packed_configs},
+    presets={"llama-bf16": _llama_configs, "gemma": _gemma_configs, "fp4": _packed_configs},
     hosts=_host_specs,
 )
 def gen_attention_module(

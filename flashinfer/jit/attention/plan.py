@@ -23,7 +23,7 @@ def _configs() -> Iterator[AttentionPlanConfig]:
     yield AttentionPlanConfig()
 
 
-@register_generator(aot=_configs, presets={"llama-bf16": _configs})
+@register_generator(aot=_configs, presets={"llama-bf16": _configs, "gemma": _configs})
 def gen_attention_plan_module(config: AttentionPlanConfig | None = None) -> JitSpec:
     """The module with the ``attention_plan`` functions; it has no device code."""
     return JitSpec.from_config(config or AttentionPlanConfig(), ["attention_plan_jit_binding.cc"])

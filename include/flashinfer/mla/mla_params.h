@@ -38,11 +38,13 @@ struct MlaParams {
   FastDivisor num_heads, page_size;
   uint32_t num_pages;  // of the cache
   uint32_t num_ctas;
-  float sm_scale_log2;  // of logits, times log2(e)
-  float o_scale;        // of outputs
-  float rope_factor;    // of rotary products, beside sm_scale; read where caches have 8 bits
-  float lse_factor;     // 1: base 2; ln 2: base e
-  bool causal;          // the last query token is at the last KV token
+  float sm_scale_log2;     // of logits, times log2(e)
+  float o_scale;           // of outputs
+  float rope_factor;       // of rotary products, beside sm_scale; read where caches have 8 bits
+  float lse_factor;        // 1: base 2; ln 2: base e
+  bool causal;             // the last query token is at the last KV token
+  uint32_t profile_words;  // of `profile`
+  uint64_t* profile;       // buffer of profiler.cuh; read by kernels that record their events
 };
 
 }  // namespace flashinfer

@@ -10,7 +10,7 @@
 namespace flashinfer {
 
 // Shared memory of the kernel on a device, whose limit is raised once.
-template <typename T, typename O, int kDimCkv, int kDimKpe>
+template <typename T, typename O, int kDimCkv, int kDimKpe, bool kProfiled>
 inline cudaError_t prepare_mla_portable(int* shared_bytes) {
   return once_per_device(shared_bytes, [](int device, int* bytes) {
     int major = 0, minor = 0;
@@ -24,19 +24,19 @@ inline cudaError_t prepare_mla_portable(int* shared_bytes) {
     *bytes = limit == kLarge    ? MlaPortableTile<T, O, kDimCkv, kDimKpe, kLarge>::kSharedBytes
              : limit == kMedium ? MlaPortableTile<T, O, kDimCkv, kDimKpe, kMedium>::kSharedBytes
                                 : MlaPortableTile<T, O, kDimCkv, kDimKpe, kSmall>::kSharedBytes;
-    return cudaFuncSetAttribute(mla_portable_kernel<T, O, kDimCkv, kDimKpe>,
+    return cudaFuncSetAttribute(mla_portable_kernel<T, O, kDimCkv, kDimKpe, kProfiled>,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize, *bytes);
   });
 }
 
-template <typename T, typename O, int kDimCkv, int kDimKpe>
+template <typename T, typename O, int kDimCkv, int kDimKpe, bool kProfiled>
 inline cudaError_t launch_mla_portable(const MlaParams& params, bool enable_pdl,
                                        cudaStream_t stream) {
   int shared_bytes = 0;
-  const cudaError_t status = prepare_mla_portable<T, O, kDimCkv, kDimKpe>(&shared_bytes);
+  const cudaError_t status = prepare_mla_portable<T, O, kDimCkv, kDimKpe, kProfiled>(&shared_bytes);
   if (status != cudaSuccess) return status;
-  return launch_kernel(mla_portable_kernel<T, O, kDimCkv, kDimKpe>, dim3(params.num_ctas),
-                       dim3(256), shared_bytes, stream, enable_pdl, params);
+  return launch_kernel(mla_portable_kernel<T, O, kDimCkv, kDimKpe, kProfiled>,
+                       dim3(params.num_ctas), dim3(256), shared_bytes, stream, enable_pdl, params);
 }
 
 }  // namespace flashinfer

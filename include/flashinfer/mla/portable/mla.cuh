@@ -8,6 +8,7 @@
 
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/shared_limit.h>
+#include <flashinfer/mla/events.cuh>
 #include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/portable/tile.cuh>
@@ -29,7 +30,10 @@ class MlaPortable {
 
  public:
   __device__ __forceinline__ MlaPortable(const MlaParams& params, char* shared)
-      : params_(params), memory_(shared), shared_(ptx::shared_address(shared)) {
+      : params_(params),
+        memory_(shared),
+        profile_(params, 0, 1, threadIdx.x == 0),
+        shared_(ptx::shared_address(shared)) {
     warp_row_ = threadIdx.x / 32 % 4 * 16;
     half_ = threadIdx.x / 128;
     lane_idx_ = threadIdx.x % 32;
@@ -57,16 +61,20 @@ class MlaPortable {
     for (int i = 0; i < kAhead; ++i) load_tile(item, i);
     const int num_tiles = ceil_div(item.kv_end - item.kv_begin, Tile::kTokens);
     for (int i = 0; i < num_tiles; ++i) {
+      profile_.begin(MlaEvent::kLoad);
       load_tile(item, i + kAhead);
       ptx::cp_async_wait<kAhead>();
       __syncthreads();
+      profile_.end(MlaEvent::kLoad);
       const uint32_t kv = shared_ + Tile::kOffsetKv + i % Tile::kStages * Tile::kStageBytes;
       const int token = item.kv_begin + i * Tile::kTokens;
       add_tile(output, kv, token);
       __syncthreads();  // the tile and the weights have been read
     }
     ptx::cp_async_wait<0>();
+    profile_.begin(MlaEvent::kOutput);
     finish(output, item);
+    profile_.end(MlaEvent::kOutput);
   }
 
   // ---- Copies ----
@@ -129,7 +137,10 @@ class MlaPortable {
 
   __device__ __forceinline__ void add_tile(Output& output, uint32_t kv, int token) {
     Logits logits;
+    profile_.begin(MlaEvent::kKeys);
     multiply_keys(logits, kv);
+    profile_.end(MlaEvent::kKeys);
+    profile_.begin(MlaEvent::kWeights);
     const int own_token = token + half_ * (Tile::kTokens / 2);
     if (own_token + Tile::kTokens / 2 > least_limit_) hide(logits, own_token);
     float shrink[2];
@@ -143,7 +154,10 @@ class MlaPortable {
       }
     }
     __syncthreads();  // the weights are there
+    profile_.end(MlaEvent::kWeights);
+    profile_.begin(MlaEvent::kValues);
     add_values(output, kv);
+    profile_.end(MlaEvent::kValues);
   }
 
   // The warp's 16 rows by half of the tile's tokens.
@@ -289,6 +303,7 @@ class MlaPortable {
 
   const MlaParams& params_;
   char* const memory_;
+  MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_row_, half_, lane_idx_, row_;
   int limits_[2], least_limit_;
@@ -296,11 +311,12 @@ class MlaPortable {
 };
 
 // The tile follows from the shared memory of the architecture that the code is compiled for.
-template <typename T, typename O, int kDimCkv, int kDimKpe>
+template <typename T, typename O, int kDimCkv, int kDimKpe, bool kProfiled>
 __global__ void __launch_bounds__(256, 1)
     mla_portable_kernel(const __grid_constant__ MlaParams params) {
 #if defined(__CUDA_ARCH__)
-  using Tile = MlaPortableTile<T, O, kDimCkv, kDimKpe, max_shared_bytes(__CUDA_ARCH__ / 10)>;
+  using Tile =
+      MlaPortableTile<T, O, kDimCkv, kDimKpe, max_shared_bytes(__CUDA_ARCH__ / 10), kProfiled>;
   static_assert(Tile::kThreads == 256);
   extern __shared__ __align__(128) char shared[];
   ptx::grid_dependency_wait();

@@ -11,11 +11,13 @@ namespace flashinfer {
 
 // kMaxBytes: shared memory that a CTA may have. It decides how many tokens a tile of KV has, and
 // how many tiles the ring.
-template <typename T_, typename O_, int kDimCkv_, int kDimKpe_, int kMaxBytes>
+template <typename T_, typename O_, int kDimCkv_, int kDimKpe_, int kMaxBytes,
+          bool kProfiled_ = false>
 struct MlaPortableTile {
   using T = T_;
   using O = O_;
   static_assert(sizeof(T) == 2);
+  static constexpr bool kProfiled = kProfiled_;  // records its events (mla/events.cuh)
   static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_, kDim = kDimCkv + kDimKpe;
   static constexpr int kRows = kMlaTileRows;
   static_assert(kDim % 32 == 0);

@@ -38,7 +38,10 @@ class MlaConsumer {
 
  public:
   __device__ __forceinline__ MlaConsumer(const MlaParams& params, char* shared, MlaControl& control)
-      : params_(params), control_(control), shared_(ptx::shared_address(shared)) {
+      : params_(params),
+        control_(control),
+        profile_(params, kGroup, kMlaProfileGroups, threadIdx.x % 128 == 0),
+        shared_(ptx::shared_address(shared)) {
     warp_idx_ = threadIdx.x / 32 % 4;
     lane_idx_ = threadIdx.x % 32;
     row_ = warp_idx_ * 16 + lane_idx_ / 4;
@@ -92,7 +95,9 @@ class MlaConsumer {
       }
     }
     if (item.kv_begin >= item.kv_end) arrive(control_.q_empty);
+    profile_.begin(MlaEvent::kOutput);
     finish(output, item, parity);
+    profile_.end(MlaEvent::kOutput);
   }
 
   // ---- Steps ----
@@ -102,24 +107,32 @@ class MlaConsumer {
     Logits logits;
     Weights weights;
     float shrink[2];
+    profile_.begin(MlaEvent::kKeys);
     multiply_keys(logits, item, token);
+    profile_.end(MlaEvent::kKeys);
     if (has_second) ptx::named_barrier_arrive(kTurn, Tile::kConsumerThreads);
     if (is_last) arrive(control_.q_empty);
+    profile_.begin(MlaEvent::kWeights);
     float largest[2];
     find_largest(logits, largest, token);
     const bool moves = weigh(logits, weights, largest, shrink);
     publish(weights);
+    profile_.end(MlaEvent::kWeights);
     ptx::named_barrier_arrive(kWeightsOfFirst, Tile::kConsumerThreads);
+    profile_.begin(MlaEvent::kValues);
     if (moves) multiply(output, shrink);
     ptx::wgmma_fence();
     add_values_of_registers(output, weights, kLeft);
     finish_values(output, control_.kv_empty[0][kLeft]);
+    profile_.end(MlaEvent::kValues);
     if (has_second) {
       ptx::named_barrier_sync(kWeightsOfSecond, Tile::kConsumerThreads);
+      profile_.begin(MlaEvent::kValues);
       if (follow(shrink)) multiply(output, shrink);
       ptx::wgmma_fence();
       add_values_of_shared(output, kLeft);
       finish_values(output, control_.kv_empty[1][kLeft]);
+      profile_.end(MlaEvent::kValues);
     }
   }
 
@@ -130,26 +143,34 @@ class MlaConsumer {
     float largest[2], shrink[2];
     if (has_second) {
       ptx::named_barrier_sync(kTurn, Tile::kConsumerThreads);  // the first's logits are done
+      profile_.begin(MlaEvent::kKeys);
       multiply_keys(logits, item, token);
+      profile_.end(MlaEvent::kKeys);
       find_largest(logits, largest, token);
     }
     if (is_last) arrive(control_.q_empty);
     ptx::named_barrier_sync(kWeightsOfFirst, Tile::kConsumerThreads);
+    profile_.begin(MlaEvent::kValues);
     if (follow(shrink)) multiply(output, shrink);
     ptx::wgmma_fence();
     add_values_of_shared(output, kRight);
     bool moves = false;
     if (has_second) {
+      profile_.begin(MlaEvent::kWeights);
       moves = weigh(logits, weights, largest, shrink);
+      profile_.end(MlaEvent::kWeights);
     }
     finish_values(output, control_.kv_empty[0][kRight]);
+    profile_.end(MlaEvent::kValues);
     if (has_second) {
       publish(weights);
       ptx::named_barrier_arrive(kWeightsOfSecond, Tile::kConsumerThreads);
+      profile_.begin(MlaEvent::kValues);
       if (moves) multiply(output, shrink);
       ptx::wgmma_fence();
       add_values_of_registers(output, weights, kRight);
       finish_values(output, control_.kv_empty[1][kRight]);
+      profile_.end(MlaEvent::kValues);
     }
   }
 
@@ -388,6 +409,7 @@ class MlaConsumer {
 
   const MlaParams& params_;
   MlaControl& control_;
+  MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_, row_;
   uint32_t uses_ = 0;  // of the own block

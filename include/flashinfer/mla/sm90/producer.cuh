@@ -3,6 +3,7 @@
 #pragma once
 
 #include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/mla/events.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/sm90/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
@@ -26,6 +27,7 @@ class MlaProducer {
       : params_(params.mla),
         maps_(params),
         control_(control),
+        profile_(params.mla, 2, kMlaProfileGroups, threadIdx.x % 128 == 0),
         shared_(ptx::shared_address(shared)) {
     warp_idx_ = threadIdx.x / 32 % 4;
     lane_idx_ = threadIdx.x % 32;
@@ -115,7 +117,9 @@ class MlaProducer {
     int next_pages = page_of(item, item.kv_begin + (32 + lane_idx_) * box_rows);
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
+      profile_.begin(MlaEvent::kLoad);
       load_block(item, block, token, pages, box);
+      profile_.end(MlaEvent::kLoad);
       box += boxes;
       if (box == 32) {
         box = 0;
@@ -179,6 +183,7 @@ class MlaProducer {
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
       const uint32_t parity = next_parity(block);
+      profile_.begin(MlaEvent::kLoad);
       // Lane i holds the offset of row i of the warp's sixteen rows.
       const int row_token = token + warp_idx_ * 16 + lane_idx_ % 16;
       int64_t ckv = -1, kpe = -1;
@@ -212,6 +217,7 @@ class MlaProducer {
         earlier_ = latest_;
         latest_ = block * kNumParts + part;
       }
+      profile_.end(MlaEvent::kLoad);
     }
     announce_all();
   }
@@ -255,6 +261,7 @@ class MlaProducer {
   const MlaParams& params_;
   const MlaSm90Params& maps_;
   MlaControl& control_;
+  MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_;
   int earliest_ = -1, earlier_ = -1, latest_ = -1;  // parts that are copied, not announced

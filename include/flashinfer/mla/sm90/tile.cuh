@@ -23,6 +23,7 @@ struct MlaTile {
   using Ckv = Ckv_;
   using Kpe = Kpe_;
   static constexpr bool kWidens = sizeof(Ckv) == 1;
+  static constexpr bool kProfiled = false;
   // After a latent row lies a float32 for each 128 columns, its scale.
   static constexpr bool kScaled = kScaled_;
   static_assert(!kScaled || (kWidens && kDimCkv_ == 512));
@@ -50,6 +51,15 @@ struct MlaTile {
   static constexpr int kBlockBytes = kChunks * kChunkBytes;
   static constexpr int kOffsetControl = 3 * kChunks * kChunkBytes;
 };
+
+// The same for a kernel that records its events (mla/events.cuh).
+template <typename Tile>
+struct MlaProfiledTile : Tile {
+  static constexpr bool kProfiled = true;
+};
+
+// Who writes events in a CTA: each warpgroup has a group of its own.
+inline constexpr uint32_t kMlaProfileGroups = 3;
 
 // Parts of a block: the columns of the first and the second warpgroup, kpe.
 enum MlaPart { kLeft, kRight, kRope, kNumParts };

@@ -35,7 +35,10 @@ class MlaWidener {
 
  public:
   __device__ __forceinline__ MlaWidener(const MlaParams& params, char* shared, MlaControl& control)
-      : params_(params), control_(control), shared_(ptx::shared_address(shared)) {
+      : params_(params),
+        control_(control),
+        profile_(params, 2, kMlaProfileGroups, threadIdx.x % 128 == 0),
+        shared_(ptx::shared_address(shared)) {
     warp_idx_ = threadIdx.x / 32 % 4;
     lane_idx_ = threadIdx.x % 32;
   }
@@ -44,7 +47,9 @@ class MlaWidener {
     const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
     for (int i = begin; i < end; ++i) {
       load_query(params_.items[i], (i - begin) % 2);
+      profile_.begin(MlaEvent::kLoad);
       widen_blocks(params_.items[i]);
+      profile_.end(MlaEvent::kLoad);
     }
   }
 
@@ -321,6 +326,7 @@ class MlaWidener {
 
   const MlaParams& params_;
   MlaControl& control_;
+  MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_;
   uint32_t phases_ = 3;  // bit b: the parity that says that block b is empty
