@@ -235,7 +235,8 @@ def _chunk_reference(
             checkpoints += states[every - 1 :: every]
     results: list[torch.Tensor] = [out]
     if output_final_state:
-        final = torch.stack(finals) if finals else out.new_zeros((0, heads, *out.shape[2:]))
+        none = out.new_zeros((0, heads, v.shape[2], k.shape[2]))
+        final = torch.stack(finals) if finals else none
         if state_indices is not None and output_state is None:
             assert initial_state is not None
             pool = initial_state.double().clone()
