@@ -16,6 +16,7 @@ import math
 import torch
 
 from .._common.checks import tensor as check_tensor
+from .._common.dtypes import HALF, check_dtype
 from .._instrument.decorator import flashinfer_api
 from .._linear_attention.checks import destination
 from .._linear_attention.ssd import Steps, run_ssd
@@ -111,6 +112,7 @@ def ssd_combined_fwd(
     for name, tensor in (("x", x), ("B", B), ("C", C)):
         check_tensor(name, tensor, 4)
     check_tensor("dt", dt, 3)
+    check_dtype("x", x.dtype, HALF)
     result = destination("out", out, tuple(x.shape), x)
     bounds = _bounds(x, seq_idx, num_seqs, initial_states)
     final = None

@@ -223,9 +223,6 @@ RECURRENT_FAULTS: dict[str, Fault] = {
     "scale not a number": put("scale", float("nan")),
     "scale text": put("scale", "1"),
     "backend unknown": put("backend", "another"),
-    "kg_cache given": lambda arguments: (
-        {**arguments, "kg_cache": arguments["q"]} if "q" in arguments else None
-    ),
 }
 PACKED_FAULTS: dict[str, Fault] = {
     "mixed_qkv longer": replace("mixed_qkv", longer),
