@@ -204,7 +204,8 @@ def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     return CheckOptions(bound=error_bound(coarse, dim, magnitude=magnitude))
 
 
-RECURRENT_FAULTS: dict[str, Fault] = {
+FAULTS: dict[str, Fault] = {
+    # of recurrent_kda
     "q of another dtype": replace("q", with_dtype(torch.float64)),
     "q three-dimensional": replace("q", lambda t: t[0] if len(t) else None),
     "k longer": replace("k", longer),
@@ -223,16 +224,14 @@ RECURRENT_FAULTS: dict[str, Fault] = {
     "scale not a number": put("scale", float("nan")),
     "scale text": put("scale", "1"),
     "backend unknown": put("backend", "another"),
-}
-PACKED_FAULTS: dict[str, Fault] = {
+    # of packed_kda_decode
     "mixed_qkv longer": replace("mixed_qkv", longer),
     "mixed_qkv of another dtype": replace("mixed_qkv", with_dtype(torch.float64)),
     "raw_gate longer": replace("raw_gate", longer),
     "raw_beta longer": replace("raw_beta", longer),
     "state of integers": replace("state", with_dtype(torch.int32)),
     "state_indices of floats": replace("state_indices", with_dtype(torch.float32)),
-}
-FAULTS: dict[str, Fault] = {
+    # of both
     "A_log of another dtype": replace("A_log", with_dtype(torch.float64)),
     "A_log longer": replace("A_log", longer),
     "output longer": replace("output", longer),
@@ -261,7 +260,6 @@ def specs() -> list[JitSpec]:
 
 FAMILY = Family(
     "KDA", kda_decode, FUNCTIONS, CASES, build, usual, FAULTS,
-    {FUNCTIONS[0]: RECURRENT_FAULTS, FUNCTIONS[1]: PACKED_FAULTS},
     options=options, specs=specs, full_examples=FULL_EXAMPLES,
 )  # fmt: skip
 

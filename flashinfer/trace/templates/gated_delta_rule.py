@@ -404,6 +404,13 @@ def _chunk_init(arguments: dict[str, Any], final: bool) -> dict[str, Any]:
     return arguments
 
 
+# The larger of the numbers of heads of q and v, in what a constraint may say.
+_STATE_HEADS = (
+    "num_q_heads <= num_state_heads >= num_v_heads"
+    " and num_state_heads in (num_q_heads, num_v_heads)"
+)
+
+
 def _chunk_axes(initial: bool) -> dict[str, Axis]:
     return {
         "num_tokens": Var("Tokens of all sequences."),
@@ -475,7 +482,7 @@ def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
             "backend": ("auto", "flashinfer"),
         },
         hints=unused,
-        constraints=["len_indptr == num_sequences + 1"] if initial else [],
+        constraints=[_STATE_HEADS, *(["len_indptr == num_sequences + 1"] if initial else [])],
         tags=["status:verified", "stage:prefill"],
         reference=_chunk_reference,
         init=lambda arguments: _chunk_init(arguments, final),
