@@ -204,9 +204,9 @@ class SSDCombined:
     nheads, headdim, dstate, ngroups : int
         Heads of `x`, channels of a head, elements of a channel's state, and heads of `B` and `C`.
     io_dtype : torch.dtype
-        Of `x`, `B`, `C`, `z` and the output: float16 or bfloat16.
+        The dtype of `x`, `B`, `C`, `z` and the output is float16 or bfloat16.
     state_dtype : torch.dtype
-        Of initial and final states: float32, bfloat16 or float16.
+        The dtype of initial and final states is float32, bfloat16 or float16.
     has_d, has_initial_states, has_varlen, has_z : bool
         Whether calls have `D`, `initial_states`, `seq_idx` and `z`.
     d_has_hdim : bool

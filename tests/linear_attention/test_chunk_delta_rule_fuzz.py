@@ -19,8 +19,18 @@ from flashinfer.jit.delta_rule import (
     gen_delta_rule_module,
 )
 from flashinfer.testing import CheckOptions, ErrorBound, error_bound, unit_roundoff
-from tests.fuzzing import Family, Fault, check_fault, expanded, longer, put, replace, run_fuzz
-from tests.fuzzing import strided, with_dtype
+from tests.fuzzing import (
+    Family,
+    Fault,
+    check_fault,
+    expanded,
+    longer,
+    put,
+    replace,
+    run_fuzz,
+    strided,
+    with_dtype,
+)
 from tests.linear_attention.drawing import FULL_EXAMPLES, Source, bounds_of
 
 FUNCTIONS = ("chunk_gated_delta_rule", "chunk_gated_delta_product")

@@ -13,8 +13,17 @@ from flashinfer import kda_decode
 from flashinfer.jit import JitSpec
 from flashinfer.jit.delta_rule import DeltaRuleConfig, gen_delta_rule_module
 from flashinfer.testing import CheckOptions, error_bound
-from tests.fuzzing import Family, Fault, check_fault, longer, put, replace, run_fuzz
-from tests.fuzzing import strided, with_dtype
+from tests.fuzzing import (
+    Family,
+    Fault,
+    check_fault,
+    longer,
+    put,
+    replace,
+    run_fuzz,
+    strided,
+    with_dtype,
+)
 from tests.linear_attention.drawing import FULL_EXAMPLES, Source, bounds_of
 
 FUNCTIONS = ("recurrent_kda", "packed_kda_decode")

@@ -14,8 +14,18 @@ from flashinfer import mamba
 from flashinfer.jit import JitSpec
 from flashinfer.jit.mamba import SelectiveStateConfig, gen_selective_state_update_module
 from flashinfer.testing import CheckOptions, error_bound
-from tests.fuzzing import Family, Fault, check_fault, expanded, longer, put, replace, run_fuzz
-from tests.fuzzing import strided, with_dtype
+from tests.fuzzing import (
+    Family,
+    Fault,
+    check_fault,
+    expanded,
+    longer,
+    put,
+    replace,
+    run_fuzz,
+    strided,
+    with_dtype,
+)
 from tests.linear_attention.drawing import FULL_EXAMPLES, Source, bounds_of
 
 FUNCTIONS = ("selective_state_update",)

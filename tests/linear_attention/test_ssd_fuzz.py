@@ -13,8 +13,17 @@ from flashinfer import mamba
 from flashinfer.jit import JitSpec
 from flashinfer.jit.mamba import SsdConfig, gen_ssd_module
 from flashinfer.testing import CheckOptions, ErrorBound, unit_roundoff
-from tests.fuzzing import Family, Fault, check_fault, longer, put, replace, run_fuzz
-from tests.fuzzing import strided, with_dtype
+from tests.fuzzing import (
+    Family,
+    Fault,
+    check_fault,
+    longer,
+    put,
+    replace,
+    run_fuzz,
+    strided,
+    with_dtype,
+)
 from tests.linear_attention.drawing import FULL_EXAMPLES, Source
 
 FUNCTIONS = ("ssd_combined_fwd",)
