@@ -12,6 +12,7 @@ import torch
 from ._common.arch import get_compute_capability
 from ._common.checks import count as check_count
 from ._common.checks import tensor as check_tensor
+from ._common.dtypes import HALF, check_dtype
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, destination, resolve_scale
 from ._linear_attention.chunk_delta_rule import CHUNK_SIZE, run_chunk_delta_rule
@@ -117,10 +118,8 @@ def chunk_gated_delta_rule(
     """
     check_backend(backend, "auto", "flashinfer")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor, 3)
-    if cu_seqlens is None:
-        raise ValueError("`cu_seqlens` must be given, got None")
-    check_tensor("cu_seqlens", cu_seqlens, 1)
+        check_dtype(name, check_tensor(name, tensor, 3).dtype, HALF)
+    cu_seqlens = check_tensor("cu_seqlens", cu_seqlens, 1)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, 4)
     heads = max(q.shape[1], v.shape[1])

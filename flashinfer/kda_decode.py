@@ -14,6 +14,7 @@ Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture
 import torch
 
 from ._common.checks import tensor as check_tensor
+from ._common.dtypes import HALF, check_dtype
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, check_slots, destination, resolve_scale
 from ._linear_attention.fused_kda import WIDTH, Layer
@@ -167,6 +168,7 @@ def recurrent_kda(
     )
     for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
         check_tensor(name, tensor, 4)
+    check_dtype("v", v.dtype, HALF)
     check_gate_shapes(g, beta, (*v.shape[:3], q.shape[3]))
     sequences = q.shape[0]
     if cu_seqlens is not None:
@@ -248,6 +250,7 @@ def packed_kda_decode(
     """
     heads, dim = check_tensor("state", state, 4).shape[1:3]
     batch = check_tensor("mixed_qkv", mixed_qkv, 2).shape[0]
+    check_dtype("mixed_qkv", mixed_qkv.dtype, HALF)
     for name, tensor, width in (
         ("mixed_qkv", mixed_qkv, 3 * heads * dim),
         ("raw_gate", raw_gate, heads * dim),

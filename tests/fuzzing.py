@@ -252,6 +252,7 @@ class Family:
     kernel_faults: Mapping[str, Fault] = field(default_factory=dict)  # unknown to the reference
     options: Callable[[Any, dict[str, Any]], CheckOptions | None] = lambda case, arguments: None
     specs: Callable[[], list[JitSpec]] = list  # modules that the cases need; none: few
+    full_examples: int = FULL_GPU_EXAMPLES  # on a GPU; fewer where a reference walks tokens
 
     def modules(self, full: bool) -> list[JitSpec]:
         """What is compiled before the cases are drawn: a fixed sample, or all."""
@@ -293,10 +294,10 @@ class FuzzRun:
     full: bool
     tell: Callable[[str], None]
 
-    @property
-    def examples(self) -> int:
+    def examples(self, family: Family) -> int:
+        """How many cases of a family this run has."""
         if self.device.type == "cuda":
-            return FULL_GPU_EXAMPLES if self.full else GPU_EXAMPLES
+            return family.full_examples if self.full else GPU_EXAMPLES
         return CPU_EXAMPLES * (30 if self.full else 1)
 
 
@@ -345,12 +346,13 @@ def run_fuzz(family: Family, run: FuzzRun) -> None:
             _draw(check, FIRST_EXAMPLES, own, st.none())
         if not tally.accepted[function]:  # the sample has no module of this function
             _draw(check, FIRST_EXAMPLES, own, st.none())
-    left = max(LAST_EXAMPLES, run.examples - tally.accepted.total())
+    wanted = run.examples(family)
+    left = max(LAST_EXAMPLES, wanted - tally.accepted.total())
     with compiling(not modules):
         _draw(check, left, family.cases, faults(tally.faults))
     run.tell(tally.report(family.name, run.device))
     assert set(tally.accepted) == set(family.functions), "a function was never called"
-    assert tally.accepted.total() + tally.refused.total() >= run.examples
+    assert tally.accepted.total() + tally.refused.total() >= wanted
 
 
 def check_fault(family: Family, fault: str, device: torch.device) -> None:

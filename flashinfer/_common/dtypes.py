@@ -27,6 +27,7 @@ SHORT_FLOATS = {
 }
 
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
+HALF = (torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

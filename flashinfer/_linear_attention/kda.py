@@ -8,6 +8,8 @@ import math
 import torch
 
 from .._common.checks import tensor as check_tensor
+from .._common.dtypes import FLOAT, check_dtype
+from .checks import check_slots
 from .delta_rule import GateForm, Gates, States, run_delta_rule
 from .pools import Checkpoints
 
@@ -82,13 +84,15 @@ def kda_states(
         raise ValueError("`initial_state_source` and `initial_state_indices` belong together")
     if initial is None and (slots is not None or num_spec_tokens is not None):
         raise ValueError("`ssm_state_indices` and `num_spec_tokens` need `initial_state`")
+    if initial is not None:
+        check_dtype("initial_state", check_tensor("initial_state", initial, 4).dtype, FLOAT)
     by_token = num_spec_tokens is not None
     if by_token:
         slots = _slots_of_tokens(slots, num_spec_tokens, sequences, final)
     elif num_accepted is not None:
         raise ValueError("`num_accepted_tokens` needs `num_spec_tokens`")
     elif slots is not None:
-        check_tensor("ssm_state_indices", slots, 1)
+        check_slots("ssm_state_indices", slots, 1)
     if source is not None:
         if num_accepted is not None:
             raise ValueError("`num_accepted_tokens` and `initial_state_source` exclude each other")
@@ -121,7 +125,7 @@ def _slots_of_tokens(
                 f"{list(pool.shape)}"
             )
         return torch.arange(shape[0] * shape[1], dtype=torch.int32, device=pool.device).view(shape)
-    check_tensor("ssm_state_indices", slots, 2)
+    check_slots("ssm_state_indices", slots, 2)
     if tuple(slots.shape) != shape:
         raise ValueError(
             f"`ssm_state_indices` must have shape {list(shape)}, got {list(slots.shape)}"

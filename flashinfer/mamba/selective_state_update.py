@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from .._common.checks import cuda_tensors
+from .._common import checks
 from .._common.checks import tensor as check_tensor
+from .._common.dtypes import FLOAT, check_dtype
 from .._instrument.decorator import flashinfer_api
 from .._linear_attention.checks import check_backend, destination
 from .._linear_attention.selective_state import get_selective_state_kernel
@@ -140,9 +141,9 @@ def selective_state_update(
             f"`algorithm` must be 'auto', 'simple', 'vertical' or 'horizontal', got {algorithm!r}"
         )
     check_tensor("state", state, 3, 4)
-    check_tensor("x", x, 2, 3, 4)
+    check_dtype("x", check_tensor("x", x, 2, 3, 4).dtype, FLOAT)
     result = destination("out", out, tuple(x.shape), x)
-    cuda_tensors(state=state, x=x)
+    checks.cuda_tensors(state=state, x=x)
     packed = cu_seqlens is not None
     tokens = {
         name: _by_token(name, tensor, x.ndim, packed)

@@ -12,16 +12,19 @@ Through Structured State Space Duality", 2024. docs/linear_attention.md says how
 """
 
 import math
+from typing import Any
 
 import torch
 
+from .._common.checks import count as check_count
 from .._common.checks import tensor as check_tensor
+from .._common.dtypes import FLOAT, HALF, check_dtype
 from .._instrument.decorator import flashinfer_api
-from .._linear_attention.checks import destination
+from .._linear_attention.checks import check_backend, check_shapes, check_slots, destination
 from .._linear_attention.ssd import Steps, run_ssd
 from ..trace.templates.ssd import ssd_combined_fwd_trace
 
-__all__ = ["ssd_combined_fwd"]
+__all__ = ["SSDCombined", "ssd_combined_fwd"]
 
 
 @flashinfer_api(trace=ssd_combined_fwd_trace)
@@ -111,6 +114,7 @@ def ssd_combined_fwd(
     for name, tensor in (("x", x), ("B", B), ("C", C)):
         check_tensor(name, tensor, 4)
     check_tensor("dt", dt, 3)
+    check_dtype("x", x.dtype, HALF)
     result = destination("out", out, tuple(x.shape), x)
     bounds = _bounds(x, seq_idx, num_seqs, initial_states)
     final = None
@@ -188,3 +192,186 @@ def _bounds(
             f"{list(initial_states.shape)}"
         )
     return bounds
+
+
+class SSDCombined:
+    """`ssd_combined_fwd` for calls of one form, which are refused if they have another.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Tokens of a chunk as `chunk_indices` counts them; results do not depend on it.
+    nheads, headdim, dstate, ngroups : int
+        Heads of `x`, channels of a head, elements of a channel's state, and heads of `B` and `C`.
+    io_dtype : torch.dtype
+        The dtype of `x`, `B`, `C`, `z` and the output is float16 or bfloat16.
+    state_dtype : torch.dtype
+        The dtype of initial and final states is float32, bfloat16 or float16.
+    has_d, has_initial_states, has_varlen, has_z : bool
+        Whether calls have `D`, `initial_states`, `seq_idx` and `z`.
+    d_has_hdim : bool
+        False: `D` is one number per head.
+    seq_idx_dtype : torch.dtype
+        int32 or int64.
+    backend : str
+        "cute" or "auto", which are the same here.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    """
+
+    def __init__(
+        self,
+        chunk_size: int,
+        nheads: int,
+        headdim: int,
+        dstate: int,
+        ngroups: int,
+        io_dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.bfloat16,
+        has_d: bool = True,
+        d_has_hdim: bool = False,
+        has_initial_states: bool = False,
+        has_varlen: bool = False,
+        has_z: bool = False,
+        seq_idx_dtype: torch.dtype = torch.int64,
+        backend: str = "cute",
+    ) -> None:
+        self.chunk_size = check_count("chunk_size", chunk_size)
+        sizes = {"nheads": nheads, "headdim": headdim, "dstate": dstate, "ngroups": ngroups}
+        for name, size in sizes.items():
+            check_count(name, size)
+        if nheads % ngroups != 0:
+            raise ValueError(f"`ngroups` must divide the {nheads} heads, got {ngroups}")
+        if d_has_hdim:
+            raise ValueError("`d_has_hdim` must be False: `D` is one number per head")
+        check_dtype("io_dtype", io_dtype, HALF)
+        check_dtype("state_dtype", state_dtype, FLOAT)
+        check_dtype("seq_idx_dtype", seq_idx_dtype, (torch.int32, torch.int64))
+        check_backend(backend, "cute", "auto")
+        self._sizes = sizes
+        self._dtypes = {
+            **dict.fromkeys(("x", "B", "C", "z", "out"), io_dtype),
+            "initial_states": state_dtype,
+            "seq_idx": seq_idx_dtype,
+        }
+        self._given = {
+            "D": has_d, "z": has_z, "initial_states": has_initial_states, "seq_idx": has_varlen,
+        }  # fmt: skip
+
+    @staticmethod
+    def tile_state_size(num_seqs: int) -> int:
+        """Elements that `tile_state` of `compute_seq_chunk_cumsum` needs: none."""
+        check_count("num_seqs", num_seqs, 0)
+        return 0
+
+    @staticmethod
+    def compute_seq_chunk_cumsum(
+        seq_idx: torch.Tensor,
+        chunk_indices: torch.Tensor,
+        chunk_offsets: torch.Tensor,
+        chunk_size: int,
+        num_seqs: int,
+        seq_chunk_cumsum: torch.Tensor | None = None,
+        tile_state: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """How many logical chunks come before each sequence; `run` does not need it.
+
+        Parameters
+        ----------
+        seq_idx : torch.Tensor
+            ``[1, seqlen]``, int32 or int64: the number of each token's sequence, ascending from 0.
+        chunk_indices, chunk_offsets : torch.Tensor
+            ``[chunks]``, int32 or int64: logical chunk i, of tokens of one sequence, begins at
+            token ``chunk_offsets[i]`` of the `chunk_size` tokens from
+            ``chunk_size * chunk_indices[i]`` on.
+        chunk_size, num_seqs : int
+            Tokens of a chunk, and sequences.
+        seq_chunk_cumsum : torch.Tensor, optional
+            Result, ``[num_seqs + 1]``, int32.
+        tile_state : torch.Tensor, optional
+            Scratch of other implementations.
+
+        Returns
+        -------
+        torch.Tensor
+            `seq_chunk_cumsum`; its last element is the number of logical chunks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as listed above.
+        """
+        check_slots("seq_idx", seq_idx, 2)
+        check_slots("chunk_indices", chunk_indices, 1)
+        check_slots("chunk_offsets", chunk_offsets, 1)
+        check_shapes(
+            seq_idx=(seq_idx, (1, None)), chunk_offsets=(chunk_offsets, tuple(chunk_indices.shape))
+        )
+        begins = chunk_indices.long() * check_count("chunk_size", chunk_size) + chunk_offsets
+        numbers = torch.arange(check_count("num_seqs", num_seqs, 0) + 1, device=seq_idx.device)
+        found = torch.searchsorted(seq_idx[0][begins].long(), numbers).int()
+        if seq_chunk_cumsum is None:
+            return found
+        return destination(
+            "seq_chunk_cumsum", seq_chunk_cumsum, tuple(found.shape), found
+        ).copy_(found)  # fmt: skip
+
+    def run(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        initial_states: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        chunk_indices: torch.Tensor | None = None,
+        chunk_offsets: torch.Tensor | None = None,
+        seq_chunk_cumsum: torch.Tensor | None = None,
+        update_seq_chunk_cumsum: bool = False,
+        checkpoint_token_indices: torch.Tensor | None = None,
+        checkpoint_state_slots: torch.Tensor | None = None,
+        checkpoint_states: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        return_final_states: bool = True,
+        num_seqs: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`ssd_combined_fwd` with these arguments; final states have the `state_dtype`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As there, and if a tensor's sizes or dtype are not those of the constructor, or it is
+            given where the constructor says that it is not, or the other way round.
+        """
+        tensors = {"x": x, "B": B, "C": C, "D": D, "z": z, "out": out, "seq_idx": seq_idx}
+        self._check({**tensors, "initial_states": initial_states})
+        result, final = ssd_combined_fwd(
+            x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx,
+            chunk_indices, chunk_offsets, seq_chunk_cumsum, update_seq_chunk_cumsum,
+            checkpoint_token_indices, checkpoint_state_slots, checkpoint_states, out,
+            return_final_states, num_seqs,
+        )  # fmt: skip
+        return result, None if final is None else final.to(self._dtypes["initial_states"])
+
+    def _check(self, tensors: dict[str, Any]) -> None:
+        """Tensors are given, and of the sizes and dtypes, as the constructor says."""
+        for name, wanted in self._given.items():
+            if (tensors[name] is not None) != wanted:
+                state = "given" if wanted else "None"
+                raise ValueError(f"`{name}` must be {state}, as the constructor says")
+        heads, dim, dstate, groups = self._sizes.values()
+        rows = {"x": (heads, dim), "B": (groups, dstate), "C": (groups, dstate)}
+        for name, (count, width) in rows.items():
+            check_shapes(**{name: (tensors[name], (None, None, count, width))})
+        for name, dtype in self._dtypes.items():
+            if tensors[name] is not None:
+                check_dtype(name, check_tensor(name, tensors[name]).dtype, (dtype,))

@@ -235,7 +235,7 @@ def _chunk_reference(
             checkpoints += states[every - 1 :: every]
     results: list[torch.Tensor] = [out]
     if output_final_state:
-        final = torch.stack(finals) if finals else out.new_zeros((0, heads, *out.shape[2:]))
+        final = torch.stack(finals) if finals else out.new_zeros(0, heads, v.shape[2], k.shape[2])
         if state_indices is not None and output_state is None:
             assert initial_state is not None
             pool = initial_state.double().clone()
@@ -454,9 +454,10 @@ def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
         dtype = {"dtype_from": "initial_state"} if initial else {"dtype": "float32"}
         in_place_of = "initial_state" if initial else None
         outputs["final_state"] = states(param="output_state", in_place_of=in_place_of, **dtype)
-    unused = ["state_checkpoints", "checkpoint_cu_starts", "state_indices"]
-    unused += ["_cp_chunk_len", "max_seqlen"]
-    unused += [] if initial else ["initial_state"]
+    larger = "(num_q_heads, num_v_heads)[num_q_heads < num_v_heads]"
+    constraints = [f"num_state_heads == {larger}", "len_indptr == num_sequences + 1"]
+    unused = ["state_checkpoints", "checkpoint_cu_starts", "state_indices", "_cp_chunk_len"]
+    unused += ["max_seqlen"] if initial else ["max_seqlen", "initial_state"]
     unused += [] if final else ["output_state"]
     suffix = ("_initial" if initial else "") + ("_final" if final else "")
     return TraceTemplate(
@@ -474,7 +475,7 @@ def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
             "backend": ("auto", "flashinfer"),
         },
         hints=unused,
-        constraints=["len_indptr == num_sequences + 1"] if initial else [],
+        constraints=constraints[: 1 + initial],
         tags=["status:verified", "stage:prefill"],
         reference=_chunk_reference,
         init=lambda arguments: _chunk_init(arguments, final),

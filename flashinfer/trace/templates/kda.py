@@ -244,7 +244,9 @@ class _Form(NamedTuple):
             "output": _tokens("num_v_heads", "head_dim_v", param="output", dtype_from="q")
         }
         if self.initial:
-            outputs["initial_state"] = _states(param="initial_state", dtype_from="initial_state")
+            outputs["initial_state"] = _states(
+                param="initial_state", dtype_from="initial_state", returned=self.final
+            )
         elif self.final:
             outputs["final_state"] = _states("num_sequences", dtype="float32")
         if self.checkpoints:
