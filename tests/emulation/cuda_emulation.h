@@ -146,7 +146,6 @@ inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline bool __all_sync(unsigned mask, bool predicate) { return !__any_sync(mask, !predicate); }
 
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
-inline float __fdividef(float x, float y) { return x / y; }
 inline uint32_t __float_as_uint(float x) { return emulation::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bit_cast<float>(x); }
 inline float __int_as_float(int32_t x) { return emulation::bit_cast<float>(x); }
