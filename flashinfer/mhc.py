@@ -6,8 +6,6 @@ another and adds the layer's output. The weights are a token's own: a projection
 gives 24 numbers, 4 of *pre*, 4 of *post* and 4 x 4 of *comb*.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch
