@@ -3,9 +3,9 @@
 
 #include "ffi.h"
 
-namespace flashinfer::ffi {
+#include <flashinfer/mhc/mhc_streams.h>
 
-inline constexpr int64_t kMhcStreams = 4;
+namespace flashinfer::ffi {
 
 // [..., 4, hidden_size], whole vectors of 16 bytes; what else a call takes has its leading
 // dimensions.

@@ -16,7 +16,7 @@ void run(ffi::Args& args) {
   const ffi::Tensor comb = args.tensor("comb_res_mix");
   args.all_taken();
 
-  constexpr int64_t n = ffi::kMhcStreams;
+  constexpr int64_t n = kMhcStreams;
   ffi::check_mhc_streams(residual, kDtype);
   const int64_t hidden_size = residual.dim(-1);
   ffi::check_mhc_tensor(residual, kDtype, residual, {n, hidden_size});

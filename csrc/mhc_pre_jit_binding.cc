@@ -12,7 +12,6 @@ namespace {
 
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE, kFloat = ffi::dtype::float32;
 constexpr bool kPrenorm = FLASHINFER_CFG_PRENORM;
-constexpr int64_t kMixes = ffi::kMhcStreams * (2 + ffi::kMhcStreams);
 
 struct Call {
   ffi::Tensor post_mix, comb_mix, layer_input, dot_mix, sqrsum, residual, scale, base;
@@ -54,7 +53,7 @@ Call take(ffi::Args& args) {
 }
 
 void check(const Call& call) {
-  constexpr int64_t n = ffi::kMhcStreams;
+  constexpr int64_t n = kMhcStreams;
   const ffi::Tensor& residual = call.residual;
   ffi::check_mhc_streams(residual, kDtype);
   const int64_t hidden_size = residual.dim(-1);
@@ -66,7 +65,7 @@ void check(const Call& call) {
   };
   const ffi::Tensor &dots = call.dot_mix, &squares = call.sqrsum;
   const int64_t of_dots = splits(dots.ndim() == residual.ndim());
-  ffi::check_mhc_tensor(dots, kFloat, residual, {kMixes}, of_dots, false);
+  ffi::check_mhc_tensor(dots, kFloat, residual, {kMhcMixes}, of_dots, false);
   if (!kPrenorm) {
     const int64_t of_squares = splits(squares.ndim() == residual.ndim() - 1);
     ffi::check_mhc_tensor(squares, kFloat, residual, {}, of_squares, false);
@@ -74,7 +73,7 @@ void check(const Call& call) {
   ffi::check_dtype(call.scale, kFloat);
   ffi::check_shape(call.scale, {3});
   ffi::check_dtype(call.base, kFloat);
-  ffi::check_shape(call.base, {kMixes});
+  ffi::check_shape(call.base, {kMhcMixes});
   for (const ffi::Tensor& tensor : {call.scale, call.base}) ffi::check_contiguous(tensor);
   ffi::check_mhc_tensor(call.post_mix, kFloat, residual, {n, 1});
   ffi::check_mhc_tensor(call.comb_mix, kFloat, residual, {n, n});
@@ -98,7 +97,7 @@ MhcPreParams params_of(const Call& call) {
   params.num_tokens = ffi::mhc_tokens(call.residual);
   params.hidden_size = static_cast<uint32_t>(call.residual.dim(-1));
   if (kPrenorm) {
-    params.inv_k = 1.f / static_cast<float>(ffi::kMhcStreams * call.residual.dim(-1));
+    params.inv_k = 1.f / static_cast<float>(kMhcStreams * call.residual.dim(-1));
   } else {
     params.sqrsum = static_cast<const float*>(call.sqrsum.data());
   }

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .._common.dtypes import FLOAT, check_dtype
+from .._common.dtypes import FLOAT, HALF, check_dtype
 from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
@@ -39,7 +39,7 @@ class DeltaRuleConfig(ModuleConfig):
     key_major: bool = False
 
     def __post_init__(self) -> None:
-        check_dtype("q", self.dtype, (torch.float16, torch.bfloat16))
+        check_dtype("q", self.dtype, HALF)
         check_dtype("state", self.state_dtype, FLOAT)
         check_dtype("g" if self.channel_gate else "a", self.gate_dtype, FLOAT)
         check_dtype("b", self.beta_dtype, FLOAT)
@@ -79,7 +79,7 @@ class ChunkDeltaRuleConfig(ModuleConfig):
     head_dim_k: int
 
     def __post_init__(self) -> None:
-        check_dtype("q", self.dtype, (torch.float16, torch.bfloat16))
+        check_dtype("q", self.dtype, HALF)
         check_dtype("initial_state", self.state_dtype, FLOAT)
         if self.head_dim_k not in CHUNK_HEAD_DIMS:
             raise ValueError(

@@ -8,12 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from .._common.dtypes import check_dtype
+from .._common.dtypes import HALF, check_dtype
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
-
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class GatedResidualConfig(ModuleConfig):
     next: bool
 
     def __post_init__(self) -> None:
-        check_dtype("branch", self.dtype, SIXTEEN_BITS)
+        check_dtype("branch", self.dtype, HALF)
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class SigmoidGateConfig(ModuleConfig):
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        check_dtype("input", self.dtype, SIXTEEN_BITS)
+        check_dtype("input", self.dtype, HALF)
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class ModulatedLayernormConfig(ModuleConfig):
     affine: bool
 
     def __post_init__(self) -> None:
-        check_dtype("input", self.dtype, SIXTEEN_BITS)
+        check_dtype("input", self.dtype, HALF)
 
 
 def _residual_configs() -> Iterator[GatedResidualConfig]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .._common.dtypes import FLOAT, check_dtype
+from .._common.dtypes import FLOAT, HALF, check_dtype
 from . import env as jit_env
 from .config import ModuleConfig
 from .core import JitSpec
@@ -51,7 +51,7 @@ class SelectiveStateConfig(ModuleConfig):
                 f"`state` must have a last dimension of {STATE_SIZES}, got {self.dstate}"
             )
         if self.stochastic:
-            check_dtype("state", self.state_dtype, (torch.float16, torch.bfloat16))
+            check_dtype("state", self.state_dtype, HALF)
 
 
 def _linear_configs() -> Iterator[SelectiveStateConfig]:

@@ -8,12 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from .._common.dtypes import check_dtype
+from .._common.dtypes import HALF, check_dtype
 from .config import ModuleConfig
 from .core import JitSpec
 from .registry import register_generator
-
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class MhcPostConfig(ModuleConfig):
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        check_dtype("residual", self.dtype, SIXTEEN_BITS)
+        check_dtype("residual", self.dtype, HALF)
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class MhcPreConfig(ModuleConfig):
     prenorm: bool
 
     def __post_init__(self) -> None:
-        check_dtype("residual", self.dtype, SIXTEEN_BITS)
+        check_dtype("residual", self.dtype, HALF)
 
 
 def _post_configs() -> Iterator[MhcPostConfig]:

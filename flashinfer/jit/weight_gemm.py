@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .._common.dtypes import check_dtype
+from .._common.dtypes import HALF, check_dtype
 from .config import ModuleConfig
 from .core import JitSpec
 from .gemm import ACTIVATIONS
@@ -58,7 +58,7 @@ class WeightGemmConfig(ModuleConfig):
     streams: bool = False
 
     def __post_init__(self) -> None:
-        check_dtype("input", self.dtype_a, (torch.float16, torch.bfloat16))
+        check_dtype("input", self.dtype_a, HALF)
         check_dtype("out", self.dtype_out, (torch.float16, torch.bfloat16, torch.float32))
         for name, value, allowed in (
             ("weights", self.weights, FORMATS),

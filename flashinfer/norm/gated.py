@@ -5,10 +5,10 @@ from typing import cast
 import torch
 
 from .._common import checks
+from .._common.dtypes import HALF
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
 from ..jit.gated_norms import (
-    SIXTEEN_BITS,
     GatedResidualConfig,
     SigmoidGateConfig,
     gen_gated_residual_module,
@@ -306,7 +306,7 @@ def supports_rmsnorm_sigmoid_gate(
     bool
         True for heads that it lists, on a GPU.
     """
-    if dtype not in SIXTEEN_BITS or not 8 <= head_dim <= _MOST_OF_A_HEAD:
+    if dtype not in HALF or not 8 <= head_dim <= _MOST_OF_A_HEAD:
         return False
     on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     return on_gpu and head_dim & (head_dim - 1) == 0
@@ -318,7 +318,7 @@ def _is_stream(branch: torch.Tensor, residual: torch.Tensor) -> bool:
     return (
         branch.is_cuda
         and branch.device == residual.device
-        and branch.dtype in SIXTEEN_BITS
+        and branch.dtype in HALF
         and residual.dtype == torch.float32
         and residual.shape == branch.shape
         and 0 < columns <= _MOST_COLUMNS

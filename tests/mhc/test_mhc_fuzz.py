@@ -10,9 +10,9 @@ import torch
 from hypothesis import strategies as st
 
 import flashinfer
+from flashinfer._common.dtypes import HALF
 from flashinfer.jit import JitSpec
 from flashinfer.jit.mhc import (
-    SIXTEEN_BITS,
     MhcPostConfig,
     MhcPreConfig,
     gen_mhc_post_module,
@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
     small = st.sampled_from([0.0, 1e-6, 1e-2])
     return Case(
         function=draw(st.sampled_from(FUNCTIONS)),
-        dtype=draw(st.sampled_from(SIXTEEN_BITS)),
+        dtype=draw(st.sampled_from(HALF)),
         leading=draw(st.sampled_from([(0,), (1,), (5,), (200,), (2, 3), (1, 2, 2, 1, 3, 1)])),
         hidden=8 * draw(st.one_of(st.integers(1, 40), st.sampled_from([512, 896, 1000]))),
         splits=draw(st.sampled_from([1, 1, 2, 16, 33])),
@@ -158,9 +158,9 @@ FUNCTION_FAULTS: dict[str, dict[str, Fault]] = {
 
 
 def specs() -> list[JitSpec]:
-    found = [gen_mhc_post_module(MhcPostConfig(dtype)) for dtype in SIXTEEN_BITS]
+    found = [gen_mhc_post_module(MhcPostConfig(dtype)) for dtype in HALF]
     for prenorm in (False, True):
-        found += [gen_mhc_pre_module(MhcPreConfig(dtype, prenorm)) for dtype in SIXTEEN_BITS]
+        found += [gen_mhc_pre_module(MhcPreConfig(dtype, prenorm)) for dtype in HALF]
     return found
 
 

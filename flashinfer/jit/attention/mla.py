@@ -130,11 +130,18 @@ def mla_config(
         If there is no kernel for it.
     """
     check_dtype("dtype_idx", dtype_idx, (torch.int32,))
-    types = (dtype_q, dtype_kv, dtype_o)
-    dims = (head_dim_ckv, head_dim_kpe)
     if not isinstance(use_profiler, bool):
         raise TypeError(f"`use_profiler` must be a bool, got {type(use_profiler).__name__}")
-    return MlaConfig(backend, *types, *dims, dtype_kv, profiled=use_profiler)
+    return MlaConfig(
+        backend,
+        dtype_q,
+        dtype_kv,
+        dtype_o,
+        head_dim_ckv,
+        head_dim_kpe,
+        dtype_kv,
+        profiled=use_profiler,
+    )
 
 
 def gen_batch_mla_module(

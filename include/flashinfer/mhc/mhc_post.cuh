@@ -11,6 +11,7 @@
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/mhc/mhc_post_params.h>
+#include <flashinfer/mhc/mhc_streams.h>
 #include <flashinfer/ptx/pdl.cuh>
 
 namespace flashinfer {
@@ -20,7 +21,7 @@ inline constexpr uint32_t kMhcPostThreads = 128;
 template <typename T>
 __global__ void __launch_bounds__(kMhcPostThreads)
     mhc_post_kernel(const __grid_constant__ MhcPostParams params) {
-  constexpr int kStreams = 4, kVecSize = 16 / sizeof(T);
+  constexpr int kStreams = kMhcStreams, kVecSize = 16 / sizeof(T);
   using Elements = Vector<T, kVecSize>;
   const uint32_t index = blockIdx.x * kMhcPostThreads + threadIdx.x;
   const uint32_t token = params.vecs_per_row.divide(index);

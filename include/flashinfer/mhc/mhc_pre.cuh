@@ -16,12 +16,10 @@
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/mhc/mhc_pre_params.h>
+#include <flashinfer/mhc/mhc_streams.h>
 #include <flashinfer/ptx/pdl.cuh>
 
 namespace flashinfer {
-
-inline constexpr int kMhcStreams = 4;
-inline constexpr uint32_t kMhcMixes = kMhcStreams * (2 + kMhcStreams);
 
 struct MhcPreShared {
   float squares[32];  // of each warp's columns
