@@ -313,7 +313,8 @@ def measure(
     finally:
         for name in generated:
             engine.cancel(name)
-    kv_bytes = sum(tokens) * bytes_per_token(model, model.dtype) + batch_size * state_bytes(model)
+    kv_bytes = sum(tokens) * bytes_per_token(model, engine.cache.dtype)
+    kv_bytes += batch_size * state_bytes(model)
     weights = weight_bytes(model, batch_size)
     return DecodeStep(milliseconds, tokens, weights, kv_bytes, spans, parts)
 

@@ -63,6 +63,7 @@ SPARE_BYTES = 8 << 30  # activations, graphs, workspaces
     type=click.Choice(list(SHAPES)),
     help="Whose shape the random weights have.",
 )
+@click.option("--fp8-kv", is_flag=True, help="Keep keys and values as float8_e4m3fn.")
 @click.option("--layers", type=click.IntRange(1), help="Fewer need less memory.")
 @click.option("--requests", default=48, type=click.IntRange(1), help="Requests of the trace.")
 @click.option(
@@ -74,7 +75,7 @@ SPARE_BYTES = 8 << 30  # activations, graphs, workspaces
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write all numbers.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the decode step, as SVG.")
 def main(
-    only_step, batch_size, contexts, sampled, shape, layers, requests, rate, path, plot
+    only_step, batch_size, contexts, sampled, shape, fp8_kv, layers, requests, rate, path, plot
 ) -> None:
     """Build from an empty cache, serve, measure and check."""
     print(f"FlashInfer {flashinfer.__version__}, PyTorch {torch.__version__}")
@@ -85,8 +86,11 @@ def main(
         if torch.cuda.is_available():
             config = shape_config(shape, layers)
             trace = None if only_step else (requests, rate)
+            kv_dtype = torch.float8_e4m3fn if fp8_kv else BF16
             try:
-                results = on_gpu(config, trace, batch_size, contexts, sampled, shape, plot)
+                results = on_gpu(
+                    config, trace, batch_size, contexts, sampled, shape, plot, kv_dtype
+                )
             except torch.cuda.OutOfMemoryError as error:
                 raise click.ClickException(
                     f"too little GPU memory, try --layers: {error}"
@@ -94,8 +98,8 @@ def main(
             agreement = check_greedy("cuda")
         elif only_step:
             raise click.UsageError("--decode-step needs a GPU")
-        elif plot or shape != "llama-8b":
-            raise click.UsageError("--plot and --model-shape need a GPU")
+        elif plot or fp8_kv or shape != "llama-8b":
+            raise click.UsageError("--plot, --model-shape and --fp8-kv need a GPU")
         else:
             results = without_gpu()
             agreement = check_greedy("cpu")
@@ -115,6 +119,7 @@ def on_gpu(
     sampled: bool = False,
     shape: str = "llama-8b",
     plot: Path | None = None,
+    kv_dtype: torch.dtype = BF16,
 ) -> dict[str, Any]:
     """Serve a model of random weights; `trace` has the number of requests and their rate."""
     gpu = torch.cuda.get_device_name()
@@ -126,7 +131,8 @@ def on_gpu(
         f"{gpu}: {config.num_layers} layers of {shape}'s shape, random weights made on the GPU in "
         f"{time.perf_counter() - start:.1f} s\n"
     )
-    engine, first = first_token(model, num_pages(model, batch_size, contexts), batch_size)
+    pages = num_pages(model, batch_size, contexts, kv_dtype)
+    engine, first = first_token(model, pages, batch_size, kv_dtype)
     results: dict[str, Any] = {
         "gpu": gpu, "torch": torch.__version__, "model_shape": shape, "layers": config.num_layers,
         "first_token": first,
@@ -146,14 +152,16 @@ def on_gpu(
     return results | {"decode_step": step.as_json(), "memory_gb": memory}
 
 
-def num_pages(model: Model, batch_size: int, contexts: tuple[int, int]) -> int:
+def num_pages(
+    model: Model, batch_size: int, contexts: tuple[int, int], kv_dtype: torch.dtype
+) -> int:
     """Pages that the decode step needs, if they fit; and at least those of 32 long prompts."""
     try:
         pages = decode_step.pages_needed(batch_size, contexts, PAGE_SIZE)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     pages = max(pages, 32 * (2048 + OUTPUT_TOKENS) // PAGE_SIZE)
-    page_bytes = PAGE_SIZE * decode_step.bytes_per_token(model, BF16)
+    page_bytes = PAGE_SIZE * decode_step.bytes_per_token(model, kv_dtype)
     free = torch.cuda.mem_get_info()[0] - SPARE_BYTES
     if pages * page_bytes > free:
         raise click.UsageError(
@@ -163,13 +171,15 @@ def num_pages(model: Model, batch_size: int, contexts: tuple[int, int]) -> int:
     return pages
 
 
-def first_token(model: Model, pages: int, batch_size: int) -> tuple[Engine, dict[str, float]]:
+def first_token(
+    model: Model, pages: int, batch_size: int, kv_dtype: torch.dtype
+) -> tuple[Engine, dict[str, float]]:
     """An engine, and the seconds that a user waits for its first token with nothing compiled."""
     start = time.perf_counter()
     # No tokenizer: the ids of random weights have no text.
     engine = Engine(
         model, None, num_pages=pages, page_size=PAGE_SIZE, max_batch_size=batch_size,
-        max_batch_tokens=max(2048, 32 * batch_size), use_cuda_graph=True,
+        kv_dtype=kv_dtype, max_batch_tokens=max(2048, 32 * batch_size), use_cuda_graph=True,
     )  # fmt: skip
     engine.build()
     engine.add_request("first", list(range(128)), SamplingParams(temperature=0.0, max_tokens=1))

@@ -20,6 +20,10 @@ _COMMON: dict[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LARGE,
+    "llama-8b-fp8": {
+        **LARGE,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
     "llama-70b-cut": {
         **LARGE,
         "hidden_size": 8192,

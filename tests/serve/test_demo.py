@@ -73,7 +73,7 @@ def test_the_decode_step_needs_a_gpu():
     result = run("--decode-step")
     assert result.returncode == 2 and "--decode-step needs a GPU" in result.stderr
     result = run("--model-shape", "gpt-oss-20b")
-    assert result.returncode == 2 and "--model-shape need a GPU" in result.stderr
+    assert result.returncode == 2 and "--model-shape and --fp8-kv need a GPU" in result.stderr
 
 
 def test_the_part_for_gpus_with_the_engine_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys):
@@ -104,6 +104,9 @@ def test_the_part_for_gpus_with_the_engine_on_the_cpu(monkeypatch: pytest.Monkey
     assert results["trace"]["finished"] == 2 and results["trace"]["pages_leaked"] == 0
     assert results["decode_step"]["batch_size"] == 2
     json.dumps(results, allow_nan=False)
+    options = {"kv_dtype": torch.float8_e4m3fn}
+    narrow = demo.on_gpu(config, None, 2, (20, 120), **options)["decode_step"]
+    assert 2 * narrow["kv_bytes"] == results["decode_step"]["kv_bytes"]
     with pytest.raises(click.UsageError, match="lower --batch-size"):
         demo.on_gpu(config, None, 9999, (2048, 99999))
 
