@@ -238,7 +238,7 @@ def chunk_gated_delta_product(
     )  # fmt: skip
     every = result[0] if output_final_state else result
     assert isinstance(every, torch.Tensor)
-    out.copy_(every.view(tokens, steps, heads, -1)[:, -1])
+    out.copy_(every.view(tokens, steps, *out.shape[1:])[:, -1])
     return (out, result[1]) if output_final_state else out
 
 

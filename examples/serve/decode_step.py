@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from .engine import Engine, SamplingParams
 from .layers.attention import Rope
-from .layers.mixture import Mixture
+from .layers.mixture import Mixture, Router
 from .model import Model
 
 MEMORY_TB_PER_S = 4.3  # what one H200 reads
@@ -202,20 +202,61 @@ def state_bytes(model: Model) -> int:
     return sum(tensor.nbytes for state in states for tensor in state)
 
 
+class NotedRouter:
+    """A router that remembers the experts that it chose last, for each number of rows.
+
+    What a captured graph chooses lies where it did when the graph was captured: the tensor that is
+    kept is written again by each replay.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self.router, self.chosen = router, router.chosen
+        self.last: dict[int, torch.Tensor] = {}
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, experts = self.router(x)
+        self.last[len(x)] = experts
+        return weights, experts
+
+    def missed(self, count: int, rows: int) -> float:
+        """The share of `count` experts that no token of the last step of `rows` chose."""
+        sizes = [size for size in self.last if size >= rows]  # a graph may have more rows
+        if not sizes:
+            return _missed_by_chance(self.chosen, count, rows)
+        return 1 - len(self.last[min(sizes)][:rows].unique()) / count
+
+
+def note_routes(model: Model) -> None:
+    """Let `weight_bytes` count the experts that a step really chose; before a graph is captured."""
+    for mixture in _mixtures(model):
+        mixture.router = NotedRouter(mixture.router)
+
+
+def _mixtures(model: Model) -> list[Mixture]:
+    return [block.body for block in model.blocks if isinstance(block.body, Mixture)]
+
+
+def _missed_by_chance(chosen: int, count: int, rows: int) -> float:
+    return (1 - chosen / count) ** rows
+
+
 def weight_bytes(model: Model, rows: int | None = None) -> int:
     """Weights that a step reads: not the embedding, of which it takes a row per token.
 
-    Of the experts of a mixture `rows` tokens choose a part, which is taken as if all experts were
-    as likely; None: all.
+    Of the experts of a mixture `rows` tokens choose a part: as `note_routes` saw it, else as if all
+    experts were as likely; None: all.
     """
     total = sum(
         tensor.nbytes for tensor in (*_tensors(model.blocks), model.norm.weight, model.head)
     )
-    for mixture in (block.body for block in model.blocks if isinstance(block.body, Mixture)):
-        if rows is not None:
-            count = len(mixture.experts.up)
-            missed = (1 - mixture.chosen / count) ** rows
-            total -= round(missed * sum(tensor.nbytes for tensor in _tensors(mixture.experts)))
+    for mixture in _mixtures(model) if rows is not None else ():
+        router, count = mixture.router, len(mixture.experts.up)
+        missed = (
+            router.missed(count, rows)
+            if isinstance(router, NotedRouter)
+            else _missed_by_chance(mixture.chosen, count, rows)
+        )
+        total -= round(missed * sum(tensor.nbytes for tensor in _tensors(mixture.experts)))
     return total
 
 
@@ -224,6 +265,8 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
     if isinstance(part, torch.Tensor):
         yield part
         return
+    if isinstance(part, NotedRouter):
+        part = part.router
     items: Iterable[Any] = ()
     if isinstance(part, list | tuple):
         items = part

@@ -125,6 +125,7 @@ def on_gpu(
     gpu = torch.cuda.get_device_name()
     start = time.perf_counter()
     model = random_model(config, "cuda")
+    decode_step.note_routes(model)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     print(

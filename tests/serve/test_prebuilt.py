@@ -51,9 +51,13 @@ def test_the_wheel_has_heads_of_64(hopper: None):
     _check_the_wheel(SMALLER, torch.bfloat16, torch.bfloat16)
 
 
-def _python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-    """Run Python with this checkout in a folder that has nothing of it."""
-    everything = os.environ | {"PYTHONPATH": str(ROOT)} | env
+def _python(
+    folder: Path, *arguments: str, packages: Path | None = None, **env: str
+) -> subprocess.CompletedProcess:
+    """Run Python with this checkout, and `packages`, in a folder that has nothing of it."""
+    given = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, (str(packages or ""), str(ROOT), given)))
+    everything = os.environ | {"PYTHONPATH": path} | env
     return subprocess.run(
         [sys.executable, *arguments], env=everything, cwd=folder, capture_output=True, text=True
     )
@@ -71,18 +75,17 @@ def test_the_example_serves_without_compiling(tmp_path: Path):
 
     words = ("-m", "examples.serve", "generate", "Once upon a time", "--max-tokens", "8")
     settings = {
-        "PYTHONPATH": f"{package.parent}:{ROOT}",
         "FLASHINFER_WORKSPACE_BASE": str(tmp_path / "empty"),
         "FLASHINFER_DISABLE_JIT": "1",
         "PATH": "/nonexistent",
     }
     drawn = ("--temperature", "1", "--top-k", "20", "--top-p", "0.9", "--min-p", "0.01")
     for sampling in ((), (*drawn, "--seed", "1")):
-        served = _python(tmp_path, *words, *sampling, **settings)
+        served = _python(tmp_path, *words, *sampling, packages=package.parent, **settings)
         assert served.returncode == 0, served.stderr
         assert served.stdout.strip()
     assert not list((tmp_path / "empty").rglob("*.so"))
 
     package.rename(tmp_path / "gone")
-    refused = _python(tmp_path, *words, **settings)
+    refused = _python(tmp_path, *words, packages=package.parent, **settings)
     assert refused.returncode != 0 and "FLASHINFER_DISABLE_JIT" in refused.stderr

@@ -87,3 +87,20 @@ def test_plot(tmp_path: Path):
     step.spans.clear()
     with pytest.raises(ValueError, match="`step` must have recorded kernels"):
         write_plot(step, "a model", tmp_path / "none.svg")
+
+
+def test_experts_that_a_step_chose_are_counted():
+    """Rows that a graph has beside the tokens of the step do not count."""
+    config = ModelConfig.from_dict(SHAPES["qwen3-30b-a3b"] | {"num_hidden_layers": 1})
+    model = Model(config, RandomWeights(config, "meta"), "meta", torch.bfloat16)
+    chosen = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [7, 0, 1, 2, 3, 4, 5, 99], [8] * 8, [9] * 8])
+    mixture = model.blocks[1].body
+    mixture.router = lambda x: (torch.ones(len(x), 8), chosen[: len(x)])
+    mixture.router.chosen = 8
+    every, expert = decode_step.weight_bytes(model), 3 * 768 * 2048 * 2
+    decode_step.note_routes(model)
+    assert decode_step.weight_bytes(model, 1) == every - 120 * expert  # as expected by chance
+    mixture.router(torch.zeros(4, 2048))
+    mixture.router(torch.zeros(1, 2048))
+    assert decode_step.weight_bytes(model, 2) == every - (128 - 9) * expert
+    assert decode_step.weight_bytes(model) == every
