@@ -231,7 +231,8 @@ FLASHINFER_FFI_EXPORT(attention_profile, args) {
   check_on_device(buffer, launch.device_id);
 #if FLASHINFER_CFG_PROFILED
   launch.params.profile = static_cast<uint64_t*>(buffer.data());
-  launch.params.profile_words = static_cast<uint32_t>(std::min<int64_t>(buffer.numel(), UINT32_MAX));
+  launch.params.profile_words =
+      static_cast<uint32_t>(std::min<int64_t>(buffer.numel(), UINT32_MAX));
 #else
   ffi::raise("RuntimeError", "the module records no events");
 #endif

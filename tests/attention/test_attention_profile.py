@@ -137,7 +137,9 @@ def test_configurations_that_are_refused(option: str):
 )
 def test_modules_compile(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    config = AttentionConfig(BF16, BF16, BF16, 128, 128, mask_mode="causal", profiled=True, **fields)
+    config = AttentionConfig(
+        BF16, BF16, BF16, 128, 128, mask_mode="causal", profiled=True, **fields
+    )
     spec = gen_attention_module(config)
     spec.build()
     assert "profiled" in spec.name
