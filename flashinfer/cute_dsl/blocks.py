@@ -37,7 +37,7 @@ BLOCK, PAIRS = 16, 8
 
 
 @cute.jit
-def predicate_k(tXcX: cute.Tensor, limit: int) -> cute.Tensor:  # noqa: N803
+def predicate_k(tXcX: cute.Tensor, limit: int) -> cute.Tensor:
     """Which of a thread's vectors lie before column `limit`.
 
     `tXcX` has the coordinates of its elements, ``((vector, vectors of a row), rows, columns)``. A
@@ -67,7 +67,7 @@ def _load_8(address: Int64) -> cute.Tensor:
 
 
 @cute.jit
-def load_8_half2(mX: cute.Tensor, mW: cute.Tensor, row_offset: Int32, col_offset: Int32, H: int):  # noqa: N803
+def load_8_half2(mX: cute.Tensor, mW: cute.Tensor, row_offset: Int32, col_offset: Int32, H: int):
     """Sixteen elements of 16 bits of a row, and the weights of these columns, as packed pairs.
 
     `mX` has dense rows of `H` elements. Places are multiples of 16 bytes.
@@ -77,7 +77,7 @@ def load_8_half2(mX: cute.Tensor, mW: cute.Tensor, row_offset: Int32, col_offset
 
 
 @cute.jit
-def load_f32_16_from_smem(sH: cute.Tensor, row_idx: Int32, col_offset: Int32) -> cute.Tensor:  # noqa: N803
+def load_f32_16_from_smem(sH: cute.Tensor, row_idx: Int32, col_offset: Int32) -> cute.Tensor:
     """Sixteen numbers of a row in shared memory."""
     held = cute.make_rmem_tensor((BLOCK,), Float32)
     for i in cutlass.range_constexpr(BLOCK):

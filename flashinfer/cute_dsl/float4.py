@@ -1,8 +1,8 @@
 """Conversions to and from 4-bit floats (e2m1), by arithmetic on integers and float16.
 
 Blackwell has instructions for them; these run on every GPU. A code has a sign in its bit 3 and one
-of 0, 0.5, 1, 1.5, 2, 3, 4, 6 in the others. Scales of NVFP4 are e4m3 codes, those of MXFP4 powers of
-two.
+of 0, 0.5, 1, 1.5, 2, 3, 4, 6 in the others. Scales of NVFP4 are e4m3 codes, those of MXFP4 are
+powers of two.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _ptx(code: str, results, *operands):
 def cvt_f32_to_e2m1(a: Float32) -> Uint32:
     """The code of a value in the lowest four bits: to nearest, then to even; beyond 6 that of 6.
 
-    From 1 on a code is the exponent and the first bit of the fraction, rounded there. Below it is a
-    multiple of 0.5, which is the step of float32 at 2^22. NaN becomes 6, with its sign.
+    The code of numbers from 1 on holds the exponent and the first bit of the fraction. Below, it
+    counts steps of 0.5, as float32 has them at 2^22. NaN becomes 6, with its sign.
     """
     code = """{
         .reg .b32 bits, sign, normal, odd, below;
@@ -110,7 +110,7 @@ def fp4_decode_4bytes(packed_u32: Uint32):
 
 @cute.jit
 def quant_dequant_2(v0: Float32, v1: Float32, sf_f32: Float32, eff_scale: Float32):
-    """What is left of two values: codes of their products with `eff_scale`, times `sf_f32`."""
+    """Two values after 4 bits: the codes of their products with `eff_scale`, times `sf_f32`."""
     codes = cvt_fp32x2_to_e2m1x2(v0 * eff_scale, v1 * eff_scale)
     return half2_to_float2_scaled(fp4_decode_2(codes), sf_f32)
 
@@ -226,7 +226,7 @@ def nvfp4_scale_from_amax_rn(block_amax: Float32, global_scale: Float32) -> Floa
 
 @cute.jit
 def nvfp4_compute_output_scale(fp8_val: Uint32, global_scale: Float32) -> Float32:
-    """The factor of values before they become codes, ``global_scale / scale``; 0 for a scale of 0."""
+    """The factor of values before they become codes: ``global_scale / scale``, 0 if that is 0."""
     scale, result = fp8_e4m3_to_f32(fp8_val), Float32(0.0)
     if scale != Float32(0.0):
         result = rcp_approx_ftz(scale * rcp_approx_ftz(global_scale))
@@ -239,9 +239,8 @@ def nvfp4_compute_output_scale_rn(
 ) -> Float32:
     """The same, rounded to nearest; 0 also for a block of zeros."""
     scale, result = fp8_e4m3_to_f32(fp8_val), Float32(0.0)
-    if scale != Float32(0.0):
-        if block_amax != Float32(0.0):
-            result = fdiv_rn(global_scale, scale)
+    if scale != Float32(0.0) and block_amax != Float32(0.0):
+        result = fdiv_rn(global_scale, scale)
     return result
 
 
