@@ -18,10 +18,10 @@ namespace flashinfer {
 namespace detail {
 
 // Draws from a row whose filter keeps what is at least `threshold`. `as_nucleus`: the token that
-// top_p/nucleus.cuh would draw, of which it serves a row whose own top-k keeps every element: with a
-// top-k that keeps everything for all rows, such rows go to the nucleus kernels, and the token must
-// be the same in both cases. Those draw from the nucleus and the rest of its last half; a token of
-// the rest is replaced by a draw from the nucleus alone.
+// top_p/nucleus.cuh would draw, of which it serves a row whose own top-k keeps every element: with
+// a top-k that keeps everything for all rows, such rows go to the nucleus kernels, and the token
+// must be the same in both cases. They draw from the nucleus and the rest of its last half. Where
+// that gives a token of the rest, they draw again, from the nucleus alone.
 template <typename Row, typename Weight>
 __device__ __forceinline__ void draw_filtered(const SamplingParams& params, Row& row,
                                               const Weight& weight, float max, float threshold,
