@@ -21,6 +21,8 @@ using ConfiguredVariantParams = VariantParams;
 
 #if FLASHINFER_CFG_DEVICE_LENGTHS
 using ConfiguredParams = LengthsAttentionParams<ConfiguredVariantParams>;
+#elif FLASHINFER_CFG_PROFILED
+using ConfiguredParams = ProfiledAttentionParams<ConfiguredVariantParams>;
 #else
 using ConfiguredParams = AttentionParams<ConfiguredVariantParams>;
 #endif

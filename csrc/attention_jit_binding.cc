@@ -12,6 +12,7 @@
 //   attention_second(launch, q, k, v, o, lse, v_scale)
 //   attention_head_scales(launch, kind, logits_scale, q_scale, k_scale, v_scale)
 //   attention_block_scales(launch, k_sf, v_sf, o, lse)
+//   attention_profile(launch, profiler_buffer, o, lse)
 //   attention_run(launch, q, k, v, o, lse, sm_scale, v_scale, window_left, sinks, enable_pdl)
 //
 // `launch` holds the bytes of an AttentionLaunch (attention_binding.h), whose size is
@@ -27,10 +28,11 @@
 // otherwise they are in pages. If v is None, k is a cache that holds both. kv_indices,
 // alibi_slopes, lse, sinks, enable_pdl and scales may be None. The caller has moved a plan's
 // tensors to the device: only a run checks the device of its tensors. Scales of 4-bit keys and
-// values, and of heads, are set for the next run.
+// values, and of heads, are set for the next run, and so is the buffer of a profile's events.
 #include "attention_binding.h"
 #include "device_plan_binding.h"
 
+#include <algorithm>
 #include <cmath>
 
 using namespace flashinfer;
@@ -214,6 +216,26 @@ FLASHINFER_FFI_EXPORT(attention_block_scales, args) {
     if (lse) ffi::check_disjoint(lse, scales);
     check_on_device(scales, launch.device_id);
   }
+}
+
+FLASHINFER_FFI_EXPORT(attention_profile, args) {
+  AttentionLaunch& launch = bound_launch_of(args);
+  const Tensor buffer = args.tensor("profiler_buffer");
+  const Tensor o = args.tensor("out"), lse = args.optional_tensor("lse");
+  ffi::check_dtype(buffer, {DLDataType{kDLUInt, 64, 1}, ffi::dtype::int64});
+  ffi::check_ndim(buffer, 1, 1);
+  ffi::check_contiguous(buffer);
+  if (buffer.numel() == 0) ffi::raise("ValueError", "`profiler_buffer` must not be empty");
+  ffi::check_disjoint(o, buffer);
+  if (lse) ffi::check_disjoint(lse, buffer);
+  check_on_device(buffer, launch.device_id);
+#if FLASHINFER_CFG_PROFILED
+  launch.params.profile = static_cast<uint64_t*>(buffer.data());
+  launch.params.profile_words =
+      static_cast<uint32_t>(std::min<int64_t>(buffer.numel(), UINT32_MAX));
+#else
+  ffi::raise("RuntimeError", "the module records no events");
+#endif
 }
 
 FLASHINFER_FFI_EXPORT(attention_run, args) {

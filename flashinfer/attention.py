@@ -2,13 +2,14 @@
 with ranges that are seen in both directions."""
 
 from ._attention.wrappers.attention_sink import BatchAttentionWithAttentionSinkWrapper
-from ._attention.wrappers.batch_attention import BatchAttention
+from ._attention.wrappers.batch_attention import PROFILE_EVENTS, BatchAttention
 from ._attention.wrappers.bidirectional_ranges import (
     BatchPrefillWithCausalBidirectionalRangesWrapper,
 )
 from .jit.attention import gen_batch_attention_module
 
 __all__ = [
+    "PROFILE_EVENTS",
     "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchPrefillWithCausalBidirectionalRangesWrapper",

@@ -43,8 +43,11 @@ from ._instrument.experimental import experimental_backend as experimental_backe
 from .compat.backends import BackendSupportedError as BackendSupportedError
 from .compat.backends import backend_requirement as backend_requirement
 from .compat.backends import supported_compute_capability as supported_compute_capability
+from .compilation_context import NoTargetError
 from .jit.core import logger
 from .jit.env import has_flashinfer_jit_cache as has_flashinfer_jit_cache
+from .jit.errors import MissingJITCacheError, ToolchainError
+from .jit.global_timer import get_global_timer
 
 log2e = math.log2(math.e)
 ln2 = math.log(2.0)
@@ -189,6 +192,24 @@ def is_confidential_compute() -> bool:
         finally:
             pynvml.nvmlShutdown()
     return False
+
+
+def get_globaltimer_kernel() -> Callable[[torch.Tensor], None] | None:
+    """A function that writes the GPU's clock at its place in the current stream's work.
+
+    Differences of two such times measure work where events of CUDA do not, as in the confidential
+    mode. The clock's step is some tens of nanoseconds on Hopper.
+
+    Returns
+    -------
+    callable or None
+        It takes a tensor ``[1]``, int64 or uint64, on a GPU, and returns before the time is there,
+        in nanoseconds. None where its kernel can be neither found nor compiled.
+    """
+    try:
+        return get_global_timer()
+    except (ToolchainError, MissingJITCacheError, NoTargetError):
+        return None
 
 
 def has_cuda_cudart() -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.checks import count as check_count
+from .._common.checks import tensor as check_tensor
 from .._common.dtypes import torch_name
 from .._common.numbers import plain
 from ..jit.attention.config import FLOAT16, PACKED_FLOAT4, QUERIES, kv_dtypes
@@ -221,6 +222,18 @@ def refuse(reason: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise ValueError(f"`{name}` must be left out: {reason}")
+
+
+def check_profile(is_profiled: bool, profiler_buffer: Any) -> None:
+    """Refuse a buffer that no kernel writes, or none where one does."""
+    if not is_profiled:
+        refuse("plan() was not told `use_profiler`", profiler_buffer=profiler_buffer)
+        return
+    buffer = check_tensor("profiler_buffer", profiler_buffer, 1)
+    if buffer.dtype not in (torch.int64, torch.uint64):
+        raise ValueError(f"`profiler_buffer` must be uint64 or int64, got {buffer.dtype}")
+    if buffer.numel() == 0 or not buffer.is_contiguous():
+        raise ValueError("`profiler_buffer` must be contiguous and not empty")
 
 
 def check_block_scales(kv_dtype: torch.dtype, kv_cache_sf: Any) -> None:

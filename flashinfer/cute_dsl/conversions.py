@@ -161,9 +161,12 @@ def bfloat2_to_float2_scaled(bf2: Uint32, scale: Float32):
 def _packed(code: str):
     """A function of two packed pairs."""
 
+    # Registers of their own: a constant may not stand for a pair.
+    moves = "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1};"
+
     @cute.jit
     def operation(a: Uint32, b: Uint32) -> Uint32:
-        return _ptx(f"{code} {{$w0}}, {{$r0}}, {{$r1}};", [Uint32], a, b)
+        return _ptx(f"{moves} {code} {{$w0}}, a, b; }}", [Uint32], a, b)
 
     return operation
 
@@ -173,7 +176,7 @@ def _packed_unary(code: str):
 
     @cute.jit
     def operation(x: Uint32) -> Uint32:
-        return _ptx(f"{code} {{$w0}}, {{$r0}};", [Uint32], x)
+        return _ptx(f"{{ .reg .b32 x; mov.b32 x, {{$r0}}; {code} {{$w0}}, x; }}", [Uint32], x)
 
     return operation
 

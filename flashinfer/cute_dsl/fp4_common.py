@@ -1,7 +1,7 @@
 """The device helpers of this package under one name, as FlashInfer has them.
 
-It needs the compiler. Conversions to and from FP4 are instructions of compute capability 10.0 and
-later, for which no kernel of this package is written: they are not here.
+It needs the compiler. Two names are not here, since their signatures do not say what they do:
+`cvt_w4a16_packed_e4m3_scale_to_f32` and `mx_scale_from_amax32`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from .._common.arch import get_compute_capability
+from .blocks import *  # noqa: F403
 from .conversions import *  # noqa: F403
+from .float4 import *  # noqa: F403
 from .memory import *  # noqa: F403
 from .reduce import *  # noqa: F403
 

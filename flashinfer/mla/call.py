@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._attention.checks import refuse, scalar
+from .._attention.checks import check_profile, refuse, scalar
 from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
 from ..jit.attention.mla import FLOAT8
@@ -173,23 +173,11 @@ def read_call(
     sm_scale, o_scale, rope_factor = modes.scales(
         options, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale
     )
-    _check_profile(options, profiler_buffer)
+    check_profile(options.use_profiler, profiler_buffer)
     if modes.use_sinks and sinks is None:
         raise ValueError("`sinks` must be given: plan() was told `use_sinks`")
     on_e = options.is_lse_on_e(return_lse_base_on_e)
     return MlaCall(q_nope, q_pe, ckv_cache, kpe_cache, sm_scale, o_scale, rope_factor, on_e)
-
-
-def _check_profile(options: MlaOptions, profiler_buffer: Any) -> None:
-    """Refuse a buffer that no kernel writes, or none where one does."""
-    if not options.use_profiler:
-        refuse("plan() was not told `use_profiler`", profiler_buffer=profiler_buffer)
-        return
-    buffer = check_tensor("profiler_buffer", profiler_buffer, 1)
-    if buffer.dtype not in (torch.int64, torch.uint64):
-        raise ValueError(f"`profiler_buffer` must be uint64 or int64, got {buffer.dtype}")
-    if buffer.numel() == 0 or not buffer.is_contiguous():
-        raise ValueError("`profiler_buffer` must be contiguous and not empty")
 
 
 def _parts(

@@ -29,6 +29,7 @@ _RUBIN = "FlashInfer has it for Rubin alone"
 _OTHER_LIBRARY = "an interface of another library's kernels (TensorRT-LLM, cuDNN, CUB, CuTe)"
 _OF_A_BUILD = "a part of FlashInfer's own build: it names one of its kernels' modules"
 _FOUR_BY_EIGHT = "no kernel here multiplies weights of 4 bits by activations of 8 bits"
+_NO_LATENT_FLOAT4 = "no kernel here reads latent caches of 4 bits, as FlashInfer's do on Blackwell"
 _REASONS: tuple[tuple[str, str], ...] = (
     (r"flash_kda", _OTHER_GPUS),
     (r"ugpu", _RUBIN),
@@ -50,6 +51,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         _OTHER_GPUS,
     ),
     (r"silu_and_mul_mxfp8_quantize|nvfp4_quantize_smooth|mm_fp4", _OTHER_GPUS),
+    (r"append_paged_mla_kv_cache", _NO_LATENT_FLOAT4),
     (r"nvfp4_(kv|quantize)|fp4_kv|fp4_quantization_module|nvfp4_global|e4m3_max", "4-bit caches"),
     (r"[Hh]umming|W4A8", _FOUR_BY_EIGHT),
     (r"^BGMVMoEBlackwellPlan$", _OF_A_BUILD),

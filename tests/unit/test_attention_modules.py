@@ -62,6 +62,7 @@ def test_every_field_is_in_the_name_and_in_the_defines():
     changed.append(dataclasses.replace(BASE, tile_q=128))
     changed.append(dataclasses.replace(BASE, tile_q=128, backend="fa3"))
     changed.append(dataclasses.replace(BASE, tile_q=8, device_lengths=True))
+    changed.append(dataclasses.replace(BASE, profiled=True))
     assert len({config.uri for config in [BASE, *changed]}) == len(changed) + 1
     assert len({tuple(c.defines.items()) for c in [BASE, *changed]}) == len(changed) + 1
     assert {f.name for f in dataclasses.fields(AttentionConfig)} == {
@@ -70,6 +71,7 @@ def test_every_field_is_in_the_name_and_in_the_defines():
         "mask_mode_second",
         "backend",
         "device_lengths",
+        "profiled",
     }
 
 
@@ -162,10 +164,6 @@ def test_public_generators_describe_modules_of_their_calls():
                 "fa2", *t, torch.int32, 128, 128, 0, False, False, True
             ),
             "use_fp16_qk_reduction",
-        ),
-        (
-            lambda t: gen_batch_attention_module(*t, torch.int32, 128, 128, 0, False, True),
-            "use_profiler",
         ),
         (
             lambda t: gen_pod_module(*t, 128, 0, True, False, False, torch.int32, 0, False, False),

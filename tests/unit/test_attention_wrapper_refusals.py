@@ -233,7 +233,7 @@ WRONG_PLANS: dict[Callable[..., Any], list[tuple[str, Any]]] = {
         ("page_size", -16),
         ("causal", None),
         ("logits_soft_cap", float("inf")),
-        ("use_profiler", True),
+        ("use_profiler", 1),
     ],
     plan_cascade: [
         *_WRONG_OPTIONS,

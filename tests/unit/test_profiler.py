@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from flashinfer.profiler.events import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END, INSTANT = (kind.value for kind in EventType)
+DRAWN = [("B", "keys", 1.0), ("B", "load", 2.0), ("E", "load", 3.0), ("E", "keys", 4.0)]
+DRAWN += [("B", "keys", 5.0), ("E", "keys", 6.0)]
 
 KERNEL = """
 #include <flashinfer/profiler.cuh>
@@ -121,6 +125,24 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, given, error, message: st
     with pytest.raises(error, match=message):
         export_to_perfetto_trace(given, ["only"], str(tmp_path / "trace.json"))
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_block_is_drawn(tmp_path: Path):
+    rows = [
+        {"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "block 3, group 0"}},
+        {"ph": "M", "name": "thread_name", "tid": 2, "args": {"name": "block 30, group 0"}},
+        *({"ph": ph, "name": name, "tid": 1, "ts": ts} for ph, name, ts in DRAWN),
+        {"ph": "B", "name": "other", "tid": 2, "ts": 0.0},
+    ]
+    trace, out = tmp_path / "trace.json", tmp_path / "out.svg"
+    trace.write_text(json.dumps({"traceEvents": rows}))
+    command = [sys.executable, str(ROOT / "benchmarks" / "draw_profile.py"), str(trace), str(out)]
+    assert subprocess.run([*command, "--block", "4"], capture_output=True).returncode == 2
+    subprocess.run([*command, "--block", "3"], check=True)
+    drawn = out.read_text()
+    assert ElementTree.fromstring(drawn).tag.endswith("}svg")
+    assert drawn.count('fill="#') == 2 + 3, "two names, three events"
+    assert "prefers-color-scheme: dark" in drawn and "other" not in drawn
 
 
 def compiled(folder: Path, name: str, *flags: str) -> Path:

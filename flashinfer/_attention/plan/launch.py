@@ -54,6 +54,7 @@ class ModuleKey(NamedTuple):
             backend=choice.backend,
             head_scales=self.head_scales,
             device_lengths=self.device_lengths,
+            profiled=options.profiled,
         )
 
     def load(self) -> AttentionModule:

@@ -31,6 +31,7 @@ class MixedExecutor(AttentionExecutor):
         super().__init__(float_workspace_buffer)
         self._decoder: AttentionExecutor | None = None  # made for the first plan of two launches
         self._is_apart = False
+        self.profiler_buffer: torch.Tensor | None = None  # of the next run
 
     def plan_mixed(self, problem: AttentionProblem) -> None:
         """`plan`, of any batch whose requests have query lengths of their own."""
@@ -43,7 +44,8 @@ class MixedExecutor(AttentionExecutor):
         # Heads of more than 256 have the decode tile only.
         second = DECODE_ROWS if spec.tile_head_dim <= 256 else 0
         found = estimate(spec, problem.requests, second, False, backend == "auto")
-        if found.few_rows > 0 and _is_faster_apart(found):
+        # One launch fills the buffer of a profile.
+        if found.few_rows > 0 and _is_faster_apart(found) and not spec.profiled:
             self._plan_apart(problem, found.few_rows)
         elif found.hopper_us < found.portable_us:
             _plan_and_grow(self, problem, hopper_choice(spec))
@@ -63,12 +65,23 @@ class MixedExecutor(AttentionExecutor):
         _plan_and_grow(self, problem, hopper_choice(problem.spec), others)
         self._is_apart = True
 
-    def run(self, *args: Any, **kwargs: Any) -> None:
-        """As `AttentionExecutor.run`."""
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        **options: Any,
+    ) -> None:
+        """As `AttentionExecutor.run`; events go to `profiler_buffer` if they were planned."""
+        if self.profiler_buffer is not None:
+            buffer, self.profiler_buffer = self.profiler_buffer, None
+            self._planned_module().profile(self._launch, buffer, out, lse)
         if self._is_apart:
             assert self._decoder is not None
-            self._decoder.run(*args, **kwargs)
-        super().run(*args, **kwargs)
+            self._decoder.run(q, k, v, out, lse, **options)
+        super().run(q, k, v, out, lse, **options)
 
 
 def _is_faster_apart(found: KernelEstimate) -> bool:

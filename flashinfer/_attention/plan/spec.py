@@ -22,6 +22,7 @@ class KernelOptions(NamedTuple):
     pos_encoding: str
     logits_soft_cap: bool
     variant: AttentionVariant | None
+    profiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class AttentionSpec:
         The user's variant.
     backend : str
         The backend that the caller asks for: ``"auto"``, ``"fa2"`` or ``"fa3"``.
+    profiled : bool
+        Whether the kernel records its events.
     mask_mode : str
         Mask of the kernel where no tensor is one, as in ``AttentionConfig``.
     kernel_options : KernelOptions
@@ -78,6 +81,7 @@ class AttentionSpec:
     kv_layout: str = "NHD"
     variant: AttentionVariant | None = None
     backend: str = "auto"
+    profiled: bool = False
     kernel_options: KernelOptions = field(init=False, repr=False, compare=False)
     group_size: int = field(init=False, repr=False, compare=False)
     tile_head_dim: int = field(init=False, repr=False, compare=False)
@@ -100,6 +104,7 @@ class AttentionSpec:
             self.pos_encoding_mode.lower(),
             self.logits_soft_cap > 0.0,
             self.variant,
+            self.profiled,
         )
         scalars = (
             self.sm_scale,

@@ -62,6 +62,7 @@ class SpecArguments(NamedTuple):
     kv_data_type: Any = None
     o_data_type: Any = None
     causal: Any = False
+    use_profiler: Any = False
 
 
 def option_of_plan(name: str) -> property:
@@ -205,6 +206,7 @@ class AttentionWrapper(Planned):
             kv_layout=self._kv_layout,
             variant=self._variant,
             backend=self._backend,
+            profiled=check_flag("use_profiler", a.use_profiler),
         )
 
     def _check_jit(self, a: SpecArguments) -> str:

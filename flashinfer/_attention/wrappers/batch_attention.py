@@ -5,12 +5,15 @@ import torch
 from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention_wrappers import batch_attention_run_trace
-from ..checks import refuse, soft_cap
+from ..checks import check_profile, soft_cap
 from ..index_tensors import device_indices, host_indices
 from ..plan.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from .base import AttentionWrapper, Cache, SpecArguments, split_cache
 from .paged import PagedWrapper
+
+PROFILE_EVENTS = ("query", "load", "keys", "weights", "values", "output")
+"""Names of the events in a profile, by number; include/flashinfer/attention/events.cuh."""
 
 
 class BatchAttention(PagedWrapper, AttentionWrapper):
@@ -109,7 +112,8 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         kv_data_type : torch.dtype
             `q_data_type`, float8_e4m3fn, float8_e5m2, or uint8: pairs of 4 bits (NVFP4).
         use_profiler : bool
-            False: use Nsight Compute.
+            Whether the kernel, one of its own, records the events `PROFILE_EVENTS`. All requests
+            are in one launch then.
         o_data_type : torch.dtype, optional
             float16 or bfloat16, by default `q_data_type`; needed with 8-bit queries.
 
@@ -119,7 +123,6 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
             If an argument is not as listed above, naming it.
         """
         self._problem = None  # whatever becomes of this plan
-        refuse("the kernels write no profile", use_profiler=use_profiler)
         page_size = check_count("page_size", page_size)
         spec = self._spec(
             SpecArguments(
@@ -133,6 +136,7 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
                 kv_data_type=kv_data_type,
                 o_data_type=o_data_type,
                 causal=causal,
+                use_profiler=use_profiler,
             )
         )
         names = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": kv_len_arr}
@@ -187,8 +191,8 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
             As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
         logits_soft_cap : float
             0, or what was planned.
-        profiler_buffer : None
-            Of profiles, which there are no kernels for.
+        profiler_buffer : torch.Tensor, optional
+            With `use_profiler`: uint64 or int64 words, zero before the call; docs/profiler.md.
         kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
             Scales of a 4-bit cache, as for ``BatchPrefillWithPagedKVCacheWrapper.run``.
         q_scale : float or torch.Tensor, optional
@@ -203,7 +207,9 @@ class BatchAttention(PagedWrapper, AttentionWrapper):
         TypeError, ValueError
             If nothing is planned, or an argument is not as described.
         """
-        refuse("the kernels write no profile", profiler_buffer=profiler_buffer)
+        if self._problem is not None:
+            check_profile(self._problem.spec.profiled, profiler_buffer)
+            self._executor.profiler_buffer = profiler_buffer
         if logits_soft_cap and self._problem is not None:
             planned = self._problem.spec.logits_soft_cap
             if soft_cap(logits_soft_cap) != planned:

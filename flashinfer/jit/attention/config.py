@@ -49,6 +49,8 @@ class AttentionConfig(ModuleConfig):
     device_lengths : bool
         Whether the kernels divide the work themselves, by lengths in device memory, instead of
         reading a work list; for tiles of decode.
+    profiled : bool
+        Whether warps record what they do, and when.
     tile_q_second : int
         Tile of the work items of kind 1 in launches of two shapes, of ``TILES_SECOND``; 0 without.
     mask_mode_second : str
@@ -82,6 +84,7 @@ class AttentionConfig(ModuleConfig):
     backend: str = "fa2"
     head_scales: bool = False
     device_lengths: bool = False
+    profiled: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("q_data_type", self.dtype_q, QUERIES)
@@ -118,6 +121,10 @@ class AttentionConfig(ModuleConfig):
                 f"`device_lengths` must be False with `tile_q` {self.tile_q} and `tile_q_second` "
                 f"{self.tile_q_second}: it is for one tile of {DECODE_TILES} rows"
             )
+        if self.profiled and (self.custom_variant or self.device_lengths):
+            raise ValueError(
+                "`use_profiler` must be False with `jit_args` and with lengths on the device"
+            )
 
     @property
     def majors(self) -> tuple[int, ...]:
@@ -139,6 +146,7 @@ class AttentionConfig(ModuleConfig):
             "head_scales",
             "custom_variant",
             "device_lengths",
+            "profiled",
         )
         parts += [option for option in options if getattr(self, option)]
         if self.tile_q_second:

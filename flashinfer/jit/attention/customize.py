@@ -7,6 +7,7 @@ functions that take it find the modules of other masks and tiles.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -189,11 +190,12 @@ def gen_batch_attention_module(
 ) -> JitSpec:
     """The module of ``BatchAttention``: tiles of two shapes in one launch."""
     _check(dtype_idx)
-    if use_profiler:
-        raise ValueError("`use_profiler` must be False: kernels do not record their phases")
+    if not isinstance(use_profiler, bool):
+        raise TypeError(f"`use_profiler` must be a bool, got {type(use_profiler).__name__}")
     types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     options = (pos_encoding_mode, False, use_logits_soft_cap)
-    return gen_attention_module(_two_shapes(types, head_dims, options, "causal"))
+    config = _two_shapes(types, head_dims, options, "causal")
+    return gen_attention_module(dataclasses.replace(config, profiled=use_profiler))
 
 
 def gen_pod_module(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._common.checks import choice
+from ..._attention.checks import check_profile
 from ..._common.checks import tensor as check_tensor
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
@@ -131,7 +131,7 @@ def _cascade_reference(
 
 def _gather_batch_attention(run: Arguments) -> dict[str, Any]:
     problem = planned_problem(run)
-    choice("profiler_buffer", run.get("profiler_buffer"), (None,))
+    check_profile(problem.spec.profiled, run.get("profiler_buffer"))
     cap = run.get("logits_soft_cap")
     planned = problem.spec.logits_soft_cap
     if cap and cap != planned:

@@ -102,7 +102,7 @@ struct AttentionParams {
   FastDivisor num_kv_heads;
   FastDivisor group_size;  // num_qo_heads / num_kv_heads
   FastDivisor page_size;
-  static constexpr bool kReadsLengths = false;
+  static constexpr bool kReadsLengths = false, kProfiled = false;
 };
 
 // For launches that read lengths in device memory instead of items and merges.
@@ -110,6 +110,14 @@ template <typename Variant_>
 struct LengthsAttentionParams : AttentionParams<Variant_> {
   DevicePlanParams lengths;
   static constexpr bool kReadsLengths = true;
+};
+
+// For launches that record their events.
+template <typename Variant_>
+struct ProfiledAttentionParams : AttentionParams<Variant_> {
+  uint64_t* profile;  // buffer of profiler.cuh
+  uint32_t profile_words;
+  static constexpr bool kProfiled = true;
 };
 
 }  // namespace flashinfer

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <flashinfer/attention/attention_params.h>
+#include <flashinfer/attention/events.cuh>
 #include <flashinfer/attention/portable/output.cuh>
 #include <flashinfer/attention/portable/products.cuh>
 #include <flashinfer/attention/portable/query.cuh>
@@ -49,14 +50,17 @@ template <typename Traits, typename Params>
 class TileWorker {
   using Tile = typename Traits::Tile;
   using Variant = typename Traits::Variant;
+  using Profile = AttentionProfile<Params>;
 
  public:
   __device__ __forceinline__ TileWorker(const Params& params, const AttentionTensors& tensors,
-                                        const WorkItem& item, uint32_t kv_head, char* shared)
+                                        const WorkItem& item, uint32_t kv_head, char* shared,
+                                        Profile& profile)
       : params_(params),
         tensors_(tensors),
         item_(item),
         kv_head_(kv_head),
+        profile_(profile),
         rows_(params, item, kv_head, shared),
         shared_(shared) {
     const uint32_t num_packed = item.qo_len * params.group_size.divisor;
@@ -72,6 +76,7 @@ class TileWorker {
     stream();
     // Triggered only now: CTAs of the merge would otherwise wait in the place of further items.
     ptx::grid_launch_dependents();
+    const typename Profile::Span span(profile_, AttentionEvent::kOutput);
     rows_.end(state_);
     OutputWriter<Traits, Params>(params_, tensors_, item_, kv_head_, num_rows_, rows_.variant,
                                  rows_.view, shared_, stages_)
@@ -160,8 +165,10 @@ class TileWorker {
       fetch(tile, tile, std::true_type());
     }
     QueryFragments<Tile> query;
+    profile_.begin(AttentionEvent::kQuery);
     ptx::cp_async_wait<kAhead - 1>();
     end_query(query);
+    profile_.end(AttentionEvent::kQuery);
 
     const int warp_row = Tile::kSplitKV ? threadIdx.x / 32 * Tile::kWarpTokens : 0;
     const int warp_token = warp_row / Tile::kWarpTokens / Tile::kColumnWarps * Tile::kWarpTokens;
@@ -170,9 +177,11 @@ class TileWorker {
     const char* const scales = stages_ + kStages * (Tile::kBytesK + Tile::kBytesV);
     int stage = 0;
     for (int tile = 0; tile < num_tiles_; ++tile) {
+      profile_.begin(AttentionEvent::kLoad);
       ptx::cp_async_wait<kAhead - 1>();
       synchronize();
       if constexpr (kAhead < kStages) fetch(tile + 1, stage ^ 1, kLooksAhead);
+      profile_.end(AttentionEvent::kLoad);
       const int first_token = item_.kv_begin + tile * Tile::kTokens + warp_token;
       if constexpr (Traits::kTransformK) {
         constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
@@ -188,6 +197,7 @@ class TileWorker {
       attend(query, tile_k, tile_v, first_token, stage_scales + warp_row * Tile::kScaleBytesK,
              stage_scales + Tile::kRows * Tile::kScaleBytesK + warp_row * Tile::kScaleBytesV);
       if constexpr (kAhead == kStages) {
+        const typename Profile::Span span(profile_, AttentionEvent::kLoad);
         synchronize();
         fetch(tile + kStages, stage, kLooksAhead);
       }
@@ -228,6 +238,7 @@ class TileWorker {
     // prompt with groups of four heads every other tile does.
     constexpr bool kHalves = !Tile::kSplitKV;
     const bool half = kHalves && item_.kv_end - first_token <= Tile::kWarpKV / 2;
+    profile_.begin(AttentionEvent::kKeys);
     if constexpr (Tile::kNarrow) {
 #pragma unroll
       for (int j = 0; j < Tile::kTokenTiles; ++j) {
@@ -239,6 +250,8 @@ class TileWorker {
     } else {
       multiply_qk<Tile, Tile::kWarpKV>(logits, shared_q(), query, tile_k, scales_k);
     }
+    profile_.end(AttentionEvent::kKeys);
+    profile_.begin(AttentionEvent::kWeights);
     if (rows_.has_hidden_keys(first_token)) {
       rows_.template transform<true>(logits, first_token, inverse_scale_);
     } else {
@@ -253,6 +266,8 @@ class TileWorker {
         rows_.shrink_output(state_, shrink);
       }
     }
+    profile_.end(AttentionEvent::kWeights);
+    profile_.begin(AttentionEvent::kValues);
 #pragma unroll
     for (int step = 0; step < Tile::kWarpKV / 16; ++step) {
       if (kHalves && step == Tile::kTokenTiles / 4 && half) break;
@@ -261,12 +276,14 @@ class TileWorker {
       rows_.pack(logits, step, p);
       multiply_pv<Tile>(state_, p, tile_v, step, scales_v);
     }
+    profile_.end(AttentionEvent::kValues);
   }
 
   const Params& params_;
   const AttentionTensors& tensors_;
   const WorkItem& item_;
   const uint32_t kv_head_;
+  Profile& profile_;
   char* const shared_;
   char* stages_;
   float4* shared_logits_;
@@ -294,6 +311,12 @@ __device__ __forceinline__ void prefetch_tables(const Params& params) {
   }
 }
 
+// A warp's profile. The buffer may be written by an earlier grid: after the wait for it alone.
+template <typename Params>
+__device__ __forceinline__ AttentionProfile<Params> warp_profile(const Params& params) {
+  return {params, threadIdx.x / 32, kAttentionWarps, threadIdx.x % 32 == 0};
+}
+
 // Processes the items of a column by lengths in device memory. The first warp's view of
 // them counts, so that barriers do not depend on what several warps read.
 template <typename Traits, typename Params>
@@ -301,6 +324,7 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
                                                char* shared) {
   WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
   ColumnItems items(params.lengths, TileRow(params.lengths), column);
+  AttentionProfile<Params> profile = warp_profile(params);
   while (true) {
     if (threadIdx.x < 32) {
       WorkItem item;
@@ -312,7 +336,7 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
     __syncthreads();
     const WorkItem item = shared_item;
     if (item.request < 0) return;
-    TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared).run();
+    TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared, profile).run();
     if (item.next < 0) return;
     __syncthreads();  // the next item reuses the shared memory
   }
@@ -344,14 +368,15 @@ __global__ void __launch_bounds__(kAttentionThreads, First::Tile::kLeastCtas)
     }
   }
   ptx::grid_dependency_wait();
+  AttentionProfile<Params> profile = warp_profile(params);
   while (true) {
     if (item.request < 0) return;
     if constexpr (std::is_void_v<Second>) {
-      TileWorker<First, Params>(params, params.tensors[0], item, kv_head, shared).run();
+      TileWorker<First, Params>(params, params.tensors[0], item, kv_head, shared, profile).run();
     } else if (item.kind == 0) {
-      TileWorker<First, Params>(params, params.tensors[0], item, kv_head, shared).run();
+      TileWorker<First, Params>(params, params.tensors[0], item, kv_head, shared, profile).run();
     } else {
-      TileWorker<Second, Params>(params, params.tensors[1], item, kv_head, shared).run();
+      TileWorker<Second, Params>(params, params.tensors[1], item, kv_head, shared, profile).run();
     }
     if (item.next < 0) return;
     item = params.items[item.next];

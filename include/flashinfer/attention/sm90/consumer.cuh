@@ -7,6 +7,7 @@
 // Measurements, also of what lost: docs/tuning/attention_sm90.md and attention_sm90_fp8.md.
 #pragma once
 
+#include <flashinfer/attention/events.cuh>
 #include <flashinfer/attention/sm90/weights.cuh>
 #include <flashinfer/attention/sm90/output.cuh>
 #include <flashinfer/attention/sm90/producer.cuh>
@@ -28,6 +29,7 @@ class HopperConsumer {
   using KeyRows = typename Products::KeyRows;
   using ValueRows = typename Products::ValueRows;
   static_assert(Variant::use_softmax || Tile::kElement == 2, "8 bits hold weights, not logits");
+  using Span = typename AttentionProfile<Params>::Span;
   static constexpr int kSteps = Products::kSteps;
   static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
   // Half tiles are rare without a mask, and ptxas lacks registers for both forms with heads of 64.
@@ -50,6 +52,7 @@ class HopperConsumer {
         output_map_(params.o),
         tensors_(params.attention.tensors[0]),
         control_(control),
+        profile_(params_, threadIdx.x / 128, kHopperProfileGroups<Tile>, threadIdx.x % 128 == 0),
         shared_(shared) {
     // The shuffle tells the compiler that the value is the same in all lanes.
     group_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -101,6 +104,7 @@ class HopperConsumer {
     return item_ / HopperControl::kWorkStages % 2;
   }
   __device__ __forceinline__ void await_query() const {
+    const Span span(profile_, AttentionEvent::kQuery);
     ptx::mbarrier_wait(query_full(), query_phase());
   }
   __device__ __forceinline__ bool test_query() const {
@@ -158,6 +162,7 @@ class HopperConsumer {
     int first_token = item.kv_begin + (tiles - 1) * Tile::kTileKV;
     take_query(scale);
     await_keys();
+    profile_.begin(AttentionEvent::kKeys);
     const uint64_t q = query_operand(), k = key_operand();
     await_turn();
     ptx::wgmma_fence();
@@ -242,6 +247,7 @@ class HopperConsumer {
   }
 
   __device__ __forceinline__ void await_keys() const {
+    const Span span(profile_, AttentionEvent::kLoad);
     ptx::mbarrier_wait(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
   }
   // Tests early, so that nothing waits for the answer later.
@@ -267,6 +273,7 @@ class HopperConsumer {
                                                 const Weights& p) {
     const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
     const Operands from = operands(values);
+    profile_.begin(AttentionEvent::kKeys);
     await_turn();
     ptx::wgmma_fence();
     Products::template multiply_qk<kTiles>(logits[0], from.q, from.k);
@@ -280,6 +287,7 @@ class HopperConsumer {
 
   // Waits for p v of the tile that lies `age` tiles before the next keys.
   __device__ __forceinline__ void finish_values(WarpState<Tile>& state, Weights& p, int age) {
+    const Span span(profile_, AttentionEvent::kValues);
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(state.output[0]);
     ptx::wgmma_done(p);
@@ -290,6 +298,7 @@ class HopperConsumer {
   __device__ __forceinline__ void finish(uint32_t number, WarpState<Tile>& state) {
     // Otherwise values derived from it occupy registers during the loop.
     asm volatile("" : "+r"(number));
+    const Span span(profile_, AttentionEvent::kOutput);
     Rows::end(state);
     const WorkItem& item = work(number).item;
     const int num_packed = item.qo_len * static_cast<int>(params_.group_size.divisor);
@@ -315,6 +324,7 @@ class HopperConsumer {
   // last. With 8-bit products a counter decides: the item's begin lies in shared memory, and the
   // warp would wait for it.
   __device__ __forceinline__ bool release_keys(int first_token, int& tiles_left) {
+    profile_.end(AttentionEvent::kKeys);
     arrive(control_.k_empty[k_ring_.stage]);
     k_ring_.advance();
     const bool is_last =
@@ -395,6 +405,7 @@ class HopperConsumer {
   __device__ __forceinline__ bool weigh(Rows& rows, WarpState<Tile>& state, Logits& logits,
                                         Weights& p, const float (&scale)[2], int first_token,
                                         KeyRange plain, const FinishValues& finish_values) const {
+    const Span span(profile_, AttentionEvent::kWeights);
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
     float inverse_scale[1][2] = {{1.f, 1.f}};  // inverse scales of the queries
     if constexpr (kUnscalesLogits) {
@@ -477,6 +488,7 @@ class HopperConsumer {
   const TensorMap& output_map_;
   const AttentionTensors& tensors_;
   HopperControl& control_;
+  mutable AttentionProfile<Params> profile_;
   char* const shared_;
   int group_idx_;
   uint32_t item_ = 0;

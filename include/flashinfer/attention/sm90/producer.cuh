@@ -10,6 +10,7 @@
 // Measurements, also of what lost: docs/tuning/attention_sm90_items.md.
 #pragma once
 
+#include <flashinfer/attention/events.cuh>
 #include <flashinfer/attention/sm90/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
@@ -37,6 +38,10 @@ struct HopperParams {
   uint32_t heads_together;  // 8-bit operands: deals the lists of so many heads at a time
 };
 
+// Groups of a profile: the consumers, the warp that loads keys, the one that loads values.
+template <typename Tile>
+inline constexpr uint32_t kHopperProfileGroups = Tile::kConsumers + 2;
+
 template <typename Traits, typename Params>
 class HopperProducer {
   using Tile = typename Traits::Tile;
@@ -52,6 +57,8 @@ class HopperProducer {
         maps_(params),
         tensors_(params.attention.tensors[0]),
         control_(control),
+        profile_(params_, Tile::kConsumers + threadIdx.x / 32 % 2, kHopperProfileGroups<Tile>,
+                 threadIdx.x % 32 == 0 && threadIdx.x % 128 < 64),
         shared_(ptx::shared_address(shared)) {
     thread_idx_ = threadIdx.x - Tile::kConsumerThreads;
     lane_idx_ = thread_idx_ % 32;
@@ -205,6 +212,7 @@ class HopperProducer {
 
   template <bool kKeys>
   __device__ __forceinline__ void load_tile(const WorkItem& item, uint32_t kv_head, int tile) {
+    if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) profile_.begin(AttentionEvent::kLoad);
     ptx::Ring<Tile::kLoadedStages>& ring = kKeys ? k_ring_ : v_ring_;
     constexpr bool kChanges = Tile::kWidens || (Tile::kTransposesV && !kKeys);
     auto& fulls = kKeys ? (kChanges ? control_.loaded_k_full : control_.k_full)
@@ -246,6 +254,7 @@ class HopperProducer {
       complete_later(full);
     }
     ring.advance();
+    if (warp_idx_ == (kKeys ? kKeyWarp : kValueWarp)) profile_.end(AttentionEvent::kLoad);
   }
 
   // One warp loads boxes: a lane per page of every `kParts` pages, or one lane for the whole tile.
@@ -460,6 +469,7 @@ class HopperProducer {
   const HopperParams<Params>& maps_;
   const AttentionTensors& tensors_;
   HopperControl& control_;
+  AttentionProfile<Params> profile_;
   const uint32_t shared_;
   int thread_idx_, warp_idx_, lane_idx_;
   ptx::Ring<HopperControl::kWorkStages> work_, published_;
