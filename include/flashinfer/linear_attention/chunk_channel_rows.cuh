@@ -67,20 +67,30 @@ struct ChannelTransformShared {
 
 namespace detail {
 
-// Sums of 16 numbers over a warp's lanes: lane l gets that of number l % 16.
-__device__ __forceinline__ float scatter_sums(float (&values)[16]) {
-  const int lane = threadIdx.x % 32;
+// The lane keeps the half of its 2 kHalf numbers that bit kHalf of its index says, with those of
+// the lane whose bit is the other added, and so on until one is left.
+template <int kHalf, int kCount>
+__device__ __forceinline__ float scatter_halves(const float (&values)[kCount]) {
+  static_assert(kCount == 2 * kHalf);
+  const bool is_upper = threadIdx.x & kHalf;
+  float kept[kHalf];
 #pragma unroll
-  for (int half = 8; half >= 1; half /= 2) {
-    const bool is_upper = lane & half;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float kept = is_upper ? values[i + half] : values[i];
-      const float sent = is_upper ? values[i] : values[i + half];
-      values[i] = kept + __shfl_xor_sync(0xffffffffu, sent, half);
-    }
+  for (int i = 0; i < kHalf; ++i) {
+    const float sent = is_upper ? values[i] : values[i + kHalf];
+    kept[i] = is_upper ? values[i + kHalf] : values[i];
+    kept[i] += __shfl_xor_sync(0xffffffffu, sent, kHalf);
   }
-  return values[0] + __shfl_xor_sync(0xffffffffu, values[0], 16);
+  if constexpr (kHalf > 1) {
+    return scatter_halves<kHalf / 2>(kept);
+  } else {
+    return kept[0];
+  }
+}
+
+// Sums of 16 numbers over a warp's lanes: lane l gets that of number l % 16.
+__device__ __forceinline__ float scatter_sums(const float (&values)[16]) {
+  const float sum = scatter_halves<8>(values);
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 16);
 }
 
 // A warp's 8 tokens of a chunk; a lane has kPerLane neighbouring channels.
@@ -105,30 +115,44 @@ struct ChannelRows {
   __device__ __forceinline__ int first_row() const { return warp * kRows; }
   __device__ __forceinline__ int channel() const { return lane * kPerLane; }
 
-  // Tokens beyond the sequence are zeros that decay by 1.
-  __device__ __forceinline__ void load(const Chunk& chunk, int head) {
+  // The rows' keys and queries; those beyond the sequence are zeros.
+  __device__ __forceinline__ void load_rows(const Chunk& chunk, int head) {
     const DeltaRuleParams& params = all.recurrence;
-    Vector<GateT, kPerLane> gates[kRows];
-    const int count = min(chunk.num_tokens - first_row(), kRows);
+    const int count = chunk.num_tokens - first_row();
     const int64_t first = chunk.first_token + first_row();
+    const T* from_k =
+        token_address<const T>(params.k, 0, first, params.k_group.divide(head)) + channel();
+    const T* from_q =
+        token_address<const T>(params.q, 0, first, params.q_group.divide(head)) + channel();
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       k[row].clear();
       q[row].clear();
+      if (row < count) k[row].load(from_k);
+      if (row < count) q[row].load(from_q);
+      from_k += params.k.token_stride;
+      from_q += params.q.token_stride;
+    }
+  }
+
+  // The rows' decays and learning rates; beyond the sequence 1 and 0.
+  __device__ __forceinline__ void load_gates(const Chunk& chunk, int head) {
+    const DeltaRuleParams& params = all.recurrence;
+    Vector<GateT, kPerLane> gates[kRows];
+    const int count = chunk.num_tokens - first_row();
+    const int64_t first = chunk.first_token + first_row();
+    const GateT* from = token_address<const GateT>(params.gate, 0, first, head) + channel();
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
       gates[row].clear();
-      if (row >= count) continue;
-      const int64_t token = first + row;
-      k[row].load(token_address<const T>(params.k, 0, token, params.k_group.divide(head)) +
-                  channel());
-      q[row].load(token_address<const T>(params.q, 0, token, params.q_group.divide(head)) +
-                  channel());
-      gates[row].load(token_address<const GateT>(params.gate, 0, token, head) + channel());
+      if (row < count) gates[row].load(from);
+      from += params.gate.token_stride;
     }
     if (lane < kRows) {
       float beta = lane < count ? 1.f : 0.f;
       if (lane < count && params.beta.data != nullptr) {
         beta = to_float(*token_address<const BetaT>(params.beta, 0, first + lane, head));
-        if (params.beta_is_logit) beta = sigmoid_without_branch(beta);
+        if (params.beta_is_logit) beta = approximate_sigmoid(beta);
       }
       shared.betas()[first_row() + lane] = beta;
     }
@@ -143,14 +167,15 @@ struct ChannelRows {
       case GateForm::kLinear:
         return set_decays(gates, count, [&](float gate, int) { return gate; });
       case GateForm::kLog:
-        return set_decays(gates, count, [&](float gate, int) { return expf(gate); });
+        return set_decays(gates, count, [&](float gate, int) { return approximate_exp(gate); });
       case GateForm::kSoftplus:
         return set_decays(gates, count, [&](float gate, int i) {
-          return expf(-exp_a * softplus_without_branch(gate + bias[i]));
+          return approximate_exp(-exp_a * approximate_softplus(gate + bias[i]));
         });
       default:
         return set_decays(gates, count, [&](float gate, int i) {
-          return expf(params.lower_bound * sigmoid_without_branch(exp_a * (gate + bias[i])));
+          return approximate_exp(params.lower_bound *
+                                 approximate_sigmoid(exp_a * (gate + bias[i])));
         });
     }
   }
@@ -164,7 +189,8 @@ struct ChannelRows {
       gates[row].to_floats(inputs);
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        decays[row][i] = row < count ? decay_of(inputs[i], i) : 1.f;
+        const float decay = decay_of(inputs[i], i);
+        decays[row][i] = row < count ? decay : 1.f;
       }
     }
   }
@@ -238,6 +264,7 @@ struct ChannelRows {
   __device__ __forceinline__ void decay_over(Channels& product, int begin, int end) const {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) product[i] = 1.f;
+#pragma unroll 1
     for (int block = begin; block < end; ++block) {
       Vector<float, kPerLane> factor;
       factor.load(shared.block_decays() + block * kDim + channel());
@@ -264,17 +291,22 @@ struct ChannelRows {
     Channels values;
     part.to_floats(values);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) values[i] *= decay[i] * (further[i] * factor);
+    for (int i = 0; i < kPerLane; ++i) values[i] *= decay[i] * further[i] * factor;
     Part result;
     result.from_floats(values);
     result.store(to);
   }
 
-  // Where the tile of a level has this lane's channels of a row.
-  __device__ __forceinline__ T* place(int level, int row) const {
+  // Where a tile has this lane's channels of the first row of a block of 8.
+  __device__ __forceinline__ uint32_t offset(int block) const {
     constexpr int kLanes = 8 / kPerLane;  // of a unit
-    const uint32_t unit = shared.tile(level).address(row, lane / kLanes) - shared.base;
-    return reinterpret_cast<T*>(shared.memory + unit) + lane % kLanes * kPerLane;
+    return swizzled_offset<SquareTile<Traits>::kRows>(block * kRows, lane / kLanes) +
+           lane % kLanes * kPerLane * 2;
+  }
+  // The same of another row of the block: the swizzle is by the row's number in it.
+  __device__ __forceinline__ T* place(int level, uint32_t offset, int row) const {
+    return reinterpret_cast<T*>(shared.memory + level * Shared::kTileBytes + row * 128 +
+                                (offset ^ row * 16));
   }
 
   // All operands of matrix products: with the decays from the chunk's start or a border to the
@@ -283,10 +315,15 @@ struct ChannelRows {
     constexpr int kLevels = Shared::kLevels, kBlocks = kChunkSize / kRows;
     constexpr int kSize = kChunkSize * kDim;
     Channels to_start, to_end, to_border[kLevels], decay;
+    const uint32_t keys = offset(warp);
+    uint32_t queries[kLevels];  // those behind borders, without the blocks between
     decay_over(to_start, 0, warp);
     decay_over(to_end, warp + 1, kBlocks);
 #pragma unroll
-    for (int level = 0; level < kLevels; ++level) decay_to_border(to_border[level], level);
+    for (int level = 0; level < kLevels; ++level) {
+      decay_to_border(to_border[level], level);
+      queries[level] = offset(kBlocks + (warp >> (level + 1) << level) + warp % (1 << level));
+    }
     T* const own = operands + first_row() * kDim + channel();
     const float* const key_norms = shared.key_norms() + first_row();
     const float* const query_norms = shared.query_norms() + first_row();
@@ -302,10 +339,8 @@ struct ChannelRows {
 #pragma unroll
       for (int level = 0; level < kLevels; ++level) {
         if (!is_behind(level)) continue;
-        const int query_block = (warp >> (level + 1) << level) + warp % (1 << level);
-        store(place(level, first_row() + row), k[row], decay, to_border[level], 1.f);
-        store(place(level, kChunkSize + query_block * kRows + row), q[row], decay, to_border[level],
-              1.f);
+        store(place(level, keys, row), k[row], decay, to_border[level], 1.f);
+        store(place(level, queries[level], row), q[row], decay, to_border[level], 1.f);
       }
     }
 #pragma unroll
@@ -316,7 +351,7 @@ struct ChannelRows {
 #pragma unroll
       for (int level = 0; level < kLevels; ++level) {
         if (is_behind(level)) continue;
-        store(place(level, first_row() + row), k[row], decay, to_border[level], 1.f);
+        store(place(level, keys, row), k[row], decay, to_border[level], 1.f);
       }
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) decay[i] *= decays[row][i];

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <flashinfer/linear_attention/chunk_channel_rows.cuh>
 #include <flashinfer/linear_attention/chunk_scan.cuh>
+#include <flashinfer/ptx/opaque.cuh>
 
 namespace flashinfer {
 
@@ -37,11 +38,15 @@ struct SquareProducts {
   // `left`: this lane's row; `right`: the first of the columns' rows.
   __device__ __forceinline__ void multiply(float (&sums)[2][4], const SquareTile<Traits>& tile,
                                            int left, int right) const {
+    const uint32_t row = tile.address(left, lane / 16);
+    const uint32_t column = tile.address(right + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int step = 0; step < Traits::kHeadDimK / 16; ++step) {
+      // Two units further within 128 bytes, which are swizzled, or in the next ones.
+      const uint32_t units = step % 4 * 32, next = step / 4 * SquareTile<Traits>::kRows * 128;
       uint32_t a[4], b[4];
-      ptx::ldmatrix_x4(a, tile.address(left, 2 * step + lane / 16));
-      ptx::ldmatrix_x4(b, tile.address(right + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+      ptx::ldmatrix_x4(a, (row ^ units) + next);
+      ptx::ldmatrix_x4(b, (column ^ units) + next);
       ptx::mma_m16n8k16<T>(sums[0], a, b[0], b[1]);
       ptx::mma_m16n8k16<T>(sums[1], a, b[2], b[3]);
     }
@@ -164,14 +169,17 @@ __device__ __forceinline__ void transform_channel_chunk(
     const Chunk& chunk, int64_t slot, int head) {
   using T = typename Traits::T;
   constexpr int kDim = Traits::kHeadDimK, kSquare = kChunkSize * kChunkSize;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int thread = ptx::opaque(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const float scale = all.recurrence.scale;
   const int64_t index = slot * all.recurrence.state_heads + head;
   detail::ChannelRows<Traits> rows{all, shared, warp, lane};
-  rows.load(chunk, head);
+  rows.load_rows(chunk, head);
+  rows.load_gates(chunk, head);
   rows.store_norms();
   rows.store_block_decays();
   rows.multiply_triangle();
+  __syncwarp();                 // so that the compiler does not keep the rows in registers:
+  rows.load_rows(chunk, head);  // the triangle needs these
   __syncthreads();
   rows.store_operands(static_cast<T*>(all.workspace.operands) + index * 3 * kChunkSize * kDim);
   if (threadIdx.x < kDim) {

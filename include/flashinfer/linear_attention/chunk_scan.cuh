@@ -243,7 +243,6 @@ struct ChunkScan {
 
   __device__ __forceinline__ void weight_output(float (&out)[kTokenBlocks][4],
                                                 const float2* query_factors) const {
-    if constexpr (kByChannel) return;
 #pragma unroll
     for (int j = 0; j < kTokenBlocks; ++j) {
       const float2 factor = query_factors[4 * j + lane % 4];
@@ -313,7 +312,7 @@ struct ChunkScan {
       Products::template rows<T>(out, state_a, in.q);
       Products::commit();
       load(chunk + 1);
-      decay_state(factors);
+      if constexpr (!kByChannel) decay_state(factors);
       Products::template wait<1>(x);
       subtract_from_values(x, in, key_factors);
       uint32_t x_a[kTokenSteps][4];
@@ -323,7 +322,11 @@ struct ChunkScan {
       Products::template rows<T>(delta, x_a, in.solve);
       Products::commit();
       Products::template wait<1>(out);
-      weight_output(out, query_factors);
+      if constexpr (kByChannel) {
+        decay_state(factors);  // only now are there registers for so many factors
+      } else {
+        weight_output(out, query_factors);
+      }
       Products::template wait<0>(delta);
       to_fragments<T>(delta_a, delta, one);
       if constexpr (!kByChannel) to_fragments<T>(update_a, delta, update_factor);
