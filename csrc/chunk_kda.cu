@@ -1,6 +1,6 @@
 #include "chunk_kda.h"
 
-#include <flashinfer/linear_attention/chunk_channel_transform.cuh>
+#include <flashinfer/linear_attention/chunk_launch.cuh>
 
 namespace flashinfer {
 

@@ -16,7 +16,6 @@
 
 #include <cstdint>
 #include <flashinfer/linear_attention/chunk_channel_rows.cuh>
-#include <flashinfer/linear_attention/chunk_scan.cuh>
 #include <flashinfer/ptx/opaque.cuh>
 
 namespace flashinfer {
@@ -211,18 +210,5 @@ __global__ void __launch_bounds__(ChannelTransformShared<Traits>::kThreads, 2)
     transform_channel_chunk<Traits>(all, shared, chunk, slot, head);
   });
 }
-
-#ifndef __CUDACC_RTC__
-
-template <typename Traits>
-cudaError_t launch_chunk_kda(const ChunkDeltaRuleParams& params, int num_sms, int schedule,
-                             bool enable_pdl, cudaStream_t stream) {
-  using Shared = ChannelTransformShared<Traits>;
-  const FirstStage first = {chunk_channel_transform_kernel<Traits>, Shared::kThreads,
-                            Shared::kBytes, 1};
-  return launch_chunk_stages<Traits>(first, params, num_sms, schedule, enable_pdl, stream);
-}
-
-#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer
