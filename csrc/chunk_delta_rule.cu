@@ -1,6 +1,6 @@
 #include "chunk_delta_rule.h"
 
-#include <flashinfer/linear_attention/chunk_scan.cuh>
+#include <flashinfer/linear_attention/chunk_launch.cuh>
 
 namespace flashinfer {
 

@@ -1,6 +1,6 @@
 #include "ssd.h"
 
-#include <flashinfer/linear_attention/chunk_scan.cuh>
+#include <flashinfer/linear_attention/chunk_launch.cuh>
 
 namespace flashinfer {
 

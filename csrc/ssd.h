@@ -7,7 +7,7 @@
 
 namespace flashinfer {
 
-// `schedule`: see launch_chunk_delta_rule; 0: by the number of heads.
+// `schedule`: see launch_chunk_stages; 0: by the number of heads.
 cudaError_t ssd(const ChunkDeltaRuleParams& params, int num_sms, int schedule, bool enable_pdl,
                 cudaStream_t stream);
 

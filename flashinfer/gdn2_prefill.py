@@ -4,6 +4,7 @@ import torch
 
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
+from ._linear_attention.by_channel import run_by_channel
 from ._linear_attention.channel_gates import scale_by_channel
 from ._linear_attention.checks import (
     check_backend,
@@ -12,7 +13,7 @@ from ._linear_attention.checks import (
     destination,
     resolve_scale,
 )
-from ._linear_attention.delta_rule import GateForm, Gates, States, run_delta_rule
+from ._linear_attention.delta_rule import GateForm, Gates, States
 from .trace.templates.gdn2 import chunk_gated_delta_rule2_trace
 
 __all__ = ["chunk_gated_delta_rule2"]
@@ -39,9 +40,9 @@ def chunk_gated_delta_rule2(
     """Gated delta rule with a decay and an erase gate by key channel and a write gate by value's.
 
     Per state head and token: ``S = S diag(exp(g)); S += (w v - S (beta k)) k^T; output = scale S
-    q``, with S of ``[head_dim_v, head_dim_k]``. It walks the tokens one by one: right, and slow for
-    long prompts. Queries, keys and values are scaled before, and rounded to the type of `q` once
-    more.
+    q``, with S of ``[head_dim_v, head_dim_k]``. Queries, keys and values are scaled before, and
+    rounded to the type of `q` once more; then the kernels of `flashinfer.kda.recurrent_kda` walk
+    the tokens, those of prompts in chunks but for float16 with erase gates.
 
     Parameters
     ----------
@@ -121,7 +122,7 @@ def chunk_gated_delta_rule2(
         None if initial_state is None else initial_state.float(),
         None if final is None else torch.empty(shape, dtype=torch.float32, device=q.device),
     )
-    run_delta_rule(
+    run_by_channel(
         out[None],
         operands.q[None],
         operands.k[None],
@@ -131,6 +132,7 @@ def chunk_gated_delta_rule2(
         scale=resolve_scale(scale, dim_k),
         normalize_qk=False,
         cu_seqlens=bounds,
+        may_grow=beta is not None,
     )
     if final is None or states.final is None:
         return out

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-from ._common.arch import get_compute_capability
 from ._common.checks import count as check_count
 from ._common.checks import tensor as check_tensor
 from ._common.dtypes import HALF, check_dtype
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, destination, resolve_scale
-from ._linear_attention.chunk_delta_rule import CHUNK_SIZE, run_chunk_delta_rule
+from ._linear_attention.chunk_delta_rule import (
+    CHUNK_SIZE,
+    has_room_for_chunks,
+    run_chunk_delta_rule,
+)
 from ._linear_attention.delta_rule import GateForm, Gates, States, run_delta_rule
 from ._linear_attention.pools import read_checkpoints
 from .jit.delta_rule import CHUNK_HEAD_DIMS
@@ -23,9 +26,6 @@ from .trace.templates.gated_delta_product import chunk_gated_delta_product_trace
 from .trace.templates.gated_delta_rule import chunk_gated_delta_rule_trace
 
 __all__ = ["chunk_gated_delta_product", "chunk_gated_delta_rule"]
-
-_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Compute capabilities whose CTAs may have 99 KiB of shared memory."""
 
 
 @flashinfer_api(trace=chunk_gated_delta_rule_trace)
@@ -145,7 +145,7 @@ def chunk_gated_delta_rule(
         "cu_seqlens": cu_seqlens,
     }
     sizes_fit = q.shape[2] in CHUNK_HEAD_DIMS and v.shape[2] % 64 == 0
-    chunked = sizes_fit and _has_room_for_chunks(q)
+    chunked = sizes_fit and has_room_for_chunks(q)
     run = run_chunk_delta_rule if chunked else run_delta_rule
     run(out[None], q[None], k[None], v[None], gates, states, **options)
     if not output_final_state:
@@ -240,11 +240,6 @@ def chunk_gated_delta_product(
     assert isinstance(every, torch.Tensor)
     out.copy_(every.view(tokens, steps, *out.shape[1:])[:, -1])
     return (out, result[1]) if output_final_state else out
-
-
-def _has_room_for_chunks(q: torch.Tensor) -> bool:
-    """Whether a CTA may have the 114 KiB of shared memory that two chunks take."""
-    return not q.is_cuda or get_compute_capability(q.device) not in _SMALL
 
 
 def _batched(tensor: torch.Tensor | None) -> torch.Tensor | None:

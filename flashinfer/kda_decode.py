@@ -6,7 +6,8 @@ Per value head, with the state ``S`` of ``[head_dim_v, head_dim_k]``::
 
 The decay is ``exp(g)`` or, from a raw gate, ``exp(lower_bound sigmoid(exp(A_log) (g + dt_bias)))``
 or ``exp(-exp(A_log) softplus(g + dt_bias))``. All arithmetic is in float32, and the state is read
-once and written once, whatever the number of tokens.
+once and written once, whatever the number of tokens. Prompts are walked in chunks of 64 tokens,
+whose products have 16-bit operands and float32 sums.
 
 Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
 """
@@ -82,6 +83,12 @@ def recurrent_kda(
     | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 ):
     """KDA over the tokens of each sequence, one after the other.
+
+    Prompts, by which sequences of 128 tokens or more on average are meant, are walked in chunks of
+    64 tokens, whose products have 16-bit operands: for head sizes of keys of 64 and 128 and of
+    values that 64 divides, if no state per token is asked for, checkpoints are multiples of 64
+    tokens apart, and rows of `g`, `v` and `dt_bias` begin at multiples of 16 bytes too. Everything
+    else is float32, token by token.
 
     Parameters
     ----------

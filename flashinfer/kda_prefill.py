@@ -1,7 +1,7 @@
 """Kimi Delta Attention over prompts, planned or prepared before it runs.
 
-All of it is `flashinfer.kda.recurrent_kda`, which needs no workspace and no preparation: its kernel
-reads where sequences begin on the device, and walks the tokens one by one.
+All of it is `flashinfer.kda.recurrent_kda`, which needs no preparation: its kernels read where
+sequences begin on the device, and what they leave each other PyTorch allocates.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def prepare_bf16_kda_prefill(
 ) -> PreparedKDAPrefill:
     """A call of `recurrent_kda` with a gate in the kernel, to be launched later.
 
-    Products and sums are float32, whatever the name says.
+    Prompts are walked in chunks as `recurrent_kda` says, whatever the name says.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Linear attention: the gated delta rule in decode and prefill, and Mamba-2's decode."""
+"""Linear attention: the delta rule in decode and prefill, KDA's prefill, and Mamba-2's decode."""
 
 from __future__ import annotations
 
@@ -58,6 +58,24 @@ def _build_prefill(case: Namespace, device: str) -> Arguments:
     }
 
 
+def _build_kda(case: Namespace, device: str) -> Arguments:
+    tokens, heads, dim = case.batch_size * case.qo_len, case.num_heads, case.head_dim
+    row = (1, tokens, heads)
+    return {
+        **{name: _units(*row, dim, device=device) for name in ("q", "k")},
+        **{name: _values(*row, dim, device=device) for name in ("v", "g")},
+        "beta": _values(*row, device=device),
+        "A_log": -torch.rand(heads, device=device),
+        "dt_bias": torch.rand(heads, dim, device=device),
+        "output_final_state": True,
+        "use_gate_in_kernel": True,
+        "lower_bound": -5.0,
+        "cu_seqlens": torch.arange(case.batch_size + 1, device=device) * case.qo_len,
+        "output": torch.empty(*row, dim, dtype=_BF16, device=device),
+        "beta_is_logit": True,
+    }
+
+
 def _build_mamba(case: Namespace, device: str) -> Arguments:
     batch, heads, dim, states = case.batch_size, case.num_heads, case.head_dim, case.state_size
     row = (batch, heads, dim)
@@ -79,7 +97,8 @@ def _build_mamba(case: Namespace, device: str) -> Arguments:
 
 def _flops(case: Namespace) -> int:
     """Products with a state by the recurrence, which chunks replace by fewer, larger ones."""
-    return 6 * case.batch_size * case.qo_len * case.num_v_heads * case.head_dim**2
+    heads: int = getattr(case, "num_v_heads", case.num_heads)
+    return 6 * case.batch_size * case.qo_len * heads * case.head_dim**2
 
 
 def _check_decode(template: Any, arguments: Mapping[str, Any]) -> CheckOptions:
@@ -128,6 +147,24 @@ register(
         flops=_flops,
         check_options=_check_prefill,
         backends={"cuda": Backend("flashinfer.gdn_prefill:chunk_gated_delta_rule")},
+    )
+)
+register(
+    Routine(
+        name="recurrent_kda",
+        api="flashinfer.kda:recurrent_kda",
+        flags=[
+            Flag("batch_size", positive, 1, "sequences"),
+            Flag("qo_len", positive, 8192, "tokens of each sequence"),
+            Flag("num_heads", positive, 32, "heads"),
+            Flag("head_dim", positive, 128, "elements of a key and of a value"),
+        ],
+        build=_build_kda,
+        reads=["q", "k", "v", "g", "beta"],
+        writes=["output"],
+        flops=_flops,
+        check_options=_check_prefill,
+        backends={"cuda": Backend("flashinfer.kda:recurrent_kda")},
     )
 )
 register(

@@ -13,7 +13,7 @@ from .decode_step import ATTENTION, COMMUNICATION, GEMM, LAYER, RECURRENCE, ROUT
 
 _MODULES_OF_PART = {
     ATTENTION: ("attention", "attention_gather", "attention_mask_ranges", "batch_mla", "cascade"),
-    RECURRENCE: ("delta_rule", "chunk_delta_rule", "selective_state", "ssd"),
+    RECURRENCE: ("delta_rule", "chunk_delta_rule", "chunk_kda", "selective_state", "ssd"),
     GEMM: ("gemm", "weight_gemm"),
     ROUTING: ("moe_route", "moe_map", "moe_combine"),
     LAYER: (

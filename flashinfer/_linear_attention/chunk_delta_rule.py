@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .._common import checks
+from .._common.arch import get_compute_capability
 from .._common.driver import get_stream_sm_count
 from ..jit.delta_rule import ChunkDeltaRuleConfig, gen_chunk_delta_rule_module
 from .delta_rule import Gates, States
@@ -16,6 +17,13 @@ CHUNK_SIZE = 64
 _SLOTS_PER_COUNTER = 8
 _MANY_SLOTS = 64
 _BETA_IS_LOGIT, _NORMALIZE = 1, 2
+_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities whose CTAs may have 99 KiB of shared memory."""
+
+
+def has_room_for_chunks(q: torch.Tensor) -> bool:
+    """Whether a CTA may have the shared memory that two chunks take."""
+    return not q.is_cuda or get_compute_capability(q.device) not in _SMALL
 
 
 @functools.cache
@@ -23,6 +31,22 @@ def get_chunk_delta_rule_kernel(config: ChunkDeltaRuleConfig) -> Callable[..., N
     """The kernel of a configuration, built at the first call."""
     module = gen_chunk_delta_rule_module(config).build_and_load()
     return module.chunk_delta_rule
+
+
+def progress_of_stages(
+    v: torch.Tensor, cu_seqlens: torch.Tensor, slots: int, heads: int, at_once: bool | None
+) -> torch.Tensor | None:
+    """Counters by which stages run at once; None: one after the other.
+
+    `at_once` None: if the second stage has few CTAs and long to go.
+    """
+    if at_once is None:
+        ctas = (cu_seqlens.shape[0] - 1) * heads * (v.shape[3] // 64)
+        at_once = slots >= _MANY_SLOTS and 2 * ctas <= get_stream_sm_count(v.device)
+    if not at_once:
+        return None
+    counters = (slots + _SLOTS_PER_COUNTER - 1) // _SLOTS_PER_COUNTER
+    return torch.zeros((counters, heads), dtype=torch.int32, device=v.device)
 
 
 def run_chunk_delta_rule(
@@ -48,13 +72,7 @@ def run_chunk_delta_rule(
     heads, square = out.shape[2], CHUNK_SIZE * CHUNK_SIZE
     matrices = torch.empty((2, slots, heads, square), dtype=q.dtype, device=q.device)
     factors = torch.empty((slots, heads, 4 * CHUNK_SIZE), dtype=torch.float32, device=q.device)
-    progress = None
-    if at_once is None:
-        ctas = (cu_seqlens.shape[0] - 1) * heads * (v.shape[3] // 64)
-        at_once = slots >= _MANY_SLOTS and 2 * ctas <= get_stream_sm_count(q.device)
-    if at_once:
-        counters = (slots + _SLOTS_PER_COUNTER - 1) // _SLOTS_PER_COUNTER
-        progress = torch.zeros((counters, heads), dtype=torch.int32, device=q.device)
+    progress = progress_of_stages(v, cu_seqlens, slots, heads, at_once)
     config = ChunkDeltaRuleConfig(q.dtype, states.dtype, q.shape[-1])
     flags = _BETA_IS_LOGIT * gates.beta_is_logit + _NORMALIZE * normalize_qk
     get_chunk_delta_rule_kernel(config)(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -45,6 +45,14 @@ class Gates:
     lower_bound: float = 0.0
     beta_is_logit: bool = False
     by_channel: bool = False
+
+    def packed(self) -> Gates:
+        """Those of all batches as one batch, of tensors that need no copy for it."""
+
+        def pack(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.flatten(0, 1)[None]
+
+        return replace(self, gate=pack(self.gate), beta=pack(self.beta))
 
 
 @dataclass(frozen=True)

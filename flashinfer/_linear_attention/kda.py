@@ -9,8 +9,9 @@ import torch
 
 from .._common.checks import tensor as check_tensor
 from .._common.dtypes import FLOAT, check_dtype
+from .by_channel import run_by_channel
 from .checks import check_slots
-from .delta_rule import GateForm, Gates, States, run_delta_rule
+from .delta_rule import GateForm, Gates, States
 from .pools import Checkpoints
 
 
@@ -144,7 +145,7 @@ def run_recurrence(
     normalize_qk: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
-    """The kernel over all tokens; `out`, the pools and the checkpoints are written."""
+    """The kernels over all tokens; `out`, the pools and the checkpoints are written."""
     buffer = None
     if checkpoints is not None:
         buffer = checkpoints.buffer()
@@ -154,7 +155,7 @@ def run_recurrence(
             snapshot_starts=checkpoints.starts,
             snapshot_every=checkpoints.every,
         )
-    run_delta_rule(
+    run_by_channel(
         out, *qkv, gates, states, scale=scale, normalize_qk=normalize_qk, cu_seqlens=cu_seqlens
     )
     if checkpoints is not None and buffer is not None:

@@ -1,4 +1,4 @@
-"""Modules of csrc/delta_rule.cu and csrc/chunk_delta_rule.cu: the gated delta rule (GDN, KDA)."""
+"""Modules of the delta rule (GDN, KDA): csrc/delta_rule.cu, chunk_delta_rule.cu, chunk_kda.cu."""
 
 from __future__ import annotations
 
@@ -100,3 +100,43 @@ def gen_chunk_delta_rule_module(config: ChunkDeltaRuleConfig | None = None) -> J
     return JitSpec.from_config(
         config, [csrc / "chunk_delta_rule.cu", csrc / "chunk_delta_rule_jit_binding.cc"]
     )
+
+
+@dataclass(frozen=True)
+class ChunkKdaConfig(ModuleConfig):
+    """Selects code of the chunked form with a decay per key channel."""
+
+    module: ClassVar[str] = "chunk_kda"
+    supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    gate_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    bias_dtype: torch.dtype
+    head_dim_k: int
+
+    def __post_init__(self) -> None:
+        check_dtype("q", self.dtype, HALF)
+        check_dtype("initial_state", self.state_dtype, FLOAT)
+        check_dtype("g", self.gate_dtype, FLOAT)
+        check_dtype("beta", self.beta_dtype, FLOAT)
+        check_dtype("dt_bias", self.bias_dtype, FLOAT)
+        if self.head_dim_k not in CHUNK_HEAD_DIMS:
+            raise ValueError(
+                f"`q` must have a head size of {CHUNK_HEAD_DIMS}, got {self.head_dim_k}"
+            )
+
+
+def _kda_configs() -> Iterator[ChunkKdaConfig]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for state_dtype in (fp32, bf16):
+        yield ChunkKdaConfig(bf16, state_dtype, bf16, bf16, fp32, 128)
+
+
+@register_generator(aot=_kda_configs, presets={"linear": _kda_configs})
+def gen_chunk_kda_module(config: ChunkKdaConfig | None = None) -> JitSpec:
+    """The module with ``chunk_kda``; by default of bfloat16 with a float32 state of 128."""
+    config = config or next(_kda_configs())
+    csrc = jit_env.FLASHINFER_CSRC_DIR
+    return JitSpec.from_config(config, [csrc / "chunk_kda.cu", csrc / "chunk_kda_jit_binding.cc"])

@@ -1,5 +1,6 @@
 // Random sequences through a kernel of the gated delta rule, emulated on the CPU, against the
-// recurrence in double precision. EMULATION_CHUNKS: the one in chunks, else the one token by token.
+// recurrence in double precision. EMULATION_CHUNKS: the one in chunks, EMULATION_KDA: that with a
+// decay per channel; else the one token by token.
 //
 //   delta_rule_emulation <cases>
 //
@@ -8,6 +9,8 @@
 // The order matters: the builtins come first.
 #ifdef EMULATION_CHUNKS
 #include "chunk_delta_rule.cu"
+#elif defined(EMULATION_KDA)
+#include "chunk_kda.cu"
 #else
 #include "delta_rule.cu"
 #endif
@@ -23,11 +26,14 @@ using State = dtype::FLASHINFER_CFG_STATE_DTYPE;
 constexpr int kDim = FLASHINFER_CFG_HEAD_DIM_K;
 #ifdef EMULATION_CHUNKS
 constexpr bool kChunks = true, kByChannel = false, kKeyMajor = false;
+#elif defined(EMULATION_KDA)
+constexpr bool kChunks = true, kByChannel = true, kKeyMajor = false;
 #else
 constexpr bool kChunks = false, kByChannel = FLASHINFER_CFG_CHANNEL_GATE;
 constexpr bool kKeyMajor = FLASHINFER_CFG_KEY_MAJOR;
 #endif
 constexpr int kGates = kByChannel ? kDim : 1;
+constexpr bool kAllGates = kByChannel || !kChunks;  // else decays and their logarithms
 
 struct Random {
   std::mt19937 engine{3};
@@ -51,7 +57,7 @@ std::vector<U> normals(Random& random, size_t count, float width) {
 struct Problem {
   int value_dim, q_heads, v_heads, heads;
   std::vector<int64_t> cu_seqlens{0};
-  bool normalize, beta_is_logit, has_state, has_beta, one_step;
+  bool normalize, beta_is_logit, has_state, has_beta, one_step, is_steep, has_padding;
   GateForm form;
   float scale, lower_bound;
 
@@ -67,17 +73,18 @@ struct Problem {
       cu_seqlens.push_back(cu_seqlens.back() + length);
     }
     normalize = !random.one_in(4);
-    beta_is_logit = !kChunks && random.one_in(2);
+    beta_is_logit = kAllGates && random.one_in(2);
     has_beta = !random.one_in(5);
     has_state = kKeyMajor || !random.one_in(3);
-    const int forms = kChunks ? 1 : 3;  // chunks know decays and their logarithms
-    form = static_cast<GateForm>(random.integer(0, forms));
+    form = static_cast<GateForm>(random.integer(0, kAllGates ? 3 : 1));
     if (one_step && random.one_in(2)) {  // what the kernel of one step is for
       beta_is_logit = has_beta = has_state = true;
       form = GateForm::kSoftplus;
     }
     scale = random.one_in(2) ? 1.f : 0.3f;
-    lower_bound = -3.f;
+    is_steep = kByChannel && random.one_in(3);
+    lower_bound = is_steep ? -60.f : -3.f;
+    has_padding = kByChannel && kChunks && has_state && batch() > 1 && random.one_in(3);
   }
   int batch() const { return static_cast<int>(cu_seqlens.size()) - 1; }
   int tokens() const { return static_cast<int>(cu_seqlens.back()); }
@@ -102,9 +109,9 @@ struct Data {
     out.assign(rows * p.heads * p.value_dim, from_float<T>(NAN));
     gate.resize(rows * p.heads * kGates);
     for (float& value : gate) {
-      value = p.form == GateForm::kLinear ? random.uniform(0.3f, 1.f)
-              : p.form == GateForm::kLog  ? random.uniform(-1.f, 0.f)
-                                          : random.normal(1.f);
+      value = p.form == GateForm::kLinear ? random.uniform(p.is_steep ? 0.f : 0.3f, 1.f)
+              : p.form == GateForm::kLog  ? random.uniform(p.is_steep ? -90.f : -1.f, 0.f)
+                                          : random.normal(p.is_steep ? 9.f : 1.f);
     }
     beta.resize(rows * p.heads);
     for (float& value : beta) value = p.beta_is_logit ? random.normal(1.f) : random.uniform(0, 1);
@@ -115,6 +122,7 @@ struct Data {
     last.assign(pool, from_float<State>(NAN));
     for (int i = 0; i <= p.batch(); ++i) slots.push_back(i);
     std::shuffle(slots.begin(), slots.end(), random.engine);
+    if (p.has_padding) slots[0] = -1;
   }
 };
 
@@ -149,20 +157,28 @@ DeltaRuleParams params_of(const Problem& p, Data& d) {
 }
 
 void launch(Random& random, const Problem& p, const DeltaRuleParams& recurrence) {
-#ifdef EMULATION_CHUNKS
+#if defined(EMULATION_CHUNKS) || defined(EMULATION_KDA)
   const int slots = p.tokens() / kChunkSize + p.batch();
   const size_t squares = size_t(slots) * p.heads * kChunkSize * kChunkSize;
   std::vector<T> solve(squares, from_float<T>(NAN)), scores(squares, from_float<T>(NAN));
-  std::vector<float> factors(size_t(slots) * p.heads * 4 * kChunkSize, NAN);
+  const int num_factors = kByChannel ? kDim : 4 * kChunkSize;
+  std::vector<float> factors(size_t(slots) * p.heads * num_factors, NAN);
+  const size_t operand = kByChannel ? 3 * kChunkSize * kDim : 0;
+  std::vector<T> operands(size_t(slots) * p.heads * operand, from_float<T>(NAN));
   ChunkDeltaRuleParams params = {};
   params.recurrence = recurrence;
-  params.workspace = {solve.data(), scores.data(), factors.data()};
+  params.workspace = {solve.data(), scores.data(), factors.data(), operands.data()};
   params.num_slots = slots;
   std::vector<uint32_t> progress(size_t(slots / kSlotsPerCounter + 1) * p.heads);
   if (random.one_in(2)) params.progress = progress.data();
   const int schedule = p.value_dim % 128 == 0 && random.one_in(2) ? 8 : 4;
+#ifdef EMULATION_KDA
+  const auto launch_chunks = chunk_kda;
+#else
+  const auto launch_chunks = chunk_delta_rule;
+#endif
   const cudaError_t status =
-      chunk_delta_rule(params, random.integer(1, 3), schedule, false, nullptr);
+      launch_chunks(params, random.integer(1, 3), schedule, false, nullptr);
 #else
   constexpr int kSchedules[] = {0, 102, 104, 204};
   const int schedule = kSchedules[random.integer(0, 3)];
@@ -185,6 +201,15 @@ bool near(const char* what, int token, double got, double expected, double toler
   if (std::fabs(got - expected) <= tolerance * (1. + std::fabs(expected))) return true;
   std::printf("%s at %d: got %g, expected %g\n", what, token, got, expected);
   return false;
+}
+
+// A sequence that is padding has outputs of zero.
+bool check_padding(const Problem& p, const Data& d, int sequence) {
+  const size_t row = size_t(p.heads) * p.value_dim;
+  for (size_t i = p.cu_seqlens[sequence] * row; i < p.cu_seqlens[sequence + 1] * row; ++i) {
+    if (to_float(d.out[i]) != 0.f) return near("padding", i / row, to_float(d.out[i]), 0., 0.);
+  }
+  return true;
 }
 
 // One head of one sequence, a row of the state for each value channel.
@@ -241,6 +266,10 @@ bool check(Random& random) {
   Data data(random, problem);
   launch(random, problem, params_of(problem, data));
   for (int sequence = 0; sequence < problem.batch(); ++sequence) {
+    if (data.slots[sequence] < 0) {
+      if (!check_padding(problem, data, sequence)) return false;
+      continue;
+    }
     for (int head = 0; head < problem.heads; ++head) {
       if (!check_head(problem, data, sequence, head)) return false;
     }

@@ -10,9 +10,16 @@ import torch
 from hypothesis import strategies as st
 
 from flashinfer import kda_decode
+from flashinfer._linear_attention.by_channel import TOKENS_FOR_CHUNKS
 from flashinfer.jit import JitSpec
-from flashinfer.jit.delta_rule import DeltaRuleConfig, gen_delta_rule_module
-from flashinfer.testing import CheckOptions, error_bound
+from flashinfer.jit.delta_rule import (
+    CHUNK_HEAD_DIMS,
+    ChunkKdaConfig,
+    DeltaRuleConfig,
+    gen_chunk_kda_module,
+    gen_delta_rule_module,
+)
+from flashinfer.testing import CheckOptions, ErrorBound, error_bound, unit_roundoff
 from tests.fuzzing import (
     Family,
     Fault,
@@ -65,6 +72,13 @@ class Case:
     seed: int
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether chunks may serve it."""
+        lengths = _lengths(self)
+        enough = len(lengths) > 0 and sum(lengths) >= TOKENS_FOR_CHUNKS * len(lengths)
+        return enough and self.function == "recurrent_kda" and self.module[2] in CHUNK_HEAD_DIMS
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """Without an initial state, final ones are float32."""
         return torch.float32 if self.pool == "none" and self.final else self.module[1]
@@ -74,7 +88,10 @@ CASES = st.builds(
     Case,
     function=st.sampled_from(FUNCTIONS),
     module=st.sampled_from(MODULES),
-    lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 9, 30]), max_size=4).map(tuple),
+    lengths=st.one_of(
+        st.lists(st.sampled_from([0, 1, 2, 3, 5, 9, 30]), max_size=4).map(tuple),
+        st.lists(st.sampled_from([63, 128, 150, 257]), max_size=2).map(tuple),
+    ),
     packed=st.booleans(),
     heads=st.integers(1, 3),
     group=st.integers(1, 3),
@@ -88,7 +105,7 @@ CASES = st.builds(
     accepted=st.booleans(),
     final=st.booleans(),
     frozen=st.booleans(),
-    every=st.sampled_from([0, 0, 1, 3, 8]),
+    every=st.sampled_from([0, 0, 1, 3, 8, 64]),
     slots_of_checkpoints=st.booleans(),
     with_output=st.booleans(),
     index=st.sampled_from([torch.int32, torch.int64]),
@@ -205,9 +222,16 @@ def _add_checkpoints(
 
 
 def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
-    """Everything is float32 until results are rounded; a state has a few units, an output sums."""
+    """Token by token everything is float32 until results are rounded; an output sums.
+
+    Chunks round what they multiply to the tensors' type: a unit of what a result's row is made of.
+    """
     dtype, _, dim = case.module
     coarse = max(dtype, case.state_dtype, key=lambda kind: torch.finfo(kind).eps)
+    if case.is_prompt:
+        unit = unit_roundoff(coarse)
+        bound = ErrorBound(2 * unit, 8 * unit, float(torch.finfo(coarse).tiny), None)
+        return CheckOptions(bound=bound, check_bias=False)
     factor = dim**-0.5 if case.scale is None else case.scale
     magnitude = 8.0 * max(1.0, factor * (1.0 if case.normalize else dim**0.5))
     return CheckOptions(bound=error_bound(coarse, dim, magnitude=magnitude))
@@ -259,12 +283,14 @@ def usual(function: str, device: torch.device) -> dict[str, Any]:
 
 def specs() -> list[JitSpec]:
     """Calls without a pool have float32 states, those with logarithms a float32 bias."""
-    configs = {
-        DeltaRuleConfig(dtype, state, dtype, dtype, torch.float32, dim, channel_gate=True)
-        for dtype, kind, dim in MODULES
-        for state in (kind, torch.float32)
-    }
-    return [gen_delta_rule_module(config) for config in configs]
+    found = []
+    for dtype, kind, dim in MODULES:
+        for state in {kind, torch.float32}:
+            types = (dtype, state, dtype, dtype, torch.float32, dim)
+            found.append(gen_delta_rule_module(DeltaRuleConfig(*types, channel_gate=True)))
+            if dim in CHUNK_HEAD_DIMS:
+                found.append(gen_chunk_kda_module(ChunkKdaConfig(*types)))
+    return found
 
 
 FAMILY = Family(

@@ -10,19 +10,26 @@ __all__ = ["emulator"]  # a fixture
 
 SCAN = "flashinfer/linear_attention/chunk_scan.cuh"
 TRANSFORM = "flashinfer/linear_attention/chunk_transform.cuh"
+BY_CHANNEL = "flashinfer/linear_attention/chunk_channel_transform.cuh"
+CHANNEL_ROWS = "flashinfer/linear_attention/chunk_channel_rows.cuh"
 KEY_MAJOR = "flashinfer/linear_attention/delta_rule_key_major.cuh"
 RECURRENCE = "flashinfer/linear_attention/delta_rule.cuh"
 STEP = "flashinfer/linear_attention/delta_rule_step.cuh"
 
 
 def find_fault(emulator: Emulator, cases: int = 3, **config: str | int) -> str:
-    """What the emulation says; empty if all is right. Without gate types: in chunks."""
+    """What the emulation says; empty if all is right.
+
+    Without gate types: in chunks. With them and without `channel_gate`: KDA in chunks.
+    """
     source = "ssd_emulation.cc" if "dstate" in config else "delta_rule_emulation.cc"
     options = [f"-DFLASHINFER_CFG_{name.upper()}={value}" for name, value in config.items()]
     if "gate_dtype" not in config:
         options.append("-DEMULATION_CHUNKS")
-    headers = ((RECURRENCE, 128), (KEY_MAJOR, 128), (TRANSFORM, 1024), (SCAN, 1024))
-    for header, alignment in headers:
+    elif "channel_gate" not in config:
+        options.append("-DEMULATION_KDA")
+    chunks = ((header, 1024) for header in (TRANSFORM, BY_CHANNEL, SCAN))
+    for header, alignment in ((RECURRENCE, 128), (KEY_MAJOR, 128), *chunks):
         shared = f"extern __shared__ __align__({alignment}) char dynamic_shared[];"
         emulator.substitute(header, shared, "")  # the emulation's own has this name
     program = emulator.build(source, ["-DEMULATION_ARCH=900", *options])
@@ -38,6 +45,14 @@ GATES = {"gate_dtype": "float32", "beta_dtype": "float32", "bias_dtype": "float3
 )
 def test_in_chunks(emulator: Emulator, dtype: str, state: str, dim: int) -> None:
     assert not find_fault(emulator, dtype=dtype, state_dtype=state, head_dim_k=dim)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state", "dim"), [("bfloat16", "float32", 128), ("float16", "bfloat16", 64)]
+)
+def test_kda_in_chunks(emulator: Emulator, dtype: str, state: str, dim: int) -> None:
+    config = {"dtype": dtype, "state_dtype": state, "head_dim_k": dim, **GATES}
+    assert not find_fault(emulator, **config)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +96,24 @@ def test_faults_in_chunks_are_found(
 ) -> None:
     emulator.substitute(header, statement, other)
     assert find_fault(emulator, dtype="bfloat16", state_dtype="float32", head_dim_k=64)
+
+
+@pytest.mark.parametrize(
+    ("header", "statement", "other"),
+    one_by_default(
+        [
+            (CHANNEL_ROWS, "decay_over(product, warp + 1, begin + (1 << level));", ";"),
+            (CHANNEL_ROWS, "keys[j][c] *= decays[i][c];", ""),
+            (BY_CHANNEL, "products.compute();\n  __syncthreads();", "products.compute();"),
+        ]
+    ),
+)
+def test_faults_of_kda_in_chunks_are_found(
+    emulator: Emulator, header: str, statement: str, other: str
+) -> None:
+    emulator.substitute(header, statement, other)
+    config = {"dtype": "bfloat16", "state_dtype": "float32", "head_dim_k": 64, **GATES}
+    assert find_fault(emulator, **config)
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,14 @@ struct ChunkScanShared {
   using Square = Tile<kChunkSize, kChunkSize>;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = 2;
+  static constexpr int kKeyTiles = Traits::kChannelGate ? 3 : 2;
   static constexpr int kFactorBytes = 4 * kChunkSize * 4;
-  static constexpr int kStageBytes = 2 * KeyTile::kBytes + ValueTile::kBytes +
+  static constexpr int kStageBytes = kKeyTiles * KeyTile::kBytes + ValueTile::kBytes +
                                      (Traits::kDelta ? 2 : 1) * Square::kBytes + kFactorBytes;
   static constexpr int kBytes = kStages * kStageBytes;
   static_assert(kStageBytes % 1024 == 0);
 
-  KeyTile k, q;
+  KeyTile k, q, updates;  // updates: keys of updates; k unless their decays differ by channel
   ValueTile v;
   Square scores, solve;  // solve is there for the delta rule alone
   uint32_t factors;
@@ -41,7 +42,8 @@ struct ChunkScanShared {
   __device__ __forceinline__ explicit ChunkScanShared(uint32_t base)
       : k{base},
         q{base + KeyTile::kBytes},
-        v{base + 2 * KeyTile::kBytes},
+        updates{Traits::kChannelGate ? base + 2 * KeyTile::kBytes : base},
+        v{base + kKeyTiles * KeyTile::kBytes},
         scores{v.base + ValueTile::kBytes},
         solve{scores.base + Square::kBytes},
         factors(Traits::kDelta ? solve.base + Square::kBytes : solve.base) {}
@@ -62,6 +64,8 @@ struct ChunkScan {
   using Shared = ChunkScanShared<Traits, kWarps>;
   static constexpr int kDim = Traits::kHeadDimK;
   static constexpr int kTokenBlocks = kChunkSize / 8, kTokenSteps = kChunkSize / 16;
+  static constexpr bool kByChannel = Traits::kChannelGate;
+  static constexpr int kFactors = kByChannel ? kDim : 4 * kChunkSize;  // of a chunk
 
   const ChunkDeltaRuleParams& all;
   const DeltaRuleParams& params;
@@ -72,7 +76,7 @@ struct ChunkScan {
   char* shared;
   uint32_t shared_base;
   struct {
-    const T *k, *q, *v, *solve, *scores;
+    const T *k, *q, *v, *solve, *scores;  // by channel k has the chunk's operands, q nothing
     const float* factors;
   } next;                    // chunk to load
   float state[kDim / 8][4];  // rows lane / 4 and + 8, columns 8 j + lane % 4 * 2 and + 1
@@ -90,15 +94,34 @@ struct ChunkScan {
 
   // Where the first chunk's tiles come from.
   __device__ __forceinline__ void begin_at_first_chunk() {
-    next.k = token_address<const T>(params.k, 0, range.first, params.k_group.divide(head));
-    next.q = token_address<const T>(params.q, 0, range.first, params.q_group.divide(head));
+    const int64_t index = first_slot * params.state_heads + head;
+    if constexpr (kByChannel) {
+      next.k = static_cast<const T*>(all.workspace.operands) + index * 3 * kChunkSize * kDim;
+    } else {
+      next.k = token_address<const T>(params.k, 0, range.first, params.k_group.divide(head));
+      next.q = token_address<const T>(params.q, 0, range.first, params.q_group.divide(head));
+    }
     next.v = token_address<const T>(params.v, 0, range.first, params.v_group.divide(head)) +
              first_channel;
-    const int64_t index = first_slot * params.state_heads + head;
     constexpr int kSquare = kChunkSize * kChunkSize;
     next.solve = static_cast<const T*>(all.workspace.solve) + index * kSquare;
     next.scores = static_cast<const T*>(all.workspace.scores) + index * kSquare;
-    next.factors = all.workspace.factors + index * 4 * kChunkSize;
+    next.factors = all.workspace.factors + index * kFactors;
+  }
+
+  __device__ __forceinline__ void load_keys(const Shared& to, int tokens) {
+    constexpr int kThreads = Shared::kThreads;
+    if constexpr (kByChannel) {
+      copy_tile<kThreads>(to.k, next.k, kDim, kChunkSize);
+      copy_tile<kThreads>(to.q, next.k + kChunkSize * kDim, kDim, kChunkSize);
+      copy_tile<kThreads>(to.updates, next.k + 2 * kChunkSize * kDim, kDim, kChunkSize);
+      next.k += int64_t{params.state_heads} * 3 * kChunkSize * kDim;
+    } else {
+      copy_tile<kThreads>(to.k, next.k, params.k.token_stride, tokens);
+      copy_tile<kThreads>(to.q, next.q, params.q.token_stride, tokens);
+      next.k += kChunkSize * params.k.token_stride;
+      next.q += kChunkSize * params.q.token_stride;
+    }
   }
 
   // Copies the next chunk's tiles to a stage, as one group of copies. Chunks come in order.
@@ -108,23 +131,20 @@ struct ChunkScan {
     if (tokens > 0) {
       await(chunk);
       const Shared to(shared_base + chunk % Shared::kStages * Shared::kStageBytes);
-      copy_tile<kThreads>(to.k, next.k, params.k.token_stride, tokens);
-      copy_tile<kThreads>(to.q, next.q, params.q.token_stride, tokens);
+      load_keys(to, tokens);
       copy_tile<kThreads>(to.v, next.v, params.v.token_stride, tokens);
       if constexpr (Traits::kDelta) {
         copy_tile<kThreads>(to.solve, next.solve, kChunkSize, kChunkSize);
       }
       copy_tile<kThreads>(to.scores, next.scores, kChunkSize, kChunkSize);
-      for (int i = threadIdx.x; i < kChunkSize; i += kThreads) {
+      for (int i = threadIdx.x; i < kFactors / 4; i += kThreads) {
         ptx::cp_async_16(to.factors + i * 16, next.factors + i * 4, true);
       }
-      next.k += kChunkSize * params.k.token_stride;
-      next.q += kChunkSize * params.q.token_stride;
       next.v += kChunkSize * params.v.token_stride;
       const int64_t square = int64_t{params.state_heads} * kChunkSize * kChunkSize;
       next.solve += square;
       next.scores += square;
-      next.factors += int64_t{params.state_heads} * 4 * kChunkSize;
+      next.factors += int64_t{params.state_heads} * kFactors;
     }
     ptx::cp_async_commit();
   }
@@ -175,7 +195,8 @@ struct ChunkScan {
           values, in.v.address(8 * j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 factor = key_factors[4 * (j + i / 2) + lane % 4];
+        float2 factor = {1.f, 1.f};
+        if constexpr (!kByChannel) factor = key_factors[4 * (j + i / 2) + lane % 4];
         float* sum = sums[j + i / 2] + i % 2 * 2;
         sum[0] = low_of(values[i]) - factor.x * sum[0];
         sum[1] = high_of(values[i]) - factor.y * sum[1];
@@ -209,11 +230,14 @@ struct ChunkScan {
     return to_float(T{static_cast<uint16_t>(pair >> 16)});
   }
 
-  __device__ __forceinline__ void decay_state(float decay) {
+  __device__ __forceinline__ void decay_state(const float* factors) {
+    float2 decay;
+    if constexpr (!kByChannel) decay.x = decay.y = factors[kChunkDecay * kChunkSize];
 #pragma unroll
     for (int j = 0; j < kDim / 8; ++j) {
+      if constexpr (kByChannel) decay = reinterpret_cast<const float2*>(factors)[4 * j + lane % 4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) state[j][i] *= decay;
+      for (int i = 0; i < 4; ++i) state[j][i] *= i % 2 == 0 ? decay.x : decay.y;
     }
   }
 
@@ -288,7 +312,7 @@ struct ChunkScan {
       Products::template rows<T>(out, state_a, in.q);
       Products::commit();
       load(chunk + 1);
-      decay_state(factors[kChunkDecay * kChunkSize]);
+      if constexpr (!kByChannel) decay_state(factors);
       Products::template wait<1>(x);
       subtract_from_values(x, in, key_factors);
       uint32_t x_a[kTokenSteps][4];
@@ -298,16 +322,20 @@ struct ChunkScan {
       Products::template rows<T>(delta, x_a, in.solve);
       Products::commit();
       Products::template wait<1>(out);
-      weight_output(out, query_factors);
+      if constexpr (kByChannel) {
+        decay_state(factors);  // only now are there registers for so many factors
+      } else {
+        weight_output(out, query_factors);
+      }
       Products::template wait<0>(delta);
       to_fragments<T>(delta_a, delta, one);
-      to_fragments<T>(update_a, delta, update_factor);
+      if constexpr (!kByChannel) to_fragments<T>(update_a, delta, update_factor);
     } else {
       Products::begin(out);
       Products::template rows<T>(out, state_a, in.q);
       Products::commit();
       load(chunk + 1);
-      decay_state(factors[kChunkDecay * kChunkSize]);
+      decay_state(factors);
       values_as_fragments(delta_a, update_a, in, update_factor);
       Products::template wait<0>(out);
       weight_output(out, query_factors);
@@ -316,15 +344,31 @@ struct ChunkScan {
     Products::begin(out, state);
     Products::template rows<T>(out, delta_a, in.scores);
     Products::commit();
-    Products::template columns<T>(state, update_a, in.k);
+    if constexpr (kByChannel) {
+      Products::template columns<T>(state, delta_a, in.updates);
+    } else {
+      Products::template columns<T>(state, update_a, in.k);
+    }
     Products::commit();
     Products::template wait<1>(out);
     write_output(out, chunk);
     Products::template wait<0>(state);
   }
 
+  // Of a sequence that is padding.
+  __device__ __forceinline__ void zero_outputs() const {
+    constexpr int kPairs = Shared::kRows / 2;
+    T* out = token_address<T>(params.out, 0, range.first, head) + first_channel;
+    for (int64_t i = threadIdx.x; i < int64_t{range.count} * kPairs; i += Shared::kThreads) {
+      *reinterpret_cast<uint32_t*>(out + i / kPairs * params.out.token_stride + i % kPairs * 2) = 0;
+    }
+  }
+
   __device__ __forceinline__ void run() {
     const int64_t read_slot = params.read_slot.at(sequence, 0);
+    if constexpr (kByChannel) {
+      if (read_slot < 0) return zero_outputs();
+    }
     const int num_chunks = ceil_div(range.count, kChunkSize);
     begin_at_first_chunk();
     load(0);
@@ -377,67 +421,5 @@ __global__ void __launch_bounds__(32 * kWarps)
   // The first stage has ended as well when this one ends: its workspace may be used again.
   ptx::grid_dependency_wait();
 }
-
-#ifndef __CUDACC_RTC__
-
-// Lets a kernel's CTAs have so many bytes. An SM that runs one kernel takes CTAs of the other only
-// if both want the same share of its memory to be shared memory: all of it.
-template <typename Kernel>
-cudaError_t reserve_shared(Kernel kernel, int bytes) {
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return status;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                              cudaSharedmemCarveoutMaxShared);
-}
-
-template <typename Traits, int kWarps>
-cudaError_t launch_chunk_scan(const ChunkDeltaRuleParams& params, bool enable_pdl,
-                              cudaStream_t stream) {
-  using Shared = ChunkScanShared<Traits, kWarps>;
-  const cudaError_t status = reserve_shared(chunk_scan_kernel<Traits, kWarps>, Shared::kBytes);
-  if (status != cudaSuccess) return status;
-  const DeltaRuleParams& recurrence = params.recurrence;
-  const int64_t num_ctas = int64_t{recurrence.batch_size} * recurrence.state_heads *
-                           (recurrence.head_dim_v / Shared::kRows);
-  return launch_kernel(chunk_scan_kernel<Traits, kWarps>, dim3(static_cast<unsigned>(num_ctas)),
-                       dim3(Shared::kThreads), Shared::kBytes, stream, enable_pdl, params);
-}
-
-inline constexpr int kTransformsPerSm = 2;
-
-// Both stages; head_dim_v is a multiple of 64. `schedule`: warps of a CTA of the second stage, 16
-// value channels each. 0 chooses 8, which share what they read, if that gives every SM a CTA, else
-// 4. Two warps cannot multiply as a warpgroup and lose to both (docs/tuning/linear_attention.md).
-//
-// Stages that run at once (params.progress, with PDL): the CTAs of the first are all resident
-// before the second begins and wait for nobody, so they end, and what the second waits for gets
-// done. Two of them leave an SM room for one of the second, and time to its one warp per scheduler.
-template <typename Traits>
-cudaError_t launch_chunk_delta_rule(const ChunkDeltaRuleParams& params, int num_sms, int schedule,
-                                    bool enable_pdl, cudaStream_t stream) {
-  using Transform = ChunkTransformShared<Traits>;
-  ChunkDeltaRuleParams all = params;
-  if (!enable_pdl) all.progress = nullptr;
-  const DeltaRuleParams& recurrence = all.recurrence;
-  cudaError_t status = reserve_shared(chunk_transform_kernel<Traits>, Transform::kBytes);
-  if (status != cudaSuccess) return status;
-  int64_t num_ctas = int64_t{all.num_slots} * recurrence.state_heads;
-  const int64_t at_once = int64_t{kTransformsPerSm} * num_sms;
-  if (all.progress != nullptr && num_ctas > at_once) num_ctas = at_once;
-  status =
-      launch_kernel(chunk_transform_kernel<Traits>, dim3(static_cast<unsigned>(num_ctas)),
-                    dim3(detail::kTransformThreads), Transform::kBytes, stream, enable_pdl, all);
-  if (status != cudaSuccess) return status;
-  if (schedule == 0) {
-    const int64_t channels =
-        int64_t{recurrence.batch_size} * recurrence.state_heads * recurrence.head_dim_v;
-    schedule = channels / 128 >= num_sms && recurrence.head_dim_v % 128 == 0 ? 8 : 4;
-  }
-  return schedule == 8 ? launch_chunk_scan<Traits, 8>(all, enable_pdl, stream)
-                       : launch_chunk_scan<Traits, 4>(all, enable_pdl, stream);
-}
-
-#endif  // __CUDACC_RTC__
 
 }  // namespace flashinfer

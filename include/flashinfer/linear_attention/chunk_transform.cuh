@@ -27,6 +27,7 @@ struct ChunkDeltaRuleTraits {
   using GateT = dtype::float32;
   static constexpr int kHeadDimK = kHeadDimK_;
   static constexpr bool kDelta = true;  // updates are differences to what the state says
+  static constexpr bool kChannelGate = false;
 };
 
 // Mamba-2 has no differences: A is zero, and the updates are dt x.
@@ -36,7 +37,7 @@ struct SsdTraits {
   using StateT = StateT_;
   using GateT = GateT_;
   static constexpr int kHeadDimK = kHeadDimK_;
-  static constexpr bool kDelta = false;
+  static constexpr bool kDelta = false, kChannelGate = false;
 };
 
 // A chunk of a sequence: slots of consecutive sequences begin at cu_seqlens[s] / C + s, which
@@ -177,10 +178,13 @@ __device__ __forceinline__ void multiply_squares(float* out, const float* left, 
 // The inverse of the unit triangle I + A of a chunk; zeros above the diagonal but for the square
 // of the last 32 columns in the first 32 rows, which is left out. A triangle of twice the size has
 // the two inverses on its diagonal, and below them -(lower inverse) (A's square) (upper inverse),
-// whose last two are multiplied into what A has above the diagonal.
+// whose last two are multiplied into what A has above the diagonal. The CTA's first 128 threads do.
+template <int kThreads>
 __device__ __forceinline__ void invert_chunk(float* inverse, float* A) {
+  const bool has_part = kThreads == kTransformThreads || threadIdx.x < kTransformThreads;
   const int lane = threadIdx.x % 32, begin = threadIdx.x / 32 * 16;
-  if (lane < 16) {
+  if (!has_part) {
+  } else if (lane < 16) {
     invert_triangle<16>(inverse, A, begin, lane);
   } else if (begin % 32 == 0) {
 #pragma unroll
@@ -190,14 +194,16 @@ __device__ __forceinline__ void invert_chunk(float* inverse, float* A) {
   const int pair = threadIdx.x / 64 * 32, thread = threadIdx.x % 64;
   float* const upper = inverse + pair * kStride + pair;
   float* const above = A + pair * kStride + pair + 16;
-  multiply_squares<16>(above, A + (pair + 16) * kStride + pair, upper, 1.f, thread);
+  if (has_part) multiply_squares<16>(above, A + (pair + 16) * kStride + pair, upper, 1.f, thread);
   __syncthreads();
-  multiply_squares<16>(upper + 16 * kStride, upper + 16 * kStride + 16, above, -1.f, thread);
+  if (has_part)
+    multiply_squares<16>(upper + 16 * kStride, upper + 16 * kStride + 16, above, -1.f, thread);
   __syncthreads();
-  multiply_squares<32>(A + 32, A + 32 * kStride, inverse, 1.f, threadIdx.x);
+  if (has_part) multiply_squares<32>(A + 32, A + 32 * kStride, inverse, 1.f, threadIdx.x);
   __syncthreads();
-  multiply_squares<32>(inverse + 32 * kStride, inverse + 32 * kStride + 32, A + 32, -1.f,
-                       threadIdx.x);
+  if (has_part)
+    multiply_squares<32>(inverse + 32 * kStride, inverse + 32 * kStride + 32, A + 32, -1.f,
+                         threadIdx.x);
   __syncthreads();
 }
 
@@ -407,7 +413,7 @@ __device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all,
   detail::store_factors(all.workspace.factors + index * 4 * kChunkSize, tokens, params.scale);
   if constexpr (!Traits::kDelta) return;
   __syncthreads();
-  detail::invert_chunk(inverse, A);
+  detail::invert_chunk<kThreads>(inverse, A);
   T* solve = static_cast<T*>(all.workspace.solve) + index * kSquare;
 #pragma unroll
   for (int i = 0; i < kSquare / (4 * kThreads); ++i) {
@@ -422,11 +428,11 @@ __device__ __forceinline__ void transform_chunk(const ChunkDeltaRuleParams& all,
   }
 }
 
-// Slots in order, all heads of a slot before the next: the second stage reads them so.
-template <typename Traits>
-__global__ void __launch_bounds__(detail::kTransformThreads, 4)
-    chunk_transform_kernel(const __grid_constant__ ChunkDeltaRuleParams all) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
+// Calls transform(chunk, slot, head) for the CTA's chunks: slots in order, all heads of a slot
+// before the next, because the second stage reads them so.
+template <typename Transform>
+__device__ __forceinline__ void transform_chunks(const ChunkDeltaRuleParams& all,
+                                                 const Transform& transform) {
   const DeltaRuleParams& params = all.recurrence;
   ptx::grid_dependency_wait();
   // The second stage may begin with the tensors of earlier kernels, so this comes after the wait.
@@ -436,13 +442,22 @@ __global__ void __launch_bounds__(detail::kTransformThreads, 4)
     const int head = item % params.state_heads;
     const int64_t slot = item / params.state_heads;
     const Chunk chunk = Chunk::of_slot(params, slot);
-    if (chunk.sequence >= 0) transform_chunk<Traits>(all, dynamic_shared, chunk, slot, head);
+    if (chunk.sequence >= 0) transform(chunk, slot, head);
     if (all.progress == nullptr) continue;
     __syncthreads();
     if (threadIdx.x == 0) {
       ptx::count_done(all.progress + slot / kSlotsPerCounter * params.state_heads + head);
     }
   }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(detail::kTransformThreads, 4)
+    chunk_transform_kernel(const __grid_constant__ ChunkDeltaRuleParams all) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  transform_chunks(all, [&](const Chunk& chunk, int64_t slot, int head) {
+    transform_chunk<Traits>(all, dynamic_shared, chunk, slot, head);
+  });
 }
 
 }  // namespace flashinfer

@@ -1,6 +1,8 @@
 // Scalar functions of the gates.
 #pragma once
 
+#include <flashinfer/common/exp2.cuh>
+
 namespace flashinfer {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
@@ -20,5 +22,25 @@ __device__ __forceinline__ float softplus_without_branch(float x) {
 }
 
 inline constexpr float kLog2e = 1.4426950408889634f;
+
+// exp, sigmoid and softplus for many numbers at once, with errors of a few units of the last place
+// of what is exponentiated. log(1 + t) is 2 artanh(s) with s = t / (2 + t), which is at most 1/3,
+// by its series, so small t lose nothing.
+__device__ __forceinline__ float approximate_exp(float x) { return math::ptx_exp2(x * kLog2e); }
+
+__device__ __forceinline__ float approximate_sigmoid(float x) {
+  return __fdividef(1.f, 1.f + approximate_exp(-x));
+}
+
+__device__ __forceinline__ float approximate_softplus(float x) {
+  const float t = approximate_exp(-fabsf(x)), s = __fdividef(t, 2.f + t), s2 = s * s;
+  float series = 2.f / 13.f;
+  series = series * s2 + 2.f / 11.f;
+  series = series * s2 + 2.f / 9.f;
+  series = series * s2 + 2.f / 7.f;
+  series = series * s2 + 2.f / 5.f;
+  series = series * s2 + 2.f / 3.f;
+  return fmaxf(x, 0.f) + s * (series * s2 + 2.f);
+}
 
 }  // namespace flashinfer
