@@ -1,7 +1,7 @@
 // Tokens of a chunk in the first stage of the delta rule with a decay per key channel
 // (chunk_channel_transform.cuh): a warp has 8 tokens, and a lane the same channels of all of them.
-// From these come the operands of the stage's matrix products and of the next stage's, and the
-// triangle of products among the 8 tokens.
+// The warp makes the operands of this stage's matrix products and of the next stage's, and it sums
+// up the triangle of products among its 8 tokens.
 #pragma once
 
 #include <cstdint>
@@ -273,7 +273,7 @@ struct ChannelRows {
     }
   }
 
-  // At a level with squares of 8 << level tokens every other block of so many is behind a border.
+  // Squares of a level have 8 << level tokens; every other block of so many is behind a border.
   __device__ __forceinline__ bool is_behind(int level) const { return warp >> level & 1; }
 
   // The decay over the blocks between this one and its border at a level.
@@ -316,7 +316,7 @@ struct ChannelRows {
     constexpr int kSize = kChunkSize * kDim;
     Channels to_start, to_end, to_border[kLevels], decay;
     const uint32_t keys = offset(warp);
-    uint32_t queries[kLevels];  // those behind borders, without the blocks between
+    uint32_t queries[kLevels];  // only those behind borders have rows
     decay_over(to_start, 0, warp);
     decay_over(to_end, warp + 1, kBlocks);
 #pragma unroll
