@@ -47,7 +47,7 @@ class Gates:
     by_channel: bool = False
 
     def packed(self) -> Gates:
-        """Those of all batches as one batch, of tensors that need no copy for it."""
+        """All batches become one; the tensors need no copy for it."""
 
         def pack(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.flatten(0, 1)[None]

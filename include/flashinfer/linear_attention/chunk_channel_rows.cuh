@@ -1,7 +1,7 @@
 // Tokens of a chunk in the first stage of the delta rule with a decay per key channel
 // (chunk_channel_transform.cuh): a warp has 8 tokens, and a lane the same channels of all of them.
-// From these come the operands of the stage's matrix products and of the next stage's, and the
-// triangle of products among the 8 tokens.
+// The warp makes the operands of this stage's matrix products and of the next stage's, and it sums
+// up the triangle of products among its 8 tokens.
 #pragma once
 
 #include <cstdint>
@@ -273,13 +273,13 @@ struct ChannelRows {
     }
   }
 
-  // At a level with squares of 8 << level tokens every other block of so many is behind a border.
-  __device__ __forceinline__ bool is_behind(int level) const { return warp >> level & 1; }
+  // Squares of a level have 8 << level tokens; every other block of so many is below its border.
+  __device__ __forceinline__ bool is_below(int level) const { return warp >> level & 1; }
 
   // The decay over the blocks between this one and its border at a level.
   __device__ __forceinline__ void decay_to_border(Channels& product, int level) const {
     const int begin = warp >> level << level;
-    if (is_behind(level)) {
+    if (is_below(level)) {
       decay_over(product, begin, warp);
     } else {
       decay_over(product, warp + 1, begin + (1 << level));
@@ -316,7 +316,7 @@ struct ChannelRows {
     constexpr int kSize = kChunkSize * kDim;
     Channels to_start, to_end, to_border[kLevels], decay;
     const uint32_t keys = offset(warp);
-    uint32_t queries[kLevels];  // those behind borders, without the blocks between
+    uint32_t queries[kLevels];  // only those below borders have rows
     decay_over(to_start, 0, warp);
     decay_over(to_end, warp + 1, kBlocks);
 #pragma unroll
@@ -338,7 +338,7 @@ struct ChannelRows {
       store(to + kSize, q[row], decay, to_start, query_norms[row] * all.recurrence.scale);
 #pragma unroll
       for (int level = 0; level < kLevels; ++level) {
-        if (!is_behind(level)) continue;
+        if (!is_below(level)) continue;
         store(place(level, keys, row), k[row], decay, to_border[level], 1.f);
         store(place(level, queries[level], row), q[row], decay, to_border[level], 1.f);
       }
@@ -350,7 +350,7 @@ struct ChannelRows {
       store(own + 2 * kSize + row * kDim, k[row], decay, to_end, key_norms[row]);
 #pragma unroll
       for (int level = 0; level < kLevels; ++level) {
-        if (is_behind(level)) continue;
+        if (is_below(level)) continue;
         store(place(level, keys, row), k[row], decay, to_border[level], 1.f);
       }
 #pragma unroll

@@ -355,7 +355,7 @@ struct ChunkScan {
     Products::template wait<0>(state);
   }
 
-  // Of a sequence that is padding.
+  // A sequence that is padding has outputs of zero.
   __device__ __forceinline__ void zero_outputs() const {
     constexpr int kPairs = Shared::kRows / 2;
     T* out = token_address<T>(params.out, 0, range.first, head) + first_channel;
