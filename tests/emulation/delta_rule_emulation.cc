@@ -177,8 +177,7 @@ void launch(Random& random, const Problem& p, const DeltaRuleParams& recurrence)
 #else
   const auto launch_chunks = chunk_delta_rule;
 #endif
-  const cudaError_t status =
-      launch_chunks(params, random.integer(1, 3), schedule, false, nullptr);
+  const cudaError_t status = launch_chunks(params, random.integer(1, 3), schedule, false, nullptr);
 #else
   constexpr int kSchedules[] = {0, 102, 104, 204};
   const int schedule = kSchedules[random.integer(0, 3)];

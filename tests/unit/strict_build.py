@@ -22,7 +22,7 @@ MAY_USE_STACK = {
     " registers: 16 bytes on sm_86",
     "attention_kernel": "128 rows take all registers; what is spilled waits for the end of the loop"
     " over keys (test_attention_compile.py looks into it)",
-    "chunk_channel_transform_kernel": "up to 150 bytes: two CTAs of 256 threads leave 128 registers",
+    "chunk_channel_transform_kernel": "150 bytes at most: two CTAs an SM leave 128 registers",
     "chunk_scan_kernel": "40 bytes on sm_90a where four warps take all registers, while they ask"
     " for the next chunk; never where they multiply",
     "chunk_transform_kernel": "up to 56 bytes: four CTAs of 128 threads leave 128 registers",

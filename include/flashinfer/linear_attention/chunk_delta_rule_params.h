@@ -14,8 +14,8 @@ struct ChunkWorkspace {
   void* solve;     // [slots, heads, C, C], type of q: (I + A)^-1 diag(beta)
   void* scores;    // [slots, heads, C, C], type of q: scale (q_i k_j) decay(i, j], j <= i
   float* factors;  // [slots, heads, 4 C]: see ChunkFactor; decay by channel: [slots, heads, K]
-  // Decay by channel, [slots, heads, 3, C, K], type of q, with K channels of a key: keys k d(.., i],
-  // queries scale q d(.., i] and keys of updates k d(i, C], norms included.
+  // Decay by channel, [slots, heads, 3, C, K], type of q, with K channels of a key: keys k d(..,
+  // i], queries scale q d(.., i] and keys of updates k d(i, C], norms included.
   void* operands;
 };
 
