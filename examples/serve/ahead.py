@@ -1,19 +1,21 @@
 """Compiles what requests may need before there are any: calls of every layer, in parallel.
 
-A package compiles a kernel at its first call, and the calls of a step follow each other. So each
-part of each kind of layer is called once by a thread of its own, for batches of every shape that
-selects a kernel; threads that need the same kernel wait for the first of them. This takes public
-names alone, and holds for every model.
+A package compiles a kernel at its first call, or at the plan for it, and the calls of a step follow
+each other. So batches of every shape that selects a kernel are planned by a thread each, and each
+part of each kind of layer is called by another one; threads that need the same kernel wait for the
+first of them. This takes public names alone, and holds for every model.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
 
+from . import kernels
 from .model import Model
 from .runner import Chunk, Runner
 from .sampling import SamplingParams, sample
@@ -53,18 +55,21 @@ def compile_all(model: Model, page_size: int, kv_dtype: torch.dtype, batch_invar
             model, pages, page_size, kv_dtype, 2, False, batch_invariant, _WORKSPACE_BYTES
         )
 
-    def run(call: Callable[[], Any]) -> None:
-        with first.backend(), torch.no_grad():  # both hold in their own thread alone
-            call()
+    def run(call: Callable[[], Any]) -> Any:
+        with kernels.on(model.device), torch.no_grad():  # both hold in their own thread alone
+            return call()
 
-    first = runner()
+    def plan(number: int, lengths: tuple[int, ...]) -> list[Callable[[], Any]]:
+        return list(_layers(model, runner(), lengths, only_attention=number > 1))
+
     with ThreadPoolExecutor(_THREADS) as pool:
+        plans = [
+            pool.submit(run, functools.partial(plan, number, lengths))
+            for number, lengths in enumerate(_batches(longest))
+        ]
         started = [pool.submit(run, call) for call in _sampling(model)]
-        with first.backend():
-            for number, lengths in enumerate(_batches(longest)):
-                # Each batch is planned: wrappers of its own.
-                calls = _layers(model, runner(), lengths, only_attention=number > 1)
-                started += [pool.submit(run, call) for call in calls]
+        for planned in as_completed(plans):
+            started += [pool.submit(run, call) for call in planned.result()]
         for future in started:
             future.result()
 
