@@ -83,12 +83,13 @@ class SoftmaxRouter:
     renormalize: bool = True
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.gate(x).float()
-        best, numbers = logits.topk(self.chosen, dim=-1)
+        logits = self.gate(x)
+        # The sum over experts needs no order, and sorting takes as long as choosing.
+        best, numbers = logits.topk(self.chosen, dim=-1, sorted=False)
         if self.renormalize:
-            weights = best.softmax(-1)
+            weights = best.softmax(-1, dtype=torch.float32)
         else:
-            weights = (best - logits.logsumexp(-1, keepdim=True)).exp()
+            weights = (best.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
         return weights, numbers.int()
 
 
