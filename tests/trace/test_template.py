@@ -335,6 +335,14 @@ def test_default_check_accepts_rounding_and_refuses_more(dtype):
     assert not default_check((expected, expected), rounded)
 
 
+def test_default_check_takes_outputs_by_name():
+    one, two = torch.ones(4), torch.full((4,), 2.0)
+    assert default_check({"out": one, "lse": two}, {"lse": two, "out": one})
+    assert not default_check({"out": one, "lse": two}, {"lse": one, "out": two})
+    assert not default_check({"out": one}, {"lse": one})
+    assert not default_check({"out": one}, one[:2])
+
+
 def test_default_check_sees_nan_mismatch_share_and_direction():
     expected = torch.ones(100)
     poisoned = expected.clone()
