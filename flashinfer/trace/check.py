@@ -54,7 +54,8 @@ def default_check(
     max_mismatch_pct : float
         Percentage of elements that may be out of tolerance.
     min_cos_sim : float, optional
-        Least cosine similarity over the finite elements; None leaves it out.
+        Least cosine similarity over the finite elements of a floating dtype, whose elements are
+        coordinates; None leaves it out.
 
     Returns
     -------
@@ -101,9 +102,9 @@ def _is_close(
     allowed = max_mismatch_pct / 100 * close.numel()
     if int((~close).sum()) > allowed:
         return False
+    if min_cos_sim is None or not actual.is_floating_point():
+        return True
     finite = wanted.isfinite() & got.isfinite()
     wanted, got = wanted[finite], got[finite]
     scale = wanted.norm() * got.norm()
-    if min_cos_sim is None or not scale:
-        return True
-    return bool(wanted @ got / scale >= min_cos_sim)
+    return not scale or bool(wanted @ got / scale >= min_cos_sim)

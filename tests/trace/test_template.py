@@ -353,3 +353,5 @@ def test_default_check_sees_nan_mismatch_share_and_direction():
     assert not default_check(expected, -expected, atol=10.0)
     assert default_check(expected, -expected, atol=10.0, min_cos_sim=None)
     assert default_tolerances(torch.int32) == (0.0, 0.0)
+    tokens = torch.tensor([1, 2, 3], dtype=torch.int32)
+    assert default_check(tokens, tokens * tokens.new_tensor([1, 1, 0]), max_mismatch_pct=34.0)
