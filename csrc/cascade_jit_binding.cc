@@ -132,10 +132,10 @@ FLASHINFER_FFI_EXPORT(merge_state_in_place, args) {
   if (mask) {
     ffi::check_dtype(mask, {ffi::dtype::boolean, ffi::dtype::uint8});
     ffi::check_shape(mask, {v.dim(0)});
-    ffi::check_last_dim_contiguous(mask);
     ffi::check_disjoint(v, mask);
     ffi::check_disjoint(s, mask);
     params.mask = static_cast<const uint8_t*>(mask.data());
+    params.mask_stride = mask.stride(0);
   }
   params.states = states_of(v, s);
   params.other = states_of(v_other, s_other);

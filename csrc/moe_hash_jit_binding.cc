@@ -1,5 +1,4 @@
-//   moe_hash(topk_weights, topk_ids, router_logits, input_ids, tid2eid, routed_scaling_factor,
-//            enable_pdl)
+//   moe_hash(topk_weights, topk_ids, router_logits, input_ids, tid2eid, enable_pdl)
 #include "ffi.h"
 #include "moe_hash.h"
 
@@ -18,7 +17,6 @@ void run(ffi::Args& args) {
   const ffi::Tensor weights = args.tensor("topk_weights"), experts = args.tensor("topk_ids");
   const ffi::Tensor logits = args.tensor("router_logits"), ids = args.tensor("input_ids");
   const ffi::Tensor table = args.tensor("tid2eid");
-  const double scale = args.number("routed_scaling_factor");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
 
@@ -60,7 +58,6 @@ void run(ffi::Args& args) {
   params.num_tokens = static_cast<uint32_t>(logits.dim(0));
   params.num_experts = static_cast<uint32_t>(logits.dim(1));
   params.top_k = static_cast<uint32_t>(table.dim(1));
-  params.scale = static_cast<float>(scale);
   const ffi::DeviceGuard guard(logits);
   ffi::check_launch(
       moe_hash(params, ffi::resolve_pdl(enable_pdl, logits), ffi::current_stream(logits)));

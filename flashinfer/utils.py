@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import importlib.metadata
 import importlib.util
 import math
@@ -156,7 +157,7 @@ def get_default_generators(device: torch.device) -> torch.Generator:
     """The generator that random functions use on a CUDA device without another one."""
     device = torch.device(device)
     if device.type != "cuda":
-        raise ValueError(f"`device` must be a CUDA device, got {device}")
+        raise ValueError(f"device must be a cuda device, got {str(device)!r}")
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
@@ -325,10 +326,16 @@ def check_shape_dtype_device(
             raise ValueError(f"{name} must be on {wanted}, got {x.device}")
 
 
-def version_at_least(version: str, base_version: str) -> bool:
-    """Whether ``version`` is ``base_version`` or later, in the order of PEP 440."""
+@functools.cache
+def version_at_least(version: str | None, base_version: str | None) -> bool:
+    """Whether ``version`` is ``base_version`` or later, in the order of PEP 440.
+
+    False where either is None, as ``torch.version.cuda`` is in a build without CUDA.
+    """
     from packaging.version import Version
 
+    if version is None or base_version is None:
+        return False
     return Version(version) >= Version(base_version)
 
 

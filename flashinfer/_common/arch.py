@@ -54,7 +54,7 @@ def get_device_index(device: Device) -> int:
             ) from error
         if parsed.type != "cuda":
             raise ValueError(
-                f"device must be a CUDA device such as 'cuda' or 'cuda:0', got {str(device)!r}"
+                f"device must be a cuda device such as 'cuda' or 'cuda:0', got {str(device)!r}"
             )
         index = parsed.index
     count = torch.cuda.device_count()
@@ -134,8 +134,12 @@ def get_shared_bytes_per_block_optin(device: Device) -> int:
 
 
 def device_support_pdl(device: Device) -> bool:
-    """Whether the device has programmatic dependent launch (compute capability 9.0 and later)."""
-    return get_compute_capability(device)[0] >= 9
+    """Whether the device has programmatic dependent launch (compute capability 9.0 and later).
+
+    False for the CPU, where the reference backend runs the same serving code.
+    """
+    is_elsewhere = isinstance(device, torch.device) and device.type != "cuda"
+    return not is_elsewhere and get_compute_capability(device)[0] >= 9
 
 
 def _cuda_at_least(major: int, minor: int) -> bool:

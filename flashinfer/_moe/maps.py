@@ -94,7 +94,6 @@ def route_by_table(
     logits: torch.Tensor,
     ids: torch.Tensor,
     table: torch.Tensor,
-    scale: float,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and experts, ``[tokens, top_k]``: those that ``table[ids]`` names."""
@@ -102,7 +101,7 @@ def route_by_table(
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
     kernel = _hash_kernel(logits.dtype, ids.dtype, table.dtype)
-    kernel(weights, experts, logits, ids, table, scale, enable_pdl)
+    kernel(weights, experts, logits, ids, table, enable_pdl)
     return weights, experts
 
 

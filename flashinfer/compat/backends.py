@@ -53,7 +53,8 @@ def _as_number(cc: Capability) -> int:
         return 10 * cc[0] + cc[1]
     if isinstance(cc, bool) or not isinstance(cc, int):
         raise TypeError(
-            f"a compute capability is an int such as 90 or a pair such as (9, 0), got {cc!r}"
+            "a compute capability must be an integer such as 90, or a pair such as (9, 0), got "
+            f"{type(cc).__name__} {cc!r}"
         )
     if cc < 10:
         raise ValueError(f"a compute capability is written as 10 * major + minor, got {cc}")

@@ -11,6 +11,9 @@ from .._moe.maps import route, route_by_table
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.moe_routing import fused_topk_deepseek_trace, hash_topk_trace
 
+_MOST_CHOICES = 32
+"""One warp routes a token, a lane for each choice."""
+
 
 @flashinfer_api(trace=fused_topk_deepseek_trace)
 def fused_topk_deepseek(
@@ -109,8 +112,9 @@ def hash_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Route tokens by a table of their ids, as the first layers of DeepSeek-V4 do.
 
-    The weight of an expert is ``sqrt(softplus(logit))``; a token's weights sum to
-    `routed_scaling_factor`.
+    The weight of an expert is ``sqrt(softplus(logit))`` over the sum of the token's experts. A
+    layer multiplies the experts' sum by `routed_scaling_factor`; a shared expert that is computed
+    as one of them has the reciprocal as its weight, so that it counts once.
 
     Parameters
     ----------
@@ -120,18 +124,19 @@ def hash_topk(
         ``[tokens]``, int32 or int64, contiguous. An id that the table does not have gives experts
         -1 with weights 0.
     tid2eid : torch.Tensor
-        ``[ids, top_k]``, int32 or int64, contiguous: the experts of each id; at most 32.
+        ``[ids, top_k]``, int32 or int64, contiguous: the experts of each id; at most 32 with the
+        shared one.
     num_fused_shared_experts : int
-        0: shared experts are not appended here.
+        1: each token's last choice is the shared expert, whose number follows the router's.
     routed_scaling_factor : float
-        Sum of a token's weights.
+        Positive where a shared expert is appended, otherwise without effect.
     launch_with_pdl : bool
         Programmatic dependent launch where the device has it. Changes no result.
 
     Returns
     -------
     (torch.Tensor, torch.Tensor)
-        Weights and experts, ``[tokens, top_k]``, float32 and int32.
+        Weights and experts, ``[tokens, top_k + num_fused_shared_experts]``, float32 and int32.
 
     Raises
     ------
@@ -142,18 +147,24 @@ def hash_topk(
     -----
     DeepSeek-AI, the model code that is published with DeepSeek-V4.
     """
-    if checks.count("num_fused_shared_experts", num_fused_shared_experts, 0) != 0:
-        raise BackendSupportedError(
-            f"`num_fused_shared_experts` must be 0, got {num_fused_shared_experts}"
-        )
+    shared = checks.count("num_fused_shared_experts", num_fused_shared_experts, 0)
+    if shared > 1:
+        raise ValueError(f"`num_fused_shared_experts` must be 0 or 1, got {shared}")
+    scale = checks.number("routed_scaling_factor", routed_scaling_factor)
+    if shared and not scale > 0:
+        raise ValueError(f"`routed_scaling_factor` must be positive, got {scale}")
     checks.tensor("router_logits", router_logits, 2)
     checks.tensor("input_ids", input_ids, 1)
     checks.tensor("tid2eid", tid2eid, 2)
     checks.cuda_tensors(router_logits=router_logits, input_ids=input_ids, tid2eid=tid2eid)
-    return route_by_table(
-        router_logits,
-        input_ids,
-        tid2eid,
-        checks.number("routed_scaling_factor", routed_scaling_factor),
-        None if checks.flag("launch_with_pdl", launch_with_pdl) else False,
-    )
+    if tid2eid.shape[1] + shared > _MOST_CHOICES:
+        raise ValueError(
+            f"`tid2eid` must have at most {_MOST_CHOICES - shared} experts for each id beside "
+            f"{shared} shared ones, got shape {list(tid2eid.shape)}"
+        )
+    enable_pdl = None if checks.flag("launch_with_pdl", launch_with_pdl) else False
+    weights, experts = route_by_table(router_logits, input_ids, tid2eid, enable_pdl)
+    if shared:
+        weights = torch.nn.functional.pad(weights, (0, 1), value=1 / scale)
+        experts = torch.nn.functional.pad(experts, (0, 1), value=router_logits.shape[1])
+    return weights, experts

@@ -6,6 +6,7 @@ This is the check that goes with a definition to other tools. The project's own 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,21 +47,26 @@ def default_check(
 
     Parameters
     ----------
-    reference_outputs, actual_outputs : Tensor or tuple of Tensor
-        In the same order.
+    reference_outputs, actual_outputs : Tensor, tuple of Tensor or dict of str to Tensor
+        In the same order; dictionaries by name.
     rtol, atol : float, optional
         Tolerances; by default those of the actual output's dtype.
     max_mismatch_pct : float
         Percentage of elements that may be out of tolerance.
     min_cos_sim : float, optional
-        Least cosine similarity over the finite elements; None leaves it out.
+        Least cosine similarity over the finite elements of a floating dtype, whose elements are
+        coordinates; None leaves it out.
 
     Returns
     -------
     bool
-        False also for another number of outputs, another shape, or NaN and infinities in other
-        places.
+        False also for another number of outputs, other names, another shape, or NaN and
+        infinities in other places.
     """
+    if isinstance(reference_outputs, Mapping) and isinstance(actual_outputs, Mapping):
+        if reference_outputs.keys() != actual_outputs.keys():
+            return False
+        actual_outputs = {name: actual_outputs[name] for name in reference_outputs}
     expected, actual = _as_tuple(reference_outputs), _as_tuple(actual_outputs)
     if len(expected) != len(actual):
         return False
@@ -73,6 +79,8 @@ standard_check = default_check
 
 
 def _as_tuple(outputs: Any) -> tuple[Any, ...]:
+    if isinstance(outputs, Mapping):
+        return tuple(outputs.values())
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
@@ -94,9 +102,9 @@ def _is_close(
     allowed = max_mismatch_pct / 100 * close.numel()
     if int((~close).sum()) > allowed:
         return False
+    if min_cos_sim is None or not actual.is_floating_point():
+        return True
     finite = wanted.isfinite() & got.isfinite()
     wanted, got = wanted[finite], got[finite]
     scale = wanted.norm() * got.norm()
-    if min_cos_sim is None or not scale:
-        return True
-    return bool(wanted @ got / scale >= min_cos_sim)
+    return not scale or bool(wanted @ got / scale >= min_cos_sim)

@@ -74,6 +74,18 @@ def test_heads_with_and_without_gaps_merge_alike(heads, masked, device):
         assert torch.equal(out_s, torch.where(keep[:, None], s[0], lse))
 
 
+@pytest.mark.parametrize("stride", [0, 1, 3])
+def test_a_mask_may_be_a_view(stride, device):
+    states = [torch.randn(17, 2, 64, device=device), torch.randn(17, 2, device=device)]
+    others = [torch.randn(17, 2, 64, device=device), torch.randn(17, 2, device=device)]
+    bits = torch.rand(52, device=device) < 0.5
+    mask = bits[1:].as_strided((17,), (stride,))
+    expected = [tensor.clone() for tensor in states]
+    flashinfer.merge_state_in_place(*expected, *others, mask=mask.clone())
+    flashinfer.merge_state_in_place(*states, *others, mask=mask)
+    assert all(torch.equal(a, e) for a, e in zip(states, expected, strict=True))
+
+
 def test_nan_is_not_lost(device):
     v = torch.randn(1, 2, 1, 64, device=device)
     for bad in (torch.nan, torch.inf):

@@ -49,7 +49,7 @@ class Case:
     spread: float  # of the log-sum-exps
     empty: float  # share of states without keys
     garbage: bool  # v of those is NaN
-    mask: str  # "none", "bool" or "uint8"
+    mask: str  # "none", "bool", "uint8" or "view", of a bool tensor
     seed: int
 
 
@@ -67,7 +67,7 @@ def cases(draw: st.DrawFn) -> Case:
         spread=draw(st.sampled_from([0.0, 1.0, 20.0, 1e4])),
         empty=draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
         garbage=draw(st.booleans()),
-        mask=draw(st.sampled_from(["none", "bool", "uint8"])),
+        mask=draw(st.sampled_from(["none", "bool", "uint8", "view"])),
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -103,7 +103,9 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
     arguments: dict[str, Any] = dict(zip(names, [*states[0], *states[1]], strict=True))
     if case.function == "merge_state_in_place" and case.mask != "none":
         chosen = torch.rand(case.tokens, generator=generator, device=device) < 0.5
-        arguments["mask"] = chosen if case.mask == "bool" else chosen.byte() * 3
+        if case.mask == "view":
+            chosen = torch.stack([~chosen, chosen, ~chosen], -1)[:, 1]
+        arguments["mask"] = chosen.byte() * 3 if case.mask == "uint8" else chosen
     return arguments
 
 
@@ -129,7 +131,6 @@ FAULTS: dict[str, Fault] = {
     "mask longer": replace("mask", longer),
     "mask floating": replace("mask", with_dtype(torch.float32)),
     "mask two-dimensional": replace("mask", lambda t: t[None]),
-    "mask strided": replace("mask", strided),
     "v_other is v": _shared("v", "v_other"),
     "s_other is s": _shared("s", "s_other"),
     "v_b of another dtype": replace("v_b", with_dtype(torch.float64)),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashinfer import reference_backend
 from flashinfer.fused_moe import (
     ActivationType,
     cutlass_fused_moe,
@@ -200,5 +201,24 @@ def test_routing_by_a_table(gpu: torch.device, index: torch.dtype) -> None:
         weights, experts = hash_topk(*call, routed_scaling_factor=1.5)
         names = ("router_logits", "input_ids", "tid2eid")
         arguments = dict(zip(names, call, strict=True), routed_scaling_factor=1.5)
-        target = hash_topk_trace.compute(arguments)
+        target = hash_topk_trace().compute(arguments)
         assert torch.equal(experts, target[1]) and torch.allclose(weights.double(), target[0])
+        sums = weights.sum(-1)  # of 1, whatever the layer multiplies by; 0 where there is no expert
+        assert torch.allclose(sums, (experts >= 0).any(-1).to(sums))
+        both, numbers = hash_topk(*call, num_fused_shared_experts=1, routed_scaling_factor=1.5)
+        assert torch.equal(both[:, :-1], weights) and torch.equal(numbers[:, :-1], experts)
+        assert bool((both[:, -1] == 1 / 1.5).all()) and bool((numbers[:, -1] == 64).all())
+
+
+def test_a_shared_expert_has_a_place_and_a_factor() -> None:
+    logits, ids = torch.randn(3, 64), torch.zeros(3, dtype=torch.int64)
+    table = torch.zeros(9, 32, dtype=torch.int32)
+    refusals: list[tuple[dict[str, float], str]] = [
+        ({"num_fused_shared_experts": 2}, "num_fused_shared_experts"),
+        ({"num_fused_shared_experts": 1}, "top_k|tid2eid"),
+        ({"num_fused_shared_experts": 1, "routed_scaling_factor": 0.0}, "routed_scaling_factor"),
+    ]
+    for options, name in refusals:
+        few = table if name.startswith("top_k") else table[:, :4].contiguous()
+        with reference_backend(), pytest.raises(ValueError, match=name):
+            hash_topk(logits, ids, few, **options)  # type: ignore[arg-type]

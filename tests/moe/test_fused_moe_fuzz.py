@@ -119,6 +119,7 @@ def _table(case: Case, draw: random.Random, device: torch.device) -> dict[str, A
         "input_ids": torch.randint(-2, 42, (case.tokens,)).to(device, ids),
         "tid2eid": torch.randint(-1, columns + 1, (40, top_k)).to(device, table),
         "routed_scaling_factor": draw.choice((1.0, 0.3)),
+        "num_fused_shared_experts": int(top_k < 32 and case.given),
     }
 
 
@@ -278,7 +279,10 @@ FUNCTION_FAULTS: dict[str, dict[str, Fault]] = {
         "renormalize a number": _add("renormalize", 1),
         "interleave_up missing": _add("interleave_up", None),
     },
-    "hash_topk": {"num_fused_shared_experts fused": _add("num_fused_shared_experts", 1)},
+    "hash_topk": {
+        "num_fused_shared_experts two": _add("num_fused_shared_experts", 2),
+        "routed_scaling_factor none": _add("routed_scaling_factor", 0.0),
+    },
 }
 
 

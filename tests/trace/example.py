@@ -124,6 +124,7 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     grouped_mm_bf16_n1536_k2048_g8_m_indptr_int32.json
     grouped_mm_fp8_n1536_k2048_g8_e4m3_m_indptr_int32_out_bf16.json
     hash_topk_e256_k6_f32_input_ids_int64_tid2eid_int32.json
+    hash_topk_shared_e256_k6_f32_input_ids_int64_tid2eid_int32.json
     layernorm_cute_h4096.json
     layernorm_h128.json
     layernorm_quant_h4096_output_e4m3.json

@@ -149,7 +149,9 @@ def call_mixtures(dtype) -> None:
     values, indices = torch.empty(NUM_TOKENS, 8), torch.empty(NUM_TOKENS, 8, dtype=torch.int32)
     fused_moe.fused_topk_deepseek(scores, torch.zeros(256), 8, 4, 8, 2.5, values, indices)
     table = torch.randint(0, 256, (1000, 6), dtype=torch.int32)
-    fused_moe.hash_topk(scores, torch.randint(0, 1000, (NUM_TOKENS,)), table)
+    ids = torch.randint(0, 1000, (NUM_TOKENS,))
+    fused_moe.hash_topk(scores, ids, table)
+    fused_moe.hash_topk(scores, ids, table, num_fused_shared_experts=1, routed_scaling_factor=2.5)
 
     x, half = torch.randn(NUM_TOKENS, 2048, dtype=dtype), indices % 4
     up_gate, down = torch.randn(4, 1536, 2048, dtype=dtype), torch.randn(4, 2048, 768, dtype=dtype)

@@ -58,6 +58,14 @@ def _changes_nothing(value: Any) -> Callable[..., None]:
     return case
 
 
+def _is_a_factor(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """The factor of all weights; a table's routing takes it for the shared expert alone."""
+    counts = name in operation.template.inputs
+    (_changes if counts else _changes_nothing)(5.0)(operation, name, arguments)
+    with pytest.raises(TypeError, match=name):
+        operation.api(**{**arguments, name: "5"})
+
+
 def _adds(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """Zeros are what None means; other numbers count."""
     if name in operation.template.options:
@@ -158,7 +166,7 @@ CASES: dict[str, Callable[..., None]] = {
     "per_pair_input": _is_refused,
     "profile_ids": _is_refused,
     "renormalize": _is_a_choice(False, matters=True),
-    "routed_scaling_factor": _changes(5.0),
+    "routed_scaling_factor": _is_a_factor,
     "routing_replay_out": _receives_a_copy,
     "scoring_func": _is_a_choice("sigmoid", matters=True),
     "scratchpad": _changes_nothing(None),

@@ -335,6 +335,14 @@ def test_default_check_accepts_rounding_and_refuses_more(dtype):
     assert not default_check((expected, expected), rounded)
 
 
+def test_default_check_takes_outputs_by_name():
+    one, two = torch.ones(4), torch.full((4,), 2.0)
+    assert default_check({"out": one, "lse": two}, {"lse": two, "out": one})
+    assert not default_check({"out": one, "lse": two}, {"lse": one, "out": two})
+    assert not default_check({"out": one}, {"lse": one})
+    assert not default_check({"out": one}, one[:2])
+
+
 def test_default_check_sees_nan_mismatch_share_and_direction():
     expected = torch.ones(100)
     poisoned = expected.clone()
@@ -345,3 +353,5 @@ def test_default_check_sees_nan_mismatch_share_and_direction():
     assert not default_check(expected, -expected, atol=10.0)
     assert default_check(expected, -expected, atol=10.0, min_cos_sim=None)
     assert default_tolerances(torch.int32) == (0.0, 0.0)
+    tokens = torch.tensor([1, 2, 3], dtype=torch.int32)
+    assert default_check(tokens, tokens * tokens.new_tensor([1, 1, 0]), max_mismatch_pct=34.0)

@@ -63,7 +63,7 @@ def test_cuda_without_index_follows_the_current_device(machine, monkeypatch):
 @pytest.mark.parametrize(
     "device, error, message",
     [
-        ("cpu", ValueError, "must be a CUDA device such as 'cuda' or 'cuda:0', got 'cpu'"),
+        ("cpu", ValueError, "must be a cuda device such as 'cuda' or 'cuda:0', got 'cpu'"),
         (torch.device("meta"), ValueError, "got 'meta'"),
         ("gpu0", ValueError, "must name a CUDA device such as 'cuda:0', got 'gpu0'"),
         ("cuda:2", ValueError, r"must be in \[0, 2\), got 2"),
@@ -103,6 +103,7 @@ def test_predicates(machine, monkeypatch, capability):
     found = {name for name in names if getattr(utils, f"is_sm{name}_supported")("cuda:0")}
     assert found == SUPPORTED[capability]
     assert utils.device_support_pdl("cuda:0") == (capability[0] >= 9)
+    assert utils.device_support_pdl(torch.device("cpu")) is False
 
 
 @pytest.mark.parametrize(

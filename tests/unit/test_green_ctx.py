@@ -157,7 +157,7 @@ def test_arguments_are_checked(pretended: Driver):
         green_ctx.split_device_green_ctx_by_sm_count(device, [8, -1])
     with pytest.raises(ValueError, match="sm_counts must have at least one size"):
         green_ctx.split_device_green_ctx_by_sm_count(device, [])
-    with pytest.raises(ValueError, match="must be a CUDA device"):
+    with pytest.raises(ValueError, match="must be a cuda device"):
         green_ctx.split_device_green_ctx(torch.device("cpu"), 1, 8)
 
 

@@ -65,10 +65,21 @@ def test_check_shape_dtype_device():
 
 @pytest.mark.parametrize(
     "version, base, expected",
-    [("2.10.0", "2.9", True), ("2.9", "2.10", False), ("2.4.0rc1", "2.4.0", False)],
+    [
+        ("2.10.0", "2.9", True),
+        ("2.9", "2.10", False),
+        ("2.4.0rc1", "2.4.0", False),
+        (None, "12.9", False),
+        ("12.9", None, False),
+    ],
 )
 def test_version_at_least(version, base, expected):
     assert utils.version_at_least(version, base) is expected
+
+
+def test_default_generators_are_those_of_gpus():
+    with pytest.raises(ValueError, match="device must be a cuda device, got 'cpu'"):
+        utils.get_default_generators(torch.device("cpu"))
 
 
 def test_custom_op_with_fake():

@@ -126,8 +126,8 @@ def merge_state_in_place(
     v_other, s_other : torch.Tensor
         Second state; may share no memory with the first.
     mask : torch.Tensor, optional
-        ``[num_tokens]``, bool or uint8: tokens whose value is 0 keep their first state. A CUDA
-        graph can so be replayed for batches of which only a part has a second state.
+        ``[num_tokens]``, bool or uint8, any stride: tokens whose value is 0 keep their first
+        state. A CUDA graph can so be replayed for batches of which only a part has a second state.
 
     Raises
     ------

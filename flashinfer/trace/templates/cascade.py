@@ -122,7 +122,6 @@ merge_state_in_place_trace = TraceTemplate(
             ["num_tokens"],
             dtypes=("bool", "uint8"),
             optional=True,
-            layout="rows",
             description="Tokens that are merged; 0: left as they are.",
         ),
     },

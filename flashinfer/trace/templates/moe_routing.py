@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ..._common.checks import number
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 
@@ -66,7 +68,6 @@ def _hash_topk_reference(
     router_logits: torch.Tensor,
     input_ids: torch.Tensor,
     tid2eid: torch.Tensor,
-    routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """weight = sqrt(softplus(logit)) / sum, for the experts that the table names.
 
@@ -79,8 +80,24 @@ def _hash_topk_reference(
     exists = known[:, None] & (chosen >= 0) & (chosen < experts)
     logits = router_logits.double().gather(1, torch.where(exists, chosen, 0))
     weights = torch.where(exists, torch.nn.functional.softplus(logits).sqrt(), 0.0)
-    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * routed_scaling_factor
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights, torch.where(exists, chosen, -1).to(torch.int32)
+
+
+def _hash_topk_shared_reference(
+    router_logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    tid2eid: torch.Tensor,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table's experts, then the shared one with weight 1 / routed_scaling_factor.
+
+    Source: as for the table's experts.
+    """
+    weights, experts = _hash_topk_reference(router_logits, input_ids, tid2eid)
+    pad = torch.nn.functional.pad
+    number = router_logits.shape[1]
+    return pad(weights, (0, 1), value=1 / routed_scaling_factor), pad(experts, (0, 1), value=number)
 
 
 def _deepseek_init(arguments: dict[str, Any], replays: bool) -> dict[str, Any]:
@@ -101,7 +118,7 @@ def _deepseek_init(arguments: dict[str, Any], replays: bool) -> dict[str, Any]:
     }
 
 
-def _hash_init(arguments: dict[str, Any]) -> dict[str, Any]:
+def _hash_init(arguments: dict[str, Any], shared: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     device = arguments["input_ids"].device
     return {
@@ -109,7 +126,7 @@ def _hash_init(arguments: dict[str, Any]) -> dict[str, Any]:
         "router_logits": torch.randn(7, 64, generator=generator).to(device),
         "input_ids": torch.randint(0, 100, (7,), generator=generator).to(device),
         "tid2eid": torch.randint(0, 64, (100, 6), generator=generator).to(device, torch.int32),
-        "routed_scaling_factor": 1.0,
+        **({"routed_scaling_factor": 2.5, "num_fused_shared_experts": 1} if shared else {}),
     }
 
 
@@ -185,29 +202,58 @@ fused_topk_deepseek_trace.templates = [  # type: ignore[attr-defined]
     _DEEPSEEK_REPLAY,
 ]
 
-hash_topk_trace = TraceTemplate(
-    "moe_routing",
-    axes={
+
+def _without_factor(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call without a shared expert, whose weight is all that the layer's factor decides."""
+    number("routed_scaling_factor", arguments.get("routed_scaling_factor", 1.0))
+    return {name: value for name, value in arguments.items() if name != "routed_scaling_factor"}
+
+
+def _hash_template(shared: bool) -> TraceTemplate:
+    axes: dict[str, Axis] = {
         "tokens": Var("Tokens."),
         "experts": Const("Experts of the router.", abbrev="e"),
         "ids": Const("Ids of the table.", abbrev=""),
         "top_k": Const("Experts of an id.", abbrev="k"),
-    },
-    inputs={
+    }
+    inputs: dict[str, Value] = {
         "router_logits": Tensor(["tokens", "experts"], dtypes=_FLOAT, layout="rows"),
         "input_ids": Tensor(["tokens"], dtypes=("int32", "int64"), layout="contiguous"),
         "tid2eid": Tensor(["ids", "top_k"], dtypes=("int32", "int64"), layout="contiguous"),
-        "routed_scaling_factor": Scalar(description="Sum of a token's weights."),
-    },
-    outputs={
-        "topk_weights": Tensor(["tokens", "top_k"], dtype="float32"),
-        "topk_ids": Tensor(["tokens", "top_k"], dtype="int32"),
-    },
-    name_prefix="hash_topk",
-    reference=_hash_topk_reference,
-    init=_hash_init,
-    constraints=["top_k <= 32"],
-    hints=("launch_with_pdl",),
-    options={"num_fused_shared_experts": (0,)},
-    description="Routing by a table of token ids.",
-)
+    }
+    if shared:
+        axes["choices"] = Const(
+            "Experts of an id and the shared one.", "", derive=lambda sizes: sizes["top_k"] + 1
+        )
+        inputs["routed_scaling_factor"] = Scalar(
+            above=0, description="The layer's factor: the shared expert's weight is 1 / it."
+        )
+    row = ["tokens", "choices" if shared else "top_k"]
+    return TraceTemplate(
+        "moe_routing",
+        axes=axes,
+        inputs=inputs,
+        outputs={
+            "topk_weights": Tensor(row, dtype="float32"),
+            "topk_ids": Tensor(row, dtype="int32"),
+        },
+        name_prefix="hash_topk" + ("_shared" if shared else ""),
+        reference=_hash_topk_shared_reference if shared else _hash_topk_reference,
+        init=functools.partial(_hash_init, shared=shared),
+        constraints=["top_k <= 31" if shared else "top_k <= 32"],
+        hints=("launch_with_pdl",),
+        options={"num_fused_shared_experts": (int(shared),)},
+        gather=None if shared else _without_factor,
+        description="Routing by a table of token ids.",
+    )
+
+
+_HASH, _HASH_SHARED = _hash_template(False), _hash_template(True)
+
+
+def hash_topk_trace(**arguments: Any) -> TraceTemplate:
+    """The template of a call with or without a shared expert."""
+    return _HASH_SHARED if arguments.get("num_fused_shared_experts") == 1 else _HASH
+
+
+hash_topk_trace.templates = [_HASH, _HASH_SHARED]  # type: ignore[attr-defined]

@@ -178,6 +178,11 @@ __device__ __forceinline__ float merged_pair_s(float s_a, float s_b) {
   return merged_s(max, merge_weight(s_a, max) + merge_weight(s_b, max));
 }
 
+// Whether the mask, if there is one, wants a token merged.
+__device__ __forceinline__ bool is_chosen(const MergeStatesParams& params, uint32_t token) {
+  return params.mask == nullptr || params.mask[token * params.mask_stride] != 0;
+}
+
 }  // namespace detail
 
 // Merges two states; the result may overwrite the first.
@@ -189,8 +194,8 @@ __global__ void __launch_bounds__(kMergePairThreads)
   const uint32_t num_vecs = params.head_dim / kVecSize;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const bool is_merged = token < params.num_tokens && head < params.num_heads &&
-                         (params.mask == nullptr || params.mask[token] != 0);
+  const bool is_merged =
+      token < params.num_tokens && head < params.num_heads && detail::is_chosen(params, token);
 
   float s_a = 0.f, s_b = 0.f;
   if (is_merged) {
@@ -222,8 +227,7 @@ __global__ void __launch_bounds__(kMergePairThreads)
   const uint32_t head = params.units_per_head.divide(unit);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const bool is_merged =
-      token < params.num_tokens && (params.mask == nullptr || params.mask[token] != 0);
+  const bool is_merged = token < params.num_tokens && detail::is_chosen(params, token);
   float s_a = 0.f, s_b = 0.f;
   if (is_merged) {
     const auto row = [&](const AttentionStates& states) {

@@ -29,6 +29,7 @@ struct MergeStatesParams {
   int64_t s_out_stride_token;
   int64_t s_out_stride_head;
   const uint8_t* mask;  // [num_tokens]; may be null; 0: leave this token's output unchanged
+  int64_t mask_stride;
   uint32_t num_tokens;
   uint32_t num_states;
   uint32_t num_heads;

@@ -1,7 +1,7 @@
 // Experts by a table of token ids, and their weights from the router's logits: one warp a token.
 //
-// The score of an expert is sqrt(softplus(logit)); a token's weights sum to `scale`. An id or
-// expert that does not exist gives expert -1 with weight 0.
+// The score of an expert is sqrt(softplus(logit)); a token's weights sum to 1. An id or expert that
+// does not exist gives expert -1 with weight 0.
 #pragma once
 
 #include <flashinfer/collective/warp_reduce.cuh>
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(32 * kMoeHashWarps)
   const float sum = warp_reduce_sum(score);
   if (lane < params.top_k) {
     const uint64_t entry = static_cast<uint64_t>(token) * params.top_k + lane;
-    params.weights[entry] = expert >= 0 ? score * (params.scale / (sum + 1e-20f)) : 0.f;
+    params.weights[entry] = expert >= 0 ? score / (sum + 1e-20f) : 0.f;
     params.experts[entry] = static_cast<int32_t>(expert);
   }
 }

@@ -34,7 +34,6 @@ struct MoeHashParams {
   float* weights;    // [num_tokens, top_k]
   int32_t* experts;  // [num_tokens, top_k]
   uint32_t num_tokens, num_experts, top_k;
-  float scale;  // what a token's weights sum to
 };
 
 // The rows of the grouped products: a row per chosen expert that is here, sorted by expert, and
