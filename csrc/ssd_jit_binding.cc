@@ -88,7 +88,7 @@ FLASHINFER_FFI_EXPORT(ssd, args) {
   params.recurrence.snapshot_every = kChunkSize;
   params.ssd = {skip ? static_cast<const float*>(skip.data()) : nullptr, ffi::token_heads(z),
                 flags != 0, static_cast<float>(lowest_dt), static_cast<float>(highest_dt)};
-  params.workspace = {nullptr, scores.data(), static_cast<float*>(factors.data())};
+  params.workspace = {nullptr, scores.data(), static_cast<float*>(factors.data()), nullptr};
   params.num_slots = static_cast<int32_t>(slots);
 
   check_devices(call);
