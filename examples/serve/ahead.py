@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from . import kernels
 from .model import Model
 from .runner import Chunk, Runner
 from .sampling import SamplingParams, sample
@@ -56,12 +55,13 @@ def compile_all(model: Model, page_size: int, kv_dtype: torch.dtype, batch_invar
         )
 
     def run(call: Callable[[], Any]) -> Any:
-        with kernels.on(model.device), torch.no_grad():  # both hold in their own thread alone
+        with first.backend(), torch.no_grad():  # both hold in their own thread alone
             return call()
 
     def plan(number: int, lengths: tuple[int, ...]) -> list[Callable[[], Any]]:
         return list(_layers(model, runner(), lengths, only_attention=number > 1))
 
+    first = runner()
     with ThreadPoolExecutor(_THREADS) as pool:
         plans = [
             pool.submit(run, functools.partial(plan, number, lengths))

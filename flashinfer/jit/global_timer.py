@@ -25,7 +25,7 @@ def _configs() -> Iterator[GlobalTimerConfig]:
     yield GlobalTimerConfig()
 
 
-@register_generator(aot=_configs)
+@register_generator(aot=_configs, presets={"timing": _configs})
 def gen_global_timer_module(config: GlobalTimerConfig | None = None) -> JitSpec:
     """The module with ``global_timer``, which writes the time at which a stream reaches it."""
     return JitSpec.from_config(

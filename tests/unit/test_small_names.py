@@ -76,7 +76,7 @@ def test_facts() -> None:
     assert topk.roundup_kbyte(1) == 1024 and topk.roundup_kbyte(2048) == 2048
     assert not topk.can_use_cub_topk("auto", torch.zeros(1), 0, False)
     assert isinstance(utils.is_confidential_compute(), bool)
-    with pytest.raises(ValueError, match="CUDA device"):
+    with pytest.raises(ValueError, match="cuda device"):
         utils.get_default_generators(torch.device("cpu"))
     if not torch.cuda.is_available():
         assert not utils.is_cvt_rs_supported()
