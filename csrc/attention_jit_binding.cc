@@ -31,8 +31,8 @@
 // values, and of heads, are set for the next run, and so is the buffer of a profile's events.
 #include "attention_binding.h"
 #include "device_plan_binding.h"
+#include "profile_binding.h"
 
-#include <algorithm>
 #include <cmath>
 
 using namespace flashinfer;
@@ -222,17 +222,13 @@ FLASHINFER_FFI_EXPORT(attention_profile, args) {
   AttentionLaunch& launch = bound_launch_of(args);
   const Tensor buffer = args.tensor("profiler_buffer");
   const Tensor o = args.tensor("out"), lse = args.optional_tensor("lse");
-  ffi::check_dtype(buffer, {DLDataType{kDLUInt, 64, 1}, ffi::dtype::int64});
-  ffi::check_ndim(buffer, 1, 1);
-  ffi::check_contiguous(buffer);
-  if (buffer.numel() == 0) ffi::raise("ValueError", "`profiler_buffer` must not be empty");
+  [[maybe_unused]] const ProfileWords profile = profile_words(buffer);
   ffi::check_disjoint(o, buffer);
   if (lse) ffi::check_disjoint(lse, buffer);
   check_on_device(buffer, launch.device_id);
 #if FLASHINFER_CFG_PROFILED
-  launch.params.profile = static_cast<uint64_t*>(buffer.data());
-  launch.params.profile_words =
-      static_cast<uint32_t>(std::min<int64_t>(buffer.numel(), UINT32_MAX));
+  launch.params.profile = profile.words;
+  launch.params.profile_words = profile.count;
 #else
   ffi::raise("RuntimeError", "the module records no events");
 #endif

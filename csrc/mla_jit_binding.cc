@@ -9,6 +9,7 @@
 //   factors     (sm_scale, o_scale, lse_factor, rope_factor)
 #include "index_binding.h"
 #include "mla.h"
+#include "profile_binding.h"
 
 namespace flashinfer {
 namespace {
@@ -43,13 +44,9 @@ void bind_profile(MlaParams& params, const Tensor& profile) {
   if (!kProfiled) {
     ffi::raise("ValueError", "`profiler_buffer` must be None: plan() was not told `use_profiler`");
   }
-  ffi::check_dtype(profile, {DLDataType{kDLUInt, 64, 1}, ffi::dtype::int64});
-  ffi::check_ndim(profile, 1, 1);
-  ffi::check_contiguous(profile);
-  if (profile.numel() == 0) ffi::raise("ValueError", "`profiler_buffer` must not be empty");
-  params.profile = static_cast<uint64_t*>(profile.data());
-  const int64_t words = profile.numel();
-  params.profile_words = static_cast<uint32_t>(words < UINT32_MAX ? words : UINT32_MAX);
+  const ProfileWords words = profile_words(profile);
+  params.profile = words.words;
+  params.profile_words = words.count;
 }
 
 void check_row_strides(const Tensor& tensor) {

@@ -218,13 +218,6 @@ class NotedRouter:
         self.last[len(x)] = experts
         return weights, experts
 
-    def missed(self, count: int, rows: int) -> float:
-        """The share of `count` experts that no token of the last step of `rows` chose."""
-        sizes = [size for size in self.last if size >= rows]  # a graph may have more rows
-        if not sizes:
-            return _missed_by_chance(self.chosen, count, rows)
-        return 1 - len(self.last[min(sizes)][:rows].unique()) / count
-
 
 def note_routes(model: Model) -> None:
     """Let `weight_bytes` count the experts that a step really chose; before a graph is captured."""
@@ -236,8 +229,13 @@ def _mixtures(model: Model) -> list[Mixture]:
     return [block.body for block in model.blocks if isinstance(block.body, Mixture)]
 
 
-def _missed_by_chance(chosen: int, count: int, rows: int) -> float:
-    return (1 - chosen / count) ** rows
+def _missed(router: Router, count: int, rows: int) -> float:
+    """The share of `count` experts that no token of a step chooses."""
+    last = router.last if isinstance(router, NotedRouter) else {}
+    sizes = [size for size in last if size >= rows]  # a graph may have more rows
+    if not sizes:
+        return (1 - router.chosen / count) ** rows
+    return 1 - len(last[min(sizes)][:rows].unique()) / count
 
 
 def weight_bytes(model: Model, rows: int | None = None) -> int:
@@ -250,12 +248,7 @@ def weight_bytes(model: Model, rows: int | None = None) -> int:
         tensor.nbytes for tensor in (*_tensors(model.blocks), model.norm.weight, model.head)
     )
     for mixture in _mixtures(model) if rows is not None else ():
-        router, count = mixture.router, len(mixture.experts.up)
-        missed = (
-            router.missed(count, rows)
-            if isinstance(router, NotedRouter)
-            else _missed_by_chance(mixture.chosen, count, rows)
-        )
+        missed = _missed(mixture.router, len(mixture.experts.up), rows)
         total -= round(missed * sum(tensor.nbytes for tensor in _tensors(mixture.experts)))
     return total
 

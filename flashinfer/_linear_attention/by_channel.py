@@ -15,12 +15,10 @@ import torch
 from .._common import checks
 from ..jit.delta_rule import CHUNK_HEAD_DIMS, ChunkKdaConfig, gen_chunk_kda_module
 from .chunk_delta_rule import CHUNK_SIZE, has_room_for_chunks, progress_of_stages
-from .delta_rule import Gates, States, run_delta_rule
+from .delta_rule import Gates, States, flags_of, run_delta_rule
 
 TOKENS_FOR_CHUNKS = 128
 """Tokens per sequence, on average, from which on prompts are walked in chunks."""
-
-_BETA_IS_LOGIT, _NORMALIZE = 1, 2
 
 
 @functools.cache
@@ -52,7 +50,8 @@ def run_by_channel(
         run_delta_rule(out, q, k, v, gates, states, cu_seqlens=cu_seqlens, **options)
         return
     if cu_seqlens is None:
-        cu_seqlens = torch.arange(q.shape[0] + 1, device=q.device) * q.shape[1]
+        batch, tokens = q.shape[:2]
+        cu_seqlens = torch.arange(0, (batch + 1) * tokens, tokens, device=q.device)
         out, q, k, v = (_packed(x) for x in (out, q, k, v))
         gates = gates.packed()
     run_chunk_kda(out, q, k, v, gates, states, cu_seqlens, **options)
@@ -150,6 +149,6 @@ def run_chunk_kda(
         cu_seqlens,
         (operands, matrices[0], matrices[1], factors, progress),
         scale,
-        _BETA_IS_LOGIT * gates.beta_is_logit + _NORMALIZE * normalize_qk,
+        flags_of(gates, states, normalize_qk),
         schedule,
     )  # fmt: skip

@@ -11,12 +11,11 @@ from .._common import checks
 from .._common.arch import get_compute_capability
 from .._common.driver import get_stream_sm_count
 from ..jit.delta_rule import ChunkDeltaRuleConfig, gen_chunk_delta_rule_module
-from .delta_rule import Gates, States
+from .delta_rule import Gates, States, flags_of
 
 CHUNK_SIZE = 64
 _SLOTS_PER_COUNTER = 8
 _MANY_SLOTS = 64
-_BETA_IS_LOGIT, _NORMALIZE = 1, 2
 _SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Compute capabilities whose CTAs may have 99 KiB of shared memory."""
 
@@ -74,7 +73,6 @@ def run_chunk_delta_rule(
     factors = torch.empty((slots, heads, 4 * CHUNK_SIZE), dtype=torch.float32, device=q.device)
     progress = progress_of_stages(v, cu_seqlens, slots, heads, at_once)
     config = ChunkDeltaRuleConfig(q.dtype, states.dtype, q.shape[-1])
-    flags = _BETA_IS_LOGIT * gates.beta_is_logit + _NORMALIZE * normalize_qk
     get_chunk_delta_rule_kernel(config)(
         out,
         q,
@@ -86,6 +84,6 @@ def run_chunk_delta_rule(
         cu_seqlens,
         (matrices[0], matrices[1], factors, progress),
         scale,
-        flags,
+        flags_of(gates, states, normalize_qk),
         schedule,
     )

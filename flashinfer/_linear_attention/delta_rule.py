@@ -84,6 +84,15 @@ class States:
         return torch.float32
 
 
+def flags_of(gates: Gates, states: States, normalize_qk: bool) -> int:
+    """The bits that csrc/delta_rule_binding.h lists."""
+    return (
+        _BETA_IS_LOGIT * gates.beta_is_logit
+        + _NORMALIZE * normalize_qk
+        + _WRITE_EVERY_TOKEN * states.write_every_token
+    )
+
+
 def run_delta_rule(
     out: torch.Tensor,
     q: torch.Tensor,
@@ -110,11 +119,7 @@ def run_delta_rule(
         gates.by_channel,
         states.key_major,
     )
-    flags = (
-        _BETA_IS_LOGIT * gates.beta_is_logit
-        + _NORMALIZE * normalize_qk
-        + _WRITE_EVERY_TOKEN * states.write_every_token
-    )
+    flags = flags_of(gates, states, normalize_qk)
     get_delta_rule_kernel(config)(
         out, q, k, v,
         (gates.gate, gates.beta, gates.a_log, gates.dt_bias, gates.lower_bound, int(gates.form)),

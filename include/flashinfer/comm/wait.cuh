@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <flashinfer/comm/workspace.h>
+#include <flashinfer/ptx/clock.cuh>
 #include <flashinfer/ptx/peer.cuh>
 
 namespace flashinfer::comm {

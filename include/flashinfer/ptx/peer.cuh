@@ -43,12 +43,6 @@ __device__ __forceinline__ uint32_t acquire_flag(const void* address) {
   return value;
 }
 
-__device__ __forceinline__ uint64_t global_time_ns() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
-
 // Between two polls of another device's data.
 __device__ __forceinline__ void poll_again() {}
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/launch.cuh>
+#include <flashinfer/ptx/clock.cuh>
 
 namespace flashinfer {
 
@@ -12,9 +13,7 @@ struct GlobalTimerParams {
 
 // One thread.
 __global__ void global_timer_kernel(const __grid_constant__ GlobalTimerParams params) {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  *params.nanoseconds = now;
+  *params.nanoseconds = ptx::global_time_ns();
 }
 
 #ifndef __CUDACC_RTC__

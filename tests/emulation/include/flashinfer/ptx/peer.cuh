@@ -2,7 +2,6 @@
 // vector is no single access here either, so its words come one by one.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 
 #include <sched.h>
@@ -37,10 +36,6 @@ inline uint4 load_peer_16(const void* address) {
   const auto* words = static_cast<const uint32_t*>(address);
   return {load_peer_4(words), load_peer_4(words + 1), load_peer_4(words + 2),
           load_peer_4(words + 3)};
-}
-
-inline uint64_t global_time_ns() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // Other threads of the CTA run on, and other ranks as well.
