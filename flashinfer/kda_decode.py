@@ -84,7 +84,7 @@ def recurrent_kda(
 ):
     """KDA over the tokens of each sequence, one after the other.
 
-    Prompts, by which sequences of 128 tokens or more on average are meant, are walked in chunks of
+    Prompts, by which sequences of 32 tokens or more on average are meant, are walked in chunks of
     64 tokens, whose products have 16-bit operands: for head sizes of keys of 64 and 128 and of
     values that 64 divides, if no state per token is asked for, checkpoints are multiples of 64
     tokens apart, and rows of `g`, `v` and `dt_bias` begin at multiples of 16 bytes too. Everything

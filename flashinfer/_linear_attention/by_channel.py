@@ -17,7 +17,7 @@ from ..jit.delta_rule import CHUNK_HEAD_DIMS, ChunkKdaConfig, gen_chunk_kda_modu
 from .chunk_delta_rule import CHUNK_SIZE, has_room_for_chunks, progress_of_stages
 from .delta_rule import Gates, States, flags_of, run_delta_rule
 
-TOKENS_FOR_CHUNKS = 128
+TOKENS_FOR_CHUNKS = 32
 """Tokens per sequence, on average, from which on prompts are walked in chunks."""
 
 
