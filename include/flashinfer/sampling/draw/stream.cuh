@@ -17,23 +17,29 @@ namespace flashinfer {
 
 namespace detail {
 
-// Draws the token that top_p/nucleus.cuh would draw. It serves a row whose own top-k keeps every
-// element: with a top-k that keeps everything for all rows, such rows go to the nucleus kernels,
-// and the token must be the same in both cases.
-template <typename Row>
-__device__ __forceinline__ void draw_from_nucleus(const SamplingParams& params, Row& row,
-                                                  const ProbWeight& weight, float max,
-                                                  float threshold, uint32_t out_row) {
+// Draws from a row whose filter keeps what is at least `threshold`. `as_nucleus`: the token that
+// top_p/nucleus.cuh would draw. Rows whose own top-k keeps every element need that: with a top-k
+// that keeps everything for all rows, such rows go to the nucleus kernels, and the token must be
+// the same in both cases. The nucleus kernels draw from the nucleus and the rest of its last half;
+// a draw from the nucleus alone replaces a token of that rest.
+template <typename Row, typename Weight>
+__device__ __forceinline__ void draw_filtered(const SamplingParams& params, Row& row,
+                                              const Weight& weight, float max, float threshold,
+                                              bool as_nucleus, uint32_t out_row) {
   const uint32_t half = half_of(threshold);
-  bool is_drawn = false;
-  if (half_of(max) / 2 - half / 2 < NucleusLayout::kHalves / 2 - 1) {
-    find_in_row(row, weight, half_start(half), row_bits(params, out_row), [&](uint32_t token) {
-      is_drawn = to_float(row.row[token]) >= threshold;
+  const bool draws_twice =
+      as_nucleus && half_of(max) / 2 - half / 2 < NucleusLayout::kHalves / 2 - 1;
+  float from = draws_twice ? half_start(half) : threshold;
+  // One loop, so that the search is compiled once.
+#pragma unroll 1
+  for (uint32_t draw = as_nucleus && !draws_twice;; ++draw) {
+    bool is_drawn = false;
+    find_in_row(row, weight, from, row_bits(params, out_row, draw), [&](uint32_t token) {
+      is_drawn = from == threshold || to_float(row.row[token]) >= threshold;
       if (is_drawn && row.lane_idx == 0) write_token(params, out_row, token);
     });
-  }
-  if (!__syncthreads_or(is_drawn)) {
-    draw_from_row(params, row, weight, threshold, row_bits(params, out_row, 1), out_row);
+    if (from == threshold || __syncthreads_or(is_drawn)) return;
+    from = threshold;
   }
 }
 
@@ -108,13 +114,9 @@ __global__ void __launch_bounds__(512, 1)
     const RowMaxima maxima{tiles.max, negative_infinity(), negative_infinity()};
     const float threshold =
         detail::find_threshold<Traits>(whole, storage.select, maxima, weight, k, p, 0.f);
-    if constexpr (Traits::kTopP && !Traits::kLogits) {
-      if (k < 1 || static_cast<uint32_t>(k) >= params.vocab_size) {
-        detail::draw_from_nucleus(params, whole, weight, tiles.max, threshold, out_row);
-        return;
-      }
-    }
-    detail::draw_from_row(params, whole, weight, threshold, bits, out_row);
+    const bool keeps_all = k < 1 || static_cast<uint32_t>(k) >= params.vocab_size;
+    detail::draw_filtered(params, whole, weight, tiles.max, threshold,
+                          Traits::kTopP && !Traits::kLogits && keeps_all, out_row);
   }
 }
 
