@@ -162,8 +162,9 @@ class Reference {
     if (group_.mask == MaskMode::multi_item) {
       const int prefix_len = options.prefix_len_ptr[request_idx_];
       if (kv_idx < prefix_len || position < prefix_len) return true;
-      const int64_t begin = int64_t{request_idx_} * options.token_pos_in_items_len;
-      const int in_item = options.token_pos_in_items_ptr[begin + position - prefix_len];
+      const int at = position - prefix_len, length = options.token_pos_in_items_len;
+      if (at >= length) return false;  // after the last item
+      const int in_item = options.token_pos_in_items_ptr[int64_t{request_idx_} * length + at];
       return kv_idx > position - in_item;
     }
     return true;
