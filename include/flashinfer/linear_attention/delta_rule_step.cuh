@@ -297,9 +297,9 @@ template <typename Traits>
 bool takes_delta_rule_step(const DeltaRuleParams& params, int num_sms, int schedule) {
   if (schedule > 1 || !is_one_step(params)) return false;
   const int64_t rows = int64_t{params.batch_size} * params.state_heads * params.head_dim_v;
-  // More rows hide latency by themselves, and share what a CTA of the other kernel prepares.
-  const int64_t most = sizeof(typename Traits::StateT) == 2 ? 512 : 128;
-  return schedule == 1 || rows <= most * num_sms;
+  // Very many rows of 32 bits share what a CTA of the other kernel prepares.
+  const bool few = sizeof(typename Traits::StateT) == 2 || rows <= 2048 * int64_t{num_sms};
+  return schedule == 1 || few;
 }
 
 template <typename Traits>
