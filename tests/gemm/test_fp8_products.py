@@ -84,7 +84,10 @@ def test_batched_product_of_nothing(device: torch.device) -> None:
         ({"out": torch.zeros(2, 3, 15, dtype=torch.bfloat16)}, "`out` must have shape"),
         ({"out": torch.zeros(2, 3, 16, dtype=torch.float16)}, "`out` must have dtype bfloat16"),
         ({"out": torch.zeros(2, 16, 3, dtype=torch.bfloat16).mT}, "`out` must be contiguous"),
-        ({"backend": "cutlass"}, "does not support backend 'cutlass': .* 'cublas', 'cudnn', 'auto'"),
+        (
+            {"backend": "cutlass"},
+            "does not support backend 'cutlass': .* 'cublas', 'cudnn', 'auto'",
+        ),
     ],
 )
 def test_batched_refusals(change: dict[str, Any], message: str, device: torch.device) -> None:

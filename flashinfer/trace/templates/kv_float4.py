@@ -66,8 +66,8 @@ def _gather(arguments: Mapping[str, Any]) -> dict[str, Any]:
     names = ("append_key", "append_value") if "append_key" in arguments else _OUTPUTS
     for name, parts, size in (("paged_kv_cache", codes, 2), ("kv_cache_sf", scales, 16)):
         for i, part in enumerate(parts):
-            like = arguments.get(names[i])
-            head_dim = like.shape[-1] if isinstance(like, torch.Tensor) and like.ndim else 0
+            rows = arguments.get(names[i])
+            head_dim = rows.shape[-1] if isinstance(rows, torch.Tensor) and rows.ndim else 0
             if part.shape[-1] * size != head_dim:
                 raise ValueError(
                     f"`{name}[{i}]` must have rows of {head_dim // size} for `{names[i]}`, got "
