@@ -18,7 +18,7 @@ Runs = Callable[[int], bool]
 
 
 def since(least: int) -> Runs:
-    """From a compute capability on."""
+    """Kernels run from a compute capability on."""
     return lambda cc: cc >= least
 
 
