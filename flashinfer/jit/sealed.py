@@ -1,8 +1,8 @@
 """Loading a library from the very bytes that were checked.
 
-Somebody can replace a library between its check and `dlopen`, or cut it short. A process that
-touches a page behind the end of a file is ended by SIGBUS. So the bytes that are hashed are copied
-into an anonymous file that nobody can change, and the system loads that one.
+Somebody can replace a library between its check and `dlopen`, or cut it short: SIGBUS then ends the
+process. So the bytes that are hashed are copied into an anonymous file that nobody can change, and
+the system loads that one.
 """
 
 from __future__ import annotations
