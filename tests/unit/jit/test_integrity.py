@@ -190,6 +190,32 @@ def test_loading_shares_modules_and_keeps_no_descriptor(project):
     assert "/memfd:answer.so" in names and "/memfd:other.so" in names
 
 
+READS_ITSELF = """
+#include <dlfcn.h>
+#include <cstdio>
+static long own_size() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<void*>(&own_size), &info) == 0) return -1;
+  std::FILE* file = std::fopen(info.dli_fname, "rb");
+  if (file == nullptr) return -2;
+  std::fseek(file, 0, SEEK_END);
+  const long size = std::ftell(file);
+  std::fclose(file);
+  return size;
+}
+static const long size_at_start = own_size();
+#define ANSWER size_at_start
+"""
+
+
+def test_a_library_can_read_itself_while_it_is_loaded(project):
+    """As a host part does, whose cubins stand after it in its file."""
+    project.write("include/answer.h", READS_ITSELF)
+    spec = project.spec()
+    module = spec.build_and_load()
+    assert module.answer() == spec.get_library_path().stat().st_size
+
+
 def test_paths_of_descriptors_never_come_again():
     read, write = os.pipe()
     names = [sealed._name_of(read) for _ in range(300)]
