@@ -23,7 +23,12 @@ struct CacheTensors {
 };
 
 struct CacheShape {
-  int64_t num_pages, page_size, num_heads, head_dim;
+  int64_t num_pages, page_size, num_heads;
+};
+
+// Elements of a head of keys and of values.
+struct HeadDims {
+  int64_t k, v;
 };
 
 CacheTensors take_caches(ffi::Args& args) {
@@ -38,9 +43,9 @@ CacheTensors take_caches(ffi::Args& args) {
   return result;
 }
 
-// Checks a cache, or its scales, of rows of `row` bytes; `shape` is filled in, or compared.
-void check_part(const Tensor& first, const Tensor& second, bool is_hnd, int64_t row, int alignment,
-                CacheShape& shape) {
+// Checks a cache, or its scales, of rows of `rows` bytes; `shape` is filled in, or compared.
+void check_part(const Tensor& first, const Tensor& second, bool is_hnd, HeadDims rows,
+                int alignment, CacheShape& shape) {
   const int parts = second ? 0 : 1;
   ffi::check_ndim(first, 4 + parts, 4 + parts);
   const ffi::CacheAxes axes = ffi::cache_axes(is_hnd);
@@ -50,8 +55,10 @@ void check_part(const Tensor& first, const Tensor& second, bool is_hnd, int64_t 
   }
   const int64_t inner[2] = {is_hnd ? shape.num_heads : shape.page_size,
                             is_hnd ? shape.page_size : shape.num_heads};
-  for (const Tensor& tensor : {first, second}) {
+  for (const bool is_v : {false, true}) {
+    const Tensor& tensor = is_v ? second : first;
     if (!tensor) continue;
+    const int64_t row = is_v ? rows.v : rows.k;
     if (parts) {
       ffi::check_shape(tensor, {shape.num_pages, 2, inner[0], inner[1], row});
     } else {
@@ -78,16 +85,15 @@ void set_cache(Float4Cache& cache, const CacheTensors& caches, bool is_hnd, bool
          cache.scales_stride_head);
 }
 
-CacheShape check_caches(const CacheTensors& caches, bool is_hnd, int64_t num_heads,
-                        int64_t head_dim) {
+CacheShape check_caches(const CacheTensors& caches, bool is_hnd, int64_t num_heads, HeadDims dims) {
   ffi::check_dtype(caches.k, ffi::dtype::uint8);
   if (caches.v) ffi::check_dtype(caches.v, ffi::dtype::uint8);
   for (const Tensor& scales : {caches.k_sf, caches.v_sf}) {
     if (scales) ffi::check_dtype(scales, {ffi::dtype::float8_e4m3fn, ffi::dtype::uint8});
   }
-  CacheShape shape = {-1, 0, num_heads, head_dim};
-  check_part(caches.k, caches.v, is_hnd, head_dim / 2, 8, shape);
-  check_part(caches.k_sf, caches.v_sf, is_hnd, head_dim / 16, 1, shape);
+  CacheShape shape = {-1, 0, num_heads};
+  check_part(caches.k, caches.v, is_hnd, {dims.k / 2, dims.v / 2}, 8, shape);
+  check_part(caches.k_sf, caches.v_sf, is_hnd, {dims.k / 16, dims.v / 16}, 1, shape);
   ffi::check_count(caches.k, "pages", shape.num_pages);
   ffi::check_count(caches.k, "a page size", shape.page_size, 1);
   return shape;
@@ -150,6 +156,16 @@ void check_head_dim(const Tensor& tensor, int64_t head_dim) {
     ffi::raise("ValueError", "`%s` must have rows of a multiple of 16 elements, got shape %s",
                tensor.name, tensor.shape_text().c_str());
   }
+}
+
+// One tensor for keys and values has rows of one size.
+void check_one_size(const CacheTensors& caches, const Tensor& out_v, HeadDims dims) {
+  if (dims.k == dims.v || (caches.v && caches.v_sf)) return;
+  ffi::raise("ValueError",
+             "`%s` must have heads of %lld elements as `output_k`, since `%s` has keys and values, "
+             "got shape %s",
+             out_v.name, static_cast<long long>(dims.k),
+             caches.v ? "kv_cache_sf" : "paged_kv_cache", out_v.shape_text().c_str());
 }
 
 FastDivisor divisor(int64_t value) { return FastDivisor(static_cast<uint32_t>(value ? value : 1)); }
@@ -228,7 +244,8 @@ FLASHINFER_FFI_EXPORT(kv_float4_append, args) {
   const bool is_hnd = args.flag("kv_layout");
   args.all_taken();
   check(rows);
-  const CacheShape shape = check_caches(caches, is_hnd, rows.num_heads, rows.head_dim);
+  const HeadDims dims = {rows.head_dim, rows.head_dim};
+  const CacheShape shape = check_caches(caches, is_hnd, rows.num_heads, dims);
   Float4AppendParams params = {};
   params.table = ffi::make_page_table(batch_indices, positions, kv_indices, kv_indptr,
                                       rows.key.dim(0), shape.num_pages, shape.page_size);
@@ -248,7 +265,8 @@ FLASHINFER_FFI_EXPORT(kv_float4_append_slots, args) {
   const bool is_hnd = args.flag("kv_layout");
   args.all_taken();
   check(rows);
-  const CacheShape shape = check_caches(caches, is_hnd, rows.num_heads, rows.head_dim);
+  const HeadDims dims = {rows.head_dim, rows.head_dim};
+  const CacheShape shape = check_caches(caches, is_hnd, rows.num_heads, dims);
   ffi::check_ndim(slots, 1, 1);
   ffi::check_dtype(slots, {ffi::dtype::int32, ffi::dtype::int64});
   ffi::check_contiguous(slots);
@@ -304,12 +322,12 @@ FLASHINFER_FFI_EXPORT(kv_float4_dequantize, args) {
                    0};
   operand.global_scale = static_cast<const float*>(global.data());
   params.num_operands = 1;
-  params.num_items = count_items(codes, num_rows, row);
-  params.blocks = divisor(row / 16);
+  params.num_items[0] = count_items(codes, num_rows, row);
+  params.blocks[0] = divisor(row / 16);
   params.heads = divisor(1);
   params.max_len = divisor(num_rows);
   params.page_size = divisor(1);
-  if (params.num_items == 0) return;
+  if (params.num_items[0] == 0) return;
   const ffi::DeviceGuard guard(codes);
   ffi::check_launch(kv_float4_gather(params, ffi::resolve_pdl(ffi::Args::Flag::kNone, codes),
                                      ffi::current_stream(codes)));
@@ -325,17 +343,18 @@ FLASHINFER_FFI_EXPORT(kv_float4_dequantize_paged, args) {
   const GlobalScales scales = take_global_scales(args);
   const bool is_hnd = args.flag("kv_layout");
   args.all_taken();
-  ffi::check_ndim(out_k, 4, 4);
-  ffi::check_same_shape(out_v, out_k);
   for (const Tensor& out : {out_k, out_v}) {
     ffi::check_dtype(out, kType);
+    ffi::check_ndim(out, 4, 4);
     ffi::check_contiguous(out);
     ffi::check_aligned_rows(out, 16);
+    check_head_dim(out, out.dim(3));
   }
   const int64_t batch_size = out_k.dim(0), max_len = out_k.dim(1), heads = out_k.dim(2);
-  const int64_t head_dim = out_k.dim(3);
-  check_head_dim(out_k, head_dim);
-  const CacheShape shape = check_caches(caches, is_hnd, heads, head_dim);
+  const HeadDims dims = {out_k.dim(3), out_v.dim(3)};
+  ffi::check_shape(out_v, {batch_size, max_len, heads, dims.v});
+  check_one_size(caches, out_v, dims);
+  const CacheShape shape = check_caches(caches, is_hnd, heads, dims);
   ffi::check_ndim(tables, 2, 2);
   ffi::check_dtype(tables, ffi::dtype::int32);
   ffi::check_shape(tables, {batch_size, tables.dim(1)});
@@ -356,7 +375,10 @@ FLASHINFER_FFI_EXPORT(kv_float4_dequantize_paged, args) {
   set_global_scales(params.operands, scales, caches.k);
   for (int i = 0; i < 2; ++i) {
     const Tensor& out = i == 0 ? out_k : out_v;
+    const int64_t head_dim = out.dim(3);
     params.operands[i].rows = {out.data(), heads * head_dim, head_dim};
+    params.num_items[i] = count_items(out, batch_size * max_len * heads, head_dim);
+    params.blocks[i] = divisor(head_dim / 16);
     set_cache(params.operands[i].cache, caches, is_hnd, i == 1);
   }
   params.block_tables = static_cast<const int32_t*>(tables.data());
@@ -365,12 +387,10 @@ FLASHINFER_FFI_EXPORT(kv_float4_dequantize_paged, args) {
   params.max_pages = static_cast<uint32_t>(tables.dim(1));
   params.num_pages = static_cast<uint32_t>(shape.num_pages);
   params.num_operands = 2;
-  params.num_items = count_items(out_k, batch_size * max_len * heads, head_dim);
-  params.blocks = divisor(head_dim / 16);
   params.heads = divisor(heads);
   params.max_len = divisor(max_len);
   params.page_size = divisor(shape.page_size);
-  if (params.num_items == 0 || shape.num_pages == 0) return;
+  if (params.num_items[0] == 0 || shape.num_pages == 0) return;
   const ffi::DeviceGuard guard(caches.k);
   ffi::check_launch(kv_float4_gather(params, ffi::resolve_pdl(ffi::Args::Flag::kNone, caches.k),
                                      ffi::current_stream(caches.k)));

@@ -253,7 +253,8 @@ FLASHINFER_JIT_VERBOSE = _switch(
     "FLASHINFER_JIT_VERBOSE", "Print each compiler command and its output."
 )
 FLASHINFER_JIT_DEBUG = _switch(
-    "FLASHINFER_JIT_DEBUG", "Compile with debug symbols and without optimisation."
+    "FLASHINFER_JIT_DEBUG",
+    "Compile with debug symbols and without optimisation; load modules from their files.",
 )
 FLASHINFER_JIT_LINEINFO = _switch(
     "FLASHINFER_JIT_LINEINFO", "Add `-lineinfo`, so that profilers can show CUDA source lines."

@@ -153,8 +153,8 @@ class Module {
     return cudaErrorInvalidDeviceFunction;
   }
 
-  // Reads the cubins after the host part. It runs when the library is loaded, so that nobody has
-  // replaced the file meanwhile.
+  // Reads the cubins after the host part. It runs when the library is loaded: later, the copy that
+  // is loaded (flashinfer/jit/sealed.py) has no name any more.
   void read_images() {
     Dl_info info;
     if (dladdr(reinterpret_cast<const void*>(&driver), &info) == 0) return;

@@ -13,11 +13,26 @@ from typing import Any
 import torch
 
 Device = torch.device | str | int
+Capability = int | tuple[int, int]
 
 # Keyed by what callers pass in hot paths (``tensor.device``, which carries its index), so that a
 # repeated question is one dictionary look-up. "cuda" without an index is never a key: it means the
 # current device, which changes.
 _CAPABILITIES: dict[torch.device, tuple[int, int]] = {}
+
+
+def as_number(cc: Capability) -> int:
+    """90 for 90 or (9, 0)."""
+    if isinstance(cc, tuple) and len(cc) == 2 and all(isinstance(part, int) for part in cc):
+        return 10 * cc[0] + cc[1]
+    if isinstance(cc, bool) or not isinstance(cc, int):
+        raise TypeError(
+            "a compute capability must be an integer such as 90, or a pair such as (9, 0), got "
+            f"{type(cc).__name__} {cc!r}"
+        )
+    if cc < 10:
+        raise ValueError(f"a compute capability is written as 10 * major + minor, got {cc}")
+    return cc
 
 
 def get_device_index(device: Device) -> int:

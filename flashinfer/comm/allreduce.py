@@ -10,6 +10,7 @@ from .._common import checks
 from .._common.dtypes import FLOAT
 from .._compile.traced import graph_operator
 from .._instrument.decorator import flashinfer_api
+from .._instrument.questions import says_where_it_runs, since
 from ..compat.backends import BackendSupportedError
 from ..jit.comm import check_ranks
 from . import all_reduce_call, patterns
@@ -156,6 +157,7 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         self._destroyed = True
 
 
+@says_where_it_runs(since(80), {"trtllm": since(80), "auto": since(80)})
 def create_allreduce_fusion_workspace(
     backend: Literal["trtllm", "mnnvl", "mnnvl-cutedsl", "auto"] = "auto",
     world_size: int = None,  # type: ignore[assignment]

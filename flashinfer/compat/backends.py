@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
-from .._common.arch import get_compute_capability, get_device_name
+from .._common.arch import Capability, as_number, get_compute_capability, get_device_name
 from .._compile.traced import make_traceable
 from .._instrument.experimental import (
     experimental_auto_backends_allowed,
@@ -36,7 +36,6 @@ from .._instrument.experimental import (
 )
 from .._instrument.typed import CheckedFunction, Parameters, Returned
 
-Capability = int | tuple[int, int]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 _AUTO = "auto"
@@ -45,20 +44,6 @@ _AUTO = "auto"
 class BackendSupportedError(ValueError):
     """The backend that was asked for does not exist, or does not run on this device or on these
     arguments."""
-
-
-def _as_number(cc: Capability) -> int:
-    """90 for 90 or (9, 0)."""
-    if isinstance(cc, tuple) and len(cc) == 2 and all(isinstance(part, int) for part in cc):
-        return 10 * cc[0] + cc[1]
-    if isinstance(cc, bool) or not isinstance(cc, int):
-        raise TypeError(
-            "a compute capability must be an integer such as 90, or a pair such as (9, 0), got "
-            f"{type(cc).__name__} {cc!r}"
-        )
-    if cc < 10:
-        raise ValueError(f"a compute capability is written as 10 * major + minor, got {cc}")
-    return cc
 
 
 def supported_compute_capability(
@@ -79,14 +64,14 @@ def supported_compute_capability(
     """
     if not isinstance(supported_ccs, Iterable):
         raise TypeError(f"`supported_ccs` must be an iterable of int, got {supported_ccs!r}")
-    capabilities = frozenset(_as_number(cc) for cc in supported_ccs)
+    capabilities = frozenset(as_number(cc) for cc in supported_ccs)
     if not capabilities:
         raise ValueError("supported_ccs must name at least one compute capability")
 
     def mark(check: AnyFunction) -> AnyFunction:
         check._supported_ccs = capabilities  # type: ignore[attr-defined]
         check.is_compute_capability_supported = (  # type: ignore[attr-defined]
-            lambda cc: _as_number(cc) in capabilities
+            lambda cc: as_number(cc) in capabilities
         )
         return check
 
@@ -310,13 +295,13 @@ class _Requirement:
             return False
         if cc is None:
             return True
-        number = _as_number(cc)
+        number = as_number(cc)
         return self.backends[backend].supports(number) and (
             self.common is None or self.common.supports(number)
         )
 
     def is_capability_supported(self, cc: Capability) -> bool:
-        number = _as_number(cc)
+        number = as_number(cc)
         if self.common is not None and not self.common.supports(number):
             return False
         return not self.backends or any(c.supports(number) for c in self.backends.values())
@@ -461,7 +446,7 @@ def only_elsewhere(supported_ccs: Iterable[int]) -> Callable[[AnyFunction], AnyF
         ``is_compute_capability_supported`` and ``is_backend_supported`` answer False;
         ``refuses_every_call`` is True.
     """
-    architectures = ", ".join(f"SM{_as_number(cc)}" for cc in supported_ccs)
+    architectures = ", ".join(f"SM{as_number(cc)}" for cc in supported_ccs)
 
     def decorate(func: AnyFunction) -> AnyFunction:
         name = f"{func.__module__}.{func.__qualname__}".removesuffix(".__init__")

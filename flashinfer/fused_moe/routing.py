@@ -7,6 +7,7 @@ import torch
 from .._common import checks
 from .._common.dtypes import FLOAT
 from .._instrument.decorator import flashinfer_api
+from .._instrument.questions import says_where_it_runs, since
 from .._moe.maps import route, route_by_table
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.moe_routing import fused_topk_deepseek_trace, hash_topk_trace
@@ -15,6 +16,7 @@ _MOST_CHOICES = 32
 """One warp routes a token, a lane for each choice."""
 
 
+@says_where_it_runs(since(75), {"default": since(75)})
 @flashinfer_api(trace=fused_topk_deepseek_trace)
 def fused_topk_deepseek(
     scores: torch.Tensor,
@@ -101,6 +103,7 @@ def fused_topk_deepseek(
         routing_replay_out[: topk_indices.shape[0]].copy_(topk_indices)
 
 
+@says_where_it_runs(since(75))
 @flashinfer_api(trace=hash_topk_trace)
 def hash_topk(
     router_logits: torch.Tensor,

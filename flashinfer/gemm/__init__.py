@@ -1,8 +1,10 @@
 """Matrix products: 16 and 8 bits, with scales, in batches, in groups and in segments."""
 
+from .._common.cuda_tile import is_cuda_tile_available as is_cuda_tile_available
+from ..jit.gemm import gen_gemm_module as gen_gemm_module
+from ..jit.gemm import gen_gemm_sm90_module as gen_gemm_sm90_module
 from .batched import bmm_fp8 as bmm_fp8
 from .block_scaled import fp8_blockscale_gemm_sm90 as fp8_blockscale_gemm_sm90
-from .cuda_tile import is_cuda_tile_available as is_cuda_tile_available
 from .dense import bmm_bf16 as bmm_bf16
 from .dense import mm_bf16 as mm_bf16
 from .dense import tinygemm_bf16 as tinygemm_bf16

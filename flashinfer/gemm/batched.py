@@ -13,6 +13,8 @@ from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.gemm import bmm_fp8_trace
 from ._checks import check_out, check_same_device
+from ._choice import GemmProblem
+from ._launch import TRANSPOSED_B, launch
 
 _ALIGNMENT = 16  # elements: the bytes that cuBLASLt wants every row of an 8-bit operand to begin on
 
@@ -67,12 +69,19 @@ def _check_cublas(A: torch.Tensor) -> bool:
     return True
 
 
+@supported_compute_capability([90])
+def _check_own(A: torch.Tensor) -> bool:
+    return True
+
+
 def _rank_backends(suitable_backends: Sequence[str]) -> Sequence[str]:
     return suitable_backends
 
 
 @backend_requirement(
-    {"cublas": _check_cublas}, common_check=_check_operands, heuristic_func=_rank_backends
+    {"cublas": _check_cublas, "cudnn": _check_own},
+    common_check=_check_operands,
+    heuristic_func=_rank_backends,
 )
 @flashinfer_api(trace=bmm_fp8_trace)
 def bmm_fp8(
@@ -85,9 +94,6 @@ def bmm_fp8(
     backend: Literal["cudnn", "cublas", "cutlass", "cute-dsl", "auto"] = "cublas",
 ) -> torch.Tensor:
     """``out[i] = A_scale * B_scale * (A[i] @ B[i])`` for 8-bit matrices.
-
-    Sums are formed by the tensor cores without promotion to float32 between steps ("fast
-    accumulation"): on Hopper they keep about 14 bits.
 
     Parameters
     ----------
@@ -102,8 +108,10 @@ def bmm_fp8(
         Type of the result: bfloat16 or float16.
     out : torch.Tensor, optional
         ``[b, m, n]``, contiguous, of `dtype`: receives the result.
-    backend : {"cublas", "auto"}
-        Both mean cuBLASLt. The other names of FlashInfer's backends are refused.
+    backend : {"cublas", "cudnn", "auto"}
+        ``"cublas"`` and ``"auto"``: cuBLASLt, whose sums keep about 14 bits on Hopper. ``"cudnn"``:
+        this library's kernel for Hopper, which adds up sums of 128 products in float32. The other
+        names of FlashInfer's backends are refused.
 
     Returns
     -------
@@ -129,7 +137,11 @@ def bmm_fp8(
     cuda_tensors(A=A, B=B, A_scale=A_scale, B_scale=B_scale)
     if out is None:
         out = torch.empty(A.shape[0], A.shape[1], B.shape[2], dtype=dtype, device=A.device)
-    if out.numel():
+    if out.numel() and backend == "cudnn":
+        (batches, rows, k), columns = A.shape, B.shape[2]
+        problem = GemmProblem(A.dtype, B.dtype, out.dtype, rows, columns, k, batches)
+        launch(problem, "A", out, A, B, (A_scale, B_scale), layout=TRANSPOSED_B)
+    elif out.numel():
         scales = _aligned(A_scale), _aligned(B_scale)
         for a, b, product in zip(A, B, out, strict=True):
             torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True, out=product)

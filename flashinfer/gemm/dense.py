@@ -1,17 +1,17 @@
 """Products of matrices of 16 bits, alone and in batches."""
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
-from .._common.arch import get_compute_capability
+from .._common.arch import as_number, get_compute_capability
 from .._common.checks import cuda_tensors
 from .._common.checks import dtype as check_out_dtype
 from .._common.checks import flag as check_flag
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
-from .._instrument.typed import ApiFunction, CheckedFunction, Parameters, Returned
+from .._instrument.questions import Runs, says_where_it_runs, since
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
 from ._choice import GemmProblem, choose_config
@@ -22,29 +22,22 @@ _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_TOKENS = 64
 """Rows up to which ``"auto"`` takes this library's kernel on Hopper, and cuBLAS beyond: measured
 on one H200 over the shapes of docs/tuning/gemm.md."""
-_OWN, _CUBLAS = ("tinygemm", "cudnn", "auto"), ("cublaslt", "cudnn", "auto")
 
 _Call = Callable[..., Any]
 _products: dict[tuple[Any, ...], _Call] = {}
 _MOST_PRODUCTS = 1 << 14
 
 
-def _is_backend_supported(backend: str, cc: int | tuple[int, int] | None = None) -> bool:
-    """Whether there is a backend of this name, and whether it runs on a compute capability."""
-    if cc is None:
-        return backend in (*_OWN, *_CUBLAS)
-    number = 10 * cc[0] + cc[1] if isinstance(cc, tuple) else cc
-    return (backend in _OWN and number == 90) or (backend in _CUBLAS and number >= 80)
+def _is_hopper(cc: int) -> bool:
+    return cc == 90
 
 
-def _says_where_it_runs(
-    function: ApiFunction[Parameters, Returned],
-) -> CheckedFunction[Parameters, Returned]:
-    """Give a function the questions that ``@backend_requirement`` answers for others."""
-    checked = cast(Any, function)
-    checked.is_backend_supported = _is_backend_supported
-    checked.is_compute_capability_supported = lambda cc: _is_backend_supported("auto", cc)
-    return cast(CheckedFunction[Parameters, Returned], checked)
+_RUNS: dict[str, Runs] = {
+    "tinygemm": _is_hopper,
+    "cublaslt": since(80),
+    "cudnn": since(80),
+    "auto": since(80),
+}
 
 
 def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -> _Call:
@@ -59,7 +52,8 @@ def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -
             )
     check_dtype("out_dtype", out.dtype, _OUTPUTS)
     capability = get_compute_capability(a.device)
-    if not _is_backend_supported(backend, capability):
+    runs = _RUNS.get(backend) if isinstance(backend, str) else None
+    if runs is None or not runs(as_number(capability)):
         raise BackendSupportedError(
             f"`backend` must be 'cudnn', 'cublaslt', 'tinygemm' or 'auto' on a GPU that has it, "
             f"got {backend!r} for compute capability {capability[0]}.{capability[1]}"
@@ -126,7 +120,7 @@ def _product(
     return out
 
 
-@_says_where_it_runs
+@says_where_it_runs(since(80), _RUNS)
 @flashinfer_api(trace=mm_bf16_trace)
 def mm_bf16(
     a: torch.Tensor,
@@ -180,7 +174,7 @@ def mm_bf16(
     return _product(NAMES["a"], a, b, bias, pdl, out, out_dtype, backend)
 
 
-@_says_where_it_runs
+@says_where_it_runs(since(80), _RUNS)
 @flashinfer_api(trace=bmm_bf16_trace)
 def bmm_bf16(
     A: torch.Tensor,
@@ -210,6 +204,7 @@ def bmm_bf16(
     return _product(NAMES["A"], A, B, None, False, out, out_dtype, backend)
 
 
+@says_where_it_runs(_is_hopper)
 @flashinfer_api(trace=tinygemm_bf16_trace)
 def tinygemm_bf16(
     input: torch.Tensor,
@@ -236,8 +231,3 @@ def tinygemm_bf16(
     cuda_tensors(input=input, weight=weight, out=out)
     check_flag("use_pdl", use_pdl)
     _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm")
-
-
-cast(Any, tinygemm_bf16).is_compute_capability_supported = lambda cc: _is_backend_supported(
-    "tinygemm", cc
-)

@@ -97,16 +97,16 @@ class SegmentGEMMWrapper(Planned):
     ----------
     float_workspace_buffer : torch.Tensor
         Kept for callers that ask for it; the kernel needs no workspace.
-    backend : {"auto", "sm90"}
-        Both mean this library's kernel for Hopper.
+    backend : {"auto", "sm90", "sm80"}
+        All mean this library's kernel for Hopper: one for older GPUs is not there.
     """
 
     _runs_in_graphs = True
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         check_tensor("float_workspace_buffer", float_workspace_buffer)
-        if backend not in ("auto", "sm90"):
-            raise ValueError(f"`backend` must be 'auto' or 'sm90', got {backend!r}")
+        if backend not in ("auto", "sm90", "sm80"):
+            raise ValueError(f"`backend` must be 'auto', 'sm90' or 'sm80', got {backend!r}")
         self._float_workspace_buffer = float_workspace_buffer
 
     def reset_workspace_buffer(

@@ -153,8 +153,13 @@ class JitSpec(ModuleSpec):
 
     def try_load(self) -> Any | None:
         """The loaded module if it is compiled already, else None. Never compiles."""
-        entry = self.find()
-        return store.load_entry(self, entry) if entry else None
+        for verify in (False, True):  # as in `build_and_load`
+            entry = store.find(self, verify=verify)
+            if entry is None:
+                break
+            if (module := store.load_entry(self, entry)) is not None:
+                return module
+        return None
 
     def load(self, so_path: Path | None = None) -> Any:
         """Load the compiled module.
@@ -193,8 +198,10 @@ class JitSpec(ModuleSpec):
         JitError
             If the system cannot load the module.
         """
-        for _ in range(_MAX_ATTEMPTS):
-            entry = self.find()
+        for attempt in range(_MAX_ATTEMPTS):
+            # Loading hashes what it loads. Only if that differs must the search hash too, to
+            # pass over the damaged module.
+            entry = store.find(self, verify=attempt > 0)
             if entry is None:
                 self.build()
             elif (module := store.load_entry(self, entry)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import shutil
 import stat
@@ -35,17 +36,29 @@ def sha256(path: Path) -> str:
     known = _hashes.get(str(path))
     if known and known[0] == stamp_of(os.stat(path)):
         return known[1]
-    # A small buffer stays in the processor's cache, which halves the time.
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
-    state = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
-        while count := file.readinto(buffer):
-            state.update(buffer[:count])
-    found = state.hexdigest()
+        found = _digest(file)
     if has_settled(status):
         _hashes[str(path)] = stamp_of(status), found
     return found
+
+
+def copy(path: Path, descriptor: int) -> str:
+    """Write a file to an open one; returns the SHA-256 of exactly what was written."""
+    with open(path, "rb", buffering=0) as file, open(descriptor, "wb", closefd=False) as target:
+        return _digest(file, target)
+
+
+def _digest(file: io.FileIO, copy_to: io.BufferedWriter | None = None) -> str:
+    # A small buffer stays in the processor's cache, which halves the time.
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    state = hashlib.sha256()
+    while count := file.readinto(buffer):
+        state.update(buffer[:count])
+        if copy_to is not None:
+            copy_to.write(buffer[:count])
+    return state.hexdigest()
 
 
 def make_folder(folder: Path) -> None:

@@ -142,3 +142,8 @@ def gen_gemm_sm90_module(config: GemmConfig | None = None) -> JitSpec:
     config = config or next(_aot_configs())
     sources = ["gemm_sm90.cu", "gemm_jit_binding.cc"]
     return JitSpec.from_config(config, sources, extra_cuda_cflags=list(TARGET_FLAGS))
+
+
+def gen_gemm_module() -> JitSpec:
+    """FlashInfer's name for the products of older GPUs: the default of `gen_gemm_sm90_module`."""
+    return gen_gemm_sm90_module()

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
-from . import cache, cute_dsl, nvrtc, places, toolchain
-from .errors import JitError, MissingJITCacheError, ToolchainError
+from . import cache, cute_dsl, nvrtc, places, sealed, toolchain
+from .errors import DamagedError, JitError, MissingJITCacheError, ToolchainError
 from .spec import ModuleSpec
 
 
@@ -101,17 +101,34 @@ def load(spec: ModuleSpec, path: Path) -> Any:
             f"{path} cannot be loaded: {error}\n  hint: it may be damaged, or come from an "
             "incompatible system; compile the module here"
         ) from error
-    return spec.post_load_adapter(module) if spec.post_load_adapter else module
+    return _adapted(spec, module)
 
 
 def load_entry(spec: ModuleSpec, entry: cache.Entry) -> Any | None:
-    """The module of an entry; None if its library changed while it was loaded.
+    """The module of an entry; None if its library is not what its builder published.
+
+    The library need not have been verified. The system gets a copy of the bytes that are hashed
+    here, unless it takes none or a debugger shall find the file.
 
     Raises
     ------
     JitError
         If the system cannot load a library that is what its builder published.
     """
+    if not env.FLASHINFER_JIT_DEBUG.get():
+        try:
+            module = sealed.load(entry.library, str(entry.manifest.get("library_sha256")))
+        except DamagedError:
+            return None
+        if module is not None:
+            return _adapted(spec, module)
+    return _load_in_place(spec, entry)
+
+
+def _load_in_place(spec: ModuleSpec, entry: cache.Entry) -> Any | None:
+    """As `load_entry`, from the file itself: what changes it meanwhile can end the process."""
+    if not cache.is_intact(entry):
+        return None
     try:
         module = load(spec, entry.library)
     except JitError:
@@ -119,5 +136,9 @@ def load_entry(spec: ModuleSpec, entry: cache.Entry) -> Any | None:
             return None
         # It may have been missing for a moment, while somebody replaced it: once more.
         module = load(spec, entry.library)
-    # The library was verified before, but what was loaded may have replaced it since.
+    # What was loaded may have replaced what was verified.
     return module if cache.is_intact(entry) else None
+
+
+def _adapted(spec: ModuleSpec, module: Any) -> Any:
+    return spec.post_load_adapter(module) if spec.post_load_adapter else module

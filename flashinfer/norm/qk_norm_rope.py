@@ -8,6 +8,7 @@ from .._common import checks
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._common.numbers import plain
 from .._instrument.decorator import flashinfer_api
+from .._instrument.questions import says_where_it_runs, since
 from ..jit.qk_norm_rope import QkNormRopeConfig, gen_qk_norm_rope_module
 from ..trace.templates.qk_norm_rope import fused_qk_rmsnorm_rope_trace
 
@@ -34,6 +35,7 @@ def _room(qkv: torch.Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> t
     return torch.empty((*qkv.shape[:-1], heads, head_dim), dtype=dtype, device=qkv.device)
 
 
+@says_where_it_runs(since(75))
 @flashinfer_api(trace=fused_qk_rmsnorm_rope_trace)
 def fused_qk_rmsnorm_rope(
     qkv: torch.Tensor,

@@ -231,7 +231,8 @@ def nvfp4_kv_dequantize_paged(
     Parameters
     ----------
     paged_kv_cache, kv_cache_sf : torch.Tensor or tuple of torch.Tensor
-        As for `nvfp4_quantize_append_paged_kv_cache`.
+        As for `nvfp4_quantize_append_paged_kv_cache`. In tuples, heads of keys and of values may
+        differ in size.
     block_tables : torch.Tensor
         ``[batch_size, max_pages]``: page numbers of each request, int32; integers of another dtype
         are converted, here and below.
@@ -240,8 +241,9 @@ def nvfp4_kv_dequantize_paged(
     k_scale, v_scale : torch.Tensor
         Global scales, one float32 on the GPU each.
     output_k, output_v : torch.Tensor
-        ``[batch_size, max_seq_len, num_kv_heads, head_dim]``, float16 or bfloat16, contiguous. Rows
-        from a request's length on, or of pages that do not exist, stay as they are.
+        ``[batch_size, max_seq_len, num_kv_heads, head_dim]``, float16 or bfloat16, contiguous, with
+        the head_dim of keys and of values. Rows from a request's length on, or of pages that do not
+        exist, stay as they are.
     kv_layout : str
         ``"NHD"`` or ``"HND"``.
 

@@ -129,24 +129,36 @@ def test_slots_that_are_not_written(device):
     assert all((part == 0x5A).all() for part in (*cache, *sf))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
-@pytest.mark.parametrize("form", ["tuple", "fused"])
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_dequantize_paged(index, kv_layout, form, dtype, device):
+def _stored(kv_layout: str, head_dims: tuple[int, int], form: str, device) -> tuple:
+    """Random codes and scales of heads of keys and of values."""
     generator = torch.Generator().manual_seed(3)
     inner = (PAGE_SIZE, HEADS) if kv_layout == "NHD" else (HEADS, PAGE_SIZE)
-    cache, sf = (
-        torch.randint(0, high, (PAGES, 2, *inner, n), generator=generator).to(torch.uint8)
-        for high, n in ((256, 32), (120, 4))
-    )
-    cache, sf = cache.to(device), sf.to(device)
-    if form == "tuple":
-        cache, sf = cache.unbind(1), sf.unbind(1)
+    both = []
+    for high, divisor in ((256, 2), (120, 16)):
+        parts = [
+            torch.randint(0, high, (PAGES, *inner, dim // divisor), generator=generator)
+            for dim in head_dims
+        ]
+        parts = [part.to(device, torch.uint8) for part in parts]
+        both.append(tuple(parts) if form == "tuple" else torch.stack(parts, 1))
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
+@pytest.mark.parametrize(
+    ("form", "head_dims"),
+    [("tuple", (64, 64)), ("fused", (64, 64)), ("tuple", (64, 128)), ("tuple", (256, 16))],
+)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_dequantize_paged(index, kv_layout, form, head_dims, dtype, device):
+    cache, sf = _stored(kv_layout, head_dims, form, device)
     scales = [torch.full((1,), x, device=device) for x in (0.25, 0.5)]
     tables = torch.tensor([[5, 2, 9], [0, 6, 1]], dtype=index, device=device)
     lengths = torch.tensor([10, 6], dtype=index, device=device)
-    outputs = [torch.full((2, 11, HEADS, 64), 7.0, dtype=dtype, device=device) for _ in range(2)]
+    outputs = [
+        torch.full((2, 11, HEADS, dim), 7.0, dtype=dtype, device=device) for dim in head_dims
+    ]
     flashinfer.nvfp4_kv_dequantize_paged(
         cache, sf, tables, lengths, *scales, *outputs, kv_layout=kv_layout
     )
@@ -158,6 +170,33 @@ def test_dequantize_paged(index, kv_layout, form, dtype, device):
             rows = codes[page, slot].contiguous(), factors[page, slot].contiguous()
             wanted[b, t] = flashinfer.nvfp4_kv_dequantize(*rows, scales[i], dtype)
         assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "named"),
+    [
+        ("tuple", {"output_v": (2, 11, HEADS, 64)}, r"paged_kv_cache\[1\]"),
+        ("tuple", {"output_k": (2, 11, HEADS, 128)}, r"paged_kv_cache\[0\]"),
+        ("tuple", {"output_v": (2, 10, HEADS, 128)}, "output_v"),
+        ("tuple", {"output_v": (2, 11, HEADS, 120)}, "output_v"),
+        ("fused", {"output_v": (2, 11, HEADS, 128)}, "output_v|paged_kv_cache"),
+    ],
+)
+def test_dequantize_paged_refuses(form, changes, named, device):
+    """What is wrong of values is said of values, not of keys."""
+    head_dims = (64, 128) if form == "tuple" else (64, 64)
+    cache, sf = _stored("NHD", head_dims, form, device)
+    outputs = {
+        name: torch.full((2, 11, HEADS, dim), 7.0, dtype=torch.float16, device=device)
+        for name, dim in zip(("output_k", "output_v"), head_dims, strict=True)
+    }
+    for name, shape in changes.items():
+        outputs[name] = torch.full(shape, 7.0, dtype=torch.float16, device=device)
+    one = torch.ones(1, device=device)
+    tables = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=f"`({named})"):
+        flashinfer.nvfp4_kv_dequantize_paged(cache, sf, tables, tables[:, 0], one, one, **outputs)
+    assert all((out == 7.0).all() for out in outputs.values())
 
 
 @pytest.mark.parametrize(

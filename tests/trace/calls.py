@@ -18,14 +18,16 @@ from flashinfer.trace.specs import argument_of
 from flashinfer.trace.template import TraceTemplate, templates_of
 from tests.trace import attention_cases
 
+_DELTA_RULE = {
+    **dict.fromkeys(("num_heads", "num_q_heads", "num_k_heads"), 3),
+    **dict.fromkeys(("num_v_heads", "num_state_heads"), 6),
+    "head_dim_k": 32,
+    "head_dim_v": 64,
+}
 # Sizes of the axes of an operation whose size its kernels do not take freely.
 SIZES = {
-    "gated_delta_rule": {
-        **dict.fromkeys(("num_heads", "num_q_heads", "num_k_heads"), 3),
-        **dict.fromkeys(("num_v_heads", "num_state_heads"), 6),
-        "head_dim_k": 32,
-        "head_dim_v": 64,
-    },
+    "gdn": _DELTA_RULE,
+    "gdn2": _DELTA_RULE,
     "kda": {"num_heads": 3, "num_v_heads": 6, "head_dim_k": 32, "head_dim_v": 64},
     "ssd": {"num_heads": 6, "num_groups": 3, "head_dim": 64, "dstate": 128},
     "checkpointing_ssu": {"num_groups": 3, "num_heads": 6, "dstate": 16, "num_rows": 9},

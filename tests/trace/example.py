@@ -168,7 +168,7 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     nvfp4_batched_quantize_h7168.json
     nvfp4_block_scale_interleave_b448_uint8.json
     nvfp4_kv_dequantize_b64_output_bf16.json
-    nvfp4_kv_dequantize_paged_ps16_kv8_d128_output_k_bf16_output_v_bf16_output_k_bf16_output_v_bf16.json
+    nvfp4_kv_dequantize_paged_ps16_kv8_d128_dv128_output_k_bf16_output_v_bf16_output_k_bf16_output_v_bf16.json
     nvfp4_kv_quantize_h128.json
     nvfp4_quantize_append_paged_kv_cache_ps16_kv8_d128.json
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_ps16_kv8_d128_slot_mapping_int64.json

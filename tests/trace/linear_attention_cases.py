@@ -16,7 +16,7 @@ import torch
 from flashinfer.testing.tensors import clone_arguments
 from tests.trace.calls import Operation, parameters_of
 
-OP_TYPES = ("checkpointing_ssu", "gated_delta_rule", "kda", "selective_state_update", "ssd")
+OP_TYPES = ("checkpointing_ssu", "gdn", "gdn2", "kda", "selective_state_update", "ssd")
 
 
 def _results(operation: Operation, arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -73,7 +73,7 @@ def _is_required(operation: Operation, name: str, arguments: dict[str, Any]) -> 
 
 
 def _cu_seqlens(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
-    prefill = operation.template.op_type == "gated_delta_rule"
+    prefill = operation.template.op_type in ("gdn", "gdn2")
     (_is_required if prefill else _default_is_absence)(operation, name, arguments)
 
 

@@ -8,8 +8,9 @@ import warnings
 import pytest
 import torch
 
-from flashinfer import aot, api_logging, gemm, prefill, topk, utils
+from flashinfer import aot, api_logging, cutile, gemm, prefill, topk, utils
 from flashinfer.compilation_context import CompilationContext
+from flashinfer.cutile import cutile_common
 from flashinfer.jit import core, cpp_ext
 
 
@@ -83,7 +84,9 @@ def test_facts() -> None:
 
 
 def test_tiles_in_python_need_their_package_and_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_tile = sys.modules["flashinfer.gemm.cuda_tile"]
+    cuda_tile = sys.modules["flashinfer._common.cuda_tile"]
+    assert cutile_common.is_cuda_tile_available is gemm.is_cuda_tile_available
+    assert cutile.is_cuda_tile_available is gemm.is_cuda_tile_available
     assert not gemm.is_cuda_tile_available()
     monkeypatch.setattr(cuda_tile.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -92,3 +95,10 @@ def test_tiles_in_python_need_their_package_and_blackwell(monkeypatch: pytest.Mo
         assert gemm.is_cuda_tile_available("cuda:0") is gemm.is_cuda_tile_available() is answer
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not gemm.is_cuda_tile_available()
+
+
+def test_modules_of_segments_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for ahead of time, without a configuration, can be built."""
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    old, new = gemm.gen_gemm_module(), gemm.gen_gemm_sm90_module()
+    assert old.name == new.name and old.identity() == new.identity()

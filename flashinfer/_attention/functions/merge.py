@@ -14,6 +14,7 @@ from ..._common.conversions import converted
 from ..._common.dtypes import FLOAT, check_dtype
 from ..._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ..._instrument.decorator import flashinfer_api
+from ..._instrument.questions import says_where_it_runs, since
 from ...jit.cascade import CascadeConfig, gen_cascade_module
 from ...trace.templates.cascade import (
     merge_state_in_place_trace,
@@ -38,6 +39,9 @@ def _table(function: str, v: str, *, pair: bool) -> KernelTable:
     return KernelTable(get_kernel)
 
 
+_says_where_it_runs = says_where_it_runs(since(75))
+
+
 _merge_state = _table("merge_state", "v_a", pair=True)
 
 
@@ -52,6 +56,7 @@ def _like(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(checks.tensor(name, tensor))
 
 
+@_says_where_it_runs
 @flashinfer_api(trace=merge_state_trace)
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
@@ -109,6 +114,7 @@ def merge_state(
     return v, s
 
 
+@_says_where_it_runs
 @flashinfer_api(trace=merge_state_in_place_trace)
 def merge_state_in_place(
     v: torch.Tensor,
@@ -148,6 +154,7 @@ def merge_state_in_place(
             s.copy_(merged)
 
 
+@_says_where_it_runs
 @flashinfer_api(trace=merge_states_trace)
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of several sets of keys from attention over each.

@@ -72,7 +72,7 @@ def _template(final: bool, initial: bool) -> TraceTemplate:
     )
     unused = [*([] if initial else ["initial_state"]), *([] if final else ["output_state"])]
     return TraceTemplate(
-        op_type="gated_delta_rule",
+        op_type="gdn",
         name_prefix=chunk.name_prefix.replace("rule", "product"),
         description="Gated delta rule over packed sequences, several updates for each token.",
         axes=axes,

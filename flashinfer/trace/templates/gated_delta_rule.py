@@ -333,7 +333,7 @@ def _decode_template(mtp: bool) -> TraceTemplate:
         **({} if mtp else {"backend": ("auto", "flashinfer")}),
     }
     return TraceTemplate(
-        op_type="gated_delta_rule",
+        op_type="gdn",
         name_prefix="gated_delta_rule_mtp" if mtp else "gated_delta_rule_decode",
         description="Gated delta rule for the next tokens of each sequence, state in place.",
         axes={k: v for k, v in DECODE_AXES.items() if mtp or k != "num_slots"},
@@ -354,7 +354,7 @@ gated_delta_rule_decode_pretranspose_trace = _decode_template(mtp=False)
 gated_delta_rule_mtp_trace = _decode_template(mtp=True)
 
 gated_delta_rule_bf16_state_trace = TraceTemplate(
-    op_type="gated_delta_rule",
+    op_type="gdn",
     name_prefix="gated_delta_rule_bf16_state",
     description="Gated delta rule for the next tokens of each sequence, state in place.",
     axes=DECODE_AXES,
@@ -461,7 +461,7 @@ def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
     unused += [] if final else ["output_state"]
     suffix = ("_initial" if initial else "") + ("_final" if final else "")
     return TraceTemplate(
-        op_type="gated_delta_rule",
+        op_type="gdn",
         name_prefix=f"chunk_gated_delta_rule{suffix}",
         description="Gated delta rule over packed sequences.",
         axes=_chunk_axes(initial),

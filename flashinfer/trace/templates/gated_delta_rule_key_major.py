@@ -40,7 +40,7 @@ def _key_major(**properties: Any) -> Tensor:
 
 
 gated_delta_rule_decode_trace = TraceTemplate(
-    op_type="gated_delta_rule",
+    op_type="gdn",
     name_prefix="gated_delta_rule_decode_key_major",
     description="Gated delta rule for the next tokens of each sequence, state in place.",
     axes={k: v for k, v in DECODE_AXES.items() if k != "num_slots"},

@@ -89,7 +89,7 @@ def _template(final: bool, initial: bool) -> TraceTemplate:
     axes = {name: axis for name, axis in _chunk_axes(initial).items() if name != "num_k_heads"}
     unused = [*([] if initial else ["initial_state"]), *([] if final else ["output_state"])]
     return TraceTemplate(
-        op_type="gated_delta_rule",
+        op_type="gdn2",
         name_prefix=chunk.name_prefix.replace("rule", "rule2"),
         description="Delta rule with decay, erase and write gates by channel, packed sequences.",
         axes=axes,

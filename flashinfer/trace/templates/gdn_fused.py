@@ -84,7 +84,7 @@ _POOL = ["num_slots", "num_v_heads", "head_dim", "head_dim"]
 _CACHE = ["num_slots", "qkv_dim", "history"]
 
 gdn_fused_decode_step_trace = TraceTemplate(
-    op_type="gated_delta_rule",
+    op_type="gdn",
     name_prefix="gdn_fused_decode_step",
     description="Projection of gates, convolution and gated delta rule, for one token of each.",
     axes={

@@ -134,7 +134,7 @@ def _draw_caching(arguments: dict[str, Any]) -> dict[str, Any]:
 
 _MTP = gated_delta_rule_mtp_trace
 _caching = TraceTemplate(
-    op_type="gated_delta_rule",
+    op_type="gdn",
     name_prefix="gated_delta_rule_mtp_replayssm",
     description="Gated delta rule for a draft, whose inputs are kept.",
     axes={**_MTP.axes, **_WINDOW_AXES},
@@ -202,7 +202,7 @@ _SEQUENCES: dict[str, Value] = {
     )
 }
 gated_delta_rule_replayssm_commit_trace = TraceTemplate(
-    op_type="gated_delta_rule",
+    op_type="gdn",
     name_prefix="gated_delta_rule_replayssm_commit",
     description="States after the accepted tokens of drafts whose inputs were kept, all layers.",
     axes=_COMMIT_AXES,

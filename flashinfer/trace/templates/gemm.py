@@ -58,7 +58,7 @@ bmm_fp8_trace = TraceTemplate(
     name_prefix="bmm_fp8",
     reference=_bmm_fp8_reference,
     init=_bmm_fp8_init,
-    options={"backend": ("cublas", "auto")},
+    options={"backend": ("cublas", "cudnn", "auto")},
     description="Products of a batch of 8-bit matrices, multiplied by one scale per operand.",
 )
 

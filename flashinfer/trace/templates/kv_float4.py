@@ -20,6 +20,7 @@ from .fp4 import _nvfp4_codes
 from .page import _LENGTH, _TABLE, _TABLE_AXES, _slots, example_table
 
 _FLOAT16 = ("bfloat16", "float16")
+_OUTPUTS = ("output_k", "output_v")
 
 
 def _by_slot(name: str, cache: Any, kv_layout: str) -> tuple[torch.Tensor, ...]:
@@ -62,13 +63,16 @@ def _gather(arguments: Mapping[str, Any]) -> dict[str, Any]:
             like = scales[0]
             gathered[name] = torch.full((1,), float(scale), device=like.device)
     codes = _by_slot("paged_kv_cache", arguments.get("paged_kv_cache"), layout)
-    like = arguments.get("append_key", arguments.get("output_k"))
-    head_dim = like.shape[-1] if isinstance(like, torch.Tensor) and like.ndim else 0
+    names = ("append_key", "append_value") if "append_key" in arguments else _OUTPUTS
     for name, parts, size in (("paged_kv_cache", codes, 2), ("kv_cache_sf", scales, 16)):
-        if any(part.shape[-1] * size != head_dim for part in parts):
-            raise ValueError(
-                f"`{name}` must have rows of {head_dim // size}, got {list(parts[0].shape)}"
-            )
+        for i, part in enumerate(parts):
+            rows = arguments.get(names[i])
+            head_dim = rows.shape[-1] if isinstance(rows, torch.Tensor) and rows.ndim else 0
+            if part.shape[-1] * size != head_dim:
+                raise ValueError(
+                    f"`{name}[{i}]` must have rows of {head_dim // size} for `{names[i]}`, got "
+                    f"{list(part.shape)}"
+                )
     sf = tuple(part.view(torch.uint8) for part in scales)
     return gathered | {"paged_kv_cache": codes, "kv_cache_sf": sf}
 
@@ -205,13 +209,13 @@ _GLOBAL: dict[str, Value] = {
 }
 
 
-def _cache(index: int) -> Tensor:
-    dims = ["num_pages", "page_size", "num_kv_heads", "num_bytes"]
+def _cache(index: int, num_bytes: str = "num_bytes") -> Tensor:
+    dims = ["num_pages", "page_size", "num_kv_heads", num_bytes]
     return Tensor(dims, param="paged_kv_cache", tuple_idx=index, dtype="uint8", layout="rows")
 
 
-def _scales(index: int) -> Tensor:
-    dims = ["num_pages", "page_size", "num_kv_heads", "num_scales"]
+def _scales(index: int, num_scales: str = "num_scales") -> Tensor:
+    dims = ["num_pages", "page_size", "num_kv_heads", num_scales]
     return Tensor(dims, param="kv_cache_sf", tuple_idx=index, dtype="uint8", layout="rows")
 
 
@@ -222,6 +226,17 @@ _CACHES: dict[str, Value] = {
     "v_sf": _scales(1),
 }
 _BLOCKS = "head_dim % 16 == 0"
+_VALUE_AXES: dict[str, Axis] = {
+    "head_dim_vo": Const("Elements of a head of values.", abbrev="dv"),
+    "num_bytes_vo": Const("", abbrev="", derive=lambda a: a["head_dim_vo"] // 2),
+    "num_scales_vo": Const("", abbrev="", derive=lambda a: a["head_dim_vo"] // 16),
+}
+_READ: dict[str, Value] = {
+    "output_k": Tensor(["batch_size", "max_seq_len", "num_kv_heads", "head_dim"], dtypes=_FLOAT16),
+    "output_v": Tensor(
+        ["batch_size", "max_seq_len", "num_kv_heads", "head_dim_vo"], dtype_from="output_k"
+    ),
+}
 
 
 def _example(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -321,28 +336,19 @@ nvfp4_kv_dequantize_paged_trace = TraceTemplate(
         "max_pages": Var("Entries of a block table."),
         "max_seq_len": Var("Rows of a request in the outputs."),
         **_AXES,
+        **_VALUE_AXES,
     },
     inputs={
         **_CACHES,
+        "v_cache": _cache(1, "num_bytes_vo"),
+        "v_sf": _scales(1, "num_scales_vo"),
         "block_tables": Tensor(["batch_size", "max_pages"], dtype="int32", converts=True),
         "seq_lens": Tensor(["batch_size"], dtype="int32", converts=True),
         **_GLOBAL,
-        "output_k": Tensor(
-            ["batch_size", "max_seq_len", "num_kv_heads", "head_dim"], dtypes=_FLOAT16
-        ),
-        "output_v": Tensor(
-            ["batch_size", "max_seq_len", "num_kv_heads", "head_dim"], dtype_from="output_k"
-        ),
+        **_READ,
     },
-    outputs={
-        "output_k": Tensor(
-            ["batch_size", "max_seq_len", "num_kv_heads", "head_dim"], dtypes=_FLOAT16
-        ),
-        "output_v": Tensor(
-            ["batch_size", "max_seq_len", "num_kv_heads", "head_dim"], dtype_from="output_k"
-        ),
-    },
-    constraints=[_BLOCKS],
+    outputs=_READ,
+    constraints=[_BLOCKS, "head_dim_vo % 16 == 0"],
     tags=["status:verified"],
     reference=_dequantize_paged_reference,
     gather=_gather,

@@ -94,9 +94,10 @@ __global__ void __launch_bounds__(kFloat4Threads)
   const Float4Operand& operand = params.operands[blockIdx.y];
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  if (item >= params.num_items) return;
-  const uint32_t row = params.blocks.divide(item);
-  const uint32_t block = item - row * params.blocks.divisor;
+  if (item >= params.num_items[blockIdx.y]) return;
+  const FastDivisor& blocks = params.blocks[blockIdx.y];
+  const uint32_t row = blocks.divide(item);
+  const uint32_t block = item - row * blocks.divisor;
   const uint32_t token = params.heads.divide(row);
   const uint32_t head = row - token * params.heads.divisor;
   const uint32_t request = params.max_len.divide(token);
@@ -148,7 +149,9 @@ inline cudaError_t launch_kv_float4_append(const Float4AppendParams& params, boo
 template <typename T>
 inline cudaError_t launch_kv_float4_gather(const Float4GatherParams& params, bool enable_pdl,
                                            cudaStream_t stream) {
-  const dim3 grid(ceil_div<uint32_t>(params.num_items, kFloat4Threads), params.num_operands);
+  const auto [k, v] = params.num_items;
+  const uint32_t num_items = k > v ? k : v;
+  const dim3 grid(ceil_div<uint32_t>(num_items, kFloat4Threads), params.num_operands);
   return launch_kernel(kv_float4_gather_kernel<T>, grid, dim3(kFloat4Threads), 0, stream,
                        enable_pdl, params);
 }

@@ -49,8 +49,10 @@ struct Float4GatherParams {
   int64_t table_stride;
   uint32_t max_pages, num_pages;
   uint32_t num_operands;
-  uint32_t num_items;
-  FastDivisor blocks, heads, max_len, page_size;
+  uint32_t
+      num_items[2];  // blocks of 16 elements of an operand; heads of K and V may differ in size
+  FastDivisor blocks[2];  // of a row
+  FastDivisor heads, max_len, page_size;
 };
 
 }  // namespace flashinfer

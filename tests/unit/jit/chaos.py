@@ -3,9 +3,8 @@
     python tests/unit/jit/chaos.py --seconds 300 --processes 64
 
 Each process loads one module and compares its answer. Meanwhile processes get SIGKILL, and files
-of the cache get flipped bits, other lengths, other modes and other times. Files are damaged by
-replacement: a file that is changed in place changes in the processes that have mapped it, against
-which no loader can do anything. Prints what happened as JSON.
+of the cache get flipped bits, other lengths, other modes and other times, by replacement and in
+place. Prints what happened as JSON.
 """
 
 from __future__ import annotations
@@ -39,8 +38,12 @@ def load(project: Project, key: int) -> int:
     return spec.build_and_load().answer()
 
 
-def replace(path: Path, change: Callable[[bytearray], bytes | bytearray]) -> None:
-    data = change(bytearray(path.read_bytes()))
+def change(path: Path, changed: Callable[[bytearray], bytes | bytearray]) -> None:
+    """Damage a file: another takes its place, or its own bytes change under who maps it."""
+    data = changed(bytearray(path.read_bytes()))
+    if random.random() < 0.5:
+        path.write_bytes(data)
+        return
     scratch = path.with_name("scratch")
     scratch.write_bytes(data)
     os.replace(scratch, path)
@@ -58,9 +61,9 @@ def set_times(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped bit": lambda path: replace(path, flip),
-    "truncation": lambda path: replace(path, lambda data: data[: random.randrange(len(data) + 1)]),
-    "zeros": lambda path: replace(path, lambda data: bytes(len(data))),
+    "flipped bit": lambda path: change(path, flip),
+    "truncation": lambda path: change(path, lambda data: data[: random.randrange(len(data) + 1)]),
+    "zeros": lambda path: change(path, lambda data: bytes(len(data))),
     "removal": os.unlink,
     "mode": lambda path: path.chmod(random.choice((0o000, 0o200, 0o666, 0o777))),
     "mode of folder": lambda path: path.parent.chmod(random.choice((0o000, 0o300, 0o777))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from jit_helpers import make_project
 from flashinfer import aot, jit
 from flashinfer.cli import main
 from flashinfer.jit import cache as modules
-from flashinfer.jit import publish, toolchain
+from flashinfer.jit import publish, sealed, toolchain
 
 
 def flip(path: Path, old: bytes = b"", new: bytes = b"") -> None:
@@ -131,10 +132,126 @@ def test_library_is_read_once_in_a_process(project, monkeypatch):
     assert opened.count(library) == 1
 
 
-def test_a_library_that_changes_while_it_is_loaded(project, monkeypatch, compile_count):
+@pytest.mark.parametrize("damage", [flip, cut, remove])
+def test_a_library_that_changes_after_the_check(project, monkeypatch, compile_count, damage):
+    """The system loads what was checked: a file cut short would end the process with SIGBUS."""
+    spec = project.spec()
+    spec.build()
+    real = sealed._load_descriptor
+
+    def load(descriptor):
+        damage(spec.get_library_path())
+        return real(descriptor)
+
+    monkeypatch.setattr(sealed, "_load_descriptor", load)
+    assert spec.build_and_load().answer() == 42
+    assert compile_count() == 1
+
+
+def test_a_library_that_changes_in_place_while_it_is_mapped(project):
+    spec = project.spec()
+    module = spec.build_and_load()
+    zero(spec.get_library_path())
+    assert module.answer() == 42
+    os.truncate(spec.get_library_path(), 0)
+    assert module.answer() == 42
+
+
+def test_a_sealed_copy_cannot_be_changed(project, monkeypatch):
+    spec = project.spec()
+    spec.build()
+    refused = []
+
+    def load(descriptor):
+        for change in (lambda: os.truncate(descriptor, 0), lambda: os.pwrite(descriptor, b"x", 0)):
+            with pytest.raises(PermissionError):
+                change()
+            refused.append(change)
+
+    monkeypatch.setattr(sealed, "_load_descriptor", load)
+    assert spec.build_and_load().answer() == 42  # None: so from the file
+    assert len(refused) == 2
+
+
+def test_loading_shares_modules_and_keeps_no_descriptor(project):
+    """Two modules whose copies had the same descriptor are two libraries."""
+    first = project.spec()
+    second = project.spec("other", extra_cflags=["-DMORE=3"])
+    second.sources[0].parent.joinpath("include/deeper.h").write_text(
+        "#ifndef MORE\n#define MORE 2\n#endif\n"
+    )
+    jit.build_jit_specs([first, second])
+    before = len(os.listdir("/proc/self/fd"))
+    modules_ = first.build_and_load(), second.build_and_load()
+    assert [module.answer() for module in modules_] == [42, 43]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert project.spec().build_and_load().same_as(modules_[0])
+    names = Path("/proc/self/maps").read_text()
+    assert "/memfd:answer.so" in names and "/memfd:other.so" in names
+
+
+READS_ITSELF = """
+#include <dlfcn.h>
+#include <cstdio>
+static long own_size() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<void*>(&own_size), &info) == 0) return -1;
+  std::FILE* file = std::fopen(info.dli_fname, "rb");
+  if (file == nullptr) return -2;
+  std::fseek(file, 0, SEEK_END);
+  const long size = std::ftell(file);
+  std::fclose(file);
+  return size;
+}
+static const long size_at_start = own_size();
+#define ANSWER size_at_start
+"""
+
+
+def test_a_library_can_read_itself_while_it_is_loaded(project):
+    """As a host part does, whose cubins stand after it in its file."""
+    project.write("include/answer.h", READS_ITSELF)
+    spec = project.spec()
+    module = spec.build_and_load()
+    assert module.answer() == spec.get_library_path().stat().st_size
+
+
+def test_paths_of_descriptors_never_come_again():
+    read, write = os.pipe()
+    names = [sealed._name_of(read) for _ in range(300)]
+    assert len(set(names)) == 300
+    assert all(os.path.samestat(os.stat(name), os.fstat(read)) for name in names)
+    os.close(read), os.close(write)
+
+
+def from_file(monkeypatch, how: str) -> None:
+    """Let modules be loaded from their files: as on a system without sealed copies."""
+    if how == "no memfd":
+        monkeypatch.delattr(os, "memfd_create")
+    elif how == "old TVM-FFI":
+        monkeypatch.setattr(sealed, "_LOADER", "no such loader")
+    elif how == "forbidden":
+        monkeypatch.setattr(sealed, "_name_of", lambda descriptor: "/no such file")
+    else:
+        monkeypatch.setenv("FLASHINFER_JIT_DEBUG", "1")
+
+
+@pytest.mark.parametrize("how", ["no memfd", "old TVM-FFI", "forbidden", "debug"])
+def test_loading_from_the_file(project, monkeypatch, how):
+    from_file(monkeypatch, how)
+    spec = project.spec()
+    assert spec.build_and_load().answer() == 42
+    assert f" {spec.get_library_path()}\n" in Path("/proc/self/maps").read_text()
+    flip(spec.get_library_path())
+    assert spec.try_load() is None
+    assert spec.build_and_load().answer() == 42
+
+
+def test_a_file_that_changes_while_it_is_loaded(project, monkeypatch, compile_count):
     """What was verified is not what the system loaded: the module is built and loaded again."""
     import tvm_ffi
 
+    from_file(monkeypatch, "no memfd")
     spec = project.spec()
     spec.build()
     real, done = tvm_ffi.load_module, []
@@ -149,8 +266,9 @@ def test_a_library_that_changes_while_it_is_loaded(project, monkeypatch, compile
     assert compile_count() == 2
 
 
-def test_a_library_that_is_missing_for_a_moment(project, monkeypatch, compile_count):
+def test_a_file_that_is_missing_for_a_moment(project, monkeypatch, compile_count):
     """Somebody removed it before the system opened it, and a builder has put it back since."""
+    from_file(monkeypatch, "no memfd")
     project.spec().build()
     count = compile_count()
     import tvm_ffi
@@ -166,6 +284,16 @@ def test_a_library_that_is_missing_for_a_moment(project, monkeypatch, compile_co
     monkeypatch.setattr(tvm_ffi, "load_module", load)
     assert project.spec().build_and_load().answer() == 42
     assert len(calls) == 2 and compile_count() == count
+
+
+def test_a_library_that_the_system_cannot_load(project):
+    """It is what was published: the error names its file, and what the system says of that."""
+    project.write("include/answer.h", 'extern "C" int missing();\n#define ANSWER missing()\n')
+    spec = project.spec("lame", extra_ldflags=["-Wl,-z,undefs", "-Wl,-z,now"])
+    spec.build()
+    path = re.escape(str(spec.get_library_path()))
+    with pytest.raises(jit.JitError, match=f"(?s){path} cannot be loaded: .*{path}.*missing"):
+        spec.build_and_load()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Whether callers can compile kernels of cuTile; no product here is one."""
+"""Whether callers can compile kernels of cuTile; no kernel here is one."""
 
 import contextlib
 import importlib.util
 
 import torch
 
-from .._common.arch import get_compute_capability
+from .arch import get_compute_capability
 
 _OLDEST_MAJOR = 10
 """The first toolkit with tiles compiles them for Blackwell and later."""
