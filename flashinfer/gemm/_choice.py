@@ -17,7 +17,7 @@ import torch
 from .._common.dtypes import FLOAT8
 from ..jit.gemm import GATED, GemmConfig
 
-_CLUSTERS = {1: 132, 2: 66, 4: 30}
+_CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 30, 6: 20}
 """CTAs of a cluster to clusters that an H200 runs at a time."""
 _CLOCK = 1700.0  # per microsecond
 _BYTES = 3.9e6  # of memory per microsecond
@@ -149,19 +149,23 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
     for tile in shared:
         for columns in widths:
             yield replace(tile, tile_columns=columns)
-    if problem.scale == "block" and problem.groups == "batch" and not gated and len(shared) == 2:
-        yield replace(base, tile_rows=256, cluster_rows=2)
+    if problem.scale == "block" and problem.groups == "batch" and not gated:
+        if problem.group_rows > base.tile_rows:
+            yield replace(base, tile_rows=256, cluster_rows=2)
+        else:  # one tile has all rows, so many narrow ones share them
+            yield replace(base, tile_columns=64, cluster_columns=2)
 
 
 def _narrow(base: GemmConfig, tile_rows: int, gated: bool) -> Iterator[GemmConfig]:
     narrow = replace(base, tile_rows=tile_rows, swap=True)
+    scaled = base.scale == "block" and base.groups == "batch"
     for columns, consumers in ((64, 1), (128, 2)):
         # A warpgroup has 64 gate rows and their 64 up rows.
         tile = replace(narrow, tile_columns=columns * (2 if gated else 1), consumers=consumers)
         for shared in (1, 2):
             if shared == 2 and (base.gathers or tile_rows < 16):
                 continue
-            for splits in (1, 2):
+            for splits in (1, 2, 3) if scaled else (1, 2):
                 if splits == 1 or base.groups == "batch" or base.gathers:
                     yield replace(tile, cluster_columns=shared, splits=splits)
 
@@ -205,6 +209,6 @@ def _block_clocks(config: GemmConfig, element: int) -> float:
     overhead = 80.0
     if element == 1:  # sums are promoted
         area = config.tile_rows * config.tile_columns
-        overhead = 160.0 + area / 154 + (120.0 if config.swap else 0.0)
+        overhead = 40.0 + area / 64 + (240.0 if config.swap else 0.0)
         overhead += 60.0 if config.tile_rows == 256 else 0.0
     return clocks + overhead

@@ -79,10 +79,13 @@ struct GemmTile : Config {
   static constexpr int kBytesA = kTileRows * 128, kBytesB = kTileColumns * 128;
   static constexpr int kStageBytes = kBytesA + kBytesB;
 
+  // The number of CTAs, at most `splits`, that have equally many of `tiles`.
+  static constexpr int owners(int tiles, int splits) {
+    return tiles % splits == 0 ? splits : owners(tiles, splits - 1);
+  }
   // Groups of eight right rows that each CTA of a split product adds up and stores.
   static_assert(kSplits == 1 || kSwap, "split products have few rows");
-  static constexpr int kOwnedTiles = ceil_div(kTiles, kSplits);
-  static_assert(kTiles % kOwnedTiles == 0);
+  static constexpr int kOwnedTiles = kTiles / owners(kTiles, kSplits);
   static constexpr int kPartialBytes =
       kSplits > 1 ? kSplits * kReps * kOwnedTiles * kConsumerThreads * 16 : 0;
 
