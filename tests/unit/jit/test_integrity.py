@@ -35,6 +35,10 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
 def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
@@ -132,7 +136,7 @@ def test_library_is_read_once_in_a_process(project, monkeypatch):
     assert opened.count(library) == 1
 
 
-@pytest.mark.parametrize("damage", [flip, cut, remove])
+@pytest.mark.parametrize("damage", [flip, cut, halve, remove])
 def test_a_library_that_changes_after_the_check(project, monkeypatch, compile_count, damage):
     """The system loads what was checked: a file cut short would end the process with SIGBUS."""
     spec = project.spec()
