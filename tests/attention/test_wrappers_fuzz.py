@@ -69,13 +69,13 @@ def draw_kernel(index: int) -> Kernel:
     encoding = rng.choice(encodings)
     dtype = o_dtype = rng.choice([BF16, FP16])
     shares_keys = pod or wrapper in ("cascade", "device_lengths")
-    if shares_keys and encoding != "ROPE_LLAMA" and rng.random() < 0.4:
+    if shares_keys and rng.random() < 0.4:
         dtype = rng.choice([E4M3, E5M2])
     head_dims = [64, 128] if backend == "fa3" else [16, 64, 80, 128, 256, 512]
     return Kernel(
         wrapper=wrapper,
         dtype=dtype,
-        kv_dtype=rng.choice([dtype, E4M3]) if encoding != "ROPE_LLAMA" and shares_keys else dtype,
+        kv_dtype=rng.choice([dtype, E4M3]) if shares_keys else dtype,
         o_dtype=o_dtype,
         head_dim=rng.choice(head_dims),
         encoding=encoding,

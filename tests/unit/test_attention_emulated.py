@@ -49,6 +49,7 @@ SUBSTITUTIONS = {
 
 F16, BF16 = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROPE = {"pos_encoding": "rope_llama"}
 LENGTHS = {"device_lengths": True, "sliding_window": True}
 F16_Q = {"dtype_q": F16, "dtype_kv": PACKED_FLOAT4, "dtype_o": F16}
 
@@ -153,7 +154,9 @@ CONFIGS = [
         8,
         {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True},
     ),
-    ("narrow-rope", 64, 64, 8, {"pos_encoding": "rope_llama", "mask_mode": "causal"}),
+    ("narrow-rope", 64, 64, 8, {**ROPE, "mask_mode": "causal"}),
+    ("narrow-rope-e4m3", 64, 64, 8, {**ROPE, "dtype_kv": E4M3, "mask_mode": "causal"}),
+    ("decode-rope-q-e5m2", 80, 80, 16, {**ROPE, "dtype_q": E5M2, "dtype_kv": E5M2}),
     ("narrow-custom", 192, 256, 8, {"mask_mode": "custom"}),
     ("decode-causal-16", 16, 16, 16, {"mask_mode": "causal"}),
     ("decode-ragged-window", 48, 48, 16, {"paged": False, "sliding_window": True}),
@@ -166,7 +169,7 @@ CONFIGS = [
         16,
         {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True},
     ),
-    ("decode-rope", 64, 64, 16, {"pos_encoding": "rope_llama", "mask_mode": "causal"}),
+    ("decode-rope", 64, 64, 16, {**ROPE, "mask_mode": "causal"}),
     ("decode-512", 512, 512, 16, {"mask_mode": "causal"}),
     ("decode-448-256", 448, 256, 16, {"mask_mode": "causal"}),
     ("decode-512-e4m3", 512, 512, 16, {"dtype_q": E4M3, "dtype_kv": E4M3, "paged": False}),
@@ -180,7 +183,7 @@ CONFIGS = [
     ("narrow-512-e4m3", 512, 512, 8, {"dtype_kv": E4M3, "sinks": True}),
     ("narrow-512-128-ragged", 512, 128, 8, {"paged": False, "sliding_window": True}),
     ("narrow-272-288", 272, 288, 8, {"mask_mode": "custom"}),
-    ("narrow-512-rope", 512, 512, 8, {"pos_encoding": "rope_llama"}),
+    ("narrow-512-rope", 512, 512, 8, ROPE),
     ("narrow-4bit-512", 512, 512, 8, {"dtype_kv": PACKED_FLOAT4, "mask_mode": "causal"}),
     ("64-f16", 64, 64, 64, {"dtype_q": F16, "dtype_kv": F16, "mask_mode": "causal"}),
     ("64-192-128-ragged", 192, 128, 64, {"paged": False, "mask_mode": "causal"}),
@@ -200,7 +203,9 @@ CONFIGS = [
     ("128-window", 128, 128, 128, {"mask_mode": "causal", "sliding_window": True}),
     ("128-e5m2", 80, 80, 128, {"dtype_kv": E5M2, "mask_mode": "causal"}),
     ("128-custom-ragged", 32, 32, 128, {"mask_mode": "custom", "paged": False}),
-    ("128-rope-alone", 64, 64, 128, {"pos_encoding": "rope_llama", "paged": False}),
+    ("128-rope-alone", 64, 64, 128, {**ROPE, "paged": False}),
+    ("64-rope-e5m2", 192, 128, 64, {**ROPE, "dtype_q": F16, "dtype_kv": E5M2, "dtype_o": F16}),
+    ("128-rope-e4m3", 64, 64, 128, {**ROPE, "dtype_kv": E4M3, "paged": False}),
     ("narrow-4bit", 128, 128, 8, {"dtype_kv": PACKED_FLOAT4}),
     ("narrow-4bit-f16-64", 64, 64, 8, {**F16_Q, "mask_mode": "causal", "logits_soft_cap": True}),
     ("narrow-4bit-192-256", 192, 256, 8, {**F16_Q, "paged": False}),
@@ -245,6 +250,8 @@ FULL_ONLY = {
     "narrow-lengths-4bit",
     "narrow-272-288",
     "narrow-512-rope",
+    "decode-rope-q-e5m2",
+    "128-rope-e4m3",
     "64-4bit-256",
     "128-4bit",
 }

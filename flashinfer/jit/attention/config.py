@@ -98,11 +98,11 @@ class AttentionConfig(ModuleConfig):
         modes = MASK_MODES if self.tile_q_second else ("none",)
         _check("mask_mode_second", self.mask_mode_second, modes)
         _check("pos_encoding_mode", self.pos_encoding, POS_ENCODINGS)
-        if self.pos_encoding == "rope_llama" and self.dtype_kv not in FLOAT16:
+        if self.pos_encoding == "rope_llama" and self.dtype_kv == PACKED_FLOAT4:
             raise ValueError(
                 "`pos_encoding_mode` must not be ROPE_LLAMA with `kv_data_type` "
-                f"{torch_name(self.dtype_kv)}: its bits cannot hold rotated keys; rotate them "
-                "before they are appended to the cache"
+                f"{torch_name(self.dtype_kv)} (4 bits): rotate keys before they are appended to "
+                "the cache"
             )
         if self.custom_variant and self.dtype_kv == PACKED_FLOAT4:
             raise ValueError(

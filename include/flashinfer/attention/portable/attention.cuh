@@ -41,8 +41,7 @@ struct AttentionTraits {
   static constexpr bool kWindow = kWindow_;
   static constexpr bool kRotate = kRotate_;
   static constexpr bool kTransformK = kRotate || Variant::kHasKeyTransform;
-  static_assert(!kTransformK || !Tile::kConvertsKeys,
-                "keys of few bits cannot be rotated in place");
+  static_assert(!kTransformK || !Tile::kKeysAre4Bit, "there is no place for wider keys of 4 bits");
 };
 
 // Computes one work item in one CTA.
@@ -172,7 +171,10 @@ class TileWorker {
 
     const int warp_row = Tile::kSplitKV ? threadIdx.x / 32 * Tile::kWarpTokens : 0;
     const int warp_token = warp_row / Tile::kWarpTokens / Tile::kColumnWarps * Tile::kWarpTokens;
-    const uint32_t warp_k = shared_k + warp_row * Tile::RowsK::kPitch;
+    char* const wide_k =
+        shared_ + Tile::kPlaceOfWideK + warp_row * Tile::ProductRowsK::kPitch;  // one tile's
+    const uint32_t warp_k = Tile::kWidensKeys ? ptx::shared_address(wide_k)
+                                              : shared_k + warp_row * Tile::RowsK::kPitch;
     const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_row * Tile::RowsV::kPitch;
     const char* const scales = stages_ + kStages * (Tile::kBytesK + Tile::kBytesV);
     int stage = 0;
@@ -185,13 +187,14 @@ class TileWorker {
       const int first_token = item_.kv_begin + tile * Tile::kTokens + warp_token;
       if constexpr (Traits::kTransformK) {
         constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
-        transform_keys<Tile, Traits::kRotate>(
-            stages_ + stage * Tile::kBytesK + warp_row * Tile::RowsK::kPitch, first_token,
-            Tile::kWarpKV, threadIdx.x % kThreads, kThreads, rows_.variant, rows_.view);
+        char* const rows_k = stages_ + stage * Tile::kBytesK + warp_row * Tile::RowsK::kPitch;
+        transform_keys<Tile, Traits::kRotate>(rows_k, Tile::kWidensKeys ? wide_k : rows_k,
+                                              first_token, Tile::kWarpKV, threadIdx.x % kThreads,
+                                              kThreads, rows_.variant, rows_.view);
         synchronize();
       }
       if constexpr (kLocatesEarly) loader.locate_tile();
-      const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
+      const uint32_t tile_k = warp_k + (Tile::kWidensKeys ? 0 : stage * Tile::kBytesK);
       const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
       const char* const stage_scales = scales + stage * Tile::kBytesBlockScales;
       attend(query, tile_k, tile_v, first_token, stage_scales + warp_row * Tile::kScaleBytesK,
