@@ -51,7 +51,12 @@ OTHERS = [
     config(16, (512, 512), sinks=True),
     config(16, (16, 48), sliding_window=True),
     config(
-        128, mask_mode="causal", tile_q_second=16, mask_mode_second="causal", logits_soft_cap=True
+        128,
+        mask_mode="causal",
+        logits_soft_cap=True,
+        tile_q_second=16,
+        pos_encoding_second="rope_llama",
+        sliding_window_second=True,
     ),
 ]
 

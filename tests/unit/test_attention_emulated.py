@@ -50,6 +50,7 @@ SUBSTITUTIONS = {
 F16, BF16 = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROPE = {"pos_encoding": "rope_llama"}
+ALIBI_CAP_SINKS = {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True}
 LENGTHS = {"device_lengths": True, "sliding_window": True}
 F16_Q = {"dtype_q": F16, "dtype_kv": PACKED_FLOAT4, "dtype_o": F16}
 
@@ -147,13 +148,7 @@ CONFIGS = [
     ("narrow-q-e4m3", 128, 128, 8, {"dtype_q": E4M3, "dtype_kv": E4M3}),
     ("decode-q-e5m2", 80, 80, 16, {"dtype_q": E5M2, "dtype_kv": E4M3, "mask_mode": "causal"}),
     ("128-q-e4m3", 64, 64, 128, {"dtype_q": E4M3, "dtype_kv": E5M2, "mask_mode": "causal"}),
-    (
-        "narrow-alibi-cap-sinks",
-        256,
-        128,
-        8,
-        {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True},
-    ),
+    ("narrow-alibi-cap-sinks", 256, 128, 8, ALIBI_CAP_SINKS),
     ("narrow-rope", 64, 64, 8, {**ROPE, "mask_mode": "causal"}),
     ("narrow-rope-e4m3", 64, 64, 8, {**ROPE, "dtype_kv": E4M3, "mask_mode": "causal"}),
     ("decode-rope-q-e5m2", 80, 80, 16, {**ROPE, "dtype_q": E5M2, "dtype_kv": E5M2}),
@@ -162,13 +157,7 @@ CONFIGS = [
     ("decode-ragged-window", 48, 48, 16, {"paged": False, "sliding_window": True}),
     ("decode-e4m3", 64, 64, 16, {"dtype_kv": E4M3}),
     ("decode-e5m2-f16", 80, 80, 16, {"dtype_q": F16, "dtype_kv": E5M2, "dtype_o": F16}),
-    (
-        "decode-alibi-cap-sinks",
-        128,
-        128,
-        16,
-        {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True},
-    ),
+    ("decode-alibi-cap-sinks", 128, 128, 16, ALIBI_CAP_SINKS),
     ("decode-rope", 64, 64, 16, {**ROPE, "mask_mode": "causal"}),
     ("decode-512", 512, 512, 16, {"mask_mode": "causal"}),
     ("decode-448-256", 448, 256, 16, {"mask_mode": "causal"}),
@@ -268,7 +257,10 @@ def test_configuration(emulator: Emulator, sizes_and_fields: tuple[int, int, int
 
 BOTH_CAUSAL = {"mask_mode": "causal", "mask_mode_second": "causal"}
 ALL_E4M3 = {"dtype_q": E4M3, "dtype_kv": E4M3}
-SCALED_CAP = {"mask_mode": "causal", "head_scales": True, "logits_soft_cap": True}
+CAPS = {"logits_soft_cap": True, "logits_soft_cap_second": True}
+SCALED_CAP = {"mask_mode": "causal", "head_scales": True, **CAPS}
+WINDOW_AND_ROPE = {"sliding_window": True, "pos_encoding_second": "rope_llama", "dtype_kv": E4M3}
+ROPE_AND_CAP = {**ROPE, "logits_soft_cap_second": True, "sliding_window_second": True}
 RAGGED_CUSTOM = {"mask_mode": "custom", "paged": False, "sinks": True}
 
 
@@ -282,6 +274,8 @@ RAGGED_CUSTOM = {"mask_mode": "custom", "paged": False, "sinks": True}
         pytest.param(128, 16, {**ALL_E4M3, "mask_mode": "causal"}, id="e4m3-prefill-decode"),
         pytest.param(64, 64, {**ALL_E4M3, **SCALED_CAP}, id="e4m3-scaled"),
         pytest.param(128, 64, RAGGED_CUSTOM, id="ragged-prefill"),
+        pytest.param(64, 16, WINDOW_AND_ROPE, id="window-rope"),
+        pytest.param(128, 16, ROPE_AND_CAP, id="rope-cap", marks=pytest.mark.full),
     ],
 )
 def test_two_shapes(emulator: Emulator, tile_q: int, tile_q_second: int, fields: dict[str, object]):
@@ -289,10 +283,17 @@ def test_two_shapes(emulator: Emulator, tile_q: int, tile_q_second: int, fields:
     emulator.run(make_config(64, 64, tile_q, {"tile_q_second": tile_q_second, **fields}))
 
 
-@pytest.mark.parametrize("name", ["Sigmoid", "EveryHook"])
+@pytest.mark.parametrize(
+    ("name", "dtype_kv"), [("Sigmoid", BF16), ("EveryHook", BF16), ("EveryHook", E4M3)]
+)
 @pytest.mark.parametrize("tile_q", [16, 64])
 def test_variant(
-    emulator: Emulator, name: str, tile_q: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator,
+    name: str,
+    dtype_kv: torch.dtype,
+    tile_q: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """A user's variant, in the headers that a module of it is compiled from."""
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
@@ -302,8 +303,8 @@ def test_variant(
     variant = make_variant(
         "emulated", tensors, ["float", "float"], ["bias"], ["float"], name, declaration
     )
-    config = make_config(64, 64, tile_q, {"mask_mode": "causal", "custom_variant": True})
-    emulator.run(config, variant_headers=variant.write_headers())
+    fields = {"mask_mode": "causal", "custom_variant": True, "dtype_kv": dtype_kv}
+    emulator.run(make_config(64, 64, tile_q, fields), variant_headers=variant.write_headers())
 
 
 @pytest.mark.parametrize(

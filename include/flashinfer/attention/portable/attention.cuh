@@ -30,9 +30,9 @@
 
 namespace flashinfer {
 
-// Compile-time parameters of one tile shape of a launch.
+// Compile-time parameters of one tile shape of a launch, that of items of kind `kKind`.
 template <typename Tile_, typename Variant_, bool kPaged_, MaskMode kMask_, bool kWindow_,
-          bool kRotate_>
+          bool kRotate_, int kKind_ = 0>
 struct AttentionTraits {
   using Tile = Tile_;
   using Variant = Variant_;
@@ -40,6 +40,7 @@ struct AttentionTraits {
   static constexpr MaskMode kMask = kMask_;
   static constexpr bool kWindow = kWindow_;
   static constexpr bool kRotate = kRotate_;
+  static constexpr int kKind = kKind_;
   static constexpr bool kTransformK = kRotate || Variant::kHasKeyTransform;
   static_assert(!kTransformK || !Tile::kKeysAre4Bit, "there is no place for wider keys of 4 bits");
 };
@@ -105,7 +106,7 @@ class TileWorker {
       synchronize();
       convert_query<Tile, Traits::kRotate>(item_, params_.group_size, rows_.variant, rows_.view,
                                            shared_, row_scale_);
-    } else if (Variant::kNegatesQuery && params_.variant.sm_scale < 0.f) {
+    } else if (Variant::kNegatesQuery && options_of<Traits::kKind>(params_).sm_scale < 0.f) {
       constexpr int kRows = Tile::kTileQ / kAttentionWarps;
       __syncwarp();
       negate_query<Tile, kRows>(shared_ + threadIdx.x / 32 * kRows * Tile::kPitchQ);
@@ -173,8 +174,8 @@ class TileWorker {
     const int warp_token = warp_row / Tile::kWarpTokens / Tile::kColumnWarps * Tile::kWarpTokens;
     char* const wide_k =
         shared_ + Tile::kPlaceOfWideK + warp_row * Tile::ProductRowsK::kPitch;  // one tile's
-    const uint32_t warp_k = Tile::kWidensKeys ? ptx::shared_address(wide_k)
-                                              : shared_k + warp_row * Tile::RowsK::kPitch;
+    const uint32_t warp_k =
+        Tile::kWidensKeys ? ptx::shared_address(wide_k) : shared_k + warp_row * Tile::RowsK::kPitch;
     const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_row * Tile::RowsV::kPitch;
     const char* const scales = stages_ + kStages * (Tile::kBytesK + Tile::kBytesV);
     int stage = 0;
